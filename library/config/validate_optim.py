@@ -46,9 +46,19 @@ def validate_lr_scheduler(
     if scheduler == "cosine_with_min_lr" and optim.lr_scheduler_min_lr_ratio is None:
         problem = "cosine_with_min_lr needs lr_scheduler_min_lr_ratio, such as 0.1"
         yield ("lr_scheduler", "lr_scheduler_min_lr_ratio"), problem
-    if not warmup.is_ratio and train.max_train_epochs is None and warmup.value >= train.max_train_steps:
-        problem = f"{warmup} warmup steps, but the run has {train.max_train_steps} steps"
+    if train.max_train_epochs is None:
+        yield from validate_schedule_length(optim, train.max_train_steps)
+
+
+def validate_schedule_length(optim: OptimConfig, total_steps: int) -> Iterator[OptionConflict]:
+    """Check that warmup and decay fit into the run; with max_train_epochs its steps are known after the image scan."""
+    warmup, decay = optim.lr_warmup_steps, optim.lr_decay_steps
+    if not warmup.is_ratio and warmup.value >= total_steps:
+        problem = f"{warmup} warmup steps, but the run has {total_steps} steps"
         yield ("lr_warmup_steps", "max_train_steps"), problem
+    elif warmup.to_steps(total_steps) + decay.to_steps(total_steps) > total_steps:
+        problem = f"warmup ({warmup}) and decay ({decay}) are longer than the run ({total_steps} steps)"
+        yield ("lr_decay_steps", "lr_warmup_steps", "max_train_steps"), problem
 
 
 def validate_self_tuning_optimizers(

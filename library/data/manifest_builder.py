@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,12 +14,12 @@ from ..dataset.scan import ImageDefect, scan_images
 from ..dataset.scan_cache import ScanRoots
 from ..dataset.schema import DatasetConfig
 from ..dataset.sources import list_all_images
-from ..dataset.stages import Stage, build_stages, expand_resolution_schedule
-from ..dataset.validate import find_unused_keys
+from ..dataset.stages import build_stages, expand_resolution_schedule
+from ..dataset.validate import find_unused_keys, validate_dataset_weights, validate_stages_not_empty
 from ..errors import ConfigError
 from .buckets import BucketAssignment, build_bucket_assigner, merge_small_buckets
 from .manifest import Manifest, Sample
-from .repeats import apply_dataset_weights, balance_regularization_images
+from .repeats import apply_dataset_weights, balance_regularization_images, compute_weight_factors
 from .report import (
     DataProblem,
     collect_notices,
@@ -39,62 +39,51 @@ def build_manifest(
     A dataset with a resolution schedule has its last resolution in the manifest.  Scan results are cached in
     ``cache_dir``, by default next to the images.
     """
-    broken: list[str] = []
     notes = list(dict.fromkeys(find_unused_keys(datasets)))
     stages = [expand_resolution_schedule(dataset) for dataset in datasets]
-    datasets = [pieces[-1] for pieces in stages]
-    endings = []
-    found: list[ListedImage] = []
-    bad: list[DataProblem] = []
-    for listing in list_all_images(datasets):
-        broken += listing.problems
-        notes += listing.notes
-        endings.append(
-            (listing.dataset, listing.index, listing.caption_source, listing.num_captions, len(listing.images))
-        )
-        found += listing.images
-        bad += [DataProblem("missing", line) for line in listing.missing]
+    datasets = [expanded[-1] for expanded in stages]
+    listings = list(list_all_images(datasets))
+    listing_problems = [problem for listing in listings for problem in listing.problems]
+    notes += [note for listing in listings for note in listing.notes]
+    found = [image for listing in listings for image in listing.images]
+    bad = [DataProblem("missing", line) for listing in listings for line in listing.missing]
     roots = ScanRoots(datasets, cache_dir)
-    audit = scan_images(build_image_inspector(), roots.group_by_root(found), roots.get_cache_dir)
-    masks = scan_masks(datasets, found, audit.images, roots)
-    total = len(found) + len(bad)
-    sorted_out = _build_samples(stages, found, audit.images, masks)
-    bad += sorted_out.problems
-    unusable = len(found) - len(sorted_out.samples) + len(bad) - len(sorted_out.problems)
-    if broken or ((bad or masks.unmatched) and on_invalid_images == "fail"):  # whole folders are not skipped
-        raise ConfigError([*broken, *_format_bad_data(bad, masks.unmatched, unusable, total, audit.cache_folders)])
-    notices = collect_notices(datasets, sorted_out.samples, sorted_out.assignments, audit.images)
+    scan = scan_images(build_image_inspector(), roots.group_by_root(found), roots.get_cache_dir)
+    masks = scan_masks(datasets, found, scan.images, roots)
+    samples, assignments, sample_problems = _build_samples(stages, found, scan.images, masks)
+    num_unusable, total = len(found) - len(samples) + len(bad), len(found) + len(bad)
+    bad += sample_problems
+    if listing_problems or ((bad or masks.unmatched) and on_invalid_images == "fail"):  # folders are not skipped
+        bad_data = _format_bad_data(bad, masks.unmatched, num_unusable, total, scan.cache_folders)
+        raise ConfigError([*listing_problems, *bad_data])
+    notices = collect_notices(datasets, samples, assignments, scan.images)
     notes = list(dict.fromkeys(notes))  # two datasets may use the same folder
-    notes += dict.fromkeys([*audit.notes, *masks.notes, *(notice.text for notice in notices)])
-    if is_summary_truncated(bad, notices) and (where := write_full_report(bad, notices, audit.cache_folders)):
-        notes.append(f"not all names are listed above{where}")
+    notes += dict.fromkeys([*scan.notes, *masks.notes, *(notice.text for notice in notices)])
+    if is_summary_truncated(bad, notices) and (location := write_full_report(bad, notices, scan.cache_folders)):
+        notes.append(f"not all names are listed above{location}")
     if bad:
-        skipped = f"{_count_images(unusable)} skipped ({format_problem_counts(bad)}):"
+        skipped = f"{_count_images(num_unusable)} skipped ({format_problem_counts(bad)}):"
         notes.append("\n  ".join([skipped, *summarize_problems(bad)]))
-    notes += masks.unmatched
-    parts = split_validation_samples(sorted_out.samples, datasets)
-    samples = list(parts.train_samples)
-    notes += parts.notes
+    split = split_validation_samples(samples, datasets)
+    notes += [*masks.unmatched, *split.notes]
+    samples = list(split.train_samples)
     for number in range(len(datasets)):
-        samples, more = balance_regularization_images(samples, number)
-        notes += more
-    if not any(not sample.is_reg for sample in samples):
-        why = "; validation_split takes all of them" if parts.validation_samples else ""
-        raise ConfigError([*summarize_problems(bad), f"no images left to train on{why}"])
-    if maskless := find_subsets_without_masks(
-        datasets, [sample.mask for sample in (*samples, *parts.validation_samples)]
-    ):
-        raise ConfigError([*summarize_problems(bad), *maskless])
-    return Manifest(tuple(datasets), tuple(samples), tuple(notes), tuple(endings), parts.validation_samples)
-
-
-@dataclass
-class _BuiltSamples:
-    """The samples with their bucket assignments, and the problems of images that cannot be one."""
-
-    samples: list[Sample] = field(default_factory=list)
-    assignments: list[BucketAssignment] = field(default_factory=list)
-    problems: list[DataProblem] = field(default_factory=list)
+        samples, balance_notes = balance_regularization_images(samples, number)
+        notes += balance_notes
+    used_masks = [sample.mask for sample in (*samples, *split.validation_samples)]
+    problems = []
+    if all(sample.is_reg for sample in samples):
+        reason = "; validation_split takes all of them" if split.validation_samples else ""
+        problems.append(f"no images left to train on{reason}")
+    elif subsets_without_masks := find_subsets_without_masks(datasets, used_masks):
+        problems += subsets_without_masks
+    if problems:
+        raise ConfigError([*summarize_problems(bad), *problems])
+    caption_counts = tuple(
+        (listing.dataset, listing.index, listing.caption_source, listing.num_captions, len(listing.images))
+        for listing in listings
+    )
+    return Manifest(tuple(datasets), tuple(samples), tuple(notes), caption_counts, split.validation_samples)
 
 
 def _build_samples(
@@ -102,54 +91,51 @@ def _build_samples(
     found_images: Iterable[ListedImage],
     inspected: Mapping[ImageRef, InspectedImage],
     mask_scan: MaskScanResult,
-) -> _BuiltSamples:
-    result = _BuiltSamples()
+) -> tuple[list[Sample], list[BucketAssignment], list[DataProblem]]:
+    """Build the samples with their bucket assignments; also return the problems of unusable images."""
+    samples, assignments, problems = list[Sample](), list[BucketAssignment](), list[DataProblem]()
     assigners = [list(map(build_bucket_assigner, stages)) for stages in dataset_stages]
     names: Counter[str] = Counter()
     reported: set[tuple[ImageRef, str]] = set()
     for item in found_images:
         image = inspected[item.image]
-        defect, placement = image.defect, None
+        defect, assignment = image.defect, None
         try:
-            for assign in (
-                assigners[item.dataset] if defect is None else ()
-            ):  # it has to fit the buckets of all stages; the last one counts
-                placement = assign(*image.size)
+            # An image has to fit the buckets of all stages; the last one counts.
+            for assign in assigners[item.dataset] if defect is None else ():
+                assignment = assign(*image.size)
         except ValueError as error:
-            defect, placement = ImageDefect("of a size that fits no bucket", str(error)), None
+            defect, assignment = ImageDefect("of a size that fits no bucket", str(error)), None
         if defect is not None and (item.image, defect.text) not in reported:
             reported.add((item.image, defect.text))
-            result.problems.append(DataProblem(defect.kind, f"{item.image}: {defect.text}"))
-        mask = (item.dataset, item.subset, item.image)
-        if reason := mask_scan.problems.get(mask):
-            result.problems.append(DataProblem("mask", f"{item.image}: {reason}"))
+            problems.append(DataProblem(defect.kind, f"{item.image}: {defect.text}"))
+        mask_key = (item.dataset, item.subset, item.image)
+        if mask_problem := mask_scan.problems.get(mask_key):
+            problems.append(DataProblem("mask", f"{item.image}: {mask_problem}"))
         if item.problem:
-            result.problems.append(DataProblem("caption", item.problem))
-        if placement is None or reason or item.problem:
+            problems.append(DataProblem("caption", item.problem))
+        if assignment is None or mask_problem or item.problem:
             continue
         dataset = dataset_stages[item.dataset][-1]
         subset = dataset.subsets[item.subset]
         name = item.image.key
         names[name] += 1
-        key = name if names[name] == 1 else f"{name}#{names[name]}"
-        weight = dataset.prior_loss_weight if subset.is_reg else 1.0
-        result.samples.append(
-            Sample(
-                key,
-                item.image,
-                image.size,
-                item.caption,
-                item.dataset,
-                item.subset,
-                subset.num_repeats,
-                weight,
-                subset.is_reg,
-                image.content_hash,
-                mask_scan.masks.get(mask),
-            )
+        sample = Sample(
+            key=name if names[name] == 1 else f"{name}#{names[name]}",
+            image=item.image,
+            size=image.size,
+            caption=item.caption,
+            dataset_index=item.dataset,
+            subset_index=item.subset,
+            repeats=subset.num_repeats,
+            loss_weight=dataset.prior_loss_weight if subset.is_reg else 1.0,
+            is_reg=subset.is_reg,
+            content_hash=image.content_hash,
+            mask=mask_scan.masks.get(mask_key),
         )
-        result.assignments.append(placement)
-    return result
+        samples.append(sample)
+        assignments.append(assignment)
+    return samples, assignments, problems
 
 
 def _format_bad_data(
@@ -171,52 +157,38 @@ def _format_bad_data(
     return [*summarize_problems(problems), *unmatched_masks, end]
 
 
+def _count_images(count: int) -> str:
+    return f"{count} image{'s' * (count != 1)}"
+
+
 def assign_buckets(
     manifest: Manifest, datasets: Sequence[DatasetConfig]
 ) -> tuple[Manifest, tuple[BucketAssignment, ...]]:
     """Expand the manifest to the datasets of all stages, in order, and assign each image to a bucket."""
     stages = build_stages(datasets)
-    whole = replace(manifest, datasets=(), samples=())
-    placements: list[BucketAssignment] = []
-    latest: dict[int, int] = {}
+    all_datasets, samples, assignments = list[DatasetConfig](), list[Sample](), list[BucketAssignment]()
+    notes, problems = list(manifest.notes), list[str]()
+    latest: dict[int, int] = {}  # dataset of the file -> its index in the last stage so far
     for stage in stages:
-        part, places = _assign_stage_buckets(manifest, stage)
-        first = len(whole.datasets)
-        latest |= {dataset.dataset_number: first + index for index, dataset in enumerate(stage.datasets)}
-        shifted = [replace(sample, dataset_index=latest[sample.dataset_index]) for sample in part.samples]
-        said = part.notes if len(stages) == 1 else [f"from step {stage.first_step}: {note}" for note in part.notes]
-        whole = replace(
-            whole,
-            datasets=(*whole.datasets, *stage.datasets),
-            samples=(*whole.samples, *shifted),
-            notes=(*whole.notes, *said),
-        )
-        placements += places
-    endings = tuple((latest[ending[0]], *ending[1:]) for ending in manifest.caption_counts)
-    whole = replace(whole, caption_counts=endings)
-    check_stages_not_empty(whole)
-    return whole, tuple(placements)
-
-
-def _count_images(count: int) -> str:
-    return f"{count} image{'s' * (count != 1)}"
-
-
-def check_stages_not_empty(manifest: Manifest) -> None:
-    """Raise ``ConfigError`` if a stage has no images, as all of them are used for validation or skipped."""
-    used = {manifest.datasets[sample.dataset_index].from_step for sample in manifest.samples if not sample.is_reg}
-    if empty := {dataset.from_step for dataset in manifest.datasets} - used:
-        when = f" from step {min(empty)} on" if max(empty) else ""
-        raise ConfigError([f"no images left to train on{when}"])
-
-
-def _assign_stage_buckets(manifest: Manifest, stage: Stage) -> tuple[Manifest, tuple[BucketAssignment, ...]]:
-    """Assign the images of one stage; dataset indices are those of the file."""
-    here = {dataset.dataset_number: dataset for dataset in stage.datasets}
-    datasets = [here.get(number, dataset) for number, dataset in enumerate(manifest.datasets)]
-    places = {number: build_bucket_assigner(dataset) for number, dataset in here.items()}
-    mine = [sample for sample in manifest.samples if sample.dataset_index in here]
-    alone = [places[sample.dataset_index](*sample.size) for sample in mine]
-    placements, notes = merge_small_buckets(mine, alone, datasets)
-    samples, shares = apply_dataset_weights(mine, datasets)
-    return replace(manifest, samples=samples, notes=(*notes, *shares)), placements
+        used = {dataset.dataset_number: dataset for dataset in stage.datasets}
+        stage_datasets = [used.get(number, dataset) for number, dataset in enumerate(manifest.datasets)]
+        assigners = {number: build_bucket_assigner(dataset) for number, dataset in used.items()}
+        stage_samples = [sample for sample in manifest.samples if sample.dataset_index in used]
+        alone = [assigners[sample.dataset_index](*sample.size) for sample in stage_samples]
+        merged, bucket_notes = merge_small_buckets(stage_samples, alone, stage_datasets)
+        factors = compute_weight_factors(stage_samples, stage_datasets)
+        weighted, weight_notes = apply_dataset_weights(stage_samples, stage_datasets, factors)
+        problems += validate_dataset_weights(stage_datasets, factors, sum(sample.repeats for sample in weighted))
+        prefix = "" if len(stages) == 1 else f"from step {stage.first_step}: "
+        notes += [f"{prefix}{note}" for note in (*bucket_notes, *weight_notes)]
+        latest |= {number: len(all_datasets) + index for index, number in enumerate(used)}
+        all_datasets += stage.datasets
+        samples += [replace(sample, dataset_index=latest[sample.dataset_index]) for sample in weighted]
+        assignments += merged
+    counts = tuple((latest[row[0]], *row[1:]) for row in manifest.caption_counts)
+    expanded = replace(
+        manifest, datasets=tuple(all_datasets), samples=tuple(samples), notes=tuple(notes), caption_counts=counts
+    )
+    if problems := [*problems, *validate_stages_not_empty(all_datasets, expanded.trained_datasets)]:
+        raise ConfigError(problems)
+    return expanded, tuple(assignments)

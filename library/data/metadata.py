@@ -1,4 +1,4 @@
-"""What a LoRA file says of the pictures that it was trained on: sd-scripts' keys, names of folders and no paths."""
+"""Build the dataset metadata of a LoRA file: sd-scripts' ``ss_*`` keys, with names of folders and no paths."""
 
 import json
 from collections import Counter, defaultdict
@@ -14,44 +14,43 @@ SampleRows = Sequence[tuple[Sample, BucketAssignment]]
 
 
 def build_dataset_metadata(manifest: Manifest, assignments: Sequence[BucketAssignment], dp_size: int) -> dict[str, str]:
-    """``ss_datasets``, ``ss_tag_frequency``, ``ss_dataset_dirs`` and, of a single dataset, what sd-scripts tells."""
-    rows = list(zip(manifest.samples, assignments, strict=True))
-    own = [[row for row in rows if row[0].dataset_index == number] for number in range(len(manifest.datasets))]
-    datasets = [_build_dataset_entry(config, found) for config, found in zip(manifest.datasets, own, strict=True)]
-    latest = {
-        config.dataset_number: number for number, config in enumerate(manifest.datasets)
-    }  # of those in several stages
+    """Build ``ss_datasets``, ``ss_tag_frequency``, ``ss_dataset_dirs`` and, for one dataset, its own keys."""
+    rows: list[list[tuple[Sample, BucketAssignment]]] = [[] for _ in manifest.datasets]
+    for sample, assignment in zip(manifest.samples, assignments, strict=True):
+        rows[sample.dataset_index].append((sample, assignment))
+    datasets = [_build_dataset_entry(config, own) for config, own in zip(manifest.datasets, rows, strict=True)]
+    # Of a dataset with several stages, the last one.
+    latest = {config.dataset_number: index for index, config in enumerate(manifest.datasets)}.values()
     frequency: dict[str, Any] = {}
-    for each in (datasets[number] for number in latest.values()):
-        for name, tags in each["tag_frequency"].items():
+    folders: dict[bool, dict[str, Any]] = {False: {}, True: {}}
+    for index in latest:
+        for name, tags in datasets[index]["tag_frequency"].items():
             frequency[_make_unique_name(name, frequency)] = tags
-    values = {"ss_datasets": datasets, "ss_tag_frequency": frequency}
-    for key, is_reg in (("ss_dataset_dirs", False), ("ss_reg_dataset_dirs", True)):
-        folders: dict[str, Any] = {}
-        for number in latest.values():
-            config = manifest.datasets[number]
-            for index, subset in enumerate(config.subsets):
-                if subset.is_reg == is_reg:
-                    count = sum(sample.subset_index == index for sample, _ in own[number])
-                    folders[_make_unique_name(get_source_name(subset), folders)] = {
-                        "n_repeats": subset.num_repeats,
-                        "img_count": count,
-                    }
-        values[key] = folders
-    found = {key: json.dumps(value) for key, value in values.items()}
-    return found | (
-        _build_single_dataset_entries(manifest.datasets[-1], datasets[-1], dp_size) if len(latest) == 1 else {}
-    )
+        for subset_index, subset in enumerate(manifest.datasets[index].subsets):
+            own_folders = folders[subset.is_reg]
+            count = sum(sample.subset_index == subset_index for sample, _ in rows[index])
+            name = _make_unique_name(_get_source_name(subset), own_folders)
+            own_folders[name] = {"n_repeats": subset.num_repeats, "img_count": count}
+    values = {
+        "ss_datasets": datasets,
+        "ss_tag_frequency": frequency,
+        "ss_dataset_dirs": folders[False],
+        "ss_reg_dataset_dirs": folders[True],
+    }
+    metadata = {key: json.dumps(value) for key, value in values.items()}
+    if len(latest) == 1:
+        metadata |= _build_single_dataset_entries(manifest.datasets[-1], datasets[-1], dp_size)
+    return metadata
 
 
-def get_source_name(subset: SubsetConfig) -> str:
-    """The last part of where the pictures come from; never a path."""
+def _get_source_name(subset: SubsetConfig) -> str:
+    """Return the last part of the path of the images; metadata never has whole paths."""
     first = (subset.parquet or subset.webdataset or (str(subset.metadata_file or subset.image_dir),))[0]
-    return PureWindowsPath(first).name or "pictures"
+    return PureWindowsPath(first).name or "images"
 
 
 def _make_unique_name(name: str, taken_names: dict[str, Any]) -> str:
-    """As sd-scripts tells apart folders of the same name."""
+    """Number folders of the same name, as sd-scripts does."""
     number, free = 2, name
     while free in taken_names:
         free, number = f"{name} ({number})", number + 1
@@ -59,17 +58,14 @@ def _make_unique_name(name: str, taken_names: dict[str, Any]) -> str:
 
 
 def _build_single_dataset_entries(config: DatasetConfig, dataset: dict[str, Any], dp_size: int) -> dict[str, str]:
-    """What stands at the top where there is one dataset only."""
     width, height = dataset["resolution"]
+    keys = ("enable_bucket", "bucket_no_upscale", "min_bucket_reso", "max_bucket_reso")
     return {
         "ss_bucket_info": json.dumps(dataset["bucket_info"]),
         "ss_batch_size_per_device": str(config.batch_size),
         "ss_total_batch_size": str(config.batch_size * dp_size),
         "ss_resolution": f"({width}, {height})",
-        **{
-            f"ss_{key}": str(getattr(config, key))
-            for key in ("enable_bucket", "bucket_no_upscale", "min_bucket_reso", "max_bucket_reso")
-        },
+        **{f"ss_{key}": str(getattr(config, key)) for key in keys},
     }
 
 
@@ -77,7 +73,7 @@ def _build_dataset_entry(config: DatasetConfig, rows: SampleRows) -> dict[str, A
     tags: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for sample, _ in rows:
         words = (word.strip().lower() for word in sample.caption.replace("\n", ",").split(","))
-        tags[get_source_name(config.subsets[sample.subset_index])].update(word for word in words if word)
+        tags[_get_source_name(config.subsets[sample.subset_index])].update(word for word in words if word)
     return {
         "is_dreambooth": config.kind != "finetuning",
         "batch_size_per_device": config.batch_size,
@@ -96,43 +92,30 @@ def _build_dataset_entry(config: DatasetConfig, rows: SampleRows) -> dict[str, A
 
 
 def _build_bucket_info(rows: SampleRows) -> dict[str, Any]:
-    shown: Counter[tuple[int, int]] = Counter()
-    for sample, placement in rows:
-        shown[placement.bucket_resolution] += round(sample.repeats)
-    errors = [
-        abs(placement.bucket_resolution[0] / placement.bucket_resolution[1] - sample.size[0] / sample.size[1])
-        for sample, placement in rows
-    ]
+    counts: Counter[tuple[int, int]] = Counter()
+    errors = []
+    for sample, assignment in rows:
+        width, height = assignment.bucket_resolution
+        counts[width, height] += round(sample.repeats)
+        errors.append(abs(width / height - sample.size[0] / sample.size[1]))
     buckets = {
         str(number): {"resolution": list(size), "count": count}
-        for number, (size, count) in enumerate(sorted(shown.items()))
+        for number, (size, count) in enumerate(sorted(counts.items()))
     }
     return {"buckets": buckets, "mean_img_ar_error": sum(errors) / max(len(errors), 1)}
 
 
 _SUBSET_KEYS = (
-    "num_repeats",
-    "color_aug",
-    "flip_aug",
-    "random_crop",
-    "shuffle_caption",
-    "keep_tokens",
-    "keep_tokens_separator",
-    "secondary_separator",
-    "enable_wildcard",
-    "caption_prefix",
-    "caption_suffix",
-    "resize_interpolation",
-    "class_tokens",
-    "is_reg",
+    *("num_repeats", "color_aug", "flip_aug", "random_crop", "shuffle_caption", "keep_tokens"),
+    *("keep_tokens_separator", "secondary_separator", "enable_wildcard", "caption_prefix", "caption_suffix"),
+    *("resize_interpolation", "class_tokens", "is_reg"),
 )
 
 
 def _build_subset_entry(config: DatasetConfig, subset_index: int, rows: SampleRows) -> dict[str, Any]:
     subset = config.subsets[subset_index]
-    where = "metadata_file" if config.kind == "finetuning" else "image_dir"
     return {
-        where: get_source_name(subset),
+        "metadata_file" if config.kind == "finetuning" else "image_dir": _get_source_name(subset),
         "img_count": sum(sample.subset_index == subset_index for sample, _ in rows),
         **{key: getattr(subset, key) for key in _SUBSET_KEYS},
     }

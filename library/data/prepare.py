@@ -1,9 +1,9 @@
-"""Python's search for circles of garbage, paused while a million objects are made that all stay."""
+"""Prepare the data of a run: scan the images, split off validation, assign buckets; build batch plans and loaders."""
 
 import gc
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from ..config.schema import TrainConfig
 from ..config.schema_data import DataConfig
 from ..dataset.dataset_config import ParsedDatasetConfig, load_dataset_config
-from ..dataset.validate import validate_dataset_config, validate_resolution_multiple
+from ..dataset.validate import validate_dataset_config, validate_resolution_multiple, validate_stages_not_empty
 from ..errors import ConfigError
 from ..randomness import derive_seed
 from .augment import Augmenter, SampleView
 from .batch_plan import AnyBatchPlan, BatchPlan, Bucket, StagedBatchPlan
 from .buckets import BucketAssignment, build_bucket_assigner
 from .manifest import Manifest
-from .manifest_builder import assign_buckets, build_manifest, check_stages_not_empty
+from .manifest_builder import assign_buckets, build_manifest
 from .summary import JsonObject, export_datasets, format_data_summary, summarize_buckets
 from .validation_split import disable_augmentations
 
@@ -27,36 +27,24 @@ if TYPE_CHECKING:
     from .loader import ImageLoader
 
 
-@contextmanager
-def pause_garbage_collection() -> Iterator[None]:
-    """The search walks over all objects again and again as they become more, and finds nothing."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 @dataclass(frozen=True)
 class PreparedData:
-    """The pictures of a run, each with its place, and the buckets they make."""
+    """The images of a run, with the bucket assignment of each, and the buckets."""
 
     config: DataConfig
     manifest: Manifest
     assignments: tuple[BucketAssignment, ...]  # of each sample
     buckets: tuple[Bucket, ...]
     validation: "PreparedData | None" = None
-    """The pictures for validation, which are not among the others."""
+    """The validation images, which are in no bucket."""
 
     @property
     def images_per_epoch(self) -> tuple[int, int]:
-        """How many are shown in an epoch of the last stage, repeats counted: for training, and for regularisation."""
+        """Count training and regularization images of the last stage's epoch, with repeats."""
         datasets, samples = self.manifest.datasets, self.manifest.samples
         last = [sample for sample in samples if datasets[sample.dataset_index].from_step == datasets[-1].from_step]
-        shown = [sum(sample.repeats for sample in last if sample.is_reg == is_reg) for is_reg in (False, True)]
-        return round(shown[0]), round(shown[1])
+        train, reg = (sum(sample.repeats for sample in last if sample.is_reg == is_reg) for is_reg in (False, True))
+        return round(train), round(reg)
 
     @property
     def resolution(self) -> tuple[int, int]:
@@ -66,54 +54,45 @@ class PreparedData:
         return size.width, size.height
 
     def build_batch_plan(self, dp_size: int, train: TrainConfig, *, one_bucket_per_step: bool = False) -> AnyBatchPlan:
-        """Which sample is trained where, on ``ranks`` processes."""
+        """Plan the batches of every rank and step, for ``dp_size`` data-parallel ranks."""
         stages: defaultdict[tuple[int, int | None], list[Bucket]] = defaultdict(list)
         for bucket in self.buckets:
             dataset = self.manifest.datasets[self.manifest.samples[bucket.sample_indices[0]].dataset_index]
             stages[dataset.from_step, dataset.to_step].append(bucket)
-        plans = [
-            (
-                first,
-                end,
-                BatchPlan(
-                    buckets,
-                    dp_size,
-                    train.gradient_accumulation_steps,
-                    derive_seed(train.seed, "stage", first) if first else train.seed,
-                    one_bucket_per_step=one_bucket_per_step,
-                ),
-            )
-            for (first, end), buckets in stages.items()
-        ]
+        plans = []
+        for (first, end), buckets in stages.items():
+            seed = derive_seed(train.seed, "stage", first) if first else train.seed
+            accumulation = train.gradient_accumulation_steps
+            plan = BatchPlan(buckets, dp_size, accumulation, seed, one_bucket_per_step=one_bucket_per_step)
+            plans.append((first, end, plan))
         return plans[0][2] if len(plans) == 1 and plans[0][1] is None else StagedBatchPlan(plans)
 
     def format_summary(self, batch_plan: AnyBatchPlan, total_steps: int) -> str:
-        """What a run of ``steps`` optimizer steps trains, as text."""
+        """Format images, buckets and epochs of a run as text."""
         return format_data_summary(self.manifest, self.assignments, batch_plan, total_steps)
 
     def to_json(self, batch_plan: AnyBatchPlan) -> list[JsonObject]:
-        """The datasets as plain data, with every bucket and every picture."""
+        """Export the datasets as JSON, with every bucket and every image."""
         return export_datasets(self.manifest, self.assignments, batch_plan)
 
     def write_contact_sheet(self, batch_plan: AnyBatchPlan, path: Path, max_per_bucket: int) -> str:
-        """Draw the pictures as the model will see them, up to ``limit`` of each bucket, and say what was drawn."""
+        """Draw the contact sheet and return a line for the log."""
         from .contact_sheet import draw_contact_sheet, save_contact_sheet
 
-        sheet, count = draw_contact_sheet(
-            self.manifest, self.assignments, summarize_buckets(self.assignments, batch_plan), max_per_bucket
-        )
+        buckets = summarize_buckets(self.assignments, batch_plan)
+        sheet, count = draw_contact_sheet(self.manifest, self.assignments, buckets, max_per_bucket)
         save_contact_sheet(sheet, path)
-        return f"contact sheet: {path}, {count} of {len(self.manifest.samples)} pictures"
+        return f"contact sheet: {path}, {count} of {len(self.manifest.samples)} images"
 
     def merge_validation(self) -> "PreparedData":
-        """All pictures that are ever shown: first those to train on, then those to validate on."""
+        """Append the validation images to the training images, for caching."""
         if self.validation is None:
             return self
-        mine, others = self.manifest, self.validation.manifest
-        shifted = [
-            replace(sample, dataset_index=sample.dataset_index + len(mine.datasets)) for sample in others.samples
-        ]
-        manifest = replace(mine, datasets=(*mine.datasets, *others.datasets), samples=(*mine.samples, *shifted))
+        train, validation = self.manifest, self.validation.manifest
+        offset = len(train.datasets)
+        shifted = [replace(sample, dataset_index=sample.dataset_index + offset) for sample in validation.samples]
+        datasets = (*train.datasets, *validation.datasets)
+        manifest = replace(train, datasets=datasets, samples=(*train.samples, *shifted))
         return replace(self, manifest=manifest, assignments=(*self.assignments, *self.validation.assignments))
 
     def build_image_loader(
@@ -132,90 +111,94 @@ class PreparedData:
         )
 
     def list_first_epoch_captions(self, batch_plan: AnyBatchPlan, total_steps: int) -> list[str]:
-        """Each picture's caption as it is shown in the first epoch, once however many stages show it."""
-        showing, datasets = self.build_augmenter(batch_plan, total_steps), self.manifest.datasets
+        """List the caption of each image as drawn in the first epoch, once for all stages."""
+        augmenter, datasets = self.build_augmenter(batch_plan, total_steps), self.manifest.datasets
         first = {
             (datasets[sample.dataset_index].dataset_number, sample.key): index
             for index, sample in reversed(list(enumerate(self.manifest.samples)))
         }
-        return [showing.draw_caption(SampleView(0, 0, index, 0)) for index in sorted(first.values())]
+        return [augmenter.draw_caption(SampleView(0, 0, index, 0)) for index in sorted(first.values())]
 
     def build_augmenter(self, batch_plan: AnyBatchPlan, total_steps: int) -> Augmenter:
-        """Build what draws the crop, flip and caption of each sample in a run of ``total_steps`` steps."""
+        """Build the augmenter, which draws the crop, flip and caption of each sample."""
         return Augmenter(self.manifest, self.assignments, batch_plan.seed, total_steps)
 
     def build_static_augmenter(self) -> Augmenter:
-        """Build an augmenter for where nothing random is drawn."""
+        """Build an augmenter for cache keys, where nothing random is drawn."""
         return Augmenter(self.manifest, self.assignments, 0, 0)
 
     def remove_samples(self, sample_indices: frozenset[int]) -> "PreparedData":
-        """Some pictures fewer, by their numbers in ``whole``."""
-        first = len(self.manifest.samples)
-        kept = [index for index in range(first) if index not in sample_indices]
-        samples = tuple(self.manifest.samples[index] for index in kept)
-        placements = tuple(self.assignments[index] for index in kept)
-        manifest = replace(self.manifest, samples=samples)
-        check_stages_not_empty(manifest)
-        others = self.validation and self.validation.remove_validation_samples(
-            {index - first for index in sample_indices}
-        )
-        return PreparedData(self.config, manifest, placements, _build_buckets(manifest, placements), others)
+        """Remove images that cannot be encoded, by their positions in ``merge_validation().manifest.samples``."""
+        manifest, assignments = self._select_samples(sample_indices, 0)
+        if problems := list(validate_stages_not_empty(manifest.datasets, manifest.trained_datasets)):
+            raise ConfigError(problems)
+        validation = None
+        if self.validation is not None:
+            rest, rest_assignments = self.validation._select_samples(sample_indices, len(self.manifest.samples))
+            if rest_assignments:
+                validation = replace(self.validation, manifest=rest, assignments=rest_assignments)
+        return PreparedData(self.config, manifest, assignments, _build_buckets(manifest, assignments), validation)
 
-    def remove_validation_samples(self, sample_indices: Set[int]) -> "PreparedData | None":
-        """The same for pictures that are measured only; nothing when none is left."""
-        kept = [index for index in range(len(self.manifest.samples)) if index not in sample_indices]
-        manifest = replace(self.manifest, samples=tuple(self.manifest.samples[index] for index in kept))
-        placements = tuple(self.assignments[index] for index in kept)
-        return replace(self, manifest=manifest, assignments=placements) if kept else None
+    def _select_samples(
+        self, removed: frozenset[int], first_index: int
+    ) -> tuple[Manifest, tuple[BucketAssignment, ...]]:
+        indices = [index for index in range(len(self.manifest.samples)) if index + first_index not in removed]
+        manifest = replace(self.manifest, samples=tuple(self.manifest.samples[index] for index in indices))
+        return manifest, tuple(self.assignments[index] for index in indices)
 
 
 def prepare_data(config: DataConfig, size_multiple: int, cache_dir: str | None = None) -> PreparedData:
-    """Look at all pictures and place them; sizes are multiples of ``pixel_step``, which the model family needs.
+    """Scan all images and assign them to buckets, with sides that are multiples of ``size_multiple``.
 
-    What is found out about files is kept in ``cache_dir``, or else beside the pictures, for the next time.
+    Scan results are cached in ``cache_dir``, by default next to the images.
     """
     if config.dataset_config is None:
-        raise ConfigError(["--dataset_config: missing; it names the folders of pictures"])
-    reading = load_dataset_config(config)
-    problems = [*validate_dataset_config(config), *validate_resolution_multiple(reading.datasets, size_multiple)]
-    if problems or reading.problems:
-        raise ConfigError(list(dict.fromkeys(problems or reading.problems)))
-    with pause_garbage_collection():
-        return _build_prepared_data(config, reading, Path(cache_dir).expanduser() if cache_dir else None)
+        raise ConfigError(["--dataset_config: missing; set the TOML file that lists the image folders"])
+    parsed = load_dataset_config(config)
+    problems = [*validate_dataset_config(config), *validate_resolution_multiple(parsed.datasets, size_multiple)]
+    if problems or parsed.problems:
+        raise ConfigError(list(dict.fromkeys(problems or parsed.problems)))
+    with _pause_garbage_collection():
+        return _build_prepared_data(config, parsed, Path(cache_dir).expanduser() if cache_dir else None)
+
+
+@contextmanager
+def _pause_garbage_collection() -> Iterator[None]:
+    """Disable garbage collection, which would traverse the growing manifest again and again and free nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _build_prepared_data(config: DataConfig, parsed: ParsedDatasetConfig, cache_dir: Path | None) -> PreparedData:
-    datasets = parsed.datasets
-    found = build_manifest(datasets, config.on_invalid_images, cache_dir)
-    found = replace(found, notes=(*parsed.notices, *found.notes))
-    if config.resolution is not None and all(dataset.resolution_schedule for dataset in datasets):
-        note = "--resolution: not used, because every dataset has a resolution_schedule"
-        found = replace(found, notes=(note, *found.notes))
-    manifest, placements = assign_buckets(found, datasets)
-    held_out = Manifest(tuple(map(disable_augmentations, found.datasets)), found.validation_samples, (), ())
-    places = list(map(build_bucket_assigner, held_out.datasets))
-    # A bucket of few pictures joins no other one here: that would depend on the pictures that are trained.
-    apart = tuple(places[sample.dataset_index](*sample.size) for sample in held_out.samples)
-    return PreparedData(
-        config,
-        manifest,
-        placements,
-        _build_buckets(manifest, placements),
-        PreparedData(config, held_out, apart, ()) if apart else None,
+    scanned = build_manifest(parsed.datasets, config.on_invalid_images, cache_dir)
+    notes = [*parsed.notices, *scanned.notes]
+    if config.resolution is not None and all(dataset.resolution_schedule for dataset in parsed.datasets):
+        notes.insert(0, "--resolution: not used, because every dataset has a resolution_schedule")
+    manifest, assignments = assign_buckets(replace(scanned, notes=tuple(notes)), parsed.datasets)
+    validation_datasets = tuple(map(disable_augmentations, scanned.datasets))
+    validation_manifest = Manifest(validation_datasets, scanned.validation_samples, (), ())
+    assigners = list(map(build_bucket_assigner, validation_datasets))
+    # Small buckets are not merged here: the result would depend on the training images.
+    validation_assignments = tuple(
+        assigners[sample.dataset_index](*sample.size) for sample in scanned.validation_samples
     )
+    validation = PreparedData(config, validation_manifest, validation_assignments, ())
+    buckets = _build_buckets(manifest, assignments)
+    return PreparedData(config, manifest, assignments, buckets, validation if validation_assignments else None)
 
 
 def _build_buckets(manifest: Manifest, assignments: Sequence[BucketAssignment]) -> tuple[Bucket, ...]:
     members: defaultdict[tuple[int, tuple[int, int]], list[int]] = defaultdict(list)
-    for index, (sample, placement) in enumerate(zip(manifest.samples, assignments, strict=True)):
-        members[sample.dataset_index, placement.bucket_resolution].append(index)
-    return tuple(
-        Bucket(
-            size,
-            array("q", samples),
-            array("d", [manifest.samples[index].repeats for index in samples]),
-            manifest.datasets[dataset].batch_size,
-            manifest.datasets[dataset].dataset_number,
-        )
-        for (dataset, size), samples in sorted(members.items())
-    )
+    for index, (sample, assignment) in enumerate(zip(manifest.samples, assignments, strict=True)):
+        members[sample.dataset_index, assignment.bucket_resolution].append(index)
+    buckets = []
+    for (number, resolution), indices in sorted(members.items()):
+        dataset = manifest.datasets[number]
+        repeats = array("d", [manifest.samples[index].repeats for index in indices])
+        buckets.append(Bucket(resolution, array("q", indices), repeats, dataset.batch_size, dataset.dataset_number))
+    return tuple(buckets)

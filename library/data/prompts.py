@@ -1,4 +1,4 @@
-"""Prompts for preview pictures, from kohya's three kinds of files; all mistakes are reported at once."""
+"""Read the prompts of preview images from .txt, .toml or .json files, as in sd-scripts; report all errors at once."""
 
 import json
 import re
@@ -13,12 +13,12 @@ from ..errors import ConfigError
 from ..registry import suggest_name
 
 IMAGE_SIZE_MULTIPLE = 8
-"""Sides of pictures are multiples of this, since every VAE makes one latent of at least 8 x 8 pixels."""
+"""Every VAE downsamples by 8 or more."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One picture that is asked for; None means that the family decides."""
+    """A prompt and the settings of its image; None means the default of the model family."""
 
     text: str
     negative_prompt: str = ""
@@ -31,30 +31,22 @@ class Prompt:
     flow_shift: float | None = None
     sampler: str | None = None
     locate_key: Callable[[str], str] = field(default=str, compare=False, repr=False)
-    """The key of a property -> where it is written, for messages."""
-
-
-@dataclass(frozen=True)
-class _PromptField:
-    """How one property of a prompt is written."""
-
-    field: str
-    parse: Callable[[Any], Any]
+    """Return the location of a key in the file, for messages."""
 
 
 class _InvalidValue(ValueError):
-    """What is wrong with one value."""
+    """What is wrong with a value."""
 
 
 def load_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a .txt, .toml or .json file."""
+    """Read a .txt, .toml or .json file."""
     readers = {".txt": _load_txt, ".toml": _load_toml, ".json": _load_json}
     if path.suffix.lower() not in readers:
-        raise ConfigError([f"{path}: prompts are read from .txt, .toml and .json files"])
+        raise ConfigError([f"{path}: not a .txt, .toml or .json file"])
     problems: list[str] = []
     prompts = list(readers[path.suffix.lower()](path, problems))
     if not prompts and not problems:
-        problems.append(f"{path}: no prompts in it")
+        problems.append(f"{path}: no prompts")
     if problems:
         raise ConfigError(problems)
     return prompts
@@ -67,11 +59,10 @@ def load_preview_prompts(preview: PreviewConfig) -> list[Prompt]:
 
 def _parse_int(value: Any, minimum: int, maximum: int | None = None) -> int:
     if type(value) is not int:
-        raise _InvalidValue(f"expected a whole number, got {value!r}")
+        raise _InvalidValue(f"expected an integer, got {value!r}")
     if value < minimum or (maximum is not None and value > maximum):
-        raise _InvalidValue(
-            f"expected at least {minimum}{'' if maximum is None else f' and at most {maximum}'}, got {value}"
-        )
+        limit = "" if maximum is None else f" and at most {maximum}"
+        raise _InvalidValue(f"expected at least {minimum}{limit}, got {value}")
     return value
 
 
@@ -84,17 +75,16 @@ def _parse_seed(value: Any) -> int:
 
 def _parse_side(value: Any) -> int:
     pixels = _parse_int(value, IMAGE_SIZE_MULTIPLE)
-    if pixels % IMAGE_SIZE_MULTIPLE:
-        below = pixels - pixels % IMAGE_SIZE_MULTIPLE
-        raise _InvalidValue(
-            f"{pixels} is no multiple of {IMAGE_SIZE_MULTIPLE}; write {below} or {below + IMAGE_SIZE_MULTIPLE}"
-        )
+    if remainder := pixels % IMAGE_SIZE_MULTIPLE:
+        below = pixels - remainder
+        above = below + IMAGE_SIZE_MULTIPLE
+        raise _InvalidValue(f"{pixels} is not a multiple of {IMAGE_SIZE_MULTIPLE}; use {below} or {above}")
     return pixels
 
 
 def _parse_non_negative(value: Any) -> float:
     if type(value) not in (int, float) or not 0 <= value < float("inf"):
-        raise _InvalidValue(f"expected a number that is not negative, got {value!r}")
+        raise _InvalidValue(f"expected a number of at least 0, got {value!r}")
     return float(value)
 
 
@@ -106,120 +96,107 @@ def _parse_positive(value: Any) -> float:
 
 def _parse_text(value: Any) -> str:
     if not isinstance(value, str):
-        raise _InvalidValue(f"expected text, got {value!r}")
+        raise _InvalidValue(f"expected a string, got {value!r}")
     return value.strip()
 
 
 def _parse_sampler(value: Any) -> str:
-    known = [name for kind in get_args(get_type_hints(PreviewConfig)["sample_sampler"]) for name in get_args(kind)]
+    options = get_args(get_type_hints(PreviewConfig)["sample_sampler"])
+    known = [name for option in options for name in get_args(option)]
     if value not in known:
         raise _InvalidValue(f"{value!r} is not one of {', '.join(known)}")
     return str(value)
 
 
-_PROMPT_FIELDS: Mapping[str, _PromptField] = {
-    "prompt": _PromptField("text", _parse_text),
-    "negative_prompt": _PromptField("negative_prompt", _parse_text),
-    "width": _PromptField("width", _parse_side),
-    "height": _PromptField("height", _parse_side),
-    "seed": _PromptField("seed", _parse_seed),
-    "sample_steps": _PromptField("num_inference_steps", lambda value: _parse_int(value, 1, 1000)),
-    "scale": _PromptField("cfg_scale", _parse_non_negative),
-    "guidance_scale": _PromptField("embedded_guidance", _parse_non_negative),
-    "flow_shift": _PromptField("flow_shift", _parse_positive),
-    "sample_sampler": _PromptField("sampler", _parse_sampler),
+_PROMPT_FIELDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "prompt": ("text", _parse_text),
+    "negative_prompt": ("negative_prompt", _parse_text),
+    "width": ("width", _parse_side),
+    "height": ("height", _parse_side),
+    "seed": ("seed", _parse_seed),
+    "sample_steps": ("num_inference_steps", lambda value: _parse_int(value, 1, 1000)),
+    "scale": ("cfg_scale", _parse_non_negative),
+    "guidance_scale": ("embedded_guidance", _parse_non_negative),
+    "flow_shift": ("flow_shift", _parse_positive),
+    "sample_sampler": ("sampler", _parse_sampler),
 }
-
+"""Key in the file -> field of ``Prompt``, and the parser of its values."""
 
 _TEXT_KEYS = frozenset({"prompt", "negative_prompt", "sample_sampler"})
 
-
 _SHORT_OPTIONS: Mapping[str, str] = {
-    "n": "negative_prompt",
-    "w": "width",
-    "h": "height",
-    "d": "seed",
-    "s": "sample_steps",
-    "l": "scale",
-    "ss": "sample_sampler",
-    "g": "guidance_scale",
-    "cn": "controlnet_image",
-    "ctr": "cfg_trunc_ratio",
-    "rcfg": "renorm_cfg",
-    "fs": "flow_shift",
+    **{"n": "negative_prompt", "w": "width", "h": "height", "d": "seed", "s": "sample_steps", "l": "scale"},
+    **{"ss": "sample_sampler", "g": "guidance_scale", "cn": "controlnet_image", "ctr": "cfg_trunc_ratio"},
+    **{"rcfg": "renorm_cfg", "fs": "flow_shift"},
 }
 
-
 _UNSUPPORTED_KEYS: Mapping[str, str] = {
-    "controlnet_image": "control pictures are not supported",
-    "cfg_trunc_ratio": "only Lumina has it; leave it out",
-    "renorm_cfg": "only Lumina has it; leave it out",
+    "controlnet_image": "ControlNet images are not supported",
+    "cfg_trunc_ratio": "for Lumina only; remove it",
+    "renorm_cfg": "for Lumina only; remove it",
 }
 
 
 def _load_txt(path: Path, problems: list[str]) -> Iterator[Prompt]:
     for number, line in enumerate(_read_text(path).splitlines(), start=1):
         if line.strip() and not line.lstrip().startswith("#"):
-            prompt = _parse_line(line, f"{path}:{number}", problems)
-            if prompt:
+            if prompt := _parse_line(line, f"{path}:{number}", problems):
                 yield prompt
 
 
 def _parse_line(line: str, location: str, problems: list[str]) -> Prompt | None:
-    """``a cat --w 512 --n a dog``: options stand behind the text, in any order."""
+    """Parse ``a cat --w 512 --n a dog``: a prompt, then options in any order."""
     text, *options = re.split(r"\s--(?=\S)", " " + line.strip())
     values: dict[str, Any] = {"prompt": text}
-    found: list[str] = []
+    line_problems: list[str] = []
     for option in options:
         name, _, value = option.strip().partition(" ")
         key = _SHORT_OPTIONS.get(name.lower())
         if key is None:
-            known = ", ".join(
-                f"--{letter} {each}" for letter, each in _SHORT_OPTIONS.items() if each not in _UNSUPPORTED_KEYS
-            )
-            hint = suggest_name(name, _SHORT_OPTIONS, "--") or f"; there are: {known}"
-            found.append(f"{location}: --{name}: unknown option{hint}")
+            supported = {short: key for short, key in _SHORT_OPTIONS.items() if key not in _UNSUPPORTED_KEYS}
+            known = ", ".join(f"--{short} {key}" for short, key in supported.items())
+            hint = suggest_name(name, _SHORT_OPTIONS, "--") or f"; use {known}"
+            line_problems.append(f"{location}: --{name}: unknown option{hint}")
         elif key in values:
-            found.append(f"{location}: --{name}: given twice")
+            line_problems.append(f"{location}: --{name}: duplicate option")
         elif not value.strip():
-            found.append(f"{location}: --{name}: no value behind it")
+            line_problems.append(f"{location}: --{name}: value missing")
         else:
-            values[key] = value.strip() if key in _TEXT_KEYS else _parse_literal(value.strip())
-    return _build_prompt(values, lambda key: f"{location}: {_format_short_option(key)}", found, problems)
+            values[key] = value.strip() if key in _TEXT_KEYS else _parse_number(value.strip())
+    return _build_prompt(values, lambda key: f"{location}: {_format_short_option(key)}", line_problems, problems)
 
 
-def _parse_literal(text: str) -> int | float | str:
-    """The number that is written there, or the word itself."""
-    for kind in (int, float):
+def _parse_number(text: str) -> int | float | str:
+    """Parse a number; other text is returned unchanged."""
+    for parse in (int, float):
         try:
-            return kind(text)
+            return parse(text)
         except ValueError:
             continue
     return text
 
 
 def _load_toml(path: Path, problems: list[str]) -> Iterator[Prompt]:
-    """``[prompt]`` holds what all have in common, each ``[[prompt.subset]]`` one prompt."""
+    """Read ``[prompt]``, the shared settings, and a ``[[prompt.subset]]`` for each prompt."""
     data, lines = read_toml_with_lines(path)
     common = data.get("prompt")
     if set(data) != {"prompt"} or not isinstance(common, dict) or not isinstance(common.get("subset"), list):
-        problems.append(f"{path}: expected a table [prompt] and in it a [[prompt.subset]] for each picture")
+        problems.append(f"{path}: expected a [prompt] table with a [[prompt.subset]] for each image")
         return
     shared = {key: value for key, value in common.items() if key != "subset"}
     for number, subset in enumerate(common["subset"]):
 
-        def where(key: str, number: int = number) -> str:
+        def locate_key(key: str, number: int = number) -> str:
             line = lines.get(("prompt", "subset", number, key)) or lines.get(("prompt", key))
             line = line or lines.get(("prompt", "subset", number), 1)
             return f"{path}:{line}: {key}"
 
-        prompt = _build_prompt({**shared, **subset}, where, [], problems)
-        if prompt:
+        if prompt := _build_prompt({**shared, **subset}, locate_key, [], problems):
             yield prompt
 
 
 def _load_json(path: Path, problems: list[str]) -> Iterator[Prompt]:
-    """A list of objects, or of lines as in a text file."""
+    """Read a list of objects, or of lines as in a text file."""
     try:
         data = json.loads(_read_text(path))
     except json.JSONDecodeError as error:
@@ -229,14 +206,14 @@ def _load_json(path: Path, problems: list[str]) -> Iterator[Prompt]:
         problems.append(f"{path}: expected a list of prompts")
         return
     for number, item in enumerate(data, start=1):
-        place = f"{path}: prompt {number}"
+        location = f"{path}: prompt {number}"
+        prompt = None
         if isinstance(item, str):
-            prompt = _parse_line(item, place, problems)
+            prompt = _parse_line(item, location, problems)
         elif isinstance(item, dict):
-            prompt = _build_prompt(item, lambda key, place=place: f"{place}: {key}", [], problems)  # type: ignore[misc]
+            prompt = _build_prompt(item, lambda key, prefix=location: f"{prefix}: {key}", [], problems)  # type: ignore[misc]
         else:
-            prompt = None
-            problems.append(f"{place}: expected an object or text, got {item!r}")
+            problems.append(f"{location}: expected an object or a string, got {item!r}")
         if prompt:
             yield prompt
 
@@ -244,7 +221,7 @@ def _load_json(path: Path, problems: list[str]) -> Iterator[Prompt]:
 def _build_prompt(
     values: Mapping[str, Any], locate_key: Callable[[str], str], prompt_problems: list[str], problems: list[str]
 ) -> Prompt | None:
-    """The prompt, or None and what is wrong with it; ``found`` are problems that are known already."""
+    """Build a prompt, or append its problems, after the given ``prompt_problems``, and return None."""
     fields: dict[str, Any] = {}
     for key, value in values.items():
         if key in _UNSUPPORTED_KEYS:
@@ -253,7 +230,8 @@ def _build_prompt(
             prompt_problems.append(f"{locate_key(key)}: unknown key{suggest_name(key, _PROMPT_FIELDS)}")
         else:
             try:
-                fields[_PROMPT_FIELDS[key].field] = _PROMPT_FIELDS[key].parse(value)
+                field_name, parse = _PROMPT_FIELDS[key]
+                fields[field_name] = parse(value)
             except _InvalidValue as problem:
                 prompt_problems.append(f"{locate_key(key)}: {problem}")
     if "prompt" not in values:
@@ -263,8 +241,7 @@ def _build_prompt(
 
 
 def _format_short_option(key: str) -> str:
-    """A key as it is written in a line."""
-    short = next((letter for letter, name in _SHORT_OPTIONS.items() if name == key), None)
+    short = next((short for short, name in _SHORT_OPTIONS.items() if name == key), None)
     return f"--{short}" if short else key
 
 

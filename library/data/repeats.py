@@ -2,14 +2,13 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..dataset.schema import DatasetConfig
-from ..errors import ConfigError
 from ..randomness import derive_seed
 from .manifest import Sample
 
@@ -172,44 +171,39 @@ def build_bucket_repeats(repeats: Sequence[Sequence[float]], dataset_numbers: Se
     return found
 
 
-MAX_SAMPLES_PER_EPOCH = 100_000_000
-"""Weights far out of proportion are rejected above this."""
+def compute_weight_factors(samples: Sequence[Sample], datasets: Sequence[DatasetConfig]) -> dict[int, float]:
+    """Compute the factor on the repeats of each dataset that gives it its fraction of an epoch.
+
+    Factors are at least 1: the dataset with the most samples for its weight is unchanged, the others get more.
+    """
+    counts = [0.0] * len(datasets)
+    for sample in samples:
+        counts[sample.dataset_index] += sample.repeats
+    weights = {
+        number: dataset.weight
+        for number, dataset in enumerate(datasets)
+        if dataset.weight is not None and counts[number]
+    }
+    scale = max((counts[number] / weight for number, weight in weights.items()), default=1.0)
+    return {number: weight * scale / counts[number] for number, weight in weights.items()}
 
 
 def apply_dataset_weights(
-    samples: Sequence[Sample], datasets: Sequence[DatasetConfig]
+    samples: Sequence[Sample], datasets: Sequence[DatasetConfig], factors: Mapping[int, float]
 ) -> tuple[tuple[Sample, ...], list[str]]:
-    """Scale repeats so that each dataset gets its share of an epoch; return the samples and a note for each dataset.
-
-    Repeats are never reduced: the dataset with the most samples for its weight stays as it is, the others get more.
-    """
-    weights = [dataset.weight for dataset in datasets]
-    shown = [0.0] * len(datasets)
-    for sample in samples:
-        shown[sample.dataset_index] += sample.repeats
-    present = [(number, weight) for number, weight in enumerate(weights) if weight is not None and shown[number]]
-    if not present:
+    """Multiply repeats by the factor of each dataset; also return a note for each dataset."""
+    if not factors:
         return tuple(samples), []
-    scale = max(shown[number] / weight for number, weight in present)
-    total = sum(weight * scale for _, weight in present)
-    if total > MAX_SAMPLES_PER_EPOCH:
-        heaviest = max(present, key=lambda item: item[1] / shown[item[0]])[0]
-        raise ConfigError(
-            [
-                f"{datasets[heaviest].locate('weight')}: weight: an epoch would have {total:.3g} images with repeats,"
-                f" more than {MAX_SAMPLES_PER_EPOCH}; choose less different weights"
-            ]
-        )
-    factors = {number: weight * scale / shown[number] for number, weight in present}
-    found = tuple(
+    scaled = tuple(
         replace(sample, repeats=_scale_repeats(sample.repeats, factors[sample.dataset_index])) for sample in samples
     )
+    weights = {number: datasets[number].weight or 0.0 for number in factors}
     notes = [
-        f"dataset {number + 1}: weight {weight:g} is {weight * scale / total:.1%} of an epoch: repeats are multiplied"
-        f" by {factors[number]:.4g}"
-        for number, weight in present
+        f"dataset {number + 1}: weight {weight:g} is {weight / sum(weights.values()):.1%} of an epoch: repeats are"
+        f" multiplied by {factors[number]:.4g}"
+        for number, weight in weights.items()
     ]
-    return found, notes
+    return scaled, notes
 
 
 def _scale_repeats(repeats: float, factor: float) -> float:

@@ -1,9 +1,9 @@
 """The length of a run in optimizer steps, and at which steps its epochs end."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..config.schema import OptimConfig, TrainConfig
+from ..config.validate_optim import validate_schedule_length
 from ..dataset.validate import validate_run_length
 from ..errors import ConfigError
 from .batch_plan import AnyBatchPlan, get_planned_stages
@@ -20,12 +20,13 @@ class RunPlan:
     def from_config(cls, batch_plan: AnyBatchPlan, train: TrainConfig, optim: OptimConfig) -> "RunPlan":
         """Resolve ``max_train_epochs`` to steps; ``ConfigError`` if stages or the LR schedule do not fit the run."""
         steps, location = train.max_train_steps, "steps of datasets"
-        if train.max_train_epochs is not None:
+        if train.max_train_epochs is not None:  # otherwise preflight has checked this
             steps = batch_plan.count_steps_for_epochs(train.max_train_epochs)
             location = f"--max_train_epochs {train.max_train_epochs}, which is {steps} steps"
         last = get_planned_stages(batch_plan)[-1]
         problems = list(validate_run_length(last.first_step, last.end_step, steps, location))
-        if problems or (problems := list(_validate_schedule_length(optim, steps))):
+        problems += [f"--{names[0]}: {problem}" for names, problem in validate_schedule_length(optim, steps)]
+        if problems:
             raise ConfigError(problems)
         return cls(batch_plan, steps)
 
@@ -42,11 +43,3 @@ class RunPlan:
         """Return the number, from 1, of the epoch that step ``step`` (counted from 1) completed."""
         done = self.count_completed_epochs(step)
         return done if done > self.count_completed_epochs(step - 1) else None
-
-
-def _validate_schedule_length(optim: OptimConfig, steps: int) -> Iterator[str]:
-    warmup, decay = optim.lr_warmup_steps, optim.lr_decay_steps
-    if warmup.to_steps(steps) >= steps and not warmup.is_ratio and warmup.value:
-        yield f"--lr_warmup_steps: {warmup} warmup steps do not fit into a run of {steps} steps"
-    elif decay.to_steps(steps) + warmup.to_steps(steps) > steps:
-        yield f"--lr_decay_steps: warmup ({warmup}) and decay ({decay}) do not fit into a run of {steps} steps"

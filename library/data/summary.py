@@ -64,7 +64,7 @@ def export_bucket(manifest: Manifest, summary: BucketSummary) -> dict[str, objec
     """Export a bucket as JSON."""
     return {
         "size": list(summary.resolution),
-        "pictures": len(summary.sample_indices),
+        "images": len(summary.sample_indices),
         "samples": summary.samples_per_epoch,
         "batch_size": summary.batch_size,
         "micro_batches": summary.num_micro_batches,

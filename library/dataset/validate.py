@@ -1,6 +1,6 @@
 """Validate dataset settings before any image is opened: paths, masks, caching, validation and stages of steps."""
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields
 from pathlib import Path
 
@@ -16,6 +16,9 @@ from .stages import build_stages, expand_resolution_schedule
 
 _RANDOM_AUGMENTATIONS = {"random_crop": "cropped", "color_aug": "recolored"}
 """Subset keys that change an image each time it is read; flip_aug is no problem, both versions are cached."""
+
+MAX_SAMPLES_PER_EPOCH = 100_000_000
+"""Dataset weights that need more than this are rejected."""
 
 _KNOWN_ATTRIBUTE = "diff_output_preservation"
 """The only custom attribute that has an effect in sd-scripts."""
@@ -230,6 +233,25 @@ def validate_run_length(
         )
     elif end_step is not None and end_step > total_steps:
         yield f"{location}: the last stage ends at step {end_step}, but the run has only {total_steps} steps; {fix}"
+
+
+def validate_stages_not_empty(datasets: Sequence[DatasetConfig], used_datasets: Set[int]) -> Iterator[str]:
+    """Yield a problem if a stage has no images; ``used_datasets`` are the indices of datasets with training images."""
+    used = {datasets[index].from_step for index in used_datasets}
+    if empty := {dataset.from_step for dataset in datasets} - used:
+        yield "no images left to train on" + (f" from step {min(empty)} on" if max(empty) else "")
+
+
+def validate_dataset_weights(
+    datasets: Sequence[DatasetConfig], weight_factors: Mapping[int, float], samples_per_epoch: float
+) -> Iterator[str]:
+    """Yield a problem if the weights are so different that images would be repeated absurdly often."""
+    if weight_factors and samples_per_epoch > MAX_SAMPLES_PER_EPOCH:
+        heaviest = max(weight_factors, key=lambda number: weight_factors[number])
+        yield (
+            f"{datasets[heaviest].format_location('weight')}: an epoch would have {samples_per_epoch:.3g} images with"
+            f" repeats, more than {MAX_SAMPLES_PER_EPOCH}; choose less different weights"
+        )
 
 
 def _validate_dataset_steps(dataset: DatasetConfig) -> Iterator[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..atomic_files import write_atomic
 from .charts import Curve, render_bar_chart, render_line_chart
 from .metric_series import MetricLines, find_metric_names, get_last_value, read_metrics, select_series
 from .preview_grid import format_column_label, select_evenly_spaced
@@ -55,9 +56,7 @@ def write_report(context: ReportContext, metrics_file: Path, target: Path) -> No
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(context.name)}</title>'
         f"<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
     )
-    new = target.with_name(target.name + ".new")
-    new.write_text(page, "utf-8")
-    new.replace(target)
+    write_atomic(target, page.encode())
 
 
 def _render_header(context: ReportContext, lines: MetricLines) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..adapters.regularization import compute_layer_update_norms, find_adapter_layers
+from ..atomic_files import write_atomic
 from ..distributed.devices import get_peak_memory
 from ..distributed.trackers import Trackers
 from ..log import ProgressBar
@@ -42,10 +43,8 @@ class MetricsFile:
     def _start_file(self, from_step: int) -> None:
         kept = [line for line in read_metrics(self.path) if line["step"] <= from_step] if from_step else []
         self.previous_losses = [line["loss/current"] for line in kept if line.get("loss/current") is not None]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = self.path.with_name(self.path.name + ".new")
-        new.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), "utf-8")
-        new.replace(self.path)
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
+        write_atomic(self.path, text.encode())
 
     def _append_line(self, line: str) -> None:
         with self.path.open("a", encoding="utf-8") as file:

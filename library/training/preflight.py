@@ -1,9 +1,10 @@
 """Pre-flight checks: the list of all checks of settings. All problems are reported at once, before a model is loaded.
 
-Three tables, by what a check needs. To add a check, write ``validate_*`` in the preflight.py or validate*.py of its
+Three lists, by what a check needs. To add a check, write ``validate_*`` in the preflight.py or validate*.py of its
 package and add a line here.
 
 - ``list_settings_checks``: options, dataset TOML, model files, prompts. No torch, so a typo is reported in a second.
+- What needs the scanned images (dataset weights, empty stages) is in ``dataset.validate``, called by data.prepare.
 - Launch checks (devices, launcher, engines, mixed precision) are in ``distributed.preflight``: prepare_accelerator runs
   them on every rank and reports the problems of all ranks together.
 - ``list_run_checks``: optimizer, adapter targets and parallelism on a model without weights, as the strategy needs it.

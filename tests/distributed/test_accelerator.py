@@ -26,6 +26,8 @@ from library.distributed.trackers import resolve_tracker, resolve_tracker_dir
 from library.distributed.world import World, select_device_type
 from library.errors import ConfigError
 
+pytestmark = pytest.mark.quick
+
 SHARED = ("--cp_size", "2")
 ALONE = World(started_at="20260203040506")
 TWO = replace(ALONE, world_size=2, local_world_size=2, local_rank=1, rank=1)
@@ -450,6 +452,7 @@ def at_another_time(*flags: str) -> tuple:
     return prepared(*flags)
 
 
+@pytest.mark.slow
 def test_wandb_writes_inside_the_logging_folder(tmp_path):
     flags = ("--logging_dir", str(tmp_path), "--log_with", "wandb")
     ((_, (folder, wandb_folder, log_with), _, _),) = on_ranks(

@@ -21,6 +21,8 @@ from library.distributed.rendezvous import compute_connect_timeout, join_process
 from library.distributed.world import World
 from library.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> list[str]:

@@ -113,6 +113,7 @@ def compare_all_cases() -> list[tuple[float, float]]:
     return [compare_sharded_attention(*case) for case in CASES]
 
 
+@pytest.mark.quick
 def test_sharded_attention_is_attention_over_all_tokens():
     for found in on_ranks(3, compare_all_cases):
         for ours, case in zip(found, CASES, strict=True):

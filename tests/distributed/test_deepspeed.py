@@ -109,6 +109,7 @@ def test_zero_3_with_cpu_offload_trains_the_adapter_of_one_process(even, referen
     assert any(key.startswith("lora_te") and bool(tensor.any()) for key, tensor in found.items() if "up" in key)
 
 
+@pytest.mark.quick
 def test_zero_3_with_one_process_trains_the_same_adapter(even, references, tmp_path):
     found = train_adapter(
         tmp_path, even, 1, 4, *OPTIMIZERS["SGD"], environment=launch_with_config_file(tmp_path, **HOST)
@@ -244,6 +245,7 @@ def measure_memory(stage: int) -> tuple[int, int, int]:
     return whole, here, sum(masters.values()) - sum(parameter.nbytes for parameter in own) // strategy.comm.world_size
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_rank_holds_its_shard_of_the_frozen_model(size):
     found = on_ranks(size, measure_memory, 3)

@@ -152,6 +152,7 @@ def test_buffer_settings_that_would_crash_deepspeed_are_refused(ranks, offload, 
     assert not list((tmp_path / "disk").iterdir())
 
 
+@pytest.mark.quick
 def test_missing_libaio_is_reported_before_a_model_is_loaded(tmp_path):
     (text,) = on_ranks(
         1, read_error_without_libaio, *flags(dataset(tmp_path), tmp_path, 1), environment=launched(tmp_path)

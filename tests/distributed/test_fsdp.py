@@ -117,6 +117,7 @@ def measure_memory(parts: int, *flags: str) -> tuple[int, int, int]:
     return whole, here, sum(each.untyped_storage().nbytes() for each in trainable)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("parts", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_rank_holds_its_shard_of_the_frozen_model_and_the_full_adapter(parts):
     alone = {

@@ -9,6 +9,8 @@ from library.distributed.process_group import build_process_group_kwargs
 from library.distributed.world import World
 from library.errors import RunInterrupted
 
+pytestmark = pytest.mark.quick
+
 ERRORS = {"bug": ValueError("bug"), "asked": RunInterrupted("asked", 0)}
 
 

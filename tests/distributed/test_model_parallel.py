@@ -188,6 +188,7 @@ def test_ranks_have_distinct_coordinates_and_share_a_pipeline_with_their_group()
     ] == [(0, 2), (1, 2)]
 
 
+@pytest.mark.quick
 def test_parallel_dims_divide_the_world_size():
     config = parse_config(["--dataset_config", __file__, "--pp_size", "2", "--tp_size", "2"]).config
     assert build_parallel_dims(config.parallel, 8) == ParallelDims(2, 2, 2) and not [
@@ -202,6 +203,7 @@ def test_parallel_dims_divide_the_world_size():
 # what cannot be
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("model", "flags", "message"),
     [

@@ -5,6 +5,7 @@ from one_result import BOUNDS, REFERENCE, dataset, trained
 from training_runs import difference
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("model", "name", "precision", "flags"),
     [

@@ -185,6 +185,7 @@ def test_oom_advice_omits_options_that_would_be_refused(flags):
     assert "--on_oom" not in said and "--cpu_offload_checkpointing" in said
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("model", ["sd1", "sdxl"])
 def test_unet_stages_compute_the_same_as_the_full_unet(model):
     """Also for sizes that do not halve evenly, for which up blocks read the size of the next skip connection."""

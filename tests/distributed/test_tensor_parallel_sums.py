@@ -16,6 +16,8 @@ from library.models.families import FAMILIES
 from library.models.parallel_plan import build_tensor_parallel_plan
 from library.parallel.tensor_parallel import TensorParallel
 
+pytestmark = pytest.mark.quick
+
 
 class Attention(nn.Module):
     def __init__(self):

@@ -52,6 +52,7 @@ def with_a_flipped_bit(who: int, when: int, *words: str) -> tuple[int, str, int]
     return code, text.getvalue(), len(looks)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("ranks", "more", "found", "last"),
     [

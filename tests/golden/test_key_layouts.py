@@ -47,6 +47,7 @@ def real(request):
     return model, family, {key: shape for key, shape in golden.items() if key.startswith(f"{family.lora_prefix}_")}
 
 
+@pytest.mark.slow
 def test_keys_and_shapes_of_the_published_model_are_those_of_sd_scripts(real):
     model, family, golden = real
     there = {key: torch.zeros(each.shape, dtype=torch.int8) for key, each in lora.get_adapter_state_dict(model).items()}

@@ -105,6 +105,7 @@ def export_lora(
     return state, tensors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, config, name", [("sd1", "sd1", "sd15"), ("sdxl", "sdxl", "sdxl")])
 def test_keys_and_shapes_of_the_denoiser_are_those_of_sd_scripts(family, config, name):
     family = FAMILIES.get(family)

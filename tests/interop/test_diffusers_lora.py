@@ -26,6 +26,7 @@ def predict(family, pipe, batch):
     return family.predict(pipe, getattr(pipe, family.denoiser_name), batch.latents, t, batch)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["sd1", "sd2", "sdxl"])
 def test_diffusers_predicts_the_same_with_the_file_as_the_model_in_memory(name, tmp_path):
     tiny, family = TINY[name](), FAMILIES.get(name)()

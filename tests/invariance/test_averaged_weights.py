@@ -27,6 +27,7 @@ def dataset(tmp_path_factory):
     return pictures(tmp_path_factory.mktemp("average"), {(64, 64): 4})
 
 
+@pytest.mark.quick
 def test_the_running_average_is_saved_beside_each_adapter(dataset, tmp_path):
     decay = 0.15  # below what the first steps are capped at from step 2 on
     on_ranks(

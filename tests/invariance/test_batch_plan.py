@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from library.data.batch_plan import BatchPlan, Bucket, MicroBatch
 from library.data.repeats import shuffle_with_repeats
 
+pytestmark = pytest.mark.quick
+
 
 def copies_in(plan: BatchPlan, epoch: int) -> Counter:
     first = epoch * plan.micro_batches_per_epoch

@@ -11,8 +11,8 @@ import cache_family
 import numpy as np
 import pytest
 import torch
-from cache_family import Encoded, Kept, Plain, dataset
-from numbered_tensors import numbered
+from cache_family import AveragePoolFamily, CachedRun, EncodedNames, write_dataset_file
+from numbered_images import write_numbered_images
 from PIL import Image
 from rank_processes import CONTEXT, on_ranks
 from training_runs import pictures
@@ -62,7 +62,7 @@ def losses(*flags: str) -> tuple[list[float], list[tuple[str, ...]], list[str]]:
 
     seen: list[float] = []
     loaded: list[tuple[str, ...]] = []
-    honest, honest_load, encoded = DDPStrategy.compute_gradients, StableDiffusion1.load, Encoded()
+    honest, honest_load, encoded = DDPStrategy.compute_gradients, StableDiffusion1.load, EncodedNames()
 
     def gradients(self, *arguments):
         loss = honest(self, *arguments)
@@ -75,7 +75,7 @@ def losses(*flags: str) -> tuple[list[float], list[tuple[str, ...]], list[str]]:
 
     DDPStrategy.compute_gradients, StableDiffusion1.load = gradients, load
     run_training(parse_config(flags).require_valid())
-    return seen, loaded, encoded.taken()
+    return seen, loaded, encoded.take()
 
 
 @pytest.fixture(scope="module")
@@ -175,9 +175,9 @@ def test_previews_need_no_text_encoder_and_the_vae_only_while_they_are_drawn(une
 
 def paired(dataset_file: str, *flags: str) -> list[tuple[int, int, int, bool, int]]:
     """For three epochs, (name, latent, caption, mirrored, place) as this rank's batches have them."""
-    family = Plain()
+    family = AveragePoolFamily()
     pipe = family.load(None, torch.float32, ())
-    kept = Kept(
+    kept = CachedRun(
         family,
         "--dataset_config",
         dataset_file,
@@ -225,8 +225,8 @@ def paired(dataset_file: str, *flags: str) -> list[tuple[int, int, int, bool, in
 
 
 def test_picture_caption_and_latent_stay_together_for_three_epochs(tmp_path):
-    numbered(tmp_path, 11, with_masks=True)
-    file = dataset(tmp_path, subset="alpha_mask = true")
+    write_numbered_images(tmp_path, 11, with_masks=True)
+    file = write_dataset_file(tmp_path, subset="alpha_mask = true")
     plain = on_ranks(2, paired, file)
     cached = on_ranks(2, paired, file, *ON_DISK)
     assert cached == plain
@@ -240,29 +240,29 @@ def test_picture_caption_and_latent_stay_together_for_three_epochs(tmp_path):
     assert {row[3] for row in shown} == {True, False} and len({row[4][0] for row in shown}) > 3
 
 
-def brightest(kept: Kept) -> list[float]:
+def brightest(kept: CachedRun) -> list[float]:
     """The largest number in the latents of each picture."""
     count = len(kept.prepared.manifest.samples)
     return [float(kept.latents.read_moments([index], [False]).mean_and_std[0, 0].max()) for index in range(count)]
 
 
 def built_alone(dataset_file: str, name: str, queue: Any) -> None:
-    encoded = Encoded()
+    encoded = EncodedNames()
     os.environ.pop("RANK", None)
-    honest = Plain.encode_moments
+    honest = AveragePoolFamily.encode_moments
 
     def slowly(self, pipe, pixels):
         time.sleep(0.02)
         return honest(self, pipe, pixels)
 
-    Plain.encode_moments = slowly
-    kept = Kept(Plain(), "--dataset_config", dataset_file, "--cache_latents_to_disk")
-    queue.put((name, encoded.taken(), brightest(kept)))
+    AveragePoolFamily.encode_moments = slowly
+    kept = CachedRun(AveragePoolFamily(), "--dataset_config", dataset_file, "--cache_latents_to_disk")
+    queue.put((name, encoded.take(), brightest(kept)))
 
 
 def test_two_programs_that_know_nothing_of_each_other_fill_one_folder(tmp_path):
-    numbered(tmp_path, 20)
-    file, queue = dataset(tmp_path), CONTEXT.SimpleQueue()
+    write_numbered_images(tmp_path, 20)
+    file, queue = write_dataset_file(tmp_path), CONTEXT.SimpleQueue()
     processes = [CONTEXT.Process(target=built_alone, args=(file, name, queue), daemon=True) for name in "ab"]
     for process in processes:
         process.start()
@@ -288,20 +288,22 @@ def slow_on_one(dataset_file: str) -> int:
     accelerator.build_process_group_kwargs = lambda *_: InitProcessGroupKwargs(
         backend="gloo", timeout=timedelta(seconds=6)
     )
-    honest = Plain.encode_moments
+    honest = AveragePoolFamily.encode_moments
 
     def slowly(self, pipe, pixels):
         time.sleep(2 if os.environ["RANK"] == "0" else 0)
         return honest(self, pipe, pixels)
 
-    Plain.encode_moments = slowly
-    return len(set(brightest(Kept(Plain(), "--dataset_config", dataset_file, "--cache_latents_to_disk"))))
+    AveragePoolFamily.encode_moments = slowly
+    return len(
+        set(brightest(CachedRun(AveragePoolFamily(), "--dataset_config", dataset_file, "--cache_latents_to_disk")))
+    )
 
 
 @pytest.mark.slow
 def test_waiting_for_a_slow_process_is_not_ended_by_the_time_limit_of_the_group(tmp_path):
-    numbered(tmp_path, 8)
-    assert on_ranks(2, slow_on_one, dataset(tmp_path)) == [8, 8]
+    write_numbered_images(tmp_path, 8)
+    assert on_ranks(2, slow_on_one, write_dataset_file(tmp_path)) == [8, 8]
 
 
 def failing_on_one(dataset_file: str) -> str:
@@ -310,29 +312,34 @@ def failing_on_one(dataset_file: str) -> str:
         def broken(self, pipe, pixels):
             raise UserError("the device is gone")
 
-        Plain.encode_moments = broken
+        AveragePoolFamily.encode_moments = broken
     try:
-        Kept(Plain(), "--dataset_config", dataset_file, "--cache_latents_to_disk")
+        CachedRun(AveragePoolFamily(), "--dataset_config", dataset_file, "--cache_latents_to_disk")
     except UserError as error:
         return f"{error} {error.is_reported}"
     return "nothing happened"
 
 
 def test_what_fails_on_one_process_fails_on_all_and_is_told_once(tmp_path):
-    numbered(tmp_path, 8)
-    assert on_ranks(2, failing_on_one, dataset(tmp_path)) == ["the device is gone True", "the device is gone False"]
+    write_numbered_images(tmp_path, 8)
+    assert on_ranks(2, failing_on_one, write_dataset_file(tmp_path)) == [
+        "the device is gone True",
+        "the device is gone False",
+    ]
 
 
 def without_a_common_disk(dataset_file: str, folder: str) -> tuple[int, int]:
-    encoded = Encoded()
+    encoded = EncodedNames()
     mine = str(Path(folder) / os.environ["RANK"])
-    kept = Kept(Plain(), "--dataset_config", dataset_file, "--cache_latents_to_disk", "--cache_dir", mine)
-    return len(encoded.taken()), len(set(brightest(kept)))
+    kept = CachedRun(
+        AveragePoolFamily(), "--dataset_config", dataset_file, "--cache_latents_to_disk", "--cache_dir", mine
+    )
+    return len(encoded.take()), len(set(brightest(kept)))
 
 
 def test_processes_without_a_common_disk_each_do_the_whole_work(tmp_path):
-    numbered(tmp_path, 8)
-    assert on_ranks(2, without_a_common_disk, dataset(tmp_path), str(tmp_path / "disks")) == [(8, 8), (8, 8)]
+    write_numbered_images(tmp_path, 8)
+    assert on_ranks(2, without_a_common_disk, write_dataset_file(tmp_path), str(tmp_path / "disks")) == [(8, 8), (8, 8)]
 
 
 def overflowing(dataset_file: str) -> tuple[list[str], list[float]]:
@@ -340,7 +347,9 @@ def overflowing(dataset_file: str) -> tuple[list[str], list[float]]:
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
     logging.getLogger("library").addHandler(handler)
-    kept = Kept(Plain(torch.float16), "--dataset_config", dataset_file, "--cache_latents", "--vae_batch_size", "4")
+    kept = CachedRun(
+        AveragePoolFamily(torch.float16), "--dataset_config", dataset_file, "--cache_latents", "--vae_batch_size", "4"
+    )
     return [line for line in warnings if "overflows" in line], brightest(kept)
 
 
@@ -348,7 +357,7 @@ def test_a_picture_on_which_the_vae_overflows_is_named_and_encoded_in_float32(tm
     (tmp_path / "pictures").mkdir()
     for number, grey in enumerate((10, 255, 90)):
         Image.new("RGB", (64, 64), (grey, grey, grey)).save(tmp_path / "pictures" / f"{number}.png")
-    ((warnings, values),) = on_ranks(1, overflowing, dataset(tmp_path))
+    ((warnings, values),) = on_ranks(1, overflowing, write_dataset_file(tmp_path))
     assert [line.partition(":")[0] for line in warnings] == ["pictures/1.png"] and "torch.float16" in warnings[0]
     assert values == pytest.approx([10 / 127.5 - 1, 1, 90 / 127.5 - 1])
 
@@ -364,8 +373,8 @@ def with_a_picture_that_breaks(dataset_file: str, on_invalid_images: str) -> Any
 
     cache_family.cache_latents = breaking
     try:
-        run = Kept(
-            Plain(),
+        run = CachedRun(
+            AveragePoolFamily(),
             "--dataset_config",
             dataset_file,
             "--cache_latents_to_disk",
@@ -381,9 +390,9 @@ def with_a_picture_that_breaks(dataset_file: str, on_invalid_images: str) -> Any
 
 @pytest.mark.slow
 def test_a_picture_that_broke_in_the_meantime_goes_the_way_of_bad_data_on_every_process(tmp_path):
-    numbered(tmp_path, 8)
+    write_numbered_images(tmp_path, 8)
     whole = (tmp_path / "pictures" / "03.png").read_bytes()
-    file = dataset(tmp_path)
+    file = write_dataset_file(tmp_path)
     problems = on_ranks(2, with_a_picture_that_breaks, file, "fail")
     assert problems[0] == problems[1] and len(problems[0]) == 2
     assert "03.png: was readable at the start of the run, cannot be read now" in problems[0][0]

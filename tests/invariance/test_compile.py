@@ -134,6 +134,7 @@ def of(model, dynamic="true"):
     return found, backend
 
 
+@pytest.mark.quick
 def test_equal_blocks_share_graphs_even_if_the_first_input_is_square():
     model = Model(12)
     found, backend = of(model)
@@ -192,6 +193,7 @@ def test_parameter_names_stay_and_hooks_run_outside_of_graphs():
     assert list(model.state_dict()) == names and len(calls) == 2 and backend.frame_count == 2
 
 
+@pytest.mark.quick
 def test_recompiles_are_logged_and_too_many_fall_back_to_eager(caplog):
     model = Model(1)
     found, backend = of(model)

@@ -17,6 +17,8 @@ from library.data.loader import ImageLoader, MicroBatchDataset, StepBatches
 from library.data.prepare import PreparedData, prepare_data
 from library.dataset.image_inspection import load_rgb_image
 
+pytestmark = pytest.mark.quick
+
 SIZES = [(150, 100), (160, 90), (90, 150), (100, 100), (101, 99), (300, 100), (128, 128)]
 
 

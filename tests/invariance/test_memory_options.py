@@ -42,6 +42,7 @@ def weight_of(*shape, seed=0):
     return rows * torch.logspace(-2, 0, shape[0]).view(-1, *[1] * (len(shape) - 1))  # rows of very different size
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("shape", [(6, 128), (5, 7), (4, 3, 3, 3)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_quantization_error_is_bounded(kind, shape):
@@ -129,6 +130,7 @@ class Device:
         self.alive -= 1
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("is_twice", [False, True])
 def test_offloaded_weights_are_prefetched_and_at_most_two_are_on_the_device(is_twice):
     device = Device()
@@ -294,6 +296,7 @@ def refused(*words):
     return None
 
 
+@pytest.mark.quick
 def test_invalid_memory_options_are_reported_before_loading(even, tmp_path):
     words = ("--dataset_config", str(even), "--output_dir", str(tmp_path))
     found = parse_config(

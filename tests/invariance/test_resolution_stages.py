@@ -46,6 +46,7 @@ def staged_plans(draw) -> StagedBatchPlan:
     return StagedBatchPlan(stages)
 
 
+@pytest.mark.quick
 @given(staged_plans())
 def test_in_each_stage_every_copy_is_seen_once_in_each_epoch_and_never_twice_in_one_that_is_cut_off(plan):
     for stage in plan.stages:

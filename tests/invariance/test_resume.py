@@ -32,6 +32,7 @@ def steps_done(folder: Path) -> int:
     return sum("loss/current" in line for line in figures(folder))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("step", [3, 9])
 def test_weights_average_and_figures_are_those_of_the_whole_run(whole, dataset, tmp_path, step):
     folder = cut(whole, tmp_path / "cut", step)

@@ -99,6 +99,7 @@ def test_a_lock_is_held_by_one_and_leaves_nothing(short_leases, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("host", ["elsewhere", "this, in another container"])
 def test_a_lock_from_elsewhere_holds_as_long_as_its_owner_refreshes_it(short_leases, host, tmp_path):
     own = own_host(tmp_path).partition("?")[0]

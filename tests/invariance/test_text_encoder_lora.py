@@ -50,6 +50,7 @@ def test_a_gradient_reaches_every_lora_of_denoiser_and_text_encoders(name):
     }
 
 
+@pytest.mark.quick
 def test_the_gradient_of_a_text_encoders_lora_is_the_slope_of_the_loss():
     case = trained("sd1", *BOTH)
     case.model.double()

@@ -224,6 +224,7 @@ def test_the_plan_tool_says_what_the_run_does():
     assert "16" in done.stdout
 
 
+@pytest.mark.quick
 def test_dry_run_writes_nothing_and_imports_no_model(tmp_path):
     script = (
         "import sys; from library.cli import main; code = main(sys.argv[1:]); "
@@ -377,7 +378,7 @@ def test_an_argument_that_a_tracker_does_not_take_is_a_mistake_of_the_user(even,
 
 
 def test_a_warm_up_longer_than_the_epochs_of_a_run_is_refused(even, tmp_path):
-    with pytest.raises(AssertionError, match="5000 warmup steps do not fit into a run of 12 steps"):
+    with pytest.raises(AssertionError, match="5000 warmup steps, but the run has 12 steps"):
         on_ranks(
             1,
             train,

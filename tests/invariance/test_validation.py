@@ -223,6 +223,7 @@ def test_the_base_is_measured_alike_again_on_any_number_of_ranks_and_from_a_cach
     assert validated(tmp_path)[0] == validated(reference)[0]
 
 
+@pytest.mark.quick
 def test_losses_and_files_are_the_same_to_the_bit_with_and_without_evaluations(data, reference, tmp_path):
     on_ranks(1, train, *flags(data, tmp_path, "--validate_every_n_steps", "1000"))
 

@@ -1,4 +1,4 @@
-"""Shared by tests: bucket strategies."""
+"""Hypothesis strategies for lists of buckets, batch layouts and seeds."""
 
 from hypothesis import strategies as st
 

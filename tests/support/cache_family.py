@@ -1,4 +1,4 @@
-"""For the tests of caches: a family whose numbers can be read back, and keeping in processes of their own."""
+"""A model family with predictable encoder outputs, and the caches of a run, for tests of caching."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,8 +24,8 @@ from library.parallel.ddp import DDPStrategy
 from library.parallel.strategy import Strategy, StrategySettings
 
 
-class Plain:
-    """Latents are means of 8 x 8 pixels; a caption is the numbers in it, as many as there are."""
+class AveragePoolFamily:
+    """Latents are means of 8 x 8 pixels; the conditioning of a caption is the numbers in it."""
 
     text_components = ("text_encoder",)
     lora_prefix = ""
@@ -46,7 +46,7 @@ class Plain:
 
     def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
         mean = avg_pool2d(pixels, 8)
-        if pipe.vae.weight.dtype == torch.float16:  # as if white were too much for it
+        if pipe.vae.weight.dtype == torch.float16:  # as if white overflowed
             mean = mean.masked_fill(mean.amax((1, 2, 3), keepdim=True) > 0.99, torch.inf)
         return Moments.from_mean_and_std(mean, torch.full_like(mean, 0.25))
 
@@ -58,36 +58,36 @@ class Plain:
         return {"numbers": numbers, "sums": torch.stack([item.sum() for item in numbers])}
 
 
-class Encoded:
-    """Notes which pictures and captions were encoded, in this process."""
+class EncodedNames:
+    """Record which images and captions this process encodes."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        for maker in (encode.LatentEncoder, encode.CaptionEncoder):
-            self._note(maker)
+        for encoder in (encode.LatentEncoder, encode.CaptionEncoder):
+            self._record(encoder)
 
-    def _note(self, maker: Any) -> None:
-        encode_batches = maker.encode_batches
+    def _record(self, encoder: Any) -> None:
+        encode_batches = encoder.encode_batches
 
-        def encode_and_note(itself: Any, groups: Any) -> Any:
+        def encode_and_record(itself: Any, groups: Any) -> Any:
             for count, entries in encode_batches(itself, groups):
                 flipped = getattr(getattr(itself, "latent_keys", None), "flipped", None)
                 self.names += [
-                    f"{entry.name}{' mirrored' if flipped is not None and flipped[entry.index] else ''}"
+                    f"{entry.name}{' flipped' if flipped is not None and flipped[entry.index] else ''}"
                     for entry in entries
                 ]
                 yield count, entries
 
-        maker.encode_batches = encode_and_note
+        encoder.encode_batches = encode_and_record
 
-    def taken(self) -> list[str]:
-        """What was encoded since the last time."""
+    def take(self) -> list[str]:
+        """Return the names since the last call."""
         names, self.names = sorted(self.names), []
         return names
 
 
-class Kept:
-    """One run's caches, in a process that may be one of several."""
+class CachedRun:
+    """The caches of a run, in one of its processes."""
 
     def __init__(self, family: Any, *flags: str, strategy: Strategy | None = None):
         self.config: RunConfig = parse_config([*flags, "--quiet"]).require_valid()
@@ -116,8 +116,8 @@ def with_flags(config: RunConfig, **cache: Any) -> RunConfig:
     return replace(config, cache=replace(config.cache, **cache))
 
 
-def dataset(folder: Path, lines: str = "", subset: str = "", resolution: str = "64") -> str:
-    """A dataset file over ``folder``/pictures."""
+def write_dataset_file(folder: Path, lines: str = "", subset: str = "", resolution: str = "64") -> str:
+    """Write a dataset TOML for ``folder``/pictures."""
     path = folder / "set.toml"
     path.write_text(
         f"""

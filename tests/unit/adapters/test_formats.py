@@ -231,6 +231,7 @@ def test_the_tool_converts_sd_scripts_files_to_diffusers_and_back_to_the_bit(nam
         assert (hashes[0] == hashes[1]) == (form == "comfy" and name == "sd15"), "they are those of the new tensors"
 
 
+@pytest.mark.slow
 def test_a_model_of_custom_size_is_identified_by_its_keys_and_by_the_metadata():
     unet = build_empty_model(
         UNet2DConditionModel,
@@ -266,6 +267,7 @@ def test_a_model_of_custom_size_is_identified_by_its_keys_and_by_the_metadata():
     assert (found.family, found.is_known_size) == ("sd1", True)
 
 
+@pytest.mark.slow
 def test_the_tool_rejects_files_that_are_no_lora_and_overwrites_nothing(tmp_path, capsys):
     model, adapter = tmp_path / "model.safetensors", tmp_path / "lora.safetensors"
     save_file({"first.weight": torch.ones(2)}, model)

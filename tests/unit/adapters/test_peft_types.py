@@ -39,6 +39,7 @@ def step(case, rate=0.5):
     return loss.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_adapter_starts_as_zero_is_trained_and_is_loaded_again(kind):
     flags = list_flags(kind)

@@ -112,6 +112,7 @@ with start_python([*TORCHRUN, "--nproc-per-node=2", *sleep]) as process:
 """
 
 
+@pytest.mark.slow
 def test_no_worker_outlives_an_interrupted_benchmark():
     benchmark = psutil.Popen([sys.executable, "-c", SLEEPING_WORKERS], stderr=subprocess.DEVNULL, cwd=ROOT)
     deadline = time.monotonic() + 60
@@ -122,6 +123,7 @@ def test_no_worker_outlives_an_interrupted_benchmark():
     assert len(children) == 3 and not [child for child in children if child.is_running()]
 
 
+@pytest.mark.slow
 def test_a_worker_returns_its_result_or_why_options_were_rejected(tmp_path):
     argv = write_dataset(SMALL, tmp_path, 2)
     (result,) = run_workers("benchmarks.variants:measure_steps", {"steps": 1}, argv, 1)
@@ -152,6 +154,7 @@ def test_bytes_sent_are_counted():
 # step
 
 
+@pytest.mark.slow
 def test_our_step_and_the_bare_step_compute_the_same():
     batch = ("--gradient_accumulation_steps", "2", "--train_batch_size", "3")
     options = ("--bench_steps", "2", "--repetitions", "2", *SMALL, *batch)
@@ -234,6 +237,7 @@ def count_flops_of_a_step(directory):
     return meter.flops
 
 
+@pytest.mark.slow
 def test_counted_flops_are_those_of_a_real_step_and_each_switch_saves_what_it_is_for(tmp_path):
     switches = ("checkpointing", "budget_0.5", "int8")
     measurements = run_benchmark("memory", "--count", "--switches", *switches, *SMALL, "--train_batch_size", "2")
@@ -261,6 +265,7 @@ def test_real_workers_send_their_gradients_and_a_rejected_layout_is_reported():
 # data
 
 
+@pytest.mark.slow
 def test_scan_and_plan_are_measured_and_nothing_is_left(monkeypatch, tmp_path):
     monkeypatch.setattr(data, "SETTLE_SECONDS", 0.0)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -345,6 +350,7 @@ def test_compiling_is_measured_with_a_cold_and_a_warm_cache():
     assert measurements["1 sizes, dynamic, cold cache: step time"]["median"] > 0
 
 
+@pytest.mark.slow
 def test_saves_are_timed():
     options = ("--bench_steps", "12", "--save_interval", "4", *SMALL)
     (measurements,) = on_ranks(1, run_benchmark, "saves", *options)

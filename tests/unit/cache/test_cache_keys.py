@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cache_family import Encoded, Kept, dataset
+from cache_family import CachedRun, EncodedNames, write_dataset_file
 from PIL import Image
 from rank_processes import on_ranks
 from safetensors.torch import load_file, save_file
@@ -43,28 +43,28 @@ def encoded_after_each_change(folder: str) -> dict[str, list[str]]:
     root, pictures = Path(folder), Path(folder) / "pictures"
     model = root / "model"
     tiny_sd1.build_pipeline().save_pretrained(model)
-    encoded, strategy = Encoded(), None
+    encoded, strategy = EncodedNames(), None
     seen: dict[str, list[str]] = {}
 
     def look(change: str, *flags: str, **settings: str) -> None:
         nonlocal strategy
         words = [
             "--dataset_config",
-            dataset(root, **settings),
+            write_dataset_file(root, **settings),
             "--pretrained_model_name_or_path",
             str(model),
             "--cache_latents_to_disk",
             "--cache_text_encoder_outputs_to_disk",
             *flags,
         ]
-        kept = Kept(StableDiffusion1(), *words, strategy=strategy)
-        strategy = kept.strategy
-        seen[change] = encoded.taken()
+        cached_run = CachedRun(StableDiffusion1(), *words, strategy=strategy)
+        strategy = cached_run.strategy
+        seen[change] = encoded.take()
 
     look("the first time")
     look("nothing")
     draw(pictures / "1.png", 4)
-    look("another picture under the same name")
+    look("another image under the same name")
     (pictures / "0.png").rename(pictures / "z.png")
     (pictures / "0.txt").rename(pictures / "z.txt")
     look("another name")
@@ -80,8 +80,8 @@ def encoded_after_each_change(folder: str) -> dict[str, list[str]]:
     look("more repeats, another seed", "--dataset_repeats", "3", "--seed", "7")
     look("another resolution", resolution="80")
     look("back again")
-    look("mirrored", "--flip_aug")
-    look("not mirrored")
+    look("flipped", "--flip_aug")
+    look("not flipped")
     look("another filter", "--resize_interpolation", "nearest")
     look("half precision", "--cache_precision", "fp16")
     weights = load_file(model / "vae" / "diffusion_pytorch_model.safetensors")
@@ -104,22 +104,22 @@ def encoded_after_each_change(folder: str) -> dict[str, list[str]]:
     return seen
 
 
-def test_exactly_what_changed_is_encoded_again(folder):
+def test_only_changed_entries_are_encoded_again(folder):
     (seen,) = on_ranks(1, encoded_after_each_change, str(folder))
 
     captions = ["", "number 0", "number 1", "number 2"]
     assert seen == {
         "the first time": [*sorted([*captions, *ALL])],
         "nothing": [],
-        "another picture under the same name": ["pictures/1.png"],
+        "another image under the same name": ["pictures/1.png"],
         "another name": [],
         "turned": ["pictures/0.png"],
         "another caption": ["number 2, and more"],
         "more repeats, another seed": [],
         "another resolution": ALL,
         "back again": [],
-        "mirrored": [f"{name} mirrored" for name in ALL],
-        "not mirrored": [],
+        "flipped": [f"{name} flipped" for name in ALL],
+        "not flipped": [],
         "another filter": ALL,
         "half precision": ALL,
         "another VAE": ALL,
@@ -135,20 +135,20 @@ def test_exactly_what_changed_is_encoded_again(folder):
 def encoded_in_both_precisions(folder: str, precision: str) -> list[str]:
     from library.models.families.sd1 import StableDiffusion1
 
-    encoded = Encoded()
-    Kept(
+    encoded = EncodedNames()
+    CachedRun(
         StableDiffusion1(),
         "--dataset_config",
-        dataset(Path(folder)),
+        write_dataset_file(Path(folder)),
         "--cache_latents_to_disk",
         "--cache_text_encoder_outputs_to_disk",
         "--mixed_precision",
         precision,
     )
-    return encoded.taken()
+    return encoded.take()
 
 
-def test_captions_are_kept_for_each_precision_and_latents_are_always_of_float32(folder):
+def test_text_outputs_are_cached_per_precision_and_latents_in_float32(folder):
     first = on_ranks(1, encoded_in_both_precisions, str(folder), "no")[0]
     other = on_ranks(1, encoded_in_both_precisions, str(folder), "bf16")[0]
     again = on_ranks(1, encoded_in_both_precisions, str(folder), "no")[0]
@@ -156,32 +156,34 @@ def test_captions_are_kept_for_each_precision_and_latents_are_always_of_float32(
 
 
 def encoded_among_others(folder: str) -> list[list[str]]:
-    from cache_family import Plain
+    from cache_family import AveragePoolFamily
 
-    root, rounds, encoded = Path(folder), [], Encoded()
+    root, rounds, encoded = Path(folder), [], EncodedNames()
     shutil.copytree(root / "pictures", root / "more")
     (root / "more" / "2.png").unlink()
     draw(root / "more" / "5.png", 5)
-    file = Path(dataset(root))
+    file = Path(write_dataset_file(root))
     both = file.read_text() + f"  [[datasets.subsets]]\n  image_dir = '{root / 'more'}'\n"
     strategy = None
     for change in (lambda: None, lambda: (root / "more" / "5.png").rename(root / "pictures" / "5.png")):
         change()
         file.write_text(both)
-        kept = Kept(Plain(), "--dataset_config", str(file), "--cache_latents_to_disk", strategy=strategy)
-        strategy = kept.strategy
-        rounds.append(encoded.taken())
+        cached_run = CachedRun(
+            AveragePoolFamily(), "--dataset_config", str(file), "--cache_latents_to_disk", strategy=strategy
+        )
+        strategy = cached_run.strategy
+        rounds.append(encoded.take())
     return rounds
 
 
-def test_two_names_for_one_picture_are_one_entry_and_a_picture_may_move(folder):
+def test_identical_files_share_an_entry_and_an_image_may_be_moved(folder):
     (rounds,) = on_ranks(1, encoded_among_others, str(folder))
     assert rounds == [["more/5.png", *ALL], []]
 
 
-def test_the_pixels_that_keys_stand_for_are_what_they_were(tmp_path):
-    """When this fails because pictures are prepared in another way: raise LATENT_CODE in data/cache/keys.py, then
-    write the numbers anew.  Otherwise latents that were kept before are taken for those of the new pixels."""
+def test_the_pixels_behind_the_keys_do_not_change(tmp_path):
+    """When this fails because images are processed differently: raise LATENT_KEY_VERSION in cache/keys.py, then
+    and update the numbers here.  Otherwise latents cached before would be used for the new pixels."""
     from library.data.buckets import BucketAssignment
 
     rows = np.arange(40)[:, None, None] * 5 + np.arange(60)[None, :, None] * 1 + np.array([0, 40, -90])
@@ -219,7 +221,7 @@ PIXELS = [
 """Means of the whole, of its upper half and of every third green column, and the spread."""
 
 
-def test_sizes_that_a_plan_tells_are_those_that_come_out(tmp_path):
+def test_estimated_cache_sizes_are_equal_to_the_written_ones(tmp_path):
     import tiny_sd1
     import torch
 

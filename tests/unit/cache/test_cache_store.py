@@ -64,7 +64,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
         assert tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]), name
 
 
-def test_entries_are_what_was_put_in_whoever_wrote_them_and_in_how_many_shards(tmp_path):
+def test_entries_are_read_as_written_for_any_number_of_writers_and_shards(tmp_path):
     fill(tmp_path / "a", range(20), max_shard_bytes=600)
     fill(tmp_path / "a", range(20, 25))
     fill(tmp_path / "b", range(25, 30))
@@ -72,7 +72,7 @@ def test_entries_are_what_was_put_in_whoever_wrote_them_and_in_how_many_shards(t
     assert found(tmp_path / "a", range(40), tmp_path / "b", tmp_path / "not there") == set(range(30))
 
 
-def test_tensors_of_a_batch_are_stacked_in_its_order_and_listed_where_they_differ(tmp_path):
+def test_tensors_of_a_batch_are_stacked_in_order_or_listed_if_shapes_differ(tmp_path):
     fill(tmp_path, range(12))
     store = CacheStore([tmp_path])
     blobs = [store.read_blob(row) for row in store.find_rows(stack_keys([key(11), key(1), key(6), key(1)])).tolist()]
@@ -82,7 +82,7 @@ def test_tensors_of_a_batch_are_stacked_in_its_order_and_listed_where_they_diffe
     assert torch.equal(listed[0], content(11)["mask"])
 
 
-def test_what_was_announced_since_is_seen_at_the_next_look_even_in_a_file_that_grew(tmp_path):
+def test_a_refresh_finds_new_entries_even_in_a_file_that_has_grown(tmp_path):
     with CacheWriter(tmp_path) as writer:
         writer.put(key(0), content(0), "picture 0")
         writer.flush()
@@ -98,7 +98,7 @@ def test_what_was_announced_since_is_seen_at_the_next_look_even_in_a_file_that_g
     assert_same(deserialize_tensors(first), content(0))
 
 
-def test_keys_that_begin_alike_or_end_in_zeros_are_told_apart(tmp_path):
+def test_keys_with_equal_prefixes_or_trailing_zeros_are_distinct(tmp_path):
     keys = [b"same-one" + bytes([number]) * 8 for number in (0, 1, 2, 250)] + [bytes(KEY_BYTES), b"a" + bytes(15)]
     with CacheWriter(tmp_path) as writer:
         for number, name in enumerate(keys[:-1]):
@@ -109,7 +109,7 @@ def test_keys_that_begin_alike_or_end_in_zeros_are_told_apart(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["index", "shard"])
-def test_files_that_end_at_any_byte_hold_whole_entries_only_and_the_rest_is_made_again(kind, tmp_path):
+def test_files_truncated_at_any_byte_keep_complete_entries_and_the_rest_is_encoded_again(kind, tmp_path):
     fill(tmp_path / "whole", range(4))
     files = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
     (torn,) = (name for name in files if name.endswith(kind))
@@ -128,7 +128,7 @@ def test_files_that_end_at_any_byte_hold_whole_entries_only_and_the_rest_is_made
     assert counts == sorted(counts) and set(counts) == {0, 1, 2, 3, 4}
 
 
-def test_one_changed_byte_costs_one_entry_wherever_it_is(tmp_path):
+def test_one_corrupted_byte_invalidates_one_entry(tmp_path):
     fill(tmp_path, range(6))
     index, shard = next(tmp_path.glob("*.index")), next(tmp_path.glob("*.shard"))
     draw = random.Random(1)
@@ -163,7 +163,7 @@ def found_or_damaged(folder: Path) -> set[int]:
     return right
 
 
-def test_a_dropped_entry_is_gone_for_all_and_can_be_made_again(tmp_path):
+def test_a_dropped_entry_is_gone_for_all_readers_and_can_be_written_again(tmp_path):
     fill(tmp_path, range(3))
     fill(tmp_path, [1])  # another copy
     store = CacheStore([tmp_path])
@@ -176,7 +176,7 @@ def test_a_dropped_entry_is_gone_for_all_and_can_be_made_again(tmp_path):
     assert found(tmp_path, range(3)) == {0, 1, 2}
 
 
-def test_files_of_others_are_left_alone(tmp_path):
+def test_unrelated_files_are_not_touched(tmp_path):
     fill(tmp_path, range(2))
     index = next(tmp_path.glob("*.index")).read_bytes()
     (tmp_path / "notes.index").write_bytes(b"hello")
@@ -194,7 +194,7 @@ def write_on_and_on(folder: str, first: int) -> None:
             writer.put(key(number), content(number), f"picture {number}")
 
 
-def test_what_a_kill_leaves_behind_is_right_or_missing(tmp_path):
+def test_after_a_kill_each_entry_is_valid_or_missing(tmp_path):
     draw = random.Random(4)
     for attempt in range(20):
         process = CONTEXT.Process(target=write_on_and_on, args=(str(tmp_path), attempt * 100_000), daemon=True)
@@ -227,7 +227,7 @@ def fill_a_small_disk(folder: str, limit: int, results) -> None:
 
 
 @pytest.mark.parametrize("limit", [3 * RECORD_DTYPE.itemsize - 7, 2 * RECORD_DTYPE.itemsize, 5000, 20])
-def test_a_full_disk_is_told_and_costs_nothing_that_was_there(limit, tmp_path):
+def test_a_full_disk_is_reported_and_existing_entries_survive(limit, tmp_path):
     fill(tmp_path, range(5))
     results = CONTEXT.SimpleQueue()
     process = CONTEXT.Process(target=fill_a_small_disk, args=(str(tmp_path), limit, results))
@@ -242,7 +242,7 @@ def test_a_full_disk_is_told_and_costs_nothing_that_was_there(limit, tmp_path):
     assert found(tmp_path, [100 + count]) == {100 + count}
 
 
-def test_nothing_is_written_behind_a_torn_record(tmp_path, monkeypatch):
+def test_nothing_is_written_after_a_torn_record(tmp_path, monkeypatch):
     writer = CacheWriter(tmp_path, sync_bytes=1)
     writer.put(key(0), content(0), "picture 0")
 
@@ -266,7 +266,7 @@ def age(folder: Path) -> None:
         os.utime(path, (1, 1))
 
 
-def test_pruning_keeps_what_is_wanted_once_and_nothing_else(tmp_path):
+def test_pruning_keeps_one_copy_of_each_needed_entry_only(tmp_path):
     fill(tmp_path, range(4))
     fill(tmp_path, range(3, 8))
     fill(tmp_path, range(8, 10))
@@ -302,7 +302,7 @@ def test_a_damaged_entry_does_not_survive_pruning(tmp_path):
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
-def test_a_dropped_entry_does_not_come_back_when_who_dropped_it_is_pruned(is_busy, tmp_path):
+def test_a_dropped_entry_does_not_return_when_the_tombstone_writer_is_pruned(is_busy, tmp_path):
     fill(tmp_path, range(3))
     first = next(tmp_path.glob("*.shard"))
     store = CacheStore([tmp_path])
@@ -350,7 +350,7 @@ def test_a_file_changed_without_a_trace_in_size_and_time_is_hashed_again(tmp_pat
     assert first != second
 
 
-def test_the_hash_of_a_file_that_has_just_been_written_is_not_remembered(tmp_path, monkeypatch):
+def test_the_hash_of_a_file_written_just_now_is_not_cached(tmp_path, monkeypatch):
     """Clocks of file systems tick slowly: a change within the tick shows in no time."""
     file, memory = tmp_path / "weights", tmp_path / "files.json"
     file.write_bytes(b"one")

@@ -1,4 +1,4 @@
-"""``python -m library cache`` fills, reads through, mends and shrinks what is kept; what cannot be kept is told."""
+"""``python -m library cache`` builds, verifies, repairs and prunes caches, and reports what cannot be cached."""
 
 import json
 import os
@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from cache_family import dataset
-from numbered_tensors import numbered
+from cache_family import write_dataset_file
+from numbered_images import write_numbered_images
 from rank_processes import on_ranks
 
 from library.cache.store import CacheStore
@@ -21,14 +21,14 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def tools(*calls: list[str]) -> list[tuple[str, int]]:
-    """Several calls of the tool in one process."""
+    """Call the tool several times in one process."""
     from library.tools.cache import run_cache
 
     return [run_cache([*call, "--quiet"]) for call in calls]
 
 
 def damage(folder: Path) -> None:
-    """One bit in the middle of the first entry."""
+    """Flip a bit in the middle of the first entry."""
     (path,) = folder.rglob("*.shard")
     data = bytearray(path.read_bytes())
     data[int(CacheStore([path.parent]).entries["length"][0]) // 2] ^= 16
@@ -40,23 +40,23 @@ def age(folder: Path) -> None:
         os.utime(path, (1, 1))
 
 
-def damaged_and_mended(file: str, cache: str) -> list[tuple[str, int]]:
+def damage_and_repair(file: str, cache: str) -> list[tuple[str, int]]:
     options = ["--dataset_config", file, "--cache_dir", cache, "--pp_size", "2"]  # of the run, not of its cache
-    said = tools(["info", *options], ["build", *options], ["verify", *options], ["info", *options])
+    results = tools(["info", *options], ["build", *options], ["verify", *options], ["info", *options])
     damage(Path(cache))
-    said += tools(["verify", *options], ["repair", *options], ["verify", *options])
+    results += tools(["verify", *options], ["repair", *options], ["verify", *options])
     age(Path(cache))
     smaller = [*options, "--resolution", "64"]
     (Path(file).parent / "pictures" / "00.png").unlink()
-    said += tools(["prune", *smaller], ["prune", "--yes", *smaller], ["info", *smaller], ["verify", *smaller])
-    return said
+    results += tools(["prune", *smaller], ["prune", "--yes", *smaller], ["info", *smaller], ["verify", *smaller])
+    return results
 
 
 def test_a_cache_is_built_verified_repaired_and_pruned(tmp_path):
-    numbered(tmp_path, 6)
+    write_numbered_images(tmp_path, 6)
     cache = tmp_path / "cache"
-    (said,) = on_ranks(1, damaged_and_mended, dataset(tmp_path), str(cache))
-    texts, codes = [text for text, _ in said], [code for _, code in said]
+    (results,) = on_ranks(1, damage_and_repair, write_dataset_file(tmp_path), str(cache))
+    texts, codes = [text for text, _ in results], [code for _, code in results]
 
     assert codes == [0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0]
     assert texts[0].splitlines()[0] == "latents: 0 of 6 cached"
@@ -66,14 +66,14 @@ def test_a_cache_is_built_verified_repaired_and_pruned(tmp_path):
     assert "6 entries, 1 damaged" in texts[4] and "  damaged: pictures/0" in texts[4]
     assert texts[5].splitlines()[-1] == "latents: 6 of 6 cached"
     assert texts[6] == "latents: 6 entries, 0 damaged; 6 of 6 cached"
-    assert re.search(r"[12] of 6 latents not needed", texts[7])  # the deleted picture's, and the damaged one
+    assert re.search(r"[12] of 6 latents not needed", texts[7])  # the deleted image's, and the damaged one
     assert texts[7].splitlines()[-1] == "nothing was removed; add --yes to remove it"
     assert texts[8].splitlines()[-1] == "removed"
     assert texts[9].splitlines()[1].startswith(f"  {cache}/latents: 5 entries, 5 of them needed, ")
     assert texts[10] == "latents: 5 entries, 0 damaged; 5 of 5 cached"
 
 
-def texts_built(file: str, cache: str) -> tuple[list[tuple[str, int]], list[str]]:
+def build_texts(file: str, cache: str) -> tuple[list[tuple[str, int]], list[str]]:
     options = [
         "--dataset_config",
         file,
@@ -87,12 +87,12 @@ def texts_built(file: str, cache: str) -> tuple[list[tuple[str, int]], list[str]
     return tools(["build", *options], ["info", *options, "--cache_latents"]), sorted(os.listdir(cache))
 
 
-def test_captions_are_built_when_they_are_asked_for(tmp_path):
-    numbered(tmp_path, 3)
-    ((said, names),) = on_ranks(1, texts_built, dataset(tmp_path), str(tmp_path / "cache"))
-    count = int(said[0][0].split()[2])
-    assert 4 < count <= 7 and said[0][0] == f"text-encoder outputs: {count} of {count} cached"
-    assert "latents: 0 of 3 cached" in said[1][0] and {"latents", "texts"} & {*names} == {"texts"}
+def test_text_outputs_are_built_if_caption_caching_is_set(tmp_path):
+    write_numbered_images(tmp_path, 3)
+    ((results, names),) = on_ranks(1, build_texts, write_dataset_file(tmp_path), str(tmp_path / "cache"))
+    count = int(results[0][0].split()[2])
+    assert 4 < count <= 7 and results[0][0] == f"text-encoder outputs: {count} of {count} cached"
+    assert "latents: 0 of 3 cached" in results[1][0] and {"latents", "texts"} & {*names} == {"texts"}
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_captions_are_built_when_they_are_asked_for(tmp_path):
         (["build", "--dataset_config", "nowhere.toml", "--cache_dirr", "x"], "--cache_dirr: unknown option"),
     ],
 )
-def test_mistakes_are_told_without_looking_at_anything(words, problem):
+def test_command_line_errors_are_reported_before_anything_is_read(words, problem):
     from library.tools.cache import run_cache
 
     with pytest.raises(ConfigError, match=problem.replace("?", r"\?")):
@@ -111,11 +111,11 @@ def test_mistakes_are_told_without_looking_at_anything(words, problem):
 
 
 def problems(folder: Path, *flags: str, lines: str = "", subset: str = "") -> list[str]:
-    loaded = parse_config(["--dataset_config", dataset(folder, lines, subset), *flags])
+    loaded = parse_config(["--dataset_config", write_dataset_file(folder, lines, subset), *flags])
     return [*loaded.problems, *validate_dataset_config(loaded.config.data, loaded.config.cache)]
 
 
-def test_what_cannot_be_kept_is_refused_while_settings_are_read_naming_both_sides(tmp_path):
+def test_settings_that_rule_out_caching_are_rejected_early_with_both_options(tmp_path):
     (tmp_path / "pictures").mkdir()
     file = tmp_path / "set.toml"
     assert problems(tmp_path, "--cache_latents", "--cache_text_encoder_outputs_to_disk") == []
@@ -126,21 +126,23 @@ def test_what_cannot_be_kept_is_refused_while_settings_are_read_naming_both_side
     ]
     assert problems(tmp_path, "--cache_latents", "--random_crop")[0].startswith("--random_crop: cannot be used with")
     for switch in ("--no-network_train_unet_only", "--network_train_text_encoder_only"):
-        (said,) = problems(tmp_path, "--cache_text_encoder_outputs", switch)
-        assert said.startswith("--cache_text_encoder_outputs: ") and switch.removeprefix("--no-").strip("-") in said
+        (results,) = problems(tmp_path, "--cache_text_encoder_outputs", switch)
+        assert (
+            results.startswith("--cache_text_encoder_outputs: ") and switch.removeprefix("--no-").strip("-") in results
+        )
     assert problems(tmp_path, "--skip_cache_check", "--cache_latents")[0].startswith(
         "--skip_cache_check: there is no disk cache"
     )
     assert problems(tmp_path, "--cache_precision", "fp16")[0].startswith("--cache_precision: latents are not cached")
 
 
-def test_nothing_heavy_is_imported_to_refuse(tmp_path):
+def test_caching_conflicts_are_reported_without_importing_torch(tmp_path):
     (tmp_path / "pictures").mkdir()
     script = (
         "import sys; from library.cli import main; code = main(sys.argv[1:]); "
         "print(code, [name for name in ('torch', 'diffusers') if name in sys.modules])"
     )
-    words = ["--dataset_config", dataset(tmp_path, subset="random_crop = true"), "--cache_latents"]
+    words = ["--dataset_config", write_dataset_file(tmp_path, subset="random_crop = true"), "--cache_latents"]
     done = subprocess.run([sys.executable, "-c", script, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "2 []", done.stdout + done.stderr
     assert "random_crop" in done.stderr and "cache_latents" in done.stderr
@@ -152,95 +154,97 @@ def plan(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_plan_tells_how_much_will_be_kept_and_where(tmp_path):
-    numbered(tmp_path, 6)
+def test_plan_shows_cache_sizes_and_directories(tmp_path):
+    write_numbered_images(tmp_path, 6)
     words = [
         "--dataset_config",
-        dataset(tmp_path),
+        write_dataset_file(tmp_path),
         "--cache_latents_to_disk",
         "--cache_text_encoder_outputs",
         "--flip_aug",
         "--max_train_steps",
         "3",
     ]
-    said = json.loads(plan(*words, "--json").stdout)["caches"]
+    results = json.loads(plan(*words, "--json").stdout)["caches"]
     latents = 2 * 4 * 10 * 6 * 4
-    assert said["latents"] == {
+    assert results["latents"] == {
         "entries": 12,
         "bytes": 12 * latents,
         "folders": [str(tmp_path / "pictures" / ".cache-lorikeet")],
     }
-    assert said["captions"] == {"entries": 7, "bytes": 7 * 77 * 128 * 4, "folders": []}
+    assert results["captions"] == {"entries": 7, "bytes": 7 * 77 * 128 * 4, "folders": []}
     text = plan(*words).stdout.splitlines()
     assert f"cached latents: 12, 23 kB, in {tmp_path}/pictures/.cache-lorikeet" in text
     assert "cached captions: 7, at most 276 kB, for this run only" in text
     assert os.listdir(tmp_path / "pictures" / ".cache-lorikeet") == ["scan"]
 
 
-def kept_where_nothing_can_be_written(file: str, cache: str) -> list[str]:
-    from cache_family import Kept, Plain
+def cache_in_a_read_only_directory(file: str, cache: str) -> list[str]:
+    from cache_family import AveragePoolFamily, CachedRun
 
     from library.errors import UserError
 
-    family, said = Plain(), []
+    family, results = AveragePoolFamily(), []
     for flag in ("--cache_latents_to_disk", "--cache_text_encoder_outputs_to_disk"):
         try:
-            Kept(family, "--dataset_config", file, flag, "--cache_dir", cache)
+            CachedRun(family, "--dataset_config", file, flag, "--cache_dir", cache)
         except UserError as error:
-            said.append(str(error))
-    return [*said, str([parts for parts in family.loaded if parts == ("vae",)][1:])]
+            results.append(str(error))
+    return [*results, str([parts for parts in family.loaded if parts == ("vae",)][1:])]
 
 
-def test_a_folder_that_cannot_be_written_to_is_told_before_a_model_is_loaded(tmp_path):
-    numbered(tmp_path, 2)
+def test_a_read_only_cache_directory_is_reported_before_a_model_is_loaded(tmp_path):
+    write_numbered_images(tmp_path, 2)
     (tmp_path / "file").touch()
-    (said,) = on_ranks(1, kept_where_nothing_can_be_written, dataset(tmp_path), str(tmp_path / "file" / "cache"))
-    for option, line in zip(("cache_latents_to_disk", "cache_text_encoder_outputs_to_disk"), said, strict=False):
+    (results,) = on_ranks(
+        1, cache_in_a_read_only_directory, write_dataset_file(tmp_path), str(tmp_path / "file" / "cache")
+    )
+    for option, line in zip(("cache_latents_to_disk", "cache_text_encoder_outputs_to_disk"), results, strict=False):
         assert (
             line.startswith(f"--{option}: {tmp_path}/file/cache/") and "set another directory with --cache_dir" in line
         )
-    assert said[2] == "[]"  # but for a look at what the model is made of
+    assert results[2] == "[]"  # besides reading the model config
 
 
-def kept_on_a_small_disk(file: str) -> str:
+def cache_on_a_small_disk(file: str) -> str:
     import shutil
     from types import SimpleNamespace
 
-    from cache_family import Kept, Plain
+    from cache_family import AveragePoolFamily, CachedRun
 
     from library.errors import UserError
 
     shutil.disk_usage = lambda path: SimpleNamespace(free=100)  # less than any estimate, even from the empty caption
     try:
-        Kept(Plain(), "--dataset_config", file, "--cache_text_encoder_outputs", "--shuffle_caption")
+        CachedRun(AveragePoolFamily(), "--dataset_config", file, "--cache_text_encoder_outputs", "--shuffle_caption")
     except UserError as error:
         return str(error)
     return ""
 
 
-def test_captions_that_are_too_many_for_the_disk_are_told_with_the_way_out(tmp_path):
-    numbered(tmp_path, 5)
-    (said,) = on_ranks(1, kept_on_a_small_disk, dataset(tmp_path))
-    assert re.search(r"text-encoder outputs of \d+ captions: about \d+ bytes needed, 100 bytes free in", said)
-    assert "fewer captions without shuffle_caption (--shuffle_caption)" in said
-    assert "encode captions during training without --cache_text_encoder_outputs" in said
+def test_too_many_captions_for_the_disk_are_reported_with_suggestions(tmp_path):
+    write_numbered_images(tmp_path, 5)
+    (results,) = on_ranks(1, cache_on_a_small_disk, write_dataset_file(tmp_path))
+    assert re.search(r"text-encoder outputs of \d+ captions: about \d+ bytes needed, 100 bytes free in", results)
+    assert "fewer captions without shuffle_caption (--shuffle_caption)" in results
+    assert "encode captions during training without --cache_text_encoder_outputs" in results
 
 
-def kept_apart(file: str, cache: str) -> list[tuple[str, int]]:
+def build_both_caches(file: str, cache: str) -> list[tuple[str, int]]:
     return tools(
         ["build", "--dataset_config", file, "--cache_dir", cache, "--cache_latents", "--cache_text_encoder_outputs"]
     )
 
 
-def test_a_dataset_with_a_cache_directory_keeps_everything_of_its_pictures_there(tmp_path):
-    numbered(tmp_path / "one", 3)
-    numbered(tmp_path / "two", 4)
+def test_a_dataset_with_a_cache_directory_caches_all_its_images_there(tmp_path):
+    write_numbered_images(tmp_path / "one", 3)
+    write_numbered_images(tmp_path / "two", 4)
     table = "[[datasets]]\nresolution = 64\ncaption_extension = '.txt'\nimage_directory = '{}/pictures'\n"
     file = tmp_path / "musubi.toml"
     file.write_text(
         table.format(tmp_path / "one") + f"cache_directory = '{tmp_path}/own'\n" + table.format(tmp_path / "two")
     )
-    on_ranks(1, kept_apart, str(file), str(tmp_path / "cache"))
+    on_ranks(1, build_both_caches, str(file), str(tmp_path / "cache"))
     counts = {
         folder: [len(CacheStore([tmp_path / folder / what])) for what in ("latents", "texts")]
         for folder in ("own", "cache")
@@ -254,8 +258,8 @@ def built(file: str, cache: str) -> list[tuple[str, int]]:
     return tools(["build", "--dataset_config", file, "--cache_dir", cache])
 
 
-def test_several_processes_build_together_and_one_of_them_tells(tmp_path):
-    numbered(tmp_path, 6)
-    said = on_ranks(2, built, dataset(tmp_path), str(tmp_path / "cache"))
-    assert said == [[("latents: 6 of 6 cached", 0)], [("", 0)]]
+def test_several_processes_build_together_and_one_prints(tmp_path):
+    write_numbered_images(tmp_path, 6)
+    results = on_ranks(2, built, write_dataset_file(tmp_path), str(tmp_path / "cache"))
+    assert results == [[("latents: 6 of 6 cached", 0)], [("", 0)]]
     assert len(CacheStore([tmp_path / "cache" / "latents"]).get_index_files()) == 2

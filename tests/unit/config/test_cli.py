@@ -46,6 +46,7 @@ def test_config_errors_exit_with_code_2_and_one_line_per_problem(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_config_errors_are_printed_once_per_node():
     argv = (TRAIN, "--network_dimm", "4")
 

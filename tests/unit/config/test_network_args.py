@@ -85,6 +85,7 @@ UNSEEN = {"sdxl": "lora_te1_text_model_encoder_layers_11_", "sd3": "nothing", "f
 """Layers that sd-scripts trains and nothing reads; they stay zero there."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "file"), [("sd1", "sd15_conv"), ("sdxl", "sdxl_conv")])
 def test_with_convolutions_modules_and_ranks_are_sd_scripts_own(sites, name, file):
     ours = originals(sites, name, "conv_dim=8", "conv_alpha=4")

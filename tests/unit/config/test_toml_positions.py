@@ -102,6 +102,7 @@ def paths(data, path=()):
         yield from paths(value, (*path, key))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.dictionaries(st.from_regex(r"[A-Za-z0-9_-]{1,6}", fullmatch=True), values, max_size=4))
 def test_every_key_that_the_parser_sees_has_a_line(data):

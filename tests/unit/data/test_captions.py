@@ -33,18 +33,18 @@ def many(caption: str, subset: SubsetConfig, **changes) -> Counter:
     return Counter(show(caption, subset, number, **changes) for number in range(300))
 
 
-def test_a_caption_is_left_as_it_is_when_nothing_is_asked_for(plain):
+def test_a_caption_is_unchanged_by_default(plain):
     assert show("a,b , {c|d}; e", plain) == "a,b , {c|d}; e"
     assert show("first\nsecond", plain) == "first"
 
 
-def test_prefix_and_suffix_take_part_in_everything_after_them(plain):
+def test_prefix_and_suffix_are_added_before_all_other_processing(plain):
     assert show("a", plain, caption_prefix="of", caption_suffix="x") == "of a x"
     shuffled = many("a, b", plain, caption_prefix="p,", caption_suffix=", s", shuffle_caption=True, keep_tokens=1)
     assert all(text.startswith("p, ") for text in shuffled) and len(shuffled) == 6
 
 
-def test_whole_captions_are_dropped_at_the_rate_and_in_every_nth_epoch(plain):
+def test_captions_are_dropped_at_the_dropout_rate_and_in_every_nth_epoch(plain):
     assert 60 < many("a, b", plain, caption_dropout_rate=0.3)[""] < 120
     dropped = [show("a", plain, epoch=epoch, caption_dropout_every_n_epochs=3) for epoch in range(7)]
     assert dropped == ["a", "a", "", "a", "a", "", "a"]
@@ -61,7 +61,7 @@ def test_the_first_tags_stay_and_the_others_are_shuffled(plain):
     assert set(shuffled) == {"a, b, c, d", "a, b, d, c"}
 
 
-def test_the_mark_decides_what_stays_in_the_place_of_keep_tokens(plain):
+def test_keep_tokens_separator_overrides_keep_tokens(plain):
     text = "a, b ||| c, d,, ||| e"
     shuffled = many(text, plain, shuffle_caption=True, keep_tokens=1, keep_tokens_separator="|||")
     assert set(shuffled) == {"a, b, c, d, e", "a, b, d, c, e"}
@@ -69,18 +69,18 @@ def test_the_mark_decides_what_stays_in_the_place_of_keep_tokens(plain):
     assert set(without) == {"a, b, c", "a, c, b"}
 
 
-def test_tags_are_cut_at_the_separator_and_joined_with_a_comma(plain):
+def test_tags_are_split_at_the_separator_and_joined_with_a_comma(plain):
     assert show("a; b,x;c", plain, caption_tag_dropout_rate=1e-9, caption_separator=";") == "a, b,x, c"
 
 
-def test_tags_are_dropped_at_the_rate_but_for_the_fixed_ones(plain):
+def test_tags_are_dropped_at_the_rate_except_kept_tokens(plain):
     seen: Counter = Counter()
     for text, count in many("a, b, c", plain, caption_tag_dropout_rate=0.4, keep_tokens=1).items():
         seen.update({tag: count for tag in text.split(", ")})
     assert seen["a"] == 300 and all(150 < seen[tag] < 210 for tag in "bc")
 
 
-def test_a_token_warm_up_shows_more_and_more_tags(plain):
+def test_token_warmup_shows_more_and_more_tags(plain):
     def count(step: int, **changes) -> int:
         return len(show("t,a,b,c,d,e,f", plain, step=step, keep_tokens=1, **changes).split(", "))
 
@@ -120,7 +120,7 @@ def test_the_same_generator_gives_the_same_caption(plain, number: int, epoch: in
         ("\n猫\x0b, 犬".encode(), ["猫\x0b, 犬"]),
     ],
 )
-def test_caption_files_are_utf8_with_or_without_its_mark(tmp_path: Path, data: bytes, lines: list[str]):
+def test_caption_files_are_utf8_with_or_without_a_byte_order_mark(tmp_path: Path, data: bytes, lines: list[str]):
     (tmp_path / "a.txt").write_bytes(data)
     assert read_caption_file(tmp_path / "a.txt") == lines
 

@@ -22,12 +22,12 @@ def every_kind(count: int = 4000) -> np.ndarray:
     return np.concatenate([draw.integers(0, 256, (count, 3), np.uint8), corners, greys])[None]
 
 
-def test_a_turn_by_nothing_changes_nothing():
+def test_a_hue_shift_of_zero_changes_nothing():
     assert (adjust_hue(every_kind(), 0.0) == every_kind()).all()
 
 
 @pytest.mark.parametrize("turn", [MAX_HUE_SHIFT, -MAX_HUE_SHIFT, 0.01, 0.5, -0.9])
-def test_hues_are_turned_as_the_standard_library_turns_them(turn):
+def test_hue_shifts_are_equal_to_colorsys(turn):
     pixels = every_kind(500)
     expected = []
     for red, green, blue in pixels[0] / 255:
@@ -38,7 +38,7 @@ def test_hues_are_turned_as_the_standard_library_turns_them(turn):
     assert (found.max(axis=2) == pixels.max(axis=2)).all() and (found.min(axis=2) == pixels.min(axis=2)).all()
 
 
-def test_gamma_keeps_black_and_white_and_order():
+def test_gamma_preserves_black_white_and_order():
     every = np.arange(256, dtype=np.uint8)[None, :, None].repeat(3, axis=2)
     dark, light = adjust_gamma(every, 1 + MAX_GAMMA_CHANGE), adjust_gamma(every, 1 - MAX_GAMMA_CHANGE)
     assert (adjust_gamma(every, 1.0) == every).all()
@@ -49,7 +49,7 @@ def test_gamma_keeps_black_and_white_and_order():
     assert light[0, 100, 0] == round(255 * (100 / 255) ** 0.95)
 
 
-def test_a_third_is_varied_half_of_it_in_hue_and_half_in_brightness():
+def test_a_third_of_the_views_is_augmented_half_in_hue_and_half_in_brightness():
     grey = np.full((1, 1, 3), 128, np.uint8)  # has no hue to turn
     red = np.array([[[255, 0, 0]]], np.uint8)  # has nothing between black and white
     draws = range(3000)
@@ -63,7 +63,7 @@ def test_a_third_is_varied_half_of_it_in_hue_and_half_in_brightness():
     assert max(greens) in (limit, limit - 1) and max(blues) in (limit, limit - 1)
 
 
-def test_each_epoch_and_each_copy_varies_in_its_own_way_and_always_in_the_same(tmp_path):
+def test_color_augmentation_differs_between_epochs_and_repeats_and_is_reproducible(tmp_path):
     (tmp_path / "a").mkdir()
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a" / "1.png")

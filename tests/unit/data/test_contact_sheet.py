@@ -1,4 +1,4 @@
-"""The contact sheet shows every bucket in its place, the worst pictures first, and text stays where it belongs."""
+"""The contact sheet shows every bucket in order, its most cropped images first, within the width of the sheet."""
 
 from itertools import pairwise
 
@@ -42,36 +42,36 @@ def buckets(draw) -> list[BucketSummary]:
     return found
 
 
-def placements_of(found: list[BucketSummary], losses: list[int]) -> list[BucketAssignment]:
-    count = sum(len(item.sample_indices) for item in found)
+def build_assignments(summaries: list[BucketSummary], losses: list[int]) -> list[BucketAssignment]:
+    count = sum(len(item.sample_indices) for item in summaries)
     return [BucketAssignment((100, 100), (100 + losses[index % len(losses)], 100), (0, 0)) for index in range(count)]
 
 
 @given(buckets(), st.lists(st.integers(0, 90), min_size=1, max_size=20), st.integers(1, 15))
-def test_every_bucket_shows_its_worst_pictures_once_and_fits_on_the_sheet(found, losses, limit):
-    placements = placements_of(found, losses)
-    shelves = arrange_rows(build_blocks(found, placements, limit))
+def test_every_bucket_shows_its_most_cropped_images_once_and_fits_on_the_sheet(found, losses, limit):
+    assignments = build_assignments(found, losses)
+    rows = arrange_rows(build_blocks(found, assignments, limit))
     shown: dict[BucketSummary, list[int]] = {item: [] for item in found}
-    for shelf in shelves:
-        assert shelf.blocks and shelf.width <= SHEET_WIDTH - 2 * MARGIN
-        for block in shelf.blocks:
+    for row in rows:
+        assert row.blocks and row.width <= SHEET_WIDTH - 2 * MARGIN
+        for block in row.blocks:
             assert block.is_first == (not shown[block.summary])
-            assert block.size[1] <= shelf.height and block.cell_size[0] >= MIN_CELL_WIDTH
+            assert block.size[1] <= row.height and block.cell_size[0] >= MIN_CELL_WIDTH
             shown[block.summary] += block.sample_indices
     for item in found:
         assert len(shown[item]) == min(limit, len(item.sample_indices)) == len(set(shown[item]))
         left_out = set(item.sample_indices) - set(shown[item])
-        loss = [placements[index].cropped_fraction for index in shown[item]]
-        assert all(one >= other for one, other in pairwise(loss))
-        assert all(placements[index].cropped_fraction <= loss[-1] for index in left_out)
+        loss = [assignments[index].cropped_fraction for index in shown[item]]
+        assert all(first >= second for first, second in pairwise(loss))
+        assert all(assignments[index].cropped_fraction <= loss[-1] for index in left_out)
 
 
 def test_a_sheet_of_many_buckets_shows_fewer_of_each():
     many = [bucket((64 + 8 * number, 64), range(number * 20, number * 20 + 20)) for number in range(100)]
-    blocks = build_blocks(many, placements_of(many, [3]), max_per_bucket=12)
+    blocks = build_blocks(many, build_assignments(many, [3]), max_per_bucket=12)
     assert len(blocks) == 100 and {block.num_shown for block in blocks} == {MAX_IMAGES // 100}
     more = [bucket((64 + 8 * number, 64), range(number, number + 1)) for number in range(MAX_IMAGES + 5)]
-    assert len(build_blocks(more, placements_of(more, [3]), max_per_bucket=12)) == MAX_IMAGES
+    assert len(build_blocks(more, build_assignments(more, [3]), max_per_bucket=12)) == MAX_IMAGES
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_thumbnails_have_about_one_area_and_are_enlarged_by_whole_numbers(size, 
     assert compute_thumbnail_size(size) == expected
 
 
-def test_what_a_mask_leaves_out_is_covered_and_the_rest_stays():
+def test_masked_out_pixels_are_covered_and_others_are_unchanged():
     pixels = np.random.default_rng(0).integers(0, 256, (4, 6, 3), np.uint8)
     mask = np.array([[255, 255, 255, 128, 0, 0]] * 4, np.uint8)
     found = overlay_mask(pixels, mask)
@@ -98,7 +98,7 @@ def test_what_a_mask_leaves_out_is_covered_and_the_rest_stays():
     assert np.abs(found[:, 3] - (pixels[:, 3] * (1 - half) + np.array(MASK_COLOR) * half)).max() <= 0.51
 
 
-def test_a_sheet_is_written_whole_or_not_at_all(tmp_path):
+def test_a_sheet_is_written_atomically(tmp_path):
     sheet = Image.new("RGB", (20, 10), (9, 8, 7))
     save_contact_sheet(sheet, tmp_path / "sheet.png")
     assert Image.open(tmp_path / "sheet.png").size == (20, 10)

@@ -43,7 +43,7 @@ batch_size = 2
     return prepare_data(DataConfig(dataset_config=str(path)), 8)
 
 
-def test_pictures_tags_and_buckets_are_told_as_sd_scripts_tells_them(tmp_path):
+def test_images_tags_and_buckets_are_written_as_in_sd_scripts(tmp_path):
     ready = prepared(tmp_path)
     found = build_dataset_metadata(ready.manifest, ready.assignments, dp_size=3)
     assert json.loads(found["ss_dataset_dirs"]) == {
@@ -64,7 +64,7 @@ def test_pictures_tags_and_buckets_are_told_as_sd_scripts_tells_them(tmp_path):
     assert all(type(value) is str for value in found.values())
 
 
-def test_two_datasets_are_told_one_by_one(tmp_path):
+def test_each_of_two_datasets_has_its_own_metadata(tmp_path):
     ready = prepared(
         tmp_path,
         f"""

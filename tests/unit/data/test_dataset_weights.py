@@ -12,7 +12,8 @@ from image_listings import make_config, prepare_subsets, write_files
 from library.config.schema import TrainConfig
 from library.data.batch_plan import BatchPlan, Bucket
 from library.data.prepare import prepare_data
-from library.data.repeats import MAX_SAMPLES_PER_EPOCH, apply_dataset_weights, build_bucket_repeats
+from library.data.repeats import apply_dataset_weights, build_bucket_repeats, compute_weight_factors
+from library.dataset.validate import MAX_SAMPLES_PER_EPOCH
 from library.errors import ConfigError
 
 REPEATS = st.sampled_from([1, 2, 3, 1.5, 2.25, 1.1, 7 / 3, 1 + 1e-3])
@@ -28,6 +29,7 @@ def shown(plan: BatchPlan, epoch: int) -> Counter:
     return found
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.lists(REPEATS, min_size=1, max_size=7), st.integers(0, 1)), min_size=1, max_size=4),
     st.integers(1, 3),
@@ -35,9 +37,7 @@ def shown(plan: BatchPlan, epoch: int) -> Counter:
     st.integers(1, 2),
     st.integers(0, 9),
 )
-def test_parts_of_repeats_are_kept_over_the_epochs_which_are_all_of_one_length(
-    buckets, batch, ranks, accumulation, seed
-):
+def test_fractional_repeats_are_exact_over_epochs_of_equal_length(buckets, batch, ranks, accumulation, seed):
     made, number = [], 0
     for repeats, dataset in buckets:
         samples = range(number, number := number + len(repeats))
@@ -65,7 +65,7 @@ def test_parts_of_repeats_are_kept_over_the_epochs_which_are_all_of_one_length(
 
 
 @given(st.integers(2, 9), st.sampled_from([1.5, 1.25, 2.2, 1.9]), st.integers(0, 5))
-def test_everyone_in_a_bucket_gets_its_turn(count, repeats, seed):
+def test_every_sample_of_a_bucket_gets_extra_repeats_equally_often(count, repeats, seed):
     (turns,) = build_bucket_repeats([[repeats] * count], [0])
     (group,) = turns.groups
     totals = np.zeros(count, int)
@@ -75,7 +75,7 @@ def test_everyone_in_a_bucket_gets_its_turn(count, repeats, seed):
     assert group.num_extra == math.floor(count * (repeats % 1) + 0.5)
 
 
-def test_whole_repeats_leave_a_plan_as_it_was():
+def test_integer_repeats_do_not_change_the_plan():
     turns = build_bucket_repeats([[1, 2, 3.0], [4]], [0, 1])
     assert [item.repeats.tolist() for item in turns] == [[1, 2, 3], [4]] and not any(item.groups for item in turns)
 
@@ -102,9 +102,7 @@ def two_datasets(folder, first: str, second: str, sizes=(12, 3), subset: str = "
         ((7, 2), 1, (12, 3)),
     ],
 )
-def test_a_dataset_has_the_share_of_its_weight_and_none_is_shown_less_than_its_repeats(
-    tmp_path, weights, repeats, expected
-):
+def test_each_dataset_gets_its_weight_of_an_epoch_and_repeats_are_never_reduced(tmp_path, weights, repeats, expected):
     head = two_datasets(tmp_path, *(f"weight = {weight}" for weight in weights), subset=f"num_repeats = {repeats}")
     ready = prepare_subsets(tmp_path, head=head[0])
     plan = ready.build_batch_plan(1, TrainConfig())
@@ -119,7 +117,7 @@ def test_a_dataset_has_the_share_of_its_weight_and_none_is_shown_less_than_its_r
     assert sum(ready.images_per_epoch) == round(sum(sample.repeats for sample in ready.manifest.samples))
 
 
-def test_the_plan_says_what_came_of_the_weights(tmp_path):
+def test_the_plan_reports_the_effect_of_dataset_weights(tmp_path):
     ready = prepare_subsets(tmp_path, head=two_datasets(tmp_path, "weight = 3", "weight = 2")[0])
     assert ready.manifest.notes[-2:] == (
         "dataset 1: weight 3 is 60.0% of an epoch: repeats are multiplied by 1",
@@ -143,7 +141,7 @@ def test_weights_change_the_fingerprint_and_without_them_nothing_changes(tmp_pat
     assert fingerprint("weight = 1", "weight = 1") != plain
 
 
-def test_regularisation_pictures_count_into_the_share(tmp_path):
+def test_regularization_images_count_towards_the_dataset_weight(tmp_path):
     write_files(tmp_path, ["a/1.png", "a/2.png", "r/1.png", "b/1.png"])
     head = (
         "[general]\nweight = 1\n[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = 'a'\n"
@@ -159,13 +157,14 @@ def test_regularisation_pictures_count_into_the_share(tmp_path):
     ]
 
 
-def test_weights_out_of_all_proportion_are_refused(tmp_path):
+def test_extreme_dataset_weights_are_rejected(tmp_path):
     head = two_datasets(tmp_path, "weight = 1", f"weight = {MAX_SAMPLES_PER_EPOCH}")[0]
     with pytest.raises(ConfigError, match=r"set.toml:9: weight: an epoch would have 1.2e\+09 images with repeats"):
         prepare_data(make_config(tmp_path, head=head), 8)
 
 
-def test_datasets_without_pictures_left_do_not_matter(tmp_path):
+def test_datasets_without_images_are_ignored_by_weights(tmp_path):
     ready = prepare_subsets(tmp_path, head=two_datasets(tmp_path, "weight = 1", "weight = 1")[0])
-    samples, notes = apply_dataset_weights(ready.manifest.samples[:12], ready.manifest.datasets)
+    samples, datasets = ready.manifest.samples[:12], ready.manifest.datasets
+    samples, notes = apply_dataset_weights(samples, datasets, compute_weight_factors(samples, datasets))
     assert {sample.repeats for sample in samples} == {1} and len(notes) == 1

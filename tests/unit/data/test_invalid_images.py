@@ -72,7 +72,7 @@ def without_its_alpha(path: Path) -> str:
         (without_its_alpha, "2.png"),
     ],
 )
-def test_the_nearest_neighbour_stands_in_and_weighs_nothing(prepared, tmp_path, harm, victim):
+def test_a_bad_image_is_replaced_by_its_nearest_neighbor_with_weight_zero(prepared, tmp_path, harm, victim):
     before = [reader(prepared)[position] for position in range(9)]
     why = harm(tmp_path / "a" / victim)
     found = 0
@@ -101,7 +101,7 @@ def test_the_nearest_neighbour_stands_in_and_weighs_nothing(prepared, tmp_path, 
     assert found >= 3
 
 
-def test_where_a_whole_batch_fails_black_stands_in_of_the_right_size(prepared, tmp_path):
+def test_a_batch_of_bad_images_becomes_black_images_of_the_bucket_size(prepared, tmp_path):
     before = reader(prepared)
     position = next(position for position in range(9) if before[position].pixels.shape[-1] == 80)
     old = before[position]
@@ -120,7 +120,7 @@ def test_where_a_whole_batch_fails_black_stands_in_of_the_right_size(prepared, t
     assert torch.equal(new.size_conditioning, old.size_conditioning)
 
 
-def test_the_divisor_of_the_step_stays_as_planned_and_ranks_need_no_word_of_each_other(prepared, tmp_path):
+def test_the_loss_divisor_stays_as_planned_without_communication(prepared, tmp_path):
     (tmp_path / "a" / "2.png").unlink()
     for ranks in (1, 3):
         plan = reader(prepared, 0, ranks).batch_plan
@@ -140,7 +140,7 @@ def test_the_divisor_of_the_step_stays_as_planned_and_ranks_need_no_word_of_each
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_failed_comes_through_workers_beside_the_batch(prepared, tmp_path, workers):
+def test_workers_return_bad_samples_with_the_batch(prepared, tmp_path, workers):
     (tmp_path / "a" / "2.png").unlink()
     plan = reader(prepared).batch_plan
     steps = ImageLoader(reader(prepared), plan, num_workers=workers).iter_steps(0)
@@ -149,7 +149,7 @@ def test_what_failed_comes_through_workers_beside_the_batch(prepared, tmp_path, 
     assert {bad.name for work in works for bad in work.bad_samples} == {str(tmp_path / "a" / "2.png")}
 
 
-def test_everything_a_batch_holds_is_pinned_and_shared(prepared, monkeypatch):
+def test_all_tensors_of_a_batch_are_pinned_and_shared(prepared, monkeypatch):
     """Pinning needs a device, so the call is watched; torch's own thread calls the same method."""
     from torch.utils.data._utils.pin_memory import pin_memory
 

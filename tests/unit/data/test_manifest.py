@@ -45,7 +45,7 @@ def captions(prepared: PreparedData) -> dict[str, str]:
     return {sample.key: sample.caption for sample in prepared.manifest.samples}
 
 
-def test_pictures_are_found_in_the_order_of_their_names_with_captions_from_files_and_class_tokens(tmp_path):
+def test_images_are_listed_by_name_with_captions_from_files_or_class_tokens(tmp_path):
     save(tmp_path / "a" / "b.png", caption="bee\nsecond", ending=".caption")
     save(tmp_path / "a" / "a.jpg", caption="ay")  # of another ending
     save(tmp_path / "a" / "猫 🐈.WEBP", caption="cat", ending=".caption")
@@ -73,14 +73,14 @@ def test_pictures_are_found_in_the_order_of_their_names_with_captions_from_files
     )
 
 
-def test_captions_are_read_from_txt_when_no_other_is_there_and_this_is_said(tmp_path):
+def test_captions_fall_back_to_txt_files_with_a_notice(tmp_path):
     save(tmp_path / "a" / "a.png", caption="one\n\ntwo")
     prepared = made(tmp_path, "image_dir = 'a'\nenable_wildcard = true")
     assert captions(prepared) == {"a/a.png": "one\ntwo"}
     assert prepared.manifest.notes == (f"{tmp_path}/a: no .caption files; captions are read from .txt files",)
 
 
-def test_keys_that_change_nothing_beside_the_others_are_noted(tmp_path):
+def test_keys_without_effect_are_noted(tmp_path):
     save(tmp_path / "a" / "1.png", caption="x", ending=".caption")
     head = "bucket_no_upscale = true\nbucket_reso_steps = 8"
     assert made(tmp_path, "image_dir = 'a'", head=head).manifest.notes == (
@@ -95,7 +95,7 @@ def test_keys_that_change_nothing_beside_the_others_are_noted(tmp_path):
     ]
 
 
-def test_names_that_differ_only_in_their_ending_or_folder_or_dataset_have_keys_of_their_own(tmp_path):
+def test_sample_keys_are_unique_across_extensions_folders_and_datasets(tmp_path):
     for name in ("x/a/1.png", "x/a/1.jpg", "y/a/1.png"):
         save(tmp_path / name, caption=name)
     settings = config(tmp_path, "image_dir = 'x/a'", "image_dir = 'y/a'")
@@ -106,7 +106,7 @@ def test_names_that_differ_only_in_their_ending_or_folder_or_dataset_have_keys_o
     assert keys == ["a/1.jpg", "a/1.png", "a/1.png#2", "a/1.jpg#2", "a/1.png#3"]
 
 
-def test_all_that_cannot_be_used_is_named_in_one_report(tmp_path):
+def test_all_unusable_images_are_in_one_report(tmp_path):
     save(tmp_path / "a" / "good.png", caption="good")
     save(tmp_path / "a" / "cut.png", caption="cut")
     data = (tmp_path / "a" / "cut.png").read_bytes()
@@ -130,7 +130,7 @@ def test_all_that_cannot_be_used_is_named_in_one_report(tmp_path):
     ]
 
 
-def test_bad_pictures_are_skipped_and_noted_when_that_is_asked_for(tmp_path):
+def test_bad_images_are_skipped_with_a_note_if_set(tmp_path):
     save(tmp_path / "a" / "good.png", caption="good")
     (tmp_path / "a" / "bad.png").write_bytes(b"bad")
     prepared = made(tmp_path, "image_dir = 'a'\ncaption_extension = 'txt'", on_invalid_images="skip")
@@ -142,7 +142,7 @@ def test_bad_pictures_are_skipped_and_noted_when_that_is_asked_for(tmp_path):
         made(tmp_path, "image_dir = 'a'", on_invalid_images="skip")
 
 
-def test_a_folder_without_pictures_says_what_is_there_and_what_to_do(tmp_path):
+def test_a_folder_without_images_is_reported_with_its_content_and_a_fix(tmp_path):
     save(tmp_path / "a" / "10_cat" / "1.png")
     (tmp_path / "a" / "1.txt").write_text("x")
     (tmp_path / "b").mkdir()
@@ -160,7 +160,9 @@ def test_a_folder_without_pictures_says_what_is_there_and_what_to_do(tmp_path):
     ("train", "reg", "repeats", "expected"),
     [(5, 2, 1, [3, 2]), (4, 2, 1, [2, 2]), (7, 2, 3, [4, 3]), (3, 5, 1, [1, 1, 1]), (3, 5, 2, [2, 2])],
 )
-def test_regularisation_pictures_are_shown_in_turn_until_they_are_as_many(tmp_path, train, reg, repeats, expected):
+def test_regularization_images_are_repeated_up_to_the_number_of_training_images(
+    tmp_path, train, reg, repeats, expected
+):
     """The expected numbers follow from the loop in sd-scripts' DreamBoothDataset."""
     for number in range(train):
         save(tmp_path / "t" / f"{number}.png")
@@ -178,7 +180,7 @@ def test_regularisation_pictures_are_shown_in_turn_until_they_are_as_many(tmp_pa
     assert ("more are not used" in note) == (reg > len(expected))
 
 
-def test_metadata_files_name_pictures_and_captions(tmp_path):
+def test_metadata_files_list_images_and_captions(tmp_path):
     for name in ("p/a.png", "p/b.jpg", "elsewhere/c.png"):
         save(tmp_path / name)
     entries = {
@@ -196,7 +198,7 @@ def test_metadata_files_name_pictures_and_captions(tmp_path):
     assert captions(wild)["p/b.jpg"] == "z" and captions(wild)["elsewhere/c.png"] == "see\nsea"
 
 
-def test_mistakes_in_metadata_files_are_named_with_their_lines(tmp_path):
+def test_errors_in_metadata_files_are_reported_with_line_numbers(tmp_path):
     save(tmp_path / "a.png")
     rows = [{"image_path": "a.png"}, {"image_path": "b.png", "caption": "x"}, {"image_path": "a.png", "caption": 3}]
     (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -214,7 +216,7 @@ def test_mistakes_in_metadata_files_are_named_with_their_lines(tmp_path):
             made(tmp_path, "metadata_file = 'm.jsonl'")
 
 
-def test_the_fingerprint_follows_what_training_sees(tmp_path):
+def test_the_fingerprint_changes_with_the_training_data(tmp_path):
     save(tmp_path / "a" / "1.png", caption="one")
     save(tmp_path / "a" / "2.png", caption="two")
 
@@ -230,7 +232,7 @@ def test_the_fingerprint_follows_what_training_sees(tmp_path):
     assert len({first, second, fingerprint()}) == 3
 
 
-def test_the_fingerprint_follows_how_pictures_are_shown_and_not_where_they_lie(tmp_path):
+def test_the_fingerprint_depends_on_augmentations_and_not_on_paths(tmp_path):
     for folder in ("here/a", "there/a"):
         save(tmp_path / folder / "1.png", caption="one")
 
@@ -252,7 +254,7 @@ def test_the_fingerprint_follows_how_pictures_are_shown_and_not_where_they_lie(t
     assert fingerprint("image_dir = 'there/a'") == fingerprint(head="batch_size = 3") == shown[0]
 
 
-def test_one_folder_by_several_ways_is_looked_at_once(tmp_path, monkeypatch):
+def test_a_folder_used_by_several_paths_is_scanned_once(tmp_path, monkeypatch):
     """Whichever way it was the last time."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(scan, "SETTLED_AFTER_NS", -(10**15))
@@ -277,7 +279,7 @@ def test_one_folder_by_several_ways_is_looked_at_once(tmp_path, monkeypatch):
     assert len((tmp_path / "a/.cache-lorikeet/scan/images.json").read_text().splitlines()[1].split("],[")) == 2
 
 
-def test_a_picture_takes_less_than_a_kilobyte_of_memory(tmp_path):
+def test_an_image_takes_less_than_a_kilobyte_of_memory(tmp_path):
     """With a caption of 100 letters; all that is kept of it, its place and its part in the plan among it."""
     (tmp_path / "a").mkdir()
     data = encoded_sizes()
@@ -314,7 +316,7 @@ def encoded_sizes() -> list[bytes]:
     return found
 
 
-def test_sizes_that_the_model_cannot_take_are_refused(tmp_path):
+def test_sizes_the_model_does_not_support_are_rejected(tmp_path):
     save(tmp_path / "a" / "1.png")
     with pytest.raises(ConfigError, match=r"set.toml:5: bucket_reso_steps: 32 is not a multiple of 64, .* set 64"):
         prepare_data(config(tmp_path, "image_dir = 'a'", head="bucket_reso_steps = 32"), 64)
@@ -326,7 +328,7 @@ def test_sizes_that_the_model_cannot_take_are_refused(tmp_path):
     assert prepare_data(settings, 8).resolution == (72, 64)
 
 
-def test_check_tells_all_of_the_file_without_torch_or_pillow(tmp_path):
+def test_validation_reports_all_problems_without_importing_torch_or_pillow(tmp_path):
     (tmp_path / "a").mkdir()
     settings = config(
         tmp_path, "image_dir = 'a'\nface_crop_aug_range = [2.0, 4.0]", "image_dir = 'b'", head="batch_size = 'x'"
@@ -346,7 +348,7 @@ def test_check_tells_all_of_the_file_without_torch_or_pillow(tmp_path):
     subprocess.run([sys.executable, "-c", source], check=True, cwd=Path(__file__).resolve().parents[3])
 
 
-def test_the_description_tells_pictures_buckets_and_the_arithmetic(tmp_path):
+def test_the_summary_shows_images_buckets_and_how_steps_are_computed(tmp_path):
     for number in range(5):
         save(tmp_path / "a" / f"{number}.png", 80 + number, 70, caption="x")
     save(tmp_path / "a" / "wide.png", 200, 60, caption="x")
@@ -370,7 +372,7 @@ def symmetric(folder: Path, settings: str = "", **options) -> PreparedData:
     return prepare_data(DataConfig(dataset_config=str(folder / "set.toml"), **options), 8)
 
 
-def test_pictures_that_would_lose_too_much_are_named_or_skipped(tmp_path):
+def test_images_that_would_be_cropped_too_much_are_reported_or_skipped(tmp_path):
     save(tmp_path / "a" / "good.png", 80, 70, caption="x")
     save(tmp_path / "a" / "thin.png", 300, 40, caption="x")
     with pytest.raises(ConfigError) as caught:
@@ -385,7 +387,7 @@ def test_pictures_that_would_lose_too_much_are_named_or_skipped(tmp_path):
     assert len(symmetric(tmp_path, "bucket_max_crop = 0.47").assignments) == 2
 
 
-def test_the_table_tells_what_is_cut_away_and_merging_is_noted(tmp_path):
+def test_the_bucket_table_shows_crops_and_merged_buckets_are_noted(tmp_path):
     for name, width in {"0": 64, "1": 66, "2": 81, "wide": 128}.items():
         save(tmp_path / "a" / f"{name}.png", width, 64, caption="x")
     plain, joined = symmetric(tmp_path), symmetric(tmp_path, "bucket_min_images = 4")

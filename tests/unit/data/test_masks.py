@@ -63,7 +63,7 @@ FOLDER = "image_dir = 'p'\nconditioning_data_dir = 'm'"
         ([(64, 64), (80, 48)], ""),  # as they are
     ],
 )
-def test_a_mask_that_is_its_picture_stays_so_through_random_crops_and_mirroring(tmp_path, sizes, settings):
+def test_a_mask_equal_to_its_image_stays_equal_through_random_crops_and_flips(tmp_path, sizes, settings):
     for number, (width, height) in enumerate(sizes):
         grey = noise(width, height, 1)
         save(tmp_path / "p" / f"{number}.png", grey.repeat(3, axis=2))
@@ -80,7 +80,7 @@ def test_a_mask_that_is_its_picture_stays_so_through_random_crops_and_mirroring(
         assert all(len({corner[axis] for corner in corners}) > 4 for axis in (0, 1))
 
 
-def test_colour_variation_leaves_masks_alone(tmp_path):
+def test_color_augmentation_does_not_change_masks(tmp_path):
     grey = noise(90, 70, 1)
     save(tmp_path / "p" / "1.png", noise(90, 70))
     save(tmp_path / "m" / "1.png", grey)
@@ -90,7 +90,7 @@ def test_colour_variation_leaves_masks_alone(tmp_path):
     assert len({batch.mask.numpy().tobytes() for batch in found}) == 1
 
 
-def test_a_mask_of_half_the_size_is_worth_the_same(tmp_path):
+def test_a_mask_of_half_the_size_gives_the_same_result(tmp_path):
     small = noise(80, 48, 1)
     large = small.repeat(2, axis=0).repeat(2, axis=1)
     save(tmp_path / "p" / "1.png", large.repeat(3, axis=2))
@@ -103,7 +103,7 @@ def test_a_mask_of_half_the_size_is_worth_the_same(tmp_path):
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 60), st.integers(1, 60))
 @settings(max_examples=60)
-def test_resized_masks_keep_their_level_and_never_leave_their_range(width, height, new_width, new_height):
+def test_resized_masks_keep_their_mean_and_range(width, height, new_width, new_height):
     flat = np.full((height, width), 77, np.uint8)
     assert (resize_mask(flat, (new_width, new_height)) == 77).all()
     hard = np.where(noise(width, height, 1)[..., 0] > 127, 200, 50).astype(np.uint8)
@@ -111,7 +111,7 @@ def test_resized_masks_keep_their_level_and_never_leave_their_range(width, heigh
     assert found.shape == (new_height, new_width) and found.min() >= 50 and found.max() <= 200
 
 
-def test_the_mask_of_one_sample_is_given_without_torch_or_a_batch(tmp_path):
+def test_the_mask_of_a_sample_loads_without_torch_or_a_batch(tmp_path):
     values = noise(40, 30, 1)
     save(tmp_path / "1.png", values)
     mask = Mask(ImageRef(tmp_path, "1.png"), False, (40, 30), "", 0.5)
@@ -128,7 +128,7 @@ def transparent(width: int, height: int) -> Image.Image:
     return Image.fromarray(noise(width, height, 4), "RGBA")
 
 
-def test_opacity_is_the_mask_and_the_colours_beneath_are_trained(tmp_path):
+def test_alpha_is_the_mask_and_the_colors_below_it_are_trained(tmp_path):
     (tmp_path / "p").mkdir()
     rgba = transparent(80, 48)
     rgba.save(tmp_path / "p" / "1.png")
@@ -146,7 +146,7 @@ def test_opacity_is_the_mask_and_the_colours_beneath_are_trained(tmp_path):
     assert second.mask[0, 0, 5, 18:22].tolist() == [0, 0, 255, 255]
 
 
-def test_without_alpha_mask_transparent_parts_are_white_and_nothing_is_masked(tmp_path):
+def test_without_alpha_mask_transparent_pixels_are_white_and_unmasked(tmp_path):
     (tmp_path / "p").mkdir()
     clear = Image.new("RGBA", (64, 64), (9, 9, 9, 0))
     clear.save(tmp_path / "p" / "1.png")
@@ -154,7 +154,7 @@ def test_without_alpha_mask_transparent_parts_are_white_and_nothing_is_masked(tm
     assert batch.mask is None and (batch.pixels == 255).all()
 
 
-def test_a_turned_photograph_turns_its_alpha_and_a_mask_is_turned_by_its_own_tag(tmp_path):
+def test_exif_rotation_applies_to_alpha_and_masks_have_their_own(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
     (tmp_path / "p").mkdir()
@@ -169,7 +169,7 @@ def test_a_turned_photograph_turns_its_alpha_and_a_mask_is_turned_by_its_own_tag
     assert (batch.mask[0, 0].numpy() == np.asarray(rgba)[..., 3]).all()
 
 
-def test_pictures_without_a_mask_count_in_full_beside_those_with_one(tmp_path):
+def test_images_without_a_mask_have_full_weight_next_to_masked_ones(tmp_path):
     (tmp_path / "p").mkdir()
     transparent(64, 64).save(tmp_path / "p" / "1.png")
     for name in ("p/2", "p/3", "plain/1"):
@@ -196,7 +196,7 @@ def test_pictures_without_a_mask_count_in_full_beside_those_with_one(tmp_path):
     )
 
 
-def test_a_picture_is_read_once_for_its_colours_and_its_opacity(tmp_path, monkeypatch):
+def test_an_image_is_read_once_for_color_and_alpha(tmp_path, monkeypatch):
     transparent(20, 10).save(tmp_path / "1.png")
     reads = []
     monkeypatch.setattr(ImageRef, "read_bytes", lambda self: reads.append(self) or self.path.read_bytes())
@@ -209,7 +209,7 @@ def names_of(matched) -> dict[str, str]:
     return {str(picture.path): str(mask.path) for picture, mask in matched.masks.items()}
 
 
-def test_masks_are_matched_by_name_whatever_the_ending_the_folder_and_the_spelling_of_accents(tmp_path):
+def test_masks_are_matched_by_name_across_extensions_folders_and_unicode_forms(tmp_path):
     accent = unicodedata.normalize("NFC", "é")
     decomposed = unicodedata.normalize("NFD", accent)
     for name in (
@@ -272,7 +272,7 @@ def zoo(tmp_path) -> Path:
     return tmp_path
 
 
-def test_every_mask_that_cannot_be_used_is_named_in_one_report(zoo):
+def test_all_unusable_masks_are_in_one_report(zoo):
     with pytest.raises(ConfigError) as caught:
         prepare_data(config(zoo, dataset(FOLDER), masked_loss=True), 8)
     found = [problem.replace(f"{zoo}/", "") for problem in caught.value.problems]
@@ -292,14 +292,14 @@ def test_every_mask_that_cannot_be_used_is_named_in_one_report(zoo):
     assert found[3] == "p/missing.png: has no mask: no missing.png, or with another image extension, in m"
 
 
-def test_pictures_without_a_good_mask_are_skipped_and_noted_when_that_is_asked_for(zoo):
+def test_images_without_a_valid_mask_are_skipped_with_a_note_if_set(zoo):
     prepared = prepare_data(config(zoo, dataset(FOLDER), masked_loss=True, on_invalid_images="skip"), 8)
     assert [sample.key for sample in prepared.manifest.samples] == ["p/good.png"]
     notes = "\n".join(prepared.manifest.notes)
     assert "6 images skipped (6 mask)" in notes and "1 mask without an image of the same name" in notes
 
 
-def test_a_run_that_asks_for_masks_does_not_go_on_without_any(zoo):
+def test_a_run_with_mask_settings_fails_without_any_mask(zoo):
     (zoo / "m" / "good.png").unlink()
     save(zoo / "q" / "1.png", noise(64, 64))
     settings = config(zoo, dataset(FOLDER), dataset("image_dir = 'q'"), masked_loss=True, on_invalid_images="skip")
@@ -309,7 +309,7 @@ def test_a_run_that_asks_for_masks_does_not_go_on_without_any(zoo):
     assert caught.value.problems[-1] == said and len(caught.value.problems) == 8
 
 
-def test_pictures_in_a_tar_bring_their_masks_along_too(tmp_path):
+def test_images_in_a_tar_have_their_masks_in_the_tar(tmp_path):
     rgba = transparent(64, 64)
     (tmp_path / "p").mkdir()
     rgba.save(tmp_path / "p" / "1.png")
@@ -324,7 +324,7 @@ def test_pictures_in_a_tar_bring_their_masks_along_too(tmp_path):
     assert any("s.tar: alpha_mask: 1 of 2 images without transparent parts" in note for note in prepared.manifest.notes)
 
 
-def test_a_mask_in_colour_is_read_by_its_red_channel_and_this_is_said(tmp_path):
+def test_a_color_mask_is_read_by_its_red_channel_with_a_notice(tmp_path):
     save(tmp_path / "p" / "1.png", noise(64, 64))
     pixels = np.zeros((64, 64, 3), np.uint8)
     pixels[:, :32] = (255, 0, 255)
@@ -338,7 +338,7 @@ def test_a_mask_in_colour_is_read_by_its_red_channel_and_this_is_said(tmp_path):
     )
 
 
-def test_a_grey_mask_of_jpeg_is_not_taken_for_a_coloured_one(tmp_path):
+def test_a_gray_jpeg_mask_is_not_reported_as_colored(tmp_path):
     save(tmp_path / "p" / "1.png", noise(64, 64))
     save(tmp_path / "m" / "1.jpg", noise(64, 64, 1).repeat(3, axis=2), quality=60)
     prepared = prepare_data(config(tmp_path, dataset(FOLDER), masked_loss=True), 8)
@@ -356,7 +356,7 @@ def test_a_grey_mask_of_jpeg_is_not_taken_for_a_coloured_one(tmp_path):
         (1, 1, (64, 64), False),
     ],
 )
-def test_a_mask_of_which_nobody_knows_whether_exif_was_heeded_is_noted(tmp_path, picture, mask, size, is_doubtful):
+def test_a_mask_with_ambiguous_exif_orientation_is_noted(tmp_path, picture, mask, size, is_doubtful):
     for folder, orientation in (("p", picture), ("m", mask)):
         exif = Image.Exif()
         exif[0x0112] = orientation
@@ -367,7 +367,7 @@ def test_a_mask_of_which_nobody_knows_whether_exif_was_heeded_is_noted(tmp_path,
     assert any(expected in note for note in notes) == is_doubtful
 
 
-def test_pictures_whose_alpha_is_no_mask_are_named(tmp_path):
+def test_images_with_alpha_that_is_not_used_as_a_mask_are_reported(tmp_path):
     (tmp_path / "p").mkdir()
     Image.new("RGBA", (64, 64), (9, 9, 9, 255)).save(tmp_path / "p" / "opaque.png")
     settings = config(tmp_path, dataset("image_dir = 'p'\nalpha_mask = true"))
@@ -378,7 +378,7 @@ def test_pictures_whose_alpha_is_no_mask_are_named(tmp_path):
         prepare_data(settings, 8)
 
 
-def test_the_fingerprint_follows_masks(tmp_path):
+def test_the_fingerprint_changes_with_masks(tmp_path):
     (tmp_path / "p").mkdir()
     transparent(64, 64).save(tmp_path / "p" / "1.png")
     save(tmp_path / "m" / "1.png", noise(64, 64, 1))
@@ -420,7 +420,7 @@ def test_the_fingerprint_follows_masks(tmp_path):
         (FOLDER + "\nalpha_mask = true", {"masked_loss": True}, "set.toml:10: alpha_mask: not supported with"),
     ],
 )
-def test_settings_of_masks_that_do_nothing_are_refused_before_any_picture_is_read(tmp_path, subset, options, expected):
+def test_mask_settings_without_effect_are_rejected_before_images_are_read(tmp_path, subset, options, expected):
     for name in ("p/m", "m"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "p" / "1.png").write_bytes(b"would be told, too")
@@ -436,13 +436,13 @@ def test_settings_of_masks_that_do_nothing_are_refused_before_any_picture_is_rea
         ("image_dir = 'p'", {"alpha_mask": True}),
     ],
 )
-def test_settings_of_masks_that_go_together_are_taken(tmp_path, subset, options):
+def test_compatible_mask_settings_are_accepted(tmp_path, subset, options):
     for name in ("p", "m"):
         (tmp_path / name).mkdir()
     assert validate_dataset_config(config(tmp_path, dataset(subset), **options)) == []
 
 
-def test_a_mask_that_goes_away_during_the_run_is_a_bad_sample(tmp_path):
+def test_a_mask_deleted_during_the_run_is_a_bad_sample(tmp_path):
     save(tmp_path / "p" / "1.png", noise(64, 64))
     save(tmp_path / "m" / "1.png", noise(64, 64, 1))
     prepared = prepare_data(config(tmp_path, dataset(FOLDER), masked_loss=True), 8)
@@ -456,7 +456,7 @@ def test_a_mask_that_goes_away_during_the_run_is_a_bad_sample(tmp_path):
     assert f"its mask {tmp_path}/m/1.png: cannot identify image" in reader[0].bad_samples[0].problem
 
 
-def test_masks_below_the_pictures_are_found_where_they_are_not_taken_for_pictures(tmp_path):
+def test_masks_inside_the_image_folder_work_if_excluded_from_the_images(tmp_path):
     for name in ("1", "deep/1"):
         save(tmp_path / "p" / f"{name}.png", noise(64, 64))
         save(tmp_path / "p" / "m" / f"{name}.png", noise(64, 64, 1, seed=len(name)))
@@ -468,7 +468,7 @@ def test_masks_below_the_pictures_are_found_where_they_are_not_taken_for_picture
         assert (batch.mask[0, 0].numpy() == noise(64, 64, 1, seed=len(name))[..., 0]).all(), batch.sample_keys
 
 
-def test_plan_tells_how_many_have_masks(tmp_path):
+def test_plan_shows_how_many_images_have_masks(tmp_path):
     (tmp_path / "p").mkdir()
     transparent(64, 64).save(tmp_path / "p" / "1.png")
     save(tmp_path / "p" / "2.png", noise(64, 64))
@@ -481,7 +481,7 @@ def test_plan_tells_how_many_have_masks(tmp_path):
     assert second["mask"] is None
 
 
-def test_what_was_found_out_about_masks_is_kept_and_followed_when_they_change(tmp_path, monkeypatch):
+def test_mask_scans_are_cached_and_updated_when_masks_change(tmp_path, monkeypatch):
     monkeypatch.setattr(scan, "SETTLED_AFTER_NS", -(10**15))
     for number in range(3):
         save(tmp_path / "p" / f"{number}.png", noise(80, 70, seed=number))

@@ -1,4 +1,4 @@
-"""Preview prompts: kohya's three kinds of files, and every mistake in them at once."""
+"""Preview prompts: text, TOML and JSON files as in sd-scripts, with all their errors at once."""
 
 import json
 from pathlib import Path
@@ -27,12 +27,12 @@ FULL = Prompt(
 )
 
 
-def test_a_line_is_a_prompt_with_its_options_behind_it(tmp_path):
+def test_a_line_is_a_prompt_followed_by_its_options(tmp_path):
     text = "# a comment\n\na cat, red --n a dog - or two --w 512 --h 768 --d 7 --s 20 --l 3.5 --ss euler_a\n  plain \n"
     assert read(tmp_path, "p.txt", text) == [FULL, Prompt("plain")]
 
 
-def test_letters_may_be_large_and_the_text_may_have_dashes_and_be_empty(tmp_path):
+def test_options_are_case_insensitive_and_prompts_may_have_dashes_or_be_empty(tmp_path):
     text = "a well-lit cat -- at night --W 64\n--w 64\n"
     assert read(tmp_path, "p.txt", text) == [Prompt("a well-lit cat -- at night", width=64), Prompt("", width=64)]
 
@@ -71,7 +71,7 @@ def test_a_json_file_is_a_list_of_objects_or_lines(tmp_path):
     assert read(tmp_path, "p.json", json.dumps([item, "plain --w 64"])) == [FULL, Prompt("plain", width=64)]
 
 
-def test_all_mistakes_of_a_text_file_are_told_at_once_with_their_lines(tmp_path):
+def test_all_errors_of_a_text_file_are_reported_at_once_with_line_numbers(tmp_path):
     text = "\n".join(
         [
             "fine --w 64",
@@ -85,30 +85,30 @@ def test_all_mistakes_of_a_text_file_are_told_at_once_with_their_lines(tmp_path)
         ]
     )
     assert problems(tmp_path, "p.txt", text) == [
-        ":2: --w: 100 is no multiple of 8; write 96 or 104",
+        ":2: --w: 100 is not a multiple of 8; use 96 or 104",
         ":2: --d: expected at least 0, got -1",
-        ":3: --widht: unknown option; there are: --n negative_prompt, --w width, --h height, --d seed, "
+        ":3: --widht: unknown option; use --n negative_prompt, --w width, --h height, --d seed, "
         "--s sample_steps, --l scale, --ss sample_sampler, --g guidance_scale, --fs flow_shift",
-        ":4: --s: expected a whole number, got 'many'",
-        ":4: --l: expected a number that is not negative, got inf",
-        ":5: --cn: control pictures are not supported",
+        ":4: --s: expected an integer, got 'many'",
+        ":4: --l: expected a number of at least 0, got inf",
+        ":5: --cn: ControlNet images are not supported",
         ":5: --fs: expected a number above 0, got 0",
-        ":5: --g: expected a number that is not negative, got -3.5",
+        ":5: --g: expected a number of at least 0, got -3.5",
         ":6: --ss: 'eular' is not one of ddim, euler, euler_a, heun, dpmsolver++, pndm",
-        ":7: --w: given twice",
-        ":7: --h: no value behind it",
+        ":7: --w: duplicate option",
+        ":7: --h: value missing",
         ":8: --rcg: unknown option; did you mean --rcfg?",
     ]
 
 
-def test_mistakes_in_toml_and_json_are_told_with_their_places(tmp_path):
+def test_errors_in_toml_and_json_files_are_reported_with_their_location(tmp_path):
     text = '[prompt]\nwidth = 65\n[[prompt.subset]]\nprompt = "a"\nsample_step = 3\n'
     text += '[[prompt.subset]]\nwidth = "64"\nseed = 1.5\n'
     assert problems(tmp_path, "p.toml", text) == [
-        ":2: width: 65 is no multiple of 8; write 64 or 72",
+        ":2: width: 65 is not a multiple of 8; use 64 or 72",
         ":5: sample_step: unknown key; did you mean sample_steps?",
-        ":7: width: expected a whole number, got '64'",
-        ":8: seed: expected a whole number, got 1.5",
+        ":7: width: expected an integer, got '64'",
+        ":8: seed: expected an integer, got 1.5",
         ":6: prompt: missing",
     ]
     items = [{"prompt": "a", "sample_steps": 0}, {"text": "b"}, 3]
@@ -116,32 +116,32 @@ def test_mistakes_in_toml_and_json_are_told_with_their_places(tmp_path):
         ": prompt 1: sample_steps: expected at least 1 and at most 1000, got 0",
         ": prompt 2: text: unknown key",
         ": prompt 2: prompt: missing",
-        ": prompt 3: expected an object or text, got 3",
+        ": prompt 3: expected an object or a string, got 3",
     ]
 
 
 @pytest.mark.parametrize(
     "name, text, problem",
     [
-        ("p.txt", "# nothing\n", ": no prompts in it"),
-        ("p.yaml", "", ": prompts are read from .txt, .toml and .json files"),
-        ("p.toml", "[prompts]\n", ": expected a table [prompt] and in it a [[prompt.subset]] for each picture"),
+        ("p.txt", "# nothing\n", ": no prompts"),
+        ("p.yaml", "", ": not a .txt, .toml or .json file"),
+        ("p.toml", "[prompts]\n", ": expected a [prompt] table with a [[prompt.subset]] for each image"),
         ("p.toml", "prompt = \n", ":1: not valid TOML: Invalid value"),
         ("p.json", "[\n1,,\n]", ":2: not valid JSON: Expecting value"),
         ("p.json", "{}", ": expected a list of prompts"),
     ],
 )
-def test_a_file_that_is_none_is_one_line(tmp_path, name, text, problem):
+def test_an_invalid_file_is_reported_in_one_line(tmp_path, name, text, problem):
     (line,) = problems(tmp_path, name, text)
     assert line == problem
 
 
-def test_a_missing_file_is_one_line():
+def test_a_missing_file_is_reported_in_one_line():
     with pytest.raises(ConfigError, match=r"absent\.txt: no such file"):
         load_prompts(Path("absent.txt"))
 
 
-def test_a_seed_that_no_generator_takes_is_named(tmp_path):
+def test_a_seed_above_63_bits_is_rejected(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("a cat --d 99999999999999999999\n")
 
@@ -149,7 +149,7 @@ def test_a_seed_that_no_generator_takes_is_named(tmp_path):
         load_prompts(path)
 
 
-def test_what_a_model_cannot_draw_is_told_with_its_place(tmp_path):
+def test_settings_the_model_does_not_support_are_reported_with_their_location(tmp_path):
     path = tmp_path / "p.txt"
     path.write_text("a --w 72 --h 8 --g 3 --fs 2 --ss ddim\nb --w 64 --h 48 --ss euler\n", "utf-8")
     prompts = load_prompts(path)

@@ -69,7 +69,7 @@ def turned(placement: BucketAssignment) -> BucketAssignment:
 
 
 @given(lengths, lengths, st.sampled_from([64, 32, 8]))
-def test_a_picture_turned_by_a_quarter_gets_the_bucket_turned_by_a_quarter(width, height, step):
+def test_a_transposed_image_gets_the_transposed_bucket(width, height, step):
     place = build_bucket_assigner(symmetric(step=step))
     assert place(height, width) == turned(place(width, height))
 
@@ -112,7 +112,7 @@ def test_the_area_is_within_the_tolerance_wherever_the_step_allows(limit):
             assert not [pair for pair in missed if abs(pair[0] * pair[1] / area - 1) < (upper - lower) / 4]
 
 
-def test_the_buckets_of_usual_settings():
+def test_the_buckets_of_common_settings():
     """Worked out by hand: the sizes within 2 % of the area, and those that close the gaps between them."""
     assert make_landscape_resolutions(1024 * 1024, 256, 2048, 64) == [
         (1024, 1024),
@@ -137,7 +137,7 @@ def test_the_buckets_of_usual_settings():
 
 
 @given(lengths, lengths, st.sampled_from([64, 16]))
-def test_a_picture_is_enlarged_no_further_than_to_cover_its_bucket(width, height, step):
+def test_an_image_is_scaled_to_just_cover_its_bucket(width, height, step):
     placement = build_bucket_assigner(symmetric(step=step))(width, height)
     excess = [
         resized - bucket for resized, bucket in zip(placement.resized_size, placement.bucket_resolution, strict=True)
@@ -149,14 +149,14 @@ def test_a_picture_is_enlarged_no_further_than_to_cover_its_bucket(width, height
 
 
 @given(lengths, lengths, st.sampled_from(["kohya", "symmetric"]))
-def test_the_crop_loss_is_the_share_of_pixels_outside_the_bucket(width, height, mode):
+def test_the_cropped_fraction_is_the_fraction_of_pixels_outside_the_bucket(width, height, mode):
     placement = build_bucket_assigner(symmetric(bucket_mode=mode))(width, height)
     inside = placement.bucket_resolution[0] * placement.bucket_resolution[1]
     assert placement.cropped_fraction == pytest.approx(1 - inside / math.prod(placement.resized_size))
     assert 0 <= placement.cropped_fraction < 1
 
 
-def test_a_picture_that_would_lose_too_much_is_refused_with_its_loss():
+def test_an_image_that_would_be_cropped_too_much_is_rejected_with_its_fraction():
     place = build_bucket_assigner(symmetric((512, 512), bucket_max_crop=0.25))
     assert place(1365, 256).cropped_fraction == pytest.approx(0.25, abs=1e-3)
     with pytest.raises(
@@ -166,7 +166,7 @@ def test_a_picture_that_would_lose_too_much_is_refused_with_its_loss():
 
 
 @given(lengths, lengths, st.sampled_from([64, 128, 256, 512]), st.floats(0.02, 0.9))
-def test_the_limit_on_cropping_holds_however_coarse_the_steps_are(width, height, step, most):
+def test_the_crop_limit_holds_for_any_bucket_step(width, height, step, most):
     """Coarse steps leave few buckets, so that more is cut away: then more pictures are refused, and none slips by."""
     settings = {"resolution": (1024, 1024), "smallest": 512, "largest": 2048, "step": step}
     loss = build_bucket_assigner(symmetric(**settings))(width, height).cropped_fraction
@@ -188,7 +188,7 @@ def sample(number: int, size: tuple[int, int], dataset: int = 0, repeats: int = 
     st.integers(1, 9),
     st.sampled_from([0.3, 0.6, 1.0]),
 )
-def test_merging_keeps_every_picture_and_leaves_no_small_bucket_that_could_join(pictures, least, max_crop):
+def test_merging_keeps_all_images_and_no_mergeable_small_bucket(pictures, least, max_crop):
     datasets = [symmetric(bucket_min_images=least, bucket_max_crop=max_crop), symmetric((512, 512))]
     samples, alone = [], []
     for number, (width, height, dataset) in enumerate(pictures):
@@ -224,7 +224,7 @@ def test_merging_keeps_every_picture_and_leaves_no_small_bucket_that_could_join(
     }
 
 
-def test_small_buckets_join_the_nearest_by_log_ratio_and_pictures_are_counted_without_repeats():
+def test_small_buckets_merge_into_the_nearest_by_log_ratio_counting_images_without_repeats():
     dataset = symmetric((512, 512), bucket_min_images=2)
     sizes = [(512, 512)] * 3 + [(576, 448)] * 2 + [(704, 384)] + [(256, 1024)]
     samples = [sample(number, size, repeats=5) for number, size in enumerate(sizes)]
@@ -263,7 +263,7 @@ GOOD = "[[datasets]]\nresolution = 512\n[[datasets.subsets]]\nimage_dir = 'a'\n"
         ("bucket_max_crop = 1", {}, []),
     ],
 )
-def test_settings_without_a_meaning_are_refused(tmp_path, general, flags, expected):
+def test_invalid_bucket_settings_are_rejected(tmp_path, general, flags, expected):
     path = tmp_path / "set.toml"
     path.write_text(f"[general]\n{general}\n{GOOD}", encoding="utf-8")
     found = parse_dataset_config(path, collect_flag_defaults(DataConfig(**flags))).problems
@@ -272,7 +272,7 @@ def test_settings_without_a_meaning_are_refused(tmp_path, general, flags, expect
         assert problem.replace(f"{tmp_path}/", "").startswith(start)
 
 
-def test_each_dataset_may_have_its_own_mode(tmp_path):
+def test_each_dataset_may_have_its_own_bucket_mode(tmp_path):
     path = tmp_path / "set.toml"
     text = "general.enable_bucket = true\n" + GOOD + GOOD.replace("= 512", "= 512\nbucket_mode = 'symmetric'")
     path.write_text(text.replace("'a'", "'b'", 1), encoding="utf-8")

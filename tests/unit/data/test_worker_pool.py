@@ -88,12 +88,12 @@ def reference(prepared) -> list[dict]:
 
 
 @pytest.mark.parametrize(("workers", "prefetch"), [(1, 2), (1, 5), (3, 1)])
-def test_workers_and_what_they_read_ahead_change_nothing(prepared, reference, workers, prefetch):
+def test_batches_do_not_depend_on_workers_or_prefetch_factor(prepared, reference, workers, prefetch):
     assert by_place(prepared, 1, 4, 8, num_workers=workers, prefetch_factor=prefetch) == reference
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (2, 1), (4, 0)])
-def test_ranks_together_are_handed_what_one_is_handed(prepared, reference, ranks, workers):
+def test_the_ranks_together_get_the_samples_of_a_single_rank(prepared, reference, ranks, workers):
     def without_absent_masks(step: dict) -> dict:
         """A share of a batch without any mask has none, where the whole batch has one that is white."""
         white = {place: b"\xff" * (len(row[4]) // 3) for place, row in step.items()}
@@ -115,7 +115,7 @@ class Numbered(Dataset):
         pass
 
 
-def test_epochs_change_without_new_workers():
+def test_workers_persist_across_epochs():
     steps = ImageLoader(Numbered(), PLAN, num_workers=2).iter_steps(0)
     batches = [next(steps).micro_batches[0] for _ in range(40)]  # an epoch is one step
     assert PLAN.get_epoch(39) == 39
@@ -133,7 +133,7 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
-def test_workers_are_gone_when_the_loader_is_closed_and_sigchld_is_as_it_was():
+def test_closing_the_loader_ends_workers_and_restores_sigchld():
     before = signal.getsignal(signal.SIGCHLD)
     steps = ImageLoader(Numbered(), PLAN, num_workers=3).iter_steps(0)
     pids = {int(next(steps).micro_batches[0].captions[0]) for _ in range(9)}
@@ -154,7 +154,7 @@ class Deadly(Numbered):
             time.sleep(60)
 
 
-def test_a_worker_that_is_killed_is_told_when_its_batch_is_wanted_and_breaks_into_nothing():
+def test_a_killed_worker_is_reported_when_its_batch_is_requested():
     steps = ImageLoader(Deadly(signal.SIGKILL), PLAN, num_workers=3, prefetch_factor=4).iter_steps(0)
     next(steps)
     deadline = time.monotonic() + 30
@@ -179,7 +179,7 @@ class Closing:
         self.exitcode = -signal.SIGKILL
 
 
-def test_a_death_is_known_though_what_the_dead_had_open_was_closed_before_it():
+def test_a_worker_death_is_noticed_even_after_its_pipes_were_closed():
     ahead, worker = PrefetchIterator.__new__(PrefetchIterator), Closing()
     ahead.workers, ahead.is_shut_down = [worker], True
     assert ahead._find_dead_workers() == [worker]
@@ -201,7 +201,7 @@ def test_a_death_is_known_though_what_the_dead_had_open_was_closed_before_it():
         (3, " exited with code 3; --max_data_loader_n_workers 0 loads images in the main process and shows"),
     ],
 )
-def test_what_can_be_done_about_a_death_follows_from_its_kind(code, said):
+def test_the_suggested_fix_depends_on_the_exit_code(code, said):
     assert _format_worker_death(77, code, "X").startswith(f"DataLoader worker (pid 77){said}")
 
 
@@ -212,7 +212,7 @@ class Faulty(Numbered):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_mistake_of_ours_is_no_mistake_of_the_user(workers):
+def test_an_internal_error_in_a_worker_is_not_a_user_error(workers):
     steps = ImageLoader(Faulty(), PLAN, num_workers=workers).iter_steps(0)
     with pytest.raises(KeyError, match="a mistake of ours"):
         for _ in range(5):
@@ -238,7 +238,7 @@ class WithoutMemory(Numbered):
             resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
 
 
-def test_full_shared_memory_is_told_and_not_waited_for():
+def test_full_shared_memory_is_reported_without_hanging():
     steps = ImageLoader(WithoutMemory(), PLAN, num_workers=1).iter_steps(0)
     with pytest.raises(UserError, match=r"^no shared memory left for prefetched images; give the container"):
         for _ in range(5):
@@ -254,7 +254,7 @@ class Stuck(Numbered):
             time.sleep(600)
 
 
-def test_workers_that_hang_are_left_after_a_while(monkeypatch):
+def test_hanging_workers_are_abandoned_after_a_timeout(monkeypatch):
     monkeypatch.setattr("library.data.worker_pool.SHUTDOWN_TIMEOUT_SECONDS", 0.5)
     items: PrefetchIterator = PrefetchIterator(Stuck(), 0, num_workers=2, prefetch_factor=2, pin_memory=False)
     assert [next(items).sample_keys[0] for _ in range(3)] == ["0", "1", "2"]
@@ -263,7 +263,7 @@ def test_workers_that_hang_are_left_after_a_while(monkeypatch):
     items.shutdown()  # and once more, as the interpreter does at its end
 
 
-def test_workers_end_where_no_thread_can_be_started_any_more(monkeypatch):
+def test_workers_are_shut_down_when_no_thread_can_be_started(monkeypatch):
     def start(thread):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
@@ -274,7 +274,7 @@ def test_workers_end_where_no_thread_can_be_started_any_more(monkeypatch):
     assert nobody_is_left()
 
 
-def test_workers_leave_signals_to_the_main_process():
+def test_workers_ignore_signals_for_the_main_process():
     child = os.fork()
     if child == 0:
         _ignore_signals(0)
@@ -284,7 +284,7 @@ def test_workers_leave_signals_to_the_main_process():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_there_are_never_more_workers_than_cores_that_may_be_used(monkeypatch):
+def test_there_are_at_most_as_many_workers_as_usable_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {1, 5, 7})
     assert [ImageLoader(Numbered(), PLAN, num_workers=workers).num_workers for workers in (0, 2, 8)] == [0, 2, 3]
 
@@ -312,7 +312,7 @@ def script(folder: Path, method: str, then: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120)
 
 
-def test_processes_that_are_started_anew_read_the_same(folder, prepared):
+def test_spawned_workers_read_the_same_batches(folder, prepared):
     """As on Windows and macOS, where nothing is inherited."""
     done = script(
         folder,
@@ -326,7 +326,7 @@ def test_processes_that_are_started_anew_read_the_same(folder, prepared):
     assert done.returncode == 0 and done.stderr == ""
 
 
-def test_a_program_that_dies_with_workers_ends(folder):
+def test_a_crashing_program_with_workers_exits(folder):
     """An exception that nobody catches keeps the iterator alive until the interpreter goes."""
     done = script(folder, "fork", "raise RuntimeError('the end')")
     assert done.returncode == 1 and done.stderr.endswith("RuntimeError: the end\n")

@@ -62,6 +62,7 @@ def test_latents_of_the_demo_pictures_have_about_the_spread_that_diffusion_expec
     assert 0.5 < torch.cat(latents).std() < 2
 
 
+@pytest.mark.slow
 def test_a_training_step_is_quick_and_a_lora_on_it_learns():
     family, pipe = FAMILIES.get("sd1")(), tiny_sd1.build_pipeline()
     lora.inject_into_model(pipe.unet, AdapterConfig(network_dim=8, network_alpha=8), family.lora_target_modules, seed=0)
@@ -110,6 +111,7 @@ def test_the_demo_dataset_fits_the_built_in_model():
     assert all((FOLDER / subset["image_dir"]).is_dir() for subset in dataset["subsets"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["ddim", "euler", "euler_a", "heun", "dpmsolver++", "pndm"])
 def test_every_sampler_draws_and_its_own_picture(sampler):
     family, pipe = FAMILIES.get("sd1")(), tiny_sd1.build_pipeline()

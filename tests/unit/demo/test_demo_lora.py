@@ -115,6 +115,7 @@ def kinds(pictures, known):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", ["a lorikeet", "a funny lorikeet"])
 def test_the_bird_comes_where_it_is_asked_for(pipes, known, prompt):
     before, after = (kinds(drawn(pipe, prompt), known) for pipe in pipes)

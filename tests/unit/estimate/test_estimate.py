@@ -68,6 +68,7 @@ def test_encoders_are_on_the_device_unless_their_outputs_are_cached(more):
     assert (encoding.adapters > cached.adapters) is bool(more) and encoding.adapters < frozen / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
@@ -135,6 +136,7 @@ BUDGET = (CHECKPOINTING, "--activation_memory_budget", "0.5")
 UNCACHED = ("--no-cache_latents", "--max_data_loader_n_workers", "0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "model", "flags"),
     [
@@ -177,6 +179,7 @@ def test_only_the_position_tables_of_qwen_image_are_estimated_too_high(size, tmp
         assert estimated == pytest.approx(measured, rel=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["flux", "sdxl", "sd3"])
 def test_each_device_of_a_device_map_takes_the_estimated_memory(model):
     """Compared to fake devices, to which accelerate's hooks dispatch as to real ones."""
@@ -343,6 +346,7 @@ def test_reasons_against_layouts_are_given_once_with_their_names():
     assert sharded.startswith("ZeRO-1 2, ZeRO-1 2, optimizer offload, ZeRO-2 2,") and "torch_compile" in compiled
 
 
+@pytest.mark.slow
 def test_layouts_that_partition_the_model_alike_share_one_meta_run(caplog):
     with caplog.at_level(logging.INFO, logger="library"):
         found = estimate(4, MODEL, "random:sdxl:tiny", batch=SMALL)
@@ -360,6 +364,7 @@ def test_layouts_that_partition_the_model_alike_share_one_meta_run(caplog):
         assert memory.total == sum(getattr(memory, part.name) for part in fields(memory))
 
 
+@pytest.mark.slow
 def test_layouts_that_send_more_are_slower_on_slow_links():
     speeds = [
         {each.layout.name: each.images_per_second for each in estimate(2, *FLUX, batch=SMALL, link_speed=link_speed)}
@@ -386,6 +391,7 @@ def suggest(*flags: str, world_size: int = 1, memory=lambda smallest: smallest.t
     return suggest_savings(finder, batch, devices, estimates), devices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "flags", "name"), [(1, (), "one device"), (2, ("--cp_size", "2"), "CP 2")])
 def test_where_nothing_fits_options_are_added_until_it_does(world_size, flags, name):
     suggestion, devices = suggest(*flags, world_size=world_size)
@@ -393,6 +399,7 @@ def test_where_nothing_fits_options_are_added_until_it_does(world_size, flags, n
     assert set(suggestion.savings) <= {"mixed_precision", "gradient_checkpointing"} and suggestion.savings
 
 
+@pytest.mark.slow
 def test_options_that_contradict_the_run_are_not_suggested():
     suggestion, _ = suggest("--no-cache_text_encoder_outputs", "--no-network_train_unet_only")
     assert suggestion is not None and "cache_text_encoder_outputs" not in suggestion.savings

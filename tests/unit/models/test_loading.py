@@ -124,6 +124,7 @@ def test_pickled_weights_are_never_loaded(part, tmp_path):
         FAMILIES.get("sdxl")().load(str(tmp_path), torch.float32, (part,))
 
 
+@pytest.mark.slow
 def test_a_hub_id_is_loaded_from_the_local_hub_cache(tmp_path):
     """The complete model, and one with fp16 weights only."""
     tiny = TINY["sdxl"]()

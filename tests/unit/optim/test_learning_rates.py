@@ -62,6 +62,7 @@ def train_each_way(folder: Path, dataset: Path, ranks: int, ports: list[int]) ->
 WAYS = [(f"{length}-{accumulation}", accumulation, length) for accumulation in (1, 3) for length in ("steps", "epochs")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4))])
 def test_learning_rates_are_the_same_for_any_batch_split_and_any_way_to_set_the_length(ranks, twelve_images, tmp_path):
     on_ranks(ranks, train_each_way, tmp_path, twelve_images, ranks, [free_port() for _ in WAYS])

@@ -234,6 +234,7 @@ def test_other_optimizers_are_refused_with_alternatives(name):
     assert problem.startswith(f"--optimizer_type {name}: needs whole tensors") and "or --fsdp" in problem
 
 
+@pytest.mark.slow
 def test_a_run_fails_for_such_an_optimizer_and_for_unknown_zero_settings(tmp_path, file):
     (tmp_path / "data.toml").write_text(f"[[datasets]]\n[[datasets.subsets]]\nimage_dir = '{tmp_path}'\n")
     flags = ("--dataset_config", str(tmp_path / "data.toml"), "--output_dir", str(tmp_path / "out"))

@@ -57,6 +57,7 @@ def test_weights_are_balanced_or_placed_sequentially():
         count_bytes("sequential", size // 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "count"), [*((model, 2) for model in MODELS), ("sdxl", 3), ("flux", 4)])
 def test_inputs_of_every_layer_are_on_its_device(model, count):
     tiny = TINY[model]()
@@ -167,6 +168,7 @@ def train_with_device_map_on_cpu(*flags: str) -> str:
     return train(*flags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "written", "more"),
     [

@@ -77,7 +77,8 @@ def test_the_page_holds_figures_previews_and_settings_and_no_address(tmp_path):
         assert text in page, text
     assert page.count("data:image/jpeg;base64,") == 2
     assert "http" not in page and 'src="/' not in page and str(tmp_path) not in page
-    assert not list(tmp_path.glob("*.new"))
+    names = ["after.png", "before.png", "m.jsonl", "report.html"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 def test_a_page_can_be_made_before_anything_was_learnt(tmp_path):

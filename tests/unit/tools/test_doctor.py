@@ -59,6 +59,7 @@ def test_a_check_that_crashes_or_fails_is_reported_with_its_reason(function, rea
         run_in_child(getattr(misbehaving, function), timeout=60, preload=preload)
 
 
+@pytest.mark.slow
 def test_a_check_that_hangs_is_killed_with_everything_that_it_started(misbehaving, tmp_path):
     start = time.monotonic()
     with pytest.raises(CheckFailed, match="no answer within 2 s"):
@@ -77,6 +78,7 @@ def test_a_check_returns_its_answer_and_sees_no_launcher(misbehaving, monkeypatc
     assert run_in_child(misbehaving.answer, "hello", timeout=60, preload=()) == ("hello", None, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [["wandb", "psutil"], ["torch"]])
 def test_a_package_that_cannot_be_imported_is_a_finding_and_no_traceback(broken, tmp_path):
     for package in broken:
@@ -121,6 +123,7 @@ def test_processes_all_reduce_and_memory_is_read():
     assert re.fullmatch(r"[\d.]+ GiB free", run_in_child(doctor_checks.check_memory, "cpu", timeout=120))
 
 
+@pytest.mark.slow
 def test_a_compiler_that_does_nothing_is_no_compiler(monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
 
@@ -202,6 +205,7 @@ def test_the_accelerate_config_is_shown_and_a_broken_one_is_an_error(tmp_path, m
     assert finding.is_error and "accelerate cannot read" in finding.value
 
 
+@pytest.mark.slow
 def test_old_and_missing_packages_are_errors_with_the_command_that_installs_them(monkeypatch):
     installed = {"torch": "2.6.1+cu124", "peft": None}
     real = doctor.find_version

@@ -137,7 +137,7 @@ def test_every_image_is_listed_as_it_is_trained(dataset):
     for bucket in first["buckets"]:
         members = [sample for sample in first["samples"] if sample["bucket"] == bucket["size"]]
         losses = {sample["image"]: sample["crop_loss"] for sample in members}
-        assert bucket["pictures"] == len(members)
+        assert bucket["images"] == len(members)
         assert bucket["crop_loss"]["worst"] == max(losses.values()) == losses[bucket["crop_loss"]["worst_image"]]
         assert bucket["crop_loss"]["mean"] == pytest.approx(sum(losses.values()) / len(losses))
 
@@ -267,7 +267,7 @@ def test_planning_does_not_import_torch(dataset, tmp_path):
 def test_the_contact_sheet_shows_each_image_as_it_is_trained(dataset, tmp_path):
     done = plan(*dataset, "--preview", tmp_path / "sheet.png")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f"contact sheet: {tmp_path}/sheet.png, 9 of 9 pictures"
+    assert done.stdout.splitlines()[-1] == f"contact sheet: {tmp_path}/sheet.png, 9 of 9 images"
     sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
     prepared, _ = prepare_run(dataset, 1)
     for sample, placement in zip(prepared.manifest.samples, prepared.assignments, strict=True):
@@ -313,6 +313,7 @@ def test_log_messages_go_to_stderr(dataset, tmp_path):
     assert plan(*dataset, "--json").stderr == ""
 
 
+@pytest.mark.slow
 def test_layouts_that_fit_are_listed_fastest_first_and_others_with_the_memory_they_lack(dataset):
     devices = [*dataset, "--world_size", "2", "--gpu_memory"]
     code, answer, messages = run_plan_in_process(*devices, "24GB", "--json")

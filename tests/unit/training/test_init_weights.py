@@ -45,6 +45,7 @@ def saved(path, name, form, kind="lora", parts=None, idle=(), **more):
     return state, alphas
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, form", [("sd1", "kohya"), ("sdxl", "diffusers"), ("sd3", "comfy"), ("flux", "kohya")])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @torch.no_grad()
@@ -65,6 +66,7 @@ def test_base_weights_are_in_the_model_at_their_strength(name, form, kind, tmp_p
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, form", [("sd1", "kohya"), ("sdxl", "comfy"), ("qwen_image", "diffusers")])
 @torch.no_grad()
 def test_the_adapter_starts_where_the_file_ends_whatever_its_alphas(name, form, tmp_path):
@@ -109,6 +111,7 @@ def test_another_alpha_does_not_change_what_the_adapter_starts_with(kind, tmp_pa
         torch.testing.assert_close(layer.get_delta_weight("default"), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_file_that_does_not_fit_is_told_and_the_way_out(tmp_path):
     path = tmp_path / "lora.safetensors"
     saved(path, "sd1", "kohya", parts="unet.")
@@ -201,6 +204,7 @@ def test_options_that_contradict_each_other_are_told(tmp_path):
         assert text in problems, text
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_the_files_end_and_old_ones_go(tmp_path):
     """Of three epochs two stay; a run that learns nothing writes what it started from, in another format."""
     data = pictures(tmp_path / "data", {(64, 64): 4})

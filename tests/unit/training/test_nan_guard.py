@@ -30,6 +30,7 @@ def same(one: str, other: str) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "batch"), [(1, "4"), (2, "2")])
 def test_a_bad_step_on_one_rank_is_left_out_on_all(dataset, tmp_path, ranks, batch):
     """With plain SGD that is the same as a learning rate of 0 in that step, bit for bit."""
@@ -72,6 +73,7 @@ def test_a_bad_step_on_one_rank_is_left_out_on_all(dataset, tmp_path, ranks, bat
     assert not [line["step"] for line in lines if line["loss/average"] is None], "a mean of the steps that were left"
 
 
+@pytest.mark.slow
 def test_taking_steps_back_gives_what_watching_each_step_gives(dataset, tmp_path):
     """With an optimizer that has a memory, and a running average."""
     flags = (
@@ -94,6 +96,7 @@ def test_taking_steps_back_gives_what_watching_each_step_gives(dataset, tmp_path
     assert same(back[0].replace(".safetensors", "-ema.safetensors"), careful[0].replace(".saf", "-ema.saf"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
@@ -131,6 +134,7 @@ def test_steps_are_taken_back_as_often_as_needed(more, dataset, tmp_path):
     assert same(back[0], careful[0])
 
 
+@pytest.mark.slow
 def test_too_many_bad_steps_end_the_run_with_the_last_good_weights(dataset, tmp_path):
     flags = ("--dataset_config", str(dataset), *SETTINGS, "--train_batch_size", "4", "--output_dir", str(tmp_path))
 
@@ -144,6 +148,7 @@ def test_too_many_bad_steps_end_the_run_with_the_last_good_weights(dataset, tmp_
     ]
 
 
+@pytest.mark.slow
 def test_a_skipped_step_is_logged_with_its_images_and_the_file_that_tells_more(dataset, tmp_path):
     flags = ("--dataset_config", str(dataset), *SETTINGS, "--train_batch_size", "2", "--output_dir", str(tmp_path))
     text = on_ranks(1, log_of_a_spoilt_run, tmp_path, *flags)[0]
@@ -160,6 +165,7 @@ def log_of_a_spoilt_run(folder: Path, *flags: str) -> str:
     return told(folder, *flags, work=partial(train_with_a_spoilt_step, 0, 2, False))
 
 
+@pytest.mark.slow
 def test_a_report_that_cannot_be_written_ends_no_run(dataset, tmp_path):
     (tmp_path / "lora.nan-step00000003-rank0.json").mkdir()
     flags = ("--dataset_config", str(dataset), *SETTINGS, "--train_batch_size", "2", "--output_dir", str(tmp_path))

@@ -37,6 +37,7 @@ def predicted(name: str, mode: str) -> torch.Tensor:
         return family.predict(tiny.pipe, denoiser, tiny.batch.latents, torch.tensor([700.0, 250.0]), tiny.batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["flux", "z_image", "qwen_image"])
 def test_another_way_to_compute_attention_gives_the_same_and_ends_with_its_model(name):
     usual = predicted(name, "sdpa")

@@ -79,6 +79,7 @@ def events(folder: Path):
     return found
 
 
+@pytest.mark.slow
 def test_previews_and_trackers_do_not_change_the_trained_weights(accompanied, data, tmp_path):
     on_ranks(2, train, *flags(data, tmp_path))
 
@@ -122,6 +123,7 @@ def dying(method: str, *rest) -> str:
     return told(*rest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["log", "log_images", "end_training"])
 def test_a_failing_tracker_is_reported_once_and_training_continues(method, data, tmp_path):
     (said,) = on_ranks(

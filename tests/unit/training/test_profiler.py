@@ -86,6 +86,7 @@ def test_operations_counted_without_weights_are_those_of_the_model(twice):
     assert sum(calls.counts.values()) == 3  # nobody counts any more
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_and_tells_where_its_time_goes(even, tmp_path):
     words = (
         "--dataset_config",

@@ -1,4 +1,4 @@
-"""Shared by tests: numbered tensors."""
+"""Write images whose number can be read from their pixels."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ import numpy as np
 from PIL import Image
 
 
-def numbered(folder: Path, count: int, *, with_masks: bool = False) -> None:
-    """Pictures that say their number in every pixel, dark on the left, in two sizes; captions that say it, too.
+def write_numbered_images(folder: Path, count: int, *, with_masks: bool = False) -> None:
+    """Write images of two sizes, black on the left, with a gray level and a caption for their number.
 
-    ``with_masks`` every other one is more and more transparent to the right.
+    ``with_masks``: every other image gets more transparent to the right.
     """
     (folder / "pictures").mkdir(parents=True)
     for number in range(count):
