@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from adapter_states import draw_state
+from adapter_states import build_random_state
 from adapter_tensors import merge
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_pipelines import TINY, stand_in_folder
+from tiny_pipelines import TINY, get_tiny_sd1_folder
 from training_runs import pictures, train
 
 from library.adapters import lora
@@ -33,7 +33,7 @@ def scene(name, **adapter):
 
 def saved(path, name, form, kind="lora", parts=None, idle=(), **more):
     """With an update of zero for what is idle, as other programs write it."""
-    state, alphas, every = draw_state(name, kind, **more)
+    state, alphas, every = build_random_state(name, kind, **more)
     state = {
         key: tensor * (not (key.endswith("lora_B.weight") and any(f".{module}." in key for module in idle)))
         for key, tensor in state.items()
@@ -253,7 +253,9 @@ def test_a_run_starts_from_network_weights_and_deletes_old_files(tmp_path):
         "--save_format",
         "diffusers",
     )
-    parts = collect_component_keys(FAMILIES.get("sd1"), FAMILIES.get("sd1")().load(stand_in_folder(), torch.float32))
+    parts = collect_component_keys(
+        FAMILIES.get("sd1"), FAMILIES.get("sd1")().load(get_tiny_sd1_folder(), torch.float32)
+    )
     told = []
     for path in (first, second):
         with safe_open(path, "pt") as file:

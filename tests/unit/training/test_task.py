@@ -1,4 +1,4 @@
-"""The diffusion task: loss, masks, noise and dropout of one batch, on parts of the built-in model."""
+"""The diffusion task: loss, masks, noise and dropout of one batch, on a tiny Stable Diffusion 1."""
 
 from dataclasses import replace
 from inspect import signature
