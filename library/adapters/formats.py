@@ -74,7 +74,7 @@ def convert_to_file_format(
     """
     if wrapped := find_wrapper_names(state_dict):
         raise ValueError(f"{len(wrapped)} keys contain names of wrappers, for example {wrapped[0]}")
-    updates = {module: _move_to_cpu(update) for module, update in group_updates(state_dict, alphas).items()}
+    updates = group_updates({key: tensor.detach().cpu() for key, tensor in state_dict.items()}, alphas)
     if problems := validate_save_format((update.adapter_type for update in updates.values()), file_format):
         raise UserError("; ".join(problems))
     prefixes = tuple(f"{component.name}." for component in components)
@@ -94,10 +94,6 @@ def convert_to_file_format(
             tensors[name] = tensor.clone()
         pointers.add(tensor.data_ptr())
     return tensors, build_alpha_metadata(updates, alpha_dtype) if file_format == "diffusers" else {}
-
-
-def _move_to_cpu(update: ModuleUpdate) -> ModuleUpdate:
-    return ModuleUpdate({name: tensor.detach().cpu() for name, tensor in update.tensors.items()}, update.alpha)
 
 
 def _format_component(

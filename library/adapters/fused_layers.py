@@ -32,14 +32,17 @@ def fuse_updates(updates: Sequence[ModuleUpdate | None], original: OriginalModul
         )
     if len(types) > 1 or ("dora" in types and None in updates):
         raise FusionError("DoRA has to train all parts of a fused module, or none")
-    inputs = first.tensors[DOWN].shape[1]
-    ups = [_get_up_rows(part, inputs * size, first) for part, size in zip(updates, original.output_ratios, strict=True)]
-    if all(_is_same_tensor(part.tensors[DOWN], first.tensors[DOWN]) and part.alpha == first.alpha for part in parts):
-        down, up, alpha = first.tensors[DOWN], torch.cat(ups), first.alpha
+    down = first.tensors[DOWN]
+    ups = [
+        _get_up_rows(part, down.shape[1] * size, first)
+        for part, size in zip(updates, original.output_ratios, strict=True)
+    ]
+    if all(part is first or (torch.equal(part.tensors[DOWN], down) and part.alpha == first.alpha) for part in parts):
+        up, alpha = torch.cat(ups), first.alpha
     else:
         blocks = [up if part is not None else up[:, :0] for part, up in zip(updates, ups, strict=True)]
-        down, up = torch.cat([part.tensors[DOWN] for part in parts]), _build_block_diagonal(blocks)
-        alpha = _compute_fused_alpha(parts)
+        down, alpha = torch.cat([part.tensors[DOWN] for part in parts]), _compute_fused_alpha(parts)
+        up = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
     fused = {DOWN: down, UP: up}
     if "dora" in types:
         fused[MAGNITUDE] = torch.cat([part.tensors[MAGNITUDE].flatten() for part in parts])
@@ -98,10 +101,6 @@ def _get_up_rows(update: ModuleUpdate | None, count: int, like: ModuleUpdate) ->
     return up
 
 
-def _is_same_tensor(left: Tensor, right: Tensor) -> bool:
-    return left is right or torch.equal(left, right)
-
-
 def _propose_rank_splits(ups: Sequence[Tensor]) -> Iterator[list[int]]:
     """Candidates for the rank of each part of a block-diagonal lora_B: equal ranks, or the columns each part uses."""
     rank, used = ups[0].shape[1], [bool(up.any()) for up in ups]
@@ -143,8 +142,3 @@ def _swap_scale_shift(update: ModuleUpdate) -> ModuleUpdate:
 
 def _split_rows(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return [tensor[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True)]
-
-
-def _build_block_diagonal(blocks: Sequence[Tensor]) -> Tensor:
-    result: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
-    return result

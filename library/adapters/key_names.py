@@ -10,7 +10,6 @@ from .original_layouts import ORIGINAL_LAYOUTS, KeyMap, ModuleGroup, map_to_ldm_
 
 _WRAPPER_NAMES = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer", "default"}
 
-
 _WRAPPER_PATTERN = re.compile(rf"(?:^|[._])(?:module|{'|'.join(_WRAPPER_NAMES)})(?=[._])")
 
 

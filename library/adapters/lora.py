@@ -18,7 +18,7 @@ from ..config.network_args import LORA_TYPES, get_adapter_type, get_network_args
 from ..config.schema import AdapterConfig
 from ..errors import ConfigError
 from .key_names import clean_parameter_name
-from .original_layouts import ORIGINAL_LAYOUTS, ModuleGroup, group_by_original_module
+from .original_layouts import ORIGINAL_LAYOUTS, group_by_original_module
 from .peft_types import ADAPTER_WEIGHT_PATTERN, RankAlpha, inject_peft_layers
 from .preflight import validate_boft_ranks, validate_ranks
 from .targets import TargetComponent, TargetLayer, assign_ranks, find_target_layers
@@ -80,7 +80,10 @@ def inject_adapters(
         effective = inject_peft_layers(part.model, adapter_type, get_network_args(config), sizes, seed_names, seed)
         injected |= {names[module]: size for module, size in effective.items()}
         if adapter_type in LORA_TYPES and part.key_style in ORIGINAL_LAYOUTS:
-            _share_lora_a(part.model, group_by_original_module(names, ORIGINAL_LAYOUTS[part.key_style]))
+            for group in group_by_original_module(names, ORIGINAL_LAYOUTS[part.key_style]):
+                first, *others = (part.model.get_submodule(name) for name in group.modules if name is not None)
+                for layer in others:
+                    layer.lora_A["default"] = first.lora_A["default"]  # type: ignore[index, operator]
     alpha = float(config.network_alpha or config.network_dim)
     target_layers = tuple(layer for layer in layers if layer.name in injected)
     return Adapter(adapter_type, config.network_dim, alpha, injected, target_layers)
@@ -114,13 +117,6 @@ def inject_into_model(
     adapter = inject_adapters([component], config, seed)
     rank_alphas = {name.removeprefix("."): size for name, size in adapter.rank_alphas.items()}
     return replace(adapter, rank_alphas=rank_alphas)
-
-
-def _share_lora_a(model: nn.Module, groups: Sequence[ModuleGroup]) -> None:
-    for group in groups:
-        first, *others = (model.get_submodule(name) for name in group.modules if name is not None)
-        for layer in others:
-            layer.lora_A["default"] = first.lora_A["default"]  # type: ignore[index, operator]
 
 
 def parse_module_name(name: str) -> str:

@@ -19,6 +19,7 @@ from ..config.schema import AdapterConfig, ModelConfig, OptimConfig, RunConfig, 
 from ..config.schema_data import DataConfig
 from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.schema_output import SaveConfig
+from ..config.types import split_keyword_args
 from ..config.validate import THUMBNAIL_TYPES
 
 
@@ -97,14 +98,13 @@ def add_model_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str])
 
 def _build_minimum_metadata(config: AdapterConfig, model: BaseModelMetadata, run: RunMetadata) -> dict[str, Any]:
     """What loaders and web UIs need, even with ``no_metadata``."""
-    arguments = (arg.partition("=") for arg in config.network_args)
     return {
         "ss_v2": model.base_model_version.startswith("sd_v2"),
         "ss_base_model_version": model.base_model_version,
         "ss_network_module": config.network_module,
         "ss_network_dim": run.rank,
         "ss_network_alpha": run.alpha,
-        "ss_network_args": json.dumps({name.strip(): value.strip() for name, _, value in arguments}),
+        "ss_network_args": json.dumps({name: value or "" for name, value in split_keyword_args(config.network_args)}),
     }
 
 
@@ -191,14 +191,8 @@ def _convert_values_to_str(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 MODELSPEC_USER_KEYS = (
-    "author",
-    "description",
-    "license",
-    "tags",
-    "usage_hint",
-    "merged_from",
-    "trigger_phrase",
-    "preprocessor",
+    *("author", "description", "license", "tags"),
+    *("usage_hint", "merged_from", "trigger_phrase", "preprocessor"),
 )
 """Keys set by the user, each with an option ``metadata_KEY``."""
 
@@ -219,12 +213,10 @@ def _build_modelspec_metadata(
     }
     values |= {name: value for name in MODELSPEC_USER_KEYS if (value := getattr(save, f"metadata_{name}")) is not None}
     if save.metadata_thumbnail is not None:
-        values["thumbnail"] = _encode_data_url(Path(save.metadata_thumbnail).expanduser())
+        path = Path(save.metadata_thumbnail).expanduser()
+        encoded = base64.b64encode(path.read_bytes()).decode()
+        values["thumbnail"] = f"data:{THUMBNAIL_TYPES[path.suffix.lower()]};base64,{encoded}"
     if noise.min_timestep is not None or noise.max_timestep is not None:
         low, high = noise.min_timestep or 0, 1000 if noise.max_timestep is None else noise.max_timestep
         values["timestep_range"] = f"{low},{high}"
     return {f"modelspec.{key}": value for key, value in values.items()}
-
-
-def _encode_data_url(path: Path) -> str:
-    return f"data:{THUMBNAIL_TYPES[path.suffix.lower()]};base64,{base64.b64encode(path.read_bytes()).decode()}"

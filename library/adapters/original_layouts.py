@@ -45,26 +45,16 @@ def _build_stream(original: str, blocks: str, parts: Sequence[str], names: Seque
 
 IMAGE_STREAM = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "ff.net.0.proj", "ff.net.2", "norm1.linear")
 
-
 TEXT_STREAM = (
-    "attn.add_q_proj",
-    "attn.add_k_proj",
-    "attn.add_v_proj",
-    "attn.to_add_out",
-    "ff_context.net.0.proj",
-    "ff_context.net.2",
-    "norm1_context.linear",
+    *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+    *("ff_context.net.0.proj", "ff_context.net.2", "norm1_context.linear"),
 )
-
 
 _FLUX_STREAM_NAMES = ("attn.qkv", "attn.proj", "mlp.0", "mlp.2", "mod.lin")
 
-
 _SD3_STREAM_NAMES = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2", "adaLN_modulation.1")
 
-
 _FLUX_SINGLE_BLOCK = "single_transformer_blocks.{}"
-
 
 FLUX_LAYOUT: tuple[OriginalModule, ...] = (
     *_build_stream("double_blocks.{}.img_", "transformer_blocks", IMAGE_STREAM, _FLUX_STREAM_NAMES),
@@ -88,7 +78,6 @@ FLUX_LAYOUT: tuple[OriginalModule, ...] = (
     OriginalModule("final_layer.linear", ("proj_out",)),
 )
 
-
 SD3_LAYOUT: tuple[OriginalModule, ...] = (
     *_build_stream("joint_blocks.{}.x_block.", "transformer_blocks", IMAGE_STREAM, _SD3_STREAM_NAMES),
     *_build_stream("joint_blocks.{}.context_block.", "transformer_blocks", TEXT_STREAM, _SD3_STREAM_NAMES),
@@ -107,7 +96,6 @@ SD3_LAYOUT: tuple[OriginalModule, ...] = (
     OriginalModule("final_layer.linear", ("proj_out",)),
 )
 
-
 Z_IMAGE_LAYOUT: tuple[OriginalModule, ...] = tuple(
     original
     for blocks in ("layers", "noise_refiner", "context_refiner")
@@ -120,7 +108,6 @@ Z_IMAGE_LAYOUT: tuple[OriginalModule, ...] = tuple(
     )
 )
 """The modules with other names in the original Z-Image."""
-
 
 ORIGINAL_LAYOUTS: Mapping[str, tuple[OriginalModule, ...]] = {
     "flux": FLUX_LAYOUT,
@@ -186,7 +173,6 @@ _LDM_RESNET_NAMES = {
     "conv_shortcut": "skip_connection",
 }
 
-
 _LDM_OUTER_NAMES = {
     "conv_in": "input_blocks.0.0",
     "conv_norm_out": "out.0",
@@ -241,7 +227,5 @@ def _rename_to_ldm(name: str, block_names: Mapping[str, str]) -> str:
     if rest is None:
         return start
     if ".resnets." in match[1]:
-        return f"{start}.{_LDM_RESNET_NAMES.get(rest, rest)}"
-    if ".downsamplers." in match[1]:
-        return f"{start}.op"
-    return f"{start}.{rest}"
+        rest = _LDM_RESNET_NAMES.get(rest, rest)
+    return f"{start}.{'op' if '.downsamplers.' in match[1] else rest}"

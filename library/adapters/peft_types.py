@@ -20,19 +20,11 @@ ADAPTER_WEIGHT_PATTERN = (
 )
 """Separates the name of a module from the name of a weight of its adapter."""
 
-
 RANDOM_INIT_WEIGHTS = (
-    "lora_A",
-    "hada_w1_a",
-    "hada_w1_b",
-    "hada_w2_a",
-    "lokr_w1_b",
-    "lokr_w2",
-    "lokr_w2_a",
-    "lokr_w2_b",
+    *("lora_A", "hada_w1_a", "hada_w1_b", "hada_w2_a"),
+    *("lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b"),
 )
 """Weights with random initialization; another weight of the adapter is zero, so that the update is zero."""
-
 
 TYPES_WITH_ALPHA = ("lora", "dora", "loha", "lokr")
 

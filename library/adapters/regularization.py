@@ -16,7 +16,6 @@ from .lora import Adapter
 
 _UINT32_MASK = 0xFFFFFFFF
 
-
 SEQUENCE_NDIM = 3
 """Dimensions of activations with a token axis."""
 
@@ -126,16 +125,17 @@ def compute_lora_norm(down: Tensor, ups: Sequence[Tensor], scale: float) -> Tens
 
 def find_adapter_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers with an adapter, by name."""
-    return {clean_parameter_name(name): layer for name, layer in model.named_modules() if _is_adapter_layer(layer)}
+    modules = model.named_modules()
+    return {clean_parameter_name(name): each for name, each in modules if _is_adapter_layer(each)}
+
+
+def _is_adapter_layer(layer: nn.Module) -> bool:  # mypy would narrow the type of the layer to BaseTunerLayer
+    return isinstance(layer, BaseTunerLayer)
 
 
 def compute_update_norms(model: nn.Module) -> dict[str, float]:
     """Layer -> norm of its update; 0 if untrained.  Synchronizes with the device once."""
     return compute_layer_update_norms(find_adapter_layers(model))
-
-
-def _is_adapter_layer(layer: nn.Module) -> bool:
-    return isinstance(layer, BaseTunerLayer)
 
 
 @torch.no_grad()
@@ -151,8 +151,7 @@ def _compute_update_norm(layer: Any) -> Tensor:
     weights = layer.adapter_layer_names
     if "lora_A" in weights:
         down, up = (getattr(layer, name)["default"].weight.flatten(1).float() for name in ("lora_A", "lora_B"))
-        square: Tensor = ((up.T @ up) * (down @ down.T)).sum().clamp(min=0)
-        return square.sqrt().mul(layer.scaling["default"])
+        return compute_lora_norm(down, [up], layer.scaling["default"])
     if {"hada_w1_a", "lokr_w1"} & set(weights):
         update: Tensor = layer.get_delta_weight("default")
     else:  # OFT and BOFT: zero weights are the identity rotation

@@ -69,7 +69,10 @@ def find_target_layers(component: TargetComponent) -> list[TargetLayer]:
         for module in group.modules
         if module is not None
     }
-    spatial_convs = {name for name in modules if _is_spatial_conv(model.get_submodule(name))}
+    layers = {name: model.get_submodule(name) for name in modules}
+    spatial_convs = {
+        name for name, layer in layers.items() if isinstance(layer, nn.Conv2d) and layer.kernel_size != (1, 1)
+    }
     return [
         TargetLayer(component.name, name, kohya_names[name], name in spatial_convs, component.is_text_encoder)
         for name in modules
@@ -94,10 +97,6 @@ def _matches_suffix(name: str, target: str) -> bool:
     )
 
 
-def _is_spatial_conv(module: nn.Module) -> bool:
-    return isinstance(module, nn.Conv2d) and module.kernel_size != (1, 1)
-
-
 LAYER_TYPE_RANK_ARGS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "flux": (
         ("img_attn_dim", r"double_blocks_\d+_img_attn"),
@@ -120,23 +119,17 @@ LAYER_TYPE_RANK_ARGS: Mapping[str, tuple[tuple[str, str], ...]] = {
 }
 """Family -> argument with the rank of a type of layer, and the pattern of their kohya names."""
 
-
 OUTER_LAYER_RANK_ARGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "flux": ("in_dims", ("img_in", "time_in", "vector_in", "guidance_in", "txt_in")),
     "sd3": (
         "emb_dims",
         (
-            "context_embedder",
-            "t_embedder",
-            "x_embedder",
-            "y_embedder",
-            "final_layer_adaLN_modulation",
-            "final_layer_linear",
+            *("context_embedder", "t_embedder", "x_embedder", "y_embedder"),
+            *("final_layer_adaLN_modulation", "final_layer_linear"),
         ),
     ),
 }
 """Family -> argument with the ranks of the layers outside of the blocks, and these layers in order."""
-
 
 BLOCK_INDEX_ARGS = (
     ("train_double_block_indices", r"double_blocks_(\d+)_"),

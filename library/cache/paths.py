@@ -18,13 +18,13 @@ def resolve_cache_dirs(manifest: Manifest, config: CacheConfig) -> list[Path]:
     cache_dir = None if config.cache_dir is None else Path(config.cache_dir).expanduser()
     by_subset: dict[tuple[int, int], Path] = {}
     for sample in manifest.samples:
-        place = (sample.dataset_index, sample.subset_index)
-        if place not in by_subset:
+        key = sample.dataset_index, sample.subset_index
+        if key not in by_subset:
             subset = manifest.datasets[sample.dataset_index].subsets[sample.subset_index]
             metadata = subset.resolve_metadata_file()
             images = subset.resolve_image_dir() or (metadata.parent if metadata is not None else sample.image.folder)
-            beside = (images if images.is_dir() else images.parent) / CACHE_FOLDER
-            by_subset[place] = subset.resolve_cache_directory() or cache_dir or beside
+            default = (images if images.is_dir() else images.parent) / CACHE_FOLDER
+            by_subset[key] = subset.resolve_cache_directory() or cache_dir or default
     return [by_subset[sample.dataset_index, sample.subset_index] for sample in manifest.samples]
 
 

@@ -176,8 +176,8 @@ class CacheStore:
             return entries
         ends = entries["offset"] + entries["length"] + entries["name_length"]
         writers, which = np.unique(entries["writer"], return_inverse=True)
-        places = which * (int(entries["part"].max()) + 1) + entries["part"]
-        first, shard = np.unique(places, return_index=True, return_inverse=True)[1:]
+        shards = which * (int(entries["part"].max()) + 1) + entries["part"]
+        first, shard = np.unique(shards, return_index=True, return_inverse=True)[1:]
         sizes = [self._get_shard_size(int(writers[which[row]]), int(entries["part"][row])) for row in first]
         usable: RecordArray = entries[ends <= np.array(sizes, np.uint64)[shard]]
         return usable
@@ -189,13 +189,13 @@ class CacheStore:
             return 0
 
     def _read_span(self, entry: np.void, length: int) -> ByteArray:
-        place, start = (int(entry["writer"]), int(entry["part"])), int(entry["offset"])
-        mapped = self._mmaps.get(place)
+        shard, start = (int(entry["writer"]), int(entry["part"])), int(entry["offset"])
+        mapped = self._mmaps.get(shard)
         if mapped is None or len(mapped) < start + length:  # the shard has grown since
-            mapped = self._mmaps[place] = self._map_shard(*place)
+            mapped = self._mmaps[shard] = self._map_shard(*shard)
         if len(mapped) < start + length:
             raise UserError(
-                f"{self._index_files[place[0]].directory}: a cache file was truncated; start again to encode the"
+                f"{self._index_files[shard[0]].directory}: a cache file was truncated; start again to encode the"
                 " missing entries"
             )
         return mapped[start : start + length]
@@ -215,7 +215,7 @@ def _split_keys(keys: KeyArray) -> NDArray[np.uint64]:
 
 def _compute_locations(records: RecordArray) -> NDArray[np.void]:
     """Pack writer, shard and offset of each entry into one comparable value."""
-    place = np.zeros(len(records), [("writer", "<u8"), ("part", "<u8"), ("offset", "<u8")])
+    locations = np.zeros(len(records), [("writer", "<u8"), ("part", "<u8"), ("offset", "<u8")])
     for name in ("writer", "part", "offset"):
-        place[name] = records[name]
-    return place.view("V24")
+        locations[name] = records[name]
+    return locations.view("V24")

@@ -8,6 +8,7 @@ from typing import Any
 from ..registry import suggest_name
 from . import network_arg_types as types
 from .schema import AdapterConfig
+from .types import split_keyword_args
 
 UNET_BLOCK_COUNTS = {"sd1": (12, 1, 12), "sd2": (12, 1, 12), "sdxl": (9, 3, 9)}
 """Down, mid and up blocks of each family with a UNet, as sd-scripts counts them."""
@@ -131,10 +132,9 @@ def parse_network_args(args: Sequence[str]) -> tuple[NetworkArgs, list[str]]:
     """Parse ``name=value`` arguments; return them and all problems."""
     known = {item.name: item for item in fields(NetworkArgs)}
     values, problems = dict[str, Any](), list[str]()
-    for arg in args:
-        name, equals, text = (part.strip() for part in arg.partition("="))
-        if not equals:
-            problems.append(f"{arg!r}: expected name=value")
+    for name, text in split_keyword_args(args):
+        if text is None:
+            problems.append(f"{name!r}: expected name=value")
         elif name in UNSUPPORTED_ARGS:
             problems.append(f"{name}: {UNSUPPORTED_ARGS[name]}")
         elif name not in known:
@@ -164,7 +164,7 @@ def get_adapter_type(adapter: AdapterConfig) -> str:
 
 
 def list_arg_names(args: Sequence[str]) -> list[str]:
-    return [arg.partition("=")[0].strip() for arg in args]
+    return [name for name, _ in split_keyword_args(args)]
 
 
 def validate_network_module(name: str) -> str | None:

@@ -1,13 +1,20 @@
-"""Option values with a syntax of their own: resolutions, steps, device maps, memory sizes."""
+"""Option values with a syntax of their own: resolutions, steps, device maps, memory sizes, ``name=value``."""
 
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 NATIVE = "native"
 _ENTRY_PATTERN = re.compile(r"(?:(\d+)(?:x(\d+))?|native)(?::(\d+))?")
+
+
+def split_keyword_args(args: Sequence[str]) -> list[tuple[str, str | None]]:
+    """Split each ``name=value`` of an option such as ``network_args``; the value is None where there is no ``=``."""
+    parts = (arg.partition("=") for arg in args)
+    return [(name.strip(), value.strip() if equals else None) for name, equals, value in parts]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from .validate_adapter import validate_adapter_options, validate_initial_weights
 from .validate_distributed import (
     validate_checkpointing,
     validate_compile_options,
-    validate_device_map,
+    validate_device_map_options,
     validate_parallel_options,
     validate_precision,
     validate_profile_steps,
@@ -49,7 +49,7 @@ def validate_config(config: RunConfig, explicit: ExplicitOptions) -> Iterator[Op
         validate_preview_options(config.preview),
         validate_objective_options(config.noise, config.loss, config.preview),
         validate_compile_options(distributed, explicit),
-        validate_device_map(config),
+        validate_device_map_options(config),
         validate_parallel_options(parallel, config.adapter, distributed, deepspeed, explicit),
         validate_resume_options(config.state),
         validate_precision(distributed),

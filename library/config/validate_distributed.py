@@ -40,7 +40,7 @@ def validate_compile_options(distributed: DistributedConfig, explicit: ExplicitO
             yield (name, "torch_compile"), "no effect without torch_compile"
 
 
-def validate_device_map(config: RunConfig) -> Iterator[OptionConflict]:
+def validate_device_map_options(config: RunConfig) -> Iterator[OptionConflict]:
     """A device map places whole modules, so nothing else may split, move or compile the model."""
     if config.parallel.device_map is None:
         return

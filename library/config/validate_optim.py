@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from .network_args import list_arg_names
 from .options import ExplicitOptions, OptionConflict
 from .schema import AdapterConfig, OptimConfig, TrainConfig
-from .types import StepsOrRatio
+from .types import StepsOrRatio, split_keyword_args
 
 PER_MODULE_LR_ARGS = {
     *("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio", "network_reg_lrs"),
@@ -69,8 +69,7 @@ def validate_self_tuning_optimizers(
     if "schedulefree" in name and (optim.lr_scheduler_type or scheduler not in ("constant", "constant_with_warmup")):
         problem = f"{optim.optimizer_type} needs no schedule; use lr_scheduler constant or constant_with_warmup"
         yield ("lr_scheduler", "optimizer_type"), problem
-    arguments = [[part.strip() for part in text.split("=", 1)] for text in optim.optimizer_args]
-    relative_step = [value for key, *values in arguments if key == "relative_step" for value in values or [""]]
+    relative_step = [value for key, value in split_keyword_args(optim.optimizer_args) if key == "relative_step"]
     if name != "adafactor" or relative_step == ["False"]:
         if scheduler == "adafactor":
             problem = "adafactor is for optimizer_type Adafactor with relative_step; use lr_scheduler constant"

@@ -22,11 +22,8 @@ class BucketAssignment:
     @classmethod
     def center_crop(cls, bucket_resolution: tuple[int, int], resized_size: tuple[int, int]) -> "BucketAssignment":
         """Crop in the center, as sd-scripts does without random_crop."""
-        return cls(
-            bucket_resolution,
-            resized_size,
-            ((resized_size[0] - bucket_resolution[0]) // 2, (resized_size[1] - bucket_resolution[1]) // 2),
-        )
+        left, top = ((size - side) // 2 for size, side in zip(resized_size, bucket_resolution, strict=True))
+        return cls(bucket_resolution, resized_size, (left, top))
 
     @property
     def cropped_fraction(self) -> float:

@@ -31,7 +31,7 @@ ReadBatch = Callable[[int], PixelBatch]
 
 @dataclass(frozen=True)
 class ValidationBatches:
-    """The batches of every validation, equal for any number of ranks, which take whole batches."""
+    """The fixed batches of validation, equal for any number of ranks; each rank takes entire batches."""
 
     buckets: tuple[Bucket, ...]
     micro_batches: tuple[MicroBatch, ...]
@@ -90,15 +90,8 @@ def _build_micro_batch(
     manifest: Manifest, bucket_index: int, sample_indices: Sequence[int], first_index: int
 ) -> MicroBatch:
     positions = tuple(derive_seed(0, f"place/{manifest.samples[index].content_hash}") for index in sample_indices)
-    count = len(sample_indices)
-    return MicroBatch(
-        bucket_index,
-        0,
-        tuple(first_index + index for index in sample_indices),
-        (0,) * count,
-        (True,) * count,
-        positions,
-    )
+    indices, count = tuple(first_index + index for index in sample_indices), len(sample_indices)
+    return MicroBatch(bucket_index, 0, indices, (0,) * count, (True,) * count, positions)
 
 
 BatchDataset = Dataset[PixelBatch | WorkerFailure]

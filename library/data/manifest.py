@@ -33,9 +33,9 @@ class Manifest:
     datasets: tuple[DatasetConfig, ...]
     samples: tuple[Sample, ...]
     notes: tuple[str, ...]
-    caption_counts: tuple[
-        tuple[int, int, str, int, int], ...
-    ]  # dataset, subset, caption extension, captions found, images
+    caption_counts: tuple[tuple[int, int, str, int, int], ...]
+    """Of each subset: dataset, subset, caption extension, captions found, images."""
+
     validation_samples: tuple[Sample, ...] = ()  # not trained on
 
     @property
@@ -70,31 +70,11 @@ class Manifest:
         return digest.hexdigest()
 
 
-_FINGERPRINT_EXCLUDED = {
-    *(
-        "subsets",
-        "locations",
-        "dataset_file",
-        "batch_size",
-        "dataset_number",
-        "resolution_schedule",
-        "from_step",
-        "to_step",
-    ),
-    *(
-        "image_dir",
-        "metadata_file",
-        "conditioning_data_dir",
-        "parquet",
-        "webdataset",
-        "recursive",
-        "include",
-        "exclude",
-    ),
-    *("image_column", "caption_column", "caption_extension"),
-    *("class_tokens", "cache_info", "cache_directory"),
-    *("weight", "num_repeats", "is_reg", "prior_loss_weight"),
-}
+_FINGERPRINT_EXCLUDED = frozenset(
+    "subsets locations dataset_file batch_size dataset_number resolution_schedule from_step to_step image_dir"
+    " metadata_file conditioning_data_dir parquet webdataset recursive include exclude image_column caption_column"
+    " caption_extension class_tokens cache_info cache_directory weight num_repeats is_reg prior_loss_weight".split()
+)
 """Fields of datasets and subsets whose effect is in the samples already."""
 
 _FINGERPRINT_NAMES = {"bucket_min_images": "bucket_min_pictures", "join_caption_lines": "joins_lines"}

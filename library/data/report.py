@@ -120,10 +120,9 @@ def collect_notices(
 
 def _find_unsupported_files(samples: "Sequence[Sample]") -> Iterator[DataNotice]:
     """Find image files of unsupported formats next to the images."""
-    places = dict.fromkeys(
-        (sample.image.folder, sample.image.file.rpartition("/")[0]) for sample in samples if sample.image.part is None
-    )
-    for folder in dict.fromkeys(folder / below for folder, below in places):
+    images = [sample.image for sample in samples if sample.image.part is None]
+    parents = dict.fromkeys((image.folder, image.file.rpartition("/")[0]) for image in images)
+    for folder in dict.fromkeys(root / parent for root, parent in parents):
         try:
             names = sorted(name for name in os.listdir(folder) if name.lower().endswith(UNSUPPORTED_EXTENSIONS))
         except OSError:

@@ -40,12 +40,9 @@ def split_validation_samples(samples: Sequence[Sample], datasets: Sequence[Datas
         return ValidationSplit(tuple(samples), ())
     contents = {content for _, content in held}
     training = tuple(sample for sample in samples if sample.content_hash not in contents)
-    kept = sorted(held.values(), key=lambda sample: (sample.dataset_index, sample.content_hash))
-    return ValidationSplit(
-        training,
-        tuple(_freeze_sample(sample, datasets) for sample in kept),
-        tuple(_format_notes(samples, held, datasets)),
-    )
+    ordered = sorted(held.values(), key=lambda sample: (sample.dataset_index, sample.content_hash))
+    validation = tuple(_freeze_sample(sample, datasets) for sample in ordered)
+    return ValidationSplit(training, validation, tuple(_format_notes(samples, held, datasets)))
 
 
 def disable_augmentations(dataset: DatasetConfig) -> DatasetConfig:

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from ..config.schema import ModelConfig
 from ..data.batch import Batch, Cond, Moments
 from ..data.prompts import Prompt
-from ..diffusion.process import NoiseProcess
+from ..diffusion.process import FlowMatchingProcess, NoiseProcess
 from .detect import DetectedModel
 from .facts import FamilyFacts
 from .loading import load_pipeline
 from .sampling import sample_image
+from .schedulers import build_ddpm_process
 from .vae import decode_vae_latents, encode_vae_moments
 
 
@@ -51,7 +52,7 @@ class Family(ABC):
 
     lora_target_modules: ClassVar[tuple[str, ...]]
     """Suffixes of the names of the denoiser's modules that get a LoRA, matched at dots; same choice as sd-scripts."""
-    lora_prefix: ClassVar[str]
+    lora_prefix: ClassVar[str] = "lora_unet"
     """Prefix of the denoiser's keys in a kohya file."""
     lora_key_style: ClassVar[str] = "diffusers"
     """How a kohya file names the denoiser's modules: ``diffusers``, or as in the original code of ``ldm`` (SDXL),
@@ -84,7 +85,7 @@ class Family(ABC):
     pad_text_to_multiple_of: ClassVar[int] = 1
     """Pad (and mask) variable-length text to a multiple of this many tokens where fewer shapes pay off (compile)."""
 
-    default_image_size: ClassVar[tuple[int, int]]
+    default_image_size: ClassVar[tuple[int, int]] = (1024, 1024)
     """Width and height of a preview, unless its prompt sets them."""
     default_num_inference_steps: ClassVar[int]
     """Sampling steps of a preview, unless its prompt sets them."""
@@ -132,9 +133,11 @@ class Family(ABC):
         """The same for a text encoder: the layers after the one whose hidden states are used."""
         return ()
 
-    @abstractmethod
     def build_noise_process(self, pipe: Any) -> NoiseProcess:
-        """The noise process of the model."""
+        """The noise process of the model, according to its scheduler."""
+        if "FlowMatch" in type(pipe.scheduler).__name__:
+            return FlowMatchingProcess.from_scheduler(pipe.scheduler.config)
+        return build_ddpm_process(pipe.scheduler)
 
     @abstractmethod
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
@@ -177,9 +180,13 @@ class Family(ABC):
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         """Run the denoiser; the result has the shape of the latents and is compared with the process's target."""
 
-    @abstractmethod
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
         """The arguments of the diffusers pipeline's call for a preview: guidance and text embeddings."""
+        kwargs: dict[str, Any] = {"guidance_scale": self.get_guidance_scale(prompt)}
+        for key, name in (("embeds", "prompt_embeds"), ("pooled", "pooled_prompt_embeds")):
+            if key in cond:
+                kwargs |= {name: cond[key], f"negative_{name}": negative_cond[key]}
+        return kwargs
 
     def get_guidance_scale(self, prompt: Prompt) -> float:
         """The classifier-free guidance of a preview."""

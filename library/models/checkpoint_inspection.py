@@ -22,7 +22,6 @@ from .model_configs import (
 DENOISER_PREFIX = "model.diffusion_model."
 """Prefix of the denoiser's keys in full checkpoints, and in some files with only the denoiser."""
 
-
 _UNSUPPORTED_FILE_PATTERNS: tuple[tuple[str, str], ...] = (
     (
         r"\.lora_(down|up|A|B)\b|\.hada_w1_a|\.lokr_w|\.oft_(blocks|diag)",
@@ -35,7 +34,6 @@ _UNSUPPORTED_FILE_PATTERNS: tuple[tuple[str, str], ...] = (
     (r"\.(absmax|quant_state|quant_map)\b", "a quantized model; use the file with bf16 or fp16 weights"),
 )
 """Pattern of a key -> what the file is, if it is never usable."""
-
 
 _UNSUPPORTED_SHAPES: Mapping[tuple[str, int, int], str] = {
     ("input_blocks.0.0.weight", 1, 9): "an inpainting model; its UNet has 9 input channels instead of 4",

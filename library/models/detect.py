@@ -42,7 +42,6 @@ from .model_configs import (
 
 _REPO_ID_PATTERN = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
-
 SourceType = Literal["folder", "hub", "file", "random"]
 
 
@@ -153,16 +152,8 @@ def _detect_from_configs(
 def _build_detected(
     family: str, reason: str, match: FamilyMatch, source_type: SourceType, path_or_id: str, **more: Any
 ) -> DetectedModel:
-    return DetectedModel(
-        family,
-        reason,
-        match.size_multiple,
-        match.prediction_type,
-        match.has_guidance_embeds,
-        source_type,
-        path_or_id,
-        **more,
-    )
+    properties = match.size_multiple, match.prediction_type, match.has_guidance_embeds
+    return DetectedModel(family, reason, *properties, source_type, path_or_id, **more)
 
 
 def _hint_single_component(read: ConfigReader) -> str:

@@ -5,7 +5,20 @@ from dataclasses import replace
 
 from ..config.schema import ModelConfig
 from .facts import FamilyFacts, FamilyMatch
-from .model_configs import ConfigReader, JsonDict, ModelError, read_required
+from .model_configs import ConfigReader, ModelError, get_downscale_factor, read_required, read_scheduler_config
+
+JOINT_ATTENTION_LORA_TARGET_MODULES = (
+    *("to_q", "to_k", "to_v", "to_out.0"),
+    *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+)
+"""The linear layers of an attention over image and text tokens."""
+
+JOINT_BLOCK_LORA_TARGET_MODULES = (
+    *JOINT_ATTENTION_LORA_TARGET_MODULES,
+    *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+    *("norm1.linear", "norm1_context.linear"),
+)
+"""Every linear layer of the double-stream blocks of Stable Diffusion 3 and FLUX.1."""
 
 _CHECKPOINT_PREFIXES = ("model.diffusion_model.",)
 """Prefix of the transformer in full checkpoints; files with only the transformer have none."""
@@ -13,10 +26,7 @@ _CHECKPOINT_PREFIXES = ("model.diffusion_model.",)
 
 def _match_flow_model(read: ConfigReader, channels_per_latent: int, reason: str) -> FamilyMatch:
     """The checks of all these families; the transformer's input has ``channels_per_latent`` per latent channel."""
-    transformer, vae, scheduler = (
-        read_required(read, file)
-        for file in ("transformer/config.json", "vae/config.json", "scheduler/scheduler_config.json")
-    )
+    transformer, vae = read_required(read, "transformer/config.json"), read_required(read, "vae/config.json")
     channels, latent_channels = transformer.get("in_channels"), vae.get("latent_channels", vae.get("z_dim"))
     if isinstance(channels, int) and isinstance(latent_channels, int):
         expected = latent_channels * channels_per_latent
@@ -25,22 +35,10 @@ def _match_flow_model(read: ConfigReader, channels_per_latent: int, reason: str)
                 f"its transformer has {channels} input channels instead of {expected}; inpainting, editing and control "
                 "models cannot be trained"
             )
-    name, steps = scheduler.get("_class_name", ""), scheduler.get("num_train_timesteps", 1000)
+    name = read_scheduler_config(read).get("_class_name", "")
     if "FlowMatch" not in name:
         raise ModelError(f"its scheduler is {name}; only flow matching is supported for this model")
-    if steps != 1000:
-        raise ModelError(f"its scheduler has num_train_timesteps {steps}; only 1000 is supported")
-    return FamilyMatch(reason, _get_vae_scale_factor(vae) * 2, "flow")  # patches of 2 x 2 latents
-
-
-def _get_vae_scale_factor(vae: JsonDict) -> int:
-    downsamples = vae.get("temperal_downsample")  # spelled so by Qwen-Image
-    if isinstance(downsamples, list):
-        return int(2 ** len(downsamples))
-    blocks = vae.get("block_out_channels")
-    if not isinstance(blocks, list) or not blocks:
-        raise ModelError("the config.json of its VAE has no block_out_channels; the file is damaged")
-    return int(2 ** (len(blocks) - 1))
+    return FamilyMatch(reason, get_downscale_factor(vae) * 2, "flow")  # patches of 2 x 2 latents
 
 
 def _match_sd3(read: ConfigReader) -> FamilyMatch:
@@ -79,9 +77,7 @@ _CLIP_PREFIXES: Mapping[str, tuple[str, ...]] = {
     "text_encoder_2": ("text_encoders.clip_g.transformer.",),
 }
 
-
 _SD3_TEXT_COMPONENTS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
-
 
 SD3_FACTS = FamilyFacts(
     name="sd3",
@@ -116,10 +112,8 @@ SD3_FACTS = FamilyFacts(
     },
 )
 
-
 _MASKED_ATTENTION_MODES = ("xformers", "efficient", "cudnn", "math")
 """Attention backends that support masks, as padded texts need."""
-
 
 FLUX_FACTS = FamilyFacts(
     name="flux",
@@ -156,7 +150,6 @@ FLUX_FACTS = FamilyFacts(
     },
 )
 
-
 Z_IMAGE_FACTS = FamilyFacts(
     name="z_image",
     title="Z-Image",
@@ -182,7 +175,6 @@ Z_IMAGE_FACTS = FamilyFacts(
         ("cap_embedder.1.weight", 1): ("transformer", "cap_feat_dim"),
     },
 )
-
 
 QWEN_IMAGE_FACTS = FamilyFacts(
     name="qwen_image",

@@ -1,20 +1,10 @@
 """Facts of the UNet families (Stable Diffusion 1, 2 and XL), and the UNet layers that get a LoRA."""
 
 from .facts import FamilyFacts, FamilyMatch
-from .model_configs import ConfigReader, JsonDict, ModelError, read_required
+from .model_configs import ConfigReader, ModelError, get_downscale_factor, read_required, read_scheduler_config
 
-UNET_LORA_TARGET_MODULES = (
-    "proj_in",
-    "proj_out",
-    "to_q",
-    "to_k",
-    "to_v",
-    "to_out.0",
-    "ff.net.0.proj",
-    "ff.net.2",
-)
+UNET_LORA_TARGET_MODULES = ("proj_in", "proj_out", "to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")
 """Every linear layer and 1x1 convolution inside the UNet's Transformer2DModel blocks."""
-
 
 UNET_CONV_LORA_TARGET_MODULES = (
     "resnets.*.conv1",
@@ -29,23 +19,19 @@ UNET_CONV_LORA_TARGET_MODULES = (
 
 def _match_unet_model(read: ConfigReader) -> FamilyMatch:
     """The checks of all UNet families."""
-    unet, vae, scheduler = (
-        read_required(read, file) for file in ("unet/config.json", "vae/config.json", "scheduler/scheduler_config.json")
-    )
+    unet, vae = read_required(read, "unet/config.json"), read_required(read, "vae/config.json")
     if unet.get("in_channels", 4) != 4:
         raise ModelError(
             f"its UNet has {unet['in_channels']} input channels instead of 4; inpainting and editing models cannot be "
             "trained"
         )
-    prediction, steps = scheduler.get("prediction_type", "epsilon"), scheduler.get("num_train_timesteps", 1000)
+    prediction = read_scheduler_config(read).get("prediction_type", "epsilon")
     if prediction not in ("epsilon", "v_prediction"):
         raise ModelError(
             f"its scheduler has prediction_type {prediction!r}; only epsilon and v_prediction are supported"
         )
-    if steps != 1000:
-        raise ModelError(f"its scheduler has num_train_timesteps {steps}; only 1000 is supported")
     reason = f"the UNet has cross_attention_dim {unet.get('cross_attention_dim')}"
-    size_multiple = _get_downscale_factor(vae) * _get_downscale_factor(unet)
+    size_multiple = get_downscale_factor(vae) * get_downscale_factor(unet)
     return FamilyMatch(reason, size_multiple, "v" if prediction == "v_prediction" else "epsilon")
 
 
@@ -73,16 +59,7 @@ def _is_sd2(read: ConfigReader) -> bool:
     return unet.get("cross_attention_dim") == 1024 or bool(unet.get("use_linear_projection"))
 
 
-def _get_downscale_factor(config: JsonDict) -> int:
-    """Downscale factor of a VAE or UNet: every block but the last halves the resolution."""
-    blocks = config.get("block_out_channels")
-    if not isinstance(blocks, list) or not blocks:
-        raise ModelError("the config.json of its UNet or VAE has no block_out_channels; the file is damaged")
-    return int(2 ** (len(blocks) - 1))
-
-
 _UNET_PREFIXES, _VAE_PREFIXES = ("model.diffusion_model.",), ("first_stage_model.",)
-
 
 SD1_FACTS = FamilyFacts(
     name="sd1",
@@ -107,7 +84,6 @@ SD1_FACTS = FamilyFacts(
     },
 )
 
-
 SD2_FACTS = FamilyFacts(
     name="sd2",
     title="Stable Diffusion 2",
@@ -122,7 +98,6 @@ SD2_FACTS = FamilyFacts(
     single_file_keys=SD1_FACTS.single_file_keys,
     shape_checks=SD1_FACTS.shape_checks,
 )
-
 
 SDXL_FACTS = FamilyFacts(
     name="sdxl",

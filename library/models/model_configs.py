@@ -12,7 +12,6 @@ from typing import Any
 
 _CONFIG_DIR = Path(__file__).parent / "configs"
 
-
 JsonDict = dict[str, Any]
 
 BundledConfig = Mapping[str, JsonDict]
@@ -62,6 +61,25 @@ def read_required(read: ConfigReader, name: str) -> JsonDict:
     if data is None:
         raise ModelError(f"{name} is missing; the model is not complete")
     return data
+
+
+def read_scheduler_config(read: ConfigReader) -> JsonDict:
+    """Read the scheduler's config, which has to have 1000 timesteps."""
+    config = read_required(read, "scheduler/scheduler_config.json")
+    if (steps := config.get("num_train_timesteps", 1000)) != 1000:
+        raise ModelError(f"its scheduler has num_train_timesteps {steps}; only 1000 is supported")
+    return config
+
+
+def get_downscale_factor(config: JsonDict) -> int:
+    """Downscale factor of a VAE or UNet: every block but the last halves the resolution."""
+    downsamples = config.get("temperal_downsample")  # spelled so by Qwen-Image
+    if isinstance(downsamples, list):
+        return int(2 ** len(downsamples))
+    blocks = config.get("block_out_channels")
+    if not isinstance(blocks, list) or not blocks:
+        raise ModelError("the config.json of its UNet or VAE has no block_out_channels; the file is damaged")
+    return int(2 ** (len(blocks) - 1))
 
 
 def _read_json(path: Path) -> JsonDict | None:

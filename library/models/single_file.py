@@ -66,7 +66,6 @@ def _convert_diffusers_keys(model: Any, tensors: dict[str, Tensor], prefix: str)
 _CONVERSION_CLASSES: Mapping[str, str] = {"AutoencoderKLQwenImage": "AutoencoderKLWan"}
 """Qwen-Image's VAE has the architecture and the keys of Wan's."""
 
-
 _PREFIXLESS_CLASSES = {"AutoencoderKLWan", "QwenImageTransformer2DModel"}
 """Classes whose mapping in diffusers expects keys without a prefix."""
 

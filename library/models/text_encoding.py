@@ -13,7 +13,6 @@ from ..config.schema import ModelConfig
 CLIP_LORA_TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 """Every linear layer in the attention and MLP of CLIP's layers."""
 
-
 T5_LORA_TARGET_MODULES = (
     "SelfAttention.q",
     "SelfAttention.k",
@@ -24,7 +23,6 @@ T5_LORA_TARGET_MODULES = (
     "DenseReluDense.wo",
 )
 """Every linear layer in the attention and MLP of T5's layers."""
-
 
 CHUNK_LENGTH = 75
 """Tokens of a caption per CLIP pass, without the start and end token."""

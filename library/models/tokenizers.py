@@ -11,15 +11,12 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 START_TOKEN, END_TOKEN = "<|startoftext|>", "<|endoftext|>"
 
-
 _METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-
 
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-
 
 _MIN_VOCAB_SIZE = 150
 """transformers silently builds an empty vocabulary where files are missing; every real one is larger than this."""

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..config.types import split_keyword_args
 from ..errors import UserError
 
 
@@ -13,10 +14,9 @@ def parse_keyword_args(args: Sequence[str], option: str) -> dict[str, Any]:
     """Parse ``["weight_decay=0.01", "betas=0.9,0.99"]``; values are Python literals."""
     arguments: dict[str, Any] = {}
     problems = []
-    for arg in args:
-        name, equals, text = (part.strip() for part in arg.partition("="))
-        if not equals or not name.isidentifier():
-            problems.append(f"--{option}: {arg!r} is not name=value")
+    for name, text in split_keyword_args(args):
+        if text is None or not name.isidentifier():
+            problems.append(f"--{option}: {name!r} is not name=value")
             continue
         try:
             arguments[name] = ast.literal_eval(text)

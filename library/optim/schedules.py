@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..config.schema import OptimConfig
+from ..config.types import split_keyword_args
 from ..errors import UserError
 from .arguments import find_unknown_args, import_class, parse_keyword_args
 
@@ -100,8 +101,8 @@ def _build_warmup_stable_decay(context: ScheduleContext) -> LRSchedule:
 
 def _build_piecewise_constant(context: ScheduleContext) -> LRSchedule:
     """``step_rules=1:10,0.1:20,0.01``: factor 1 until step 10, 0.1 until step 20, then 0.01."""
-    arguments = dict(arg.partition("=")[::2] for arg in context.config.lr_scheduler_args)
-    rules = arguments.pop("step_rules", "").strip().strip("'\"").split(",")
+    arguments = dict(split_keyword_args(context.config.lr_scheduler_args))
+    rules = (arguments.pop("step_rules", "") or "").strip("'\"").split(",")
     try:
         if arguments:
             raise ValueError

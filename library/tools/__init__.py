@@ -9,9 +9,9 @@ Tool = Callable[[Sequence[str]], tuple[str, int] | Generator[str, None, int]]
 """Returns text and exit code; a slow tool yields its lines one by one and returns the exit code."""
 
 
-def _run_tool(module: str, argv: Sequence[str]) -> Any:
+def _run_tool(name: str, argv: Sequence[str]) -> Any:
     """Import a tool only when it is run: most of them import torch."""
-    return import_module(f"{__name__}.{module}").run(argv)
+    return getattr(import_module(f"{__name__}.{name}"), f"run_{name}")(argv)
 
 
 def _run_options(argv: Sequence[str]) -> tuple[str, int]:

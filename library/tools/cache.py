@@ -21,7 +21,7 @@ COMMANDS = {
 CONFIRM_FLAG = "--yes"
 
 
-def run(argv: Sequence[str]) -> tuple[str, int]:
+def run_cache(argv: Sequence[str]) -> tuple[str, int]:
     """Run one command; every training option is accepted."""
     if not argv or set(argv) & {"--help", "-h"}:
         return _format_help(), 0

@@ -36,7 +36,7 @@ FORMAT_DESCRIPTIONS = {
 }
 
 
-def run(argv: Sequence[str]) -> tuple[str, int]:
+def run_convert(argv: Sequence[str]) -> tuple[str, int]:
     """Convert one file."""
     if not argv or set(argv) & {"--help", "-h"}:
         lines = [

@@ -47,7 +47,7 @@ PYTHONS = ((3, 10), (3, 13))
 MIN_FREE_DISK = 2 * 2**30
 
 
-def run(argv: Sequence[str]) -> Generator[str, None, int]:
+def run_doctor(argv: Sequence[str]) -> Generator[str, None, int]:
     """Yield a line for each check as soon as it is done; return 1 if training cannot work."""
     words = list(argv)
     start = words.index("--") if "--" in words else len(words)

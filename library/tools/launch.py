@@ -35,7 +35,7 @@ if the run stops because of a signal, its exit code (--requeue_exit_code) is ret
   python -m library launch accelerate launch --multi_gpu --num_processes 8 train_lora.py ... --requeue_exit_code 75"""
 
 
-def run(argv: Sequence[str]) -> tuple[str, int]:
+def run_launch(argv: Sequence[str]) -> tuple[str, int]:
     """Run the launcher; nothing is printed but help."""
     if argv and argv[0] in ("--help", "-h"):
         return USAGE, 0

@@ -56,7 +56,7 @@ class _Arguments:
     plan: PlanOptions = field(default_factory=PlanOptions)
 
 
-def run(argv: Sequence[str]) -> tuple[str, int]:
+def run_plan(argv: Sequence[str]) -> tuple[str, int]:
     """Print the plan of a run; every training option is accepted."""
     if set(argv) & {"--help", "-h"}:
         return _format_help(), 0

@@ -1,11 +1,11 @@
-"""Every family keeps the contract of library.models.base; diffusers' own pipelines are the judge."""
+"""Every family fulfils the contract of library.models.base, compared with the pipelines of diffusers."""
 
 import re
 from dataclasses import replace
 
 import pytest
 import torch
-from family_cases import SIZE, Recorder, Wrapped, case, generators, made, pixels, same_call
+from family_cases import SIZE, Recorder, Wrapped, assert_same_call, build_case, case, generators, pixels
 from tiny_pipelines import HEIGHT, TINY, WIDTH
 from torch import nn
 
@@ -15,20 +15,20 @@ from library.models.base import Family
 from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.model_configs import build_bundled_reader, load_bundled_config
 
-__all__ = ["case", "made"]  # fixtures
+__all__ = ["build_case", "case"]  # fixtures
 
 
 def test_every_family_has_a_tiny_pipeline():
     assert {make().family for make in TINY.values()} == set(FAMILIES.list_names())
 
 
-def test_a_family_is_a_direct_subclass_and_keeps_its_frozen_options_and_nothing_else(case):
+def test_a_family_is_a_direct_subclass_whose_only_attribute_is_its_frozen_model_config(case):
     family, _ = case
     assert type(family).__bases__ == (Family,)
     assert vars(family) == {"model_config": ModelConfig()}
 
 
-def test_the_facts_of_a_family_fit_its_class(case):
+def test_the_facts_of_a_family_match_its_class(case):
     family, tiny = case
     facts = family.facts
     assert facts is FAMILY_FACTS[tiny.family]
@@ -44,7 +44,7 @@ def test_the_facts_of_a_family_fit_its_class(case):
 
 
 def unguided(tiny):
-    """No comparison with a negative prompt."""
+    """Without classifier-free guidance."""
     return {tiny.scale: tiny.unguided}
 
 
@@ -64,21 +64,21 @@ def test_the_denoiser_is_called_as_the_diffusers_pipeline_calls_it(case):
         num_inference_steps=2,
         output_type="latent",
     )
-    theirs, t = steps[0]
+    reference, t = steps[0]
 
     wrapped = Wrapped(denoiser)
     noisy = batch.latents * getattr(pipe.scheduler, "init_noise_sigma", 1.0)
     ours = family.predict(pipe, wrapped, noisy, torch.full((len(batch),), float(t)), batch)
 
     assert wrapped.calls == 1, "predict calls the denoiser it is given, once"
-    same_call(record.calls[-1], record.calls[0])
+    assert_same_call(record.calls[-1], record.calls[0])
     assert ours.shape == batch.latents.shape
-    torch.testing.assert_close(tiny.packed(ours).double(), theirs.double())
+    torch.testing.assert_close(tiny.packed(ours).double(), reference.double())
 
 
 @torch.no_grad()
-def test_a_perfect_model_is_stepped_back_to_the_clean_latents(case):
-    """The target is in the form that the model's own scheduler expects of the model."""
+def test_the_scheduler_samples_the_clean_latents_with_a_perfect_model(case):
+    """The target is what the model's scheduler expects as the model output."""
     family, tiny = case
     clean, noise = tiny.batch.latents, torch.randn(tiny.batch.latents.shape, generator=generators()[0])
     t, scheduler = 601.0, tiny.pipe.scheduler
@@ -114,15 +114,15 @@ def test_prompts_are_encoded_as_the_diffusers_pipeline_encodes_them(case):
     t = torch.full((len(texts),), float(pipe.scheduler.timesteps[0]))
     batch = replace(tiny.batch, cond=family.encode_prompts(pipe, texts))
     family.predict(pipe, denoiser, latents * getattr(pipe.scheduler, "init_noise_sigma", 1.0), t, batch)
-    same_call(record.calls[-1], record.calls[0])
+    assert_same_call(record.calls[-1], record.calls[0])
     for value in batch.cond.values():
         assert len(value) == len(texts)
     assert any(not torch.equal(value[0], value[1]) for value in batch.cond.values())
 
 
 @torch.no_grad()
-def test_a_sample_does_not_depend_on_the_texts_beside_it(case):
-    """Texts of different lengths in one batch are read, and predicted with, as if each were alone."""
+def test_a_sample_does_not_depend_on_the_other_prompts_of_its_batch(case):
+    """Prompts of different lengths in one batch give the same conditioning and prediction as alone."""
     family, tiny = case
     pipe, denoiser, batch = tiny.pipe, getattr(tiny.pipe, family.denoiser_name), tiny.batch
     texts, t = ["a red circle on white ground", "Blau, 7"], torch.tensor([700.0, 250.0])
@@ -139,7 +139,7 @@ def test_a_sample_does_not_depend_on_the_texts_beside_it(case):
 
 
 @torch.no_grad()
-def test_sides_of_pictures_are_multiples_of_no_less_than_needed(case):
+def test_the_size_multiple_is_the_smallest_that_the_model_supports(case):
     family, tiny = case
     step = family.facts.match_configs(build_bundled_reader(load_bundled_config(config_of(tiny)))).size_multiple // 8
     pipe, denoiser, batch = tiny.pipe, getattr(tiny.pipe, family.denoiser_name), tiny.batch
@@ -167,11 +167,11 @@ def test_a_text_encoder_can_be_trained_through_the_prompts(case):
 
 
 @torch.no_grad()
-def test_pixels_are_encoded_as_diffusers_own_inpainting_encodes_them(case):
+def test_pixels_are_encoded_as_by_the_inpainting_pipeline_of_diffusers(case):
     family, tiny = case
-    theirs = tiny.encode(tiny.pipe, pixels(), generators())
+    reference = tiny.encode(tiny.pipe, pixels(), generators())
     ours = family.encode_pixels(tiny.pipe, pixels(), generators())
-    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(ours, reference)
     assert ours.shape == tiny.batch.latents.shape
 
 
@@ -179,25 +179,25 @@ def test_pixels_are_encoded_as_diffusers_own_inpainting_encodes_them(case):
 def test_latents_are_decoded_as_the_diffusers_pipeline_decodes_them(case):
     family, tiny = case
     options = dict(latents=tiny.packed(tiny.batch.latents), num_inference_steps=2, **unguided(tiny), **SIZE)
-    theirs = tiny.pipe(**tiny.call, **options, output_type="pt").images
+    reference = tiny.pipe(**tiny.call, **options, output_type="pt").images
     latents = tiny.pipe(**tiny.call, **options, output_type="latent").images
     ours = family.decode_latents(tiny.pipe, tiny.unpacked(latents))
-    torch.testing.assert_close((ours / 2 + 0.5).clamp(0, 1), theirs)
+    torch.testing.assert_close((ours / 2 + 0.5).clamp(0, 1), reference)
 
 
 @torch.no_grad()
-def test_decoding_undoes_encoding_as_far_as_the_vae_can(case):
+def test_decoding_inverts_encoding_up_to_the_error_of_the_vae(case):
     family, tiny = case
     vae = tiny.pipe.vae
     back = family.decode_latents(tiny.pipe, family.encode_pixels(tiny.pipe, pixels(1), generators(1)))
     is_for_videos = "temperal_downsample" in vae.config
-    shown = pixels(1).unsqueeze(2) if is_for_videos else pixels(1)
-    alone = vae.decode(vae.encode(shown).latent_dist.sample(generators(1)[0])).sample
+    captured = pixels(1).unsqueeze(2) if is_for_videos else pixels(1)
+    alone = vae.decode(vae.encode(captured).latent_dist.sample(generators(1)[0])).sample
     torch.testing.assert_close(back, alone.squeeze(2) if is_for_videos else alone, rtol=1e-3, atol=1e-4)
 
 
 @torch.no_grad()
-def test_what_is_kept_of_a_prompt_does_not_depend_on_the_others(case):
+def test_the_conditioning_of_a_prompt_does_not_depend_on_the_others(case):
     family, tiny = case
     texts = ["a red circle on white ground", "", "Blau, 7"]
     together = family.encode_prompts(tiny.pipe, texts)
@@ -210,7 +210,7 @@ def test_what_is_kept_of_a_prompt_does_not_depend_on_the_others(case):
 
 
 @torch.no_grad()
-def test_latents_are_drawn_around_their_mean_with_their_spread(case):
+def test_latents_are_sampled_with_their_mean_and_standard_deviation(case):
     family, tiny = case
     corner = pixels(1)[:, :, :32, :48]
     moments = family.encode_moments(tiny.pipe, corner)
@@ -230,7 +230,7 @@ def test_latents_of_a_sample_do_not_depend_on_the_others_in_the_batch(case):
 
 
 @torch.no_grad()
-def draw(family, pipe, sampler=None, **options):
+def generate(family, pipe, sampler=None, **options):
     prompt = Prompt(
         "a red circle", "blue", width=WIDTH, height=HEIGHT, **{"num_inference_steps": 3, "cfg_scale": 3.0, **options}
     )
@@ -238,9 +238,9 @@ def draw(family, pipe, sampler=None, **options):
     return family.generate_image(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), sampler)
 
 
-def test_a_preview_is_the_picture_that_the_diffusers_pipeline_draws(case):
+def test_a_preview_is_the_image_that_the_diffusers_pipeline_samples(case):
     family, tiny = case
-    theirs = tiny.pipe(
+    reference = tiny.pipe(
         "a red circle",
         negative_prompt="blue",
         **SIZE,
@@ -249,26 +249,26 @@ def test_a_preview_is_the_picture_that_the_diffusers_pipeline_draws(case):
         **{tiny.scale: 3.0},
         generator=torch.Generator().manual_seed(1),
     ).images[0]
-    ours = draw(family, tiny.pipe)
+    ours = generate(family, tiny.pipe)
     assert ours.size == (WIDTH, HEIGHT)
-    assert ours.tobytes() == theirs.tobytes()
-    assert ours.tobytes() != draw(family, tiny.pipe, cfg_scale=5.0).tobytes()
+    assert ours.tobytes() == reference.tobytes()
+    assert ours.tobytes() != generate(family, tiny.pipe, cfg_scale=5.0).tobytes()
 
 
-def test_a_preview_leaves_no_trace(case):
-    """Neither the global generator, nor the pipeline's scheduler, nor who is in training mode changes."""
+def test_a_preview_changes_no_state(case):
+    """The global generator, the pipeline's scheduler and the training mode of modules are unchanged."""
     family, tiny = case
     denoiser = getattr(tiny.pipe, family.denoiser_name).train()
     resting = list(denoiser.modules())[-1].eval()
     before, scheduler = torch.random.get_rng_state(), tiny.pipe.scheduler
     table = dict(vars(scheduler))
-    draw(family, tiny.pipe, "euler")
+    generate(family, tiny.pipe, "euler")
     assert torch.equal(before, torch.random.get_rng_state())
     assert tiny.pipe.scheduler is scheduler and vars(scheduler) == table
     assert denoiser.training and not resting.training
 
 
-def test_a_preview_needs_no_text_encoder_and_draws_in_bfloat16(case):
+def test_a_preview_needs_no_text_encoder_and_works_in_bfloat16(case):
     family, tiny = case
     pipe = family.load(tiny.source, torch.bfloat16)
     prompt = Prompt("a", width=WIDTH, height=HEIGHT, num_inference_steps=2)
@@ -276,24 +276,24 @@ def test_a_preview_needs_no_text_encoder_and_draws_in_bfloat16(case):
         cond, negative = (family.encode_prompts(pipe, [text]) for text in ("a", ""))
     for part in family.text_components:
         setattr(pipe, part, None)
-    picture = family.generate_image(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), None)
-    assert picture.size == (WIDTH, HEIGHT)
+    image = family.generate_image(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), None)
+    assert image.size == (WIDTH, HEIGHT)
 
 
-def test_a_gradient_reaches_every_lora(case):
-    """DDP waits for ever for one that none reaches."""
+def test_every_lora_weight_gets_a_gradient(case):
+    """DDP would wait forever for a missing gradient."""
     from library.adapters import lora
 
     family, tiny = case
     denoiser = getattr(tiny.pipe, family.denoiser_name)
-    config, draw = AdapterConfig(network_dim=3, network_alpha=2), torch.Generator().manual_seed(0)
+    config, generator = AdapterConfig(network_dim=3, network_alpha=2), torch.Generator().manual_seed(0)
     lora.inject_into_model(
         denoiser, config, family.lora_target_modules, 0, family.lora_key_style, family.get_unused_layers(denoiser)
     )
     with torch.no_grad():
         for name, weight in lora.iter_adapter_parameters(denoiser):
             if "lora_B" in name:
-                weight.copy_(torch.randn(weight.shape, generator=draw))
+                weight.copy_(torch.randn(weight.shape, generator=generator))
     t = torch.tensor([700.0, 250.0])
     family.predict(tiny.pipe, Wrapped(denoiser), tiny.batch.latents, t, tiny.batch).square().sum().backward()
     without = [
@@ -316,7 +316,7 @@ LEFT_OUT = {"z_image": r"_modulation|_refiner", "qwen_image": r"_mod\."}
 
 
 def test_lora_targets_are_the_layers_that_sd_scripts_trains(case):
-    """Linear layers and 1x1 convolutions inside blocks of the classes that its network modules name."""
+    """Linear layers and 1x1 convolutions inside the block classes that its network modules list."""
     from library.adapters.targets import match_target_modules
 
     family, tiny = case

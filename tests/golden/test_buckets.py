@@ -1,4 +1,4 @@
-"""Pictures go into the buckets that sd-scripts puts them into, and the crop is the one that is made."""
+"""Images get the buckets of sd-scripts, and are cropped as planned."""
 
 import json
 from dataclasses import replace
@@ -25,7 +25,7 @@ def dataset(tmp_path_factory) -> DatasetConfig:
 
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: f"{case['resolution']}-{case['bucket_no_upscale']}")
-def test_every_golden_picture_gets_the_bucket_and_the_size_of_sd_scripts(case: dict, dataset: DatasetConfig):
+def test_every_golden_image_gets_the_bucket_and_the_size_of_sd_scripts(case: dict, dataset: DatasetConfig):
     limits = {name: case[name] for name in ("min_bucket_reso", "max_bucket_reso") if case[name] is not None}
     dataset = replace(
         dataset,
@@ -51,7 +51,7 @@ def test_every_golden_picture_gets_the_bucket_and_the_size_of_sd_scripts(case: d
         assert (left, top) == (trim_x // 2, trim_y // 2) and min(trim_x, trim_y) >= 0
 
 
-def test_the_crop_is_the_one_that_is_made(dataset: DatasetConfig):
+def test_the_planned_crop_is_the_crop_of_the_loaded_image(dataset: DatasetConfig):
     wide = replace(dataset, resolution=Resolution(1024, 1024), max_bucket_reso=2048)
     assert build_bucket_assigner(wide)(1920, 1080) == BucketAssignment((1344, 768), (1365, 768), (10, 0))
     assert build_bucket_assigner(replace(wide, bucket_no_upscale=True))(800, 600) == BucketAssignment(
@@ -59,20 +59,20 @@ def test_the_crop_is_the_one_that_is_made(dataset: DatasetConfig):
     )
 
 
-def test_without_buckets_every_picture_covers_the_one_size(dataset: DatasetConfig):
+def test_without_buckets_every_image_is_resized_to_cover_the_resolution(dataset: DatasetConfig):
     place = build_bucket_assigner(replace(dataset, enable_bucket=False, resolution=Resolution(512, 768)))
     assert place(512, 768) == BucketAssignment((512, 768), (512, 768), (0, 0))
     assert place(3000, 1000) == BucketAssignment((512, 768), (2304, 768), (896, 0))
     assert place(100, 400) == BucketAssignment((512, 768), (512, 2048), (0, 640))
 
 
-def test_a_picture_too_small_for_any_bucket_is_refused_with_the_way_out(dataset: DatasetConfig):
+def test_an_image_too_small_for_any_bucket_is_rejected_with_a_fix(dataset: DatasetConfig):
     with pytest.raises(ValueError, match=r"50x60 pixels leave no bucket.*bucket_reso_steps 64"):
         build_bucket_assigner(replace(dataset, bucket_no_upscale=True))(50, 60)
 
 
 @given(width=st.integers(1, 9000), height=st.integers(1, 9000), upscale=st.booleans(), bucketed=st.booleans())
-def test_a_placed_picture_covers_its_bucket(width: int, height: int, upscale: bool, bucketed: bool):
+def test_a_resized_image_covers_its_bucket(width: int, height: int, upscale: bool, bucketed: bool):
     dataset = _dataset(bucketed, not upscale)
     try:
         placement = build_bucket_assigner(dataset)(width, height)

@@ -1,6 +1,6 @@
-"""Twenty steps whose losses are known: a change that should not change numbers leaves them alone.
+"""A run of twenty steps has the recorded losses, which change only when numbers are meant to change.
 
-One that should: say why in CHANGELOG.md, then write them anew with ``python tests/golden/test_golden_losses.py``.
+To change them: say why in CHANGELOG.md, then run ``python tests/golden/test_golden_losses.py`` to record new ones.
 """
 
 import json
@@ -43,29 +43,29 @@ FLAGS = [
 ]
 
 
-def losses(*flags: str) -> list[float]:
+def record_losses(*flags: str) -> list[float]:
     """The loss of each step of a run."""
     from library.config import parse_config
     from library.parallel.ddp import DDPStrategy
     from library.training.run import run_training
 
-    seen: list[float] = []
-    honest = DDPStrategy.compute_gradients
+    recorded: list[float] = []
+    compute_gradients = DDPStrategy.compute_gradients
 
     def gradients(self, *arguments):
-        loss = honest(self, *arguments)
-        seen.append(float(loss))
+        loss = compute_gradients(self, *arguments)
+        recorded.append(float(loss))
         return loss
 
     DDPStrategy.compute_gradients = gradients
     run_training(parse_config(flags).require_valid())
-    return seen
+    return recorded
 
 
-def test_losses_are_those_of_the_golden_run(tmp_path):
+def test_losses_equal_those_of_the_golden_run(tmp_path):
     from rank_processes import on_ranks
 
-    (found,) = on_ranks(1, losses, *FLAGS, "--output_dir", str(tmp_path))
+    (found,) = on_ranks(1, record_losses, *FLAGS, "--output_dir", str(tmp_path))
 
     assert found == pytest.approx(json.loads(GOLDEN.read_text()), rel=2e-4)
 
@@ -73,4 +73,4 @@ def test_losses_are_those_of_the_golden_run(tmp_path):
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     with tempfile.TemporaryDirectory() as folder:
-        GOLDEN.write_text(json.dumps([round(loss, 6) for loss in losses(*FLAGS, "--output_dir", folder)]) + "\n")
+        GOLDEN.write_text(json.dumps([round(loss, 6) for loss in record_losses(*FLAGS, "--output_dir", folder)]) + "\n")

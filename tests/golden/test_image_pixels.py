@@ -1,4 +1,4 @@
-"""Pictures become the pixels that a viewer would show, resized as sd-scripts resizes them."""
+"""Images are decoded to the pixels that a viewer shows, and resized as in sd-scripts."""
 
 from pathlib import Path
 
@@ -24,11 +24,11 @@ TURNED = {
     7: "TRANSVERSE",
     8: "ROTATE_270",
 }
-"""How a camera that writes this orientation has turned the picture."""
+"""EXIF orientation -> how the stored image is transposed."""
 
 
-def picture(width: int = 30, height: int = 20) -> Image.Image:
-    """Its four corners differ."""
+def build_image(width: int = 30, height: int = 20) -> Image.Image:
+    """An image with four different corners."""
     image = Image.new("RGB", (width, height), (90, 90, 90))
     image.paste(RED, (0, 0, width // 2, height // 2))
     image.paste(BLUE, (width // 2, height // 2, width, height))
@@ -37,20 +37,20 @@ def picture(width: int = 30, height: int = 20) -> Image.Image:
 
 @pytest.mark.parametrize("orientation", TURNED)
 @pytest.mark.parametrize("ending", ["png", "jpg", "webp"])
-def test_all_eight_orientations_come_out_upright(tmp_path: Path, orientation: int, ending: str):
+def test_all_eight_exif_orientations_are_applied(tmp_path: Path, orientation: int, ending: str):
     method = TURNED[orientation]
-    turned = picture() if method is None else picture().transpose(Image.Transpose[method])
+    turned = build_image() if method is None else build_image().transpose(Image.Transpose[method])
     exif = Image.Exif()
     exif[0x0112] = orientation
     path = tmp_path / f"a.{ending}"
     turned.save(path, exif=exif, quality=100)
     assert inspect_image(path).size == (30, 20) == load_rgb_image(path).size
-    found = np.asarray(load_rgb_image(path)).astype(int)
-    assert np.abs(found - np.asarray(picture())).mean() < 8  # JPEG blurs the edges
+    actual = np.asarray(load_rgb_image(path)).astype(int)
+    assert np.abs(actual - np.asarray(build_image())).mean() < 8  # JPEG blurs the edges
 
 
-def test_transparent_parts_are_white(tmp_path: Path):
-    half = picture().convert("RGBA")
+def test_transparent_pixels_become_white(tmp_path: Path):
+    half = build_image().convert("RGBA")
     half.putalpha(Image.linear_gradient("L").resize((30, 20)).point(lambda value: 255 if value > 127 else 0))
     half.save(tmp_path / "rgba.png")
     shown = load_rgb_image(tmp_path / "rgba.png")
@@ -70,7 +70,7 @@ def test_transparent_parts_are_white(tmp_path: Path):
     assert load_rgb_image(tmp_path / "key.png").getpixel((0, 0)) == WHITE
 
 
-def test_other_kinds_of_pictures_keep_their_brightness(tmp_path: Path):
+def test_other_image_modes_are_converted_without_changing_the_brightness(tmp_path: Path):
     deep = np.array([[0, 257 * 100, 65535]], np.uint16)
     Image.fromarray(deep).save(tmp_path / "deep.png")
     assert np.asarray(load_rgb_image(tmp_path / "deep.png"))[0, :, 0].tolist() == [0, 100, 255]
@@ -83,7 +83,7 @@ def test_other_kinds_of_pictures_keep_their_brightness(tmp_path: Path):
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.data())
-def test_area_averaging_is_the_exact_mean_of_what_each_pixel_covers(width: int, height: int, data):
+def test_area_resizing_is_the_exact_mean_of_the_covered_pixels(width: int, height: int, data):
     size = data.draw(st.tuples(st.integers(1, width), st.integers(1, height)))
     image = np.random.default_rng(width * 41 + height).integers(0, 256, (height, width, 3), np.uint8)
     # every pixel enlarged until both grids fit, then averaged in whole pixels
@@ -102,21 +102,21 @@ def test_resizing_is_area_when_shrinking_and_lanczos_when_a_side_grows():
     assert (resize_image(image, (30, 20), "nearest") == np.asarray(image)).all()
 
 
-def test_the_bucket_is_cut_out_where_it_is_asked_for():
+def test_the_image_is_cropped_at_the_requested_position():
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8))
     cut = resize_and_crop(image, BucketAssignment((16, 16), (30, 20), (7, 2)), (5, 3), None)
     assert (cut == np.asarray(image)[3:19, 5:21]).all()
 
 
-def test_broken_files_are_told_and_not_raised(tmp_path: Path):
-    picture(300, 200).save(tmp_path / "whole.jpg")
+def test_broken_image_files_are_reported_and_not_raised(tmp_path: Path):
+    build_image(300, 200).save(tmp_path / "whole.jpg")
     data = (tmp_path / "whole.jpg").read_bytes()
     (tmp_path / "cut.jpg").write_bytes(data[: len(data) // 2])
-    picture(300, 200).save(tmp_path / "whole.png")
+    build_image(300, 200).save(tmp_path / "whole.png")
     data = (tmp_path / "whole.png").read_bytes()
     (tmp_path / "cut.png").write_bytes(data[: len(data) // 2])
     (tmp_path / "empty.png").write_bytes(b"")
-    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "text.png").write_text("not an image")
     (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere")
     expected = {
         "cut.jpg": "truncated",
@@ -131,8 +131,8 @@ def test_broken_files_are_told_and_not_raised(tmp_path: Path):
 
 
 @pytest.mark.parametrize("limit", [Image.MAX_IMAGE_PIXELS, None], ids=["as it is", "none"])
-def test_a_picture_of_too_many_pixels_is_told_and_not_decoded(tmp_path: Path, monkeypatch, limit):
-    """Whatever Pillow's own limit; they hold no pixels at all, which whoever tries to decode them would find out."""
+def test_an_image_of_too_many_pixels_is_reported_and_not_decoded(tmp_path: Path, monkeypatch, limit):
+    """Independent of Pillow's limit; the files contain no pixels, so decoding them would fail."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
     (tmp_path / "huge.png").write_bytes(png(60_000, 60_000))
     assert "3,600,000,000 pixels" in str(inspect_image(tmp_path / "huge.png").problem)

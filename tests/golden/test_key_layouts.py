@@ -1,4 +1,4 @@
-"""Files with sd-scripts' names for models that diffusers has cut up: its golden lists, and no loss on the way."""
+"""Keys of sd-scripts for models whose fused modules diffusers has split: golden lists, and lossless conversion."""
 
 import json
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 import original_checkpoints
 import pytest
 import torch
-from adapter_tensors import names_of
+from adapter_tensors import build_component_keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from published_configs import part_of
-from tiny_denoiser import tiny_denoiser
+from published_configs import build_component_on_meta
+from tiny_denoiser import build_tiny_denoiser
 from torch import nn
 
 from library.adapters import key_names, lora, original_layouts
@@ -31,10 +31,10 @@ GOLDEN = {"flux": "kohya_keys_flux.json", "sd3": "kohya_keys_sd3_medium.json"}
 
 @pytest.fixture(scope="module", params=GOLDEN)
 def real(request):
-    """The denoiser of a published model, without its weights, with a LoRA of the golden list's rank."""
+    """The denoiser of a published model on the meta device, with a LoRA of the golden list's rank."""
     name = request.param
     family = FAMILIES.get(name)
-    model = part_of(name, family.denoiser_name)
+    model = build_component_on_meta(name, family.denoiser_name)
     lora.inject_into_model(
         model,
         AdapterConfig(network_dim=16, network_alpha=8),
@@ -48,40 +48,40 @@ def real(request):
 
 
 @pytest.mark.slow
-def test_names_and_shapes_of_the_real_model_are_sd_scripts_own(real):
+def test_keys_and_shapes_of_the_published_model_are_those_of_sd_scripts(real):
     model, family, golden = real
     there = {key: torch.zeros(each.shape, dtype=torch.int8) for key, each in lora.get_adapter_state_dict(model).items()}
-    ours = as_kohya(there, 8.0, names_of(model, family))
+    ours = convert_to_kohya(there, 8.0, build_component_keys(model, family))
     assert {key: list(tensor.shape) for key, tensor in ours.items()} == golden
     assert {float(tensor) for key, tensor in ours.items() if key.endswith(".alpha")} == {8.0}
 
 
-def test_what_is_trained_is_what_sd_scripts_trains_down_to_the_number_of_parameters(real):
+def test_the_trainable_parameters_are_as_many_as_in_sd_scripts(real):
     model, family, golden = real
     idle = sum(16 * model.get_submodule(name).out_features for name in family.get_unused_layers(family, model))
-    theirs = sum(torch.Size(shape).numel() for key, shape in golden.items() if not key.endswith(".alpha"))
-    assert sum(each.numel() for each in model.parameters() if each.requires_grad) == theirs - idle
+    reference = sum(torch.Size(shape).numel() for key, shape in golden.items() if not key.endswith(".alpha"))
+    assert sum(each.numel() for each in model.parameters() if each.requires_grad) == reference - idle
 
 
-def prefixed(values, part):
+def add_prefix(values, part):
     return {f"{part.name}.{key}": value for key, value in values.items()}
 
 
-def modules_in(state):
+def list_modules(state):
     return dict.fromkeys(key.rsplit(".", 2)[0] for key in state)
 
 
-def as_kohya(state, alpha, part):
+def convert_to_kohya(state, alpha, part):
     return convert_to_file_format(
-        prefixed(state, part), prefixed(dict.fromkeys(modules_in(state), alpha), part), [part], "kohya"
+        add_prefix(state, part), add_prefix(dict.fromkeys(list_modules(state), alpha), part), [part], "kohya"
     )[0]
 
 
-def part_with(modules, style, name="transformer"):
+def build_component(modules, style, name="transformer"):
     return ComponentKeys(name, tuple(modules), "lora_unet", style)
 
 
-def state_of(shapes, layout, rank=3, shared=True, seed=0):
+def build_state(shapes, layout, rank=3, shared=True, seed=0):
     """Random LoRA weights for modules of these shapes (outputs, inputs)."""
     draw = torch.Generator().manual_seed(seed)
     down = {}
@@ -103,16 +103,16 @@ def update(state, module, scale, a="lora_A", b="lora_B"):
 
 @pytest.mark.parametrize("name", GOLDEN)
 @pytest.mark.parametrize("shared", [True, False])
-def test_names_go_to_the_original_ones_and_back_without_loss(name, shared):
-    model, family = tiny_denoiser(name)
+def test_names_are_converted_to_the_original_ones_and_back_without_loss(name, shared):
+    model, family = build_tiny_denoiser(name)
     shapes = {
         module: model.get_submodule(module).weight.shape
         for module in match_target_modules(model, family.lora_target_modules)
     }
-    state = state_of(shapes, name, shared=shared)
-    part = names_of(model, family)
-    state = prefixed(state, part)
-    alphas = prefixed(dict.fromkeys(shapes, 5.0), part)
+    state = build_state(shapes, name, shared=shared)
+    part = build_component_keys(model, family)
+    state = add_prefix(state, part)
+    alphas = add_prefix(dict.fromkeys(shapes, 5.0), part)
     file, _ = convert_to_file_format(state, alphas, [part], "kohya")
     back = convert_from_file_format(file, {}, [part])
     assert back.state_dict.keys() == state.keys() and all(
@@ -124,8 +124,8 @@ def test_names_go_to_the_original_ones_and_back_without_loss(name, shared):
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_diffusers_reads_a_flux_file_as_we_mean_it(shared):
-    """Its converter knows the sizes of the real model only, so one block of each kind has them."""
+def test_diffusers_converts_a_flux_file_to_the_same_updates(shared):
+    """Its converter supports the published sizes only, so one block of each type has them."""
     from diffusers.loaders.lora_conversion_utils import _convert_kohya_flux_lora_to_diffusers
 
     size, family = 3072, FAMILIES.get("flux")
@@ -143,32 +143,32 @@ def test_diffusers_reads_a_flux_file_as_we_mean_it(shared):
         "norm.linear": (3, 1),
     }.items():
         shapes[f"single_transformer_blocks.0.{part}"] = (size * outputs, size * inputs)
-    state = {key: each.double() for key, each in state_of(shapes, "flux", rank=2, shared=shared).items()}
-    part = part_with(shapes, family.lora_key_style)
-    theirs = _convert_kohya_flux_lora_to_diffusers(as_kohya(state, 3.0, part))
+    state = {key: each.double() for key, each in build_state(shapes, "flux", rank=2, shared=shared).items()}
+    part = build_component(shapes, family.lora_key_style)
+    reference = _convert_kohya_flux_lora_to_diffusers(convert_to_kohya(state, 3.0, part))
     ours, _ = convert_to_file_format(
-        prefixed(state, part), prefixed(dict.fromkeys(shapes, 3.0), part), [part], "diffusers"
+        add_prefix(state, part), add_prefix(dict.fromkeys(shapes, 3.0), part), [part], "diffusers"
     )
-    assert theirs.keys() == ours.keys()
+    assert reference.keys() == ours.keys()
     probe = {inputs: torch.randn(inputs, 1).double() for inputs in (size, 4 * size, 5 * size)}
     for module, (_, inputs) in shapes.items():
         moved = [
             f[f"transformer.{module}.lora_B.weight"] @ (f[f"transformer.{module}.lora_A.weight"] @ probe[inputs])
-            for f in (theirs, ours)
+            for f in (reference, ours)
         ]
         torch.testing.assert_close(*moved, msg=lambda text, module=module: f"{module}: {text}")
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_file_for_sd3_changes_the_original_weights_as_the_lora_changes_those_of_diffusers(shared):
-    """diffusers' own conversion of checkpoints is the judge: of the order of parts, and of shift and scale."""
+def test_an_sd3_file_changes_the_original_weights_as_the_lora_changes_those_of_diffusers(shared):
+    """Compared with diffusers' conversion of checkpoints, including the order of parts, shift and scale."""
     from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers as convert
 
-    model, family = tiny_denoiser("sd3")
+    model, family = build_tiny_denoiser("sd3")
     modules = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
     shapes = {module: model.get_submodule(module).weight.shape for module in modules}
-    state = state_of(shapes, "sd3", shared=shared)
-    file = as_kohya(state, 4.0, names_of(model, family))
+    state = build_state(shapes, "sd3", shared=shared)
+    file = convert_to_kohya(state, 4.0, build_component_keys(model, family))
     before = original_checkpoints.sd3_transformer(model)
     after = dict(before)
     for group in NAMES["sd3"].group_modules(modules):
@@ -192,8 +192,8 @@ def test_a_file_for_sd3_changes_the_original_weights_as_the_lora_changes_those_o
     st.integers(0, 99),
 )
 @settings(max_examples=100, deadline=None)
-def test_fused_parts_do_what_they_do_alone_and_come_apart_again(ranks, shared, there, zero, decomposed, seed):
-    """Of whatever ranks, as long as alpha / rank is one."""
+def test_fused_updates_have_the_effect_of_their_parts_and_are_split_again(ranks, shared, there, zero, decomposed, seed):
+    """Ranks may differ if alpha / rank is one value."""
     draw = torch.Generator().manual_seed(seed)
     original = OriginalModule("whole", ("q", "k", "v", "mlp"), output_ratios=(1, 1, 1, 4))
     inputs, common = 5, torch.randn(ranks[0], 5, generator=draw)
@@ -224,8 +224,8 @@ def moved(update):
     return update.scale * update.tensors["up"] @ update.tensors["down"]
 
 
-def test_a_shared_matrix_that_has_learnt_nothing_yet_stays_whole():
-    """Its rank could be that of four blocks, and nothing but zeros is beside them."""
+def test_a_shared_lora_a_with_zero_updates_is_not_split():
+    """Its rank could be that of four blocks, and all other entries are zero."""
     down = torch.randn(4, 5)
     parts = split_update(
         ModuleUpdate({"down": down, "up": torch.zeros(7 * 5, 4)}, 2.0),
@@ -234,8 +234,8 @@ def test_a_shared_matrix_that_has_learnt_nothing_yet_stays_whole():
     assert all(torch.equal(part.tensors["down"], down) and part.alpha == 2.0 for part in parts)
 
 
-def test_a_file_of_another_model_or_half_a_file_is_refused():
-    part = names_of(*tiny_denoiser("flux"))
+def test_a_file_of_another_model_and_an_incomplete_file_are_rejected():
+    part = build_component_keys(*build_tiny_denoiser("flux"))
     with pytest.raises(UserError, match="1 of 1 keys do not belong to this model, for example lora_unet_joint"):
         convert_from_file_format({"lora_unet_joint_blocks_0_x_block_attn_qkv.alpha": torch.tensor(1.0)}, {}, [part])
     half = {"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": torch.ones(2, 32)}
@@ -245,11 +245,11 @@ def test_a_file_of_another_model_or_half_a_file_is_refused():
         NAMES["sd3"].group_modules(["a.b"])
 
 
-def test_every_layer_that_sd_scripts_can_train_has_its_name():
-    """Every linear layer of the two models is in the table once, and so is what the real model calls it."""
+def test_every_layer_that_sd_scripts_can_train_has_an_original_name():
+    """Each linear layer of the two models is in the layout once, under its diffusers and its original name."""
     for name in GOLDEN:
-        model, _ = tiny_denoiser(name)
+        model, _ = build_tiny_denoiser(name)
         linear = [module for module, part in model.named_modules() if isinstance(part, nn.Linear)]
-        found = NAMES[name].group_modules(linear)
-        assert sorted(module for group in found for module in group.modules if module) == sorted(linear)
-        assert len({key_names.build_kohya_name(group.name, "") for group in found}) == len(found)
+        actual = NAMES[name].group_modules(linear)
+        assert sorted(module for group in actual for module in group.modules if module) == sorted(linear)
+        assert len({key_names.build_kohya_name(group.name, "") for group in actual}) == len(actual)

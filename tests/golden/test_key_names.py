@@ -1,4 +1,4 @@
-"""Names in files: sd-scripts' golden list, round trips, and nothing of a wrapper ever in them."""
+"""Keys of LoRA files: the golden list of sd-scripts, lossless conversion, and no names of wrappers."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ FAMILY = FAMILIES.get("sd1")
 
 @pytest.fixture(scope="module")
 def real():
-    """The real UNet of Stable Diffusion 1.5, without its weights, with a LoRA of the golden list's rank."""
+    """The UNet of Stable Diffusion 1.5 on the meta device, with a LoRA of the golden list's rank."""
     with torch.device("meta"):
         model = UNet2DConditionModel(cross_attention_dim=768)
     return model, lora.inject_into_model(
@@ -27,7 +27,7 @@ def real():
     )
 
 
-def filled(model):
+def fill_weights(model):
     draw = torch.Generator().manual_seed(0)
     return {
         f"unet.{name}": torch.rand(tensor.shape, generator=draw)
@@ -35,7 +35,7 @@ def filled(model):
     }
 
 
-def alphas(adapter):
+def list_alphas(adapter):
     return {f"unet.{name}": adapter.alpha for name in adapter.modules}
 
 
@@ -43,9 +43,9 @@ def names(model):
     return key_names.ComponentKeys.from_model(model, "unet", FAMILY.lora_prefix)
 
 
-def test_names_and_shapes_of_the_real_unet_are_sd_scripts_own(real):
+def test_keys_and_shapes_of_the_published_unet_are_those_of_sd_scripts(real):
     model, adapter = real
-    ours, _ = convert_to_file_format(filled(model), alphas(adapter), [names(model)], "kohya")
+    ours, _ = convert_to_file_format(fill_weights(model), list_alphas(adapter), [names(model)], "kohya")
     golden = {name: shape for name, shape in GOLDEN.items() if name.startswith("lora_unet_")}
     assert {name: list(tensor.shape) for name, tensor in ours.items()} == golden
     assert len(golden) == 3 * 192
@@ -53,18 +53,18 @@ def test_names_and_shapes_of_the_real_unet_are_sd_scripts_own(real):
 
 
 @pytest.mark.parametrize("form", ["kohya", "diffusers", "comfy"])
-def test_names_go_to_the_file_and_back_without_loss(real, form):
+def test_keys_are_converted_to_the_file_and_back_without_loss(real, form):
     model, adapter = real
-    state = filled(model)
+    state = fill_weights(model)
     back = convert_from_file_format(
-        *convert_to_file_format(state, alphas(adapter), [names(model)], form), [names(model)]
+        *convert_to_file_format(state, list_alphas(adapter), [names(model)], form), [names(model)]
     )
     assert back.state_dict.keys() == state.keys()
     assert all(torch.equal(back.state_dict[name], state[name]) for name in state)
-    assert back.alphas == alphas(adapter)
+    assert back.alphas == list_alphas(adapter)
 
 
-def test_a_file_with_keys_of_another_model_is_refused(real):
+def test_a_file_with_keys_of_another_model_is_rejected(real):
     model, _ = real
     stranger = {"lora_te_text_model_encoder_layers_0_mlp_fc1.alpha": torch.tensor(1.0)}
     with pytest.raises(UserError, match="1 of 1 keys do not belong to this model, for example lora_te_text"):
@@ -80,7 +80,7 @@ def test_a_file_with_keys_of_another_model_is_refused(real):
         "_orig_mod.module.mid_block._orig_mod.attentions.0.to_q.lora_A.weight",
     ],
 )
-def test_what_wrappers_add_is_taken_off(name):
+def test_the_names_of_wrappers_are_removed(name):
     assert key_names.clean_parameter_name(name) == "mid_block.attentions.0.to_q.lora_A.weight"
 
 
@@ -95,14 +95,14 @@ def test_what_wrappers_add_is_taken_off(name):
         "module.lora_unet_mid_block_to_q.alpha",
     ],
 )
-def test_what_is_left_of_a_wrapper_is_found(name):
+def test_remaining_names_of_wrappers_are_found(name):
     assert key_names.find_wrapper_names([name]) == [name]
 
 
-def test_a_state_that_is_not_clean_is_never_exported():
+def test_a_state_dict_with_names_of_wrappers_is_rejected():
     with pytest.raises(ValueError, match="names of wrappers"):
         convert_to_file_format({"unet._orig_mod.to_q.lora_A.weight": torch.ones(1)}, {}, [], "kohya")
 
 
-def test_the_golden_names_are_all_clean():
+def test_the_golden_keys_contain_no_names_of_wrappers():
     assert key_names.find_wrapper_names(GOLDEN) == []

@@ -1,4 +1,4 @@
-"""The shipped configurations are the published models: counted, and named as sd-scripts names them."""
+"""The bundled configs have the parameter counts of the published models and the keys of sd-scripts."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 import original_checkpoints
 import pytest
 import torch
-from published_configs import part_of
+from published_configs import build_component_on_meta
 from torch import nn
 
 from library.adapters import key_names, lora
@@ -62,11 +62,14 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("config, part", COUNTS)
-def test_a_shipped_configuration_has_as_many_parameters_as_the_published_model(config, part):
-    assert sum(parameter.numel() for parameter in part_of(config, part).parameters()) == COUNTS[config, part]
+def test_a_bundled_config_has_as_many_parameters_as_the_published_model(config, part):
+    assert (
+        sum(parameter.numel() for parameter in build_component_on_meta(config, part).parameters())
+        == COUNTS[config, part]
+    )
 
 
-def test_every_configuration_belongs_to_a_family_and_is_complete():
+def test_every_bundled_config_belongs_to_a_family_and_is_complete():
     for name in list_bundled_configs():
         data = load_bundled_config(name)
         (family,) = [family for family in FAMILY_FACTS if name == family or name.startswith(f"{family}_")]
@@ -77,18 +80,18 @@ def test_every_configuration_belongs_to_a_family_and_is_complete():
         assert facts.match_configs(data.get) is not None, name
 
 
-def golden(name: str) -> dict[str, list[int]]:
+def read_golden(name: str) -> dict[str, list[int]]:
     return json.loads((DATA / f"kohya_keys_{name}.json").read_text())
 
 
-def of(prefix: str, keys_and_shapes: Mapping[str, list[int]]) -> dict[str, list[int]]:
+def filter_prefix(prefix: str, keys_and_shapes: Mapping[str, list[int]]) -> dict[str, list[int]]:
     return {key: shape for key, shape in keys_and_shapes.items() if key.startswith(f"{prefix}_")}
 
 
-def exported(
+def export_lora(
     model: nn.Module, targets, prefix: str, style: str
 ) -> tuple[lora.AdapterStateDict, dict[str, torch.Tensor]]:
-    """The state of a LoRA in a model without weights, and what a kohya file would hold."""
+    """The state dict of a LoRA in a meta model, and the tensors of its kohya file."""
     adapter = lora.inject_into_model(model, AdapterConfig(network_dim=16, network_alpha=8), targets, seed=1)
     state = {name: torch.zeros(tensor.shape) for name, tensor in lora.get_adapter_state_dict(model).items()}
     part = key_names.ComponentKeys.from_model(model, "part", prefix, style)
@@ -104,52 +107,64 @@ def exported(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family, config, name", [("sd1", "sd1", "sd15"), ("sdxl", "sdxl", "sdxl")])
-def test_names_and_shapes_of_the_denoiser_are_sd_scripts_own(family, config, name):
+def test_keys_and_shapes_of_the_denoiser_are_those_of_sd_scripts(family, config, name):
     family = FAMILIES.get(family)
-    _, tensors = exported(
-        part_of(config, family.denoiser_name), family.lora_target_modules, family.lora_prefix, family.lora_key_style
+    _, tensors = export_lora(
+        build_component_on_meta(config, family.denoiser_name),
+        family.lora_target_modules,
+        family.lora_prefix,
+        family.lora_key_style,
     )
-    assert {key: list(tensor.shape) for key, tensor in tensors.items()} == of(family.lora_prefix, golden(name))
+    assert {key: list(tensor.shape) for key, tensor in tensors.items()} == filter_prefix(
+        family.lora_prefix, read_golden(name)
+    )
 
 
 @pytest.mark.parametrize(
     "family, config, name",
     [("sd1", "sd1", "sd15"), ("sdxl", "sdxl", "sdxl"), ("sd3", "sd3", "sd3_medium"), ("flux", "flux", "flux")],
 )
-def test_names_and_shapes_of_the_text_encoders_are_sd_scripts_own(family, config, name):
+def test_keys_and_shapes_of_the_text_encoders_are_those_of_sd_scripts(family, config, name):
     family = FAMILIES.get(family)
     trained = {part: prefix for part, prefix in family.text_lora_prefixes.items() if part != family.facts.t5_encoder}
     for part, prefix in trained.items():
-        _, tensors = exported(part_of(config, part), family.text_lora_target_modules[part], prefix, "clip")
-        assert {key: list(tensor.shape) for key, tensor in tensors.items()} == of(prefix, golden(name))
-    assert {key.split("_")[1] for key in golden(name)} == {
+        _, tensors = export_lora(
+            build_component_on_meta(config, part), family.text_lora_target_modules[part], prefix, "clip"
+        )
+        assert {key: list(tensor.shape) for key, tensor in tensors.items()} == filter_prefix(prefix, read_golden(name))
+    assert {key.split("_")[1] for key in read_golden(name)} == {
         prefix.split("_")[1] for prefix in (family.lora_prefix, *trained.values())
     }
 
 
-def test_original_names_of_convolutions_are_sd_scripts_own():
-    """LoRA on convolutions is not trained yet, but their names are all of the rest that a UNet has."""
-    model = part_of("sdxl", "unet")
+def test_original_names_of_convolutions_are_those_of_sd_scripts():
+    """Convolutions are the remaining modules of a UNet."""
+    model = build_component_on_meta("sdxl", "unet")
     files = key_names.build_key_map((name for name, _ in model.named_modules()), "ldm")
-    wanted = {key.split(".")[0] for key in of("lora_unet", golden("sdxl_conv"))}
+    golden_names = {key.split(".")[0] for key in filter_prefix("lora_unet", read_golden("sdxl_conv"))}
     ours = {
         key_names.build_kohya_name(files.renames[name], "lora_unet")
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | nn.Conv2d)
     }
-    assert wanted <= ours
+    assert golden_names <= ours
     assert len({*files.renames.values()}) == len(files.renames), "no two modules have one name"
     outside = {"time_embed", "label_emb", "input_blocks_0_0", "out_2"}
-    assert all(re.sub("^lora_unet_", "", name).startswith(tuple(outside)) for name in ours - wanted)
+    assert all(re.sub("^lora_unet_", "", name).startswith(tuple(outside)) for name in ours - golden_names)
 
 
 def test_sd2_has_the_modules_of_sd1_and_its_projections_are_linear():
     family = FAMILIES.get("sd2")
-    _, tensors = exported(part_of("sd2", "unet"), family.lora_target_modules, family.lora_prefix, family.lora_key_style)
-    assert tensors.keys() == of("lora_unet", golden("sd15")).keys()
+    _, tensors = export_lora(
+        build_component_on_meta("sd2", "unet"), family.lora_target_modules, family.lora_prefix, family.lora_key_style
+    )
+    assert tensors.keys() == filter_prefix("lora_unet", read_golden("sd15")).keys()
     assert {tensor.ndim for tensor in tensors.values()} == {0, 2}
-    _, text = exported(
-        part_of("sd2", "text_encoder"), family.text_lora_target_modules["text_encoder"], "lora_te", "clip"
+    _, text = export_lora(
+        build_component_on_meta("sd2", "text_encoder"),
+        family.text_lora_target_modules["text_encoder"],
+        "lora_te",
+        "clip",
     )
     assert len(text) == 23 * 6 * 3
 
@@ -163,9 +178,9 @@ TRANSFORMERS = {
 
 
 @pytest.mark.parametrize("config", [name for name in list_bundled_configs() if name.startswith(tuple(TRANSFORMERS))])
-def test_files_of_real_size_are_known_by_their_names_in_either_form(config):
+def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(config):
     family = next(name for name in TRANSFORMERS if config.startswith(name))
-    model = part_of(config, "transformer")
+    model = build_component_on_meta(config, "transformer")
     for prefix, tensors in (
         ("", TRANSFORMERS[family](model)),
         ("model.diffusion_model.", TRANSFORMERS[family](model)),
@@ -180,10 +195,10 @@ def test_files_of_real_size_are_known_by_their_names_in_either_form(config):
 
 
 @pytest.mark.parametrize("config", ["sd3", "sd3_5_medium", "flux", "flux_schnell", "z_image"])
-def test_original_weights_of_real_size_become_diffusers_own(config):
-    """Names and shapes alone, since diffusers' conversion of FLUX knows no other size."""
+def test_original_weights_of_published_size_are_converted_to_those_of_diffusers(config):
+    """Keys and shapes on the meta device: diffusers' conversion of FLUX supports no other size."""
     family = next(name for name in TRANSFORMERS if config.startswith(name))
-    model = part_of(config, "transformer")
+    model = build_component_on_meta(config, "transformer")
     renamed = _convert_diffusers_keys(model, TRANSFORMERS[family](model), "")
     known = {name: tensor.shape for name, tensor in model.state_dict().items()}
     assert {name: tensor.shape for name, tensor in renamed.items()} == known
@@ -209,10 +224,10 @@ ORIGINAL = {
         ("sdxl", "text_encoder_2", "OpenCLIP"),
     ],
 )
-def test_a_single_file_of_the_real_size_has_every_weight(config, part, original):
-    model = part_of(config, part)
+def test_a_single_file_of_published_size_has_every_weight(config, part, original):
+    model = build_component_on_meta(config, part)
     tensors = {name: tensor.to("meta") for name, tensor in ORIGINAL[original](model).items()}
     rename = single_file._convert_text_encoder_keys if part.startswith("text") else single_file._convert_diffusers_keys
-    found = rename(model, tensors, "")
+    actual = rename(model, tensors, "")
     known = model.state_dict()
-    assert {name: found[name].shape for name in known} == {name: tensor.shape for name, tensor in known.items()}
+    assert {name: actual[name].shape for name in known} == {name: tensor.shape for name, tensor in known.items()}

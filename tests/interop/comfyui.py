@@ -1,4 +1,4 @@
-"""Our LoRA files in ComfyUI's own loader: how many tensors it takes, and whether it merges what was trained.
+"""Load our LoRA files with ComfyUI's loader: count the loaded tensors, and compare the merged weights.
 
     python tests/interop/comfyui.py FOLDER_OF_COMFYUI [FOLDER_OF_ITS_PACKAGES]
 
@@ -37,7 +37,7 @@ TEXT = {
 
 
 class Log(logging.Handler):
-    """Counts what the loader says it did not take."""
+    """Count the keys that the loader reports as not loaded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def main(comfyui: str, packages: str | None = None) -> None:
     sys.argv = [sys.argv[0], "--" + "cpu"]
     import tiny_pipelines  # noqa: F401  transformers looks for torchvision, and must not find what stands in for it
 
-    stand_in(
+    stub_modules(
         "torchvision",
         "torchvision.transforms",
         "torchvision.ops",
@@ -71,11 +71,11 @@ def main(comfyui: str, packages: str | None = None) -> None:
     for family in FAMILIES:
         for kind in ("lora", "loha", "lokr", "dora"):
             for form in ("kohya", "diffusers", "comfy"):
-                print(f"{family:<11} {kind:<5} {form:<10} {tried(family, kind, form)}", flush=True)
+                print(f"{family:<11} {kind:<5} {form:<10} {load_file(family, kind, form)}", flush=True)
 
 
-def stand_in(*names: str) -> None:
-    """ComfyUI imports these for pictures and sound; loading a LoRA needs none of them."""
+def stub_modules(*names: str) -> None:
+    """ComfyUI imports these for images and audio; loading a LoRA needs none of them."""
     for name in names:
         module: Any = ModuleType(name)
         module.__getattr__ = lambda attribute: MagicMock()
@@ -84,24 +84,24 @@ def stand_in(*names: str) -> None:
 
 
 @torch.no_grad()
-def tried(family: str, kind: str, form: Any) -> str:
+def load_file(family: str, kind: str, form: Any) -> str:
     import comfy.lora
-    from adapter_states import draw_state
+    from adapter_states import build_random_state
     from adapter_tensors import merge
 
     from library.adapters.formats import convert_to_file_format
     from library.errors import UserError
 
-    pipe = small(family)
-    state, alphas, parts = draw_state(family, kind, pipe=pipe, with_t5=False)
+    pipe = build_tiny_model(family)
+    state, alphas, parts = build_random_state(family, kind, pipe=pipe, with_t5=False)
     try:
         file, _ = convert_to_file_format(state, alphas, parts, form)
     except UserError as error:
         return f"not written: {error}"
-    before = weights_of(family, pipe)
+    before = list_weights(family, pipe)
     log = Log()
     logging.getLogger().addHandler(log)
-    key_map: dict[str, Any] = comfy.lora.model_lora_keys_unet(fake(family, before, pipe), {})
+    key_map: dict[str, Any] = comfy.lora.model_lora_keys_unet(build_comfy_model(family, before, pipe), {})
     if family in TEXT:
         names = {key: tensor for key, tensor in before.items() if key.startswith("clip_")}
         key_map = comfy.lora.model_lora_keys_clip(SimpleNamespace(state_dict=lambda: names), key_map)
@@ -112,7 +112,7 @@ def tried(family: str, kind: str, form: Any) -> str:
         key, offset = (place, None) if isinstance(place, str) else place[:2]
         merged[key] = comfy.lora.calculate_weight([(1.0, patch, 1.0, offset, None)], merged[key].clone(), key)
     merge(pipe, state, alphas, by_comfyui=kind == "dora")
-    after = weights_of(family, pipe)
+    after = list_weights(family, pipe)
     errors = {key: float((merged[key] - after[key]).abs().max()) for key in after}
     wrong = max(errors.values())
     change = max(float((before[key] - after[key]).abs().max()) for key in after)
@@ -123,8 +123,8 @@ def tried(family: str, kind: str, form: Any) -> str:
     return f"{len(file) - len(missed):>6} of {len(file):>4}  {wrong:.1e} of a change of {change:.1e}{example}"
 
 
-def small(family: str) -> Any:
-    """The tests' tiny model; ComfyUI takes it for granted that an SD3 of n blocks is 64 n wide."""
+def build_tiny_model(family: str) -> Any:
+    """The tiny model of the tests; ComfyUI assumes that an SD3 of n blocks has width 64 n."""
     from diffusers import SD3Transformer2DModel
     from tiny_pipelines import TINY
 
@@ -136,8 +136,8 @@ def small(family: str) -> Any:
     return pipe
 
 
-def weights_of(family: str, pipe: Any) -> dict[str, Tensor]:
-    """What ComfyUI calls the weights that may be changed."""
+def list_weights(family: str, pipe: Any) -> dict[str, Tensor]:
+    """The names of the weights that ComfyUI can patch."""
 
     writers = {
         "sd3": original_checkpoints.sd3_transformer,
@@ -146,29 +146,29 @@ def weights_of(family: str, pipe: Any) -> dict[str, Tensor]:
         "qwen_image": nn.Module.state_dict,
     }
     model = getattr(pipe, "unet", None) or pipe.transformer
-    found = original_checkpoints.with_prefix(
+    actual = original_checkpoints.with_prefix(
         "diffusion_model.", writers.get(family, original_checkpoints.ldm_unet)(model)
     )
     for number, name in enumerate(TEXT.get(family, ())):
         encoder = pipe.text_encoder if number == 0 else pipe.text_encoder_2
-        found |= original_checkpoints.with_prefix(f"{name}.transformer.", original_checkpoints.clip(encoder))
-    return found
+        actual |= original_checkpoints.with_prefix(f"{name}.transformer.", original_checkpoints.clip(encoder))
+    return actual
 
 
-def fake(family: str, weights: dict[str, Tensor], pipe: Any) -> Any:
-    """A model of ComfyUI's own class with these weights, as far as its loader looks at it."""
+def build_comfy_model(family: str, weights: dict[str, Tensor], pipe: Any) -> Any:
+    """A model of ComfyUI's class with these weights and the attributes that its loader needs."""
     import comfy.model_base
     import comfy.model_detection
 
     own = {key: tensor for key, tensor in weights.items() if key.startswith("diffusion_model.")}
     cls = getattr(comfy.model_base, FAMILIES[family])
     model = type("Fake", (cls,), {"__init__": nn.Module.__init__, "state_dict": lambda self: own})()
-    model.model_config = SimpleNamespace(unet_config=unet_config(family, pipe))
+    model.model_config = SimpleNamespace(unet_config=detect_unet_config(family, pipe))
     return model
 
 
-def unet_config(family: str, pipe: Any) -> dict[str, Any]:
-    """What ComfyUI would find out about a model of this size."""
+def detect_unet_config(family: str, pipe: Any) -> dict[str, Any]:
+    """The config that ComfyUI would detect for a model of this size."""
     if hasattr(pipe, "unet"):
         config = pipe.unet.config
         count = len(config.block_out_channels)

@@ -1,15 +1,15 @@
-"""A LoRA trained on each family works in diffusers: the whole way from pictures to a file, and the file alone."""
+"""A LoRA trained on each family works in diffusers, from images to the file."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from adapter_tensors import kohya
+from adapter_tensors import convert_adapter_to_kohya
 from family_runs import train
 from PIL import Image
 from rank_processes import on_ranks
 from safetensors import safe_open
-from small_unet import randomise
+from small_unet import randomize_lora_b
 from tiny_pipelines import TINY
 
 from library.adapters import lora
@@ -21,30 +21,30 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @torch.no_grad()
-def predicted(family, pipe, batch):
+def predict(family, pipe, batch):
     t = torch.tensor([300.0, 700.0])
     return family.predict(pipe, getattr(pipe, family.denoiser_name), batch.latents, t, batch)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["sd1", "sd2", "sdxl"])
-def test_diffusers_computes_with_the_file_what_the_model_in_memory_does(name, tmp_path):
+def test_diffusers_predicts_the_same_with_the_file_as_the_model_in_memory(name, tmp_path):
     tiny, family = TINY[name](), FAMILIES.get(name)()
     denoiser = getattr(tiny.pipe, family.denoiser_name)
-    base = predicted(family, tiny.pipe, tiny.batch)
+    base = predict(family, tiny.pipe, tiny.batch)
     adapter = lora.inject_into_model(
         denoiser, AdapterConfig(network_dim=6, network_alpha=2.5), family.lora_target_modules, seed=1
     )
-    randomise(denoiser)
-    write_adapter_file(tmp_path / "lora.safetensors", kohya(denoiser, adapter, family), {})
+    randomize_lora_b(denoiser)
+    write_adapter_file(tmp_path / "lora.safetensors", convert_adapter_to_kohya(denoiser, adapter, family), {})
 
-    theirs = family.load(tiny.source, torch.float32)
-    theirs.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")
+    reference = family.load(tiny.source, torch.float32)
+    reference.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")
 
-    with_lora = predicted(family, tiny.pipe, tiny.batch)
-    torch.testing.assert_close(predicted(family, theirs, tiny.batch), with_lora, rtol=1e-4, atol=1e-5)
+    with_lora = predict(family, tiny.pipe, tiny.batch)
+    torch.testing.assert_close(predict(family, reference, tiny.batch), with_lora, rtol=1e-4, atol=1e-5)
     assert (with_lora - base).abs().max() > 1e-2, "the LoRA does something"
-    loaded = [each for each, _ in getattr(theirs, family.denoiser_name).named_parameters() if ".lora_B." in each]
+    loaded = [each for each, _ in getattr(reference, family.denoiser_name).named_parameters() if ".lora_B." in each]
     assert len(loaded) == len(adapter.modules)
 
 
@@ -55,7 +55,7 @@ VERSIONS = {
 
 
 @pytest.mark.parametrize("name", VERSIONS)
-def test_a_run_from_pictures_to_a_file_and_previews(name, tmp_path):
+def test_a_run_from_images_to_a_file_and_previews(name, tmp_path):
     source = f"random:{name}:tiny"
     (tmp_path / "prompts.txt").write_text("a red circle --w 64 --h 96 --s 2\n", encoding="utf-8")
     on_ranks(
@@ -81,15 +81,15 @@ def test_a_run_from_pictures_to_a_file_and_previews(name, tmp_path):
         "2",
     )
 
-    (picture,) = (tmp_path / "sample").glob("*.png")
-    assert Image.open(picture).size == (64, 96)
+    (image,) = (tmp_path / "sample").glob("*.png")
+    assert Image.open(image).size == (64, 96)
     with safe_open(tmp_path / "lora.safetensors", "pt") as file:
         metadata, written = file.metadata(), set(file.keys())
     assert (metadata["ss_base_model_version"], metadata["modelspec.architecture"]) == VERSIONS[name]
     assert metadata["ss_v2"] == str(name == "sd2")
     tiny, family = TINY[name](), FAMILIES.get(name)()
-    before = predicted(family, tiny.pipe, tiny.batch)
+    before = predict(family, tiny.pipe, tiny.batch)
     tiny.pipe.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")
-    assert not torch.allclose(predicted(family, tiny.pipe, tiny.batch), before)
+    assert not torch.allclose(predict(family, tiny.pipe, tiny.batch), before)
     loaded = [each for each, _ in getattr(tiny.pipe, family.denoiser_name).named_parameters() if ".lora_" in each]
     assert len(loaded) * 3 == len(written) * 2

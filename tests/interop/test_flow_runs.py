@@ -1,4 +1,4 @@
-"""Whole runs of the flow-matching families: what is written is what diffusers' own pipelines load."""
+"""Runs of the flow-matching families write files that the pipelines of diffusers load."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,25 +25,25 @@ SOURCES = {
 
 
 @torch.no_grad()
-def seen(family, pipe, name):
-    """What a model makes of one batch."""
+def predict(family, pipe, name):
+    """The prediction of a model for one batch."""
     batch = TINY[name]().batch
     cond = family.encode_prompts(pipe, ["a red circle", "a longer text, of blue"])
     denoiser = getattr(pipe, family.denoiser_name).eval()
     return family.predict(pipe, denoiser, batch.latents, torch.tensor([900.0, 300.0]), replace(batch, cond=cond))
 
 
-def train_and_look(name, *flags):
-    """A run, and what its model in memory makes of the batch when the file is written."""
+def train_and_predict(name, *flags):
+    """Train, and return the prediction of the model in memory for the batch when the file is written."""
     from library.training import export
     from library.training.run import run_training
 
     looks = []
-    honest = export.SaveAdapter.save
+    save_adapter = export.SaveAdapter.save
 
     def save(self, job, file):
-        honest(self, job, file)
-        looks.append(seen(job.task.family, job.task.pipe, name))
+        save_adapter(self, job, file)
+        looks.append(predict(job.task.family, job.task.pipe, name))
 
     export.SaveAdapter.save = save
     run_training(parse_config([*flags, "--quiet", "--max_data_loader_n_workers", "0"]).require_valid())
@@ -51,11 +51,11 @@ def train_and_look(name, *flags):
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_diffusers_draws_with_the_file_as_the_model_in_memory_does(name, tmp_path):
+def test_diffusers_samples_the_same_with_the_file_as_the_model_in_memory(name, tmp_path):
     source = SOURCES[name]
-    (told,) = on_ranks(
+    (prediction_in_memory,) = on_ranks(
         1,
-        train_and_look,
+        train_and_predict,
         name,
         "--dataset_config",
         str(ROOT / "dataset_configs/demo.toml"),
@@ -72,18 +72,18 @@ def test_diffusers_draws_with_the_file_as_the_model_in_memory_does(name, tmp_pat
         "--output_dir",
         str(tmp_path),
     )
-    told = torch.tensor(told)
+    prediction_in_memory = torch.tensor(prediction_in_memory)
     family = FAMILIES.get(source.split(":")[1])()
     pipe = family.load(source, torch.float32)
-    base = seen(family, pipe, name)
+    base = predict(family, pipe, name)
     pipe.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")
-    assert (seen(family, pipe, name) - told).abs().max() < 1e-4
-    assert (base - told).abs().max() > 0.02, "the LoRA does much more than the difference"
+    assert (predict(family, pipe, name) - prediction_in_memory).abs().max() < 1e-4
+    assert (base - prediction_in_memory).abs().max() > 0.02, "the LoRA does much more than the difference"
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux", "qwen_image"])
-def test_one_process_and_two_train_alike(name, even, tmp_path):
-    """Although modules share matrices, and some layers have no say in the result."""
+def test_one_process_and_two_train_the_same_weights(name, even, tmp_path):
+    """Although modules share lora_A, and some layers are unused."""
     flags = (
         "--pretrained_model_name_or_path",
         SOURCES[name],
@@ -98,7 +98,7 @@ def test_one_process_and_two_train_alike(name, even, tmp_path):
     assert difference(one, two) < 1e-4
 
 
-def test_modules_that_are_one_in_the_original_share_a_matrix_to_the_end(even, tmp_path):
+def test_modules_that_are_fused_in_the_original_share_lora_a_to_the_end(even, tmp_path):
     one = trained(tmp_path, 1, 4, 1, "--pretrained_model_name_or_path", SOURCES["flux"], dataset=even)
     name = "transformer.single_transformer_blocks.0"
     down = [one[f"{name}.{part}.lora_A.weight"] for part in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")]

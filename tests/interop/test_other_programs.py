@@ -1,4 +1,4 @@
-"""Our files in other programs, where these are installed: COMFYUI names ComfyUI's folder, COMFYUI_PACKAGES its own."""
+"""Our files in other programs, if installed: COMFYUI is ComfyUI's folder, COMFYUI_PACKAGES that of its packages."""
 
 import os
 import re
@@ -15,7 +15,7 @@ ROW = re.compile(r"(\w+) +(\w+) +(\w+) +(\d+) of +(\d+) +(\S+) of a change of (\
 
 
 @pytest.mark.skipif("COMFYUI" not in os.environ, reason="COMFYUI names no folder of ComfyUI")
-def test_comfyui_takes_every_tensor_of_the_usual_files_and_merges_what_was_trained():
+def test_comfyui_loads_every_tensor_of_the_default_files_and_merges_the_trained_updates():
     done = subprocess.run(
         [sys.executable, "tests/interop/comfyui.py", *FOLDERS], cwd=ROOT, capture_output=True, text=True
     )

@@ -15,7 +15,7 @@ from launched_runs import ended, started, when_it_trains
 from rank_processes import on_ranks
 from resumed_runs import figures
 from safetensors.torch import load_file
-from tiny_pipelines import stand_in_folder
+from tiny_pipelines import get_tiny_sd1_folder
 from training_runs import difference, pictures, train
 
 from library.distributed.memory import OutOfMemory, record_phase
@@ -74,7 +74,9 @@ def told(*words: str) -> tuple[int, str]:
     from library.cli import main
 
     with contextlib.redirect_stderr(io.StringIO()) as text:
-        code = main(["--pretrained_model_name_or_path", stand_in_folder(), *words, "--max_data_loader_n_workers", "0"])
+        code = main(
+            ["--pretrained_model_name_or_path", get_tiny_sd1_folder(), *words, "--max_data_loader_n_workers", "0"]
+        )
     return code, text.getvalue()
 
 
@@ -265,7 +267,7 @@ def test_the_launchers_signal_does_not_cut_off_the_last_words():
 
 
 def test_a_process_that_is_killed_is_named_and_the_others_end(dataset, tmp_path):
-    settings = ["--pretrained_model_name_or_path", stand_in_folder(), *flags(dataset, tmp_path, 2)]
+    settings = ["--pretrained_model_name_or_path", get_tiny_sd1_folder(), *flags(dataset, tmp_path, 2)]
     run = started(2, settings, tmp_path, "--max_train_steps", "100000", "--max_data_loader_n_workers", "0")
     when_it_trains(run, tmp_path)
     victim = next(child for child in psutil.Process(run.pid).children() if child.environ().get("RANK") == "1")

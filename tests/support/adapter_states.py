@@ -1,4 +1,4 @@
-"""Shared by tests: adapter states."""
+"""Random adapter state dicts for a whole family, and the outputs of its models."""
 
 import torch
 from tiny_pipelines import TINY
@@ -8,8 +8,8 @@ from library.checkpoint.component_keys import collect_component_keys
 from library.models.families import FAMILIES
 
 
-def draw_state(name, kind="lora", dtype=torch.float32, seed=0, pipe=None, scale=None, with_t5=True):
-    """A whole family's state, text encoders included, of several ranks and alphas, and what files call its parts."""
+def build_random_state(name, kind="lora", dtype=torch.float32, seed=0, pipe=None, scale=None, with_t5=True):
+    """A random state dict with text encoders and several ranks, the alphas, and the key names of the components."""
     pipe, family, draw = pipe or TINY[name]().pipe, FAMILIES.get(name), torch.Generator().manual_seed(seed)
     parts = [part for part in collect_component_keys(family, pipe) if with_t5 or part.key_style != "t5"]
     state, alphas = {}, {}
@@ -24,16 +24,16 @@ def draw_state(name, kind="lora", dtype=torch.float32, seed=0, pipe=None, scale=
             targets = (*targets, *family.conv_lora_target_modules)
         for module in match_target_modules(model, targets):
             shape = model.get_submodule(module).weight.shape
-            # Several ranks, but one alpha: diffusers mixes up those of a UNet's blocks in sd-scripts' files.
+            # Several ranks, but one alpha: diffusers mixes up alphas of U-Net blocks in files of sd-scripts.
             rank = 2 if kind != "lora" or module.split(".")[1] == "1" else 3
             full = f"{part.name}.{module}"
-            for end, size in sizes(kind, shape, rank).items():
+            for end, size in list_tensor_shapes(kind, shape, rank).items():
                 state[f"{full}.{end}"] = torch.randn(size, generator=draw).to(dtype)
             alphas[full] = 1.5 if scale is None else scale * rank
     return state, alphas, parts
 
 
-def sizes(kind, shape, rank):
+def list_tensor_shapes(kind, shape, rank):
     outputs, inputs = shape[:2]
     more = shape[2:]
     match kind:
@@ -41,7 +41,7 @@ def sizes(kind, shape, rank):
             return {"lora_A.weight": (rank, inputs, *more), "lora_B.weight": (outputs, rank, *[1] * len(more))}
         case "dora":
             magnitude = (1, outputs, 1, 1) if more else (outputs,)
-            return {**sizes("lora", shape, rank), "lora_magnitude_vector.weight": magnitude}
+            return {**list_tensor_shapes("lora", shape, rank), "lora_magnitude_vector.weight": magnitude}
         case "loha":
             return {
                 "hada_w1_a": (outputs, rank),
@@ -54,11 +54,11 @@ def sizes(kind, shape, rank):
             return {"lokr_w1": (out, into), "lokr_w2_a": (outputs // out, rank), "lokr_w2_b": (rank, inputs // into)}
 
 
-def outputs(family, pipe, batch):
+def compute_outputs(family, pipe, batch):
     t = torch.tensor([300.0, 700.0])
     found = {"denoiser": family.predict(pipe, getattr(pipe, family.denoiser_name), batch.latents, t, batch)}
     for part in family.text_lora_prefixes:
-        if family.get_text_key_style(part) == "t5":  # which diffusers trains no LoRA in
+        if family.get_text_key_style(part) == "t5":  # diffusers loads no LoRA for T5
             continue
         encoder = getattr(pipe, part)
         ids = torch.tensor([[5, 7, 11, encoder.config.eos_token_id]])

@@ -1,4 +1,4 @@
-"""For tests: what a model with an adapter is called in files, and its file's tensors."""
+"""The key names and file tensors of a model with an adapter, and a reference implementation of merging."""
 
 from typing import Any
 
@@ -12,34 +12,36 @@ from library.adapters.state_dict import group_updates
 from library.models.families import FAMILIES
 
 
-def names_of(model: nn.Module, family: Any = None) -> ComponentKeys:
-    """Those of a denoiser."""
+def build_component_keys(model: nn.Module, family: Any = None) -> ComponentKeys:
+    """The key names of a denoiser."""
     family = family or FAMILIES.get("sd1")
     return ComponentKeys.from_model(
         model, family.denoiser_name, family.lora_prefix, family.lora_key_style, family.lora_other_key_styles
     )
 
 
-def state_of(model: nn.Module, adapter: lora.Adapter, part: str = "unet") -> tuple[dict[str, Tensor], dict[str, float]]:
-    """State and alphas as files are written from them."""
+def build_adapter_state(
+    model: nn.Module, adapter: lora.Adapter, part: str = "unet"
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The state dict and alphas that ``convert_to_file_format`` takes."""
     state = {f"{part}.{name}": tensor for name, tensor in lora.get_adapter_state_dict(model).items()}
     return state, {f"{part}.{module}": alpha for module, alpha in adapter.alphas.items()}
 
 
-def written(model: nn.Module, adapter: lora.Adapter, form: FileFormat, family: Any = None) -> dict[str, Tensor]:
-    names = names_of(model, family)
-    return convert_to_file_format(*state_of(model, adapter, names.name), [names], form)[0]
+def convert_adapter(model: nn.Module, adapter: lora.Adapter, form: FileFormat, family: Any = None) -> dict[str, Tensor]:
+    names = build_component_keys(model, family)
+    return convert_to_file_format(*build_adapter_state(model, adapter, names.name), [names], form)[0]
 
 
-def kohya(model: nn.Module, adapter: lora.Adapter, family: Any = None) -> dict[str, Tensor]:
-    return written(model, adapter, "kohya", family)
+def convert_adapter_to_kohya(model: nn.Module, adapter: lora.Adapter, family: Any = None) -> dict[str, Tensor]:
+    return convert_adapter(model, adapter, "kohya", family)
 
 
 @torch.no_grad()
 def merge(pipe: Any, state: dict[str, Tensor], alphas: dict[str, float], *, by_comfyui: bool = False) -> None:
-    """Put an update into the weights, by its definition.
+    """Merge updates into the weights, by definition.
 
-    ComfyUI divides a DoRA by the length of the base model's rows, and not of the changed ones as everybody else does.
+    ComfyUI divides a DoRA by the row norms of the base weight, other programs by those of the changed weight.
     """
     for name, update in group_updates(state, alphas).items():
         part, _, module = name.partition(".")

@@ -1,4 +1,4 @@
-"""What the tests of families share: each family with its tiny pipeline, and instruments to watch a denoiser with."""
+"""Each family with its tiny pipeline, and recorders of denoiser calls."""
 
 import copy
 import functools
@@ -27,7 +27,7 @@ class Wrapped(nn.Module):
 
 
 class Recorder:
-    """Remembers each call of a module, bound to the parameter names, and what came out."""
+    """Record each call of a module, bound to the parameter names, and its output."""
 
     def __init__(self, module):
         self.calls, self.outputs, self.signature = [], [], inspect.signature(module.forward)
@@ -39,7 +39,7 @@ class Recorder:
 
 
 def tensors(value):
-    """The tensors and whole numbers inside ``value``, in order, in one comparable dtype."""
+    """The tensors and integers inside ``value``, in order, as float64."""
     if isinstance(value, torch.Tensor):
         return [value.double()]
     if type(value) is int:
@@ -50,32 +50,32 @@ def tensors(value):
 
 
 @pytest.fixture(scope="session")
-def made():
-    """A family and a tiny pipeline of its own, by name; one is built, and the others are copies."""
-    build = functools.cache(_built)
+def build_case():
+    """Family and tiny pipeline by name; the pipeline is a copy of one that is built once."""
+    build = functools.cache(_build_case)
     return lambda name: copy.deepcopy(build(name))
 
 
 @pytest.fixture(params=TINY)
-def case(request, made):
-    """Every family, in every form in which its call of the denoiser or its targets differ."""
-    return made(request.param)
+def case(request, build_case):
+    """Every family, and each variant with another denoiser call or other targets."""
+    return build_case(request.param)
 
 
 @pytest.fixture(params=[name for name in TINY if name in FAMILIES.list_names()])
-def plain(request, made):
+def each_family(request, build_case):
     """Every family once."""
-    return made(request.param)
+    return build_case(request.param)
 
 
-def _built(name):
+def _build_case(name):
     tiny = TINY[name]()
     tiny.pipe.set_progress_bar_config(disable=True)
     return FAMILIES.get(tiny.family)(), tiny
 
 
-def modules_of(family, pipe):
-    """The parts that have weights."""
+def get_modules(family, pipe):
+    """The components that have weights."""
     return {name: part for name in family.components if isinstance(part := getattr(pipe, name), nn.Module)}
 
 
@@ -87,8 +87,8 @@ def generators(count=2):
     return [torch.Generator().manual_seed(100 + number) for number in range(count)]
 
 
-def same_call(ours, theirs):
-    """Two calls of the denoiser give it the same tensors under the same names."""
+def assert_same_call(ours, theirs):
+    """Compare the tensor arguments of two calls of a denoiser."""
     assert {name for name in theirs if tensors(theirs[name])} == {name for name in ours if tensors(ours[name])}
     for name, value in ours.items():
         for a, b in zip(tensors(value), tensors(theirs[name]), strict=True):

@@ -1,4 +1,4 @@
-"""Shared by tests: family runs."""
+"""Train by command-line options."""
 
 
 def train(*flags: str) -> None:

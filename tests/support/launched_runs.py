@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rank_processes import free_port
 from resumed_runs import figures
-from tiny_pipelines import stand_in_folder
+from tiny_pipelines import get_tiny_sd1_folder
 from training_runs import pictures
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ def settings(tmp_path_factory) -> list[str]:
         "--dataset_config",
         str(dataset),
         "--pretrained_model_name_or_path",
-        stand_in_folder(),
+        get_tiny_sd1_folder(),
         "--max_train_steps",
         str(STEPS),
         "--network_dim",

@@ -1,16 +1,16 @@
-"""Shared by tests: loaded weights."""
+"""Compare the weights of loaded components."""
 
 import torch
-from family_cases import modules_of
+from family_cases import get_modules
 
 
-def present(family, pipe):
+def list_loaded_components(family, pipe):
     return {name for name in family.components if getattr(pipe, name) is not None}
 
 
-def same_weights(family, pipe, whole):
-    """What is loaded in ``pipe`` has the weights that it has in ``whole``."""
-    for name, part in modules_of(family, pipe).items():
-        theirs = getattr(whole, name).state_dict()
-        assert part.state_dict().keys() == theirs.keys()
-        assert all(torch.equal(tensor, theirs[key]) for key, tensor in part.state_dict().items()), name
+def assert_same_weights(family, pipe, full_pipe):
+    """Compare the components of ``pipe`` with those of ``full_pipe``."""
+    for name, part in get_modules(family, pipe).items():
+        expected = getattr(full_pipe, name).state_dict()
+        assert part.state_dict().keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[key]) for key, tensor in part.state_dict().items()), name

@@ -1,6 +1,6 @@
-"""Shared by tests: small unet."""
+"""The tiny UNet, with random lora_B weights as if trained."""
 
-import stand_in
+import tiny_sd1
 import torch
 from tiny_pipelines import TINY
 
@@ -14,18 +14,18 @@ TARGETS = FAMILIES.get("sd1").lora_target_modules
 CONFIG = AdapterConfig(network_dim=6, network_alpha=2.5)
 
 
-def unet(dtype=torch.float32):
-    return stand_in.build(("unet",), dtype).unet
+def build_unet(dtype=torch.float32):
+    return tiny_sd1.build_pipeline(("unet",), dtype).unet
 
 
-def call(model, dtype=torch.float32):
+def run_unet(model, dtype=torch.float32):
     batch = TINY["sd1"]().batch
     t = torch.tensor([300.0, 700.0])
     return model(batch.latents.to(dtype), t, batch.cond["embeds"].to(dtype), return_dict=False)[0]
 
 
-def randomise(model, seed=0, size=0.05):
-    """As if it had been trained: no lora_B is zero."""
+def randomize_lora_b(model, seed=0, size=0.05):
+    """Replace the zero lora_B weights by random ones, as if trained."""
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in lora.iter_adapter_parameters(model):

@@ -1,10 +1,10 @@
-"""Shared by tests: tiny denoiser."""
+"""The tiny denoiser of a family."""
 
 from tiny_pipelines import TINY
 
 from library.models.families import FAMILIES
 
 
-def tiny_denoiser(name):
+def build_tiny_denoiser(name):
     family = FAMILIES.get(name)
     return getattr(TINY[name]().pipe, family.denoiser_name), family

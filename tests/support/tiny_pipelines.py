@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import stand_in
+import tiny_sd1
 import torch
 from torch import Tensor
 
@@ -91,7 +91,7 @@ def _one_encoder(family: str, source: str, pipe: Any, width: int) -> Tiny:
 
 
 def built_in() -> Tiny:
-    return _one_encoder("sd1", "random:sd1:tiny", stand_in.build(), 64)
+    return _one_encoder("sd1", "random:sd1:tiny", tiny_sd1.build_pipeline(), 64)
 
 
 def sd1() -> Tiny:
@@ -238,17 +238,17 @@ TINY: dict[str, Callable[[], Tiny]] = {
 }
 
 
-def stand_in_folder() -> str:
+def get_tiny_sd1_folder() -> str:
     """The random Stable Diffusion 1 pipeline as a folder, for runs in which the model's drawings do not matter.
 
     It is written once and found again by every process and every later test run.
     """
-    source = Path(stand_in.__file__).read_bytes() + f"{torch.__version__}/{diffusers.__version__}".encode()
-    name = f"lorikeet-stand-in-{os.getuid()}-{hashlib.sha256(source).hexdigest()[:16]}"
+    source = Path(tiny_sd1.__file__).read_bytes() + f"{torch.__version__}/{diffusers.__version__}".encode()
+    name = f"lorikeet-tiny-sd1-{os.getuid()}-{hashlib.sha256(source).hexdigest()[:16]}"
     folder = Path(tempfile.gettempdir()) / name
     if not folder.exists():
         fresh = tempfile.mkdtemp(prefix=name)
-        stand_in.build().save_pretrained(fresh)
+        tiny_sd1.build_pipeline().save_pretrained(fresh)
         try:
             os.rename(fresh, folder)
         except OSError:  # another process was quicker

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from rank_processes import on_ranks
 from safetensors.torch import load_file
-from tiny_pipelines import stand_in_folder
+from tiny_pipelines import get_tiny_sd1_folder
 
 from library.config import parse_config
 
@@ -57,7 +57,14 @@ def train(*flags: str) -> str:
     from library.training.run import run_training
 
     loaded = parse_config(
-        ["--pretrained_model_name_or_path", stand_in_folder(), *flags, "--quiet", "--max_data_loader_n_workers", "0"]
+        [
+            "--pretrained_model_name_or_path",
+            get_tiny_sd1_folder(),
+            *flags,
+            "--quiet",
+            "--max_data_loader_n_workers",
+            "0",
+        ]
     )
     run_training(loaded.require_valid())
     return str(Path(loaded.config.save.output_dir) / f"{loaded.config.save.output_name}.safetensors")

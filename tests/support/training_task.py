@@ -1,7 +1,7 @@
 """Shared by tests: training task."""
 
 import pytest
-import stand_in
+import tiny_sd1
 import torch
 from torch import nn
 
@@ -29,7 +29,7 @@ class Silent(nn.Module):
 
 @pytest.fixture
 def task():
-    family, pipe = FAMILIES.get("sd1")(), stand_in.build()
+    family, pipe = FAMILIES.get("sd1")(), tiny_sd1.build_pipeline()
     objective = Objective(
         family.build_noise_process(pipe), NoiseConfig(), LossConfig(loss_type="l1", min_snr_gamma=2.0)
     )

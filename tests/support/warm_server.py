@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 import training_runs  # noqa: F401 - with what tests and runs import
 from diffusers.loaders import peft  # noqa: F401
-from tiny_pipelines import stand_in_folder
+from tiny_pipelines import get_tiny_sd1_folder
 from transformers import CLIPTextModel
 
 import library.models.families.sd1
@@ -20,4 +20,4 @@ import library.training.run  # noqa: F401
 torch.set_num_threads(1)
 torch.compile(len)  # which compiles nothing yet, but imports what does; DeepSpeed calls it as well
 # For the first model that it loads transformers compiles more than a thousand regular expressions.
-CLIPTextModel.from_pretrained(stand_in_folder(), subfolder="text_encoder")
+CLIPTextModel.from_pretrained(get_tiny_sd1_folder(), subfolder="text_encoder")

@@ -24,13 +24,8 @@ if TYPE_CHECKING:
     from ..base import Family
 
 FAMILY_FACTS: Mapping[str, FamilyFacts] = {
-    "sd1": SD1_FACTS,
-    "sd2": SD2_FACTS,
-    "sdxl": SDXL_FACTS,
-    "sd3": SD3_FACTS,
-    "flux": FLUX_FACTS,
-    "z_image": Z_IMAGE_FACTS,
-    "qwen_image": QWEN_IMAGE_FACTS,
+    facts.name: facts
+    for facts in (SD1_FACTS, SD2_FACTS, SDXL_FACTS, SD3_FACTS, FLUX_FACTS, Z_IMAGE_FACTS, QWEN_IMAGE_FACTS)
 }
 
 FAMILIES: "Registry[type[Family]]" = Registry(

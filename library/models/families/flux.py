@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from ...data.batch import Batch, Cond
 from ...data.prompts import Prompt
-from ...diffusion.process import FlowMatchingProcess, NoiseProcess
 from .. import text_encoding
 from ..base import BaseModelInfo, Family
-from ..facts_dit import FLUX_FACTS
+from ..facts_dit import FLUX_FACTS, JOINT_BLOCK_LORA_TARGET_MODULES
 from ..text_encoding import CLIP_LORA_TARGET_MODULES, T5_LORA_TARGET_MODULES
 
 
@@ -25,34 +24,17 @@ class Flux(Family):
     tokenizer_repo_ids = {"tokenizer": "openai/clip-vit-large-patch14", "tokenizer_2": "google/t5-v1_1-xxl"}
     # Every linear layer of the double and single blocks; another proj_out lies outside of them.
     lora_target_modules = (
-        "to_q",
-        "to_k",
-        "to_v",
-        "to_out.0",
-        "add_q_proj",
-        "add_k_proj",
-        "add_v_proj",
-        "to_add_out",
-        "ff.net.0.proj",
-        "ff.net.2",
-        "ff_context.net.0.proj",
-        "ff_context.net.2",
-        "norm1.linear",
-        "norm1_context.linear",
+        *JOINT_BLOCK_LORA_TARGET_MODULES,
         "norm.linear",
         "proj_mlp",
         "single_transformer_blocks.*.proj_out",
     )
-    lora_prefix = "lora_unet"
     lora_format = "diffusers"
     lora_key_style = "flux"
     text_lora_target_modules = {"text_encoder": CLIP_LORA_TARGET_MODULES, "text_encoder_2": T5_LORA_TARGET_MODULES}
     text_lora_prefixes = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te3"}
     block_lists = ("transformer_blocks", "single_transformer_blocks")
-    block_token_args = {
-        "image_rotary_emb": ((0, ("encoder_hidden_states", "hidden_states")),) * 2,
-    }
-    default_image_size = (1024, 1024)
+    block_token_args = {"image_rotary_emb": ((0, ("encoder_hidden_states", "hidden_states")),) * 2}
     default_num_inference_steps = 20
     default_guidance_scale = 1.0
 
@@ -60,9 +42,6 @@ class Flux(Family):
         embedders = ("timestep", "text", "guidance") if denoiser.config.guidance_embeds else ("timestep", "text")
         layers = (f"time_text_embed.{each}_embedder.linear_{number}" for each in embedders for number in (1, 2))
         return "x_embedder", "context_embedder", *layers
-
-    def build_noise_process(self, pipe: Any) -> NoiseProcess:
-        return FlowMatchingProcess.from_scheduler(pipe.scheduler.config)
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("flux1", "flux-1-dev" if _has_guidance_embeds(pipe) else "flux-1-schnell")
@@ -104,14 +83,10 @@ class Flux(Family):
 
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
         default_steps = self.default_num_inference_steps if _has_guidance_embeds(pipe) else 4
-        return dict(
+        return super().build_sampling_kwargs(pipe, prompt, cond, negative_cond) | dict(
             num_inference_steps=prompt.num_inference_steps or default_steps,
             true_cfg_scale=self.get_guidance_scale(prompt),
             guidance_scale=3.5 if prompt.embedded_guidance is None else prompt.embedded_guidance,
-            prompt_embeds=cond["embeds"],
-            pooled_prompt_embeds=cond["pooled"],
-            negative_prompt_embeds=negative_cond["embeds"],
-            negative_pooled_prompt_embeds=negative_cond["pooled"],
         )
 
 

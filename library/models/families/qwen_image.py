@@ -10,10 +10,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...data.batch import Batch, Cond, Moments
 from ...data.prompts import Prompt
-from ...diffusion.process import FlowMatchingProcess, NoiseProcess
 from .. import text_encoding, vae
 from ..base import BaseModelInfo, Family
-from ..facts_dit import QWEN_IMAGE_FACTS
+from ..facts_dit import JOINT_ATTENTION_LORA_TARGET_MODULES, QWEN_IMAGE_FACTS
 from ..vae import get_latent_statistics
 
 QWEN_MAX_SEQUENCE_LENGTH = 512
@@ -27,20 +26,12 @@ class QwenImage(Family):
     tokenizer_repo_ids = {"tokenizer": "Qwen/Qwen-Image:tokenizer"}
     # The linear layers of the blocks except the modulation.
     lora_target_modules = (
-        "to_q",
-        "to_k",
-        "to_v",
-        "to_out.0",
-        "add_q_proj",
-        "add_k_proj",
-        "add_v_proj",
-        "to_add_out",
+        *JOINT_ATTENTION_LORA_TARGET_MODULES,
         "img_mlp.net.0.proj",
         "img_mlp.net.2",
         "txt_mlp.net.0.proj",
         "txt_mlp.net.2",
     )
-    lora_prefix = "lora_unet"
     lora_format = "diffusers"
     block_lists = ("transformer_blocks",)
     block_token_args = {
@@ -49,7 +40,6 @@ class QwenImage(Family):
     }
     has_variable_text_length = True
     pad_text_to_multiple_of = 64
-    default_image_size = (1024, 1024)
     default_num_inference_steps = 50
     default_guidance_scale = 4.0
 
@@ -58,9 +48,6 @@ class QwenImage(Family):
         last = f"transformer_blocks.{len(denoiser.transformer_blocks) - 1}"
         layers = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
         return tuple(f"{last}.{layer}" for layer in layers)
-
-    def build_noise_process(self, pipe: Any) -> NoiseProcess:
-        return FlowMatchingProcess.from_scheduler(pipe.scheduler.config)
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("qwen_image", "qwen-image")

@@ -6,12 +6,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...data.batch import Batch, Cond
-from ...data.prompts import Prompt
-from ...diffusion.process import NoiseProcess
 from .. import text_encoding
 from ..base import BaseModelInfo, Family
 from ..facts_unet import SD2_FACTS, UNET_CONV_LORA_TARGET_MODULES, UNET_LORA_TARGET_MODULES
-from ..schedulers import build_ddpm_process
 from ..text_encoding import CLIP_LORA_TARGET_MODULES, encode_with_clip
 
 
@@ -23,16 +20,12 @@ class StableDiffusion2(Family):
     tokenizer_repo_ids = {"tokenizer": "stabilityai/stable-diffusion-2:tokenizer"}
     lora_target_modules = UNET_LORA_TARGET_MODULES
     conv_lora_target_modules = UNET_CONV_LORA_TARGET_MODULES
-    lora_prefix = "lora_unet"
     lora_other_key_styles = ("ldm",)
     text_lora_target_modules = {"text_encoder": CLIP_LORA_TARGET_MODULES}
     text_lora_prefixes = {"text_encoder": "lora_te"}
     default_image_size = (512, 512)
     default_num_inference_steps = 30
     default_guidance_scale = 7.5
-
-    def build_noise_process(self, pipe: Any) -> NoiseProcess:
-        return build_ddpm_process(pipe.scheduler)
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         if pipe.scheduler.config.prediction_type == "v_prediction":
@@ -53,10 +46,3 @@ class StableDiffusion2(Family):
             noisy_latents, timesteps, encoder_hidden_states=batch.cond["embeds"], return_dict=False
         )[0]
         return predicted
-
-    def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
-        return dict(
-            guidance_scale=self.get_guidance_scale(prompt),
-            prompt_embeds=cond["embeds"],
-            negative_prompt_embeds=negative_cond["embeds"],
-        )

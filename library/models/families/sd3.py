@@ -6,11 +6,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...data.batch import Batch, Cond
-from ...data.prompts import Prompt
-from ...diffusion.process import FlowMatchingProcess, NoiseProcess
 from .. import text_encoding
 from ..base import BaseModelInfo, Family
-from ..facts_dit import SD3_FACTS
+from ..facts_dit import JOINT_BLOCK_LORA_TARGET_MODULES, SD3_FACTS
 from ..text_encoding import CLIP_LORA_TARGET_MODULES, T5_LORA_TARGET_MODULES
 
 
@@ -24,23 +22,7 @@ class StableDiffusion3(Family):
         "tokenizer_3": "google/t5-v1_1-xxl",
     }
     # Every linear layer of the joint blocks, including the second attention of 3.5-medium.
-    lora_target_modules = (
-        "to_q",
-        "to_k",
-        "to_v",
-        "to_out.0",
-        "add_q_proj",
-        "add_k_proj",
-        "add_v_proj",
-        "to_add_out",
-        "ff.net.0.proj",
-        "ff.net.2",
-        "ff_context.net.0.proj",
-        "ff_context.net.2",
-        "norm1.linear",
-        "norm1_context.linear",
-    )
-    lora_prefix = "lora_unet"
+    lora_target_modules = JOINT_BLOCK_LORA_TARGET_MODULES
     lora_format = "diffusers"
     lora_key_style = "sd3"
     text_lora_target_modules = {
@@ -48,13 +30,8 @@ class StableDiffusion3(Family):
         "text_encoder_2": CLIP_LORA_TARGET_MODULES,
         "text_encoder_3": T5_LORA_TARGET_MODULES,
     }
-    text_lora_prefixes = {
-        "text_encoder": "lora_te1",
-        "text_encoder_2": "lora_te2",
-        "text_encoder_3": "lora_te3",
-    }
+    text_lora_prefixes = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te2", "text_encoder_3": "lora_te3"}
     block_lists = ("transformer_blocks",)
-    default_image_size = (1024, 1024)
     default_num_inference_steps = 28
     default_guidance_scale = 7.0
 
@@ -66,9 +43,6 @@ class StableDiffusion3(Family):
         names = (f"{embedder}_embedder.linear_{number}" for embedder in ("timestep", "text") for number in (1, 2))
         embedders = (f"time_text_embed.{name}" for name in names)
         return "pos_embed.proj", "context_embedder", *embedders, "norm_out.linear", "proj_out"
-
-    def build_noise_process(self, pipe: Any) -> NoiseProcess:
-        return FlowMatchingProcess.from_scheduler(pipe.scheduler.config)
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         variant = _get_sd3_variant(pipe.transformer.config)
@@ -103,15 +77,6 @@ class StableDiffusion3(Family):
             return_dict=False,
         )[0]
         return predicted
-
-    def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
-        return dict(
-            guidance_scale=self.get_guidance_scale(prompt),
-            prompt_embeds=cond["embeds"],
-            pooled_prompt_embeds=cond["pooled"],
-            negative_prompt_embeds=negative_cond["embeds"],
-            negative_pooled_prompt_embeds=negative_cond["pooled"],
-        )
 
 
 def _get_sd3_variant(config: Any) -> str:

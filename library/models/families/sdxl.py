@@ -7,12 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from ...data.batch import Batch, Cond
-from ...data.prompts import Prompt
-from ...diffusion.process import NoiseProcess
 from .. import text_encoding
 from ..base import BaseModelInfo, Family
 from ..facts_unet import SDXL_FACTS, UNET_CONV_LORA_TARGET_MODULES, UNET_LORA_TARGET_MODULES
-from ..schedulers import build_ddpm_process
 from ..text_encoding import CHUNK_LENGTH, CLIP_LORA_TARGET_MODULES, join_chunks, tokenize_in_chunks
 
 
@@ -27,16 +24,11 @@ class StableDiffusionXL(Family):
     }
     lora_target_modules = UNET_LORA_TARGET_MODULES
     conv_lora_target_modules = UNET_CONV_LORA_TARGET_MODULES
-    lora_prefix = "lora_unet"
     lora_key_style = "ldm"
     text_lora_target_modules = dict.fromkeys(("text_encoder", "text_encoder_2"), CLIP_LORA_TARGET_MODULES)
     text_lora_prefixes = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}
-    default_image_size = (1024, 1024)
     default_num_inference_steps = 30
     default_guidance_scale = 7.5
-
-    def build_noise_process(self, pipe: Any) -> NoiseProcess:
-        return build_ddpm_process(pipe.scheduler)
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("sdxl_base_v1-0", "stable-diffusion-xl-v1-base")
@@ -69,13 +61,3 @@ class StableDiffusionXL(Family):
             return_dict=False,
         )[0]
         return predicted
-
-    def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
-        # By default the pipeline conditions on an uncropped image of the target size.
-        return dict(
-            guidance_scale=self.get_guidance_scale(prompt),
-            prompt_embeds=cond["embeds"],
-            pooled_prompt_embeds=cond["pooled"],
-            negative_prompt_embeds=negative_cond["embeds"],
-            negative_pooled_prompt_embeds=negative_cond["pooled"],
-        )

@@ -7,8 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from ...data.batch import Batch, Cond
-from ...data.prompts import Prompt
-from ...diffusion.process import FlowMatchingProcess, NoiseProcess
 from .. import text_encoding
 from ..base import BaseModelInfo, Family
 from ..facts_dit import Z_IMAGE_FACTS
@@ -27,7 +25,6 @@ class ZImage(Family):
         *(f"layers.*.attention.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
         *(f"layers.*.feed_forward.{layer}" for layer in ("w1", "w2", "w3")),
     )
-    lora_prefix = "lora_unet"
     lora_other_key_styles = ("z_image",)
     lora_format = "diffusers"
     block_lists = ("layers",)
@@ -35,12 +32,8 @@ class ZImage(Family):
     block_token_args = {"attn_mask": ((1, ("x",)),), "freqs_cis": ((1, ("x",)),)}
     has_variable_text_length = True
     denoiser_text_multiple = 32
-    default_image_size = (1024, 1024)
     default_num_inference_steps = 9
     default_guidance_scale = 0.0
-
-    def build_noise_process(self, pipe: Any) -> NoiseProcess:
-        return FlowMatchingProcess.from_scheduler(pipe.scheduler.config)
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("z_image", "z-image")
@@ -73,13 +66,6 @@ class ZImage(Family):
         frames = list(noisy_latents.unsqueeze(2).unbind(0))  # each (C, 1, H, W)
         predicted = denoiser(frames, 1 - timesteps / 1000, batch.cond["embeds"], return_dict=False)[0]
         return -torch.stack(predicted).squeeze(2)  # the model's time, and so its velocity, runs from noise to image
-
-    def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
-        return dict(
-            guidance_scale=self.get_guidance_scale(prompt),
-            prompt_embeds=cond["embeds"],
-            negative_prompt_embeds=negative_cond["embeds"],
-        )
 
 
 def _apply_chat_template(pipe: Any, prompt: str, add_generation_prompt: bool = False) -> str:

@@ -1,15 +1,15 @@
-"""LoRA files: what is written is right, is what was trained, and never costs an older good file."""
+"""LoRA files are verified on write, equal the trained adapter, and never replace an older file by a bad one."""
 
 import os
 from dataclasses import replace
 
 import pytest
-import stand_in
+import tiny_sd1
 import torch
-from adapter_tensors import kohya, names_of
+from adapter_tensors import build_component_keys, convert_adapter_to_kohya
 from diffusers import StableDiffusionPipeline
 from safetensors.torch import load_file, save_file
-from small_unet import CONFIG, TARGETS, call, randomise
+from small_unet import CONFIG, TARGETS, randomize_lora_b, run_unet
 from torch import nn
 
 from library.adapters import lora
@@ -27,30 +27,30 @@ from library.errors import UserError
 META = {"ss_network_dim": "6", "ss_v2": "False"}
 
 
-def trained(seed=0):
-    """A model with a LoRA that does something, and its tensors for a file."""
-    model = stand_in.build(("unet",)).unet
+def trained_lora(seed=0):
+    """A model with a nonzero LoRA, and the tensors of its file."""
+    model = tiny_sd1.build_pipeline(("unet",)).unet
     adapter = lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
-    randomise(model, seed)
-    return model, kohya(model, adapter)
+    randomize_lora_b(model, seed)
+    return model, convert_adapter_to_kohya(model, adapter)
 
 
 @pytest.fixture(scope="module")
 def tensors():
-    return trained()[1]
+    return trained_lora()[1]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("precision, bound", [(None, 1e-6), ("float", 1e-6), ("fp16", 1e-4), ("bf16", 1e-3)])
-def test_diffusers_loads_the_file_and_computes_what_the_model_in_memory_does(tmp_path, precision, bound):
-    model, tensors = trained()
+def test_diffusers_loads_the_file_and_predicts_the_same_as_the_model_in_memory(tmp_path, precision, bound):
+    model, tensors = trained_lora()
     write_adapter_file(tmp_path / "lora.safetensors", cast_tensors(tensors, precision), META)
-    pipe: StableDiffusionPipeline = stand_in.build()
-    base = call(pipe.unet)
+    pipe: StableDiffusionPipeline = tiny_sd1.build_pipeline()
+    base = run_unet(pipe.unet)
     pipe.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")
-    difference = (call(pipe.unet) - call(model)).abs().max().item()
+    difference = (run_unet(pipe.unet) - run_unet(model)).abs().max().item()
     assert difference < bound
-    assert (call(model) - base).abs().max().item() > 50 * bound, "the LoRA does much more than the difference"
+    assert (run_unet(model) - base).abs().max().item() > 50 * bound, "the LoRA does much more than the difference"
 
 
 def test_a_file_is_read_back_as_it_was_written(tmp_path, tensors):
@@ -69,7 +69,7 @@ def test_weights_are_cast_and_alphas_are_not(tensors):
     assert {t.dtype for key, t in half.items() if key.endswith(".alpha")} == {torch.float32}
 
 
-def test_a_weight_too_large_for_fp16_is_named(tensors):
+def test_a_weight_too_large_for_fp16_is_reported_by_name(tensors):
     key = next(key for key in tensors if "lora_up" in key)
     large = {**tensors, key: tensors[key] * 1e7}
     with pytest.raises(UserError, match=rf"{key}: .* too large for fp16; use save_precision bf16"):
@@ -77,8 +77,8 @@ def test_a_weight_too_large_for_fp16_is_named(tensors):
     assert cast_tensors(large, "bf16")[key].isfinite().all()
 
 
-def changed(tensors, change):
-    """The tensors with one fault planted."""
+def damage_tensors(tensors, change):
+    """The tensors with one fault."""
     planted = dict(tensors)
     up = next(key for key in tensors if "lora_up" in key)
     down, alpha = up.replace("lora_up", "lora_down"), up.replace("lora_up.weight", "alpha")
@@ -126,12 +126,12 @@ IN_MEMORY = {
 
 
 @pytest.mark.parametrize("change, message", IN_MEMORY.items())
-def test_what_no_loader_could_use_is_not_written_and_the_older_file_stays(tmp_path, tensors, change, message):
+def test_invalid_tensors_are_not_written_and_the_older_file_is_unchanged(tmp_path, tensors, change, message):
     path = tmp_path / "lora.safetensors"
     write_adapter_file(path, tensors, META)
     before = path.read_bytes()
     with pytest.raises(InvalidAdapterFileError, match=message):
-        write_adapter_file(path, changed(tensors, change), META)
+        write_adapter_file(path, damage_tensors(tensors, change), META)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["lora.safetensors"]
 
@@ -152,14 +152,14 @@ ON_DISK = {
 
 
 @pytest.mark.parametrize("change, message", ON_DISK.items())
-def test_a_file_that_differs_from_the_model_in_memory_is_caught(tmp_path, tensors, change, message):
+def test_a_file_that_differs_from_the_model_in_memory_is_detected(tmp_path, tensors, change, message):
     path = tmp_path / "lora.safetensors"
-    save_file(changed(tensors, change), path, META)
+    save_file(damage_tensors(tensors, change), path, META)
     with pytest.raises(InvalidAdapterFileError, match=message):
         verify_adapter_file(path, tensors, META)
 
 
-def test_a_cut_off_file_and_changed_metadata_are_caught(tmp_path, tensors):
+def test_a_truncated_file_and_changed_metadata_are_detected(tmp_path, tensors):
     path = tmp_path / "lora.safetensors"
     save_file(tensors, path, {**META, "ss_v2": "True"})
     with pytest.raises(InvalidAdapterFileError, match="metadata differs: ss_v2"):
@@ -169,12 +169,12 @@ def test_a_cut_off_file_and_changed_metadata_are_caught(tmp_path, tensors):
         verify_adapter_file(path, tensors, META)
 
 
-def test_a_file_from_before_the_first_step_may_do_nothing_when_that_is_said(tmp_path, tensors):
-    write_adapter_file(tmp_path / "start.safetensors", changed(tensors, "dead"), META, is_trained=False)
+def test_an_untrained_file_may_have_zero_updates(tmp_path, tensors):
+    write_adapter_file(tmp_path / "start.safetensors", damage_tensors(tensors, "dead"), META, is_trained=False)
     assert not any(t.any() for key, t in load_file(tmp_path / "start.safetensors").items() if "lora_up" in key)
 
 
-def test_a_full_disk_is_one_clear_line_and_the_older_file_stays(tmp_path, tensors):
+def test_a_full_disk_is_reported_in_one_line_and_the_older_file_is_unchanged(tmp_path, tensors):
     resource = pytest.importorskip("resource")
     path = tmp_path / "lora.safetensors"
     write_adapter_file(path, tensors, META)
@@ -189,20 +189,20 @@ def test_a_full_disk_is_one_clear_line_and_the_older_file_stays(tmp_path, tensor
     assert os.listdir(tmp_path) == ["lora.safetensors"]
 
 
-def test_a_folder_that_cannot_be_made_is_one_clear_line(tmp_path, tensors):
+def test_a_folder_that_cannot_be_created_is_reported_in_one_line(tmp_path, tensors):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written"):
         write_adapter_file(tmp_path / "file" / "lora.safetensors", tensors, META)
 
 
 def lora_in_memory():
-    """A trained LoRA as a run has it, and what its file holds."""
-    model, tensors = trained()
-    part = names_of(model)
+    """A trained LoRA in memory, and the contents of its file."""
+    model, tensors = trained_lora()
+    part = build_component_keys(model)
     return nn.ModuleDict({"unet": model}), convert_from_file_format(tensors, {}, [part])
 
 
-def test_a_file_does_in_each_layer_what_the_adapter_in_memory_does():
+def test_each_layer_computes_the_same_with_the_file_as_with_the_adapter_in_memory():
     holder, content = lora_in_memory()
     before = {key: tensor.clone() for key, tensor in lora.get_adapter_state_dict(holder).items()}
     assert not list(compare_file_with_model(holder, content, content.alphas))
@@ -210,7 +210,7 @@ def test_a_file_does_in_each_layer_what_the_adapter_in_memory_does():
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_what_a_file_in_half_precision_does_is_near_enough(precision):
+def test_the_effect_of_a_half_precision_file_is_within_the_tolerance(precision):
     holder, content = lora_in_memory()
     assert not list(
         compare_file_with_model(
@@ -220,7 +220,7 @@ def test_what_a_file_in_half_precision_does_is_near_enough(precision):
 
 
 @pytest.mark.parametrize("fault", ["values", "alpha", "exchanged", "missing", "more"])
-def test_a_file_that_does_something_else_in_one_layer_is_caught(fault):
+def test_a_file_with_another_effect_in_one_layer_is_detected(fault):
     holder, content = lora_in_memory()
     first, second = [module for module in content.alphas if module.endswith("attn1.to_q")][:2]
     state, alphas = dict(content.state_dict), dict(content.alphas)
@@ -238,11 +238,11 @@ def test_a_file_that_does_something_else_in_one_layer_is_caught(fault):
         case "more":
             alphas[f"{second}.more"] = 1.0
             first = f"{second}.more"
-    found = list(compare_file_with_model(holder, replace(content, state_dict=state, alphas=alphas), content.alphas))
-    assert found and all(first in line for line in found)
+    actual = list(compare_file_with_model(holder, replace(content, state_dict=state, alphas=alphas), content.alphas))
+    assert actual and all(first in line for line in actual)
 
 
-def test_a_file_that_its_check_refuses_gets_no_name(tmp_path, tensors):
+def test_a_file_that_its_check_rejects_is_not_renamed_to_its_path(tmp_path, tensors):
     def refuse(path):
         assert load_file(path).keys() == tensors.keys()
         raise InvalidAdapterFileError("not what was trained")
@@ -262,16 +262,14 @@ PIECES = {
 
 
 @pytest.mark.parametrize("kind", PIECES)
-def test_files_of_other_kinds_are_looked_at_piece_by_piece(kind, tmp_path):
+def test_files_of_other_adapter_types_are_verified_by_tensor(kind, tmp_path):
     path = tmp_path / "lora.safetensors"
-    whole = {f"lora_unet_a.{end}": torch.ones(2, 2) for end in PIECES[kind]} | {"lora_unet_a.alpha": torch.tensor(1.0)}
-    write_adapter_file(path, whole, META)
+    data = {f"lora_unet_a.{end}": torch.ones(2, 2) for end in PIECES[kind]} | {"lora_unet_a.alpha": torch.tensor(1.0)}
+    write_adapter_file(path, data, META)
     for end in PIECES[kind]:
         if end == "dora_scale":  # without it, it is a LoRA
             continue
         with pytest.raises(InvalidAdapterFileError, match="has no"):
-            write_adapter_file(
-                path, {key: tensor for key, tensor in whole.items() if not key.endswith(f".{end}")}, META
-            )
+            write_adapter_file(path, {key: tensor for key, tensor in data.items() if not key.endswith(f".{end}")}, META)
     with pytest.raises(InvalidAdapterFileError, match="no loader knows this key"):
-        write_adapter_file(path, {**whole, "lora_unet_a.hada_w3": torch.ones(1)}, META)
+        write_adapter_file(path, {**data, "lora_unet_a.hada_w3": torch.ones(1)}, META)

@@ -1,15 +1,15 @@
-"""Files of sd-scripts, diffusers and ComfyUI from one state and back: no bit and no alpha is lost on the way."""
+"""Conversion to the files of sd-scripts, diffusers and ComfyUI and back loses no bit and no alpha."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from adapter_states import draw_state, outputs, sizes
-from adapter_tensors import merge, names_of
+from adapter_states import build_random_state, compute_outputs, list_tensor_shapes
+from adapter_tensors import build_component_keys, merge
 from diffusers import UNet2DConditionModel
 from safetensors.torch import load_file, save_file
-from tiny_denoiser import tiny_denoiser
+from tiny_denoiser import build_tiny_denoiser
 from tiny_pipelines import TINY
 
 from library.adapters.checkpoint_file import read_safetensors
@@ -31,7 +31,7 @@ EVERY = ("sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image")
 FORMATS = ("kohya", "diffusers", "comfy")
 
 
-def equal(one, other):
+def has_same_tensors(one, other):
     return one.keys() == other.keys() and all(
         one[key].dtype == other[key].dtype and torch.equal(one[key], other[key]) for key in one
     )
@@ -40,23 +40,23 @@ def equal(one, other):
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_family_goes_to_every_format_and_back_to_the_bit(name, form, dtype):
+def test_every_family_is_converted_to_every_format_and_back_to_the_bit(name, form, dtype):
     # In 16 bits any alpha can be multiplied in and taken out again, in 32 bits powers of two.
-    state, alphas, parts = draw_state(name, dtype=dtype, scale=0.5 if dtype == torch.float32 else None)
-    tensors, told = convert_to_file_format(state, alphas, parts, form)
+    state, alphas, parts = build_random_state(name, dtype=dtype, scale=0.5 if dtype == torch.float32 else None)
+    tensors, metadata = convert_to_file_format(state, alphas, parts, form)
     assert all(tensor.is_contiguous() for tensor in tensors.values())
-    back = convert_from_file_format(tensors, told, parts)
-    assert equal(back.state_dict, state) and back.alphas == alphas
+    back = convert_from_file_format(tensors, metadata, parts)
+    assert has_same_tensors(back.state_dict, state) and back.alphas == alphas
     assert back.file_format == ("kohya" if form == "comfy" and parts[0].name == "unet" else form)
 
 
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("kind, forms", [("dora", FORMATS), ("loha", ("comfy",)), ("lokr", ("comfy",))])
-def test_other_kinds_go_to_the_formats_that_know_them_and_back(name, kind, forms):
-    state, alphas, parts = draw_state(name, kind, scale=0.25)
+def test_other_adapter_types_are_converted_to_the_formats_that_support_them_and_back(name, kind, forms):
+    state, alphas, parts = build_random_state(name, kind, scale=0.25)
     for form in forms:
         back = convert_from_file_format(*convert_to_file_format(state, alphas, parts, form), parts)
-        assert equal(back.state_dict, state) and back.alphas == alphas
+        assert has_same_tensors(back.state_dict, state) and back.alphas == alphas
 
 
 IN_DIFFUSERS = [*((name, "lora") for name in EVERY), ("sd1", "dora"), ("sd3", "dora"), ("flux", "dora")]
@@ -64,34 +64,34 @@ IN_DIFFUSERS = [*((name, "lora") for name in EVERY), ("sd1", "dora"), ("sd3", "d
 
 @torch.no_grad()
 @pytest.mark.parametrize("name, kind", IN_DIFFUSERS)
-def test_diffusers_computes_with_the_file_what_a_model_with_merged_weights_does(name, kind, tmp_path):
-    """Text encoders included, but for DoRA, whose magnitudes it leaves out there."""
+def test_diffusers_predicts_the_same_with_the_file_as_with_merged_weights(name, kind, tmp_path):
+    """Includes text encoders, except for DoRA, whose magnitudes diffusers ignores there."""
     tiny, family = TINY[name](), FAMILIES.get(name)()
-    state, alphas, parts = draw_state(name, kind, pipe=tiny.pipe, with_t5=False)
+    state, alphas, parts = build_random_state(name, kind, pipe=tiny.pipe, with_t5=False)
     state = {
         key: 0.1 * each if "lora_B" in key else each.abs() if "magnitude" in key else each
         for key, each in state.items()
     }
     form = choose_file_format([kind], family.lora_format) if kind == "lora" else "diffusers"
     save_file(convert_to_file_format(state, alphas, parts, form)[0], tmp_path / "lora.safetensors")
-    base = outputs(family, tiny.pipe, tiny.batch)
-    theirs = family.load(tiny.source, torch.float32)
-    theirs.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")
-    found = outputs(family, theirs, tiny.batch)
+    base = compute_outputs(family, tiny.pipe, tiny.batch)
+    reference = family.load(tiny.source, torch.float32)
+    reference.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")
+    found = compute_outputs(family, reference, tiny.batch)
     merge(tiny.pipe, state, alphas)
-    wanted = outputs(family, tiny.pipe, tiny.batch)
-    for what, tensor in wanted.items():
+    expected_outputs = compute_outputs(family, tiny.pipe, tiny.batch)
+    for what, tensor in expected_outputs.items():
         if kind == "dora" and what != "denoiser":
             continue
         assert (tensor - base[what]).abs().max() > 1e-2, what
         torch.testing.assert_close(found[what], tensor, rtol=2e-3, atol=2e-3, msg=lambda text, at=what: f"{at}: {text}")
 
 
-def test_a_lora_kind_is_not_written_where_nobody_would_read_it():
-    state, alphas, parts = draw_state("flux", "lokr")
+def test_an_adapter_type_is_not_written_in_a_format_without_support():
+    state, alphas, parts = build_random_state("flux", "lokr")
     with pytest.raises(UserError, match=r"transformer\.double_blocks.* lokr .*use save_format comfy"):
         convert_to_file_format(state, alphas, parts, "kohya")
-    state, alphas, parts = draw_state("sd1", "loha")
+    state, alphas, parts = build_random_state("sd1", "loha")
     with pytest.raises(UserError, match="diffusers does not load loha; use auto or comfy"):
         convert_to_file_format(state, alphas, parts, "diffusers")
     assert "rotates a layer's input" in validate_save_format(["oft"], "kohya")[0] and not validate_save_format(
@@ -99,7 +99,7 @@ def test_a_lora_kind_is_not_written_where_nobody_would_read_it():
     )
 
 
-def test_the_usual_format_is_the_one_that_most_programs_read():
+def test_the_default_format_is_the_one_that_most_programs_load():
     assert choose_file_format(["lora"], "kohya") == "kohya" and choose_file_format(["lora"], "diffusers") == "diffusers"
     assert choose_file_format(["dora"], "diffusers") == choose_file_format(["loha"], "diffusers") == "comfy"
     assert choose_file_format(["oft"], "kohya") == "diffusers"
@@ -107,7 +107,7 @@ def test_the_usual_format_is_the_one_that_most_programs_read():
 
 @pytest.mark.parametrize("rank, alpha", [(3, 1.0), (6, 5.0), (4, 16.0)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_what_alpha_does_can_be_taken_out_again_to_the_bit_where_it_is_no_power_of_two(rank, alpha, dtype):
+def test_a_folded_alpha_that_is_no_power_of_two_is_unfolded_to_the_bit(rank, alpha, dtype):
     part = ComponentKeys("transformer", ("a", "a.b"), "lora_unet")
     draw = torch.Generator().manual_seed(1)
     state = {
@@ -115,21 +115,21 @@ def test_what_alpha_does_can_be_taken_out_again_to_the_bit_where_it_is_no_power_
         "transformer.a.b.lora_B.weight": torch.randn(400, rank, generator=draw).to(dtype),
     }
     alphas = {"transformer.a.b": alpha}
-    tensors, told = convert_to_file_format(state, alphas, [part], "diffusers", torch.float16)
+    tensors, metadata = convert_to_file_format(state, alphas, [part], "diffusers", torch.float16)
     up, down = tensors["transformer.a.b.lora_B.weight"], tensors["transformer.a.b.lora_A.weight"]
-    wanted = (
+    expected_outputs = (
         alpha / rank * state["transformer.a.b.lora_B.weight"].double() @ state["transformer.a.b.lora_A.weight"].double()
     )
-    torch.testing.assert_close(up.double() @ down.double(), wanted, rtol=1e-6, atol=1e-6)
-    back = convert_from_file_format(tensors, told, [part])
-    assert equal(back.state_dict, state) and back.alphas == alphas and back.alpha_dtype == torch.float16
+    torch.testing.assert_close(up.double() @ down.double(), expected_outputs, rtol=1e-6, atol=1e-6)
+    back = convert_from_file_format(tensors, metadata, [part])
+    assert has_same_tensors(back.state_dict, state) and back.alphas == alphas and back.alpha_dtype == torch.float16
     assert convert_from_file_format(tensors, {}, [part]).alphas == {"transformer.a.b": rank}, (
         "without the metadata it still works"
     )
 
 
-def test_names_of_older_diffusers_of_peft_and_of_other_trainers_are_read():
-    state, _, parts = draw_state("sd1")
+def test_keys_of_older_diffusers_of_peft_and_of_other_trainers_are_read():
+    state, _, parts = build_random_state("sd1")
     module = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
     down, up = state[f"{module}.lora_A.weight"], state[f"{module}.lora_B.weight"]
     short = module.removeprefix("unet.")
@@ -148,7 +148,9 @@ def test_names_of_older_diffusers_of_peft_and_of_other_trainers_are_read():
         ),
     ):
         back = convert_from_file_format({first: down, second: up}, {}, parts)
-        assert equal(back.state_dict, {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up}), first
+        assert has_same_tensors(back.state_dict, {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up}), (
+            first
+        )
         assert back.alphas == {module: len(down)}
     text = "text_encoder.encoder.layers.0.self_attn.q_proj"
     old = "text_encoder.text_model.encoder.layers.0.self_attn.to_q_lora"
@@ -157,9 +159,9 @@ def test_names_of_older_diffusers_of_peft_and_of_other_trainers_are_read():
     assert found.replace("text_model.", "") == text
 
 
-def test_fused_attention_of_z_image_comes_apart():
-    model, family = tiny_denoiser("z_image")
-    part = names_of(model, family)
+def test_fused_attention_of_z_image_is_split():
+    model, family = build_tiny_denoiser("z_image")
+    part = build_component_keys(model, family)
     size = model.layers[0].attention.to_q.weight.shape[1]
     rows = [model.layers[0].attention.get_submodule(end).weight.shape[0] for end in ("to_q", "to_k", "to_v")]
     assert rows == [size] * 3
@@ -178,7 +180,7 @@ def test_fused_attention_of_z_image_comes_apart():
 
 
 def golden_file(path, name, dtype=torch.float16):
-    """As sd-scripts would save it: its names and shapes, alphas in the precision of the weights."""
+    """A file as sd-scripts saves it: its keys and shapes, alphas in the dtype of the weights."""
     draw = torch.Generator().manual_seed(3)
     shapes = json.loads((DATA / f"kohya_keys_{name}.json").read_text())
     few = {key: shape for key, shape in shapes.items() if "s_0_" in key and "single" not in key}
@@ -200,10 +202,10 @@ FAMILY_OF = {"sd15": "sd1", "sdxl": "sdxl", "sd3_medium": "sd3", "flux": "flux"}
     "kind, zero, form",
     [pytest.param("lora", "lora_down.weight", "diffusers", marks=pytest.mark.slow), ("lokr", "lokr_w2_b", "comfy")],
 )
-def test_the_tool_converts_files_in_which_a_layer_does_nothing(kind, zero, form, tmp_path):
-    """LyCORIS begins with zeros in other places than peft, and leaves them there in layers that nothing reaches."""
+def test_the_tool_converts_files_with_a_layer_without_effect(kind, zero, form, tmp_path):
+    """LyCORIS initializes other tensors with zeros than peft, and unused layers keep them."""
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
-    state, alphas, parts = draw_state("sd1", kind)
+    state, alphas, parts = build_random_state("sd1", kind)
     tensors = convert_to_file_format(state, alphas, parts, "kohya")[0]
     idle = next(key for key in tensors if key.endswith(zero))
     save_file({**tensors, idle: torch.zeros_like(tensors[idle])}, source)
@@ -213,7 +215,7 @@ def test_the_tool_converts_files_in_which_a_layer_does_nothing(kind, zero, form,
 
 
 @pytest.mark.parametrize("name", ["sd15", pytest.param("flux", marks=pytest.mark.slow)])
-def test_the_tool_converts_sd_scripts_files_there_and_back_to_the_bit(name, tmp_path, capsys):
+def test_the_tool_converts_sd_scripts_files_to_diffusers_and_back_to_the_bit(name, tmp_path, capsys):
     source = tmp_path / "a.safetensors"
     golden_file(source, name)
     for form in ("diffusers", "comfy"):
@@ -221,16 +223,16 @@ def test_the_tool_converts_sd_scripts_files_there_and_back_to_the_bit(name, tmp_
         assert run_tool(["convert", str(source), str(there), "--to", form]) == 0
         assert f"a.safetensors: {FAMILY_OF[name]}, " in capsys.readouterr().out
         assert run_tool(["convert", str(there), str(back), "--to", "kohya"]) == 0
-        assert equal(load_file(back), load_file(source))
-        kept = read_safetensors(back)[1]
-        assert kept["modelspec.title"] == "my LoRA" and kept["ss_network_dim"] == "16"
-        assert not [key for key in kept if key.startswith("lorikeet.")]
+        assert has_same_tensors(load_file(back), load_file(source))
+        converted_metadata = read_safetensors(back)[1]
+        assert converted_metadata["modelspec.title"] == "my LoRA" and converted_metadata["ss_network_dim"] == "16"
+        assert not [key for key in converted_metadata if key.startswith("lorikeet.")]
         hashes = [read_safetensors(path)[1]["sshs_model_hash"] for path in (there, back)]
         assert (hashes[0] == hashes[1]) == (form == "comfy" and name == "sd15"), "they are those of the new tensors"
 
 
 @pytest.mark.slow
-def test_a_model_of_a_size_of_its_own_is_found_by_its_names_and_by_what_the_file_says():
+def test_a_model_of_custom_size_is_identified_by_its_keys_and_by_the_metadata():
     unet = build_empty_model(
         UNet2DConditionModel,
         {
@@ -244,13 +246,13 @@ def test_a_model_of_a_size_of_its_own_is_found_by_its_names_and_by_what_the_file
     family = FAMILIES.get("sd1")
     state, alphas = {}, {}
     for module in match_target_modules(unet, family.lora_target_modules):
-        for end, size in sizes("lora", unet.get_submodule(module).weight.shape, 2).items():
+        for end, size in list_tensor_shapes("lora", unet.get_submodule(module).weight.shape, 2).items():
             state[f"unet.{module}.{end}"] = torch.ones(size)
         alphas[f"unet.{module}"] = 1.0
-    tensors, _ = convert_to_file_format(state, alphas, [names_of(unet)], "kohya")
+    tensors, _ = convert_to_file_format(state, alphas, [build_component_keys(unet)], "kohya")
     found = identify_lora(tensors, {"modelspec.architecture": "stable-diffusion-v2-512/lora"})
     assert (found.family, found.is_known_size) == ("sd2", False)
-    assert equal(found.contents.state_dict, state)
+    assert has_same_tensors(found.contents.state_dict, state)
     built_in = load_components_on_meta(detect_model(None), ("unet",)).unet
     state = {
         f"unet.{name}.lora_{end}.weight": torch.ones(2, 2)
@@ -260,13 +262,13 @@ def test_a_model_of_a_size_of_its_own_is_found_by_its_names_and_by_what_the_file
     alphas = {key.removesuffix(".lora_A.weight"): 1.0 for key in state if "lora_A" in key}
     for module in alphas:
         shape = built_in.get_submodule(module.removeprefix("unet.")).weight.shape
-        state |= {f"{module}.{end}": torch.ones(size) for end, size in sizes("lora", shape, 2).items()}
-    found = identify_lora(convert_to_file_format(state, alphas, [names_of(built_in)], "kohya")[0], {})
+        state |= {f"{module}.{end}": torch.ones(size) for end, size in list_tensor_shapes("lora", shape, 2).items()}
+    found = identify_lora(convert_to_file_format(state, alphas, [build_component_keys(built_in)], "kohya")[0], {})
     assert (found.family, found.is_known_size) == ("sd1", True)
 
 
 @pytest.mark.slow
-def test_the_tool_says_what_is_no_lora_and_overwrites_nothing(tmp_path, capsys):
+def test_the_tool_rejects_files_that_are_no_lora_and_overwrites_nothing(tmp_path, capsys):
     model, adapter = tmp_path / "model.safetensors", tmp_path / "lora.safetensors"
     save_file({"first.weight": torch.ones(2)}, model)
     save_file(
@@ -285,8 +287,12 @@ def test_the_tool_says_what_is_no_lora_and_overwrites_nothing(tmp_path, capsys):
         assert run_tool(["convert", str(tmp_path / name), str(tmp_path / "out.safetensors"), "--to", "kohya"]) == 2
         assert message in capsys.readouterr().err
     assert run_tool(["convert", str(model), str(adapter), "--to", "kohyo", "--fast"]) == 2
-    said = capsys.readouterr().err
-    assert "unknown format 'kohyo'; did you mean kohya?" in said and "is not overwritten" in said and "--fast" in said
+    stderr = capsys.readouterr().err
+    assert (
+        "unknown format 'kohyo'; did you mean kohya?" in stderr
+        and "is not overwritten" in stderr
+        and "--fast" in stderr
+    )
     assert not (tmp_path / "out.safetensors").exists()
 
 
@@ -297,9 +303,9 @@ LATER = {
 
 
 @pytest.mark.parametrize("form, start", LATER.items())
-def test_comfyui_gets_shift_and_scale_of_sd3_in_the_order_of_the_original(form, start):
-    """It reads diffusers' name as if the order were the same; a name that it reads later says it right."""
-    state, alphas, parts = draw_state("sd3", scale=0.5)
+def test_comfyui_files_have_shift_and_scale_of_sd3_in_the_original_order(form, start):
+    """It ignores the order for diffusers keys; a key that it reads later has the original order."""
+    state, alphas, parts = build_random_state("sd3", scale=0.5)
     tensors, _ = convert_to_file_format(state, alphas, parts, form)
     up = state["transformer.transformer_blocks.1.norm1_context.linear.lora_B.weight"]
     factor = 0.5 if form == "diffusers" else 1.0

@@ -1,9 +1,9 @@
-"""LoRA in a model: where it is put, how it starts, what is trained, and how it is read out."""
+"""LoRA injection: target modules, initialization, trainable parameters and state dict."""
 
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
-from small_unet import CONFIG, TARGETS, call, randomise, unet
+from small_unet import CONFIG, TARGETS, build_unet, randomize_lora_b, run_unet
 from torch import nn
 
 from library.adapters import lora
@@ -23,39 +23,39 @@ def test_the_real_unet_gets_a_lora_on_192_modules():
 
 @torch.no_grad()
 def test_the_update_is_zero_at_the_start():
-    model = unet()
-    before = call(model)
+    model = build_unet()
+    before = run_unet(model)
     lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
-    assert torch.equal(call(model), before)
-    randomise(model)
-    assert not torch.allclose(call(model), before)
+    assert torch.equal(run_unet(model), before)
+    randomize_lora_b(model)
+    assert not torch.allclose(run_unet(model), before)
 
 
 @torch.no_grad()
-def test_the_update_is_b_times_a_times_alpha_over_rank():
-    model, plain = unet(), unet()
+def test_the_update_is_lora_b_times_lora_a_times_alpha_over_rank():
+    model, plain = build_unet(), build_unet()
     adapter = lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
-    randomise(model)
+    randomize_lora_b(model)
     state = lora.get_adapter_state_dict(model)
     for name in adapter.modules:
         down, up = (state[f"{name}.lora_{half}.weight"].flatten(1) for half in "AB")
         weight = plain.get_submodule(name).weight
         weight += (up @ down * (2.5 / 6)).view_as(weight)
-    torch.testing.assert_close(call(model), call(plain), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(run_unet(model), run_unet(plain), rtol=1e-4, atol=1e-5)
 
 
-def test_the_start_depends_on_the_seed_and_the_name_and_on_nothing_else():
-    def start(seed, targets=TARGETS):
-        model = unet()
+def test_the_initial_weights_depend_on_the_seed_and_the_name_only():
+    def init_weights(seed, targets=TARGETS):
+        model = build_unet()
         lora.inject_into_model(model, CONFIG, targets, seed)
         return lora.get_adapter_state_dict(model)
 
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
-    first = start(seed=3)
+    first = init_weights(seed=3)
     assert torch.equal(before, torch.random.get_rng_state()), "the global generator is left alone"
     torch.manual_seed(2)
-    again, other, fewer = start(seed=3), start(seed=4), start(3, ("to_q",))
+    again, other, fewer = init_weights(seed=3), init_weights(seed=4), init_weights(3, ("to_q",))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert all(torch.equal(first[name], fewer[name]) for name in fewer)
     downs = [name for name in first if "lora_A" in name]
@@ -63,7 +63,7 @@ def test_the_start_depends_on_the_seed_and_the_name_and_on_nothing_else():
     assert not torch.equal(first[downs[1]], first[downs[8]])
 
 
-def test_down_is_drawn_as_kaiming_uniform_with_the_bound_of_a_linear_layer():
+def test_lora_a_is_initialized_as_kaiming_uniform_with_the_bound_of_a_linear_layer():
     model = nn.ModuleDict({"to_q": nn.Linear(400, 30), "conv": nn.Conv2d(90, 8, 1)})
     lora.inject_into_model(model, AdapterConfig(network_dim=64), ("to_q", "conv"), seed=0)
     for name, fan_in in (("to_q", 400), ("conv", 90)):
@@ -72,11 +72,11 @@ def test_down_is_drawn_as_kaiming_uniform_with_the_bound_of_a_linear_layer():
         assert down.std().item() == pytest.approx(fan_in**-0.5 / 3**0.5, rel=0.03)
 
 
-def test_only_the_lora_is_trained_and_in_float32_whatever_the_model_is():
-    model = unet(torch.bfloat16).train()
+def test_only_the_lora_is_trainable_and_in_float32_whatever_the_dtype_of_the_model():
+    model = build_unet(torch.bfloat16).train()
     lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
     with torch.autocast("cpu", torch.bfloat16):
-        call(model).square().mean().backward()
+        run_unet(model).square().mean().backward()
     trained = dict(lora.iter_adapter_parameters(model))
     assert {id(p) for p in trained.values()} == {id(p) for p in model.parameters() if p.requires_grad}
     assert {p.dtype for p in trained.values()} == {torch.float32}
@@ -85,32 +85,34 @@ def test_only_the_lora_is_trained_and_in_float32_whatever_the_model_is():
     assert all(bool(p.grad.any()) for name, p in trained.items() if "lora_B" in name)
 
 
-def test_alpha_zero_stands_for_the_rank_as_in_sd_scripts():
-    assert lora.inject_into_model(unet(), AdapterConfig(network_dim=6, network_alpha=0), TARGETS, seed=1).alpha == 6
+def test_alpha_zero_means_the_rank_as_in_sd_scripts():
+    assert (
+        lora.inject_into_model(build_unet(), AdapterConfig(network_dim=6, network_alpha=0), TARGETS, seed=1).alpha == 6
+    )
 
 
-def test_a_target_that_matches_nothing_is_an_error_that_names_it():
+def test_a_target_that_matches_no_layer_is_reported_by_name():
     with pytest.raises(UserError, match="'to_qq' matches no layer of UNet2DConditionModel"):
-        lora.inject_into_model(unet(), CONFIG, (*TARGETS, "to_qq"), seed=1)
+        lora.inject_into_model(build_unet(), CONFIG, (*TARGETS, "to_qq"), seed=1)
     with pytest.raises(UserError, match="no target"):
-        lora.inject_into_model(unet(), CONFIG, (), seed=1)
+        lora.inject_into_model(build_unet(), CONFIG, (), seed=1)
 
 
-def test_a_target_is_the_end_of_a_name_cut_at_a_dot():
+def test_a_target_is_a_suffix_of_a_module_name_that_begins_at_a_dot():
     model = nn.ModuleDict({"to_q": nn.Linear(2, 2), "not_to_q": nn.Linear(2, 2), "norm": nn.LayerNorm(2)})
     assert match_target_modules(model, ("to_q",)) == ("to_q",)
 
 
 class Outer(nn.Module):
-    """Holds a model under ``module``, as DDP does."""
+    """Wrap a model as ``module``, as DDP does."""
 
     def __init__(self, module):
         super().__init__()
         self.module = module
 
 
-def test_names_are_the_same_through_any_wrapper():
-    model = unet()
+def test_parameter_names_are_the_same_in_any_wrapper():
+    model = build_unet()
     lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
     plain = list(lora.get_adapter_state_dict(model))
     assert plain[0] == "down_blocks.0.attentions.0.proj_in.lora_A.weight"
@@ -122,11 +124,11 @@ def test_names_are_the_same_through_any_wrapper():
     assert list(lora.get_adapter_state_dict(model)) == plain
 
 
-def test_a_state_is_put_back_and_a_wrong_one_is_refused():
-    model, other = unet(), unet()
+def test_a_state_dict_is_loaded_and_a_wrong_one_is_rejected():
+    model, other = build_unet(), build_unet()
     lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
     lora.inject_into_model(other, CONFIG, TARGETS, seed=2)
-    randomise(model)
+    randomize_lora_b(model)
     lora.load_adapter_state_dict(other, lora.get_adapter_state_dict(model))
     assert all(
         torch.equal(a, b)

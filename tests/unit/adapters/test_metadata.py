@@ -1,4 +1,4 @@
-"""What a LoRA file says of itself: true, all text, without paths, with sd-scripts' hashes."""
+"""Metadata of LoRA files: correct, text only, without paths, with the hashes of sd-scripts."""
 
 import dataclasses
 import hashlib
@@ -49,11 +49,11 @@ CONFIG = RunConfig(
 )
 
 
-def described(config=CONFIG):
+def build_run_metadata(config=CONFIG):
     return build_metadata(config, MODEL, RUN, "lorikeet-lora/0.1.0")
 
 
-def test_the_keys_that_loaders_read_are_always_there():
+def test_the_keys_that_loaders_read_are_always_written():
     least = {
         "ss_v2": "False",
         "ss_base_model_version": "sd_v1",
@@ -63,12 +63,12 @@ def test_the_keys_that_loaders_read_are_always_there():
         "ss_network_args": "{}",
     }
     quiet = dataclasses.replace(CONFIG, save=dataclasses.replace(CONFIG.save, no_metadata=True))
-    assert described(quiet) == least
-    assert described().items() >= least.items()
+    assert build_run_metadata(quiet) == least
+    assert build_run_metadata().items() >= least.items()
 
 
 def test_the_run_is_described_with_sd_scripts_keys():
-    found = described()
+    actual = build_run_metadata()
     expected = {
         "ss_steps": "30",
         "ss_max_train_steps": "100",
@@ -90,17 +90,17 @@ def test_the_run_is_described_with_sd_scripts_keys():
         "modelspec.date": "2023-11-14T22:28:20+00:00",
         "modelspec.implementation_version": "lorikeet-lora/0.1.0",
     }
-    assert found.items() >= expected.items()
-    assert all(type(value) is str for value in found.values())
+    assert actual.items() >= expected.items()
+    assert all(type(value) is str for value in actual.values())
 
 
-def test_noise_times_and_loss_are_told_and_those_of_flow_matching_for_models_trained_by_it():
+def test_noise_and_loss_options_are_written_and_those_of_flow_matching_for_flow_models():
     config = dataclasses.replace(
         CONFIG,
         noise=NoiseConfig(noise_offset=0.1, ip_noise_gamma=0.0, weighting_scheme="cosmap"),
         loss=LossConfig(loss_type="huber", min_snr_gamma=5.0),
     )
-    found = described(config)
+    actual = build_run_metadata(config)
     expected = {
         "ss_noise_offset": "0.1",
         "ss_ip_noise_gamma": "None",
@@ -111,8 +111,8 @@ def test_noise_times_and_loss_are_told_and_those_of_flow_matching_for_models_tra
         "ss_zero_terminal_snr": "False",
         "ss_multires_noise_iterations": "None",
     }
-    assert found.items() >= expected.items()
-    assert "ss_timestep_sampling" not in found
+    assert actual.items() >= expected.items()
+    assert "ss_timestep_sampling" not in actual
     flow = build_metadata(config, dataclasses.replace(MODEL, prediction_type="flow"), RUN, "x")
     expected |= {
         "ss_timestep_sampling": "sigma",
@@ -132,23 +132,23 @@ def test_noise_times_and_loss_are_told_and_those_of_flow_matching_for_models_tra
         (None, "built-in"),
     ],
 )
-def test_of_a_path_only_the_last_part_is_told(source, name):
+def test_only_the_last_component_of_a_path_is_written(source, name):
     assert build_model_metadata(ModelConfig(source, vae=source)).items() >= {"ss_sd_model_name": name}.items()
     assert "someone" not in json.dumps(build_model_metadata(ModelConfig(source, vae=source)))
 
 
-def test_of_a_relative_path_only_the_last_part_is_told(tmp_path, monkeypatch):
+def test_only_the_last_component_of_a_relative_path_is_written(tmp_path, monkeypatch):
     (tmp_path / "private/sd15").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert build_model_metadata(ModelConfig(os.path.join("private", "sd15"))) == {"ss_sd_model_name": "sd15"}
 
 
-def test_a_single_file_is_told_with_the_two_hashes_that_web_uis_look_for(tmp_path):
+def test_a_single_file_model_is_written_with_the_two_hashes_that_web_uis_look_up(tmp_path):
     content = os.urandom(0x110010)
     (tmp_path / "sd.safetensors").write_bytes(content)
-    found = build_model_metadata(ModelConfig(str(tmp_path / "sd.safetensors"), vae=str(tmp_path / "sd.safetensors")))
+    actual = build_model_metadata(ModelConfig(str(tmp_path / "sd.safetensors"), vae=str(tmp_path / "sd.safetensors")))
     whole, old = hashlib.sha256(content).hexdigest(), hashlib.sha256(content[0x100000:0x110000]).hexdigest()[:8]
-    assert found == {
+    assert actual == {
         "ss_sd_model_name": "sd.safetensors",
         "ss_sd_model_hash": old,
         "ss_new_sd_model_hash": whole,
@@ -158,8 +158,8 @@ def test_a_single_file_is_told_with_the_two_hashes_that_web_uis_look_for(tmp_pat
     }
 
 
-def test_what_the_user_says_of_the_lora_stands_in_the_file(tmp_path):
-    (tmp_path / "cat.png").write_bytes(b"picture")
+def test_the_metadata_options_of_the_user_are_written(tmp_path):
+    (tmp_path / "cat.png").write_bytes(b"image")
     words = {name: f"my {name}" for name in MODELSPEC_USER_KEYS}
     save = dataclasses.replace(
         CONFIG.save,
@@ -168,39 +168,43 @@ def test_what_the_user_says_of_the_lora_stands_in_the_file(tmp_path):
         **{f"metadata_{name}": text for name, text in words.items()},
     )
     adapter = dataclasses.replace(CONFIG.adapter, network_args=("conv_dim=4", "verbose = True"))
-    found = described(dataclasses.replace(CONFIG, save=save, adapter=adapter))
-    assert found["modelspec.title"] == "Cat" and found["modelspec.thumbnail"] == "data:image/png;base64,cGljdHVyZQ=="
-    assert {name: found[f"modelspec.{name}"] for name in words} == words
-    assert json.loads(found["ss_network_args"]) == {"conv_dim": "4", "verbose": "True"}
-    assert found["ss_tag_frequency"] == RUN.dataset_metadata["ss_tag_frequency"] and found["ss_sd_model_name"] == "sd15"
-    assert "modelspec.author" not in described()
+    actual = build_run_metadata(dataclasses.replace(CONFIG, save=save, adapter=adapter))
+    assert actual["modelspec.title"] == "Cat" and actual["modelspec.thumbnail"] == "data:image/png;base64,aW1hZ2U="
+    assert {name: actual[f"modelspec.{name}"] for name in words} == words
+    assert json.loads(actual["ss_network_args"]) == {"conv_dim": "4", "verbose": "True"}
+    assert (
+        actual["ss_tag_frequency"] == RUN.dataset_metadata["ss_tag_frequency"] and actual["ss_sd_model_name"] == "sd15"
+    )
+    assert "modelspec.author" not in build_run_metadata()
 
 
-def test_the_hashes_follow_sd_scripts_rules(tmp_path):
+def test_the_hashes_are_those_of_sd_scripts(tmp_path):
     tensors = {"lora_unet_a.alpha": torch.tensor(1.0), "lora_unet_a.lora_down.weight": torch.rand(600, 600)}
-    found = add_model_hashes(tensors, described())
+    actual = add_model_hashes(tensors, build_run_metadata())
 
     # The rules anew, on a real file that has only the ss_ keys.
-    save_file(tensors, tmp_path / "plain.safetensors", {k: v for k, v in described().items() if k.startswith("ss_")})
+    save_file(
+        tensors, tmp_path / "plain.safetensors", {k: v for k, v in build_run_metadata().items() if k.startswith("ss_")}
+    )
     content = (tmp_path / "plain.safetensors").read_bytes()
     header = int.from_bytes(content[:8], "little")
-    assert found["sshs_model_hash"] == hashlib.sha256(content[8 + header :]).hexdigest()
+    assert actual["sshs_model_hash"] == hashlib.sha256(content[8 + header :]).hexdigest()
     legacy = hashlib.sha256()
     with (tmp_path / "plain.safetensors").open("rb") as file:
         file.seek(0x100000)
         legacy.update(file.read(0x10000))
-    assert found["sshs_legacy_hash"] == legacy.hexdigest()[:8]
+    assert actual["sshs_legacy_hash"] == legacy.hexdigest()[:8]
 
-    other = add_model_hashes(tensors, {**described(), "modelspec.title": "another"})
-    assert other["sshs_model_hash"] == found["sshs_model_hash"]
+    other = add_model_hashes(tensors, {**build_run_metadata(), "modelspec.title": "another"})
+    assert other["sshs_model_hash"] == actual["sshs_model_hash"]
 
 
-def test_the_metadata_arrives_in_the_file(tmp_path):
+def test_the_metadata_is_written_to_the_file(tmp_path):
     tensors = {
         "lora_unet_a.alpha": torch.tensor(1.0),
         "lora_unet_a.lora_down.weight": torch.rand(2, 3),
         "lora_unet_a.lora_up.weight": torch.rand(4, 2),
     }
-    metadata = add_model_hashes(tensors, described())
+    metadata = add_model_hashes(tensors, build_run_metadata())
     write_adapter_file(tmp_path / "cat.safetensors", tensors, metadata)
     assert read_safetensors(tmp_path / "cat.safetensors")[1] == metadata

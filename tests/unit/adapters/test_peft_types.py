@@ -1,4 +1,4 @@
-"""Each kind of adapter through peft: it starts as nothing, learns, is read out and put back, alike on any process."""
+"""Every adapter type of peft: zero update at the start, training, state dict, dropout and norms."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ SIZE = ("--network_dim", "4", "--no-network_train_unet_only")
 BOFT = ("--network_dim", "8", "--no-network_train_unet_only")
 
 
-def flags_of(kind):
+def list_flags(kind):
     return (*(BOFT if kind == "boft" else SIZE), *KINDS[kind])
 
 
@@ -41,8 +41,8 @@ def step(case, rate=0.5):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_adapter_starts_as_nothing_learns_and_is_put_back(kind):
-    flags = flags_of(kind)
+def test_an_adapter_starts_as_zero_is_trained_and_is_loaded_again(kind):
+    flags = list_flags(kind)
     plain, case, other = trained("sd1"), trained("sd1", *flags), trained("sd1", *flags, "--seed", "7")
     start = lora.get_adapter_state_dict(case.model)
     assert case.adapter.adapter_type == {"rslora": "lora"}.get(kind, kind)
@@ -59,14 +59,14 @@ def test_an_adapter_starts_as_nothing_learns_and_is_put_back(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_start_is_a_function_of_the_seed_and_leaves_the_global_generator_alone(kind):
+def test_the_initial_weights_are_a_function_of_the_seed_and_the_global_generator_is_unchanged(kind):
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
-    one = lora.get_adapter_state_dict(trained("sd1", *flags_of(kind)).model)
+    one = lora.get_adapter_state_dict(trained("sd1", *list_flags(kind)).model)
     assert torch.equal(before, torch.random.get_rng_state())
     torch.manual_seed(2)
     two, other = (
-        lora.get_adapter_state_dict(trained("sd1", *flags_of(kind), *seed).model) for seed in ((), ("--seed", "7"))
+        lora.get_adapter_state_dict(trained("sd1", *list_flags(kind), *seed).model) for seed in ((), ("--seed", "7"))
     )
     assert all(torch.equal(one[name], two[name]) for name in one)
     random = [name for name in one if one[name].unique().numel() > 2 and "magnitude" not in name]
@@ -75,8 +75,8 @@ def test_the_start_is_a_function_of_the_seed_and_leaves_the_global_generator_alo
 
 
 @pytest.mark.parametrize(("kind", "scale"), [("lora", 1 / 4), ("rslora", 1 / 2), ("loha", 1 / 4)])
-def test_alpha_over_rank_is_what_the_update_is_scaled_by(kind, scale):
-    adapter = trained("sd1", *flags_of(kind)).adapter
+def test_the_update_is_scaled_by_alpha_over_rank(kind, scale):
+    adapter = trained("sd1", *list_flags(kind)).adapter
     narrow = [adapter.rank_alphas[site.name] for site in adapter.target_layers if not site.is_spatial_conv]
     assert {size.alpha / size.rank for size in narrow} == {scale}
     wide = [adapter.rank_alphas[site.name] for site in adapter.target_layers if site.is_spatial_conv]
@@ -85,15 +85,15 @@ def test_alpha_over_rank_is_what_the_update_is_scaled_by(kind, scale):
     )
 
 
-def test_a_lokr_of_whole_matrices_is_not_scaled_as_other_programs_do_not():
-    case = trained("sd1", *flags_of("lokr"))
+def test_a_lokr_of_two_full_matrices_is_not_scaled_as_in_other_programs():
+    case = trained("sd1", *list_flags("lokr"))
     for site in case.adapter.target_layers:
         layer, size = case.model.get_submodule(site.name), case.adapter.rank_alphas[site.name]
         assert layer.scaling["default"] == size.alpha / size.rank == (1 if "default" in layer.lokr_w2 else 1 / 4)
 
 
-def test_the_magnitude_of_dora_is_the_length_of_each_row():
-    case = trained("sd1", *flags_of("dora"))
+def test_the_magnitude_of_dora_is_the_norm_of_each_row():
+    case = trained("sd1", *list_flags("dora"))
     state = lora.get_adapter_state_dict(case.model)
     for site in case.adapter.target_layers:
         weight = case.model.get_submodule(site.name).base_layer.weight
@@ -113,12 +113,12 @@ def test_the_magnitude_of_dora_is_the_length_of_each_row():
         ),
     ],
 )
-def test_boft_says_which_sizes_it_cannot_have(flags, problem):
+def test_boft_reports_unsupported_ranks(flags, problem):
     with pytest.raises(ConfigError, match=problem):
         trained("sd1", *KINDS["boft"], *flags)
 
 
-def test_uniform_numbers_are_uniform_and_independent_of_neighbours():
+def test_hashed_uniform_numbers_are_uniform_and_independent_of_their_neighbors():
     keys = torch.arange(200) * 2**40 + 12345
     numbers = hash_to_uniform(keys, 7, torch.arange(500))
     assert numbers.min() >= 0 and numbers.max() < 1
@@ -133,19 +133,19 @@ def test_uniform_numbers_are_uniform_and_independent_of_neighbours():
 
 
 @pytest.mark.parametrize("rates", [(0.4, 0, 0), (0, 0.4, 0), (0, 0, 0.4), (0.2, 0.3, 0.1)])
-def test_what_dropout_leaves_is_right_on_average(rates):
+def test_dropout_preserves_the_mean(rates):
     dropout = LoraDropout(*rates)
     dropout.sample_keys = torch.arange(4000)
-    said = dropout.apply(torch.ones(4000, 3, 5), 2, axis=-1)
-    assert said.mean().item() == pytest.approx(1 - rates[2], abs=0.02)
+    dropped = dropout.apply(torch.ones(4000, 3, 5), 2, axis=-1)
+    assert dropped.mean().item() == pytest.approx(1 - rates[2], abs=0.02)
     if rates[1] and not rates[0]:
-        assert (said == said[:, :1]).all(), "a rank is left out in all places of a sample"
+        assert (dropped == dropped[:, :1]).all(), "a rank is left out in all places of a sample"
     if rates[2] and not rates[0]:
-        assert ((said != 0).flatten(1).all(1) | (said == 0).flatten(1).all(1)).all()
+        assert ((dropped != 0).flatten(1).all(1) | (dropped == 0).flatten(1).all(1)).all()
 
 
 @pytest.mark.parametrize("rates", [(0.4, 0, 0), (0, 0.4, 0), (0, 0, 0.4)])
-def test_a_sample_drops_the_same_whatever_stands_beside_it_and_nothing_in_evaluation(rates):
+def test_the_dropout_of_a_sample_does_not_depend_on_its_batch_and_is_off_in_eval_mode(rates):
     layer, dropout = nn.Linear(6, 5), LoraDropout(*rates)
     dropout.attach([layer])
     given, keys = torch.randn(4, 7, 6, generator=torch.Generator().manual_seed(0)), torch.tensor([11, 12, 13, 14])
@@ -158,14 +158,18 @@ def test_a_sample_drops_the_same_whatever_stands_beside_it_and_nothing_in_evalua
     assert bool((whole == 0).any()) and not bool((plain == 0).any())
 
 
-def test_the_pieces_of_a_long_caption_are_of_its_sample():
+def test_the_chunks_of_a_long_caption_have_the_dropout_of_their_sample():
     dropout = LoraDropout(0, 0.5, 0)
     dropout.sample_keys = torch.tensor([5, 6])
-    said = dropout.apply(torch.ones(6, 8, 40), 0, axis=-1)
-    assert torch.equal(said[0], said[2]) and torch.equal(said[3], said[5]) and not torch.equal(said[2], said[3])
+    dropped = dropout.apply(torch.ones(6, 8, 40), 0, axis=-1)
+    assert (
+        torch.equal(dropped[0], dropped[2])
+        and torch.equal(dropped[3], dropped[5])
+        and not torch.equal(dropped[2], dropped[3])
+    )
 
 
-def test_dropout_reaches_every_module_of_a_lora_and_shared_ones_once():
+def test_dropout_is_applied_to_every_lora_module_and_to_shared_ones_once():
     case = trained("flux", *SIZE, "--network_dropout", "0.5")
     dropout = build_lora_dropout(AdapterConfig(network_dropout=0.5), case.model, case.adapter)
     downs = {id(case.model.get_submodule(name).lora_A["default"]) for name in case.adapter.modules}
@@ -182,7 +186,7 @@ def test_dropout_reaches_every_module_of_a_lora_and_shared_ones_once():
     assert not torch.allclose(dropped, loss_of(case))
 
 
-def test_a_limit_on_norms_makes_long_updates_just_as_long_and_leaves_short_ones():
+def test_max_norm_scales_large_updates_to_the_limit_and_leaves_small_ones():
     case = trained("flux", *SIZE, "--network_alpha", "3")
     draw = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -193,20 +197,20 @@ def test_a_limit_on_norms_makes_long_updates_just_as_long_and_leaves_short_ones(
     for site in case.adapter.target_layers:
         groups.setdefault(site.kohya_name, []).append(case.model.get_submodule(site.name))
 
-    def norms():
+    def compute_norms():
         return {
             name: torch.cat([layer.get_delta_weight("default") for layer in layers]).norm().item()
             for name, layers in groups.items()
         }
 
-    before = norms()
+    before = compute_norms()
     MaxNormRegularizer(case.model, case.adapter, 0.5)()
-    after = norms()
+    after = compute_norms()
     assert any(norm > 0.5 for norm in before.values()) and any(norm < 0.5 for norm in before.values())
     assert after == pytest.approx({name: min(norm, 0.5) for name, norm in before.items()}, rel=1e-4)
 
 
-def test_the_length_of_an_update_is_that_of_the_matrix():
+def test_the_update_norm_is_the_frobenius_norm_of_the_delta_weight():
     down, ups = torch.randn(3, 4, 2, 2), [torch.randn(5, 3, 1, 1), torch.randn(2, 3, 1, 1)]
     whole = torch.cat([up.flatten(1) for up in ups]) @ down.flatten(1) * 0.7
     torch.testing.assert_close(compute_lora_norm(down, ups, 0.7), whole.norm())

@@ -36,13 +36,13 @@ def folder(tmp_path) -> Path:
 
 def encoded_after_each_change(folder: str) -> dict[str, list[str]]:
     """The names of what was encoded, change by change, on one folder with one cache."""
-    import stand_in
+    import tiny_sd1
 
     from library.models.families.sd1 import StableDiffusion1
 
     root, pictures = Path(folder), Path(folder) / "pictures"
     model = root / "model"
-    stand_in.build().save_pretrained(model)
+    tiny_sd1.build_pipeline().save_pretrained(model)
     encoded, strategy = EncodedNames(), None
     seen: dict[str, list[str]] = {}
 
@@ -222,12 +222,12 @@ PIXELS = [
 
 
 def test_estimated_cache_sizes_are_equal_to_the_written_ones(tmp_path):
-    import stand_in
+    import tiny_sd1
     import torch
 
     from library.models.families.sd1 import StableDiffusion1
 
-    pipe = stand_in.build()
+    pipe = tiny_sd1.build_pipeline()
     pipe.save_pretrained(tmp_path)
     told = read_encoded_sizes(get_config_reader(detect_model(str(tmp_path))))
     moments = StableDiffusion1().encode_moments(pipe, torch.zeros(1, 3, 64, 96))

@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def tools(*calls: list[str]) -> list[tuple[str, int]]:
     """Call the tool several times in one process."""
-    from library.tools.cache import run
+    from library.tools.cache import run_cache
 
-    return [run([*call, "--quiet"]) for call in calls]
+    return [run_cache([*call, "--quiet"]) for call in calls]
 
 
 def damage(folder: Path) -> None:
@@ -104,10 +104,10 @@ def test_text_outputs_are_built_if_caption_caching_is_set(tmp_path):
     ],
 )
 def test_command_line_errors_are_reported_before_anything_is_read(words, problem):
-    from library.tools.cache import run
+    from library.tools.cache import run_cache
 
     with pytest.raises(ConfigError, match=problem.replace("?", r"\?")):
-        run(words)
+        run_cache(words)
 
 
 def problems(folder: Path, *flags: str, lines: str = "", subset: str = "") -> list[str]:

@@ -1,10 +1,10 @@
-"""The random stand-in for a model, and the pictures of the demo."""
+"""The tiny pipeline with random weights, and the images of the demo."""
 
 import time
 from pathlib import Path
 
 import pytest
-import stand_in
+import tiny_sd1
 import torch
 from PIL import Image
 from torch import nn
@@ -25,25 +25,25 @@ def weights(pipe):
     )
 
 
-def test_the_stand_in_is_a_function_of_its_seed_and_leaves_the_global_generator_alone():
+def test_the_tiny_pipeline_is_a_function_of_its_seed_and_the_global_generator_is_unchanged():
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
-    first = weights(stand_in.build())
+    first = weights(tiny_sd1.build_pipeline())
     assert torch.equal(before, torch.random.get_rng_state())
     torch.manual_seed(2)
-    assert torch.equal(weights(stand_in.build()), first)
-    assert not torch.equal(weights(stand_in.build(seed=1)), first)
+    assert torch.equal(weights(tiny_sd1.build_pipeline()), first)
+    assert not torch.equal(weights(tiny_sd1.build_pipeline(seed=1)), first)
     assert first.numel() * 4 < 5e6, "it is small"
 
 
 def test_a_part_has_the_same_weights_whichever_others_are_built():
-    alone, among = stand_in.build(("unet",)), stand_in.build()
+    alone, among = tiny_sd1.build_pipeline(("unet",)), tiny_sd1.build_pipeline()
     assert alone.vae is None and alone.text_encoder is None and alone.tokenizer is None
     assert all(torch.equal(a, b) for a, b in zip(alone.unet.parameters(), among.unet.parameters(), strict=True))
 
 
 def test_any_text_is_tokens_and_different_texts_are_different():
-    tokens = stand_in.build(("tokenizer",)).tokenizer
+    tokens = tiny_sd1.build_pipeline(("tokenizer",)).tokenizer
     one, two = (tokens(text).input_ids for text in ("a red circle, 7!", "ein rötes Ding 猫"))
     assert one[0] == two[0] == tokens.bos_token_id and one[-1] == tokens.eos_token_id
     assert tokens.unk_token_id not in one[1:-1] and tokens.unk_token_id not in two[1:-1]
@@ -52,7 +52,7 @@ def test_any_text_is_tokens_and_different_texts_are_different():
 
 
 def test_latents_of_the_demo_pictures_have_about_the_spread_that_diffusion_expects():
-    family, pipe = FAMILIES.get("sd1")(), stand_in.build()
+    family, pipe = FAMILIES.get("sd1")(), tiny_sd1.build_pipeline()
     latents = []
     for path in sorted((FOLDER / "demo").glob("*.png")):
         picture = Image.open(path)
@@ -64,7 +64,7 @@ def test_latents_of_the_demo_pictures_have_about_the_spread_that_diffusion_expec
 
 @pytest.mark.slow
 def test_a_training_step_is_quick_and_a_lora_on_it_learns():
-    family, pipe = FAMILIES.get("sd1")(), stand_in.build()
+    family, pipe = FAMILIES.get("sd1")(), tiny_sd1.build_pipeline()
     lora.inject_into_model(pipe.unet, AdapterConfig(network_dim=8, network_alpha=8), family.lora_target_modules, seed=0)
     weights = [parameter for _, parameter in lora.iter_adapter_parameters(pipe.unet)]
     optimizer, process = torch.optim.AdamW(weights, lr=5e-3), family.build_noise_process(pipe)
@@ -114,7 +114,7 @@ def test_the_demo_dataset_fits_the_built_in_model():
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["ddim", "euler", "euler_a", "heun", "dpmsolver++", "pndm"])
 def test_every_sampler_draws_and_its_own_picture(sampler):
-    family, pipe = FAMILIES.get("sd1")(), stand_in.build()
+    family, pipe = FAMILIES.get("sd1")(), tiny_sd1.build_pipeline()
     prompt = Prompt("a red circle", width=64, height=96, num_inference_steps=8, cfg_scale=3)
     cond, negative = (family.encode_prompts(pipe, [text]) for text in (prompt.text, ""))
     drawn = [

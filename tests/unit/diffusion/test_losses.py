@@ -1,4 +1,4 @@
-"""Losses and weights in closed form, in double precision, and against diffusers where it has them."""
+"""Losses and weightings equal their closed forms in float64, and diffusers where it has them."""
 
 import math
 from typing import get_args, get_type_hints
@@ -28,19 +28,19 @@ PREDICTED = TARGET + torch.logspace(-4, 2, 60).view(1, 4, 3, 5) * torch.tensor([
 D = PREDICTED.double() - TARGET.double()
 
 
-def found(process=EPSILON, **settings):
+def compute_loss(process=EPSILON, **settings):
     return losses.compute_elementwise_loss(
         PREDICTED, TARGET, T.float().clamp(min=1), process, LossConfig(**settings)
     ).double()
 
 
 def test_l2_and_l1():
-    torch.testing.assert_close(found(), D**2, rtol=1e-6, atol=0)
-    torch.testing.assert_close(found(loss_type="l1"), D.abs(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(compute_loss(), D**2, rtol=1e-6, atol=0)
+    torch.testing.assert_close(compute_loss(loss_type="l1"), D.abs(), rtol=1e-6, atol=0)
 
 
-def thresholds(process, schedule, c, scale):
-    """sd-scripts' three, from their definitions."""
+def compute_thresholds(process, schedule, c, scale):
+    """The Huber thresholds of sd-scripts' three schedules, from their definitions."""
     t = T.double().clamp(min=1)
     if schedule == "constant":
         return torch.full_like(t, c * scale)
@@ -57,23 +57,25 @@ def thresholds(process, schedule, c, scale):
 @pytest.mark.parametrize("process", [EPSILON, FLOW])
 @pytest.mark.parametrize("schedule", losses.HUBER_SCHEDULES)
 @pytest.mark.parametrize(("c", "scale"), [(0.1, 1.0), (0.3, 1.7)])
-def test_huber_and_smooth_l1_have_sd_scripts_closed_forms(process, schedule, c, scale):
+def test_huber_and_smooth_l1_have_the_closed_forms_of_sd_scripts(process, schedule, c, scale):
     settings = {"huber_schedule": schedule, "huber_c": c, "huber_scale": scale}
-    limit = thresholds(process, schedule, c, scale).view(-1, 1, 1, 1)
+    limit = compute_thresholds(process, schedule, c, scale).view(-1, 1, 1, 1)
     rounded = 2 * ((D**2 + limit**2).sqrt() - limit)
-    torch.testing.assert_close(found(process, loss_type="smooth_l1", **settings), rounded, rtol=1e-4, atol=1e-12)
-    torch.testing.assert_close(found(process, loss_type="huber", **settings), limit * rounded, rtol=1e-4, atol=1e-12)
+    torch.testing.assert_close(compute_loss(process, loss_type="smooth_l1", **settings), rounded, rtol=1e-4, atol=1e-12)
+    torch.testing.assert_close(
+        compute_loss(process, loss_type="huber", **settings), limit * rounded, rtol=1e-4, atol=1e-12
+    )
 
 
-def test_huber_is_the_square_where_differences_are_small_and_straight_where_they_are_large():
+def test_huber_is_quadratic_for_small_errors_and_linear_for_large_ones():
     settings = {"loss_type": "huber", "huber_schedule": "constant", "huber_c": 0.5}
     small, large = D.abs() < 1e-3, D.abs() > 50
     assert small.any() and large.any()
-    torch.testing.assert_close(found(**settings)[small], D[small] ** 2, rtol=1e-4, atol=0)
-    torch.testing.assert_close(found(**settings)[large], 2 * 0.5 * D[large].abs(), rtol=2e-2, atol=0)
+    torch.testing.assert_close(compute_loss(**settings)[small], D[small] ** 2, rtol=1e-4, atol=0)
+    torch.testing.assert_close(compute_loss(**settings)[large], 2 * 0.5 * D[large].abs(), rtol=2e-2, atol=0)
 
 
-def test_losses_are_computed_in_float32_and_have_gradients_where_nothing_differs():
+def test_losses_are_computed_in_float32_and_have_finite_gradients_at_zero_error():
     predicted = TARGET.bfloat16().requires_grad_()
     for name in (*losses.PLAIN_LOSSES, *losses.THRESHOLD_LOSSES):
         loss = losses.compute_elementwise_loss(
@@ -84,102 +86,108 @@ def test_losses_are_computed_in_float32_and_have_gradients_where_nothing_differs
         assert gradient.isfinite().all()
 
 
-def weight(process, noise=None, t=T, **settings):
+def compute_weights(process, noise=None, t=T, **settings):
     return compute_loss_weights(process, t.float(), noise or NoiseConfig(), LossConfig(**settings)).double()
 
 
-def test_without_options_every_time_counts_the_same():
+def test_without_options_every_timestep_has_weight_one():
     for process in (EPSILON, VELOCITY, FLOW):
-        assert torch.equal(weight(process), torch.ones(6, dtype=torch.float64))
+        assert torch.equal(compute_weights(process), torch.ones(6, dtype=torch.float64))
 
 
 def test_min_snr():
-    torch.testing.assert_close(weight(EPSILON, min_snr_gamma=5), SNR.clamp(max=5) / SNR, rtol=1e-5, atol=0)
-    torch.testing.assert_close(weight(VELOCITY, min_snr_gamma=5), SNR.clamp(max=5) / (SNR + 1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(compute_weights(EPSILON, min_snr_gamma=5), SNR.clamp(max=5) / SNR, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        compute_weights(VELOCITY, min_snr_gamma=5), SNR.clamp(max=5) / (SNR + 1), rtol=1e-5, atol=0
+    )
 
 
 def test_debiased_estimation():
     limited = SNR.clamp(max=1000)
     assert (limited < SNR).any()
-    torch.testing.assert_close(weight(EPSILON, debiased_estimation_loss=True), limited**-0.5, rtol=1e-5, atol=0)
-    torch.testing.assert_close(weight(VELOCITY, debiased_estimation_loss=True), 1 / (limited + 1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        compute_weights(EPSILON, debiased_estimation_loss=True), limited**-0.5, rtol=1e-5, atol=0
+    )
+    torch.testing.assert_close(
+        compute_weights(VELOCITY, debiased_estimation_loss=True), 1 / (limited + 1), rtol=1e-5, atol=0
+    )
 
 
-def test_losses_of_noise_and_of_velocity_are_scaled_to_each_other():
+def test_epsilon_and_v_losses_can_be_scaled_to_each_other():
     scale = SNR.clamp(max=1000) / (SNR.clamp(max=1000) + 1)
-    like_noise = weight(VELOCITY, scale_v_pred_loss_like_noise_pred=True)
+    like_noise = compute_weights(VELOCITY, scale_v_pred_loss_like_noise_pred=True)
     torch.testing.assert_close(like_noise, scale, rtol=1e-5, atol=0)
-    torch.testing.assert_close(weight(EPSILON, v_pred_like_loss=0.3), 1 + 0.3 / scale, rtol=1e-5, atol=0)
+    torch.testing.assert_close(compute_weights(EPSILON, v_pred_like_loss=0.3), 1 + 0.3 / scale, rtol=1e-5, atol=0)
 
 
-def test_the_scaled_loss_of_velocity_is_that_of_noise_for_the_same_picture():
-    """Both are errors of the clean picture; sd-scripts' factor is what takes one to the other."""
+def test_the_scaled_v_loss_equals_the_epsilon_loss_for_the_same_image():
+    """Both are errors of the clean image; the factor of sd-scripts converts one to the other."""
     generator, shape = torch.Generator().manual_seed(4), (4, 4, 3, 5)
     latents, noise, off = (torch.randn(shape, generator=generator) for _ in range(3))
     t = torch.tensor([100.0, 300.0, 500.0, 900.0])
     errors = []
     for process in (EPSILON, VELOCITY):
         noisy, target = process.add_noise(latents, noise, t)
-        signal, spread = process.compute_coefficients(t, latents)
-        wrong = latents + off  # a model that is wrong about the picture by this much
-        said = (noisy - signal * wrong) / spread if process is EPSILON else (signal * noisy - wrong) / spread
-        errors.append(((said - target) ** 2).flatten(1).mean(1).double())
-    scale = weight(VELOCITY, t=t, scale_v_pred_loss_like_noise_pred=True)
+        signal, std = process.compute_coefficients(t, latents)
+        wrong = latents + off  # a model that is wrong about the image by this much
+        predicted = (noisy - signal * wrong) / std if process is EPSILON else (signal * noisy - wrong) / std
+        errors.append(((predicted - target) ** 2).flatten(1).mean(1).double())
+    scale = compute_weights(VELOCITY, t=t, scale_v_pred_loss_like_noise_pred=True)
     torch.testing.assert_close(errors[1] * scale, errors[0], rtol=1e-3, atol=0)
 
 
 def test_several_weights_are_multiplied():
-    both = weight(VELOCITY, min_snr_gamma=5, debiased_estimation_loss=True)
-    expected = weight(VELOCITY, min_snr_gamma=5) * weight(VELOCITY, debiased_estimation_loss=True)
+    both = compute_weights(VELOCITY, min_snr_gamma=5, debiased_estimation_loss=True)
+    expected = compute_weights(VELOCITY, min_snr_gamma=5) * compute_weights(VELOCITY, debiased_estimation_loss=True)
     torch.testing.assert_close(both, expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("kind", [EpsilonProcess, VPredictionProcess])
-def test_where_no_signal_is_left_weights_are_still_numbers(kind):
+def test_weights_are_finite_at_zero_snr(kind):
     process, last = kind(ZERO.alphas_cumprod), torch.tensor([999.0])
     assert process.snr(last) == 0
-    assert weight(process, t=last, min_snr_gamma=5).item() == (1 if kind is EpsilonProcess else 0)
+    assert compute_weights(process, t=last, min_snr_gamma=5).item() == (1 if kind is EpsilonProcess else 0)
     if kind is VPredictionProcess:
-        assert weight(process, t=last, debiased_estimation_loss=True).item() == 1
-        assert weight(process, t=last, scale_v_pred_loss_like_noise_pred=True).item() == 0
+        assert compute_weights(process, t=last, debiased_estimation_loss=True).item() == 1
+        assert compute_weights(process, t=last, scale_v_pred_loss_like_noise_pred=True).item() == 0
     for schedule in losses.HUBER_SCHEDULES:
         settings = LossConfig(loss_type="huber", huber_schedule=schedule, huber_c=0.2)
         loss = losses.compute_elementwise_loss(torch.ones(1, 1), torch.zeros(1, 1), last, process, settings)
         assert loss.item() == pytest.approx(2 * 0.2 * (1.04**0.5 - 0.2), rel=2e-3)
 
 
-def test_weights_without_end_are_known_before_training():
-    wanted = LossConfig(debiased_estimation_loss=True, v_pred_like_loss=0.5, min_snr_gamma=5)
-    assert find_unbounded_weightings(EPSILON, wanted) == find_unbounded_weightings(VELOCITY, wanted) == []
-    assert find_unbounded_weightings(EpsilonProcess(ZERO.alphas_cumprod), wanted) == [
+def test_unbounded_weightings_are_found_before_training():
+    loss_config = LossConfig(debiased_estimation_loss=True, v_pred_like_loss=0.5, min_snr_gamma=5)
+    assert find_unbounded_weightings(EPSILON, loss_config) == find_unbounded_weightings(VELOCITY, loss_config) == []
+    assert find_unbounded_weightings(EpsilonProcess(ZERO.alphas_cumprod), loss_config) == [
         "debiased_estimation_loss",
         "v_pred_like_loss",
     ]
     assert find_unbounded_weightings(EpsilonProcess(ZERO.alphas_cumprod), LossConfig(min_snr_gamma=5)) == []
 
 
-def test_weights_follow_the_rescaled_table():
-    """sd-scripts keeps the ratios of the table before rescaling."""
+def test_weights_use_the_rescaled_noise_schedule():
+    """sd-scripts uses the SNR before rescaling."""
     snr = compute_snr(ZERO, T[:-1]).double()
-    found = weight(VPredictionProcess(ZERO.alphas_cumprod), t=T[:-1], min_snr_gamma=5)
-    torch.testing.assert_close(found, snr.clamp(max=5) / (snr + 1), rtol=1e-4, atol=0)
+    weights = compute_weights(VPredictionProcess(ZERO.alphas_cumprod), t=T[:-1], min_snr_gamma=5)
+    torch.testing.assert_close(weights, snr.clamp(max=5) / (snr + 1), rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("scheme", FLOW_WEIGHTINGS)
-def test_weights_of_flow_models_are_diffusers_own(scheme):
+def test_weights_of_flow_models_are_those_of_diffusers(scheme):
     t = torch.tensor([1.0, 250.0, 500.0, 1000.0])
-    found = weight(FLOW, NoiseConfig(weighting_scheme=scheme), t)
+    weights = compute_weights(FLOW, NoiseConfig(weighting_scheme=scheme), t)
     torch.testing.assert_close(
-        found, compute_loss_weighting_for_sd3(scheme, t.double() / 1000), rtol=1e-5, atol=0, check_dtype=False
+        weights, compute_loss_weighting_for_sd3(scheme, t.double() / 1000), rtol=1e-5, atol=0, check_dtype=False
     )
 
 
 @pytest.mark.parametrize("scheme", ["none", "uniform", "logit_normal", "mode"])
-def test_schemes_that_choose_times_weigh_nothing(scheme):
-    assert torch.equal(weight(FLOW, NoiseConfig(weighting_scheme=scheme)), torch.ones(6, dtype=torch.float64))
+def test_weighting_schemes_that_sample_timesteps_have_weight_one(scheme):
+    assert torch.equal(compute_weights(FLOW, NoiseConfig(weighting_scheme=scheme)), torch.ones(6, dtype=torch.float64))
 
 
-def test_every_name_of_an_option_is_a_function():
+def test_every_value_of_the_loss_options_has_a_function():
     hints = get_type_hints(LossConfig)
     assert {*losses.PLAIN_LOSSES, *losses.THRESHOLD_LOSSES} == set(get_args(hints["loss_type"]))
     assert set(losses.HUBER_SCHEDULES) == set(get_args(hints["huber_schedule"]))

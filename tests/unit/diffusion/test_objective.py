@@ -1,11 +1,11 @@
-"""Noise, times, loss and weights in one: every option does something, and a sample does not see its batch."""
+"""The objective of noise, timesteps, loss and weighting: every option has an effect, and samples are independent."""
 
 import dataclasses
 import logging
 from types import SimpleNamespace
 
 import pytest
-import stand_in
+import tiny_sd1
 import torch
 from diffusers import DDIMScheduler, DDPMScheduler, EulerDiscreteScheduler, PNDMScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
@@ -34,31 +34,31 @@ PROCESSES = {
 LATENTS = torch.randn(5, 4, 12, 20, generator=torch.Generator().manual_seed(1))
 
 
-def draws(places):
+def make_generators(places):
     def generators(purpose):
         return [torch.Generator().manual_seed(derive_seed(3, purpose, place)) for place in places]
 
     return generators
 
 
-def groups(settings):
-    """The two groups of options with these values."""
+def build_groups(settings):
+    """The noise and the loss group with these values."""
     return (
         kind(**{name: value for name, value in settings.items() if name in vars(kind())})
         for kind in (NoiseConfig, LossConfig)
     )
 
 
-def result(kind, settings, places=range(5)):
-    """Noisy latents, target, time and loss of each sample, for a model that says what it sees."""
-    noise, loss = groups(settings)
+def run_objective(kind, settings, places=range(5)):
+    """Noisy latents, target, timestep and loss of each sample, for a model that returns its input."""
+    noise, loss = build_groups(settings)
     process = PROCESSES[kind]
     if kind != "flow":
         predicts = {"epsilon": "epsilon", "v": "v_prediction"}[kind]
         scheduler = override_scheduler(DDIMScheduler(**SD1, prediction_type=predicts), noise)
         process = StableDiffusion1().build_noise_process(SimpleNamespace(scheduler=scheduler))
     objective = Objective(process, noise, loss)
-    noised = objective.add_noise(LATENTS[list(places)], draws(places))
+    noised = objective.add_noise(LATENTS[list(places)], make_generators(places))
     losses = objective.compute_elementwise_loss(noised.latents, noised).flatten(1).mean(
         1
     ) * objective.compute_loss_weights(noised.timesteps)
@@ -99,12 +99,12 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "base", "change"), CASES, ids=str)
 def test_every_option_changes_what_is_trained(kind, base, change):
-    before, after = result(kind, base), result(kind, {**base, **change})
+    before, after = run_objective(kind, base), run_objective(kind, {**base, **change})
     assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
     assert all(tensor.isfinite().all() for tensor in after)
 
 
-def test_no_option_is_missing_above():
+def test_every_option_of_the_objective_is_tested_above():
     tried = {name for _, _, change in CASES for name in change}
     assert tried == {option.name for option in iter_options(RunConfig) if option.group in ("noise", "loss")}
 
@@ -122,29 +122,29 @@ EVERYTHING = {
 
 
 @pytest.mark.parametrize("kind", PROCESSES)
-def test_a_sample_is_trained_the_same_whatever_batch_it_is_in(kind):
+def test_the_loss_of_a_sample_does_not_depend_on_its_batch(kind):
     settings = {**INPUT, "weighting_scheme": "cosmap"} if kind == "flow" else EVERYTHING
-    together = result(kind, settings)
+    together = run_objective(kind, settings)
     for places in ((0,), (3, 1)):
-        for alone, all_of_them in zip(result(kind, settings, places), together, strict=True):
+        for alone, all_of_them in zip(run_objective(kind, settings, places), together, strict=True):
             torch.testing.assert_close(alone, all_of_them[list(places)], rtol=1e-5, atol=1e-6)
 
 
-def test_options_of_noise_move_neither_times_nor_the_noise_below():
-    plain, moved = result("epsilon", {}), result("epsilon", INPUT | {"loss_type": "l1"})
+def test_noise_options_change_neither_timesteps_nor_the_base_noise():
+    plain, moved = run_objective("epsilon", {}), run_objective("epsilon", INPUT | {"loss_type": "l1"})
     assert torch.equal(plain[2], moved[2])
     assert torch.equal(plain[1], moved[1]), "the target does not know of the input's noise"
     assert not torch.equal(plain[0], moved[0])
-    noise = result("flow", {})[1] + LATENTS
+    noise = run_objective("flow", {})[1] + LATENTS
     for sampling in ("uniform", "sigma", "sigmoid"):
-        torch.testing.assert_close(result("flow", {"timestep_sampling": sampling})[1] + LATENTS, noise)
+        torch.testing.assert_close(run_objective("flow", {"timestep_sampling": sampling})[1] + LATENTS, noise)
 
 
 @pytest.mark.parametrize("kind", PROCESSES)
-def test_input_noise_is_mixed_in_by_the_process_and_the_target_stays(kind):
-    noisy, target, t, _ = result(kind, INPUT)
-    plain, same, _, _ = result(kind, {})
-    extra = torch.stack([torch.randn(4, 12, 20, generator=each) for each in draws(range(5))("input noise")])
+def test_input_perturbation_is_added_to_the_noisy_latents_and_not_to_the_target(kind):
+    noisy, target, t, _ = run_objective(kind, INPUT)
+    plain, same, _, _ = run_objective(kind, {})
+    extra = torch.stack([torch.randn(4, 12, 20, generator=each) for each in make_generators(range(5))("input noise")])
     process = PROCESSES[kind]
     share = process.sigma(t) if kind == "flow" else (1 - TABLE[t.long()]).sqrt()
     torch.testing.assert_close(noisy, plain + 0.2 * share.view(-1, 1, 1, 1) * extra, rtol=1e-4, atol=1e-5)
@@ -152,19 +152,19 @@ def test_input_noise_is_mixed_in_by_the_process_and_the_target_stays(kind):
 
 
 @pytest.mark.parametrize("kind", PROCESSES)
-def test_nothing_waits_for_the_device(kind):
-    """A meta tensor has no numbers, so whatever asks for one of them fails here."""
+def test_the_objective_never_synchronizes_with_the_device(kind):
+    """Meta tensors have no values, so any synchronization fails."""
     settings = {**INPUT, "weighting_scheme": "cosmap"} if kind == "flow" else EVERYTHING
     latents = LATENTS.to("meta")
-    objective = Objective(PROCESSES[kind], *groups(settings))
-    noised = objective.add_noise(latents, draws(range(5)))
+    objective = Objective(PROCESSES[kind], *build_groups(settings))
+    noised = objective.add_noise(latents, make_generators(range(5)))
     loss = objective.compute_elementwise_loss(noised.latents, noised).flatten(1).mean(
         1
     ) * objective.compute_loss_weights(noised.timesteps)
     assert loss.device.type == noised.target.device.type == "meta"
 
 
-def test_given_times_and_noise_are_taken_as_they_are():
+def test_explicit_timesteps_and_noise_are_used_unchanged():
     objective = Objective(PROCESSES["flow"], NoiseConfig(ip_noise_gamma=0.3), LossConfig())
     noise, t = torch.ones_like(LATENTS), torch.tensor([100.0, 200, 300, 400, 500])
     noised = objective.add_noise_at(LATENTS, noise, t)
@@ -176,7 +176,7 @@ def test_given_times_and_noise_are_taken_as_they_are():
 
 @pytest.mark.parametrize("kind", [DDIMScheduler, PNDMScheduler, EulerDiscreteScheduler, DDPMScheduler])
 def test_training_and_every_sampler_follow_the_options(kind, caplog):
-    """Settings that a scheduler's file does not name are dropped by diffusers, unless it is told better."""
+    """diffusers ignores settings that the scheduler config lists in ``_use_default_values``."""
     noise = NoiseConfig(v_parameterization=True, zero_terminal_snr=True)
     with caplog.at_level(logging.WARNING):
         scheduler = override_scheduler(kind(**SD1), noise)
@@ -186,8 +186,8 @@ def test_training_and_every_sampler_follow_the_options(kind, caplog):
     assert type(scheduler) is kind
     process = StableDiffusion1().build_noise_process(SimpleNamespace(scheduler=scheduler))
     assert process.prediction_type == "v"
-    theirs = torch.cumprod(1 - rescale_zero_terminal_snr(DDPMScheduler(**SD1).betas), 0)
-    torch.testing.assert_close(process.alphas_cumprod, theirs)
+    reference = torch.cumprod(1 - rescale_zero_terminal_snr(DDPMScheduler(**SD1).betas), 0)
+    torch.testing.assert_close(process.alphas_cumprod, reference)
     assert process.snr(torch.tensor([999.0])) == 0
     for name in SAMPLERS:
         if name in ("heun", "pndm"):
@@ -201,8 +201,8 @@ def test_training_and_every_sampler_follow_the_options(kind, caplog):
         assert artist.timesteps[0] == 999
 
 
-def test_a_run_asks_what_the_options_say_and_draws_previews_by_it():
-    family, pipe = StableDiffusion1(), stand_in.build(())
+def test_a_run_trains_and_previews_with_the_prediction_type_of_the_options():
+    family, pipe = StableDiffusion1(), tiny_sd1.build_pipeline(())
     config = RunConfig(
         noise=NoiseConfig(v_parameterization=True, zero_terminal_snr=True, noise_offset=0.1),
         loss=LossConfig(min_snr_gamma=5.0),
@@ -213,8 +213,8 @@ def test_a_run_asks_what_the_options_say_and_draws_previews_by_it():
     assert pipe.scheduler.config.prediction_type == "v_prediction"
 
 
-def test_what_shows_only_in_the_loaded_model_is_refused_then():
-    family, pipe = StableDiffusion1(), stand_in.build(())
+def test_conflicts_with_the_loaded_scheduler_are_rejected_after_loading():
+    family, pipe = StableDiffusion1(), tiny_sd1.build_pipeline(())
     pipe.scheduler = DDIMScheduler(**SD1, rescale_betas_zero_snr=True)
     wrong = LossConfig(debiased_estimation_loss=True, scale_v_pred_loss_like_noise_pred=True)
     with pytest.raises(ConfigError) as caught:
@@ -230,7 +230,7 @@ def test_what_shows_only_in_the_loaded_model_is_refused_then():
 @pytest.mark.parametrize(
     "source", ["random:sd3:tiny", "random:flux:tiny", "random:z_image:tiny", "random:qwen_image:tiny"]
 )
-def test_flow_families_train_as_they_draw_unless_they_are_told_otherwise(source):
+def test_flow_models_are_trained_with_the_shift_of_their_scheduler_by_default(source):
     model = detect_model(source)
     family = FAMILIES.get(model.family)()
     pipe = family.load(model, torch.float32, ())
@@ -249,7 +249,7 @@ def test_flow_families_train_as_they_draw_unless_they_are_told_otherwise(source)
         build_objective(NoiseConfig(), LossConfig(min_snr_gamma=5.0), family, pipe)
 
 
-def test_a_scheduler_that_says_the_same_is_left_alone(caplog):
+def test_a_scheduler_with_the_same_settings_is_not_rebuilt(caplog):
     scheduler = DDIMScheduler(**SD1, prediction_type="v_prediction", rescale_betas_zero_snr=True)
     with caplog.at_level(logging.WARNING):
         assert override_scheduler(scheduler, NoiseConfig(v_parameterization=True, zero_terminal_snr=True)) is scheduler

@@ -1,4 +1,4 @@
-"""Options of noise, times and loss that cannot be honoured are refused by name, before a model is loaded."""
+"""Conflicting options of noise, timesteps and loss are rejected by name before a model is loaded."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 DATA = ["--dataset_config", str(ROOT / "pyproject.toml")]
 
 
-def problems(*flags):
+def list_problems(*flags):
     return parse_config([*DATA, *flags]).problems
 
 
@@ -81,8 +81,8 @@ def problems(*flags):
         ),
     ],
 )
-def test_what_cannot_be_honoured_together_is_refused(flags, problem):
-    assert problems(*flags.split(" ")) == [problem]
+def test_conflicting_options_are_rejected(flags, problem):
+    assert list_problems(*flags.split(" ")) == [problem]
 
 
 @pytest.mark.parametrize(
@@ -99,14 +99,14 @@ def test_what_cannot_be_honoured_together_is_refused(flags, problem):
         "--min_timestep 0 --max_timestep 1000",
     ],
 )
-def test_what_belongs_together_is_taken(flags):
-    assert problems(*flags.split(" ")) == []
+def test_compatible_options_are_accepted(flags):
+    assert list_problems(*flags.split(" ")) == []
 
 
-def unfit(prediction, *flags):
+def list_conflicts(prediction, *flags):
     config = parse_config([*DATA, *flags]).config
-    found = validate_objective_for_model(config.noise, config.loss, "test", prediction)
-    return {names[0]: problem for names, problem in found}
+    actual = validate_objective_for_model(config.noise, config.loss, "test", prediction)
+    return {names[0]: problem for names, problem in actual}
 
 
 VALUES = {
@@ -121,22 +121,24 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", DIFFUSION_ONLY_OPTIONS)
-def test_what_means_nothing_for_flow_matching_is_refused_for_it(name):
+def test_options_without_effect_on_flow_matching_are_rejected_for_it(name):
     flags = [f"--{name}", *VALUES.get(name, [])]
-    (problem,) = unfit("flow", *flags).values()
+    (problem,) = list_conflicts("flow", *flags).values()
     assert problem.startswith("not applicable to test, a flow-matching model: ")
-    assert name not in unfit("v" if name != "v_pred_like_loss" else "epsilon", *flags)
+    assert name not in list_conflicts("v" if name != "v_pred_like_loss" else "epsilon", *flags)
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v"])
 @pytest.mark.parametrize("name", FLOW_ONLY_OPTIONS)
-def test_what_is_for_flow_matching_is_refused_for_others(name, prediction):
+def test_flow_matching_options_are_rejected_for_other_models(name, prediction):
     flags = [f"--{name}", *VALUES[name]]
-    assert unfit(prediction, *flags) == {name: "not applicable to test: only for flow-matching models; remove it"}
-    assert unfit("flow", *flags) == {}
+    assert list_conflicts(prediction, *flags) == {
+        name: "not applicable to test: only for flow-matching models; remove it"
+    }
+    assert list_conflicts("flow", *flags) == {}
 
 
-def test_values_that_ask_for_what_is_done_anyway_are_taken():
+def test_values_that_equal_the_default_behavior_are_accepted():
     off = [
         "--min_snr_gamma",
         "0",
@@ -149,24 +151,24 @@ def test_values_that_ask_for_what_is_done_anyway_are_taken():
         "--multires_noise_iterations",
         "0",
     ]
-    assert unfit("flow", *off) == {}
-    assert unfit("epsilon", *off, "--timestep_sampling", "uniform", "--weighting_scheme", "none") == {}
+    assert list_conflicts("flow", *off) == {}
+    assert list_conflicts("epsilon", *off, "--timestep_sampling", "uniform", "--weighting_scheme", "none") == {}
 
 
-def test_what_a_model_predicts_decides_and_the_option_goes_before_its_file():
+def test_the_prediction_type_decides_and_the_option_overrides_the_scheduler_config():
     for name in ("zero_terminal_snr", "scale_v_pred_loss_like_noise_pred"):
-        assert unfit("epsilon", f"--{name}") == {
+        assert list_conflicts("epsilon", f"--{name}") == {
             name: "needs a model that predicts v, but this test model predicts the noise; set v_parameterization"
         }
-        assert unfit("v", f"--{name}") == unfit("epsilon", f"--{name}", "--v_parameterization") == {}
-        assert name in unfit("v", f"--{name}", "--no-v_parameterization")
+        assert list_conflicts("v", f"--{name}") == list_conflicts("epsilon", f"--{name}", "--v_parameterization") == {}
+        assert name in list_conflicts("v", f"--{name}", "--no-v_parameterization")
     like = ["--v_pred_like_loss", "0.5"]
-    assert unfit("epsilon", *like) == unfit("v", *like, "--no-v_parameterization") == {}
-    assert "predicts v" in unfit("v", *like)["v_pred_like_loss"]
-    assert "v_pred_like_loss" in unfit("epsilon", *like, "--v_parameterization")
+    assert list_conflicts("epsilon", *like) == list_conflicts("v", *like, "--no-v_parameterization") == {}
+    assert "predicts v" in list_conflicts("v", *like)["v_pred_like_loss"]
+    assert "v_pred_like_loss" in list_conflicts("epsilon", *like, "--v_parameterization")
 
 
-def test_every_option_of_these_groups_has_a_rule_or_means_something_everywhere():
+def test_every_option_of_these_groups_has_a_check_or_applies_to_every_model():
     everywhere = {
         "min_timestep",
         "max_timestep",
@@ -182,7 +184,7 @@ def test_every_option_of_these_groups_has_a_rule_or_means_something_everywhere()
     assert names == {*everywhere, *needs_another, *DIFFUSION_ONLY_OPTIONS, *FLOW_ONLY_OPTIONS}
 
 
-def test_only_what_asks_for_something_counts():
+def test_options_at_their_neutral_values_are_not_rejected():
     flags = [
         "--noise_offset",
         "0",
@@ -199,7 +201,7 @@ def test_only_what_asks_for_something_counts():
     assert find_active_options(config.noise, config.loss) == {"sigmoid_scale": 0.0, "loss_type": "l1"}
 
 
-def test_a_misfit_is_told_with_its_place_before_anything_is_loaded(tmp_path):
+def test_an_option_that_does_not_fit_the_model_is_reported_with_its_location_before_loading(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("[noise]\ndiscrete_flow_shift = 3\n[loss]\nscale_v_pred_loss_like_noise_pred = true\n")
     done = subprocess.run(

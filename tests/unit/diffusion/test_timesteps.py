@@ -1,4 +1,4 @@
-"""Times of training: quantile functions in closed form, diffusers' own levels, and no time out of range."""
+"""Timestep sampling: quantile functions in closed form, the sigmas of diffusers, and the valid range."""
 
 import math
 from typing import get_args, get_type_hints
@@ -21,11 +21,11 @@ FLOW = FlowMatchingProcess(FixedShift(2.5))
 DISCRETE = EpsilonProcess(torch.linspace(0.99, 0.01, 1000))
 
 
-def sigmas(process=FLOW, latents=LATENTS, u=U, **settings):
+def sample_sigmas(process=FLOW, latents=LATENTS, u=U, **settings):
     return timesteps.compute_timesteps(u, NoiseConfig(**settings), process, latents).double() / 1000
 
 
-def normal_share_below(x):
+def normal_cdf(x):
     return 0.5 * (1 + torch.erf(x / math.sqrt(2)))
 
 
@@ -33,69 +33,69 @@ def logit(s):
     return torch.log(s / (1 - s))
 
 
-def back(s, factor):
-    """Undoes a shift."""
+def unshift(s, factor):
+    """Invert a shift."""
     return s / (factor - (factor - 1) * s)
 
 
-def test_uniform_is_uniform():
-    torch.testing.assert_close(sigmas(timestep_sampling="uniform"), U, rtol=0, atol=1e-6)
+def test_uniform_timestep_sampling_is_uniform():
+    torch.testing.assert_close(sample_sigmas(timestep_sampling="uniform"), U, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [0.5, 1.0, 1.8])
-def test_below_the_u_quantile_of_each_sigmoid_lies_a_share_of_u(scale):
+def test_the_quantile_function_of_each_sigmoid_sampling_is_the_inverse_of_its_distribution(scale):
     for sampling, factor in (("sigmoid", 1.0), ("shift", 2.5), ("flux_shift", FLUX_DEV_SHIFT.compute_factor(TOKENS))):
-        s = back(sigmas(timestep_sampling=sampling, sigmoid_scale=scale), factor)
-        torch.testing.assert_close(normal_share_below(logit(s) / scale), U, rtol=0, atol=2e-4)
+        s = unshift(sample_sigmas(timestep_sampling=sampling, sigmoid_scale=scale), factor)
+        torch.testing.assert_close(normal_cdf(logit(s) / scale), U, rtol=0, atol=2e-4)
 
 
-def test_without_a_choice_times_are_shifted_as_the_model_does_and_an_option_goes_before():
+def test_timesteps_are_shifted_as_by_the_model_unless_an_option_overrides_it():
     growing = FlowMatchingProcess(FLUX_DEV_SHIFT)
-    assert torch.equal(sigmas(growing), sigmas(growing, timestep_sampling="flux_shift"))
+    assert torch.equal(sample_sigmas(growing), sample_sigmas(growing, timestep_sampling="flux_shift"))
     small = torch.Size((1, 16, 32, 32))
-    assert (sigmas(growing) > sigmas(growing, small)).all(), "more noise for larger pictures"
+    assert (sample_sigmas(growing) > sample_sigmas(growing, small)).all(), "more noise for larger images"
     fixed = FlowMatchingProcess(FixedShift(4.0))
-    assert torch.equal(sigmas(fixed), sigmas(FLOW, discrete_flow_shift=4.0))
-    assert torch.equal(sigmas(growing, discrete_flow_shift=4.0), sigmas(fixed))
+    assert torch.equal(sample_sigmas(fixed), sample_sigmas(FLOW, discrete_flow_shift=4.0))
+    assert torch.equal(sample_sigmas(growing, discrete_flow_shift=4.0), sample_sigmas(fixed))
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
-def test_sigma_draws_each_level_of_diffusers_scheduler_equally_often(shift):
-    theirs = FlowMatchEulerDiscreteScheduler(shift=shift)
-    found = timesteps.compute_timesteps(
+def test_sigma_sampling_is_uniform_over_the_sigmas_of_diffusers(shift):
+    reference = FlowMatchEulerDiscreteScheduler(shift=shift)
+    actual = timesteps.compute_timesteps(
         U, NoiseConfig(timestep_sampling="sigma"), FlowMatchingProcess(FixedShift(shift)), LATENTS
     )
-    torch.testing.assert_close(found.flip(0), theirs.timesteps)
+    torch.testing.assert_close(actual.flip(0), reference.timesteps)
 
 
-def test_a_weighting_scheme_alone_means_sigma():
-    """As sd-scripts' default is; its names that only weigh draw uniformly."""
+def test_a_weighting_scheme_alone_implies_sigma_sampling():
+    """As in sd-scripts; schemes that only weight the loss sample uniformly."""
     for scheme in ("none", "uniform", "sigma_sqrt", "cosmap"):
-        assert torch.equal(sigmas(weighting_scheme=scheme), sigmas(timestep_sampling="sigma"))
-    assert not torch.equal(sigmas(weighting_scheme="mode"), sigmas(timestep_sampling="sigma"))
+        assert torch.equal(sample_sigmas(weighting_scheme=scheme), sample_sigmas(timestep_sampling="sigma"))
+    assert not torch.equal(sample_sigmas(weighting_scheme="mode"), sample_sigmas(timestep_sampling="sigma"))
 
 
-def test_logit_normal_has_its_mean_and_spread_and_a_positive_mean_means_noise():
-    s = sigmas(FlowMatchingProcess(), weighting_scheme="logit_normal", logit_mean=0.7, logit_std=0.6)
-    torch.testing.assert_close(normal_share_below((logit(s - 0.0005) - 0.7) / 0.6), U, rtol=0, atol=5e-3)
+def test_logit_normal_has_its_mean_and_standard_deviation_and_a_positive_mean_gives_more_noise():
+    s = sample_sigmas(FlowMatchingProcess(), weighting_scheme="logit_normal", logit_mean=0.7, logit_std=0.6)
+    torch.testing.assert_close(normal_cdf((logit(s - 0.0005) - 0.7) / 0.6), U, rtol=0, atol=5e-3)
     assert s.median() > 0.6
 
 
 @pytest.mark.parametrize("scale", [-1.0, 0.5, 1.29, 1.75])
 def test_mode_has_the_density_of_diffusers(scale):
     draw = torch.Generator().manual_seed(2)
-    theirs = compute_density_for_timestep_sampling("mode", 40_000, mode_scale=scale, generator=draw).double()
+    reference = compute_density_for_timestep_sampling("mode", 40_000, mode_scale=scale, generator=draw).double()
     ours = timesteps.mode_quantile(U, NoiseConfig(mode_scale=scale))
     shares = torch.linspace(0.05, 0.95, 19, dtype=torch.float64)
-    torch.testing.assert_close(torch.quantile(ours, shares), torch.quantile(theirs, shares), rtol=0, atol=0.01)
+    torch.testing.assert_close(torch.quantile(ours, shares), torch.quantile(reference, shares), rtol=0, atol=0.01)
 
 
-def test_diffusion_models_are_trained_at_whole_numbers_each_equally_often():
-    found = timesteps.compute_timesteps(U, NoiseConfig(), DISCRETE, LATENTS)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, torch.arange(1000.0))
-    found = timesteps.compute_timesteps(U, NoiseConfig(min_timestep=200, max_timestep=450), DISCRETE, LATENTS)
-    assert torch.equal(found, torch.arange(200.0, 450.0).repeat_interleave(4))
+def test_timesteps_of_discrete_models_are_integers_of_equal_probability():
+    actual = timesteps.compute_timesteps(U, NoiseConfig(), DISCRETE, LATENTS)
+    assert actual.dtype == torch.float32
+    assert torch.equal(actual, torch.arange(1000.0))
+    actual = timesteps.compute_timesteps(U, NoiseConfig(min_timestep=200, max_timestep=450), DISCRETE, LATENTS)
+    assert torch.equal(actual, torch.arange(200.0, 450.0).repeat_interleave(4))
 
 
 @given(
@@ -105,7 +105,7 @@ def test_diffusion_models_are_trained_at_whole_numbers_each_equally_often():
     st.floats(0, 20),
     st.floats(0.01, 100),
 )
-def test_no_time_is_out_of_range_and_all_grow_with_u(sampling, low, length, scale, factor):
+def test_timesteps_are_in_range_and_increase_with_the_quantile(sampling, low, length, scale, factor):
     high = min(low + length, 1000)
     edge = torch.tensor([2.0**-35, 1 - 2.0**-35], dtype=torch.float64)
     u = torch.cat([edge[:1], U, edge[1:]])
@@ -125,8 +125,8 @@ def test_no_time_is_out_of_range_and_all_grow_with_u(sampling, low, length, scal
     st.floats(0, 3),
     st.floats(-1, 1.75),
 )
-def test_densities_stay_within_0_and_1_and_grow(scheme, mean, spread, scale):
-    noise = NoiseConfig(weighting_scheme=scheme, logit_mean=mean, logit_std=spread, mode_scale=scale)
+def test_quantile_functions_are_within_0_and_1_and_increase(scheme, mean, std, scale):
+    noise = NoiseConfig(weighting_scheme=scheme, logit_mean=mean, logit_std=std, mode_scale=scale)
     s = timesteps.WEIGHTING_SCHEME_QUANTILES[scheme](U, noise)
     assert s.min() >= 0 and s.max() <= 1
     assert (s.diff() >= -1e-12).all()
@@ -136,15 +136,15 @@ def generators(*seeds):
     return [torch.Generator().manual_seed(seed) for seed in seeds]
 
 
-def test_what_a_sample_draws_depends_on_its_generator_alone():
+def test_the_quantile_and_noise_of_a_sample_depend_on_its_generator_only():
     u, noise = timesteps.sample_quantiles_and_noise(generators(3, 4, 5), torch.Size((4, 6, 10)))
     alone, its_noise = timesteps.sample_quantiles_and_noise(generators(4), torch.Size((4, 6, 10)))
     assert torch.equal(u[1:2], alone) and torch.equal(noise[1:2], its_noise)
     assert len(set(u.tolist())) == 3
 
 
-def test_thousandths_and_noise_are_the_first_draws_of_a_generator():
-    """So are the numbers of every version, and no way of choosing times changes the noise."""
+def test_the_timestep_and_the_noise_are_the_first_draws_of_a_generator():
+    """This keeps the random numbers of earlier versions, and the noise independent of timestep sampling."""
     u, noise = timesteps.sample_quantiles_and_noise(generators(*range(50)), torch.Size((2, 3)))
     for number, generator in enumerate(generators(*range(50))):
         whole = torch.randint(0, 1000, (1,), generator=generator)
@@ -153,7 +153,7 @@ def test_thousandths_and_noise_are_the_first_draws_of_a_generator():
     assert torch.equal(timesteps.compute_timesteps(u, NoiseConfig(), DISCRETE, LATENTS), (u * 1000).floor().float())
 
 
-def test_u_is_never_0_or_1_and_keeps_its_thousandths():
+def test_the_quantile_is_never_0_or_1_and_preserves_its_timestep():
     whole = torch.arange(1000)
     for rest in (0.0, 1 - 2.0**-24):
         u = timesteps.combine_quantile(whole, torch.full((1000,), rest))
@@ -161,18 +161,20 @@ def test_u_is_never_0_or_1_and_keeps_its_thousandths():
         assert torch.equal((u * 1000).floor().long(), whole)
 
 
-def test_some_noise_is_left_where_a_density_comes_down_to_nothing():
+def test_sigma_has_a_lower_bound():
     u = torch.tensor([1e-9], dtype=torch.float64)
-    assert sigmas(u=u, timestep_sampling="sigmoid", sigmoid_scale=30.0).item() == pytest.approx(timesteps.MIN_SIGMA)
+    assert sample_sigmas(u=u, timestep_sampling="sigmoid", sigmoid_scale=30.0).item() == pytest.approx(
+        timesteps.MIN_SIGMA
+    )
 
 
-def test_u_is_uniform():
+def test_the_quantile_is_uniform():
     u, _ = timesteps.sample_quantiles_and_noise(generators(*range(4000)), torch.Size((1,)))
     assert (u.sort().values - (torch.arange(4000) + 0.5) / 4000).abs().max() < 1.63 / math.sqrt(4000)
     assert len(set(u.tolist())) == 4000, "finer than thousandths"
 
 
-def test_every_name_of_the_option_is_a_function():
+def test_every_value_of_timestep_sampling_has_a_function():
     hints = get_type_hints(NoiseConfig)
     sampling, scheme = (
         {name for choice in get_args(hints[option]) for name in get_args(choice)}

@@ -1,4 +1,4 @@
-"""Long captions and layers of CLIP, as sd-scripts has them; diffusers' own encoding of each piece is the judge."""
+"""Long captions and clip_skip as in sd-scripts, compared with diffusers' encoding of each chunk."""
 
 import logging
 
@@ -15,11 +15,11 @@ FIRST, SECOND = " ".join("abcdefghijklmnopqrstuvwxyz" * 2 + "abcdefghijklmnopqrs
 assert len(FIRST.split()) == 75
 
 
-def encoded_by_diffusers(pipe, text, **options):
-    found = pipe.encode_prompt(
+def encode_with_diffusers(pipe, text, **options):
+    actual = pipe.encode_prompt(
         text, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=False, **options
     )
-    return found[0], found[2] if len(found) > 2 else None
+    return actual[0], actual[2] if len(actual) > 2 else None
 
 
 @torch.no_grad()
@@ -30,34 +30,34 @@ def test_clip_skip_takes_the_nth_last_layer(name, number):
     if not hasattr(pipe.text_encoder, "text_model"):  # where diffusers 0.42 looks for the last norm
         object.__setattr__(pipe.text_encoder, "text_model", pipe.text_encoder)
     family = FAMILIES.get(name)(ModelConfig(clip_skip=number))
-    theirs, _ = encoded_by_diffusers(pipe, ["a red circle"], clip_skip=number - 1 or None)
-    torch.testing.assert_close(family.encode_prompts(pipe, ["a red circle"])["embeds"], theirs)
+    reference, _ = encode_with_diffusers(pipe, ["a red circle"], clip_skip=number - 1 or None)
+    torch.testing.assert_close(family.encode_prompts(pipe, ["a red circle"])["embeds"], reference)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["sd1", "sd2", "sdxl"])
 @pytest.mark.parametrize("length", [150, 225])
-def test_a_long_caption_is_read_in_pieces_of_75_tokens(name, length):
+def test_a_long_caption_is_encoded_in_chunks_of_75_tokens(name, length):
     pipe = TINY[name]().pipe
     family = FAMILIES.get(name)(ModelConfig(max_token_length=length))
     ours = family.encode_prompts(pipe, [f"{FIRST} {SECOND}", "short"])
     embeds = ours["embeds"]
     assert embeds.shape[:2] == (2, length + 2)
     for row, pieces in enumerate([(FIRST, SECOND, ""), ("short", "", "")]):
-        states = [encoded_by_diffusers(pipe, [piece])[0][0] for piece in pieces[: length // 75]]
+        states = [encode_with_diffusers(pipe, [piece])[0][0] for piece in pieces[: length // 75]]
         expected = torch.cat([states[0][:1], *[piece[1:-1] for piece in states], states[-1][-1:]])
         torch.testing.assert_close(embeds[row], expected)
     if "pooled" in ours:
         for row, first in enumerate([FIRST, "short"]):
-            torch.testing.assert_close(ours["pooled"][row], encoded_by_diffusers(pipe, [first])[1][0])
+            torch.testing.assert_close(ours["pooled"][row], encode_with_diffusers(pipe, [first])[1][0])
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["sd1", "sd2", "sdxl"])
-def test_what_is_too_long_is_cut_off_where_diffusers_cuts_it(name):
+def test_a_caption_that_is_too_long_is_truncated_as_in_diffusers(name):
     pipe, family = TINY[name]().pipe, FAMILIES.get(name)()
-    theirs, _ = encoded_by_diffusers(pipe, [f"{FIRST} {SECOND}"])
-    torch.testing.assert_close(family.encode_prompts(pipe, [f"{FIRST} {SECOND}"])["embeds"], theirs)
+    reference, _ = encode_with_diffusers(pipe, [f"{FIRST} {SECOND}"])
+    torch.testing.assert_close(family.encode_prompts(pipe, [f"{FIRST} {SECOND}"])["embeds"], reference)
     assert family.find_truncated_prompts(pipe, [FIRST, f"{FIRST} {SECOND}", ""]) == [f"{FIRST} {SECOND}"]
     longer = FAMILIES.get(name)(ModelConfig(max_token_length=150))
     assert longer.find_truncated_prompts(pipe, [f"{FIRST} {SECOND}"]) == []
@@ -65,7 +65,7 @@ def test_what_is_too_long_is_cut_off_where_diffusers_cuts_it(name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["sd1", "sdxl"])
-def test_a_picture_is_drawn_with_long_captions(name):
+def test_an_image_is_sampled_with_long_captions(name):
     from library.data.prompts import Prompt
 
     pipe, family = TINY[name]().pipe, FAMILIES.get(name)(ModelConfig(max_token_length=150))
@@ -77,7 +77,7 @@ def test_a_picture_is_drawn_with_long_captions(name):
     )
 
 
-def test_the_settings_are_checked_with_all_others(tmp_path):
+def test_the_caption_options_are_validated_with_all_others(tmp_path):
     problems = parse_config(["--max_token_length", "100", "--clip_skip", "0"]).problems
     assert "--max_token_length: expected 75, 150 or 225, got 100" in problems
     assert any(line.startswith("--clip_skip: ") and "at least 1" in line for line in problems)
@@ -85,7 +85,7 @@ def test_the_settings_are_checked_with_all_others(tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["sd3", "flux", "flux_schnell", "z_image", "qwen_image"])
-def test_the_end_of_a_text_is_read_unless_it_is_told_to_be_too_long(name):
+def test_a_caption_is_encoded_to_its_end_unless_it_is_reported_as_truncated(name):
     tiny = TINY[name]()
     pipe, family = tiny.pipe, FAMILIES.get(tiny.family)()
     lengths = range(1, 1100)
@@ -98,32 +98,32 @@ def test_the_end_of_a_text_is_read_unless_it_is_told_to_be_too_long(name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["sd3", "flux"])
-def test_the_length_of_t5s_text_is_an_option(name):
+def test_the_max_token_length_of_t5_is_an_option(name):
     tiny = TINY[name]()
     family = FAMILIES.get(name)(ModelConfig(t5xxl_max_token_length=20))
     texts = ["a red circle", "a text of twenty letters"]
-    theirs = tiny.pipe.encode_prompt(
+    reference = tiny.pipe.encode_prompt(
         texts,
         **{"prompt_2": None, "prompt_3": None} if name == "sd3" else {},
         device=torch.device("cpu"),
         max_sequence_length=20,
     )
     embeds = family.encode_prompts(tiny.pipe, texts)["embeds"]
-    assert torch.equal(embeds, theirs[0])
+    assert torch.equal(embeds, reference[0])
     assert embeds.shape[1] == 20 + (77 if name == "sd3" else 0)
     assert family.find_truncated_prompts(tiny.pipe, texts) == texts[1:]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["sd3", "flux"])
-def test_nothing_is_written_about_captions_of_which_clip_reads_a_part(name, caplog, monkeypatch):
-    """It would be, again at each step, on each process; what is lost is what T5 does not read, and that is told."""
+def test_no_warning_is_logged_for_captions_that_clip_truncates(name, caplog, monkeypatch):
+    """They would repeat every step on every rank; only what T5 truncates is lost, and that is reported."""
     pipe, family = TINY[name]().pipe, FAMILIES.get(name)()
     for library in ("diffusers", "transformers"):
         monkeypatch.setattr(logging.getLogger(library), "propagate", True)
     for tokenizer in (pipe.tokenizer, pipe.tokenizer_2):
         tokenizer.deprecation_warnings.clear()
-    caplog.clear()  # of what loading said
+    caplog.clear()  # drop the messages of loading
     with caplog.at_level(logging.WARNING):
         family.encode_prompts(pipe, [f"{FIRST} {SECOND}"])
         assert not caplog.records

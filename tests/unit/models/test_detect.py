@@ -1,4 +1,4 @@
-"""The family of a model is found from its small files, without torch, with a reason; or the message says why not."""
+"""The family of a model is detected from its JSON files or header, without torch and with a reason."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from model_files import written
+from model_files import write_json_files
 
 from library.config.schema import ModelConfig
 from library.errors import ConfigError
@@ -15,10 +15,10 @@ from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.model_configs import list_bundled_configs, load_bundled_config
 
 
-def model(folder, name="StableDiffusionPipeline", unet=None, vae=None, scheduler=None, config=None):
-    """The JSON files of a diffusers folder with the sizes of Stable Diffusion 1.5, or of a shipped configuration."""
+def write_model_folder(folder, name="StableDiffusionPipeline", unet=None, vae=None, scheduler=None, config=None):
+    """Write the JSON files of a diffusers folder: Stable Diffusion 1.5, or a bundled config."""
     if config is not None:
-        return written(folder, load_bundled_config(config))
+        return write_json_files(folder, load_bundled_config(config))
     sizes = {"cross_attention_dim": 768, "block_out_channels": [320, 640, 1280, 1280], "in_channels": 4}
     files = {
         "model_index.json": {"_class_name": name},
@@ -28,10 +28,10 @@ def model(folder, name="StableDiffusionPipeline", unet=None, vae=None, scheduler
         "text_encoder/config.json": {},
         "tokenizer/tokenizer_config.json": {},
     }
-    return written(folder, files)
+    return write_json_files(folder, files)
 
 
-def problem(source, **options):
+def detect_problem(source, **options):
     with pytest.raises(ConfigError) as caught:
         detect_model(ModelConfig(source, **options))
     (line,) = caught.value.problems
@@ -39,28 +39,28 @@ def problem(source, **options):
     return line
 
 
-def test_a_diffusers_folder_of_stable_diffusion_1_is_known_with_a_reason(tmp_path):
-    found = detect_model(model(tmp_path))
-    assert found.family == "sd1"
-    assert "StableDiffusionPipeline" in found.reason and "768" in found.reason
-    assert (found.size_multiple, found.prediction_type, found.source_type) == (64, "epsilon", "folder")
+def test_a_diffusers_folder_of_stable_diffusion_1_is_detected_with_a_reason(tmp_path):
+    actual = detect_model(write_model_folder(tmp_path))
+    assert actual.family == "sd1"
+    assert "StableDiffusionPipeline" in actual.reason and "768" in actual.reason
+    assert (actual.size_multiple, actual.prediction_type, actual.source_type) == (64, "epsilon", "folder")
 
 
 @pytest.mark.parametrize("name", list_bundled_configs())
-def test_every_shipped_configuration_is_known_as_what_it_is(name, tmp_path):
+def test_every_bundled_config_is_detected_as_its_family(name, tmp_path):
     (family,) = (each for each in FAMILY_FACTS if name == each or name.startswith(f"{each}_"))
-    read, told = (
-        detect_model(model(tmp_path, config=name)),
+    read, detected = (
+        detect_model(write_model_folder(tmp_path, config=name)),
         detect_model(f"random:{name.replace(f'{family}_', f'{family}:')}"),
     )
-    assert read.family == told.family == family
-    assert (read.size_multiple, read.prediction_type) == (told.size_multiple, told.prediction_type)
-    assert FAMILY_FACTS[read.family].pipeline_class in read.reason and f"sizes of {name}" in told.reason
+    assert read.family == detected.family == family
+    assert (read.size_multiple, read.prediction_type) == (detected.size_multiple, detected.prediction_type)
+    assert FAMILY_FACTS[read.family].pipeline_class in read.reason and f"sizes of {name}" in detected.reason
 
 
-def test_steps_and_predictions_are_those_of_the_published_models():
-    found = {name: detect_model(f"random:{name}") for name in ("sd1", "sd2", "sd2:base", "sdxl")}
-    assert {name: (each.size_multiple, each.prediction_type) for name, each in found.items()} == {
+def test_size_multiples_and_prediction_types_are_those_of_the_published_models():
+    actual = {name: detect_model(f"random:{name}") for name in ("sd1", "sd2", "sd2:base", "sdxl")}
+    assert {name: (each.size_multiple, each.prediction_type) for name, each in actual.items()} == {
         "sd1": (64, "epsilon"),
         "sd2": (64, "v"),
         "sd2:base": (64, "epsilon"),
@@ -68,45 +68,49 @@ def test_steps_and_predictions_are_those_of_the_published_models():
     }
 
 
-def test_the_built_in_model_is_what_its_saved_files_say(tmp_path):
-    import stand_in
+def test_the_built_in_model_is_detected_from_its_files(tmp_path):
+    import tiny_sd1
 
-    stand_in.build().save_pretrained(tmp_path)
-    read, told = detect_model(str(tmp_path)), detect_model(None)
-    assert (read.family, read.size_multiple) == (told.family, told.size_multiple) == ("sd1", 16)
-    assert "built-in" in told.reason
+    tiny_sd1.build_pipeline().save_pretrained(tmp_path)
+    read, detected = detect_model(str(tmp_path)), detect_model(None)
+    assert (read.family, read.size_multiple) == (detected.family, detected.size_multiple) == ("sd1", 16)
+    assert "built-in" in detected.reason
 
 
-def test_other_models_are_named_and_refused(tmp_path):
-    assert "KolorsPipeline is not supported; supported: Stable Diffusion 1, " in problem(
-        model(tmp_path / "a", name="KolorsPipeline")
+def test_unsupported_models_are_rejected_by_name(tmp_path):
+    assert "KolorsPipeline is not supported; supported: Stable Diffusion 1, " in detect_problem(
+        write_model_folder(tmp_path / "a", name="KolorsPipeline")
     )
-    assert "has 9 input channels" in problem(model(tmp_path / "c", unet={"in_channels": 9}))
-    assert "has no size conditioning" in problem(model(tmp_path / "d", name="StableDiffusionXLPipeline"))
+    assert "has 9 input channels" in detect_problem(write_model_folder(tmp_path / "c", unet={"in_channels": 9}))
+    assert "has no size conditioning" in detect_problem(
+        write_model_folder(tmp_path / "d", name="StableDiffusionXLPipeline")
+    )
     refiner = {"addition_embed_type": "text_time", "projection_class_embeddings_input_dim": 2560}
-    assert "refiner" in problem(model(tmp_path / "e", name="StableDiffusionXLPipeline", unet=refiner))
+    assert "refiner" in detect_problem(
+        write_model_folder(tmp_path / "e", name="StableDiffusionXLPipeline", unet=refiner)
+    )
 
 
-def test_what_is_no_model_is_told_with_the_way_out(tmp_path):
-    assert "no model_index.json" in problem(str(tmp_path))
+def test_a_path_that_is_no_model_is_reported_with_a_fix(tmp_path):
+    assert "no model_index.json" in detect_problem(str(tmp_path))
     (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderKL"}')
-    assert "this one holds only AutoencoderKL" in problem(str(tmp_path))
-    assert "no such file or folder (looked in" in problem(str(tmp_path / "absent"))
-    assert "no such file or folder (looked in" in problem("absent.safetensors")
-    assert "did you mean random:sdxl:tiny?" in problem("random:sdxl:tini")
-    assert "did you mean random:sd" in problem("random:sd")
-    assert "available: random:" in problem("random:what")
-    assert "--family needs a model" in problem(None, family="sdxl")
+    assert "this one holds only AutoencoderKL" in detect_problem(str(tmp_path))
+    assert "no such file or folder (looked in" in detect_problem(str(tmp_path / "absent"))
+    assert "no such file or folder (looked in" in detect_problem("absent.safetensors")
+    assert "did you mean random:sdxl:tiny?" in detect_problem("random:sdxl:tini")
+    assert "did you mean random:sd" in detect_problem("random:sd")
+    assert "available: random:" in detect_problem("random:what")
+    assert "--family needs a model" in detect_problem(None, family="sdxl")
     broken = tmp_path / "broken"
-    model(broken)
+    write_model_folder(broken)
     (broken / "unet/config.json").write_text("{")
-    assert "config.json cannot be read" in problem(str(broken))
+    assert "config.json cannot be read" in detect_problem(str(broken))
     (broken / "unet/config.json").unlink()
-    assert "unet/config.json is missing" in problem(str(broken))
+    assert "unet/config.json is missing" in detect_problem(str(broken))
 
 
-def header_only(path, shapes, metadata=None, cut=0):
-    """A safetensors file with these names and shapes, whose weights take no room on the disk."""
+def write_sparse_file(path, shapes, metadata=None, cut=0):
+    """Write a sparse safetensors file with these keys and shapes."""
     head, end = {"__metadata__": metadata} if metadata else {}, 0
     for name, shape in shapes.items():
         size = 2 * math.prod(shape)
@@ -138,30 +142,30 @@ TWO = {**ONE, ATTENTION: [320, 1024], "cond_stage_model.model.token_embedding.we
 
 
 @pytest.mark.parametrize("shapes, family, config", [(ONE, "sd1", "sd1"), (TWO, "sd2", "sd2"), (XL, "sdxl", "sdxl")])
-def test_a_single_file_is_known_by_names_and_sizes(shapes, family, config, tmp_path):
-    found = detect_model(header_only(tmp_path / "model.safetensors", shapes))
-    assert (found.family, found.bundled_config, found.source_type) == (family, config, "file")
-    assert {*found.single_file_components} == {
+def test_a_single_file_is_detected_by_its_keys_and_shapes(shapes, family, config, tmp_path):
+    actual = detect_model(write_sparse_file(tmp_path / "model.safetensors", shapes))
+    assert (actual.family, actual.bundled_config, actual.source_type) == (family, config, "file")
+    assert {*actual.single_file_components} == {
         part for part in FAMILY_FACTS[family].components if not part.startswith("tokenizer")
     }
-    assert FAMILY_FACTS[family].title in found.reason
+    assert FAMILY_FACTS[family].title in actual.reason
 
 
-def test_what_a_single_file_predicts_is_taken_from_its_own_word(tmp_path):
+def test_the_prediction_type_of_a_single_file_is_read_from_its_metadata(tmp_path):
     def prediction(shapes, metadata=None):
-        found = detect_model(header_only(tmp_path / "model.safetensors", shapes, metadata))
+        actual = detect_model(write_sparse_file(tmp_path / "model.safetensors", shapes, metadata))
         assert (
-            found.scheduler_overrides.get("prediction_type", "").startswith(found.prediction_type)
-            or not found.scheduler_overrides
+            actual.scheduler_overrides.get("prediction_type", "").startswith(actual.prediction_type)
+            or not actual.scheduler_overrides
         )
-        return found.prediction_type
+        return actual.prediction_type
 
     assert prediction(XL) == "epsilon"
     assert prediction(XL, {"modelspec.prediction_type": "v"}) == "v"
     assert prediction({**XL, "v_pred": [0]}) == "v"
     assert prediction(TWO) == "v", "as the published 768 model"
     assert prediction(TWO, {"modelspec.prediction_type": "epsilon"}) == "epsilon"
-    zero = detect_model(header_only(tmp_path / "zero.safetensors", {**XL, "v_pred": [0], "ztsnr": [0]}))
+    zero = detect_model(write_sparse_file(tmp_path / "zero.safetensors", {**XL, "v_pred": [0], "ztsnr": [0]}))
     assert zero.scheduler_overrides["rescale_betas_zero_snr"] is True
 
 
@@ -184,8 +188,8 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("words", OTHERS)
-def test_another_single_file_is_named_by_what_it_is(words, tmp_path):
-    assert words in problem(header_only(tmp_path / "model.safetensors", OTHERS[words]))
+def test_an_unsupported_single_file_is_rejected_by_its_type(words, tmp_path):
+    assert words in detect_problem(write_sparse_file(tmp_path / "model.safetensors", OTHERS[words]))
 
 
 BROKEN = {
@@ -202,55 +206,55 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("words", BROKEN)
-def test_a_file_that_is_no_safetensors_file_is_named_by_what_it_is(words, tmp_path):
+def test_a_file_that_is_not_safetensors_is_rejected_by_its_type(words, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(BROKEN[words])
-    assert words in problem(str(tmp_path / "model.safetensors"))
+    assert words in detect_problem(str(tmp_path / "model.safetensors"))
 
 
-def test_a_file_whose_end_is_missing_is_told_before_it_is_loaded(tmp_path):
-    assert "is truncated: " in problem(header_only(tmp_path / "model.safetensors", XL, cut=10))
+def test_a_truncated_file_is_reported_before_it_is_loaded(tmp_path):
+    assert "is truncated: " in detect_problem(write_sparse_file(tmp_path / "model.safetensors", XL, cut=10))
 
 
-def test_the_family_can_be_named_and_must_fit(tmp_path):
-    folder = model(tmp_path / "one", config="sdxl", name="")
-    found = detect_model(ModelConfig(folder, family="sdxl"))
-    assert found.family == "sdxl" and "set by --family" in found.reason
-    assert problem(folder, family="sdxll") == "family: unknown model family 'sdxll'; did you mean sdxl?"
-    assert "pathlib:Path is not a model family" in problem(folder, family="pathlib:Path")
-    assert "its files are not those of family sd2" in problem(model(tmp_path / "b"), family="sd2")
+def test_the_family_option_must_match_the_model(tmp_path):
+    folder = write_model_folder(tmp_path / "one", config="sdxl", name="")
+    actual = detect_model(ModelConfig(folder, family="sdxl"))
+    assert actual.family == "sdxl" and "set by --family" in actual.reason
+    assert detect_problem(folder, family="sdxll") == "family: unknown model family 'sdxll'; did you mean sdxl?"
+    assert "pathlib:Path is not a model family" in detect_problem(folder, family="pathlib:Path")
+    assert "its files are not those of family sd2" in detect_problem(write_model_folder(tmp_path / "b"), family="sd2")
     own = detect_model(ModelConfig(folder, family="library.models.families.sdxl:StableDiffusionXL"))
     assert own.family == "library.models.families.sdxl:StableDiffusionXL"
     assert FAMILIES.get(own.family).denoiser_name == "unet"
-    file = header_only(tmp_path / "model.safetensors", XL)
-    assert "does not contain weights of family sd1" in problem(file, family="sd1")
-    assert "is of family sdxl, not sd1" in problem("random:sdxl:tiny", family="sd1")
+    file = write_sparse_file(tmp_path / "model.safetensors", XL)
+    assert "does not contain weights of family sd1" in detect_problem(file, family="sd1")
+    assert "is of family sdxl, not sd1" in detect_problem("random:sdxl:tiny", family="sd1")
 
 
-def test_options_of_other_families_are_refused_all_together(tmp_path):
+def test_options_of_other_families_are_all_rejected_at_once(tmp_path):
     with pytest.raises(ConfigError) as caught:
-        detect_model(ModelConfig(model(tmp_path), clip_g="x", ae="y", v2=True))
+        detect_model(ModelConfig(write_model_folder(tmp_path), clip_g="x", ae="y", v2=True))
     assert caught.value.problems == [
         "clip_g: Stable Diffusion 1 has no such component",
         "ae: Stable Diffusion 1 has no such component",
         "v2: the model is Stable Diffusion 1; leave this option out",
     ]
-    assert "clip_skip: does not apply to Stable Diffusion XL; leave this option out" in problem(
+    assert "clip_skip: does not apply to Stable Diffusion XL; leave this option out" in detect_problem(
         "random:sdxl:tiny", clip_skip=2
     )
     assert detect_model(ModelConfig("random:sd2:tiny", v2=True, clip_skip=2)).family == "sd2"
 
 
-def test_a_hub_id_without_network_is_one_clear_line():
-    assert "the hub cannot be reached" in problem("nobody/nothing")
-    assert "the hub says: " in problem("no--body/nothing")
+def test_a_hub_id_without_network_is_reported_in_one_line():
+    assert "the hub cannot be reached" in detect_problem("nobody/nothing")
+    assert "the hub says: " in detect_problem("no--body/nothing")
 
 
-def test_looking_at_a_folder_loads_neither_torch_nor_diffusers(tmp_path):
+def test_detecting_a_folder_imports_neither_torch_nor_diffusers(tmp_path):
     script = (
         "import sys; from library.models.detect import detect_model; from library.models.families import FAMILIES;"
-        f"detect_model({model(tmp_path / 'a')!r}); detect_model(None); "
+        f"detect_model({write_model_folder(tmp_path / 'a')!r}); detect_model(None); "
         "FAMILIES.list_names(); detect_model('random:sdxl:tiny');"
-        f"detect_model({header_only(tmp_path / 'model.safetensors', XL)!r});"
+        f"detect_model({write_sparse_file(tmp_path / 'model.safetensors', XL)!r});"
         "print({'torch', 'diffusers', 'transformers', 'huggingface_hub'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -267,27 +271,31 @@ def test_looking_at_a_folder_loads_neither_torch_nor_diffusers(tmp_path):
         "tokenizer/tokenizer_config.json",
     ],
 )
-def test_a_model_that_lacks_a_part_is_told_before_it_is_loaded(part, tmp_path):
-    source = model(tmp_path)
+def test_a_model_without_a_component_is_reported_before_it_is_loaded(part, tmp_path):
+    source = write_model_folder(tmp_path)
     (tmp_path / part).unlink()
 
-    assert f"{part} is missing; the model is not complete" in problem(source)
+    assert f"{part} is missing; the model is not complete" in detect_problem(source)
 
 
-def test_what_training_cannot_use_is_told_before_it_is_loaded(tmp_path):
-    assert "predict" in problem(model(tmp_path / "a", scheduler={"prediction_type": "sample"}))
-    assert "num_train_timesteps 500" in problem(model(tmp_path / "b", scheduler={"num_train_timesteps": 500}))
-    assert "has no block_out_channels" in problem(model(tmp_path / "c", unet={"block_out_channels": None}))
+def test_an_untrainable_model_is_reported_before_it_is_loaded(tmp_path):
+    assert "predict" in detect_problem(write_model_folder(tmp_path / "a", scheduler={"prediction_type": "sample"}))
+    assert "num_train_timesteps 500" in detect_problem(
+        write_model_folder(tmp_path / "b", scheduler={"num_train_timesteps": 500})
+    )
+    assert "has no block_out_channels" in detect_problem(
+        write_model_folder(tmp_path / "c", unet={"block_out_channels": None})
+    )
 
 
-def test_a_damaged_file_of_weights_is_told_in_one_line_and_a_tilde_is_the_home(tmp_path, monkeypatch):
-    import stand_in
+def test_a_damaged_weight_file_is_reported_in_one_line_and_a_tilde_is_expanded(tmp_path, monkeypatch):
+    import tiny_sd1
     import torch
 
     from library.models.families.sd1 import StableDiffusion1
 
     monkeypatch.setenv("HOME", str(tmp_path))
-    stand_in.build().save_pretrained(tmp_path / "model")
+    tiny_sd1.build_pipeline().save_pretrained(tmp_path / "model")
     assert StableDiffusion1().load("~/model", torch.float32, ["vae"]).vae is not None
     (tmp_path / "model" / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"no weights")
 

@@ -1,9 +1,9 @@
-"""What is special to single families of flow matching: guidance, steps, shifts, names."""
+"""Flow-matching families: guidance, steps, shifts and metadata that differ between them."""
 
 import pytest
 import torch
 from family_cases import SIZE, Recorder
-from model_files import written
+from model_files import write_json_files
 from tiny_pipelines import HEIGHT, TINY, WIDTH
 
 from library.config.schema import ModelConfig
@@ -16,62 +16,62 @@ from library.models.model_configs import load_bundled_config
 FLOW = ["sd3", "flux", "flux_schnell", "z_image", "qwen_image"]
 
 
-def parts(name, options=None):
+def load_family(name, options=None):
     tiny = TINY[name]()
     tiny.pipe.set_progress_bar_config(disable=True)
     return FAMILIES.get(tiny.family)(options), tiny
 
 
 @torch.no_grad()
-def drawn(family, pipe, **options):
+def sample_preview(family, pipe, **options):
     prompt = Prompt("a red circle", "blue", width=WIDTH, height=HEIGHT, **options)
     cond, negative = (family.encode_prompts(pipe, [text]) for text in (prompt.text, prompt.negative_prompt))
     return family.generate_image(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), None)
 
 
 @torch.no_grad()
-def test_flux_is_trained_with_the_guidance_that_is_asked_for_and_with_1_if_none_is():
+def test_flux_is_trained_with_guidance_scale_and_with_1_by_default():
     for options, expected in ((None, 1.0), (ModelConfig(guidance_scale=3.5), 3.5)):
-        family, tiny = parts("flux", options)
+        family, tiny = load_family("flux", options)
         record = Recorder(tiny.pipe.transformer)
         family.predict(tiny.pipe, tiny.pipe.transformer, tiny.batch.latents, torch.tensor([700.0, 250.0]), tiny.batch)
         assert record.calls[0]["guidance"].tolist() == [expected, expected]
 
 
-def test_flux_dev_draws_with_guidance_and_schnell_in_four_steps():
+def test_flux_dev_is_sampled_with_guidance_and_schnell_in_four_steps():
     for name, options, guidance, steps in (
         ("flux", {}, 3.5, 20),
         ("flux", {"embedded_guidance": 2.0, "num_inference_steps": 3}, 2.0, 3),
         ("flux_schnell", {}, None, 4),
     ):
-        family, tiny = parts(name)
+        family, tiny = load_family(name)
         record = Recorder(tiny.pipe.transformer)
-        drawn(family, tiny.pipe, **options)
+        sample_preview(family, tiny.pipe, **options)
         assert len(record.calls) == steps
-        told = record.calls[0]["guidance"]
-        assert told is None if guidance is None else told.tolist() == [guidance]
+        guidance_arg = record.calls[0]["guidance"]
+        assert guidance_arg is None if guidance is None else guidance_arg.tolist() == [guidance]
 
 
-def test_a_negative_prompt_costs_a_second_look_only_where_it_is_asked_for():
+def test_the_negative_prompt_is_evaluated_only_with_guidance():
     for name, scale, looks in (("flux", None, 1), ("flux", 2.0, 2), ("qwen_image", None, 2), ("qwen_image", 1.0, 1)):
-        family, tiny = parts(name)
+        family, tiny = load_family(name)
         record = Recorder(tiny.pipe.transformer)
-        drawn(family, tiny.pipe, num_inference_steps=2, cfg_scale=scale)
+        sample_preview(family, tiny.pipe, num_inference_steps=2, cfg_scale=scale)
         assert len(record.calls) == 2 * looks
 
 
 @pytest.mark.parametrize("name", FLOW)
-def test_a_preview_moves_its_times_as_the_model_does_or_as_the_prompt_says(name):
-    family, tiny = parts(name)
+def test_a_preview_shifts_its_timesteps_as_the_model_or_the_prompt_sets(name):
+    family, tiny = load_family(name)
     record = Recorder(tiny.pipe.transformer)
     key = "t" if name == "z_image" else "timestep"
     unguided = {"num_inference_steps": 4, "cfg_scale": tiny.unguided}
-    drawn(family, tiny.pipe, **unguided)
+    sample_preview(family, tiny.pipe, **unguided)
     own = [call[key][0].item() for call in record.calls]
     call = {**tiny.texts, tiny.scale: tiny.unguided, "num_inference_steps": 4}
     tiny.pipe("a red circle", **SIZE, **call)
     assert own == [call[key][0].item() for call in record.calls[4:8]]
-    drawn(family, tiny.pipe, **unguided, flow_shift=5.0)
+    sample_preview(family, tiny.pipe, **unguided, flow_shift=5.0)
     moved = [call[key][0].item() for call in record.calls[8:]]
     assert len(moved) == 4 and moved[1] != own[1]
     scheduler = type(tiny.pipe.scheduler)(shift=5.0, shift_terminal=tiny.pipe.scheduler.config.shift_terminal)
@@ -85,15 +85,15 @@ def test_a_preview_moves_its_times_as_the_model_does_or_as_the_prompt_says(name)
     assert moved == pytest.approx(times.tolist(), abs=1e-5)
 
 
-def test_a_sampler_that_is_not_for_flow_matching_is_refused():
-    family, tiny = parts("flux")
+def test_a_sampler_that_does_not_support_flow_matching_is_rejected():
+    family, tiny = load_family("flux")
     cond = family.encode_prompts(tiny.pipe, ["a"])
     with pytest.raises(UserError, match="sampler ddim: flow-matching models are sampled with euler"):
         family.generate_image(tiny.pipe, Prompt("a"), cond, cond, torch.Generator(), "ddim")
 
 
-def test_files_say_which_model_they_are_for():
-    titles = {name: parts(name)[0].get_base_model_info(TINY[name]().pipe) for name in FLOW}
+def test_the_metadata_of_a_file_contains_the_base_model():
+    titles = {name: load_family(name)[0].get_base_model_info(TINY[name]().pipe) for name in FLOW}
     assert {name: (title.base_model_version, title.architecture) for name, title in titles.items()} == {
         "sd3": ("5-medium", "stable-diffusion-3-5-medium"),
         "flux": ("flux1", "flux-1-dev"),
@@ -118,8 +118,8 @@ def test_files_say_which_model_they_are_for():
         ("flux", {"vae/config.json": {"block_out_channels": None}}, "has no block_out_channels"),
     ],
 )
-def test_kindred_models_that_cannot_be_trained_are_named(name, changed, words, tmp_path):
+def test_related_models_that_cannot_be_trained_are_rejected_by_name(name, changed, words, tmp_path):
     config = load_bundled_config(name)
     files = {**config, **{path: {**config[path], **new} for path, new in changed.items()}}
     with pytest.raises(ConfigError, match=words):
-        detect_model(written(tmp_path, files))
+        detect_model(write_json_files(tmp_path, files))

@@ -1,4 +1,4 @@
-"""Models are loaded in parts, straight to dtype and device, from wherever they are."""
+"""Models are loaded by component, directly to dtype and device, from folders and the hub."""
 
 import os
 import subprocess
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import AutoencoderKL
-from family_cases import generators, made, modules_of, pixels, plain
-from loaded_weights import present, same_weights
+from family_cases import build_case, each_family, generators, get_modules, pixels
+from loaded_weights import assert_same_weights, list_loaded_components
 from safetensors.torch import load_file
 from tiny_pipelines import TINY
 
@@ -17,45 +17,45 @@ from library.errors import ConfigError
 from library.models import loading
 from library.models.families import FAMILIES
 
-__all__ = ["made", "plain"]  # fixtures
+__all__ = ["build_case", "each_family"]  # fixtures
 
 
-def test_the_vae_stays_in_float32_in_a_bfloat16_run(plain, tmp_path):
-    family, tiny = plain
+def test_the_vae_stays_in_float32_in_a_bfloat16_run(each_family, tmp_path):
+    family, tiny = each_family
     exact = family.encode_pixels(tiny.pipe, pixels(), generators())
-    picture = family.decode_latents(tiny.pipe, exact)
+    image = family.decode_latents(tiny.pipe, exact)
     tiny.pipe.save_pretrained(tmp_path)
     low = family.load(str(tmp_path), torch.bfloat16)
     for pipe in (low, family.load(tiny.source, torch.bfloat16)):
-        dtypes = {name: {p.dtype for p in part.parameters()} for name, part in modules_of(family, pipe).items()}
+        dtypes = {name: {p.dtype for p in part.parameters()} for name, part in get_modules(family, pipe).items()}
         assert dtypes.pop("vae") == {torch.float32}
         assert all(each == {torch.bfloat16} for each in dtypes.values()), dtypes
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(family.encode_pixels(low, pixels(), generators()), exact)
-        torch.testing.assert_close(family.decode_latents(low, exact), picture)
+        torch.testing.assert_close(family.decode_latents(low, exact), image)
 
 
-def test_only_the_named_parts_are_loaded_and_others_can_come_later(plain, tmp_path):
-    family, tiny = plain
+def test_only_the_requested_components_are_loaded_and_others_can_be_added(each_family, tmp_path):
+    family, tiny = each_family
     tiny.pipe.save_pretrained(tmp_path)
     for source in (str(tmp_path), tiny.source):
-        whole = family.load(source, torch.float32)
+        full_pipe = family.load(source, torch.float32)
         pipe = family.load(source, torch.float32, family.text_components)
-        assert present(family, pipe) == set(family.text_components)
+        assert list_loaded_components(family, pipe) == set(family.text_components)
         encoder, scheduler = getattr(pipe, family.text_components[0]), pipe.scheduler
         assert family.load(source, torch.float32, ("vae",), pipe=pipe) is pipe
-        assert present(family, pipe) == {*family.text_components, "vae"}
+        assert list_loaded_components(family, pipe) == {*family.text_components, "vae"}
         assert getattr(pipe, family.text_components[0]) is encoder and pipe.scheduler is scheduler
         for part in family.text_components:
             setattr(pipe, part, None)
         family.load(source, torch.float32, (family.denoiser_name,), pipe=pipe)
-        assert present(family, pipe) == {"vae", family.denoiser_name}
-        assert pipe.vae_scale_factor == whole.vae_scale_factor
-        assert dict(pipe.config).keys() == dict(whole.config).keys()
-        same_weights(family, pipe, whole)
+        assert list_loaded_components(family, pipe) == {"vae", family.denoiser_name}
+        assert pipe.vae_scale_factor == full_pipe.vae_scale_factor
+        assert dict(pipe.config).keys() == dict(full_pipe.config).keys()
+        assert_same_weights(family, pipe, full_pipe)
 
 
-def test_a_pipeline_measures_a_vae_that_comes_later(tmp_path):
+def test_a_pipeline_derives_its_scale_factor_from_a_vae_that_is_added_later(tmp_path):
     family, tiny = FAMILIES.get("sd1")(), TINY["sd1"]()
     tiny.pipe.save_pretrained(tmp_path)
     kinds = {"down_block_types": ["DownEncoderBlock2D"] * 3, "up_block_types": ["UpDecoderBlock2D"] * 3}
@@ -67,25 +67,25 @@ def test_a_pipeline_measures_a_vae_that_comes_later(tmp_path):
 
 
 @torch.no_grad()
-def test_a_saved_model_loads_with_the_same_weights(plain, tmp_path):
-    family, tiny = plain
+def test_a_saved_model_loads_with_the_same_weights(each_family, tmp_path):
+    family, tiny = each_family
     tiny.pipe.save_pretrained(tmp_path)
     pipe = family.load(str(tmp_path), torch.float32)
-    same_weights(family, pipe, tiny.pipe)
-    assert not any(part.training for part in modules_of(family, pipe).values())
+    assert_same_weights(family, pipe, tiny.pipe)
+    assert not any(part.training for part in get_modules(family, pipe).values())
     for name in family.tokenizer_repo_ids:
         assert getattr(pipe, name)("a red circle").input_ids == getattr(tiny.pipe, name)("a red circle").input_ids
     assert family.build_noise_process(pipe).prediction_type == family.build_noise_process(tiny.pipe).prediction_type
 
 
-def test_a_model_saved_in_half_precision_alone_is_found(plain, tmp_path):
-    family, tiny = plain
+def test_a_model_with_fp16_weights_only_is_loaded(each_family, tmp_path):
+    family, tiny = each_family
     tiny.pipe.save_pretrained(tmp_path, variant="fp16")
-    same_weights(family, family.load(str(tmp_path), torch.float32), tiny.pipe)
+    assert_same_weights(family, family.load(str(tmp_path), torch.float32), tiny.pipe)
 
 
-def test_a_tokenizer_without_its_vocabulary_is_told(plain, tmp_path):
-    family, tiny = plain
+def test_a_tokenizer_without_vocabulary_is_reported(each_family, tmp_path):
+    family, tiny = each_family
     tiny.pipe.save_pretrained(tmp_path)
     (part, *_) = family.tokenizer_repo_ids
     for path in (tmp_path / part).iterdir():
@@ -95,15 +95,15 @@ def test_a_tokenizer_without_its_vocabulary_is_told(plain, tmp_path):
         family.load(str(tmp_path), torch.float32, (part,))
 
 
-def test_a_broken_model_is_the_users_to_mend(plain, tmp_path):
-    family, tiny = plain
+def test_a_damaged_model_is_a_user_error(each_family, tmp_path):
+    family, tiny = each_family
     tiny.pipe.save_pretrained(tmp_path)
     (tmp_path / family.denoiser_name / "diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(ConfigError, match=f"its {family.denoiser_name} cannot be loaded"):
         family.load(str(tmp_path), torch.float32)
 
 
-def test_a_model_that_is_too_large_for_its_device_is_not_broken(monkeypatch):
+def test_out_of_memory_while_loading_is_not_reported_as_a_damaged_model(monkeypatch):
     def part(*given):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 24 GiB.")
 
@@ -113,7 +113,7 @@ def test_a_model_that_is_too_large_for_its_device_is_not_broken(monkeypatch):
 
 
 @pytest.mark.parametrize("part", ["unet", "vae", "text_encoder", "text_encoder_2"])
-def test_pickled_weights_are_never_read(part, tmp_path):
+def test_pickled_weights_are_never_loaded(part, tmp_path):
     tiny = TINY["sdxl"]()
     tiny.pipe.save_pretrained(tmp_path)
     (path,) = (tmp_path / part).glob("*.safetensors")
@@ -125,8 +125,8 @@ def test_pickled_weights_are_never_read(part, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_hub_id_is_loaded_from_what_was_downloaded_before(tmp_path):
-    """As a whole, and in half precision alone."""
+def test_a_hub_id_is_loaded_from_the_local_hub_cache(tmp_path):
+    """The complete model, and one with fp16 weights only."""
     tiny = TINY["sdxl"]()
     commit = "0" * 40
     for name, variant in (("tiny", None), ("half", "fp16")):

@@ -1,4 +1,4 @@
-"""Models with random weights: the same every time and everywhere, with the statistics of a model that begins."""
+"""Models with random weights: reproducible, and with the statistics of an initialized model."""
 
 import pytest
 import torch
@@ -11,33 +11,33 @@ from library.models.weights import build_random_component
 SMALL = dict(vocab_size=600, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
 
 
-def weights(part):
+def list_weights(part):
     return torch.cat([parameter.detach().flatten().float() for parameter in part.parameters()])
 
 
-def test_a_part_is_the_same_whichever_others_are_made_and_the_global_generator_stays():
+def test_a_component_does_not_depend_on_the_others_and_the_global_generator_is_unchanged():
     family = FAMILIES.get("sdxl")()
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
-    whole = family.load("random:sdxl:tiny", torch.float32)
+    full_pipe = family.load("random:sdxl:tiny", torch.float32)
     assert torch.equal(before, torch.random.get_rng_state())
     torch.manual_seed(2)
     for part in ("unet", "vae", "text_encoder_2"):
         alone = family.load("random:sdxl:tiny", torch.float32, (part,))
-        assert torch.equal(weights(getattr(alone, part)), weights(getattr(whole, part)))
-    assert not torch.equal(weights(whole.text_encoder)[:99], weights(whole.text_encoder_2)[:99])
+        assert torch.equal(list_weights(getattr(alone, part)), list_weights(getattr(full_pipe, part)))
+    assert not torch.equal(list_weights(full_pipe.text_encoder)[:99], list_weights(full_pipe.text_encoder_2)[:99])
 
 
-def test_in_half_precision_it_is_the_same_model():
+def test_random_weights_are_the_same_model_in_half_precision():
     one, half = (
         build_random_component(CLIPTextModel, SMALL, "text_encoder", dtype, None)
         for dtype in (torch.float32, torch.bfloat16)
     )
-    torch.testing.assert_close(weights(half), weights(one), rtol=2e-2, atol=1e-5)
+    torch.testing.assert_close(list_weights(half), list_weights(one), rtol=2e-2, atol=1e-5)
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
 
 
-def test_no_two_rows_of_a_large_matrix_are_cut_from_the_same_place():
+def test_no_two_rows_of_a_large_matrix_are_the_same_slice_of_the_noise():
     model = build_random_component(
         CLIPTextModel, {**SMALL, "vocab_size": 49408, "hidden_size": 256}, "text_encoder", torch.float32, None
     )
@@ -49,7 +49,7 @@ def test_no_two_rows_of_a_large_matrix_are_cut_from_the_same_place():
         assert float(weight.std()) == pytest.approx(256**-0.5, rel=0.02)
 
 
-def test_norms_are_one_biases_zero_and_buffers_as_transformers_makes_them():
+def test_norm_weights_are_one_biases_zero_and_buffers_those_of_transformers():
     model, judge = (
         build_random_component(CLIPTextModel, SMALL, "text_encoder", torch.float32, None),
         CLIPTextModel(CLIPTextConfig(**SMALL)),
@@ -57,20 +57,20 @@ def test_norms_are_one_biases_zero_and_buffers_as_transformers_makes_them():
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             assert bool((parameter == float(name.endswith("weight"))).all()), name
-    theirs = dict(judge.named_buffers())
-    assert dict(model.named_buffers()).keys() == theirs.keys()
-    assert all(torch.equal(buffer, theirs[name]) for name, buffer in model.named_buffers())
+    reference = dict(judge.named_buffers())
+    assert dict(model.named_buffers()).keys() == reference.keys()
+    assert all(torch.equal(buffer, reference[name]) for name, buffer in model.named_buffers())
     assert not model.training and all(parameter.requires_grad for parameter in model.parameters())
 
 
 @torch.no_grad()
-def test_a_random_vae_is_about_as_sure_of_its_latents_as_a_trained_one():
+def test_the_latent_variance_of_a_random_vae_is_as_small_as_that_of_a_trained_one():
     vae = FAMILIES.get("sdxl")().load("random:sdxl:tiny", torch.float32, ("vae",)).vae
-    spread = vae.encode(torch.rand(1, 3, 64, 96) * 2 - 1).latent_dist
-    assert float(spread.std.mean()) < 0.3 * float(spread.mean.std())
+    std = vae.encode(torch.rand(1, 3, 64, 96) * 2 - 1).latent_dist
+    assert float(std.std.mean()) < 0.3 * float(std.mean.std())
 
 
-def test_where_a_model_lies_can_be_said_while_it_is_loaded(tmp_path):
+def test_the_device_of_a_model_can_be_set_while_it_is_loaded(tmp_path):
     family = FAMILIES.get("sd1")()
     family.load("random:sd1:tiny", torch.float32).save_pretrained(tmp_path)
     place = torch.device("cpu")
@@ -80,11 +80,11 @@ def test_where_a_model_lies_can_be_said_while_it_is_loaded(tmp_path):
         assert pipe.vae.dtype == torch.float32
 
 
-def test_the_built_in_model_can_come_in_parts_too():
+def test_the_components_of_the_built_in_model_can_be_loaded_separately():
     family = FAMILIES.get("sd1")()
-    whole = family.load(None, torch.float32)
+    full_pipe = family.load(None, torch.float32)
     pipe = family.load(None, torch.float32, family.text_components)
     assert pipe.unet is None
     family.load(None, torch.float32, ("unet", "vae"), pipe=pipe)
     for part in ("unet", "vae", "text_encoder"):
-        assert torch.equal(weights(getattr(pipe, part)), weights(getattr(whole, part)))
+        assert torch.equal(list_weights(getattr(pipe, part)), list_weights(getattr(full_pipe, part)))

@@ -1,4 +1,4 @@
-"""Single files: the same model as the diffusers folder, known by its names, whole or in parts."""
+"""Single-file checkpoints load the same model as the diffusers folder, complete or by component."""
 
 import re
 from dataclasses import replace
@@ -7,8 +7,8 @@ from pathlib import Path
 import original_checkpoints
 import pytest
 import torch
-from family_cases import modules_of
-from loaded_weights import present, same_weights
+from family_cases import get_modules
+from loaded_weights import assert_same_weights, list_loaded_components
 from safetensors.torch import save_file
 from tiny_pipelines import TINY
 
@@ -19,8 +19,8 @@ from library.models.families import FAMILIES
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """A folder of tokenizers as sd-scripts keeps them."""
+def tokenizer_cache(tmp_path_factory):
+    """A ``tokenizer_cache_dir`` as written by sd-scripts."""
     folder = tmp_path_factory.mktemp("tokenizers")
     for name in FAMILIES.list_names():
         family, pipe = FAMILIES.get(name), TINY[name]().pipe
@@ -33,54 +33,54 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture(params=["sd1", "sd2", "sdxl", "sd3", "z_image", "qwen_image"])
-def single(request, cache, tmp_path):
-    """A family for single files, a model in memory, and the same in one file."""
+def single_file(request, tokenizer_cache, tmp_path):
+    """A family, a model in memory, and the same model as a single file."""
     tiny = TINY[request.param]()
     path = tmp_path / "model.safetensors"
     save_file(original_checkpoints.checkpoint(request.param, tiny.pipe), path)
-    options = ModelConfig(pretrained_model_name_or_path=str(path), tokenizer_cache_dir=str(cache))
+    options = ModelConfig(pretrained_model_name_or_path=str(path), tokenizer_cache_dir=str(tokenizer_cache))
     return FAMILIES.get(request.param)(options), tiny, path
 
 
 @torch.no_grad()
-def test_a_single_file_is_the_same_model_as_the_folder(single):
-    family, tiny, _ = single
-    found = detect_model(family.model_config)
-    assert found.family == tiny.family and found.source_type == "file"
-    assert family.facts.title in found.reason and found.size_multiple == detect_model(tiny.source).size_multiple
-    pipe = family.load(found, torch.float32)
-    same_weights(family, pipe, tiny.pipe)
-    ours, theirs = (family.encode_prompts(each, ["a red circle", "7"]) for each in (pipe, tiny.pipe))
-    for key, value in theirs.items():
+def test_a_single_file_loads_the_same_model_as_the_folder(single_file):
+    family, tiny, _ = single_file
+    actual = detect_model(family.model_config)
+    assert actual.family == tiny.family and actual.source_type == "file"
+    assert family.facts.title in actual.reason and actual.size_multiple == detect_model(tiny.source).size_multiple
+    pipe = family.load(actual, torch.float32)
+    assert_same_weights(family, pipe, tiny.pipe)
+    ours, reference = (family.encode_prompts(each, ["a red circle", "7"]) for each in (pipe, tiny.pipe))
+    for key, value in reference.items():
         assert all(torch.equal(a, b) for a, b in zip(ours[key], value, strict=True))
     assert (
         family.build_noise_process(pipe).prediction_type
         == family.build_noise_process(tiny.pipe).prediction_type
-        == found.prediction_type
+        == actual.prediction_type
     )
 
 
-def test_only_the_named_parts_of_a_single_file_are_loaded(single):
-    family, tiny, _ = single
-    found = detect_model(family.model_config)
-    pipe = family.load(found, torch.float32, family.text_components)
-    assert present(family, pipe) == set(family.text_components)
-    family.load(found, torch.float32, ("vae", family.denoiser_name), pipe=pipe)
-    same_weights(family, pipe, tiny.pipe)
+def test_only_the_requested_components_of_a_single_file_are_loaded(single_file):
+    family, tiny, _ = single_file
+    actual = detect_model(family.model_config)
+    pipe = family.load(actual, torch.float32, family.text_components)
+    assert list_loaded_components(family, pipe) == set(family.text_components)
+    family.load(actual, torch.float32, ("vae", family.denoiser_name), pipe=pipe)
+    assert_same_weights(family, pipe, tiny.pipe)
 
 
-def test_half_precision_in_the_file_becomes_what_is_asked_for(single, tmp_path):
-    family, tiny, path = single
+def test_half_precision_weights_are_cast_to_the_requested_dtype(single_file, tmp_path):
+    family, tiny, path = single_file
     half = {name: tensor.half() for name, tensor in original_checkpoints.checkpoint(tiny.family, tiny.pipe).items()}
     save_file(half, path)
     pipe = family.load(detect_model(str(path)), torch.bfloat16)
-    dtypes = {part: {p.dtype for p in module.parameters()} for part, module in modules_of(family, pipe).items()}
+    dtypes = {part: {p.dtype for p in module.parameters()} for part, module in get_modules(family, pipe).items()}
     assert dtypes.pop("vae") == {torch.float32}
     assert family.denoiser_name in dtypes and all(each == {torch.bfloat16} for each in dtypes.values()), dtypes
 
 
-def test_a_file_that_lacks_weights_is_told(single):
-    family, tiny, path = single
+def test_a_file_with_missing_weights_is_reported(single_file):
+    family, tiny, path = single_file
     tensors = original_checkpoints.checkpoint(tiny.family, tiny.pipe)
     lost = [name for name in tensors if name.startswith("model.diffusion_model.") and name.endswith("bias")][-1]
     del tensors[lost]
@@ -94,14 +94,14 @@ def test_a_file_that_lacks_weights_is_told(single):
         family.load(detect_model(str(path)), torch.float32, ("text_encoder",))
 
 
-def test_without_network_and_cache_the_tokenizers_way_out_is_told(single):
-    family, _, path = single
+def test_a_tokenizer_without_network_and_cache_is_reported_with_a_fix(single_file):
+    family, _, path = single_file
     strict = type(family)(ModelConfig())
     with pytest.raises(ConfigError, match=r"contains no tokenizer.* --tokenizer_cache_dir FOLDER"):
         strict.load(str(path), torch.float32, ("tokenizer",))
 
 
-def test_the_denoiser_alone_needs_the_other_parts_and_takes_them(tmp_path, cache):
+def test_a_file_with_only_the_denoiser_needs_the_other_component_options(tmp_path, tokenizer_cache):
     tiny = TINY["sdxl"]()
     alone, vae, clip_l, clip_g = (str(tmp_path / f"{name}.safetensors") for name in ("unet", "vae", "l", "g"))
     save_file(original_checkpoints.ldm_unet(tiny.pipe.unet), alone)
@@ -115,12 +115,12 @@ def test_the_denoiser_alone_needs_the_other_parts_and_takes_them(tmp_path, cache
         "no text_encoder; give one with --clip_l",
         "no text_encoder_2; give one with --clip_g",
     ]
-    options = ModelConfig(alone, vae=vae, clip_l=clip_l, clip_g=clip_g, tokenizer_cache_dir=str(cache))
+    options = ModelConfig(alone, vae=vae, clip_l=clip_l, clip_g=clip_g, tokenizer_cache_dir=str(tokenizer_cache))
     family = FAMILIES.get("sdxl")(options)
-    same_weights(family, family.load(detect_model(options), torch.float32), tiny.pipe)
+    assert_same_weights(family, family.load(detect_model(options), torch.float32), tiny.pipe)
 
 
-def test_parts_of_their_own_take_the_place_of_the_models(tmp_path):
+def test_component_options_replace_the_components_of_the_model(tmp_path):
     tiny, family = TINY["sd1"](), FAMILIES.get("sd1")()
     tiny.pipe.save_pretrained(tmp_path / "model")
     for parameter in (*tiny.pipe.vae.parameters(), *tiny.pipe.text_encoder.parameters()):
@@ -143,40 +143,40 @@ def test_parts_of_their_own_take_the_place_of_the_models(tmp_path):
         pipe = family.load(detect_model(options), torch.float32, ("vae", "text_encoder"))
         if clip_l is None:
             pipe.text_encoder = None
-        same_weights(family, pipe, tiny.pipe)
+        assert_same_weights(family, pipe, tiny.pipe)
 
 
-def wrong(tmp_path: Path, **options: str) -> str:
+def load_problem(tmp_path: Path, **options: str) -> str:
     with pytest.raises(ConfigError) as caught:
         detect_model(ModelConfig("random:sdxl:tiny", **options))
     (line,) = caught.value.problems
     return line
 
 
-def test_a_wrong_part_is_named_by_what_it_is(tmp_path):
+def test_a_component_of_the_wrong_type_is_rejected_by_its_type(tmp_path):
     tiny = TINY["sdxl"]()
     path = str(tmp_path / "part.safetensors")
     save_file(original_checkpoints.ldm_vae(tiny.pipe.vae), path)
-    assert wrong(tmp_path, clip_l=path).endswith(
+    assert load_problem(tmp_path, clip_l=path).endswith(
         "is a VAE with 4 latent channels, but the model has a CLIP text encoder of width 16"
     )
     save_file(original_checkpoints.clip(tiny.pipe.text_encoder_2), path)
-    assert wrong(tmp_path, clip_l=path).endswith(
+    assert load_problem(tmp_path, clip_l=path).endswith(
         "is a CLIP text encoder of width 24, but the model has a CLIP text encoder of width 16"
     )
-    assert wrong(tmp_path, vae=path).endswith(
+    assert load_problem(tmp_path, vae=path).endswith(
         "is a CLIP text encoder of width 24, but the model has a VAE with 4 latent channels"
     )
     save_file({"one.weight": torch.ones(1)}, path)
-    assert wrong(tmp_path, vae=path).endswith("contains no vae")
+    assert load_problem(tmp_path, vae=path).endswith("contains no vae")
     save_file({"lora_unet_x.lora_down.weight": torch.ones(1)}, path)
-    assert "is a LoRA file, not a model" in wrong(tmp_path, vae=path)
-    assert "no such file or folder" in wrong(tmp_path, vae=str(tmp_path / "absent"))
-    assert "no config.json in it" in wrong(tmp_path, vae=str(tmp_path))
-    assert wrong(tmp_path, ae=path) == "ae: Stable Diffusion XL has no such component"
+    assert "is a LoRA file, not a model" in load_problem(tmp_path, vae=path)
+    assert "no such file or folder" in load_problem(tmp_path, vae=str(tmp_path / "absent"))
+    assert "no config.json in it" in load_problem(tmp_path, vae=str(tmp_path))
+    assert load_problem(tmp_path, ae=path) == "ae: Stable Diffusion XL has no such component"
 
 
-def test_flux_comes_in_four_files_and_its_transformer_in_diffusers_own_names(tmp_path, cache):
+def test_flux_is_loaded_from_four_files_and_a_transformer_with_diffusers_keys(tmp_path, tokenizer_cache):
     tiny = TINY["flux_schnell"]()
     files = {name: str(tmp_path / f"{name}.safetensors") for name in ("flux", "ae", "clip_l", "t5xxl")}
     save_file(tiny.pipe.transformer.state_dict(), files["flux"])
@@ -186,16 +186,16 @@ def test_flux_comes_in_four_files_and_its_transformer_in_diffusers_own_names(tmp
     with pytest.raises(ConfigError) as caught:
         detect_model(files["flux"])
     assert [line.split("; give one with ")[1] for line in caught.value.problems] == ["--vae", "--clip_l", "--t5xxl"]
-    options = ModelConfig(files.pop("flux"), **files, tokenizer_cache_dir=str(cache))
-    family, found = FAMILIES.get("flux")(options), detect_model(options)
-    assert (found.family, found.bundled_config) == ("flux", "flux_schnell_tiny")
-    same_weights(family, family.load(found, torch.float32), tiny.pipe)
+    options = ModelConfig(files.pop("flux"), **files, tokenizer_cache_dir=str(tokenizer_cache))
+    family, actual = FAMILIES.get("flux")(options), detect_model(options)
+    assert (actual.family, actual.bundled_config) == ("flux", "flux_schnell_tiny")
+    assert_same_weights(family, family.load(actual, torch.float32), tiny.pipe)
     with pytest.raises(ConfigError, match=r"guidance_scale: FLUX.1 schnell has no guidance embedding"):
         detect_model(replace(options, guidance_scale=3.5))
 
 
 @pytest.mark.parametrize("name", ["z_image", "qwen_image"])
-def test_text_encoder_and_vae_are_taken_from_files_of_their_own(name, tmp_path, cache):
+def test_text_encoder_and_vae_are_loaded_from_their_own_files(name, tmp_path, tokenizer_cache):
     tiny = TINY[name]()
     transformer = {"z_image": original_checkpoints.z_image_transformer, "qwen_image": torch.nn.Module.state_dict}[name]
     vae = {"z_image": original_checkpoints.ldm_vae, "qwen_image": original_checkpoints.wan_vae}[name]
@@ -206,13 +206,18 @@ def test_text_encoder_and_vae_are_taken_from_files_of_their_own(name, tmp_path, 
     words.pop("lm_head.weight", None)  # some files leave it out
     save_file(words, files["text_encoder"])
     options = ModelConfig(
-        files["transformer"], vae=files["vae"], text_encoder=files["text_encoder"], tokenizer_cache_dir=str(cache)
+        files["transformer"],
+        vae=files["vae"],
+        text_encoder=files["text_encoder"],
+        tokenizer_cache_dir=str(tokenizer_cache),
     )
-    family, found = FAMILIES.get(name)(options), detect_model(options)
-    assert found.bundled_config == f"{name}_tiny"
-    pipe = family.load(found, torch.float32)
+    family, actual = FAMILIES.get(name)(options), detect_model(options)
+    assert actual.bundled_config == f"{name}_tiny"
+    pipe = family.load(actual, torch.float32)
     for part in ("transformer", "vae"):
-        theirs = getattr(tiny.pipe, part).state_dict()
-        assert all(torch.equal(tensor, theirs[key]) for key, tensor in getattr(pipe, part).state_dict().items()), part
-    ours, theirs = (family.encode_prompts(each, ["a red circle"])["embeds"][0] for each in (pipe, tiny.pipe))
-    assert torch.equal(ours, theirs)
+        reference = getattr(tiny.pipe, part).state_dict()
+        assert all(torch.equal(tensor, reference[key]) for key, tensor in getattr(pipe, part).state_dict().items()), (
+            part
+        )
+    ours, reference = (family.encode_prompts(each, ["a red circle"])["embeds"][0] for each in (pipe, tiny.pipe))
+    assert torch.equal(ours, reference)

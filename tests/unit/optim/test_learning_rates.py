@@ -1,4 +1,4 @@
-"""The learning rate is a function of the optimizer step, however a step is split and however the length is said."""
+"""The learning rate is a function of the optimizer step, for any batch split and any way to set the length of a run."""
 
 import json
 import math
@@ -13,24 +13,24 @@ PEAK, STEPS, WARM_UP, SHARE = 2e-3, 6, 2, 0.1
 
 
 @pytest.fixture(scope="module")
-def twelve(tmp_path_factory):
+def twelve_images(tmp_path_factory):
     return pictures(tmp_path_factory.mktemp("twelve"), {(64, 64): 12})
 
 
-def expected() -> list[float]:
+def expected_rates() -> list[float]:
     """Warm-up from 0 to the peak, then half a cosine down to a tenth of it."""
     rising = [PEAK * step / WARM_UP for step in range(WARM_UP)]
     falling = [(step - WARM_UP) / (STEPS - WARM_UP) for step in range(WARM_UP, STEPS)]
     return [*rising, *(PEAK * (SHARE + (1 - SHARE) * (1 + math.cos(math.pi * part)) / 2) for part in falling)]
 
 
-def rates(folder: Path) -> list[tuple[int, float]]:
+def read_rates(folder: Path) -> list[tuple[int, float]]:
     lines = [json.loads(line) for line in (folder / "lora.metrics.jsonl").read_text().splitlines()]
     return [(line["step"], line["lr/unet"]) for line in lines if "lr/unet" in line]
 
 
-def trained_each_way(folder: Path, dataset: Path, ranks: int, ports: list[int]) -> None:
-    """Four runs one after the other in this process, each in a process group of its own."""
+def train_each_way(folder: Path, dataset: Path, ranks: int, ports: list[int]) -> None:
+    """Train four runs in sequence, each with its own process group."""
     from accelerate.state import AcceleratorState, GradientState
 
     for (name, accumulation, length), port in zip(WAYS, ports, strict=True):
@@ -64,11 +64,11 @@ WAYS = [(f"{length}-{accumulation}", accumulation, length) for accumulation in (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4))])
-def test_the_table_of_rates_is_one(ranks, twelve, tmp_path):
-    on_ranks(ranks, trained_each_way, tmp_path, twelve, ranks, [free_port() for _ in WAYS])
+def test_learning_rates_are_the_same_for_any_batch_split_and_any_way_to_set_the_length(ranks, twelve_images, tmp_path):
+    on_ranks(ranks, train_each_way, tmp_path, twelve_images, ranks, [free_port() for _ in WAYS])
     for name, _, _ in WAYS:
-        found = rates(tmp_path / name)
+        actual = read_rates(tmp_path / name)
 
-        assert [step for step, _ in found] == list(range(1, STEPS + 1))
-        assert [rate for _, rate in found] == pytest.approx(expected(), rel=1e-9)
-        assert found[WARM_UP][1] == PEAK == max(rate for _, rate in found)
+        assert [step for step, _ in actual] == list(range(1, STEPS + 1))
+        assert [rate for _, rate in actual] == pytest.approx(expected_rates(), rel=1e-9)
+        assert actual[WARM_UP][1] == PEAK == max(rate for _, rate in actual)

@@ -1,4 +1,4 @@
-"""Learning rates equal transformers' schedules, optimizers are found by name and step as they should."""
+"""Learning-rate schedules equal those of transformers; optimizers are found by name and take their arguments."""
 
 import importlib.util
 import re
@@ -34,14 +34,14 @@ def steps(count: int) -> StepsOrRatio:
     return StepsOrRatio(count, False)
 
 
-def rates(config: OptimConfig, count: int = STEPS) -> list[float]:
+def list_rates(config: OptimConfig, count: int = STEPS) -> list[float]:
     """The learning rate of every step of a run."""
     schedule = build_lr_schedule(config, count)
     return [config.learning_rate * schedule(step) for step in range(count)]
 
 
-def reference(config: OptimConfig, warmup: int, **specific) -> list[float]:
-    """What transformers gives an optimizer over the run."""
+def list_reference_rates(config: OptimConfig, warmup: int, **specific) -> list[float]:
+    """The learning rates of transformers' schedule over the run."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
     specific |= {
         "cosine_with_restarts": {"num_cycles": config.lr_scheduler_num_cycles},
@@ -49,21 +49,21 @@ def reference(config: OptimConfig, warmup: int, **specific) -> list[float]:
         "polynomial": {"power": config.lr_scheduler_power},
     }.get(config.lr_scheduler, {})
     scheduler = get_scheduler(config.lr_scheduler, optimizer, warmup, STEPS, scheduler_specific_kwargs=specific)
-    return walked(optimizer, scheduler)
+    return step_scheduler(optimizer, scheduler)
 
 
-def walked(optimizer, scheduler) -> list[float]:
-    found = []
+def step_scheduler(optimizer, scheduler) -> list[float]:
+    actual = []
     for _ in range(STEPS):
-        found.append(optimizer.param_groups[0]["lr"])
+        actual.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("warmup", [0, 5])
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
-def test_the_learning_rate_is_that_of_transformers(name, warmup):
+def test_the_learning_rates_are_those_of_transformers(name, warmup):
     warmup = 0 if name == "constant" else warmup
     config = OptimConfig(
         learning_rate=3e-4,
@@ -74,7 +74,7 @@ def test_the_learning_rate_is_that_of_transformers(name, warmup):
         lr_scheduler_min_lr_ratio=0.1,
     )
 
-    assert rates(config) == pytest.approx(reference(config, warmup), rel=1e-9, abs=1e-15)
+    assert list_rates(config) == pytest.approx(list_reference_rates(config, warmup), rel=1e-9, abs=1e-15)
 
 
 @pytest.mark.parametrize(("warmup", "timescale"), [(0, None), (5, None), (5, 12), (0, 12)])
@@ -83,7 +83,7 @@ def test_inverse_sqrt_is_that_of_transformers(warmup, timescale):
         learning_rate=3e-4, lr_scheduler="inverse_sqrt", lr_warmup_steps=steps(warmup), lr_scheduler_timescale=timescale
     )
 
-    assert rates(config) == pytest.approx(reference(config, warmup, timescale=timescale), rel=1e-9)
+    assert list_rates(config) == pytest.approx(list_reference_rates(config, warmup, timescale=timescale), rel=1e-9)
 
 
 @pytest.mark.parametrize(("warmup", "decay", "lowest"), [(0, 0, None), (5, 8, None), (5, 8, 0.2), (0, 37, 0.1)])
@@ -96,37 +96,37 @@ def test_warmup_stable_decay_is_that_of_transformers(warmup, decay, lowest):
         lr_scheduler_min_lr_ratio=lowest,
     )
 
-    expected = reference(config, warmup, num_decay_steps=decay, min_lr_ratio=lowest or 0.0)
+    expected = list_reference_rates(config, warmup, num_decay_steps=decay, min_lr_ratio=lowest or 0.0)
 
-    assert rates(config) == pytest.approx(expected, rel=1e-9, abs=1e-15)
+    assert list_rates(config) == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
 def test_piecewise_constant_is_that_of_diffusers():
     rules = "1:10,0.1:20,0.01"
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
-    expected = walked(optimizer, diffusers_scheduler("piecewise_constant", optimizer, step_rules=rules))
+    expected = step_scheduler(optimizer, diffusers_scheduler("piecewise_constant", optimizer, step_rules=rules))
     config = OptimConfig(
         learning_rate=3e-4, lr_scheduler="piecewise_constant", lr_scheduler_args=(f"step_rules={rules}",)
     )
 
-    assert rates(config) == pytest.approx(expected, rel=1e-9)
+    assert list_rates(config) == pytest.approx(expected, rel=1e-9)
 
 
-def test_rex_is_linear_over_what_is_left_and_the_mean_of_it_and_one():
-    found = rates(OptimConfig(learning_rate=1.0, lr_scheduler="rex"))
+def test_rex_has_its_closed_form():
+    actual = list_rates(OptimConfig(learning_rate=1.0, lr_scheduler="rex"))
 
     left = [1 - step / STEPS for step in range(STEPS)]
-    assert found == pytest.approx([rest / (0.5 + 0.5 * rest) for rest in left])
+    assert actual == pytest.approx([rest / (0.5 + 0.5 * rest) for rest in left])
 
 
 @pytest.mark.parametrize("name", ["CosineAnnealingLR", "torch.optim.lr_scheduler.CosineAnnealingLR"])
-def test_a_scheduler_class_is_followed_with_its_arguments(name):
+def test_a_scheduler_class_is_used_with_its_arguments(name):
     config = OptimConfig(learning_rate=3e-4, lr_scheduler_type=name, lr_scheduler_args=("T_max=20", "eta_min=1e-5"))
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
 
-    expected = walked(optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=1e-5))
+    expected = step_scheduler(optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=1e-5))
 
-    assert rates(config) == pytest.approx(expected, rel=1e-9)
+    assert list_rates(config) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_scheduler_class_is_followed_with_its_arguments(name):
         ({"lr_scheduler": "piecewise_constant", "lr_scheduler_args": ("rules=1:20,0.1",)}, "takes step_rules"),
     ],
 )
-def test_a_mistake_in_the_schedule_is_named(settings, message):
+def test_a_mistake_in_the_schedule_options_is_reported(settings, message):
     with pytest.raises(UserError, match=r"--lr_scheduler_(type|args): ") as caught:
         build_lr_schedule(OptimConfig(**settings), STEPS)
 
@@ -153,17 +153,19 @@ def test_a_mistake_in_the_schedule_is_named(settings, message):
     assert str(caught.value).splitlines() == [*validate_lr_schedule(OptimConfig(**settings))]
 
 
-def test_the_peak_comes_right_after_the_warm_up():
-    found = rates(OptimConfig(learning_rate=1.0, lr_scheduler="cosine", lr_warmup_steps=StepsOrRatio(0.25, True)), 40)
+def test_the_peak_learning_rate_follows_the_warmup():
+    actual = list_rates(
+        OptimConfig(learning_rate=1.0, lr_scheduler="cosine", lr_warmup_steps=StepsOrRatio(0.25, True)), 40
+    )
 
-    assert found.index(max(found)) == 10 and found[10] == 1.0
+    assert actual.index(max(actual)) == 10 and actual[10] == 1.0
 
 
 def test_a_learning_rate_of_zero_has_a_schedule():
-    assert rates(OptimConfig(learning_rate=0.0, lr_scheduler="polynomial"))[3] == 0.0
+    assert list_rates(OptimConfig(learning_rate=0.0, lr_scheduler="polynomial"))[3] == 0.0
 
 
-def installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
     package = OPTIMIZERS[name].import_path.split(".")[0] if name in OPTIMIZERS else "torch"
     return importlib.util.find_spec(package) is not None
 
@@ -206,13 +208,13 @@ WALKS = {
 """Learning rates with which each gets down."""
 
 
-def test_every_optimizer_of_the_table_is_tried():
+def test_every_optimizer_of_the_table_is_tested():
     assert set(OPTIMIZERS) <= set(WALKS)
 
 
 @pytest.mark.parametrize("name", WALKS)
-def test_an_optimizer_walks_down_a_quadratic(name):
-    if not installed(name):
+def test_every_optimizer_minimizes_a_quadratic(name):
+    if not is_installed(name):
         pytest.skip(f"{OPTIMIZERS[name].pip_package} is not installed")
     weight = torch.nn.Parameter(torch.tensor([[3.0, -2.0], [1.0, 2.5]]))
     arguments = ("relative_step=False", "scale_parameter=False") if name == "Adafactor" else ()
@@ -232,8 +234,8 @@ def test_an_optimizer_walks_down_a_quadratic(name):
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "SGDNesterov", "Adagrad"])
-def test_fused_steps_are_taken_where_torch_has_them_and_end_where_others_do(name):
-    ends, said = [], []
+def test_fused_optimizers_are_used_where_torch_has_them_and_give_the_same_weights(name):
+    ends, descriptions = [], []
     for words in ((), ("fused=False", "foreach=False")):
         draw = torch.Generator().manual_seed(5)
         weights = [torch.nn.Parameter(torch.randn(3, size, generator=draw)) for size in (1, 40)]
@@ -244,9 +246,9 @@ def test_fused_steps_are_taken_where_torch_has_them_and_end_where_others_do(name
                 item.grad = torch.randn(item.shape, generator=draw) + item.detach()
             optimizer.step()
         ends.append(torch.cat([item.detach().flatten() for item in weights]))
-        said.append(describe_optimizer(optimizer))
+        descriptions.append(describe_optimizer(optimizer))
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
-    assert said[0].endswith(" (fused)") and said[1].endswith(" (for-loop)")
+    assert descriptions[0].endswith(" (fused)") and descriptions[1].endswith(" (for-loop)")
     assert describe_optimizer(
         build_optimizer(OptimConfig(optimizer_type="NAdam"), [ParamGroup("all", weights, 0.1)])
     ).endswith(" (foreach if supported)")
@@ -262,7 +264,7 @@ def test_optimizer_args_reach_the_optimizer():
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_prodigy_takes_the_arguments_that_users_of_sd_scripts_write():
+def test_prodigy_accepts_the_usual_arguments_of_sd_scripts():
     words = ("decouple=False", "use_bias_correction=True", "d_coef=2.0", "safeguard_warmup=True", "betas=0.9,0.99")
     config = OptimConfig(optimizer_type="prodigy", learning_rate=1.0, optimizer_args=words)
     group = build_optimizer(config, [ParamGroup("unet", [torch.nn.Parameter(torch.zeros(2))], 1.0)]).param_groups[0]
@@ -270,7 +272,7 @@ def test_prodigy_takes_the_arguments_that_users_of_sd_scripts_write():
     assert group["weight_decouple"] is False and group["bias_correction"] is True and group["d_coef"] == 2.0
 
 
-def test_a_schedule_that_is_too_short_for_the_run_is_told_before_the_model_is_loaded(tmp_path, monkeypatch):
+def test_a_schedule_that_is_too_short_for_the_run_is_reported_before_the_model_is_loaded(tmp_path, monkeypatch):
     def load(*_):
         raise AssertionError("the model is loaded")
 
@@ -292,17 +294,17 @@ def test_a_schedule_that_is_too_short_for_the_run_is_told_before_the_model_is_lo
         )
 
 
-def test_adafactor_finds_its_rate_unless_it_is_told_not_to():
+def test_adafactor_sets_its_learning_rate_unless_relative_step_is_false():
     own = OptimConfig(optimizer_type="Adafactor", learning_rate=0.5)
     ours = OptimConfig(optimizer_type="Adafactor", learning_rate=0.5, optimizer_args=("relative_step=False",))
     groups = [ParamGroup("unet", [torch.nn.Parameter(torch.ones(2, 2))], 0.25)]
 
-    finding, told = build_optimizer(own, groups), build_optimizer(ours, groups)
+    finding, fixed_rate = build_optimizer(own, groups), build_optimizer(ours, groups)
     set_learning_rates(finding, [0.25], 0.5)
-    set_learning_rates(told, [0.25], 0.5)
+    set_learning_rates(fixed_rate, [0.25], 0.5)
 
     assert finding.param_groups[0]["lr"] is None and get_learning_rates(finding, ["unet"]) == {}
-    assert get_learning_rates(told, ["unet"]) == {"unet": 0.125}
+    assert get_learning_rates(fixed_rate, ["unet"]) == {"unet": 0.125}
 
 
 @pytest.mark.parametrize(
@@ -322,13 +324,13 @@ def test_adafactor_finds_its_rate_unless_it_is_told_not_to():
         ("AdamW", ("weight_decay=-1",), "Invalid weight_decay value: -1"),
     ],
 )
-def test_a_mistake_in_the_optimizer_is_named(name, arguments, message):
+def test_a_mistake_in_the_optimizer_options_is_reported(name, arguments, message):
     (problem,) = validate_optimizer(OptimConfig(optimizer_type=name, optimizer_args=arguments))
 
     assert re.match(r"--optimizer_(type|args): ", problem) and message in problem
 
 
-def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch):
+def test_a_missing_package_is_reported_with_its_pip_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
 
     (problem,) = validate_optimizer(OptimConfig(optimizer_type="AdamW8bit"))
@@ -336,7 +338,7 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch):
     assert re.search(r"AdamW8bit: .*bitsandbytes.*; pip install bitsandbytes", problem)
 
 
-def test_a_rate_where_a_factor_is_wanted_is_remarked():
+def test_a_learning_rate_in_place_of_a_factor_is_warned_about():
     groups = [ParamGroup("unet", [], 1e-4), ParamGroup("text", [], 1e-5)]
 
     assert len(find_learning_rate_warnings(OptimConfig(optimizer_type="Prodigy"), groups)) == 2
@@ -344,18 +346,18 @@ def test_a_rate_where_a_factor_is_wanted_is_remarked():
     assert find_learning_rate_warnings(OptimConfig(optimizer_type="Prodigy"), [ParamGroup("unet", [], 1.0)]) == []
 
 
-def test_the_rate_reaches_every_group_also_where_it_is_a_tensor():
+def test_the_learning_rate_is_set_in_every_group_even_as_a_tensor():
     first, second = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([{"params": [first], "lr": torch.tensor(1.0)}, {"params": [second]}], lr=1.0)
-    kept = optimizer.param_groups[0]["lr"]
+    lr_tensor = optimizer.param_groups[0]["lr"]
 
     set_learning_rates(optimizer, [0.5, 2.0], 0.25)
 
-    assert optimizer.param_groups[0]["lr"] is kept and kept == 0.125
+    assert optimizer.param_groups[0]["lr"] is lr_tensor and lr_tensor == 0.125
     assert optimizer.param_groups[1]["lr"] == 0.5
 
 
-def test_schedule_free_weights_are_the_averaged_ones_only_while_they_are_used():
+def test_schedule_free_weights_are_the_averaged_ones_only_in_eval_mode():
     weight = torch.nn.Parameter(torch.tensor([3.0]))
     optimizer = build_optimizer(OptimConfig(optimizer_type="SGDScheduleFree"), [ParamGroup("unet", [weight], 0.1)])
     optimizer.train()
@@ -371,7 +373,7 @@ def test_schedule_free_weights_are_the_averaged_ones_only_while_they_are_used():
     assert used != trained and weight.item() == pytest.approx(trained, rel=1e-6)
 
 
-def test_the_running_average_is_the_closed_form():
+def test_the_ema_has_its_closed_form():
     weight = torch.nn.Parameter(torch.tensor([1.0, -1.0], dtype=torch.bfloat16))
     average = AdapterEMA([weight], decay=0.5)
     expected = weight.detach().float()

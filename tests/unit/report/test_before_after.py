@@ -1,4 +1,4 @@
-"""The sheet of a run's previews: who is in it, in which order, and where."""
+"""The preview grid of a run: which previews it has, in which order and position."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ def preview(folder: Path, when: str, index: int, colour: str, size=(64, 64), *, 
     return path
 
 
-def test_rows_are_prompts_and_columns_are_times_in_the_order_of_drawing(tmp_path):
+def test_rows_are_prompts_and_columns_are_steps_in_order(tmp_path):
     for index in (1, 0):
         preview(tmp_path, "e000002", index, "blue", at=300 + index)
         preview(tmp_path, "000000", index, "red", at=100 + index)
@@ -30,7 +30,7 @@ def test_rows_are_prompts_and_columns_are_times_in_the_order_of_drawing(tmp_path
     }
 
 
-def test_pictures_of_other_runs_are_left_out(tmp_path):
+def test_previews_of_other_runs_are_ignored(tmp_path):
     mine = preview(tmp_path, "000010", 0, "red", at=200)
     preview(tmp_path, "000000", 0, "red", at=100)
     preview(tmp_path, "000010", 1, "red", at=200, name="mine_too")
@@ -40,7 +40,7 @@ def test_pictures_of_other_runs_are_left_out(tmp_path):
     assert preview_grid.find_preview_files(tmp_path, "mine", 150) == {0: {"000010": mine}}
 
 
-def test_the_sheet_shows_every_picture_in_its_cell(tmp_path):
+def test_the_grid_shows_every_image_in_its_cell(tmp_path):
     colours = {("000000", 0): "red", ("000050", 0): "lime", ("000000", 1): "blue", ("000050", 1): "yellow"}
     for (when, index), colour in colours.items():
         preview(tmp_path, when, index, colour, (128, 64) if index else (64, 96), at=int(when) + 100)
@@ -73,14 +73,14 @@ def _difference(a: Image.Image, b: Image.Image) -> tuple[Image.Image, ...]:
     return ImageChops.difference(a, b).split()
 
 
-def test_of_many_times_the_first_the_last_and_some_between_are_shown():
+def test_of_many_columns_the_first_last_and_evenly_spaced_ones_are_shown():
     times = [f"{step:06d}" for step in range(0, 1100, 100)]
 
     assert preview_grid.select_evenly_spaced(times, 6) == ["000000", "000200", "000400", "000600", "000800", "001000"]
     assert preview_grid.select_evenly_spaced(times[:3], 6) == times[:3]
 
 
-def test_without_two_times_there_is_nothing_to_compare(tmp_path):
+def test_fewer_than_two_columns_give_no_grid(tmp_path):
     preview(tmp_path, "000010", 0, "red", at=200)
 
     assert preview_grid.write_preview_grid(tmp_path, "mine", ["one"], 0, tmp_path / "sheet.png") is None

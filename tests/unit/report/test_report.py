@@ -1,4 +1,4 @@
-"""The page about a run shows what the run's figures say, and needs nothing from anywhere."""
+"""The HTML report shows the metrics of a run and is self-contained."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from library.report.page import ReportContext, render_validation, write_report
 PLACE = re.compile(r'points="([^"]+)"')
 
 
-def test_a_curve_goes_up_where_its_values_do():
+def test_curves_are_drawn_to_scale():
     points = [
         tuple(map(float, pair.split(",")))
         for pair in PLACE.search(render_line_chart([Curve("a", [(1, 0.5), (2, 2.5), (3, 1.5)])]))[1].split()
@@ -22,21 +22,21 @@ def test_a_curve_goes_up_where_its_values_do():
     assert y1 > y3 > y2 and abs((y1 - y2) - 2 * (y1 - y3)) < 0.2  # downwards on the page, in proportion
 
 
-def test_a_constant_and_a_single_point_can_be_drawn_and_nothing_is_nothing():
+def test_constants_and_single_points_are_drawn_and_no_points_give_no_chart():
     assert "polyline" in render_line_chart([Curve("a", [(1, 3.0), (2, 3.0)])]) and "polyline" in render_line_chart(
         [Curve("a", [(1, 0.0)])]
     )
     assert render_line_chart([Curve("a", [])]) == "" == render_bar_chart({}, ("x",))
 
 
-def test_a_long_curve_is_thinned_and_keeps_its_mean():
+def test_long_curves_are_downsampled():
     points = [(step, float(step % 7)) for step in range(40_000)]
     drawn = PLACE.search(render_line_chart([Curve("a", points)]))[1].split()
 
     assert len(drawn) <= 1500
 
 
-def test_the_page_holds_figures_previews_and_settings_and_no_address(tmp_path):
+def test_the_report_has_metrics_previews_and_settings_and_no_external_links(tmp_path):
     lines = [
         {
             "step": step,
@@ -81,7 +81,7 @@ def test_the_page_holds_figures_previews_and_settings_and_no_address(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
-def test_a_page_can_be_made_before_anything_was_learnt(tmp_path):
+def test_a_report_can_be_written_before_the_first_step(tmp_path):
     subject = ReportContext("a", 8, "", {}, 0.0, 1, "no", [])
 
     write_report(subject, tmp_path / "none.jsonl", tmp_path / "report.html")
@@ -89,7 +89,7 @@ def test_a_page_can_be_made_before_anything_was_learnt(tmp_path):
     assert "no steps yet" in (tmp_path / "report.html").read_text("utf-8")
 
 
-def test_the_page_says_whether_validation_is_better_than_the_base_and_by_more_than_chance():
+def test_the_report_compares_validation_with_the_base_model_and_its_confidence_interval():
     base = {"step": 0, "validation/base": 0.5, "validation/base/time/0.1": 0.2, "validation/base/time/0.9": 0.8}
     line = {
         "step": 7,

@@ -251,7 +251,7 @@ SETTING = ResolvedSetting("mixed_precision", "no", "run.toml:4", (SettingSource(
 
 
 def run_doctor(*argv: str) -> tuple[str, int]:
-    lines, report = doctor.run(argv), []
+    lines, report = doctor.run_doctor(argv), []
     while True:
         try:
             report.append(next(lines))
@@ -288,7 +288,7 @@ def test_lines_come_as_soon_as_they_are_known(monkeypatch):
 
     monkeypatch.setattr(doctor, "examine", examine)
 
-    assert next(doctor.run([])) == "ok      a: fine"
+    assert next(doctor.run_doctor([])) == "ok      a: fine"
 
 
 def test_a_setting_is_shown_with_its_source_and_what_it_overrides():

@@ -18,7 +18,7 @@ ops = st.lists(st.builds(ExpensiveOp, st.floats(0, 1e12), st.integers(0, 10**9),
 
 
 @given(ops, st.floats(0, 1), st.floats(0, 1))
-def test_a_larger_budget_saves_all_that_a_smaller_one_does_and_none_is_exceeded(found, one, other):
+def test_a_larger_budget_saves_a_superset_and_no_budget_is_exceeded(found, one, other):
     less, more = (select_ops_to_save(found, budget) for budget in sorted((one, other)))
     whole = sum(each.size for each in found)
     assert less <= more and sum(found[number].size for number in more) <= max(one, other) * whole + 1e-3
@@ -84,7 +84,7 @@ def one_step(way, blocks):
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_what_waits_for_the_backward_pass_grows_with_the_budget_and_gradients_stay_the_same_to_the_bit(every):
+def test_saved_activations_grow_with_the_budget_and_gradients_are_bitwise_equal(every):
     torch.manual_seed(0)
     blocks = [Block() for _ in range(4)]
     *_, plain = one_step(lambda block, now: block(now), blocks)
@@ -117,7 +117,7 @@ class Short(Block):
         return super().forward(given)
 
 
-def test_what_was_counted_until_memory_was_out_decides_nothing():
+def test_a_recomputation_that_ran_out_of_memory_does_not_select_operations():
     ways = [BlockCheckpointing(1, offload=False, budget=1.0) for _ in range(2)]
     block = Short()
     with pytest.raises(torch.OutOfMemoryError):
@@ -140,7 +140,7 @@ class Awkward(nn.Module):
         return given + self.two(self.one(given).mul_(1.5)) * fetched
 
 
-def test_what_is_written_into_is_computed_again_and_other_operations_may_differ():
+def test_outputs_modified_in_place_are_recomputed_and_cheap_operations_may_differ():
     torch.manual_seed(0)
     blocks = [Awkward() for _ in range(2)]
     *_, plain = one_step(lambda block, now: block(now), blocks)

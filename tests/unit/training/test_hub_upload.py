@@ -1,4 +1,4 @@
-"""Files sent to the hub: a server on this machine stands for it, and what it does not take costs no run."""
+"""Upload to the Hub, with a local server in its place; a failed upload does not end a run."""
 
 import base64
 import json
@@ -63,7 +63,7 @@ def hub(monkeypatch):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_files_arrive_in_the_folder_of_the_repository(hub, is_async, tmp_path):
+def test_files_are_uploaded_to_the_folder_of_the_repository(hub, is_async, tmp_path):
     paths = [tmp_path / f"{name}.safetensors" for name in ("a", "b")]
     for path in paths:
         path.write_bytes(path.name.encode())
@@ -79,13 +79,13 @@ def test_files_arrive_in_the_folder_of_the_repository(hub, is_async, tmp_path):
     assert {token for _, token in hub.asked} == {"Bearer hf_test"}
 
 
-def test_a_repository_is_private_unless_it_is_said_to_be_public(hub):
+def test_a_repository_is_private_unless_public_is_set(hub):
     HubUploader(SaveConfig(), "me/loras").create_repo()
     assert hub.made[0].get("private") is True or hub.made[0].get("visibility") == "private"
 
 
 @pytest.mark.parametrize("refuses", ["/create", "/commit/"])
-def test_what_cannot_be_sent_is_told_and_nothing_else_happens(hub, refuses, tmp_path, caplog):
+def test_a_failed_upload_is_only_logged(hub, refuses, tmp_path, caplog):
     hub.refuses = refuses
     path = tmp_path / "a.safetensors"
     path.write_bytes(b"a")
@@ -101,7 +101,7 @@ def test_what_cannot_be_sent_is_told_and_nothing_else_happens(hub, refuses, tmp_
     assert hub.files == {"a.safetensors": b"a"}, "the next file is tried again"
 
 
-def test_options_without_a_repository_and_names_that_are_none_are_told():
+def test_hub_options_without_a_repository_and_invalid_names_are_reported():
     problems = " ".join(parse_config(["--async_upload", "--huggingface_repo_type", "model"]).problems)
     assert "async_upload" in problems and "no effect without huggingface_repo_id" in problems
     problems = " ".join(parse_config(["--huggingface_repo_id", "a/b/c", "--huggingface_path_in_repo", "../x"]).problems)

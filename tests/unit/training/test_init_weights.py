@@ -1,14 +1,14 @@
-"""Runs that start from LoRA files: what the file does is in the model, or in the adapter, before the first step."""
+"""Runs that start from LoRA files: ``base_weights`` merged into the model, ``network_weights`` loaded into the adapter."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from adapter_states import draw_state
+from adapter_states import build_random_state
 from adapter_tensors import merge
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_pipelines import TINY, stand_in_folder
+from tiny_pipelines import TINY, get_tiny_sd1_folder
 from training_runs import pictures, train
 
 from library.adapters import lora
@@ -33,7 +33,7 @@ def scene(name, **adapter):
 
 def saved(path, name, form, kind="lora", parts=None, idle=(), **more):
     """With an update of zero for what is idle, as other programs write it."""
-    state, alphas, every = draw_state(name, kind, **more)
+    state, alphas, every = build_random_state(name, kind, **more)
     state = {
         key: tensor * (not (key.endswith("lora_B.weight") and any(f".{module}." in key for module in idle)))
         for key, tensor in state.items()
@@ -49,7 +49,7 @@ def saved(path, name, form, kind="lora", parts=None, idle=(), **more):
 @pytest.mark.parametrize("name, form", [("sd1", "kohya"), ("sdxl", "diffusers"), ("sd3", "comfy"), ("flux", "kohya")])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @torch.no_grad()
-def test_base_weights_are_in_the_model_at_their_strength(name, form, kind, tmp_path):
+def test_base_weights_are_merged_with_their_multiplier(name, form, kind, tmp_path):
     one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
     state, alphas = saved(one, name, form, kind)
     more, its = saved(other, name, "comfy", seed=7)
@@ -69,7 +69,7 @@ def test_base_weights_are_in_the_model_at_their_strength(name, form, kind, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("name, form", [("sd1", "kohya"), ("sdxl", "comfy"), ("qwen_image", "diffusers")])
 @torch.no_grad()
-def test_the_adapter_starts_where_the_file_ends_whatever_its_alphas(name, form, tmp_path):
+def test_network_weights_load_with_any_alpha(name, form, tmp_path):
     path = tmp_path / "lora.safetensors"
     denoiser, family = f"{FAMILIES.get(name).denoiser_name}.", FAMILIES.get(name)()
     idle = family.get_unused_layers(getattr(TINY[name]().pipe, family.denoiser_name))
@@ -94,7 +94,7 @@ def test_the_adapter_starts_where_the_file_ends_whatever_its_alphas(name, form, 
 
 @pytest.mark.parametrize("kind", ["lora", "loha", "lokr"])
 @torch.no_grad()
-def test_another_alpha_does_not_change_what_the_adapter_starts_with(kind, tmp_path):
+def test_a_different_alpha_does_not_change_the_loaded_update(kind, tmp_path):
     path = tmp_path / "lora.safetensors"
     tiny, family, config, model = scene(
         "sd1", network_weights=str(path), network_dim=3, network_alpha=2.0, network_module=f"networks.{kind}"
@@ -112,7 +112,7 @@ def test_another_alpha_does_not_change_what_the_adapter_starts_with(kind, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_file_that_does_not_fit_is_told_and_the_way_out(tmp_path):
+def test_a_file_that_does_not_fit_is_reported_with_a_fix(tmp_path):
     path = tmp_path / "lora.safetensors"
     saved(path, "sd1", "kohya", parts="unet.")
     tiny, family, config, model = scene("sd1", network_weights=str(path), network_dim=4, network_args=("conv_dim=4",))
@@ -133,7 +133,7 @@ def test_a_file_that_does_not_fit_is_told_and_the_way_out(tmp_path):
         read_initial_weights(config.adapter, family, model)
 
 
-def test_rotations_are_no_base_and_that_is_told_before_the_model_is_loaded(tmp_path):
+def test_oft_base_weights_are_reported_before_the_model_is_loaded(tmp_path):
     path, tiny, family = tmp_path / "oft.safetensors", TINY["sd1"](), FAMILIES.get("sd1")()
     source, adapter = build_trainable_modules(
         RunConfig(adapter=AdapterConfig(network_module="networks.oft")), family, tiny.pipe
@@ -149,7 +149,7 @@ def test_rotations_are_no_base_and_that_is_told_before_the_model_is_loaded(tmp_p
         read_initial_weights(config.adapter, family, model)
 
 
-def test_parts_that_share_a_matrix_here_cannot_start_with_several(tmp_path):
+def test_layers_that_share_a_down_matrix_cannot_load_several(tmp_path):
     path = tmp_path / "lora.safetensors"
     saved(path, "flux", "diffusers", parts="transformer.")
     tiny, family, config, model = scene("flux", network_weights=str(path), dim_from_weights=True)
@@ -159,7 +159,7 @@ def test_parts_that_share_a_matrix_here_cannot_start_with_several(tmp_path):
 
 
 @torch.no_grad()
-def test_a_file_without_some_of_the_parts_that_share_a_matrix_is_a_start(tmp_path):
+def test_a_file_may_lack_some_layers_that_share_a_down_matrix(tmp_path):
     """As files of sd-scripts have them whose queries learnt nothing."""
     path, tiny, family = tmp_path / "lora.safetensors", TINY["flux"](), FAMILIES.get("flux")()
     source, adapter = build_trainable_modules(RunConfig(adapter=AdapterConfig(network_dim=3)), family, tiny.pipe)
@@ -180,7 +180,7 @@ def test_a_file_without_some_of_the_parts_that_share_a_matrix_is_a_start(tmp_pat
         assert torch.equal(one, two) or not any(module in name for module in content.alphas), name
 
 
-def test_options_that_contradict_each_other_are_told(tmp_path):
+def test_conflicting_options_are_reported(tmp_path):
     words = [
         "--dim_from_weights",
         "--base_weights",
@@ -205,7 +205,7 @@ def test_options_that_contradict_each_other_are_told(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_where_the_files_end_and_old_ones_go(tmp_path):
+def test_a_run_starts_from_network_weights_and_deletes_old_files(tmp_path):
     """Of three epochs two stay; a run that learns nothing writes what it started from, in another format."""
     data = pictures(tmp_path / "data", {(64, 64): 4})
     flags = ["--dataset_config", str(data), "--train_batch_size", "2", "--output_dir", str(tmp_path)]
@@ -253,7 +253,9 @@ def test_a_run_goes_on_where_the_files_end_and_old_ones_go(tmp_path):
         "--save_format",
         "diffusers",
     )
-    parts = collect_component_keys(FAMILIES.get("sd1"), FAMILIES.get("sd1")().load(stand_in_folder(), torch.float32))
+    parts = collect_component_keys(
+        FAMILIES.get("sd1"), FAMILIES.get("sd1")().load(get_tiny_sd1_folder(), torch.float32)
+    )
     told = []
     for path in (first, second):
         with safe_open(path, "pt") as file:

@@ -1,4 +1,4 @@
-"""A step that goes wrong changes nothing and is named with its images; the probe finds what is idle."""
+"""A step with NaN changes nothing and is reported with its images; the gradient probe finds dead layers."""
 
 import json
 from functools import partial
@@ -32,7 +32,7 @@ def same(one: str, other: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "batch"), [(1, "4"), (2, "2")])
-def test_a_bad_step_on_one_rank_is_left_out_on_all(dataset, tmp_path, ranks, batch):
+def test_a_nan_step_on_one_rank_is_skipped_on_all(dataset, tmp_path, ranks, batch):
     """With plain SGD that is the same as a learning rate of 0 in that step, bit for bit."""
     flags = (
         "--dataset_config",
@@ -74,7 +74,7 @@ def test_a_bad_step_on_one_rank_is_left_out_on_all(dataset, tmp_path, ranks, bat
 
 
 @pytest.mark.slow
-def test_taking_steps_back_gives_what_watching_each_step_gives(dataset, tmp_path):
+def test_rolling_back_gives_the_same_result_as_checking_each_step(dataset, tmp_path):
     """With an optimizer that has a memory, and a running average."""
     flags = (
         "--dataset_config",
@@ -112,7 +112,7 @@ def test_taking_steps_back_gives_what_watching_each_step_gives(dataset, tmp_path
         ),
     ],
 )
-def test_steps_are_taken_back_as_often_as_needed(more, dataset, tmp_path):
+def test_steps_are_rolled_back_as_often_as_needed(more, dataset, tmp_path):
     """What the optimizer is given back is not what is kept for the next time, and has lost no bit of it."""
     flags = (
         "--dataset_config",
@@ -135,7 +135,7 @@ def test_steps_are_taken_back_as_often_as_needed(more, dataset, tmp_path):
 
 
 @pytest.mark.slow
-def test_too_many_bad_steps_end_the_run_with_the_last_good_weights(dataset, tmp_path):
+def test_too_many_nan_steps_end_the_run_with_the_last_good_weights(dataset, tmp_path):
     flags = ("--dataset_config", str(dataset), *SETTINGS, "--train_batch_size", "4", "--output_dir", str(tmp_path))
 
     with pytest.raises(AssertionError, match="3 steps had a NaN or Inf loss or gradient"):
@@ -149,7 +149,7 @@ def test_too_many_bad_steps_end_the_run_with_the_last_good_weights(dataset, tmp_
 
 
 @pytest.mark.slow
-def test_a_skipped_step_is_logged_with_its_images_and_the_file_that_tells_more(dataset, tmp_path):
+def test_a_skipped_step_is_logged_with_its_images_and_report_file(dataset, tmp_path):
     flags = ("--dataset_config", str(dataset), *SETTINGS, "--train_batch_size", "2", "--output_dir", str(tmp_path))
     text = on_ranks(1, log_of_a_spoilt_run, tmp_path, *flags)[0]
 
@@ -166,13 +166,13 @@ def log_of_a_spoilt_run(folder: Path, *flags: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_report_that_cannot_be_written_ends_no_run(dataset, tmp_path):
+def test_a_report_that_cannot_be_written_does_not_end_the_run(dataset, tmp_path):
     (tmp_path / "lora.nan-step00000003-rank0.json").mkdir()
     flags = ("--dataset_config", str(dataset), *SETTINGS, "--train_batch_size", "2", "--output_dir", str(tmp_path))
     assert Path(on_ranks(1, train_with_a_spoilt_step, 0, 2, False, *flags)[0]).is_file()
 
 
-def test_the_probe_names_what_is_idle_or_broken(caplog):
+def test_the_gradient_probe_lists_layers_without_or_with_nan_gradients(caplog):
     fine, idle, broken = torch.ones(2), torch.zeros(2), torch.tensor([1.0, float("inf")])
 
     _check_gradients(0.5, {"a": fine, "b": idle, "c": None})
@@ -185,7 +185,7 @@ def test_the_probe_names_what_is_idle_or_broken(caplog):
         _check_gradients(0.5, {"a": idle})
 
 
-def test_metrics_of_a_run_that_goes_on_follow_those_of_its_past(tmp_path):
+def test_metrics_of_a_resumed_run_are_appended(tmp_path):
     path = tmp_path / "a.metrics.jsonl"
     first = MetricsFile(path, 0)
     for step in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""How attention is computed and in which precision adapters are: what cannot be had is refused, what can is done."""
+"""Attention modes and the precision of adapters."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ def predicted(name: str, mode: str) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["flux", "z_image", "qwen_image"])
-def test_another_way_to_compute_attention_gives_the_same_and_ends_with_its_model(name):
+def test_attention_modes_give_the_same_result_and_do_not_affect_other_models(name):
     usual = predicted(name, "sdpa")
     other = predicted(name, "math")
 
@@ -47,7 +47,7 @@ def test_another_way_to_compute_attention_gives_the_same_and_ends_with_its_model
     assert torch.equal(predicted(name, "sdpa"), usual)
 
 
-def test_a_family_has_only_what_its_denoiser_can_be_switched_to():
+def test_a_family_lists_only_attention_modes_of_its_denoiser():
     for name, facts in FAMILY_FACTS.items():
         for mode in (*TORCH_ATTENTION_MODES, *DIFFUSERS_ATTENTION_BACKENDS):
             problems = [*validate_attention_mode(mode, SimpleNamespace(family=name))]
@@ -56,7 +56,7 @@ def test_a_family_has_only_what_its_denoiser_can_be_switched_to():
     assert "flash is not supported for Stable Diffusion 3, only sdpa, xformers" in problem
 
 
-def test_what_this_machine_has_not_is_told_with_the_way_out():
+def test_an_attention_mode_that_is_not_installed_is_reported_with_a_fix():
     world = replace(World.from_environment(), device_type="cpu")
     assert validate_attention_support("sdpa", world, "no") == validate_attention_support("math", world, None) == []
     assert validate_attention_support("flash", world, "no") == [
@@ -68,7 +68,7 @@ def test_what_this_machine_has_not_is_told_with_the_way_out():
 
 
 @pytest.mark.parametrize(("flag", "mode"), [("--xformers", "xformers"), ("--use_flash_attn", "flash")])
-def test_the_switches_of_sd_scripts_choose_a_way(flag, mode, tmp_path):
+def test_flags_of_sd_scripts_select_an_attention_mode(flag, mode, tmp_path):
     loaded = parse_config([*DATA, flag])
     assert loaded.problems == [] and loaded.config.distributed.attn_mode == mode
     (tmp_path / "run.toml").write_text(f"{flag[2:]} = false\n")
@@ -77,7 +77,7 @@ def test_the_switches_of_sd_scripts_choose_a_way(flag, mode, tmp_path):
     assert parse_config([*DATA, flag, "3"]).problems == [f"{flag}: takes no value"]
 
 
-def test_a_run_is_refused_before_a_model_is_loaded(even, tmp_path):
+def test_unsupported_attention_is_refused_before_a_model_is_loaded(even, tmp_path):
     with pytest.raises(AssertionError, match=r"--attn_mode xformers: not installed.*\n.*needs a CUDA"):
         on_ranks(1, train, "--dataset_config", str(even), "--output_dir", str(tmp_path), "--xformers")
     with pytest.raises(AssertionError, match="--attn_mode: math is not supported for Stable Diffusion 1"):
@@ -103,7 +103,7 @@ def precisions(*flags: str) -> tuple[set, set, set]:
 
 
 @pytest.mark.parametrize(("more", "adapter"), [((), torch.float32), (("--full_bf16",), torch.bfloat16)])
-def test_the_base_is_in_bf16_and_the_adapter_only_where_it_is_asked_for(more, adapter, even, tmp_path):
+def test_the_base_is_in_bf16_and_the_adapter_only_with_full_bf16(more, adapter, even, tmp_path):
     ((base, weights, gradients),) = on_ranks(
         1,
         precisions,
@@ -125,7 +125,7 @@ def test_the_base_is_in_bf16_and_the_adapter_only_where_it_is_asked_for(more, ad
     assert {tensor.dtype for name, tensor in written.items() if not name.endswith("alpha")} == {adapter}
 
 
-def test_half_adapters_train_alike_on_two_ranks_and_near_whole_ones(even, tmp_path):
+def test_bf16_adapters_train_equally_on_two_ranks_and_close_to_float32(even, tmp_path):
     flags = ("--optimizer_type", "SGD", "--mixed_precision", "bf16")
     whole = trained(tmp_path / "whole", 1, 4, 1, *flags, dataset=even)
     one = trained(tmp_path / "one", 1, 4, 1, *flags, "--full_bf16", dataset=even)
@@ -141,7 +141,7 @@ def test_half_adapters_train_alike_on_two_ranks_and_near_whole_ones(even, tmp_pa
         )
 
 
-def test_half_adapters_without_half_computation_are_refused(even, tmp_path):
+def test_full_bf16_without_mixed_precision_bf16_is_refused(even, tmp_path):
     assert parse_config([*DATA, "--full_bf16", "--mixed_precision", "no"]).problems == [
         "--full_bf16: needs mixed_precision bf16, not no"
     ]

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: phases that add up, FLOPs that are counted once, and a run that stays the same."""
+"""Step profiler: phase times add up, FLOPs are counted once, and the run does not change."""
 
 import gzip
 import json
@@ -23,7 +23,7 @@ from library.training.profiler import PHASES, DenoiserCalls, StepProfiler, measu
 __all__ = ["even"]  # a fixture
 
 
-def test_the_time_of_a_phase_is_without_that_of_phases_inside_of_it():
+def test_the_time_of_a_phase_excludes_nested_phases():
     with torch.profiler.profile() as profile, memory.record_phase("other"):
         time.sleep(0.01)
         with memory.record_phase("forward"):
@@ -38,7 +38,7 @@ def test_the_time_of_a_phase_is_without_that_of_phases_inside_of_it():
 
 
 @pytest.mark.parametrize("is_profiled", [False, True])
-def test_a_phase_waits_for_the_device_only_where_it_is_profiled(is_profiled):
+def test_a_phase_synchronizes_the_device_only_when_profiled(is_profiled):
     waits = []
     token = memory.SYNCHRONIZE.set(lambda: waits.append(1)) if is_profiled else None
     with memory.record_phase("forward"), memory.record_phase("encode"):
@@ -48,14 +48,14 @@ def test_a_phase_waits_for_the_device_only_where_it_is_profiled(is_profiled):
     assert len(waits) == (4 if is_profiled else 0)
 
 
-def test_the_peak_is_measured_on_accelerators_alone(monkeypatch):
+def test_peak_flops_are_measured_on_accelerators_only(monkeypatch):
     assert measure_peak_flops(HOST, torch.float32) is None
     monkeypatch.setattr(profiler, "HOST", torch.device("meta"))
     found = measure_peak_flops(torch.device("cpu"), torch.float32, size=256)
     assert 1e8 < found < 1e14
 
 
-def test_where_no_memory_is_left_to_measure_the_peak_there_is_none(monkeypatch):
+def test_peak_flops_are_none_when_out_of_memory(monkeypatch):
     def fail(*shape, **settings):
         raise torch.OutOfMemoryError("out of memory")
 
@@ -64,7 +64,7 @@ def test_where_no_memory_is_left_to_measure_the_peak_there_is_none(monkeypatch):
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_operations_counted_without_weights_are_those_of_the_model(twice):
+def test_flops_counted_on_the_meta_device_are_those_of_the_model(twice):
     family = FAMILIES.get("sd1")()
     unet = family.load("random:sd1:tiny", torch.float32, ["unet"]).unet.requires_grad_(False).train()
     width = unet.config.cross_attention_dim
@@ -87,7 +87,7 @@ def test_operations_counted_without_weights_are_those_of_the_model(twice):
 
 
 @pytest.mark.slow
-def test_a_run_is_the_same_and_tells_where_its_time_goes(even, tmp_path):
+def test_profiling_does_not_change_a_run_and_reports_phases(even, tmp_path):
     words = (
         "--dataset_config",
         str(even),
@@ -115,7 +115,7 @@ def test_a_run_is_the_same_and_tells_where_its_time_goes(even, tmp_path):
     assert "gloo:all_reduce" in names and names.count("phase/forward") == names.count("phase/optimizer") / 2 == 3
 
 
-def test_what_is_done_between_steps_is_no_part_of_them(tmp_path):
+def test_callbacks_between_steps_are_not_counted(tmp_path):
     """Of steps 2 to 7, with 2 ms each, and 20 ms after each of them in which the model is called, too."""
     model = torch.nn.Identity()
     run = SimpleNamespace(
@@ -152,7 +152,7 @@ def test_what_is_done_between_steps_is_no_part_of_them(tmp_path):
     assert told["profile/other_seconds"] < 0.008
 
 
-def test_steps_that_are_taken_back_are_profiled_when_they_come_again(tmp_path):
+def test_rolled_back_steps_are_profiled_when_repeated(tmp_path):
     run = SimpleNamespace(
         state=SimpleNamespace(step=0),
         plan=SimpleNamespace(steps=9),
@@ -174,7 +174,7 @@ def test_steps_that_are_taken_back_are_profiled_when_they_come_again(tmp_path):
 
 
 @pytest.mark.parametrize(("begins", "ends", "said"), [(0, 9, ""), (3, 9, "steps 4 to 9"), (0, 5, "steps 1 to 5")])
-def test_a_run_without_all_of_the_steps_is_told(begins, ends, said, tmp_path, caplog):
+def test_a_run_without_all_profiled_steps_logs_a_warning(begins, ends, said, tmp_path, caplog):
     run = SimpleNamespace(state=SimpleNamespace(step=begins), plan=SimpleNamespace(steps=ends))
     for callback in StepProfiler(StepRange(2, 7), tmp_path / "trace").wrap([]):
         callback.on_train_begin(run)

@@ -1,4 +1,4 @@
-"""What one batch means in training, on the stand-in's real parts."""
+"""The diffusion task: loss, masks, noise and dropout of one batch, on a tiny Stable Diffusion 1."""
 
 from dataclasses import replace
 from inspect import signature
@@ -18,7 +18,7 @@ from library.training.task import DiffusionTask
 __all__ = ["task"]  # a fixture
 
 
-def test_the_loss_of_a_sample_is_its_mean_times_the_weight_of_its_time_times_its_own(task):
+def test_the_loss_of_a_sample_is_its_mean_times_timestep_weight_times_sample_weight(task):
     losses = task(pixels((0, 1, 2), [1.0, 0.25, 0.0]), step=5)
     draws = [
         torch.Generator().manual_seed(generator.initial_seed())
@@ -33,7 +33,7 @@ def test_the_loss_of_a_sample_is_its_mean_times_the_weight_of_its_time_times_its
         assert losses[row].item() == pytest.approx(noise.abs().mean().item() * weight * (1.0, 0.25, 0.0)[row])
 
 
-def test_a_masked_place_counts_nothing_and_the_mean_is_over_all_places(task):
+def test_masked_pixels_have_no_loss_and_the_mean_is_over_all_pixels(task):
     mask = torch.full((2, 1, HEIGHT, WIDTH), 255, dtype=torch.uint8)
     mask[0, :, :, :32] = 0
     mask[1, :, :, :] = 51
@@ -42,7 +42,7 @@ def test_a_masked_place_counts_nothing_and_the_mean_is_over_all_places(task):
     assert 0.1 * plain[0] < masked[0] < 0.6 * plain[0]
 
 
-def test_what_was_seen_in_the_latest_step_is_kept_and_no_more(task):
+def test_micro_batch_stats_are_those_of_the_latest_step(task):
     for step in (0, 1):
         losses = [task(pixels(places, weights), step) for places, weights in (((0, 1), [1.0, 0.5]), ((2,), [0.0]))]
     first, second = task.micro_batch_stats
@@ -54,14 +54,14 @@ def test_what_was_seen_in_the_latest_step_is_kept_and_no_more(task):
     assert all(0 <= t < 1 for stats in task.micro_batch_stats for t in stats.timesteps)
 
 
-def test_places_and_steps_have_numbers_of_their_own_and_a_batch_is_the_sum_of_its_samples(task):
+def test_noise_depends_on_step_and_position_and_not_on_the_batch(task):
     together = task(pixels((3, 4), [1.0, 1.0]), step=1)
     alone = [task(pixels((place,), [1.0]), step=1) for place in (3, 4)]
     torch.testing.assert_close(together, torch.cat(alone))
     assert not torch.isclose(task(pixels((3,), [1.0]), step=2), alone[0])
 
 
-def test_what_an_adapter_leaves_out_is_a_function_of_step_and_place(task):
+def test_lora_dropout_is_a_function_of_step_and_position(task):
     task.dropout = LoraDropout(0.5, 0, 0)
     task(pixels((0, 1, 2), [1.0, 1.0, 1.0]), step=5)
     whole = task.dropout.sample_keys
@@ -77,7 +77,7 @@ CAPTIONS = ["a", "a lorikeet", "a lorikeet on a branch", " ".join(["a lorikeet o
 
 @pytest.mark.parametrize("evens", [False, True])
 @pytest.mark.parametrize("name", ["z_image", "qwen_image"])
-def test_batches_are_of_one_shape_where_blocks_are_given_tensors_of_one_shape(name, evens):
+def test_padded_text_embeddings_give_blocks_equal_shapes(name, evens):
     family, pipe, given = FAMILIES.get(name)(), TINY[name]().pipe, []
     denoiser = getattr(pipe, family.denoiser_name)
     objective = build_objective(NoiseConfig(), LossConfig(), family, pipe)

@@ -1,4 +1,4 @@
-"""What a run changed is measured in the end, and a LoRA that changes nothing is no success."""
+"""Update norms after the last step; a LoRA that changes nothing is an error."""
 
 import json
 from types import SimpleNamespace
@@ -40,7 +40,7 @@ def stirred(settings) -> nn.Module:
     ],
     ids=["lora", "loha", "lokr"],
 )
-def test_a_norm_is_that_of_what_is_added_to_the_weight(settings):
+def test_an_update_norm_is_the_norm_of_the_weight_delta(settings):
     model = stirred(settings)
     norms = compute_update_norms(model)
 
@@ -61,7 +61,7 @@ def test_a_norm_is_that_of_what_is_added_to_the_weight(settings):
     ],
     ids=["oft", "boft"],
 )
-def test_a_rotation_that_was_not_begun_is_none(settings):
+def test_an_untrained_rotation_has_update_norm_zero(settings):
     model = stirred(settings)
     assert compute_update_norms(model)["blocks.0.a"] > 0
     for parameter in model.parameters():
@@ -71,7 +71,7 @@ def test_a_rotation_that_was_not_begun_is_none(settings):
     assert set(inject.values()) == {0.0}
 
 
-def test_layers_of_one_name_in_several_blocks_are_one_kind():
+def test_layers_of_equal_name_in_several_blocks_are_one_layer_type():
     norms = {
         "down_blocks.0.attentions.1.transformer_blocks.0.attn1.to_q": 3.0,
         "mid_block.attentions.0.transformer_blocks.7.attn1.to_q": 4.0,
@@ -82,7 +82,7 @@ def test_layers_of_one_name_in_several_blocks_are_one_kind():
     assert group_norms_by_layer_type(norms) == {"attn1.to_q": 5.0, "self_attn.q_proj": 1.0, "conv_in": 2.0}
 
 
-def test_a_layer_that_learnt_nothing_is_named_and_all_of_them_are_a_failure(caplog):
+def test_layers_without_update_are_listed_and_a_zero_lora_is_an_error(caplog):
     learnt, said = UpdateNorms(), {}
     metric_logger = SimpleNamespace(log_values=lambda run, values: said.update(values))
     model = stirred(LoraConfig(r=3, target_modules=["a", "b"]))
@@ -95,7 +95,7 @@ def test_a_layer_that_learnt_nothing_is_named_and_all_of_them_are_a_failure(capl
     assert said["update/dead_layers"] == 1 and said["update/kind/a"] > 0
 
 
-def test_a_run_without_a_learning_rate_ends_with_an_error_after_it_wrote_everything(tmp_path):
+def test_a_run_with_learning_rate_zero_ends_with_an_error_after_saving(tmp_path):
     data = pictures(tmp_path, {(64, 64): 2})
     with pytest.raises(
         AssertionError,

@@ -1,4 +1,4 @@
-"""What is measured is the training's own loss at nine fixed times, with noise that belongs to the picture."""
+"""The validation loss: the training loss at nine fixed timesteps, with fixed noise for each image."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -45,7 +45,7 @@ def measured(task, *batches):
     return compute_validation_losses(run, fixed, lambda number: batches[number])
 
 
-def test_each_picture_is_measured_at_the_quantiles_with_noise_of_its_own(task):
+def test_each_image_is_evaluated_at_all_quantiles_with_its_own_noise(task):
     found = measured(task, pixels((0, 1), [1.0, 1.0]), pixels((2,), [1.0]))
 
     assert list(found) == [5, 6, 7]
@@ -58,13 +58,13 @@ def test_each_picture_is_measured_at_the_quantiles_with_noise_of_its_own(task):
             assert found[number][at] == pytest.approx(noise.abs().mean().item() * weight, rel=1e-5)
 
 
-def test_neither_the_seed_nor_what_was_measured_before_changes_anything(task):
+def test_validation_loss_depends_neither_on_the_seed_nor_on_earlier_evaluations(task):
     both = (pixels((0, 1), [1.0, 1.0]), pixels((2,), [1.0]))
 
     assert measured(task, *both) == measured(replace(task, seed=123), *both) == measured(task, *both)
 
 
-def test_what_a_mask_hides_does_not_count_and_what_cannot_be_read_is_left_out(task):
+def test_masked_pixels_and_unreadable_images_do_not_count(task):
     mask = torch.full((2, 1, HEIGHT, WIDTH), 51, dtype=torch.uint8)
     plain = measured(task, pixels((0, 1), [1.0, 1.0]))
 
@@ -76,7 +76,7 @@ def test_what_a_mask_hides_does_not_count_and_what_cannot_be_read_is_left_out(ta
     assert by_area[5] == pytest.approx(plain[5], rel=1e-5)
 
 
-def test_dropout_is_off_while_it_is_measured_and_on_again_after(task):
+def test_dropout_is_disabled_during_validation_only(task):
     task.denoiser.train()
     seen = []
     task.denoiser.register_forward_hook(lambda module, *_: seen.append(module.training))
@@ -85,7 +85,7 @@ def test_dropout_is_off_while_it_is_measured_and_on_again_after(task):
     assert seen == [False] * len(TIMESTEP_QUANTILES) and task.denoiser.training
 
 
-def test_of_too_many_batches_the_same_are_measured_and_all_once(tmp_path):
+def test_max_validation_steps_selects_the_same_batches_each_time(tmp_path):
     data = str(pictures(tmp_path, {(96, 64): 9, (64, 96): 6}))
     prepared = prepare_data(DataConfig(dataset_config=data, validation_split=0.6, train_batch_size=2), 8)
     whole, _ = build_validation_reader(prepared, None, None, None)

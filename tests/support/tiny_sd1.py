@@ -1,7 +1,6 @@
-"""Stands in for a trained model: a tiny Stable Diffusion 1 pipeline with random weights made from a seed.
+"""A tiny Stable Diffusion 1 pipeline with random weights from a seed.
 
-It draws nothing recognisable.  It has every part of the real one and the same names, so that a whole run can be tried
-in seconds on a CPU.
+It has the components and module names of the published model, and trains in seconds on a CPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,41 +19,41 @@ _TEXT_WIDTH = 64
 _MAX_TOKENS = 77
 
 
-def build(parts: Sequence[str] = PARTS, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    """The pipeline with only the named parts; each has the same weights whichever others are built."""
-    makers: dict[str, Callable[[], Any]] = {"vae": _vae, "text_encoder": _text_encoder, "unet": _unet}
-    modules: dict[str, Any] = {name: _seeded(make, seed, name) for name, make in makers.items() if name in parts}
+def build_pipeline(parts: Sequence[str] = PARTS, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """Build a pipeline with these components; the weights of each do not depend on the others."""
+    makers: dict[str, Callable[[], Any]] = {"vae": _build_vae, "text_encoder": _build_text_encoder, "unet": _build_unet}
+    modules: dict[str, Any] = {name: _build_seeded(make, seed, name) for name, make in makers.items() if name in parts}
     for name, module in modules.items():
-        # Not by the model's own ``to``: diffusers' warns of layers that must stay float32, of which there are none.
+        # Not the model's own ``to``: that of diffusers warns about layers that must stay float32; there are none.
         nn.Module.to(module.eval(), dtype=torch.float32 if name == "vae" else dtype)
-    return _made(
+    return _construct(
         StableDiffusionPipeline,
         vae=modules.get("vae"),
         text_encoder=modules.get("text_encoder"),
-        tokenizer=_tokenizer() if "tokenizer" in parts else None,
+        tokenizer=_build_tokenizer() if "tokenizer" in parts else None,
         unet=modules.get("unet"),
-        scheduler=_scheduler(),
+        scheduler=_build_scheduler(),
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,
     )
 
 
-def _seeded(make: Callable[[], Any], seed: int, name: str) -> Any:
-    # Modules initialise themselves from the global generator, which is left as it was.
+def _build_seeded(make: Callable[[], Any], seed: int, name: str) -> Any:
+    # Modules are initialized from the global generator, which is restored.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, f"stand-in/{name}"))
         return make()
 
 
-def _made(cls: Any, **settings: Any) -> Any:
-    """diffusers' classes are untyped, so their types end here."""
+def _construct(cls: Any, **settings: Any) -> Any:
+    """Call an untyped class of diffusers."""
     return cls(**settings)
 
 
-def _scheduler() -> Any:
-    """The noise table of Stable Diffusion 1."""
-    return _made(
+def _build_scheduler() -> Any:
+    """The noise schedule of Stable Diffusion 1."""
+    return _construct(
         DDIMScheduler,
         beta_start=0.00085,
         beta_end=0.012,
@@ -65,8 +64,8 @@ def _scheduler() -> Any:
     )
 
 
-def _unet() -> Any:
-    return _made(
+def _build_unet() -> Any:
+    return _construct(
         UNet2DConditionModel,
         sample_size=8,
         block_out_channels=(32, 64),
@@ -79,9 +78,9 @@ def _unet() -> Any:
     )
 
 
-def _vae() -> Any:
+def _build_vae() -> Any:
     """Eight pixels become one latent, as in Stable Diffusion 1."""
-    vae = _made(
+    vae = _construct(
         AutoencoderKL,
         block_out_channels=(8, 16, 32, 32),
         down_block_types=("DownEncoderBlock2D",) * 4,
@@ -98,7 +97,7 @@ def _vae() -> Any:
     return vae
 
 
-def _text_encoder() -> Any:
+def _build_text_encoder() -> Any:
     words = build_byte_vocabulary()
     encoder = CLIPTextModel(
         CLIPTextConfig(
@@ -121,6 +120,6 @@ def _text_encoder() -> Any:
     return encoder
 
 
-def _tokenizer() -> CLIPTokenizer:
+def _build_tokenizer() -> CLIPTokenizer:
     tokenizer: CLIPTokenizer = build_byte_tokenizer(CLIPTokenizer, {"model_max_length": _MAX_TOKENS})
     return tokenizer
