@@ -25,7 +25,6 @@ ALPHA_DTYPE_KEY = "lorikeet.alpha_dtype"
 """Metadata key: the dtype of the alphas."""
 
 ALPHA_METADATA_KEYS = (ALPHAS_KEY, UPCAST_FROM_DTYPE_KEY, ALPHA_DTYPE_KEY)
-
 _SCALED_TENSORS = (UP, "lokr_w1", "lokr_w1_a", "hada_w1_a")
 """The tensor that alpha / rank is folded into."""
 

@@ -33,11 +33,8 @@ from .state_dict import (
 )
 
 FileFormat = Literal["kohya", "diffusers", "comfy"]
-
 Tensors = Mapping[str, Tensor]
-
 _COMFY_TRANSFORMER_PREFIX = "lora_transformer"
-
 _LEGACY_ATTENTION_KEY = re.compile(r"\.to_(q|k|v|out)_lora\.")
 
 

@@ -9,7 +9,6 @@ from torch import nn
 from .original_layouts import ORIGINAL_LAYOUTS, KeyMap, ModuleGroup, map_to_ldm_names
 
 _WRAPPER_NAMES = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer", "default"}
-
 _WRAPPER_PATTERN = re.compile(rf"(?:^|[._])(?:module|{'|'.join(_WRAPPER_NAMES)})(?=[._])")
 
 

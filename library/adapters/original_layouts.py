@@ -51,9 +51,7 @@ TEXT_STREAM = (
 )
 
 _FLUX_STREAM_NAMES = ("attn.qkv", "attn.proj", "mlp.0", "mlp.2", "mod.lin")
-
 _SD3_STREAM_NAMES = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2", "adaLN_modulation.1")
-
 _FLUX_SINGLE_BLOCK = "single_transformer_blocks.{}"
 
 FLUX_LAYOUT: tuple[OriginalModule, ...] = (

@@ -15,7 +15,6 @@ from .key_names import clean_parameter_name
 from .lora import Adapter
 
 _UINT32_MASK = 0xFFFFFFFF
-
 SEQUENCE_NDIM = 3
 """Dimensions of activations with a token axis."""
 

@@ -24,18 +24,15 @@ from .store import CacheStore
 from .writer import CacheWriter
 
 logger = logging.getLogger(__name__)
-
 VISIBILITY_TIMEOUT_SECONDS = 60.0
 """A shared file system may take this long to show what another machine wrote."""
 
 REFRESH_INTERVAL_SECONDS = 2.0
 POLL_INTERVAL_SECONDS = 0.2
-
 STALL_TIMEOUT_SECONDS = 30 * 60
 """Without progress of any rank for this long, waiting ranks give up."""
 
 MAX_NAMES_SHOWN = 5
-
 EntryIndices = NDArray[np.int64]
 """Positions in ``CacheSpec.keys``."""
 

@@ -30,9 +30,7 @@ from .keys import LatentKeys, TextKeys, get_cached_crop
 from .readers import MASK_TENSOR, MOMENTS_TENSOR, split_cond
 
 logger = logging.getLogger(__name__)
-
 CACHE_DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
 MAX_CAPTION_CHARACTERS = 80
 """Of a caption, as the name of an entry."""
 

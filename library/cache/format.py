@@ -15,10 +15,7 @@ from torch import Tensor
 from .keys import KEY_BYTES
 
 ByteArray = NDArray[np.uint8]
-
-
 _HEADER_LENGTH = struct.Struct("<Q")
-
 
 _SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -121,10 +118,7 @@ RECORD_DTYPE: np.dtype[Any] = np.dtype(
     ]
 )
 
-
 RecordArray = NDArray[np.void]
-
-
 _NUM_CHECKED_WORDS = RECORD_DTYPE.itemsize // 8 - 1
 
 _CHECKSUM_FACTORS = np.array(

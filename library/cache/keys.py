@@ -64,7 +64,6 @@ _VARYING_CAPTION_KEYS = (
     "token_warmup_step",
 )
 
-
 LATENT_KEY_VERSION = 1
 """Incremented when the same image, crop and VAE would give different latents than before."""
 

@@ -34,9 +34,7 @@ from .readers import LatentReader, TextReader
 from .store import CacheStore
 
 logger = logging.getLogger(__name__)
-
 FILE_HASHES_NAME = "files.json"
-
 TEMPORARY_FINGERPRINT = ""
 """Encoder fingerprint in the keys of a cache that only this run uses."""
 

@@ -32,7 +32,6 @@ MOMENTS_TENSOR, MASK_TENSOR = "moments", "mask"
 """Tensors of a latent entry: (2, C, H, W), and for an image with a mask (1, H, W) in 0..1 at latent resolution."""
 
 PREFETCH_STEPS = 2
-
 _VARIABLE_LENGTH_SUFFIX = "*"
 """Marks the name of a tensor that families return as a list, because its length differs between captions."""
 

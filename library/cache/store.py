@@ -28,7 +28,6 @@ RowIndices = NDArray[np.int64]
 """Positions in ``CacheStore.entries``; -1 where there is no entry."""
 
 MAX_THREADS = 8
-
 _NO_RECORDS = np.zeros(0, RECORD_DTYPE)
 
 

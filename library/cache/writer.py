@@ -30,11 +30,8 @@ from .format import (
 )
 
 MAX_SHARD_BYTES = 2**32
-
 SYNC_BYTES = 2**26
-
 SYNC_SECONDS = 2.0
-
 ALIGNMENT = 64
 
 

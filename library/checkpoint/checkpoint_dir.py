@@ -20,9 +20,7 @@ from torch import Tensor
 from ..atomic_files import compute_sha256, fsync_dir, fsync_file
 
 CHECKPOINT_FORMAT_VERSION = 1
-
 TENSORS_FILE, METADATA_FILE, FILE_LIST = "tensors.safetensors", "state.json", "files.json"
-
 
 FIRST_EDITION_KEYS = {
     "owed": "pending",

@@ -27,7 +27,6 @@ from ..models.loading import load_components_on_meta
 from .component_keys import collect_component_keys
 
 logger = logging.getLogger(__name__)
-
 ROTATION_TYPES = {"oft", "boft"}
 
 

@@ -14,7 +14,6 @@ from filelock import LeaseCompromise, LeaseSettingsMismatch, SoftFileLease, Time
 from ..errors import UserError
 
 logger = logging.getLogger(__name__)
-
 LEASE_SECONDS = 60.0
 """Without a heartbeat for this long, a run on another machine or in another container is taken for dead."""
 

@@ -27,7 +27,6 @@ from .validate_optim import validate_lr_scheduler, validate_self_tuning_optimize
 
 THUMBNAIL_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 MAX_THUMBNAIL_BYTES = 2**22
-
 _METADATA_OPTIONS = [field.name for field in fields(SaveConfig) if field.name.startswith("metadata_")]
 _UPLOAD_OPTIONS = ("huggingface_repo_type", "huggingface_path_in_repo", "huggingface_repo_visibility", "async_upload")
 _REPO_ID_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

@@ -16,7 +16,6 @@ from .captions import process_caption
 from .manifest import Manifest
 
 COLOR_AUG_PROBABILITY = 0.33
-
 MAX_HUE_SHIFT = 8 / 180
 """As a fraction of the circle; sd-scripts shifts by 8 of OpenCV's 180 hues."""
 

@@ -14,11 +14,7 @@ EXTRA_TEXT_TOKENS = 64
 """Tokens that a lengthened text gains: more than models pad to."""
 
 EXTRA_TEXT = " ".join(["a picture of things, of which nobody knows the name,"] * 4)
-
-
 TextLength = Literal["same", "longer", "shorter"]
-
-
 Cond = dict[str, Tensor | list[Tensor]]
 """Text conditioning, with the family's own keys; a list where lengths differ between samples."""
 

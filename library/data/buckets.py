@@ -244,7 +244,6 @@ AREA_TOLERANCE = 0.02
 """Relative deviation of a bucket's area from that of ``resolution``."""
 
 MAX_GAP_IN_PITCHES = 1.5
-
 MIN_DISTANCE_IN_PITCHES = 0.5
 """A candidate nearer to a bucket than this does not close a gap."""
 

@@ -26,7 +26,6 @@ PREFERRED_FONTS = (
 TEXT_COLOR, LINE_COLOR = (25, 25, 25), (200, 200, 195)
 MAX_CHARACTERS = 400
 ELLIPSIS = "..."
-
 _UNASSIGNED_CHARACTER = "\U0010fffe"  # never assigned, so that every font draws its missing-glyph box
 
 

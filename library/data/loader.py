@@ -23,8 +23,6 @@ from .manifest import Manifest
 from .worker_pool import PrefetchIterator, WorkerFailure, prefetch_in_threads
 
 PREFETCH_BATCHES = 2
-
-
 ReadBatch = Callable[[int], PixelBatch]
 """Maps the index of a batch to the batch."""
 

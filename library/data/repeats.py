@@ -50,8 +50,6 @@ def balance_regularization_images(samples: Sequence[Sample], dataset_index: int)
 
 
 IndexArray = NDArray[np.int64]
-
-
 RandomKeys = NDArray[np.uint64]
 
 

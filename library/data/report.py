@@ -87,7 +87,6 @@ def write_full_report(
 
 
 MAX_NAMES_SHOWN = 3
-
 UPSCALE_WARNING_FACTOR = 2.0
 """From this factor on, upscaling is reported."""
 

@@ -66,7 +66,6 @@ _RANDOM_SETTINGS_OFF: Mapping[str, Any] = {
     "token_warmup_step": 0.0,
 }
 
-
 _BAKED_IN_CAPTION_SETTINGS: Mapping[str, Any] = {
     "enable_wildcard": False,
     "caption_prefix": None,

@@ -34,7 +34,6 @@ from .validate_keys import (
 
 Values = dict[str, LocatedValue]
 _PLACEHOLDER_RESOLUTION = Resolution(1, 1)  # keeps the config complete when the resolution is missing or invalid
-
 MUSUBI_SUBSET_KEYS: Mapping[str, str] = {"image_directory": "image_dir", "image_jsonl_file": "metadata_file"}
 """musubi-tuner's names of subset keys; its datasets have no subsets and contain these keys themselves."""
 

@@ -29,7 +29,6 @@ from .schema import SubsetConfig
 METADATA_NAMES = tuple(f"metadata{extension}" for extension in TABLE_EXTENSIONS)
 _FILE_COLUMN = "file_name"
 _COMMON_CAPTION_EXTENSIONS = (".txt", ".caption")
-
 _MAX_FOLDERS_SEARCHED = 50
 """Folders that are searched to suggest where the images are."""
 

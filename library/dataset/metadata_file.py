@@ -22,12 +22,10 @@ from .schema import SubsetConfig
 from .tables import read_parquet_metadata
 
 TABLE_EXTENSIONS = (".jsonl", ".csv", ".parquet")
-
 FILE_COLUMNS = ("image_path", "file_name")
 """Columns of image paths: of sd-scripts and musubi-tuner, and of HF datasets."""
 
 _KOHYA_COLUMNS = ("caption", "tags")
-
 _UNSUPPORTED_COLUMNS = ("control_path", "image_path_0", "video_path")
 """Columns of musubi-tuner that change what is trained."""
 

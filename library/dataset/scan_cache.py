@@ -20,13 +20,11 @@ from .listing import ListedImage
 from .schema import DatasetConfig
 
 logger = logging.getLogger(__name__)
-
 CACHE_FOLDER = ".cache-lorikeet"
 """In a folder of images; hidden, so that no search for images enters it."""
 
 SCAN_FOLDER = "scan"
 _LAYOUT = "lorikeet scan 1"
-
 FileStamp = tuple[int, int, int]
 """Size in bytes, time of the last change of the content and of the last change of the inode, in nanoseconds."""
 

@@ -11,7 +11,6 @@ from ..config.schema_data import DataConfig
 from ..config.types import Resolution, ResolutionSchedule
 
 GENERAL_TABLE, DATASET_TABLE, SUBSET_TABLE = "[general]", "[[datasets]]", "[[datasets.subsets]]"
-
 DatasetKind = Literal["dreambooth", "finetuning", "controlnet"]
 """Captions in files next to the images, captions in a metadata file, or images with a folder of masks."""
 

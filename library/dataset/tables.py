@@ -21,14 +21,12 @@ from .schema import SubsetConfig
 
 PYARROW_NEEDED = "parquet files need pyarrow: pip install 'pyarrow>=17'"
 IMAGE_COLUMN = "image"
-
 ROW_GROUP_CACHE_BYTES = 128 * 2**20
 """Row groups that a process keeps in memory; at least two, whatever their size."""
 
 LARGE_ROW_GROUP_BYTES = 256 * 2**20
 _ARROW_EXTENSION = ".arrow"
 _BATCH_ROWS = 4096
-
 _MAPPED_FILE_BYTES = 2 * 2**20
 """What a memory-mapped file counts in the cache of row groups: little, so that many stay open, but not all."""
 

@@ -31,7 +31,6 @@ UNSUPPORTED_KEYS_BY_KIND: Mapping[DatasetKind, tuple[str, ...]] = {
 """Subset keys that sd-scripts rejects for a kind of dataset."""
 
 _KIND_KEYS: Mapping[DatasetKind, str] = {"finetuning": "metadata_file", "controlnet": "conditioning_data_dir"}
-
 _SYMMETRIC_DEFAULTS = {"bucket_max_crop": 1, "bucket_min_images": 1}
 """Keys that only bucket_mode symmetric has, and the values that change nothing."""
 

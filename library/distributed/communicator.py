@@ -19,10 +19,8 @@ from .process_group import KeyValueStore, can_destroy_group_alone, drain_gloo_th
 from .rendezvous import measure_all_reduce_seconds
 
 logger = logging.getLogger(__name__)
-
 STORE_POLL_SECONDS = 0.1
 HEARTBEAT_SECONDS = 2.0
-
 T = TypeVar("T")
 
 

@@ -18,10 +18,8 @@ from .process_group import KeyValueStore
 from .world import MAX_RANKS_SHOWN, World, format_ranks
 
 logger = logging.getLogger(__name__)
-
 COMPARED_PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
-
 POLL_SECONDS = 0.1
 NOTICE_SECONDS = 30.0
 READ_GRACE_SECONDS = 5.0

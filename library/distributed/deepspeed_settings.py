@@ -19,7 +19,6 @@ ZERO_OPTION_KEYS = {
 """accelerate's options and their keys in ``zero_optimization`` of the JSON file."""
 
 BATCH_SIZE_KEYS = ("train_micro_batch_size_per_gpu", "train_batch_size")
-
 PRECISION_SECTIONS = {"bf16": "bf16", "fp16": "fp16", "amp": "fp16", "torch_autocast": None}
 """Sections of the JSON file that set the precision, and their ``mixed_precision``; ``torch_autocast`` has a dtype."""
 

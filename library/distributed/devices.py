@@ -14,7 +14,6 @@ import torch
 HOST = torch.device("cpu")
 """The host's memory."""
 
-
 NUMA_NODES_DIR = Path("/sys/devices/system/node")
 
 

@@ -18,7 +18,6 @@ from ..errors import ConfigError
 
 ACCELERATE, TORCHRUN = "accelerate launch", "torchrun"
 
-
 LAUNCHERS: Mapping[tuple[str, ...], str] = {
     ("accelerate", "launch"): ACCELERATE,
     ("accelerate-launch",): ACCELERATE,
@@ -29,7 +28,6 @@ LAUNCHERS: Mapping[tuple[str, ...], str] = {
     ("-m", "torch.distributed.launch"): TORCHRUN,
 }
 """The ways to write each launcher, programs without their directory."""
-
 
 _UNSET = object()
 """Stands for an option that was not written; a parser's default value does not show it."""

@@ -30,10 +30,7 @@ class Setting:
 
 
 STEPS = "gradient_accumulation_steps"
-
-
 REGIONAL = "dynamo_use_regional_compilation"
-
 
 SETTINGS = (
     Setting("mixed_precision", "ACCELERATE_MIXED_PRECISION", "no", "mixed_precision"),
@@ -56,7 +53,6 @@ SETTINGS = (
     Setting("use_megatron_lm", "ACCELERATE_USE_MEGATRON_LM", is_inherited=True),
     Setting("use_parallelism_config", "ACCELERATE_USE_PARALLELISM_CONFIG", is_inherited=True),
 )
-
 
 ENGINE_FLAGS = ("multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
 """With one of these, ``accelerate launch`` ignores ``distributed_type`` in its config file."""

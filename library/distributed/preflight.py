@@ -18,7 +18,6 @@ from .validate_sharding import validate_deepspeed, validate_fsdp
 from .world import World
 
 UNSUPPORTED_ENGINES = {"Megatron-LM": "supports language models only"}
-
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 """Modes of dynamo that use CUDA graphs."""
 

@@ -21,7 +21,6 @@ from .watchdog import abort_process, call_with_timeout, elect_reporter, is_conne
 from .world import World, format_ranks
 
 logger = logging.getLogger(__name__)
-
 CONNECT_TIMEOUT_SECONDS = 60.0
 """All ranks have reported by then, so it takes this long only where the network fails, or for hundreds of ranks."""
 

@@ -16,10 +16,7 @@ from typing import Any
 SUPERVISOR_DIR = "LORIKEET_SUPERVISOR"
 """The environment variable with the directory that ``python -m library launch`` shares with training processes."""
 
-
 SIGNAL_FILE, EXIT_CODE_FILE, PROCESS_PREFIX = "signal", "exit_code", "process-"
-
-
 DUPLICATE_SIGNAL_SECONDS = 3.0
 """Launchers forward signals that the process also gets itself; one that comes later is a second request."""
 

@@ -147,7 +147,6 @@ WANDB_PRIVATE_SETTINGS = {
 }
 """By default wandb uploads the command line, the program's path, the git remote and the terminal output."""
 
-
 SHAREABLE_TEXT_OPTIONS = {"network_module", "optimizer_type", "optimizer_args"}
 """Text options that hold no path and nothing private."""
 

@@ -18,18 +18,11 @@ from .process_group import KeyValueStore
 from .world import format_ranks
 
 logger = logging.getLogger(__name__)
-
-
 EXIT_CODE = 2
 """As for user errors: the cause is outside of the program."""
 
-
 STORE_ANSWER_SECONDS = 3.0
-
-
 REPORTER_GRACE_SECONDS = 2.0
-
-
 T = TypeVar("T")
 
 
@@ -78,7 +71,6 @@ def call_with_timeout(function: Callable[[], T], default: T) -> T:
 
 EXIT_GRACE_SECONDS = 3.0
 """Connections of a killed process close a little before the process disappears."""
-
 
 GLOO_ERRORS = ("/gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
@@ -180,10 +172,7 @@ def _get_reason(error: BaseException) -> str:
 CLOCK_TOLERANCE_SECONDS = 2.0
 """The system counts some clocks in whole seconds, and two of them are read."""
 
-
 BOOT_ID_FILE, PID_NAMESPACE_LINK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-
-
 DEAD_STATUSES = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 

@@ -17,7 +17,6 @@ from .meta_run import LargestBatch, MetaRun, count_all_reduce_bytes
 from .parallel_layouts import LAYOUT_OPTIONS, LayoutFinder, ParallelLayout, format_flags
 
 logger = logging.getLogger(__name__)
-
 GB = 2**30
 MAX_BUFFERED_SHAPES = 64
 """Image sizes for which a pipeline keeps its buffers (``parallel/pipeline_schedule``)."""

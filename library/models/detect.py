@@ -41,7 +41,6 @@ from .model_configs import (
 )
 
 _REPO_ID_PATTERN = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-
 SourceType = Literal["folder", "hub", "file", "random"]
 
 

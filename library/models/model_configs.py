@@ -11,11 +11,8 @@ from pathlib import Path
 from typing import Any
 
 _CONFIG_DIR = Path(__file__).parent / "configs"
-
 JsonDict = dict[str, Any]
-
 BundledConfig = Mapping[str, JsonDict]
-
 ConfigReader = Callable[[str], JsonDict | None]
 """Path of a JSON file in the model -> its content, or None if it does not exist."""
 

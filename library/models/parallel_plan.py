@@ -8,7 +8,6 @@ from torch import nn
 
 TEXT_LAYER_PATTERN = re.compile(r"\.(add_[qkv]_proj|to_add_out|ff_context|norm1_context|txt_)")
 SINGLE_STREAM_PATTERN = re.compile(r"^single_transformer_blocks\.")
-
 COLWISE_PATTERN = re.compile(r"\.(to_[qkv]|add_[qkv]_proj|proj_mlp|w1|w3|net\.0\.proj)$")
 ROWWISE_PATTERN = re.compile(r"\.(to_out\.0|to_add_out|w2|net\.2)$")
 FUSED_ROWWISE_PATTERN = re.compile(r"single_transformer_blocks\.\d+\.proj_out$")

@@ -10,7 +10,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from tokenizers.pre_tokenizers import ByteLevel
 
 START_TOKEN, END_TOKEN = "<|startoftext|>", "<|endoftext|>"
-
 _METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 _CHAT_TEMPLATE = (

@@ -16,7 +16,6 @@ Activations = tuple[Tensor, ...]
 """What a block passes to the next, in the order in which the block returns it."""
 
 BlockForward = Callable[..., Any]
-
 BlockHook = Callable[[BlockForward, Any, Any], Any]
 """(the wrapped forward, args, kwargs) -> the output that the model sees."""
 

@@ -20,10 +20,7 @@ from torch.utils import _pytree as trees
 from ..distributed.preflight import CUDA_GRAPH_MODES
 
 logger = logging.getLogger(__name__)
-
-
 CompileDynamic = Literal["auto", "false", "true"]
-
 MAX_RECOMPILES = 4
 """Recompiles of a block class during training, after which its blocks run eagerly."""
 

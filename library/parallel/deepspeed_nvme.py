@@ -25,8 +25,6 @@ from .preflight import (
 )
 
 logger = logging.getLogger(__name__)
-
-
 DIR_PREFIX, OWNER_FILE = "lorikeet-weights-", "process.json"
 
 

@@ -20,8 +20,6 @@ from .ddp import DDPStrategy
 from .strategy import StrategySettings
 
 logger = logging.getLogger(__name__)
-
-
 SEQUENTIAL_FILL_RATIO = 0.7
 """How much of a device's free memory ``sequential`` fills with weights; the rest is for activations."""
 

@@ -21,13 +21,10 @@ from ..distributed.async_copy import CopyStream, copy_to_host
 from .quantize import FetchWeight, QuantizedWeight, can_convert_frozen_layer, convert_frozen_layer
 
 logger = logging.getLogger(__name__)
-
-
 AccessHistory = tuple[bool, tuple[int, ...]]
 """Whether in a backward pass, and the latest weights: activation checkpointing fetches in more than one order."""
 
 HISTORY_LENGTH = 3
-
 MAX_BYTES_AHEAD = 2**28
 """Bytes of fetched weights that the device may still have to use."""
 

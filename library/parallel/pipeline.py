@@ -29,8 +29,6 @@ from .pipeline_stages import StageBoundary, StageRunner, broadcast_stage_output,
 from .strategy import LossFunction, StrategySettings
 
 logger = logging.getLogger(__name__)
-
-
 MAX_CACHED_SCHEDULES = 64
 """Schedules, with their receive buffers, that are cached; the least recently used is dropped."""
 

@@ -17,13 +17,8 @@ from ..errors import ConfigError
 from .device_map import iter_parent_names, list_unsplit_modules
 
 logger = logging.getLogger(__name__)
-
-
 NVME_OPTION = "--offload_param_device nvme"
-
 LIBAIO_FIX = "apt install libaio-dev g++ (dnf: libaio-devel gcc-c++) and pip install ninja, or use cpu"
-
-
 AllGather = Callable[[list[str]], Sequence[list[str]]]
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_input
 
 FP8_DTYPE = torch.float8_e4m3fn
-
 NF4_BLOCK_SIZE = 64
 
 

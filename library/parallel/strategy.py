@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-
 STOP_DELAY_STEPS = 2
 """Steps after which the host reads a stop flag, so that it does not wait for the device."""
 

@@ -15,7 +15,6 @@ from .strategy import Strategy, StrategySettings
 
 logger = logging.getLogger(__name__)
 
-
 STRATEGIES: Registry[type[Strategy]] = Registry(
     "parallel strategy",
     __package__,

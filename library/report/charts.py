@@ -8,7 +8,6 @@ from html import escape
 WIDTH, HEIGHT = 640, 240
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 30
 MAX_POINTS = 1500
-
 Points = Sequence[tuple[float, float]]
 
 

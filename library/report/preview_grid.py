@@ -15,13 +15,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_GRID_COLUMNS, MAX_GRID_ROWS = 6, 16
-
 CELL_AREA = 208 * 208
 """Pixels of each image on the grid; smaller ones are enlarged."""
 
 GRID_MARGIN, GRID_GAP, LABEL_WIDTH, COLUMN_HEADING_HEIGHT, TEXT_LINE_HEIGHT, FONT_SIZE = 20, 8, 170, 34, 20, 15
 BACKGROUND = (255, 255, 255)
-
 PreviewRow = dict[str, Path]
 """Column (the step or epoch in the file name) -> file."""
 

@@ -23,9 +23,7 @@ from .export import SaveAdapter
 from .state import Callback, TrainingRun
 
 logger = logging.getLogger(__name__)
-
 MAX_LAYERS_SHOWN = 5
-
 _BLOCK_PREFIX = re.compile(r"^.*(?:blocks|layers|attentions|resnets)\.\d+\.")
 
 

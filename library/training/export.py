@@ -31,11 +31,8 @@ from ..randomness import derive_seed
 from .state import TrainingRun, is_interval_reached
 
 logger = logging.getLogger(__name__)
-
 SOFTWARE = f"lorikeet/{__version__}"
-
 MAX_DIFFERENCES_SHOWN = 3
-
 T = TypeVar("T")
 
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
 ALL_RANKS_TIMEOUT_SECONDS = 60.0
 """How long to wait for the other ranks to fail at the same image, which tells a bad prompt from a broken rank."""
 

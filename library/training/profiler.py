@@ -29,12 +29,10 @@ from ..parallel.pipeline import IS_REPEATED_FORWARD
 from .state import Callback, TrainingRun
 
 logger = logging.getLogger(__name__)
-
 MAX_PROFILED_STEPS = 3
 """Traces of more steps are too large for viewers."""
 
 PHASES = ("data", "encode", "forward", "backward", "communication", "optimizer", "other")
-
 META = torch.device("meta")
 
 

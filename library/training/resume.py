@@ -30,9 +30,7 @@ from .preflight import check_setting_changes
 from .state import TrainingRun
 
 logger = logging.getLogger(__name__)
-
 LATEST = "latest"
-
 RESULT_NEUTRAL_GROUPS = set("distributed sharding parallel deepspeed save state preview validate log cache".split())
 """Groups of options that do not change the result: where and how it is computed, what is saved and logged."""
 

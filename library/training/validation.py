@@ -21,7 +21,6 @@ from .state import TrainingRun, is_interval_reached
 from .task import DiffusionTask
 
 logger = logging.getLogger(__name__)
-
 TIMESTEP_QUANTILES = tuple(number / 10 for number in range(1, 10))
 """Quantiles of the training timestep distribution."""
 

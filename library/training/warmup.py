@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
 MAX_PARAMETERS_SHOWN = 5
-
 PERTURBATION_STD = 1e-2
 """LoRA B starts at zero, which makes the gradient of A zero; the probe adds noise with this deviation."""
 
@@ -136,7 +134,6 @@ def _count_pixels(stage: PlannedStage) -> int:
 
 RECORDING_BATCH_SIZE = 2
 """Batch size when recording shapes: two images can have texts of two lengths."""
-
 
 TEXT_LENGTHS: tuple[TextLength, ...] = ("same", "longer", "shorter")
 

@@ -75,20 +75,20 @@ PREFLIGHT_NAME = re.compile(
 """The last ones are the words of the first edition."""
 
 LIMITS: dict[str, tuple[float, float]] = {
-    "files": (0, 215),
-    "lines": (0, 33_000),
+    "files": (0, 225),
+    "lines": (0, 35_000),
     "files under 40 lines": (0, 0),
-    "files under 60 lines": (0, 12),
+    "files under 60 lines": (0, 15),
     "files over 400 lines": (0, 0),
     "folders over 20 files": (0, 0),
     "functions over 60 lines": (0, 0),
     "bare participles": (0, 0),
-    "begin with a verb, %": (50, 100),
+    "begin with a verb, %": (90, 100),
     "public names defined twice": (0, 0),
     "RunConfig parameters": (0, 30),
     "fmt: skip in library": (0, 60),
     "fmt: skip in tests": (0, 60),
-    "pre-flight functions outside the list": (0, 60),
+    "pre-flight functions outside the list": (0, 45),
 }
 """The smallest and the largest value that `test_code_metrics.py` accepts, so that the structure cannot slide back."""
 
