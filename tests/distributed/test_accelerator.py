@@ -120,7 +120,7 @@ def test_tracker_and_folder_follow_from_the_options(flags, tracker, folder):
 def test_a_tracker_that_writes_needs_a_folder(tracker):
     (problem,) = [line for line in parse_config(["--log_with", tracker]).problems if "dataset" not in line]
 
-    assert "needs a logging_dir" in problem
+    assert "needs logging_dir" in problem
 
 
 def test_a_tracker_that_is_not_installed_is_one_line():

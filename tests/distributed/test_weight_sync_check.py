@@ -70,7 +70,7 @@ def test_one_bit_on_one_rank_stops_the_run_before_it_is_saved(data, tmp_path, ra
     assert (
         f"after step {found} the weights of rank {who} (on {os.uname().nodename}) differ from those of {rest}" in said
     )
-    assert f"since the check after step {last}, where all were equal" in said and "Traceback" not in said
+    assert f"after the check at step {last}, where all ranks were equal" in said and "Traceback" not in said
     assert sorted(path.name for path in Path(tmp_path).iterdir() if "step" in path.name) == [
         "lora-step00000003-state",
         "lora-step00000003.safetensors",
