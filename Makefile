@@ -24,8 +24,8 @@ demo: install
 	  train_lora.py --dataset_config dataset_configs/demo.toml --config_file dataset_configs/demo_run.toml
 	@echo
 	@echo "Open output/demo/demo.before_after.png: the model before, and with the LoRA after more and more steps."
-	@echo "Next: other words in dataset_configs/demo_prompts.txt, other settings in dataset_configs/demo_run.toml,"
-	@echo "or your own pictures and a real model: see \"Train\" in README.md."
+	@echo "Next: other prompts in dataset_configs/demo_prompts.txt, other settings in dataset_configs/demo_run.toml,"
+	@echo "or your own images and a real model: see \"Train\" in README.md."
 
 test: install
 	$(BIN)/ruff check .
