@@ -11,10 +11,10 @@ from torch import nn
 
 from ..adapters import lora
 from ..adapters.alpha import change_alpha
-from ..adapters.checkpoint_file import InvalidAdapterFileError, read_safetensors
 from ..adapters.formats import AdapterFileContents, convert_from_file_format
 from ..adapters.key_names import ComponentKeys
 from ..adapters.lora import Adapter
+from ..adapters.lora_file import InvalidAdapterFileError, read_safetensors
 from ..adapters.merge import merge_update
 from ..adapters.peft_types import RankAlpha
 from ..adapters.state_dict import PEFT_SUFFIXES, UP, group_updates, iter_named_tensors

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..data.batch import PixelBatch
-from ..distributed.memory import OutOfMemory, record_phase
+from ..distributed.step_phases import OutOfMemory, record_phase
 from .blocks import ParallelPlan
 from .gradient_sync import FlatGradients, exclude_frozen_from_ddp, register_ddp_comm_hook
 from .strategy import LossFunction, Strategy

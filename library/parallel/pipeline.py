@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
 
 from ..data.batch import PixelBatch
 from ..distributed.communicator import Communicator
-from ..distributed.memory import record_phase
+from ..distributed.step_phases import record_phase
 from .blocks import Activations, BlockSequence, ParallelPlan
 from .model_parallel import ModelParallelStrategy
 from .pipeline_stages import StageBoundary, StageRunner, broadcast_stage_output, partition_blocks

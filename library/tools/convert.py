@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..adapters import checkpoint_file
+from ..adapters import lora_file
 from ..adapters.alpha import ALPHA_METADATA_KEYS, is_fold_exact
-from ..adapters.checkpoint_file import InvalidAdapterFileError, read_safetensors
 from ..adapters.formats import (
     AdapterFileContents,
     convert_from_file_format,
@@ -17,6 +16,7 @@ from ..adapters.formats import (
     upgrade_diffusers_key,
 )
 from ..adapters.key_names import ComponentKeys
+from ..adapters.lora_file import InvalidAdapterFileError, read_safetensors
 from ..adapters.metadata import add_model_hashes
 from ..adapters.state_dict import DOWN, UP, group_updates, parse_tensor_key
 from ..checkpoint.component_keys import build_component_keys, list_adaptable_components
@@ -84,7 +84,7 @@ def convert_lora_file(source: Path, target: Path, file_format: Any) -> str:
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
     metadata = {key: value for key, value in lora.metadata.items() if key not in ALPHA_METADATA_KEYS} | alpha_metadata
-    checkpoint_file.write_adapter_file(target, tensors, add_model_hashes(tensors, metadata), is_trained=False)
+    lora_file.write_adapter_file(target, tensors, add_model_hashes(tensors, metadata), is_trained=False)
     updates = group_updates(content.state_dict, content.alphas)
     ranks = sorted({update.rank for update in updates.values()})
     rank = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"

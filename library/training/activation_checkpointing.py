@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from ..config.schema import TrainConfig
 from ..distributed.async_copy import copy_to_host
-from ..distributed.memory import is_out_of_memory
+from ..distributed.step_phases import is_out_of_memory
 from ..parallel.compile import is_compiled
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from .. import __version__
-from ..adapters import checkpoint_file, lora
-from ..adapters.checkpoint_file import InvalidAdapterFileError, compare_file_with_model, read_safetensors
+from ..adapters import lora, lora_file
 from ..adapters.formats import FileFormat, choose_file_format, convert_from_file_format, convert_to_file_format
 from ..adapters.lora import Adapter
+from ..adapters.lora_file import InvalidAdapterFileError, compare_file_with_model, read_safetensors
 from ..adapters.metadata import BaseModelMetadata, RunMetadata, add_model_hashes, build_metadata
 from ..adapters.state_dict import group_updates
 from ..atomic_files import compute_sha256
@@ -151,7 +151,7 @@ class SaveAdapter:
         form = choose_file_format(adapter_types, family.lora_format) if chosen == "auto" else chosen
         components = collect_component_keys(family, run.task.pipe)
         tensors, file_metadata = convert_to_file_format(state, alphas, components, form)
-        return checkpoint_file.cast_tensors(tensors, self.config.save_precision), file_metadata, form
+        return lora_file.cast_tensors(tensors, self.config.save_precision), file_metadata, form
 
     def _write_file(self, run: TrainingRun, path: Path, model: nn.Module) -> None:
         tensors, file_metadata, _ = self._build_tensors(run, model)
@@ -160,7 +160,7 @@ class SaveAdapter:
         # Only the first and the last file are compared with the model in memory; comparing all would take too long.
         is_compared = not self.saved_paths or run.state.step >= run.plan.steps
         # In the first step of a warm-up the learning rate is 0, and a zero update is correct.
-        checkpoint_file.write_adapter_file(
+        lora_file.write_adapter_file(
             path,
             tensors,
             metadata,

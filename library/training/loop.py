@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from ..data.loader import StepBatches
-from ..distributed.memory import record_phase
+from ..distributed.step_phases import record_phase
 from ..optim.optimizers import get_learning_rates, set_learning_rates
 from .state import StepMetrics, StopRequested, TrainingRun
 from .step_guards import CHECK_INTERVAL_STEPS

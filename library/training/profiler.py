@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..config.types import StepRange
 from ..distributed.devices import HOST, MIXED_PRECISION_DTYPES, synchronize
-from ..distributed.memory import PHASE, SYNCHRONIZE, record_phase
+from ..distributed.step_phases import PHASE, SYNCHRONIZE, record_phase
 from ..models.weights import build_empty_model
 from ..parallel.pipeline import IS_REPEATED_FORWARD
 from .state import Callback, TrainingRun

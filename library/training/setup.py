@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ..adapters import lora
+from ..adapters.dropout_and_norms import LoraDropout, MaxNormRegularizer
 from ..adapters.lora import cast_trainable_parameters
-from ..adapters.regularization import LoraDropout, MaxNormRegularizer
 from ..atomic_files import find_write_error
 from ..cache.paths import resolve_cache_dirs
 from ..cache.precompute import CacheReaders

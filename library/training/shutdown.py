@@ -9,7 +9,7 @@ from pathlib import Path
 from ..config import RunConfig
 from ..data.batch import PixelBatch
 from ..distributed.communicator import Communicator
-from ..distributed.memory import OutOfMemory, is_out_of_memory
+from ..distributed.step_phases import OutOfMemory, is_out_of_memory
 from ..distributed.watchdog import PeerMonitor, ProcessIdentity
 from ..errors import ConfigError, CrashError, RunInterrupted, UserError, format_error, write_traceback
 from .checkpoint import SaveCheckpoint

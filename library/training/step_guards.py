@@ -17,7 +17,7 @@ from ..data.batch import PixelBatch
 from ..data.images import BadSample
 from ..data.loader import StepBatches
 from ..distributed.async_copy import HostSnapshot
-from ..distributed.memory import OutOfMemory
+from ..distributed.step_phases import OutOfMemory
 from ..errors import UserError
 from ..optim.optimizers import load_optimizer_state
 from ..parallel.strategy import Strategy

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..adapters.regularization import LoraDropout
+from ..adapters.dropout_and_norms import LoraDropout
 from ..cache.readers import TextReader
 from ..data.batch import Batch, Cond, Moments, PixelBatch, concatenate_cond, map_cond_tensors, normalize_pixels
 from ..diffusion.losses import reduce_loss_per_sample, resize_mask_to_latents
 from ..diffusion.objective import Objective
 from ..distributed.async_copy import CopyStream
-from ..distributed.memory import record_phase
+from ..distributed.step_phases import record_phase
 from ..models.base import Family
 from ..randomness import derive_generator, derive_seed
 

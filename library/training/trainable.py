@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..adapters import lora
+from ..adapters.dropout_and_norms import LoraDropout
 from ..adapters.peft_types import RankAlpha
-from ..adapters.regularization import LoraDropout
 from ..adapters.targets import TargetComponent, TargetLayer, matches_pattern
 from ..config.network_args import (
     UNET_FAMILIES,

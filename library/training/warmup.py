@@ -12,7 +12,7 @@ import torch
 from ..data.batch import PixelBatch, TextLength
 from ..data.batch_plan import MicroBatchSchedule, PlannedStage, get_planned_stages
 from ..distributed.devices import has_device_memory
-from ..distributed.memory import OutOfMemory, record_phase
+from ..distributed.step_phases import OutOfMemory, record_phase
 from ..errors import UserError
 from ..log import ProgressBar
 from ..randomness import derive_generator

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import difference
 
-from library.adapters.regularization import LoraDropout
+from library.adapters.dropout_and_norms import LoraDropout
 from library.errors import UserError
 from library.models.families import FAMILIES
 from library.models.parallel_plan import map_layer_token_streams

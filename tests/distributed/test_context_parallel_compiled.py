@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 from training_runs import difference, prompts
 
-from library.adapters.regularization import LoraDropout
+from library.adapters.dropout_and_norms import LoraDropout
 from library.parallel.blocks import BlockSequence, ParallelPlan
 from library.parallel.compile import Compilation
 from library.parallel.context_parallel import ContextParallel

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tiny_pipelines import get_tiny_sd1_folder
 from training_runs import difference, pictures, train
 
-from library.distributed.memory import OutOfMemory, record_phase
+from library.distributed.step_phases import OutOfMemory, record_phase
 from library.distributed.watchdog import ProcessIdentity
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -298,7 +298,7 @@ def test_a_run_that_goes_on_crosses_the_borders_of_stages_as_the_whole_one(whole
 
 def tried(fits: int, *flags: str) -> tuple[list[tuple[float, ...]], str]:
     """A run as on a device with memory of its own, for so many pixels; what was computed, and what was told."""
-    from library.distributed.memory import OutOfMemory
+    from library.distributed.step_phases import OutOfMemory
     from library.training import warmup
     from library.training.task import DiffusionTask
 

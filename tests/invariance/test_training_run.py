@@ -318,12 +318,12 @@ def test_a_preview_that_fails_does_not_end_the_run(even, tmp_path):
 
 
 def failing_write(*flags: str) -> str:
-    from library.adapters import checkpoint_file
+    from library.adapters import lora_file
 
     def write(*_, **__):
         raise OSError("no space left on device")
 
-    checkpoint_file.write_adapter_file = write
+    lora_file.write_adapter_file = write
     return train(*flags)
 
 

@@ -13,7 +13,8 @@ from small_unet import CONFIG, TARGETS, randomize_lora_b, run_unet
 from torch import nn
 
 from library.adapters import lora
-from library.adapters.checkpoint_file import (
+from library.adapters.formats import convert_from_file_format
+from library.adapters.lora_file import (
     InvalidAdapterFileError,
     cast_tensors,
     compare_file_with_model,
@@ -21,7 +22,6 @@ from library.adapters.checkpoint_file import (
     verify_adapter_file,
     write_adapter_file,
 )
-from library.adapters.formats import convert_from_file_format
 from library.errors import UserError
 
 META = {"ss_network_dim": "6", "ss_v2": "False"}

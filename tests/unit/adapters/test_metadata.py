@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from library.adapters.checkpoint_file import read_safetensors, write_adapter_file
+from library.adapters.lora_file import read_safetensors, write_adapter_file
 from library.adapters.metadata import (
     MODELSPEC_USER_KEYS,
     BaseModelMetadata,

@@ -6,7 +6,7 @@ from text_encoder_runs import loss_of, trained
 from torch import nn
 
 from library.adapters import lora
-from library.adapters.regularization import LoraDropout, MaxNormRegularizer, compute_lora_norm, hash_to_uniform
+from library.adapters.dropout_and_norms import LoraDropout, MaxNormRegularizer, compute_lora_norm, hash_to_uniform
 from library.config.schema import AdapterConfig
 from library.errors import ConfigError
 from library.training.trainable import build_lora_dropout

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from training_runs import even, train
 
 from library.config.types import StepRange
-from library.distributed import memory
+from library.distributed import step_phases
 from library.distributed.devices import HOST
 from library.models.families import FAMILIES
 from library.training import profiler
@@ -24,13 +24,13 @@ __all__ = ["even"]  # a fixture
 
 
 def test_the_time_of_a_phase_excludes_nested_phases():
-    with torch.profiler.profile() as profile, memory.record_phase("other"):
+    with torch.profiler.profile() as profile, step_phases.record_phase("other"):
         time.sleep(0.01)
-        with memory.record_phase("forward"):
+        with step_phases.record_phase("forward"):
             time.sleep(0.02)
-            with memory.record_phase("encode"):
+            with step_phases.record_phase("encode"):
                 time.sleep(0.04)
-        with memory.record_phase("forward"):
+        with step_phases.record_phase("forward"):
             torch.ones(1).add_(1)
     found = sum_phase_seconds(profile.events())
     assert found.keys() == {"other", "forward", "encode"}
@@ -40,11 +40,11 @@ def test_the_time_of_a_phase_excludes_nested_phases():
 @pytest.mark.parametrize("is_profiled", [False, True])
 def test_a_phase_synchronizes_the_device_only_when_profiled(is_profiled):
     waits = []
-    token = memory.SYNCHRONIZE.set(lambda: waits.append(1)) if is_profiled else None
-    with memory.record_phase("forward"), memory.record_phase("encode"):
+    token = step_phases.SYNCHRONIZE.set(lambda: waits.append(1)) if is_profiled else None
+    with step_phases.record_phase("forward"), step_phases.record_phase("encode"):
         pass
     if token is not None:
-        memory.SYNCHRONIZE.reset(token)
+        step_phases.SYNCHRONIZE.reset(token)
     assert len(waits) == (4 if is_profiled else 0)
 
 
@@ -141,7 +141,7 @@ def test_callbacks_between_steps_are_not_counted(tmp_path):
     profiled.calls.count_flops = lambda denoiser: sum(profiled.calls.counts.values())
     callbacks = profiled.wrap([Drawing()])
     for step in range(1, 10):
-        with memory.record_phase("forward"):
+        with step_phases.record_phase("forward"):
             model(torch.ones(1))
             time.sleep(0.002)
         run.state.step = step

@@ -10,7 +10,7 @@ from rank_processes import on_ranks
 from torch import nn
 from training_runs import pictures, train
 
-from library.adapters.regularization import compute_update_norms
+from library.adapters.dropout_and_norms import compute_update_norms
 from library.training.callbacks import UpdateNorms, group_norms_by_layer_type
 
 
