@@ -22,15 +22,15 @@ from ..atomic_files import compute_sha256, fsync_dir, fsync_file
 CHECKPOINT_FORMAT_VERSION = 1
 TENSORS_FILE, METADATA_FILE, FILE_LIST = "tensors.safetensors", "state.json", "files.json"
 
-FIRST_EDITION_KEYS = {
+LEGACY_KEYS = {
     "owed": "pending",
     "has_learnt": "has_trained",
     "bad_steps": "skipped_steps",
     "bad_pictures": "bad_samples",
 }
-"""Keys of state.json as the first edition wrote them -> today's."""
+"""Keys of state.json as version 0.1 wrote them -> current keys."""
 
-FIRST_EDITION_CALLBACKS = {
+LEGACY_CALLBACKS = {
     "Export": "save_adapter",
     "KeepState": "save_checkpoint",
     "Learnt": "update_norms",
@@ -39,7 +39,7 @@ FIRST_EDITION_CALLBACKS = {
     "Preview": "preview",
     "Validation": "validation",
 }
-"""Class names that the first edition wrote for pending callbacks -> callback ids."""
+"""Class names that version 0.1 wrote for pending callbacks -> callback ids."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,10 @@ def read_checkpoint_info(path: Path) -> CheckpointInfo | str:
 
 
 def _upgrade_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename what the first edition called differently."""
-    upgraded = {FIRST_EDITION_KEYS.get(key, key): value for key, value in metadata.items()}
+    """Rename what version 0.1 called differently."""
+    upgraded = {LEGACY_KEYS.get(key, key): value for key, value in metadata.items()}
     if "pending" in upgraded:
-        upgraded["pending"] = [FIRST_EDITION_CALLBACKS.get(name, name) for name in upgraded["pending"]]
+        upgraded["pending"] = [LEGACY_CALLBACKS.get(name, name) for name in upgraded["pending"]]
     return upgraded
 
 

@@ -58,11 +58,11 @@ class World:
     """``None`` without a launcher."""
     local_world_size: int = 1
     device_type: str = "cpu"
-    """cpu, cuda, xpu or mps."""
+    """As in ``torch.device(...).type``: cpu, cuda, xpu or mps."""
     machine: Machine = field(default_factory=Machine)
     is_windows: bool = False
     mixed_precision: str | None = None
-    """Set by the launcher; ``None`` if it is not.  The same for the next four."""
+    """This field and the next four: as set by the launcher, ``None`` where it sets nothing."""
     gradient_accumulation_steps: int | None = None
     dynamo_backend: str | None = None
     dynamo_mode: str | None = None

@@ -72,7 +72,7 @@ PREFLIGHT_MODULES = re.compile(
 PREFLIGHT_NAME = re.compile(
     r"^_?validate(_|$)|(^|_)(problems|conflicts|misfits?|refuse|rehearse|contradictions|misplaced)(_|$)"
 )
-"""The last ones are the words of the first edition."""
+"""The last ones are the words of version 0.1."""
 
 LIMITS: dict[str, tuple[float, float]] = {
     "files": (0, 225),
