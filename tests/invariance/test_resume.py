@@ -392,7 +392,7 @@ def test_it_is_told_when_steps_are_put_together_in_another_way(whole, dataset, t
     assert ("are trained twice or not at all" in text) is is_told
 
 
-def test_a_checkpoint_of_the_first_edition_is_read_with_its_names(tmp_path):
+def test_a_checkpoint_of_version_0_1_is_read_with_its_names(tmp_path):
     names = ["SameWeights", "Validation", "Preview", "Learnt", "Export", "Report", "KeepState"]
     old = {"step": 3, "has_learnt": True, "bad_steps": [[1, "nan", "1.0"]], "bad_pictures": {"a": "b"}, "owed": names}
     checkpoint_dir.write_checkpoint(tmp_path / "a-state", old, {"x": torch.zeros(1)})
