@@ -81,7 +81,8 @@ def describe_machine() -> dict[str, str]:
     """Describe what the measurements depend on: processor, accelerator, other load, versions."""
     import torch
 
-    accelerator = torch.accelerator.current_accelerator()
+    # A build for CUDA names its accelerator where there is none, too.
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = "none"
     if accelerator is not None:
         name = torch.get_device_module(accelerator).get_device_name()
