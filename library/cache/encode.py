@@ -2,8 +2,8 @@
 
 import logging
 import os
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,23 +82,39 @@ class LatentEncoder:
     def encode_batches(self, batches: Iterator[list[int]]) -> Iterator[tuple[int, list[EncodedEntry]]]:
         """Encode batches while threads read the next images: Pillow decodes without holding the GIL."""
         threads = max(1, min(self.num_threads, os.cpu_count() or 1))
-        depth = max(1, PREFETCH_PER_THREAD * threads // self.encoder_loader.cache.vae_batch_size)
         pipe: Any = None
-        for images in prefetch_in_threads(self._load_images, batches, depth=depth, num_threads=threads):
+        for batch in self._load_batches(batches, threads):
             if pipe is None:
                 pipe = self.encoder_loader.load_encoders(("vae",), torch.float32)
-            usable = {}
-            for index, image in images.items():
+            images = {}
+            for index, image in batch.items():
                 if isinstance(image, BadSample):
                     self.failures[index] = f"{image.name}: {image.problem}"
                 else:
-                    usable[index] = image
-            yield len(images), self._encode_images(pipe, usable) if usable else []
+                    images[index] = image
+            yield len(batch), self._encode_images(pipe, images) if images else []
         del pipe
         self.encoder_loader.strategy.empty_device_cache()
 
-    def _load_images(self, batch: Sequence[int]) -> dict[int, ImageAndMask | BadSample]:
-        return {index: self._load_image(index) for index in batch}
+    def _load_batches(
+        self, batches: Iterable[list[int]], num_threads: int
+    ) -> Iterator[dict[int, ImageAndMask | BadSample]]:
+        """Load single images in threads, so that all of them work whatever the batch size, and regroup to batches."""
+        requested: deque[list[int]] = deque()
+
+        def iter_indices() -> Iterator[int]:
+            for batch in batches:
+                requested.append(batch)
+                yield from batch
+
+        depth = max(PREFETCH_PER_THREAD * num_threads, self.encoder_loader.cache.vae_batch_size)
+        loaded: dict[int, ImageAndMask | BadSample] = {}
+        for image in prefetch_in_threads(self._load_image, iter_indices(), depth=depth, num_threads=num_threads):
+            loaded[requested[0][len(loaded)]] = image
+            if len(loaded) == len(requested[0]):
+                requested.popleft()
+                yield loaded
+                loaded = {}
 
     def _load_image(self, entry_index: int) -> ImageAndMask | BadSample:
         index = int(self.latent_keys.sample_indices[entry_index])

@@ -1,8 +1,11 @@
 """Exactly what changed is encoded again: a picture, its cut, its mirror image, the VAE, the precision, a caption."""
 
 import json
+import os
 import shutil
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from PIL import Image
 from rank_processes import on_ranks
 from safetensors.torch import load_file, save_file
 
+from library.cache.encode import LatentEncoder
 from library.data.images import resize_and_crop
 from library.dataset.image_inspection import load_rgb_image
 from library.models.detect import detect_model, get_config_reader
@@ -234,3 +238,24 @@ def test_estimated_cache_sizes_are_equal_to_the_written_ones(tmp_path):
     assert moments.mean_and_std.numel() == told.count_moment_elements((96, 64))
     embeds = StableDiffusion1().encode_prompts(pipe, ["a"])["embeds"]
     assert embeds.numel() == told.text_elements
+
+
+def test_images_of_one_vae_batch_are_loaded_by_all_threads(monkeypatch):
+    barrier = threading.Barrier(4)
+
+    def load_image(_, index):
+        barrier.wait(timeout=10)  # broken unless four threads load at the same time
+        return (index, None)
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(LatentEncoder, "_load_image", load_image)
+    monkeypatch.setattr(LatentEncoder, "_encode_images", lambda _, pipe, images: [*images.items()])
+    loader = SimpleNamespace(
+        cache=SimpleNamespace(vae_batch_size=8),
+        load_encoders=lambda *_: None,
+        strategy=SimpleNamespace(empty_device_cache=lambda: None),
+    )
+    batches = [[*range(8)], [8, 9], [*range(10, 16)]]
+    encoded = LatentEncoder(loader, None, None, num_threads=4).encode_batches(iter(batches))
+
+    assert [*encoded] == [(len(batch), [(index, (index, None)) for index in batch]) for batch in batches]
