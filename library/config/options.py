@@ -46,8 +46,12 @@ class Option:
         values = tuple(self._validate_bounds(self._parse_word(word)) for word in words)
         return values if self.is_list else values[0]
 
+    def is_unset_by(self, value: Any) -> bool:
+        """Whether a TOML value leaves the option unset: ``resume = false`` or ``vae = ""``, as GUIs write them."""
+        return (self.is_optional or self.is_list) and (value == "" or (value is False and self.value_type is not bool))
+
     def parse_toml_value(self, value: Any) -> Any:
-        """Parse a TOML value; a number in quotes is an error and not converted."""
+        """Parse a TOML value; a number or switch may be in quotes, and a switch may be 0 or 1, as in sd-scripts."""
         if self.is_list:
             items = value if isinstance(value, list) else [value]
             return tuple(self._validate_bounds(self._parse_item(item)) for item in items)
@@ -65,14 +69,12 @@ class Option:
         expected = self.value_type
         if isinstance(expected, tuple):
             return self._validate_choice(value)
-        if expected is float and type(value) is int:
-            return float(value)
         if expected not in (bool, int, float, str):
             return self._parse_custom(value)
-        if type(value) is not expected:
-            hint = _hint_unquoted(value, expected)
-            raise ValueError(f"expected {_describe_type(expected)}, got {_format_value(value)}{hint}")
-        return value
+        converted = _convert_equal_value(value, expected)
+        if type(converted) is not expected:
+            raise ValueError(f"expected {_describe_type(expected)}, got {_format_value(value)}")
+        return converted
 
     def _validate_choice(self, value: Any) -> str:
         if isinstance(value, bool):
@@ -140,13 +142,19 @@ def _format_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else repr(value)
 
 
-def _hint_unquoted(value: Any, value_type: type) -> str:
-    """Suggest the value without quotes, if that is all that is wrong."""
-    text = value.strip() if isinstance(value, str) else ""
+def _convert_equal_value(value: Any, value_type: type) -> Any:
+    """Convert a value of another type that can mean only one thing: ``"1e-4"``, ``"true"``, ``1`` for true, ``8.0``."""
+    if type(value) is value_type:
+        return value
+    if value_type is bool:
+        text = value.strip().lower() if isinstance(value, str) else value
+        return {"true": True, "false": False, 1: True, 0: False}.get(text, value) if type(text) in (str, int) else value
+    if value_type is str or isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        return value
     try:
-        is_valid = text.lower() in ("true", "false") if value_type is bool else value_type(text) is not None
+        number = float(value)
     except ValueError:
-        is_valid = False
-    if not text or not is_valid:
-        return ""
-    return f"; write {text.lower() if value_type is bool else text} without quotes"
+        return value
+    if value_type is float:
+        return number
+    return int(number) if number.is_integer() else value
