@@ -17,9 +17,8 @@ from training_runs import difference
 from library.adapters.dropout_and_norms import LoraDropout
 from library.errors import UserError
 from library.models.families import FAMILIES
-from library.models.parallel_plan import map_layer_token_streams
-from library.parallel.blocks import BlockSequence, ParallelPlan
 from library.parallel.context_parallel import ContextParallel, SequenceShards
+from library.parallel.parallel_plan import BlockSequence, ParallelPlan, map_layer_token_streams
 from library.parallel.ulysses import ProcessGroupAllToAll
 
 LONG, UNET = pytest.mark.slow, ("--network_train_unet_only",)

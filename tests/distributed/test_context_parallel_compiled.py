@@ -10,9 +10,9 @@ from torch.nn import functional
 from training_runs import difference, prompts
 
 from library.adapters.dropout_and_norms import LoraDropout
-from library.parallel.blocks import BlockSequence, ParallelPlan
 from library.parallel.compile import Compilation
 from library.parallel.context_parallel import ContextParallel
+from library.parallel.parallel_plan import BlockSequence, ParallelPlan
 from library.parallel.ulysses import ProcessGroupAllToAll
 
 LONG = pytest.mark.slow

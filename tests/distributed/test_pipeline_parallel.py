@@ -22,7 +22,7 @@ from library.config.types import StepRange
 from library.distributed.parallel_dims import ParallelDims
 from library.distributed.step_phases import record_phase
 from library.models.families import FAMILIES
-from library.parallel.blocks import BlockSequence, ParallelPlan, UNetBlockSequence
+from library.parallel.parallel_plan import BlockSequence, ParallelPlan, UNetBlockSequence
 from library.parallel.pipeline import PipelineStep, PipelineStrategy
 from library.parallel.pipeline_stages import StageBoundary, StageRunner
 from library.parallel.strategy import LossFunction

@@ -35,17 +35,17 @@ def predict(family, pipe, name):
 
 def train_and_predict(name, *flags):
     """Train, and return the prediction of the model in memory for the batch when the file is written."""
-    from library.training import export
+    from library.training import save_adapter
     from library.training.run import run_training
 
     looks = []
-    save_adapter = export.SaveAdapter.save
+    save_adapter = save_adapter.SaveAdapter.save
 
     def save(self, job, file):
         save_adapter(self, job, file)
         looks.append(predict(job.task.family, job.task.pipe, name))
 
-    export.SaveAdapter.save = save
+    save_adapter.SaveAdapter.save = save
     run_training(parse_config([*flags, "--quiet", "--max_data_loader_n_workers", "0"]).require_valid())
     return looks[-1].tolist()
 

@@ -94,7 +94,7 @@ def test_the_number_of_ranks_changes_nothing_when_the_global_batch_is_the_same(b
 
 
 def replaced(bucket: Bucket, batch_size: int) -> Bucket:
-    return Bucket(bucket.resolution, bucket.sample_indices, bucket.repeats, batch_size, bucket.dataset_number)
+    return Bucket(bucket.resolution, bucket.sample_indices, bucket.repeats, batch_size, bucket.dataset_index_in_file)
 
 
 def rows_of(part: MicroBatch) -> list[tuple]:

@@ -56,7 +56,7 @@ def uneven(tmp_path_factory) -> Path:
 def losses(*flags: str) -> tuple[list[float], list[tuple[str, ...]], list[str]]:
     """Of each step; the parts of the model that were loaded, load by load; and what was encoded."""
     from library.config import parse_config
-    from library.models.families.sd1 import StableDiffusion1
+    from library.models.families.sd1_sd2 import StableDiffusion1
     from library.parallel.ddp import DDPStrategy
     from library.training.run import run_training
 

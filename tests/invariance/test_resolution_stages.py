@@ -113,7 +113,7 @@ def test_datasets_come_and_go(tmp_path):
     datasets = read(tmp_path / "x.toml", text).require_valid()
     stages = build_stages(datasets)
     assert [(stage.first_step, stage.end_step) for stage in stages] == [(0, 2), (2, 4), (4, 9), (9, None)]
-    assert [[(each.dataset_number, each.resolution.width) for each in stage.datasets] for stage in stages] == [
+    assert [[(each.dataset_index_in_file, each.resolution.width) for each in stage.datasets] for stage in stages] == [
         [(0, 64), (1, 32)],
         [(0, 64), (1, 32), (2, 80)],
         [(0, 64), (1, 48), (2, 80)],
@@ -122,7 +122,7 @@ def test_datasets_come_and_go(tmp_path):
 
     prepared = prepare_data(DataConfig(dataset_config=str(tmp_path / "x.toml")), 8, str(tmp_path))
     for stage in prepared.build_batch_plan(1, TrainConfig()).stages:
-        shown = {bucket.dataset_number: sum(bucket.repeats) for bucket in stage.batch_plan.buckets}
+        shown = {bucket.dataset_index_in_file: sum(bucket.repeats) for bucket in stage.batch_plan.buckets}
         assert shown[0] == 3 * shown[1] and shown.get(2, shown[1]) == shown[1], "weights are shares of each stage"
     captions = prepared.list_first_epoch_captions(prepared.build_batch_plan(1, TrainConfig()), 10)
     assert len(captions) == 6, "two pictures of three datasets, however often they are there"
@@ -191,7 +191,7 @@ def test_who_says_at_which_size_a_dataset_is_trained(tmp_path):
         config = parse_config(["--dataset_config", str(path), *words]).require_valid()
         manifest = prepare_data(config.data, 8, str(tmp_path)).manifest
         notes = [note for note in manifest.notes if "not used" in note]
-        return [each.resolution.width for each in manifest.datasets if each.dataset_number == 0], notes
+        return [each.resolution.width for each in manifest.datasets if each.dataset_index_in_file == 0], notes
 
     assert sizes("resolution = 64", "--resolution_schedule", "32:4,40") == (
         [32, 40],

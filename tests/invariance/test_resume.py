@@ -50,7 +50,7 @@ def test_a_file_that_could_not_be_written_is_written_by_the_run_that_goes_on(who
 
 def without_room_at_first(*words: str) -> None:
     """A run that finds no room for its first LoRA file, and one that goes on."""
-    from library.training.export import SaveAdapter
+    from library.training.save_adapter import SaveAdapter
 
     def no_room(*_):
         raise UserError("no room")

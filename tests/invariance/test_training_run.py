@@ -289,7 +289,7 @@ def test_a_compiled_model_trains_the_same_and_is_saved_under_the_same_names(flag
 
 
 def failing_preview(*flags: str) -> str:
-    from library.models.families.sd1 import StableDiffusion1
+    from library.models.families.sd1_sd2 import StableDiffusion1
 
     def draw(*_, **__):
         raise RuntimeError("out of memory, let us say")

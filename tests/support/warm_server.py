@@ -14,7 +14,7 @@ from diffusers.loaders import peft  # noqa: F401
 from tiny_pipelines import get_tiny_sd1_folder
 from transformers import CLIPTextModel
 
-import library.models.families.sd1
+import library.models.families.sd1_sd2
 import library.training.run  # noqa: F401
 
 torch.set_num_threads(1)

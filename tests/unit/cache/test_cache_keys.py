@@ -42,7 +42,7 @@ def encoded_after_each_change(folder: str) -> dict[str, list[str]]:
     """The names of what was encoded, change by change, on one folder with one cache."""
     import tiny_sd1
 
-    from library.models.families.sd1 import StableDiffusion1
+    from library.models.families.sd1_sd2 import StableDiffusion1
 
     root, pictures = Path(folder), Path(folder) / "pictures"
     model = root / "model"
@@ -137,7 +137,7 @@ def test_only_changed_entries_are_encoded_again(folder):
 
 
 def encoded_in_both_precisions(folder: str, precision: str) -> list[str]:
-    from library.models.families.sd1 import StableDiffusion1
+    from library.models.families.sd1_sd2 import StableDiffusion1
 
     encoded = EncodedNames()
     CachedRun(
@@ -229,7 +229,7 @@ def test_estimated_cache_sizes_are_equal_to_the_written_ones(tmp_path):
     import tiny_sd1
     import torch
 
-    from library.models.families.sd1 import StableDiffusion1
+    from library.models.families.sd1_sd2 import StableDiffusion1
 
     pipe = tiny_sd1.build_pipeline()
     pipe.save_pretrained(tmp_path)
@@ -252,7 +252,7 @@ def test_images_of_one_vae_batch_are_loaded_by_all_threads(monkeypatch):
     monkeypatch.setattr(LatentEncoder, "_encode_images", lambda _, pipe, images: [*images.items()])
     loader = SimpleNamespace(
         cache=SimpleNamespace(vae_batch_size=8),
-        load_encoders=lambda *_: None,
+        load=lambda *_: None,
         strategy=SimpleNamespace(empty_device_cache=lambda: None),
     )
     batches = [[*range(8)], [8, 9], [*range(10, 16)]]

@@ -14,8 +14,8 @@ from training_runs import pictures, train
 from library.adapters import lora
 from library.adapters.formats import convert_from_file_format, convert_to_file_format
 from library.adapters.lora_file import compare_file_with_model
-from library.adapters.merge import merge_update as merge_one
-from library.adapters.state_dict import group_updates
+from library.adapters.merge import merge_adapter as merge_one
+from library.adapters.state_dict import group_by_module
 from library.checkpoint.component_keys import collect_component_keys
 from library.checkpoint.init_weights import load_network_weights, merge_base_weights, read_initial_weights
 from library.config import parse_config
@@ -84,7 +84,7 @@ def test_network_weights_load_with_any_alpha(name, form, tmp_path):
     assert (
         adapter.rank_alphas.keys() == alphas.keys() and len({size.rank for size in adapter.rank_alphas.values()}) == 2
     )
-    wanted = group_updates(state, alphas)
+    wanted = group_by_module(state, alphas)
     for module, update in wanted.items():
         layer = trained.get_submodule(module)
         down, up = layer.lora_A["default"].weight.flatten(1), layer.lora_B["default"].weight.flatten(1)
@@ -104,7 +104,7 @@ def test_a_different_alpha_does_not_change_the_loaded_update(kind, tmp_path):
     alphas = {name: 1.0 if size.rank == 1 else 0.7 for name, size in adapter.rank_alphas.items()}
     save_file(convert_to_file_format(source, alphas, collect_component_keys(family, tiny.pipe), "comfy")[0], path)
     load_network_weights(trained, adapter, read_initial_weights(config.adapter, family, model))
-    for module, update in group_updates(source, alphas).items():
+    for module, update in group_by_module(source, alphas).items():
         layer = trained.get_submodule(module)
         expected = torch.zeros_like(layer.get_base_layer().weight)
         merge_one(expected, update, 1.0)

@@ -14,7 +14,7 @@ from training_runs import pictures, train
 from library.errors import UserError
 from library.report.metric_series import read_metrics
 from library.training.metrics import MetricsFile
-from library.training.warmup import _check_gradients
+from library.training.trial_steps import _check_gradients
 
 SETTINGS = ("--max_train_steps", "14", "--network_dim", "2", "--learning_rate", "0.5", "--seed", "5")
 SPOILT = 12  # two after a reading
@@ -64,7 +64,7 @@ def test_a_nan_step_on_one_rank_is_skipped_on_all(dataset, tmp_path, ranks, batc
     facts = [json.loads(path.read_text("utf-8")) for path in reports]
     assert all(each["step"] == SPOILT + 1 and each["loss"] == "nan" and each["seed"] == 5 for each in facts)
     images = [image for each in facts for image in each["images"]]
-    assert [image["place"] for image in images] == [0, 1, 2, 3] and len({image["image"] for image in images}) == 4
+    assert [image["position"] for image in images] == [0, 1, 2, 3] and len({image["image"] for image in images}) == 4
     assert all(0 < image["timestep"] < 1 and image["loss"] > 0 for image in images), "spoilt behind the task's own loss"
     assert all(image["bucket"] == [64, 64] and image["caption"] for image in images)
     lines = [line for line in read_metrics(tmp_path / "bad.metrics.jsonl") if "loss/current" in line]

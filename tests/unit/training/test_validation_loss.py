@@ -96,4 +96,6 @@ def test_max_validation_steps_selects_the_same_batches_each_time(tmp_path):
     assert sorted(samples) == list(range(first, first + count))
     assert len(some.micro_batches) == 3 and set(some.micro_batches) < set(whole.micro_batches)
     assert some == build_validation_reader(prepared, 3, None, None)[0]
-    assert {some.dataset_numbers[sample] for batch in some.micro_batches for sample in batch.sample_indices} == {0}
+    assert {
+        some.dataset_indices_in_file[sample] for batch in some.micro_batches for sample in batch.sample_indices
+    } == {0}
