@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Purpose:
-    """What is drawn, so that a new draw never shifts the others.  The strings are part of each seed: never change one."""
+    """What is drawn, so that a new draw never shifts the others.  Part of each seed: never change a string."""
 
     # Data, by epoch, sample and repeat.
     CROP, FLIP, CAPTION, COLOR = "crop", "flip", "caption", "colour"
