@@ -169,7 +169,7 @@ def test_an_sd3_file_changes_the_original_weights_as_the_lora_changes_those_of_d
     shapes = {module: model.get_submodule(module).weight.shape for module in modules}
     state = build_state(shapes, "sd3", shared=shared)
     file = convert_to_kohya(state, 4.0, build_component_keys(model, family))
-    before = original_checkpoints.sd3_transformer(model)
+    before = original_checkpoints.convert_sd3_transformer(model)
     after = dict(before)
     for group in NAMES["sd3"].group_modules(modules):
         start = key_names.build_kohya_name(group.name, family.lora_prefix)

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 from safetensors.torch import load_file
-from training_runs import pictures, train
+from training_runs import train, write_images
 
 SETTINGS = (
     "--train_batch_size",
@@ -24,13 +24,13 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    return pictures(tmp_path_factory.mktemp("average"), {(64, 64): 4})
+    return write_images(tmp_path_factory.mktemp("average"), {(64, 64): 4})
 
 
 @pytest.mark.quick
 def test_the_running_average_is_saved_beside_each_adapter(dataset, tmp_path):
     decay = 0.15  # below what the first steps are capped at from step 2 on
-    on_ranks(
+    run_on_ranks(
         1,
         train,
         "--dataset_config",
@@ -76,8 +76,8 @@ def test_a_schedule_free_run_is_the_same_however_often_it_is_saved(dataset, tmp_
         "--output_dir",
         str(tmp_path),
     )
-    often = load_file(on_ranks(1, train, *flags, "--output_name", "often")[0])
-    once = load_file(on_ranks(1, train, *flags, "--output_name", "once", "--save_every_n_steps", "100")[0])
+    often = load_file(run_on_ranks(1, train, *flags, "--output_name", "often")[0])
+    once = load_file(run_on_ranks(1, train, *flags, "--output_name", "once", "--save_every_n_steps", "100")[0])
 
     assert once.keys() == often.keys()
     for key in once:
@@ -100,7 +100,7 @@ def test_prodigy_finds_a_rate_that_trains(dataset, tmp_path):
         "--output_name",
         "p",
     )
-    tensors = load_file(on_ranks(1, train, *flags)[0])
+    tensors = load_file(run_on_ranks(1, train, *flags)[0])
 
     assert all(torch.isfinite(tensor.float()).all() for tensor in tensors.values())
     assert any(tensor.abs().max() > 0 for key, tensor in tensors.items() if "lora_up" in key)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from killed_runs import compare
-from one_result import IN_HOST_MEMORY, dataset
-from rank_processes import on_ranks
+from one_result import CPU_OFFLOAD, write_even_dataset
+from rank_processes import run_on_ranks
 from training_runs import train
 
 STEPS, KILLED_AT = 6, 3
@@ -69,7 +69,7 @@ WAYS = [
     ("FSDP", 2, ("--fsdp",), (0, 1)),
     ("ZeRO 3", 2, (*ZERO, "3"), (0, 1)),
     ("ZeRO 2", 2, (*ZERO, "2"), (0,)),
-    ("ZeRO 3 in host memory", 2, (*ZERO, "3", *IN_HOST_MEMORY), (0,)),
+    ("ZeRO 3 in host memory", 2, (*ZERO, "3", *CPU_OFFLOAD), (0,)),
     ("HSDP", 4, ("--fsdp", "--dp_replicate_size", "2"), (2,)),
 ]
 
@@ -80,16 +80,16 @@ WAYS = [
 def test_a_run_that_was_killed_ends_as_if_it_had_not_been(name, ranks, more, victims, tmp_path):
     if name.startswith("ZeRO"):
         pytest.importorskip("deepspeed")
-    data, launched = dataset(tmp_path), {}
+    data, launched = write_even_dataset(tmp_path), {}
     if name == "ZeRO 3":
         (tmp_path / "ds.json").write_text(json.dumps(FORGETFUL))
         launched = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "ds.json")}
     whole, killed = ((tmp_path / word) for word in ("whole", "killed"))
-    on_ranks(ranks, train, *flags(data, whole, 4 // ranks, *more), environment=launched)
+    run_on_ranks(ranks, train, *flags(data, whole, 4 // ranks, *more), environment=launched)
     with pytest.raises(AssertionError):
-        on_ranks(ranks, dies, victims, *flags(data, killed, 4 // ranks, *more), environment=launched)
+        run_on_ranks(ranks, dies, victims, *flags(data, killed, 4 // ranks, *more), environment=launched)
     states = {path.name for path in killed.glob("*-state")}
     assert states == {"lora-step00000002-state"}, "the state of the last reading, and nothing half written"
-    on_ranks(ranks, train, *flags(data, killed, 4 // ranks, *more), environment=launched)
+    run_on_ranks(ranks, train, *flags(data, killed, 4 // ranks, *more), environment=launched)
 
     assert compare(whole, killed) == (0.0, True, True)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from bucket_strategies import bucket_lists, layouts, seeds
 from compiled_runs import COMPILED
-from compiled_runs import trained as compiled
+from compiled_runs import train_compiled as compiled
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file
-from training_runs import difference, pictures, train
+from training_runs import max_relative_difference, train, write_images
 
 from library import tools
 from library.config import parse_config
@@ -32,7 +32,7 @@ from library.dataset.validate import validate_dataset_config
 from library.errors import ConfigError, UserError
 from library.training.state import is_interval_reached
 
-FOLDER = Path(__file__).resolve().parents[2] / "dataset_configs" / "pictures" / "shapes" / "circles"
+FOLDER = Path(__file__).resolve().parents[2] / "dataset_configs" / "images" / "shapes" / "circles"
 
 
 @st.composite
@@ -206,7 +206,7 @@ def test_who_says_at_which_size_a_dataset_is_trained(tmp_path):
 
 
 def test_an_epoch_that_the_end_of_the_run_cuts_off_does_not_count_and_one_that_a_stage_cuts_off_does(tmp_path):
-    data = pictures(tmp_path, {(64, 64): 4})
+    data = write_images(tmp_path, {(64, 64): 4})
     for last in ("64", "64:6"):
         config = parse_config(
             ["--dataset_config", str(data), "--max_train_steps", "12", "--resolution_schedule", f"32:6,{last}"]
@@ -227,7 +227,7 @@ def test_a_stage_whose_pictures_are_all_kept_for_validation_is_refused(tmp_path)
 
 
 def test_a_run_counted_in_epochs_has_to_reach_the_last_stage(tmp_path):
-    data = pictures(tmp_path, {(64, 64): 4})
+    data = write_images(tmp_path, {(64, 64): 4})
     config = parse_config(
         ["--dataset_config", str(data), "--resolution_schedule", "32:6,64", "--max_train_epochs", "1"]
     ).require_valid()
@@ -258,8 +258,8 @@ FLAGS = (
 def whole(tmp_path_factory) -> tuple[Path, Path]:
     """A run of three stages with a state at its third step, and its pictures."""
     folder = tmp_path_factory.mktemp("stages")
-    data = pictures(folder, {(96, 64): 4, (64, 64): 4})  # even, however a step is split
-    on_ranks(
+    data = write_images(folder, {(96, 64): 4, (64, 64): 4})  # even, however a step is split
+    run_on_ranks(
         1,
         train,
         "--dataset_config",
@@ -280,7 +280,7 @@ def test_a_run_that_goes_on_crosses_the_borders_of_stages_as_the_whole_one(whole
     data, out = whole
     folder = tmp_path / "out"
     shutil.copytree(out / "lora-step00000003-state", folder / "lora-step00000003-state")
-    on_ranks(
+    run_on_ranks(
         1,
         train,
         "--dataset_config",
@@ -323,29 +323,29 @@ def test_the_largest_size_to_come_is_tried_before_the_first_step_and_nothing_is_
     data, out = whole
     words = ["--dataset_config", str(data), *FLAGS, "--gradient_accumulation_steps", "2", "--save_every_n_steps", "3"]
     first, other = tmp_path / "first", tmp_path / "other"
-    ((seen, told),) = on_ranks(1, tried, 128 * 128, *words, "--output_dir", str(first))
+    ((seen, told),) = run_on_ranks(1, tried, 128 * 128, *words, "--output_dir", str(first))
     one, same = load_file(out / "lora.safetensors"), load_file(first / "lora.safetensors")
     assert not told and seen[0] == (0, 2, 64, 96) and all(torch.equal(one[key], same[key]) for key in one)
     assert [each for each in seen if each == seen[0]][1:] == [], "once, and as large as any that comes"
     assert max(height * width for _, _, height, width in seen[1:]) == 64 * 96
 
     shutil.copytree(out / "lora-step00000003-state", other / "lora-step00000003-state")
-    ((seen, told),) = on_ranks(1, tried, 48 * 48, *words, "--output_dir", str(other), "--auto_resume")
+    ((seen, told),) = run_on_ranks(1, tried, 48 * 48, *words, "--output_dir", str(other), "--auto_resume")
     assert seen == [(3, 2, 64, 96)]
     assert "with 2 images of 96x64" in told
     assert "this batch shape comes from step 8 on and was tried in advance" in told
 
     ladder = ("--auto_resume", "--on_oom", "recover")
-    ((seen, _),) = on_ranks(1, tried, 48 * 48, *words, "--output_dir", str(other), *ladder)
+    ((seen, _),) = run_on_ranks(1, tried, 48 * 48, *words, "--output_dir", str(other), *ladder)
     assert {count for step, count, *_ in seen if step < 7} == {2}, "a ladder goes down when the size comes"
 
 
 def test_two_processes_with_latents_kept_train_the_same(whole, tmp_path):
     data, out = whole
-    paths = on_ranks(
+    paths = run_on_ranks(
         2, train, "--dataset_config", str(data), "--output_dir", str(tmp_path / "out"), *FLAGS, "--cache_latents"
     )
-    assert difference(load_file(paths[0]), load_file(out / "lora.safetensors")) < 1e-4
+    assert max_relative_difference(load_file(paths[0]), load_file(out / "lora.safetensors")) < 1e-4
 
 
 def test_files_tell_the_stages(whole):
@@ -364,9 +364,9 @@ def test_files_tell_the_stages(whole):
 
 
 def test_all_sizes_of_all_stages_are_compiled_before_the_first_step(tmp_path):
-    data = pictures(tmp_path, {(96, 64): 2, (64, 64): 1, (64, 112): 1})
+    data = write_images(tmp_path, {(96, 64): 2, (64, 64): 1, (64, 112): 1})
     found = compiled(
         tmp_path / "out", "sd1", data, "--max_train_steps", "8", "--resolution_schedule", "32:3,48:2,native", *COMPILED
     )
-    assert found.is_dynamic and max(found.kinds.values()) <= 2 and found.late == 0
-    assert found.graphs == sum(found.kinds.values())
+    assert found.is_dynamic and max(found.graph_counts.values()) <= 2 and found.recompile_count == 0
+    assert found.unique_graphs == sum(found.graph_counts.values())

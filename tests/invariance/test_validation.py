@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 from safetensors.torch import load_file
-from training_runs import difference, pictures, train
+from training_runs import max_relative_difference, train, write_images
 
 from library.cache.readers import build_validation_reader
 from library.config import parse_config
@@ -21,7 +21,7 @@ from library.training.validation import MeanEstimate, student_t_quantile
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return pictures(tmp_path_factory.mktemp("data"), {(96, 64): 9, (64, 96): 6, (64, 64): 2})
+    return write_images(tmp_path_factory.mktemp("data"), {(96, 64): 9, (64, 96): 6, (64, 64): 2})
 
 
 def held(dataset: Path, **options) -> tuple[set[str], set[str]]:
@@ -72,7 +72,7 @@ def validated(folder: Path) -> list[dict]:
 @pytest.fixture(scope="module")
 def reference(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("reference")
-    on_ranks(1, train, *flags(data, folder))
+    run_on_ranks(1, train, *flags(data, folder))
     return folder
 
 
@@ -85,8 +85,8 @@ def test_no_picture_is_trained_and_measured_and_none_is_lost(data):
 
 def test_pictures_that_come_later_and_other_names_change_no_lot(data, tmp_path):
     _, before = held(data, validation_split=0.4)
-    more = pictures(tmp_path, {(96, 64): 9, (64, 96): 6, (64, 64): 6})
-    for path in (tmp_path / "pictures").glob("*"):
+    more = write_images(tmp_path, {(96, 64): 9, (64, 96): 6, (64, 64): 6})
+    for path in (tmp_path / "images").glob("*"):
         path.rename(path.with_name(f"x{int(path.stem) * 7 % 31}-{path.name}"))
     training, after = held(more, validation_split=0.4)
 
@@ -107,7 +107,7 @@ def with_lines(data: Path, target: Path, lines: str) -> Path:
 
 
 def test_a_copy_in_another_dataset_and_regularisation_pictures_are_not_trained_on_either(data, tmp_path):
-    folder = data.parent / "pictures"
+    folder = data.parent / "images"
     both = with_lines(
         data,
         tmp_path / "both.toml",
@@ -144,7 +144,7 @@ min_bucket_reso = 32
 bucket_reso_steps = 16
 validation_split = 1
 [[datasets.subsets]]
-image_dir = '{data.parent / "pictures"}'
+image_dir = '{data.parent / "images"}'
 include = ["1*"]
 """,
     )
@@ -158,7 +158,7 @@ include = ["1*"]
 
 @pytest.mark.parametrize("split", [0.01, 0.99])
 def test_a_small_dataset_gives_each_side_a_picture(split, tmp_path):
-    data = pictures(tmp_path, {(64, 64): 2})
+    data = write_images(tmp_path, {(64, 64): 2})
 
     assert [len(side) for side in held(data, validation_split=split)] == [1, 1]
 
@@ -218,18 +218,21 @@ def test_the_base_is_measured_alike_again_on_any_number_of_ranks_and_from_a_cach
 ):
     dataset = with_lines(data, tmp_path / "set.toml", "")
     dataset.write_text(dataset.read_text().replace("[[datasets]]", "[[datasets]]\nbatch_size = 2"))
-    on_ranks(ranks, train, *flags(dataset, tmp_path, *more, "--max_train_steps", "1"))
+    run_on_ranks(ranks, train, *flags(dataset, tmp_path, *more, "--max_train_steps", "1"))
 
     assert validated(tmp_path)[0] == validated(reference)[0]
 
 
 @pytest.mark.quick
 def test_losses_and_files_are_the_same_to_the_bit_with_and_without_evaluations(data, reference, tmp_path):
-    on_ranks(1, train, *flags(data, tmp_path, "--validate_every_n_steps", "1000"))
+    run_on_ranks(1, train, *flags(data, tmp_path, "--validate_every_n_steps", "1000"))
 
     assert losses(tmp_path) == losses(reference)
     assert validated(tmp_path)[-1] == validated(reference)[-1]
-    assert difference(load_file(tmp_path / "lora.safetensors"), load_file(reference / "lora.safetensors")) == 0.0
+    assert (
+        max_relative_difference(load_file(tmp_path / "lora.safetensors"), load_file(reference / "lora.safetensors"))
+        == 0.0
+    )
 
 
 def unasked(*flags: str) -> list[str]:
@@ -266,8 +269,8 @@ def watched(*flags: str) -> list[float]:
 
 
 def test_what_is_measured_is_the_average_where_there_is_one(data, tmp_path):
-    ((base, plain, _),) = on_ranks(1, watched, *flags(data, tmp_path / "plain"))
-    ((_, averaged, _),) = on_ranks(1, watched, *flags(data, tmp_path / "ema", "--ema_decay", "0.999"))
+    ((base, plain, _),) = run_on_ranks(1, watched, *flags(data, tmp_path / "plain"))
+    ((_, averaged, _),) = run_on_ranks(1, watched, *flags(data, tmp_path / "ema", "--ema_decay", "0.999"))
 
     assert base == 0 and 0 < averaged < plain
     assert losses(tmp_path / "plain") == losses(tmp_path / "ema")
@@ -275,11 +278,11 @@ def test_what_is_measured_is_the_average_where_there_is_one(data, tmp_path):
 
 def test_a_schedule_free_optimizer_goes_on_as_if_nobody_had_looked(data, tmp_path):
     more = ("--optimizer_type", "AdamWScheduleFree")
-    on_ranks(1, train, *flags(data, tmp_path / "often", *more, "--validate_every_n_steps", "1"))
-    on_ranks(1, train, *flags(data, tmp_path / "never", *more, "--validate_every_n_steps", "1000"))
+    run_on_ranks(1, train, *flags(data, tmp_path / "often", *more, "--validate_every_n_steps", "1"))
+    run_on_ranks(1, train, *flags(data, tmp_path / "never", *more, "--validate_every_n_steps", "1000"))
     often, never = (load_file(tmp_path / name / "lora.safetensors") for name in ("often", "never"))
 
-    assert difference(often, never) == 0.0
+    assert max_relative_difference(often, never) == 0.0
 
 
 @pytest.mark.parametrize(("values", "interval"), [([1.0, 2.0, 3.0], 4.3027 / 3**0.5), ([5.0] * 40, 0.0)])

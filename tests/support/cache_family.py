@@ -25,7 +25,7 @@ from library.parallel.strategy import Strategy, StrategySettings
 
 
 class AveragePoolFamily:
-    """Latents are means of 8 x 8 pixels; the conditioning of a caption is the numbers in it."""
+    """Latents are means of 8 x 8 pixels; the conditioning of a caption is the numbers in its text."""
 
     text_components = ("text_encoder",)
     lora_prefix = ""
@@ -100,7 +100,7 @@ class CachedRun:
         self.plan = RunPlan.from_config(batches, self.config.train, self.config.optim)
         self.texts = cache_text_encoder_outputs(encoders, self.prepared, self.plan, [])
 
-    def loader(self) -> Any:
+    def build_loader(self) -> Any:
         return build_step_loader(
             self.prepared,
             self.plan.batch_plan,
@@ -112,12 +112,12 @@ class CachedRun:
         )
 
 
-def with_flags(config: RunConfig, **cache: Any) -> RunConfig:
+def replace_cache_options(config: RunConfig, **cache: Any) -> RunConfig:
     return replace(config, cache=replace(config.cache, **cache))
 
 
 def write_dataset_file(folder: Path, lines: str = "", subset: str = "", resolution: str = "64") -> str:
-    """Write a dataset TOML for ``folder``/pictures."""
+    """Write a dataset TOML for ``folder``/images."""
     path = folder / "set.toml"
     path.write_text(
         f"""
@@ -130,7 +130,7 @@ caption_extension = ".txt"
 [[datasets]]
 resolution = {resolution}
   [[datasets.subsets]]
-  image_dir = '{folder / "pictures"}'
+  image_dir = '{folder / "images"}'
   {subset}
 """,
         encoding="utf-8",

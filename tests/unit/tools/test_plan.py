@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 
 from library.config import parse_config
 from library.data.contact_sheet import overlay_mask
@@ -34,7 +34,7 @@ def plan(*words, cwd=ROOT):
 
 def run_plan_in_process(*words) -> tuple[int, str, str]:
     """Run the tool in a forked process that has torch imported; return exit code, stdout and stderr."""
-    return on_ranks(1, _run_plan, *map(str, words))[0]
+    return run_on_ranks(1, _run_plan, *map(str, words))[0]
 
 
 def _run_plan(*words: str) -> tuple[int, str, str]:

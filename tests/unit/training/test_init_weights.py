@@ -9,7 +9,7 @@ from adapter_tensors import merge
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_pipelines import TINY, get_tiny_sd1_folder
-from training_runs import pictures, train
+from training_runs import train, write_images
 
 from library.adapters import lora
 from library.adapters.formats import convert_from_file_format, convert_to_file_format
@@ -207,7 +207,7 @@ def test_conflicting_options_are_reported(tmp_path):
 @pytest.mark.slow
 def test_a_run_starts_from_network_weights_and_deletes_old_files(tmp_path):
     """Of three epochs two stay; a run that learns nothing writes what it started from, in another format."""
-    data = pictures(tmp_path / "data", {(64, 64): 4})
+    data = write_images(tmp_path / "data", {(64, 64): 4})
     flags = ["--dataset_config", str(data), "--train_batch_size", "2", "--output_dir", str(tmp_path)]
     (tmp_path / "a-000000.safetensors").write_text("somebody else's")
     first = train(

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from nan_runs import told, train_with_a_spoilt_step
-from rank_processes import on_ranks
+from nan_runs import train_and_read_log, train_with_nan_loss
+from rank_processes import run_on_ranks
 from safetensors.torch import load_file
-from training_runs import pictures, train
+from training_runs import train, write_images
 
 from library.errors import UserError
 from library.report.metric_series import read_metrics
@@ -22,7 +22,7 @@ SPOILT = 12  # two after a reading
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    return pictures(tmp_path_factory.mktemp("health"), {(64, 64): 4})
+    return write_images(tmp_path_factory.mktemp("health"), {(64, 64): 4})
 
 
 def same(one: str, other: str) -> bool:
@@ -45,8 +45,8 @@ def test_a_nan_step_on_one_rank_is_skipped_on_all(dataset, tmp_path, ranks, batc
         "--output_dir",
         str(tmp_path),
     )
-    bad = on_ranks(ranks, train_with_a_spoilt_step, ranks - 1, SPOILT, False, *flags, "--output_name", "bad")
-    expected = on_ranks(
+    bad = run_on_ranks(ranks, train_with_nan_loss, ranks - 1, SPOILT, False, *flags, "--output_name", "bad")
+    expected = run_on_ranks(
         ranks,
         train,
         *flags,
@@ -89,8 +89,8 @@ def test_rolling_back_gives_the_same_result_as_checking_each_step(dataset, tmp_p
         "--output_dir",
         str(tmp_path),
     )
-    back = on_ranks(1, train_with_a_spoilt_step, 0, SPOILT, False, *flags, "--output_name", "back")
-    careful = on_ranks(1, train_with_a_spoilt_step, 0, SPOILT, True, *flags, "--output_name", "careful")
+    back = run_on_ranks(1, train_with_nan_loss, 0, SPOILT, False, *flags, "--output_name", "back")
+    careful = run_on_ranks(1, train_with_nan_loss, 0, SPOILT, True, *flags, "--output_name", "careful")
 
     assert same(back[0], careful[0])
     assert same(back[0].replace(".safetensors", "-ema.safetensors"), careful[0].replace(".saf", "-ema.saf"))
@@ -128,8 +128,8 @@ def test_steps_are_rolled_back_as_often_as_needed(more, dataset, tmp_path):
         str(tmp_path),
         *more,
     )
-    back = on_ranks(1, train_with_a_spoilt_step, 0, (2, 15), False, *flags, "--output_name", "back")
-    careful = on_ranks(1, train_with_a_spoilt_step, 0, (2, 15), True, *flags, "--output_name", "careful")
+    back = run_on_ranks(1, train_with_nan_loss, 0, (2, 15), False, *flags, "--output_name", "back")
+    careful = run_on_ranks(1, train_with_nan_loss, 0, (2, 15), True, *flags, "--output_name", "careful")
 
     assert same(back[0], careful[0])
 
@@ -139,9 +139,9 @@ def test_too_many_nan_steps_end_the_run_with_the_last_good_weights(dataset, tmp_
     flags = ("--dataset_config", str(dataset), *SETTINGS, "--train_batch_size", "4", "--output_dir", str(tmp_path))
 
     with pytest.raises(AssertionError, match="3 steps had a NaN or Inf loss or gradient"):
-        on_ranks(1, train_with_a_spoilt_step, 0, -6, False, *flags, "--output_name", "stopped", "--max_nan_steps", "3")
+        run_on_ranks(1, train_with_nan_loss, 0, -6, False, *flags, "--output_name", "stopped", "--max_nan_steps", "3")
 
-    on_ranks(1, train, *flags, "--output_name", "good", "--save_every_n_steps", "6")
+    run_on_ranks(1, train, *flags, "--output_name", "good", "--save_every_n_steps", "6")
     assert same(str(tmp_path / "stopped-step00000008.safetensors"), str(tmp_path / "good-step00000006.safetensors"))
     assert [path.name for path in sorted(tmp_path.glob("*.json"))] == [
         f"stopped.nan-step{step:08d}-rank0.json" for step in (7, 8, 9)
@@ -151,7 +151,7 @@ def test_too_many_nan_steps_end_the_run_with_the_last_good_weights(dataset, tmp_
 @pytest.mark.slow
 def test_a_skipped_step_is_logged_with_its_images_and_report_file(dataset, tmp_path):
     flags = ("--dataset_config", str(dataset), *SETTINGS, "--train_batch_size", "2", "--output_dir", str(tmp_path))
-    text = on_ranks(1, log_of_a_spoilt_run, tmp_path, *flags)[0]
+    text = run_on_ranks(1, log_of_a_spoilt_run, tmp_path, *flags)[0]
 
     (line,) = (line for line in text.splitlines() if "step 3 skipped" in line)
     report = tmp_path / "lora.nan-step00000003-rank0.json"
@@ -162,14 +162,14 @@ def test_a_skipped_step_is_logged_with_its_images_and_report_file(dataset, tmp_p
 
 
 def log_of_a_spoilt_run(folder: Path, *flags: str) -> str:
-    return told(folder, *flags, work=partial(train_with_a_spoilt_step, 0, 2, False))
+    return train_and_read_log(folder, *flags, work=partial(train_with_nan_loss, 0, 2, False))
 
 
 @pytest.mark.slow
 def test_a_report_that_cannot_be_written_does_not_end_the_run(dataset, tmp_path):
     (tmp_path / "lora.nan-step00000003-rank0.json").mkdir()
     flags = ("--dataset_config", str(dataset), *SETTINGS, "--train_batch_size", "2", "--output_dir", str(tmp_path))
-    assert Path(on_ranks(1, train_with_a_spoilt_step, 0, 2, False, *flags)[0]).is_file()
+    assert Path(run_on_ranks(1, train_with_nan_loss, 0, 2, False, *flags)[0]).is_file()
 
 
 def test_the_gradient_probe_lists_layers_without_or_with_nan_gradients(caplog):

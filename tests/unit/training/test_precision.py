@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from tiny_pipelines import TINY
-from training_runs import difference, even, train, trained
+from training_runs import even_dataset, max_relative_difference, train, train_adapter
 
 from library.config import parse_config
 from library.distributed.preflight import validate_attention_support
@@ -18,7 +18,7 @@ from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.loading import DIFFUSERS_ATTENTION_BACKENDS, set_attention_mode
 from library.models.preflight import validate_attention_mode
 
-__all__ = ["even"]  # a fixture
+__all__ = ["even_dataset"]  # a fixture
 
 DATA = ["--dataset_config", "pyproject.toml"]
 
@@ -77,11 +77,13 @@ def test_flags_of_sd_scripts_select_an_attention_mode(flag, mode, tmp_path):
     assert parse_config([*DATA, flag, "3"]).problems == [f"{flag}: takes no value"]
 
 
-def test_unsupported_attention_is_refused_before_a_model_is_loaded(even, tmp_path):
+def test_unsupported_attention_is_refused_before_a_model_is_loaded(even_dataset, tmp_path):
     with pytest.raises(AssertionError, match=r"--attn_mode xformers: not installed.*\n.*needs a CUDA"):
-        on_ranks(1, train, "--dataset_config", str(even), "--output_dir", str(tmp_path), "--xformers")
+        run_on_ranks(1, train, "--dataset_config", str(even_dataset), "--output_dir", str(tmp_path), "--xformers")
     with pytest.raises(AssertionError, match="--attn_mode: math is not supported for Stable Diffusion 1"):
-        on_ranks(1, train, "--dataset_config", str(even), "--output_dir", str(tmp_path), "--attn_mode", "math")
+        run_on_ranks(
+            1, train, "--dataset_config", str(even_dataset), "--output_dir", str(tmp_path), "--attn_mode", "math"
+        )
 
 
 def precisions(*flags: str) -> tuple[set, set, set]:
@@ -103,12 +105,12 @@ def precisions(*flags: str) -> tuple[set, set, set]:
 
 
 @pytest.mark.parametrize(("more", "adapter"), [((), torch.float32), (("--full_bf16",), torch.bfloat16)])
-def test_the_base_is_in_bf16_and_the_adapter_only_with_full_bf16(more, adapter, even, tmp_path):
-    ((base, weights, gradients),) = on_ranks(
+def test_the_base_is_in_bf16_and_the_adapter_only_with_full_bf16(more, adapter, even_dataset, tmp_path):
+    ((base, weights, gradients),) = run_on_ranks(
         1,
         precisions,
         "--dataset_config",
-        str(even),
+        str(even_dataset),
         "--output_dir",
         str(tmp_path),
         "--max_train_steps",
@@ -125,15 +127,15 @@ def test_the_base_is_in_bf16_and_the_adapter_only_with_full_bf16(more, adapter, 
     assert {tensor.dtype for name, tensor in written.items() if not name.endswith("alpha")} == {adapter}
 
 
-def test_bf16_adapters_train_equally_on_two_ranks_and_close_to_float32(even, tmp_path):
+def test_bf16_adapters_train_equally_on_two_ranks_and_close_to_float32(even_dataset, tmp_path):
     flags = ("--optimizer_type", "SGD", "--mixed_precision", "bf16")
-    whole = trained(tmp_path / "whole", 1, 4, 1, *flags, dataset=even)
-    one = trained(tmp_path / "one", 1, 4, 1, *flags, "--full_bf16", dataset=even)
-    two = trained(tmp_path / "two", 2, 2, 1, *flags, "--full_bf16", dataset=even)
+    whole = train_adapter(tmp_path / "whole", 1, 4, 1, *flags, dataset=even_dataset)
+    one = train_adapter(tmp_path / "one", 1, 4, 1, *flags, "--full_bf16", dataset=even_dataset)
+    two = train_adapter(tmp_path / "two", 2, 2, 1, *flags, "--full_bf16", dataset=even_dataset)
 
     for other in (whole, two):
         assert (
-            difference(
+            max_relative_difference(
                 {name: tensor.float() for name, tensor in one.items()},
                 {name: tensor.float() for name, tensor in other.items()},
             )
@@ -141,9 +143,9 @@ def test_bf16_adapters_train_equally_on_two_ranks_and_close_to_float32(even, tmp
         )
 
 
-def test_full_bf16_without_mixed_precision_bf16_is_refused(even, tmp_path):
+def test_full_bf16_without_mixed_precision_bf16_is_refused(even_dataset, tmp_path):
     assert parse_config([*DATA, "--full_bf16", "--mixed_precision", "no"]).problems == [
         "--full_bf16: needs mixed_precision bf16, not no"
     ]
     with pytest.raises(AssertionError, match="--full_bf16: needs mixed_precision bf16, not no"):
-        on_ranks(1, train, "--dataset_config", str(even), "--output_dir", str(tmp_path), "--full_bf16")
+        run_on_ranks(1, train, "--dataset_config", str(even_dataset), "--output_dir", str(tmp_path), "--full_bf16")

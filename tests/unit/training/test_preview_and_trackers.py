@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from nan_runs import told
+from nan_runs import train_and_read_log
 from PIL import Image
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 from safetensors.torch import load_file
-from training_runs import difference, pictures, prompts, train
+from training_runs import max_relative_difference, train, write_images, write_prompts
 
 TOLD = {
     "loss/current",
@@ -30,7 +30,7 @@ TOLD = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return pictures(tmp_path_factory.mktemp("data"), {(96, 64): 3, (64, 96): 3})
+    return write_images(tmp_path_factory.mktemp("data"), {(96, 64): 3, (64, 96): 3})
 
 
 def flags(data: Path, folder: Path, *more: str) -> list[str]:
@@ -51,14 +51,14 @@ def flags(data: Path, folder: Path, *more: str) -> list[str]:
 def accompanied(data, tmp_path_factory):
     """A run of two processes with previews by a sampler that draws noise of its own, and a tracker."""
     folder = tmp_path_factory.mktemp("with")
-    on_ranks(
+    run_on_ranks(
         2,
         train,
         *flags(
             data,
             folder,
             "--sample_prompts",
-            prompts(folder),
+            write_prompts(folder),
             "--sample_every_n_steps",
             "2",
             "--sample_at_first",
@@ -81,10 +81,10 @@ def events(folder: Path):
 
 @pytest.mark.slow
 def test_previews_and_trackers_do_not_change_the_trained_weights(accompanied, data, tmp_path):
-    on_ranks(2, train, *flags(data, tmp_path))
+    run_on_ranks(2, train, *flags(data, tmp_path))
 
     alone, together = (load_file(folder / "lora.safetensors") for folder in (tmp_path, accompanied))
-    assert difference(alone, together) == 0.0
+    assert max_relative_difference(alone, together) == 0.0
 
 
 def test_the_tracker_gets_the_images_of_all_ranks(accompanied):
@@ -120,13 +120,13 @@ def dying(method: str, *rest) -> str:
         raise ConnectionError("the tracker is gone")
 
     setattr(Accelerator if hasattr(Accelerator, method) else TensorBoardTracker, method, gone)
-    return told(*rest)
+    return train_and_read_log(*rest)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["log", "log_images", "end_training"])
 def test_a_failing_tracker_is_reported_once_and_training_continues(method, data, tmp_path):
-    (said,) = on_ranks(
+    (said,) = run_on_ranks(
         1,
         dying,
         method,
@@ -137,7 +137,7 @@ def test_a_failing_tracker_is_reported_once_and_training_continues(method, data,
             "--logging_dir",
             str(tmp_path / "logs"),
             "--sample_prompts",
-            prompts(tmp_path),
+            write_prompts(tmp_path),
             "--sample_every_n_steps",
             "1",
         ),

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from training_runs import even, train
+from training_runs import even_dataset, train
 
 from library.config.types import StepRange
 from library.distributed import step_phases
@@ -20,7 +20,7 @@ from library.models.families import FAMILIES
 from library.training import profiler
 from library.training.profiler import PHASES, DenoiserCalls, StepProfiler, measure_peak_flops, sum_phase_seconds
 
-__all__ = ["even"]  # a fixture
+__all__ = ["even_dataset"]  # a fixture
 
 
 def test_the_time_of_a_phase_excludes_nested_phases():
@@ -87,10 +87,10 @@ def test_flops_counted_on_the_meta_device_are_those_of_the_model(twice):
 
 
 @pytest.mark.slow
-def test_profiling_does_not_change_a_run_and_reports_phases(even, tmp_path):
+def test_profiling_does_not_change_a_run_and_reports_phases(even_dataset, tmp_path):
     words = (
         "--dataset_config",
-        str(even),
+        str(even_dataset),
         "--train_batch_size",
         "2",
         "--max_train_steps",
@@ -100,8 +100,8 @@ def test_profiling_does_not_change_a_run_and_reports_phases(even, tmp_path):
         "--learning_rate",
         "0.1",
     )
-    plain = on_ranks(2, train, *words, "--output_dir", str(tmp_path / "plain"))[0]
-    found = on_ranks(2, train, *words, "--output_dir", str(tmp_path / "told"), "--profile_steps", "2:8")[0]
+    plain = run_on_ranks(2, train, *words, "--output_dir", str(tmp_path / "plain"))[0]
+    found = run_on_ranks(2, train, *words, "--output_dir", str(tmp_path / "told"), "--profile_steps", "2:8")[0]
     one, other = load_file(plain), load_file(found)
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 

@@ -6,7 +6,7 @@ from inspect import signature
 import pytest
 import torch
 from tiny_pipelines import TINY
-from training_task import HEIGHT, WIDTH, pixels, task
+from training_task import HEIGHT, WIDTH, make_pixel_batch, task
 
 from library.adapters.dropout_and_norms import LoraDropout
 from library.config.schema_objective import LossConfig, NoiseConfig
@@ -19,7 +19,7 @@ __all__ = ["task"]  # a fixture
 
 
 def test_the_loss_of_a_sample_is_its_mean_times_timestep_weight_times_sample_weight(task):
-    losses = task(pixels((0, 1, 2), [1.0, 0.25, 0.0]), step=5)
+    losses = task(make_pixel_batch((0, 1, 2), [1.0, 0.25, 0.0]), step=5)
     draws = [
         torch.Generator().manual_seed(generator.initial_seed())
         for generator in task.build_generators("noise", 5, (0, 1, 2))
@@ -37,14 +37,16 @@ def test_masked_pixels_have_no_loss_and_the_mean_is_over_all_pixels(task):
     mask = torch.full((2, 1, HEIGHT, WIDTH), 255, dtype=torch.uint8)
     mask[0, :, :, :32] = 0
     mask[1, :, :, :] = 51
-    plain, masked = (task(pixels((0, 1), [1.0, 1.0], each), step=0) for each in (None, mask))
+    plain, masked = (task(make_pixel_batch((0, 1), [1.0, 1.0], each), step=0) for each in (None, mask))
     assert masked[1].item() == pytest.approx(plain[1].item() / 5)
     assert 0.1 * plain[0] < masked[0] < 0.6 * plain[0]
 
 
 def test_micro_batch_stats_are_those_of_the_latest_step(task):
     for step in (0, 1):
-        losses = [task(pixels(places, weights), step) for places, weights in (((0, 1), [1.0, 0.5]), ((2,), [0.0]))]
+        losses = [
+            task(make_pixel_batch(places, weights), step) for places, weights in (((0, 1), [1.0, 0.5]), ((2,), [0.0]))
+        ]
     first, second = task.micro_batch_stats
     assert first.sample_keys == ("picture 0", "picture 1") and second.sample_keys == ("picture 2",)
     assert second.loss_weights.tolist() == [0.0]
@@ -55,20 +57,20 @@ def test_micro_batch_stats_are_those_of_the_latest_step(task):
 
 
 def test_noise_depends_on_step_and_position_and_not_on_the_batch(task):
-    together = task(pixels((3, 4), [1.0, 1.0]), step=1)
-    alone = [task(pixels((place,), [1.0]), step=1) for place in (3, 4)]
+    together = task(make_pixel_batch((3, 4), [1.0, 1.0]), step=1)
+    alone = [task(make_pixel_batch((place,), [1.0]), step=1) for place in (3, 4)]
     torch.testing.assert_close(together, torch.cat(alone))
-    assert not torch.isclose(task(pixels((3,), [1.0]), step=2), alone[0])
+    assert not torch.isclose(task(make_pixel_batch((3,), [1.0]), step=2), alone[0])
 
 
 def test_lora_dropout_is_a_function_of_step_and_position(task):
     task.dropout = LoraDropout(0.5, 0, 0)
-    task(pixels((0, 1, 2), [1.0, 1.0, 1.0]), step=5)
+    task(make_pixel_batch((0, 1, 2), [1.0, 1.0, 1.0]), step=5)
     whole = task.dropout.sample_keys
     assert len(set(whole.tolist())) == 3
-    task(pixels((2,), [1.0]), step=5)
+    task(make_pixel_batch((2,), [1.0]), step=5)
     assert task.dropout.sample_keys.tolist() == whole[2:].tolist()
-    task(pixels((2,), [1.0]), step=6)
+    task(make_pixel_batch((2,), [1.0]), step=6)
     assert task.dropout.sample_keys.tolist() != whole[2:].tolist()
 
 
@@ -92,7 +94,7 @@ def test_padded_text_embeddings_give_blocks_equal_shapes(name, evens):
     first.register_forward_pre_hook(look, with_kwargs=True)
     losses, said = {}, []
     for captions in zip(CAPTIONS):
-        batch = replace(pixels((0,), [1.0]), captions=captions)
+        batch = replace(make_pixel_batch((0,), [1.0]), captions=captions)
         with torch.no_grad():
             losses[captions] = task(batch, 0)
             kept = {name: [text.detach() for text in texts] for name, texts in task.encode_text(captions).items()}
@@ -104,4 +106,4 @@ def test_padded_text_embeddings_give_blocks_equal_shapes(name, evens):
     plain = replace(task, pads_texts=False)
     for captions, loss in losses.items():
         with torch.no_grad():
-            assert loss == pytest.approx(plain(replace(pixels((0,), [1.0]), captions=captions), 0), rel=1e-4)
+            assert loss == pytest.approx(plain(replace(make_pixel_batch((0,), [1.0]), captions=captions), 0), rel=1e-4)

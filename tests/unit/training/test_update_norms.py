@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import BOFTConfig, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, inject_adapter_in_model
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 from torch import nn
-from training_runs import pictures, train
+from training_runs import train, write_images
 
 from library.adapters.dropout_and_norms import compute_update_norms
 from library.training.callbacks import UpdateNorms, group_norms_by_layer_type
@@ -96,13 +96,13 @@ def test_layers_without_update_are_listed_and_a_zero_lora_is_an_error(caplog):
 
 
 def test_a_run_with_learning_rate_zero_ends_with_an_error_after_saving(tmp_path):
-    data = pictures(tmp_path, {(64, 64): 2})
+    data = write_images(tmp_path, {(64, 64): 2})
     with pytest.raises(
         AssertionError,
         match=r"UserError: the LoRA has no effect: its update is zero in all \d+ layers "
         r"after 2 steps .*learning rate was 0",
     ):
-        on_ranks(
+        run_on_ranks(
             1,
             train,
             "--dataset_config",

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from training_runs import pictures
-from training_task import HEIGHT, WIDTH, pixels, task
+from training_runs import write_images
+from training_task import HEIGHT, WIDTH, make_pixel_batch, task
 
 from library.cache.readers import build_validation_reader
 from library.config.schema_data import DataConfig
@@ -46,7 +46,7 @@ def measured(task, *batches):
 
 
 def test_each_image_is_evaluated_at_all_quantiles_with_its_own_noise(task):
-    found = measured(task, pixels((0, 1), [1.0, 1.0]), pixels((2,), [1.0]))
+    found = measured(task, make_pixel_batch((0, 1), [1.0, 1.0]), make_pixel_batch((2,), [1.0]))
 
     assert list(found) == [5, 6, 7]
     for place, number in enumerate(found):
@@ -59,20 +59,20 @@ def test_each_image_is_evaluated_at_all_quantiles_with_its_own_noise(task):
 
 
 def test_validation_loss_depends_neither_on_the_seed_nor_on_earlier_evaluations(task):
-    both = (pixels((0, 1), [1.0, 1.0]), pixels((2,), [1.0]))
+    both = (make_pixel_batch((0, 1), [1.0, 1.0]), make_pixel_batch((2,), [1.0]))
 
     assert measured(task, *both) == measured(replace(task, seed=123), *both) == measured(task, *both)
 
 
 def test_masked_pixels_and_unreadable_images_do_not_count(task):
     mask = torch.full((2, 1, HEIGHT, WIDTH), 51, dtype=torch.uint8)
-    plain = measured(task, pixels((0, 1), [1.0, 1.0]))
+    plain = measured(task, make_pixel_batch((0, 1), [1.0, 1.0]))
 
-    assert measured(task, pixels((0, 1), [1.0, 1.0], mask))[6] == pytest.approx(
+    assert measured(task, make_pixel_batch((0, 1), [1.0, 1.0], mask))[6] == pytest.approx(
         [each / 5 for each in plain[6]], rel=1e-5
     )
-    assert measured(task, pixels((0, 1), [0.0, 1.0])) == {6: plain[6]}
-    by_area = measured(replace(task, normalize_masked_loss=True), pixels((0, 1), [1.0, 1.0], mask))
+    assert measured(task, make_pixel_batch((0, 1), [0.0, 1.0])) == {6: plain[6]}
+    by_area = measured(replace(task, normalize_masked_loss=True), make_pixel_batch((0, 1), [1.0, 1.0], mask))
     assert by_area[5] == pytest.approx(plain[5], rel=1e-5)
 
 
@@ -80,13 +80,13 @@ def test_dropout_is_disabled_during_validation_only(task):
     task.denoiser.train()
     seen = []
     task.denoiser.register_forward_hook(lambda module, *_: seen.append(module.training))
-    measured(task, pixels((0,), [1.0]))
+    measured(task, make_pixel_batch((0,), [1.0]))
 
     assert seen == [False] * len(TIMESTEP_QUANTILES) and task.denoiser.training
 
 
 def test_max_validation_steps_selects_the_same_batches_each_time(tmp_path):
-    data = str(pictures(tmp_path, {(96, 64): 9, (64, 96): 6}))
+    data = str(write_images(tmp_path, {(96, 64): 9, (64, 96): 6}))
     prepared = prepare_data(DataConfig(dataset_config=data, validation_split=0.6, train_batch_size=2), 8)
     whole, _ = build_validation_reader(prepared, None, None, None)
     some, _ = build_validation_reader(prepared, 3, None, None)
