@@ -23,7 +23,7 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
         "pipeline": ".pipeline:PipelineStrategy",
         "deepspeed": ".deepspeed:DeepSpeedStrategy",
         "fsdp": ".fsdp:FSDPStrategy",
-        "model_parallel": ".model_parallel:ModelParallelStrategy",
+        "device_mesh": ".device_mesh:DeviceMeshStrategy",
     },
 )
 
@@ -58,5 +58,5 @@ def select_strategy(settings: StrategySettings) -> str:
     if settings.fsdp is not None:
         return "fsdp"
     if settings.dims is not None and settings.dims.model_parallel_size > 1:
-        return "model_parallel"
+        return "device_mesh"
     return "ddp"
