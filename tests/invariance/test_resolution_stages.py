@@ -32,7 +32,7 @@ from library.dataset.validate import validate_dataset_config
 from library.errors import ConfigError, UserError
 from library.training.state import is_interval_reached
 
-FOLDER = Path(__file__).resolve().parents[2] / "dataset_configs" / "images" / "shapes" / "circles"
+FOLDER = Path(__file__).resolve().parents[2] / "dataset_configs" / "pictures" / "shapes" / "circles"
 
 
 @st.composite
