@@ -105,7 +105,7 @@ def find_unused_model_options(
     unused |= {name: f"not for {facts.title}" for name in COMPONENT_OPTIONS if name not in facts.component_options}
     if not detected.has_guidance_embeds:
         unused["guidance_scale"] = "the model has no guidance embedding"
-    unused |= find_options_of_other_models(noise, loss, detected.prediction_type)
+    unused |= validate_objective.find_options_of_other_models(noise, loss, detected.prediction_type)
     if detected.prediction_type == "flow":
         unused["sample_sampler"] = "flow matching samples with euler"
     if not facts.text_encoders and not adapter.network_train_text_encoder_only:
