@@ -50,8 +50,14 @@ class Option:
         """Whether a TOML value leaves the option unset: ``resume = false`` or ``vae = ""``, as GUIs write them."""
         return (self.is_optional or self.is_list) and (value == "" or (value is False and self.value_type is not bool))
 
+    def parse_lenient_toml_value(self, value: Any) -> Any:
+        """Parse a value of a run TOML: a number or switch may be in quotes, and a switch may be 0 or 1."""
+        if self.is_list and isinstance(value, list):
+            return self.parse_toml_value([_convert_equal_value(item, self.value_type) for item in value])
+        return self.parse_toml_value(_convert_equal_value(value, self.value_type))
+
     def parse_toml_value(self, value: Any) -> Any:
-        """Parse a TOML value; a number or switch may be in quotes, and a switch may be 0 or 1, as in sd-scripts."""
+        """Parse a TOML value; a number in quotes is an error, as in dataset files of sd-scripts."""
         if self.is_list:
             items = value if isinstance(value, list) else [value]
             return tuple(self._validate_bounds(self._parse_item(item)) for item in items)
@@ -69,12 +75,14 @@ class Option:
         expected = self.value_type
         if isinstance(expected, tuple):
             return self._validate_choice(value)
+        if expected is float and type(value) is int:
+            return float(value)
         if expected not in (bool, int, float, str):
             return self._parse_custom(value)
-        converted = _convert_equal_value(value, expected)
-        if type(converted) is not expected:
-            raise ValueError(f"expected {_describe_type(expected)}, got {_format_value(value)}")
-        return converted
+        if type(value) is not expected:
+            hint = _hint_unquoted(value, expected)
+            raise ValueError(f"expected {_describe_type(expected)}, got {_format_value(value)}{hint}")
+        return value
 
     def _validate_choice(self, value: Any) -> str:
         if isinstance(value, bool):
@@ -142,14 +150,23 @@ def _format_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else repr(value)
 
 
+def _hint_unquoted(value: Any, value_type: type) -> str:
+    """Suggest the value without quotes, if that is all that is wrong."""
+    is_text = isinstance(value, str) and value_type in (bool, int, float)
+    converted = _convert_equal_value(value, value_type) if is_text else value
+    if type(converted) is not value_type:
+        return ""
+    return f"; write {value.strip().lower() if value_type is bool else value.strip()} without quotes"
+
+
 def _convert_equal_value(value: Any, value_type: type) -> Any:
     """Convert a value of another type that can mean only one thing: ``"1e-4"``, ``"true"``, ``1`` for true, ``8.0``."""
-    if type(value) is value_type:
+    if type(value) is value_type or value_type not in (bool, int, float):
         return value
     if value_type is bool:
         text = value.strip().lower() if isinstance(value, str) else value
         return {"true": True, "false": False, 1: True, 0: False}.get(text, value) if type(text) in (str, int) else value
-    if value_type is str or isinstance(value, bool) or not isinstance(value, (str, int, float)):
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         return value
     try:
         number = float(value)

@@ -298,7 +298,7 @@ def _resolve_run_config(parsed: ParsedConfig) -> ParsedConfig:
 
 def _convert_value(setting: RawSetting, option: Option) -> Any:
     if not setting.is_flag:
-        return _UNSET if option.is_unset_by(setting.value) else option.parse_toml_value(setting.value)
+        return _UNSET if option.is_unset_by(setting.value) else option.parse_lenient_toml_value(setting.value)
     return bool(setting.value[0]) if option.value_type is bool else option.parse_words(setting.value)
 
 
