@@ -8,7 +8,8 @@ from ..config import RunConfig
 from ..data.batch_plan import PlannedStage, get_planned_stages
 from ..data.prepare import PreparedData, prepare_data
 from ..data.run_plan import RunPlan
-from ..models.detect import DetectedModel, detect_model, get_config_reader
+from ..models.detect import DetectedModel, detect_model, get_config_reader, get_family_facts
+from ..models.facts import describe_trained_components
 from ..models.model_configs import read_encoded_sizes
 from .cache_size import CacheEstimate, estimate_caption_cache, estimate_latent_cache
 
@@ -29,10 +30,12 @@ class DryRun:
     prepared: PreparedData
     plan: RunPlan
     cache_estimates: Sequence[CacheEstimate] = ()
+    trained_components: str = ""
 
     def format_summary(self) -> str:
         lines = [
             f"model family {self.detected.family}: {self.detected.reason}",
+            *([self.trained_components] if self.trained_components else []),
             self.prepared.format_summary(self.plan.batch_plan, self.plan.steps),
         ]
         return "\n".join([*lines, *(estimate.format_text() for estimate in self.cache_estimates)])
@@ -83,4 +86,5 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
     if config.cache.caches_text_outputs:
         prompts, precision = config.preview.sample_prompts, config.distributed.mixed_precision
         estimates.append(estimate_caption_cache(*arguments, prompts, precision))
-    return DryRun(detected, prepared, plan, estimates)
+    trained = describe_trained_components(config.adapter, config.optim, get_family_facts(detected.family))
+    return DryRun(detected, prepared, plan, estimates, trained)

@@ -30,6 +30,8 @@ def run_cache(argv: Sequence[str]) -> tuple[str, int]:
         raise ConfigError([f"cache: unknown command {command!r}{hint}"])
     loaded = load_settings([word for word in training_argv if word != CONFIRM_FLAG])
     config = replace(loaded.config, cache=_enable_disk_cache(loaded.config.cache))
+    if config.cache.caches_text_outputs:  # nothing is trained here
+        config = replace(config, adapter=replace(config.adapter, network_train_unet_only=True))
     is_confirmed = CONFIRM_FLAG in training_argv
     problems = [f"{CONFIRM_FLAG}: only with prune"] if is_confirmed and command != "prune" else []
     if problems := [*find_settings_problems(replace(loaded, config=config)), *problems]:

@@ -74,7 +74,7 @@ def losses(*flags: str) -> tuple[list[float], list[tuple[str, ...]], list[str]]:
         return honest_load(self, model, dtype, parts, **others)
 
     DDPStrategy.compute_gradients, StableDiffusion1.load = gradients, load
-    run_training(parse_config(flags).require_valid())
+    run_training(parse_config(["--network_train_unet_only", *flags]).require_valid())
     return seen, loaded, encoded.take()
 
 
