@@ -11,10 +11,10 @@ from torch import nn
 
 from ..adapters import lora
 from ..adapters.alpha import change_alpha
+from ..adapters.file_reader import read_adapter_file
 from ..adapters.formats import AdapterFileContents, convert_from_file_format
 from ..adapters.key_names import ComponentKeys
 from ..adapters.lora import Adapter
-from ..adapters.lora_file import InvalidAdapterFileError, read_safetensors
 from ..adapters.merge import merge_update
 from ..adapters.peft_types import RankAlpha
 from ..adapters.state_dict import PEFT_SUFFIXES, UP, group_updates, iter_named_tensors
@@ -97,8 +97,8 @@ def _read_contents(
     option: str, path: str, components: Sequence[ComponentKeys], problems: list[str]
 ) -> AdapterFileContents | None:
     try:
-        return convert_from_file_format(*read_safetensors(Path(path).expanduser()), components)
-    except (UserError, InvalidAdapterFileError) as error:
+        return convert_from_file_format(*read_adapter_file(Path(path).expanduser()), components)
+    except UserError as error:
         text = str(error)
         problems.append(f"--{option}: {text if text.startswith(path) else f'{path}: {text}'}")
         return None

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from .. import __version__
 from ..adapters import lora, lora_file
+from ..adapters.file_comparison import compare_file_with_model
+from ..adapters.file_reader import InvalidAdapterFileError, read_safetensors
 from ..adapters.formats import FileFormat, choose_file_format, convert_from_file_format, convert_to_file_format
 from ..adapters.lora import Adapter
-from ..adapters.lora_file import InvalidAdapterFileError, compare_file_with_model, read_safetensors
 from ..adapters.metadata import BaseModelMetadata, RunMetadata, add_model_hashes, build_metadata
 from ..adapters.state_dict import group_updates
 from ..atomic_files import compute_sha256
@@ -165,12 +166,14 @@ class SaveAdapter:
             tensors,
             metadata,
             is_trained=run.state.has_trained,
-            check=(lambda part: self._verify_file(run, part, model, file_metadata)) if is_compared else None,
+            check=(lambda part: self._verify_file(run, part, path, model, file_metadata)) if is_compared else None,
         )
 
-    def _verify_file(self, run: TrainingRun, path: Path, model: nn.Module, file_metadata: Mapping[str, str]) -> None:
-        """Read the file back and compare the update of each layer with that of the adapter in memory."""
-        tensors, metadata = read_safetensors(path)
+    def _verify_file(
+        self, run: TrainingRun, part: Path, path: Path, model: nn.Module, file_metadata: Mapping[str, str]
+    ) -> None:
+        """Read the temporary file back and compare the update of each layer with that of the adapter in memory."""
+        tensors, metadata = read_safetensors(part, path)
         content = convert_from_file_format(
             tensors, {**metadata, **file_metadata}, collect_component_keys(run.task.family, run.task.pipe)
         )
@@ -179,7 +182,7 @@ class SaveAdapter:
         if differences:
             more = len(differences) - MAX_DIFFERENCES_SHOWN
             shown = "; ".join(differences[:MAX_DIFFERENCES_SHOWN]) + (f" (and {more} more)" if more > 0 else "")
-            raise InvalidAdapterFileError(f"{path.name} differs from the trained adapter: {shown}")
+            raise InvalidAdapterFileError(f"{path} differs from the trained adapter: {shown}")
 
     def _build_metadata(self, run: TrainingRun) -> dict[str, str]:
         info = run.task.family.get_base_model_info(run.task.pipe)

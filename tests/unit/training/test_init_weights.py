@@ -12,8 +12,8 @@ from tiny_pipelines import TINY, get_tiny_sd1_folder
 from training_runs import pictures, train
 
 from library.adapters import lora
+from library.adapters.file_comparison import compare_file_with_model
 from library.adapters.formats import convert_from_file_format, convert_to_file_format
-from library.adapters.lora_file import compare_file_with_model
 from library.adapters.merge import merge_update as merge_one
 from library.adapters.state_dict import group_updates
 from library.checkpoint.component_keys import collect_component_keys
