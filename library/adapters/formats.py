@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..config.validate_adapter import validate_save_format
 from ..errors import UserError
-from .alpha import build_alpha_metadata, fold_alpha, read_alpha_dtype, unfold_alphas
+from .alpha_folding import build_alpha_metadata, fold_alpha, read_alpha_dtype, unfold_alphas
 from .file_reader import join_messages
-from .fused_layers import FusionError, fuse_updates, needs_scale_shift_swap, split_update
+from .fused_layers import FusionError, fuse_adapters, needs_scale_shift_swap, split_adapter
 from .key_names import ComponentKeys, build_kohya_name, find_wrapper_names
 from .merge import compose_tucker_down
 from .original_layouts import ModuleGroup
@@ -29,8 +29,8 @@ from .state_dict import (
     MAGNITUDE,
     MID,
     PEFT_SUFFIXES,
-    ModuleUpdate,
-    group_updates,
+    ModuleAdapter,
+    group_by_module,
     iter_named_tensors,
     parse_tensor_key,
 )
@@ -47,10 +47,10 @@ TYPES_WITHOUT_ALPHA = ("norm", "full")
 
 
 @dataclass(frozen=True)
-class FusedUpdate:
+class FusedAdapter:
     """The update of a fused module that cannot be split into its parts; it can be merged."""
 
-    update: ModuleUpdate
+    update: ModuleAdapter
     component: str
     group: ModuleGroup
     reason: str
@@ -66,7 +66,7 @@ class AdapterFileContents:
     file_format: FileFormat
     alpha_dtype: torch.dtype = torch.float32
     """Dtype of the alphas in the file."""
-    fused: Mapping[str, FusedUpdate] = field(default_factory=dict)
+    fused: Mapping[str, FusedAdapter] = field(default_factory=dict)
     """By name in the file."""
     embeddings: Mapping[str, Tensor] = field(default_factory=dict)
     """Bundled embeddings of OneTrainer, by key."""
@@ -74,8 +74,8 @@ class AdapterFileContents:
     """Tucker LoRA modules, whose core was multiplied into ``lora_A``."""
 
     @property
-    def updates(self) -> dict[str, ModuleUpdate]:
-        return group_updates(self.state_dict, self.alphas)
+    def updates(self) -> dict[str, ModuleAdapter]:
+        return group_by_module(self.state_dict, self.alphas)
 
 
 def choose_file_format(adapter_types: Iterable[str], family_format: FileFormat) -> FileFormat:
@@ -95,19 +95,21 @@ def convert_to_file_format(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors of a file, contiguous and on the CPU, and the metadata that is needed to read them back.
 
-    Files of sd-scripts and ComfyUI contain alphas; in diffusers files they are folded into the update.
+    Files of sd-scripts and ComfyUI contain alphas; in diffusers files they are folded into the adapter.
     """
     if wrapped := find_wrapper_names(state_dict):
         raise ValueError(f"{len(wrapped)} keys contain names of wrappers, for example {wrapped[0]}")
-    updates = group_updates({key: tensor.detach().cpu() for key, tensor in state_dict.items()}, alphas)
-    if problems := validate_save_format((update.adapter_type for update in updates.values()), file_format):
+    adapters = group_by_module({key: tensor.detach().cpu() for key, tensor in state_dict.items()}, alphas)
+    if problems := validate_save_format((adapter.adapter_type for adapter in adapters.values()), file_format):
         raise UserError("; ".join(problems))
     prefixes = tuple(f"{component.name}." for component in components)
-    if unknown := [module for module in updates if not module.startswith(prefixes)]:
+    if unknown := [module for module in adapters if not module.startswith(prefixes)]:
         raise ValueError(f"{unknown[0]} is in no component of the pipeline")
     tensors: dict[str, Tensor] = {}
     for component, prefix in zip(components, prefixes, strict=True):
-        own = {module.removeprefix(prefix): update for module, update in updates.items() if module.startswith(prefix)}
+        own = {
+            module.removeprefix(prefix): adapter for module, adapter in adapters.items() if module.startswith(prefix)
+        }
         for name, tensor in _format_component(own, component, file_format):
             if name in tensors:
                 raise ValueError(f"duplicate key {name} in the file")
@@ -118,65 +120,65 @@ def convert_to_file_format(
         if tensor.data_ptr() in pointers:
             tensors[name] = tensor.clone()
         pointers.add(tensor.data_ptr())
-    return tensors, build_alpha_metadata(updates, alpha_dtype) if file_format == "diffusers" else {}
+    return tensors, build_alpha_metadata(adapters, alpha_dtype) if file_format == "diffusers" else {}
 
 
 def _format_component(
-    updates: Mapping[str, ModuleUpdate], component: ComponentKeys, file_format: FileFormat
+    adapters: Mapping[str, ModuleAdapter], component: ComponentKeys, file_format: FileFormat
 ) -> Iterator[tuple[str, Tensor]]:
     if file_format == "diffusers":
         names = component.get_key_map(component.key_style if component.is_text_encoder else "diffusers").renames
-        for module, update in updates.items():
+        for module, adapter in adapters.items():
             name = f"{component.name}.{names.get(module, module)}"
-            yield from iter_named_tensors(name, fold_alpha(update), DIFFUSERS_SUFFIXES)
-        for group in _find_swapped_groups(updates, component):
+            yield from iter_named_tensors(name, fold_alpha(adapter), DIFFUSERS_SUFFIXES)
+        for group in _find_swapped_groups(adapters, component):
             module = str(group.modules[0])
-            swapped = fold_alpha(fuse_updates([updates[module]], group.original))
+            swapped = fold_alpha(fuse_adapters([adapters[module]], group.original))
             yield from iter_named_tensors(build_kohya_name(module, _COMFY_TRANSFORMER_PREFIX), swapped, KOHYA_SUFFIXES)
     elif file_format == "comfy" and not component.is_text_encoder and component.name != "unet":
-        swapped_modules = {str(group.modules[0]) for group in _find_swapped_groups(updates, component)}
-        for module, update in updates.items():
+        swapped_modules = {str(group.modules[0]) for group in _find_swapped_groups(adapters, component)}
+        for module, adapter in adapters.items():
             if module not in swapped_modules:
-                yield from _format_with_alpha(f"{component.name}.{module}", update, COMFY_SUFFIXES)
+                yield from _format_with_alpha(f"{component.name}.{module}", adapter, COMFY_SUFFIXES)
         yield from _format_kohya(
-            {module: updates[module] for module in updates if module in swapped_modules}, component
+            {module: adapters[module] for module in adapters if module in swapped_modules}, component
         )
     else:
-        yield from _format_kohya(updates, component)
+        yield from _format_kohya(adapters, component)
 
 
-def _find_swapped_groups(updates: Mapping[str, ModuleUpdate], component: ComponentKeys) -> list[ModuleGroup]:
+def _find_swapped_groups(adapters: Mapping[str, ModuleAdapter], component: ComponentKeys) -> list[ModuleGroup]:
     """Modules whose shift and scale are in another order than in the original model.
 
     ComfyUI ignores this when it maps diffusers keys.  So its files have these modules by their original key; files for
     diffusers repeat them under a key that diffusers skips and that ComfyUI reads last.
     """
     key_map = component.get_key_map()
-    groups = key_map.group_modules(updates) if key_map.layout else []
+    groups = key_map.group_modules(adapters) if key_map.layout else []
     return [
         group
         for group in groups
-        if group.original.swaps_scale_shift and needs_scale_shift_swap(updates[str(group.modules[0])], group.original)
+        if group.original.swaps_scale_shift and needs_scale_shift_swap(adapters[str(group.modules[0])], group.original)
     ]
 
 
-def _format_kohya(updates: Mapping[str, ModuleUpdate], component: ComponentKeys) -> Iterator[tuple[str, Tensor]]:
-    for group in component.get_key_map().group_modules(updates):
-        parts = [None if module is None else updates[module] for module in group.modules]
+def _format_kohya(adapters: Mapping[str, ModuleAdapter], component: ComponentKeys) -> Iterator[tuple[str, Tensor]]:
+    for group in component.get_key_map().group_modules(adapters):
+        parts = [None if module is None else adapters[module] for module in group.modules]
         try:
-            fused = fuse_updates(parts, group.original)
+            fused = fuse_adapters(parts, group.original)
         except FusionError as error:
             raise UserError(f"{component.name}.{group.name}: {error}; use save_format comfy") from None
         yield from _format_with_alpha(build_kohya_name(group.name, component.key_prefix), fused, KOHYA_SUFFIXES)
 
 
-def _format_with_alpha(name: str, update: ModuleUpdate, suffixes: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+def _format_with_alpha(name: str, update: ModuleAdapter, suffixes: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
     if update.adapter_type == "lokr" and update.rank == 1 and update.scale != 1:
         update = fold_alpha(update)  # loaders ignore the alpha of a LoKr of two full matrices
     if MAGNITUDE in update.tensors:
         dims = update.tensors[DOWN].dim() if DOWN in update.tensors else 2
         magnitude = update.tensors[MAGNITUDE].reshape(-1, *[1] * (dims - 1))
-        update = ModuleUpdate({**update.tensors, MAGNITUDE: magnitude}, update.alpha)
+        update = ModuleAdapter({**update.tensors, MAGNITUDE: magnitude}, update.alpha)
     yield from iter_named_tensors(name, update, suffixes)
     if update.adapter_type not in TYPES_WITHOUT_ALPHA:
         yield f"{name}.{ALPHA}", torch.tensor(float(update.alpha))
@@ -195,16 +197,16 @@ def convert_from_file_format(
             del modules[name]
     if unknown:
         raise UserError(describe_unknown_keys(unknown, len(tensors)) + describe_origin(metadata))
-    updates, fused, with_alpha = _build_updates(modules, lookup)
+    updates, fused, with_alpha = _build_adapters(modules, lookup)
     denoiser = next((part.name for part in components if not part.is_text_encoder), "")
     updates = apply_peft_alphas(updates, with_alpha, metadata, [part.name for part in components], denoiser)
-    updates = unfold_alphas(updates, metadata)
+    adapters = unfold_alphas(updates, metadata)
     state_dict = {
         key: tensor
-        for module, update in updates.items()
-        for key, tensor in iter_named_tensors(module, update, PEFT_SUFFIXES)
+        for module, adapter in adapters.items()
+        for key, tensor in iter_named_tensors(module, adapter, PEFT_SUFFIXES)
     }
-    alphas = {module: update.alpha for module, update in updates.items()}
+    alphas = {module: adapter.alpha for module, adapter in adapters.items()}
     dtypes = {tensor.dtype for key, tensor in tensors.items() if key.endswith(f".{ALPHA}")}
     alpha_dtype = dtypes.pop() if len(dtypes) == 1 else read_alpha_dtype(metadata)
     num_tucker = sum(MID in module_tensors for module_tensors in modules.values())
@@ -212,12 +214,12 @@ def convert_from_file_format(
     return AdapterFileContents(state_dict, alphas, file_format, alpha_dtype, fused, embeddings, num_tucker)
 
 
-def _build_updates(
+def _build_adapters(
     modules: Mapping[str, Tensors], lookup: Mapping[str, tuple[ComponentKeys, ModuleGroup]]
-) -> tuple[dict[str, ModuleUpdate], dict[str, FusedUpdate], set[str]]:
+) -> tuple[dict[str, ModuleAdapter], dict[str, FusedAdapter], set[str]]:
     """Split fused modules; return the updates, those that cannot be split, and the names of modules with alpha."""
-    updates: dict[str, ModuleUpdate] = {}
-    fused: dict[str, FusedUpdate] = {}
+    updates: dict[str, ModuleAdapter] = {}
+    fused: dict[str, FusedAdapter] = {}
     with_alpha: set[str] = set()
     problems: list[str] = []
     for name, module_tensors in modules.items():
@@ -227,11 +229,11 @@ def _build_updates(
         if invalid:
             problems += invalid
             continue
-        update = _build_update(name, module_tensors)
+        update = _build_module_adapter(name, module_tensors)
         try:
-            parts = split_update(update, group.original)
+            parts = split_adapter(update, group.original)
         except FusionError as error:
-            fused[name] = FusedUpdate(update, component.name, group, str(error))
+            fused[name] = FusedAdapter(update, component.name, group, str(error))
             continue
         for module, part in zip(group.modules, parts, strict=True):
             if part is None:
@@ -291,11 +293,11 @@ def _group_by_module(
     return modules, unknown
 
 
-def _build_update(name: str, module_tensors: Tensors) -> ModuleUpdate:
+def _build_module_adapter(name: str, module_tensors: Tensors) -> ModuleAdapter:
     tensors = {key: tensor for key, tensor in module_tensors.items() if key not in (ALPHA, MID)}
     if MID in module_tensors:
         tensors[DOWN] = compose_tucker_down(tensors[DOWN], module_tensors[MID])
-    update = ModuleUpdate(tensors, 0)
+    update = ModuleAdapter(tensors, 0)
     if MAGNITUDE in tensors:
         tensors[MAGNITUDE] = _reshape_magnitude(name, tensors, update)
     if update.adapter_type == "diag-oft":
@@ -306,10 +308,10 @@ def _build_update(name: str, module_tensors: Tensors) -> ModuleUpdate:
         alpha = float(module_tensors[ALPHA])
     if update.adapter_type == "lokr" and {"lokr_w1", "lokr_w2"} <= tensors.keys():
         alpha = 1.0  # ignored by loaders
-    return ModuleUpdate(tensors, alpha)
+    return ModuleAdapter(tensors, alpha)
 
 
-def _reshape_magnitude(name: str, tensors: Tensors, update: ModuleUpdate) -> Tensor:
+def _reshape_magnitude(name: str, tensors: Tensors, update: ModuleAdapter) -> Tensor:
     """The magnitude per output in peft's shape, which for convolutions is (1, outputs, 1, 1)."""
     magnitude, (outputs, _) = tensors[MAGNITUDE], update.shape
     if magnitude.numel() != outputs or (magnitude.dim() == 2 and magnitude.shape[0] != outputs):

@@ -12,8 +12,9 @@ from torch import Tensor
 from ..atomic_files import fsync_dir, fsync_file
 from ..errors import UserError
 from .file_reader import InvalidAdapterFileError, read_safetensors
+from .formats import EMBEDDING_PREFIX, TYPES_WITHOUT_ALPHA
 from .key_names import find_wrapper_names
-from .state_dict import ALPHA, COMFY_SUFFIXES, DOWN, KOHYA_SUFFIXES, UP, ModuleUpdate, parse_tensor_key
+from .state_dict import ALPHA, COMFY_SUFFIXES, DOWN, KOHYA_SUFFIXES, UP, ModuleAdapter, parse_tensor_key
 
 SAVE_DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -68,11 +69,18 @@ REQUIRED_TENSORS: Mapping[str, tuple[str, ...]] = {
     "loha": ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),
     "oft": ("oft_R",),
     "boft": ("boft_R", "boft_s"),
+    "glora": ("a1", "a2", "b1", "b2"),
+    "diag-oft": ("oft_blocks",),
+    "norm": (),
+    "full": (),
 }
 """Required tensors of each adapter type; both factors of a LoKr may be full or decomposed."""
 
 ZERO_INIT_TENSORS = (UP, "hada_w2_b", "lokr_w1", "lokr_w1_a", "oft_R", "boft_R")
 """Tensors that are zero at the start of training."""
+
+LYCORIS_ZERO_INIT_TENSORS = ("hada_w1_a", "lokr_w2", "lokr_w2_b")
+"""Those of LyCORIS, in layers that network_weights contains and that are not trained."""
 
 
 def verify_adapter_file(
@@ -120,6 +128,8 @@ def _find_invalid_tensors(tensors: Mapping[str, Tensor], is_trained: bool) -> It
         yield f"{key}: no loader knows this key"
     modules: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
+        if key.startswith(EMBEDDING_PREFIX):
+            continue
         parsed = parse_tensor_key(key)
         if parsed is None:
             yield f"{key}: no loader knows this key"
@@ -128,7 +138,10 @@ def _find_invalid_tensors(tensors: Mapping[str, Tensor], is_trained: bool) -> It
         modules.setdefault(module, {})[name] = tensor
         if not bool(tensor.isfinite().all()):
             yield f"{key} has non-finite values"
-        elif not bool(tensor.any()) and (name == ALPHA or (is_trained and name not in ZERO_INIT_TENSORS)):
+        elif not bool(tensor.any()) and (
+            (name == ALPHA and f"{module}.oft_blocks" not in tensors)
+            or (is_trained and name not in (ALPHA, *ZERO_INIT_TENSORS, *LYCORIS_ZERO_INIT_TENSORS))
+        ):
             yield f"{key} is zero"
     # A diffusers file may repeat a few modules for ComfyUI, with kohya keys and without alpha.
     has_kohya, has_peft = (any(key.endswith(end) for key in tensors) for end in (".lora_down.weight", ".lora_A.weight"))
@@ -141,14 +154,14 @@ def _find_invalid_tensors(tensors: Mapping[str, Tensor], is_trained: bool) -> It
 def _find_missing_tensors(
     module: str, tensors: Mapping[str, Tensor], suffixes: Mapping[str, str], has_alphas: bool
 ) -> Iterator[str]:
-    adapter_type = ModuleUpdate(tensors, 0).adapter_type
+    adapter_type = ModuleAdapter(tensors, 0).adapter_type
     required: list[str] = []
     if adapter_type == "lokr":
         for factor in ("lokr_w1", "lokr_w2"):
             required += [factor] if factor in tensors else [f"{factor}_a", f"{factor}_b"]
     else:
         required += REQUIRED_TENSORS[adapter_type]
-    for name in (*required, *([ALPHA] if has_alphas else [])):
+    for name in (*required, *([ALPHA] if has_alphas and adapter_type not in TYPES_WITHOUT_ALPHA else [])):
         if name not in tensors:
             yield f"{module} has no {suffixes.get(name, name)}"
     down, up = tensors.get(DOWN), tensors.get(UP)

@@ -1,35 +1,35 @@
-"""Merge an adapter's update into the weights of a model: the formulas of peft and LyCORIS."""
+"""Merge an adapter into the weights of a model: the formulas of peft and LyCORIS."""
 
 import torch
 from torch import Tensor
 
 from ..errors import UserError
-from .state_dict import DOWN, MAGNITUDE, UP, ModuleUpdate
+from .state_dict import DOWN, MAGNITUDE, UP, ModuleAdapter
 
 
 @torch.no_grad()
-def merge_update(weight: Tensor, update: ModuleUpdate, multiplier: float) -> None:
-    """Merge an update into a layer's weight, scaled by ``multiplier``; computed in float32."""
+def merge_adapter(weight: Tensor, adapter: ModuleAdapter, multiplier: float) -> None:
+    """Merge an adapter into a layer's weight, scaled by ``multiplier``; computed in float32."""
     base = weight.float()
-    weight.copy_(base + multiplier * (compute_merged_weight(base, update) - base))
+    weight.copy_(base + multiplier * (compute_merged_weight(base, adapter) - base))
 
 
 @torch.no_grad()
-def merge_bias_update(bias: Tensor | None, update: ModuleUpdate, multiplier: float) -> None:
-    """Merge an update into a layer's bias: of a norm layer, or of a full difference."""
+def merge_bias_adapter(bias: Tensor | None, adapter: ModuleAdapter, multiplier: float) -> None:
+    """Merge an adapter into a layer's bias: of a norm layer, or of a full difference."""
     for name in ("b_norm", "diff_b"):
-        if name in update.tensors:
+        if name in adapter.tensors:
             if bias is None:
                 raise UserError(f"{name} in the file, but the layer has no bias")
-            bias.add_(multiplier * update.tensors[name].to(bias).reshape(bias.shape))
+            bias.add_(multiplier * adapter.tensors[name].to(bias).reshape(bias.shape))
 
 
-def compute_merged_weight(base: Tensor, update: ModuleUpdate) -> Tensor:
-    """The weight of a layer with an update at full strength."""
-    tensors = {name: tensor.to(base) for name, tensor in update.tensors.items()}
-    if update.adapter_type == "diag-oft":
-        return _rotate_outputs(base, tensors, update.alpha)
-    changed = base + update.scale * _compute_delta_weight(base, update.adapter_type, tensors).reshape(base.shape)
+def compute_merged_weight(base: Tensor, adapter: ModuleAdapter) -> Tensor:
+    """The weight of a layer with an adapter at full strength."""
+    tensors = {name: tensor.to(base) for name, tensor in adapter.tensors.items()}
+    if adapter.adapter_type == "diag-oft":
+        return _rotate_outputs(base, tensors, adapter.alpha)
+    changed = base + adapter.scale * _compute_delta_weight(base, adapter.adapter_type, tensors).reshape(base.shape)
     if MAGNITUDE in tensors:
         rows = changed.flatten(1).norm(dim=1)
         changed = changed * (tensors[MAGNITUDE].flatten() / rows).view(-1, *[1] * (base.dim() - 1))

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from .alpha import ALPHAS_KEY, fold_alpha
-from .state_dict import ModuleUpdate
+from .alpha_folding import ALPHAS_KEY, fold_alpha
+from .state_dict import ModuleAdapter
 
 PEFT_METADATA_KEY = "lora_adapter_metadata"
 PEFT_CONFIG_NAME = "adapter_config.json"
@@ -93,12 +93,12 @@ def _is_of(key: str, component: str) -> bool:
 
 
 def apply_peft_alphas(
-    updates: Mapping[str, ModuleUpdate],
+    updates: Mapping[str, ModuleAdapter],
     modules_with_alpha: Iterable[str],
     metadata: Mapping[str, str],
     components: Iterable[str],
     denoiser: str,
-) -> dict[str, ModuleUpdate]:
+) -> dict[str, ModuleAdapter]:
     """Set the alphas of the metadata, except where the file itself has one."""
     text = metadata.get(PEFT_METADATA_KEY)
     if text is None or ALPHAS_KEY in metadata:
@@ -112,7 +112,7 @@ def apply_peft_alphas(
     return changed
 
 
-def _apply_settings(name: str, module: str, update: ModuleUpdate, settings: PeftSettings) -> ModuleUpdate:
+def _apply_settings(name: str, module: str, update: ModuleAdapter, settings: PeftSettings) -> ModuleAdapter:
     if update.adapter_type == "lokr" and {"lokr_w1", "lokr_w2"} <= update.tensors.keys():
         # peft scales two full matrices, too; no other program does, so the scale is multiplied in.
         scale = settings.get_alpha(module) / settings.get_rank(module)

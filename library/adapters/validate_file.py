@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from .state_dict import DOWN, MAGNITUDE, MID, UP, ModuleUpdate
+from .state_dict import DOWN, MAGNITUDE, MID, UP, ModuleAdapter
 
 UNREAD_KINDS: Mapping[str, str] = {
     r"\.on_input$": "(IA)3",
@@ -70,7 +70,7 @@ _MATRICES = (
 
 def find_missing_tensors(tensors: Mapping[str, Tensor]) -> Iterator[str]:
     """Parts of an update without which it cannot be computed."""
-    adapter_type = ModuleUpdate(tensors, 0).adapter_type
+    adapter_type = ModuleAdapter(tensors, 0).adapter_type
     if adapter_type in ("lora", "dora"):
         yield from (f"lora_{name}" for name in (DOWN, UP) if name not in tensors)
     elif adapter_type in ("loha", "lokr"):
@@ -111,7 +111,7 @@ def _format_name(name: str) -> str:
     return {DOWN: "lora_down", UP: "lora_up"}.get(name, name)
 
 
-def find_size_problems(updates: Mapping[str, ModuleUpdate], shapes: Mapping[str, Sequence[int]]) -> Iterator[str]:
+def find_size_problems(updates: Mapping[str, ModuleAdapter], shapes: Mapping[str, Sequence[int]]) -> Iterator[str]:
     """Layers whose sizes are others in the file than in the model; ``shapes`` are the weights' by layer."""
     for name, update in updates.items():
         shape = shapes.get(name)
@@ -121,7 +121,7 @@ def find_size_problems(updates: Mapping[str, ModuleUpdate], shapes: Mapping[str,
             yield f"{name} {problem}"
 
 
-def _describe_misfit(update: ModuleUpdate, shape: Sequence[int]) -> str | None:
+def _describe_misfit(update: ModuleAdapter, shape: Sequence[int]) -> str | None:
     outputs, inputs = shape[0], math.prod(shape[1:])
     own_outputs, own_inputs = update.shape
     if update.adapter_type == "diag-oft":

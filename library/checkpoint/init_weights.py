@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters import lora
-from ..adapters.alpha import change_alpha
+from ..adapters.alpha_folding import change_alpha
 from ..adapters.file_reader import read_adapter_file
 from ..adapters.formats import AdapterFileContents, convert_from_file_format
 from ..adapters.fused_layers import needs_scale_shift_swap
 from ..adapters.key_names import ComponentKeys
 from ..adapters.lora import Adapter, KeptTensors
-from ..adapters.merge import merge_bias_update, merge_update
+from ..adapters.merge import merge_adapter, merge_bias_adapter
 from ..adapters.peft_types import RankAlpha
-from ..adapters.state_dict import PEFT_SUFFIXES, iter_named_tensors
+from ..adapters.state_dict import DOWN, PEFT_SUFFIXES, ModuleAdapter, iter_named_tensors
 from ..adapters.validate_file import describe_origin, describe_size_problems, find_size_problems, list_layer_shapes
 from ..config.network_args import get_adapter_type
 from ..config.schema import AdapterConfig
@@ -135,7 +135,8 @@ def _find_network_problems(adapter: AdapterConfig, content: AdapterFileContents,
     types |= {fused.update.title for fused in content.fused.values()}
     if untrainable := sorted({each.title for each in updates.values() if not each.is_trainable}):
         yield (
-            f"{start} has layers of type {' and '.join(untrainable)}, which can be merged (--base_weights) but not trained"
+            f"{start} has layers of type {' and '.join(untrainable)}, which can be merged"
+            " (--base_weights) but not trained"
         )
     elif content.fused:
         name, fused = next(iter(content.fused.items()))
@@ -190,13 +191,13 @@ def _find_independent_modules(content: AdapterFileContents, components: Sequence
             continue
         for group in key_map.group_modules(key_map.filter_known_modules(part.modules)):
             names = [f"{part.name}.{module}" for module in group.modules if module is not None]
-            found = [updates[name] for name in names if name in updates and "down" in updates[name].tensors]
-            if any(each.alpha != found[0].alpha or not _has_same_down(each.tensors, found[0].tensors) for each in found):
+            found = [updates[name] for name in names if name in updates and DOWN in updates[name].tensors]
+            if not all(_shares_lora_a(each, found[0]) for each in found):
                 yield from names
 
 
-def _has_same_down(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return torch.equal(one["down"], other["down"])
+def _shares_lora_a(one: ModuleAdapter, other: ModuleAdapter) -> bool:
+    return one.alpha == other.alpha and torch.equal(one.tensors[DOWN], other.tensors[DOWN])
 
 
 def _log_notices(path: str, content: AdapterFileContents, idle: AdapterFileContents | None) -> None:
@@ -211,7 +212,7 @@ def _log_notices(path: str, content: AdapterFileContents, idle: AdapterFileConte
         logger.info("network_weights: %d Tucker modules are trained as LoRA of the same effect", content.num_tucker)
     if content.embeddings:
         logger.warning(
-            "network_weights: %d bundled embeddings are neither used nor trained; they are kept in kohya and comfy files",
+            "network_weights: %d bundled embeddings are not used and not trained; kohya and comfy files keep them",
             len(content.embeddings),
         )
 
@@ -223,15 +224,15 @@ def merge_base_weights(pipe: Any, initial_weights: InitialWeights) -> None:
         for path, update in updates.items():
             part, _, module = path.partition(".")
             layer: Any = getattr(pipe, part).get_submodule(module)
-            merge_update(layer.weight, update, multiplier)
-            merge_bias_update(getattr(layer, "bias", None), update, multiplier)
-        _merge_fused_updates(pipe, content, multiplier)
+            merge_adapter(layer.weight, update, multiplier)
+            merge_bias_adapter(getattr(layer, "bias", None), update, multiplier)
+        _merge_fused_adapters(pipe, content, multiplier)
         count = len(updates) + len(content.fused)
         logger.info("base_weights: merged %s: %d modules, multiplier %g", name, count, multiplier)
 
 
 @torch.no_grad()
-def _merge_fused_updates(pipe: Any, content: AdapterFileContents, multiplier: float) -> None:
+def _merge_fused_adapters(pipe: Any, content: AdapterFileContents, multiplier: float) -> None:
     """Merge updates of fused layers into the weights of their parts together, in the original order."""
     for name, fused in content.fused.items():
         component = getattr(pipe, fused.component)
@@ -241,10 +242,12 @@ def _merge_fused_updates(pipe: Any, content: AdapterFileContents, multiplier: fl
         rows = torch.cat(rows.chunk(2)[::-1]) if swaps else rows
         if None in fused.group.modules or fused.update.shape not in ((0, 0), (len(rows), rows.shape[1])):
             raise UserError(f"--base_weights: {name} has other sizes than this model")
-        merge_update(rows, fused.update, multiplier)
+        merge_adapter(rows, fused.update, multiplier)
         rows = torch.cat(rows.chunk(2)[::-1]) if swaps else rows
-        for weight, part in zip(weights, rows.split([len(weight) for weight in weights]), strict=True):
-            weight.copy_(part)
+        start = 0
+        for weight in weights:
+            weight.copy_(rows[start : start + len(weight)])
+            start += len(weight)
 
 
 def load_network_weights(model: nn.Module, adapter: Adapter, initial_weights: InitialWeights) -> None:
@@ -288,7 +291,7 @@ def keep_idle_layers(adapter: Adapter, initial_weights: InitialWeights, componen
     if content is None or (idle is None and not content.embeddings):
         return adapter
     updates = {} if idle is None else idle.updates
-    siblings = {}
+    siblings: dict[str, str] = {}
     for part in components:
         key_map = part.get_key_map()
         for group in key_map.group_modules(key_map.filter_known_modules(part.modules)) if key_map.layout else []:
@@ -298,6 +301,8 @@ def keep_idle_layers(adapter: Adapter, initial_weights: InitialWeights, componen
                 siblings |= {name: trained for name in names if name in updates}
     for name, sibling in siblings.items():
         updates[name] = change_alpha(updates[name], adapter.rank_alphas[sibling].alpha)
-    state = {key: each for name, update in updates.items() for key, each in iter_named_tensors(name, update, PEFT_SUFFIXES)}
+    state: dict[str, Tensor] = {}
+    for name, update in updates.items():
+        state |= iter_named_tensors(name, update, PEFT_SUFFIXES)
     alphas = {name: update.alpha for name, update in updates.items()}
     return replace(adapter, kept=KeptTensors(state, alphas, siblings, content.embeddings))

@@ -71,7 +71,7 @@ class Manifest:
 
 
 _FINGERPRINT_EXCLUDED = frozenset(
-    "subsets locations dataset_file batch_size dataset_number resolution_schedule from_step to_step image_dir"
+    "subsets locations dataset_file batch_size dataset_index_in_file resolution_schedule from_step to_step image_dir"
     " metadata_file conditioning_data_dir parquet webdataset recursive include exclude image_column caption_column"
     " caption_extension class_tokens cache_info cache_directory weight num_repeats is_reg prior_loss_weight".split()
 )

@@ -170,7 +170,7 @@ def assign_buckets(
     notes, problems = list(manifest.notes), list[str]()
     latest: dict[int, int] = {}  # dataset of the file -> its index in the last stage so far
     for stage in stages:
-        used = {dataset.dataset_number: dataset for dataset in stage.datasets}
+        used = {dataset.dataset_index_in_file: dataset for dataset in stage.datasets}
         stage_datasets = [used.get(number, dataset) for number, dataset in enumerate(manifest.datasets)]
         assigners = {number: build_bucket_assigner(dataset) for number, dataset in used.items()}
         stage_samples = [sample for sample in manifest.samples if sample.dataset_index in used]

@@ -59,7 +59,7 @@ _EXTRA_DATASET_KEYS = (
     "bucket_mode bucket_max_crop bucket_min_images weight resolution_schedule from_step to_step".split()
 )
 _EXTRA_SUBSET_KEYS = "parquet webdataset recursive include exclude image_column caption_column cache_directory".split()
-_INTERNAL_FIELDS = ("kind", "subsets", "locations", "dataset_file", "join_caption_lines", "dataset_number")
+_INTERNAL_FIELDS = ("kind", "subsets", "locations", "dataset_file", "join_caption_lines", "dataset_index_in_file")
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class _DatasetConfigParser:
         return DatasetConfig(
             kind=infer_dataset_kind(subsets),
             subsets=tuple(self.build_subset_config(subset) for subset in subsets),
-            dataset_number=int(key_path[-1]),
+            dataset_index_in_file=int(key_path[-1]),
             **_collect_fields(DatasetConfig, resolved, location),
         )
 

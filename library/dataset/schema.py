@@ -132,7 +132,7 @@ class DatasetConfig(_LocatedKeys):
     resolution_schedule: ResolutionSchedule | None = None
     from_step: int = 0  # first step that trains this dataset, counted from 0
     to_step: int | None = None  # end of these steps, exclusive
-    dataset_number: int = 0  # index in the file
+    dataset_index_in_file: int = 0  # index in the file
 
 
 def resolve_path(dataset_file: Path, name: str) -> Path:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ..errors import UserError
-from .blocks import ParallelPlan
+from .parallel_plan import ParallelPlan
 from .ulysses import (
     AllToAllGroup,
     TensorAndDependency,

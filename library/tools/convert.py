@@ -62,7 +62,7 @@ def _parse_arguments(argv: list[str]) -> tuple[Path, Path, str]:
 def convert_lora_file(source: Path, target: Path, file_format: Any) -> str:
     """Convert one file; return a summary."""
     from ..adapters import lora_file
-    from ..adapters.alpha import ALPHA_METADATA_KEYS, is_fold_exact
+    from ..adapters.alpha_folding import ALPHA_METADATA_KEYS, is_fold_exact
     from ..adapters.formats import convert_to_file_format
     from ..adapters.metadata import add_model_hashes
     from ..adapters.peft_metadata import PEFT_METADATA_KEY

@@ -123,7 +123,7 @@ def _format_resolved_datasets(data: DataConfig, problems: list[str]) -> str:
     records = []
     for dataset, settings in zip(reading.datasets, convert_to_sd_scripts(reading.datasets), strict=True):
         extra_keys = collect_extra_keys(dataset)
-        records.append({"resolved": settings, **({"beyond": extra_keys} if extra_keys else {})})
+        records.append({"resolved": settings, **({"other_keys": extra_keys} if extra_keys else {})})
     return json.dumps({"datasets": records}, indent=1)
 
 

@@ -25,8 +25,8 @@ from ..distributed.signals import StopSignals
 from ..errors import RunInterrupted, UserError
 from ..models.detect import DetectedModel
 from .checkpoint import SaveCheckpoint, restore_state
-from .export import AdapterRetention
 from .preflight import check_setting_changes
+from .save_adapter import AdapterRetention
 from .state import TrainingRun
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class Resume:
         self.comm, self.save_config, self.state_config = comm, config.save, config.state
         self.output_dir, name = Path(config.save.output_dir), config.save.output_name
         batches = plan.batch_plan
-        batch_sizes = {bucket.dataset_number: bucket.batch_size for bucket in batches.buckets}
+        batch_sizes = {bucket.dataset_index_in_file: bucket.batch_size for bucket in batches.buckets}
         micro_batches = batches.dp_size * batches.accumulation_steps
         self.metadata: dict[str, Any] = {
             "settings": serialize_settings(config),

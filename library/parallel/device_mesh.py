@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from ..data.batch import PixelBatch
 from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST
-from .blocks import ParallelPlan
 from .context_parallel import ContextParallel
 from .gradient_sync import all_reduce_gradients
+from .parallel_plan import ParallelPlan
 from .strategy import LossFunction, Strategy, StrategySettings
 from .tensor_parallel import TensorParallel
 from .ulysses import ProcessGroupAllToAll
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .compile import Compilation, CompileDynamic
 
 
-class ModelParallelStrategy(Strategy):
+class DeviceMeshStrategy(Strategy):
     """Shards linear layers (tensor parallel) and tokens (context parallel) of the denoiser over a device mesh."""
 
     has_collective_forward = True

@@ -17,10 +17,11 @@ from ..adapters.file_reader import InvalidAdapterFileError, read_safetensors
 from ..adapters.formats import FileFormat, choose_file_format, convert_from_file_format, convert_to_file_format
 from ..adapters.lora import Adapter
 from ..adapters.metadata import BaseModelMetadata, RunMetadata, add_model_hashes, build_metadata
-from ..adapters.state_dict import group_updates
+from ..adapters.state_dict import group_by_module
 from ..atomic_files import compute_sha256
 from ..checkpoint.component_keys import collect_component_keys
 from ..checkpoint.hub_upload import HubUploader
+from ..checkpoint.init_weights import split_idle_layers
 from ..config.schema import ModelConfig
 from ..config.schema_output import SaveConfig
 from ..data.batch_plan import get_planned_stages
@@ -28,7 +29,7 @@ from ..data.metadata import build_dataset_metadata
 from ..data.prepare import PreparedData
 from ..models.sampling import use_eval_mode
 from ..optim.optimizers import use_eval_weights
-from ..randomness import derive_seed
+from ..randomness import Purpose, derive_seed
 from .state import TrainingRun, is_interval_reached
 
 logger = logging.getLogger(__name__)
@@ -146,13 +147,15 @@ class SaveAdapter:
     def _build_tensors(
         self, run: TrainingRun, model: nn.Module
     ) -> tuple[dict[str, Tensor], dict[str, str], FileFormat]:
-        state, alphas, family = lora.get_adapter_state_dict(model), self.adapter.alphas, run.task.family
-        chosen = self.config.save_format
-        adapter_types = {update.adapter_type for update in group_updates(state, alphas).values()}
+        state, alphas = self.adapter.kept.add_to(lora.get_adapter_state_dict(model), self.adapter.alphas)
+        family, chosen = run.task.family, self.config.save_format
+        adapter_types = {update.adapter_type for update in group_by_module(state, alphas).values()}
         form = choose_file_format(adapter_types, family.lora_format) if chosen == "auto" else chosen
         components = collect_component_keys(family, run.task.pipe)
         tensors, file_metadata = convert_to_file_format(state, alphas, components, form)
-        return lora_file.cast_tensors(tensors, self.config.save_precision), file_metadata, form
+        tensors = lora_file.cast_tensors(tensors, self.config.save_precision)
+        # diffusers' files cannot hold embeddings.
+        return tensors | ({} if form == "diffusers" else dict(self.adapter.kept.embeddings)), file_metadata, form
 
     def _write_file(self, run: TrainingRun, path: Path, model: nn.Module) -> None:
         tensors, file_metadata, _ = self._build_tensors(run, model)
@@ -178,7 +181,8 @@ class SaveAdapter:
             tensors, {**metadata, **file_metadata}, collect_component_keys(run.task.family, run.task.pipe)
         )
         with run.strategy.bypass_tensor_parallel():
-            differences = list(compare_file_with_model(model, content, self.adapter.alphas))
+            trained, _ = split_idle_layers(content, self.adapter.kept.alphas)
+            differences = list(compare_file_with_model(model, trained, self.adapter.alphas))
         if differences:
             more = len(differences) - MAX_DIFFERENCES_SHOWN
             shown = "; ".join(differences[:MAX_DIFFERENCES_SHOWN]) + (f" (and {more} more)" if more > 0 else "")
@@ -200,7 +204,7 @@ class SaveAdapter:
             num_epochs=run.plan.num_epochs,
             started_at=self.started_at,
             saved_at=time.time(),
-            session_id=derive_seed(run.config.train.seed, "session", int(self.started_at * 1000)) % 2**32,
+            session_id=derive_seed(run.config.train.seed, Purpose.SESSION_ID, int(self.started_at * 1000)) % 2**32,
             num_train_images=num_train_images,
             num_reg_images=num_reg_images,
             num_batches_per_epoch=get_planned_stages(run.plan.batch_plan)[-1].batch_plan.micro_batches_per_epoch,
