@@ -61,7 +61,7 @@ def _compose_factor(tensors: dict[str, Tensor], name: str, core: str) -> Tensor:
         return tensors[name]
     first, second = tensors[f"{name}_a"], tensors[f"{name}_b"]
     if core in tensors:
-        return torch.einsum("ij...,jr,ip->pr...", tensors[core], second, first)
+        return torch.einsum("ij...,jr,ip->pr...", tensors[core], second, first).contiguous()
     return (first @ second.flatten(1)).view(len(first), *second.shape[1:])
 
 

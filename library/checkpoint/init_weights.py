@@ -71,14 +71,14 @@ def read_initial_weights(
     for path, multiplier in zip(adapter.base_weights, multipliers, strict=False):
         content = _read_contents("base_weights", path, components, shapes, problems)
         if content is not None:
-            problems += _find_base_problems(path, content, family, caches_text_outputs)
+            problems += _inspect_base_file(path, content, family, caches_text_outputs)
             bases.append((Path(path).name, content, multiplier))
     idle, independent = None, frozenset[str]()
     if adapter.network_weights is not None:
         weights = _read_contents("network_weights", adapter.network_weights, components, shapes, problems)
         if weights is not None:
             weights, idle = split_idle_layers(weights, _list_idle_modules(family, pipe))
-            problems += _find_network_problems(adapter, weights, family)
+            problems += _inspect_network_file(adapter, weights, family)
             independent = frozenset(_find_independent_modules(weights, components))
             _log_notices(adapter.network_weights, weights, idle)
     if problems:
@@ -109,7 +109,7 @@ def _read_contents(
     return content
 
 
-def _find_base_problems(
+def _inspect_base_file(
     path: str, content: AdapterFileContents, family: Family, caches_text_outputs: bool
 ) -> Iterator[str]:
     encoders = sorted({module.partition(".")[0] for module in content.alphas} - {family.denoiser_name})
@@ -120,14 +120,14 @@ def _find_base_problems(
         )
     if rotations := {update.adapter_type for update in content.updates.values()} & UNMERGEABLE_TYPES:
         yield (
-            f"--base_weights: {path}: has type {'/'.join(sorted(rotations))} of peft, which cannot be merged;"
+            f"--base_weights: {path}: has type {'/'.join(sorted(rotations))}, which cannot be merged;"
             " LoRA, DoRA, LoHa, LoKr, GLoRA, LyCORIS' OFT and norm layers can"
         )
     if content.embeddings:
         logger.warning("base_weights: %s: %d bundled embeddings are not used", path, len(content.embeddings))
 
 
-def _find_network_problems(adapter: AdapterConfig, content: AdapterFileContents, family: Family) -> Iterator[str]:
+def _inspect_network_file(adapter: AdapterConfig, content: AdapterFileContents, family: Family) -> Iterator[str]:
     """Why an adapter cannot be trained on."""
     start = f"--network_weights: {adapter.network_weights}:"
     updates, own_type = content.updates, get_adapter_type(adapter)
