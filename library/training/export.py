@@ -25,6 +25,7 @@ from ..config.schema_output import SaveConfig
 from ..data.batch_plan import get_planned_stages
 from ..data.metadata import build_dataset_metadata
 from ..data.prepare import PreparedData
+from ..models.base import Family
 from ..models.sampling import use_eval_mode
 from ..optim.optimizers import use_eval_weights
 from ..randomness import derive_seed
@@ -145,12 +146,10 @@ class SaveAdapter:
     def _build_tensors(
         self, run: TrainingRun, model: nn.Module
     ) -> tuple[dict[str, Tensor], dict[str, str], FileFormat]:
-        state, alphas, family = lora.get_adapter_state_dict(model), self.adapter.alphas, run.task.family
-        chosen = self.config.save_format
-        adapter_types = {update.adapter_type for update in group_updates(state, alphas).values()}
-        form = choose_file_format(adapter_types, family.lora_format) if chosen == "auto" else chosen
-        components = collect_component_keys(family, run.task.pipe)
-        tensors, file_metadata = convert_to_file_format(state, alphas, components, form)
+        state, task = lora.get_adapter_state_dict(model), run.task
+        tensors, file_metadata, form = build_file_tensors(
+            state, self.adapter, task.family, task.pipe, self.config.save_format
+        )
         return lora_file.cast_tensors(tensors, self.config.save_precision), file_metadata, form
 
     def _write_file(self, run: TrainingRun, path: Path, model: nn.Module) -> None:
@@ -209,6 +208,18 @@ class SaveAdapter:
             optimizer=_format_optimizer(run),
             mixed_precision=run.strategy.mixed_precision,
         )
+
+
+def build_file_tensors(
+    state_dict: Mapping[str, Tensor], adapter: Adapter, family: Family, pipe: Any, save_format: str
+) -> tuple[dict[str, Tensor], dict[str, str], FileFormat]:
+    """Return the tensors of a LoRA file, its metadata, and the format that ``save_format`` (perhaps auto) means."""
+    updates = group_updates(state_dict, adapter.alphas)
+    form: Any = save_format
+    if save_format == "auto":
+        form = choose_file_format({update.adapter_type for update in updates.values()}, family.lora_format)
+    components = collect_component_keys(family, pipe)
+    return *convert_to_file_format(state_dict, adapter.alphas, components, form), form
 
 
 def _get_common_value(values: Iterable[T]) -> T | str:
