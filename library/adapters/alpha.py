@@ -29,13 +29,13 @@ _SCALED_TENSORS = (UP, "lokr_w1", "lokr_w1_a", "hada_w1_a")
 """The tensor that alpha / rank is folded into."""
 
 
-def fold_alpha(update: ModuleUpdate) -> ModuleUpdate:
-    """Return the same update with alpha equal to its rank."""
-    name = _find_scaled_tensor(update)
-    if name is None or update.scale == 1:
-        return replace(update, alpha=float(update.rank))
-    product = _scale_tensor(update.tensors[name], update.scale)
-    return ModuleUpdate({**update.tensors, name: product}, float(update.rank))
+def fold_alpha(update: ModuleUpdate, alpha: float | None = None) -> ModuleUpdate:
+    """Return the same update with this alpha, by default its rank; ``unfold_alphas`` restores the old one."""
+    name, target = _find_scaled_tensor(update), float(update.rank) if alpha is None else alpha
+    if name is None or update.alpha == target:
+        return replace(update, alpha=target)
+    product = _scale_tensor(update.tensors[name], update.alpha / target)
+    return ModuleUpdate({**update.tensors, name: product}, target)
 
 
 def change_alpha(update: ModuleUpdate, alpha: float) -> ModuleUpdate:
@@ -56,13 +56,19 @@ def is_fold_exact(update: ModuleUpdate) -> bool:
 
 
 def build_alpha_metadata(
-    updates: Mapping[str, ModuleUpdate], alpha_dtype: torch.dtype = torch.float32
+    updates: Mapping[str, ModuleUpdate],
+    written: Mapping[str, ModuleUpdate],
+    has_alphas: bool,
+    alpha_dtype: torch.dtype = torch.float32,
 ) -> dict[str, str]:
-    """Build the metadata that ``unfold_alphas`` and ``read_alpha_dtype`` need."""
+    """Build the metadata that ``unfold_alphas`` and ``read_alpha_dtype`` need.
+
+    ``written`` are the updates with the alphas of the file, ``has_alphas`` tells whether these are stored in it.
+    """
     metadata = {}
-    if alpha_dtype != torch.float32:
+    if alpha_dtype != torch.float32 and not has_alphas:
         metadata[ALPHA_DTYPE_KEY] = _format_dtype(alpha_dtype)
-    if any(update.scale != 1 and _find_scaled_tensor(update) is not None for update in updates.values()):
+    if any(update.alpha != written[module].alpha for module, update in updates.items() if _find_scaled_tensor(update)):
         default, _ = Counter(update.alpha for update in updates.values()).most_common(1)[0]
         others = {module: update.alpha for module, update in updates.items() if update.alpha != default}
         metadata[ALPHAS_KEY] = json.dumps({"*": default, **others})
@@ -102,7 +108,7 @@ def _unfold_alpha(update: ModuleUpdate, alpha: float | None, narrow_dtype: torch
         return update
     tensor = update.tensors[name]
     dtype = narrow_dtype if tensor.dtype == torch.float32 else tensor.dtype
-    return ModuleUpdate({**update.tensors, name: _unscale_tensor(tensor, alpha / update.rank, dtype)}, alpha)
+    return ModuleUpdate({**update.tensors, name: _unscale_tensor(tensor, alpha / update.alpha, dtype)}, alpha)
 
 
 def _find_scaled_tensor(update: ModuleUpdate) -> str | None:

@@ -4,7 +4,7 @@ The keys of a state dict are ``<component>.<module>.lora_A.weight``.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,13 +14,14 @@ from torch import Tensor
 from ..config.validate_adapter import validate_save_format
 from ..errors import UserError
 from .alpha import build_alpha_metadata, fold_alpha, read_alpha_dtype, unfold_alphas
-from .fused_layers import FusionError, fuse_updates, needs_scale_shift_swap, split_update
+from .fused_layers import FusionError, fuse_updates, split_update, swap_magnitude
 from .key_names import ComponentKeys, build_kohya_name, find_wrapper_names
-from .original_layouts import ModuleGroup
+from .original_layouts import ModuleGroup, OriginalModule
 from .state_dict import (
     ALPHA,
     COMFY_SUFFIXES,
     DIFFUSERS_SUFFIXES,
+    DORA_SCALE,
     DOWN,
     KOHYA_SUFFIXES,
     MAGNITUDE,
@@ -34,7 +35,6 @@ from .state_dict import (
 
 FileFormat = Literal["kohya", "diffusers", "comfy"]
 Tensors = Mapping[str, Tensor]
-_COMFY_TRANSFORMER_PREFIX = "lora_transformer"
 _LEGACY_ATTENTION_KEY = re.compile(r"\.to_(q|k|v|out)_lora\.")
 
 
@@ -50,24 +50,18 @@ class AdapterFileContents:
     """Dtype of the alphas in the file."""
 
 
-def choose_file_format(adapter_types: Iterable[str], family_format: FileFormat) -> FileFormat:
-    """The format that most programs load; ``family_format`` is the one for LoRA."""
-    types = set(adapter_types)
-    if types & {"oft", "boft"}:
-        return "diffusers"
-    return family_format if types <= {"lora"} else "comfy"
-
-
 def convert_to_file_format(
     state_dict: Tensors,
     alphas: Mapping[str, float],
     components: Sequence[ComponentKeys],
     file_format: FileFormat,
     alpha_dtype: torch.dtype = torch.float32,
+    equal_alphas: bool = False,
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors of a file, contiguous and on the CPU, and the metadata that is needed to read them back.
 
     Files of sd-scripts and ComfyUI contain alphas; in diffusers files they are folded into the update.
+    ``equal_alphas`` writes one alpha for all modules, by folding the rest.
     """
     if wrapped := find_wrapper_names(state_dict):
         raise ValueError(f"{len(wrapped)} keys contain names of wrappers, for example {wrapped[0]}")
@@ -77,10 +71,18 @@ def convert_to_file_format(
     prefixes = tuple(f"{component.name}." for component in components)
     if unknown := [module for module in updates if not module.startswith(prefixes)]:
         raise ValueError(f"{unknown[0]} is in no component of the pipeline")
+    if file_format == "comfy" and any(component.name == "unet" for component in components):
+        file_format = "kohya"  # the same for U-Nets
+    alpha = max((update.alpha for update in updates.values()), default=1.0) if equal_alphas else None
+    encoders = tuple(f"{component.name}." for component in components if component.is_text_encoder)
+    written = {
+        module: _set_file_alpha(update, file_format, alpha, module.startswith(encoders))
+        for module, update in updates.items()
+    }
     tensors: dict[str, Tensor] = {}
     for component, prefix in zip(components, prefixes, strict=True):
-        own = {module.removeprefix(prefix): update for module, update in updates.items() if module.startswith(prefix)}
-        for name, tensor in _format_component(own, component, file_format):
+        own = {module.removeprefix(prefix): update for module, update in written.items() if module.startswith(prefix)}
+        for name, tensor in _FORMATTERS[file_format](own, component):
             if name in tensors:
                 raise ValueError(f"duplicate key {name} in the file")
             tensors[name] = tensor.to(alpha_dtype) if name.endswith(f".{ALPHA}") else tensor.contiguous()
@@ -90,46 +92,21 @@ def convert_to_file_format(
         if tensor.data_ptr() in pointers:
             tensors[name] = tensor.clone()
         pointers.add(tensor.data_ptr())
-    return tensors, build_alpha_metadata(updates, alpha_dtype) if file_format == "diffusers" else {}
+    return tensors, build_alpha_metadata(updates, written, file_format != "diffusers", alpha_dtype)
 
 
-def _format_component(
-    updates: Mapping[str, ModuleUpdate], component: ComponentKeys, file_format: FileFormat
-) -> Iterator[tuple[str, Tensor]]:
-    if file_format == "diffusers":
-        names = component.get_key_map(component.key_style if component.is_text_encoder else "diffusers").renames
-        for module, update in updates.items():
-            name = f"{component.name}.{names.get(module, module)}"
-            yield from iter_named_tensors(name, fold_alpha(update), DIFFUSERS_SUFFIXES)
-        for group in _find_swapped_groups(updates, component):
-            module = str(group.modules[0])
-            swapped = fold_alpha(fuse_updates([updates[module]], group.original))
-            yield from iter_named_tensors(build_kohya_name(module, _COMFY_TRANSFORMER_PREFIX), swapped, KOHYA_SUFFIXES)
-    elif file_format == "comfy" and not component.is_text_encoder and component.name != "unet":
-        swapped_modules = {str(group.modules[0]) for group in _find_swapped_groups(updates, component)}
-        for module, update in updates.items():
-            if module not in swapped_modules:
-                yield from _format_with_alpha(f"{component.name}.{module}", update, COMFY_SUFFIXES)
-        yield from _format_kohya(
-            {module: updates[module] for module in updates if module in swapped_modules}, component
-        )
-    else:
-        yield from _format_kohya(updates, component)
+def _set_file_alpha(
+    update: ModuleUpdate, file_format: FileFormat, alpha: float | None, is_text_encoder: bool
+) -> ModuleUpdate:
+    """The update with the alpha that it has in the file.
 
-
-def _find_swapped_groups(updates: Mapping[str, ModuleUpdate], component: ComponentKeys) -> list[ModuleGroup]:
-    """Modules whose shift and scale are in another order than in the original model.
-
-    ComfyUI ignores this when it maps diffusers keys.  So its files have these modules by their original key; files for
-    diffusers repeat them under a key that diffusers skips and that ComfyUI reads last.
+    LoHa and LoKr get alpha = rank in every format: LyCORIS 4.1.3 applies alpha / rank twice when it merges them, and
+    diffusers 0.42.1 reads no alpha of LoKr.
     """
-    key_map = component.get_key_map()
-    groups = key_map.group_modules(updates) if key_map.layout else []
-    return [
-        group
-        for group in groups
-        if group.original.swaps_scale_shift and needs_scale_shift_swap(updates[str(group.modules[0])], group.original)
-    ]
+    without_alpha = file_format == "diffusers" or (file_format == "comfy" and is_text_encoder)
+    if without_alpha or update.adapter_type in ("loha", "lokr"):
+        return fold_alpha(update)
+    return update if alpha is None else fold_alpha(update, alpha)
 
 
 def _format_kohya(updates: Mapping[str, ModuleUpdate], component: ComponentKeys) -> Iterator[tuple[str, Tensor]]:
@@ -139,17 +116,92 @@ def _format_kohya(updates: Mapping[str, ModuleUpdate], component: ComponentKeys)
             fused = fuse_updates(parts, group.original)
         except FusionError as error:
             raise UserError(f"{component.name}.{group.name}: {error}; use save_format comfy") from None
-        yield from _format_with_alpha(build_kohya_name(group.name, component.key_prefix), fused, KOHYA_SUFFIXES)
+        name = build_kohya_name(group.name, component.key_prefix)
+        yield from iter_named_tensors(name, _reshape_dora_scale(fused), KOHYA_SUFFIXES)
+        yield f"{name}.{ALPHA}", torch.tensor(float(fused.alpha))
 
 
-def _format_with_alpha(name: str, update: ModuleUpdate, suffixes: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    if update.adapter_type == "lokr" and update.rank == 1 and update.scale != 1:
-        update = fold_alpha(update)  # loaders ignore the alpha of a LoKr of two full matrices
-    if update.adapter_type == "dora":
-        magnitude = update.tensors[MAGNITUDE].reshape(-1, *[1] * (update.tensors[DOWN].dim() - 1))
-        update = ModuleUpdate({**update.tensors, MAGNITUDE: magnitude}, update.alpha)
-    yield from iter_named_tensors(name, update, suffixes)
-    yield f"{name}.{ALPHA}", torch.tensor(float(update.alpha))
+def _format_diffusers(updates: Mapping[str, ModuleUpdate], component: ComponentKeys) -> Iterator[tuple[str, Tensor]]:
+    """Transformers have each DoRA magnitude twice: diffusers skips ``dora_scale``, and ComfyUI reads nothing else."""
+    suffixes = PEFT_SUFFIXES if component.is_text_encoder else DIFFUSERS_SUFFIXES
+    for group, update in _iter_modules(updates, component):
+        name = _build_diffusers_name(group, component)
+        yield from iter_named_tensors(name, update, suffixes)
+        if update.adapter_type == "dora" and component.name != "unet":
+            scale = _reshape_dora_scale(swap_magnitude(update, group.original)).tensors[MAGNITUDE]
+            yield f"{name}.{DORA_SCALE}", scale
+
+
+def _format_comfy(updates: Mapping[str, ModuleUpdate], component: ComponentKeys) -> Iterator[tuple[str, Tensor]]:
+    """Diffusers' names, as ComfyUI reads them; alphas only where no program stumbles over them."""
+    for group, update in _iter_modules(updates, component):
+        name, is_lycoris = _build_diffusers_name(group, component), update.adapter_type in ("loha", "lokr")
+        if component.is_text_encoder and is_lycoris:
+            name = build_kohya_name(group.name, component.key_prefix)
+        elif component.key_style == "diffusers":
+            name = f"diffusion_model.{group.name}"  # where diffusers applies alphas
+        written = _reshape_dora_scale(swap_magnitude(update, group.original))
+        yield from iter_named_tensors(name, written, COMFY_SUFFIXES)
+        if component.is_text_encoder == is_lycoris:
+            yield f"{name}.{ALPHA}", torch.tensor(float(update.alpha))
+
+
+def _iter_modules(
+    updates: Mapping[str, ModuleUpdate], component: ComponentKeys
+) -> Iterator[tuple[ModuleGroup, ModuleUpdate]]:
+    """Each module alone, with its name in files and the original module that it is, or is a part of."""
+    key_map = component.get_key_map()
+    for module, update in updates.items():
+        (group,) = key_map.group_modules([module])
+        if key_map.layout:
+            group = ModuleGroup(module, (module,), group.original)
+        yield group, update
+
+
+def _build_diffusers_name(group: ModuleGroup, component: ComponentKeys) -> str:
+    """The name of a module in diffusers' files, which have none for T5: there it is the one that ComfyUI reads."""
+    if component.key_style == "t5":
+        return build_kohya_name(group.name, component.key_prefix)
+    return f"{component.name}.{group.name if component.is_text_encoder else group.modules[0]}"
+
+
+def _reshape_dora_scale(update: ModuleUpdate) -> ModuleUpdate:
+    """The magnitude of a DoRA as one column."""
+    if update.adapter_type != "dora":
+        return update
+    magnitude = update.tensors[MAGNITUDE].reshape(-1, *[1] * (update.tensors[DOWN].dim() - 1))
+    return ModuleUpdate({**update.tensors, MAGNITUDE: magnitude}, update.alpha)
+
+
+_FORMATTERS: Mapping[FileFormat, Callable[[Mapping[str, ModuleUpdate], ComponentKeys], Iterator[tuple[str, Tensor]]]] = {
+    "kohya": _format_kohya,
+    "diffusers": _format_diffusers,
+    "comfy": _format_comfy,
+}
+
+
+def _get_diffusers_name(module: str, component: ComponentKeys) -> str:
+    """The name of a module in diffusers' files, which have none for T5: there it is the one that ComfyUI reads."""
+    if component.key_style == "t5":
+        return build_kohya_name(module, component.key_prefix)
+    if component.is_text_encoder:
+        module = component.get_key_map().renames.get(module, module)
+    return f"{component.name}.{module}"
+
+
+def find_original_module(module: str, component: ComponentKeys) -> OriginalModule:
+    """The module of the original model that a module is, or is a part of."""
+    if component.is_text_encoder or not component.get_key_map().layout:
+        return OriginalModule(module, (module,))
+    return component.get_key_map().group_modules([module])[0].original
+
+
+def _reshape_dora_scale(update: ModuleUpdate) -> ModuleUpdate:
+    """The magnitude of a DoRA as one column."""
+    if update.adapter_type != "dora":
+        return update
+    magnitude = update.tensors[MAGNITUDE].reshape(-1, *[1] * (update.tensors[DOWN].dim() - 1))
+    return ModuleUpdate({**update.tensors, MAGNITUDE: magnitude}, update.alpha)
 
 
 def convert_from_file_format(
@@ -158,15 +210,18 @@ def convert_from_file_format(
     """Read the tensors of a file in any of the formats, for a model with these components."""
     lookup = build_key_lookup(components)
     modules, unknown = _group_by_module(tensors, lookup)
-    for name in [name for name in modules if name.startswith(f"{_COMFY_TRANSFORMER_PREFIX}_")]:
+    for name in [name for name in modules if name.startswith("lora_transformer_")]:
         component, group = lookup[name]
-        if any(f"{component.name}.{module}" in modules for module in group.modules):  # repeated for ComfyUI
-            del modules[name]
+        if any(f"{component.name}.{module}" in modules for module in group.modules):
+            del modules[name]  # version 0.2 repeated a module of SD3 under this name
     updates: dict[str, ModuleUpdate] = {}
     for name, module_tensors in modules.items():
         component, group = lookup[name]
+        update = _build_update(name, module_tensors)
+        if f"{name}.{DORA_SCALE}" in tensors and group.modules == (group.name,) and not component.is_text_encoder:
+            update = _restore_magnitude(update, group.name, f"{name}.lora_magnitude_vector", tensors, component)
         try:
-            parts = split_update(_build_update(name, module_tensors), group.original)
+            parts = split_update(update, group.original)
         except FusionError as error:
             raise UserError(f"{name}: {error}") from None
         for module, part in zip(group.modules, parts, strict=True):
@@ -192,6 +247,16 @@ def convert_from_file_format(
     return AdapterFileContents(state_dict, alphas, detect_file_format(tensors), alpha_dtype)
 
 
+def _restore_magnitude(
+    update: ModuleUpdate, module: str, vector: str, tensors: Tensors, component: ComponentKeys
+) -> ModuleUpdate:
+    """Take a DoRA magnitude under a diffusers name from diffusers' tensor, or from ComfyUI's, in its order."""
+    if vector in tensors:
+        return ModuleUpdate({**update.tensors, MAGNITUDE: tensors[vector].flatten()}, update.alpha)
+    ((group, _),) = _iter_modules({module: update}, component)
+    return swap_magnitude(update, group.original)
+
+
 def build_key_lookup(components: Iterable[ComponentKeys]) -> dict[str, tuple[ComponentKeys, ModuleGroup]]:
     """All known names of modules in files -> the component and its modules."""
     lookup: dict[str, tuple[ComponentKeys, ModuleGroup]] = {}
@@ -203,10 +268,11 @@ def build_key_lookup(components: Iterable[ComponentKeys]) -> dict[str, tuple[Com
 
 def detect_file_format(keys: Iterable[str]) -> FileFormat:
     """The format of a file with these keys."""
-    modules = {parsed[0] for key in keys if (parsed := parse_tensor_key(upgrade_diffusers_key(key))) is not None}
-    if not any("." in module for module in modules):
+    names = [parsed for key in keys if (parsed := parse_tensor_key(upgrade_diffusers_key(key))) is not None]
+    if not any("." in module for module, _ in names):
         return "kohya"
-    return "comfy" if any(key.endswith(f".{ALPHA}") for key in keys) else "diffusers"
+    is_comfy = any(name == ALPHA or name.startswith(("hada_", "lokr_")) for _, name in names)
+    return "comfy" if is_comfy else "diffusers"
 
 
 def upgrade_diffusers_key(key: str) -> str:

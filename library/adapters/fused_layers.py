@@ -140,5 +140,13 @@ def _swap_scale_shift(update: ModuleUpdate) -> ModuleUpdate:
     return ModuleUpdate({**update.tensors, **swapped}, update.alpha)
 
 
+def swap_magnitude(update: ModuleUpdate, original: OriginalModule) -> ModuleUpdate:
+    """Bring the magnitude of a DoRA into the original order, as ComfyUI, which swaps the rest of an update itself."""
+    if update.adapter_type != "dora" or not needs_scale_shift_swap(update, original):
+        return update
+    swapped = torch.cat(update.tensors[MAGNITUDE].chunk(2)[::-1])
+    return ModuleUpdate({**update.tensors, MAGNITUDE: swapped}, update.alpha)
+
+
 def _split_rows(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return [tensor[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True)]

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from .. import __version__
 from ..adapters import lora, lora_file
-from ..adapters.formats import FileFormat, choose_file_format, convert_from_file_format, convert_to_file_format
+from ..adapters.client_support import choose_file_format
+from ..adapters.formats import FileFormat, convert_from_file_format, convert_to_file_format
 from ..adapters.lora import Adapter
 from ..adapters.lora_file import InvalidAdapterFileError, compare_file_with_model, read_safetensors
 from ..adapters.metadata import BaseModelMetadata, RunMetadata, add_model_hashes, build_metadata
@@ -214,12 +215,17 @@ def build_file_tensors(
     state_dict: Mapping[str, Tensor], adapter: Adapter, family: Family, pipe: Any, save_format: str
 ) -> tuple[dict[str, Tensor], dict[str, str], FileFormat]:
     """Return the tensors of a LoRA file, its metadata, and the format that ``save_format`` (perhaps auto) means."""
-    updates = group_updates(state_dict, adapter.alphas)
+    components = collect_component_keys(family, pipe)
     form: Any = save_format
     if save_format == "auto":
-        form = choose_file_format({update.adapter_type for update in updates.values()}, family.lora_format)
-    components = collect_component_keys(family, pipe)
-    return *convert_to_file_format(state_dict, adapter.alphas, components, form), form
+        form = choose_file_format(group_updates(state_dict, adapter.alphas), components, family.lora_format)
+    # diffusers 0.42.1 mixes up different alphas of a U-Net.
+    is_unet_lora = family.denoiser_name == "unet" and adapter.adapter_type == "lora"
+    equal_alphas = save_format == "auto" and is_unet_lora and len(set(adapter.alphas.values())) > 1
+    tensors, metadata = convert_to_file_format(
+        state_dict, adapter.alphas, components, form, equal_alphas=equal_alphas
+    )
+    return tensors, metadata, form
 
 
 def _get_common_value(values: Iterable[T]) -> T | str:

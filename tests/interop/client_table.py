@@ -61,7 +61,7 @@ def main() -> None:
         parser.add_argument(f"--{client}", help=f"the folder of {CLIENTS[client]}")
     parser.add_argument("--python", default=sys.executable, help="the Python that runs the programs")
     parser.add_argument("--formats", default="auto", help="the default file, or further values of save_format")
-    parser.add_argument("--families", default=",".join(client_cases.EVERY))
+    parser.add_argument("--families", default=",".join((*client_cases.EVERY, client_cases.WIDE_FLUX)))
     parser.add_argument("--kinds", help="kinds of adapters, separated by /")
     parser.add_argument("--json", help="also write the figures to this file")
     parser.add_argument("--keep", help="keep the cases in this folder")
@@ -118,7 +118,8 @@ def write_family(folder: Path, name: str) -> dict[str, dict[str, ClientLayout]]:
     """Write the base weights under the clients' names, and the facts of the model."""
     (folder / "files").mkdir(parents=True, exist_ok=True)
     (folder / "results").mkdir(exist_ok=True)
-    pipe, family = client_cases.load_tiny_pipeline(name), client_cases.FAMILIES.get(name)
+    pipe, name = client_cases.load_tiny_pipeline(name), client_cases.get_family_name(name)
+    family = client_cases.FAMILIES.get(name)
     parts = {"denoiser": getattr(pipe, family.denoiser_name)}
     parts |= {part: getattr(pipe, part) for part in family.text_lora_prefixes}
     layouts: dict[str, dict[str, ClientLayout]] = {}

@@ -91,7 +91,7 @@ class ClientCase:
     def read_weights(self, client: str) -> dict[str, dict[str, Tensor]]:
         """By part (``denoiser``, ``text_encoder``), under the client's names."""
         found: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in load_file(self.folder / f"{client}.safetensors").items():
+        for name, tensor in sorted(load_file(self.folder / f"{client}.safetensors").items()):
             part, _, key = name.partition("|")
             found.setdefault(part, {})[key] = tensor
         return found
@@ -111,6 +111,6 @@ class ClientCase:
 
 def read_cases(root: str) -> list[ClientCase]:
     return [
-        ClientCase(path.parent, path.parent.name, json.loads(path.read_text()))
+        ClientCase(path.parent, path.parent.name.partition(" ")[0], json.loads(path.read_text()))
         for path in sorted(Path(root).glob("*/facts.json"))
     ]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import SD3Transformer2DModel
+from diffusers import FluxTransformer2DModel, SD3Transformer2DModel
 from safetensors.torch import save_file
 from tiny_pipelines import TINY
 from torch import Tensor
@@ -20,6 +20,7 @@ from library.config import parse_config
 from library.models.families import FAMILIES
 from library.training.trainable import build_trainable_modules
 
+WIDE_FLUX = "flux (published width)"
 EVERY = ("sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image")
 WITH_TEXT = ("sd1", "sd2", "sdxl", "sd3", "flux")
 UNETS = ("sd1", "sd2", "sdxl")
@@ -40,8 +41,14 @@ KINDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 """Kind of adapter -> ``network_module`` and ``network_args``."""
 
 
+def get_family_name(name: str) -> str:
+    return name.partition(" ")[0]
+
+
 def list_kinds(name: str) -> list[str]:
     """The kinds that a family has."""
+    if name == WIDE_FLUX:
+        return ["LoRA"]
     only = {
         "LoRA, convolutions": UNETS,
         "LoRA, block_alphas": UNETS,
@@ -63,7 +70,7 @@ def build_config(name: str, kind: str, *flags: str) -> Any:
     words = ["--network_module", module, "--network_dim", "4"]
     words += [] if kind in ("OFT", "BOFT") else ["--network_alpha", "3"]
     words += ["--network_args", *arguments] if arguments else []
-    words += ["--no-network_train_unet_only"] if name in WITH_TEXT else []
+    words += ["--no-network_train_unet_only"] if get_family_name(name) in WITH_TEXT else []
     parsed = parse_config([*words, *flags])
     problems = [line for line in parsed.problems if "dataset_config" not in line]
     assert not problems, problems
@@ -87,12 +94,17 @@ class TrainedCase:
 
     @property
     def family(self) -> Any:
-        return FAMILIES.get(self.name)()
+        return FAMILIES.get(get_family_name(self.name))()
 
 
 @functools.cache
 def _load_tiny(name: str) -> Any:
-    tiny = TINY[name]()
+    tiny = TINY[get_family_name(name)]()
+    if name == WIDE_FLUX:  # diffusers splits the single blocks of kohya files at this width only
+        size = {"num_attention_heads": 24, "attention_head_dim": 128, "num_layers": 1, "num_single_layers": 1}
+        config = {**tiny.pipe.transformer.config, **size, "axes_dims_rope": (16, 56, 56)}
+        torch.manual_seed(0)
+        tiny.pipe.transformer = FluxTransformer2DModel.from_config(config).eval()
     if name == "sd3":  # ComfyUI assumes that an SD3 of n blocks has width 64 n
         config = tiny.pipe.transformer.config
         size = {
@@ -113,7 +125,7 @@ def load_tiny_pipeline(name: str) -> Any:
 @torch.no_grad()
 def build_trained_case(name: str, kind: str) -> TrainedCase:
     """An adapter as the settings make it, with random weights as if it was trained."""
-    pipe, family, config = load_tiny_pipeline(name), FAMILIES.get(name)(), build_config(name, kind)
+    pipe, family, config = load_tiny_pipeline(name), FAMILIES.get(get_family_name(name))(), build_config(name, kind)
     base = compute_outputs(name, pipe)
     model, adapter = build_trainable_modules(config, family, pipe)
     draw = torch.Generator().manual_seed(4)
@@ -141,7 +153,7 @@ def write_file(case: TrainedCase, path: Path, file_format: str = "auto") -> str:
 @torch.no_grad()
 def compute_outputs(name: str, pipe: Any) -> dict[str, Tensor]:
     """The prediction of the denoiser for one batch, and the hidden states of the text encoders."""
-    family, batch = FAMILIES.get(name)(), _load_tiny(name).batch
+    family, batch = FAMILIES.get(get_family_name(name))(), _load_tiny(name).batch
     denoiser = getattr(pipe, family.denoiser_name)
     found = {"denoiser": family.predict(pipe, denoiser, batch.latents, torch.tensor([300.0, 700.0]), batch)}
     for part in family.text_lora_prefixes:
