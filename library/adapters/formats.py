@@ -173,7 +173,9 @@ def _reshape_dora_scale(update: ModuleUpdate) -> ModuleUpdate:
     return ModuleUpdate({**update.tensors, MAGNITUDE: magnitude}, update.alpha)
 
 
-_FORMATTERS: Mapping[FileFormat, Callable[[Mapping[str, ModuleUpdate], ComponentKeys], Iterator[tuple[str, Tensor]]]] = {
+_FORMATTERS: Mapping[
+    FileFormat, Callable[[Mapping[str, ModuleUpdate], ComponentKeys], Iterator[tuple[str, Tensor]]]
+] = {
     "kohya": _format_kohya,
     "diffusers": _format_diffusers,
     "comfy": _format_comfy,

@@ -88,7 +88,9 @@ def measure(root: Path, arguments: Any, clients: Mapping[str, str]) -> list[dict
                 row = {"family": name, "adapter": kind}
                 path = root / name / "files" / f"{kind}-{form}.safetensors".replace(" ", "_")
                 try:
-                    row["format"] = client_cases.write_file(case, path, form)
+                    file = client_cases.write_file(case, path, form)
+                    row["format"] = file.file_format
+                    row["losses"] = dict(file.client_losses)  # type: ignore[assignment]
                 except UserError as error:
                     rows.append({**row, "format": form, "diffusers": f"not written: {error}"})
                     continue
@@ -134,9 +136,7 @@ def write_family(folder: Path, name: str) -> dict[str, dict[str, ClientLayout]]:
         }
         save_file(weights, folder / f"{client}.safetensors")
     encoders = dict(zip(list(parts)[1:], COMFYUI_TEXT_ENCODERS.get(name, ()), strict=True))
-    classes = {
-        part: find_class_names(name, part, model, layouts["sd_scripts"][part]) for part, model in parts.items()
-    }
+    classes = {part: find_class_names(name, part, model, layouts["sd_scripts"][part]) for part, model in parts.items()}
     facts = {
         "comfyui_text_encoders": encoders,
         "comfyui_unet_config": detect_unet_config(name, pipe),
@@ -158,9 +158,7 @@ def select_writer(name: str, part: str, model: nn.Module, client: str) -> Callab
 def find_class_names(name: str, part: str, model: nn.Module, layout: ClientLayout) -> dict[str, str]:
     """The class names that sd-scripts looks for, by the names of its modules."""
     if part == "denoiser" and name in SD_SCRIPTS_BLOCKS:
-        return {
-            pattern.format(number): cls for pattern, cls in SD_SCRIPTS_BLOCKS[name].items() for number in range(50)
-        }
+        return {pattern.format(number): cls for pattern, cls in SD_SCRIPTS_BLOCKS[name].items() for number in range(50)}
     names = {module: module for module, _ in model.named_modules()}
     if part == "denoiser" and name == "sdxl":
         names = dict(map_to_ldm_names(names))

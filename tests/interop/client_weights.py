@@ -100,7 +100,9 @@ class ClientCase:
         return sorted((self.folder / "files").glob("*.safetensors"))
 
     def write_result(self, client: str, file: Path, parts: Mapping[str, Mapping[str, Tensor]], unread: int) -> None:
-        merged = {f"{part}|{key}": each.contiguous() for part, each_part in parts.items() for key, each in each_part.items()}
+        merged = {
+            f"{part}|{key}": each.contiguous() for part, each_part in parts.items() for key, each in each_part.items()
+        }
         save_file(merged, self.folder / "results" / f"{client}-{file.name}")
         (self.folder / "results" / f"{client}-{file.name}.json").write_text(json.dumps({"unread": unread}))
 

@@ -23,9 +23,7 @@ def main(folder: str, root: str) -> None:
 
 
 @torch.no_grad()
-def merge_file(
-    case: ClientCase, tensors: dict[str, torch.Tensor]
-) -> tuple[dict[str, dict[str, torch.Tensor]], int]:
+def merge_file(case: ClientCase, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, dict[str, torch.Tensor]], int]:
     from lycoris.kohya import create_network_from_weights
 
     weights = case.read_weights("sd_scripts")

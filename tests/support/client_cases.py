@@ -18,6 +18,7 @@ from library.adapters.lora_file import ZERO_INIT_TENSORS
 from library.adapters.state_dict import MAGNITUDE, parse_tensor_key
 from library.config import parse_config
 from library.models.families import FAMILIES
+from library.training.export import AdapterFile, build_adapter_file
 from library.training.trainable import build_trainable_modules
 
 WIDE_FLUX = "flux (published width)"
@@ -54,6 +55,7 @@ def list_kinds(name: str) -> list[str]:
         "LoRA, block_alphas": UNETS,
         "LoRA, outer layers": ("sd3", "flux"),
         "LoRA, T5": ("sd3", "flux"),
+        "BOFT": ("sd1", "sd2", "sdxl", "sd3", "flux"),  # needs a common divisor of all layers
     }
     return [kind for kind in KINDS if name in only.get(kind, EVERY)]
 
@@ -141,13 +143,11 @@ def build_trained_case(name: str, kind: str) -> TrainedCase:
     return TrainedCase(name, kind, config, pipe, lora.get_adapter_state_dict(model), adapter, base, expected)
 
 
-def write_file(case: TrainedCase, path: Path, file_format: str = "auto") -> str:
-    """Write the adapter as a run does; return the format."""
-    from library.training.export import build_file_tensors
-
-    tensors, metadata, file_format = build_file_tensors(case.state, case.adapter, case.family, case.pipe, file_format)
-    save_file(tensors, path, metadata or None)
-    return file_format
+def write_file(case: TrainedCase, path: Path, file_format: str = "auto") -> AdapterFile:
+    """Write the adapter as a run does."""
+    file = build_adapter_file(case.state, case.adapter, case.family, case.pipe, file_format)
+    save_file(file.tensors, path, dict(file.metadata) or None)
+    return file
 
 
 @torch.no_grad()
