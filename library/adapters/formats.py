@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..config.validate_adapter import validate_save_format
 from ..errors import UserError
-from .alpha import build_alpha_metadata, fold_alpha, read_alpha_dtype, unfold_alphas
-from .fused_layers import FusionError, fuse_updates, split_update, swap_magnitude
+from .alpha_folding import build_alpha_metadata, fold_alpha, read_alpha_dtype, unfold_alphas
+from .fused_layers import FusionError, fuse_adapters, split_adapter, swap_magnitude
 from .key_names import ComponentKeys, build_kohya_name, find_wrapper_names
 from .original_layouts import ModuleGroup, OriginalModule
 from .state_dict import (
@@ -27,8 +27,8 @@ from .state_dict import (
     MAGNITUDE,
     PEFT_SUFFIXES,
     UP,
-    ModuleUpdate,
-    group_updates,
+    ModuleAdapter,
+    group_by_module,
     iter_named_tensors,
     parse_tensor_key,
 )
@@ -60,28 +60,28 @@ def convert_to_file_format(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors of a file, contiguous and on the CPU, and the metadata that is needed to read them back.
 
-    Files of sd-scripts and ComfyUI contain alphas; in diffusers files they are folded into the update.
+    Files of sd-scripts and ComfyUI contain alphas; in diffusers files they are folded into the adapter.
     ``equal_alphas`` writes one alpha for all modules, by folding the rest.
     """
     if wrapped := find_wrapper_names(state_dict):
         raise ValueError(f"{len(wrapped)} keys contain names of wrappers, for example {wrapped[0]}")
-    updates = group_updates({key: tensor.detach().cpu() for key, tensor in state_dict.items()}, alphas)
-    if problems := validate_save_format((update.adapter_type for update in updates.values()), file_format):
+    adapters = group_by_module({key: tensor.detach().cpu() for key, tensor in state_dict.items()}, alphas)
+    if problems := validate_save_format((adapter.adapter_type for adapter in adapters.values()), file_format):
         raise UserError("; ".join(problems))
     prefixes = tuple(f"{component.name}." for component in components)
-    if unknown := [module for module in updates if not module.startswith(prefixes)]:
+    if unknown := [module for module in adapters if not module.startswith(prefixes)]:
         raise ValueError(f"{unknown[0]} is in no component of the pipeline")
     if file_format == "comfy" and any(component.name == "unet" for component in components):
         file_format = "kohya"  # the same for U-Nets
-    alpha = max((update.alpha for update in updates.values()), default=1.0) if equal_alphas else None
+    alpha = max((adapter.alpha for adapter in adapters.values()), default=1.0) if equal_alphas else None
     encoders = tuple(f"{component.name}." for component in components if component.is_text_encoder)
     written = {
-        module: _set_file_alpha(update, file_format, alpha, module.startswith(encoders))
-        for module, update in updates.items()
+        module: _set_file_alpha(adapter, file_format, alpha, module.startswith(encoders))
+        for module, adapter in adapters.items()
     }
     tensors: dict[str, Tensor] = {}
     for component, prefix in zip(components, prefixes, strict=True):
-        own = {module.removeprefix(prefix): update for module, update in written.items() if module.startswith(prefix)}
+        own = {module.removeprefix(prefix): adapter for module, adapter in written.items() if module.startswith(prefix)}
         for name, tensor in _FORMATTERS[file_format](own, component):
             if name in tensors:
                 raise ValueError(f"duplicate key {name} in the file")
@@ -92,28 +92,28 @@ def convert_to_file_format(
         if tensor.data_ptr() in pointers:
             tensors[name] = tensor.clone()
         pointers.add(tensor.data_ptr())
-    return tensors, build_alpha_metadata(updates, written, file_format != "diffusers", alpha_dtype)
+    return tensors, build_alpha_metadata(adapters, written, file_format != "diffusers", alpha_dtype)
 
 
 def _set_file_alpha(
-    update: ModuleUpdate, file_format: FileFormat, alpha: float | None, is_text_encoder: bool
-) -> ModuleUpdate:
-    """The update with the alpha that it has in the file.
+    adapter: ModuleAdapter, file_format: FileFormat, alpha: float | None, is_text_encoder: bool
+) -> ModuleAdapter:
+    """The adapter with the alpha that it has in the file.
 
     LoHa and LoKr get alpha = rank in every format: LyCORIS 4.1.3 applies alpha / rank twice when it merges them, and
     diffusers 0.42.1 reads no alpha of LoKr.
     """
     without_alpha = file_format == "diffusers" or (file_format == "comfy" and is_text_encoder)
-    if without_alpha or update.adapter_type in ("loha", "lokr"):
-        return fold_alpha(update)
-    return update if alpha is None else fold_alpha(update, alpha)
+    if without_alpha or adapter.adapter_type in ("loha", "lokr"):
+        return fold_alpha(adapter)
+    return adapter if alpha is None else fold_alpha(adapter, alpha)
 
 
-def _format_kohya(updates: Mapping[str, ModuleUpdate], component: ComponentKeys) -> Iterator[tuple[str, Tensor]]:
-    for group in component.get_key_map().group_modules(updates):
-        parts = [None if module is None else updates[module] for module in group.modules]
+def _format_kohya(adapters: Mapping[str, ModuleAdapter], component: ComponentKeys) -> Iterator[tuple[str, Tensor]]:
+    for group in component.get_key_map().group_modules(adapters):
+        parts = [None if module is None else adapters[module] for module in group.modules]
         try:
-            fused = fuse_updates(parts, group.original)
+            fused = fuse_adapters(parts, group.original)
         except FusionError as error:
             raise UserError(f"{component.name}.{group.name}: {error}; use save_format comfy") from None
         name = build_kohya_name(group.name, component.key_prefix)
@@ -121,41 +121,41 @@ def _format_kohya(updates: Mapping[str, ModuleUpdate], component: ComponentKeys)
         yield f"{name}.{ALPHA}", torch.tensor(float(fused.alpha))
 
 
-def _format_diffusers(updates: Mapping[str, ModuleUpdate], component: ComponentKeys) -> Iterator[tuple[str, Tensor]]:
+def _format_diffusers(adapters: Mapping[str, ModuleAdapter], component: ComponentKeys) -> Iterator[tuple[str, Tensor]]:
     """Transformers have each DoRA magnitude twice: diffusers skips ``dora_scale``, and ComfyUI reads nothing else."""
     suffixes = PEFT_SUFFIXES if component.is_text_encoder else DIFFUSERS_SUFFIXES
-    for group, update in _iter_modules(updates, component):
+    for group, adapter in _iter_modules(adapters, component):
         name = _build_diffusers_name(group, component)
-        yield from iter_named_tensors(name, update, suffixes)
-        if update.adapter_type == "dora" and component.name != "unet":
-            scale = _reshape_dora_scale(swap_magnitude(update, group.original)).tensors[MAGNITUDE]
+        yield from iter_named_tensors(name, adapter, suffixes)
+        if adapter.adapter_type == "dora" and component.name != "unet":
+            scale = _reshape_dora_scale(swap_magnitude(adapter, group.original)).tensors[MAGNITUDE]
             yield f"{name}.{DORA_SCALE}", scale
 
 
-def _format_comfy(updates: Mapping[str, ModuleUpdate], component: ComponentKeys) -> Iterator[tuple[str, Tensor]]:
+def _format_comfy(adapters: Mapping[str, ModuleAdapter], component: ComponentKeys) -> Iterator[tuple[str, Tensor]]:
     """Diffusers' names, as ComfyUI reads them; alphas only where no program stumbles over them."""
-    for group, update in _iter_modules(updates, component):
-        name, is_lycoris = _build_diffusers_name(group, component), update.adapter_type in ("loha", "lokr")
+    for group, adapter in _iter_modules(adapters, component):
+        name, is_lycoris = _build_diffusers_name(group, component), adapter.adapter_type in ("loha", "lokr")
         if component.is_text_encoder and is_lycoris:
             name = build_kohya_name(group.name, component.key_prefix)
         elif component.key_style == "diffusers":
             name = f"diffusion_model.{group.name}"  # where diffusers applies alphas
-        written = _reshape_dora_scale(swap_magnitude(update, group.original))
+        written = _reshape_dora_scale(swap_magnitude(adapter, group.original))
         yield from iter_named_tensors(name, written, COMFY_SUFFIXES)
         if component.is_text_encoder == is_lycoris:
-            yield f"{name}.{ALPHA}", torch.tensor(float(update.alpha))
+            yield f"{name}.{ALPHA}", torch.tensor(float(adapter.alpha))
 
 
 def _iter_modules(
-    updates: Mapping[str, ModuleUpdate], component: ComponentKeys
-) -> Iterator[tuple[ModuleGroup, ModuleUpdate]]:
+    adapters: Mapping[str, ModuleAdapter], component: ComponentKeys
+) -> Iterator[tuple[ModuleGroup, ModuleAdapter]]:
     """Each module alone, with its name in files and the original module that it is, or is a part of."""
     key_map = component.get_key_map()
-    for module, update in updates.items():
+    for module, adapter in adapters.items():
         (group,) = key_map.group_modules([module])
         if key_map.layout:
             group = ModuleGroup(module, (module,), group.original)
-        yield group, update
+        yield group, adapter
 
 
 def _build_diffusers_name(group: ModuleGroup, component: ComponentKeys) -> str:
@@ -165,16 +165,16 @@ def _build_diffusers_name(group: ModuleGroup, component: ComponentKeys) -> str:
     return f"{component.name}.{group.name if component.is_text_encoder else group.modules[0]}"
 
 
-def _reshape_dora_scale(update: ModuleUpdate) -> ModuleUpdate:
+def _reshape_dora_scale(adapter: ModuleAdapter) -> ModuleAdapter:
     """The magnitude of a DoRA as one column."""
-    if update.adapter_type != "dora":
-        return update
-    magnitude = update.tensors[MAGNITUDE].reshape(-1, *[1] * (update.tensors[DOWN].dim() - 1))
-    return ModuleUpdate({**update.tensors, MAGNITUDE: magnitude}, update.alpha)
+    if adapter.adapter_type != "dora":
+        return adapter
+    magnitude = adapter.tensors[MAGNITUDE].reshape(-1, *[1] * (adapter.tensors[DOWN].dim() - 1))
+    return ModuleAdapter({**adapter.tensors, MAGNITUDE: magnitude}, adapter.alpha)
 
 
 _FORMATTERS: Mapping[
-    FileFormat, Callable[[Mapping[str, ModuleUpdate], ComponentKeys], Iterator[tuple[str, Tensor]]]
+    FileFormat, Callable[[Mapping[str, ModuleAdapter], ComponentKeys], Iterator[tuple[str, Tensor]]]
 ] = {
     "kohya": _format_kohya,
     "diffusers": _format_diffusers,
@@ -198,14 +198,6 @@ def find_original_module(module: str, component: ComponentKeys) -> OriginalModul
     return component.get_key_map().group_modules([module])[0].original
 
 
-def _reshape_dora_scale(update: ModuleUpdate) -> ModuleUpdate:
-    """The magnitude of a DoRA as one column."""
-    if update.adapter_type != "dora":
-        return update
-    magnitude = update.tensors[MAGNITUDE].reshape(-1, *[1] * (update.tensors[DOWN].dim() - 1))
-    return ModuleUpdate({**update.tensors, MAGNITUDE: magnitude}, update.alpha)
-
-
 def convert_from_file_format(
     tensors: Tensors, metadata: Mapping[str, str], components: Sequence[ComponentKeys]
 ) -> AdapterFileContents:
@@ -216,14 +208,14 @@ def convert_from_file_format(
         component, group = lookup[name]
         if any(f"{component.name}.{module}" in modules for module in group.modules):
             del modules[name]  # version 0.2 repeated a module of SD3 under this name
-    updates: dict[str, ModuleUpdate] = {}
+    adapters: dict[str, ModuleAdapter] = {}
     for name, module_tensors in modules.items():
         component, group = lookup[name]
-        update = _build_update(name, module_tensors)
+        adapter = _build_module_adapter(name, module_tensors)
         if f"{name}.{DORA_SCALE}" in tensors and group.modules == (group.name,) and not component.is_text_encoder:
-            update = _restore_magnitude(update, group.name, f"{name}.lora_magnitude_vector", tensors, component)
+            adapter = _restore_magnitude(adapter, group.name, f"{name}.lora_magnitude_vector", tensors, component)
         try:
-            parts = split_update(update, group.original)
+            parts = split_adapter(adapter, group.original)
         except FusionError as error:
             raise UserError(f"{name}: {error}") from None
         for module, part in zip(group.modules, parts, strict=True):
@@ -231,32 +223,32 @@ def convert_from_file_format(
                 continue
             if module is None:
                 unknown.append(name)
-            elif f"{component.name}.{module}" in updates:
+            elif f"{component.name}.{module}" in adapters:
                 raise UserError(f"{name}: the file contains {component.name}.{module} twice")
             else:
-                updates[f"{component.name}.{module}"] = part
+                adapters[f"{component.name}.{module}"] = part
     if unknown:
         raise UserError(f"{len(unknown)} of {len(tensors)} keys do not belong to this model, for example {unknown[0]}")
-    updates = unfold_alphas(updates, metadata)
+    adapters = unfold_alphas(adapters, metadata)
     state_dict = {
         key: tensor
-        for module, update in updates.items()
-        for key, tensor in iter_named_tensors(module, update, PEFT_SUFFIXES)
+        for module, adapter in adapters.items()
+        for key, tensor in iter_named_tensors(module, adapter, PEFT_SUFFIXES)
     }
-    alphas = {module: update.alpha for module, update in updates.items()}
+    alphas = {module: adapter.alpha for module, adapter in adapters.items()}
     dtypes = {tensor.dtype for key, tensor in tensors.items() if key.endswith(f".{ALPHA}")}
     alpha_dtype = dtypes.pop() if len(dtypes) == 1 else read_alpha_dtype(metadata)
     return AdapterFileContents(state_dict, alphas, detect_file_format(tensors), alpha_dtype)
 
 
 def _restore_magnitude(
-    update: ModuleUpdate, module: str, vector: str, tensors: Tensors, component: ComponentKeys
-) -> ModuleUpdate:
+    adapter: ModuleAdapter, module: str, vector: str, tensors: Tensors, component: ComponentKeys
+) -> ModuleAdapter:
     """Take a DoRA magnitude under a diffusers name from diffusers' tensor, or from ComfyUI's, in its order."""
     if vector in tensors:
-        return ModuleUpdate({**update.tensors, MAGNITUDE: tensors[vector].flatten()}, update.alpha)
-    ((group, _),) = _iter_modules({module: update}, component)
-    return swap_magnitude(update, group.original)
+        return ModuleAdapter({**adapter.tensors, MAGNITUDE: tensors[vector].flatten()}, adapter.alpha)
+    ((group, _),) = _iter_modules({module: adapter}, component)
+    return swap_magnitude(adapter, group.original)
 
 
 def build_key_lookup(components: Iterable[ComponentKeys]) -> dict[str, tuple[ComponentKeys, ModuleGroup]]:
@@ -303,18 +295,18 @@ def _group_by_module(
     return modules, unknown
 
 
-def _build_update(name: str, module_tensors: Tensors) -> ModuleUpdate:
+def _build_module_adapter(name: str, module_tensors: Tensors) -> ModuleAdapter:
     tensors = {key: tensor for key, tensor in module_tensors.items() if key != ALPHA}
-    update = ModuleUpdate(tensors, 0)
-    if update.adapter_type in ("lora", "dora"):
+    adapter = ModuleAdapter(tensors, 0)
+    if adapter.adapter_type in ("lora", "dora"):
         if not {DOWN, UP} <= tensors.keys():
             raise UserError(f"{name}: one of lora_down and lora_up is missing")
-        if update.adapter_type == "dora":
+        if adapter.adapter_type == "dora":
             tensors[MAGNITUDE] = _reshape_magnitude(name, tensors)
-    alpha = float(module_tensors[ALPHA]) if ALPHA in module_tensors else float(update.rank)
-    if update.adapter_type == "lokr" and {"lokr_w1", "lokr_w2"} <= tensors.keys():
+    alpha = float(module_tensors[ALPHA]) if ALPHA in module_tensors else float(adapter.rank)
+    if adapter.adapter_type == "lokr" and {"lokr_w1", "lokr_w2"} <= tensors.keys():
         alpha = 1.0  # ignored by loaders
-    return ModuleUpdate(tensors, alpha)
+    return ModuleAdapter(tensors, alpha)
 
 
 def _reshape_magnitude(name: str, tensors: Tensors) -> Tensor:

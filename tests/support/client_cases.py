@@ -18,7 +18,7 @@ from library.adapters.lora_file import ZERO_INIT_TENSORS
 from library.adapters.state_dict import MAGNITUDE, parse_tensor_key
 from library.config import parse_config
 from library.models.families import FAMILIES
-from library.training.export import AdapterFile, build_adapter_file
+from library.training.save_adapter import AdapterFile, build_adapter_file
 from library.training.trainable import build_trainable_modules
 
 WIDE_FLUX = "flux (published width)"

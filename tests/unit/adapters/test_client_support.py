@@ -9,7 +9,7 @@ from diffusers import FluxPipeline
 from library.adapters.client_support import choose_file_format, list_client_losses
 from library.adapters.formats import convert_to_file_format
 from library.adapters.key_names import ComponentKeys
-from library.adapters.state_dict import group_updates
+from library.adapters.state_dict import group_by_module
 from library.errors import UserError
 
 QUICK_KINDS = ("LoRA", "LoRA, block_alphas", "LoRA, T5", "DoRA")
@@ -88,7 +88,7 @@ def build_flux_state(width):
 
 def test_flux_of_the_published_width_gets_sd_scripts_keys_which_diffusers_converts_to_the_same_layers():
     state, alphas, parts = build_flux_state(3072)
-    updates = group_updates(state, alphas)
+    updates = group_by_module(state, alphas)
     assert choose_file_format(updates, parts, "kohya") == "kohya"
     assert list_client_losses(updates, parts, "kohya") == {}
     converted = FluxPipeline.lora_state_dict(convert_to_file_format(state, alphas, parts, "kohya")[0])
@@ -102,9 +102,9 @@ def test_flux_of_the_published_width_gets_sd_scripts_keys_which_diffusers_conver
 
 def test_flux_files_that_diffusers_cannot_convert_get_diffusers_keys():
     state, alphas, parts = build_flux_state(64)
-    assert choose_file_format(group_updates(state, alphas), parts, "kohya") == "diffusers"
-    assert "width of 3072" in list_client_losses(group_updates(state, alphas), parts, "kohya")["diffusers"]
+    assert choose_file_format(group_by_module(state, alphas), parts, "kohya") == "diffusers"
+    assert "width of 3072" in list_client_losses(group_by_module(state, alphas), parts, "kohya")["diffusers"]
     state, alphas, parts = build_flux_state(3072)
     outer = "transformer.x_embedder"
     state |= {f"{outer}.lora_A.weight": torch.ones(2, 64), f"{outer}.lora_B.weight": torch.ones(3072, 2)}
-    assert choose_file_format(group_updates(state, {**alphas, outer: 1.5}), parts, "kohya") == "diffusers"
+    assert choose_file_format(group_by_module(state, {**alphas, outer: 1.5}), parts, "kohya") == "diffusers"

@@ -14,7 +14,7 @@ from tiny_denoiser import build_tiny_denoiser
 from library.adapters.formats import convert_from_file_format, convert_to_file_format
 from library.adapters.key_names import ComponentKeys
 from library.adapters.lora_file import read_safetensors
-from library.adapters.state_dict import group_updates
+from library.adapters.state_dict import group_by_module
 from library.adapters.targets import match_target_modules
 from library.cli import run_tool
 from library.config.validate_adapter import validate_save_format
@@ -139,7 +139,7 @@ def test_fused_attention_of_z_image_is_split():
         {},
         [part],
     )
-    parts = group_updates(found.state_dict, found.alphas)
+    parts = group_by_module(found.state_dict, found.alphas)
     moved = [parts[f"transformer.layers.0.attention.to_{end}"] for end in "qkv"]
     torch.testing.assert_close(torch.cat([each.tensors["up"] @ each.tensors["down"] for each in moved]), up @ down)
 
@@ -326,8 +326,8 @@ def test_equal_alphas_keep_the_update_and_are_restored_from_the_metadata():
     tensors, metadata = convert_to_file_format(state, alphas, parts, "kohya", equal_alphas=True)
     assert len({float(tensor) for key, tensor in tensors.items() if key.endswith(".alpha")}) == 1
     equal = convert_from_file_format(tensors, {}, parts)
-    for module, update in group_updates(state, alphas).items():
-        other = group_updates(equal.state_dict, equal.alphas)[module]
+    for module, update in group_by_module(state, alphas).items():
+        other = group_by_module(equal.state_dict, equal.alphas)[module]
         torch.testing.assert_close(other.scale * other.tensors["up"], update.scale * update.tensors["up"])
     back = convert_from_file_format(tensors, metadata, parts)
     assert back.alphas == alphas and set(back.state_dict) == set(state)

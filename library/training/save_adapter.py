@@ -22,7 +22,7 @@ from ..adapters.formats import FileFormat, convert_from_file_format, convert_to_
 from ..adapters.lora import Adapter
 from ..adapters.lora_file import InvalidAdapterFileError, compare_file_with_model, read_safetensors
 from ..adapters.metadata import BaseModelMetadata, RunMetadata, add_model_hashes, build_metadata
-from ..adapters.state_dict import group_updates
+from ..adapters.state_dict import group_by_module
 from ..atomic_files import compute_sha256
 from ..checkpoint.component_keys import collect_component_keys
 from ..checkpoint.hub_upload import HubUploader
@@ -34,7 +34,7 @@ from ..data.prepare import PreparedData
 from ..models.base import Family
 from ..models.sampling import use_eval_mode
 from ..optim.optimizers import use_eval_weights
-from ..randomness import derive_seed
+from ..randomness import Purpose, derive_seed
 from .state import TrainingRun, is_interval_reached
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class SaveAdapter:
 
     def _write_file(self, run: TrainingRun, path: Path, model: nn.Module) -> None:
         file = self._build_file(run, model)
-        metadata = self._build_metadata(run) | ({} if self.config.no_metadata else file.metadata)
+        metadata = self._build_metadata(run) | ({} if self.config.no_metadata else dict(file.metadata))
         metadata = add_model_hashes(file.tensors, metadata)
         # Only the first and the last file are compared with the model in memory; comparing all would take too long.
         is_compared = not self.saved_paths or run.state.step >= run.plan.steps
@@ -194,7 +194,7 @@ class SaveAdapter:
             num_epochs=run.plan.num_epochs,
             started_at=self.started_at,
             saved_at=time.time(),
-            session_id=derive_seed(run.config.train.seed, "session", int(self.started_at * 1000)) % 2**32,
+            session_id=derive_seed(run.config.train.seed, Purpose.SESSION_ID, int(self.started_at * 1000)) % 2**32,
             num_train_images=num_train_images,
             num_reg_images=num_reg_images,
             num_batches_per_epoch=get_planned_stages(run.plan.batch_plan)[-1].batch_plan.micro_batches_per_epoch,
@@ -224,12 +224,12 @@ def build_adapter_file(
     state_dict: Mapping[str, Tensor], adapter: Adapter, family: Family, pipe: Any, save_format: str
 ) -> AdapterFile:
     """Build the tensors of a LoRA file; with ``save_format`` auto, in the layout that most programs read."""
-    components, updates = collect_component_keys(family, pipe), group_updates(state_dict, adapter.alphas)
+    components, adapters = collect_component_keys(family, pipe), group_by_module(state_dict, adapter.alphas)
     is_auto = save_format == "auto"
-    form: Any = choose_file_format(updates, components, family.lora_format) if is_auto else save_format
-    equal_alphas = is_auto and needs_equal_alphas(updates, components, form)
+    form: Any = choose_file_format(adapters, components, family.lora_format) if is_auto else save_format
+    equal_alphas = is_auto and needs_equal_alphas(adapters, components, form)
     tensors, metadata = convert_to_file_format(state_dict, adapter.alphas, components, form, equal_alphas=equal_alphas)
-    return AdapterFile(tensors, metadata, form, list_client_losses(updates, components, form, equal_alphas))
+    return AdapterFile(tensors, metadata, form, list_client_losses(adapters, components, form, equal_alphas))
 
 
 def _get_common_value(values: Iterable[T]) -> T | str:
