@@ -321,8 +321,6 @@ def test_settings_of_how_and_where_may_change():
         (["--resume", "latest", "--auto_resume"], "cannot be combined with auto_resume"),
         (["--resume", "nowhere"], "no such folder"),
         (["--resume", ""], "no such folder: ''; give"),
-        (["--force_resume"], "no effect without resume or auto_resume"),
-        (["--save_last_n_steps_state", "3"], "set save_state"),
     ],
 )
 def test_options_that_do_not_fit_are_told(words, said):
