@@ -207,7 +207,7 @@ def convert_from_file_format(
     for name in [name for name in modules if name.startswith("lora_transformer_")]:
         component, group = lookup[name]
         if any(f"{component.name}.{module}" in modules for module in group.modules):
-            del modules[name]  # version 0.2 repeated a module of SD3 under this name
+            del modules[name]  # version 0.1 repeated a module of SD3 under this name
     adapters: dict[str, ModuleAdapter] = {}
     for name, module_tensors in modules.items():
         component, group = lookup[name]

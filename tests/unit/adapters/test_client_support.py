@@ -88,15 +88,16 @@ def build_flux_state(width):
 
 def test_flux_of_the_published_width_gets_sd_scripts_keys_which_diffusers_converts_to_the_same_layers():
     state, alphas, parts = build_flux_state(3072)
-    updates = group_by_module(state, alphas)
-    assert choose_file_format(updates, parts, "kohya") == "kohya"
-    assert list_client_losses(updates, parts, "kohya") == {}
+    adapters = group_by_module(state, alphas)
+    assert choose_file_format(adapters, parts, "kohya") == "kohya"
+    assert list_client_losses(adapters, parts, "kohya") == {}
     converted = FluxPipeline.lora_state_dict(convert_to_file_format(state, alphas, parts, "kohya")[0])
     assert {key.partition(".lora_")[0] for key in converted} == set(alphas)
-    for module, update in updates.items():
-        inputs = torch.randn(update.tensors["down"].shape[1], generator=torch.Generator().manual_seed(1))
-        expected = update.scale * update.tensors["up"] @ (update.tensors["down"] @ inputs)
-        found = converted[f"{module}.lora_B.weight"] @ (converted[f"{module}.lora_A.weight"] @ inputs)
+    for module, adapter in adapters.items():
+        inputs = torch.randn(adapter.tensors["down"].shape[1], generator=torch.Generator().manual_seed(1)).double()
+        expected = adapter.scale * adapter.tensors["up"].double() @ (adapter.tensors["down"].double() @ inputs)
+        down, up = (converted[f"{module}.lora_{end}.weight"].double() for end in "AB")
+        found = up @ (down @ inputs)
         assert (found - expected).abs().max() < 1e-5 * expected.abs().max(), module
 
 

@@ -274,7 +274,7 @@ def test_sd3_files_have_each_module_once(form):
     assert len([key for key in tensors if key.endswith("lora_B.weight")]) == len(alphas)
 
 
-def test_sd3_files_of_version_0_2_with_a_repeated_module_are_read():
+def test_sd3_files_of_version_0_1_with_a_repeated_module_are_read():
     state, alphas, parts = build_random_state("sd3", scale=1)
     tensors, metadata = convert_to_file_format(state, alphas, parts, "diffusers")
     swapped = torch.cat(tensors[f"{SD3_LAST}.lora_B.weight"].chunk(2)[::-1])
