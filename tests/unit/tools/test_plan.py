@@ -98,6 +98,26 @@ def test_resolve_only_prints_the_values_of_sd_scripts_without_any_folder(golden:
     assert json.loads(done.stdout) == {"datasets": [{"resolved": dataset} for dataset in expected["resolved"]]}
 
 
+def test_without_a_model_sizes_that_published_models_reject_are_named(dataset, tmp_path):
+    need = "is not a multiple of what these models need:"
+    check = "give --pretrained_model_name_or_path to check yours"
+    unets = "Stable Diffusion 1 (64), Stable Diffusion 2 (64), Stable Diffusion XL (32)"
+    assert (
+        run_plan_as_json(*dataset)["notes"][0]
+        == f"{tmp_path}/set.toml:4: bucket_reso_steps: 16 {need} {unets}; {check}"
+    )
+    text = (tmp_path / "set.toml").read_text()
+    steps_of_64 = text.replace("reso_steps = 16", "reso_steps = 64").replace("reso = 32", "reso = 64")
+    (tmp_path / "set.toml").write_text(steps_of_64)
+    assert not any(need in note for note in run_plan_as_json(*dataset)["notes"])
+    (tmp_path / "set.toml").write_text(text.replace("reso_steps = 16", "reso_steps = 8"))
+    _, _, messages = run_plan_in_process(*dataset)
+    assert "8 is not a multiple of 16, which the built-in demo model needs; set 16" in messages
+    (tmp_path / "set.toml").write_text(text)
+    _, _, messages = run_plan_in_process(*dataset, "--pretrained_model_name_or_path", "random:sd1")
+    assert "16 is not a multiple of 64, which this model needs; set 64" in messages
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("length", [["--max_train_epochs", "5"], ["--max_train_steps", "17"]])
 def test_the_steps_are_those_of_a_run_on_as_many_processes(dataset, ranks, length):
