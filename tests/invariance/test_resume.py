@@ -333,8 +333,6 @@ def test_changes_of_output_dir_and_memory_options_do_not_change_the_result():
         (["--resume", "latest", "--auto_resume"], "cannot be combined with auto_resume"),
         (["--resume", "nowhere"], "no such folder"),
         (["--resume", ""], "no such folder: ''; give"),
-        (["--force_resume"], "no effect without resume or auto_resume"),
-        (["--save_last_n_steps_state", "3"], "set save_state"),
     ],
 )
 def test_contradicting_resume_options_are_refused(flags, message):
