@@ -22,7 +22,7 @@ from ..models.detect import DetectedModel
 from ..models.families import FAMILIES
 from ..optim.preflight import validate_elementwise_optimizer, validate_optimizer
 from ..parallel.deepspeed import DeepSpeedStrategy
-from ..training.validate_model import validate_model_parallel, validate_quantize_offload
+from ..training.validate_model import load_denoiser_on_meta, validate_model_parallel, validate_quantize_offload
 
 SIZE_OPTIONS = {"pp_size": "PP", "tp_size": "TP", "cp_size": "CP"}
 LAYOUT_OPTIONS = (
@@ -110,7 +110,11 @@ class LayoutFinder:
 
     def _validate_model(self, config: RunConfig) -> Iterator[str]:
         family = FAMILIES.get(self.model.family)(config.model)
-        return iter(validate_model_parallel(config.parallel, config.optim.optimizer_type, family, self.model))
+        return validate_model_parallel(config.parallel, config.optim.optimizer_type, family, lambda: self._denoiser)
+
+    @cached_property
+    def _denoiser(self) -> Any:
+        return load_denoiser_on_meta(FAMILIES.get(self.model.family)(self.config.model), self.model)
 
     def _validate_layout(self, layout: ParallelLayout) -> Iterator[str]:
         for problem in validate_config(layout.config, self.explicit | set(layout.options)):

@@ -78,9 +78,11 @@ def run_doctor(argv: Sequence[str]) -> Generator[str, None, int]:
 
 def examine(command: Sequence[str]) -> "Iterator[Finding | ResolvedSetting]":
     """Check packages, which everything else needs; then the command, this machine and its devices."""
-    packages = check_packages()
-    yield from packages
-    if any(finding.is_error for finding in packages):
+    has_errors = False
+    for finding in check_packages():
+        has_errors |= finding.is_error
+        yield finding
+    if has_errors:
         yield Finding("all other checks", "skipped while packages are broken", needed=False)
         return
     if command:
@@ -135,19 +137,19 @@ def format_finding(finding: Finding) -> str:
     return f"{mark:<7} {finding.name}: {finding.value}{fix}"
 
 
-def check_packages() -> list[Finding]:
+def check_packages() -> Iterator[Finding]:
     """Check Python and each package: installed, new enough, importable."""
     is_supported = PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]
     version = f"{platform.python_version()} ({sys.executable})"
-    found = [Finding("python", version, is_supported, "use Python 3.10 to 3.13")]
+    yield Finding("python", version, is_supported, "use Python 3.10 to 3.13")
     broken = find_broken_modules([*NEEDED, *ANY_RELEASE])
-    found += [_check_package(name, oldest, broken.get(name)) for name, oldest in NEEDED.items()]
+    for name, oldest in NEEDED.items():
+        yield _check_package(name, oldest, broken.get(name))
     for module, package in ANY_RELEASE.items():
         if module in broken:
-            found.append(Finding(package, broken[module], False, f"pip install --force-reinstall {package}"))
+            yield Finding(package, broken[module], False, f"pip install --force-reinstall {package}")
     for name in OPTIONAL:
-        found.append(Finding(name, find_version(name) or "not installed (optional)", needed=False))
-    return found
+        yield Finding(name, find_version(name) or "not installed (optional)", needed=False)
 
 
 def check_disk(folder: Path) -> Finding:
@@ -193,9 +195,9 @@ def find_version(package: str) -> str | None:
 
 
 def find_broken_modules(modules: Sequence[str]) -> dict[str, str]:
-    """Import all in one child process, which is fast; where that crashes, each in its own."""
+    """Import all in a child of the process from which all checks are forked; where that crashes, each in its own."""
     try:
-        return dict(run_in_child(import_modules, *modules, timeout=180, preload=()))
+        return dict(run_in_child(import_modules, *modules, timeout=180))
     except CheckFailed:
         broken: dict[str, str] = {}
     for module in modules:
