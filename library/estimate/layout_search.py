@@ -112,7 +112,7 @@ class LayoutReport:
 
 def search_layouts(finder: LayoutFinder, batch: LargestBatch, devices: Devices) -> LayoutReport:
     """Estimate every layout that the settings allow; if none fits, suggest options that save memory."""
-    if problems := finder.validate():
+    if problems := finder.find_rejections():
         raise ConfigError(problems)
     layouts, reasons = finder.find_layouts()
     if not layouts:

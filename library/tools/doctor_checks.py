@@ -89,6 +89,23 @@ def run_check(check: Check) -> Finding:
     return Finding(check.name, f"{value} ({time.monotonic() - start:.0f} s)", needed=check.needed)
 
 
+def start_fork_server() -> None:
+    """Start the process that imports ``PRELOAD``, silently: what cannot be imported is a finding of its own."""
+    if sys.platform != "linux":
+        return
+    from multiprocessing import forkserver
+
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
+    stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(null)
+
+
 def run_in_child(
     function: Callable[..., Any], *arguments: str, timeout: float, preload: Sequence[str] = PRELOAD
 ) -> Any:
