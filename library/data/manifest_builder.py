@@ -15,7 +15,7 @@ from ..dataset.scan_cache import ScanRoots
 from ..dataset.schema import DatasetConfig
 from ..dataset.sources import list_all_images
 from ..dataset.stages import build_stages, expand_resolution_schedule
-from ..dataset.validate import find_unused_keys, validate_dataset_weights, validate_stages_not_empty
+from ..dataset.validate import find_unused_keys, validate_epoch_length, validate_stages_not_empty
 from ..errors import ConfigError, FileError
 from .buckets import BucketAssignment, build_bucket_assigner, merge_small_buckets
 from .manifest import Manifest, Sample
@@ -178,7 +178,7 @@ def assign_buckets(
         merged, bucket_notes = merge_small_buckets(stage_samples, alone, stage_datasets)
         factors = compute_weight_factors(stage_samples, stage_datasets)
         weighted, weight_notes = apply_dataset_weights(stage_samples, stage_datasets, factors)
-        problems += validate_dataset_weights(stage_datasets, factors, sum(sample.repeats for sample in weighted))
+        problems += validate_epoch_length(stage_datasets, factors, sum(sample.repeats for sample in weighted))
         prefix = "" if len(stages) == 1 else f"from step {stage.first_step}: "
         notes += [f"{prefix}{note}" for note in (*bucket_notes, *weight_notes)]
         latest |= {number: len(all_datasets) + index for index, number in enumerate(used)}

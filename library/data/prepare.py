@@ -152,7 +152,7 @@ def prepare_data(config: DataConfig, size_multiple: int, cache_dir: str | None =
 
     Scan results are cached in ``cache_dir``, by default next to the images.
     """
-    if config.dataset_config is None:
+    if config.dataset_option is None:
         raise ConfigError(["--dataset_config: missing; set the TOML file that lists the image folders"])
     parsed = load_dataset_config(config)
     problems = [*validate_dataset_config(config), *validate_resolution_multiple(parsed.datasets, size_multiple)]

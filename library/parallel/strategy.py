@@ -18,9 +18,9 @@ from ..distributed.communicator import Communicator
 from ..distributed.deepspeed_settings import DeepSpeedSettings
 from ..distributed.devices import has_device_memory
 from ..distributed.fsdp_settings import FSDPSettings
-from ..distributed.parallel_dims import ParallelDims
 from ..distributed.step_phases import OutOfMemory, record_phase
 from ..distributed.straggler import Straggler, StragglerMonitor, find_straggler
+from ..distributed.world import ParallelDims
 from .gradient_sync import all_reduce_loss, scale_loss
 from .parallel_plan import ParallelPlan
 

@@ -4,8 +4,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from ..config import parse_config
 from ..config.schema_data import CacheConfig
+from ..training.preflight import load_settings
 from .preflight import check_cache_arguments, check_cache_command
 
 USAGE = "usage: python -m library cache build|verify|repair|prune|info --dataset_config FILE [--option value ...]"
@@ -25,7 +25,7 @@ def run_cache(argv: Sequence[str]) -> tuple[str, int]:
         return _format_help(), 0
     command, *training_argv = argv
     check_cache_command(command, COMMANDS)
-    loaded = parse_config([word for word in training_argv if word != CONFIRM_FLAG])
+    loaded = load_settings([word for word in training_argv if word != CONFIRM_FLAG])
     config = replace(loaded.config, cache=_enable_disk_cache(loaded.config.cache))
     check_cache_arguments(command, CONFIRM_FLAG, replace(loaded, config=config), training_argv)
     is_confirmed = CONFIRM_FLAG in training_argv

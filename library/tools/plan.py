@@ -15,6 +15,7 @@ from ..config.types import MemorySize
 from ..dataset.dataset_config import collect_extra_keys, convert_to_sd_scripts, load_dataset_config
 from ..dataset.schema import DatasetConfig
 from ..log import configure_logging
+from ..training.preflight import load_settings
 from .preflight import check_plan_arguments
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def run_plan(argv: Sequence[str]) -> tuple[str, int]:
     if set(argv) & {"--help", "-h"}:
         return _format_help(), 0
     tool_argv, training_argv = _split_arguments(argv)
-    own, training = parse_config(tool_argv, _Arguments), parse_config(training_argv)
+    own, training = parse_config(tool_argv, _Arguments), load_settings(training_argv)
     options: PlanOptions = cast(Any, own.config).plan
     check_plan_arguments(options, own, training)
     if options.resolve_only:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..config.parser import ParsedConfig
 from ..config.schema_data import DataConfig
-from ..dataset.dataset_config import load_dataset_config
+from ..dataset.dataset_config import can_load_datasets, load_dataset_config
 from ..errors import ConfigError
 from ..registry import suggest_name
 from ..training.preflight import find_settings_problems
@@ -23,9 +23,8 @@ def check_plan_arguments(options: "PlanOptions", own: ParsedConfig, training: Pa
     data = training.config.data
     problems = [*own.problems, *validate_plan_options(options, frozenset(own.locations))]
     if options.resolve_only:
-        has_file = data.dataset_config is not None and Path(data.dataset_config).is_file()
-        problems += [*training.problems, *(load_dataset_config(data).problems if has_file else ())]
-        if not has_file and not problems:
+        problems += [*training.problems, *(load_dataset_config(data).problems if can_load_datasets(data) else ())]
+        if not can_load_datasets(data) and not problems:
             problems.append(f"--dataset_config: {data.dataset_config or 'missing'}: no such file")
     else:
         problems += find_settings_problems(training)
@@ -63,7 +62,7 @@ def validate_preview_path(path: Path, data: DataConfig) -> Iterator[str]:
         yield f"--preview: {path} is a folder; give a file name"
     if not path.absolute().parent.is_dir():
         yield f"--preview: {path.absolute().parent}: no such folder"
-    if data.dataset_config is None or not Path(data.dataset_config).is_file():
+    if not can_load_datasets(data):
         return
     folder = path.resolve().parent
     for subset in (subset for dataset in load_dataset_config(data).datasets for subset in dataset.subsets):

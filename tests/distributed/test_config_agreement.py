@@ -17,7 +17,7 @@ from library.config.options import flatten_config
 from library.distributed import config_agreement
 from library.distributed.config_agreement import RankReport, find_disagreements, format_rank_placement
 from library.distributed.process_group import KeyValueStore
-from library.distributed.rendezvous import compute_connect_timeout, join_process_group, set_torchrun_variables
+from library.distributed.rendezvous import compute_connect_timeout, join_process_group
 from library.distributed.world import World
 from library.errors import UserError
 
@@ -103,23 +103,6 @@ def test_a_hanging_test_all_reduce_is_aborted_with_suggestions_reported_once(dat
     said = "".join(text for _, text in ends)
     assert said.count("a test all-reduce did not finish within 1 s") == 1, said
     assert "GLOO_SOCKET_IFNAME" in said and "firewall" in said and "Traceback" not in said
-
-
-def test_mpi_variables_are_translated_to_torchrun_variables(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "")  # so that it is taken back afterwards
-        monkeypatch.delenv(name)
-    told = {
-        "OMPI_COMM_WORLD_SIZE": "4",
-        "OMPI_COMM_WORLD_RANK": "3",
-        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    }
-    set_torchrun_variables(World.from_environment(told))
-    found = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-    assert found == ["3", "4", "1", "2"]
-    set_torchrun_variables(World())
-    assert os.environ["LOCAL_RANK"] == "1"
 
 
 def test_the_connect_timeout_grows_with_the_world_size():

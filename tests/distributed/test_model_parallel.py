@@ -17,9 +17,8 @@ from safetensors.torch import load_file
 from training_runs import max_relative_difference, train
 
 from library.config import parse_config
-from library.distributed.parallel_dims import ParallelDims, build_parallel_dims
 from library.distributed.preflight import validate_parallel_dims
-from library.distributed.world import World
+from library.distributed.world import ParallelDims, World, build_parallel_dims
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
@@ -236,7 +235,6 @@ def test_a_model_that_cannot_be_sharded_is_refused_before_it_is_loaded(model, fl
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--pp_schedule", "gpipe"), "--pp_schedule: no effect without pp_size above 1"),
         (
             ("--tp_size", "2", "--network_module", "lycoris.kohya", "--network_args", "algo=loha"),
             "not loha; use pp_size, cp_size or fsdp",

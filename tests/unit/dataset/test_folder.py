@@ -197,6 +197,7 @@ def test_each_image_uses_the_first_of_several_caption_extensions(tmp_path):
     }
     assert strip_folder(tmp_path, listing.notes) == [
         "a: no .caption or .txt file for 2 of 7 images, using an empty caption: 4.png, s_1_2_3_4/6.png",
+        "a: 1 caption file without an image, not used: s.txt",
     ]
     ready = prepare_subsets(tmp_path, subset)
     assert ready.manifest.caption_counts == ((0, 0, "4 .txt, 1 .caption", 5, 7),)
@@ -215,7 +216,7 @@ def test_a_caption_file_with_the_extension_in_the_same_case_is_preferred():
     for order in (names, names[::-1]):
         assert CaptionFiles(order, [".txt"]).find("a.png") == ("a.txt", ".txt")
         assert CaptionFiles(order, [".TXT"]).find("a.png") == ("a.TXT", ".TXT")
-        assert CaptionFiles(order, [".caption"]).find("b.png") == ("b.TXT", ".txt")
+        assert CaptionFiles(order, [".caption"], can_fall_back_to_txt=True).find("b.png") == ("b.TXT", ".txt")
 
 
 def test_only_the_default_caption_extension_falls_back_to_txt(tmp_path):

@@ -480,7 +480,9 @@ def test_torchrun_has_its_own_default_values():
 
 
 def test_mpi_variables_set_the_number_of_processes(home, monkeypatch):
-    use_environment(monkeypatch, home, OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_LOCAL_SIZE="2")
+    use_environment(
+        monkeypatch, home, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_LOCAL_SIZE="2"
+    )
     settings, _ = check_launch_command("python train_lora.py")
 
     assert (settings["num_processes"].value, settings["num_machines"].value) == ("4", "2")

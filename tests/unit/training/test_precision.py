@@ -23,16 +23,16 @@ __all__ = ["even_dataset"]  # a fixture
 DATA = ["--dataset_config", "pyproject.toml"]
 
 
-def predicted(name: str, mode: str) -> torch.Tensor:
+def predict(name: str, mode: str) -> torch.Tensor:
     family, tiny = FAMILIES.get(TINY[name]().family)(), TINY[name]()
     denoiser = getattr(tiny.pipe, family.denoiser_name)
     set_attention_mode(denoiser, mode)
-    told = {
+    backends = {
         str(module.processor._attention_backend.value)
         for module in denoiser.modules()
         if getattr(getattr(module, "processor", None), "_attention_backend", None) is not None
     }
-    assert told == (set() if mode in TORCH_ATTENTION_MODES else {DIFFUSERS_ATTENTION_BACKENDS[mode]})
+    assert backends == (set() if mode in TORCH_ATTENTION_MODES else {DIFFUSERS_ATTENTION_BACKENDS[mode]})
     with torch.no_grad():
         return family.predict(tiny.pipe, denoiser, tiny.batch.latents, torch.tensor([700.0, 250.0]), tiny.batch)
 
@@ -40,11 +40,11 @@ def predicted(name: str, mode: str) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["flux", "z_image", "qwen_image"])
 def test_attention_modes_give_the_same_result_and_do_not_affect_other_models(name):
-    usual = predicted(name, "sdpa")
-    other = predicted(name, "math")
+    expected = predict(name, "sdpa")
+    actual = predict(name, "math")
 
-    assert float((usual - other).abs().max()) < 1e-4
-    assert torch.equal(predicted(name, "sdpa"), usual)
+    assert float((expected - actual).abs().max()) < 1e-4
+    assert torch.equal(predict(name, "sdpa"), expected)
 
 
 def test_a_family_lists_only_attention_modes_of_its_denoiser():
@@ -86,29 +86,35 @@ def test_unsupported_attention_is_refused_before_a_model_is_loaded(even_dataset,
         )
 
 
-def precisions(*flags: str) -> tuple[set, set, set]:
-    """What the base, the adapter and its gradients are in."""
+def train_and_read_dtypes(*flags: str) -> tuple[set, set, set]:
+    """Return the dtypes of the base model, the adapter and its gradients."""
     from library.training import state
 
-    honest, found = state.TrainingRun.parameters.fget, {}
+    get_parameters, dtypes = state.TrainingRun.parameters.fget, {}
 
-    def parameters(run):
-        learning = honest(run)
-        base = [item.dtype for item in run.strategy.unwrap_model(run.model).parameters() if not item.requires_grad]
-        found["base"], found["adapter"] = set(base), {item.dtype for item in learning}
-        found.setdefault("gradients", set()).update(item.grad.dtype for item in learning if item.grad is not None)
-        return learning
+    def record_dtypes(run):
+        trainable = get_parameters(run)
+        base = [
+            parameter.dtype
+            for parameter in run.strategy.unwrap_model(run.model).parameters()
+            if not parameter.requires_grad
+        ]
+        dtypes["base"], dtypes["adapter"] = set(base), {parameter.dtype for parameter in trainable}
+        dtypes.setdefault("gradients", set()).update(
+            parameter.grad.dtype for parameter in trainable if parameter.grad is not None
+        )
+        return trainable
 
-    state.TrainingRun.parameters = property(parameters)
+    state.TrainingRun.parameters = property(record_dtypes)
     train(*flags)
-    return found["base"], found["adapter"], found["gradients"]
+    return dtypes["base"], dtypes["adapter"], dtypes["gradients"]
 
 
-@pytest.mark.parametrize(("more", "adapter"), [((), torch.float32), (("--full_bf16",), torch.bfloat16)])
-def test_the_base_is_in_bf16_and_the_adapter_only_with_full_bf16(more, adapter, even_dataset, tmp_path):
+@pytest.mark.parametrize(("options", "adapter"), [((), torch.float32), (("--full_bf16",), torch.bfloat16)])
+def test_the_base_is_in_bf16_and_the_adapter_only_with_full_bf16(options, adapter, even_dataset, tmp_path):
     ((base, weights, gradients),) = run_on_ranks(
         1,
-        precisions,
+        train_and_read_dtypes,
         "--dataset_config",
         str(even_dataset),
         "--output_dir",
@@ -119,24 +125,24 @@ def test_the_base_is_in_bf16_and_the_adapter_only_with_full_bf16(more, adapter, 
         "0.1",
         "--mixed_precision",
         "bf16",
-        *more,
+        *options,
     )
 
     assert base == {torch.bfloat16} and weights == gradients == {adapter}
-    written = load_file(tmp_path / "lora.safetensors")
-    assert {tensor.dtype for name, tensor in written.items() if not name.endswith("alpha")} == {adapter}
+    saved = load_file(tmp_path / "lora.safetensors")
+    assert {tensor.dtype for name, tensor in saved.items() if not name.endswith("alpha")} == {adapter}
 
 
 def test_bf16_adapters_train_equally_on_two_ranks_and_close_to_float32(even_dataset, tmp_path):
     flags = ("--optimizer_type", "SGD", "--mixed_precision", "bf16")
-    whole = train_adapter(tmp_path / "whole", 1, 4, 1, *flags, dataset=even_dataset)
-    one = train_adapter(tmp_path / "one", 1, 4, 1, *flags, "--full_bf16", dataset=even_dataset)
-    two = train_adapter(tmp_path / "two", 2, 2, 1, *flags, "--full_bf16", dataset=even_dataset)
+    float32_adapter = train_adapter(tmp_path / "whole", 1, 4, 1, *flags, dataset=even_dataset)
+    one_rank = train_adapter(tmp_path / "one", 1, 4, 1, *flags, "--full_bf16", dataset=even_dataset)
+    two_ranks = train_adapter(tmp_path / "two", 2, 2, 1, *flags, "--full_bf16", dataset=even_dataset)
 
-    for other in (whole, two):
+    for other in (float32_adapter, two_ranks):
         assert (
             max_relative_difference(
-                {name: tensor.float() for name, tensor in one.items()},
+                {name: tensor.float() for name, tensor in one_rank.items()},
                 {name: tensor.float() for name, tensor in other.items()},
             )
             < 0.3
