@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ..config.schema import ModelConfig
 from ..demo import BUILT_IN_MODEL_DIR
-from ..errors import ConfigError
+from ..errors import ConfigError, FileError
 from ..registry import suggest_name
 from .checkpoint_inspection import (
     ComponentSource,
@@ -80,7 +80,7 @@ def detect_model(model: ModelConfig | str | None) -> DetectedModel:
         detected = _detect_source(model)
     except ModelError as problem:
         name = model.pretrained_model_name_or_path
-        raise ConfigError([f"pretrained_model_name_or_path: {name}: {problem}"]) from None
+        raise FileError([f"pretrained_model_name_or_path: {name}: {problem}"]) from None
     return _apply_options(detected, model)
 
 
