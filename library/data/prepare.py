@@ -13,7 +13,7 @@ from ..config.schema import TrainConfig
 from ..config.schema_data import DataConfig
 from ..dataset.dataset_config import ParsedDatasetConfig, load_dataset_config
 from ..dataset.validate import validate_dataset_config, validate_resolution_multiple, validate_stages_not_empty
-from ..errors import ConfigError
+from ..errors import ConfigError, FileError
 from ..randomness import Purpose, derive_seed
 from .augment import Augmenter, SampleView
 from .batch_plan import AnyBatchPlan, BatchPlan, Bucket, StagedBatchPlan
@@ -131,7 +131,7 @@ class PreparedData:
         """Remove images that cannot be encoded, by their positions in ``merge_validation().manifest.samples``."""
         manifest, assignments = self._select_samples(sample_indices, 0)
         if problems := list(validate_stages_not_empty(manifest.datasets, manifest.trained_datasets)):
-            raise ConfigError(problems)
+            raise FileError(problems)
         validation = None
         if self.validation is not None:
             rest, rest_assignments = self.validation._select_samples(sample_indices, len(self.manifest.samples))

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ..config.schema import ModelConfig
 from ..demo import BUILT_IN_MODEL_DIR
-from ..errors import ConfigError
+from ..errors import ConfigError, FileError
 from ..registry import suggest_name
 from .checkpoint_inspection import (
     ComponentSource,
@@ -41,6 +41,7 @@ from .model_configs import (
 )
 
 _REPO_ID_PATTERN = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+COMPONENT_OPTIONS = ("vae", "clip_l", "clip_g", "t5xxl", "ae", "text_encoder")
 SourceType = Literal["folder", "hub", "file", "random"]
 
 
@@ -84,7 +85,7 @@ def detect_model(model: ModelConfig | str | None) -> DetectedModel:
         detected = _detect_source(model)
     except ModelError as problem:
         name = model.pretrained_model_name_or_path
-        raise ConfigError([f"pretrained_model_name_or_path: {name}: {problem}"]) from None
+        raise FileError([f"pretrained_model_name_or_path: {name}: {problem}"]) from None
     return _apply_options(detected, model)
 
 
@@ -269,7 +270,7 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
     """Resolve the component options and check the options of the family; all problems are raised together."""
     facts, problems, read = get_family_facts(detected.family), list[str](), get_config_reader(detected)
     sources = {}
-    for option in ("vae", "clip_l", "clip_g", "t5xxl", "ae", "text_encoder"):
+    for option in COMPONENT_OPTIONS:
         path_or_id = getattr(model_config, option)
         if path_or_id is None:
             continue

@@ -4,6 +4,7 @@ LoRA adapters are replicated: after ``gradient_sync`` every rank makes the same 
 LoRA files are those of a single process.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,9 @@ from .ulysses import ProcessGroupAllToAll
 
 if TYPE_CHECKING:
     from .compile import Compilation, CompileDynamic
+
+
+logger = logging.getLogger(__name__)
 
 
 class DeviceMeshStrategy(Strategy):
@@ -65,7 +69,13 @@ class DeviceMeshStrategy(Strategy):
         denoiser = plan.denoiser or model
         with self._disable_accelerate_compile():
             if self.tensor_parallel is not None:
+                full_size = _count_bytes(denoiser)
                 self.tensor_parallel.shard_layers(denoiser, plan.tensor_parallel)
+                ranks = f"rank {self.tensor_parallel.rank} of {self.tensor_parallel.size}"
+                logger.info(
+                    "tensor parallel: %s holds its shard of %d linear layers, %.1f of %.1f MiB of the denoiser",
+                    *(ranks, len(plan.tensor_parallel), _count_bytes(denoiser) / 2**20, full_size / 2**20),
+                )
             if self.context_parallel is not None:
                 self.context_parallel.wrap_blocks(denoiser, plan)
             self._partition_model(model, plan)
@@ -111,3 +121,7 @@ class DeviceMeshStrategy(Strategy):
     def _all_reduce_loss(self, loss: Tensor) -> Tensor:
         """Count the loss once per group of ranks that share images."""
         return super()._all_reduce_loss(loss if self.has_loss else torch.zeros_like(loss))
+
+
+def _count_bytes(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())

@@ -70,8 +70,8 @@ def main(comfyui: str, packages: str | None = None) -> None:
     print(f"{'family':<11} {'kind':<5} {'format':<10} {'tensors taken':>14}  largest error of a merged weight")
     for family in FAMILIES:
         for kind in ("lora", "loha", "lokr", "dora"):
-            for form in ("kohya", "diffusers", "comfy"):
-                print(f"{family:<11} {kind:<5} {form:<10} {load_file(family, kind, form)}", flush=True)
+            for file_format in ("kohya", "diffusers", "comfy"):
+                print(f"{family:<11} {kind:<5} {file_format:<10} {load_file(family, kind, file_format)}", flush=True)
 
 
 def stub_modules(*names: str) -> None:
@@ -84,7 +84,7 @@ def stub_modules(*names: str) -> None:
 
 
 @torch.no_grad()
-def load_file(family: str, kind: str, form: Any) -> str:
+def load_file(family: str, kind: str, file_format: Any) -> str:
     import comfy.lora
     from adapter_states import build_random_state
     from adapter_tensors import merge
@@ -95,7 +95,7 @@ def load_file(family: str, kind: str, form: Any) -> str:
     pipe = build_tiny_model(family)
     state, alphas, parts = build_random_state(family, kind, pipe=pipe, with_t5=False)
     try:
-        file, _ = convert_to_file_format(state, alphas, parts, form)
+        file, _ = convert_to_file_format(state, alphas, parts, file_format)
     except UserError as error:
         return f"not written: {error}"
     before = list_weights(family, pipe)

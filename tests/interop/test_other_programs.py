@@ -16,12 +16,12 @@ ROW = re.compile(r"(\w+) +(\w+) +(\w+) +(\d+) of +(\d+) +(\S+) of a change of (\
 
 @pytest.mark.skipif("COMFYUI" not in os.environ, reason="COMFYUI names no folder of ComfyUI")
 def test_comfyui_loads_every_tensor_of_the_default_files_and_merges_the_trained_updates():
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "tests/interop/comfyui.py", *FOLDERS], cwd=ROOT, capture_output=True, text=True
     )
-    rows = {found.groups()[:3]: found.groups()[3:] for found in map(ROW.match, done.stdout.splitlines()) if found}
-    assert len({family for family, _, _ in rows}) == 7, done.stderr[-2000:]
-    for (family, kind, form), (taken, count, error, change) in rows.items():
+    rows = {match.groups()[:3]: match.groups()[3:] for match in map(ROW.match, result.stdout.splitlines()) if match}
+    assert len({family for family, _, _ in rows}) == 7, result.stderr[-2000:]
+    for (family, kind, file_format), (taken, count, error, change) in rows.items():
         usual = "comfy" if kind != "lora" else USUAL.get((kind, family), "kohya")
-        if form == usual:
-            assert taken == count and float(error) < 1e-5 * float(change), (family, kind, form)
+        if file_format == usual:
+            assert taken == count and float(error) < 1e-5 * float(change), (family, kind, file_format)
