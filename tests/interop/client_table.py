@@ -84,19 +84,19 @@ def measure(root: Path, arguments: Any, clients: Mapping[str, str]) -> list[dict
             if arguments.kinds and kind not in arguments.kinds.split("/"):
                 continue
             case = client_cases.build_trained_case(name, kind)
-            for form in arguments.formats.split(","):
+            for file_format in arguments.formats.split(","):
                 row = {"family": name, "adapter": kind}
-                path = root / name / "files" / f"{kind}-{form}.safetensors".replace(" ", "_")
+                path = root / name / "files" / f"{kind}-{file_format}.safetensors".replace(" ", "_")
                 try:
-                    file = client_cases.write_file(case, path, form)
+                    file = client_cases.write_file(case, path, file_format)
                     row["format"] = file.file_format
                     row["losses"] = dict(file.client_losses)  # type: ignore[assignment]
                 except UserError as error:
-                    rows.append({**row, "format": form, "diffusers": f"not written: {error}"})
+                    rows.append({**row, "format": file_format, "diffusers": f"not written: {error}"})
                     continue
                 row["diffusers"] = measure_in_diffusers(case, path)
                 rows.append(row)
-                cases[name, kind, form] = case
+                cases[name, kind, file_format] = case
                 row["file"] = path.name
                 row["layouts"] = layouts  # type: ignore[assignment]
         print(f"{name}: {sum(row['family'] == name for row in rows)} files written", file=sys.stderr)

@@ -42,12 +42,12 @@ def test_the_default_file_is_right_in_diffusers_or_the_run_says_what_is_lost(nam
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["kohya", "diffusers", "comfy"])
+@pytest.mark.parametrize("file_format", ["kohya", "diffusers", "comfy"])
 @pytest.mark.parametrize("name, kind", [(name, kind) for name in EVERY for kind in list_kinds(name)])
-def test_every_layout_is_right_in_diffusers_or_the_run_says_what_is_lost(name, kind, form, tmp_path):
+def test_every_layout_is_right_in_diffusers_or_the_run_says_what_is_lost(name, kind, file_format, tmp_path):
     case = build_trained_case(name, kind)
     try:
-        file = write_file(case, tmp_path / "lora.safetensors", form)
+        file = write_file(case, tmp_path / "lora.safetensors", file_format)
     except UserError:
         return
     wrong = measure(case, tmp_path / "lora.safetensors")
