@@ -25,6 +25,7 @@ DOWN, UP, MAGNITUDE = "down", "up", "magnitude"
 MID = "mid"
 """The core of a Tucker LoRA of a convolution, which is multiplied into ``down`` when a file is read."""
 ALPHA = "alpha"
+DORA_SCALE = "dora_scale"
 
 _GLORA_SUFFIXES = {name: f"{name}.weight" for name in TENSOR_NAMES["glora"]}
 
@@ -37,8 +38,8 @@ PEFT_SUFFIXES = {
 }
 """Key suffixes in the model and in a state dict."""
 
-KOHYA_SUFFIXES = {DOWN: "lora_down.weight", UP: "lora_up.weight", MAGNITUDE: "dora_scale", **_GLORA_SUFFIXES}
-COMFY_SUFFIXES = {DOWN: "lora_A.weight", UP: "lora_B.weight", MAGNITUDE: "dora_scale", **_GLORA_SUFFIXES}
+KOHYA_SUFFIXES = {DOWN: "lora_down.weight", UP: "lora_up.weight", MAGNITUDE: DORA_SCALE, **_GLORA_SUFFIXES}
+COMFY_SUFFIXES = {DOWN: "lora_A.weight", UP: "lora_B.weight", MAGNITUDE: DORA_SCALE, **_GLORA_SUFFIXES}
 DIFFUSERS_SUFFIXES = {**PEFT_SUFFIXES, MAGNITUDE: "lora_magnitude_vector"}
 
 _SUFFIX_TO_TENSOR_NAME: Mapping[str, str] = {

@@ -20,9 +20,9 @@ from ..adapters.merge import merge_adapter, merge_bias_adapter
 from ..adapters.peft_types import RankAlpha
 from ..adapters.state_dict import DOWN, PEFT_SUFFIXES, ModuleAdapter, iter_named_tensors
 from ..adapters.validate_file import describe_origin, describe_size_problems, find_size_problems, list_layer_shapes
-from ..config.network_args import get_adapter_type
+from ..config.network_args import get_adapter_type, get_network_args
 from ..config.schema import AdapterConfig
-from ..errors import ConfigError, UserError
+from ..errors import FileError, UserError
 from ..models.base import Family
 from ..models.detect import DetectedModel
 from ..models.loading import load_components_on_meta
@@ -82,7 +82,7 @@ def read_initial_weights(
             independent = frozenset(_find_independent_modules(weights, components))
             _log_notices(adapter.network_weights, weights, idle)
     if problems:
-        raise ConfigError(problems)
+        raise FileError(problems)
     return InitialWeights(bases, weights, adapter.dim_from_weights, idle, independent)
 
 
@@ -149,9 +149,11 @@ def _inspect_network_file(adapter: AdapterConfig, content: AdapterFileContents, 
     encoders = sorted({module.partition(".")[0] for module in updates} - {family.denoiser_name})
     if encoders and not adapter.trains_text_encoders:
         yield (
-            f"{start} has layers of {', '.join(encoders)}, which this run does not train; add"
-            " --no-network_train_unet_only, or use --base_weights"
+            f"{start} has layers of {', '.join(encoders)}, which this run does not train; remove"
+            " network_train_unet_only, or use --base_weights"
         )
+    elif family.facts.t5_encoder in encoders and not get_network_args(adapter).train_t5xxl:
+        yield f'{start} has layers of {family.facts.t5_encoder} (T5); add network_args = ["train_t5xxl=True"]'
     if not adapter.trains_denoiser and any(module.startswith(f"{family.denoiser_name}.") for module in updates):
         yield f"{start} has layers of {family.denoiser_name}; remove network_train_text_encoder_only"
 
@@ -269,7 +271,7 @@ def load_network_weights(model: nn.Module, adapter: Adapter, initial_weights: In
                 " dim_from_weights, or change network_dim"
             )
     if problems:
-        raise ConfigError([*problems[:3], *([f"... and {len(problems) - 3} more"] if len(problems) > 3 else [])])
+        raise FileError([*problems[:3], *([f"... and {len(problems) - 3} more"] if len(problems) > 3 else [])])
     state_dict = lora.get_adapter_state_dict(model)
     for module, update in updates.items():
         rescaled = change_alpha(update, adapter.rank_alphas[module].alpha)

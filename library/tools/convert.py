@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError, UserError
-from ..registry import suggest_name
+from ..errors import UserError
+from .preflight import check_convert_arguments
 
 if TYPE_CHECKING:  # torch is imported only after the arguments were checked
     from torch import Tensor
@@ -37,26 +37,14 @@ def run_convert(argv: Sequence[str]) -> tuple[str, int]:
 
 
 def _parse_arguments(argv: list[str]) -> tuple[Path, Path, str]:
-    problems, file_format = [], ""
+    file_format = ""
     if "--to" in argv:
         at = argv.index("--to")
         file_format = "".join(argv[at + 1 : at + 2])
         del argv[at : at + 2]
-    if file_format not in FORMAT_DESCRIPTIONS:
-        hint = suggest_name(file_format, FORMAT_DESCRIPTIONS)
-        problem = f"--to: unknown format {file_format!r}{hint}" if file_format else "--to: missing"
-        problems.append(f"{problem}; choose from {', '.join(FORMAT_DESCRIPTIONS)}")
-    problems += [f"{word}: unknown option" for word in argv if word.startswith("--")]
-    paths = [Path(word).expanduser() for word in argv if not word.startswith("--")]
-    if len(paths) != 2:
-        problems.append(f"expected two files, got {len(paths)}; {USAGE}")
-    elif paths[1].exists():
-        problems.append(f"{paths[1]}: already exists; it is not overwritten")
-    elif paths[1].suffix != ".safetensors":
-        problems.append(f"{paths[1]}: expected a file name ending in .safetensors")
-    if problems:
-        raise ConfigError(problems)
-    return paths[0], paths[1], file_format
+    check_convert_arguments(argv, file_format, FORMAT_DESCRIPTIONS, USAGE)
+    source, target = (Path(word).expanduser() for word in argv)
+    return source, target, file_format
 
 
 def convert_lora_file(source: Path, target: Path, file_format: Any) -> str:

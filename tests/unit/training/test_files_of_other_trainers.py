@@ -194,8 +194,7 @@ def test_idle_layers_of_a_file_are_kept_unchanged(name, tmp_path, caplog):
     original, metadata = convert_to_file_format(state, dict.fromkeys(alphas, 2.0), parts, form)
     save_file(original, path, metadata)
 
-    options = {} if name == "qwen_image" else {"network_train_unet_only": False}
-    _tiny, _, trained, adapter = train_on(name, path, **options)
+    _, _, trained, adapter = train_on(name, path)
 
     assert adapter.kept.alphas and "have no effect in this model" in caplog.text
     assert not any("base_layer" in key for key in adapter.kept.state_dict)
@@ -233,7 +232,7 @@ def test_the_layers_that_sd_scripts_writes_for_published_models_are_accepted(nam
     path = tmp_path / "kohya.safetensors"
     save_file(tensors, path)
     family = FAMILIES.get(source.split(":")[1])()
-    config = AdapterConfig(network_weights=str(path), dim_from_weights=True, network_train_unet_only=False)
+    config = AdapterConfig(network_weights=str(path), dim_from_weights=True)
 
     initial = read_initial_weights(config, family, detect_model(source))
 
@@ -311,8 +310,8 @@ def test_layers_of_text_encoders_that_are_not_trained_are_reported(tmp_path):
     path = tmp_path / "kohya.safetensors"
     state, alphas, parts = build_random_state("sd1")
     save_file(convert_to_file_format(state, alphas, parts, "kohya")[0], path)
-    with pytest.raises(ConfigError, match=r"has layers of text_encoder, .*add --no-network_train_unet_only"):
-        read("sd1", network_weights=str(path), dim_from_weights=True)
+    with pytest.raises(ConfigError, match=r"has layers of text_encoder, .*remove network_train_unet_only"):
+        read("sd1", network_weights=str(path), dim_from_weights=True, network_train_unet_only=True)
 
 
 def test_bundled_embeddings_are_kept(tmp_path, caplog, capsys):
