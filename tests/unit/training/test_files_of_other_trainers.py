@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_states import build_random_state, compute_outputs
+from adapter_states import build_random_state
 from peft import LoKrConfig, LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from tiny_pipelines import TINY
@@ -57,8 +57,11 @@ def save_with_diffusers(name, folder, **settings):
 
 
 @torch.no_grad()
-def predict(family, tiny, pipe=None):
-    return compute_outputs(family, pipe or tiny.pipe, tiny.batch)["denoiser"]
+def predict(family, tiny):
+    timesteps = torch.tensor([300.0, 700.0])
+    return family.predict(
+        tiny.pipe, getattr(tiny.pipe, family.denoiser_name), tiny.batch.latents, timesteps, tiny.batch
+    )
 
 
 def read(name, **options):
