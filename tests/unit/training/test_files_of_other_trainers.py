@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from adapter_states import build_random_state
+from family_runs import train as run_family
 from peft import LoKrConfig, LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from tiny_pipelines import TINY
+from training_runs import write_images
 
 from library.adapters import lora
 from library.adapters.file_reader import read_adapter_file
@@ -197,7 +199,7 @@ def test_idle_layers_of_a_file_are_kept_unchanged(name, tmp_path, caplog):
     original, metadata = convert_to_file_format(state, dict.fromkeys(alphas, 2.0), parts, form)
     save_file(original, path, metadata)
 
-    _, _, trained, adapter = train_on(name, path)
+    _, _, trained, adapter = train_on(name, path, network_train_unet_only=name == "qwen_image")
 
     assert adapter.kept.alphas and "have no effect in this model" in caplog.text
     assert not any("base_layer" in key for key in adapter.kept.state_dict)
@@ -235,7 +237,7 @@ def test_the_layers_that_sd_scripts_writes_for_published_models_are_accepted(nam
     path = tmp_path / "kohya.safetensors"
     save_file(tensors, path)
     family = FAMILIES.get(source.split(":")[1])()
-    config = AdapterConfig(network_weights=str(path), dim_from_weights=True)
+    config = AdapterConfig(network_weights=str(path), dim_from_weights=True, network_train_unet_only=False)
 
     initial = read_initial_weights(config, family, detect_model(source))
 
@@ -313,7 +315,7 @@ def test_layers_of_text_encoders_that_are_not_trained_are_reported(tmp_path):
     path = tmp_path / "kohya.safetensors"
     state, alphas, parts = build_random_state("sd1")
     save_file(convert_to_file_format(state, alphas, parts, "kohya")[0], path)
-    with pytest.raises(ConfigError, match=r"has layers of text_encoder, .*remove network_train_unet_only"):
+    with pytest.raises(ConfigError, match=r"has layers of text_encoder, .*add --no-network_train_unet_only"):
         read("sd1", network_weights=str(path), dim_from_weights=True, network_train_unet_only=True)
 
 
@@ -353,3 +355,28 @@ def test_a_fused_layer_of_lycoris_that_cannot_be_split_is_merged(tmp_path):
     attention = tiny.pipe.transformer.transformer_blocks[0].attn
     after = torch.cat([getattr(attention, name).weight for name in ("to_q", "to_k", "to_v")])
     torch.testing.assert_close(after - before, torch.kron(first, second), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sdxl", "sd3"])
+def test_a_run_saves_the_idle_layers_of_its_network_weights(name, tmp_path):
+    """With a learning rate near 0 all tensors of the file are those of network_weights."""
+    path = tmp_path / "kohya.safetensors"
+    state, alphas, parts = build_random_state(name, with_t5=False)
+    state = share_lora_a({key: 0.1 * each for key, each in state.items()}, parts)
+    original, metadata = convert_to_file_format(state, dict.fromkeys(alphas, 2.0), parts, "kohya")
+    embeddings = {"bundle_emb.token.clip_l": torch.randn(2, 8)}
+    save_file(original | embeddings, path, metadata)
+    data = write_images(tmp_path / "data", {(64, 64): 2})
+
+    run_family(
+        *("--pretrained_model_name_or_path", f"random:{name}:tiny", "--dataset_config", str(data)),
+        *("--network_weights", str(path), "--dim_from_weights", "--learning_rate", "1e-12", "--save_format", "kohya"),
+        "--no-network_train_unet_only",
+        *("--max_train_steps", "1", "--output_dir", str(tmp_path / "out"), "--output_name", "x"),
+    )
+
+    found = load_file(tmp_path / "out" / "x.safetensors")
+    assert found.keys() == original.keys() | embeddings.keys()
+    for key, tensor in (original | embeddings).items():
+        torch.testing.assert_close(found[key].float(), tensor.float(), msg=lambda text, at=key: f"{at}: {text}")
