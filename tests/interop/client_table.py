@@ -44,9 +44,9 @@ COMFYUI_TEXT_ENCODERS = {
     "flux": ("clip_l", "t5xxl"),
 }
 ORIGINAL_WRITERS: Mapping[str, Callable[[Any], Mapping[str, Tensor]]] = {
-    "sd3": original_checkpoints.sd3_transformer,
-    "flux": original_checkpoints.flux_transformer,
-    "z_image": original_checkpoints.z_image_transformer,
+    "sd3": original_checkpoints.convert_sd3_transformer,
+    "flux": original_checkpoints.convert_flux_transformer,
+    "z_image": original_checkpoints.convert_z_image_transformer,
     "qwen_image": nn.Module.state_dict,
 }
 SD_SCRIPTS_BLOCKS = {
@@ -149,10 +149,10 @@ def write_family(folder: Path, name: str) -> dict[str, dict[str, ClientLayout]]:
 def select_writer(name: str, part: str, model: nn.Module, client: str) -> Callable[[Any], Mapping[str, Tensor]]:
     """How a client names the weights of a component."""
     if part != "denoiser":
-        return original_checkpoints.clip if type(model).__name__.startswith("CLIP") else nn.Module.state_dict
+        return original_checkpoints.convert_clip if type(model).__name__.startswith("CLIP") else nn.Module.state_dict
     if client == "sd_scripts" and name in ("sd1", "sd2"):
         return nn.Module.state_dict  # sd-scripts has diffusers' names for these U-Nets
-    return ORIGINAL_WRITERS.get(name, original_checkpoints.ldm_unet)
+    return ORIGINAL_WRITERS.get(name, original_checkpoints.convert_unet_to_ldm)
 
 
 def find_class_names(name: str, part: str, model: nn.Module, layout: ClientLayout) -> dict[str, str]:
