@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ..config.schema import ModelConfig
 from ..demo import BUILT_IN_MODEL_DIR
-from ..errors import ConfigError
+from ..errors import ConfigError, FileError
 from ..registry import suggest_name
 from .checkpoint_inspection import (
     ComponentSource,
@@ -41,6 +41,7 @@ from .model_configs import (
 )
 
 _REPO_ID_PATTERN = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+COMPONENT_OPTIONS = ("vae", "clip_l", "clip_g", "t5xxl", "ae", "text_encoder")
 SourceType = Literal["folder", "hub", "file", "random"]
 
 
@@ -68,6 +69,11 @@ class DetectedModel:
     scheduler_overrides: Mapping[str, object] = field(default_factory=dict)
     """Values that replace those of the scheduler config."""
 
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it is the demo model, which is used if no model is set."""
+        return self.path_or_id == str(BUILT_IN_MODEL_DIR)
+
 
 def detect_model(model: ModelConfig | str | None) -> DetectedModel:
     """Detect a model by its options, its path or its hub id; None is the built-in demo model."""
@@ -79,7 +85,7 @@ def detect_model(model: ModelConfig | str | None) -> DetectedModel:
         detected = _detect_source(model)
     except ModelError as problem:
         name = model.pretrained_model_name_or_path
-        raise ConfigError([f"pretrained_model_name_or_path: {name}: {problem}"]) from None
+        raise FileError([f"pretrained_model_name_or_path: {name}: {problem}"]) from None
     return _apply_options(detected, model)
 
 
@@ -94,6 +100,16 @@ def get_family_facts(family: str) -> FamilyFacts:
     if not isinstance(facts, FamilyFacts):
         raise ConfigError([f"family: {family} is not a model family; subclass library.models.base.Family"])
     return facts
+
+
+def list_size_multiples() -> dict[str, int]:
+    """The size multiple of the published model of each family, by title."""
+    found = {}
+    for family, facts in FAMILY_FACTS.items():
+        match = facts.match_configs(build_bundled_reader(load_bundled_config(list_family_configs(family)[0])))
+        if match is not None:
+            found[facts.title] = match.size_multiple
+    return found
 
 
 def _detect_built_in() -> DetectedModel:
@@ -254,7 +270,7 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
     """Resolve the component options and check the options of the family; all problems are raised together."""
     facts, problems, read = get_family_facts(detected.family), list[str](), get_config_reader(detected)
     sources = {}
-    for option in ("vae", "clip_l", "clip_g", "t5xxl", "ae", "text_encoder"):
+    for option in COMPONENT_OPTIONS:
         path_or_id = getattr(model_config, option)
         if path_or_id is None:
             continue

@@ -48,8 +48,10 @@ def write_models(folder: Path) -> list[str]:
     state, alphas, parts = build_random_state("sd1", pipe=pipe)
     state = {key: 0.02 * tensor for key, tensor in state.items()}
     forms: dict[str, Any] = {"kohya": "kohya", "diffusers": "diffusers"}
-    for name, form in forms.items():
-        save_file(convert_to_file_format(state, alphas, parts, form)[0], folder / "loras" / f"{name}.safetensors")
+    for name, file_format in forms.items():
+        save_file(
+            convert_to_file_format(state, alphas, parts, file_format)[0], folder / "loras" / f"{name}.safetensors"
+        )
     for name in ("base", "merged"):
         if name == "merged":
             merge(pipe, state, alphas)

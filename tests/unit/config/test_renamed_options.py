@@ -94,7 +94,7 @@ def test_a_flag_wins_over_the_old_name_in_the_run_toml(tmp_path):
 
 def test_both_names_in_one_run_toml_are_a_duplicate_key(tmp_path):
     path = tmp_path / "run.toml"
-    path.write_text("max_bad_steps = 3\nmax_nan_steps = 3\n")
+    path.write_text("max_bad_steps = 3\nmax_nan_steps = 4\n")
     assert parse_config([*DATA, "--config_file", str(path)]).problems == [
         f"{path}:2: max_nan_steps: duplicate key, first set in line 1"
     ]
@@ -114,9 +114,9 @@ def test_an_invalid_value_of_an_old_name_is_a_problem_of_the_option():
 
 def test_the_notice_is_printed_once_and_training_is_planned():
     words = ["--dataset_config", "dataset_configs/demo.toml", "--max_bad_steps", "3", "--dry_run"]
-    done = subprocess.run([sys.executable, "train_lora.py", *words], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("--max_bad_steps: renamed to max_nan_steps") == 1
+    result = subprocess.run([sys.executable, "train_lora.py", *words], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("--max_bad_steps: renamed to max_nan_steps") == 1
 
 
 @pytest.mark.parametrize("suffix", ["toml", "json"])
