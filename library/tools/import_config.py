@@ -12,7 +12,7 @@ from ..config.parser import ParsedConfig
 from ..config.schema import RunConfig
 from ..data.prompts import load_prompts
 from ..dataset.validate import validate_dataset_config
-from ..errors import ConfigError
+from ..errors import ConfigError, UserError
 from ..models.detect import get_family_facts
 from ..models.preflight import validate_model_options
 from .importers.imported import ImportedConfig, UntakenKey
@@ -42,19 +42,19 @@ def run_import_config(argv: Sequence[str]) -> tuple[str, int]:
     sources = [read_source(path) for path in paths]
     main, result = import_sources(sources)
     if result.problems:
-        raise ConfigError([f"{main.path}: {problem}" for problem in result.problems])
+        raise UserError("\n".join(f"{main.path}: {problem}" for problem in result.problems))
     name = choose_name(main)
     files = build_files(result, output_dir, name, main.path)
     existing = [path for path in files if path.exists()]
     if existing and not is_overwriting:
-        raise ConfigError([f"{path}: already exists; add --overwrite to replace it" for path in existing])
+        raise UserError("\n".join(f"{path}: already exists; add --overwrite to replace it" for path in existing))
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
             path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError([f"--output_dir: cannot write to {output_dir}: {error.strerror}"]) from None
-    problems = find_remaining_problems(output_dir / f"{name}.toml", result.family)
+        raise UserError(f"--output_dir: cannot write to {output_dir}: {error.strerror}") from None
+    problems = check_written_files(output_dir / f"{name}.toml", result.family)
     return format_report(result, list(files), problems), 0
 
 
@@ -74,7 +74,7 @@ def _parse_arguments(argv: list[str]) -> tuple[list[Path], Path, bool]:
     if not paths:
         problems.append(f"no file; {USAGE}")
     if problems:
-        raise ConfigError(problems)
+        raise UserError("\n".join(problems))
     return paths, output_dir, "--overwrite" in flags
 
 
@@ -172,15 +172,13 @@ def format_report(result: ImportedConfig, files: Sequence[Path], problems: Seque
     return "\n".join(lines)
 
 
-def find_remaining_problems(run_path: Path, family: str) -> list[str]:
+def check_written_files(run_path: Path, family: str) -> list[str]:
     """Run our own checks of the written files, without loading a model or asking the hub."""
     loaded = parse_config(["--config_file", str(run_path)])
     config = loaded.config
     problems = [
         *(NO_DATASET if problem.startswith("--dataset_config: missing") else problem for problem in loaded.problems),
-        *validate_dataset_config(
-            config.data, config.cache, config.validate, config.train, loaded.invalid_options
-        ),
+        *validate_dataset_config(config.data, config.cache, config.validate, config.train, loaded.invalid_options),
     ]
     model = config.model.pretrained_model_name_or_path
     if model is not None and Path(model).expanduser().exists():
@@ -191,10 +189,10 @@ def find_remaining_problems(run_path: Path, family: str) -> list[str]:
             load_prompts(Path(prompts))
     except ConfigError as error:
         problems += error.problems
-    return [*problems, *_find_family_conflicts(loaded, family)]
+    return [*problems, *_check_family(loaded, family)]
 
 
-def _find_family_conflicts(loaded: ParsedConfig, family: str) -> list[str]:
+def _check_family(loaded: ParsedConfig, family: str) -> list[str]:
     config, facts = loaded.config, get_family_facts(family)
     prediction = "flow" if family in FLOW_FAMILIES else "v" if config.noise.v_parameterization else "epsilon"
     conflicts = [

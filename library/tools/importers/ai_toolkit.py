@@ -3,15 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-from . import ai_toolkit_keys as keys
 from .ai_toolkit_data import read_datasets, read_samples
-from .families import (
+from .equivalents import (
     FLOW_FAMILIES,
     SUPPORTED,
     UNET_FAMILIES,
     drop_layers,
+    format_argument,
     keep_only_layers,
     match_containing,
+    set_optimizer,
     set_quantization,
 )
 from .imported import (
@@ -24,7 +25,7 @@ from .imported import (
     to_switch,
     to_text,
 )
-from .optimizers import format_argument, set_optimizer
+from .keys import ai_toolkit as keys
 
 PROGRAM = "ai-toolkit"
 FULL_RANK = 9_999_999_999
@@ -48,7 +49,7 @@ def import_ai_toolkit(content: dict[str, Any], path: Path) -> ImportedConfig:
     for number, process in enumerate(processes[1:], 1):
         config.result.list_change(f"config.process[{number}]", process, "one process at a time; import it on its own")
     process = KeyReader(processes[0] if processes else {}, result, "")
-    if problem := find_other_training(process):
+    if problem := _find_other_training(process):
         result.problems.append(problem)
         return result
     _read_model(process)
@@ -65,7 +66,7 @@ def import_ai_toolkit(content: dict[str, Any], path: Path) -> ImportedConfig:
     return result
 
 
-def find_other_training(process: KeyReader) -> str:
+def _find_other_training(process: KeyReader) -> str:
     """Say what else a job is for; empty for LoRA training of a family that we have."""
     kind = process.read("type")
     if kind not in keys.PROCESS_TYPES:
@@ -73,8 +74,10 @@ def find_other_training(process: KeyReader) -> str:
     model = process.table.get("model") or {}
     arch = str(model.get("arch") or "").split(":")[0]
     switches = [name for name in (*keys.FAMILY_OF_SWITCH, *keys.OTHER_SWITCHES) if model.get(name)]
-    other = arch if arch not in ("", *keys.FAMILY_OF_ARCH) else next(
-        (name for name in switches if name in keys.OTHER_SWITCHES), ""
+    other = (
+        arch
+        if arch not in ("", *keys.FAMILY_OF_ARCH)
+        else next((name for name in switches if name in keys.OTHER_SWITCHES), "")
     )
     if other:
         return f"model {other}: not supported; {SUPPORTED} are"
@@ -91,7 +94,9 @@ def _read_model(process: KeyReader) -> None:
         model.read(name)
     path = model.take("pretrained_model_name_or_path", "name_or_path", None, to_text)
     if model.read("extras_name_or_path", path) != path:
-        model.list_change("extras_name_or_path", "give the VAE and the text encoder by their options; see docs/models.md")
+        model.list_change(
+            "extras_name_or_path", "give the VAE and the text encoder by their options; see docs/models.md"
+        )
     if text_encoder := model.read("te_name_or_path", None, to_text):
         if result.family in ("z_image", "qwen_image"):
             result.set_option("text_encoder", text_encoder)
@@ -174,7 +179,9 @@ def _read_layer_choice(network: KeyReader, kind: str) -> None:
     arguments = network.read_table("network_kwargs")
     only, ignored = (_read_names(arguments, name) for name in ("only_if_contains", "ignore_if_contains"))
     if only and ignored:
-        arguments.list_change("ignore_if_contains", "cannot be combined with only_if_contains; add exclude_patterns by hand")
+        arguments.list_change(
+            "ignore_if_contains", "cannot be combined with only_if_contains; add exclude_patterns by hand"
+        )
     if only:
         keep_only_layers(result, [match_containing(_strip_prefix(name)) for name in only])
     elif ignored:
@@ -201,7 +208,7 @@ def _read_training(process: KeyReader) -> int:
     """Return the micro-batches that ai-toolkit counts as steps."""
     result, train = process.result, process.read_table("train")
     steps = train.read("steps", 1000, to_integer)
-    legacy = train.read("gradient_accumulation_steps", 1, to_integer)
+    legacy: int = train.read("gradient_accumulation_steps", 1, to_integer)
     accumulation = train.read("gradient_accumulation", 1, to_integer)
     if legacy > 1:
         accumulation = legacy
@@ -312,9 +319,11 @@ def _read_objective(process: KeyReader) -> None:
         train.list_change("loss_type", "no such loss here; l2 is used, set loss_type by hand")
     if result.family == "flux" and train.read("bypass_guidance_embedding", False, to_switch):
         train.list_change("bypass_guidance_embedding", "the guidance embedding is used, with guidance_scale 1")
-    done = ("steps gradient_accumulation_steps gradient_accumulation batch_size lr unet_lr text_encoder_lr optimizer"
-            " optimizer_params lr_scheduler lr_scheduler_params dtype train_unet train_text_encoder ema_config"
-            " cache_text_embeddings skip_first_sample disable_sampling bypass_guidance_embedding next_sample_timesteps")
+    done = (
+        "steps gradient_accumulation_steps gradient_accumulation batch_size lr unet_lr text_encoder_lr optimizer"
+        " optimizer_params lr_scheduler lr_scheduler_params dtype train_unet train_text_encoder ema_config"
+        " cache_text_embeddings skip_first_sample disable_sampling bypass_guidance_embedding next_sample_timesteps"
+    )
     train.read_keys.update(done.split())
     train.apply_rules(keys.TRAIN_RULES)
     train.list_unknown(PROGRAM)

@@ -3,9 +3,9 @@
 import re
 from typing import Any
 
-from . import ai_toolkit_keys as keys
-from .families import find_bucket_steps, round_preview_side
+from .equivalents import find_bucket_steps, round_preview_side
 from .imported import KeyReader, to_integer, to_number, to_positive_integer, to_switch, to_text
+from .keys import ai_toolkit as keys
 
 PROGRAM = "ai-toolkit"
 TRIGGER = re.compile(r"\[(trigger|name)\]")
@@ -122,5 +122,3 @@ def _describe_prompt(process: KeyReader, values: dict[str, Any], seed: int, trig
     elif "schnell" not in name:
         prompt["guidance_scale"] = float(values["guidance_scale"])
     return prompt
-
-

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import diffusion_pipe_keys as keys
 from .diffusion_pipe_data import read_directories
-from .families import SUPPORTED, drop_layers, set_quantization
+from .equivalents import SUPPORTED, drop_layers, set_optimizer, set_quantization
 from .imported import (
     ImportedConfig,
     KeyReader,
@@ -16,7 +15,7 @@ from .imported import (
     to_switch,
     to_text,
 )
-from .optimizers import set_optimizer
+from .keys import diffusion_pipe as keys
 from .source_file import SourceFile, find_companion
 
 PROGRAM = "diffusion-pipe"
@@ -211,7 +210,9 @@ def _read_length_and_schedule(run: KeyReader) -> None:
     epochs, steps = run.read("epochs", None, to_integer), run.read("max_steps", None, to_positive_integer)
     if steps:
         result.options["max_train_steps"] = steps
-        run.list_change("epochs", "training ends after max_steps or after these, whichever is first; max_train_steps is set")
+        run.list_change(
+            "epochs", "training ends after max_steps or after these, whichever is first; max_train_steps is set"
+        )
     else:
         result.options["max_train_epochs"] = max(1, epochs or 1)
     warmup = run.read("warmup_steps", 0, to_integer)
@@ -231,7 +232,9 @@ def _read_length_and_schedule(run: KeyReader) -> None:
         result.options["lr_scheduler"] = "cosine_with_min_lr"
         result.options["lr_scheduler_min_lr_ratio"] = min(1.0, 1e-6 / rate) if rate else 0.0
         if warmup or steps:
-            run.list_change("lr_scheduler", "reaches 1e-6 at the end of the run here, there after epochs and warmup_steps")
+            run.list_change(
+                "lr_scheduler", "reaches 1e-6 at the end of the run here, there after epochs and warmup_steps"
+            )
     else:
         run.list_change("lr_scheduler", "no such schedule; constant is used")
     result.set_option("lr_warmup_steps", warmup or None)

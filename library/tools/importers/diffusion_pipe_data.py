@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from . import diffusion_pipe_keys as keys
-from .families import BUCKET_STEPS
+from .equivalents import BUCKET_STEPS
 from .imported import ImportedConfig, KeyReader, to_integer, to_number, to_switch, to_text
+from .keys import diffusion_pipe as keys
 
 PROGRAM = "diffusion-pipe"
 

@@ -1,16 +1,12 @@
 """Import a kohya_ss GUI file: what the GUI would pass to sd-scripts, whose option names are ours."""
 
-import re
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ...config import parse_config
 from ...config.options import flatten_config
-from . import kohya_gui_keys as keys
 from .imported import (
-    OUR_DEFAULTS,
     ImportedConfig,
     KeyReader,
     is_among,
@@ -21,14 +17,12 @@ from .imported import (
     to_switch,
     to_text,
 )
+from .keys import kohya_gui as keys
+from .kohya_gui_data import read_dataset, read_keys, read_length, read_previews_and_logs
 from .kohya_gui_network import FLOW_FAMILIES, read_network, read_trained_components
 
 PROGRAM = "kohya_ss"
 _OTHER_MODELS = {"hunyuan_image_checkbox": "HunyuanImage", "anima_checkbox": "Anima", "lumina_checkbox": "Lumina"}
-_SECRETS = {"wandb_api_key": "run wandb login", "huggingface_token": "run hf auth login"}
-_SAMPLERS = {"k_euler": "euler", "k_euler_a": "euler_a", "ddim": "ddim", "euler": "euler", "euler_a": "euler_a"} | {
-    name: name for name in ("heun", "dpmsolver++", "pndm")
-}
 
 
 def is_kohya_gui(content: Any) -> bool:
@@ -43,7 +37,7 @@ def import_kohya_gui(content: dict[str, Any], path: Path) -> ImportedConfig:
         result.problems.append(problem)
         return result
     _read_family(reader)
-    _read_keys(reader, keys.RUN_KEYS)
+    read_keys(reader, keys.RUN_KEYS)
     _read_former_names(reader)
     _read_model_keys(reader)
     _read_precision(reader)
@@ -52,9 +46,9 @@ def import_kohya_gui(content: dict[str, Any], path: Path) -> ImportedConfig:
     read_network(reader)
     read_trained_components(reader)
     _read_objective(reader)
-    _read_dataset(reader)
-    _read_length(reader)
-    _read_previews_and_logs(reader)
+    read_dataset(reader)
+    read_length(reader)
+    read_previews_and_logs(reader)
     _read_extra_flags(reader)
     _drop_overridden(result)
     reader.apply_rules(keys.KEY_RULES)
@@ -89,24 +83,6 @@ def _read_family(reader: KeyReader) -> None:
         reader.result.set_option("v2", True)
 
 
-def _read_keys(reader: KeyReader, table: Mapping[str, keys.GuiKey], target: dict[str, Any] | None = None) -> None:
-    for name, key in table.items():
-        value = _read_key(reader, name, key)
-        if value is None:
-            continue
-        if target is None:
-            reader.result.set_option(key.option, value, name in reader)
-        elif value != OUR_DEFAULTS.get(key.option):
-            target[key.option] = value
-
-
-def _read_key(reader: KeyReader, name: str, key: keys.GuiKey) -> Any:
-    """Return what sd-scripts would get: the GUI drops 0, false and empty values."""
-    text = reader.table.get(name)
-    value = reader.read(name, key.gui_default, None if text == "" else key.convert)
-    return key.script_default if value in ("", 0, None) else value  # False equals 0
-
-
 def _read_former_names(reader: KeyReader) -> None:
     weights = reader.read("lora_network_weights", None, to_text)
     if "network_weights" not in reader:
@@ -121,7 +97,7 @@ def _read_former_names(reader: KeyReader) -> None:
 
 def _read_model_keys(reader: KeyReader) -> None:
     family = reader.result.family
-    _read_keys(reader, keys.FLOW_KEYS_BY_FAMILY.get(family, {}))
+    read_keys(reader, keys.FLOW_KEYS_BY_FAMILY.get(family, {}))
     options = reader.result.options
     if family == "flux":
         for option in ("clip_l", "t5xxl"):
@@ -220,7 +196,7 @@ def _read_objective(reader: KeyReader) -> None:
             if reader.read(name) and not is_among(reader.read(name), (0, False)):
                 reader.list_harmless(name, f"sd-scripts ignores it for {result.family}, too")
     else:
-        _read_keys(reader, keys.DIFFUSION_KEYS)
+        read_keys(reader, keys.DIFFUSION_KEYS)
     _read_noise(reader, is_flow)
     if result.options.get("loss_type", "l2") in ("huber", "smooth_l1"):
         reader.take("huber_schedule", "huber_schedule", "snr", to_text)
@@ -270,86 +246,6 @@ def _read_noise(reader: KeyReader, is_flow: bool) -> None:
         result.set_option("multires_noise_discount", discount)
 
 
-def _read_dataset(reader: KeyReader) -> None:
-    result = reader.result
-    _read_keys(reader, keys.DATASET_KEYS, result.general)
-    config = reader.read("dataset_config", None, to_text)
-    folder, reg_folder = (reader.read(name, None, to_text) for name in ("train_data_dir", "reg_data_dir"))
-    if config:
-        renamed = {"batch_size": "train_batch_size"}
-        result.options["dataset_config"] = config
-        result.options |= {renamed.get(name, name): value for name, value in result.general.items()}
-        result.general.clear()
-    elif folder:
-        subsets = [*list_repeat_folders(reader, "train_data_dir", folder)]
-        if reg_folder:
-            subsets += [table | {"is_reg": True} for table in list_repeat_folders(reader, "reg_data_dir", reg_folder)]
-        result.datasets.append({"subsets": subsets})
-
-
-def list_repeat_folders(reader: KeyReader, key: str, folder: str) -> list[dict[str, Any]]:
-    """Return a subset for each subfolder ``REPEATS_NAME``, as sd-scripts reads a folder of images."""
-    root = Path(folder).expanduser()
-    folders = sorted(item for item in root.iterdir() if item.is_dir()) if root.is_dir() else []
-    found = [(match, item) for item in folders if (match := re.fullmatch(r"(\d+)_(.+)", item.name))]
-    if not found:
-        where = "has no subfolders REPEATS_NAME" if root.is_dir() else "is not on this machine"
-        reader.list_change(key, f"{where}; give each subfolder a [[datasets.subsets]] with image_dir and num_repeats")
-        return [{"image_dir": folder}]
-    return [
-        {"image_dir": f"{folder.rstrip('/')}/{item.name}", "num_repeats": int(match[1]), "class_tokens": match[2]}
-        for match, item in found
-    ]
-
-
-def _read_length(reader: KeyReader) -> None:
-    result = reader.result
-    epochs = reader.read("max_train_epochs", None, to_positive_integer)
-    steps = reader.read("max_train_steps", 1600, to_positive_integer)
-    gui_epochs = reader.read("epoch", 1, to_integer)
-    if epochs:
-        result.options["max_train_epochs"] = epochs
-    elif steps:
-        result.options["max_train_steps"] = steps
-        if "max_train_steps" not in reader and gui_epochs > 1:
-            reason = "the GUI trains 1600 steps without max_train_steps; set max_train_epochs instead to train by epochs"
-            reader.list_change("epoch", reason)
-    elif "dataset_config" in result.options:
-        result.options["max_train_steps"] = 1600  # sd-scripts' default
-    else:
-        result.options["max_train_epochs"] = max(1, gui_epochs)
-
-
-def _read_previews_and_logs(reader: KeyReader) -> None:
-    result = reader.result
-    prompts = [line for line in str(reader.read("sample_prompts", "")).splitlines() if line.strip()]
-    intervals = {
-        name: reader.read(name, None, to_positive_integer) for name in ("sample_every_n_steps", "sample_every_n_epochs")
-    }
-    sampler = reader.read("sample_sampler", "euler_a", to_text)
-    if prompts and any(intervals.values()):
-        result.prompts = [{"line": line} for line in prompts]
-        for name, value in intervals.items():
-            result.set_option(name, value)
-        if result.family not in FLOW_FAMILIES and sampler in _SAMPLERS:
-            result.set_option("sample_sampler", _SAMPLERS[sampler])
-        elif result.family not in FLOW_FAMILIES:
-            reader.list_harmless("sample_sampler", "not available for previews; the default sampler is used")
-    for name, command in _SECRETS.items():
-        if reader.read(name):
-            result.list_harmless(name, "***", f"keys are not stored in files; {command}")
-    if reader.read("use_wandb", False, to_switch):
-        result.set_option("log_with", "wandb")
-    tracker = result.options.get("log_with")
-    for name in ("wandb_run_name", "log_tracker_name", "log_tracker_config", "log_config"):
-        value = reader.read(name)
-        if value and (tracker in ("wandb", "all") or (tracker and name != "wandb_run_name")):
-            result.set_option(name, value)
-    if "huggingface_repo_id" in result.options:
-        for name in ("huggingface_path_in_repo", "huggingface_repo_visibility"):
-            result.set_option(name, reader.read(name, None, to_text))
-
-
 def _read_extra_flags(reader: KeyReader) -> None:
     """The flags of ``additional_parameters``, which override everything else."""
     words = shlex.split(str(reader.read("additional_parameters", "")))
@@ -377,11 +273,11 @@ def _drop_overridden(result: ImportedConfig) -> None:
     if options.get("dim_from_weights"):
         dropped += [(name, "dim_from_weights replaces it, there too") for name in ("network_dim", "network_alpha")]
     if not options.get("log_with") and not options.get("logging_dir"):
-        names = ("log_prefix", "log_tracker_name", "log_tracker_config", "wandb_run_name", "log_config")
-        dropped += [(name, "no effect without a tracker, there either") for name in names]
+        trackers = ("log_prefix", "log_tracker_name", "log_tracker_config", "wandb_run_name", "log_config")
+        dropped += [(name, "no effect without a tracker, there either") for name in trackers]
     if options.get("optimizer_type") == "Adafactor" and "relative_step=False" not in options.get("optimizer_args", ()):
-        names = ("learning_rate", "unet_lr", "text_encoder_lr", "lr_scheduler", "lr_warmup_steps")
-        dropped += [(name, "Adafactor with relative_step sets its own learning rate, there too") for name in names]
+        rates = ("learning_rate", "unet_lr", "text_encoder_lr", "lr_scheduler", "lr_warmup_steps")
+        dropped += [(name, "Adafactor with relative_step sets its own learning rate, there too") for name in rates]
     for name, reason in dropped:
         if name in options:
             result.list_harmless(name, options.pop(name), reason)
@@ -397,7 +293,9 @@ def _list_unused(reader: KeyReader) -> None:
     for group in groups:
         unused = [name for name in dict.fromkeys(group) if name in reader.table and name not in reader.read_keys]
         reader.read_keys.update(unused)
-        shown = [name for name in unused if not is_among(reader.table[name], ("", 0, 1, -1, False, None, 0.1, "snr", "full"))]
+        shown = [
+            name for name in unused if not is_among(reader.table[name], ("", 0, 1, -1, False, None, 0.1, "snr", "full"))
+        ]
         if shown:
             names = f"{', '.join(shown[:4])}{f' and {len(shown) - 4} more' if len(shown) > 4 else ''}"
             reader.result.list_harmless(names, [reader.table[name] for name in shown], keys.NOT_PASSED_ON)

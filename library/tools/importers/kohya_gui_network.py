@@ -1,7 +1,8 @@
 """The network of a kohya_ss GUI file: LoRA type, its arguments, and what is trained."""
 
-from . import kohya_gui_keys as keys
+from .equivalents import FULL_LOKR_DIM
 from .imported import KeyReader, is_among, to_integer, to_number, to_positive_number, to_switch
+from .keys import kohya_gui as keys
 
 FLOW_FAMILIES = ("sd3", "flux")
 
@@ -34,6 +35,8 @@ def read_network(reader: KeyReader) -> None:
             reader.list_change(name, f"only LoRA has it here, not {lora_type}; remove it")
         else:
             result.set_option(name, value)
+    if algorithm == "lokr" and result.options.get("network_dim", 0) >= FULL_LOKR_DIM:
+        result.options["network_alpha"] = float(result.options["network_dim"])  # full matrices have no scale
     if module == "networks.oft_flux" or algorithm in ("diag-oft", "boft"):
         result.options.pop("network_alpha", None)  # they have no alpha
 
@@ -61,7 +64,9 @@ def _read_lycoris_args(reader: KeyReader, algorithm: str) -> None:
         if has_lora_args:
             reader.result.add_network_arg("dora_wd", True)
         else:
-            reader.list_change("dora_wd", f"weight decomposition of {algorithm} is not supported; use LoCon with dora_wd")
+            reader.list_change(
+                "dora_wd", f"weight decomposition of {algorithm} is not supported; use LoCon with dora_wd"
+            )
     _read_dropouts(reader, has_lora_args, algorithm)
     for name in keys.LYCORIS_SWITCHES:
         if reader.read(name) and not is_among(reader.read(name), (0, False)):

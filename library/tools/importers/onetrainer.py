@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import onetrainer_keys as keys
-from .families import SUPPORTED, UNET_FAMILIES, set_quantization
+from .equivalents import SUPPORTED, UNET_FAMILIES, set_quantization
 from .imported import ImportedConfig, KeyReader, to_integer, to_number, to_positive_integer, to_switch, to_text
+from .keys import onetrainer as keys
 from .onetrainer_data import is_concept_list, is_sample_list, read_concepts, read_samples
 from .onetrainer_network import find_lr_factor, read_network, read_optimizer
 from .onetrainer_objective import read_objective
@@ -26,7 +26,7 @@ def import_onetrainer(content: dict[str, Any], path: Path, others: Sequence[Sour
     """Turn a configuration and its concepts into our options and datasets."""
     result = ImportedConfig(PROGRAM)
     config = KeyReader(upgrade_keys(content), result)
-    if problem := find_other_training(config):
+    if problem := _find_other_training(config):
         result.problems.append(problem)
         return result
     result.family = keys.FAMILIES[config.read("model_type", "STABLE_DIFFUSION_15")]
@@ -47,9 +47,7 @@ def import_onetrainer(content: dict[str, Any], path: Path, others: Sequence[Sour
     read_concepts(config, concepts)
     samples = config.read("samples")
     if samples is None:
-        found = find_companion(
-            config, "sample_definition_file_name", path, others, is_sample_list, "samples", ""
-        )
+        found = find_companion(config, "sample_definition_file_name", path, others, is_sample_list, "samples", "")
         samples = None if found is None else found.content
     read_samples(config, samples or [])
     config.apply_rules(keys.RUN_RULES)
@@ -64,7 +62,11 @@ def import_onetrainer(content: dict[str, Any], path: Path, others: Sequence[Sour
 def upgrade_keys(content: dict[str, Any]) -> dict[str, Any]:
     """Give the keys of older versions their current names; OneTrainer does the same when it opens a file."""
     renamed = {
-        **{"save_after": "save_every", "save_after_unit": "save_every_unit", "enable_async_offloading": "async_offloading"},
+        **{
+            "save_after": "save_every",
+            "save_after_unit": "save_every_unit",
+            "enable_async_offloading": "async_offloading",
+        },
         **{"lora_layers": "layer_filter", "lora_layer_preset": "layer_filter_preset"},
         "lora_layers_regex": "layer_filter_regex",
     }
@@ -80,7 +82,7 @@ def upgrade_keys(content: dict[str, Any]) -> dict[str, Any]:
     return table
 
 
-def find_other_training(config: KeyReader) -> str:
+def _find_other_training(config: KeyReader) -> str:
     """Say what else a configuration is for; empty for LoRA training of a family that we have."""
     kind = config.read("model_type", "STABLE_DIFFUSION_15")
     if kind not in keys.FAMILIES:
@@ -105,7 +107,9 @@ def _read_denoiser(config: KeyReader, part: KeyReader) -> None:
     if dtype not in keys.PLAIN_DTYPES:
         set_quantization(result, f"{part.prefix}weight_dtype", dtype, keys.QUANTIZATIONS)
     if model := part.read("model_name", None, to_text):
-        part.list_change("model_name", "give this file as pretrained_model_name_or_path, with its text encoders and VAE", model)
+        part.list_change(
+            "model_name", "give this file as pretrained_model_name_or_path, with its text encoders and VAE", model
+        )
     result.set_option("gradient_checkpointing", part.read("gradient_checkpointing", True, to_switch))
     if result.family == "flux":
         result.set_option("guidance_scale", part.read("guidance_scale", 1.0, to_number))
@@ -121,12 +125,14 @@ def _read_denoiser(config: KeyReader, part: KeyReader) -> None:
     vae.read_keys.update(vae.table)  # its precision is float32 here
 
 
-def _read_stop(part: KeyReader, config: KeyReader) -> None:
-    """Training of a part may stop before the end."""
-    after, unit = part.read("stop_training_after"), part.read("stop_training_after_unit", "NEVER")
+def _read_stop(part: KeyReader, config: KeyReader, default: int = 0) -> None:
+    """Training of a part may stop before the end; that of text encoders does, after 30 epochs."""
+    after = part.read("stop_training_after", default)
+    unit = part.read("stop_training_after_unit", "EPOCH" if default else "NEVER")
     epochs = config.table.get("epochs") or 100
     if unit not in ("NEVER", None) and after and not (unit == "EPOCH" and after >= epochs):
-        part.list_change("stop_training_after", "everything is trained to the end; train twice with network_weights")
+        reason = f"everything is trained to the end, not {after} {unit.lower()}s; train twice with network_weights"
+        part.list_change("stop_training_after", reason, after)
 
 
 def _read_text_encoders(config: KeyReader, parts: dict[str, KeyReader]) -> None:
@@ -142,9 +148,7 @@ def _read_text_encoders(config: KeyReader, parts: dict[str, KeyReader]) -> None:
         elif is_trained:
             part.list_change("train", "the text encoder of this model cannot be trained here", is_trained)
         if is_trained:
-            if "stop_training_after" not in part:
-                part.table = {"stop_training_after": 30, "stop_training_after_unit": "EPOCH", **part.table}
-            _read_stop(part, config)
+            _read_stop(part, config, default=30)
         dropouts.append(part.read("dropout_probability", 0.0, to_number))
         if skip := config.read(f"{name}_layer_skip", 0, to_integer):
             if result.family in ("sd1", "sd2"):
@@ -180,7 +184,9 @@ def _set_trained_encoders(config: KeyReader, trained: list[bool], rates: list[fl
             trained, rates = trained[:-1], rates[:-1]
     if not any(trained):
         return
-    values = [(base if rate is None else rate) * factor if is_on else 0.0 for is_on, rate in zip(trained, rates, strict=True)]
+    values = [
+        (base if rate is None else rate) * factor if is_on else 0.0 for is_on, rate in zip(trained, rates, strict=True)
+    ]
     if values != [base * factor] * len(values):
         result.options["text_encoder_lr"] = values
 
@@ -241,5 +247,3 @@ def _list_part(part: KeyReader, name: str) -> None:
     if dtype not in (None, *keys.PLAIN_DTYPES):
         part.list_harmless("weight_dtype", "text encoders are not quantized here: more memory, no rounding")
     part.read_keys.update(part.table)
-
-

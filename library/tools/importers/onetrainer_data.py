@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import onetrainer_keys as keys
-from .families import find_bucket_steps, round_preview_side
+from .equivalents import find_bucket_steps, round_preview_side
 from .imported import KeyReader, to_integer, to_number, to_switch, to_text
+from .keys import onetrainer as keys
 
 PROGRAM = "OneTrainer"
 MASK_FILES = ("-masklabel.png", "-condlabel.png")
@@ -23,7 +23,9 @@ def is_sample_list(content: Any) -> bool:
 
 
 def _is_list_of(content: Any, key: str) -> bool:
-    return isinstance(content, list) and bool(content) and all(isinstance(item, dict) and key in item for item in content)
+    return (
+        isinstance(content, list) and bool(content) and all(isinstance(item, dict) and key in item for item in content)
+    )
 
 
 def read_concepts(config: KeyReader, concepts: Sequence[Any] | None) -> None:
@@ -110,7 +112,9 @@ def _read_repeats(concept: KeyReader, subset: dict[str, Any]) -> None:
     if strategy == "REPEATS":
         subset["num_repeats"] = max(1, round(number))
         if number != round(number) or number < 1:
-            concept.list_change("balancing", f"repeats are whole numbers; {subset['num_repeats']} is set, see weight", number)
+            concept.list_change(
+                "balancing", f"repeats are whole numbers; {subset['num_repeats']} is set, see weight", number
+            )
     else:
         concept.list_change("balancing", "so many samples in an epoch there; set num_repeats or weight", number)
 
@@ -123,7 +127,7 @@ def _read_text(text: KeyReader, subset: dict[str, Any]) -> None:
         lines = Path(path).read_text("utf-8").split("\n") if path and Path(path).is_file() else []
         lines = [line.strip() for line in lines if line.strip()]
         if len(lines) == 1:
-            subset |= {"class_tokens": lines[0], "caption_extension": ".caption-of-image"}
+            subset |= {"class_tokens": lines[0], "caption_extension": ".none"}
         else:
             text.list_change("prompt_source", f"captions from one file ({path}); write a caption file for each image")
     else:
@@ -187,5 +191,3 @@ def read_samples(config: KeyReader, samples: Sequence[Any]) -> None:
         for name in ("sample_every_n_steps", "sample_every_n_epochs"):
             if name in result.options:
                 result.list_harmless("sample_after", result.options.pop(name), "no samples; write sample_prompts")
-
-

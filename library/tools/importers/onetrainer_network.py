@@ -1,12 +1,19 @@
 """The adapter and the optimizer of a OneTrainer configuration."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from . import onetrainer_keys as keys
-from .families import FULL_LOKR_DIM, UNET_FAMILIES, keep_only_layers, match_containing
+from .equivalents import (
+    FULL_LOKR_DIM,
+    UNET_FAMILIES,
+    format_argument,
+    keep_only_layers,
+    match_containing,
+    set_optimizer,
+)
 from .imported import KeyReader, to_integer, to_number, to_positive_number, to_switch, to_text
-from .optimizers import format_argument, set_optimizer
+from .keys import onetrainer as keys
 
 PROGRAM = "OneTrainer"
 FULL_MATRIX_DIM = 9_999_999
@@ -27,7 +34,9 @@ def read_network(config: KeyReader) -> None:
     if is_decomposed and kind == "LORA":
         result.add_network_arg("use_dora", True)
         if not by_output:
-            config.list_change("lora_decompose_output_axis", "a magnitude for each output feature here, as in peft", by_output)
+            config.list_change(
+                "lora_decompose_output_axis", "a magnitude for each output feature here, as in peft", by_output
+            )
     dropout = config.read("dropout_probability", None, to_positive_number)
     if dropout and kind == "LORA" and not is_decomposed:
         result.set_option("network_dropout", dropout)
@@ -80,7 +89,7 @@ def find_lr_factor(config: KeyReader) -> float:
     accumulation = config.table.get("gradient_accumulation_steps") or 1
     scaler = str(config.read("learning_rate_scaler", "NONE"))
     scales = {"BATCH": batch, "GRADIENT_ACCUMULATION": accumulation, "BOTH": batch * accumulation}
-    return float(scales.get(scaler.removeprefix("GLOBAL_"), 1)) ** 0.5
+    return math.sqrt(scales.get(scaler.removeprefix("GLOBAL_"), 1))
 
 
 def read_optimizer(config: KeyReader) -> None:
@@ -103,7 +112,9 @@ def read_optimizer(config: KeyReader) -> None:
     set_optimizer(result, "optimizer.optimizer", name, keys.OPTIMIZERS, _keep_accepted(name, given))
     for key, value in table.table.items():
         if key not in table.read_keys and key not in keys.OPTIMIZER_SPEED and value not in (None, False, 0, True):
-            table.list_change(key, "an argument that is not taken over; add it to optimizer_args if the optimizer has it")
+            table.list_change(
+                key, "an argument that is not taken over; add it to optimizer_args if the optimizer has it"
+            )
     table.read_keys.update(table.table)
     result.set_option("max_grad_norm", config.read("clip_grad_norm", 0.0 if "clip_grad_norm" in config.table else 1.0))
     _read_schedule(config, "schedule_free" in name.lower())

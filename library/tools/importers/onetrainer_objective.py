@@ -1,6 +1,6 @@
 """Noise, timesteps and loss of a OneTrainer configuration."""
 
-from .families import FLOW_FAMILIES
+from .equivalents import FLOW_FAMILIES
 from .imported import KeyReader, to_number, to_positive_number, to_switch
 
 NUM_TIMESTEPS = 1000
@@ -79,7 +79,9 @@ def _read_weighting(config: KeyReader, is_flow: bool) -> None:
         if result.options.get("v_parameterization"):
             config.list_change("loss_weight_fn", "1 / (SNR + 1) for v-prediction here, its square root there")
     elif name not in ("CONSTANT", None):
-        config.list_change("loss_weight_fn", "no such weights here; remove it, or set weighting_scheme or min_snr_gamma")
+        config.list_change(
+            "loss_weight_fn", "no such weights here; remove it, or set weighting_scheme or min_snr_gamma"
+        )
 
 
 def _read_diffusion_timesteps(config: KeyReader) -> None:
@@ -87,7 +89,9 @@ def _read_diffusion_timesteps(config: KeyReader) -> None:
     shift = config.read("timestep_shift", 1.0, to_number)
     config.read_keys.update(("noising_weight", "noising_bias", "dynamic_timestep_shifting"))
     if name != "UNIFORM":
-        config.list_change("timestep_distribution", "timesteps are uniform for this model; min_timestep and max_timestep cut them")
+        config.list_change(
+            "timestep_distribution", "timesteps are uniform for this model; min_timestep and max_timestep cut them"
+        )
     if shift != 1:
         config.list_change("timestep_shift", "timesteps are uniform for this model")
 
@@ -120,4 +124,6 @@ def _read_flow_timesteps(config: KeyReader) -> None:
         options["timestep_sampling"] = "uniform"
         del options["discrete_flow_shift"]
     elif name != "UNIFORM":
-        config.list_change("timestep_distribution", "no such timesteps here; uniform ones are used, see timestep_sampling")
+        config.list_change(
+            "timestep_distribution", "no such timesteps here; uniform ones are used, see timestep_sampling"
+        )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config.toml_positions import read_text_file, read_toml_with_lines
-from ...errors import ConfigError
+from ...errors import UserError
 from .imported import KeyReader
 
 PROGRAMS = "kohya_ss, ai-toolkit, OneTrainer, diffusion-pipe or SimpleTuner"
@@ -25,7 +25,7 @@ def read_source(path: Path) -> SourceFile:
     """Read a JSON, YAML, TOML or .env file."""
     suffix = path.suffix.lower()
     if path.is_dir():
-        raise ConfigError([f"{path}: a folder; give the configuration file in it"])
+        raise UserError(f"{path}: a folder; give the configuration file in it")
     if suffix == ".toml":
         return SourceFile(path, read_toml_with_lines(path)[0])
     text = read_text_file(path)
@@ -35,7 +35,7 @@ def read_source(path: Path) -> SourceFile:
         return SourceFile(path, text)
     if suffix == ".json" or path.name.endswith(".json.example"):
         return SourceFile(path, _parse_json(text, path))
-    raise ConfigError([f"{path}: not a .json, .yaml, .toml or .env file; expected a configuration of {PROGRAMS}"])
+    raise UserError(f"{path}: not a .json, .yaml, .toml or .env file; expected a configuration of {PROGRAMS}")
 
 
 def _parse_json(text: str, path: Path) -> Any:
@@ -44,9 +44,9 @@ def _parse_json(text: str, path: Path) -> Any:
     except ValueError as error:
         line = getattr(error, "lineno", None)
         where = f"{path}:{line}" if line else str(path)
-        raise ConfigError([f"{where}: not valid JSON: {getattr(error, 'msg', error)}"]) from None
+        raise UserError(f"{where}: not valid JSON: {getattr(error, 'msg', error)}") from None
     except RecursionError:
-        raise ConfigError([f"{path}: not valid JSON: nested too deeply"]) from None
+        raise UserError(f"{path}: not valid JSON: nested too deeply") from None
 
 
 def _parse_yaml(text: str, path: Path) -> Any:
@@ -57,7 +57,7 @@ def _parse_yaml(text: str, path: Path) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
-        raise ConfigError([f"{where}: not valid YAML: {getattr(error, 'problem', error)}"]) from None
+        raise UserError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
 
 
 def find_companion(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .imported import (
+from ..imported import (
     Rule,
     define_harmless,
     define_unsupported,

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from .imported import (
+from ..equivalents import KnownOptimizer
+from ..imported import (
     Rule,
     Take,
     Unsupported,
@@ -14,7 +15,6 @@ from .imported import (
     to_switch,
     to_text,
 )
-from .optimizers import KnownOptimizer
 
 FAMILIES: Mapping[str, str] = {
     "flux": "flux",
@@ -82,7 +82,9 @@ RUN_RULES: Mapping[str, Rule] = {
 }
 
 MODEL_RULES: Mapping[str, Rule] = {
-    **define_harmless("text encoder outputs are cached as set by cache_text_encoder_outputs", "cache_text_embeddings", True),
+    **define_harmless(
+        "text encoder outputs are cached as set by cache_text_encoder_outputs", "cache_text_embeddings", True
+    ),
     **define_unsupported("the guidance embedding is used, with guidance_scale", "bypass_guidance_embedding"),
     **define_unsupported("no equal here; remove it, or expect another result", "lumina_shift max_sequence_length"),
 }
@@ -105,9 +107,7 @@ DIRECTORY_RULES: Mapping[str, Rule] = {
     "num_repeats": Take("num_repeats", 1, to_integer),
     **define_harmless("images without a caption are reported before training", "skip_empty_caption", True),
     **define_harmless("images are shuffled in every epoch", "shuffle_metadata", True),
-    **define_unsupported(
-        "control images are for editing models, which cannot be trained here", "control_path"
-    ),
+    **define_unsupported("control images are for editing models, which cannot be trained here", "control_path"),
     **define_unsupported("each image needs a mask here; make white ones", "default_mask_file"),
     **define_unsupported("captions are read from files; see caption_extension and metadata_file", "online_captions"),
 }

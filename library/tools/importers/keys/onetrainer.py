@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from .imported import Rule, Take, Unsupported, define_harmless, define_unsupported, to_integer, to_switch, to_text
-from .optimizers import KnownOptimizer
+from ..equivalents import KnownOptimizer
+from ..imported import Rule, Take, Unsupported, define_harmless, define_unsupported, to_integer, to_switch, to_text
 
 FAMILIES: Mapping[str, str] = {
     "STABLE_DIFFUSION_15": "sd1",
@@ -17,12 +17,20 @@ FAMILIES: Mapping[str, str] = {
 TEXT_ENCODERS: Mapping[str, int] = {"sd1": 1, "sd2": 1, "sdxl": 2, "sd3": 3, "flux": 2}
 """Text encoders that can be trained here; the last of sd3 and flux is T5."""
 T5_FAMILIES = ("sd3", "flux")
-PARTS = "unet prior transformer unconditional_transformer text_encoder text_encoder_2 text_encoder_3 text_encoder_4".split()
+PARTS = (
+    "unet prior transformer unconditional_transformer text_encoder text_encoder_2 text_encoder_3 text_encoder_4".split()
+)
 OTHER_PARTS = "effnet_encoder decoder decoder_text_encoder decoder_vqgan embedding quantization cloud secrets".split()
 
 DTYPES: Mapping[str, str] = {"FLOAT_16": "fp16", "BFLOAT_16": "bf16", "FLOAT_32": "no", "TFLOAT_32": "no"}
 SAVE_DTYPES: Mapping[str, str] = {"FLOAT_16": "fp16", "BFLOAT_16": "bf16", "FLOAT_32": "float"}
-QUANTIZATIONS: Mapping[str, str] = {"nfloat_4": "nf4", "int_8": "int8", "float_8": "fp8", "int": "int8", "float_w": "fp8"}
+QUANTIZATIONS: Mapping[str, str] = {
+    "nfloat_4": "nf4",
+    "int_8": "int8",
+    "float_8": "fp8",
+    "int": "int8",
+    "float_w": "fp8",
+}
 PLAIN_DTYPES = ("FLOAT_16", "BFLOAT_16", "FLOAT_32", "TFLOAT_32", "NONE")
 FILE_FORMATS: Mapping[str, str] = {"DIFFUSERS_LORA": "diffusers", "KOHYA_LORA": "kohya", "COMFY_LORA": "comfy"}
 
@@ -38,9 +46,7 @@ OPTIMIZERS: Mapping[str, KnownOptimizer] = {
     "lion": KnownOptimizer("Lion", {"weight_decay": 0.0}),
     "lion_8bit": KnownOptimizer("Lion8bit", {"betas": (0.9, 0.999), "weight_decay": 0.0}),
     "sgd": KnownOptimizer("SGD"),
-    "adafactor": KnownOptimizer(
-        "Adafactor", {"relative_step": False, "scale_parameter": False, "warmup_init": False}
-    ),
+    "adafactor": KnownOptimizer("Adafactor", {"relative_step": False, "scale_parameter": False, "warmup_init": False}),
     "prodigy": KnownOptimizer("Prodigy", {**_BETAS, **_DADAPT}),
     "dadapt_adam": KnownOptimizer("DAdaptAdam", {**_BETAS, **_DADAPT, "decouple": False}),
     "dadapt_adan": KnownOptimizer("DAdaptAdan"),
@@ -105,7 +111,8 @@ RUN_RULES: Mapping[str, Rule] = {
     **define_harmless(
         _LOCAL,
         "debug_mode debug_dir cache_dir huggingface_cache_dir offline_mode tensorboard_expose tensorboard_always_on"
-        " tensorboard_port prevent_overwrites include_train_config train_device temp_device only_cache samples_to_tensorboard",
+        " tensorboard_port prevent_overwrites include_train_config train_device temp_device only_cache"
+        " samples_to_tensorboard",
         *("debug", "workspace-cache/run", "", False, 6006, "NONE", "cuda", "cpu", "cuda:0", True),
     ),
     **define_harmless(
@@ -114,24 +121,47 @@ RUN_RULES: Mapping[str, Rule] = {
         " async_gradient_reduce_buffer",
         *(False, "", "FLOAT_32_STOCHASTIC", True, 100),
     ),
-    **define_harmless("validation is set with validation_split", "validation validate_after validate_after_unit", False, 1, "EPOCH"),
+    **define_harmless(
+        "validation is set with validation_split", "validation validate_after validate_after_unit", False, 1, "EPOCH"
+    ),
     **define_harmless("use auto_resume", "continue_last_backup", False),
     **define_harmless(
         "set save_state to resume a run",
         "backup_after backup_after_unit rolling_backup rolling_backup_count backup_before_save",
         *(30, "MINUTE", False, 3, True),
     ),
-    **define_harmless("memory or speed only", "async_offloading dataloader_threads enable_autocast_cache attention_mechanism", True, 2, "SDP"),
+    **define_harmless(
+        "memory or speed only",
+        "async_offloading dataloader_threads enable_autocast_cache attention_mechanism",
+        True,
+        2,
+        "SDP",
+    ),
     **define_harmless("caches are never stale here", "clear_cache_before_training", True, False),
-    **define_harmless("not needed here", "fallback_train_dtype frames embedding_weight_dtype", "BFLOAT_16", "25", "FLOAT_32"),
-    **define_harmless("for embeddings", "embedding_learning_rate preserve_embedding_norm bundle_additional_embeddings", False, True),
-    **define_harmless("previews have no effect on training", "sample_skip_first sample_image_format sample_video_format"
-        " sample_audio_format non_ema_sampling", 0, "JPG", "MP4", "MP3", True, False),
+    **define_harmless(
+        "not needed here", "fallback_train_dtype frames embedding_weight_dtype", "BFLOAT_16", "25", "FLOAT_32"
+    ),
+    **define_harmless(
+        "for embeddings", "embedding_learning_rate preserve_embedding_norm bundle_additional_embeddings", False, True
+    ),
+    **define_harmless(
+        "previews have no effect on training",
+        "sample_skip_first sample_image_format sample_video_format sample_audio_format non_ema_sampling",
+        0,
+        "JPG",
+        "MP4",
+        "MP3",
+        True,
+        False,
+    ),
     **define_harmless("every file is saved", "save_skip_first save_filename_prefix", 0, ""),
     **define_harmless("a list of its user interface", "optimizer_defaults __version"),
     **define_harmless("only for masked training", "unmasked_probability unmasked_weight", 0.1),
-    **define_unsupported(_CHANGES, "force_circular_padding custom_conditioning_image masked_prior_preservation_weight"
-        " perturbation_noise_weight generalized_offset_noise additional_embeddings log_cosh_strength embeddings"),
+    **define_unsupported(
+        _CHANGES,
+        "force_circular_padding custom_conditioning_image masked_prior_preservation_weight"
+        " perturbation_noise_weight generalized_offset_noise additional_embeddings log_cosh_strength embeddings",
+    ),
     "vb_loss_strength": Unsupported(_CHANGES, (1, 0, None)),
     "loss_scaler": Unsupported(
         "the loss is not scaled here; with Adam this only changes gradient clipping", ("NONE", None)
@@ -144,8 +174,13 @@ CONCEPT_RULES: Mapping[str, Rule] = {
 }
 TEXT_RULES: Mapping[str, Rule] = {
     **define_unsupported(_CHANGES, "caps_randomize_enable tag_dropout_special_tags tag_dropout_special_tags_regex", ""),
-    **define_harmless("for caps_randomize_enable", "caps_randomize_mode caps_randomize_probability"
-        " caps_randomize_lowercase", "capslock, title, first, random", 0, False),
+    **define_harmless(
+        "for caps_randomize_enable",
+        "caps_randomize_mode caps_randomize_probability caps_randomize_lowercase",
+        "capslock, title, first, random",
+        0,
+        False,
+    ),
     **define_harmless("for tag_dropout_special_tags", "tag_dropout_special_tags_mode", "NONE", ""),
 }
 IMAGE_RULES: Mapping[str, Rule] = {

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from .imported import (
+from ..equivalents import KnownOptimizer
+from ..imported import (
     Rule,
     Take,
     Unsupported,
@@ -13,7 +14,6 @@ from .imported import (
     to_switch,
     to_text,
 )
-from .optimizers import KnownOptimizer
 
 FAMILY_OF_ARCH: Mapping[str, str] = {
     **{"sd1": "sd1", "sd2": "sd2", "sdxl": "sdxl", "sd3": "sd3", "flux": "flux"},
@@ -37,9 +37,7 @@ OPTIMIZERS: Mapping[str, KnownOptimizer] = {
     "lion": KnownOptimizer("Lion"),
     "lion8bit": KnownOptimizer("Lion8bit"),
     "adagrad": KnownOptimizer("Adagrad"),
-    "adafactor": KnownOptimizer(
-        "Adafactor", {"relative_step": False, "scale_parameter": False, "warmup_init": False}
-    ),
+    "adafactor": KnownOptimizer("Adafactor", {"relative_step": False, "scale_parameter": False, "warmup_init": False}),
     "prodigy": KnownOptimizer("Prodigy", _EPS),
     "prodigy8bit": KnownOptimizer("Prodigy", _EPS, "8-bit Prodigy is not available; Prodigy is used"),
     "dadaptation": KnownOptimizer("DAdaptAdam", _EPS),
@@ -80,7 +78,9 @@ TRAIN_RULES: Mapping[str, Rule] = {
     "reg_weight": Take("prior_loss_weight", 1.0, to_number),
     **define_harmless(_MEMORY, "xformers sdp attention_backend", False, "native"),
     **define_harmless("previews have no effect on training", "free_u force_first_sample show_turbo_outputs", False),
-    **define_harmless("for models that have it", "train_refiner refiner_lr embedding_lr adapter_lr switch_boundary_every"),
+    **define_harmless(
+        "for models that have it", "train_refiner refiner_lr embedding_lr adapter_lr switch_boundary_every"
+    ),
     **define_harmless("for diff_output_preservation", "diff_output_preservation_class", "", "person"),
     **define_harmless("for diff_output_preservation", "diff_output_preservation_multiplier", 1),
     **define_harmless("for blank_prompt_preservation", "blank_prompt_preservation_multiplier", 1),
@@ -119,9 +119,13 @@ MODEL_RULES: Mapping[str, Rule] = {
     "vae_path": Take("vae", None, to_text),
     **define_harmless(_MEMORY, "low_vram layer_offloading auto_memory cache_size_limit", False),
     **define_harmless(_MEMORY, "layer_offloading_transformer_percent layer_offloading_text_encoder_percent", 1),
-    **define_harmless("device_map distributes a model over GPUs; see docs/multi_gpu.md", "split_model_over_gpus", False),
+    **define_harmless(
+        "device_map distributes a model over GPUs; see docs/multi_gpu.md", "split_model_over_gpus", False
+    ),
     **define_harmless("text encoders are not quantized here: more memory, no rounding", "quantize_te", False),
-    **define_harmless("text encoders are not quantized here: more memory, no rounding", "qtype_te text_encoder_bits", 16),
+    **define_harmless(
+        "text encoders are not quantized here: more memory, no rounding", "qtype_te text_encoder_bits", 16
+    ),
     **define_harmless("mixed_precision sets it", "dtype vae_dtype te_dtype"),
     **define_harmless("accelerate launch chooses the device", "vae_device te_device"),
     **define_harmless("for previews only", "inference_lora_path unconditional_lora_path refiner_name_or_path"),
@@ -155,10 +159,16 @@ DATASET_RULES: Mapping[str, Rule] = {
     "alpha_mask": Take("alpha_mask", False, to_switch),
     **define_harmless("only memory or speed; see docs/memory.md", "num_workers prefetch_factor", 2),
     **define_harmless("only memory or speed", "cache_latents_num_workers load_image_when_caching_latents", 6, False),
-    **define_harmless("only memory or speed", "cache_clip_vision_to_disk cache_tensors_to_disk debug fast_image_size", False),
-    **define_harmless("for videos", "shrink_video_to_frames auto_frame_count trim_auto_frame_count_tail do_i2v do_audio", True, False),
+    **define_harmless(
+        "only memory or speed", "cache_clip_vision_to_disk cache_tensors_to_disk debug fast_image_size", False
+    ),
+    **define_harmless(
+        "for videos", "shrink_video_to_frames auto_frame_count trim_auto_frame_count_tail do_i2v do_audio", True, False
+    ),
     **define_harmless("for videos", "fps audio_preserve_pitch audio_normalize", 24, 16, False),
-    **define_harmless("for control images", "full_size_control_images replay_transforms control_transparent_color", True, [0, 0, 0]),
+    **define_harmless(
+        "for control images", "full_size_control_images replay_transforms control_transparent_color", True, [0, 0, 0]
+    ),
     **define_harmless("buckets are multiples of what the model needs, there too", "bucket_tolerance", 64),
     **define_unsupported(
         _CHANGES,
