@@ -87,7 +87,7 @@ def build_run(argv: Sequence[str], directory: Path) -> Iterator["TrainingRun"]:
 
 def _assemble_run(config: RunConfig, strategy: "Strategy", directory: Path) -> "TrainingRun":
     """Do what ``library.training.run`` does up to the first step, without saving and resuming."""
-    from library.cache.encode import EncoderLoader
+    from library.cache.encode import FrozenEncoders
     from library.cache.precompute import CacheReaders, cache_latents, cache_text_encoder_outputs
     from library.checkpoint.init_weights import read_initial_weights
     from library.data.run_plan import RunPlan
@@ -107,7 +107,7 @@ def _assemble_run(config: RunConfig, strategy: "Strategy", directory: Path) -> "
     plan = RunPlan.from_config(
         prepared.build_batch_plan(strategy.data_parallel_size, config.train), config.train, config.optim
     )
-    encoders = EncoderLoader(strategy, family, detected, config.model, config.cache)
+    encoders = FrozenEncoders(strategy, family, detected, config.model, config.cache)
     prepared, latents = cache_latents(encoders, prepared)
     cached = CacheReaders(latents, cache_text_encoder_outputs(encoders, prepared, plan, ()))
     pipe = load_training_pipeline(config, strategy, family, detected, cached, ())

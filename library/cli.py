@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from .distributed.cluster_environment import export_rank_variables
 from .errors import ConfigError, CrashError, RunInterrupted, UserError, format_error, write_traceback
 
 EXIT_BUG = 1
@@ -22,6 +23,7 @@ def main(argv: Sequence[str]) -> int:
         _print_text(format_help("accelerate launch train_lora.py"))
         return 0
     try:
+        export_rank_variables()
         return _run_training(argv)
     except UserError as error:
         _report_user_error(error)
@@ -66,6 +68,7 @@ def run_tool(argv: Sequence[str]) -> int:
         print(f"library: no tool {name!r}{suggest_name(name, TOOLS)}; available: {', '.join(TOOLS)}", file=sys.stderr)
         return EXIT_USER_ERROR
     try:
+        export_rank_variables()
         result = TOOLS[name][1](rest)
         text, code = result if isinstance(result, tuple) else ("", _print_lines(result))
     except UserError as error:

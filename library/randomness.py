@@ -1,14 +1,4 @@
-"""Stateless randomness: each draw is a function of (seed, purpose, indices), the same on any rank and after a resume.
-
-A purpose names what is drawn, so that a new draw never shifts the others:
-- data, by epoch and sample: "crop", "flip", "caption", "colour"; "stage" for the batch plan of a later stage;
-- validation split, by content: "held out/HASH", "caption/HASH", "place/HASH";
-- each training step, by the global position of the sample: "dropout", "vae" (sampling of latents), "noise",
-  "noise offset", "multires noise", "input noise"; "measured" in validation;
-- initial weights of the adapter, by module: "PURPOSE/MODULE";
-- "random weights" of a model without files;
-- "preview", "probe" (gradient check) and "session" (metadata).
-"""
+"""Stateless randomness: a draw is a function of (seed, purpose, indices) on any rank, also after a resume."""
 
 import hashlib
 import random
@@ -16,6 +6,34 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+
+class Purpose:
+    """What is drawn, so that a new draw never shifts the others.  Part of each seed: never change a string."""
+
+    # Data, by epoch, sample and repeat.
+    CROP, FLIP, CAPTION, COLOR = "crop", "flip", "caption", "colour"
+
+    # The batch plan, by epoch and bucket; the plan of a later resolution stage has a seed of its own.
+    STAGE = "stage"
+    BLOCK_SAMPLES, REMAINDER_SAMPLES = "spread", "remainder"
+    BLOCK_ORDER, GROUP_ORDER, SINGLE_MICRO_BATCHES = "blocks", "groups", "singles"
+    REPEAT_MIX, REPEAT_OWNERS, REPEAT_ROWS, REPEAT_REST = "mix", "deal", "rows", "last"
+    FRACTIONAL_REPEATS = "turns"
+
+    # The validation split, by content hash: "PURPOSE/HASH".
+    HELD_OUT, VALIDATION_CAPTION, VALIDATION_POSITION = "held out", "caption", "place"
+
+    # Each training step, by the global position of the sample; in validation by its quantile and position.
+    LORA_DROPOUT, LATENT_SAMPLE, NOISE = "dropout", "vae", "noise"
+    NOISE_OFFSET, MULTIRES_NOISE, INPUT_NOISE = "noise offset", "multires noise", "input noise"
+    VALIDATION_NOISE = VALIDATION_BATCH = "measured"
+
+    # Initial weights of the adapter, by module: "PURPOSE/MODULE"; other adapter types use the names of their tensors.
+    LORA_INIT = "lora"
+
+    RANDOM_MODEL = "random weights"
+    PREVIEW, GRADIENT_PROBE, SESSION_ID = "preview", "probe", "session"
 
 
 def derive_seed(seed: int, purpose: str, *indices: int) -> int:

@@ -18,11 +18,11 @@ os.environ |= {
 
 from hypothesis import settings  # noqa: E402 - it reads the environment that is set above
 
-settings.register_profile("house", deadline=None)  # how long an example takes says more of the machine than of the code
+settings.register_profile("house", deadline=None)  # the duration of an example depends on the machine
 settings.load_profile("house")
 
 SLOW_FOLDERS = {"distributed", "invariance", "interop"}
-"""Tests of whole runs and of several processes; `make test` runs those of them that are marked ``quick``."""
+"""Folders with complete training runs and multi-process tests; `make test` runs only those marked ``quick``."""
 
 
 @pytest.hookimpl(tryfirst=True)

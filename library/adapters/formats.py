@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..config.validate_adapter import validate_save_format
 from ..errors import UserError
-from .alpha import build_alpha_metadata, fold_alpha, read_alpha_dtype, unfold_alphas
-from .fused_layers import FusionError, fuse_updates, needs_scale_shift_swap, split_update
+from .alpha_folding import build_alpha_metadata, fold_alpha, read_alpha_dtype, unfold_alphas
+from .fused_layers import FusionError, fuse_adapters, needs_scale_shift_swap, split_adapter
 from .key_names import ComponentKeys, build_kohya_name, find_wrapper_names
 from .original_layouts import ModuleGroup
 from .state_dict import (
@@ -26,8 +26,8 @@ from .state_dict import (
     MAGNITUDE,
     PEFT_SUFFIXES,
     UP,
-    ModuleUpdate,
-    group_updates,
+    ModuleAdapter,
+    group_by_module,
     iter_named_tensors,
     parse_tensor_key,
 )
@@ -67,19 +67,21 @@ def convert_to_file_format(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors of a file, contiguous and on the CPU, and the metadata that is needed to read them back.
 
-    Files of sd-scripts and ComfyUI contain alphas; in diffusers files they are folded into the update.
+    Files of sd-scripts and ComfyUI contain alphas; in diffusers files they are folded into the adapter.
     """
     if wrapped := find_wrapper_names(state_dict):
         raise ValueError(f"{len(wrapped)} keys contain names of wrappers, for example {wrapped[0]}")
-    updates = group_updates({key: tensor.detach().cpu() for key, tensor in state_dict.items()}, alphas)
-    if problems := validate_save_format((update.adapter_type for update in updates.values()), file_format):
+    adapters = group_by_module({key: tensor.detach().cpu() for key, tensor in state_dict.items()}, alphas)
+    if problems := validate_save_format((adapter.adapter_type for adapter in adapters.values()), file_format):
         raise UserError("; ".join(problems))
     prefixes = tuple(f"{component.name}." for component in components)
-    if unknown := [module for module in updates if not module.startswith(prefixes)]:
+    if unknown := [module for module in adapters if not module.startswith(prefixes)]:
         raise ValueError(f"{unknown[0]} is in no component of the pipeline")
     tensors: dict[str, Tensor] = {}
     for component, prefix in zip(components, prefixes, strict=True):
-        own = {module.removeprefix(prefix): update for module, update in updates.items() if module.startswith(prefix)}
+        own = {
+            module.removeprefix(prefix): adapter for module, adapter in adapters.items() if module.startswith(prefix)
+        }
         for name, tensor in _format_component(own, component, file_format):
             if name in tensors:
                 raise ValueError(f"duplicate key {name} in the file")
@@ -90,66 +92,66 @@ def convert_to_file_format(
         if tensor.data_ptr() in pointers:
             tensors[name] = tensor.clone()
         pointers.add(tensor.data_ptr())
-    return tensors, build_alpha_metadata(updates, alpha_dtype) if file_format == "diffusers" else {}
+    return tensors, build_alpha_metadata(adapters, alpha_dtype) if file_format == "diffusers" else {}
 
 
 def _format_component(
-    updates: Mapping[str, ModuleUpdate], component: ComponentKeys, file_format: FileFormat
+    adapters: Mapping[str, ModuleAdapter], component: ComponentKeys, file_format: FileFormat
 ) -> Iterator[tuple[str, Tensor]]:
     if file_format == "diffusers":
         names = component.get_key_map(component.key_style if component.is_text_encoder else "diffusers").renames
-        for module, update in updates.items():
+        for module, adapter in adapters.items():
             name = f"{component.name}.{names.get(module, module)}"
-            yield from iter_named_tensors(name, fold_alpha(update), DIFFUSERS_SUFFIXES)
-        for group in _find_swapped_groups(updates, component):
+            yield from iter_named_tensors(name, fold_alpha(adapter), DIFFUSERS_SUFFIXES)
+        for group in _find_swapped_groups(adapters, component):
             module = str(group.modules[0])
-            swapped = fold_alpha(fuse_updates([updates[module]], group.original))
+            swapped = fold_alpha(fuse_adapters([adapters[module]], group.original))
             yield from iter_named_tensors(build_kohya_name(module, _COMFY_TRANSFORMER_PREFIX), swapped, KOHYA_SUFFIXES)
     elif file_format == "comfy" and not component.is_text_encoder and component.name != "unet":
-        swapped_modules = {str(group.modules[0]) for group in _find_swapped_groups(updates, component)}
-        for module, update in updates.items():
+        swapped_modules = {str(group.modules[0]) for group in _find_swapped_groups(adapters, component)}
+        for module, adapter in adapters.items():
             if module not in swapped_modules:
-                yield from _format_with_alpha(f"{component.name}.{module}", update, COMFY_SUFFIXES)
+                yield from _format_with_alpha(f"{component.name}.{module}", adapter, COMFY_SUFFIXES)
         yield from _format_kohya(
-            {module: updates[module] for module in updates if module in swapped_modules}, component
+            {module: adapters[module] for module in adapters if module in swapped_modules}, component
         )
     else:
-        yield from _format_kohya(updates, component)
+        yield from _format_kohya(adapters, component)
 
 
-def _find_swapped_groups(updates: Mapping[str, ModuleUpdate], component: ComponentKeys) -> list[ModuleGroup]:
+def _find_swapped_groups(adapters: Mapping[str, ModuleAdapter], component: ComponentKeys) -> list[ModuleGroup]:
     """Modules whose shift and scale are in another order than in the original model.
 
     ComfyUI ignores this when it maps diffusers keys.  So its files have these modules by their original key; files for
     diffusers repeat them under a key that diffusers skips and that ComfyUI reads last.
     """
     key_map = component.get_key_map()
-    groups = key_map.group_modules(updates) if key_map.layout else []
+    groups = key_map.group_modules(adapters) if key_map.layout else []
     return [
         group
         for group in groups
-        if group.original.swaps_scale_shift and needs_scale_shift_swap(updates[str(group.modules[0])], group.original)
+        if group.original.swaps_scale_shift and needs_scale_shift_swap(adapters[str(group.modules[0])], group.original)
     ]
 
 
-def _format_kohya(updates: Mapping[str, ModuleUpdate], component: ComponentKeys) -> Iterator[tuple[str, Tensor]]:
-    for group in component.get_key_map().group_modules(updates):
-        parts = [None if module is None else updates[module] for module in group.modules]
+def _format_kohya(adapters: Mapping[str, ModuleAdapter], component: ComponentKeys) -> Iterator[tuple[str, Tensor]]:
+    for group in component.get_key_map().group_modules(adapters):
+        parts = [None if module is None else adapters[module] for module in group.modules]
         try:
-            fused = fuse_updates(parts, group.original)
+            fused = fuse_adapters(parts, group.original)
         except FusionError as error:
             raise UserError(f"{component.name}.{group.name}: {error}; use save_format comfy") from None
         yield from _format_with_alpha(build_kohya_name(group.name, component.key_prefix), fused, KOHYA_SUFFIXES)
 
 
-def _format_with_alpha(name: str, update: ModuleUpdate, suffixes: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    if update.adapter_type == "lokr" and update.rank == 1 and update.scale != 1:
-        update = fold_alpha(update)  # loaders ignore the alpha of a LoKr of two full matrices
-    if update.adapter_type == "dora":
-        magnitude = update.tensors[MAGNITUDE].reshape(-1, *[1] * (update.tensors[DOWN].dim() - 1))
-        update = ModuleUpdate({**update.tensors, MAGNITUDE: magnitude}, update.alpha)
-    yield from iter_named_tensors(name, update, suffixes)
-    yield f"{name}.{ALPHA}", torch.tensor(float(update.alpha))
+def _format_with_alpha(name: str, adapter: ModuleAdapter, suffixes: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+    if adapter.adapter_type == "lokr" and adapter.rank == 1 and adapter.scale != 1:
+        adapter = fold_alpha(adapter)  # loaders ignore the alpha of a LoKr of two full matrices
+    if adapter.adapter_type == "dora":
+        magnitude = adapter.tensors[MAGNITUDE].reshape(-1, *[1] * (adapter.tensors[DOWN].dim() - 1))
+        adapter = ModuleAdapter({**adapter.tensors, MAGNITUDE: magnitude}, adapter.alpha)
+    yield from iter_named_tensors(name, adapter, suffixes)
+    yield f"{name}.{ALPHA}", torch.tensor(float(adapter.alpha))
 
 
 def convert_from_file_format(
@@ -162,11 +164,11 @@ def convert_from_file_format(
         component, group = lookup[name]
         if any(f"{component.name}.{module}" in modules for module in group.modules):  # repeated for ComfyUI
             del modules[name]
-    updates: dict[str, ModuleUpdate] = {}
+    adapters: dict[str, ModuleAdapter] = {}
     for name, module_tensors in modules.items():
         component, group = lookup[name]
         try:
-            parts = split_update(_build_update(name, module_tensors), group.original)
+            parts = split_adapter(_build_module_adapter(name, module_tensors), group.original)
         except FusionError as error:
             raise UserError(f"{name}: {error}") from None
         for module, part in zip(group.modules, parts, strict=True):
@@ -174,19 +176,19 @@ def convert_from_file_format(
                 continue
             if module is None:
                 unknown.append(name)
-            elif f"{component.name}.{module}" in updates:
+            elif f"{component.name}.{module}" in adapters:
                 raise UserError(f"{name}: the file contains {component.name}.{module} twice")
             else:
-                updates[f"{component.name}.{module}"] = part
+                adapters[f"{component.name}.{module}"] = part
     if unknown:
         raise UserError(f"{len(unknown)} of {len(tensors)} keys do not belong to this model, for example {unknown[0]}")
-    updates = unfold_alphas(updates, metadata)
+    adapters = unfold_alphas(adapters, metadata)
     state_dict = {
         key: tensor
-        for module, update in updates.items()
-        for key, tensor in iter_named_tensors(module, update, PEFT_SUFFIXES)
+        for module, adapter in adapters.items()
+        for key, tensor in iter_named_tensors(module, adapter, PEFT_SUFFIXES)
     }
-    alphas = {module: update.alpha for module, update in updates.items()}
+    alphas = {module: adapter.alpha for module, adapter in adapters.items()}
     dtypes = {tensor.dtype for key, tensor in tensors.items() if key.endswith(f".{ALPHA}")}
     alpha_dtype = dtypes.pop() if len(dtypes) == 1 else read_alpha_dtype(metadata)
     return AdapterFileContents(state_dict, alphas, detect_file_format(tensors), alpha_dtype)
@@ -235,18 +237,18 @@ def _group_by_module(
     return modules, unknown
 
 
-def _build_update(name: str, module_tensors: Tensors) -> ModuleUpdate:
+def _build_module_adapter(name: str, module_tensors: Tensors) -> ModuleAdapter:
     tensors = {key: tensor for key, tensor in module_tensors.items() if key != ALPHA}
-    update = ModuleUpdate(tensors, 0)
-    if update.adapter_type in ("lora", "dora"):
+    adapter = ModuleAdapter(tensors, 0)
+    if adapter.adapter_type in ("lora", "dora"):
         if not {DOWN, UP} <= tensors.keys():
             raise UserError(f"{name}: one of lora_down and lora_up is missing")
-        if update.adapter_type == "dora":
+        if adapter.adapter_type == "dora":
             tensors[MAGNITUDE] = _reshape_magnitude(name, tensors)
-    alpha = float(module_tensors[ALPHA]) if ALPHA in module_tensors else float(update.rank)
-    if update.adapter_type == "lokr" and {"lokr_w1", "lokr_w2"} <= tensors.keys():
+    alpha = float(module_tensors[ALPHA]) if ALPHA in module_tensors else float(adapter.rank)
+    if adapter.adapter_type == "lokr" and {"lokr_w1", "lokr_w2"} <= tensors.keys():
         alpha = 1.0  # ignored by loaders
-    return ModuleUpdate(tensors, alpha)
+    return ModuleAdapter(tensors, alpha)
 
 
 def _reshape_magnitude(name: str, tensors: Tensors) -> Tensor:

@@ -1,6 +1,6 @@
-"""Fuse the updates of modules that are one in the original model (qkv), and split them again, without loss.
+"""Fuse the adapters of modules that are one in the original model (qkv), and split them again, without loss.
 
-If the parts share lora_A, as sd-scripts trains them, the fused update has the same rank and concatenated lora_B.
+If the parts share lora_A, as sd-scripts trains them, the fused adapter has the same rank and concatenated lora_B.
 Otherwise it has the sum of their ranks, and a block-diagonal lora_B.
 """
 
@@ -12,50 +12,50 @@ from torch import Tensor
 
 from ..errors import UserError
 from .original_layouts import OriginalModule
-from .state_dict import DOWN, MAGNITUDE, UP, ModuleUpdate
+from .state_dict import DOWN, MAGNITUDE, UP, ModuleAdapter
 
 
 class FusionError(UserError):
     """Updates that cannot be fused or split; the message does not name the module."""
 
 
-def fuse_updates(updates: Sequence[ModuleUpdate | None], original: OriginalModule) -> ModuleUpdate:
-    """Fuse the updates of all parts of an original module; None for a part without an update."""
-    parts = [part for part in updates if part is not None]
+def fuse_adapters(adapters: Sequence[ModuleAdapter | None], original: OriginalModule) -> ModuleAdapter:
+    """Fuse the adapters of all parts of an original module; None for a part without an adapter."""
+    parts = [part for part in adapters if part is not None]
     first = parts[0]
     if len(original.diffusers_modules) == 1:
         return _swap_scale_shift(first) if needs_scale_shift_swap(first, original) else first
     types = {part.adapter_type for part in parts}
     if not types <= {"lora", "dora"}:
         raise FusionError(
-            f"{'/'.join(sorted(types))} updates of {len(original.diffusers_modules)} modules cannot be fused"
+            f"{'/'.join(sorted(types))} adapters of {len(original.diffusers_modules)} modules cannot be fused"
         )
-    if len(types) > 1 or ("dora" in types and None in updates):
+    if len(types) > 1 or ("dora" in types and None in adapters):
         raise FusionError("DoRA has to train all parts of a fused module, or none")
     down = first.tensors[DOWN]
     ups = [
         _get_up_rows(part, down.shape[1] * size, first)
-        for part, size in zip(updates, original.output_ratios, strict=True)
+        for part, size in zip(adapters, original.output_ratios, strict=True)
     ]
     if all(part is first or (torch.equal(part.tensors[DOWN], down) and part.alpha == first.alpha) for part in parts):
         up, alpha = torch.cat(ups), first.alpha
     else:
-        blocks = [up if part is not None else up[:, :0] for part, up in zip(updates, ups, strict=True)]
+        blocks = [up if part is not None else up[:, :0] for part, up in zip(adapters, ups, strict=True)]
         down, alpha = torch.cat([part.tensors[DOWN] for part in parts]), _compute_fused_alpha(parts)
         up = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
     fused = {DOWN: down, UP: up}
     if "dora" in types:
         fused[MAGNITUDE] = torch.cat([part.tensors[MAGNITUDE].flatten() for part in parts])
-    return ModuleUpdate(fused, alpha)
+    return ModuleAdapter(fused, alpha)
 
 
-def split_update(fused: ModuleUpdate, original: OriginalModule) -> list[ModuleUpdate | None]:
-    """Split the update of an original module into its parts, None for a part without an update."""
+def split_adapter(fused: ModuleAdapter, original: OriginalModule) -> list[ModuleAdapter | None]:
+    """Split the adapter of an original module into its parts, None for a part without an adapter."""
     count = len(original.diffusers_modules)
     if count == 1:
         return [_swap_scale_shift(fused) if needs_scale_shift_swap(fused, original) else fused]
     if fused.adapter_type not in ("lora", "dora"):
-        raise FusionError(f"a fused {fused.adapter_type} update of {count} modules cannot be split")
+        raise FusionError(f"a fused {fused.adapter_type} adapter of {count} modules cannot be split")
     down = fused.tensors[DOWN]
     sizes = [down.shape[1] * size for size in original.output_ratios]
     if sum(sizes) != len(fused.tensors[UP]):
@@ -63,7 +63,7 @@ def split_update(fused: ModuleUpdate, original: OriginalModule) -> list[ModuleUp
     ups = _split_rows(fused.tensors[UP], sizes)
     ranks = next((ranks for ranks in _propose_rank_splits(ups) if _is_block_diagonal(ups, ranks)), None)
     if ranks is None:
-        # A part whose lora_B is zero has no update; in DoRA, and if all are zero, every part has one.
+        # A part whose lora_B is zero has no adapter; in DoRA, and if all are zero, every part has one.
         drops_zeros = any(bool(up.any()) for up in ups) and MAGNITUDE not in fused.tensors
         parts: list[dict[str, Tensor] | None] = [
             None if drops_zeros and not bool(up.any()) else {DOWN: down, UP: up.contiguous()} for up in ups
@@ -80,22 +80,22 @@ def split_update(fused: ModuleUpdate, original: OriginalModule) -> list[ModuleUp
         for part, magnitude in zip(parts, _split_rows(fused.tensors[MAGNITUDE].flatten(), sizes), strict=True):
             if part is not None:
                 part[MAGNITUDE] = magnitude.contiguous()
-    return [None if part is None else ModuleUpdate(part, alpha) for part, alpha in zip(parts, alphas, strict=True)]
+    return [None if part is None else ModuleAdapter(part, alpha) for part, alpha in zip(parts, alphas, strict=True)]
 
 
-def _compute_fused_alpha(updates: Sequence[ModuleUpdate]) -> float:
+def _compute_fused_alpha(adapters: Sequence[ModuleAdapter]) -> float:
     """The alpha for the sum of the ranks that keeps alpha / rank."""
-    if len({part.scale for part in updates}) > 1:
+    if len({part.scale for part in adapters}) > 1:
         raise FusionError("its parts have different alpha / rank")
-    if len({part.rank for part in updates}) == 1:
-        return updates[0].alpha * len(updates)
-    return updates[0].scale * sum(part.rank for part in updates)
+    if len({part.rank for part in adapters}) == 1:
+        return adapters[0].alpha * len(adapters)
+    return adapters[0].scale * sum(part.rank for part in adapters)
 
 
-def _get_up_rows(update: ModuleUpdate | None, count: int, like: ModuleUpdate) -> Tensor:
-    if update is None:
+def _get_up_rows(adapter: ModuleAdapter | None, count: int, like: ModuleAdapter) -> Tensor:
+    if adapter is None:
         return like.tensors[UP].new_zeros(count, like.rank)
-    up = update.tensors[UP]
+    up = adapter.tensors[UP]
     if up.shape[0] != count:
         raise ValueError(f"a part of a fused module has {up.shape[0]} outputs and not {count}")
     return up
@@ -123,21 +123,21 @@ def _is_block_diagonal(ups: Sequence[Tensor], ranks: Sequence[int]) -> bool:
     return sum(bool(rank) for rank in ranks) > 1
 
 
-def needs_scale_shift_swap(update: ModuleUpdate, original: OriginalModule) -> bool:
+def needs_scale_shift_swap(adapter: ModuleAdapter, original: OriginalModule) -> bool:
     """Whether the module outputs just shift and scale, which the original has in the other order."""
-    outputs, inputs = update.shape
+    outputs, inputs = adapter.shape
     return original.swaps_scale_shift and 0 < outputs == 2 * inputs
 
 
-def _swap_scale_shift(update: ModuleUpdate) -> ModuleUpdate:
+def _swap_scale_shift(adapter: ModuleAdapter) -> ModuleAdapter:
     """Swap the halves of the output: shift and scale."""
-    names = {"loha": ("hada_w1_a", "hada_w2_a"), "lora": (UP,), "dora": (UP, MAGNITUDE)}.get(update.adapter_type, ())
-    if update.adapter_type == "lokr":
-        names = tuple(name for name in ("lokr_w1", "lokr_w1_a") if name in update.tensors)
-    if not names or any(len(update.tensors[name]) % 2 for name in names):
-        raise FusionError(f"shift and scale of a {update.adapter_type} update cannot be swapped")
-    swapped = {name: torch.cat(update.tensors[name].chunk(2)[::-1]) for name in names}
-    return ModuleUpdate({**update.tensors, **swapped}, update.alpha)
+    names = {"loha": ("hada_w1_a", "hada_w2_a"), "lora": (UP,), "dora": (UP, MAGNITUDE)}.get(adapter.adapter_type, ())
+    if adapter.adapter_type == "lokr":
+        names = tuple(name for name in ("lokr_w1", "lokr_w1_a") if name in adapter.tensors)
+    if not names or any(len(adapter.tensors[name]) % 2 for name in names):
+        raise FusionError(f"shift and scale of a {adapter.adapter_type} adapter cannot be swapped")
+    swapped = {name: torch.cat(adapter.tensors[name].chunk(2)[::-1]) for name in names}
+    return ModuleAdapter({**adapter.tensors, **swapped}, adapter.alpha)
 
 
 def _split_rows(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:

@@ -18,7 +18,7 @@ from ..errors import UserError
 from . import lora
 from .formats import AdapterFileContents
 from .key_names import find_wrapper_names
-from .state_dict import ALPHA, COMFY_SUFFIXES, DOWN, KOHYA_SUFFIXES, PEFT_SUFFIXES, UP, ModuleUpdate, parse_tensor_key
+from .state_dict import ALPHA, COMFY_SUFFIXES, DOWN, KOHYA_SUFFIXES, PEFT_SUFFIXES, UP, ModuleAdapter, parse_tensor_key
 
 UPDATE_TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 """Tolerated relative error of a layer's update in a file of this dtype."""
@@ -252,7 +252,7 @@ def _find_invalid_tensors(tensors: Mapping[str, Tensor], is_trained: bool) -> It
 def _find_missing_tensors(
     module: str, tensors: Mapping[str, Tensor], suffixes: Mapping[str, str], has_alphas: bool
 ) -> Iterator[str]:
-    adapter_type = ModuleUpdate(tensors, 0).adapter_type
+    adapter_type = ModuleAdapter(tensors, 0).adapter_type
     required: list[str] = []
     if adapter_type == "lokr":
         for factor in ("lokr_w1", "lokr_w2"):

@@ -13,7 +13,7 @@ from peft import BOFTConfig, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, Peft
 from torch import nn
 
 from ..config.network_args import NetworkArgs
-from ..randomness import derive_generator
+from ..randomness import Purpose, derive_generator
 
 ADAPTER_WEIGHT_PATTERN = (
     r"\.(?:lora_[AB]|lora_magnitude_vector|hada_[wt]\d|lokr_[wt]\d|oft_R|boft_[Rs])(?:_[ab])?(?:\.|$)"
@@ -31,7 +31,7 @@ TYPES_WITH_ALPHA = ("lora", "dora", "loha", "lokr")
 
 @dataclass(frozen=True)
 class RankAlpha:
-    """Rank and alpha of one module's adapter; its update is scaled by ``alpha / rank``."""
+    """LoRA rank and alpha of one module's adapter, which is scaled by ``alpha / rank``."""
 
     rank: int
     alpha: float
@@ -146,7 +146,7 @@ def _init_weight(layer: Any, weight_name: str, shape: torch.Size, name: str, see
         return torch.ones(shape)
     if weight_name not in RANDOM_INIT_WEIGHTS:
         return torch.zeros(shape)
-    purpose = "lora" if weight_name == "lora_A" else weight_name
+    purpose = Purpose.LORA_INIT if weight_name == "lora_A" else weight_name
     generator = derive_generator(seed, f"{purpose}/{name}")
     # As nn.Linear initializes its weight.
     weight: torch.Tensor = nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)

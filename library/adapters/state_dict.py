@@ -1,4 +1,4 @@
-"""The update of one module (LoRA, DoRA, LoHa, LoKr, OFT, BOFT), and the keys of its tensors in peft and in files."""
+"""The adapter of one module (LoRA, DoRA, LoHa, LoKr, OFT, BOFT), and the keys of its tensors in peft and in files."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -44,13 +44,13 @@ _SUFFIX_TO_TENSOR_NAME: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class ModuleUpdate:
+class ModuleAdapter:
     """The adapter tensors of one module."""
 
     tensors: Mapping[str, Tensor]
     """``down``, ``up`` and, for DoRA, ``magnitude``; or the ``TENSOR_NAMES`` of another adapter type."""
     alpha: float
-    """The update is scaled by alpha / rank."""
+    """LoRA alpha: the adapter is scaled by alpha / rank."""
 
     @property
     def adapter_type(self) -> str:
@@ -101,7 +101,7 @@ def parse_tensor_key(key: str) -> tuple[str, str] | None:
     return None
 
 
-def group_updates(state_dict: Mapping[str, Tensor], alphas: Mapping[str, float]) -> dict[str, ModuleUpdate]:
+def group_by_module(state_dict: Mapping[str, Tensor], alphas: Mapping[str, float]) -> dict[str, ModuleAdapter]:
     """Group a state dict by module; ``alphas`` are by module, too."""
     groups: dict[str, dict[str, Tensor]] = {}
     for key, tensor in state_dict.items():
@@ -109,10 +109,12 @@ def group_updates(state_dict: Mapping[str, Tensor], alphas: Mapping[str, float])
         if parsed is None:
             raise ValueError(f"{key} is not a tensor of an adapter")
         groups.setdefault(parsed[0], {})[parsed[1]] = tensor
-    return {module: ModuleUpdate(tensors, alphas[module]) for module, tensors in groups.items()}
+    return {module: ModuleAdapter(tensors, alphas[module]) for module, tensors in groups.items()}
 
 
-def iter_named_tensors(module: str, update: ModuleUpdate, suffixes: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an update with their keys in a file or a state dict."""
-    for name, tensor in update.tensors.items():
+def iter_named_tensors(
+    module: str, adapter: ModuleAdapter, suffixes: Mapping[str, str]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an adapter with their keys in a file or a state dict."""
+    for name, tensor in adapter.tensors.items():
         yield f"{module}.{suffixes.get(name, name)}", tensor

@@ -1,4 +1,4 @@
-"""The layers that get an adapter, and the rank and alpha of each, from the targets and ``network_args``."""
+"""The layers that get an adapter, and the LoRA rank and alpha of each, from targets and ``network_args``."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -41,7 +41,7 @@ ImageAndMask = tuple[Pixels, MaskPixels | None]
 
 
 @dataclass(frozen=True)
-class EncoderLoader:
+class FrozenEncoders:
     """Loads the frozen VAE or text encoders of a model onto this process's device."""
 
     strategy: Strategy
@@ -50,7 +50,7 @@ class EncoderLoader:
     model_config: ModelConfig
     cache: CacheConfig
 
-    def load_encoders(self, components: Sequence[str], dtype: torch.dtype) -> Any:
+    def load(self, components: Sequence[str], dtype: torch.dtype) -> Any:
         """Load a pipeline with these components, frozen and on the device."""
         pipe = self.family.load(self.model, dtype, components, device=self.strategy.device)
         for component in components:
@@ -64,7 +64,7 @@ class EncoderLoader:
 class LatentEncoder:
     """Encodes images to latents; the VAE is loaded for the first batch and freed after the last."""
 
-    encoder_loader: EncoderLoader
+    encoders: FrozenEncoders
     augmenter: Augmenter
     latent_keys: LatentKeys
     num_threads: int
@@ -76,7 +76,7 @@ class LatentEncoder:
         for index in indices:
             sample_index = int(self.latent_keys.sample_indices[index])
             by_size[self.augmenter.assignments[sample_index].bucket_resolution].append(index)
-        batch_size = self.encoder_loader.cache.vae_batch_size
+        batch_size = self.encoders.cache.vae_batch_size
         return [batch for size in sorted(by_size) for batch in _split_into_batches(by_size[size], batch_size)]
 
     def encode_batches(self, batches: Iterator[list[int]]) -> Iterator[tuple[int, list[EncodedEntry]]]:
@@ -85,7 +85,7 @@ class LatentEncoder:
         pipe: Any = None
         for batch in self._load_batches(batches, threads):
             if pipe is None:
-                pipe = self.encoder_loader.load_encoders(("vae",), torch.float32)
+                pipe = self.encoders.load(("vae",), torch.float32)
             images = {}
             for index, image in batch.items():
                 if isinstance(image, BadSample):
@@ -94,7 +94,7 @@ class LatentEncoder:
                     images[index] = image
             yield len(batch), self._encode_images(pipe, images) if images else []
         del pipe
-        self.encoder_loader.strategy.empty_device_cache()
+        self.encoders.strategy.empty_device_cache()
 
     def _load_batches(
         self, batches: Iterable[list[int]], num_threads: int
@@ -107,7 +107,7 @@ class LatentEncoder:
                 requested.append(batch)
                 yield from batch
 
-        depth = max(PREFETCH_PER_THREAD * num_threads, self.encoder_loader.cache.vae_batch_size)
+        depth = max(PREFETCH_PER_THREAD * num_threads, self.encoders.cache.vae_batch_size)
         loaded: dict[int, ImageAndMask | BadSample] = {}
         for image in prefetch_in_threads(self._load_image, iter_indices(), depth=depth, num_threads=num_threads):
             loaded[requested[0][len(loaded)]] = image
@@ -125,7 +125,7 @@ class LatentEncoder:
         pixels = torch.from_numpy(np.stack([image.transpose(2, 0, 1) for image, _ in images.values()]))
         moments = self._encode_moments(pipe, pixels)
         finite = moments.isfinite().flatten(1).all(1).tolist()
-        dtype = CACHE_DTYPES[self.encoder_loader.cache.cache_precision]
+        dtype = CACHE_DTYPES[self.encoders.cache.cache_precision]
         entries = []
         for row, (index, (_, mask)) in enumerate(images.items()):
             sample = self.augmenter.manifest.samples[int(self.latent_keys.sample_indices[index])]
@@ -140,13 +140,13 @@ class LatentEncoder:
         return entries
 
     def _encode_moments(self, pipe: Any, pixels: Tensor) -> Tensor:
-        values = normalize_pixels(pixels.to(self.encoder_loader.strategy.device))
+        values = normalize_pixels(pixels.to(self.encoders.strategy.device))
         with torch.no_grad(), torch.autocast(values.device.type, enabled=False):
-            return self.encoder_loader.family.encode_moments(pipe, values).mean_and_std
+            return self.encoders.family.encode_moments(pipe, values).mean_and_std
 
     def _resize_mask(self, mask: MaskPixels, latent_size: tuple[int, int]) -> Tensor:
         """On the device, as training resizes it."""
-        on_device = torch.from_numpy(mask)[None, None].to(self.encoder_loader.strategy.device)
+        on_device = torch.from_numpy(mask)[None, None].to(self.encoders.strategy.device)
         return resize_mask_to_latents(on_device, latent_size)[0].cpu()
 
     def _reencode_in_float32(self, pipe: Any, pixels: Tensor, name: str) -> Tensor | None:
@@ -163,21 +163,21 @@ class LatentEncoder:
 class CaptionEncoder:
     """Encodes captions; the text encoders are loaded for the first batch and freed after the last."""
 
-    encoder_loader: EncoderLoader
+    encoders: FrozenEncoders
     text_keys: TextKeys
     failures: dict[int, str] = field(default_factory=dict)
 
     def make_batches(self, indices: Sequence[int]) -> list[list[int]]:
         """Group entries to batches of ``--text_encoder_batch_size``."""
-        return _split_into_batches(indices, self.encoder_loader.cache.text_encoder_batch_size)
+        return _split_into_batches(indices, self.encoders.cache.text_encoder_batch_size)
 
     def encode_batches(self, batches: Iterator[list[int]]) -> Iterator[tuple[int, list[EncodedEntry]]]:
         """Encode batches in the dtype and autocast that training without a cache uses."""
-        strategy, family, pipe = self.encoder_loader.strategy, self.encoder_loader.family, None
+        strategy, family, pipe = self.encoders.strategy, self.encoders.family, None
         for batch in batches:
             if pipe is None:
                 dtype = MIXED_PRECISION_DTYPES[strategy.mixed_precision]
-                pipe = self.encoder_loader.load_encoders(family.text_components, dtype)
+                pipe = self.encoders.load(family.text_components, dtype)
             captions = [self.text_keys.captions[index] for index in batch]
             with torch.no_grad(), strategy.accelerator.autocast():
                 rows = split_cond(family.encode_prompts(pipe, captions), len(captions))

@@ -19,7 +19,7 @@ from ..models.detect import detect_model
 from ..models.families import FAMILIES
 from ..parallel.strategy_registry import build_strategy
 from .build import CacheEncoder, CacheSpec, fill_cache
-from .encode import EncoderLoader
+from .encode import FrozenEncoders
 from .keys import KeyArray, get_key_bytes
 from .paths import format_bytes, resolve_cache_dirs
 from .precompute import (
@@ -141,7 +141,7 @@ def open_run_caches(config: RunConfig) -> Iterator[RunCaches]:
         model = detect_model(config.model)
         family: Family = FAMILIES.get(model.family)(config.model)
         prepared = prepare_data(config.data, model.size_multiple, config.cache.cache_dir)
-        encoders = EncoderLoader(strategy, family, model, config.model, config.cache)
+        encoders = FrozenEncoders(strategy, family, model, config.model, config.cache)
         caches = [_build_latent_cache(encoders, prepared)] if config.cache.caches_latents else []
         if config.cache.caches_text_outputs:
             batch_plan = prepared.build_batch_plan(strategy.data_parallel_size, config.train)
@@ -152,12 +152,12 @@ def open_run_caches(config: RunConfig) -> Iterator[RunCaches]:
         yield RunCaches(strategy.comm, tuple(caches), not config.cache.skip_cache_check)
 
 
-def _build_latent_cache(encoders: EncoderLoader, prepared: PreparedData) -> tuple[CacheSpec, CacheEncoder]:
+def _build_latent_cache(encoders: FrozenEncoders, prepared: PreparedData) -> tuple[CacheSpec, CacheEncoder]:
     directories = _list_sample_dirs(encoders, prepared)
     return build_latent_cache(encoders, prepared, directories, compute_vae_fingerprint(encoders, directories[0]))
 
 
-def _list_sample_dirs(encoders: EncoderLoader, prepared: PreparedData) -> list[Path]:
+def _list_sample_dirs(encoders: FrozenEncoders, prepared: PreparedData) -> list[Path]:
     return resolve_cache_dirs(prepared.merge_validation().manifest, encoders.cache)
 
 

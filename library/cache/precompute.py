@@ -20,7 +20,7 @@ from ..distributed.devices import MIXED_PRECISION_DTYPES
 from ..errors import ConfigError
 from ..models.detect import get_config_reader
 from .build import CacheSpec, fill_cache
-from .encode import CaptionEncoder, EncoderLoader, LatentEncoder
+from .encode import CaptionEncoder, FrozenEncoders, LatentEncoder
 from .keys import (
     build_latent_keys,
     build_text_keys,
@@ -55,7 +55,7 @@ class CacheReaders:
     text_reader: TextReader | None
 
 
-def cache_latents(encoders: EncoderLoader, prepared: PreparedData) -> tuple[PreparedData, LatentReader | None]:
+def cache_latents(encoders: FrozenEncoders, prepared: PreparedData) -> tuple[PreparedData, LatentReader | None]:
     """Encode missing latents if ``--cache_latents`` is set; images that cannot be encoded count as bad data."""
     cache, comm = encoders.cache, encoders.strategy.comm
     if not cache.caches_latents:
@@ -75,7 +75,7 @@ def cache_latents(encoders: EncoderLoader, prepared: PreparedData) -> tuple[Prep
 
 
 def cache_text_encoder_outputs(
-    encoders: EncoderLoader, prepared: PreparedData, run_plan: RunPlan, prompts: Sequence[Prompt]
+    encoders: FrozenEncoders, prepared: PreparedData, run_plan: RunPlan, prompts: Sequence[Prompt]
 ) -> TextReader | None:
     """Encode every caption of the run and the preview prompts, if ``--cache_text_encoder_outputs`` is set."""
     cache, comm = encoders.cache, encoders.strategy.comm
@@ -91,7 +91,7 @@ def cache_text_encoder_outputs(
 
 
 def build_latent_cache(
-    encoders: EncoderLoader, prepared: PreparedData, cache_dirs: Sequence[Path], encoder_fingerprint: str
+    encoders: FrozenEncoders, prepared: PreparedData, cache_dirs: Sequence[Path], encoder_fingerprint: str
 ) -> tuple[CacheSpec, LatentEncoder]:
     """Build the spec of the latent cache and its encoder; ``cache_dirs`` has the directory of each sample."""
     merged = prepared.merge_validation()
@@ -113,7 +113,7 @@ def build_latent_cache(
 
 
 def build_text_cache(
-    encoders: EncoderLoader,
+    encoders: FrozenEncoders,
     prepared: PreparedData,
     run_plan: RunPlan,
     prompts: Sequence[Prompt],
@@ -138,13 +138,13 @@ def build_text_cache(
     return spec, CaptionEncoder(encoders, text_keys)
 
 
-def compute_vae_fingerprint(encoders: EncoderLoader, cache_dir: Path) -> str:
+def compute_vae_fingerprint(encoders: FrozenEncoders, cache_dir: Path) -> str:
     """Hash everything that decides which latents the VAE makes of given pixels, and how they are stored."""
     weights = _compute_weight_hashes(encoders, ("vae",), cache_dir)
     return compute_encoder_fingerprint(type(encoders.family).__name__, encoders.cache.cache_precision, *weights)
 
 
-def compute_text_encoder_fingerprint(encoders: EncoderLoader, cache_dir: Path) -> str:
+def compute_text_encoder_fingerprint(encoders: FrozenEncoders, cache_dir: Path) -> str:
     """Hash everything that decides which outputs the text encoders make of a given caption."""
     weights = _compute_weight_hashes(encoders, encoders.family.text_components, cache_dir)
     # models of one family may have different sequence lengths, which only their scheduler configs tell apart
@@ -154,7 +154,7 @@ def compute_text_encoder_fingerprint(encoders: EncoderLoader, cache_dir: Path) -
     return compute_encoder_fingerprint(type(encoders.family).__name__, precision, scheduler, *options, *weights)
 
 
-def _compute_weight_hashes(encoders: EncoderLoader, components: Sequence[str], cache_dir: Path) -> list[str]:
+def _compute_weight_hashes(encoders: FrozenEncoders, components: Sequence[str], cache_dir: Path) -> list[str]:
     """On the main process only: the others need not read all weights as well."""
     hashes, family, model = FileHashCache(cache_dir / FILE_HASHES_NAME), encoders.family, encoders.model
     return encoders.strategy.comm.run_on_main_and_broadcast(

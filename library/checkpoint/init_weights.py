@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from ..adapters import lora
-from ..adapters.alpha import change_alpha
+from ..adapters.alpha_folding import change_alpha
 from ..adapters.formats import AdapterFileContents, convert_from_file_format
 from ..adapters.key_names import ComponentKeys
 from ..adapters.lora import Adapter
 from ..adapters.lora_file import InvalidAdapterFileError, read_safetensors
-from ..adapters.merge import merge_update
+from ..adapters.merge import merge_adapter
 from ..adapters.peft_types import RankAlpha
-from ..adapters.state_dict import PEFT_SUFFIXES, UP, group_updates, iter_named_tensors
+from ..adapters.state_dict import PEFT_SUFFIXES, UP, group_by_module, iter_named_tensors
 from ..config.network_args import get_adapter_type
 from ..config.schema import AdapterConfig
 from ..errors import ConfigError, UserError
@@ -44,7 +44,7 @@ class InitialWeights:
         """The rank and alpha of each module with ``dim_from_weights``."""
         if self.network_weights is None or not self.is_dim_from_weights:
             return None
-        updates = group_updates(self.network_weights.state_dict, self.network_weights.alphas)
+        updates = group_by_module(self.network_weights.state_dict, self.network_weights.alphas)
         return {module: RankAlpha(update.rank, update.alpha) for module, update in updates.items()}
 
 
@@ -90,7 +90,7 @@ def read_initial_weights(
 
 
 def _list_adapter_types(contents: AdapterFileContents) -> set[str]:
-    return {update.adapter_type for update in group_updates(contents.state_dict, contents.alphas).values()}
+    return {update.adapter_type for update in group_by_module(contents.state_dict, contents.alphas).values()}
 
 
 def _read_contents(
@@ -127,11 +127,11 @@ def _drop_unused_layers(contents: AdapterFileContents, family: Family, pipe: Any
 def merge_base_weights(pipe: Any, initial_weights: InitialWeights) -> None:
     """Merge ``base_weights`` into the loaded components."""
     for name, content, multiplier in initial_weights.base_weights:
-        updates = group_updates(content.state_dict, content.alphas)
+        updates = group_by_module(content.state_dict, content.alphas)
         for path, update in updates.items():
             part, _, module = path.partition(".")
             layer: Any = getattr(pipe, part).get_submodule(module)
-            merge_update(layer.weight, update, multiplier)
+            merge_adapter(layer.weight, update, multiplier)
         logger.info("base_weights: merged %s: %d modules, multiplier %g", name, len(updates), multiplier)
 
 
@@ -140,7 +140,7 @@ def load_network_weights(model: nn.Module, adapter: Adapter, initial_weights: In
     content = initial_weights.network_weights
     if content is None:
         return
-    updates = group_updates(content.state_dict, content.alphas)
+    updates = group_by_module(content.state_dict, content.alphas)
     problems = [
         f"--network_weights: the file has {module}, which this run does not train"
         for module in updates

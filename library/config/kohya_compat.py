@@ -56,13 +56,21 @@ RENAMED_VALUES: dict[str, dict[Any, str]] = {
 """Former values, by the current name of the option."""
 
 
+FORMER_DEFAULTS = {"caption_extension": "('.caption',)"}
+"""Defaults of the last release that checkpoints recorded; today's defaults do the same."""
+
+
 def format_rename_notice(location: str, name: str) -> str:
     return f"{location}: renamed to {name}; the old name will be removed in the next release"
 
 
 def upgrade_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Give the settings of an older checkpoint their current names and values."""
-    renamed = {RENAMED_OPTIONS.get(name, name): value for name, value in settings.items()}
+    renamed = {
+        RENAMED_OPTIONS.get(name, name): value
+        for name, value in settings.items()
+        if name not in FORMER_DEFAULTS or value != FORMER_DEFAULTS[name]
+    }
     return {
         name: RENAMED_VALUES[name].get(value, value) if name in RENAMED_VALUES else value
         for name, value in renamed.items()
@@ -128,9 +136,6 @@ KOHYA_OPTIONS: dict[str, OptionAlias | UnsupportedOption] = {
     "wandb_api_key": UnsupportedOption("a key in a flag ends up in logs; run `wandb login` or set WANDB_API_KEY"),
     "huggingface_token": UnsupportedOption("a token in a flag ends up in logs; run `hf auth login` or set HF_TOKEN"),
     # dataset
-    "train_data_dir": UnsupportedOption(f"{_USE_DATASET_TOML}; image_dir = 'FOLDER' in a subset is enough"),
-    "reg_data_dir": UnsupportedOption(f"{_USE_DATASET_TOML} with is_reg = true in a subset"),
-    "in_json": UnsupportedOption(f"{_USE_DATASET_TOML} with metadata_file = 'FILE' in a subset"),
     "conditioning_data_dir": UnsupportedOption(f"{_USE_DATASET_TOML}; sd-scripts ignores this option, too"),
     "dataset_class": UnsupportedOption(f"dataset classes of sd-scripts cannot run here; {_USE_DATASET_TOML}"),
     "debug_dataset": UnsupportedOption("use --dry_run, or python -m library plan --preview"),

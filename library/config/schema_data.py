@@ -12,6 +12,13 @@ class DataConfig:
     """Images and captions; most of these can also be set in the dataset TOML, for each dataset or subset."""
 
     dataset_config: str | None = define_option(None, "dataset TOML: the folders of images and how to train on them")
+    train_data_dir: str | None = define_option(
+        None,
+        "without dataset_config: folder of folders named REPEATS_CLASS, such as '10_mika dog'; with in_json, folder of "
+        "the images",
+    )
+    reg_data_dir: str | None = define_option(None, "such a folder of regularization images")
+    in_json: str | None = define_option(None, "without dataset_config: metadata file (.json, .jsonl) of the images")
     train_batch_size: int = define_option(1, "batch size per device and micro-batch", minimum=1)
     resolution: Resolution | None = define_option(None, "training resolution in pixels: 512, or 512,768 (width,height)")
     resolution_schedule: ResolutionSchedule | None = define_option(
@@ -51,8 +58,10 @@ class DataConfig:
     masked_loss_normalize: bool = define_option(
         False, "normalize the masked loss by the mask area, so that images weigh alike"
     )
-    caption_extension: tuple[str, ...] = define_option(
-        (".caption",), "extension of caption files; of several, the first that exists for an image"
+    caption_extension: tuple[str, ...] | None = define_option(
+        None,
+        "extension of caption files; of several, the first that exists for an image; default: .caption, or .txt where "
+        "a folder has no .caption and the subset no class_tokens",
     )
     caption_separator: str = define_option(",", "separator of the tags in a caption")
     shuffle_caption: bool = define_option(False, "shuffle the tags of a caption each time it is used")
@@ -95,6 +104,12 @@ class DataConfig:
         8, "maximum number of data loader workers; never more than CPU cores; 0: load in the main process", minimum=0
     )
     prefetch_factor: int = define_option(2, "batches that each data loader worker loads in advance", minimum=1)
+
+    @property
+    def dataset_option(self) -> str | None:
+        """The option that says which images are trained; of several, the one that counts in sd-scripts."""
+        names = ("dataset_config", "in_json", "train_data_dir", "reg_data_dir")
+        return next((name for name in names if getattr(self, name)), None)
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,9 @@ def validate_config(config: RunConfig, explicit: ExplicitOptions) -> Iterator[Op
 def validate_dataset_path(data: DataConfig) -> Iterator[OptionConflict]:
     path = data.dataset_config
     if path is None:
-        yield ("dataset_config",), "missing; give a dataset TOML, for example dataset_configs/demo.toml"
+        if data.dataset_option is None:
+            hint = "for example dataset_configs/demo.toml, or the images with --train_data_dir"
+            yield ("dataset_config",), f"missing; give a dataset TOML, {hint}"
     elif Path(path).is_dir():
         yield ("dataset_config",), f"{path} is a folder; give the dataset TOML that points to it"
     elif not Path(path).is_file():

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ..dataset.image_inspection import Pixels
 from ..dataset.schema import SubsetConfig
-from ..randomness import derive_rng
+from ..randomness import Purpose, derive_rng
 from .batch_plan import MicroBatch
 from .buckets import BucketAssignment
 from .captions import process_caption
@@ -97,7 +97,7 @@ class Augmenter:
         assignment = self.assignments[view.sample_index]
         if not self.get_subset(view.sample_index).random_crop:
             return assignment.crop_left_top
-        rng = derive_rng(self.seed, "crop", view.epoch, view.sample_index, view.repeat_index)
+        rng = derive_rng(self.seed, Purpose.CROP, view.epoch, view.sample_index, view.repeat_index)
         margins = [assignment.resized_size[side] - assignment.bucket_resolution[side] for side in (0, 1)]
         return rng.randint(0, margins[0]), rng.randint(0, margins[1])
 
@@ -105,7 +105,7 @@ class Augmenter:
         """Whether the view is flipped horizontally."""
         if not self.get_subset(view.sample_index).flip_aug:
             return False
-        return derive_rng(self.seed, "flip", view.epoch, view.sample_index, view.repeat_index).random() < 0.5
+        return derive_rng(self.seed, Purpose.FLIP, view.epoch, view.sample_index, view.repeat_index).random() < 0.5
 
     def compute_size_conditioning(
         self, sample_index: int, crop_left_top: tuple[int, int], *, is_flipped: bool
@@ -119,7 +119,7 @@ class Augmenter:
     def draw_caption(self, view: SampleView) -> str:
         """Draw the caption of a view, as the text encoders get it."""
         sample, subset = self.manifest.samples[view.sample_index], self.get_subset(view.sample_index)
-        rng = derive_rng(self.seed, "caption", view.epoch, view.sample_index, view.repeat_index)
+        rng = derive_rng(self.seed, Purpose.CAPTION, view.epoch, view.sample_index, view.repeat_index)
         return process_caption(
             sample.caption, subset, rng, epoch=view.epoch, step=view.step, total_steps=self.total_steps
         )

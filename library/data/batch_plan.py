@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from ..randomness import Purpose
 from .repeats import IndexArray, build_bucket_repeats, draw_permutation, draw_random_keys, shuffle_with_repeats
 
 
@@ -30,7 +31,7 @@ class Bucket:
     sample_indices: Sequence[int]
     repeats: Sequence[float]
     batch_size: int
-    dataset_number: int = 0
+    dataset_index_in_file: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class BatchPlan:
         self.accumulation_steps, self.seed = accumulation_steps, seed
         self.one_bucket_per_step = one_bucket_per_step
         self._bucket_repeats = build_bucket_repeats(
-            [bucket.repeats for bucket in buckets], [bucket.dataset_number for bucket in buckets]
+            [bucket.repeats for bucket in buckets], [bucket.dataset_index_in_file for bucket in buckets]
         )
         self._repeats = [item.repeats for item in self._bucket_repeats]
         self._sample_indices = [np.asarray(bucket.sample_indices, np.int64) for bucket in self.buckets]
@@ -217,7 +218,7 @@ class BatchPlan:
         for bucket, repeats in enumerate(self._repeats):
             size = int(self._global_micro_batch_sizes[bucket])
             block_size = size * self.accumulation_steps
-            shuffled = shuffle_with_repeats(repeats, block_size, self.seed, "spread", epoch, bucket)
+            shuffled = shuffle_with_repeats(repeats, block_size, self.seed, Purpose.BLOCK_SAMPLES, epoch, bucket)
             tail = int(self._entries_per_epoch[bucket]) // block_size * block_size
             entries.append(np.concatenate([shuffled[:tail], self._spread_remainder(shuffled[tail:], bucket, epoch)]))
             count = self.count_micro_batches(bucket)
@@ -241,7 +242,7 @@ class BatchPlan:
             return entries
         size = int(self._global_micro_batch_sizes[bucket_index])
         by_owner = np.sort(entries)  # copies of one sample are adjacent
-        return by_owner[shuffle_with_repeats(counts, size, self.seed, "remainder", epoch, bucket_index)]
+        return by_owner[shuffle_with_repeats(counts, size, self.seed, Purpose.REMAINDER_SAMPLES, epoch, bucket_index)]
 
     def _order_micro_batches(self, epoch: int) -> IndexArray:
         """Order an epoch's micro-batches; they are numbered bucket by bucket, blocks first."""
@@ -260,7 +261,7 @@ class BatchPlan:
             ]
         )
         # the keys of blocks depend on nothing else, so that blocks have the same order for every batch layout
-        block_keys = draw_random_keys(len(blocks), self.seed, "blocks", epoch)
+        block_keys = draw_random_keys(len(blocks), self.seed, Purpose.BLOCK_ORDER, epoch)
         within = np.arange(self.accumulation_steps)
         # micro-batches missing in the step that the previous epoch left open
         missing = -epoch * self.micro_batches_per_epoch % self.accumulation_steps
@@ -268,12 +269,12 @@ class BatchPlan:
             broken = int(np.argmax(block_keys))
             singles = np.concatenate([singles, blocks[broken] + within])
             blocks, block_keys = np.delete(blocks, broken), np.delete(block_keys, broken)
-        singles = singles[draw_permutation(len(singles), self.seed, "singles", epoch)]
+        singles = singles[draw_permutation(len(singles), self.seed, Purpose.SINGLE_MICRO_BATCHES, epoch)]
         groups = (len(singles) - min(missing, len(singles))) // self.accumulation_steps
         head, tail = singles[:missing], singles[missing + groups * self.accumulation_steps :]
         grouped = singles[missing : missing + groups * self.accumulation_steps].reshape(groups, self.accumulation_steps)
         steps = np.concatenate([blocks[:, None] + within, grouped])
-        step_keys = np.concatenate([block_keys, draw_random_keys(groups, self.seed, "groups", epoch)])
+        step_keys = np.concatenate([block_keys, draw_random_keys(groups, self.seed, Purpose.GROUP_ORDER, epoch)])
         ordered = steps[np.argsort(step_keys, kind="stable")].ravel()
         arranged: IndexArray = np.concatenate([head, ordered, tail]).astype(np.int64)
         return arranged

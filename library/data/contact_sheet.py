@@ -93,7 +93,7 @@ def build_blocks(
 
     def get_sort_key(bucket: BucketSummary) -> tuple[object, ...]:
         width, height = bucket.resolution
-        return bucket.from_step, bucket.dataset_number, width / height, bucket.resolution
+        return bucket.from_step, bucket.dataset_index_in_file, width / height, bucket.resolution
 
     blocks = []
     for bucket in sorted(shown, key=get_sort_key):
@@ -205,8 +205,8 @@ def _draw_block(
 def _format_dataset_and_stage(summary: BucketSummary, manifest: Manifest) -> str:
     """Format the dataset and the first step of the stage, if there are several."""
     parts = []
-    if len({dataset.dataset_number for dataset in manifest.datasets}) > 1:
-        parts.append(f"dataset {summary.dataset_number + 1}")
+    if len({dataset.dataset_index_in_file for dataset in manifest.datasets}) > 1:
+        parts.append(f"dataset {summary.dataset_index_in_file + 1}")
     if len({dataset.from_step for dataset in manifest.datasets}) > 1:
         parts.append(f"step {summary.from_step + 1}")
     return ", ".join(parts)

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from ..dataset.image_inspection import Pixels
 from ..dataset.masks import MaskPixels
-from ..randomness import derive_rng, derive_seed
+from ..randomness import Purpose, derive_rng, derive_seed
 from .augment import Augmenter, SampleView
 from .batch import PixelBatch
 from .batch_plan import Bucket, MicroBatch, MicroBatchSchedule
@@ -41,10 +41,10 @@ class ValidationBatches:
         return self.micro_batches[position]
 
     @property
-    def dataset_numbers(self) -> dict[int, int]:
+    def dataset_indices_in_file(self) -> dict[int, int]:
         """The dataset number of each sample."""
         return {
-            sample: self.buckets[batch.bucket_index].dataset_number
+            sample: self.buckets[batch.bucket_index].dataset_index_in_file
             for batch in self.micro_batches
             for sample in batch.sample_indices
         }
@@ -74,7 +74,8 @@ def build_validation_batches(
             for start in range(0, len(samples), batch_size)
         ]
     chosen = sorted(
-        range(len(batches)), key=lambda number: derive_seed(0, "measured", batches[number].global_positions[0])
+        range(len(batches)),
+        key=lambda number: derive_seed(0, Purpose.VALIDATION_BATCH, batches[number].global_positions[0]),
     )[:max_batches]
     return ValidationBatches(tuple(buckets), tuple(batches[number] for number in sorted(chosen)))
 
@@ -87,7 +88,10 @@ def prefetch_batches(read_batch: ReadBatch, batch_indices: Sequence[int]) -> Ite
 def _build_micro_batch(
     manifest: Manifest, bucket_index: int, sample_indices: Sequence[int], first_index: int
 ) -> MicroBatch:
-    positions = tuple(derive_seed(0, f"place/{manifest.samples[index].content_hash}") for index in sample_indices)
+    positions = tuple(
+        derive_seed(0, f"{Purpose.VALIDATION_POSITION}/{manifest.samples[index].content_hash}")
+        for index in sample_indices
+    )
     indices, count = tuple(first_index + index for index in sample_indices), len(sample_indices)
     return MicroBatch(bucket_index, 0, indices, (0,) * count, (True,) * count, positions)
 
@@ -227,7 +231,7 @@ class MicroBatchDataset(Dataset[PixelBatch | WorkerFailure]):
         crop = CropParams(augmenter.draw_crop(view), augmenter.is_flipped(view), subset.resize_interpolation)
         color_rng = None
         if subset.color_aug:
-            color_rng = derive_rng(augmenter.seed, "colour", view.epoch, index, view.repeat_index)
+            color_rng = derive_rng(augmenter.seed, Purpose.COLOR, view.epoch, index, view.repeat_index)
         loaded = load_sample_pixels(augmenter.manifest.samples[index], augmenter.assignments[index], crop, color_rng)
         if isinstance(loaded, BadSample):
             return loaded

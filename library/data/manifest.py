@@ -1,6 +1,7 @@
 """The samples of a run: image, caption, mask, repeats and weight of each, and a fingerprint of all."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from ..config.types import Resolution
@@ -46,17 +47,29 @@ class Manifest:
     def compute_fingerprint(self) -> str:
         """Hash everything that training depends on: images, masks, captions, repeats, weights, settings.
 
-        Paths are left out, and so is the batch size, so that a run can resume with another batch layout.
+        Where the folders are and what they are called is left out, so that copies are the same; and so is the batch
+        size, so that a run can resume with another batch layout.
         """
+        return self._compute_fingerprint([sample.image.name_in_folder for sample in self._all_samples])
+
+    def compute_former_fingerprint(self) -> str:
+        """Compute the fingerprint of the last release, which checkpoints contain; it depends on names of folders."""
+        return self._compute_fingerprint([sample.key for sample in self._all_samples])
+
+    @property
+    def _all_samples(self) -> tuple[Sample, ...]:
+        return (*self.samples, *self.validation_samples)
+
+    def _compute_fingerprint(self, names: Sequence[str]) -> str:
         digest = hashlib.blake2b(digest_size=16)
         for dataset in self.datasets:
             rows = [_format_fingerprint_settings(dataset), *map(_format_fingerprint_settings, dataset.subsets)]
             digest.update(f"[{', '.join(rows)}]".encode())
             if dataset.from_step or dataset.to_step is not None:
                 digest.update(ascii((dataset.from_step, dataset.to_step)).encode())
-        for sample in (*self.samples, *self.validation_samples):
+        for name, sample in zip(names, self._all_samples, strict=True):
             row = (
-                sample.key,
+                name,
                 sample.content_hash,
                 sample.size,
                 sample.caption,
@@ -71,7 +84,7 @@ class Manifest:
 
 
 _FINGERPRINT_EXCLUDED = frozenset(
-    "subsets locations dataset_file batch_size dataset_number resolution_schedule from_step to_step image_dir"
+    "subsets locations dataset_file batch_size dataset_index_in_file resolution_schedule from_step to_step image_dir"
     " metadata_file conditioning_data_dir parquet webdataset recursive include exclude image_column caption_column"
     " caption_extension class_tokens cache_info cache_directory weight num_repeats is_reg prior_loss_weight".split()
 )

@@ -15,7 +15,7 @@ from ..dataset.scan_cache import ScanRoots
 from ..dataset.schema import DatasetConfig
 from ..dataset.sources import list_all_images
 from ..dataset.stages import build_stages, expand_resolution_schedule
-from ..dataset.validate import find_unused_keys, validate_dataset_weights, validate_stages_not_empty
+from ..dataset.validate import find_unused_keys, validate_epoch_length, validate_stages_not_empty
 from ..errors import ConfigError
 from .buckets import BucketAssignment, build_bucket_assigner, merge_small_buckets
 from .manifest import Manifest, Sample
@@ -170,7 +170,7 @@ def assign_buckets(
     notes, problems = list(manifest.notes), list[str]()
     latest: dict[int, int] = {}  # dataset of the file -> its index in the last stage so far
     for stage in stages:
-        used = {dataset.dataset_number: dataset for dataset in stage.datasets}
+        used = {dataset.dataset_index_in_file: dataset for dataset in stage.datasets}
         stage_datasets = [used.get(number, dataset) for number, dataset in enumerate(manifest.datasets)]
         assigners = {number: build_bucket_assigner(dataset) for number, dataset in used.items()}
         stage_samples = [sample for sample in manifest.samples if sample.dataset_index in used]
@@ -178,7 +178,7 @@ def assign_buckets(
         merged, bucket_notes = merge_small_buckets(stage_samples, alone, stage_datasets)
         factors = compute_weight_factors(stage_samples, stage_datasets)
         weighted, weight_notes = apply_dataset_weights(stage_samples, stage_datasets, factors)
-        problems += validate_dataset_weights(stage_datasets, factors, sum(sample.repeats for sample in weighted))
+        problems += validate_epoch_length(stage_datasets, factors, sum(sample.repeats for sample in weighted))
         prefix = "" if len(stages) == 1 else f"from step {stage.first_step}: "
         notes += [f"{prefix}{note}" for note in (*bucket_notes, *weight_notes)]
         latest |= {number: len(all_datasets) + index for index, number in enumerate(used)}

@@ -20,7 +20,7 @@ def build_dataset_metadata(manifest: Manifest, assignments: Sequence[BucketAssig
         rows[sample.dataset_index].append((sample, assignment))
     datasets = [_build_dataset_entry(config, own) for config, own in zip(manifest.datasets, rows, strict=True)]
     # Of a dataset with several stages, the last one.
-    latest = {config.dataset_number: index for index, config in enumerate(manifest.datasets)}.values()
+    latest = {config.dataset_index_in_file: index for index, config in enumerate(manifest.datasets)}.values()
     frequency: dict[str, Any] = {}
     folders: dict[bool, dict[str, Any]] = {False: {}, True: {}}
     for index in latest:

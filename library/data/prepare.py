@@ -14,7 +14,7 @@ from ..config.schema_data import DataConfig
 from ..dataset.dataset_config import ParsedDatasetConfig, load_dataset_config
 from ..dataset.validate import validate_dataset_config, validate_resolution_multiple, validate_stages_not_empty
 from ..errors import ConfigError
-from ..randomness import derive_seed
+from ..randomness import Purpose, derive_seed
 from .augment import Augmenter, SampleView
 from .batch_plan import AnyBatchPlan, BatchPlan, Bucket, StagedBatchPlan
 from .buckets import BucketAssignment, build_bucket_assigner
@@ -61,7 +61,7 @@ class PreparedData:
             stages[dataset.from_step, dataset.to_step].append(bucket)
         plans = []
         for (first, end), buckets in stages.items():
-            seed = derive_seed(train.seed, "stage", first) if first else train.seed
+            seed = derive_seed(train.seed, Purpose.STAGE, first) if first else train.seed
             accumulation = train.gradient_accumulation_steps
             plan = BatchPlan(buckets, dp_size, accumulation, seed, one_bucket_per_step=one_bucket_per_step)
             plans.append((first, end, plan))
@@ -114,7 +114,7 @@ class PreparedData:
         """List the caption of each image as drawn in the first epoch, once for all stages."""
         augmenter, datasets = self.build_augmenter(batch_plan, total_steps), self.manifest.datasets
         first = {
-            (datasets[sample.dataset_index].dataset_number, sample.key): index
+            (datasets[sample.dataset_index].dataset_index_in_file, sample.key): index
             for index, sample in reversed(list(enumerate(self.manifest.samples)))
         }
         return [augmenter.draw_caption(SampleView(0, 0, index, 0)) for index in sorted(first.values())]
@@ -152,7 +152,7 @@ def prepare_data(config: DataConfig, size_multiple: int, cache_dir: str | None =
 
     Scan results are cached in ``cache_dir``, by default next to the images.
     """
-    if config.dataset_config is None:
+    if config.dataset_option is None:
         raise ConfigError(["--dataset_config: missing; set the TOML file that lists the image folders"])
     parsed = load_dataset_config(config)
     problems = [*validate_dataset_config(config), *validate_resolution_multiple(parsed.datasets, size_multiple)]
@@ -197,8 +197,9 @@ def _build_buckets(manifest: Manifest, assignments: Sequence[BucketAssignment]) 
     for index, (sample, assignment) in enumerate(zip(manifest.samples, assignments, strict=True)):
         members[sample.dataset_index, assignment.bucket_resolution].append(index)
     buckets = []
-    for (number, resolution), indices in sorted(members.items()):
-        dataset = manifest.datasets[number]
+    for (dataset_index, resolution), indices in sorted(members.items()):
+        dataset = manifest.datasets[dataset_index]
         repeats = array("d", [manifest.samples[index].repeats for index in indices])
-        buckets.append(Bucket(resolution, array("q", indices), repeats, dataset.batch_size, dataset.dataset_number))
+        number = dataset.dataset_index_in_file
+        buckets.append(Bucket(resolution, array("q", indices), repeats, dataset.batch_size, number))
     return tuple(buckets)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dataset.schema import DatasetConfig
-from ..randomness import derive_seed
+from ..randomness import Purpose, derive_seed
 from .manifest import Sample
 
 
@@ -81,12 +81,12 @@ def shuffle_with_repeats(repeats: IndexArray, chunk_size: int, seed: int, purpos
     if len(owners) == len(repeats) or not chunks:  # no copies, or a single chunk
         if counts.max(initial=1) == 1:
             return entries
-        mixed: IndexArray = entries[draw_permutation(len(entries), seed, "mix", *numbers)]
+        mixed: IndexArray = entries[draw_permutation(len(entries), seed, Purpose.REPEAT_MIX, *numbers)]
         return mixed
-    draws = draw_random_keys(len(owners), seed, "deal", *numbers)
+    draws = draw_random_keys(len(owners), seed, Purpose.REPEAT_OWNERS, *numbers)
     rows, last_rows = (
-        draw_permutation(chunk_size, seed, "rows", *numbers),
-        draw_permutation(rest, seed, "last", *numbers),
+        draw_permutation(chunk_size, seed, Purpose.REPEAT_ROWS, *numbers),
+        draw_permutation(rest, seed, Purpose.REPEAT_REST, *numbers),
     )
     dealt: IndexArray = np.empty_like(entries)
     before: IndexArray = np.empty(0, np.int64)
@@ -129,7 +129,7 @@ class FractionalRepeatGroup:
     def assign_slots(self, epoch: int, seed: int, bucket_index: int) -> IndexArray:
         """Assign positions of the bucket to slots; over the epochs each position gets each slot equally often."""
         first = int(self.slots[0])
-        mixed = self.slots[draw_permutation(len(self.slots), seed, "turns", bucket_index, first)]
+        mixed = self.slots[draw_permutation(len(self.slots), seed, Purpose.FRACTIONAL_REPEATS, bucket_index, first)]
         return np.roll(mixed, -(epoch * self.num_extra) % len(mixed))
 
 
@@ -148,11 +148,11 @@ class BucketRepeats:
         return found
 
 
-def build_bucket_repeats(repeats: Sequence[Sequence[float]], dataset_numbers: Sequence[int]) -> list[BucketRepeats]:
+def build_bucket_repeats(repeats: Sequence[Sequence[float]], dataset_indices: Sequence[int]) -> list[BucketRepeats]:
     """Round the repeats of each bucket to integers, so that each dataset's total is rounded only once."""
     rest: defaultdict[int, float] = defaultdict(float)  # of each dataset: the rounding error so far
     found = []
-    for values, dataset in zip(repeats, dataset_numbers, strict=True):
+    for values, dataset in zip(repeats, dataset_indices, strict=True):
         whole = np.floor(np.asarray(values, np.float64)).astype(np.int64)
         groups = []
         by_value: defaultdict[float, list[int]] = defaultdict(list)

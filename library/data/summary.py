@@ -16,7 +16,7 @@ from .manifest import Manifest
 class BucketSummary:
     """One bucket of one dataset in one epoch."""
 
-    dataset_number: int  # its number in the file
+    dataset_index_in_file: int  # its number in the file
     resolution: tuple[int, int]
     sample_indices: tuple[int, ...]  # positions in the manifest
     samples_per_epoch: int  # with repeats
@@ -43,7 +43,7 @@ def summarize_stage_buckets(assignments: Sequence[BucketAssignment], stage: Plan
         worst_loss, shown = max(losses), plan.count_samples(index)
         found.append(
             BucketSummary(
-                dataset_number=bucket.dataset_number,
+                dataset_index_in_file=bucket.dataset_index_in_file,
                 from_step=stage.first_step,
                 resolution=bucket.resolution,
                 sample_indices=tuple(bucket.sample_indices),
@@ -107,7 +107,7 @@ def _format_subsets(manifest: Manifest) -> str:
         mine = repeats[number, index]
         kind = "regularization image" if subset.is_reg else "image"
         masked = f", masks {masks[number, index]}/{len(mine)}" if get_mask_source(subset) else ""
-        name = f"dataset {manifest.datasets[number].dataset_number + 1}"
+        name = f"dataset {manifest.datasets[number].dataset_index_in_file + 1}"
         lines.append(
             f"{name}, {subset.source}: {_format_count(len(mine), kind)}{_format_repeats(mine)}, captions"
             f" found {captions}/{found} ({ending or 'no extension'}){masked}"
@@ -138,7 +138,7 @@ def _format_bucket_table(manifest: Manifest, buckets: Sequence[BucketSummary]) -
     rows: list[tuple[str, ...]] = [tuple(head.split(","))]
     for bucket in buckets:
         cells = (
-            bucket.dataset_number + 1,
+            bucket.dataset_index_in_file + 1,
             f"{bucket.resolution[0]}x{bucket.resolution[1]}",
             len(bucket.sample_indices),
             bucket.samples_per_epoch,
@@ -199,7 +199,7 @@ def export_datasets(
         records.append(
             {
                 "resolved": settings,
-                "beyond": collect_extra_keys(dataset),
+                "other_keys": collect_extra_keys(dataset),
                 "bucket_mode": dataset.bucket_mode,
                 "bucket_max_crop": dataset.bucket_max_crop,
                 "bucket_min_images": dataset.bucket_min_images,
@@ -239,4 +239,4 @@ def _export_sample(manifest: Manifest, assignments: Sequence[BucketAssignment], 
 
 def _export_mask(mask: Mask) -> JsonObject:
     """Export its file (the image itself for an alpha mask) and the fraction of the image that is trained."""
-    return {"image": str(mask.image), "is_alpha": mask.is_alpha, "share": mask.coverage}
+    return {"image": str(mask.image), "is_alpha": mask.is_alpha, "coverage": mask.coverage}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..dataset.schema import DatasetConfig, SubsetConfig
-from ..randomness import derive_rng, derive_seed
+from ..randomness import Purpose, derive_rng, derive_seed
 from .captions import process_caption
 from .manifest import Sample
 
@@ -97,7 +97,7 @@ def _select_validation_samples(samples: Sequence[Sample], dataset: DatasetConfig
 
 def _hash_to_unit_interval(content_hash: str, dataset: DatasetConfig) -> float:
     """Map an image to 0..1."""
-    return derive_seed(_get_validation_seed(dataset), f"held out/{content_hash}") / 2**63
+    return derive_seed(_get_validation_seed(dataset), f"{Purpose.HELD_OUT}/{content_hash}") / 2**63
 
 
 def _get_validation_seed(dataset: DatasetConfig) -> int:
@@ -109,7 +109,7 @@ def _freeze_sample(sample: Sample, datasets: Sequence[DatasetConfig]) -> Sample:
     dataset = datasets[sample.dataset_index]
     subset: SubsetConfig = dataset.subsets[sample.subset_index]
     settled = replace(subset, **_RANDOM_SETTINGS_OFF)
-    draw = derive_rng(_get_validation_seed(dataset), f"caption/{sample.content_hash}")
+    draw = derive_rng(_get_validation_seed(dataset), f"{Purpose.VALIDATION_CAPTION}/{sample.content_hash}")
     caption = process_caption(sample.caption, settled, draw, epoch=0, step=0, total_steps=0)
     return replace(sample, repeats=1, loss_weight=1.0, caption=caption)
 

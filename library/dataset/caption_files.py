@@ -10,7 +10,7 @@ from typing import Any
 from ..registry import suggest_name
 
 DEFAULT_EXTENSION, FALLBACK_EXTENSION, JSON_EXTENSION = ".caption", ".txt", ".json"
-"""sd-scripts looks for .caption files; without any, .txt is read, which most datasets have."""
+"""sd-scripts looks for .caption files by default; without any, .txt may be read, which most datasets have."""
 
 CAPTION_COLUMNS = ("text", "caption", "prompt")
 """Columns that hold captions if no ``caption_column`` is set."""
@@ -27,18 +27,16 @@ class CaptionColumnError(Exception):
 class CaptionFiles:
     """Finds the caption file of an image among the files of a subset.
 
-    An image takes the first extension for which it has a file; if .caption is among the extensions and no image has a
-    file with any of them, .txt is used.  Upper and lower case of an extension are the same; a file that has it
-    exactly as written is preferred.
+    An image takes the first extension for which it has a file.  Upper and lower case of an extension are the same; a
+    file that has it exactly as written is preferred.
     """
 
-    def __init__(self, names: Iterable[str], extensions: Sequence[str]):
-        """``names`` are relative paths with ``/``."""
+    def __init__(self, names: Iterable[str], extensions: Sequence[str], can_fall_back_to_txt: bool = False):
+        """``names`` are relative paths with ``/``; if none has an extension, .txt may be used in its place."""
         names = list(names)
         self.is_fallback = False
         self.by_stem = {extension: _index_by_stem(names, extension) for extension in extensions}
-        has_default = DEFAULT_EXTENSION in extensions and FALLBACK_EXTENSION not in extensions
-        if has_default and not any(self.by_stem.values()):
+        if can_fall_back_to_txt and not any(self.by_stem.values()):
             texts = _index_by_stem(names, FALLBACK_EXTENSION)
             if texts:
                 self.by_stem, self.is_fallback = {FALLBACK_EXTENSION: texts}, True
@@ -49,13 +47,18 @@ class CaptionFiles:
 
     def find(self, image: str) -> tuple[str, str] | None:
         """Return the path of the image's caption file and its extension as set."""
-        folder, slash, name = image.rpartition("/")
-        stems = [f"{folder}{slash}{stem}" for stem in _list_stems(name)]
+        stems = _list_stems(image)
         for extension, files in self.by_stem.items():
             for stem in stems:
                 if stem in files:
                     return files[stem], extension
         return None
+
+    def list_without_image(self, images: Iterable[str]) -> list[str]:
+        """List the caption files that belong to none of the images."""
+        stems = {stem for image in images for stem in _list_stems(image)}
+        by_stem = [files for extension, files in self.by_stem.items() if extension]
+        return sorted(file for files in by_stem for stem, file in files.items() if stem not in stems)
 
 
 def _index_by_stem(names: Iterable[str], extension: str) -> dict[str, str]:
@@ -67,11 +70,13 @@ def _index_by_stem(names: Iterable[str], extension: str) -> dict[str, str]:
     return files
 
 
-def _list_stems(name: str) -> list[str]:
+def _list_stems(image: str) -> list[str]:
     """List the possible stems of the caption file; face croppers append four numbers to the name of an image."""
+    folder, slash, name = image.rpartition("/")
     stem = name.rpartition(".")[0]
     parts = stem.split("_")
-    return [stem, "_".join(parts[:-4])] if len(parts) > 4 else [stem]
+    stems = [stem, "_".join(parts[:-4])] if len(parts) > 4 else [stem]
+    return [f"{folder}{slash}{stem}" for stem in stems]
 
 
 def read_caption_file(path: str | Path) -> list[str]:

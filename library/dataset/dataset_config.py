@@ -1,9 +1,13 @@
-"""Parse the dataset file, TOML or JSON in sd-scripts' or musubi-tuner's format, and report all its problems at once."""
+"""Parse the datasets of a run: a file, TOML or JSON in sd-scripts' or musubi-tuner's format, or sd-scripts' folders.
+
+All problems are reported at once.
+"""
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,8 @@ from ..config.schema_data import DataConfig
 from ..config.toml_positions import KeyPath, read_text_file, read_toml_with_lines
 from ..config.types import Resolution, ResolutionSchedule
 from ..errors import ConfigError
-from ..registry import suggest_name
+from .caption_files import DEFAULT_EXTENSION
+from .kohya_folders import read_kohya_dataset
 from .schema import (
     DATASET_KEYS,
     DATASET_TABLE,
@@ -23,8 +28,11 @@ from .schema import (
     collect_flag_defaults,
 )
 from .validate_keys import (
+    MUSUBI_SUBSET_KEYS,
     UNSUPPORTED_KEYS_BY_KIND,
     LocatedValue,
+    explain_misplaced_key,
+    explain_unknown_key,
     infer_dataset_kind,
     validate_across_datasets,
     validate_dataset_keys,
@@ -33,33 +41,13 @@ from .validate_keys import (
 )
 
 Values = dict[str, LocatedValue]
+_Locate = Callable[[KeyPath], str]
 _PLACEHOLDER_RESOLUTION = Resolution(1, 1)  # keeps the config complete when the resolution is missing or invalid
-MUSUBI_SUBSET_KEYS: Mapping[str, str] = {"image_directory": "image_dir", "image_jsonl_file": "metadata_file"}
-"""musubi-tuner's names of subset keys; its datasets have no subsets and contain these keys themselves."""
-
-_UNSUPPORTED_MUSUBI_KEYS: Mapping[str, str] = {
-    "skip_corrupted_cache": "this key of musubi-tuner",
-    "multiple_target": "several target images, for layered models",
-    **dict.fromkeys(
-        "control_directory no_resize_control control_resolution flux_kontext_no_resize_control"
-        " qwen_image_edit_no_resize_control qwen_image_edit_control_resolution".split(),
-        "control images, for editing models",
-    ),
-    **dict.fromkeys(
-        "fp_latent_window_size fp_1f_clean_indices fp_1f_target_index fp_1f_no_post".split(),
-        "one-frame training of FramePack",
-    ),
-    **dict.fromkeys(
-        "video_directory video_jsonl_file target_frames frame_extraction frame_stride frame_sample max_frames"
-        " source_fps".split(),
-        "videos",
-    ),
-}
 _EXTRA_DATASET_KEYS = (
     "bucket_mode bucket_max_crop bucket_min_images weight resolution_schedule from_step to_step".split()
 )
 _EXTRA_SUBSET_KEYS = "parquet webdataset recursive include exclude image_column caption_column cache_directory".split()
-_INTERNAL_FIELDS = ("kind", "subsets", "locations", "dataset_file", "join_caption_lines", "dataset_number")
+_INTERNAL_FIELDS = ("kind", "subsets", "locations", "dataset_file", "join_caption_lines", "dataset_index_in_file")
 
 
 @dataclass(frozen=True)
@@ -77,9 +65,29 @@ class ParsedDatasetConfig:
         return self.datasets
 
 
+def can_load_datasets(config: DataConfig) -> bool:
+    """Whether the run has a dataset file that exists, or sd-scripts' folders."""
+    if config.dataset_config is not None:
+        return Path(config.dataset_config).is_file()
+    return config.dataset_option is not None
+
+
 def load_dataset_config(config: DataConfig, invalid_flags: Set[str] = frozenset()) -> ParsedDatasetConfig:
-    """Parse the run's dataset file with the run's options as defaults; accesses no image folder."""
-    return parse_dataset_config(Path(str(config.dataset_config)), collect_flag_defaults(config), invalid_flags)
+    """Parse the run's datasets with the run's options as defaults; reads no image."""
+    flag_defaults = collect_flag_defaults(config)
+    if config.dataset_config is None:
+        dataset = read_kohya_dataset(config)
+        parser = _DatasetConfigParser(dataset.locate, None, flag_defaults, invalid_flags)
+        parser.problems += dataset.problems
+        parser.notices += dataset.notices
+        if dataset.subsets:
+            return parser.parse(dataset.document)
+        settings_problems = validate_dataset_keys(parser.apply_flag_defaults({}), [], dataset.locate(()))
+        return ParsedDatasetConfig((), [*dataset.problems, *settings_problems])
+    parsed = parse_dataset_config(Path(config.dataset_config), flag_defaults, invalid_flags)
+    unused = [name for name in ("train_data_dir", "reg_data_dir", "in_json") if getattr(config, name)]
+    notices = [f"--{name}: not used, because dataset_config is set" for name in unused]
+    return replace(parsed, notices=(*notices, *parsed.notices))
 
 
 def parse_dataset_config(
@@ -89,18 +97,16 @@ def parse_dataset_config(
 
     ``invalid_flags`` are options of the run that could not be parsed and are reported already.
     """
-    lines: Mapping[KeyPath, int] | None = None  # unknown in JSON
     try:
-        if path.suffix.lower() == ".json":
-            document = _read_json(path)
-        else:
-            document, lines = read_toml_with_lines(path)
+        document, locate = (_read_json if path.suffix.lower() == ".json" else _read_toml)(path)
     except ConfigError as error:
         return ParsedDatasetConfig((), error.problems)
-    parser = _DatasetConfigParser(path, lines, flag_defaults, invalid_flags)
-    datasets = tuple(parser.parse_file(document))
-    problems = [*parser.problems, *validate_across_datasets(datasets)]
-    return ParsedDatasetConfig(datasets, problems, tuple(parser.notices))
+    return _DatasetConfigParser(locate, path, flag_defaults, invalid_flags).parse(document)
+
+
+def _read_toml(path: Path) -> tuple[dict[str, Any], _Locate]:
+    document, lines = read_toml_with_lines(path)
+    return document, lambda key_path: f"{path}:{lines[key_path]}"
 
 
 class _JsonObject(dict[str, Any]):
@@ -112,7 +118,7 @@ class _JsonObject(dict[str, Any]):
         self.duplicates = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> tuple[dict[str, Any], _Locate]:
     """Read a JSON file; raise ``ConfigError`` with the line of a syntax error."""
     text = read_text_file(path)
     try:
@@ -128,7 +134,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ConfigError([f"{path}: expected an object {{...}}"])
     if duplicates:
         raise ConfigError([f"{_format_json_location(path, key)}: {key[-1]}: duplicate key" for key in duplicates])
-    return document
+    return document, partial(_format_json_location, path)
 
 
 def _reject_constant(constant: str) -> None:
@@ -151,31 +157,38 @@ def _format_json_location(path: Path, key_path: KeyPath) -> str:
 
 
 class _DatasetConfigParser:
-    """Turns the tables of one file into configs and collects problems; an invalid value falls back to its default."""
+    """Turns the tables of one document into configs and collects problems; an invalid value becomes its default."""
 
     def __init__(
         self,
-        path: Path,
-        key_lines: Mapping[KeyPath, int] | None,
+        format_location: _Locate,
+        dataset_file: Path | None,
         flag_defaults: Mapping[str, Any],
         invalid_flags: Set[str],
     ):
-        self.path, self.key_lines = path, key_lines
+        self.format_location, self.dataset_file = format_location, dataset_file
         self.flag_defaults, self.invalid_flags = flag_defaults, invalid_flags
         self.problems: list[str] = []
         self.notices: list[str] = []
 
-    def parse_file(self, document: Mapping[str, Any]) -> list[DatasetConfig]:
+    def parse(self, document: Mapping[str, Any]) -> ParsedDatasetConfig:
+        datasets = tuple(self.parse_datasets(document))
+        problems = [*self.problems, *validate_across_datasets(datasets)]
+        return ParsedDatasetConfig(datasets, problems, tuple(self.notices))
+
+    def parse_datasets(self, document: Mapping[str, Any]) -> list[DatasetConfig]:
         for name in document:
             if name not in ("general", "datasets"):
-                reason = _explain_misplaced_key(name, "the top of the file")
+                reason = explain_misplaced_key(name, "the top of the file")
                 self.add_problem((name,), reason or "unknown table; expected [general] or [[datasets]]")
         general = self.parse_table(("general",), document.get("general", {}), GENERAL_TABLE)
         tables = document.get("datasets", [])
         if not self.is_array_of_tables(("datasets",), tables, DATASET_TABLE):
             return []
         if not tables:
-            self.problems.append(f"{self.path}: no [[datasets]]; add one, and [[datasets.subsets]] with image_dir")
+            self.problems.append(
+                f"{self.dataset_file}: no [[datasets]]; add one, and [[datasets.subsets]] with image_dir"
+            )
         return [self.parse_dataset(("datasets", index), table, general) for index, table in enumerate(tables)]
 
     def parse_dataset(self, key_path: KeyPath, table: Mapping[str, Any], general: Values) -> DatasetConfig:
@@ -194,7 +207,7 @@ class _DatasetConfigParser:
         return DatasetConfig(
             kind=infer_dataset_kind(subsets),
             subsets=tuple(self.build_subset_config(subset) for subset in subsets),
-            dataset_number=int(key_path[-1]),
+            dataset_index_in_file=int(key_path[-1]),
             **_collect_fields(DatasetConfig, resolved, location),
         )
 
@@ -245,7 +258,7 @@ class _DatasetConfigParser:
             value_path = (*key_path, written_name)
             key = DATASET_KEYS.get(name)
             if key is None or table_name not in key.tables:
-                reason = _explain_misplaced_key(name, table_name) or _explain_unknown_key(name, table_name)
+                reason = explain_misplaced_key(name, table_name) or explain_unknown_key(name, table_name)
                 self.add_problem(value_path, reason)
                 continue
             location = self.format_location(value_path)
@@ -281,15 +294,10 @@ class _DatasetConfigParser:
 
     def build_subset_config(self, values: Values) -> SubsetConfig:
         return SubsetConfig(
-            dataset_file=self.path,
+            dataset_file=self.dataset_file,
             join_caption_lines="join_caption_lines" in values,
             **_collect_fields(SubsetConfig, values, values[""].location or ""),
         )
-
-    def format_location(self, key_path: KeyPath) -> str:
-        if self.key_lines is None:
-            return _format_json_location(self.path, key_path)
-        return f"{self.path}:{self.key_lines[key_path]}"
 
     def add_problem(self, key_path: KeyPath, message: str) -> None:
         name = f"{key_path[-1]}: " if isinstance(key_path[-1], str) else ""
@@ -300,32 +308,6 @@ def _is_musubi_dataset(table: Mapping[str, object]) -> bool:
     return "subsets" not in table and any(
         name in table for name in (*MUSUBI_SUBSET_KEYS, "video_directory", "video_jsonl_file")
     )
-
-
-def _explain_misplaced_key(name: str, table_name: str) -> str | None:
-    """Explain a key that exists but is not supported, or not in this table."""
-    if name in _UNSUPPORTED_MUSUBI_KEYS:
-        return f"not supported yet: {_UNSUPPORTED_MUSUBI_KEYS[name]}; remove it"
-    if name in MUSUBI_SUBSET_KEYS:
-        return (
-            f"only valid in {DATASET_TABLE} without subsets (musubi-tuner); in a subset use {MUSUBI_SUBSET_KEYS[name]}"
-        )
-    key = DATASET_KEYS.get(name)
-    if key is None or table_name in key.tables:
-        return None
-    if not key.tables:
-        return f"not a key of dataset files; set it for the run: --{key.flag}"
-    return f"belongs in {' or '.join(key.tables)}, not in {table_name}"
-
-
-def _explain_unknown_key(name: str, table_name: str) -> str:
-    for key in DATASET_KEYS.values():
-        if name == key.flag:
-            return f"unknown key; in dataset files it is called {key.name}"
-    allowed = [key.name for key in DATASET_KEYS.values() if table_name in key.tables]
-    allowed += ["subsets"] if table_name == DATASET_TABLE else []
-    hint = suggest_name(name, allowed) or suggest_name(name, DATASET_KEYS)
-    return f"unknown key{hint or '; allowed in ' + table_name + ': ' + ', '.join(sorted(allowed))}"
 
 
 def _collect_fields(config_class: type, located: Values, location: str) -> dict[str, Any]:
@@ -353,8 +335,9 @@ def _convert_dataset(dataset: DatasetConfig) -> dict[str, Any]:
     subsets = []
     for subset in dataset.subsets:
         values = _collect_values(subset, (*_EXTRA_SUBSET_KEYS, *UNSUPPORTED_KEYS_BY_KIND[dataset.kind]))
-        if len(subset.caption_extension) == 1 and "caption_extension" in values:
-            (values["caption_extension"],) = subset.caption_extension
+        if "caption_extension" in values:
+            extensions = subset.caption_extension or (DEFAULT_EXTENSION,)
+            values["caption_extension"] = extensions[0] if len(extensions) == 1 else list(extensions)
         # sd-scripts has these two in its subsets as well
         subsets.append({**values, "validation_seed": 0, "validation_split": subset.validation_split})
     # sd-scripts resolves controlnet datasets as dreambooth ones

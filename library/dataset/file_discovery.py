@@ -250,7 +250,7 @@ def _resolve_name(name: str, key: str, subset: SubsetConfig) -> Iterator[Path]:
             yield from _list_shards(path, key, recursive=subset.recursive)
         elif path.is_file():
             yield path
-        elif files := _glob_files(pattern, subset.dataset_file.parent):
+        elif files := _glob_files(pattern, (subset.dataset_file or Path()).parent):
             yield from files
         else:
             missing.append(pattern)
@@ -295,17 +295,17 @@ def _glob_files(pattern: str, config_folder: Path) -> list[Path]:
     return sorted((path for path in matches if path.is_file()), key=lambda path: _split_path(path.as_posix()))
 
 
-def describe_missing_path(names: Sequence[str], dataset_file: Path) -> str:
+def describe_missing_path(names: Sequence[str], dataset_file: Path | None = None) -> str:
     """Report paths that do not exist, with the content of the folder in which the first one was expected."""
     path = Path(names[0]).expanduser()
-    candidates = [path.absolute(), (dataset_file.parent / path).absolute()]
+    candidates = [path.absolute(), *([(dataset_file.parent / path).absolute()] if dataset_file is not None else [])]
     missing = next((candidate for candidate in candidates if candidate.parent.is_dir()), candidates[0])
     while not missing.parent.is_dir():
         missing = missing.parent
     tree = walk_directory(missing.parent, recursive=False)
     content = f"{missing.parent} contains {tree.format_content(_MAX_NAMES_IN_FOLDER)}"
     content = tree.problems[0] if tree.problems else content
-    searched = "" if path.is_absolute() else f" (also searched next to {dataset_file})"
+    searched = "" if path.is_absolute() or dataset_file is None else f" (also searched next to {dataset_file})"
     if len(names) > 1:
         return f"{len(names)} files not found{searched}: {format_first_names(names)}; {content}"
     return f"{names[0]!r} not found{searched}; {content}{suggest_name(missing.name, [*tree.files, *tree.folders])}"

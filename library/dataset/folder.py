@@ -22,6 +22,7 @@ from .caption_files import (
 )
 from .file_discovery import DirectoryTree, select_paths, walk_directory
 from .image_ref import ImageRef
+from .kohya_folders import find_unused_folder_names, parse_folder_name
 from .listing import IMAGE_EXTENSIONS, ImageCaption, SubsetListing, format_count, format_first_names, is_image_file
 from .metadata_file import TABLE_EXTENSIONS, read_metadata_table, read_utf8_file, resolve_file_column
 from .schema import SubsetConfig
@@ -39,7 +40,7 @@ def list_folder_images(subset: SubsetConfig, folder: Path, dataset: int, index: 
     tree = walk_directory(folder, recursive=subset.recursive)
     listing.problems += tree.problems
     images = _select_images(folder, tree, listing)
-    files = CaptionFiles(tree.files, subset.normalized_caption_extensions)
+    files = CaptionFiles(tree.files, subset.normalized_caption_extensions, subset.can_fall_back_to_txt)
     listing.expected_source = " or ".join(files.extensions)
     caption_files = {image: files.find(image) for image in images}
     has_column_setting = subset.caption_column is not None or subset.image_column is not None
@@ -54,6 +55,11 @@ def list_folder_images(subset: SubsetConfig, folder: Path, dataset: int, index: 
     in_tables = f" and no text in {', '.join(tables.names)}" if tables.names else ""
     listing.add_caption_notes(str(folder), f"{listing.expected_source} file{in_tables}")
     _suggest_caption_extension(folder, tree, files, listing)
+    num_files, used_files = sum(map(len, files.by_stem.values())), {file for file in caption_files.values() if file}
+    if num_files > len(used_files) and (stray := files.list_without_image(filter(is_image_file, tree.files))):
+        count = format_count(len(stray), "caption file")
+        listing.notes.append(f"{folder}: {count} without an image, not used: {format_first_names(stray)}")
+    listing.notes += find_unused_folder_names(listing, folder, tree.folders)
     for key in ("image_column", "caption_column"):
         listing.mark_unused(key, f"no effect: no metadata table in {folder.absolute()}")
     return listing
@@ -226,11 +232,18 @@ def _suggest_caption_extension(folder: Path, tree: DirectoryTree, files: Caption
             continue
         count = sum(others.find(name) is not None for name in listing.uncaptioned)
         if count:
-            both = [*files.extensions, extension]
+            used = files.extensions if any(files.by_stem.values()) or listing.subset.caption_extension else ()
             listing.notes.append(
                 f"{folder}: there are {extension} files for {count} of the images without a caption; use them with"
-                f" caption_extension = {both}"
+                f" {_format_caption_extension(listing.subset, [*used, extension])}"
             )
+
+
+def _format_caption_extension(subset: SubsetConfig, extensions: Sequence[str]) -> str:
+    """Format the setting as it is written in the dataset file, or as a flag if there is none."""
+    if subset.dataset_file is None:
+        return f"--caption_extension {' '.join(extensions)}"
+    return f"caption_extension = {list(extensions) if len(extensions) > 1 else extensions[0]!r}"
 
 
 def _describe_content(folder: Path, tree: DirectoryTree) -> str:
@@ -241,6 +254,11 @@ def _describe_content(folder: Path, tree: DirectoryTree) -> str:
     content += [f"{format_count(count, 'image')} in {name}/" for name, count in list(below.items())[:3]]
     content += [f"folder {name}/" for name in tree.folders[:3] if name not in below]
     description = f"{folder.absolute()} contains {', '.join(content) if content else 'nothing'}"
+    if below and all(parse_folder_name(name) for name in below):
+        return (
+            f"{description}; give --train_data_dir {str(folder)!r} instead of the dataset file, or a subset with"
+            " num_repeats and class_tokens for each subfolder"
+        )
     if below:
         nested = str(folder / next(iter(below)))
         return f"{description}; subfolders are not searched: set recursive = true, or image_dir = {nested!r}"

@@ -75,6 +75,11 @@ class ImageRef:
         below, _, name = self.file.rpartition("/")
         return f"{below.rpartition('/')[2] or self.folder.name}/{name}"
 
+    @property
+    def name_in_folder(self) -> str:
+        """The path below the folder, independent of where that is and what it is called."""
+        return self.file if self.part is None else f"{self.file}/{self.part.name}"
+
     def read_bytes(self) -> bytes:
         """Read the encoded image."""
         if self.part is None:

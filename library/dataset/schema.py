@@ -9,6 +9,7 @@ from ..config.options import Option, define_option, iter_options
 from ..config.schema import RunConfig
 from ..config.schema_data import DataConfig
 from ..config.types import Resolution, ResolutionSchedule
+from .caption_files import DEFAULT_EXTENSION
 
 GENERAL_TABLE, DATASET_TABLE, SUBSET_TABLE = "[general]", "[[datasets]]", "[[datasets.subsets]]"
 DatasetKind = Literal["dreambooth", "finetuning", "controlnet"]
@@ -46,7 +47,7 @@ class SubsetConfig(_LocatedKeys):
     alpha_mask: bool
     num_repeats: int
     class_tokens: str | None
-    caption_extension: tuple[str, ...]
+    caption_extension: tuple[str, ...] | None  # None: not set
     caption_separator: str
     shuffle_caption: bool
     keep_tokens: int
@@ -69,7 +70,7 @@ class SubsetConfig(_LocatedKeys):
     cache_info: bool
     cache_directory: str | None
     validation_split: float
-    dataset_file: Path = field(compare=False)
+    dataset_file: Path | None = field(compare=False)
     locations: Mapping[str, str] = field(compare=False, repr=False)  # "file:line" of each key; "" for the subset itself
     join_caption_lines: bool = False  # musubi-tuner joins the lines of a caption; not a key of the file
 
@@ -91,7 +92,13 @@ class SubsetConfig(_LocatedKeys):
     @property
     def normalized_caption_extensions(self) -> tuple[str, ...]:
         """``caption_extension`` with leading dots, which are optional in the file."""
-        return tuple(name if name.startswith(".") or not name else f".{name}" for name in self.caption_extension)
+        names = self.caption_extension or (DEFAULT_EXTENSION,)
+        return tuple(name if name.startswith(".") or not name else f".{name}" for name in names)
+
+    @property
+    def can_fall_back_to_txt(self) -> bool:
+        """Whether .txt is read where there is no .caption: not where sd-scripts would find another caption."""
+        return self.caption_extension is None and self.class_tokens is None
 
     @property
     def source_key(self) -> str:
@@ -132,12 +139,14 @@ class DatasetConfig(_LocatedKeys):
     resolution_schedule: ResolutionSchedule | None = None
     from_step: int = 0  # first step that trains this dataset, counted from 0
     to_step: int | None = None  # end of these steps, exclusive
-    dataset_number: int = 0  # index in the file
+    dataset_index_in_file: int = 0  # index in the file
 
 
-def resolve_path(dataset_file: Path, name: str) -> Path:
+def resolve_path(dataset_file: Path | None, name: str) -> Path:
     """Resolve relative to the working directory, as sd-scripts does, or else to the folder of the dataset file."""
     path = Path(name).expanduser()
+    if dataset_file is None:
+        return path
     next_to_file = dataset_file.parent / path
     return next_to_file if not path.exists() and next_to_file.exists() else path
 

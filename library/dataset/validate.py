@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields
-from pathlib import Path
 
 from ..config.schema import TrainConfig
 from ..config.schema_data import CacheConfig, DataConfig, ValidateConfig
 from ..registry import suggest_name
-from .dataset_config import load_dataset_config
+from .dataset_config import can_load_datasets, load_dataset_config
 from .file_discovery import describe_missing_path
 from .masks import get_mask_source
 from .schema import DatasetConfig, SubsetConfig
@@ -18,7 +17,9 @@ _RANDOM_AUGMENTATIONS = {"random_crop": "cropped", "color_aug": "recolored"}
 """Subset keys that change an image each time it is read; flip_aug is no problem, both versions are cached."""
 
 MAX_SAMPLES_PER_EPOCH = 100_000_000
-"""Dataset weights that need more than this are rejected."""
+"""Repeats and dataset weights that need more than this are rejected."""
+
+_SET_RUN_LENGTH = "the length of the run is set by --max_train_steps or --max_train_epochs"
 
 _KNOWN_ATTRIBUTE = "diff_output_preservation"
 """The only custom attribute that has an effect in sd-scripts."""
@@ -31,11 +32,11 @@ def validate_dataset_config(
     train: TrainConfig | None = None,
     invalid_flags: Set[str] = frozenset(),
 ) -> list[str]:
-    """List all problems of the dataset file, without opening an image or importing anything heavy.
+    """List all problems of the datasets, without opening an image or importing anything heavy.
 
     ``invalid_flags`` are options of the run that could not be parsed and are reported already.
     """
-    if config.dataset_config is None or not Path(config.dataset_config).is_file():
+    if not can_load_datasets(config):
         return []  # reported by the validation of the options
     parsed = load_dataset_config(config, invalid_flags)
     datasets = parsed.datasets
@@ -43,6 +44,7 @@ def validate_dataset_config(
         *parsed.problems,
         *validate_paths(datasets),
         *validate_supported_features(datasets),
+        *validate_repeats(datasets),
         *validate_masks(datasets, config),
         *validate_latent_caching(datasets, cache or CacheConfig()),
         *validate_validation_options(datasets, validate or ValidateConfig()),
@@ -91,6 +93,14 @@ def validate_supported_features(datasets: Sequence[DatasetConfig]) -> Iterator[s
                 yield f"{where}: not supported yet: the loss against the output of the base model"
             elif name != _KNOWN_ATTRIBUTE and (hint := suggest_name(name, [_KNOWN_ATTRIBUTE])):
                 yield f"{where}: unknown attribute{hint}"
+
+
+def validate_repeats(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
+    """Yield repeats that are too many even for a single image."""
+    for subset in _iter_subsets(datasets):
+        if subset.num_repeats > MAX_SAMPLES_PER_EPOCH:
+            where = subset.format_location("num_repeats")
+            yield f"{where}: {subset.num_repeats} is too large; {_SET_RUN_LENGTH}"
 
 
 def find_unused_keys(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
@@ -242,16 +252,22 @@ def validate_stages_not_empty(datasets: Sequence[DatasetConfig], used_datasets: 
         yield "no images left to train on" + (f" from step {min(empty)} on" if max(empty) else "")
 
 
-def validate_dataset_weights(
+def validate_epoch_length(
     datasets: Sequence[DatasetConfig], weight_factors: Mapping[int, float], samples_per_epoch: float
 ) -> Iterator[str]:
-    """Yield a problem if the weights are so different that images would be repeated absurdly often."""
-    if weight_factors and samples_per_epoch > MAX_SAMPLES_PER_EPOCH:
+    """Yield a problem if repeats are so many, or weights so different, that an epoch would be absurdly long."""
+    if samples_per_epoch <= MAX_SAMPLES_PER_EPOCH:
+        return
+    if weight_factors:
         heaviest = max(weight_factors, key=lambda number: weight_factors[number])
-        yield (
-            f"{datasets[heaviest].format_location('weight')}: an epoch would have {samples_per_epoch:.3g} images with"
-            f" repeats, more than {MAX_SAMPLES_PER_EPOCH}; choose less different weights"
-        )
+        where, fix = datasets[heaviest].format_location("weight"), "choose less different weights"
+    else:
+        subset = max(_iter_subsets(datasets), key=lambda subset: subset.num_repeats)
+        where, fix = subset.format_location("num_repeats"), f"lower it; {_SET_RUN_LENGTH}"
+    yield (
+        f"{where}: an epoch would have {samples_per_epoch:.3g} images with repeats, more than"
+        f" {MAX_SAMPLES_PER_EPOCH}; {fix}"
+    )
 
 
 def _validate_dataset_steps(dataset: DatasetConfig) -> Iterator[str]:

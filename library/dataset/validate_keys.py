@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..registry import suggest_name
 from .file_discovery import PathPattern
-from .schema import DatasetConfig, DatasetKind
+from .schema import DATASET_KEYS, DATASET_TABLE, DatasetConfig, DatasetKind
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,27 @@ UNSUPPORTED_KEYS_BY_KIND: Mapping[DatasetKind, tuple[str, ...]] = {
 }
 """Subset keys that sd-scripts rejects for a kind of dataset."""
 
+MUSUBI_SUBSET_KEYS: Mapping[str, str] = {"image_directory": "image_dir", "image_jsonl_file": "metadata_file"}
+"""musubi-tuner's names of subset keys; its datasets have no subsets and contain these keys themselves."""
+
+_UNSUPPORTED_MUSUBI_KEYS: Mapping[str, str] = {
+    "skip_corrupted_cache": "this key of musubi-tuner",
+    "multiple_target": "several target images, for layered models",
+    **dict.fromkeys(
+        "control_directory no_resize_control control_resolution flux_kontext_no_resize_control"
+        " qwen_image_edit_no_resize_control qwen_image_edit_control_resolution".split(),
+        "control images, for editing models",
+    ),
+    **dict.fromkeys(
+        "fp_latent_window_size fp_1f_clean_indices fp_1f_target_index fp_1f_no_post".split(),
+        "one-frame training of FramePack",
+    ),
+    **dict.fromkeys(
+        "video_directory video_jsonl_file target_frames frame_extraction frame_stride frame_sample max_frames"
+        " source_fps".split(),
+        "videos",
+    ),
+}
 _KIND_KEYS: Mapping[DatasetKind, str] = {"finetuning": "metadata_file", "controlnet": "conditioning_data_dir"}
 _SYMMETRIC_DEFAULTS = {"bucket_max_crop": 1, "bucket_min_images": 1}
 """Keys that only bucket_mode symmetric has, and the values that change nothing."""
@@ -52,6 +74,32 @@ _UNSUPPORTED_EXTRA_KEYS_BY_SOURCE: Mapping[str, tuple[str, ...]] = {
 
 _EXTRA_KEYS = ("recursive", "include", "exclude", "image_column", "caption_column")
 _LIST_KEYS = ("caption_extension", "include", "exclude", "parquet", "webdataset")
+
+
+def explain_misplaced_key(name: str, table_name: str) -> str | None:
+    """Explain a key that exists but is not supported, or not in this table."""
+    if name in _UNSUPPORTED_MUSUBI_KEYS:
+        return f"not supported yet: {_UNSUPPORTED_MUSUBI_KEYS[name]}; remove it"
+    if name in MUSUBI_SUBSET_KEYS:
+        return (
+            f"only valid in {DATASET_TABLE} without subsets (musubi-tuner); in a subset use {MUSUBI_SUBSET_KEYS[name]}"
+        )
+    key = DATASET_KEYS.get(name)
+    if key is None or table_name in key.tables:
+        return None
+    if not key.tables:
+        return f"not a key of dataset files; set it for the run: --{key.flag}"
+    return f"belongs in {' or '.join(key.tables)}, not in {table_name}"
+
+
+def explain_unknown_key(name: str, table_name: str) -> str:
+    for key in DATASET_KEYS.values():
+        if name == key.flag:
+            return f"unknown key; in dataset files it is called {key.name}"
+    allowed = [key.name for key in DATASET_KEYS.values() if table_name in key.tables]
+    allowed += ["subsets"] if table_name == DATASET_TABLE else []
+    hint = suggest_name(name, allowed) or suggest_name(name, DATASET_KEYS)
+    return f"unknown key{hint or '; allowed in ' + table_name + ': ' + ', '.join(sorted(allowed))}"
 
 
 def infer_dataset_kind(subsets: Sequence[Mapping[str, LocatedValue]]) -> DatasetKind:
@@ -96,7 +144,7 @@ def validate_source_keys(values: Mapping[str, LocatedValue], own_keys: Mapping[s
             yield f"{own_keys[name].location}: {name}: not supported with {sources[0]}; remove one of the two"
     for name in _LIST_KEYS:
         item = values[name]
-        is_empty = not item.value and item.location is not None and not item.is_invalid
+        is_empty = item.value == () and item.location is not None and not item.is_invalid
         # an empty caption extension is valid: sd-scripts then reads caption files without one
         if is_empty or (name != "caption_extension" and "" in item.value):
             yield f"{item.location}: {name}: is empty; set at least one value, or remove it"
@@ -136,8 +184,11 @@ def validate_dataset_keys(
             return
         key, resolution = "resolution_schedule", LocatedValue(schedule.value.largest, schedule.location)
     if resolution.value is None:
-        fix = "set it here, in [general] or with --resolution, such as 512 or [512, 768]"
-        yield f"{location}: resolution: missing; {fix}"
+        if location.startswith("--"):
+            yield f"--resolution: missing; {location.removeprefix('--')} needs it, such as 512 or 512,768"
+        else:
+            fix = "set it here, in [general] or with --resolution, such as 512 or [512, 768]"
+            yield f"{location}: resolution: missing; {fix}"
     elif values["enable_bucket"].value:
         yield from _validate_bucket_limits({**values, "resolution": resolution}, location, key)
 
@@ -162,7 +213,9 @@ def _validate_bucket_mode(values: Mapping[str, LocatedValue], location: str) -> 
     """Yield keys that contradict bucket_mode; sd-scripts has none of them, so that they are errors."""
 
     def format_key(name: str) -> str:
-        return f"{values[name].location}: {name}" if values[name].is_in_file else f"--{name} (for {location})"
+        if values[name].is_in_file:
+            return f"{values[name].location}: {name}"
+        return f"--{name}" if location.startswith("--") else f"--{name} (for {location})"
 
     names = ("bucket_mode", "enable_bucket", "bucket_no_upscale", *_SYMMETRIC_DEFAULTS)
     if any(values[name].is_invalid for name in names):
@@ -188,11 +241,16 @@ def _validate_bucket_limits(values: Mapping[str, LocatedValue], location: str, r
     smallest, largest, step = (values[name].value for name in names)
     size = values["resolution"].value
     shorter, longer = min(size.width, size.height), max(size.width, size.height)
-    locations = {name: (item.location if item.is_in_file else location) for name, item in values.items()}
-    minimum, maximum = (f"{locations[name]}: {name}: " for name in names[:2])
+
+    def format_key(name: str, written_name: str) -> str:
+        item = values[name]
+        where = item.location if item.is_in_file else location
+        return f"--{written_name}" if str(where).startswith("--") else f"{where}: {written_name}"
+
+    minimum, maximum = (f"{format_key(name, name)}: " for name in names[:2])
     if values["bucket_no_upscale"].value:
         if size.width * size.height < step * step:
-            where = f"{locations['resolution']}: {resolution_key}"
+            where = format_key("resolution", resolution_key)
             yield f"{where}: {size} is too small for a bucket with bucket_reso_steps {step}"
         return
     if smallest > largest:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from .caption_files import (
-    DEFAULT_EXTENSION,
     FALLBACK_EXTENSION,
     JSON_EXTENSION,
     CaptionColumnError,
@@ -171,7 +170,7 @@ def _add_samples(
     path: Path, file: BinaryIO, samples: Mapping[str, Sample], json_reader: JsonCaptionReader, listing: SubsetListing
 ) -> Counter[str]:
     """Add the images of one shard; return the extensions of the members that are not used."""
-    caption_extensions = _choose_caption_extensions(listing.subset.normalized_caption_extensions, samples)
+    caption_extensions = _choose_caption_extensions(listing.subset, samples)
     folder, unused = path.parent, Counter[str]()
     for key, sample in samples.items():
         images = _find_extensions(sample, IMAGE_EXTENSIONS)
@@ -194,10 +193,10 @@ def _add_samples(
     return unused
 
 
-def _choose_caption_extensions(wanted: Sequence[str], samples: Mapping[str, Sample]) -> Sequence[str]:
-    """Return those that are set; if .caption is one and the shard has none of them, .txt, or else .json."""
-    extensions = [extension.lower() for extension in wanted if extension]
-    fallbacks = [[FALLBACK_EXTENSION], [JSON_EXTENSION]] if DEFAULT_EXTENSION in extensions else []
+def _choose_caption_extensions(subset: SubsetConfig, samples: Mapping[str, Sample]) -> Sequence[str]:
+    """Return those that are set; if none is set and the shard has no .caption, .txt, or else .json."""
+    extensions = [extension.lower() for extension in subset.normalized_caption_extensions if extension]
+    fallbacks = [[FALLBACK_EXTENSION], [JSON_EXTENSION]] if subset.caption_extension is None else []
     for candidates in [extensions, *fallbacks]:
         if any(_find_extensions(sample, candidates) for sample in samples.values()):
             return candidates

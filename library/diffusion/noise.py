@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config.schema_objective import NoiseConfig
+from ..randomness import Purpose
 
 GeneratorFactory = Callable[[str], list[torch.Generator]]
 """Purpose -> one generator per sample, so that drawing for one purpose never shifts another."""
@@ -20,9 +21,9 @@ def apply_noise_options(
 ) -> Tensor:
     """Apply noise offset and multires noise; the result is mixed with the latents and part of the target."""
     if config.noise_offset:
-        noise = apply_noise_offset(noise, latents, config, make_generators("noise offset"))
+        noise = apply_noise_offset(noise, latents, config, make_generators(Purpose.NOISE_OFFSET))
     if config.multires_noise_iterations:
-        noise = apply_pyramid_noise(noise, config, make_generators("multires noise"))
+        noise = apply_pyramid_noise(noise, config, make_generators(Purpose.MULTIRES_NOISE))
     return noise
 
 
@@ -30,7 +31,7 @@ def apply_input_perturbation(noise: Tensor, config: NoiseConfig, make_generators
     """Perturb the noise of the model's input, but not of its target (Ning et al. 2023, arXiv 2301.11706)."""
     if not config.ip_noise_gamma:
         return noise
-    generators = make_generators("input noise")
+    generators = make_generators(Purpose.INPUT_NOISE)
     strength = _sample_strengths(config.ip_noise_gamma, generators, config.ip_noise_gamma_random_strength)
     extra = torch.stack([torch.randn(noise.shape[1:], generator=each) for each in generators])
     return noise + (_expand_dims_like(strength, extra) * extra).to(noise, non_blocking=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Size, Tensor
 
 from ..config.schema_objective import LossConfig, NoiseConfig
+from ..randomness import Purpose
 from .losses import compute_elementwise_loss
 from .noise import GeneratorFactory, apply_input_perturbation, apply_noise_options, copy_async
 from .process import NoiseProcess
@@ -34,7 +35,7 @@ class Objective:
 
         Random numbers are drawn on the CPU, so they are the same for every device.
         """
-        u, noise = sample_quantiles_and_noise(make_generators("noise"), latents.shape[1:])
+        u, noise = sample_quantiles_and_noise(make_generators(Purpose.NOISE), latents.shape[1:])
         timesteps = self.compute_timesteps(u, latents.shape).to(latents.device, non_blocking=True)
         noise = apply_noise_options(copy_async(noise, latents), latents, self.noise_config, make_generators)
         batch = self.add_noise_at(latents, noise, timesteps)

@@ -22,6 +22,7 @@ from ..config.options import flatten_config
 from ..config.schema_distributed import DistributedConfig
 from ..config.schema_output import LogConfig
 from ..errors import ConfigError
+from .cluster_environment import export_rank_variables
 from .config_agreement import build_rank_report
 from .preflight import (
     AcceleratorFacts,
@@ -43,6 +44,7 @@ def prepare_accelerator(args: RunConfig) -> Accelerator:
 
     Side effects: the process group, tracker directories, ``WANDB_DIR``, and this process's CPU affinity.
     """
+    export_rank_variables()
     world = World.from_environment()
     problems = validate_distributed(args, world)
     with hide_engine_variables():

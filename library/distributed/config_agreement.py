@@ -27,7 +27,8 @@ READ_GRACE_SECONDS = 5.0
 
 PATH_OPTIONS = {
     *("pretrained_model_name_or_path", "vae", "clip_l", "clip_g", "t5xxl", "text_encoder", "ae", "tokenizer_cache_dir"),
-    *("network_weights", "base_weights", "dataset_config", "cache_dir", "output_dir", "resume"),
+    *("network_weights", "base_weights", "cache_dir", "output_dir", "resume"),
+    *("dataset_config", "train_data_dir", "reg_data_dir", "in_json"),
     *("sample_prompts", "logging_dir", "log_tracker_config", "metadata_thumbnail", "compile_cache_dir"),
     "offload_param_nvme_path",
 }

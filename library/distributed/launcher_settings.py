@@ -9,8 +9,9 @@ from typing import Any
 from ..config import RunConfig
 from ..config.options import flatten_config
 from ..errors import ConfigError
+from .cluster_environment import find_world_size_variable
 from .launch_command import ACCELERATE, TORCHRUN, LaunchCommand
-from .world import WORLD_SIZE_VARIABLES, World, parse_env_bool
+from .world import World, parse_env_bool
 
 
 @dataclass(frozen=True)
@@ -153,9 +154,7 @@ def _find_launcher_sources(world: World, environment: Mapping[str, str]) -> tupl
     before = (command.environment if command is not None else {}) or environment
     variables = _find_variables(before, {setting.name: setting.variable for setting in SETTINGS})
     if command is None:
-        sizes = _find_variables(
-            before, {"num_processes": next((name for name in WORLD_SIZE_VARIABLES if name in before), "")}
-        )
+        sizes = _find_variables(before, {"num_processes": find_world_size_variable(before)})
         return [{**variables, **sizes}], {}
     flags = find_flags(command)
     if command.launcher == TORCHRUN:

@@ -42,6 +42,7 @@ def validate_distributed(config: RunConfig, world: World) -> list[str]:
         *_validate_deepspeed_package(config.deepspeed, world),
         *_validate_mixed_precision(ours.mixed_precision, world),
         *_validate_dynamo_backend(ours),
+        *_validate_main_address(world),
         *_validate_device_count(world),
         *_validate_numa_affinity(world),
         *validate_attention_support(ours.attn_mode, world, ours.mixed_precision or world.mixed_precision),
@@ -187,12 +188,20 @@ def _validate_dynamo_backend(distributed: DistributedConfig) -> Iterator[str]:
         yield f"--dynamo_backend {name}: not supported by this version of accelerate; pip install -U accelerate"
 
 
+def _validate_main_address(world: World) -> Iterator[str]:
+    if world.world_size > 1 and not world.has_main_address:
+        yield (
+            f"MASTER_ADDR: not set for {world.world_size} processes; set it to the host of rank 0, and MASTER_PORT to a"
+            " free port there (mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ...)"
+        )
+
+
 def _validate_device_count(world: World) -> Iterator[str]:
     if world.world_size == 1 or world.device_type == "cpu":
         return
     if world.device_type == "mps":
         yield f"{world.world_size} processes cannot share the device mps; start one, or set ACCELERATE_USE_CPU=true"
-    elif world.local_world_size > world.machine.device_count:
+    elif world.local_world_size > world.machine.device_count and not world.has_bound_device:
         yield (
             f"{world.local_world_size} processes on this machine, but {world.machine.device_count} devices "
             f"({world.device_type}); start one process per device"

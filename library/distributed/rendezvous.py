@@ -71,7 +71,6 @@ def open_rendezvous_store(world: World, timeout: timedelta) -> Any:
 
 def connect_process_group(world: World, timeout_minutes: int | None, store: Any, hostnames: list[str]) -> PartialState:
     """Initialize the process group and all-reduce once; a failure is reported after a minute, not after the timeout."""
-    set_torchrun_variables(world)
     key_value_store = KeyValueStore("connect", store)
     kwargs = build_partial_state_kwargs(world, timeout_minutes)
     backend = str(kwargs.get("backend"))
@@ -97,19 +96,6 @@ def connect_process_group(world: World, timeout_minutes: int | None, store: Any,
         raise failure from error
     logger.info("test all-reduce of 1 MB: %.2g s", seconds)
     return state
-
-
-def set_torchrun_variables(world: World) -> None:
-    """Set torchrun's variables under other launchers; on a GPU, accelerate and others read only these."""
-    if world.local_rank is not None:
-        variables = {
-            "RANK": world.rank,
-            "WORLD_SIZE": world.world_size,
-            "LOCAL_RANK": world.local_rank,
-            "LOCAL_WORLD_SIZE": world.local_world_size,
-        }
-        for name, number in variables.items():
-            os.environ.setdefault(name, str(number))
 
 
 def compute_connect_timeout(world_size: int) -> float:

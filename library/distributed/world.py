@@ -1,4 +1,4 @@
-"""``World``: world size, ranks, device and launcher settings of this process, read from the environment."""
+"""``World``: world size, ranks, device and launcher settings of this process; ``ParallelDims``: the parallel groups."""
 
 import os
 import sys
@@ -8,7 +8,8 @@ from datetime import datetime
 
 import torch
 
-from ..errors import ConfigError
+from ..config.schema_distributed import ParallelConfig
+from .cluster_environment import build_rendezvous_address, is_device_bound_by_slurm, read_env_int, read_rank_variables
 from .devices import Machine, detect_machine
 from .launch_command import LaunchCommand, find_launch_command
 
@@ -35,17 +36,6 @@ ENGINE_VARIABLES = {
 """Variables by which a launcher requests an engine other than plain data parallelism."""
 
 ENGINE_VARIABLE_PREFIXES = ("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_GRADIENT_CLIPPING")
-WORLD_SIZE_VARIABLES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
-LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
-
-LOCAL_WORLD_SIZE_VARIABLES = (
-    "LOCAL_WORLD_SIZE",
-    "MPI_LOCALNRANKS",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MV2_COMM_WORLD_LOCAL_SIZE",
-)
-"""The variables of torchrun and of MPI launchers, in the order in which accelerate reads them."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +50,10 @@ class World:
     device_type: str = "cpu"
     """As in ``torch.device(...).type``: cpu, cuda, xpu or mps."""
     machine: Machine = field(default_factory=Machine)
+    has_bound_device: bool = False
+    """Whether SLURM shows each process a device of its own (``--gpus-per-task``)."""
+    has_main_address: bool = True
+    """Whether MASTER_ADDR is set, or follows from SLURM's or MPI's variables."""
     is_windows: bool = False
     mixed_precision: str | None = None
     """This field and the next four: as set by the launcher, ``None`` where it sets nothing."""
@@ -80,17 +74,20 @@ class World:
         """Read the environment of this process."""
         env = os.environ if environment is None else environment
         machine = detect_machine(env)
-        size = _read_first_int(env, WORLD_SIZE_VARIABLES) or 1
+        ranks = read_rank_variables(env)
+        size = ranks.get("WORLD_SIZE", 1)
         return cls(
             world_size=size,
-            rank=_read_first_int(env, RANK_VARIABLES) or 0,
-            local_rank=_read_first_int(env, LOCAL_RANK_VARIABLES),
-            local_world_size=_read_first_int(env, LOCAL_WORLD_SIZE_VARIABLES) or size,
+            rank=ranks.get("RANK", 0),
+            local_rank=ranks.get("LOCAL_RANK"),
+            local_world_size=ranks.get("LOCAL_WORLD_SIZE", size),
+            has_bound_device=is_device_bound_by_slurm(env),
             device_type=select_device_type(env, machine),
             machine=machine,
+            has_main_address="MASTER_ADDR" in env or bool(build_rendezvous_address(env, ranks)),
             is_windows=sys.platform == "win32",
             mixed_precision=env.get("ACCELERATE_MIXED_PRECISION"),
-            gradient_accumulation_steps=_read_int(env, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
+            gradient_accumulation_steps=read_env_int(env, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
             dynamo_backend=env.get("ACCELERATE_DYNAMO_BACKEND"),
             dynamo_mode=env.get("ACCELERATE_DYNAMO_MODE"),
             numa_affinity=parse_env_bool(env.get("ACCELERATE_CPU_AFFINITY")),
@@ -152,18 +149,47 @@ def parse_env_bool(text: str | None) -> bool | None:
     return text.strip().lower() in ("y", "yes", "t", "true", "on", "1")
 
 
-def _read_first_int(environment: Mapping[str, str], names: tuple[str, ...]) -> int | None:
-    for name in names:
-        if (number := _read_int(environment, name)) is not None and number >= 0:
-            return number
-    return None
+@dataclass(frozen=True)
+class ParallelDims:
+    """The size of each dimension, as in torchtitan; ``dp`` counts groups of ranks that work on different images.
+
+    Tensor-parallel ranks communicate the most, so they are neighbors; data-parallel ranks are the farthest apart.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    cp: int = 1
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Number of ranks that work on the same images."""
+        return self.pp * self.cp * self.tp
+
+    def get_data_parallel_rank(self, rank: int) -> int:
+        return rank // self.model_parallel_size
+
+    def get_pipeline_stage(self, rank: int) -> int:
+        return rank % self.model_parallel_size // self._ranks_per_stage
+
+    def get_tensor_parallel_rank(self, rank: int) -> int:
+        return rank % self.tp
+
+    def get_pipeline_ranks(self, rank: int) -> list[int]:
+        """Return the ranks of this rank's pipeline, by stage."""
+        first = self.get_data_parallel_rank(rank) * self.model_parallel_size + rank % self._ranks_per_stage
+        return [first + stage * self._ranks_per_stage for stage in range(self.pp)]
+
+    def get_loss_ranks(self) -> list[int]:
+        """Return one rank of each data-parallel group that computes the loss: the first of the last stage."""
+        return [group * self.model_parallel_size + (self.pp - 1) * self._ranks_per_stage for group in range(self.dp)]
+
+    @property
+    def _ranks_per_stage(self) -> int:
+        return self.cp * self.tp
 
 
-def _read_int(environment: Mapping[str, str], name: str) -> int | None:
-    text = environment.get(name)
-    if text is None or not text.strip():
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError([f"environment variable {name}: expected a whole number, got {text!r}"]) from None
+def build_parallel_dims(parallel: ParallelConfig, world_size: int) -> ParallelDims:
+    """Distribute the ranks that model parallelism leaves over data parallelism."""
+    dp = max(1, world_size // parallel.model_parallel_size)
+    return ParallelDims(dp, parallel.pp_size, parallel.tp_size, parallel.cp_size)

@@ -25,13 +25,13 @@ from ..models.detect import DetectedModel
 from ..models.families import FAMILIES
 from ..models.loading import load_pipeline_on_meta
 from ..optim.optimizers import ParamGroup
-from ..parallel.blocks import Activations
 from ..parallel.context_parallel import ContextParallel
 from ..parallel.offload import is_quantized_or_offloaded, quantize_and_offload_base
+from ..parallel.parallel_plan import Activations, build_parallel_plan
 from ..parallel.pipeline_stages import StageRunner
 from ..parallel.quantize import FrozenConv2d, FrozenLinear, QuantizedWeight
 from ..parallel.tensor_parallel import TensorParallel
-from ..training.setup import build_objective, build_parallel_plan
+from ..training.setup import build_objective
 from ..training.task import DiffusionTask
 from ..training.trainable import (
     build_param_groups,

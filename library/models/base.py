@@ -80,9 +80,9 @@ class Family(ABC):
 
     has_variable_text_length: ClassVar[bool] = False
     """Whether the text conditioning is as long as its caption."""
-    denoiser_text_multiple: ClassVar[int] = 1
+    denoiser_text_pad_multiple: ClassVar[int] = 1
     """The denoiser itself pads variable-length text to a multiple of this many tokens."""
-    pad_text_to_multiple_of: ClassVar[int] = 1
+    text_pad_multiple: ClassVar[int] = 1
     """Pad (and mask) variable-length text to a multiple of this many tokens where fewer shapes pay off (compile)."""
 
     default_image_size: ClassVar[tuple[int, int]] = (1024, 1024)

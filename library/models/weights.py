@@ -11,7 +11,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 
-from ..randomness import derive_generator, derive_seed
+from ..randomness import Purpose, derive_generator, derive_seed
 
 _NOISE_LENGTH = 4_194_301
 """Length of the block: a prime, so that no two rows of a matrix begin at the same offset."""
@@ -58,7 +58,7 @@ def build_random_component(
 ) -> Any:
     """Build a component with random weights, directly in its dtype and on its device."""
     model = build_empty_model(component_class, config)
-    generator = derive_generator(seed, "random weights")
+    generator = derive_generator(seed, Purpose.RANDOM_MODEL)
     noise = torch.randn(_NOISE_LENGTH, generator=generator).to(device=device, dtype=dtype)
     parameters: dict[int, nn.Parameter] = {}  # by the id of the empty parameter, so that tied weights stay tied
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ..errors import UserError
-from .blocks import ParallelPlan
+from .parallel_plan import ParallelPlan
 from .ulysses import (
     AllToAllGroup,
     TensorAndDependency,
@@ -116,7 +116,9 @@ class ContextParallel:
         first, last = sequence.blocks[0], sequence.blocks[-1]
         sequence.hooks.wrap(first, partial(self._scatter_tokens, inspect.signature(first.forward)))
         sequence.hooks.wrap(last, self._gather_tokens)
-        logger.info("context parallel: rank %d of %d that share the tokens of an image", self.rank, self.size)
+        logger.info(
+            "context parallel: rank %d of %d, each with its part of the tokens of an image", self.rank, self.size
+        )
 
     def get_token_positions(self, lora_a: nn.Module) -> Tensor | None:
         """Return the positions of the tokens that an adapter's down matrix sees here; ``None``: all of them."""

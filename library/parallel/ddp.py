@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from ..data.batch import PixelBatch
 from ..distributed.step_phases import OutOfMemory, record_phase
-from .blocks import ParallelPlan
 from .gradient_sync import FlatGradients, exclude_frozen_from_ddp, register_ddp_comm_hook
+from .parallel_plan import ParallelPlan
 from .strategy import LossFunction, Strategy
 
 

@@ -19,10 +19,10 @@ from ..distributed.devices import HOST
 from ..distributed.process_group import select_backend
 from ..distributed.validate_sharding import validate_deepspeed_batch_sizes
 from ..errors import UserError
-from .blocks import ParallelPlan
 from .deepspeed_nvme import NVMeOffload
 from .deepspeed_optimizer import DeepSpeedOptimizer
 from .gradient_sync import scale_loss
+from .parallel_plan import ParallelPlan
 from .preflight import raise_problems, validate_zero_config
 from .strategy import LossFunction, Strategy, StrategySettings
 

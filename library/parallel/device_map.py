@@ -15,8 +15,8 @@ from ..config.types import DeviceMap
 from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST, get_free_memory
 from ..errors import ConfigError
-from .blocks import ParallelPlan
 from .ddp import DDPStrategy
+from .parallel_plan import ParallelPlan
 from .strategy import StrategySettings
 
 logger = logging.getLogger(__name__)

@@ -16,15 +16,15 @@ from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST
 from ..distributed.fsdp_settings import FSDPSettings
 from ..errors import ConfigError
-from .blocks import ParallelPlan
-from .model_parallel import ModelParallelStrategy
+from .device_mesh import DeviceMeshStrategy
+from .parallel_plan import ParallelPlan
 from .preflight import raise_problems, validate_fsdp_classes
 from .strategy import StrategySettings
 
 logger = logging.getLogger(__name__)
 
 
-class FSDPStrategy(ModelParallelStrategy):
+class FSDPStrategy(DeviceMeshStrategy):
     """Shards frozen parameters and all-gathers (unshards) those of a block when it runs.
 
     Adapters are ignored by FSDP, so optimizers, checkpoints and LoRA files are the same as with DDP.

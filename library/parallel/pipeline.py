@@ -23,8 +23,8 @@ from torch.distributed.pipelining import (
 from ..data.batch import PixelBatch
 from ..distributed.communicator import Communicator
 from ..distributed.step_phases import record_phase
-from .blocks import Activations, BlockSequence, ParallelPlan
-from .model_parallel import ModelParallelStrategy
+from .device_mesh import DeviceMeshStrategy
+from .parallel_plan import Activations, BlockSequence, ParallelPlan
 from .pipeline_stages import StageBoundary, StageRunner, broadcast_stage_output, partition_blocks
 from .strategy import LossFunction, StrategySettings
 
@@ -36,7 +36,7 @@ IS_REPEATED_FORWARD: ContextVar[bool] = ContextVar("is_repeated_forward", defaul
 """Whether the denoiser ran for this micro-batch before: for torch's shape inference, or on this rank's first stage."""
 
 
-class PipelineStrategy(ModelParallelStrategy):
+class PipelineStrategy(DeviceMeshStrategy):
     """Runs the micro-batches of a step through the stages by a schedule; other forwards run all stages in turn."""
 
     def __init__(self, comm: Communicator, settings: StrategySettings):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .blocks import Activations, BlockSequence
+from .parallel_plan import Activations, BlockSequence
 
 
 def partition_blocks(costs: Sequence[float], num_stages: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The abstract ``Strategy``: how the ranks of a run share the work of one optimizer step."""
+"""The abstract ``Strategy``: how the ranks share the work of one optimizer step, with gradient accumulation."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
@@ -18,11 +18,11 @@ from ..distributed.communicator import Communicator
 from ..distributed.deepspeed_settings import DeepSpeedSettings
 from ..distributed.devices import has_device_memory
 from ..distributed.fsdp_settings import FSDPSettings
-from ..distributed.parallel_dims import ParallelDims
 from ..distributed.step_phases import OutOfMemory, record_phase
 from ..distributed.straggler import Straggler, StragglerMonitor, find_straggler
-from .blocks import ParallelPlan
+from ..distributed.world import ParallelDims
 from .gradient_sync import all_reduce_loss, scale_loss
+from .parallel_plan import ParallelPlan
 
 if TYPE_CHECKING:
     from .compile import Compilation, CompileDynamic
@@ -185,7 +185,7 @@ class Strategy(ABC):
     def _accumulate_gradients(
         self, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor:
-        """Forward and backward of all micro-batches; return this rank's part of the loss."""
+        """Gradient accumulation: forward and backward of all micro-batches; return this rank's part of the loss."""
         total = torch.zeros((), device=self.device)
         for batch in batches:
             with self.accelerator.accumulate(self.model):

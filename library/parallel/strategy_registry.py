@@ -8,8 +8,7 @@ from ..distributed.accelerator import prepare_accelerator, set_deepspeed_device,
 from ..distributed.communicator import Communicator
 from ..distributed.deepspeed_settings import resolve_deepspeed
 from ..distributed.fsdp_settings import find_ignored_fsdp_settings, resolve_fsdp
-from ..distributed.parallel_dims import build_parallel_dims
-from ..distributed.world import World
+from ..distributed.world import World, build_parallel_dims
 from ..registry import Registry
 from .strategy import Strategy, StrategySettings
 
@@ -24,7 +23,7 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
         "pipeline": ".pipeline:PipelineStrategy",
         "deepspeed": ".deepspeed:DeepSpeedStrategy",
         "fsdp": ".fsdp:FSDPStrategy",
-        "model_parallel": ".model_parallel:ModelParallelStrategy",
+        "device_mesh": ".device_mesh:DeviceMeshStrategy",
     },
 )
 
@@ -59,5 +58,5 @@ def select_strategy(settings: StrategySettings) -> str:
     if settings.fsdp is not None:
         return "fsdp"
     if settings.dims is not None and settings.dims.model_parallel_size > 1:
-        return "model_parallel"
+        return "device_mesh"
     return "ddp"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .blocks import TensorParallelPlan
+from .parallel_plan import TensorParallelPlan
 
 Ranges = tuple[tuple[int, int], ...]
 """(start, length) of each slice; not an index tensor, whose copy to a device the host would wait for."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..adapters import lora_file
-from ..adapters.alpha import ALPHA_METADATA_KEYS, is_fold_exact
+from ..adapters.alpha_folding import ALPHA_METADATA_KEYS, is_fold_exact
 from ..adapters.formats import (
     AdapterFileContents,
     convert_from_file_format,
@@ -18,7 +18,7 @@ from ..adapters.formats import (
 from ..adapters.key_names import ComponentKeys
 from ..adapters.lora_file import InvalidAdapterFileError, read_safetensors
 from ..adapters.metadata import add_model_hashes
-from ..adapters.state_dict import DOWN, UP, group_updates, parse_tensor_key
+from ..adapters.state_dict import DOWN, UP, group_by_module, parse_tensor_key
 from ..checkpoint.component_keys import build_component_keys, list_adaptable_components
 from ..errors import ConfigError, UserError
 from ..models.base import Family
@@ -85,7 +85,7 @@ def convert_lora_file(source: Path, target: Path, file_format: Any) -> str:
         raise UserError(f"{source}: {error}") from None
     metadata = {key: value for key, value in lora.metadata.items() if key not in ALPHA_METADATA_KEYS} | alpha_metadata
     lora_file.write_adapter_file(target, tensors, add_model_hashes(tensors, metadata), is_trained=False)
-    updates = group_updates(content.state_dict, content.alphas)
+    updates = group_by_module(content.state_dict, content.alphas)
     ranks = sorted({update.rank for update in updates.values()})
     rank = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
     size = "" if lora.is_known_size else " (of unknown size; detected from the keys)"
@@ -187,7 +187,7 @@ _MODELSPEC_ARCHITECTURES = {
 
 def _has_matching_shapes(contents: AdapterFileContents, models: Mapping[str, nn.Module]) -> bool:
     """Whether all LoRA matrices fit the layers; of other adapter types, only names are compared."""
-    for name, update in group_updates(contents.state_dict, contents.alphas).items():
+    for name, update in group_by_module(contents.state_dict, contents.alphas).items():
         part, _, module = name.partition(".")
         weight = models[part].get_submodule(module).weight
         if not isinstance(weight, Tensor) or DOWN not in update.tensors:

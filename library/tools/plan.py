@@ -13,7 +13,7 @@ from ..config.options import define_option, iter_options
 from ..config.parser import COMMAND_OPTIONS
 from ..config.schema_data import DataConfig
 from ..config.types import MemorySize
-from ..dataset.dataset_config import collect_extra_keys, convert_to_sd_scripts, load_dataset_config
+from ..dataset.dataset_config import can_load_datasets, collect_extra_keys, convert_to_sd_scripts, load_dataset_config
 from ..errors import ConfigError
 from ..log import configure_logging
 from ..training.preflight import find_settings_problems
@@ -115,15 +115,14 @@ def _search_layouts(options: PlanOptions, training: "ParsedConfig", dry_run: "Dr
 
 def _format_resolved_datasets(data: DataConfig, problems: list[str]) -> str:
     """Format the resolved dataset file as JSON, without any image."""
-    has_file = data.dataset_config is not None and Path(data.dataset_config).is_file()
-    reading = load_dataset_config(data) if has_file else None
+    reading = load_dataset_config(data) if can_load_datasets(data) else None
     problems = [*problems, *(reading.problems if reading else [])]
     if problems or reading is None:
         raise ConfigError(list(dict.fromkeys(problems)))
     records = []
     for dataset, settings in zip(reading.datasets, convert_to_sd_scripts(reading.datasets), strict=True):
         extra_keys = collect_extra_keys(dataset)
-        records.append({"resolved": settings, **({"beyond": extra_keys} if extra_keys else {})})
+        records.append({"resolved": settings, **({"other_keys": extra_keys} if extra_keys else {})})
     return json.dumps({"datasets": records}, indent=1)
 
 
@@ -165,7 +164,7 @@ def _validate_preview_path(path: Path, data: DataConfig) -> Iterator[str]:
         yield f"--preview: {path} is a folder; give a file name"
     if not path.absolute().parent.is_dir():
         yield f"--preview: {path.absolute().parent}: no such folder"
-    if data.dataset_config is None or not Path(data.dataset_config).is_file():
+    if not can_load_datasets(data):
         return
     folder = path.resolve().parent
     for subset in (subset for dataset in load_dataset_config(data).datasets for subset in dataset.subsets):

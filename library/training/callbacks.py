@@ -19,7 +19,7 @@ from ..errors import UserError
 from ..optim.optimizers import use_eval_weights
 from ..report import preview_grid
 from ..report.page import ReportContext, write_report
-from .export import SaveAdapter
+from .save_adapter import SaveAdapter
 from .state import Callback, TrainingRun
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from ..config.schema_output import StateConfig
 from ..distributed.async_copy import HostSnapshot
 from ..errors import UserError, format_error
 from ..optim.optimizers import load_optimizer_state
-from .export import SaveAdapter
+from .save_adapter import SaveAdapter
 from .state import SkippedStep, TrainingRun, TrainState
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,8 @@
 """The training loop: load data, compute gradients, clip, step the optimizer, log, run the callbacks that are due.
 
 Its types and protocols are in state.py, the loss of a batch in task.py, NaN and out-of-memory handling in
-step_guards.py, what runs before the first step in warmup.py; forward, backward and clipping in parallel/strategy.py.
+step_guards.py, what runs before the first step in trial_steps.py; forward, backward, gradient accumulation and
+clipping in parallel/strategy.py.
 """
 
 import time
@@ -14,7 +15,7 @@ from ..distributed.step_phases import record_phase
 from ..optim.optimizers import get_learning_rates, set_learning_rates
 from .state import StepMetrics, StopRequested, TrainingRun
 from .step_guards import CHECK_INTERVAL_STEPS
-from .warmup import check_later_stages_fit, probe_gradients, warm_up_compilation
+from .trial_steps import check_later_stages_fit, probe_gradients, warm_up_compilation
 
 
 def train(run: TrainingRun) -> None:

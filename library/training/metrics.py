@@ -94,7 +94,7 @@ def compute_grouped_losses(run: TrainingRun, metrics: Sequence[StepMetrics]) -> 
                     low = min(int(timestep * TIMESTEP_BINS), TIMESTEP_BINS - 1)
                     groups[f"loss/time/{low / TIMESTEP_BINS:.1f}-{(low + 1) / TIMESTEP_BINS:.1f}"].append(loss)
                     groups[f"loss/bucket/{bucket.resolution[0]}x{bucket.resolution[1]}"].append(loss)
-                    groups[f"loss/dataset/{bucket.dataset_number + 1}"].append(loss)
+                    groups[f"loss/dataset/{bucket.dataset_index_in_file + 1}"].append(loss)
             start += shard_size
     return {name: sum(values) / len(values) for name, values in sorted(groups.items())}
 

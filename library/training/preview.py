@@ -15,7 +15,7 @@ from ..config.schema_output import PreviewConfig
 from ..data.prompts import Prompt
 from ..models.sampling import use_eval_mode
 from ..optim.optimizers import use_eval_weights
-from ..randomness import derive_seed
+from ..randomness import Purpose, derive_seed
 from .state import TrainingRun, is_interval_reached
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Preview:
         """Return the image and its seed."""
         task, seed = run.task, prompt.seed
         if seed is None:
-            seed = derive_seed(run.config.train.seed, "preview", index) % 2**32
+            seed = derive_seed(run.config.train.seed, Purpose.PREVIEW, index) % 2**32
         with run.strategy.accelerator.autocast():
             cond, negative = task.encode_text([prompt.text]), task.encode_text([prompt.negative_prompt])
             generator = torch.Generator().manual_seed(seed)

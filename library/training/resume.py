@@ -25,8 +25,8 @@ from ..distributed.signals import StopSignals
 from ..errors import RunInterrupted, UserError
 from ..models.detect import DetectedModel
 from .checkpoint import SaveCheckpoint, restore_state
-from .export import AdapterRetention
 from .preflight import check_setting_changes
+from .save_adapter import AdapterRetention
 from .state import TrainingRun
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ RESULT_NEUTRAL_OPTIONS = {
     ),
     *("max_data_loader_n_workers", "prefetch_factor", "on_invalid_images", "max_invalid_images"),
     # The batch size and the dataset are compared by content, see COMPARED_METADATA.
-    *("gradient_accumulation_steps", "train_batch_size", "dataset_config"),
+    *("gradient_accumulation_steps", "train_batch_size", "dataset_config", "train_data_dir", "reg_data_dir", "in_json"),
     # The model, too, wherever its files are.
     *("pretrained_model_name_or_path", "family", "v2", "vae", "clip_l", "clip_g", "t5xxl", "text_encoder", "ae"),
     "tokenizer_cache_dir",
@@ -117,7 +117,7 @@ class Resume:
         self.comm, self.save_config, self.state_config = comm, config.save, config.state
         self.output_dir, name = Path(config.save.output_dir), config.save.output_name
         batches = plan.batch_plan
-        batch_sizes = {bucket.dataset_number: bucket.batch_size for bucket in batches.buckets}
+        batch_sizes = {bucket.dataset_index_in_file: bucket.batch_size for bucket in batches.buckets}
         micro_batches = batches.dp_size * batches.accumulation_steps
         self.metadata: dict[str, Any] = {
             "settings": serialize_settings(config),
@@ -135,7 +135,7 @@ class Resume:
         if (checkpoint := self.checkpoint) is None:
             return
         self.metadata["started_at"] = checkpoint.metadata["started_at"]
-        comm.run_on_main(lambda: _check_changes(checkpoint, self.metadata, config.state.force_resume))
+        comm.run_on_main(lambda: _check_changes(checkpoint, self.metadata, prepared, config.state.force_resume))
         saved_split = checkpoint.metadata.get("split", self.metadata["split"])
         has_remainders = any(stage.batch_plan.has_remainders for stage in get_planned_stages(batches))
         if saved_split[1] != batches.accumulation_steps and has_remainders:
@@ -238,8 +238,13 @@ def _list_checkpoint_names(output_dir: Path, name: str) -> list[str]:
     return [path.name for path in find_checkpoints(output_dir, name)]
 
 
-def _check_changes(checkpoint: CheckpointInfo, current: Mapping[str, Any], force_resume: bool) -> None:
+def _check_changes(
+    checkpoint: CheckpointInfo, current: Mapping[str, Any], prepared: PreparedData, force_resume: bool
+) -> None:
     """Warn of every changed setting; raise if one changes the result, unless ``--force_resume`` is given."""
+    saved_data = checkpoint.metadata["data"]
+    if saved_data != current["data"] and saved_data == prepared.manifest.compute_former_fingerprint():
+        current = {**current, "data": saved_data}
     changes = list(find_changes(checkpoint.metadata, current))
     for change in changes:
         logger.warning("changed since the checkpoint was saved: %s", change)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..adapters import lora
-from ..cache.encode import EncoderLoader
+from ..cache.encode import FrozenEncoders
 from ..cache.model_fingerprint import compute_quick_file_fingerprint, compute_quick_model_fingerprint
 from ..cache.precompute import CacheReaders, cache_latents, cache_text_encoder_outputs
 from ..cache.readers import build_validation_reader
@@ -37,12 +37,12 @@ from ..parallel.strategy_registry import build_strategy
 from ..report import preview_grid
 from .callbacks import SaveReport, UpdateNorms, WeightsDiverged, WeightSyncCheck
 from .checkpoint import SaveCheckpoint
-from .export import SaveAdapter
 from .loop import train
 from .metrics import MetricsFile, TrainingLogger
 from .preflight import RunFacts, check_output_dirs, check_run_settings
 from .preview import Preview
 from .resume import Resume
+from .save_adapter import SaveAdapter
 from .setup import build_run, load_training_pipeline, prepare_dataset
 from .shutdown import FailureHandler
 from .state import Callback, StopRequested, TrainingRun
@@ -109,7 +109,7 @@ def _prepare_and_train(
         return
 
     num_images = len(prepared.manifest.samples)
-    encoders = EncoderLoader(strategy, family, detected, config.model, config.cache)
+    encoders = FrozenEncoders(strategy, family, detected, config.model, config.cache)
     prepared, latents = cache_latents(encoders, prepared)
     if len(prepared.manifest.samples) < num_images:  # images that could not be read were dropped
         plan = build_plan()

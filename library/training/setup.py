@@ -36,13 +36,12 @@ from ..distributed.devices import HOST, MIXED_PRECISION_DTYPES
 from ..models.base import Family
 from ..models.detect import DetectedModel
 from ..models.loading import set_attention_mode
-from ..models.parallel_plan import build_tensor_parallel_plan, map_layer_token_streams
 from ..models.schedulers import override_scheduler
 from ..optim import optimizers, schedules
 from ..optim.ema import AdapterEMA
 from ..optim.preflight import find_learning_rate_warnings
-from ..parallel.blocks import BlockSequence, ParallelPlan, UNetBlockSequence
 from ..parallel.offload import is_quantized_or_offloaded, quantize_and_offload_base
+from ..parallel.parallel_plan import build_parallel_plan
 from ..parallel.strategy import Strategy
 from .activation_checkpointing import enable_activation_checkpointing
 from .preflight import check_objective
@@ -265,24 +264,6 @@ def build_objective(noise: NoiseConfig, loss: LossConfig, family: Family, pipe: 
     settings = "".join(f", {name} {value}" for name, value in find_active_options(noise, loss).items())
     logger.info("prediction type: %s; timestep sampling: %s%s", process.prediction_type, sampling, settings)
     return Objective(process, noise, loss)
-
-
-def build_block_sequence(family: Family, denoiser: Any) -> BlockSequence:
-    """Return the denoiser's blocks in the order in which they run."""
-    if family.has_skip_connections:
-        return UNetBlockSequence.from_unet(denoiser)
-    return BlockSequence.from_lists(denoiser, family.block_lists, family.block_activation_args)
-
-
-def build_parallel_plan(family: Family, denoiser: nn.Module) -> ParallelPlan:
-    """Describe how the denoiser can be split over processes."""
-    return ParallelPlan(
-        build_block_sequence(family, denoiser),
-        build_tensor_parallel_plan(denoiser),
-        family.block_token_args,
-        map_layer_token_streams(denoiser, family.block_lists, family.block_activation_args),
-        denoiser,
-    )
 
 
 def prepare_dataset(data: DataConfig, cache: CacheConfig, comm: Communicator, size_multiple: int) -> PreparedData:

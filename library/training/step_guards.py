@@ -185,9 +185,9 @@ def _write_nan_report(run: TrainingRun, step_batches: StepBatches, bad: SkippedS
     images = []
     for batch in step_batches.micro_batches:
         height, width = batch.size_conditioning[0, 4:].int().tolist()
-        for name, caption, place in zip(batch.sample_keys, batch.captions, batch.global_positions, strict=True):
-            timestep, loss = samples.get(place, (math.nan, math.nan))
-            image = {"image": name, "caption": caption, "place": place, "bucket": [width, height]}
+        for name, caption, position in zip(batch.sample_keys, batch.captions, batch.global_positions, strict=True):
+            timestep, loss = samples.get(position, (math.nan, math.nan))
+            image = {"image": name, "caption": caption, "position": position, "bucket": [width, height]}
             images.append({**image, "timestep": _to_json(timestep), "loss": _to_json(loss)})
     report = {
         "step": bad.step + 1,

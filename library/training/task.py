@@ -17,7 +17,7 @@ from ..diffusion.objective import Objective
 from ..distributed.async_copy import CopyStream
 from ..distributed.step_phases import record_phase
 from ..models.base import Family
-from ..randomness import derive_generator, derive_seed
+from ..randomness import Purpose, derive_generator, derive_seed
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ class DiffusionTask:
         """Seed LoRA dropout by step and sample, so that recomputation in the backward pass drops the same."""
         if self.dropout is not None:
             keys = [
-                derive_seed(self.seed, "dropout", step, position) % 2**62 for position in pixel_batch.global_positions
+                derive_seed(self.seed, Purpose.LORA_DROPOUT, step, position) % 2**62
+                for position in pixel_batch.global_positions
             ]
             self.dropout.sample_keys = self.to_device(torch.tensor(keys))
 
@@ -102,12 +103,12 @@ class DiffusionTask:
         """Compute the padded length of the longest text, without encoding it."""
         cond = pixel_batch.cond or self.family.encode_prompts_on_meta(self.pipe, pixel_batch.captions)
         longest = max(len(text) for texts in cond.values() for text in texts)
-        multiple = lcm(self.family.denoiser_text_multiple, self._text_multiple)
+        multiple = lcm(self.family.denoiser_text_pad_multiple, self._text_pad_multiple)
         return -(-longest // multiple) * multiple
 
     @property
-    def _text_multiple(self) -> int:
-        return self.family.pad_text_to_multiple_of if self.pads_texts else 1
+    def _text_pad_multiple(self) -> int:
+        return self.family.text_pad_multiple if self.pads_texts else 1
 
     def reset_stats(self) -> None:
         """Forget the statistics of the current step, which is retried."""
@@ -129,7 +130,7 @@ class DiffusionTask:
         moments = (
             self.encode_moments(pixel_batch.pixels) if cached is None else Moments(self.to_device(cached.mean_and_std))
         )
-        latents = moments.sample(self.build_generators("vae", step, pixel_batch.global_positions))
+        latents = moments.sample(self.build_generators(Purpose.LATENT_SAMPLE, step, pixel_batch.global_positions))
         size_conditioning = self.to_device(pixel_batch.size_conditioning)
         loss_weights = self.to_device(pixel_batch.loss_weights)
         mask = None if pixel_batch.latent_mask is None else self.to_device(pixel_batch.latent_mask)
@@ -143,7 +144,7 @@ class DiffusionTask:
             pixel_batch.global_positions,
             pixel_batch.sample_keys,
             mask,
-            self._text_multiple,
+            self._text_pad_multiple,
         )
 
     def encode_moments(self, pixels: Tensor | None) -> Moments:

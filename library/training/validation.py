@@ -17,6 +17,7 @@ from ..data.loader import ReadBatch, ValidationBatches, prefetch_batches
 from ..diffusion.losses import reduce_loss_per_sample
 from ..models.sampling import use_eval_mode
 from ..optim.optimizers import use_eval_weights
+from ..randomness import Purpose
 from .state import TrainingRun, is_interval_reached
 from .task import DiffusionTask
 
@@ -70,7 +71,7 @@ def _compute_losses(task: DiffusionTask, batch: Batch, quantile_index: int) -> T
     latents, objective = batch.latents, task.objective
     u = torch.full((len(batch),), TIMESTEP_QUANTILES[quantile_index], dtype=torch.float64)
     t = objective.compute_timesteps(u, latents.shape).to(latents.device)
-    draws = task.build_generators("measured", quantile_index, batch.global_positions)
+    draws = task.build_generators(Purpose.VALIDATION_NOISE, quantile_index, batch.global_positions)
     noise = torch.stack([torch.randn(latents.shape[1:], generator=draw) for draw in draws]).to(latents)
     noised = objective.add_noise_at(latents, noise, t)
     predicted = task.family.predict(task.pipe, task.denoiser, noised.latents, noised.timesteps, batch)
@@ -243,7 +244,7 @@ class Validation:
         return values
 
     def _average_by_dataset(self, losses: SampleLosses) -> dict[int, float]:
-        datasets = self.batches.dataset_numbers
+        datasets = self.batches.dataset_indices_in_file
         values: defaultdict[int, list[float]] = defaultdict(list)
         for number, row in losses.items():
             values[datasets[number]].append(_compute_mean(row))

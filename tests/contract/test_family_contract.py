@@ -5,7 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from family_cases import SIZE, Recorder, Wrapped, assert_same_call, build_case, case, generators, pixels
+from family_cases import (
+    SIZE,
+    ForwardOnlyWrapper,
+    Recorder,
+    assert_same_call,
+    build_case,
+    case,
+    make_generators,
+    make_pixels,
+)
 from tiny_pipelines import HEIGHT, TINY, WIDTH
 from torch import nn
 
@@ -45,7 +54,7 @@ def test_the_facts_of_a_family_match_its_class(case):
 
 def unguided(tiny):
     """Without classifier-free guidance."""
-    return {tiny.scale: tiny.unguided}
+    return {tiny.scale: tiny.guidance_off}
 
 
 @torch.no_grad()
@@ -59,28 +68,28 @@ def test_the_denoiser_is_called_as_the_diffusers_pipeline_calls_it(case):
     pipe(
         **tiny.call,
         **unguided(tiny),
-        latents=tiny.packed(batch.latents),
+        latents=tiny.pack_latents(batch.latents),
         **SIZE,
         num_inference_steps=2,
         output_type="latent",
     )
     reference, t = steps[0]
 
-    wrapped = Wrapped(denoiser)
+    wrapped = ForwardOnlyWrapper(denoiser)
     noisy = batch.latents * getattr(pipe.scheduler, "init_noise_sigma", 1.0)
     ours = family.predict(pipe, wrapped, noisy, torch.full((len(batch),), float(t)), batch)
 
     assert wrapped.calls == 1, "predict calls the denoiser it is given, once"
     assert_same_call(record.calls[-1], record.calls[0])
     assert ours.shape == batch.latents.shape
-    torch.testing.assert_close(tiny.packed(ours).double(), reference.double())
+    torch.testing.assert_close(tiny.pack_latents(ours).double(), reference.double())
 
 
 @torch.no_grad()
 def test_the_scheduler_samples_the_clean_latents_with_a_perfect_model(case):
     """The target is what the model's scheduler expects as the model output."""
     family, tiny = case
-    clean, noise = tiny.batch.latents, torch.randn(tiny.batch.latents.shape, generator=generators()[0])
+    clean, noise = tiny.batch.latents, torch.randn(tiny.batch.latents.shape, generator=make_generators()[0])
     t, scheduler = 601.0, tiny.pipe.scheduler
     noisy, target = family.build_noise_process(tiny.pipe).add_noise(clean, noise, torch.full((len(clean),), t))
     if hasattr(scheduler, "alphas_cumprod"):
@@ -106,7 +115,7 @@ def test_prompts_are_encoded_as_the_diffusers_pipeline_encodes_them(case):
         **tiny.sizes,
         **tiny.texts,
         **unguided(tiny),
-        latents=tiny.packed(latents),
+        latents=tiny.pack_latents(latents),
         **SIZE,
         num_inference_steps=2,
         output_type="latent",
@@ -169,8 +178,8 @@ def test_a_text_encoder_can_be_trained_through_the_prompts(case):
 @torch.no_grad()
 def test_pixels_are_encoded_as_by_the_inpainting_pipeline_of_diffusers(case):
     family, tiny = case
-    reference = tiny.encode(tiny.pipe, pixels(), generators())
-    ours = family.encode_pixels(tiny.pipe, pixels(), generators())
+    reference = tiny.encode(tiny.pipe, make_pixels(), make_generators())
+    ours = family.encode_pixels(tiny.pipe, make_pixels(), make_generators())
     torch.testing.assert_close(ours, reference)
     assert ours.shape == tiny.batch.latents.shape
 
@@ -178,10 +187,10 @@ def test_pixels_are_encoded_as_by_the_inpainting_pipeline_of_diffusers(case):
 @torch.no_grad()
 def test_latents_are_decoded_as_the_diffusers_pipeline_decodes_them(case):
     family, tiny = case
-    options = dict(latents=tiny.packed(tiny.batch.latents), num_inference_steps=2, **unguided(tiny), **SIZE)
+    options = dict(latents=tiny.pack_latents(tiny.batch.latents), num_inference_steps=2, **unguided(tiny), **SIZE)
     reference = tiny.pipe(**tiny.call, **options, output_type="pt").images
     latents = tiny.pipe(**tiny.call, **options, output_type="latent").images
-    ours = family.decode_latents(tiny.pipe, tiny.unpacked(latents))
+    ours = family.decode_latents(tiny.pipe, tiny.unpack_latents(latents))
     torch.testing.assert_close((ours / 2 + 0.5).clamp(0, 1), reference)
 
 
@@ -189,10 +198,10 @@ def test_latents_are_decoded_as_the_diffusers_pipeline_decodes_them(case):
 def test_decoding_inverts_encoding_up_to_the_error_of_the_vae(case):
     family, tiny = case
     vae = tiny.pipe.vae
-    back = family.decode_latents(tiny.pipe, family.encode_pixels(tiny.pipe, pixels(1), generators(1)))
+    back = family.decode_latents(tiny.pipe, family.encode_pixels(tiny.pipe, make_pixels(1), make_generators(1)))
     is_for_videos = "temperal_downsample" in vae.config
-    captured = pixels(1).unsqueeze(2) if is_for_videos else pixels(1)
-    alone = vae.decode(vae.encode(captured).latent_dist.sample(generators(1)[0])).sample
+    captured = make_pixels(1).unsqueeze(2) if is_for_videos else make_pixels(1)
+    alone = vae.decode(vae.encode(captured).latent_dist.sample(make_generators(1)[0])).sample
     torch.testing.assert_close(back, alone.squeeze(2) if is_for_videos else alone, rtol=1e-3, atol=1e-4)
 
 
@@ -212,9 +221,9 @@ def test_the_conditioning_of_a_prompt_does_not_depend_on_the_others(case):
 @torch.no_grad()
 def test_latents_are_sampled_with_their_mean_and_standard_deviation(case):
     family, tiny = case
-    corner = pixels(1)[:, :, :32, :48]
+    corner = make_pixels(1)[:, :, :32, :48]
     moments = family.encode_moments(tiny.pipe, corner)
-    draws = family.encode_pixels(tiny.pipe, corner.expand(400, -1, -1, -1), generators(400))
+    draws = family.encode_pixels(tiny.pipe, corner.expand(400, -1, -1, -1), make_generators(400))
     mean, std = moments.mean_and_std[0]
     assert float(std.min()) > 0
     assert float(((draws.mean(0) - mean) / std).abs().max()) < 0.35  # 400 draws: 7 standard errors
@@ -223,10 +232,10 @@ def test_latents_are_sampled_with_their_mean_and_standard_deviation(case):
 
 def test_latents_of_a_sample_do_not_depend_on_the_others_in_the_batch(case):
     family, tiny = case
-    together = family.encode_pixels(tiny.pipe, pixels(), generators())
-    alone = family.encode_pixels(tiny.pipe, pixels()[1:], generators()[1:])
+    together = family.encode_pixels(tiny.pipe, make_pixels(), make_generators())
+    alone = family.encode_pixels(tiny.pipe, make_pixels()[1:], make_generators()[1:])
     torch.testing.assert_close(together[1:], alone)
-    assert not torch.allclose(together[:1], family.encode_pixels(tiny.pipe, pixels()[:1], generators()[1:]))
+    assert not torch.allclose(together[:1], family.encode_pixels(tiny.pipe, make_pixels()[:1], make_generators()[1:]))
 
 
 @torch.no_grad()
@@ -295,7 +304,7 @@ def test_every_lora_weight_gets_a_gradient(case):
             if "lora_B" in name:
                 weight.copy_(torch.randn(weight.shape, generator=generator))
     t = torch.tensor([700.0, 250.0])
-    family.predict(tiny.pipe, Wrapped(denoiser), tiny.batch.latents, t, tiny.batch).square().sum().backward()
+    family.predict(tiny.pipe, ForwardOnlyWrapper(denoiser), tiny.batch.latents, t, tiny.batch).square().sum().backward()
     without = [
         name for name, weight in lora.iter_adapter_parameters(denoiser) if weight.grad is None or not weight.grad.any()
     ]

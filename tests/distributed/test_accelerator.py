@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from accelerate.utils import DistributedDataParallelKwargs, DynamoBackend, InitProcessGroupKwargs
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 
 from library.config import parse_config
 from library.config.schema import RunConfig
@@ -438,7 +438,7 @@ def prepared(*flags: str) -> tuple:
 
 @pytest.mark.slow
 def test_two_processes_write_into_one_folder_though_their_clocks_differ(tmp_path):
-    ranks = on_ranks(2, at_another_time, "--logging_dir", str(tmp_path / "logs"), "--log_prefix", "run_")
+    ranks = run_on_ranks(2, at_another_time, "--logging_dir", str(tmp_path / "logs"), "--log_prefix", "run_")
 
     assert ranks[0][1][0] == ranks[1][1][0] and ranks[0][1][0].startswith(str(tmp_path / "logs" / "run_2"))
     assert [rank[0].world_size for rank in ranks] == [2, 2] and ranks[0][3] == "gloo"
@@ -455,7 +455,7 @@ def at_another_time(*flags: str) -> tuple:
 @pytest.mark.slow
 def test_wandb_writes_inside_the_logging_folder(tmp_path):
     flags = ("--logging_dir", str(tmp_path), "--log_with", "wandb")
-    ((_, (folder, wandb_folder, log_with), _, _),) = on_ranks(
+    ((_, (folder, wandb_folder, log_with), _, _),) = run_on_ranks(
         1, prepared, *flags, environment={"WANDB_MODE": "offline"}
     )
 
@@ -463,7 +463,7 @@ def test_wandb_writes_inside_the_logging_folder(tmp_path):
 
 
 def test_a_tracker_that_cannot_start_stops_all_processes_with_the_same_line():
-    lines = on_ranks(2, stopped, "--log_with", "mlflow")
+    lines = run_on_ranks(2, stopped, "--log_with", "mlflow")
 
     assert lines == ["--log_with mlflow: the package mlflow is not installed; pip install mlflow"] * 2
 
@@ -478,14 +478,16 @@ def stopped(*flags: str) -> str:
 
 def test_the_launchers_dynamo_backend_is_used_without_torch_compile():
     environment = {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER", "ACCELERATE_DYNAMO_USE_DYNAMIC": "False"}
-    ((_, _, launcher, _),) = on_ranks(1, prepared, environment=environment)
-    ((_, _, ours, _),) = on_ranks(1, prepared, "--torch_compile", "--dynamo_backend", "eager", environment=environment)
+    ((_, _, launcher, _),) = run_on_ranks(1, prepared, environment=environment)
+    ((_, _, ours, _),) = run_on_ranks(
+        1, prepared, "--torch_compile", "--dynamo_backend", "eager", environment=environment
+    )
 
     assert (launcher, ours) == (("AOT_EAGER", False), ("EAGER", None))
 
 
 def test_settings_of_an_earlier_accelerator_in_the_process_stop_the_run():
-    (line,) = on_ranks(1, twice)
+    (line,) = run_on_ranks(1, twice)
 
     assert "dynamo backend: expected eager, but accelerate has no" in line
 

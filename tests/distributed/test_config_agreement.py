@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from rank_processes import free_port, on_ranks
-from training_runs import pictures
+from rank_processes import find_free_port, run_on_ranks
+from training_runs import write_images
 
 from library.cache.build import describe_shared_disks
 from library.config import parse_config
@@ -17,7 +17,7 @@ from library.config.options import flatten_config
 from library.distributed import config_agreement
 from library.distributed.config_agreement import RankReport, find_disagreements, format_rank_placement
 from library.distributed.process_group import KeyValueStore
-from library.distributed.rendezvous import compute_connect_timeout, join_process_group, set_torchrun_variables
+from library.distributed.rendezvous import compute_connect_timeout, join_process_group
 from library.distributed.world import World
 from library.errors import UserError
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> list[str]:
-    dataset = pictures(tmp_path_factory.mktemp("roll_call"), {(64, 64): 4})
+    dataset = write_images(tmp_path_factory.mktemp("roll_call"), {(64, 64): 4})
     flags = "--pretrained_model_name_or_path random:sd1:tiny --network_dim 2 --max_train_steps 2 --mixed_precision no"
     return ["--dataset_config", str(dataset), *flags.split(), "--max_data_loader_n_workers", "0"]
 
@@ -49,7 +49,7 @@ def started(others: dict[int, list[str]], host: str, *words: str) -> tuple[int, 
 
 def test_a_different_setting_on_one_rank_stops_all_before_the_model_is_loaded_and_is_reported_once(data, tmp_path):
     others = {2: ["--learning_rate", "2e-4", "--network_dropout", "0.5"]}
-    ends = on_ranks(3, started, others, "gpu-b", *data, "--output_dir", str(tmp_path), "--learning_rate", "1e-4")
+    ends = run_on_ranks(3, started, others, "gpu-b", *data, "--output_dir", str(tmp_path), "--learning_rate", "1e-4")
     assert [code for code, _, _ in ends] == [2, 2, 2], ends
     assert ends[0][1].splitlines()[0] == "train_lora: stopped. 2 problems:"
     assert "  learning_rate: 0.0002 on rank 2 (on gpu-b), 0.0001 on most others; start all of them" in ends[0][1]
@@ -61,7 +61,7 @@ def test_paths_may_differ_between_ranks_but_not_the_contents(data, tmp_path):
     for name, text in (("one", "a b --d 1\n"), ("other", "a c --d 1\n")):
         (tmp_path / f"{name}.txt").write_text(text)
     prompts = ["--output_dir", str(tmp_path), "--sample_prompts", str(tmp_path / "one.txt")]
-    ends = on_ranks(2, started, {1: ["--sample_prompts", str(tmp_path / "other.txt")]}, "gpu-b", *data, *prompts)
+    ends = run_on_ranks(2, started, {1: ["--sample_prompts", str(tmp_path / "other.txt")]}, "gpu-b", *data, *prompts)
     assert (
         "prompts: rank 1 (on gpu-b): not the same as on rank 0; use the same --sample_prompts file on every machine"
         in ends[0][1]
@@ -71,7 +71,7 @@ def test_paths_may_differ_between_ranks_but_not_the_contents(data, tmp_path):
 
 def test_a_rank_that_cannot_start_reports_its_problem_to_the_others(data, tmp_path):
     others = {1: ["--mixed_precision", "fp16"]}
-    ends = on_ranks(2, started, others, "gpu-b", *data, "--output_dir", str(tmp_path))
+    ends = run_on_ranks(2, started, others, "gpu-b", *data, "--output_dir", str(tmp_path))
     assert [code for code, _, _ in ends] == [2, 2] and not ends[1][1]
     assert "rank 1 (on gpu-b): --mixed_precision fp16: not supported on a CPU" in ends[0][1]
 
@@ -98,28 +98,11 @@ def hang_in_test_all_reduce(data: list[str], folder: str) -> tuple[int, str]:
 
 def test_a_hanging_test_all_reduce_is_aborted_with_suggestions_reported_once(data, tmp_path):
     began = time.monotonic()
-    ends = on_ranks(2, hang_in_test_all_reduce, data, str(tmp_path))
+    ends = run_on_ranks(2, hang_in_test_all_reduce, data, str(tmp_path))
     assert [code for code, _ in ends] == [2, 2] and time.monotonic() - began < 25
     said = "".join(text for _, text in ends)
     assert said.count("a test all-reduce did not finish within 1 s") == 1, said
     assert "GLOO_SOCKET_IFNAME" in said and "firewall" in said and "Traceback" not in said
-
-
-def test_mpi_variables_are_translated_to_torchrun_variables(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "")  # so that it is taken back afterwards
-        monkeypatch.delenv(name)
-    told = {
-        "OMPI_COMM_WORLD_SIZE": "4",
-        "OMPI_COMM_WORLD_RANK": "3",
-        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    }
-    set_torchrun_variables(World.from_environment(told))
-    found = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-    assert found == ["3", "4", "1", "2"]
-    set_torchrun_variables(World())
-    assert os.environ["LOCAL_RANK"] == "1"
 
 
 def test_the_connect_timeout_grows_with_the_world_size():
@@ -154,7 +137,7 @@ def test_missing_ranks_are_reported_after_the_timeout():
 
 def test_rank_0_opens_the_store_before_the_others_start_and_reports_who_is_missing(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("MASTER_PORT", str(find_free_port()))
     world = World(world_size=2, rank=0, local_rank=0, local_world_size=2)
     with pytest.raises(UserError, match="1 of 2 processes have not connected: rank 1 within 1 s"):
         join_process_group(world, 1 / 60, RankReport("a", {}))

@@ -6,20 +6,19 @@ from itertools import chain
 import pytest
 import torch
 import torch.distributed as dist
-from one_result import BOUNDS, REFERENCE, dataset, trained
-from rank_processes import on_ranks
+from one_result import BOUNDS, REFERENCE, train_layout, write_even_dataset
+from rank_processes import run_on_ranks
 from tiny_pipelines import TINY
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_runs import difference
+from training_runs import max_relative_difference
 
 from library.adapters.dropout_and_norms import LoraDropout
 from library.errors import UserError
 from library.models.families import FAMILIES
-from library.models.parallel_plan import map_layer_token_streams
-from library.parallel.blocks import BlockSequence, ParallelPlan
 from library.parallel.context_parallel import ContextParallel, SequenceShards
+from library.parallel.parallel_plan import BlockSequence, ParallelPlan, map_layer_token_streams
 from library.parallel.ulysses import ProcessGroupAllToAll
 
 LONG, UNET = pytest.mark.slow, ("--network_train_unet_only",)
@@ -46,12 +45,12 @@ TRANSFORMERS = ("sd3", "flux", "z_image", "qwen_image")
     ],
 )
 def test_context_parallel_trains_the_adapter_of_one_process(model, name, precision, flags, tmp_path):
-    data, flags = dataset(tmp_path), ("--mixed_precision", precision, *flags)
-    (tmp_path / "pictures" / "03.txt").write_text(
+    data, flags = write_even_dataset(tmp_path), ("--mixed_precision", precision, *flags)
+    (tmp_path / "images" / "03.txt").write_text(
         "a picture " * 30
     )  # long enough that other captions are padded and masked
-    one = trained(REFERENCE, model, data, tmp_path, *flags)
-    assert difference(one, trained(name, model, data, tmp_path, *flags)) < BOUNDS[precision]
+    one = train_layout(REFERENCE, model, data, tmp_path, *flags)
+    assert max_relative_difference(one, train_layout(name, model, data, tmp_path, *flags)) < BOUNDS[precision]
 
 
 @pytest.mark.slow
@@ -65,9 +64,9 @@ def test_heads_are_split_by_tensor_and_context_parallel(tmp_path):
         {**old.config, **heads, "dual_attention_layers": [0], "qk_norm": "rms_norm"}
     )
     pipe.save_pretrained(tmp_path / "model")
-    data, flags = dataset(tmp_path), ("--pretrained_model_name_or_path", str(tmp_path / "model"))
-    one = trained(REFERENCE, "sd3", data, tmp_path, *flags)
-    assert difference(one, trained("TP 2 x CP 2", "sd3", data, tmp_path, *flags)) < BOUNDS["no"]
+    data, flags = write_even_dataset(tmp_path), ("--pretrained_model_name_or_path", str(tmp_path / "model"))
+    one = train_layout(REFERENCE, "sd3", data, tmp_path, *flags)
+    assert max_relative_difference(one, train_layout("TP 2 x CP 2", "sd3", data, tmp_path, *flags)) < BOUNDS["no"]
 
 
 # attention
@@ -115,7 +114,7 @@ def compare_all_cases() -> list[tuple[float, float]]:
 
 @pytest.mark.quick
 def test_sharded_attention_is_attention_over_all_tokens():
-    for found in on_ranks(3, compare_all_cases):
+    for found in run_on_ranks(3, compare_all_cases):
         for ours, case in zip(found, CASES, strict=True):
             assert max(ours) < 1e-5, case
 

@@ -3,16 +3,16 @@
 import pytest
 import torch
 import torch.distributed as dist
-from compiled_runs import COMPILED, FAMILIES, SIZES, dataset, trained
-from rank_processes import on_ranks
+from compiled_runs import COMPILED, FAMILIES, SIZES, train_compiled, write_dataset
+from rank_processes import run_on_ranks
 from torch import nn
 from torch.nn import functional
-from training_runs import difference, prompts
+from training_runs import max_relative_difference, write_prompts
 
 from library.adapters.dropout_and_norms import LoraDropout
-from library.parallel.blocks import BlockSequence, ParallelPlan
 from library.parallel.compile import Compilation
 from library.parallel.context_parallel import ContextParallel
+from library.parallel.parallel_plan import BlockSequence, ParallelPlan
 from library.parallel.ulysses import ProcessGroupAllToAll
 
 LONG = pytest.mark.slow
@@ -118,7 +118,7 @@ def compiled(backend, dynamic):
     ],
 )
 def test_a_compiled_context_parallel_block_is_one_graph_and_equals_eager(backend, dynamic, ranks, most):
-    for graphs, recompiles, max_difference in on_ranks(ranks, compiled, backend, dynamic):
+    for graphs, recompiles, max_difference in run_on_ranks(ranks, compiled, backend, dynamic):
         assert 1 <= graphs <= most and recompiles == 0
         assert max_difference < 1e-6
 
@@ -135,17 +135,19 @@ def test_a_compiled_context_parallel_block_is_one_graph_and_equals_eager(backend
     ],
 )
 def test_six_sizes_need_few_graphs_per_block_class_and_no_recompiles(family, backend, flags, tmp_path):
-    data = dataset(tmp_path / "data", SIZES[:6], pictures=(2, 3))
+    data = write_dataset(tmp_path / "data", SIZES[:6], counts=(2, 3))
     flags = (
         *"--max_train_epochs 2 --cp_size 2 --sample_every_n_epochs 1".split(),
         "--sample_prompts",
-        prompts(tmp_path),
+        write_prompts(tmp_path),
         *FAMILIES.get(family, ()),
         *flags,
     )
-    found = trained(tmp_path / "compiled", family, data, *flags, *COMPILED[:2], backend, ranks=2)
-    plain = trained(tmp_path / "plain", family, data, *(flag for flag in flags if "fullgraph" not in flag), ranks=2)
-    assert found.is_dynamic and found.late == 0
-    assert max(found.kinds.values()) <= (2 if family in ("sd3", "flux") else 4)
-    assert found.graphs == sum(found.kinds.values()), "only blocks are compiled"
-    assert difference(plain.lora, found.lora) < 1e-4
+    found = train_compiled(tmp_path / "compiled", family, data, *flags, *COMPILED[:2], backend, ranks=2)
+    plain = train_compiled(
+        tmp_path / "plain", family, data, *(flag for flag in flags if "fullgraph" not in flag), ranks=2
+    )
+    assert found.is_dynamic and found.recompile_count == 0
+    assert max(found.graph_counts.values()) <= (2 if family in ("sd3", "flux") else 4)
+    assert found.unique_graphs == sum(found.graph_counts.values()), "only blocks are compiled"
+    assert max_relative_difference(plain.lora, found.lora) < 1e-4

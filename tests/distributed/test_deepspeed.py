@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import all_options_run
 import pytest
 import torch
-from all_options_run import measured
-from nan_runs import train_with_a_spoilt_step
+from all_options_run import read_validation_losses
+from nan_runs import train_with_nan_loss
 from PIL import Image, ImageChops
-from rank_processes import on_ranks
-from resumed_runs import cut
+from rank_processes import run_on_ranks
+from resumed_runs import copy_as_killed
 from safetensors.torch import load_file
-from training_runs import difference, pictures, train
+from training_runs import max_relative_difference, train, write_images
 
 from library.config import parse_config
 
@@ -47,14 +47,14 @@ def launch_with_config_file(folder: Path, **more) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def even(tmp_path_factory) -> Path:
     """Two buckets that divide evenly into steps of four."""
-    return pictures(tmp_path_factory.mktemp("even"), {(96, 64): 8, (64, 96): 4})
+    return write_images(tmp_path_factory.mktemp("even"), {(96, 64): 8, (64, 96): 4})
 
 
 def train_adapter(
     folder: Path, data: Path, ranks: int, batch: int, *flags: str, environment: dict[str, str] | None = None
 ) -> dict[str, torch.Tensor]:
     """Train on four images per step, text encoder included."""
-    files = on_ranks(
+    files = run_on_ranks(
         ranks,
         train,
         "--dataset_config",
@@ -88,10 +88,10 @@ def references(even, tmp_path_factory):
 @pytest.mark.slow
 def test_zero_1_and_2_train_the_adapter_of_one_process(even, references, tmp_path):
     found = train_adapter(tmp_path, even, 2, 2, *OPTIMIZERS["AdamW"], *zero(1))
-    assert difference(references["AdamW"], found) < 1e-4
+    assert max_relative_difference(references["AdamW"], found) < 1e-4
 
     found = train_adapter(tmp_path, even, 2, 1, *OPTIMIZERS["SGD"], *zero(2), "--offload_optimizer_device", "cpu")
-    assert difference(references["SGD"], found) < 1e-4
+    assert max_relative_difference(references["SGD"], found) < 1e-4
 
 
 def test_zero_3_with_cpu_offload_trains_the_adapter_of_one_process(even, references, tmp_path):
@@ -105,7 +105,7 @@ def test_zero_3_with_cpu_offload_trains_the_adapter_of_one_process(even, referen
         environment=launch_with_config_file(tmp_path, **HOST),
     )
 
-    assert difference(references["SGD"], found) < 1e-4
+    assert max_relative_difference(references["SGD"], found) < 1e-4
     assert any(key.startswith("lora_te") and bool(tensor.any()) for key, tensor in found.items() if "up" in key)
 
 
@@ -115,7 +115,7 @@ def test_zero_3_with_one_process_trains_the_same_adapter(even, references, tmp_p
         tmp_path, even, 1, 4, *OPTIMIZERS["SGD"], environment=launch_with_config_file(tmp_path, **HOST)
     )
 
-    assert difference(references["SGD"], found) < 1e-4
+    assert max_relative_difference(references["SGD"], found) < 1e-4
 
 
 # all that happens in a run
@@ -126,11 +126,11 @@ def both(tmp_path_factory) -> dict[str, Path]:
     """The output directories of two runs with all options, with DDP and with ZeRO 3."""
     folder = tmp_path_factory.mktemp("both")
     flags = (
-        *all_options_run.flags(folder),
+        *all_options_run.build_flags(folder),
         *("--no-network_train_unet_only --optimizer_type AdamW --optimizer_args eps=1e-4 --learning_rate 1e-2").split(),
     )
     for name, environment in {"ddp": {}, "zero": launch_with_config_file(folder)}.items():
-        on_ranks(2, train, *flags, "--output_dir", str(folder / name), environment=environment)
+        run_on_ranks(2, train, *flags, "--output_dir", str(folder / name), environment=environment)
     return {name: folder / name for name in ("ddp", "zero")}
 
 
@@ -139,7 +139,7 @@ def both(tmp_path_factory) -> dict[str, Path]:
 def test_max_norm_and_ema_equal_those_of_ddp(both, name):
     ddp, zero3 = (load_file(folder / f"{name}.safetensors") for folder in both.values())
 
-    assert difference(ddp, zero3) < 1e-3
+    assert max_relative_difference(ddp, zero3) < 1e-3
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def test_previews_and_validation_losses_equal_those_of_ddp(both):
         difference_by_channel = ImageChops.difference(Image.open(ddp), Image.open(zero3)).getextrema()
         assert max(most for _, most in difference_by_channel) <= 2
 
-    ddp, zero3 = (measured(folder) for folder in both.values())
+    ddp, zero3 = (read_validation_losses(folder) for folder in both.values())
     assert len(ddp) == len(zero3) == 3
     for one, other in zip(ddp, zero3, strict=True):
         assert other == pytest.approx(one, rel=1e-4)
@@ -167,7 +167,7 @@ def test_a_nan_step_on_one_rank_is_skipped_on_all(even, tmp_path):
         str(tmp_path),
         *"--optimizer_type SGD --learning_rate 0.5 --max_train_steps 3 --network_dim 2".split(),
     )
-    expected = on_ranks(
+    expected = run_on_ranks(
         1,
         train,
         *flags,
@@ -177,9 +177,9 @@ def test_a_nan_step_on_one_rank_is_skipped_on_all(even, tmp_path):
         ).split(),
     )
     for stage, more, environment in ((1, zero(1), {}), (3, (), launch_with_config_file(tmp_path))):
-        bad = on_ranks(
+        bad = run_on_ranks(
             2,
-            train_with_a_spoilt_step,
+            train_with_nan_loss,
             1,
             1,
             False,
@@ -189,7 +189,7 @@ def test_a_nan_step_on_one_rank_is_skipped_on_all(even, tmp_path):
             f"bad{stage}",
             environment=environment,
         )
-        assert difference(load_file(bad[0]), load_file(expected[0])) < 1e-4
+        assert max_relative_difference(load_file(bad[0]), load_file(expected[0])) < 1e-4
 
 
 # states
@@ -203,15 +203,20 @@ def test_resume_is_exact_and_works_across_strategies(even, tmp_path):
         ).split(),
     )
     one = train_adapter(tmp_path / "one", even, 1, 4, *flags)
-    two = train_adapter(cut(tmp_path / "one", tmp_path / "two", 1), even, 2, 2, *flags, *zero(2))
-    again = train_adapter(cut(tmp_path / "two", tmp_path / "again", 2), even, 2, 2, *flags, *zero(2))
+    two = train_adapter(copy_as_killed(tmp_path / "one", tmp_path / "two", 1), even, 2, 2, *flags, *zero(2))
+    again = train_adapter(copy_as_killed(tmp_path / "two", tmp_path / "again", 2), even, 2, 2, *flags, *zero(2))
     three = train_adapter(
-        cut(tmp_path / "two", tmp_path / "three", 2), even, 2, 2, *flags, environment=launch_with_config_file(tmp_path)
+        copy_as_killed(tmp_path / "two", tmp_path / "three", 2),
+        even,
+        2,
+        2,
+        *flags,
+        environment=launch_with_config_file(tmp_path),
     )
-    ddp = train_adapter(cut(tmp_path / "three", tmp_path / "ddp", 3), even, 2, 2, *flags)
+    ddp = train_adapter(copy_as_killed(tmp_path / "three", tmp_path / "ddp", 3), even, 2, 2, *flags)
 
-    assert difference(two, again) == 0.0
-    assert max(difference(one, found) for found in (two, three, ddp)) < 1e-4
+    assert max_relative_difference(two, again) == 0.0
+    assert max(max_relative_difference(one, found) for found in (two, three, ddp)) < 1e-4
 
 
 # memory
@@ -248,7 +253,7 @@ def measure_memory(stage: int) -> tuple[int, int, int]:
 @pytest.mark.quick
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_rank_holds_its_shard_of_the_frozen_model(size):
-    found = on_ranks(size, measure_memory, 3)
+    found = run_on_ranks(size, measure_memory, 3)
 
     for whole, here, more_than_its_part in found:
         assert here < 1.05 * whole / size
@@ -294,7 +299,7 @@ def clip_offloaded_gradient(stage: int) -> tuple[str, list[float]]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_offloaded_gradient_is_clipped_in_host_memory(stage):
-    ((device, gradient),) = on_ranks(1, clip_offloaded_gradient, stage)
+    ((device, gradient),) = run_on_ranks(1, clip_offloaded_gradient, stage)
 
     assert device == "meta" and gradient == pytest.approx([0.6, 0.8], rel=1e-5)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import fake_async_io
 import pytest
-from one_result import BOUNDS, dataset
-from rank_processes import on_ranks
+from one_result import BOUNDS, write_even_dataset
+from rank_processes import run_on_ranks
 from safetensors.torch import load_file
-from training_runs import difference, train
+from training_runs import max_relative_difference, train
 
 from library.errors import ConfigError
 
@@ -88,9 +88,9 @@ def launched(folder: Path, **offload: object) -> dict[str, str]:
 def test_nvme_offload_trains_the_adapter_of_one_process(ranks, is_real, offload, tmp_path):
     if is_real and not has_libaio():
         pytest.skip("libaio is missing")
-    data = dataset(tmp_path)
-    one = load_file(on_ranks(1, train, *flags(data, tmp_path, 1, "--output_name", "one"))[0])
-    files = on_ranks(
+    data = write_even_dataset(tmp_path)
+    one = load_file(run_on_ranks(1, train, *flags(data, tmp_path, 1, "--output_name", "one"))[0])
+    files = run_on_ranks(
         ranks,
         train_with_nvme_offload,
         is_real,
@@ -99,7 +99,7 @@ def test_nvme_offload_trains_the_adapter_of_one_process(ranks, is_real, offload,
         seconds=900,
     )
 
-    assert difference(one, load_file(files[0])) < BOUNDS["no"]
+    assert max_relative_difference(one, load_file(files[0])) < BOUNDS["no"]
     assert not list((tmp_path / "disk").iterdir())
 
 
@@ -142,11 +142,11 @@ def test_only_directories_of_dead_processes_are_removed(tmp_path):
 )
 def test_buffer_settings_that_would_crash_deepspeed_are_refused(ranks, offload, expected, tmp_path):
     with pytest.raises(AssertionError, match=expected):
-        on_ranks(
+        run_on_ranks(
             ranks,
             train_with_nvme_offload,
             False,
-            *flags(dataset(tmp_path), tmp_path, ranks),
+            *flags(write_even_dataset(tmp_path), tmp_path, ranks),
             environment=launched(tmp_path, **offload),
         )
     assert not list((tmp_path / "disk").iterdir())
@@ -154,8 +154,8 @@ def test_buffer_settings_that_would_crash_deepspeed_are_refused(ranks, offload, 
 
 @pytest.mark.quick
 def test_missing_libaio_is_reported_before_a_model_is_loaded(tmp_path):
-    (text,) = on_ranks(
-        1, read_error_without_libaio, *flags(dataset(tmp_path), tmp_path, 1), environment=launched(tmp_path)
+    (text,) = run_on_ranks(
+        1, read_error_without_libaio, *flags(write_even_dataset(tmp_path), tmp_path, 1), environment=launched(tmp_path)
     )
     assert "DeepSpeed's async_io needs libaio and a compiler; apt install libaio-dev g++" in text
     assert not list((tmp_path / "disk").iterdir())

@@ -9,12 +9,12 @@ from pathlib import Path
 import all_options_run
 import pytest
 import torch
-from all_options_run import measured
-from one_result import dataset
-from rank_processes import free_port, on_ranks
-from resumed_runs import cut
+from all_options_run import read_validation_losses
+from one_result import write_even_dataset
+from rank_processes import find_free_port, run_on_ranks
+from resumed_runs import copy_as_killed
 from safetensors.torch import load_file
-from training_runs import difference, train
+from training_runs import max_relative_difference, train
 
 from library.config import parse_config
 
@@ -28,9 +28,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def both(tmp_path_factory) -> dict[str, Path]:
     """The output directories of two runs with all options, with DDP and with FSDP."""
     folder = tmp_path_factory.mktemp("both")
-    common = (*all_options_run.flags(folder), "--no-network_train_unet_only")
+    common = (*all_options_run.build_flags(folder), "--no-network_train_unet_only")
     for name, more in {"ddp": (), "fsdp": ("--fsdp",)}.items():
-        on_ranks(2, train, *common, "--output_dir", str(folder / name), *more)
+        run_on_ranks(2, train, *common, "--output_dir", str(folder / name), *more)
     return {name: folder / name for name in ("ddp", "fsdp")}
 
 
@@ -38,7 +38,7 @@ def both(tmp_path_factory) -> dict[str, Path]:
 def test_prodigy_max_norm_and_ema_equal_those_of_ddp(both, name):
     ddp, fsdp = (load_file(folder / f"{name}.safetensors") for folder in both.values())
 
-    assert difference(ddp, fsdp) < 1e-3
+    assert max_relative_difference(ddp, fsdp) < 1e-3
 
 
 def test_previews_before_the_first_step_equal_those_of_ddp_to_the_bit(both):
@@ -52,7 +52,7 @@ def test_previews_before_the_first_step_equal_those_of_ddp_to_the_bit(both):
 
 
 def test_validation_losses_equal_those_of_ddp(both):
-    ddp, fsdp = (measured(folder) for folder in both.values())
+    ddp, fsdp = (read_validation_losses(folder) for folder in both.values())
 
     assert len(ddp) == len(fsdp) == 3
     assert ddp[0] == fsdp[0]  # the base model, to the bit
@@ -68,7 +68,7 @@ def test_validation_losses_equal_those_of_ddp(both):
     [(2, ("--fsdp",)), pytest.param(4, ("--fsdp", "--dp_replicate_size", "2"), marks=pytest.mark.slow)],
 )
 def test_resume_is_exact_and_works_across_strategies(ranks, fsdp, tmp_path):
-    data = dataset(tmp_path)
+    data = write_even_dataset(tmp_path)
     flags = (
         "--dataset_config",
         str(data),
@@ -79,16 +79,16 @@ def test_resume_is_exact_and_works_across_strategies(ranks, fsdp, tmp_path):
 
     def run(folder: Path, ranks: int, batch: int, *more: str) -> dict[str, torch.Tensor]:
         own = ("--output_dir", str(folder), "--train_batch_size", str(batch))
-        return load_file(on_ranks(ranks, train, *flags, *own, *more)[0])
+        return load_file(run_on_ranks(ranks, train, *flags, *own, *more)[0])
 
     one = run(tmp_path / "one", 1, 4)
-    spread = run(cut(tmp_path / "one", tmp_path / "spread", 2), ranks, 4 // ranks, *fsdp)
-    again = run(cut(tmp_path / "spread", tmp_path / "again", 4), ranks, 4 // ranks, *fsdp)
-    back = run(cut(tmp_path / "spread", tmp_path / "back", 4), 2, 2)
+    spread = run(copy_as_killed(tmp_path / "one", tmp_path / "spread", 2), ranks, 4 // ranks, *fsdp)
+    again = run(copy_as_killed(tmp_path / "spread", tmp_path / "again", 4), ranks, 4 // ranks, *fsdp)
+    back = run(copy_as_killed(tmp_path / "spread", tmp_path / "back", 4), 2, 2)
 
-    assert difference(spread, again) == 0.0
-    assert difference(one, spread) < 1e-3
-    assert difference(one, back) < 1e-3
+    assert max_relative_difference(spread, again) == 0.0
+    assert max_relative_difference(one, spread) < 1e-3
+    assert max_relative_difference(one, back) < 1e-3
 
 
 # memory
@@ -125,9 +125,9 @@ def test_each_rank_holds_its_shard_of_the_frozen_model_and_the_full_adapter(part
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(find_free_port()),
     }
-    found = on_ranks(parts, measure_memory, parts, environment=alone if parts == 1 else None)
+    found = run_on_ranks(parts, measure_memory, parts, environment=alone if parts == 1 else None)
     whole, _, trainable = found[0]
 
     assert {(every, same) for every, _, same in found} == {(whole, trainable)} and trainable > 0
@@ -140,7 +140,7 @@ def test_each_rank_holds_its_shard_of_the_frozen_model_and_the_full_adapter(part
 
 @pytest.mark.slow
 def test_accelerate_launch_with_fsdp_shards_the_model(tmp_path):
-    data = dataset(tmp_path)
+    data = write_even_dataset(tmp_path)
     launch = shlex.split(
         "launch --use_fsdp --fsdp_version 2 --num_processes 2 --num_machines 1 --mixed_precision no "
         "--dynamo_backend no --fsdp_offload_params true"
@@ -199,20 +199,20 @@ def run_scaled_step(infinite_on: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize(("infinite_on", "expected"), [(1, (1.0, 2.0)), (-1, (0.75, 4.0))])
 def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(infinite_on, expected):
-    assert on_ranks(2, run_scaled_step, infinite_on) == [expected, expected]
+    assert run_on_ranks(2, run_scaled_step, infinite_on) == [expected, expected]
 
 
 def test_a_preview_that_cannot_be_written_does_not_end_the_run(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "sample").write_text("no folder")
     (tmp_path / "prompts.txt").write_text("a leaf --w 64 --h 64 --s 1\n")
-    files = on_ranks(
+    files = run_on_ranks(
         2,
         train,
         "--pretrained_model_name_or_path",
         "random:sd1:tiny",
         "--dataset_config",
-        str(dataset(tmp_path)),
+        str(write_even_dataset(tmp_path)),
         "--output_dir",
         str(tmp_path / "out"),
         *"--max_train_steps 1 --network_dim 2".split(),
@@ -257,14 +257,14 @@ def test_a_failing_preview_ends_the_run_only_if_other_ranks_would_deadlock(who, 
         "--pretrained_model_name_or_path",
         "random:sd1:tiny",
         "--dataset_config",
-        str(dataset(tmp_path)),
+        str(write_even_dataset(tmp_path)),
         *"--max_train_steps 1 --network_dim 2".split(),
         "--sample_prompts",
         str(tmp_path / "prompts.txt"),
         "--sample_at_first",
         *more,
     )
-    found = on_ranks(2, run_with_failing_previews, who, tmp_path / "out", flags)
+    found = run_on_ranks(2, run_with_failing_previews, who, tmp_path / "out", flags)
 
     others_wait = bool(more) and len(who) == 1
     assert [word.startswith("ended: ") for word in found] == [others_wait] * 2, found
@@ -282,6 +282,12 @@ def test_unknown_fsdp_wrap_classes_are_refused(tmp_path):
     with pytest.raises(
         AssertionError, match="fsdp_transformer_layer_cls_to_wrap LlamaLayer: this model has no such class"
     ):
-        on_ranks(
-            2, train, "--dataset_config", str(dataset(tmp_path)), "--output_dir", str(tmp_path), environment=environment
+        run_on_ranks(
+            2,
+            train,
+            "--dataset_config",
+            str(write_even_dataset(tmp_path)),
+            "--output_dir",
+            str(tmp_path),
+            environment=environment,
         )

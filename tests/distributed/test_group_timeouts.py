@@ -3,7 +3,7 @@
 from datetime import timedelta
 
 import pytest
-from rank_processes import join_ranks, on_ranks
+from rank_processes import build_communicator, run_on_ranks
 
 from library.distributed.process_group import build_process_group_kwargs
 from library.distributed.world import World
@@ -18,7 +18,7 @@ def left_behind(backend: str, end: str) -> tuple[bool, str]:
     """Whether the group still exists after the run; nccl's teardown waits for all ranks."""
     import torch.distributed as dist
 
-    comm, said = join_ranks(20), ""
+    comm, said = build_communicator(20), ""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_backend", lambda: backend)
         try:
@@ -44,7 +44,7 @@ def left_behind(backend: str, end: str) -> tuple[bool, str]:
     ],
 )
 def test_a_group_whose_teardown_waits_is_destroyed_only_when_all_ranks_destroy_it(backend, end, is_there):
-    assert on_ranks(2, left_behind, backend, end) == [(is_there, end)] * 2
+    assert run_on_ranks(2, left_behind, backend, end) == [(is_there, end)] * 2
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -70,4 +70,4 @@ def read_timeouts(*words: str) -> set[timedelta]:
 
 @pytest.mark.parametrize("words", [("--tp_size", "2"), ("--fsdp",)])
 def test_ddp_timeout_reaches_every_process_group(words):
-    assert on_ranks(2, read_timeouts, *words) == [{timedelta(minutes=7)}] * 2
+    assert run_on_ranks(2, read_timeouts, *words) == [{timedelta(minutes=7)}] * 2

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launcher_cases import check, use_environment, write_accelerate_config
-from rank_processes import free_port
+from launcher_cases import check_launch_command, use_environment, write_accelerate_config
+from rank_processes import find_free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -60,7 +60,7 @@ def start(tmp_path):
 
 
 def port() -> str:
-    return f"--main_process_port {free_port()}"
+    return f"--main_process_port {find_free_port()}"
 
 
 def assert_two_that_work_together(results: list[dict], said: str) -> None:
@@ -142,7 +142,7 @@ def test_a_launched_accelerator_has_what_the_doctor_predicts(flag, file, code, s
     flags, arguments = f"--mixed_precision {flag}" if flag else "", ["--mixed_precision", code] if code else []
     results, said = start(f"{ACCELERATE} {flags}", *arguments)
     command = shlex.join([*f"accelerate launch {flags}".split(), "script.py", *arguments])
-    setting = check(command)[0]["mixed_precision"]
+    setting = check_launch_command(command)[0]["mixed_precision"]
 
     assert [one["precision"] for one in results] == [setting.value], said
     assert results[0]["computes"] == {"no": "torch.float32", "bf16": "torch.bfloat16"}[setting.value]

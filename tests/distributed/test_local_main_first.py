@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from rank_processes import join_ranks, on_ranks
+from rank_processes import build_communicator, run_on_ranks
 
 from library.errors import ConfigError, UserError
 
@@ -14,7 +14,7 @@ def slow_work(folder: str) -> tuple[bool, bool]:
     from library.distributed import communicator as module
 
     module.HEARTBEAT_SECONDS = 0.2
-    comm = join_ranks(2)
+    comm = build_communicator(2)
     mark = Path(folder) / "done"
 
     def work() -> tuple[bool, bool]:
@@ -30,11 +30,11 @@ def slow_work(folder: str) -> tuple[bool, bool]:
 
 
 def test_other_ranks_wait_longer_than_the_group_timeout_for_the_local_main_process(tmp_path):
-    assert on_ranks(2, slow_work, str(tmp_path)) == [(True, False), (False, True)]
+    assert run_on_ranks(2, slow_work, str(tmp_path)) == [(True, False), (False, True)]
 
 
 def failing_work() -> tuple[list[str], bool, int]:
-    comm = join_ranks(20)
+    comm = build_communicator(20)
     count = 0
 
     def work() -> None:
@@ -52,7 +52,7 @@ def failing_work() -> tuple[list[str], bool, int]:
 
 def test_an_error_on_one_rank_is_raised_on_all_and_reported_once():
     problems = ["a.png: is empty", "b.png: is truncated"]
-    assert on_ranks(2, failing_work) == [(problems, False, 1), (problems, True, 0)]
+    assert run_on_ranks(2, failing_work) == [(problems, False, 1), (problems, True, 0)]
 
 
 def pictures_of_a_run(dataset: str, other: str, folder: str) -> tuple[int, str, bool]:
@@ -61,7 +61,7 @@ def pictures_of_a_run(dataset: str, other: str, folder: str) -> tuple[int, str, 
     from library.dataset import image_inspection, scan
     from library.training.setup import prepare_dataset
 
-    comm = join_ranks(20)
+    comm = build_communicator(20)
     scan.SETTLED_AFTER_NS = -(10**15)
     examined, count = image_inspection.inspect_bytes, []
     image_inspection.inspect_bytes = lambda *given: (count.append(1), examined(*given))[1]
@@ -92,11 +92,11 @@ def datasets(tmp_path) -> tuple[str, str]:
 
 def test_on_one_machine_each_picture_is_decoded_by_one_process(datasets, tmp_path):
     one, _ = datasets
-    assert on_ranks(2, pictures_of_a_run, one, one, str(tmp_path)) == [(5, "", False), (0, "", False)]
+    assert run_on_ranks(2, pictures_of_a_run, one, one, str(tmp_path)) == [(5, "", False), (0, "", False)]
 
 
 def test_machines_with_other_files_are_refused(datasets, tmp_path):
-    first, second = on_ranks(2, pictures_of_a_run, *datasets, str(tmp_path))
+    first, second = run_on_ranks(2, pictures_of_a_run, *datasets, str(tmp_path))
     assert first[0] == second[0] == 5
     assert first[1] == second[1] and first[1].startswith("images, captions or dataset settings: rank 1 (on")
     assert (first[2], second[2]) == (False, True)

@@ -9,17 +9,16 @@ from pathlib import Path
 import all_options_run
 import pytest
 import torch
-from all_options_run import measured
-from one_result import BOUNDS, REFERENCE, dataset, trained
-from rank_processes import on_ranks
-from resumed_runs import cut
+from all_options_run import read_validation_losses
+from one_result import BOUNDS, REFERENCE, train_layout, write_even_dataset
+from rank_processes import run_on_ranks
+from resumed_runs import copy_as_killed
 from safetensors.torch import load_file
-from training_runs import difference, train
+from training_runs import max_relative_difference, train
 
 from library.config import parse_config
-from library.distributed.parallel_dims import ParallelDims, build_parallel_dims
 from library.distributed.preflight import validate_parallel_dims
-from library.distributed.world import World
+from library.distributed.world import ParallelDims, World, build_parallel_dims
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
@@ -51,12 +50,12 @@ LONG = pytest.mark.slow
     ],
 )
 def test_model_parallel_trains_the_adapter_of_one_process(model, name, precision, flags, tmp_path):
-    data, more = dataset(tmp_path), ("--mixed_precision", precision)
+    data, more = write_even_dataset(tmp_path), ("--mixed_precision", precision)
     texts = [flag for flag in flags if "train_unet" in flag]
-    one = trained(REFERENCE, model, data, tmp_path, *more, *texts)
-    sharded = trained(name, model, data, tmp_path, *more, *flags)
+    one = train_layout(REFERENCE, model, data, tmp_path, *more, *texts)
+    sharded = train_layout(name, model, data, tmp_path, *more, *flags)
 
-    assert difference(one, sharded) < BOUNDS[precision]
+    assert max_relative_difference(one, sharded) < BOUNDS[precision]
 
 
 # all that belongs to a run
@@ -69,25 +68,25 @@ def both(request, tmp_path_factory) -> dict[str, Path]:
     """The folders of two runs with everything on, by one process and by several."""
     folder = tmp_path_factory.mktemp("both")
     flags = (
-        *all_options_run.flags(folder),
+        *all_options_run.build_flags(folder),
         *(
             "--pretrained_model_name_or_path random:sd3:tiny --gradient_accumulation_steps 2 --network_train_unet_only"
         ).split(),
     )
-    on_ranks(1, train, *flags, "--output_dir", str(folder / "one"))
+    run_on_ranks(1, train, *flags, "--output_dir", str(folder / "one"))
     ranks, *spread = request.param
-    on_ranks(ranks, train, *flags, "--output_dir", str(folder / "several"), *spread)
+    run_on_ranks(ranks, train, *flags, "--output_dir", str(folder / "several"), *spread)
     return {name: folder / name for name in ("one", "several")}
 
 
 @pytest.mark.parametrize("name", ["lora", "lora-ema"])
 def test_prodigy_max_norm_and_ema_equal_those_of_one_process(both, name):
     one, several = (load_file(folder / f"{name}.safetensors") for folder in both.values())
-    assert difference(one, several) < 1e-3
+    assert max_relative_difference(one, several) < 1e-3
 
 
 def test_validation_losses_equal_those_of_one_process(both):
-    one, several = (measured(folder) for folder in both.values())
+    one, several = (read_validation_losses(folder) for folder in both.values())
     assert len(one) == len(several) == 3
     for ours, theirs in zip(one, several, strict=True):
         assert theirs == pytest.approx(ours, rel=1e-4)
@@ -111,7 +110,7 @@ def test_every_preview_is_generated_once(both):
 
 
 def test_resume_is_exact_and_works_across_parallel_layouts(tmp_path):
-    data = dataset(tmp_path)
+    data = write_even_dataset(tmp_path)
     flags = (
         "--pretrained_model_name_or_path",
         "random:flux:tiny",
@@ -124,18 +123,18 @@ def test_resume_is_exact_and_works_across_parallel_layouts(tmp_path):
     )
 
     def run(folder: Path, ranks: int, *more: str) -> dict[str, torch.Tensor]:
-        return load_file(on_ranks(ranks, train, *flags, "--output_dir", str(folder), *more)[0])
+        return load_file(run_on_ranks(ranks, train, *flags, "--output_dir", str(folder), *more)[0])
 
     one = run(tmp_path / "one", 1)
-    piped = run(cut(tmp_path / "one", tmp_path / "piped", 2), 2, "--pp_size", "2")
-    again = run(cut(tmp_path / "piped", tmp_path / "again", 4), 2, "--pp_size", "2")
-    tensor = run(cut(tmp_path / "piped", tmp_path / "tensor", 4), 2, "--tp_size", "2")
-    shared = run(cut(tmp_path / "piped", tmp_path / "shared", 2), 2, "--cp_size", "2")
-    alone = run(cut(tmp_path / "shared", tmp_path / "alone", 4), 1)
+    piped = run(copy_as_killed(tmp_path / "one", tmp_path / "piped", 2), 2, "--pp_size", "2")
+    again = run(copy_as_killed(tmp_path / "piped", tmp_path / "again", 4), 2, "--pp_size", "2")
+    tensor = run(copy_as_killed(tmp_path / "piped", tmp_path / "tensor", 4), 2, "--tp_size", "2")
+    shared = run(copy_as_killed(tmp_path / "piped", tmp_path / "shared", 2), 2, "--cp_size", "2")
+    alone = run(copy_as_killed(tmp_path / "shared", tmp_path / "alone", 4), 1)
 
-    assert difference(piped, again) == 0.0
-    assert difference(one, shared) < 1e-3 and difference(one, alone) < 1e-3
-    assert difference(one, piped) < 1e-3 and difference(one, tensor) < 1e-3
+    assert max_relative_difference(piped, again) == 0.0
+    assert max_relative_difference(one, shared) < 1e-3 and max_relative_difference(one, alone) < 1e-3
+    assert max_relative_difference(one, piped) < 1e-3 and max_relative_difference(one, tensor) < 1e-3
 
 
 # where stages are cut, and who is where

@@ -1,8 +1,8 @@
 """Four images per step train the same adapter with every strategy; ``one_result.py`` prints a table of all."""
 
 import pytest
-from one_result import BOUNDS, REFERENCE, dataset, trained
-from training_runs import difference
+from one_result import BOUNDS, REFERENCE, train_layout, write_even_dataset
+from training_runs import max_relative_difference
 
 
 @pytest.mark.quick
@@ -15,10 +15,10 @@ from training_runs import difference
     ],
 )
 def test_every_strategy_trains_the_adapter_of_one_process(model, name, precision, flags, tmp_path):
-    data = dataset(tmp_path)
+    data = write_even_dataset(tmp_path)
     more = ("--mixed_precision", precision)
-    one = trained(REFERENCE, model, data, tmp_path, *more)
-    spread = trained(name, model, data, tmp_path, *more, *flags)
+    one = train_layout(REFERENCE, model, data, tmp_path, *more)
+    spread = train_layout(name, model, data, tmp_path, *more, *flags)
 
-    assert difference(one, spread) < BOUNDS[precision]
+    assert max_relative_difference(one, spread) < BOUNDS[precision]
     assert any(key.startswith(("lora_te", "text_encoder")) and bool(spread[key].any()) for key in spread)

@@ -10,19 +10,19 @@ from unittest.mock import create_autospec
 
 import pytest
 import torch
-from one_result import BOUNDS, REFERENCE, dataset, trained
-from rank_processes import on_ranks
+from one_result import BOUNDS, REFERENCE, train_layout, write_even_dataset
+from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from tiny_pipelines import TINY
 from torch import nn
-from training_runs import difference, pictures, train
+from training_runs import max_relative_difference, train, write_images
 
 from library.config import parse_config
 from library.config.types import StepRange
-from library.distributed.parallel_dims import ParallelDims
 from library.distributed.step_phases import record_phase
+from library.distributed.world import ParallelDims
 from library.models.families import FAMILIES
-from library.parallel.blocks import BlockSequence, ParallelPlan, UNetBlockSequence
+from library.parallel.parallel_plan import BlockSequence, ParallelPlan, UNetBlockSequence
 from library.parallel.pipeline import PipelineStep, PipelineStrategy
 from library.parallel.pipeline_stages import StageBoundary, StageRunner
 from library.parallel.strategy import LossFunction
@@ -43,7 +43,7 @@ def run(folder: Path, ranks: int, *flags: str) -> tuple[dict[str, torch.Tensor],
             "--network_dim 4 --optimizer_type SGD --network_train_unet_only"
         ).split(),
     )
-    file = Path(on_ranks(ranks, train, *words, "--output_dir", str(folder / f"of{ranks}"), *flags)[0])
+    file = Path(run_on_ranks(ranks, train, *words, "--output_dir", str(folder / f"of{ranks}"), *flags)[0])
     lines = file.with_name("lora.metrics.jsonl").read_text().splitlines()
     return load_file(file), {name: value for line in lines for name, value in json.loads(line).items()}
 
@@ -51,11 +51,11 @@ def run(folder: Path, ranks: int, *flags: str) -> tuple[dict[str, torch.Tensor],
 @pytest.mark.parametrize("sizes", [pytest.param({(96, 64): 5}, marks=pytest.mark.slow), {(96, 64): 3, (64, 96): 2}])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_a_step_may_have_any_number_of_micro_batches_of_any_sizes(sizes, schedule, tmp_path):
-    pictures(tmp_path, sizes)
+    write_images(tmp_path, sizes)
     one, metrics = run(tmp_path, 1)
     pipelined, pipeline_metrics = run(tmp_path, 2, "--pp_size", "2", "--pp_schedule", schedule)
 
-    assert difference(one, pipelined) < BOUNDS["no"]
+    assert max_relative_difference(one, pipelined) < BOUNDS["no"]
     kinds = [name for name in metrics if name.startswith(("loss/time/", "loss/bucket/"))]
     assert len(kinds) > len(sizes)
     one_by_one, pipelined_values = (
@@ -65,11 +65,11 @@ def test_a_step_may_have_any_number_of_micro_batches_of_any_sizes(sizes, schedul
 
 
 def test_recomputation_repeats_dropout(tmp_path):
-    data, flags = dataset(tmp_path), ("--network_dropout", "0.4", "--gradient_checkpointing")
-    one = trained(REFERENCE, "flux", data, tmp_path, *flags)
-    pipelined = trained("PP 2, gpipe", "flux", data, tmp_path, *flags)
+    data, flags = write_even_dataset(tmp_path), ("--network_dropout", "0.4", "--gradient_checkpointing")
+    one = train_layout(REFERENCE, "flux", data, tmp_path, *flags)
+    pipelined = train_layout("PP 2, gpipe", "flux", data, tmp_path, *flags)
 
-    assert difference(one, pipelined) < BOUNDS["no"]
+    assert max_relative_difference(one, pipelined) < BOUNDS["no"]
 
 
 class Blocks(nn.Module):
@@ -150,7 +150,7 @@ def test_flops_of_a_micro_batch_are_counted_once():
 
 @pytest.mark.slow
 def test_profiled_flops_of_a_pipeline_are_per_device(tmp_path):
-    pictures(tmp_path, {(96, 64): 3, (64, 96): 2})
+    write_images(tmp_path, {(96, 64): 3, (64, 96): 2})
     words = ("--max_train_steps", "4", "--profile_steps", "2:4")
     _, one = run(tmp_path, 1, *words)
     _, two = run(tmp_path, 2, *words, "--pp_size", "2", "--pp_schedule", "interleaved")
@@ -214,13 +214,13 @@ def test_a_checkpointing_budget_trains_the_same_lora_in_a_pipeline(tmp_path):
         "--pretrained_model_name_or_path",
         "random:flux:tiny",
         "--dataset_config",
-        str(dataset(tmp_path)),
+        str(write_even_dataset(tmp_path)),
         *(
             "--max_train_steps 3 --learning_rate 0.5 --optimizer_type SGD --network_dim 2 "
             "--gradient_accumulation_steps 2"
         ).split(),
     ]
     budget = ("--gradient_checkpointing", "--activation_memory_budget", "0.5")
-    one = on_ranks(1, train, *flags, "--output_dir", str(tmp_path / "one"))[0]
-    two = on_ranks(2, train, *flags, *budget, "--output_dir", str(tmp_path / "two"), "--pp_size", "2")[0]
-    assert difference(load_file(one), load_file(two)) < BOUNDS["no"]
+    one = run_on_ranks(1, train, *flags, "--output_dir", str(tmp_path / "one"))[0]
+    two = run_on_ranks(2, train, *flags, *budget, "--output_dir", str(tmp_path / "two"), "--pp_size", "2")[0]
+    assert max_relative_difference(load_file(one), load_file(two)) < BOUNDS["no"]

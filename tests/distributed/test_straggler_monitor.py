@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from training_runs import pictures, train
+from training_runs import train, write_images
 
 from library.distributed.straggler import Straggler, StragglerMonitor, find_straggler
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> list[str]:
-    dataset = pictures(tmp_path_factory.mktemp("pace"), {(64, 64): 8})
+    dataset = write_images(tmp_path_factory.mktemp("pace"), {(64, 64): 8})
     return ["--dataset_config", str(dataset), "--mixed_precision", "no", "--learning_rate", "1e-3"]
 
 
@@ -67,7 +67,7 @@ def sent(*words: str) -> tuple[float, int, dict[str, float]]:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_step_communicates_the_lora_gradients_and_hardly_anything_else(data, tmp_path, ranks):
-    ends = on_ranks(
+    ends = run_on_ranks(
         ranks,
         sent,
         *data,
@@ -101,7 +101,7 @@ def train_with_a_straggler(who: int, *words: str) -> list[dict]:
 
 
 def test_the_slowest_rank_is_reported_with_the_time_it_costs(data, tmp_path):
-    lines = on_ranks(
+    lines = run_on_ranks(
         2,
         train_with_a_straggler,
         1,

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from library.adapters.lora import inject_into_model
 from library.config.schema import AdapterConfig
 from library.models.families import FAMILIES
-from library.models.parallel_plan import build_tensor_parallel_plan
+from library.parallel.parallel_plan import build_tensor_parallel_plan
 from library.parallel.tensor_parallel import TensorParallel
 
 pytestmark = pytest.mark.quick

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import on_ranks
-from training_runs import pictures
+from rank_processes import run_on_ranks
+from training_runs import write_images
 
 from library.training.callbacks import hash_tensors
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> list[str]:
-    dataset = pictures(tmp_path_factory.mktemp("same"), {(64, 64): 4})
+    dataset = write_images(tmp_path_factory.mktemp("same"), {(64, 64): 4})
     flags = (
         "--pretrained_model_name_or_path random:sd1:tiny --network_dim 2 --max_train_steps 8 --save_every_n_steps 3 "
         "--save_state --mixed_precision no --max_data_loader_n_workers 0"
@@ -62,7 +62,7 @@ def with_a_flipped_bit(who: int, when: int, *words: str) -> tuple[int, str, int]
 )
 def test_one_bit_on_one_rank_stops_the_run_before_it_is_saved(data, tmp_path, ranks, more, found, last):
     who = ranks - 1
-    ends = on_ranks(ranks, with_a_flipped_bit, who, 4, *data, "--output_dir", str(tmp_path), *more)
+    ends = run_on_ranks(ranks, with_a_flipped_bit, who, 4, *data, "--output_dir", str(tmp_path), *more)
     assert [code for code, _, _ in ends] == [2] * ranks, ends
     said = "".join(text for _, text, _ in ends)
     rest = "rank 0" if ranks == 2 else "the other 2"
@@ -78,7 +78,7 @@ def test_one_bit_on_one_rank_stops_the_run_before_it_is_saved(data, tmp_path, ra
 
 
 def test_weights_are_compared_at_the_start_and_before_each_save(data, tmp_path):
-    ends = on_ranks(2, with_a_flipped_bit, 9, 0, *data, "--output_dir", str(tmp_path))
+    ends = run_on_ranks(2, with_a_flipped_bit, 9, 0, *data, "--output_dir", str(tmp_path))
     assert [(code, looks) for code, _, looks in ends] == [(0, 4)] * 2, ends
     assert (tmp_path / "lora.safetensors").is_file()
 

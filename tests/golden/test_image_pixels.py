@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from odd_images import png
+from odd_images import encode_png
 from PIL import Image
 
 from library.data.buckets import BucketAssignment
@@ -134,7 +134,7 @@ def test_broken_image_files_are_reported_and_not_raised(tmp_path: Path):
 def test_an_image_of_too_many_pixels_is_reported_and_not_decoded(tmp_path: Path, monkeypatch, limit):
     """Independent of Pillow's limit; the files contain no pixels, so decoding them would fail."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
-    (tmp_path / "huge.png").write_bytes(png(60_000, 60_000))
+    (tmp_path / "huge.png").write_bytes(encode_png(60_000, 60_000))
     assert "3,600,000,000 pixels" in str(inspect_image(tmp_path / "huge.png").problem)
-    (tmp_path / "large.png").write_bytes(png(15_000, 12_000))
+    (tmp_path / "large.png").write_bytes(encode_png(15_000, 12_000))
     assert "180,000,000 pixels" in str(inspect_image(tmp_path / "large.png").problem)

@@ -15,10 +15,10 @@ from torch import nn
 
 from library.adapters import key_names, lora, original_layouts
 from library.adapters.formats import convert_from_file_format, convert_to_file_format
-from library.adapters.fused_layers import fuse_updates, split_update
+from library.adapters.fused_layers import fuse_adapters, split_adapter
 from library.adapters.key_names import ComponentKeys
 from library.adapters.original_layouts import OriginalModule
-from library.adapters.state_dict import ModuleUpdate
+from library.adapters.state_dict import ModuleAdapter
 from library.adapters.targets import match_target_modules
 from library.config.schema import AdapterConfig
 from library.errors import UserError
@@ -169,7 +169,7 @@ def test_an_sd3_file_changes_the_original_weights_as_the_lora_changes_those_of_d
     shapes = {module: model.get_submodule(module).weight.shape for module in modules}
     state = build_state(shapes, "sd3", shared=shared)
     file = convert_to_kohya(state, 4.0, build_component_keys(model, family))
-    before = original_checkpoints.sd3_transformer(model)
+    before = original_checkpoints.convert_sd3_transformer(model)
     after = dict(before)
     for group in NAMES["sd3"].group_modules(modules):
         start = key_names.build_kohya_name(group.name, family.lora_prefix)
@@ -203,14 +203,14 @@ def test_fused_updates_have_the_effect_of_their_parts_and_are_split_again(ranks,
         tensors = {"down": down, "up": torch.randn(size * inputs, len(down), generator=draw) * (0 if zero else 1)}
         if decomposed and all(there):
             tensors["magnitude"] = torch.rand(size * inputs, generator=draw)
-        parts.append(ModuleUpdate(tensors, 0.5 * len(down)) if is_there else None)
-    whole = fuse_updates(parts, original)
+        parts.append(ModuleAdapter(tensors, 0.5 * len(down)) if is_there else None)
+    whole = fuse_adapters(parts, original)
     alone = [
         torch.zeros(size * inputs, inputs) if part is None else moved(part)
         for part, size in zip(parts, original.output_ratios, strict=True)
     ]
     torch.testing.assert_close(moved(whole), torch.cat(alone))
-    back = split_update(whole, original)
+    back = split_adapter(whole, original)
     if zero:  # nothing tells whose the ranks are
         return
     assert [each is None for each in back] == [not each for each in there]
@@ -227,8 +227,8 @@ def moved(update):
 def test_a_shared_lora_a_with_zero_updates_is_not_split():
     """Its rank could be that of four blocks, and all other entries are zero."""
     down = torch.randn(4, 5)
-    parts = split_update(
-        ModuleUpdate({"down": down, "up": torch.zeros(7 * 5, 4)}, 2.0),
+    parts = split_adapter(
+        ModuleAdapter({"down": down, "up": torch.zeros(7 * 5, 4)}, 2.0),
         OriginalModule("whole", ("q", "k", "v", "mlp"), output_ratios=(1, 1, 1, 4)),
     )
     assert all(torch.equal(part.tensors["down"], down) and part.alpha == 2.0 for part in parts)

@@ -170,9 +170,9 @@ def test_sd2_has_the_modules_of_sd1_and_its_projections_are_linear():
 
 
 TRANSFORMERS = {
-    "sd3": original_checkpoints.sd3_transformer,
-    "flux": original_checkpoints.flux_transformer,
-    "z_image": original_checkpoints.z_image_transformer,
+    "sd3": original_checkpoints.convert_sd3_transformer,
+    "flux": original_checkpoints.convert_flux_transformer,
+    "z_image": original_checkpoints.convert_z_image_transformer,
     "qwen_image": nn.Module.state_dict,
 }
 
@@ -205,10 +205,10 @@ def test_original_weights_of_published_size_are_converted_to_those_of_diffusers(
 
 
 ORIGINAL = {
-    "unet": original_checkpoints.ldm_unet,
-    "vae": original_checkpoints.ldm_vae,
-    "CLIPTextModel": original_checkpoints.clip,
-    "OpenCLIP": lambda model: original_checkpoints.open_clip(model, more_layers=1),
+    "unet": original_checkpoints.convert_unet_to_ldm,
+    "vae": original_checkpoints.convert_vae_to_ldm,
+    "CLIPTextModel": original_checkpoints.convert_clip,
+    "OpenCLIP": lambda model: original_checkpoints.convert_open_clip(model, more_layers=1),
 }
 
 

@@ -140,18 +140,18 @@ def list_weights(family: str, pipe: Any) -> dict[str, Tensor]:
     """The names of the weights that ComfyUI can patch."""
 
     writers = {
-        "sd3": original_checkpoints.sd3_transformer,
-        "flux": original_checkpoints.flux_transformer,
-        "z_image": original_checkpoints.z_image_transformer,
+        "sd3": original_checkpoints.convert_sd3_transformer,
+        "flux": original_checkpoints.convert_flux_transformer,
+        "z_image": original_checkpoints.convert_z_image_transformer,
         "qwen_image": nn.Module.state_dict,
     }
     model = getattr(pipe, "unet", None) or pipe.transformer
-    actual = original_checkpoints.with_prefix(
-        "diffusion_model.", writers.get(family, original_checkpoints.ldm_unet)(model)
+    actual = original_checkpoints.add_prefix(
+        "diffusion_model.", writers.get(family, original_checkpoints.convert_unet_to_ldm)(model)
     )
     for number, name in enumerate(TEXT.get(family, ())):
         encoder = pipe.text_encoder if number == 0 else pipe.text_encoder_2
-        actual |= original_checkpoints.with_prefix(f"{name}.transformer.", original_checkpoints.clip(encoder))
+        actual |= original_checkpoints.add_prefix(f"{name}.transformer.", original_checkpoints.convert_clip(encoder))
     return actual
 
 

@@ -7,7 +7,7 @@ import torch
 from adapter_tensors import convert_adapter_to_kohya
 from family_runs import train
 from PIL import Image
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 from safetensors import safe_open
 from small_unet import randomize_lora_b
 from tiny_pipelines import TINY
@@ -58,7 +58,7 @@ VERSIONS = {
 def test_a_run_from_images_to_a_file_and_previews(name, tmp_path):
     source = f"random:{name}:tiny"
     (tmp_path / "prompts.txt").write_text("a red circle --w 64 --h 96 --s 2\n", encoding="utf-8")
-    on_ranks(
+    run_on_ranks(
         1,
         train,
         "--pretrained_model_name_or_path",

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 from tiny_pipelines import TINY
-from training_runs import difference, even, trained
+from training_runs import even_dataset, max_relative_difference, train_adapter
 
 from library.config import parse_config
 from library.models.families import FAMILIES
 
-__all__ = ["even"]  # a fixture
+__all__ = ["even_dataset"]  # a fixture
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {
@@ -35,17 +35,17 @@ def predict(family, pipe, name):
 
 def train_and_predict(name, *flags):
     """Train, and return the prediction of the model in memory for the batch when the file is written."""
-    from library.training import export
+    from library.training import save_adapter
     from library.training.run import run_training
 
     looks = []
-    save_adapter = export.SaveAdapter.save
+    save_adapter = save_adapter.SaveAdapter.save
 
     def save(self, job, file):
         save_adapter(self, job, file)
         looks.append(predict(job.task.family, job.task.pipe, name))
 
-    export.SaveAdapter.save = save
+    save_adapter.SaveAdapter.save = save
     run_training(parse_config([*flags, "--quiet", "--max_data_loader_n_workers", "0"]).require_valid())
     return looks[-1].tolist()
 
@@ -53,7 +53,7 @@ def train_and_predict(name, *flags):
 @pytest.mark.parametrize("name", SOURCES)
 def test_diffusers_samples_the_same_with_the_file_as_the_model_in_memory(name, tmp_path):
     source = SOURCES[name]
-    (prediction_in_memory,) = on_ranks(
+    (prediction_in_memory,) = run_on_ranks(
         1,
         train_and_predict,
         name,
@@ -82,7 +82,7 @@ def test_diffusers_samples_the_same_with_the_file_as_the_model_in_memory(name, t
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux", "qwen_image"])
-def test_one_process_and_two_train_the_same_weights(name, even, tmp_path):
+def test_one_process_and_two_train_the_same_weights(name, even_dataset, tmp_path):
     """Although modules share lora_A, and some layers are unused."""
     flags = (
         "--pretrained_model_name_or_path",
@@ -93,13 +93,13 @@ def test_one_process_and_two_train_the_same_weights(name, even, tmp_path):
         "--max_train_steps",
         "3",
     )
-    one = trained(tmp_path / "one", 1, 4, 1, *flags, dataset=even)
-    two = trained(tmp_path / "two", 2, 2, 1, *flags, dataset=even)
-    assert difference(one, two) < 1e-4
+    one = train_adapter(tmp_path / "one", 1, 4, 1, *flags, dataset=even_dataset)
+    two = train_adapter(tmp_path / "two", 2, 2, 1, *flags, dataset=even_dataset)
+    assert max_relative_difference(one, two) < 1e-4
 
 
-def test_modules_that_are_fused_in_the_original_share_lora_a_to_the_end(even, tmp_path):
-    one = trained(tmp_path, 1, 4, 1, "--pretrained_model_name_or_path", SOURCES["flux"], dataset=even)
+def test_modules_that_are_fused_in_the_original_share_lora_a_to_the_end(even_dataset, tmp_path):
+    one = train_adapter(tmp_path, 1, 4, 1, "--pretrained_model_name_or_path", SOURCES["flux"], dataset=even_dataset)
     name = "transformer.single_transformer_blocks.0"
     down = [one[f"{name}.{part}.lora_A.weight"] for part in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")]
     assert all(torch.equal(each, down[0]) for each in down)

@@ -1,8 +1,8 @@
-"""Whole runs with other adapters than a plain LoRA: the same on one rank and on two, and a file that is right."""
+"""Runs with DoRA, LoKr, OFT and every network argument: equal on one and two ranks, with a verified file."""
 
 import pytest
-from rank_processes import on_ranks
-from training_runs import difference, even, train, trained  # noqa: F401
+from rank_processes import run_on_ranks
+from training_runs import even_dataset, max_relative_difference, train, train_adapter  # noqa: F401
 
 FULL = (
     "--network_dropout",
@@ -28,23 +28,25 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_an_adapter_trains_alike_on_one_rank_and_two(name, even, tmp_path):  # noqa: F811
-    flags, mark = SETTINGS[name]
+def test_every_adapter_type_trains_equally_on_one_rank_and_two(name, even_dataset, tmp_path):  # noqa: F811
+    flags, key_part = SETTINGS[name]
     one, two = (
-        trained(tmp_path, ranks, batch, 1, "--optimizer_type", "SGD", *flags, dataset=even)
+        train_adapter(tmp_path, ranks, batch, 1, "--optimizer_type", "SGD", *flags, dataset=even_dataset)
         for ranks, batch in ((1, 4), (2, 2))
     )
 
-    assert difference(one, two) < 2e-4
-    assert any(mark in key for key in one)
+    assert max_relative_difference(one, two) < 2e-4
+    assert any(key_part in key for key in one)
     if flags is FULL:
         scales = {key.removesuffix(".alpha"): float(one[key]) for key in one if key.endswith(".alpha")}
-        halves = {
+        factors = {
             name: (one[f"{name}.lora_up.weight"].flatten(1), one[f"{name}.lora_down.weight"].flatten(1))
             for name in scales
         }
-        norms = [float((up @ down).norm()) * scales[name] / len(down) for name, (up, down) in halves.items()]
-        assert max(norms) == pytest.approx(0.02, rel=1e-3), "the limit holds, and some have reached it"
+        norms = [float((up @ down).norm()) * scales[name] / len(down) for name, (up, down) in factors.items()]
+        assert max(norms) == pytest.approx(0.02, rel=1e-3), (
+            "the limit of scale_weight_norms holds, and some layers have reached it"
+        )
 
 
 FAMILIES = {
@@ -56,10 +58,10 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_file_of_denoiser_and_text_encoders_does_what_was_trained(name, even, tmp_path):  # noqa: F811
-    """Export compares it with the model in memory, layer by layer."""
+def test_a_file_with_text_encoders_has_the_effect_of_the_model_in_memory(name, even_dataset, tmp_path):  # noqa: F811
+    """Saving compares the file with the model in memory, layer by layer."""
     family, *_ = name.split()
-    on_ranks(
+    run_on_ranks(
         1,
         train,
         "--pretrained_model_name_or_path",
@@ -70,7 +72,7 @@ def test_a_file_of_denoiser_and_text_encoders_does_what_was_trained(name, even, 
         "--learning_rate",
         "1e-3",
         "--dataset_config",
-        str(even),
+        str(even_dataset),
         "--output_dir",
         str(tmp_path),
         *FAMILIES[name],

@@ -1,12 +1,12 @@
-"""What a run keeps beside the weights of its last step: the running average, and the weights of schedule-free ones."""
+"""EMA weights, the averaged weights of schedule-free optimizers, and the learning rate of Prodigy."""
 
 import itertools
 
 import pytest
 import torch
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 from safetensors.torch import load_file
-from training_runs import pictures, train
+from training_runs import train, write_images
 
 SETTINGS = (
     "--train_batch_size",
@@ -24,13 +24,13 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    return pictures(tmp_path_factory.mktemp("average"), {(64, 64): 4})
+    return write_images(tmp_path_factory.mktemp("average"), {(64, 64): 4})
 
 
 @pytest.mark.quick
-def test_the_running_average_is_saved_beside_each_adapter(dataset, tmp_path):
-    decay = 0.15  # below what the first steps are capped at from step 2 on
-    on_ranks(
+def test_ema_weights_are_saved_with_each_adapter(dataset, tmp_path):
+    decay = 0.15  # below the warmup cap of the decay from step 2 on
+    run_on_ranks(
         1,
         train,
         "--dataset_config",
@@ -49,22 +49,22 @@ def test_the_running_average_is_saved_beside_each_adapter(dataset, tmp_path):
     )
 
     names = [f"a-step{step:08d}" for step in range(1, 5)] + ["a"]
-    for before, after in itertools.pairwise(names):
-        average, current = (
-            load_file(tmp_path / f"{before}-ema.safetensors"),
-            load_file(tmp_path / f"{after}.safetensors"),
+    for previous, name in itertools.pairwise(names):
+        previous_ema, current = (
+            load_file(tmp_path / f"{previous}-ema.safetensors"),
+            load_file(tmp_path / f"{name}.safetensors"),
         )
-        found = load_file(tmp_path / f"{after}-ema.safetensors")
-        assert found.keys() == current.keys()
-        for key in found:
+        ema = load_file(tmp_path / f"{name}-ema.safetensors")
+        assert ema.keys() == current.keys()
+        for key in ema:
             if not key.endswith("alpha"):
-                expected = decay * average[key] + (1 - decay) * current[key]
-                assert torch.allclose(found[key], expected, rtol=1e-5, atol=1e-9), (after, key)
-    assert any(not torch.equal(found[key], current[key]) for key in found)
+                expected = decay * previous_ema[key] + (1 - decay) * current[key]
+                assert torch.allclose(ema[key], expected, rtol=1e-5, atol=1e-9), (name, key)
+    assert any(not torch.equal(ema[key], current[key]) for key in ema)
 
 
-def test_a_schedule_free_run_is_the_same_however_often_it_is_saved(dataset, tmp_path):
-    """Saving puts the averaged weights in place and must put the trained ones back, to the last bit that matters."""
+def test_saving_does_not_change_a_schedule_free_run(dataset, tmp_path):
+    """Saving switches to the averaged weights, and then restores the trained ones."""
     flags = (
         "--dataset_config",
         str(dataset),
@@ -76,15 +76,15 @@ def test_a_schedule_free_run_is_the_same_however_often_it_is_saved(dataset, tmp_
         "--output_dir",
         str(tmp_path),
     )
-    often = load_file(on_ranks(1, train, *flags, "--output_name", "often")[0])
-    once = load_file(on_ranks(1, train, *flags, "--output_name", "once", "--save_every_n_steps", "100")[0])
+    often = load_file(run_on_ranks(1, train, *flags, "--output_name", "often")[0])
+    once = load_file(run_on_ranks(1, train, *flags, "--output_name", "once", "--save_every_n_steps", "100")[0])
 
     assert once.keys() == often.keys()
     for key in once:
         assert torch.allclose(once[key], often[key], rtol=1e-4, atol=1e-7), key
 
 
-def test_prodigy_finds_a_rate_that_trains(dataset, tmp_path):
+def test_prodigy_adapts_its_learning_rate_from_1(dataset, tmp_path):
     flags = (
         "--dataset_config",
         str(dataset),
@@ -100,7 +100,7 @@ def test_prodigy_finds_a_rate_that_trains(dataset, tmp_path):
         "--output_name",
         "p",
     )
-    tensors = load_file(on_ranks(1, train, *flags)[0])
+    tensors = load_file(run_on_ranks(1, train, *flags)[0])
 
     assert all(torch.isfinite(tensor.float()).all() for tensor in tensors.values())
     assert any(tensor.abs().max() > 0 for key, tensor in tensors.items() if "lora_up" in key)

@@ -14,8 +14,8 @@ import torch
 from cache_family import AveragePoolFamily, CachedRun, EncodedNames, write_dataset_file
 from numbered_images import write_numbered_images
 from PIL import Image
-from rank_processes import CONTEXT, on_ranks
-from training_runs import pictures
+from rank_processes import CONTEXT, run_on_ranks
+from training_runs import write_images
 
 from library.cache.store import CacheStore
 from library.data.batch import normalize_pixels
@@ -50,13 +50,13 @@ FOR_THE_RUN = ["--cache_latents", "--cache_text_encoder_outputs"]
 
 @pytest.fixture(scope="module")
 def uneven(tmp_path_factory) -> Path:
-    return pictures(tmp_path_factory.mktemp("uneven"), {(96, 64): 5, (64, 96): 3, (100, 70): 2})
+    return write_images(tmp_path_factory.mktemp("uneven"), {(96, 64): 5, (64, 96): 3, (100, 70): 2})
 
 
 def losses(*flags: str) -> tuple[list[float], list[tuple[str, ...]], list[str]]:
     """Of each step; the parts of the model that were loaded, load by load; and what was encoded."""
     from library.config import parse_config
-    from library.models.families.sd1 import StableDiffusion1
+    from library.models.families.sd1_sd2 import StableDiffusion1
     from library.parallel.ddp import DDPStrategy
     from library.training.run import run_training
 
@@ -83,7 +83,7 @@ def uncached(uneven, tmp_path_factory) -> dict[int, list[list[float]]]:
     """By number of processes the losses of each."""
     folder = str(tmp_path_factory.mktemp("uncached"))
     flags = ["--dataset_config", str(uneven), "--output_dir", folder, *STEPS]
-    return {ranks: [seen for seen, _, _ in on_ranks(ranks, losses, *flags)] for ranks in (1, 2)}
+    return {ranks: [seen for seen, _, _ in run_on_ranks(ranks, losses, *flags)] for ranks in (1, 2)}
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_losses_are_those_without_a_cache_to_the_bit(flags, uneven, uncached, tm
         *STEPS,
         *flags,
     ]
-    ((found, loaded, encoded),) = on_ranks(1, losses, *words)
+    ((found, loaded, encoded),) = run_on_ranks(1, losses, *words)
 
     assert len(set(found)) == 8
     if "--vae_batch_size" in flags:  # several pictures at once are rounded in another way than each alone
@@ -116,7 +116,7 @@ def test_losses_are_those_without_a_cache_to_the_bit(flags, uneven, uncached, tm
         assert found == uncached[1][0]
     assert encoded
     if flags == ON_DISK:
-        ((again, loaded, encoded),) = on_ranks(1, losses, *words)
+        ((again, loaded, encoded),) = run_on_ranks(1, losses, *words)
         assert again == found and not encoded
     if flags in (ON_DISK, FOR_THE_RUN):
         assert sorted(loaded[-1]) == ["tokenizer", "unet"]
@@ -124,7 +124,7 @@ def test_losses_are_those_without_a_cache_to_the_bit(flags, uneven, uncached, tm
 
 @pytest.mark.parametrize("flags", [ON_DISK, FOR_THE_RUN])
 def test_two_processes_share_the_work_and_train_as_without_a_cache(flags, uneven, uncached, tmp_path):
-    results = on_ranks(
+    results = run_on_ranks(
         2,
         losses,
         "--dataset_config",
@@ -161,11 +161,11 @@ def test_previews_need_no_text_encoder_and_the_vae_only_while_they_are_drawn(une
         "--sample_every_n_steps",
         "2",
     ]
-    on_ranks(1, losses, *flags)
+    run_on_ranks(1, losses, *flags)
     drawn = [np.asarray(Image.open(path)) for path in sorted((tmp_path / "sample").iterdir())]
     for path in (tmp_path / "sample").iterdir():
         path.unlink()
-    ((_, loaded, _),) = on_ranks(1, losses, *flags, *ON_DISK)
+    ((_, loaded, _),) = run_on_ranks(1, losses, *flags, *ON_DISK)
 
     assert [sorted(parts) for parts in loaded[-2:]] == [["tokenizer", "unet"], ["vae"]]
     again = [np.asarray(Image.open(path)) for path in sorted((tmp_path / "sample").iterdir())]
@@ -192,7 +192,7 @@ def paired(dataset_file: str, *flags: str) -> list[tuple[int, int, int, bool, in
         *flags,
     )
     rows = []
-    for step, work in enumerate(itertools.islice(kept.loader().iter_steps(0), kept.plan.steps)):
+    for step, work in enumerate(itertools.islice(kept.build_loader().iter_steps(0), kept.plan.steps)):
         for batch in work.micro_batches:
             moments = batch.moments or family.encode_moments(pipe, normalize_pixels(batch.pixels))
             mask = batch.latent_mask
@@ -227,12 +227,12 @@ def paired(dataset_file: str, *flags: str) -> list[tuple[int, int, int, bool, in
 def test_picture_caption_and_latent_stay_together_for_three_epochs(tmp_path):
     write_numbered_images(tmp_path, 11, with_masks=True)
     file = write_dataset_file(tmp_path, subset="alpha_mask = true")
-    plain = on_ranks(2, paired, file)
-    cached = on_ranks(2, paired, file, *ON_DISK)
+    plain = run_on_ranks(2, paired, file)
+    cached = run_on_ranks(2, paired, file, *ON_DISK)
     assert cached == plain
 
     shown = [row for rows in cached for row in rows]
-    truth = {f"pictures/{(number * 7) % 11:02d}.png": number for number in range(11)}
+    truth = {f"images/{(number * 7) % 11:02d}.png": number for number in range(11)}
     assert all(latent == caption == truth[name] for name, latent, caption, *_ in shown)
     counts = {name: sum(row[0] == name and row[5] > 0 for row in shown) for name in truth}
     assert set(counts.values()) == {3}
@@ -270,7 +270,7 @@ def test_two_programs_that_know_nothing_of_each_other_fill_one_folder(tmp_path):
     for process in processes:
         process.join()
 
-    store = CacheStore([tmp_path / "pictures" / ".cache-lorikeet" / "latents"])
+    store = CacheStore([tmp_path / "images" / ".cache-lorikeet" / "latents"])
     assert store.find_damaged(range(len(store))) == []
     counts = np.unique(store.entries["key"], return_counts=True)[1]
     assert len(counts) == 20 and counts.max() <= 2
@@ -303,7 +303,7 @@ def slow_on_one(dataset_file: str) -> int:
 @pytest.mark.slow
 def test_waiting_for_a_slow_process_is_not_ended_by_the_time_limit_of_the_group(tmp_path):
     write_numbered_images(tmp_path, 8)
-    assert on_ranks(2, slow_on_one, write_dataset_file(tmp_path)) == [8, 8]
+    assert run_on_ranks(2, slow_on_one, write_dataset_file(tmp_path)) == [8, 8]
 
 
 def failing_on_one(dataset_file: str) -> str:
@@ -322,7 +322,7 @@ def failing_on_one(dataset_file: str) -> str:
 
 def test_what_fails_on_one_process_fails_on_all_and_is_told_once(tmp_path):
     write_numbered_images(tmp_path, 8)
-    assert on_ranks(2, failing_on_one, write_dataset_file(tmp_path)) == [
+    assert run_on_ranks(2, failing_on_one, write_dataset_file(tmp_path)) == [
         "the device is gone True",
         "the device is gone False",
     ]
@@ -339,7 +339,10 @@ def without_a_common_disk(dataset_file: str, folder: str) -> tuple[int, int]:
 
 def test_processes_without_a_common_disk_each_do_the_whole_work(tmp_path):
     write_numbered_images(tmp_path, 8)
-    assert on_ranks(2, without_a_common_disk, write_dataset_file(tmp_path), str(tmp_path / "disks")) == [(8, 8), (8, 8)]
+    assert run_on_ranks(2, without_a_common_disk, write_dataset_file(tmp_path), str(tmp_path / "disks")) == [
+        (8, 8),
+        (8, 8),
+    ]
 
 
 def overflowing(dataset_file: str) -> tuple[list[str], list[float]]:
@@ -354,11 +357,11 @@ def overflowing(dataset_file: str) -> tuple[list[str], list[float]]:
 
 
 def test_a_picture_on_which_the_vae_overflows_is_named_and_encoded_in_float32(tmp_path):
-    (tmp_path / "pictures").mkdir()
+    (tmp_path / "images").mkdir()
     for number, grey in enumerate((10, 255, 90)):
-        Image.new("RGB", (64, 64), (grey, grey, grey)).save(tmp_path / "pictures" / f"{number}.png")
-    ((warnings, values),) = on_ranks(1, overflowing, write_dataset_file(tmp_path))
-    assert [line.partition(":")[0] for line in warnings] == ["pictures/1.png"] and "torch.float16" in warnings[0]
+        Image.new("RGB", (64, 64), (grey, grey, grey)).save(tmp_path / "images" / f"{number}.png")
+    ((warnings, values),) = run_on_ranks(1, overflowing, write_dataset_file(tmp_path))
+    assert [line.partition(":")[0] for line in warnings] == ["images/1.png"] and "torch.float16" in warnings[0]
     assert values == pytest.approx([10 / 127.5 - 1, 1, 90 / 127.5 - 1])
 
 
@@ -368,7 +371,7 @@ def with_a_picture_that_breaks(dataset_file: str, on_invalid_images: str) -> Any
 
     def breaking(encoders, prepared):
         encoders.strategy.comm.barrier()  # all have looked at the pictures
-        (Path(dataset_file).parent / "pictures" / "03.png").write_bytes(b"broken since")
+        (Path(dataset_file).parent / "images" / "03.png").write_bytes(b"broken since")
         return honest(encoders, prepared)
 
     cache_family.cache_latents = breaking
@@ -391,14 +394,14 @@ def with_a_picture_that_breaks(dataset_file: str, on_invalid_images: str) -> Any
 @pytest.mark.slow
 def test_a_picture_that_broke_in_the_meantime_goes_the_way_of_bad_data_on_every_process(tmp_path):
     write_numbered_images(tmp_path, 8)
-    whole = (tmp_path / "pictures" / "03.png").read_bytes()
+    whole = (tmp_path / "images" / "03.png").read_bytes()
     file = write_dataset_file(tmp_path)
-    problems = on_ranks(2, with_a_picture_that_breaks, file, "fail")
+    problems = run_on_ranks(2, with_a_picture_that_breaks, file, "fail")
     assert problems[0] == problems[1] and len(problems[0]) == 2
     assert "03.png: was readable at the start of the run, cannot be read now" in problems[0][0]
 
-    (tmp_path / "pictures" / "03.png").write_bytes(whole)
-    results = on_ranks(2, with_a_picture_that_breaks, file, "skip")
-    names = [f"pictures/{number:02d}.png" for number in range(8) if number != 3]
-    numbers = {f"pictures/{(number * 7) % 8:02d}.png": number for number in range(8)}
+    (tmp_path / "images" / "03.png").write_bytes(whole)
+    results = run_on_ranks(2, with_a_picture_that_breaks, file, "skip")
+    names = [f"images/{number:02d}.png" for number in range(8) if number != 3]
+    numbers = {f"images/{(number * 7) % 8:02d}.png": number for number in range(8)}
     assert results == [(names, [numbers[name] for name in names], list(range(7)))] * 2

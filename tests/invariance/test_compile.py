@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compiled_runs import COMPILED, FAMILIES, SIZES, dataset, trained
+from compiled_runs import COMPILED, FAMILIES, SIZES, train_compiled, write_dataset
 from tiny_pipelines import TINY
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from training_runs import difference, prompts
+from training_runs import max_relative_difference, write_prompts
 
 from library.data.batch import Moments, PixelBatch
 from library.parallel.compile import MAX_RECOMPILES, Compilation, compile_model, find_repeated_blocks
@@ -18,30 +18,30 @@ from library.parallel.compile import MAX_RECOMPILES, Compilation, compile_model,
 
 @pytest.mark.parametrize("family", [pytest.param("sd1", marks=pytest.mark.slow), "flux"])
 def test_24_sizes_need_two_graphs_per_block_class_and_no_recompiles(family, tmp_path):
-    data = dataset(tmp_path / "data", SIZES)
+    data = write_dataset(tmp_path / "data", SIZES)
     flags = ("--max_train_epochs", "3", *FAMILIES[family])
-    found = trained(tmp_path / "compiled", family, data, *flags, *COMPILED)
-    plain = trained(tmp_path / "plain", family, data, *flags)
+    found = train_compiled(tmp_path / "compiled", family, data, *flags, *COMPILED)
+    plain = train_compiled(tmp_path / "plain", family, data, *flags)
 
-    assert len(SIZES) == 24 and found.is_dynamic and not found.marks
-    assert len(found.kinds) == 2 and max(found.kinds.values()) <= 2 and found.late == 0
-    assert found.graphs == sum(found.kinds.values()), "only blocks are compiled"
-    assert difference(plain.lora, found.lora) < 1e-4
+    assert len(SIZES) == 24 and found.is_dynamic and not found.cudagraph_marks
+    assert len(found.graph_counts) == 2 and max(found.graph_counts.values()) <= 2 and found.recompile_count == 0
+    assert found.unique_graphs == sum(found.graph_counts.values()), "only blocks are compiled"
+    assert max_relative_difference(plain.lora, found.lora) < 1e-4
     assert max(float(tensor.abs().max()) for name, tensor in found.lora.items() if "B" in name or "up" in name) > 1e-4
 
 
 def test_all_text_lengths_are_compiled_before_the_first_step(tmp_path):
-    data = dataset(tmp_path / "data", SIZES[:3])
+    data = write_dataset(tmp_path / "data", SIZES[:3])
     recorded = ("--dynamo_mode", "reduce-overhead", "--gradient_accumulation_steps", "2")
-    found = trained(tmp_path / "out", "z_image", data, "--max_train_epochs", "2", *COMPILED, *recorded)
-    assert found.late == 0 and found.is_dynamic
-    assert found.marks == found.begun, "CUDA graphs are told each begin of a step, and nothing else"
+    found = train_compiled(tmp_path / "out", "z_image", data, "--max_train_epochs", "2", *COMPILED, *recorded)
+    assert found.recompile_count == 0 and found.is_dynamic
+    assert found.cudagraph_marks == found.forward_count, "CUDA graphs are told each begin of a step, and nothing else"
 
 
 @pytest.mark.slow
 def test_previews_validation_dropout_and_checkpointing_cause_no_recompiles(tmp_path):
-    data = dataset(tmp_path / "data", SIZES[:4])
-    found = trained(
+    data = write_dataset(tmp_path / "data", SIZES[:4])
+    found = train_compiled(
         tmp_path / "out",
         "sd1",
         data,
@@ -50,46 +50,46 @@ def test_previews_validation_dropout_and_checkpointing_cause_no_recompiles(tmp_p
             "--sample_every_n_epochs 1"
         ).split(),
         "--sample_prompts",
-        prompts(tmp_path),
+        write_prompts(tmp_path),
         "--no-network_train_unet_only",
         *COMPILED,
     )
 
-    blocks = [graphs for name, graphs in found.kinds.items() if "TransformerBlock" in name]
+    blocks = [graphs for name, graphs in found.graph_counts.items() if "TransformerBlock" in name]
     assert blocks == [1, 1], "dropout, which differs from module to module, costs no graphs"
-    assert found.late == 0 and len(found.kinds) == 3
+    assert found.recompile_count == 0 and len(found.graph_counts) == 3
 
 
 @pytest.mark.slow
 def test_an_activation_memory_budget_trains_the_same_lora(tmp_path):
-    data = dataset(tmp_path / "data", SIZES[:3])
+    data = write_dataset(tmp_path / "data", SIZES[:3])
     flags = ("--max_train_epochs", "1", "--gradient_checkpointing", "--activation_memory_budget", "0.5")
-    found = trained(tmp_path / "compiled", "sd1", data, *flags, *COMPILED[:2], "aot_eager")
-    plain = trained(tmp_path / "plain", "sd1", data, *flags[:3])
-    assert found.late == 0 and found.is_dynamic and difference(plain.lora, found.lora) < 1e-4
+    found = train_compiled(tmp_path / "compiled", "sd1", data, *flags, *COMPILED[:2], "aot_eager")
+    plain = train_compiled(tmp_path / "plain", "sd1", data, *flags[:3])
+    assert found.recompile_count == 0 and found.is_dynamic and max_relative_difference(plain.lora, found.lora) < 1e-4
 
 
 @pytest.mark.slow
 def test_few_sizes_are_compiled_with_static_shapes_and_two_ranks_train_as_one(tmp_path):
-    data = dataset(tmp_path / "data", SIZES[:2], pictures=(4,))
+    data = write_dataset(tmp_path / "data", SIZES[:2], counts=(4,))
     flags = ("--max_train_steps", "4", "--gradient_accumulation_steps")
-    one = trained(tmp_path / "one", "sd1", data, *flags, "2")
+    one = train_compiled(tmp_path / "one", "sd1", data, *flags, "2")
     for engine in ((), ("--fsdp",)):
-        two = trained(tmp_path / f"two{len(engine)}", "sd1", data, *flags, "1", *COMPILED, *engine, ranks=2)
+        two = train_compiled(tmp_path / f"two{len(engine)}", "sd1", data, *flags, "1", *COMPILED, *engine, ranks=2)
 
-        assert not two.is_dynamic and set(two.kinds.values()) == {2} and two.late == 0
-        assert difference(one.lora, two.lora) < 1e-4
+        assert not two.is_dynamic and set(two.graph_counts.values()) == {2} and two.recompile_count == 0
+        assert max_relative_difference(one.lora, two.lora) < 1e-4
 
 
 @pytest.mark.slow
 def test_a_second_run_reads_compiled_graphs_from_the_cache(tmp_path):
-    data = dataset(tmp_path / "data", SIZES[:1])
+    data = write_dataset(tmp_path / "data", SIZES[:1])
     flags = ("--max_train_steps", "1", "--torch_compile", "--compile_cache_dir", str(tmp_path / "kept"))
-    first, second = (trained(tmp_path / name, "sdxl", data, *flags) for name in ("first", "second"))
+    first, second = (train_compiled(tmp_path / name, "sdxl", data, *flags) for name in ("first", "second"))
 
-    assert first.hits["miss"] > 0 and first.hits["hit"] == 0
-    assert second.hits == {"hit": first.hits["miss"], "miss": 0}
-    assert difference(first.lora, second.lora) == 0
+    assert first.cache_counts["miss"] > 0 and first.cache_counts["hit"] == 0
+    assert second.cache_counts == {"hit": first.cache_counts["miss"], "miss": 0}
+    assert max_relative_difference(first.lora, second.lora) == 0
     assert any((tmp_path / "kept").iterdir())
 
 

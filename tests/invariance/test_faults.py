@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from launched_runs import ended, started, when_it_trains
-from rank_processes import on_ranks
-from resumed_runs import figures
+from launched_runs import start_run, wait_for_exit, wait_until_training
+from rank_processes import run_on_ranks
+from resumed_runs import read_metrics
 from safetensors.torch import load_file
 from tiny_pipelines import get_tiny_sd1_folder
-from training_runs import difference, pictures, train
+from training_runs import max_relative_difference, train, write_images
 
 from library.distributed.step_phases import OutOfMemory, record_phase
 from library.distributed.watchdog import ProcessIdentity
@@ -44,7 +44,7 @@ STEP = 11
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory) -> Path:
-    return pictures(tmp_path_factory.mktemp("faults"), {(96, 64): 8})
+    return write_images(tmp_path_factory.mktemp("faults"), {(96, 64): 8})
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def whole(dataset, tmp_path_factory) -> dict[int, Path]:
     """Runs that nobody disturbed, by ranks."""
     folders = {ranks: tmp_path_factory.mktemp("whole") for ranks in (1, 2)}
     for ranks, folder in folders.items():
-        on_ranks(ranks, train, *flags(dataset, folder, ranks))
+        run_on_ranks(ranks, train, *flags(dataset, folder, ranks))
     return folders
 
 
@@ -132,7 +132,7 @@ def without_memory(phase: str, who: int, fits: int, *words: str) -> tuple[int, s
 
 @pytest.mark.parametrize(("ranks", "phase", "fits"), [(1, "backward", 1), (1, "forward", 0), (2, "backward", 1)])
 def test_a_step_that_finds_no_memory_is_cut_and_trains_the_same(dataset, whole, tmp_path, ranks, phase, fits):
-    ends = on_ranks(
+    ends = run_on_ranks(
         ranks, without_memory, phase, ranks - 1, fits, *flags(dataset, tmp_path, ranks, "--on_oom", "recover")
     )
     assert [code for code, _ in ends] == [0] * ranks, ends
@@ -140,14 +140,14 @@ def test_a_step_that_finds_no_memory_is_cut_and_trains_the_same(dataset, whole, 
     assert f"step {STEP + 1}: out of memory" in text and "splitting micro-batches into 2 parts" in text
     assert ("enabling gradient_checkpointing" in text) == (fits == 0)
     found, wanted = (load_file(folder / "lora.safetensors") for folder in (tmp_path, whole[ranks]))
-    assert difference(wanted, found) < 1e-6
-    for one, other in zip(figures(whole[ranks]), figures(tmp_path), strict=True):
+    assert max_relative_difference(wanted, found) < 1e-6
+    for one, other in zip(read_metrics(whole[ranks]), read_metrics(tmp_path), strict=True):
         assert one == pytest.approx(other, rel=1e-5)
 
 
 @pytest.mark.parametrize(("ranks", "phase"), [(1, "encode"), (1, "optimizer"), (2, "backward")])
 def test_without_the_ladder_it_is_told_where_it_was_and_what_to_try(dataset, whole, tmp_path, ranks, phase):
-    ends = on_ranks(ranks, without_memory, phase, ranks - 1, 0, *flags(dataset, tmp_path, ranks))
+    ends = run_on_ranks(ranks, without_memory, phase, ranks - 1, 0, *flags(dataset, tmp_path, ranks))
     text = ends[-1][1]
     assert ends[-1][0] == 2 and "CUDA out of memory. Tried to allocate 2.00 GiB." in text
     where = {
@@ -157,7 +157,7 @@ def test_without_the_ladder_it_is_told_where_it_was_and_what_to_try(dataset, who
     }[phase]
     assert f"out of memory in step {STEP + 1} {where}" in text
     if phase != "optimizer":
-        assert re.search(rf"with {4 // ranks} images of 80x48: pictures/\d\d\.png, ", text)
+        assert re.search(rf"with {4 // ranks} images of 80x48: images/\d\d\.png, ", text)
     assert "Try next: --cache_latents, which frees the VAE" in text and "Traceback" not in text
     assert ("--on_oom recover" in text) == (phase != "optimizer")
     if ranks == 2:
@@ -168,13 +168,15 @@ def test_without_the_ladder_it_is_told_where_it_was_and_what_to_try(dataset, who
 def goes_on_exactly(dataset: Path, whole: dict[int, Path], folder: Path, ranks: int) -> None:
     """The state that was kept leads to what an undisturbed run has."""
     assert (folder / f"lora-step{STEP - 1:08d}-state").is_dir() or list(folder.glob("lora-step*-state"))
-    on_ranks(ranks, train, *flags(dataset, folder, ranks, "--auto_resume"))
+    run_on_ranks(ranks, train, *flags(dataset, folder, ranks, "--auto_resume"))
     found, wanted = (load_file(path / "lora.safetensors") for path in (folder, whole[ranks]))
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 
 def test_at_the_foot_of_the_ladder_the_run_ends(dataset, tmp_path):
-    ((code, text),) = on_ranks(1, without_memory, "forward", 0, -1, *flags(dataset, tmp_path, 1, "--on_oom", "recover"))
+    ((code, text),) = run_on_ranks(
+        1, without_memory, "forward", 0, -1, *flags(dataset, tmp_path, 1, "--on_oom", "recover")
+    )
     assert code == 2 and "enabling gradient_checkpointing" in text, text
     assert f"out of memory in step {STEP + 1} in the forward pass, with 1 image of 80x48" in text
     assert list(tmp_path.glob("lora-step*-state"))
@@ -224,13 +226,13 @@ def with_a_bug(who: int, *words: str) -> tuple[int, str]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_bug_is_told_once_with_cause_place_and_what_to_do(dataset, whole, tmp_path, ranks):
     who = ranks - 1
-    ends = on_ranks(ranks, with_a_bug, who, *flags(dataset, tmp_path, ranks))
+    ends = run_on_ranks(ranks, with_a_bug, who, *flags(dataset, tmp_path, ranks))
     assert [code for code, _ in ends] == [1] * ranks
     told_by, quiet = ends[who][1], "".join(text for number, (_, text) in enumerate(ends) if number != who)
     last = told_by[told_by.index("train_lora: ended") :].splitlines()
     assert last[0] == ("train_lora: ended by an error." if ranks == 1 else "train_lora: ended on rank 1 by an error.")
     assert last[1] == "  ValueError: the parrot is no more"
-    assert last[2].startswith(f"  in step {STEP + 1} of 13, with images of 80x48: pictures/")
+    assert last[2].startswith(f"  in step {STEP + 1} of 13, with images of 80x48: images/")
     assert last[3].startswith("  the checkpoint after step ") and "to resume, add --auto_resume" in last[3]
     report = tmp_path / f"lora.error-rank{who}.txt"
     assert last[4] == f"  the traceback is in {report}. If the error recurs, report it together with that file"
@@ -248,7 +250,7 @@ def with_an_early_bug(folder: str, *words: str) -> tuple[int, str]:
 
 
 def test_a_bug_before_anything_is_known_is_told_as_well(tmp_path):
-    ((code, text),) = on_ranks(1, with_an_early_bug, str(tmp_path))
+    ((code, text),) = run_on_ranks(1, with_an_early_bug, str(tmp_path))
     assert code == 1 and text.splitlines()[:2] == ["train_lora: ended by an error.", "  KeyError: 'nothing'"]
     assert "Traceback" not in text and "parse_config" in (tmp_path / "train_lora.error.txt").read_text("utf-8")
 
@@ -263,16 +265,16 @@ def ends_while_it_still_speaks() -> int:
 
 
 def test_the_launchers_signal_does_not_cut_off_the_last_words():
-    assert on_ranks(1, ends_while_it_still_speaks)[0] != os.getpid()
+    assert run_on_ranks(1, ends_while_it_still_speaks)[0] != os.getpid()
 
 
 def test_a_process_that_is_killed_is_named_and_the_others_end(dataset, tmp_path):
     settings = ["--pretrained_model_name_or_path", get_tiny_sd1_folder(), *flags(dataset, tmp_path, 2)]
-    run = started(2, settings, tmp_path, "--max_train_steps", "100000", "--max_data_loader_n_workers", "0")
-    when_it_trains(run, tmp_path)
+    run = start_run(2, settings, tmp_path, "--max_train_steps", "100000", "--max_data_loader_n_workers", "0")
+    wait_until_training(run, tmp_path)
     victim = next(child for child in psutil.Process(run.pid).children() if child.environ().get("RANK") == "1")
     victim.send_signal(signal.SIGKILL)
-    code, text = ended(run)
+    code, text = wait_for_exit(run)
     assert code == 1
     assert re.search(rf"rank 1 \(process {victim.pid} on .*\) died without an error message: killed", text), text
     assert text.count("train_lora: ended") == 1 and "to resume, add --auto_resume" in text
@@ -292,10 +294,10 @@ def on_a_small_disk(limit: int, *words: str) -> tuple[int, str]:
 
 def test_a_disk_that_is_too_small_for_the_lora_ends_the_run_and_old_files_stay(dataset, tmp_path):
     words = flags(dataset, tmp_path, 1, "--save_every_n_steps", "6", "--save_state")
-    on_ranks(1, train, *words, "--max_train_steps", "6")
+    run_on_ranks(1, train, *words, "--max_train_steps", "6")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.safetensors")}
     size = (tmp_path / "lora.safetensors").stat().st_size
-    ((code, text),) = on_ranks(1, on_a_small_disk, size // 2, *words, "--auto_resume")
+    ((code, text),) = run_on_ranks(1, on_a_small_disk, size // 2, *words, "--auto_resume")
     assert code == 2 and "lora-step00000012.safetensors: cannot be written: " in text and "File too large" in text
     assert re.search(r"the checkpoint after step \d+ cannot be saved: .*File too large", text), text
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*.safetensors")}
@@ -315,9 +317,9 @@ def test_a_disk_that_is_too_small_for_a_state_is_told_and_training_goes_on(datas
         "6",
         "--save_state",
     )
-    on_ranks(1, train, *words, "--max_train_steps", "6", "--output_name", "size")
+    run_on_ranks(1, train, *words, "--max_train_steps", "6", "--output_name", "size")
     size = (tmp_path / "size.safetensors").stat().st_size
-    ((code, text),) = on_ranks(1, on_a_small_disk, size * 3 // 2, *words)
+    ((code, text),) = run_on_ranks(1, on_a_small_disk, size * 3 // 2, *words)
     assert (tmp_path / "lora.safetensors").is_file() and (tmp_path / "lora-step00000012.safetensors").is_file()
     assert text.count("the checkpoint cannot be saved: ") >= 2 and "training continues" in text
     assert code == 2 and not list(tmp_path.glob("lora*-state")), text
@@ -335,7 +337,7 @@ def with_a_clock_that_runs_back(*words: str) -> tuple[int, str]:
 
 
 def test_nothing_depends_on_the_clock(dataset, whole, tmp_path):
-    ((code, text),) = on_ranks(
+    ((code, text),) = run_on_ranks(
         1, with_a_clock_that_runs_back, *flags(dataset, tmp_path, 1, "--save_every_n_steps", "6", "--save_state")
     )
     assert code == 0, text

@@ -1,12 +1,12 @@
-"""Whole runs with masks and with pictures that fail on the way: alike on any number of ranks, ended by all together."""
+"""Runs with masks, and with images that become unreadable: equal on any number of ranks, and stopped on all."""
 
 import os
 from pathlib import Path
 
 import pytest
 from PIL import Image
-from rank_processes import on_ranks
-from training_runs import difference, pictures, train, trained
+from rank_processes import run_on_ranks
+from training_runs import max_relative_difference, train, train_adapter, write_images
 
 from library.training.step_guards import CHECK_INTERVAL_STEPS
 
@@ -15,44 +15,44 @@ SGD = ("--optimizer_type", "SGD")
 
 @pytest.fixture(scope="module")
 def masked(tmp_path_factory) -> Path:
-    """Two buckets with remainders; every second picture is half transparent."""
-    path = pictures(tmp_path_factory.mktemp("masked"), {(96, 64): 5, (64, 96): 3})
-    for number, file in enumerate(sorted((path.parent / "pictures").glob("*.png"))):
+    """Two buckets with remainders; every second image is half transparent."""
+    path = write_images(tmp_path_factory.mktemp("masked"), {(96, 64): 5, (64, 96): 3})
+    for number, file in enumerate(sorted((path.parent / "images").glob("*.png"))):
         if number % 2:
-            picture = Image.open(file).convert("RGBA")
-            picture.putalpha(Image.linear_gradient("L").resize(picture.size).point(lambda value: 3 * value - 255))
-            picture.save(file)
+            image = Image.open(file).convert("RGBA")
+            image.putalpha(Image.linear_gradient("L").resize(image.size).point(lambda value: 3 * value - 255))
+            image.save(file)
     return path
 
 
-def test_masked_pictures_train_alike_on_one_rank_and_two(masked, tmp_path):
+def test_masked_images_train_equally_on_one_rank_and_two(masked, tmp_path):
     flags = (*SGD, "--alpha_mask", "--masked_loss")
-    one = trained(tmp_path / "one", 1, 4, 1, *flags, dataset=masked)
-    two = trained(tmp_path / "two", 2, 2, 1, *flags, dataset=masked)
-    by_area = trained(tmp_path / "area", 1, 4, 1, *flags, "--masked_loss_normalize", dataset=masked)
+    one = train_adapter(tmp_path / "one", 1, 4, 1, *flags, dataset=masked)
+    two = train_adapter(tmp_path / "two", 2, 2, 1, *flags, dataset=masked)
+    by_area = train_adapter(tmp_path / "area", 1, 4, 1, *flags, "--masked_loss_normalize", dataset=masked)
 
-    assert difference(one, two) < 1e-4
-    assert difference(one, by_area) > 1e-2
+    assert max_relative_difference(one, two) < 1e-4
+    assert max_relative_difference(one, by_area) > 1e-2
 
 
-def losing(names: tuple[str, ...], *flags: str) -> tuple[int, str, bool]:
-    """A rank of a run in which pictures become unreadable: its last step, what it said, whether others tell it."""
+def train_with_unreadable_images(names: tuple[str, ...], *flags: str) -> tuple[int, str, bool]:
+    """Train while images become unreadable; return the last step, the error, and whether another rank reports it."""
     from library.data import images
     from library.errors import UserError
     from library.training import loop
 
-    honest, step_of, steps = images.load_image_and_mask, loop._run_step, []
+    load_image, run_step, steps = images.load_image_and_mask, loop._run_step, []
 
     def read(image, mask):
         if image.name in names:
-            raise OSError("the disk is gone")
-        return honest(image, mask)
+            raise OSError("disk failure")
+        return load_image(image, mask)
 
-    def counted(run, work, waited):
+    def record_step(run, batches, wait_seconds):
         steps.append(run.state.step)
-        return step_of(run, work, waited)
+        return run_step(run, batches, wait_seconds)
 
-    images.load_image_and_mask, loop._run_step = read, counted
+    images.load_image_and_mask, loop._run_step = read, record_step
     try:
         train(*flags)
     except UserError as error:
@@ -60,7 +60,7 @@ def losing(names: tuple[str, ...], *flags: str) -> tuple[int, str, bool]:
     return steps[-1], "", False
 
 
-def run_of(tmp_path: Path, dataset: Path, ranks: int, batch: int, *flags: str) -> list[str]:
+def build_flags(tmp_path: Path, dataset: Path, ranks: int, batch: int, *flags: str) -> list[str]:
     return [
         "--dataset_config",
         str(dataset),
@@ -77,68 +77,77 @@ def run_of(tmp_path: Path, dataset: Path, ranks: int, batch: int, *flags: str) -
     ]
 
 
-def test_a_lost_picture_trains_nothing_and_the_others_the_same_on_one_rank_and_two(masked, tmp_path):
+def test_an_unreadable_image_has_weight_zero_on_one_rank_and_two(masked, tmp_path):
     from safetensors.torch import load_file
 
     files = []
     for ranks, batch in ((1, 4), (2, 2)):
-        flags = run_of(tmp_path, masked, ranks, batch, "--max_train_steps", "6")
-        said = on_ranks(ranks, losing, ("03.png",), *flags)
-        assert said == [(5, "", False)] * ranks
+        flags = build_flags(tmp_path, masked, ranks, batch, "--max_train_steps", "6")
+        results = run_on_ranks(ranks, train_with_unreadable_images, ("03.png",), *flags)
+        assert results == [(5, "", False)] * ranks
         files.append(load_file(tmp_path / f"r{ranks}.safetensors"))
 
-    assert difference(*files) < 1e-4
+    assert max_relative_difference(*files) < 1e-4
 
 
-def test_too_many_lost_pictures_end_the_run_on_all_ranks_in_the_same_step(masked, tmp_path):
-    flags = run_of(tmp_path, masked, 2, 1, "--max_train_steps", "40", "--max_invalid_images", "2")
-    lost = ("02.png", "04.png", "07.png")
-    (step, said, told), (other_step, other_said, other_told) = on_ranks(2, losing, lost, *flags)
+def test_too_many_unreadable_images_stop_all_ranks_in_the_same_step(masked, tmp_path):
+    flags = build_flags(tmp_path, masked, 2, 1, "--max_train_steps", "40", "--max_invalid_images", "2")
+    unreadable = ("02.png", "04.png", "07.png")
+    (step, error, is_reported), (other_step, other_error, is_reported_by_other) = run_on_ranks(
+        2, train_with_unreadable_images, unreadable, *flags
+    )
 
-    assert step == other_step < 30 and said == other_said and (told, other_told) == (False, True)
-    first, *lines = said.splitlines()
+    assert step == other_step < 30 and error == other_error and (is_reported, is_reported_by_other) == (False, True)
+    first, *lines = error.splitlines()
     assert first == "3 of 8 images can no longer be read; max_invalid_images is 2:"
-    folder = masked.parent / "pictures"
+    folder = masked.parent / "images"
     assert sorted(lines) == [
-        f"{folder / name}: was readable at the start of the run, cannot be read now: the disk is gone" for name in lost
+        f"{folder / name}: was readable at the start of the run, cannot be read now: disk failure"
+        for name in unreadable
     ]
 
 
 @pytest.mark.parametrize(
-    ("lost", "limit", "said"),
+    ("unreadable", "limit", "message"),
     [
         (("02.png",), "0", "1 of 8 images can no longer be read; max_invalid_images is 0:"),
         (("01.png", "02.png", "03.png", "04.png"), "10", "4 of 8 images can no longer be read; at least half of"),
     ],
 )
-def test_the_first_ends_the_run_when_none_is_allowed_and_half_of_all_in_any_case(masked, tmp_path, lost, limit, said):
-    flags = run_of(tmp_path, masked, 1, 4, "--max_train_steps", "20", "--max_invalid_images", limit)
-    ((step, found, _),) = on_ranks(1, losing, lost, *flags)
+def test_max_invalid_images_0_stops_at_the_first_and_half_of_all_always_stops(
+    masked, tmp_path, unreadable, limit, message
+):
+    flags = build_flags(tmp_path, masked, 1, 4, "--max_train_steps", "20", "--max_invalid_images", limit)
+    ((step, error, _),) = run_on_ranks(1, train_with_unreadable_images, unreadable, *flags)
 
-    assert found.startswith(said) and step <= CHECK_INTERVAL_STEPS
-
-
-@pytest.mark.parametrize("lost", [("03.png",), tuple(f"{number:02d}.png" for number in range(1, 9))])
-def test_what_was_learnt_is_kept_when_the_last_step_shows_that_too_many_are_lost(masked, tmp_path, lost):
-    flags = run_of(tmp_path, masked, 1, 8, "--max_train_steps", "2", "--max_invalid_images", "0")
-    ((step, found, _),) = on_ranks(1, losing, lost, *flags)
-
-    assert step <= 1 and "images can no longer be read" in found
-    kept = [f"r1-step{step + 1:08d}.safetensors"] if len(lost) == 1 else []  # of nothing nothing is learnt
-    assert [path.name for path in tmp_path.glob("*.safetensors")] == kept
+    assert error.startswith(message) and step <= CHECK_INTERVAL_STEPS
 
 
-def losing_on(rank: int, *flags: str) -> tuple[int, str, bool]:
-    return losing(("03.png",) if int(os.environ["RANK"]) == rank else (), *flags)
+@pytest.mark.parametrize("unreadable", [("03.png",), tuple(f"{number:02d}.png" for number in range(1, 9))])
+def test_trained_weights_are_saved_when_too_many_images_are_unreadable_in_the_last_step(masked, tmp_path, unreadable):
+    flags = build_flags(tmp_path, masked, 1, 8, "--max_train_steps", "2", "--max_invalid_images", "0")
+    ((step, error, _),) = run_on_ranks(1, train_with_unreadable_images, unreadable, *flags)
+
+    assert step <= 1 and "images can no longer be read" in error
+    saved = (
+        [f"r1-step{step + 1:08d}.safetensors"] if len(unreadable) == 1 else []
+    )  # without a readable image nothing is trained
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == saved
 
 
-def test_a_picture_that_only_one_of_two_with_the_same_pictures_lost_ends_the_run(masked, tmp_path):
-    """One computes with black and weight 0 what the other computes with the picture."""
-    flags = run_of(tmp_path, masked, 2, 8, "--max_train_steps", "20", "--tp_size", "2")
-    (_, said, told), (_, other_said, other_told) = on_ranks(2, losing_on, 1, *flags)
+def train_with_unreadable_image_on_rank(rank: int, *flags: str) -> tuple[int, str, bool]:
+    return train_with_unreadable_images(("03.png",) if int(os.environ["RANK"]) == rank else (), *flags)
 
-    assert other_said in said and "the checkpoint after step" in said
-    assert (told, other_told) == (False, True)
-    assert "03.png: was readable at the start" in said
-    assert "only on rank 1; other ranks of its model-parallel group could read it" in said
+
+def test_an_image_unreadable_on_one_rank_of_a_tensor_parallel_group_stops_the_run(masked, tmp_path):
+    """One rank would use a black image with weight 0 where the other uses the image."""
+    flags = build_flags(tmp_path, masked, 2, 8, "--max_train_steps", "20", "--tp_size", "2")
+    (_, error, is_reported), (_, other_error, is_reported_by_other) = run_on_ranks(
+        2, train_with_unreadable_image_on_rank, 1, *flags
+    )
+
+    assert other_error in error and "the checkpoint after step" in error
+    assert (is_reported, is_reported_by_other) == (False, True)
+    assert "03.png: was readable at the start" in error
+    assert "only on rank 1; other ranks of its model-parallel group could read it" in error
     assert not [*tmp_path.glob("*.safetensors")]

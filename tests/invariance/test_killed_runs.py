@@ -1,6 +1,6 @@
-"""A run that is killed without warning goes on to the same result, however its model is spread.
+"""A run that is killed resumes to the same result, with FSDP, HSDP and ZeRO.
 
-``kills.py`` does it with launched runs at random moments.
+``tests/support/killed_runs.py`` does this with launched runs at random moments.
 """
 
 import json
@@ -10,30 +10,30 @@ from pathlib import Path
 
 import pytest
 from killed_runs import compare
-from one_result import IN_HOST_MEMORY, dataset
-from rank_processes import on_ranks
+from one_result import CPU_OFFLOAD, write_even_dataset
+from rank_processes import run_on_ranks
 from training_runs import train
 
 STEPS, KILLED_AT = 6, 3
-"""States are kept after the second and the fourth step; it is killed with the next one half done."""
+"""Checkpoints are saved after steps 2 and 4; the kill comes between backward and optimizer step of step 4."""
 
 
-def dies(victims: tuple[int, ...], *flags: str) -> None:
-    """A run in which processes are killed between the gradients of a step and its update."""
+def train_and_kill(victims: tuple[int, ...], *build_flags: str) -> None:
+    """Train, and kill these ranks between the backward pass and the optimizer step of a step."""
     from library.training import step_guards
 
-    honest = step_guards.NanGuard.should_step
+    should_step = step_guards.NanGuard.should_step
 
-    def may_learn_from(watch, run, work, figures) -> bool:
+    def kill_or_check(guard, run, batches, metrics) -> bool:
         if run.state.step == KILLED_AT and run.strategy.comm.rank in victims:
             os.kill(os.getpid(), signal.SIGKILL)
-        return honest(watch, run, work, figures)
+        return should_step(guard, run, batches, metrics)
 
-    step_guards.NanGuard.should_step = may_learn_from
-    train(*flags)
+    step_guards.NanGuard.should_step = kill_or_check
+    train(*build_flags)
 
 
-def flags(data: Path, folder: Path, batch: int, *more: str) -> tuple[str, ...]:
+def build_flags(data: Path, folder: Path, batch: int, *more: str) -> tuple[str, ...]:
     return (
         "--pretrained_model_name_or_path",
         "random:flux:tiny",
@@ -62,34 +62,40 @@ def flags(data: Path, folder: Path, batch: int, *more: str) -> tuple[str, ...]:
 
 
 ZERO = ("--deepspeed", "--zero_stage")
-FORGETFUL = {"zero_optimization": {"stage": 3, "stage3_max_reuse_distance": 0}}
-"""Which weights come again soon takes long to find out, and of a tiny model all do."""
-WAYS = [
+DEEPSPEED_CONFIG = {"zero_optimization": {"stage": 3, "stage3_max_reuse_distance": 0}}
+"""Without parameter reuse: tracing it takes long, and all weights of a tiny model are reused soon."""
+CASES = [
     ("ZeRO 3", 2, (*ZERO, "3"), (1,)),
     ("FSDP", 2, ("--fsdp",), (0, 1)),
     ("ZeRO 3", 2, (*ZERO, "3"), (0, 1)),
     ("ZeRO 2", 2, (*ZERO, "2"), (0,)),
-    ("ZeRO 3 in host memory", 2, (*ZERO, "3", *IN_HOST_MEMORY), (0,)),
+    ("ZeRO 3 in host memory", 2, (*ZERO, "3", *CPU_OFFLOAD), (0,)),
     ("HSDP", 4, ("--fsdp", "--dp_replicate_size", "2"), (2,)),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "more", "victims"), [WAYS[0], *(pytest.param(*way, marks=pytest.mark.slow) for way in WAYS[1:])]
+    ("name", "ranks", "options", "victims"),
+    [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])],
 )
-def test_a_run_that_was_killed_ends_as_if_it_had_not_been(name, ranks, more, victims, tmp_path):
+def test_resume_after_kill_gives_bitwise_equal_weights_state_and_metrics(name, ranks, options, victims, tmp_path):
     if name.startswith("ZeRO"):
         pytest.importorskip("deepspeed")
-    data, launched = dataset(tmp_path), {}
+    data, environment = write_even_dataset(tmp_path), {}
     if name == "ZeRO 3":
-        (tmp_path / "ds.json").write_text(json.dumps(FORGETFUL))
-        launched = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "ds.json")}
-    whole, killed = ((tmp_path / word) for word in ("whole", "killed"))
-    on_ranks(ranks, train, *flags(data, whole, 4 // ranks, *more), environment=launched)
+        (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED_CONFIG))
+        environment = {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "ds.json"),
+        }
+    uninterrupted, killed = ((tmp_path / name) for name in ("whole", "killed"))
+    run_on_ranks(ranks, train, *build_flags(data, uninterrupted, 4 // ranks, *options), environment=environment)
     with pytest.raises(AssertionError):
-        on_ranks(ranks, dies, victims, *flags(data, killed, 4 // ranks, *more), environment=launched)
-    states = {path.name for path in killed.glob("*-state")}
-    assert states == {"lora-step00000002-state"}, "the state of the last reading, and nothing half written"
-    on_ranks(ranks, train, *flags(data, killed, 4 // ranks, *more), environment=launched)
+        run_on_ranks(
+            ranks, train_and_kill, victims, *build_flags(data, killed, 4 // ranks, *options), environment=environment
+        )
+    checkpoints = {path.name for path in killed.glob("*-state")}
+    assert checkpoints == {"lora-step00000002-state"}, "the last checkpoint, and no incomplete one"
+    run_on_ranks(ranks, train, *build_flags(data, killed, 4 // ranks, *options), environment=environment)
 
-    assert compare(whole, killed) == (0.0, True, True)
+    assert compare(uninterrupted, killed) == (0.0, True, True)

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from training_runs import difference, even, trained
+from training_runs import even_dataset, max_relative_difference, train_adapter
 
 from benchmarks.synthetic_run import build_run, write_dataset
 from library.config import parse_config
@@ -31,7 +31,7 @@ from library.parallel.quantize import (
 )
 from library.training import activation_checkpointing
 
-__all__ = ["even"]  # a fixture
+__all__ = ["even_dataset"]  # a fixture
 
 KINDS = ["none", "fp8", "int8", "nf4"]
 WIDEST = max(later - earlier for earlier, later in pairwise(NF4_LEVELS)) / 2
@@ -252,7 +252,7 @@ def test_memory_options_do_not_change_gradients(model, same, kinds, tmp_path):
         for more in ((), ("--blocks_to_swap", "2", "--gradient_checkpointing"))
     ]
     cases = [("--pretrained_model_name_or_path", model, *more) for more in ((), *same, *fewer)]
-    plain, *found = map(torch.from_numpy, on_ranks(1, gradients, tmp_path, cases)[0])
+    plain, *found = map(torch.from_numpy, run_on_ranks(1, gradients, tmp_path, cases)[0])
     for more, one in zip(same, found, strict=False):
         torch.testing.assert_close(one, plain, msg=str(more))
         assert more not in BUDGETS or torch.equal(one, plain), "the budget only decides what is recomputed"
@@ -280,10 +280,12 @@ def test_every_nth_block_is_recomputed_from_offloaded_inputs(monkeypatch):
 
 
 @pytest.mark.slow
-def test_quantized_offloaded_training_is_the_same_with_two_processes(even, tmp_path):
+def test_quantized_offloaded_training_is_the_same_with_two_processes(even_dataset, tmp_path):
     flags = ("--quantize_base", "int8", "--blocks_to_swap", "1", "--optimizer_type", "SGD")
-    one, two = (trained(tmp_path / str(ranks), ranks, 4 // ranks, 1, *flags, dataset=even) for ranks in (1, 2))
-    assert difference(one, two) < 1e-4
+    one, two = (
+        train_adapter(tmp_path / str(ranks), ranks, 4 // ranks, 1, *flags, dataset=even_dataset) for ranks in (1, 2)
+    )
+    assert max_relative_difference(one, two) < 1e-4
 
 
 def refused(*words):
@@ -297,8 +299,8 @@ def refused(*words):
 
 
 @pytest.mark.quick
-def test_invalid_memory_options_are_reported_before_loading(even, tmp_path):
-    words = ("--dataset_config", str(even), "--output_dir", str(tmp_path))
+def test_invalid_memory_options_are_reported_before_loading(even_dataset, tmp_path):
+    words = ("--dataset_config", str(even_dataset), "--output_dir", str(tmp_path))
     found = parse_config(
         [
             *words,
@@ -314,6 +316,6 @@ def test_invalid_memory_options_are_reported_before_loading(even, tmp_path):
             "--gradient_checkpointing_every --cpu_offload_checkpointing --blocks_to_swap --profile_steps"
         ).split(),
     ]
-    (problems,) = on_ranks(1, refused, *words, "--blocks_to_swap", "99", "--quiet")
+    (problems,) = run_on_ranks(1, refused, *words, "--blocks_to_swap", "99", "--quiet")
     assert len(problems) == 1 and problems[0].startswith("--blocks_to_swap: 99; this model has ")
     assert parse_config([*words, "--fp8_base"]).config.model.quantize_base == "fp8"

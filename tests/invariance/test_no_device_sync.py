@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 from tiny_pipelines import TINY
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -107,7 +107,7 @@ def train_on_meta_device(model, folder):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_step_never_waits_for_the_device(model, tmp_path):
-    assert on_ranks(1, train_on_meta_device, model, tmp_path) == [(4, "meta")]
+    assert run_on_ranks(1, train_on_meta_device, model, tmp_path) == [(4, "meta")]
 
 
 @pytest.mark.parametrize("name", ["sd1", "sdxl"])
@@ -196,7 +196,7 @@ def record_copies(folder):
 
 
 def test_inputs_of_a_step_are_copied_while_the_previous_step_runs(tmp_path):
-    (begun,) = on_ranks(1, record_copies, tmp_path)
+    (begun,) = run_on_ranks(1, record_copies, tmp_path)
     assert all(copying < computing for copying, computing in begun[len(begun) // 8 :])
 
 
@@ -219,7 +219,7 @@ def read_device_tensors(folder):
 
 
 def test_host_reads_of_device_tensors_are_detected(tmp_path):
-    assert on_ranks(1, read_device_tensors, tmp_path) == [6]
+    assert run_on_ranks(1, read_device_tensors, tmp_path) == [6]
 
 
 def test_the_scalar_queue_is_first_in_first_out_on_a_cpu():

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import on_ranks
-from resumed_runs import STEPS, cut, dataset, figures, flags, whole
+from rank_processes import run_on_ranks
+from resumed_runs import STEPS, build_flags, copy_as_killed, dataset, read_metrics, uninterrupted_run
 from safetensors.torch import load_file
 from training_runs import train
 
@@ -16,7 +16,7 @@ from library.config.schema_output import StateConfig
 from library.errors import ConfigError, UserError
 from library.training.resume import find_changes, select_checkpoint, serialize_settings
 
-__all__ = ["dataset", "whole"]  # fixtures
+__all__ = ["dataset", "uninterrupted_run"]  # fixtures
 
 
 def same_files(one: Path, other: Path) -> None:
@@ -29,28 +29,28 @@ def same_files(one: Path, other: Path) -> None:
 
 
 def steps_done(folder: Path) -> int:
-    return sum("loss/current" in line for line in figures(folder))
+    return sum("loss/current" in line for line in read_metrics(folder))
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("step", [3, 9])
-def test_weights_average_and_figures_are_those_of_the_whole_run(whole, dataset, tmp_path, step):
-    folder = cut(whole, tmp_path / "cut", step)
-    on_ranks(1, train, *flags(dataset, folder, "--auto_resume"))
+def test_weights_average_and_figures_are_those_of_the_whole_run(uninterrupted_run, dataset, tmp_path, step):
+    folder = copy_as_killed(uninterrupted_run, tmp_path / "cut", step)
+    run_on_ranks(1, train, *build_flags(dataset, folder, "--auto_resume"))
 
-    same_files(whole, folder)
-    assert figures(folder) == figures(whole)
-    assert steps_done(whole) == STEPS
+    same_files(uninterrupted_run, folder)
+    assert read_metrics(folder) == read_metrics(uninterrupted_run)
+    assert steps_done(uninterrupted_run) == STEPS
 
 
-def test_a_file_that_could_not_be_written_is_written_by_the_run_that_goes_on(whole, dataset, tmp_path):
-    on_ranks(1, without_room_at_first, *flags(dataset, tmp_path, "--auto_resume"))
-    same_files(whole, tmp_path)
+def test_a_file_that_could_not_be_written_is_written_by_the_run_that_goes_on(uninterrupted_run, dataset, tmp_path):
+    run_on_ranks(1, without_room_at_first, *build_flags(dataset, tmp_path, "--auto_resume"))
+    same_files(uninterrupted_run, tmp_path)
 
 
 def without_room_at_first(*words: str) -> None:
     """A run that finds no room for its first LoRA file, and one that goes on."""
-    from library.training.export import SaveAdapter
+    from library.training.save_adapter import SaveAdapter
 
     def no_room(*_):
         raise UserError("no room")
@@ -64,14 +64,14 @@ def without_room_at_first(*words: str) -> None:
     train(*words)
 
 
-def test_after_several_ends_and_on_two_ranks(whole, dataset, tmp_path):
+def test_after_several_ends_and_on_two_ranks(uninterrupted_run, dataset, tmp_path):
     """Ranks divide the accumulation among them, so the samples of a step stay the same."""
-    on_ranks(2, train, *flags(dataset, tmp_path, "--gradient_accumulation_steps", "1", "--save_state"))
+    run_on_ranks(2, train, *build_flags(dataset, tmp_path, "--gradient_accumulation_steps", "1", "--save_state"))
     two = load_file(tmp_path / "lora.safetensors")
     for step in (9, 6, 3):
         for name in (f"lora-step{step + 3:08d}-state", "lora-state"):
             shutil.rmtree(tmp_path / name, ignore_errors=True)
-        on_ranks(2, train, *flags(dataset, tmp_path, "--gradient_accumulation_steps", "1", "--auto_resume"))
+        run_on_ranks(2, train, *build_flags(dataset, tmp_path, "--gradient_accumulation_steps", "1", "--auto_resume"))
         found = load_file(tmp_path / "lora.safetensors")
         assert all(torch.equal(two[key], found[key]) for key in two)
 
@@ -102,24 +102,24 @@ def test_every_kind_of_optimizer_goes_on(dataset, tmp_path, name, argument):
         *(["--optimizer_args", argument] if argument else []),
     ]
     more += ["--learning_rate", "1"] if name in ("Prodigy", "DAdaptAdam") else []
-    on_ranks(1, train, *flags(dataset, tmp_path, *more))
+    run_on_ranks(1, train, *build_flags(dataset, tmp_path, *more))
     wanted = load_file(tmp_path / "lora.safetensors")
     shutil.rmtree(tmp_path / "lora-state")
     (tmp_path / "lora.safetensors").unlink()
-    on_ranks(1, train, *flags(dataset, tmp_path, *more, "--resume", "latest"))
+    run_on_ranks(1, train, *build_flags(dataset, tmp_path, *more, "--resume", "latest"))
     found = load_file(tmp_path / "lora.safetensors")
     assert all(torch.equal(wanted[key], found[key]) for key in wanted)
 
 
-def test_a_complete_run_says_so_and_a_longer_one_goes_on(whole, dataset, tmp_path):
-    folder = cut(whole, tmp_path / "cut", STEPS)
-    shutil.copytree(whole / "lora-state", folder / "lora-state")
+def test_a_complete_run_says_so_and_a_longer_one_goes_on(uninterrupted_run, dataset, tmp_path):
+    folder = copy_as_killed(uninterrupted_run, tmp_path / "cut", STEPS)
+    shutil.copytree(uninterrupted_run / "lora-state", folder / "lora-state")
     before = sorted(path.name for path in folder.iterdir())
-    text = on_ranks(1, told, *flags(dataset, folder, "--auto_resume"))[0]
+    text = run_on_ranks(1, told, *build_flags(dataset, folder, "--auto_resume"))[0]
     assert "training is complete: 12 of 12 steps" in text and "loading" not in text
     assert sorted(path.name for path in folder.iterdir()) == sorted([*before, "log"])
 
-    text = on_ranks(1, told, *flags(dataset, folder, "--auto_resume", "--max_train_steps", "14"))[0]
+    text = run_on_ranks(1, told, *build_flags(dataset, folder, "--auto_resume", "--max_train_steps", "14"))[0]
     assert "changed since the checkpoint was saved: max_train_steps: 12 -> 14" in text
     assert "resuming after step 12" in text
     assert steps_done(folder) == 14 and (folder / "lora-state").is_dir()
@@ -135,28 +135,30 @@ def told(*words: str) -> str:
     return path.read_text("utf-8")
 
 
-def test_what_changes_the_result_needs_a_word(whole, dataset, tmp_path):
-    folder = cut(whole, tmp_path / "cut", 3)
+def test_what_changes_the_result_needs_a_word(uninterrupted_run, dataset, tmp_path):
+    folder = copy_as_killed(uninterrupted_run, tmp_path / "cut", 3)
     with pytest.raises(
         AssertionError, match=r"images per step: \[2\] -> \[4\]; this changes the result(.|\n)*seed: 3 -> 4"
     ):
-        on_ranks(1, train, *flags(dataset, folder, "--resume", "latest", "--seed", "4", "--train_batch_size", "2"))
-    on_ranks(1, train, *flags(dataset, folder, "--resume", "latest", "--seed", "4", "--force_resume"))
+        run_on_ranks(
+            1, train, *build_flags(dataset, folder, "--resume", "latest", "--seed", "4", "--train_batch_size", "2")
+        )
+    run_on_ranks(1, train, *build_flags(dataset, folder, "--resume", "latest", "--seed", "4", "--force_resume"))
     assert steps_done(folder) == STEPS
 
 
-def test_rates_for_other_parts_and_an_average_may_begin_later(whole, dataset, tmp_path):
+def test_rates_for_other_parts_and_an_average_may_begin_later(uninterrupted_run, dataset, tmp_path):
     """A run without learning from there on: the average that begins with it is the adapter, as it was."""
-    folder = cut(whole, tmp_path / "cut", 9)
+    folder = copy_as_killed(uninterrupted_run, tmp_path / "cut", 9)
     state = load_file(folder / "lora-step00000009-state" / "tensors.safetensors")
     without = [key for key in state if not key.startswith("average/")]
     facts = checkpoint_dir.read_checkpoint_info(folder / "lora-step00000009-state").metadata
     facts["tree"]["average"] = {"dict": []}
     checkpoint_dir.write_checkpoint(folder / "lora-step00000009-state", facts, {key: state[key] for key in without})
-    on_ranks(
+    run_on_ranks(
         1,
         train,
-        *flags(
+        *build_flags(
             dataset,
             folder,
             "--auto_resume",
@@ -171,14 +173,16 @@ def test_rates_for_other_parts_and_an_average_may_begin_later(whole, dataset, tm
     assert all(torch.allclose(average[key], before[key], atol=1e-6) for key in before)
 
 
-def test_an_adapter_of_another_size_is_refused_with_its_name(whole, dataset, tmp_path):
-    folder = cut(whole, tmp_path / "cut", 3)
+def test_an_adapter_of_another_size_is_refused_with_its_name(uninterrupted_run, dataset, tmp_path):
+    folder = copy_as_killed(uninterrupted_run, tmp_path / "cut", 3)
     with pytest.raises(AssertionError, match=r"96 of 96 adapter weights differ from the checkpoint"):
-        on_ranks(1, train, *flags(dataset, folder, "--resume", "latest", "--network_dim", "3", "--force_resume"))
+        run_on_ranks(
+            1, train, *build_flags(dataset, folder, "--resume", "latest", "--network_dim", "3", "--force_resume")
+        )
 
 
-def test_broken_states_are_named_and_passed_over(whole, dataset, tmp_path):
-    folder = cut(whole, tmp_path / "cut", 9)
+def test_broken_states_are_named_and_passed_over(uninterrupted_run, dataset, tmp_path):
+    folder = copy_as_killed(uninterrupted_run, tmp_path / "cut", 9)
     damaged = folder / "lora-step00000009-state" / "tensors.safetensors"
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1
@@ -186,53 +190,55 @@ def test_broken_states_are_named_and_passed_over(whole, dataset, tmp_path):
     (folder / "lora-step00000006-state" / "state.json").unlink()
     (folder / ".lora-step00000012-state.new").mkdir()
 
-    text = on_ranks(1, told, *flags(dataset, folder, "--auto_resume"))[0]
+    text = run_on_ranks(1, told, *build_flags(dataset, folder, "--auto_resume"))[0]
     assert "lora-step00000009-state: tensors.safetensors is damaged" in text
     assert "lora-step00000006-state: state.json is missing" in text
     assert "resuming after step 3" in text
-    same_files(whole, folder)
+    same_files(uninterrupted_run, folder)
     assert not list(folder.glob(".lora*"))
     with pytest.raises(
         AssertionError, match=r"is not a complete checkpoint: files\.json is missing; checkpoints in .*: lora-state, "
     ):
-        on_ranks(1, train, *flags(dataset, folder, "--resume", str(tmp_path)))
+        run_on_ranks(1, train, *build_flags(dataset, folder, "--resume", str(tmp_path)))
     # Of the folder that holds the checkpoints:
     with pytest.raises(UserError, match=r"is not a complete checkpoint: .* checkpoints in .*: lora-state, "):
         select_checkpoint(StateConfig(resume=str(folder)), tmp_path / "another", "lora")
 
 
-def test_a_run_that_began_anew_goes_on_from_its_own_states(whole, dataset, tmp_path):
+def test_a_run_that_began_anew_goes_on_from_its_own_states(uninterrupted_run, dataset, tmp_path):
     """Those of the run before it are of later steps, and are none of its own."""
     folder = tmp_path / "anew"
-    shutil.copytree(whole, folder)
-    text = on_ranks(
+    shutil.copytree(uninterrupted_run, folder)
+    text = run_on_ranks(
         1,
         told,
-        *flags(
+        *build_flags(
             dataset, folder, "--seed", "4", "--max_train_steps", "3", "--no-save_state", "--save_state_on_train_end"
         ),
     )[0]
     assert "has checkpoints of an earlier run, but this run starts from scratch" in text
-    text = on_ranks(1, told, *flags(dataset, folder, "--seed", "4", "--max_train_steps", "4", "--auto_resume"))[0]
+    text = run_on_ranks(
+        1, told, *build_flags(dataset, folder, "--seed", "4", "--max_train_steps", "4", "--auto_resume")
+    )[0]
     assert "resuming after step 3" in text
 
 
 def test_no_state_is_an_error_for_latest_and_a_beginning_for_auto(dataset, tmp_path):
     with pytest.raises(AssertionError, match=r"no checkpoint lora\*-state in"):
-        on_ranks(1, train, *flags(dataset, tmp_path, "--resume", "latest"))
-    text = on_ranks(1, told, *flags(dataset, tmp_path, "--auto_resume", "--max_train_steps", "3"))[0]
+        run_on_ranks(1, train, *build_flags(dataset, tmp_path, "--resume", "latest"))
+    text = run_on_ranks(1, told, *build_flags(dataset, tmp_path, "--auto_resume", "--max_train_steps", "3"))[0]
     assert "no checkpoint in" in text
 
 
 def test_old_states_go(dataset, tmp_path):
-    on_ranks(1, train, *flags(dataset, tmp_path, "--save_last_n_steps_state", "3"))
+    run_on_ranks(1, train, *build_flags(dataset, tmp_path, "--save_last_n_steps_state", "3"))
     assert sorted(path.name for path in tmp_path.glob("*-state")) == ["lora-state", "lora-step00000009-state"]
 
 
 def test_old_lora_files_go_in_a_run_that_goes_on_as_well(dataset, tmp_path):
     few = ("--save_last_n_steps", "3", "--ema_decay", "0.5")
-    on_ranks(1, train, *flags(dataset, tmp_path, *few, "--max_train_steps", "7"))
-    on_ranks(1, train, *flags(dataset, tmp_path, *few, "--auto_resume"))
+    run_on_ranks(1, train, *build_flags(dataset, tmp_path, *few, "--max_train_steps", "7"))
+    run_on_ranks(1, train, *build_flags(dataset, tmp_path, *few, "--auto_resume"))
     assert {path.name.removesuffix(".safetensors").removesuffix("-ema") for path in tmp_path.glob("*-step*.saf*")} == {
         "lora-step00000006",
         "lora-step00000009",
@@ -332,7 +338,7 @@ def test_options_that_do_not_fit_are_told(words, said):
     ],
 )
 def test_a_state_that_cannot_be_written_is_told_and_the_run_goes_on(dataset, tmp_path, error, said):
-    (text,) = on_ranks(1, with_a_broken_disk, error, *flags(dataset, tmp_path))
+    (text,) = run_on_ranks(1, with_a_broken_disk, error, *build_flags(dataset, tmp_path))
     assert text.count(f"the checkpoint cannot be saved: {said}") == 1 and "training continues" in text
     assert (tmp_path / "lora-state").is_dir() and (tmp_path / "lora.safetensors").is_file()
     assert not (tmp_path / "lora-step00000003-state").exists() and not list(tmp_path.glob(".lora*"))
@@ -368,27 +374,29 @@ def test_other_numbers_of_processes_go_on_with_the_same_pictures(dataset, tmp_pa
         "--gradient_accumulation_steps",
         "1",
     ]
-    on_ranks(2, train, *flags(dataset, tmp_path / "2", *more, "--train_batch_size", "2"))
+    run_on_ranks(2, train, *build_flags(dataset, tmp_path / "2", *more, "--train_batch_size", "2"))
     folder = tmp_path / "2"
     for ranks, batch, step in ((1, "4", 3), (4, "1", 6)):
-        folder = cut(folder, tmp_path / str(ranks), step)
-        on_ranks(ranks, train, *flags(dataset, folder, *more, "--train_batch_size", batch, "--auto_resume"))
+        folder = copy_as_killed(folder, tmp_path / str(ranks), step)
+        run_on_ranks(ranks, train, *build_flags(dataset, folder, *more, "--train_batch_size", batch, "--auto_resume"))
     one, other = (load_file(path / "lora.safetensors") for path in (tmp_path / "2", folder))
     off = sum(float((one[key] - other[key]).square().sum()) for key in one) / sum(
         float(each.square().sum()) for each in one.values()
     )
     assert off**0.5 < 1e-6
-    assert [line["epoch"] for line in figures(folder) if "epoch" in line] == [
-        line["epoch"] for line in figures(tmp_path / "2") if "epoch" in line
+    assert [line["epoch"] for line in read_metrics(folder) if "epoch" in line] == [
+        line["epoch"] for line in read_metrics(tmp_path / "2") if "epoch" in line
     ]
 
 
 @pytest.mark.parametrize(("accumulated", "is_told"), [("2", False), ("1", True)])
-def test_it_is_told_when_steps_are_put_together_in_another_way(whole, dataset, tmp_path, accumulated, is_told):
+def test_it_is_told_when_steps_are_put_together_in_another_way(
+    uninterrupted_run, dataset, tmp_path, accumulated, is_told
+):
     """With two accumulated the last pictures of each of two sizes make a step; with one they are a step each."""
     batch = ("--train_batch_size", "2" if is_told else "1", "--gradient_accumulation_steps", accumulated)
-    folder = cut(whole, tmp_path / "cut", 9)
-    text = on_ranks(1, told, *flags(dataset, folder, *batch, "--max_train_steps", "9", "--auto_resume"))[0]
+    folder = copy_as_killed(uninterrupted_run, tmp_path / "cut", 9)
+    text = run_on_ranks(1, told, *build_flags(dataset, folder, *batch, "--max_train_steps", "9", "--auto_resume"))[0]
     assert ("are trained twice or not at all" in text) is is_told
 
 

@@ -14,8 +14,8 @@ import psutil
 import pytest
 import torch
 from filelock import SoftFileLease
-from launched_runs import ROOT, ended, settings, started, when_it_trains
-from rank_processes import on_ranks
+from launched_runs import ROOT, settings, start_run, wait_for_exit, wait_until_training
+from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from training_runs import train
 
@@ -36,11 +36,11 @@ __all__ = ["settings"]  # a fixture
 def test_a_signal_keeps_the_state_and_the_next_run_goes_on_exactly(settings, tmp_path, ranks, number, words, code):
     """As a scheduler sends it, to every process; the launcher, which reports 1, has one that watches over it."""
     under = () if ranks == 1 else (sys.executable, "-m", "library", "launch")
-    first = started(ranks, settings, tmp_path / "ended", *words, under=under)
-    when_it_trains(first, tmp_path / "ended")
+    first = start_run(ranks, settings, tmp_path / "ended", *words, wrapper=under)
+    wait_until_training(first, tmp_path / "ended")
     for process in [psutil.Process(first.pid), *psutil.Process(first.pid).children(recursive=True)]:
         process.send_signal(number)
-    found, text = ended(first)
+    found, text = wait_for_exit(first)
 
     assert found == code, text
     (state,) = (tmp_path / "ended").glob("lora-step*-state")
@@ -49,23 +49,23 @@ def test_a_signal_keeps_the_state_and_the_next_run_goes_on_exactly(settings, tmp
     assert not (tmp_path / "ended" / "lora.safetensors").exists()
 
     for folder in ("whole", "ended"):
-        on_ranks(ranks, train, *settings, "--output_dir", str(tmp_path / folder), "--auto_resume")
+        run_on_ranks(ranks, train, *settings, "--output_dir", str(tmp_path / folder), "--auto_resume")
     one, other = (load_file(tmp_path / name / "lora.safetensors") for name in ("whole", "ended"))
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_a_second_run_in_the_same_folder_is_refused_and_a_dead_one_is_not_waited_for(settings, tmp_path):
-    first = started(1, settings, tmp_path, "--max_train_steps", "100000")
-    when_it_trains(first, tmp_path)
-    code, text = ended(started(1, settings, tmp_path))
+    first = start_run(1, settings, tmp_path, "--max_train_steps", "100000")
+    wait_until_training(first, tmp_path)
+    code, text = wait_for_exit(start_run(1, settings, tmp_path))
     assert code == 2 and f"is writing to {tmp_path} with this output_name: process {first.pid} on" in text, text
-    code, text = ended(started(1, settings, tmp_path, "--output_name", "other", "--max_train_steps", "1"))
+    code, text = wait_for_exit(start_run(1, settings, tmp_path, "--output_name", "other", "--max_train_steps", "1"))
     assert code == 0, text
 
     os.killpg(first.pid, signal.SIGKILL)
     first.communicate()
     assert (tmp_path / ".lora.lock").is_file()
-    code, text = ended(started(1, settings, tmp_path, "--max_train_steps", "1"))
+    code, text = wait_for_exit(start_run(1, settings, tmp_path, "--max_train_steps", "1"))
     assert code == 0 and not list(tmp_path.glob(".*lock*")), text
 
 
@@ -165,12 +165,12 @@ def supervised(*words: str) -> subprocess.Popen[str]:
 
 
 def test_a_launcher_that_nobody_ends_is_watched_without_a_trace():
-    assert ended(supervised(sys.executable, "-c", "print('a b'); raise SystemExit(7)")) == (7, "a b\n")
+    assert wait_for_exit(supervised(sys.executable, "-c", "print('a b'); raise SystemExit(7)")) == (7, "a b\n")
     heard = "import signal; print(*(int(signal.getsignal(n) == signal.SIG_IGN) for n in (15, signal.SIGUSR1)))"
-    assert ended(supervised(sys.executable, "-c", heard)) == (0, "0 1\n")  # it would die of SIGUSR1 at once
-    code, text = ended(supervised("no-such-launcher", "x"))
+    assert wait_for_exit(supervised(sys.executable, "-c", heard)) == (0, "0 1\n")  # it would die of SIGUSR1 at once
+    code, text = wait_for_exit(supervised("no-such-launcher", "x"))
     assert code == 2 and "no-such-launcher: cannot be started" in text
-    code, text = ended(supervised())
+    code, text = wait_for_exit(supervised())
     assert code == 2 and "usage: python -m library launch" in text
 
 
@@ -179,7 +179,7 @@ def test_before_anything_is_trained_the_launcher_is_ended():
     process = supervised(sys.executable, "-c", "import time; print('up', flush=True); time.sleep(30)")
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     os.kill(process.pid, signal.SIGUSR1)
-    assert ended(process)[0] == 128 + signal.SIGUSR1 and time.monotonic() - start < 25
+    assert wait_for_exit(process)[0] == 128 + signal.SIGUSR1 and time.monotonic() - start < 25
 
 
 def test_a_signal_is_forwarded_to_the_training_process_and_its_exit_code_is_returned():
@@ -193,7 +193,7 @@ def test_a_signal_is_forwarded_to_the_training_process_and_its_exit_code_is_retu
     process = supervised("sh", "-c", f'{shlex.join([sys.executable, "-c", script])}; echo "code $?"; exit 1')
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     os.kill(process.pid, signal.SIGTERM)
-    code, text = ended(process)
+    code, text = wait_for_exit(process)
     assert code == 75 and text.endswith("code 0\n")
 
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from family_runs import train
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 from safetensors.torch import load_file
-from text_encoder_runs import loss_of, settings, trained
-from training_runs import difference, even  # noqa: F401
+from text_encoder_runs import build_trainable_case, compute_loss, parse_settings
+from training_runs import even_dataset, max_relative_difference  # noqa: F401
 
 from library.adapters import lora
 from library.config.schema import OptimConfig, RunConfig
@@ -29,9 +29,9 @@ def stir(model, size=0.3):
 @pytest.mark.parametrize("name", WITH_TEXT)
 def test_a_gradient_reaches_every_lora_of_denoiser_and_text_encoders(name):
     """DDP waits for ever for one that none reaches."""
-    case = trained(name, *BOTH)
+    case = build_trainable_case(name, *BOTH)
     stir(case.model)
-    loss_of(case).backward()
+    compute_loss(case).backward()
     weights = dict(lora.iter_adapter_parameters(case.model))
     assert [each for each, weight in weights.items() if weight.grad is None or not weight.grad.any()] == []
     wanted = [part for part in case.family.facts.text_encoders if part != case.family.facts.t5_encoder]
@@ -52,10 +52,10 @@ def test_a_gradient_reaches_every_lora_of_denoiser_and_text_encoders(name):
 
 @pytest.mark.quick
 def test_the_gradient_of_a_text_encoders_lora_is_the_slope_of_the_loss():
-    case = trained("sd1", *BOTH)
+    case = build_trainable_case("sd1", *BOTH)
     case.model.double()
     stir(case.model)
-    loss_of(case).backward()
+    compute_loss(case).backward()
     draw = torch.Generator().manual_seed(1)
     own = {
         name: weight for name, weight in lora.iter_adapter_parameters(case.model) if name.startswith("text_encoder.")
@@ -67,7 +67,7 @@ def test_the_gradient_of_a_text_encoders_lora_is_the_slope_of_the_loss():
         with torch.no_grad():
             for name, way in ways.items():
                 own[name].add_(sign * step * way)
-            found.append(float(loss_of(case)))
+            found.append(float(compute_loss(case)))
             for name, way in ways.items():
                 own[name].sub_(sign * step * way)
     assert slope == pytest.approx((found[0] - found[1]) / (2 * step), rel=1e-4)
@@ -77,28 +77,31 @@ def test_the_gradient_of_a_text_encoders_lora_is_the_slope_of_the_loss():
 def test_checkpointing_changes_no_gradient():
     gradients = []
     for flags in ((), ("--gradient_checkpointing",)):
-        case = trained("sd3", *BOTH, *flags)
+        case = build_trainable_case("sd3", *BOTH, *flags)
         assert all(part.is_gradient_checkpointing == bool(flags) for part in case.model.children())
         stir(case.model)
-        loss_of(case).backward()
+        compute_loss(case).backward()
         gradients.append({name: weight.grad for name, weight in lora.iter_adapter_parameters(case.model)})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_only_the_text_encoders_learn_when_that_is_asked():
-    case = trained("sdxl", "--network_train_text_encoder_only")
+    case = build_trainable_case("sdxl", "--network_train_text_encoder_only")
     assert {name.split(".")[0] for name, _ in lora.iter_adapter_parameters(case.model)} == {
         "text_encoder",
         "text_encoder_2",
     }
     stir(case.model)
-    loss_of(case).backward()
+    compute_loss(case).backward()
     assert all(weight.grad is not None for weight in case.model.parameters() if weight.requires_grad)
 
 
 def test_two_text_encoders_do_not_start_alike_and_the_denoiser_starts_as_alone():
-    case, alone = trained("sdxl", *BOTH), trained("sdxl", "--network_dim", "3", "--network_alpha", "2")
+    case, alone = (
+        build_trainable_case("sdxl", *BOTH),
+        build_trainable_case("sdxl", "--network_dim", "3", "--network_alpha", "2"),
+    )
     state = lora.get_adapter_state_dict(case.model)
     name = "layers.0.self_attn.q_proj.lora_A.weight"
     one, two = (
@@ -118,7 +121,7 @@ def rates(case, **options):
 
 
 def test_each_part_has_its_rate():
-    case = trained("sdxl", *BOTH)
+    case = build_trainable_case("sdxl", *BOTH)
     same = {"unet": 1e-4, "text_encoder": 1e-4, "text_encoder_2": 1e-4}
     assert rates(case) == same
     assert rates(case, unet_lr=2e-3) == {**same, "unet": 2e-3}
@@ -130,12 +133,12 @@ def test_each_part_has_its_rate():
 
 
 def test_a_rate_of_0_leaves_an_encoder_out():
-    case = trained("sdxl", *BOTH, "--text_encoder_lr", "1e-4", "0")
+    case = build_trainable_case("sdxl", *BOTH, "--text_encoder_lr", "1e-4", "0")
     assert {name.split(".")[0] for name, _ in lora.iter_adapter_parameters(case.model)} == {"unet", "text_encoder"}
 
 
 def find_adapter_problems(name, *flags):
-    config, facts = settings(*flags), FAMILIES.get(name)().facts
+    config, facts = parse_settings(*flags), FAMILIES.get(name)().facts
     problems = validate_adapter_for_model(
         config.adapter, config.optim, facts.name, facts.title, facts.text_encoders, facts.t5_encoder
     )
@@ -150,13 +153,13 @@ def test_three_rates_for_two_encoders_are_an_error():
 
 
 @pytest.fixture(scope="module")
-def run_with_text(even, tmp_path_factory):  # noqa: F811
+def run_with_text(even_dataset, tmp_path_factory):  # noqa: F811
     folder = tmp_path_factory.mktemp("text")
     flags = [
         "--pretrained_model_name_or_path",
         "random:sdxl:tiny",
         "--dataset_config",
-        str(even),
+        str(even_dataset),
         *BOTH,
         "--optimizer_type",
         "SGD",
@@ -170,13 +173,13 @@ def run_with_text(even, tmp_path_factory):  # noqa: F811
         str(folder),
     ]
     for ranks, batch in ((1, 4), (2, 2)):
-        on_ranks(ranks, train, *flags, "--train_batch_size", str(batch), "--output_name", f"on{ranks}")
+        run_on_ranks(ranks, train, *flags, "--train_batch_size", str(batch), "--output_name", f"on{ranks}")
     return folder
 
 
 def test_text_encoders_train_alike_on_one_rank_and_two(run_with_text):
     one, two = (load_file(run_with_text / f"on{ranks}.safetensors") for ranks in (1, 2))
-    assert difference(one, two) < 1e-4
+    assert max_relative_difference(one, two) < 1e-4
     assert {key.split("_")[1] for key in one} == {"unet", "te1", "te2"}
 
 
@@ -186,7 +189,7 @@ def test_diffusers_reads_the_text_encoders_from_the_file(run_with_text):
     theirs.load_lora_weights(str(run_with_text), weight_name="on1.safetensors")
     with torch.no_grad():
         before = family.encode_prompts(plain, ["a red circle"])
-    model, _ = build_trainable_modules(settings(*BOTH), family, plain)
+    model, _ = build_trainable_modules(parse_settings(*BOTH), family, plain)
     written = load_file(run_with_text / "on1.safetensors")
     state = lora.get_adapter_state_dict(model)
     for key, tensor in state.items():

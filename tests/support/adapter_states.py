@@ -10,7 +10,7 @@ from library.models.families import FAMILIES
 
 def build_random_state(name, kind="lora", dtype=torch.float32, seed=0, pipe=None, scale=None, with_t5=True):
     """A random state dict with text encoders and several ranks, the alphas, and the key names of the components."""
-    pipe, family, draw = pipe or TINY[name]().pipe, FAMILIES.get(name), torch.Generator().manual_seed(seed)
+    pipe, family, generator = pipe or TINY[name]().pipe, FAMILIES.get(name), torch.Generator().manual_seed(seed)
     parts = [part for part in collect_component_keys(family, pipe) if with_t5 or part.key_style != "t5"]
     state, alphas = {}, {}
     for part in parts:
@@ -28,7 +28,7 @@ def build_random_state(name, kind="lora", dtype=torch.float32, seed=0, pipe=None
             rank = 2 if kind != "lora" or module.split(".")[1] == "1" else 3
             full = f"{part.name}.{module}"
             for end, size in list_tensor_shapes(kind, shape, rank).items():
-                state[f"{full}.{end}"] = torch.randn(size, generator=draw).to(dtype)
+                state[f"{full}.{end}"] = torch.randn(size, generator=generator).to(dtype)
             alphas[full] = 1.5 if scale is None else scale * rank
     return state, alphas, parts
 
@@ -56,11 +56,11 @@ def list_tensor_shapes(kind, shape, rank):
 
 def compute_outputs(family, pipe, batch):
     t = torch.tensor([300.0, 700.0])
-    found = {"denoiser": family.predict(pipe, getattr(pipe, family.denoiser_name), batch.latents, t, batch)}
+    outputs = {"denoiser": family.predict(pipe, getattr(pipe, family.denoiser_name), batch.latents, t, batch)}
     for part in family.text_lora_prefixes:
         if family.get_text_key_style(part) == "t5":  # diffusers loads no LoRA for T5
             continue
         encoder = getattr(pipe, part)
         ids = torch.tensor([[5, 7, 11, encoder.config.eos_token_id]])
-        found[part] = encoder(ids, output_hidden_states=True).hidden_states[-1]
-    return found
+        outputs[part] = encoder(ids, output_hidden_states=True).hidden_states[-1]
+    return outputs

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from library.adapters import lora
 from library.adapters.formats import FileFormat, convert_to_file_format
 from library.adapters.key_names import ComponentKeys
-from library.adapters.state_dict import group_updates
+from library.adapters.state_dict import group_by_module
 from library.models.families import FAMILIES
 
 
@@ -43,7 +43,7 @@ def merge(pipe: Any, state: dict[str, Tensor], alphas: dict[str, float], *, by_c
 
     ComfyUI divides a DoRA by the row norms of the base weight, other programs by those of the changed weight.
     """
-    for name, update in group_updates(state, alphas).items():
+    for name, update in group_by_module(state, alphas).items():
         part, _, module = name.partition(".")
         weight, tensors = getattr(pipe, part).get_submodule(module).weight, update.tensors
         if update.adapter_type in ("lora", "dora"):

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from training_runs import pictures
+from training_runs import write_images
 
 PROMPTS = """\
 a red circle --w 64 --h 96 --d 1 --s 3 --l 3
@@ -12,9 +12,9 @@ a green square --w 64 --h 64 --d 3 --s 2 --l 1
 """
 
 
-def flags(folder: Path) -> tuple[str, ...]:
+def build_flags(folder: Path) -> tuple[str, ...]:
     """Previews, EMA, max norm, Prodigy, and validation with three batches."""
-    data = pictures(folder, {(96, 64): 7, (64, 96): 3})
+    data = write_images(folder, {(96, 64): 7, (64, 96): 3})
     data.write_text(data.read_text().replace("[[datasets]]", "[[datasets]]\nvalidation_split = 0.5"))
     (folder / "prompts.txt").write_text(PROMPTS)
     return (
@@ -30,8 +30,8 @@ def flags(folder: Path) -> tuple[str, ...]:
     )
 
 
-def measured(folder: Path) -> list[dict[str, float]]:
-    """What each validation says of the base model and by time."""
+def read_validation_losses(folder: Path) -> list[dict[str, float]]:
+    """The losses of each validation by timestep and of the base model."""
     lines = [json.loads(line) for line in (folder / "lora.metrics.jsonl").read_text("utf-8").splitlines()]
     losses = [
         {name: value for name, value in line.items() if name.startswith(("validation/time/", "validation/base"))}

@@ -25,7 +25,7 @@ from library.parallel.strategy import Strategy, StrategySettings
 
 
 class AveragePoolFamily:
-    """Latents are means of 8 x 8 pixels; the conditioning of a caption is the numbers in it."""
+    """Latents are means of 8 x 8 pixels; the conditioning of a caption is the numbers in its text."""
 
     text_components = ("text_encoder",)
     lora_prefix = ""
@@ -94,13 +94,13 @@ class CachedRun:
         self.strategy = strategy or DDPStrategy(Communicator(prepare_accelerator(self.config)), StrategySettings())
         self.prepared: PreparedData = prepare_data(self.config.data, 8)
         model = detect_model(self.config.model)
-        encoders = encode.EncoderLoader(self.strategy, family, model, self.config.model, self.config.cache)
+        encoders = encode.FrozenEncoders(self.strategy, family, model, self.config.model, self.config.cache)
         self.prepared, self.latents = cache_latents(encoders, self.prepared)
         batches = self.prepared.build_batch_plan(self.strategy.comm.world_size, self.config.train)
         self.plan = RunPlan.from_config(batches, self.config.train, self.config.optim)
         self.texts = cache_text_encoder_outputs(encoders, self.prepared, self.plan, [])
 
-    def loader(self) -> Any:
+    def build_loader(self) -> Any:
         return build_step_loader(
             self.prepared,
             self.plan.batch_plan,
@@ -112,12 +112,12 @@ class CachedRun:
         )
 
 
-def with_flags(config: RunConfig, **cache: Any) -> RunConfig:
+def replace_cache_options(config: RunConfig, **cache: Any) -> RunConfig:
     return replace(config, cache=replace(config.cache, **cache))
 
 
 def write_dataset_file(folder: Path, lines: str = "", subset: str = "", resolution: str = "64") -> str:
-    """Write a dataset TOML for ``folder``/pictures."""
+    """Write a dataset TOML for ``folder``/images."""
     path = folder / "set.toml"
     path.write_text(
         f"""
@@ -130,7 +130,7 @@ caption_extension = ".txt"
 [[datasets]]
 resolution = {resolution}
   [[datasets.subsets]]
-  image_dir = '{folder / "pictures"}'
+  image_dir = '{folder / "images"}'
   {subset}
 """,
         encoding="utf-8",

@@ -1,10 +1,10 @@
-"""Compiled training runs and what was compiled for them."""
+"""Training runs with torch.compile, and counts of compiled graphs, recompilations and cache hits."""
 
 from types import SimpleNamespace
 
 import torch
 from PIL import Image
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 
 from library.config import parse_config
@@ -12,64 +12,66 @@ from library.config import parse_config
 SIZES = [(16 * width, 16 * height) for width in range(2, 9) for height in range(2, 9) if 9 < width * height < 29][:24]
 
 
-def dataset(folder, sizes, pictures=(1, 2)):
+def write_dataset(folder, sizes, counts=(1, 2)):
     """Write a dataset with images of each size, alternating between these counts; the batch size is 2."""
-    text = ["[general]\ncaption_extension = '.txt'\n"]
+    lines = ["[general]\ncaption_extension = '.txt'\n"]
     for number, (width, height) in enumerate(sizes):
-        place = folder / f"{number:02d}"
-        place.mkdir(parents=True)
-        for count in range(pictures[number % len(pictures)]):
+        image_folder = folder / f"{number:02d}"
+        image_folder.mkdir(parents=True)
+        for count in range(counts[number % len(counts)]):
             colour = (9 * number, 40 * count, 128)
             Image.linear_gradient("L").resize((width, height)).convert("RGB").point(lambda v, c=colour: v ^ c[0]).save(
-                place / f"{count}.png"
+                image_folder / f"{count}.png"
             )
-            (place / f"{count}.txt").write_text(f"picture {number}, " + "very " * count + "blue", "utf-8")
-        text.append(
+            (image_folder / f"{count}.txt").write_text(f"picture {number}, " + "very " * count + "blue", "utf-8")
+        lines.append(
             f"[[datasets]]\nresolution = [{width}, {height}]\nbatch_size = 2\n[[datasets.subsets]]\n"
-            f"image_dir = '{place}'\n"
+            f"image_dir = '{image_folder}'\n"
         )
     path = folder / "sizes.toml"
-    path.write_text("".join(text))
+    path.write_text("".join(lines))
     return path
 
 
-def counted(*flags):
-    """Train in this process; return the LoRA file and what was compiled."""
-    from library.training import run as running
+def train_and_count_graphs(*flags):
+    """Train in this process; return the path of the LoRA file and the counts of compiled graphs."""
+    from library.training import run as run_module
     from library.training import warmup
 
-    jobs, honest, tried, marks = [], running.train, [], []
-    running.train = lambda job: (jobs.append(job), honest(job))
-    rehearsed = warmup.run_forward_backward
-    warmup.run_forward_backward = lambda *given: (tried.append(given), rehearsed(*given))[1]
+    runs, train, warmup_calls, marks = [], run_module.train, [], []
+    run_module.train = lambda run: (runs.append(run), train(run))
+    run_forward_backward = warmup.run_forward_backward
+    warmup.run_forward_backward = lambda *args: (warmup_calls.append(args), run_forward_backward(*args))[1]
     torch.compiler.cudagraph_mark_step_begin = lambda: marks.append(len(marks))
     settings = parse_config(
         [*flags, "--quiet", "--max_data_loader_n_workers", "0", "--learning_rate", "0.1", "--optimizer_type", "SGD"]
     ).require_valid()
-    running.run_training(settings)
-    found = jobs[0].compilation
+    run_module.run_training(settings)
+    compilation = runs[0].compilation
     graph_counts = (
-        {} if found is None else {compiler.name: compiler.graph_count for compiler in found.block_compilers.values()}
+        {}
+        if compilation is None
+        else {compiler.name: compiler.graph_count for compiler in compilation.block_compilers.values()}
     )
     counters = torch._dynamo.utils.counters
-    hits = {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss")}
+    cache_counts = {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss")}
     lora = f"{settings.save.output_dir}/{settings.save.output_name}.safetensors"
     return SimpleNamespace(
-        kinds=graph_counts,
-        late=found.recompile_count if found else 0,
-        is_dynamic=found and found.has_dynamic_shapes,
-        begun=len(tried) + jobs[0].state.step,
-        marks=len(marks),
-        graphs=counters["stats"]["unique_graphs"],
+        graph_counts=graph_counts,
+        recompile_count=compilation.recompile_count if compilation else 0,
+        is_dynamic=compilation and compilation.has_dynamic_shapes,
+        forward_count=len(warmup_calls) + runs[0].state.step,
+        cudagraph_marks=len(marks),
+        unique_graphs=counters["stats"]["unique_graphs"],
         lora=lora,
-        hits=hits,
+        cache_counts=cache_counts,
     )
 
 
-def trained(folder, family, data, *flags, ranks=1):
-    (found, *_) = on_ranks(
+def train_compiled(folder, family, data, *flags, ranks=1):
+    (result, *_) = run_on_ranks(
         ranks,
-        counted,
+        train_and_count_graphs,
         "--pretrained_model_name_or_path",
         f"random:{family}:tiny",
         "--dataset_config",
@@ -78,8 +80,8 @@ def trained(folder, family, data, *flags, ranks=1):
         str(folder),
         *flags,
     )
-    found.lora = load_file(found.lora)
-    return found
+    result.lora = load_file(result.lora)
+    return result
 
 
 COMPILED = ("--torch_compile", "--dynamo_backend", "eager")

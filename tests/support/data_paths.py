@@ -1,4 +1,4 @@
-"""Shared by tests: data paths."""
+"""The repository root, and a dataset option for tests that parse options without reading a dataset."""
 
 from pathlib import Path
 
@@ -6,4 +6,4 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 DATA = ["--dataset_config", str(ROOT / "pyproject.toml")]
-"""Any file that is there: what a dataset file holds is read elsewhere."""
+"""An existing file; parsing the options does not read its content."""

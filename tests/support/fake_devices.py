@@ -24,21 +24,21 @@ DEVICE_TYPE = "lazy"
 
 
 def build_device_map(model: nn.Module, count: int) -> DeviceMap:
-    """The blocks in the model's order, evenly over ``count`` devices."""
+    """Map the blocks to ``count`` devices evenly, in the model's order."""
     blocks = [name for name in list_unsplit_modules(model) if name.rpartition(".")[2].isdigit()]
-    return DeviceMap("", (("", 0), *((name, place * count // len(blocks)) for place, name in enumerate(blocks))))
+    return DeviceMap("", (("", 0), *((name, index * count // len(blocks)) for index, name in enumerate(blocks))))
 
 
 @contextmanager
-def dispatch_to_fake_devices(pipe: Any, part: str, count: int) -> Iterator[dict[torch.device, int]]:
-    """Replace the weights of a pipeline's part by fake ones, dispatched by accelerate's hooks; yields counts."""
-    model = getattr(pipe, part)
+def dispatch_to_fake_devices(pipe: Any, component: str, count: int) -> Iterator[dict[torch.device, int]]:
+    """Replace the weights of a component by fake tensors, dispatched by accelerate's hooks; yield counts by device."""
+    model = getattr(pipe, component)
     devices = [torch.device(DEVICE_TYPE, number) for number in range(count)]
     with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        places = assign_devices(model, build_device_map(model, count), ())
+        device_numbers = assign_devices(model, build_device_map(model, count), ())
         fakes: dict[torch.Tensor, torch.Tensor] = {}
-        for _, tensor, number in iter_weight_devices(model, places):
+        for _, tensor, number in iter_weight_devices(model, device_numbers):
             fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=devices[number])
             is_weight = isinstance(tensor, nn.Parameter)
             fakes[tensor] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_weight else fake
@@ -48,12 +48,12 @@ def dispatch_to_fake_devices(pipe: Any, part: str, count: int) -> Iterator[dict[
         # All fake tensors have the same address, by which accelerate would find tied weights.
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("accelerate.big_modeling.find_tied_parameters", lambda model: [])
-            attach_dispatch_hooks(model, places, devices)
+            attach_dispatch_hooks(model, device_numbers, devices)
         yield Counter(fake.device for fake in fakes.values())
 
 
-def move(device: torch.device, item: Any) -> Any:
-    """The same tensors on another device, without their data."""
+def move_to_device(device: torch.device, item: Any) -> Any:
+    """Return the same tensors on another device, without data."""
     return tree_map(
         lambda each: torch.empty_like(each, device=device) if isinstance(each, torch.Tensor) else each, item
     )

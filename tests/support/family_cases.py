@@ -14,7 +14,7 @@ from library.models.families import FAMILIES
 SIZE = {"height": HEIGHT, "width": WIDTH}
 
 
-class Wrapped(nn.Module):
+class ForwardOnlyWrapper(nn.Module):
     """Like DDP or FSDP: only ``forward`` works; the attributes of the inner module are hidden."""
 
     def __init__(self, inner):
@@ -31,22 +31,22 @@ class Recorder:
 
     def __init__(self, module):
         self.calls, self.outputs, self.signature = [], [], inspect.signature(module.forward)
-        module.register_forward_hook(self.note, with_kwargs=True)
+        module.register_forward_hook(self.record, with_kwargs=True)
 
-    def note(self, module, args, kwargs, output):
+    def record(self, module, args, kwargs, output):
         self.calls.append(self.signature.bind(*args, **kwargs).arguments)
         self.outputs.append(output[0])
 
 
-def tensors(value):
+def flatten_tensors(value):
     """The tensors and integers inside ``value``, in order, as float64."""
     if isinstance(value, torch.Tensor):
         return [value.double()]
     if type(value) is int:
         return [torch.tensor(value).double()]
     if isinstance(value, dict):
-        return [tensor for key in sorted(value) for tensor in tensors(value[key])]
-    return [tensor for item in value for tensor in tensors(item)] if isinstance(value, list | tuple) else []
+        return [tensor for key in sorted(value) for tensor in flatten_tensors(value[key])]
+    return [tensor for item in value for tensor in flatten_tensors(item)] if isinstance(value, list | tuple) else []
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +58,7 @@ def build_case():
 
 @pytest.fixture(params=TINY)
 def case(request, build_case):
-    """Every family, and each variant with another denoiser call or other targets."""
+    """Every family, and each variant with a different denoiser call or different target modules."""
     return build_case(request.param)
 
 
@@ -79,17 +79,19 @@ def get_modules(family, pipe):
     return {name: part for name in family.components if isinstance(part := getattr(pipe, name), nn.Module)}
 
 
-def pixels(count=2):
+def make_pixels(count=2):
     return torch.rand(count, 3, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(5)) * 2 - 1
 
 
-def generators(count=2):
+def make_generators(count=2):
     return [torch.Generator().manual_seed(100 + number) for number in range(count)]
 
 
 def assert_same_call(ours, theirs):
     """Compare the tensor arguments of two calls of a denoiser."""
-    assert {name for name in theirs if tensors(theirs[name])} == {name for name in ours if tensors(ours[name])}
+    assert {name for name in theirs if flatten_tensors(theirs[name])} == {
+        name for name in ours if flatten_tensors(ours[name])
+    }
     for name, value in ours.items():
-        for a, b in zip(tensors(value), tensors(theirs[name]), strict=True):
+        for a, b in zip(flatten_tensors(value), flatten_tensors(theirs[name]), strict=True):
             torch.testing.assert_close(a, b.expand_as(a), msg=lambda text, name=name: f"argument {name!r}: {text}")

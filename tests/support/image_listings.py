@@ -62,7 +62,7 @@ def prepare_subsets(folder: Path, *subsets: str, head: str = HEAD, **options) ->
     return prepare_data(make_config(folder, *subsets, head=head, **options), 8)
 
 
-def captions_by_name(listing: SubsetListing) -> dict[str, str]:
+def get_captions(listing: SubsetListing) -> dict[str, str]:
     """Map the path of each image, or its name in a larger file, to its caption."""
     return {
         item.image.file if item.image.part is None else item.image.part.name: item.caption for item in listing.images

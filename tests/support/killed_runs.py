@@ -1,8 +1,8 @@
-"""Launched runs are killed at random moments and go on; what comes out is compared with the run that nobody killed.
+"""Kill launched runs at random moments, resume them, and compare the result with an uninterrupted run.
 
-``PYTHONPATH=. python tests/support/killed_runs.py "ZeRO 3" 6`` kills one way of spreading six times; ``relay`` in the place of a name
-goes on in another way after each kill.  Half of the kills take the launcher and all its processes at once, the other
-half a single process, so that the others have to see for themselves.
+``PYTHONPATH=. python tests/support/killed_runs.py "ZeRO 3" 6`` kills a ZeRO 3 run six times; with ``relay`` instead of a
+name, each resume uses another strategy.  Half of the kills hit the launcher and all its processes at once, the other
+half one training process, so that the other ranks have to detect the failure.
 """
 
 import os
@@ -19,10 +19,10 @@ from pathlib import Path
 
 import psutil
 import torch
-from rank_processes import free_port
-from resumed_runs import figures
+from rank_processes import find_free_port
+from resumed_runs import read_metrics
 from safetensors.torch import load_file
-from training_runs import difference, pictures
+from training_runs import max_relative_difference, write_images
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 60
@@ -67,14 +67,14 @@ SETTINGS = (
 
 
 @dataclass(frozen=True)
-class Way:
-    """How a run is launched; four pictures a step."""
+class LaunchCase:
+    """How a run is launched; four images per step."""
 
     ranks: int
     launcher: tuple[str, ...]
-    own: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
 
-    def command(self) -> list[str]:
+    def build_command(self) -> list[str]:
         accelerate, batch = str(Path(sys.executable).parent / "accelerate"), str(4 // self.ranks)
         return [
             accelerate,
@@ -89,144 +89,154 @@ class Way:
             "--dynamo_backend",
             "no",
             "--main_process_port",
-            str(free_port()),
+            str(find_free_port()),
             str(ROOT / "train_lora.py"),
             *SETTINGS,
             "--train_batch_size",
             batch,
-            *self.own,
+            *self.options,
         ]
 
 
 FSDP = ("--use_fsdp", "--fsdp_version", "2")
 ZERO = ("--use_deepspeed", "--zero_stage")
-WAYS: Mapping[str, Way] = {
-    "DDP": Way(2, ("--multi_gpu",)),
-    "FSDP": Way(2, FSDP),
-    "HSDP": Way(4, FSDP, ("--dp_replicate_size", "2")),
-    "ZeRO 1": Way(2, (*ZERO, "1")),
-    "ZeRO 2": Way(2, (*ZERO, "2")),
-    "ZeRO 3": Way(2, (*ZERO, "3")),
-    "ZeRO 3 in host memory": Way(2, (*ZERO, "3", "--offload_optimizer_device", "cpu", "--offload_param_device", "cpu")),
+LAUNCH_CASES: Mapping[str, LaunchCase] = {
+    "DDP": LaunchCase(2, ("--multi_gpu",)),
+    "FSDP": LaunchCase(2, FSDP),
+    "HSDP": LaunchCase(4, FSDP, ("--dp_replicate_size", "2")),
+    "ZeRO 1": LaunchCase(2, (*ZERO, "1")),
+    "ZeRO 2": LaunchCase(2, (*ZERO, "2")),
+    "ZeRO 3": LaunchCase(2, (*ZERO, "3")),
+    "ZeRO 3 in host memory": LaunchCase(
+        2, (*ZERO, "3", "--offload_optimizer_device", "cpu", "--offload_param_device", "cpu")
+    ),
 }
 
 
-def start(way: Way, data: Path, folder: Path) -> "subprocess.Popen[bytes]":
-    """The run, beginning or going on in ``folder``; what it says is added to a file beside it."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "MASTER_"))}
+def start_run(case: LaunchCase, data: Path, folder: Path) -> "subprocess.Popen[bytes]":
+    """Start or resume the run in ``folder``; its output is appended to a log file beside the folder."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "MASTER_"))}
     with (folder.parent / f"{folder.name}.log").open("ab") as log:
         return subprocess.Popen(
-            [*way.command(), "--dataset_config", str(data), "--output_dir", str(folder)],
+            [*case.build_command(), "--dataset_config", str(data), "--output_dir", str(folder)],
             start_new_session=True,
             stdout=log,
             stderr=log,
-            env=clean | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+            env=environment | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
         )
 
 
-def kill(run: "subprocess.Popen[bytes]", victims: Sequence[psutil.Process]) -> None:
-    """Kill them, and see the others end by themselves."""
+def kill_processes(run: "subprocess.Popen[bytes]", victims: Sequence[psutil.Process]) -> None:
+    """Kill these processes, and wait until the others exit by themselves."""
     for victim in victims:
         try:
             victim.send_signal(signal.SIGKILL)
         except psutil.NoSuchProcess:
             pass
     run.wait(SECONDS_TO_END)
-    left = [each for each in victims if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
-    psutil.wait_procs(left, timeout=10)
+    running = [process for process in victims if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    psutil.wait_procs(running, timeout=10)
 
 
-def all_of(run: "subprocess.Popen[bytes]") -> list[psutil.Process]:
+def list_processes(run: "subprocess.Popen[bytes]") -> list[psutil.Process]:
     return [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
 
 
-def ranks_of(run: "subprocess.Popen[bytes]") -> list[psutil.Process]:
+def list_rank_processes(run: "subprocess.Popen[bytes]") -> list[psutil.Process]:
     """The training processes, without their workers."""
     return [child for child in psutil.Process(run.pid).children() if "RANK" in child.environ()]
 
 
-def steps_of(folder: Path) -> int:
+def count_logged_steps(folder: Path) -> int:
     try:
-        return sum("loss/current" in line for line in figures(folder))
+        return sum("loss/current" in line for line in read_metrics(folder))
     except (OSError, ValueError):
         return 0
 
 
-def disturbed(ways: Iterator[str], data: Path, folder: Path, kills: int, longest: float, chance: random.Random) -> None:
-    """Begin, kill and go on, each time in the next way, until the run is complete."""
+def train_with_kills(
+    names: Iterator[str], data: Path, folder: Path, kills: int, max_seconds: float, random_state: random.Random
+) -> None:
+    """Start, kill and resume, each time with the next launch case, until the run is complete."""
     folder.mkdir()
     while kills:
-        name, before = next(ways), steps_of(folder)
-        run, began = start(WAYS[name], data, folder), time.monotonic()
-        limit = chance.uniform(0, longest) if chance.random() < 0.2 else 600
-        steps = before + chance.randint(1, STEPS // 5)
-        while run.poll() is None and time.monotonic() - began < limit and steps_of(folder) < steps:
+        name, steps_before = next(names), count_logged_steps(folder)
+        run, start = start_run(LAUNCH_CASES[name], data, folder), time.monotonic()
+        limit = random_state.uniform(0, max_seconds) if random_state.random() < 0.2 else 600
+        steps = steps_before + random_state.randint(1, STEPS // 5)
+        while run.poll() is None and time.monotonic() - start < limit and count_logged_steps(folder) < steps:
             time.sleep(0.02)
-        time.sleep(chance.uniform(0, 0.5))
+        time.sleep(random_state.uniform(0, 0.5))
         if run.poll() is not None:
-            _must_be_well(run, folder)
-            say(f"  it was complete before it could be killed, after {time.monotonic() - began:.1f} s")
+            _assert_success(run, folder)
+            print_line(f"  complete before it could be killed, after {time.monotonic() - start:.1f} s")
             return
-        ranks = ranks_of(run)
-        alone = bool(ranks) and chance.random() < 0.5
-        kill(run, [chance.choice(ranks)] if alone else all_of(run))
+        ranks = list_rank_processes(run)
+        one_process = bool(ranks) and random_state.random() < 0.5
+        kill_processes(run, [random_state.choice(ranks)] if one_process else list_processes(run))
         kills -= 1
         states = sorted(path.name for path in folder.glob("*-state"))
-        say(
-            f"  {name}: killed {'one process' if alone else 'all'} at step {steps_of(folder)};"
+        print_line(
+            f"  {name}: killed {'one process' if one_process else 'all'} at step {count_logged_steps(folder)};"
             f" {states[-1] if states else 'no state'}, {len(list(folder.glob('.lora*')))} leftovers"
         )
-    name = next(ways)
-    run = start(WAYS[name], data, folder)
+    name = next(names)
+    run = start_run(LAUNCH_CASES[name], data, folder)
     run.wait(600)
-    say(f"  {name}: to the end")
-    _must_be_well(run, folder)
+    print_line(f"  {name}: completed")
+    _assert_success(run, folder)
 
 
-def _must_be_well(run: "subprocess.Popen[bytes]", folder: Path) -> None:
+def _assert_success(run: "subprocess.Popen[bytes]", folder: Path) -> None:
     if run.returncode:
         raise AssertionError((folder.parent / f"{folder.name}.log").read_text()[-4000:])
 
 
-def compare(whole: Path, found: Path) -> tuple[float, bool, bool]:
-    """How far adapter and average are apart at most, and whether the state and all figures are the same to the bit."""
+def compare(expected: Path, actual: Path) -> tuple[float, bool, bool]:
+    """The largest difference of adapter and EMA, and whether the checkpoint and all metrics are bitwise equal."""
     names = ("lora.safetensors", "lora-ema.safetensors")
-    apart = max(difference(load_file(whole / name), load_file(found / name)) for name in names)
-    one, other = (load_file(folder / "lora-state" / "tensors.safetensors") for folder in (whole, found))
-    same = one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-    return apart, same, figures(whole) == figures(found)
+    max_difference = max(
+        max_relative_difference(load_file(expected / name), load_file(actual / name)) for name in names
+    )
+    expected_state, actual_state = (
+        load_file(folder / "lora-state" / "tensors.safetensors") for folder in (expected, actual)
+    )
+    same_state = expected_state.keys() == actual_state.keys() and all(
+        torch.equal(expected_state[key], actual_state[key]) for key in expected_state
+    )
+    return max_difference, same_state, read_metrics(expected) == read_metrics(actual)
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def main(name: str, kills: int, seed: int) -> None:
-    chance, work = random.Random(seed), Path(tempfile.mkdtemp(prefix="kills-"))
-    data = pictures(work / "data", {(96, 64): 9, (64, 96): 6})
-    own = name if name != "relay" else "DDP"
-    began, whole = time.monotonic(), work / "whole"
-    whole.mkdir()
-    run = start(WAYS[own], data, whole)
+    random_state, work_folder = random.Random(seed), Path(tempfile.mkdtemp(prefix="kills-"))
+    data = write_images(work_folder / "data", {(96, 64): 9, (64, 96): 6})
+    reference = name if name != "relay" else "DDP"
+    start, uninterrupted = time.monotonic(), work_folder / "whole"
+    uninterrupted.mkdir()
+    run = start_run(LAUNCH_CASES[reference], data, uninterrupted)
     run.wait(900)
-    _must_be_well(run, whole)
-    longest = time.monotonic() - began
-    say(f"{name}: {longest:.1f} s undisturbed; {work}")
+    _assert_success(run, uninterrupted)
+    seconds = time.monotonic() - start
+    print_line(f"{name}: {seconds:.1f} s uninterrupted; {work_folder}")
 
-    def ways() -> Iterator[str]:
-        names = [name] if name != "relay" else chance.sample(list(WAYS), len(WAYS))
+    def iter_names() -> Iterator[str]:
+        names = [name] if name != "relay" else random_state.sample(list(LAUNCH_CASES), len(LAUNCH_CASES))
         while True:
             yield from names
 
-    disturbed(ways(), data, work / "killed", kills, longest, chance)
-    apart, same_state, same_figures = compare(whole, work / "killed")
-    say(
-        f"{name}: apart {apart:.1e}, state {'the same' if same_state else 'differs'},"
-        f" figures {'the same' if same_figures else 'differ'}"
+    train_with_kills(iter_names(), data, work_folder / "killed", kills, seconds, random_state)
+    max_difference, same_state, same_metrics = compare(uninterrupted, work_folder / "killed")
+    print_line(
+        f"{name}: max. difference {max_difference:.1e}, checkpoint {'equal' if same_state else 'differs'},"
+        f" metrics {'equal' if same_metrics else 'differ'}"
     )
-    if apart == 0:
-        shutil.rmtree(work)
+    if max_difference == 0:
+        shutil.rmtree(work_folder)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Shared by tests: launched runs."""
+"""Training runs launched as separate processes, which tests signal, kill or wait for."""
 
 import os
 import subprocess
@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from rank_processes import free_port
-from resumed_runs import figures
+from rank_processes import find_free_port
+from resumed_runs import read_metrics
 from tiny_pipelines import get_tiny_sd1_folder
-from training_runs import pictures
+from training_runs import write_images
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,7 +20,7 @@ STEPS = 30
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory) -> list[str]:
-    dataset = pictures(tmp_path_factory.mktemp("signals"), {(64, 64): 4})
+    dataset = write_images(tmp_path_factory.mktemp("signals"), {(64, 64): 4})
     return [
         "--dataset_config",
         str(dataset),
@@ -43,7 +43,7 @@ def settings(tmp_path_factory) -> list[str]:
     ]
 
 
-def launcher(ranks: int) -> list[str]:
+def build_launcher_command(ranks: int) -> list[str]:
     if ranks == 1:
         return [sys.executable]
     return [
@@ -53,17 +53,17 @@ def launcher(ranks: int) -> list[str]:
         "--nproc_per_node",
         str(ranks),
         "--master_port",
-        str(free_port()),
+        str(find_free_port()),
     ]
 
 
-def started(
-    ranks: int, settings: list[str], folder: Path, *more: str, under: tuple[str, ...] = ()
+def start_run(
+    ranks: int, settings: list[str], folder: Path, *options: str, wrapper: tuple[str, ...] = ()
 ) -> subprocess.Popen[str]:
     folder.mkdir(parents=True, exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.Popen(
-        [*under, *launcher(ranks), "train_lora.py", *settings, "--output_dir", str(folder), *more],
+        [*wrapper, *build_launcher_command(ranks), "train_lora.py", *settings, "--output_dir", str(folder), *options],
         cwd=ROOT,
         text=True,
         stdout=subprocess.PIPE,
@@ -73,15 +73,15 @@ def started(
     )
 
 
-def when_it_trains(process: subprocess.Popen[str], folder: Path) -> None:
+def wait_until_training(process: subprocess.Popen[str], folder: Path) -> None:
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline and process.poll() is None:
-        if (folder / "lora.metrics.jsonl").is_file() and len(figures(folder)) > 2:
+        if (folder / "lora.metrics.jsonl").is_file() and len(read_metrics(folder)) > 2:
             return
         time.sleep(0.02)
     raise AssertionError(process.communicate()[0])
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    text, _ = process.communicate(timeout=240)
-    return process.returncode, text
+def wait_for_exit(process: subprocess.Popen[str]) -> tuple[int, str]:
+    output, _ = process.communicate(timeout=240)
+    return process.returncode, output

@@ -1,4 +1,4 @@
-"""Shared by the tests of launchers: accelerate's config file, and what the doctor says of a command."""
+"""Helpers of launcher tests: write accelerate's config file, and run the doctor's checks on a command."""
 
 import os
 import shlex
@@ -40,8 +40,8 @@ def use_environment(monkeypatch, home: Path, **variables: str) -> None:
         monkeypatch.setattr(f"accelerate.commands.{module}.default_config_file", path)
 
 
-def check(command: str) -> tuple[dict[str, ResolvedSetting], str]:
-    """The settings by name, and what would stop the command, a line for each."""
+def check_launch_command(command: str) -> tuple[dict[str, ResolvedSetting], str]:
+    """Return the resolved settings by name, and the findings, one line each."""
     results = [*check_command(shlex.split(command))]
     settings = {result.name: result for result in results if isinstance(result, ResolvedSetting)}
     return settings, "\n".join(result.value for result in results if isinstance(result, Finding))

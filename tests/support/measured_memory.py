@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 
 from benchmarks.synthetic_run import CAPTION, load_training_options, write_dataset
 from benchmarks.synthetic_run import build_run as build_synthetic_run
@@ -41,7 +41,7 @@ def build_run(folder: Path, steps: int, *flags: str) -> AbstractContextManager[A
 def estimate(
     world_size: int, *flags: str, batch: LargestBatch, names: tuple[str, ...] = (), link_speed: float = 25e9
 ) -> list[LayoutEstimate]:
-    """All layouts that the flags allow, or those with these names."""
+    """Estimate all layouts that the flags allow, or those with these names."""
     config, explicit, model = load_config(*flags)
     layouts, _ = LayoutFinder(config, explicit, model, world_size).find_layouts()
     layouts = [layout for layout in layouts if not names or layout.name in names]
@@ -49,7 +49,7 @@ def estimate(
 
 
 def estimate_step(world_size: int, *flags: str) -> int:
-    """Activations, gathered weights and buffers of the first layout that the flags allow."""
+    """Estimate activations, gathered weights and buffers of the first layout that the flags allow."""
     config, explicit, model = load_config(*flags)
     assert config.data.resolution is not None
     captions = (CAPTION.format(1),) * config.data.train_batch_size
@@ -96,36 +96,41 @@ def measure_state(folder: Path, *flags: str) -> dict[str, int]:
     """Bytes of weights, adapters, gradients and optimizer on this rank, after backward of the second step."""
     folder = folder / os.environ.get("RANK", "0")
     folder.mkdir()
-    found: dict[str, int] = {}
+    byte_counts: dict[str, int] = {}
     with build_run(folder, 2, *flags) as run:
         clip = run.strategy.clip_grad_norm
 
         def measure(parameters, max_norm):
             if run.state.step == 1:
-                found.update(zip(PARTS, _measure_parts(run), strict=True))
+                byte_counts.update(zip(PARTS, _measure_parts(run), strict=True))
             return clip(parameters, max_norm)
 
         run.strategy.clip_grad_norm = measure
         train(run)
-    return found
+    return byte_counts
 
 
 def _measure_parts(run: Any) -> tuple[int, int, int, int]:
     model, trainable = run.strategy.unwrap_model(run.model), run.parameters
-    frozen = [each for each in model.parameters() if not each.requires_grad]
-    frozen += [each.ds_tensor for each in frozen if hasattr(each, "ds_tensor")]
-    optimizer, gradients, masters = run.optimizer, count_bytes(each.grad for each in trainable), []
+    frozen = [tensor for tensor in model.parameters() if not tensor.requires_grad]
+    frozen += [tensor.ds_tensor for tensor in frozen if hasattr(tensor, "ds_tensor")]
+    optimizer, gradients, masters = run.optimizer, count_bytes(tensor.grad for tensor in trainable), []
     if (zero := getattr(run.optimizer, "_zero", None)) is not None:
         names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
         optimizer, masters = zero.optimizer, next(getattr(zero, name) for name in names if hasattr(zero, name))
         # Storages of gradients can be larger than the shard of this rank.
-        gradients = sum(each.nbytes for group in zero.averaged_gradients.values() for each in group)
-    state = [each for own in optimizer.state.values() for each in own.values() if torch.is_tensor(each)]
+        gradients = sum(tensor.nbytes for group in zero.averaged_gradients.values() for tensor in group)
+    state = [
+        tensor
+        for parameter_state in optimizer.state.values()
+        for tensor in parameter_state.values()
+        if torch.is_tensor(tensor)
+    ]
     return count_bytes([*frozen, *model.buffers()]), count_bytes(trainable), gradients, count_bytes([*state, *masters])
 
 
 def count_bytes(tensors: Any) -> int:
-    """Of the storages behind tensors, each once."""
+    """Sum the bytes of the storages behind the tensors, each storage once."""
     local = [getattr(each, "_local_tensor", each) for each in tensors if each is not None]
     storages = [each.untyped_storage() for each in local if not each.is_meta]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
@@ -138,7 +143,7 @@ if __name__ == "__main__":
     flags = ["--pretrained_model_name_or_path", model, "--resolution", size, "--train_batch_size", batch, *more]
     with tempfile.TemporaryDirectory() as folder:
         estimated = estimate_step(processes, *flags)
-        measured = max(on_ranks(processes, measure_step, Path(folder), *flags))
+        measured = max(run_on_ranks(processes, measure_step, Path(folder), *flags))
     sys.stdout.write(
         f"{' '.join(sys.argv[1:])}: estimated {estimated / 1e6:.1f} MB, allocated {measured / 1e6:.1f} MB,"
         f" {100 * (estimated / measured - 1):+.1f} %\n"

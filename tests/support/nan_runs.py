@@ -1,4 +1,4 @@
-"""Shared by tests: nan runs."""
+"""Training runs in which the loss of chosen steps is NaN, and the log of a run."""
 
 from pathlib import Path
 
@@ -9,34 +9,41 @@ from library.training import step_guards
 from library.training.task import DiffusionTask
 
 
-def train_with_a_spoilt_step(rank: int, step: int | tuple[int, ...], careful: bool, *flags: str) -> str:
-    """As ``train``, but the loss of a step or several, or with a negative number of all from there on, is none on one
-    rank.
+def train_with_nan_loss(rank: int, step: int | tuple[int, ...], check_each_step: bool, *flags: str) -> str:
+    """As ``train``, but the loss of some steps is NaN on one rank.
+
+    ``step`` is one step, several steps, or with a negative number all from that step on.
     """
-    whole, start = DiffusionTask.__call__, step_guards.NanGuard.__init__
+    call, init = DiffusionTask.__call__, step_guards.NanGuard.__init__
 
-    def spoilt(self: DiffusionTask, batch, at: int):
-        here = torch.distributed.get_rank() == rank if _several() else True
-        is_bad = at in step if isinstance(step, tuple) else at == step if step >= 0 else at >= -step
-        return whole(self, batch, at) * (float("nan") if here and is_bad else 1.0)
+    def return_nan(self: DiffusionTask, batch, current_step: int):
+        is_this_rank = torch.distributed.get_rank() == rank if _is_distributed() else True
+        is_bad = (
+            current_step in step
+            if isinstance(step, tuple)
+            else current_step == step
+            if step >= 0
+            else current_step >= -step
+        )
+        return call(self, batch, current_step) * (float("nan") if is_this_rank and is_bad else 1.0)
 
-    def watch(self, most):
-        start(self, most)
-        self.check_each_step_until = 10**9 if careful else 0
+    def init_guard(self, max_bad_steps):
+        init(self, max_bad_steps)
+        self.check_each_step_until = 10**9 if check_each_step else 0
 
-    DiffusionTask.__call__, step_guards.NanGuard.__init__ = spoilt, watch
+    DiffusionTask.__call__, step_guards.NanGuard.__init__ = return_nan, init_guard
     try:
         return train(*flags)
     finally:
-        DiffusionTask.__call__, step_guards.NanGuard.__init__ = whole, start
+        DiffusionTask.__call__, step_guards.NanGuard.__init__ = call, init
 
 
-def _several() -> bool:
+def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def told(folder: Path, *flags: str, work=train) -> str:
-    """The messages of a run."""
+def train_and_read_log(folder: Path, *flags: str, work=train) -> str:
+    """Run ``work`` and return the text of its log file."""
     from library.log import configure_logging
 
     configure_logging(simple=True, file=str(folder / "log"))

@@ -1,4 +1,4 @@
-"""Two machines on one: network namespaces with host names of their own and a cable between them, as root on Linux."""
+"""Emulate two machines: network namespaces with their own host names and a link between them, as root on Linux."""
 
 import fcntl
 import heapq
@@ -21,49 +21,49 @@ TUN, NO_HEADER, SET_NAME = 0x0001, 0x1000, 0x400454CA
 PACKET = 65536
 
 
-def why_not() -> str:
-    """What is missing here; empty where it works."""
+def describe_missing_support() -> str:
+    """Say why network namespaces cannot be used here; empty if they can."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "network namespaces need root on Linux"
     if missing := [name for name in ("ip", "unshare") if shutil.which(name) is None]:
-        return f"there is no {missing[0]} here"
-    done = subprocess.run(["unshare", "--net", "--uts", "true"], capture_output=True, check=False)
-    return "" if done.returncode == 0 else "network namespaces are not allowed here"
+        return f"the program {missing[0]} is not installed"
+    result = subprocess.run(["unshare", "--net", "--uts", "true"], capture_output=True, check=False)
+    return "" if result.returncode == 0 else "network namespaces are not allowed here"
 
 
 class Machines:
-    """Inside, ``start`` starts a program on one of them; ``rate`` such as 20mbit, ``delay`` in seconds and one way."""
+    """Context manager for two machines; ``rate`` such as 20mbit limits the bandwidth, ``delay`` is one way, in seconds."""
 
     def __init__(self, rate: str = "", delay: float = 0.0):
         self.rate, self.delay = rate, delay
         self.spaces = [f"{name}-{os.getpid()}" for name in NAMES]
         self.links = ["va", "vb"]
-        self.interface: str | None = None  # another network than the right one
+        self.interface: str | None = None  # the interface to use instead of the link
         self.addresses = ["10.77.0.1", "10.77.0.2"]
         self._ends = threading.Event()
         self._forwarder: threading.Thread | None = None
 
     def __enter__(self) -> "Machines":
         for space in self.spaces:
-            run("ip", "netns", "add", space)
-            (ETC / space).mkdir(parents=True)  # what lies there is seen in /etc
+            run_command("ip", "netns", "add", space)
+            (ETC / space).mkdir(parents=True)  # mounted over /etc inside the namespace
             names = zip(("127.0.0.1", *self.addresses), ("localhost", *NAMES), strict=True)
             (ETC / space / "hosts").write_text("".join(f"{address} {name}\n" for address, name in names))
-            run("ip", "-n", space, "link", "set", "lo", "up")
+            run_command("ip", "-n", space, "link", "set", "lo", "up")
         if self.delay:
             self.links = ["ta", "tb"]
-            files = [self._tun(space, link) for space, link in zip(self.spaces, self.links, strict=True)]
+            files = [self._create_tun(space, link) for space, link in zip(self.spaces, self.links, strict=True)]
             self._forwarder = threading.Thread(target=self._forward, args=files, daemon=True)
             self._forwarder.start()
         else:
             first, second = self.spaces
-            run(*f"ip link add va netns {first} type veth peer name vb netns {second}".split())
+            run_command(*f"ip link add va netns {first} type veth peer name vb netns {second}".split())
         for space, link, address in zip(self.spaces, self.links, self.addresses, strict=True):
-            run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", link)
-            run("ip", "-n", space, "link", "set", link, "up")
+            run_command("ip", "-n", space, "addr", "add", f"{address}/24", "dev", link)
+            run_command("ip", "-n", space, "link", "set", link, "up")
             if self.rate:
                 limit = f"tbf rate {self.rate} burst 32kbit latency 400ms"
-                run(*f"tc -n {space} qdisc add dev {link} root {limit}".split())
+                run_command(*f"tc -n {space} qdisc add dev {link} root {limit}".split())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -74,8 +74,8 @@ class Machines:
             subprocess.run(["ip", "netns", "del", space], check=False)
             shutil.rmtree(ETC / space, ignore_errors=True)
 
-    def start(self, machine: int, command: list[str], log: Path) -> subprocess.Popen[bytes]:
-        """A program there, in a session of its own; what it says goes into ``log``."""
+    def start_process(self, machine: int, command: list[str], log: Path) -> subprocess.Popen[bytes]:
+        """Start a program on a machine, in its own session, with its output in ``log``."""
         name, interface = NAMES[machine], self.interface or self.links[machine]
         with log.open("wb") as file:
             inside = f"ip netns exec {self.spaces[machine]} unshare --uts sh -c".split()
@@ -85,91 +85,91 @@ class Machines:
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
-                env=clean_environment() | {"GLOO_SOCKET_IFNAME": interface, "ACCELERATE_USE_CPU": "true"},
+                env=build_clean_environment() | {"GLOO_SOCKET_IFNAME": interface, "ACCELERATE_USE_CPU": "true"},
             )
 
-    def cut(self) -> None:
-        """Nothing comes through any more, and nobody is told."""
-        run("ip", "-n", self.spaces[1], "link", "set", self.links[1], "down")
+    def disconnect(self) -> None:
+        """Take the link down without closing any connection."""
+        run_command("ip", "-n", self.spaces[1], "link", "set", self.links[1], "down")
 
-    def sent(self, machine: int) -> int:
-        """Bytes that went out of a machine."""
+    def count_sent_bytes(self, machine: int) -> int:
+        """Read how many bytes a machine has sent."""
         counter = f"/sys/class/net/{self.links[machine]}/statistics/tx_bytes"
-        return int(run("ip", "netns", "exec", self.spaces[machine], "cat", counter))
+        return int(run_command("ip", "netns", "exec", self.spaces[machine], "cat", counter))
 
-    def _tun(self, space: str, link: str) -> int:
-        """A network card whose packets come to this program; made here, and moved."""
+    def _create_tun(self, space: str, link: str) -> int:
+        """Create a TUN interface whose packets this program reads, and move it into the namespace."""
         file = os.open("/dev/net/tun", os.O_RDWR)
         fcntl.ioctl(file, SET_NAME, struct.pack("16sH", link.encode(), TUN | NO_HEADER))
-        run("ip", "link", "set", link, "netns", space, "mtu", "9000")
+        run_command("ip", "link", "set", link, "netns", space, "mtu", "9000")
         return file
 
     def _forward(self, one: int, other: int) -> None:
-        """Each packet comes out at the other side, later."""
-        waiting: list[tuple[float, int, int, bytes]] = []
+        """Forward each packet to the other interface after the delay."""
+        pending: list[tuple[float, int, int, bytes]] = []
         number = 0
         while not self._ends.is_set():
-            wait = max(0.0, waiting[0][0] - time.monotonic()) if waiting else 0.2
+            wait = max(0.0, pending[0][0] - time.monotonic()) if pending else 0.2
             for file in select.select([one, other], [], [], wait)[0]:
                 if self._ends.is_set():
                     return
                 number += 1
-                there = other if file == one else one
-                heapq.heappush(waiting, (time.monotonic() + self.delay, number, there, os.read(file, PACKET)))
-            while waiting and waiting[0][0] <= time.monotonic():
-                _, _, there, packet = heapq.heappop(waiting)
-                with suppress(OSError):  # the other card is not switched on yet: the packet is lost, as on a cable
-                    os.write(there, packet)
+                target = other if file == one else one
+                heapq.heappush(pending, (time.monotonic() + self.delay, number, target, os.read(file, PACKET)))
+            while pending and pending[0][0] <= time.monotonic():
+                _, _, target, packet = heapq.heappop(pending)
+                with suppress(OSError):  # the other interface is not up yet: the packet is lost
+                    os.write(target, packet)
 
 
-def run(*words: str) -> str:
-    """A command that has to work."""
+def run_command(*words: str) -> str:
+    """Run a command that must succeed, and return its output."""
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout
 
 
-def clean_environment() -> dict[str, str]:
-    """Without what belongs to another launcher."""
+def build_clean_environment() -> dict[str, str]:
+    """The environment without the variables of other launchers."""
     ours = ("ACCELERATE_", "MASTER_", "TORCHELASTIC_")
-    kept = {
+    environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(ours) and name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     }
-    return kept | {"OMP_NUM_THREADS": "1"}
+    return environment | {"OMP_NUM_THREADS": "1"}
 
 
 Launcher = Callable[[int, str, int], list[str]]
-"""Number of the machine, address and port of the first -> what is written before the script."""
+"""(machine rank, address and port of the main machine) -> the launch command before the script."""
 During = Callable[[list[subprocess.Popen[bytes]]], None]
 
 
-def by_flags(machine: int, address: str, port: int) -> list[str]:
-    """``accelerate launch``, with one process on each machine."""
+def build_flags_command(machine: int, address: str, port: int) -> list[str]:
+    """Build an ``accelerate launch`` command with one process per machine."""
     flags = (
         f"--multi_gpu --num_machines 2 --machine_rank {machine} --num_processes 2 --main_process_ip {address} "
         f"--main_process_port {port} --mixed_precision no --dynamo_backend no"
     )
-    return [*accelerate_launch(), *flags.split()]
+    return [*get_accelerate_command(), *flags.split()]
 
 
-def accelerate_launch() -> list[str]:
-    """The one that belongs to this Python."""
+def get_accelerate_command() -> list[str]:
+    """The ``accelerate launch`` of this Python environment."""
     return [str(Path(sys.executable).parent / "accelerate"), "launch"]
 
 
-def launch(
+def launch_on_both_machines(
     machines: Machines,
     script: list[str],
     logs: Path,
     port: int,
-    launcher: Launcher = by_flags,
+    launcher: Launcher = build_flags_command,
     seconds: float = 240,
     during: During | None = None,
 ) -> tuple[list[int], list[str]]:
-    """Start a script on both machines; exit codes, and what each said."""
-    texts = [logs / f"{name}.log" for name in NAMES]
+    """Run a script on both machines; return exit codes and outputs."""
+    log_files = [logs / f"{name}.log" for name in NAMES]
     processes = [
-        machines.start(machine, [*launcher(machine, machines.addresses[0], port), *script], texts[machine])
+        machines.start_process(machine, [*launcher(machine, machines.addresses[0], port), *script], log_files[machine])
         for machine in (0, 1)
     ]
     try:
@@ -181,4 +181,4 @@ def launch(
         for process in processes:
             if process.poll() is None:
                 os.killpg(process.pid, 9)
-    return codes, [text.read_text("utf-8", "replace") for text in texts]
+    return codes, [text.read_text("utf-8", "replace") for text in log_files]

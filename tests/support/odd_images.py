@@ -1,15 +1,17 @@
-"""PNG files assembled chunk by chunk, which no program would write."""
+"""PNG files assembled chunk by chunk, for headers and sizes that image libraries do not write."""
 
 import struct
 import zlib
 
 
-def chunk(name: bytes, data: bytes) -> bytes:
+def encode_chunk(name: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
 
-def png(width: int, height: int, *chunks: bytes, bits: int = 8, colour: int = 2, rows: bytes | None = None) -> bytes:
+def encode_png(
+    width: int, height: int, *chunks: bytes, bits: int = 8, colour: int = 2, rows: bytes | None = None
+) -> bytes:
     """Encode a PNG with ``chunks`` before its pixel data, which is missing without ``rows``."""
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0))
-    pixels = chunk(b"IDAT", zlib.compress(rows)) if rows is not None else b""
-    return b"\x89PNG\r\n\x1a\n" + header + b"".join(chunks) + pixels + chunk(b"IEND", b"")
+    header = encode_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0))
+    pixels = encode_chunk(b"IDAT", zlib.compress(rows)) if rows is not None else b""
+    return b"\x89PNG\r\n\x1a\n" + header + b"".join(chunks) + pixels + encode_chunk(b"IEND", b"")

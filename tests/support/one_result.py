@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 from safetensors.torch import load_file
-from training_runs import difference, pictures, train
+from training_runs import max_relative_difference, train, write_images
 
 from library.models.families import FAMILIES
 
@@ -36,7 +36,7 @@ class Layout:
     flags: tuple[str, ...] = ()
 
 
-IN_HOST_MEMORY = ("--offload_optimizer_device", "cpu", "--offload_param_device", "cpu")
+CPU_OFFLOAD = ("--offload_optimizer_device", "cpu", "--offload_param_device", "cpu")
 REFERENCE = "1 process x 4"
 LAYOUTS: Mapping[str, Layout] = {
     REFERENCE: Layout(1, 4),
@@ -66,44 +66,44 @@ LAYOUTS: Mapping[str, Layout] = {
     "ZeRO 1, 2 x 2": Layout(2, 2, flags=("--deepspeed", "--zero_stage", "1")),
     "ZeRO 2, 2 x 1, 2 accumulated": Layout(2, 1, 2, ("--deepspeed", "--zero_stage", "2")),
     "ZeRO 3, 2 x 2": Layout(2, 2, flags=("--deepspeed", "--zero_stage", "3")),
-    "ZeRO 3, 2 x 2, CPU offload": Layout(2, 2, flags=("--deepspeed", "--zero_stage", "3", *IN_HOST_MEMORY)),
+    "ZeRO 3, 2 x 2, CPU offload": Layout(2, 2, flags=("--deepspeed", "--zero_stage", "3", *CPU_OFFLOAD)),
     "HSDP 2 x 2": Layout(4, 1, flags=("--fsdp", "--dp_replicate_size", "2")),
 }
 
 
-def dataset(folder: Path) -> Path:
-    """Two buckets that divide evenly into steps of four."""
-    return pictures(folder, {(96, 64): 8, (64, 96): 4})
+def write_even_dataset(folder: Path) -> Path:
+    """Write a dataset of two buckets that divide evenly into steps of four."""
+    return write_images(folder, {(96, 64): 8, (64, 96): 4})
 
 
-def source(model: str, folder: Path) -> str:
-    """Return the model of this name, building it if needed."""
+def get_model_path(model: str, folder: Path) -> str:
+    """Return the path of the model of this name, building it if needed."""
     if model != DEEP:
         return f"random:{model}:tiny"
-    place = folder / DEEP
-    if not place.exists():
-        on_ranks(1, deepen, "sd3", place)
-    return str(place)
+    path = folder / DEEP
+    if not path.exists():
+        run_on_ranks(1, save_deep_model, "sd3", path)
+    return str(path)
 
 
-def deepen(family: str, place: Path) -> None:
+def save_deep_model(family: str, path: Path) -> None:
     """Save the tiny model with eight blocks."""
     pipe = FAMILIES.get(family)().load(f"random:{family}:tiny", torch.float32)
     torch.manual_seed(3)
     pipe.transformer = type(pipe.transformer).from_config({**pipe.transformer.config, "num_layers": 8})
-    pipe.save_pretrained(place)
+    pipe.save_pretrained(path)
 
 
-def trained(name: str, model: str, data: Path, folder: Path, *flags: str) -> dict[str, torch.Tensor]:
+def train_layout(name: str, model: str, dataset: Path, folder: Path, *flags: str) -> dict[str, torch.Tensor]:
     """Train in this layout and return the adapter."""
     layout = LAYOUTS[name]
-    files = on_ranks(
+    files = run_on_ranks(
         layout.ranks,
         train,
         "--pretrained_model_name_or_path",
-        source(model, folder),
+        get_model_path(model, folder),
         "--dataset_config",
-        str(data),
+        str(dataset),
         "--train_batch_size",
         str(layout.batch),
         "--gradient_accumulation_steps",
@@ -122,16 +122,19 @@ def trained(name: str, model: str, data: Path, folder: Path, *flags: str) -> dic
     return load_file(files[0])
 
 
-def table(model: str, kinds: Collection[str], *flags: str) -> Iterator[tuple[str, str]]:
+def compare_layouts(model: str, kinds: Collection[str], *flags: str) -> Iterator[tuple[str, str]]:
     """Yield the difference of each layout to the reference, or why it fails."""
     with tempfile.TemporaryDirectory() as folder:
-        data = dataset(Path(folder))
-        one = trained(REFERENCE, model, data, Path(folder), *flags)
+        dataset = write_even_dataset(Path(folder))
+        reference = train_layout(REFERENCE, model, dataset, Path(folder), *flags)
         for name in LAYOUTS:
             if name == REFERENCE or (kinds and name.split()[0] not in kinds):
                 continue
             try:
-                yield name, f"{difference(one, trained(name, model, data, Path(folder), *flags)):.1e}"
+                yield (
+                    name,
+                    f"{max_relative_difference(reference, train_layout(name, model, dataset, Path(folder), *flags)):.1e}",
+                )
             except AssertionError as error:
                 yield name, str(error).strip().splitlines()[-1]
 
@@ -142,7 +145,7 @@ if __name__ == "__main__":
         for model in [model for model in MODELS if model in words] or MODELS:
             for twice in (False, True):
                 flags = ("--mixed_precision", precision, *(["--gradient_checkpointing"] if twice else []))
-                for name, max_difference in table(model, words - {*MODELS}, *flags):
+                for name, max_difference in compare_layouts(model, words - {*MODELS}, *flags):
                     row = (model, precision, "twice" if twice else "once", name, max_difference)
                     sys.stdout.write(f"| {' | '.join(row)} |\n")
                     sys.stdout.flush()

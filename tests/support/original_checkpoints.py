@@ -1,4 +1,4 @@
-"""Models as single files in the names of the original code, written from diffusers pipelines."""
+"""Convert diffusers pipelines to single-file checkpoints with the key names of the original code."""
 
 import re
 from collections.abc import Mapping
@@ -38,61 +38,61 @@ _OPEN_CLIP = (
 )
 
 
-def ldm_unet(unet: nn.Module) -> dict[str, Tensor]:
+def convert_unet_to_ldm(unet: nn.Module) -> dict[str, Tensor]:
     names = map_to_ldm_names(name for name, _ in unet.named_modules())
     return {
         f"{names[key.rpartition('.')[0]]}.{key.rpartition('.')[2]}": tensor for key, tensor in unet.state_dict().items()
     }
 
 
-def ldm_vae(vae: nn.Module) -> dict[str, Tensor]:
+def convert_vae_to_ldm(vae: nn.Module) -> dict[str, Tensor]:
     last = len(vae.config.block_out_channels) - 1
-    found = {}
+    tensors = {}
     for key, tensor in vae.state_dict().items():
         key = re.sub(r"\bup_blocks\.(\d)", lambda match: f"up.{last - int(match[1])}", key)
-        key = _replaced(key, _VAE)
+        key = _apply_replacements(key, _VAE)
         is_attention = re.search(r"attn_1\.(q|k|v|proj_out)\.weight", key)
-        found[key] = tensor[:, :, None, None].contiguous() if is_attention else tensor
-    return found
+        tensors[key] = tensor[:, :, None, None].contiguous() if is_attention else tensor
+    return tensors
 
 
-def clip(encoder: nn.Module) -> dict[str, Tensor]:
-    """As transformers had it when these files were made."""
+def convert_clip(encoder: nn.Module) -> dict[str, Tensor]:
+    """Add the ``text_model.`` prefix that transformers used when these files were written."""
     return {
         ("" if key.startswith("text_") else "text_model.") + key: tensor for key, tensor in encoder.state_dict().items()
     }
 
 
-def open_clip(encoder: nn.Module, more_layers: int = 0) -> dict[str, Tensor]:
-    """With ``more_layers`` that the diffusers model leaves out."""
-    found: dict[str, Tensor] = {}
+def convert_open_clip(encoder: nn.Module, more_layers: int = 0) -> dict[str, Tensor]:
+    """Convert to OpenCLIP keys, with ``more_layers`` that the diffusers model leaves out."""
+    tensors: dict[str, Tensor] = {}
     state = encoder.state_dict()
     for key, tensor in state.items():
-        name = _replaced(key, _OPEN_CLIP)
+        name = _apply_replacements(key, _OPEN_CLIP)
         if match := re.match(r"(.*)\.self_attn\.q_proj\.(weight|bias)", name):
             parts = [state[key.replace("q_proj", each)] for each in ("q_proj", "k_proj", "v_proj")]
-            found[f"{match[1]}.attn.in_proj_{match[2]}"] = torch.cat(parts)
+            tensors[f"{match[1]}.attn.in_proj_{match[2]}"] = torch.cat(parts)
         elif not re.search(r"self_attn\.[kv]_proj", name):
-            found[name] = tensor.T.contiguous() if name == "text_projection" else tensor
+            tensors[name] = tensor.T.contiguous() if name == "text_projection" else tensor
     count = encoder.config.num_hidden_layers
-    for key in [key for key in found if key.startswith("transformer.resblocks.0.")]:
+    for key in [key for key in tensors if key.startswith("transformer.resblocks.0.")]:
         for more in range(count, count + more_layers):
-            found[key.replace("resblocks.0.", f"resblocks.{more}.")] = torch.zeros_like(found[key])
-    return {**found, "logit_scale": torch.tensor(4.6)}
+            tensors[key.replace("resblocks.0.", f"resblocks.{more}.")] = torch.zeros_like(tensors[key])
+    return {**tensors, "logit_scale": torch.tensor(4.6)}
 
 
-def _replaced(name: str, rules: Any) -> str:
+def _apply_replacements(name: str, rules: Any) -> str:
     for pattern, new in rules:
         name = re.sub(pattern, new, name)
     return name
 
 
-def with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def add_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{prefix}{name}": tensor.clone() for name, tensor in tensors.items()}
 
 
-def sd3_transformer(model: nn.Module) -> dict[str, Tensor]:
-    state, found = model.state_dict(), {}
+def convert_sd3_transformer(model: nn.Module) -> dict[str, Tensor]:
+    state, tensors = model.state_dict(), {}
     linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
     for group in build_key_map((), "sd3").group_modules(linear):
         for end in ("weight", "bias"):
@@ -100,7 +100,7 @@ def sd3_transformer(model: nn.Module) -> dict[str, Tensor]:
             is_pair = (
                 group.original.swaps_scale_shift and state[f"{group.modules[0]}.bias"].numel() == 2 * model.inner_dim
             )
-            found[f"{group.name}.{end}"] = torch.cat(parts[0].chunk(2)[::-1]) if is_pair else torch.cat(parts)
+            tensors[f"{group.name}.{end}"] = torch.cat(parts[0].chunk(2)[::-1]) if is_pair else torch.cat(parts)
     ends = {
         "attn.norm_q": "x_block.attn.ln_q",
         "attn.norm_k": "x_block.attn.ln_k",
@@ -112,19 +112,19 @@ def sd3_transformer(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in state.items():
         if "norm_" in name and name.startswith("transformer_blocks"):
             _, number, part = name.removesuffix(".weight").split(".", 2)
-            found[f"joint_blocks.{number}.{ends[part]}.weight"] = tensor
-    found["pos_embed"] = state["pos_embed.pos_embed"]
+            tensors[f"joint_blocks.{number}.{ends[part]}.weight"] = tensor
+    tensors["pos_embed"] = state["pos_embed.pos_embed"]
     for end in ("weight", "bias"):
-        found[f"x_embedder.proj.{end}"] = state[f"pos_embed.proj.{end}"]
-    return found
+        tensors[f"x_embedder.proj.{end}"] = state[f"pos_embed.proj.{end}"]
+    return tensors
 
 
-def flux_transformer(model: nn.Module) -> dict[str, Tensor]:
-    state, found = model.state_dict(), {}
+def convert_flux_transformer(model: nn.Module) -> dict[str, Tensor]:
+    state, tensors = model.state_dict(), {}
     linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
     for group in build_key_map((), "flux").group_modules(linear):
         for end in ("weight", "bias"):
-            found[f"{group.name}.{end}"] = torch.cat([state[f"{module}.{end}"] for module in group.modules])
+            tensors[f"{group.name}.{end}"] = torch.cat([state[f"{module}.{end}"] for module in group.modules])
     ends = {
         "attn.norm_q": "img_attn.norm.query_norm",
         "attn.norm_k": "img_attn.norm.key_norm",
@@ -136,20 +136,20 @@ def flux_transformer(model: nn.Module) -> dict[str, Tensor]:
             kind, number, part = name.removesuffix(".weight").split(".", 2)
             end = ends[part].replace("img_attn.", "") if kind.startswith("single") else ends[part]
             blocks = "single_blocks" if kind.startswith("single") else "double_blocks"
-            found[f"{blocks}.{number}.{end}.scale"] = tensor
-    return found
+            tensors[f"{blocks}.{number}.{end}.scale"] = tensor
+    return tensors
 
 
-def z_image_transformer(model: nn.Module) -> dict[str, Tensor]:
-    state, found = model.state_dict(), {}
+def convert_z_image_transformer(model: nn.Module) -> dict[str, Tensor]:
+    state, tensors = model.state_dict(), {}
     for name, tensor in state.items():
-        new = _replaced(name, _Z_IMAGE)
+        new = _apply_replacements(name, _Z_IMAGE)
         if ".attention.to_q." in name:
             parts = [state[name.replace("to_q", each)] for each in ("to_q", "to_k", "to_v")]
-            found[new.replace("to_q", "qkv")] = torch.cat(parts)
+            tensors[new.replace("to_q", "qkv")] = torch.cat(parts)
         elif not re.search(r"attention\.to_[kv]\.", name):
-            found[new] = tensor
-    return found
+            tensors[new] = tensor
+    return tensors
 
 
 _Z_IMAGE = (
@@ -175,67 +175,71 @@ _WAN = (
 )
 
 
-def wan_vae(vae: nn.Module) -> dict[str, Tensor]:
-    found = {}
+def convert_wan_vae(vae: nn.Module) -> dict[str, Tensor]:
+    tensors = {}
     for name, tensor in vae.state_dict().items():
         name = re.sub(r"up_blocks\.(\d)\.resnets\.(\d)", lambda m: f"upsamples.{4 * int(m[1]) + int(m[2])}", name)
         name = re.sub(r"up_blocks\.(\d)\.upsamplers\.0", lambda m: f"upsamples.{4 * int(m[1]) + 3}", name)
-        found[_replaced(name, _WAN)] = tensor
-    return found
+        tensors[_apply_replacements(name, _WAN)] = tensor
+    return tensors
 
 
-def flow_checkpoint(family: str, pipe: Any) -> dict[str, Tensor]:
-    """All of a model in one file, as ComfyUI writes them."""
+def build_flow_checkpoint(family: str, pipe: Any) -> dict[str, Tensor]:
+    """Build a checkpoint with all components in one file, as ComfyUI writes them."""
     transformer, vae, texts = {
         "sd3": (
-            sd3_transformer,
-            ("first_stage_model.", ldm_vae),
+            convert_sd3_transformer,
+            ("first_stage_model.", convert_vae_to_ldm),
             {
                 "clip_l.transformer.": pipe.text_encoder,
                 "clip_g.transformer.": getattr(pipe, "text_encoder_2", None),
                 "t5xxl.transformer.": getattr(pipe, "text_encoder_3", None),
             },
         ),
-        "z_image": (z_image_transformer, ("vae.", ldm_vae), {"qwen3_4b.transformer.": pipe.text_encoder}),
-        "qwen_image": (nn.Module.state_dict, ("vae.", wan_vae), {"qwen25_7b.transformer.": pipe.text_encoder}),
+        "z_image": (
+            convert_z_image_transformer,
+            ("vae.", convert_vae_to_ldm),
+            {"qwen3_4b.transformer.": pipe.text_encoder},
+        ),
+        "qwen_image": (nn.Module.state_dict, ("vae.", convert_wan_vae), {"qwen25_7b.transformer.": pipe.text_encoder}),
     }[family]
-    found = with_prefix("model.diffusion_model.", transformer(pipe.transformer)) | with_prefix(vae[0], vae[1](pipe.vae))
+    tensors = add_prefix("model.diffusion_model.", transformer(pipe.transformer)) | add_prefix(vae[0], vae[1](pipe.vae))
     for name, encoder in texts.items():
-        found |= with_prefix(f"text_encoders.{name}", text(encoder))
-    return found
+        tensors |= add_prefix(f"text_encoders.{name}", convert_text_encoder(encoder))
+    return tensors
 
 
-def text(encoder: nn.Module) -> dict[str, Tensor]:
-    """Names as they are in files of text encoders."""
+def convert_text_encoder(encoder: nn.Module) -> dict[str, Tensor]:
+    """Convert to the key names of single-file text encoders."""
     if type(encoder).__name__.startswith("CLIP"):
-        return clip(encoder)
-    found = {}
+        return convert_clip(encoder)
+    tensors = {}
     for name, tensor in encoder.state_dict().items():
         name = name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
         is_qwen3 = type(encoder).__name__ == "Qwen3Model"
-        found[f"model.{name}" if is_qwen3 else name] = tensor
-    found.pop("encoder.embed_tokens.weight", None)
-    return found
+        tensors[f"model.{name}" if is_qwen3 else name] = tensor
+    tensors.pop("encoder.embed_tokens.weight", None)
+    return tensors
 
 
-def checkpoint(family: str, pipe: Any) -> dict[str, Tensor]:
-    """All of a model in one file."""
+def build_checkpoint(family: str, pipe: Any) -> dict[str, Tensor]:
+    """Build a checkpoint with all components in one file."""
     if hasattr(pipe, "transformer"):
-        return flow_checkpoint(family, pipe)
-    texts = {
-        "sd1": lambda: with_prefix("cond_stage_model.transformer.", clip(pipe.text_encoder)),
-        "sd2": lambda: with_prefix("cond_stage_model.model.", open_clip(pipe.text_encoder, more_layers=1)),
+        return build_flow_checkpoint(family, pipe)
+    convert_texts = {
+        "sd1": lambda: add_prefix("cond_stage_model.transformer.", convert_clip(pipe.text_encoder)),
+        "sd2": lambda: add_prefix("cond_stage_model.model.", convert_open_clip(pipe.text_encoder, more_layers=1)),
         "sdxl": lambda: (
-            with_prefix("conditioner.embedders.0.transformer.", clip(pipe.text_encoder))
-            | with_prefix("conditioner.embedders.1.model.", open_clip(pipe.text_encoder_2))
+            add_prefix("conditioner.embedders.0.transformer.", convert_clip(pipe.text_encoder))
+            | add_prefix("conditioner.embedders.1.model.", convert_open_clip(pipe.text_encoder_2))
         ),
     }
-    unet = ldm_unet(pipe.unet)
-    average = {f"model_ema.{name.replace('.', '')}": torch.zeros(1) for name in unet}  # not what is loaded
+    unet = convert_unet_to_ldm(pipe.unet)
+    ema = {f"model_ema.{name.replace('.', '')}": torch.zeros(1) for name in unet}  # EMA weights, which are not loaded
     return (
-        with_prefix("model.diffusion_model.", unet)
-        | with_prefix("first_stage_model.", ldm_vae(pipe.vae))
-        | texts[family]()
-        | average
+        add_prefix("model.diffusion_model.", unet)
+        | add_prefix("first_stage_model.", convert_vae_to_ldm(pipe.vae))
+        | convert_texts[family]()
+        | ema
         | {"alphas_cumprod": torch.ones(1000)}
     )

@@ -7,10 +7,10 @@ from library.models.model_configs import load_bundled_config
 from library.models.weights import build_empty_model
 
 
-def build_component_on_meta(config: str, part: str) -> nn.Module:
+def build_component_on_meta(config: str, component: str) -> nn.Module:
     """Build one component in its published size, without weights."""
     data = load_bundled_config(config)
-    settings = dict(data[f"{part}/config.json"])
+    settings = dict(data[f"{component}/config.json"])
     if "pos_embed_max_size" in settings:
         settings["pos_embed_max_size"] = 8  # avoids computing a large position table
-    return build_empty_model(loading.import_model_class(*data["model_index.json"][part]), settings)
+    return build_empty_model(loading.import_model_class(*data["model_index.json"][component]), settings)

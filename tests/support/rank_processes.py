@@ -1,4 +1,4 @@
-"""Run a function in several processes that form one gloo group, each a fork of a warm and idle server."""
+"""Run a function in several processes of one gloo group, each forked from a server with warm imports."""
 
 import gc
 import multiprocessing
@@ -13,42 +13,45 @@ from typing import Any
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["tests.support.warm_server"]
-)  # found where pytest is started; without it all is only slower
+)  # needs the repository root as working directory; without it tests are only slower
 
 
-def on_ranks(
+def run_on_ranks(
     size: int,
     work: Callable[..., Any],
     *arguments: Any,
     environment: Mapping[str, str] | None = None,
     seconds: float = 300,
 ) -> list[Any]:
-    """``work(*arguments)`` on ``size`` ranks; the results by rank.  The first error that is none of gloo's is raised.
+    """Run ``work(*arguments)`` on ``size`` ranks and return the results by rank.
 
-    One rank is a run without any process group, as when a script is started alone.
+    An error that is not a connection error of gloo is raised first.  One rank runs without a process group, as a
+    script without a launcher.
     """
     results = CONTEXT.SimpleQueue()
-    base = dict(environment or {})
+    common_environment = dict(environment or {})
     if size > 1:
-        base |= {
+        common_environment |= {
             "WORLD_SIZE": str(size),
             "LOCAL_WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
+            "MASTER_PORT": str(find_free_port()),
         }
     processes = []
     for rank in range(size):
-        own = base | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {})
-        processes.append(CONTEXT.Process(target=_one, args=(results, rank, own, work, arguments), daemon=True))
+        rank_environment = common_environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {})
+        processes.append(
+            CONTEXT.Process(target=_run_rank, args=(results, rank, rank_environment, work, arguments), daemon=True)
+        )
     for process in processes:
         process.start()
-    done: dict[int, Any] = {}
+    results_by_rank: dict[int, Any] = {}
     errors: list[str] = []
     deadline = time.monotonic() + seconds
     while any(process.is_alive() for process in processes) or not results.empty():
         if not results.empty():
             rank, result, error = results.get()
-            done[rank] = result
+            results_by_rank[rank] = result
             errors += [error] if error else []
         elif time.monotonic() > deadline:
             errors.append(f"still running after {seconds} s: killed")
@@ -58,14 +61,16 @@ def on_ranks(
         else:
             time.sleep(0.02)
     if errors:
-        raise AssertionError(min(errors, key=_is_transport))
-    if len(done) != size:
-        raise AssertionError(f"{size - len(done)} ranks ended without a word: {[p.exitcode for p in processes]}")
-    return [done[rank] for rank in range(size)]
+        raise AssertionError(min(errors, key=_is_connection_error))
+    if len(results_by_rank) != size:
+        raise AssertionError(
+            f"{size - len(results_by_rank)} ranks exited without a result: {[p.exitcode for p in processes]}"
+        )
+    return [results_by_rank[rank] for rank in range(size)]
 
 
-def join_ranks(timeout_seconds: float) -> Any:
-    """Called on a rank: its ``Communicator``; a collective that takes longer than ``timeout_seconds`` fails."""
+def build_communicator(timeout_seconds: float) -> Any:
+    """Build the ``Communicator`` of this rank; a collective that takes longer than ``timeout_seconds`` fails."""
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
@@ -75,21 +80,21 @@ def join_ranks(timeout_seconds: float) -> Any:
     return Communicator(Accelerator(cpu=True, kwargs_handlers=[group]))
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def _is_transport(error: str) -> bool:
-    """A rank whose partner died says only that the connection closed."""
+def _is_connection_error(error: str) -> bool:
+    """Whether the error is only a consequence of another rank's failure."""
     return any(word in error for word in ("Connection closed by peer", "Connection reset", "still running"))
 
 
-def _one(results: Any, rank: int, environment: dict[str, str], work: Callable[..., Any], arguments: tuple) -> None:
+def _run_rank(results: Any, rank: int, environment: dict[str, str], work: Callable[..., Any], arguments: tuple) -> None:
     import torch
 
-    gc.freeze()  # or all that was imported would be looked through again and again
+    gc.freeze()  # keeps the garbage collector from scanning all imported modules again and again
     torch.set_num_threads(1)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)

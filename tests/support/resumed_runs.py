@@ -1,17 +1,17 @@
-"""Shared by tests: resumed runs."""
+"""A run with checkpoints, its folder as a kill leaves it, and its metrics."""
 
 import json
 import shutil
 from pathlib import Path
 
 import pytest
-from rank_processes import on_ranks
-from training_runs import pictures, train
+from rank_processes import run_on_ranks
+from training_runs import train, write_images
 
 STEPS = 12
 
 
-TIMES = ("data_wait_seconds", "speed/", "memory/")
+TIMING_METRICS = ("data_wait_seconds", "speed/", "memory/")
 
 
 SETTINGS = (
@@ -43,25 +43,25 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory) -> Path:
-    return pictures(tmp_path_factory.mktemp("resume"), {(96, 64): 5, (64, 64): 3})
+    return write_images(tmp_path_factory.mktemp("resume"), {(96, 64): 5, (64, 64): 3})
 
 
 @pytest.fixture(scope="module")
-def whole(dataset, tmp_path_factory) -> Path:
-    """The folder of a run that nobody disturbed, with a state after every third step."""
+def uninterrupted_run(dataset, tmp_path_factory) -> Path:
+    """The folder of an uninterrupted run, with a checkpoint after every third step."""
     folder = tmp_path_factory.mktemp("whole")
-    on_ranks(1, train, *flags(dataset, folder))
+    run_on_ranks(1, train, *build_flags(dataset, folder))
     return folder
 
 
-def flags(dataset: Path, folder: Path, *more: str) -> tuple[str, ...]:
+def build_flags(dataset: Path, folder: Path, *more: str) -> tuple[str, ...]:
     return ("--dataset_config", str(dataset), "--output_dir", str(folder), *SETTINGS, *more)
 
 
-def cut(whole: Path, folder: Path, step: int) -> Path:
-    """The folder as it is when the run was killed after ``step`` steps and some more."""
+def copy_as_killed(run_folder: Path, folder: Path, step: int) -> Path:
+    """Copy the run's folder without what was saved after ``step``, as if the run was killed before its next save."""
     shutil.copytree(
-        whole,
+        run_folder,
         folder,
         ignore=lambda _, names: [
             name
@@ -73,6 +73,6 @@ def cut(whole: Path, folder: Path, step: int) -> Path:
     return folder
 
 
-def figures(folder: Path) -> list[dict]:
+def read_metrics(folder: Path) -> list[dict]:
     lines = [json.loads(line) for line in (folder / "lora.metrics.jsonl").read_text("utf-8").splitlines()]
-    return [{name: value for name, value in line.items() if not name.startswith(TIMES)} for line in lines]
+    return [{name: value for name, value in line.items() if not name.startswith(TIMING_METRICS)} for line in lines]

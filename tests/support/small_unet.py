@@ -26,8 +26,8 @@ def run_unet(model, dtype=torch.float32):
 
 def randomize_lora_b(model, seed=0, size=0.05):
     """Replace the zero lora_B weights by random ones, as if trained."""
-    draw = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in lora.iter_adapter_parameters(model):
             if "lora_B" in name:
-                parameter.copy_(size * torch.randn(parameter.shape, generator=draw))
+                parameter.copy_(size * torch.randn(parameter.shape, generator=generator))

@@ -17,88 +17,88 @@ from torch import Tensor
 from library.data.batch import Batch, Cond
 from library.models.families import FAMILIES
 
-HEIGHT, WIDTH = 64, 96  # never square, and FRAME never symmetric: a swap must show
+HEIGHT, WIDTH = 64, 96  # not square, and FRAME not symmetric, so that a swap is detected
 FRAME = [80.0, 120.0, 8.0, 4.0, HEIGHT, WIDTH]
 
 
-def _same(latents: Tensor) -> Tensor:
+def _return_unchanged(latents: Tensor) -> Tensor:
     return latents
 
 
 @dataclass(frozen=True)
-class Tiny:
-    """A model, and how diffusers is asked for the same thing."""
+class TinyCase:
+    """A tiny pipeline, a batch, and the arguments that make the diffusers pipeline compute the same."""
 
     family: str
     pipe: Any
     batch: Batch
     call: dict[str, Any]
-    """How the diffusers pipeline is given the batch's conditioning and sizes."""
+    """The diffusers pipeline's arguments for the batch's conditioning and sizes."""
     sizes: dict[str, Any]
-    """The part of ``call`` that is no conditioning, for a call with texts."""
+    """The arguments in ``call`` that are not embeddings, for a call with prompts."""
     encode: Callable[[Any, Tensor, Sequence[torch.Generator]], Tensor]
-    """Pixels to latents by a diffusers pipeline: (pipe, pixels, generators)."""
+    """Encode pixels to latents with a diffusers pipeline: (pipe, pixels, generators)."""
     source: str
-    """``Family.load`` makes the same kind of model from it."""
-    packed: Callable[[Tensor], Tensor] = _same
-    """Latents as the family has them -> as the diffusers pipeline and its scheduler have them."""
-    unpacked: Callable[[Tensor], Tensor] = _same
-    """The way back."""
+    """The model path from which ``Family.load`` builds the same kind of model."""
+    pack_latents: Callable[[Tensor], Tensor] = _return_unchanged
+    """Latents of the family -> latents of the diffusers pipeline and its scheduler."""
+    unpack_latents: Callable[[Tensor], Tensor] = _return_unchanged
+    """The inverse of ``pack_latents``."""
     scale: str = "guidance_scale"
-    """What the diffusers pipeline calls the guidance that compares with a negative prompt."""
-    unguided: float = 1.0
-    """The value that switches it off."""
+    """The diffusers pipeline's argument for classifier-free guidance."""
+    guidance_off: float = 1.0
+    """The value that disables guidance."""
     texts: dict[str, Any] = field(default_factory=dict)
-    """How the diffusers pipeline is told to read texts as the family does."""
+    """Arguments that make the diffusers pipeline encode prompts as the family does."""
 
 
-def batch_of(latents: torch.Tensor, cond: Cond) -> Batch:
+def build_batch(latents: torch.Tensor, cond: Cond) -> Batch:
     count = len(latents)
     names = tuple(f"sample {number}" for number in range(count))
     return Batch(latents, cond, torch.tensor([FRAME] * count), torch.ones(count), tuple(range(count)), names)
 
 
-def _draws(*shapes: tuple[int, ...]) -> list[Tensor]:
-    draw = torch.Generator().manual_seed(3)
-    return [torch.randn(2, *shape, generator=draw) for shape in shapes]
+def _draw_tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(2, *shape, generator=generator) for shape in shapes]
 
 
 def _load(source: str) -> Any:
     return FAMILIES.get(source.split(":")[1])().load(source, torch.float32)
 
 
-def _inpainted(name: str, **others: Any) -> Callable[[Any, Tensor, Sequence[torch.Generator]], Tensor]:
-    """How diffusers' own inpainting encodes pictures."""
+def _build_inpaint_encoder(name: str, **others: Any) -> Callable[[Any, Tensor, Sequence[torch.Generator]], Tensor]:
+    """Return a function that encodes images as diffusers' inpainting pipeline does."""
 
     def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        judge = getattr(diffusers, name)(**{**pipe.components, **others})
-        return judge._encode_vae_image(pixels, list(generators))
+        encode_reference = getattr(diffusers, name)(**{**pipe.components, **others})
+        return encode_reference._encode_vae_image(pixels, list(generators))
 
     return encode
 
 
-def _one_encoder(family: str, source: str, pipe: Any, width: int) -> Tiny:
-    embeds, latents = _draws((77, width), (4, HEIGHT // 8, WIDTH // 8))
-    return Tiny(
+def _build_single_encoder_case(family: str, source: str, pipe: Any, width: int) -> TinyCase:
+    embeds, latents = _draw_tensors((77, width), (4, HEIGHT // 8, WIDTH // 8))
+    return TinyCase(
         family,
         pipe,
-        batch_of(latents, {"embeds": embeds}),
+        build_batch(latents, {"embeds": embeds}),
         {"prompt_embeds": embeds},
         {},
-        _inpainted("StableDiffusionInpaintPipeline"),
+        _build_inpaint_encoder("StableDiffusionInpaintPipeline"),
         source,
     )
 
 
-def built_in() -> Tiny:
-    return _one_encoder("sd1", "random:sd1:tiny", tiny_sd1.build_pipeline(), 64)
+def built_in() -> TinyCase:
+    return _build_single_encoder_case("sd1", "random:sd1:tiny", tiny_sd1.build_pipeline(), 64)
 
 
-def sd1() -> Tiny:
-    return _one_encoder("sd1", "random:sd1:tiny", _load("random:sd1:tiny"), 64)
+def sd1() -> TinyCase:
+    return _build_single_encoder_case("sd1", "random:sd1:tiny", _load("random:sd1:tiny"), 64)
 
 
-def sd1_velocity() -> Tiny:
+def sd1_velocity() -> TinyCase:
     tiny = sd1()
     tiny.pipe.scheduler = diffusers.DDIMScheduler.from_config(
         tiny.pipe.scheduler.config, prediction_type="v_prediction"
@@ -106,29 +106,29 @@ def sd1_velocity() -> Tiny:
     return tiny
 
 
-def sd2() -> Tiny:
-    return _one_encoder("sd2", "random:sd2:tiny", _load("random:sd2:tiny"), 48)
+def sd2() -> TinyCase:
+    return _build_single_encoder_case("sd2", "random:sd2:tiny", _load("random:sd2:tiny"), 48)
 
 
-def sd2_epsilon() -> Tiny:
-    return _one_encoder("sd2", "random:sd2:tinybase", _load("random:sd2:tinybase"), 48)
+def sd2_epsilon() -> TinyCase:
+    return _build_single_encoder_case("sd2", "random:sd2:tinybase", _load("random:sd2:tinybase"), 48)
 
 
-def sdxl() -> Tiny:
-    embeds, pooled, latents = _draws((77, 40), (24,), (4, HEIGHT // 8, WIDTH // 8))
+def sdxl() -> TinyCase:
+    embeds, pooled, latents = _draw_tensors((77, 40), (24,), (4, HEIGHT // 8, WIDTH // 8))
     sizes = {"original_size": (80, 120), "crops_coords_top_left": (8, 4), "target_size": (HEIGHT, WIDTH)}
-    return Tiny(
+    return TinyCase(
         "sdxl",
         _load("random:sdxl:tiny"),
-        batch_of(latents, {"embeds": embeds, "pooled": pooled}),
+        build_batch(latents, {"embeds": embeds, "pooled": pooled}),
         {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled, **sizes},
         sizes,
-        _inpainted("StableDiffusionXLInpaintPipeline"),
+        _build_inpaint_encoder("StableDiffusionXLInpaintPipeline"),
         "random:sdxl:tiny",
     )
 
 
-def sdxl_velocity() -> Tiny:
+def sdxl_velocity() -> TinyCase:
     tiny = sdxl()
     tiny.pipe.scheduler = diffusers.DDIMScheduler.from_config(
         tiny.pipe.scheduler.config, prediction_type="v_prediction"
@@ -136,93 +136,93 @@ def sdxl_velocity() -> Tiny:
     return tiny
 
 
-def _patches(latents: Tensor) -> Tensor:
-    """Written anew, not by diffusers: a patch of 2 x 2 becomes one row, channels first."""
+def _pack_patches(latents: Tensor) -> Tensor:
+    """An independent implementation: a patch of 2 x 2 becomes one row, channels first."""
     rows = latents.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5)
     return rows.flatten(3).flatten(1, 2)
 
 
-def _unpatched(rows: Tensor) -> Tensor:
+def _unpack_patches(rows: Tensor) -> Tensor:
     count, _, channels = rows.shape
     grid = rows.view(count, HEIGHT // 16, WIDTH // 16, channels // 4, 2, 2)
     return grid.permute(0, 3, 1, 4, 2, 5).reshape(count, channels // 4, HEIGHT // 8, WIDTH // 8)
 
 
-def sd3() -> Tiny:
-    embeds, pooled, latents = _draws((77 + 9, 48), (40,), (4, HEIGHT // 8, WIDTH // 8))
-    return Tiny(
+def sd3() -> TinyCase:
+    embeds, pooled, latents = _draw_tensors((77 + 9, 48), (40,), (4, HEIGHT // 8, WIDTH // 8))
+    return TinyCase(
         "sd3",
         _load("random:sd3:tiny"),
-        batch_of(latents, {"embeds": embeds, "pooled": pooled}),
+        build_batch(latents, {"embeds": embeds, "pooled": pooled}),
         {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled},
         {},
-        _inpainted("StableDiffusion3InpaintPipeline"),
+        _build_inpaint_encoder("StableDiffusion3InpaintPipeline"),
         "random:sd3:tiny",
     )
 
 
-def flux(source: str = "random:flux:tiny") -> Tiny:
-    embeds, pooled, latents = _draws((9, 48), (16,), (4, HEIGHT // 8, WIDTH // 8))
-    return Tiny(
+def flux(source: str = "random:flux:tiny") -> TinyCase:
+    embeds, pooled, latents = _draw_tensors((9, 48), (16,), (4, HEIGHT // 8, WIDTH // 8))
+    return TinyCase(
         "flux",
         _load(source),
-        batch_of(latents, {"embeds": embeds, "pooled": pooled}),
+        build_batch(latents, {"embeds": embeds, "pooled": pooled}),
         {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled, "guidance_scale": 1.0},
         {"guidance_scale": 1.0},
-        _inpainted("FluxInpaintPipeline"),
+        _build_inpaint_encoder("FluxInpaintPipeline"),
         source,
-        _patches,
-        _unpatched,
+        _pack_patches,
+        _unpack_patches,
         scale="true_cfg_scale",
     )
 
 
-def flux_schnell() -> Tiny:
+def flux_schnell() -> TinyCase:
     return replace(flux("random:flux:schnell:tiny"), texts={"max_sequence_length": 256})
 
 
-def z_image() -> Tiny:
-    texts, latents = _draws((43, 32), (4, HEIGHT // 8, WIDTH // 8))
+def z_image() -> TinyCase:
+    texts, latents = _draw_tensors((43, 32), (4, HEIGHT // 8, WIDTH // 8))
     embeds = [texts[0], texts[1, :17]]
-    # diffusers' own inpainting for Z-Image hides its encoding; that of FLUX has the same VAE.
-    judge = _inpainted("FluxInpaintPipeline", **dict.fromkeys(("text_encoder_2", "tokenizer_2")))
-    return Tiny(
+    # diffusers' own inpainting for Z-Image does not expose its encoding; that of FLUX has the same VAE.
+    encode_reference = _build_inpaint_encoder("FluxInpaintPipeline", **dict.fromkeys(("text_encoder_2", "tokenizer_2")))
+    return TinyCase(
         "z_image",
         _load("random:z_image:tiny"),
-        batch_of(latents, {"embeds": embeds}),
+        build_batch(latents, {"embeds": embeds}),
         {"prompt_embeds": embeds},
         {},
-        judge,
+        encode_reference,
         "random:z_image:tiny",
-        unguided=0.0,
+        guidance_off=0.0,
     )
 
 
-def qwen_image() -> Tiny:
-    texts, latents = _draws((13, 32), (4, HEIGHT // 8, WIDTH // 8))
+def qwen_image() -> TinyCase:
+    texts, latents = _draw_tensors((13, 32), (4, HEIGHT // 8, WIDTH // 8))
     embeds = [texts[0], texts[1, :7]]
     mask = torch.tensor([[1] * 13, [1] * 7 + [0] * 6])
     call = {"prompt_embeds": texts * mask.unsqueeze(2), "prompt_embeds_mask": mask}
-    inpainting = _inpainted("QwenImageInpaintPipeline")
+    inpainting = _build_inpaint_encoder("QwenImageInpaintPipeline")
 
-    def judge(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+    def encode_reference(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
         return inpainting(pipe, pixels.unsqueeze(2), generators).squeeze(2)
 
-    return Tiny(
+    return TinyCase(
         "qwen_image",
         _load("random:qwen_image:tiny"),
-        batch_of(latents, {"embeds": embeds}),
+        build_batch(latents, {"embeds": embeds}),
         call,
         {},
-        judge,
+        encode_reference,
         "random:qwen_image:tiny",
-        _patches,
-        _unpatched,
+        _pack_patches,
+        _unpack_patches,
         scale="true_cfg_scale",
     )
 
 
-TINY: dict[str, Callable[[], Tiny]] = {
+TINY: dict[str, Callable[[], TinyCase]] = {
     "built_in": built_in,
     "sd1": sd1,
     "sd1_velocity": sd1_velocity,
@@ -239,9 +239,9 @@ TINY: dict[str, Callable[[], Tiny]] = {
 
 
 def get_tiny_sd1_folder() -> str:
-    """The random Stable Diffusion 1 pipeline as a folder, for runs in which the model's drawings do not matter.
+    """The random Stable Diffusion 1 pipeline as a folder, for runs whose generated images are not compared.
 
-    It is written once and found again by every process and every later test run.
+    It is written once and reused by every process and every later test run.
     """
     source = Path(tiny_sd1.__file__).read_bytes() + f"{torch.__version__}/{diffusers.__version__}".encode()
     name = f"lorikeet-tiny-sd1-{os.getuid()}-{hashlib.sha256(source).hexdigest()[:16]}"
@@ -251,6 +251,6 @@ def get_tiny_sd1_folder() -> str:
         tiny_sd1.build_pipeline().save_pretrained(fresh)
         try:
             os.rename(fresh, folder)
-        except OSError:  # another process was quicker
+        except OSError:  # another process was faster
             shutil.rmtree(fresh)
     return str(folder)

@@ -92,7 +92,7 @@ def _build_vae() -> Any:
     )
     with torch.no_grad():
         # The second half of the encoder's output is the log variance.  Without training it is near 0, and its noise
-        # would bury the picture.
+        # would be larger than the signal.
         vae.quant_conv.bias[4:] -= 6
     return vae
 
@@ -112,7 +112,7 @@ def _build_text_encoder() -> Any:
             pad_token_id=words[END_TOKEN],
         )
     )
-    # Versions of transformers draw the first weights in different ways, and all are to give the same model.
+    # Versions of transformers initialize weights differently; this gives the same model with each.
     torch.manual_seed(torch.initial_seed())
     for weight in encoder.parameters():
         if weight.ndim > 1:

@@ -1,11 +1,11 @@
-"""Shared by tests: training runs."""
+"""Write a small dataset and train on it, in this process or on several ranks."""
 
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from tiny_pipelines import get_tiny_sd1_folder
 
@@ -17,18 +17,18 @@ a blue triangle on black ground --n red --w 96 --h 64 --d 2 --s 8 --l 3
 """
 
 
-def pictures(folder: Path, sizes: dict[tuple[int, int], int]) -> Path:
-    """A dataset file for pictures of given sizes, each with its own colours and caption."""
-    (folder / "pictures").mkdir(parents=True)
+def write_images(folder: Path, sizes: dict[tuple[int, int], int]) -> Path:
+    """Write images of these sizes, each with its own colours and caption, and a dataset file; return its path."""
+    (folder / "images").mkdir(parents=True)
     number = 0
     for (width, height), count in sizes.items():
         for _ in range(count):
             number += 1
-            picture = Image.radial_gradient("L").resize((width, height)).convert("RGB")
-            picture.putpixel((number, 1), (255, 10 * number, 0))
-            picture = Image.blend(picture, Image.new("RGB", picture.size, (7 * number, 255 - 11 * number, 90)), 0.5)
-            picture.save(folder / "pictures" / f"{number:02d}.png")
-            (folder / "pictures" / f"{number:02d}.txt").write_text(f"picture {number}, a {number * 17} b", "utf-8")
+            image = Image.radial_gradient("L").resize((width, height)).convert("RGB")
+            image.putpixel((number, 1), (255, 10 * number, 0))
+            image = Image.blend(image, Image.new("RGB", image.size, (7 * number, 255 - 11 * number, 90)), 0.5)
+            image.save(folder / "images" / f"{number:02d}.png")
+            (folder / "images" / f"{number:02d}.txt").write_text(f"picture {number}, a {number * 17} b", "utf-8")
     path = folder / "dataset.toml"
     path.write_text(f"""
 [general]
@@ -40,20 +40,20 @@ min_bucket_reso = 32
 max_bucket_reso = 128
 bucket_reso_steps = 16
 [[datasets.subsets]]
-image_dir = '{folder / "pictures"}'
+image_dir = '{folder / "images"}'
 """)
     return path
 
 
-def prompts(folder: Path) -> str:
-    """A file of two prompts, for pictures of two shapes."""
+def write_prompts(folder: Path) -> str:
+    """Write a file of two prompts with different image sizes; return its path."""
     path = folder / "prompts.txt"
     path.write_text(PROMPTS)
     return str(path)
 
 
 def train(*flags: str) -> str:
-    """One process's part in a run; the path of the LoRA file."""
+    """Train in this process; return the path of the LoRA file."""
     from library.training.run import run_training
 
     loaded = parse_config(
@@ -70,11 +70,12 @@ def train(*flags: str) -> str:
     return str(Path(loaded.config.save.output_dir) / f"{loaded.config.save.output_name}.safetensors")
 
 
-def trained(
+def train_adapter(
     folder: Path, ranks: int, batch: int, accumulation: int, *flags: str, dataset: Path
 ) -> dict[str, torch.Tensor]:
+    """Train on ``ranks`` ranks and return the tensors of the LoRA file."""
     name = f"r{ranks}b{batch}a{accumulation}"
-    files = on_ranks(
+    files = run_on_ranks(
         ranks,
         train,
         "--dataset_config",
@@ -100,13 +101,13 @@ def trained(
     return load_file(files[0])
 
 
-def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest difference in any tensor, relative to the largest value in it."""
+def max_relative_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest difference in any tensor, relative to the tensor's largest value."""
     assert one.keys() == other.keys()
     return max(float((one[key] - other[key]).abs().max() / one[key].abs().max().clamp_min(1e-12)) for key in one)
 
 
 @pytest.fixture(scope="module")
-def even(tmp_path_factory):
-    """Two buckets that divide evenly into steps of four."""
-    return pictures(tmp_path_factory.mktemp("even"), {(96, 64): 8, (64, 96): 4})
+def even_dataset(tmp_path_factory):
+    """The dataset file of two buckets that divide evenly into steps of four."""
+    return write_images(tmp_path_factory.mktemp("even"), {(96, 64): 8, (64, 96): 4})

@@ -1,4 +1,4 @@
-"""Shared by tests: training task."""
+"""A ``DiffusionTask`` with a denoiser that predicts zeros, and its batches."""
 
 import pytest
 import tiny_sd1
@@ -15,16 +15,16 @@ from library.training.task import DiffusionTask
 HEIGHT, WIDTH = 32, 48
 
 
-class Silent(nn.Module):
-    """Says 0 of everything, so that the loss is the target's own."""
+class ZeroDenoiser(nn.Module):
+    """Predicts 0, so that the loss is a function of the target alone."""
 
     def __init__(self):
         super().__init__()
-        self.said = nn.Parameter(torch.zeros(()))
+        self.output = nn.Parameter(torch.zeros(()))
 
     def forward(self, noisy, t, **conditioning):
         self.noisy, self.t = noisy, t
-        return (self.said.expand(noisy.shape),)
+        return (self.output.expand(noisy.shape),)
 
 
 @pytest.fixture
@@ -33,13 +33,13 @@ def task():
     objective = Objective(
         family.build_noise_process(pipe), NoiseConfig(), LossConfig(loss_type="l1", min_snr_gamma=2.0)
     )
-    return DiffusionTask(family, pipe, Silent(), objective, seed=7, to_device=CopyStream(torch.device("cpu")))
+    return DiffusionTask(family, pipe, ZeroDenoiser(), objective, seed=7, to_device=CopyStream(torch.device("cpu")))
 
 
-def pixels(places, weights, mask=None):
-    count = len(places)
-    draw = torch.Generator().manual_seed(2)
-    pictures = torch.rand(9, 3, HEIGHT, WIDTH, generator=draw)[list(places)] * 2 - 1
+def make_pixel_batch(indices, weights, mask=None):
+    count = len(indices)
+    generator = torch.Generator().manual_seed(2)
+    images = torch.rand(9, 3, HEIGHT, WIDTH, generator=generator)[list(indices)] * 2 - 1
     frame = torch.tensor([[HEIGHT, WIDTH, 0, 0, HEIGHT, WIDTH]] * count, dtype=torch.float32)
-    names = tuple(f"picture {place}" for place in places)
-    return PixelBatch(pictures, names, frame, torch.tensor(weights), tuple(places), names, mask)
+    names = tuple(f"picture {place}" for place in indices)
+    return PixelBatch(images, names, frame, torch.tensor(weights), tuple(indices), names, mask)

@@ -1,4 +1,4 @@
-"""Two machines on a good, slow, high-latency and cut network; run by hand: tests/support/two_machines.py [NAME]."""
+"""Train on two machines over a fast, slow, high-latency and cut network; by hand: tests/support/two_machines.py [NAME]."""
 
 import json
 import logging
@@ -8,20 +8,20 @@ import time
 from pathlib import Path
 
 import torch
-from network_namespaces import Launcher, Machines, accelerate_launch, by_flags, launch
-from rank_processes import free_port, on_ranks
+from network_namespaces import Launcher, Machines, build_flags_command, get_accelerate_command, launch_on_both_machines
+from rank_processes import find_free_port, run_on_ranks
 from safetensors.torch import load_file
-from training_runs import pictures, train
+from training_runs import train, write_images
 
 SETTINGS = (
     "--pretrained_model_name_or_path random:sd1:tiny --max_train_steps 12 --network_dim 16 --learning_rate 1e-2 "
     "--train_batch_size 2 --mixed_precision no --max_data_loader_n_workers 0 --seed 3"
 ).split()
-SECONDS_UNTIL_IT_TRAINS = 240.0
+STARTUP_TIMEOUT_SECONDS = 240.0
 logger = logging.getLogger("two_machines")
 
 
-FILE = """\
+ACCELERATE_CONFIG = """\
 compute_environment: LOCAL_MACHINE
 distributed_type: MULTI_GPU
 num_machines: 2
@@ -36,73 +36,73 @@ use_cpu: false
 """
 
 
-def by_file(folder: Path) -> Launcher:
-    """What ``accelerate config`` writes, the same on all machines, with the machine's number as a flag."""
+def build_config_file_launcher(folder: Path) -> Launcher:
+    """Launch with the file that ``accelerate config`` writes, the same on all machines, and the machine rank as a flag."""
 
     def launcher(machine: int, address: str, port: int) -> list[str]:
         path = folder / "cluster.yaml"
-        path.write_text(FILE.format(address=address, port=port))
-        return [*accelerate_launch(), "--config_file", str(path), "--machine_rank", str(machine)]
+        path.write_text(ACCELERATE_CONFIG.format(address=address, port=port))
+        return [*get_accelerate_command(), "--config_file", str(path), "--machine_rank", str(machine)]
 
     return launcher
 
 
-def by_torchrun(machine: int, address: str, port: int) -> list[str]:
-    """Machines that find their numbers themselves."""
+def build_torchrun_command(machine: int, address: str, port: int) -> list[str]:
+    """Build a torchrun command whose c10d rendezvous assigns the machine ranks."""
     flags = f"--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_id 7 --rdzv_endpoint {address}:{port}"
     return [str(Path(sys.executable).parent / "torchrun"), *flags.split()]
 
 
-def compared(
-    work: Path, dataset: Path, name: str, rate: str = "", delay: float = 0.0, launcher: Launcher = by_flags
+def compare_with_one_machine(
+    work: Path, dataset: Path, name: str, rate: str = "", delay: float = 0.0, launcher: Launcher = build_flags_command
 ) -> None:
-    """A run on both against one on one machine with two processes."""
-    whole = work / "one_machine"
-    if not whole.exists():
-        on_ranks(2, train, "--dataset_config", str(dataset), *SETTINGS, "--output_dir", str(whole))
+    """Compare a run on two machines with a run of two processes on one machine."""
+    reference_folder = work / "one_machine"
+    if not reference_folder.exists():
+        run_on_ranks(2, train, "--dataset_config", str(dataset), *SETTINGS, "--output_dir", str(reference_folder))
     folder = work / name
     folder.mkdir()
     script = ["train_lora.py", "--dataset_config", str(dataset), *SETTINGS, "--output_dir", str(folder)]
-    began = time.monotonic()
+    start = time.monotonic()
     with Machines(rate, delay) as machines:
-        codes, texts = launch(machines, script, folder, free_port(), launcher, 480)
-        sent = [machines.sent(machine) for machine in (0, 1)]
+        codes, outputs = launch_on_both_machines(machines, script, folder, find_free_port(), launcher, 480)
+        sent_bytes = [machines.count_sent_bytes(machine) for machine in (0, 1)]
     if codes != [0, 0]:
-        logger.info("%s: exit codes %s\n%s", name, codes, "\n".join(texts))
+        logger.info("%s: exit codes %s\n%s", name, codes, "\n".join(outputs))
         return
-    one, other = load_file(whole / "lora.safetensors"), load_file(folder / "lora.safetensors")
-    same = one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-    told = [line.partition("  ")[2] for line in texts[0].splitlines() if " MB " in line or "machines" in line]
+    expected, actual = load_file(reference_folder / "lora.safetensors"), load_file(folder / "lora.safetensors")
+    is_equal = expected.keys() == actual.keys() and all(torch.equal(expected[key], actual[key]) for key in expected)
+    log_lines = [line.partition("  ")[2] for line in outputs[0].splitlines() if " MB " in line or "machines" in line]
     lines = [json.loads(line) for line in (folder / "lora.metrics.jsonl").read_text("utf-8").splitlines()]
     speed = [line["speed/steps_per_second"] for line in lines if "speed/steps_per_second" in line][-1]
-    told.append(f"{speed:.2f} steps in a second")
+    log_lines.append(f"{speed:.2f} steps per second")
     logger.info(
-        "%s: %.0f s, equal to the bit: %s, bytes sent %s\n  %s",
+        "%s: %.0f s, bitwise equal: %s, bytes sent %s\n  %s",
         name,
-        time.monotonic() - began,
-        same,
-        sent,
-        "\n  ".join(told),
+        time.monotonic() - start,
+        is_equal,
+        sent_bytes,
+        "\n  ".join(log_lines),
     )
 
 
-def wrong(work: Path, dataset: Path) -> None:
-    """Both talk to themselves, over the network that is no network; what they say of it."""
+def train_over_loopback(work: Path, dataset: Path) -> None:
+    """Both machines bind gloo to the loopback interface and cannot connect; log their error messages."""
     folder = work / "wrong"
     folder.mkdir()
     script = ["train_lora.py", "--dataset_config", str(dataset), *SETTINGS, "--output_dir", str(folder)]
-    began = time.monotonic()
+    start = time.monotonic()
     with Machines() as machines:
         machines.interface = "lo"
-        codes, texts = launch(machines, script, folder, free_port(), by_flags, 240)
-    logger.info("wrong: exit codes %s after %.0f s", codes, time.monotonic() - began)
-    for text in texts:
+        codes, outputs = launch_on_both_machines(machines, script, folder, find_free_port(), build_flags_command, 240)
+    logger.info("wrong: exit codes %s after %.0f s", codes, time.monotonic() - start)
+    for text in outputs:
         at = text.find("cannot connect")
         logger.info("%s", text[max(0, at - 200) : at + 900] if at >= 0 else text[-900:])
 
 
-def cut(work: Path, dataset: Path) -> None:
-    """The cable is cut while both train; when and how both end."""
+def disconnect_while_training(work: Path, dataset: Path) -> None:
+    """Take the link down while both machines train; log when and how both exit."""
     folder = work / "cut"
     folder.mkdir()
     script = [
@@ -117,45 +117,47 @@ def cut(work: Path, dataset: Path) -> None:
         "--output_dir",
         str(folder),
     ]
-    at = []
+    times = []
     with Machines() as machines:
 
         def during(processes: list) -> None:
-            metrics, deadline = folder / "lora.metrics.jsonl", time.monotonic() + SECONDS_UNTIL_IT_TRAINS
+            metrics, deadline = folder / "lora.metrics.jsonl", time.monotonic() + STARTUP_TIMEOUT_SECONDS
             while time.monotonic() < deadline and not (metrics.is_file() and metrics.stat().st_size > 2000):
                 time.sleep(0.2)
-            machines.cut()
-            at.append(time.monotonic())
+            machines.disconnect()
+            times.append(time.monotonic())
             for process in processes:
                 process.wait(300)
-                at.append(time.monotonic())
+                times.append(time.monotonic())
 
-        codes, texts = launch(machines, script, folder, free_port(), by_flags, 600, during)
+        codes, outputs = launch_on_both_machines(
+            machines, script, folder, find_free_port(), build_flags_command, 600, during
+        )
     logger.info(
         "cut: exit codes %s after %s s\n%s",
         codes,
-        [round(end - at[0]) for end in at[1:]],
-        "\n-----\n".join(text[-2500:] for text in texts),
+        [round(end - times[0]) for end in times[1:]],
+        "\n-----\n".join(text[-2500:] for text in outputs),
     )
     logger.info("states: %s", [path.name for path in folder.glob("*-state")])
 
 
-def main(wanted: list[str]) -> None:
+def main(names: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    with tempfile.TemporaryDirectory() as name:
-        work = Path(name)
-        dataset = pictures(work / "data", {(96, 64): 5, (64, 64): 3})
-        ways = {
-            "plain": lambda: compared(work, dataset, "plain"),
-            "file": lambda: compared(work, dataset, "file", launcher=by_file(work)),
-            "elastic": lambda: compared(work, dataset, "elastic", launcher=by_torchrun),
-            "rate": lambda: compared(work, dataset, "rate", rate="20mbit"),
-            "latency": lambda: compared(work, dataset, "latency", delay=0.01),
-            "wrong": lambda: wrong(work, dataset),
-            "cut": lambda: cut(work, dataset),
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        work = Path(temporary_folder)
+        dataset = write_images(work / "data", {(96, 64): 5, (64, 64): 3})
+        cases = {
+            "plain": lambda: compare_with_one_machine(work, dataset, "plain"),
+            "file": lambda: compare_with_one_machine(work, dataset, "file", launcher=build_config_file_launcher(work)),
+            "elastic": lambda: compare_with_one_machine(work, dataset, "elastic", launcher=build_torchrun_command),
+            "rate": lambda: compare_with_one_machine(work, dataset, "rate", rate="20mbit"),
+            "latency": lambda: compare_with_one_machine(work, dataset, "latency", delay=0.01),
+            "wrong": lambda: train_over_loopback(work, dataset),
+            "cut": lambda: disconnect_while_training(work, dataset),
         }
-        for way in wanted or ways:
-            ways[way]()
+        for case_name in names or cases:
+            cases[case_name]()
 
 
 if __name__ == "__main__":

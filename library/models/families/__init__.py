@@ -32,8 +32,8 @@ FAMILIES: "Registry[type[Family]]" = Registry(
     "model family",
     __package__,
     {
-        "sd1": ".sd1:StableDiffusion1",
-        "sd2": ".sd2:StableDiffusion2",
+        "sd1": ".sd1_sd2:StableDiffusion1",
+        "sd2": ".sd1_sd2:StableDiffusion2",
         "sdxl": ".sdxl:StableDiffusionXL",
         "sd3": ".sd3:StableDiffusion3",
         "flux": ".flux:Flux",

@@ -39,7 +39,7 @@ class QwenImage(Family):
         "encoder_hidden_states_mask": ((1, ("encoder_hidden_states",)),),
     }
     has_variable_text_length = True
-    pad_text_to_multiple_of = 64
+    text_pad_multiple = 64
     default_num_inference_steps = 50
     default_guidance_scale = 4.0
 

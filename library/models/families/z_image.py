@@ -31,7 +31,7 @@ class ZImage(Family):
     block_activation_args = ("x",)
     block_token_args = {"attn_mask": ((1, ("x",)),), "freqs_cis": ((1, ("x",)),)}
     has_variable_text_length = True
-    denoiser_text_multiple = 32
+    denoiser_text_pad_multiple = 32
     default_num_inference_steps = 9
     default_guidance_scale = 0.0
 

@@ -15,7 +15,7 @@ from tiny_pipelines import TINY
 from library.adapters.formats import choose_file_format, convert_from_file_format, convert_to_file_format
 from library.adapters.key_names import ComponentKeys
 from library.adapters.lora_file import read_safetensors
-from library.adapters.state_dict import group_updates
+from library.adapters.state_dict import group_by_module
 from library.adapters.targets import match_target_modules
 from library.cli import run_tool
 from library.config.validate_adapter import validate_save_format
@@ -174,7 +174,7 @@ def test_fused_attention_of_z_image_is_split():
         {},
         [part],
     )
-    parts = group_updates(found.state_dict, found.alphas)
+    parts = group_by_module(found.state_dict, found.alphas)
     moved = [parts[f"transformer.layers.0.attention.to_{end}"] for end in "qkv"]
     torch.testing.assert_close(torch.cat([each.tensors["up"] @ each.tensors["down"] for each in moved]), up @ down)
 

@@ -20,7 +20,7 @@ from library.adapters.metadata import (
 from library.config.schema import AdapterConfig, ModelConfig, RunConfig, TrainConfig
 from library.config.schema_objective import LossConfig, NoiseConfig
 from library.config.schema_output import SaveConfig
-from library.training.export import build_model_metadata
+from library.training.save_adapter import build_model_metadata
 
 MODEL = BaseModelMetadata("sd_v1", "stable-diffusion-v1", "epsilon")
 RUN = RunMetadata(

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from text_encoder_runs import loss_of, trained
+from text_encoder_runs import build_trainable_case, compute_loss
 from torch import nn
 
 from library.adapters import lora
@@ -29,7 +29,7 @@ def list_flags(kind):
 
 
 def step(case, rate=0.5):
-    loss = loss_of(case)
+    loss = compute_loss(case)
     loss.backward()
     with torch.no_grad():
         for _, weight in lora.iter_adapter_parameters(case.model):
@@ -43,30 +43,35 @@ def step(case, rate=0.5):
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_adapter_starts_as_zero_is_trained_and_is_loaded_again(kind):
     flags = list_flags(kind)
-    plain, case, other = trained("sd1"), trained("sd1", *flags), trained("sd1", *flags, "--seed", "7")
+    plain, case, other = (
+        build_trainable_case("sd1"),
+        build_trainable_case("sd1", *flags),
+        build_trainable_case("sd1", *flags, "--seed", "7"),
+    )
     start = lora.get_adapter_state_dict(case.model)
     assert case.adapter.adapter_type == {"rslora": "lora"}.get(kind, kind)
     assert {name.split(".")[0] for name in start} == {"unet", "text_encoder"}
     assert {tensor.dtype for tensor in start.values()} == {torch.float32}
     assert {lora.parse_module_name(name) for name in start} == set(case.adapter.rank_alphas)
     first = step(case)
-    torch.testing.assert_close(first, loss_of(plain).detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(first, compute_loss(plain).detach(), rtol=1e-4, atol=1e-5)
     for _ in range(3):
         last = step(case)
     assert last < first
     lora.load_adapter_state_dict(other.model, lora.get_adapter_state_dict(case.model))
-    assert torch.equal(loss_of(other), loss_of(case))
+    assert torch.equal(compute_loss(other), compute_loss(case))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_initial_weights_are_a_function_of_the_seed_and_the_global_generator_is_unchanged(kind):
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
-    one = lora.get_adapter_state_dict(trained("sd1", *list_flags(kind)).model)
+    one = lora.get_adapter_state_dict(build_trainable_case("sd1", *list_flags(kind)).model)
     assert torch.equal(before, torch.random.get_rng_state())
     torch.manual_seed(2)
     two, other = (
-        lora.get_adapter_state_dict(trained("sd1", *list_flags(kind), *seed).model) for seed in ((), ("--seed", "7"))
+        lora.get_adapter_state_dict(build_trainable_case("sd1", *list_flags(kind), *seed).model)
+        for seed in ((), ("--seed", "7"))
     )
     assert all(torch.equal(one[name], two[name]) for name in one)
     random = [name for name in one if one[name].unique().numel() > 2 and "magnitude" not in name]
@@ -76,7 +81,7 @@ def test_the_initial_weights_are_a_function_of_the_seed_and_the_global_generator
 
 @pytest.mark.parametrize(("kind", "scale"), [("lora", 1 / 4), ("rslora", 1 / 2), ("loha", 1 / 4)])
 def test_the_update_is_scaled_by_alpha_over_rank(kind, scale):
-    adapter = trained("sd1", *list_flags(kind)).adapter
+    adapter = build_trainable_case("sd1", *list_flags(kind)).adapter
     narrow = [adapter.rank_alphas[site.name] for site in adapter.target_layers if not site.is_spatial_conv]
     assert {size.alpha / size.rank for size in narrow} == {scale}
     wide = [adapter.rank_alphas[site.name] for site in adapter.target_layers if site.is_spatial_conv]
@@ -86,14 +91,14 @@ def test_the_update_is_scaled_by_alpha_over_rank(kind, scale):
 
 
 def test_a_lokr_of_two_full_matrices_is_not_scaled_as_in_other_programs():
-    case = trained("sd1", *list_flags("lokr"))
+    case = build_trainable_case("sd1", *list_flags("lokr"))
     for site in case.adapter.target_layers:
         layer, size = case.model.get_submodule(site.name), case.adapter.rank_alphas[site.name]
         assert layer.scaling["default"] == size.alpha / size.rank == (1 if "default" in layer.lokr_w2 else 1 / 4)
 
 
 def test_the_magnitude_of_dora_is_the_norm_of_each_row():
-    case = trained("sd1", *list_flags("dora"))
+    case = build_trainable_case("sd1", *list_flags("dora"))
     state = lora.get_adapter_state_dict(case.model)
     for site in case.adapter.target_layers:
         weight = case.model.get_submodule(site.name).base_layer.weight
@@ -115,7 +120,7 @@ def test_the_magnitude_of_dora_is_the_norm_of_each_row():
 )
 def test_boft_reports_unsupported_ranks(flags, problem):
     with pytest.raises(ConfigError, match=problem):
-        trained("sd1", *KINDS["boft"], *flags)
+        build_trainable_case("sd1", *KINDS["boft"], *flags)
 
 
 def test_hashed_uniform_numbers_are_uniform_and_independent_of_their_neighbors():
@@ -170,7 +175,7 @@ def test_the_chunks_of_a_long_caption_have_the_dropout_of_their_sample():
 
 
 def test_dropout_is_applied_to_every_lora_module_and_to_shared_ones_once():
-    case = trained("flux", *SIZE, "--network_dropout", "0.5")
+    case = build_trainable_case("flux", *SIZE, "--network_dropout", "0.5")
     dropout = build_lora_dropout(AdapterConfig(network_dropout=0.5), case.model, case.adapter)
     downs = {id(case.model.get_submodule(name).lora_A["default"]) for name in case.adapter.modules}
     hooked = [module for module in case.model.modules() if module._forward_hooks]
@@ -181,13 +186,13 @@ def test_dropout_is_applied_to_every_lora_module_and_to_shared_ones_once():
         for name, weight in lora.iter_adapter_parameters(case.model):
             if "lora_B" in name:
                 weight.fill_(0.1)
-    dropped = loss_of(case)
+    dropped = compute_loss(case)
     case.model.eval()
-    assert not torch.allclose(dropped, loss_of(case))
+    assert not torch.allclose(dropped, compute_loss(case))
 
 
 def test_max_norm_scales_large_updates_to_the_limit_and_leaves_small_ones():
-    case = trained("flux", *SIZE, "--network_alpha", "3")
+    case = build_trainable_case("flux", *SIZE, "--network_alpha", "3")
     draw = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, weight in lora.iter_adapter_parameters(case.model):

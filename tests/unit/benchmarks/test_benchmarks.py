@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 
 from benchmarks import compile as compile_benchmark
 from benchmarks import data, memory, pipeline, strategies, variants
@@ -158,7 +158,7 @@ def test_bytes_sent_are_counted():
 def test_our_step_and_the_bare_step_compute_the_same():
     batch = ("--gradient_accumulation_steps", "2", "--train_batch_size", "3")
     options = ("--bench_steps", "2", "--repetitions", "2", *SMALL, *batch)
-    (measurements,) = on_ranks(1, run_benchmark, "step", *options)
+    (measurements,) = run_on_ranks(1, run_benchmark, "step", *options)
     ours, bare, ratios = (measurements[name]["values"] for name in ("our step", "bare step", "our step / bare step"))
     assert ratios == [one / other for one, other in zip(ours, bare, strict=True)] and len(ratios) == 2
     assert measurements["our throughput"]["values"] == pytest.approx([6 / seconds for seconds in ours])
@@ -180,7 +180,7 @@ def run_step_with_another_loss():
 
 
 def test_another_loss_is_noticed():
-    (measurements,) = on_ranks(1, run_step_with_another_loss)
+    (measurements,) = run_on_ranks(1, run_step_with_another_loss)
     for name in ("loss/current", "gradient_norm"):
         difference = measurements[f"relative difference of {name}"]
         assert difference["median"] > difference["at_most"]
@@ -245,7 +245,7 @@ def test_counted_flops_are_those_of_a_real_step_and_each_switch_saves_what_it_is
         {name: measurements[f"{name}: {quantity}"]["median"] for name in ("baseline", *switches)}
         for quantity in ("FLOPs", "frozen weights", "activations", "peak")
     )
-    assert on_ranks(1, count_flops_of_a_step, tmp_path) == [pytest.approx(1e12 * flops["baseline"])]
+    assert run_on_ranks(1, count_flops_of_a_step, tmp_path) == [pytest.approx(1e12 * flops["baseline"])]
     assert flops["checkpointing"] > flops["budget_0.5"] > flops["baseline"] == flops["int8"]
     assert activations["checkpointing"] < activations["budget_0.5"] < activations["baseline"]
     assert frozen["checkpointing"] == frozen["baseline"] > frozen["int8"]
@@ -297,7 +297,7 @@ def test_every_sample_is_counted_once_in_an_epoch_of_the_plan():
 
 
 def test_cached_latents_are_compared_to_npz_files():
-    (measurements,) = on_ranks(1, run_benchmark, "data", "--parts", "cache", "--cached_images", "8", *SMALL)
+    (measurements,) = run_on_ranks(1, run_benchmark, "data", "--parts", "cache", "--cached_images", "8", *SMALL)
     names = [name for name in measurements if " / " not in name]
     formats = ["cache, read only", "cache, whole loader", "npz", "compressed npz"]
     assert [name.partition(": ")[2] for name in names] == formats
@@ -353,7 +353,7 @@ def test_compiling_is_measured_with_a_cold_and_a_warm_cache():
 @pytest.mark.slow
 def test_saves_are_timed():
     options = ("--bench_steps", "12", "--save_interval", "4", *SMALL)
-    (measurements,) = on_ranks(1, run_benchmark, "saves", *options)
+    (measurements,) = run_on_ranks(1, run_benchmark, "saves", *options)
     for kind in ("LoRA file", "checkpoint"):
         assert measurements[f"training blocked by one {kind}"]["median"] > 0
         assert 0 < measurements[f"share of the run blocked by all {kind}s"]["median"] < 100

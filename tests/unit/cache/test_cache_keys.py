@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cache_family import CachedRun, EncodedNames, write_dataset_file
 from PIL import Image
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 from safetensors.torch import load_file, save_file
 
 from library.cache.encode import LatentEncoder
@@ -20,7 +20,7 @@ from library.dataset.image_inspection import load_rgb_image
 from library.models.detect import detect_model, get_config_reader
 from library.models.model_configs import read_encoded_sizes
 
-ALL = ["pictures/0.png", "pictures/1.png", "pictures/2.png"]
+ALL = ["images/0.png", "images/1.png", "images/2.png"]
 SIZES = [(96, 64), (64, 64), (64, 100)]
 
 
@@ -31,10 +31,10 @@ def draw(path: Path, number: int) -> None:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    (tmp_path / "pictures").mkdir()
+    (tmp_path / "images").mkdir()
     for number in range(3):
-        draw(tmp_path / "pictures" / f"{number}.png", number)
-        (tmp_path / "pictures" / f"{number}.txt").write_text(f"number {number}")
+        draw(tmp_path / "images" / f"{number}.png", number)
+        (tmp_path / "images" / f"{number}.txt").write_text(f"number {number}")
     return tmp_path
 
 
@@ -42,9 +42,9 @@ def encoded_after_each_change(folder: str) -> dict[str, list[str]]:
     """The names of what was encoded, change by change, on one folder with one cache."""
     import tiny_sd1
 
-    from library.models.families.sd1 import StableDiffusion1
+    from library.models.families.sd1_sd2 import StableDiffusion1
 
-    root, pictures = Path(folder), Path(folder) / "pictures"
+    root, pictures = Path(folder), Path(folder) / "images"
     model = root / "model"
     tiny_sd1.build_pipeline().save_pretrained(model)
     encoded, strategy = EncodedNames(), None
@@ -109,15 +109,15 @@ def encoded_after_each_change(folder: str) -> dict[str, list[str]]:
 
 
 def test_only_changed_entries_are_encoded_again(folder):
-    (seen,) = on_ranks(1, encoded_after_each_change, str(folder))
+    (seen,) = run_on_ranks(1, encoded_after_each_change, str(folder))
 
     captions = ["", "number 0", "number 1", "number 2"]
     assert seen == {
         "the first time": [*sorted([*captions, *ALL])],
         "nothing": [],
-        "another image under the same name": ["pictures/1.png"],
+        "another image under the same name": ["images/1.png"],
         "another name": [],
-        "turned": ["pictures/0.png"],
+        "turned": ["images/0.png"],
         "another caption": ["number 2, and more"],
         "more repeats, another seed": [],
         "another resolution": ALL,
@@ -132,12 +132,12 @@ def test_only_changed_entries_are_encoded_again(folder):
         "another UNet, and the model elsewhere": [],
     }
     # Nothing is left lying about; what files hold is remembered only of those that are two seconds old.
-    names = {path.name for path in (folder / "pictures" / ".cache-lorikeet").iterdir()}
+    names = {path.name for path in (folder / "images" / ".cache-lorikeet").iterdir()}
     assert names - {"files.json"} == {"latents", "scan", "texts"}
 
 
 def encoded_in_both_precisions(folder: str, precision: str) -> list[str]:
-    from library.models.families.sd1 import StableDiffusion1
+    from library.models.families.sd1_sd2 import StableDiffusion1
 
     encoded = EncodedNames()
     CachedRun(
@@ -153,9 +153,9 @@ def encoded_in_both_precisions(folder: str, precision: str) -> list[str]:
 
 
 def test_text_outputs_are_cached_per_precision_and_latents_in_float32(folder):
-    first = on_ranks(1, encoded_in_both_precisions, str(folder), "no")[0]
-    other = on_ranks(1, encoded_in_both_precisions, str(folder), "bf16")[0]
-    again = on_ranks(1, encoded_in_both_precisions, str(folder), "no")[0]
+    first = run_on_ranks(1, encoded_in_both_precisions, str(folder), "no")[0]
+    other = run_on_ranks(1, encoded_in_both_precisions, str(folder), "bf16")[0]
+    again = run_on_ranks(1, encoded_in_both_precisions, str(folder), "no")[0]
     assert (len(first), other, again) == (7, ["", "number 0", "number 1", "number 2"], [])
 
 
@@ -163,13 +163,13 @@ def encoded_among_others(folder: str) -> list[list[str]]:
     from cache_family import AveragePoolFamily
 
     root, rounds, encoded = Path(folder), [], EncodedNames()
-    shutil.copytree(root / "pictures", root / "more")
+    shutil.copytree(root / "images", root / "more")
     (root / "more" / "2.png").unlink()
     draw(root / "more" / "5.png", 5)
     file = Path(write_dataset_file(root))
     both = file.read_text() + f"  [[datasets.subsets]]\n  image_dir = '{root / 'more'}'\n"
     strategy = None
-    for change in (lambda: None, lambda: (root / "more" / "5.png").rename(root / "pictures" / "5.png")):
+    for change in (lambda: None, lambda: (root / "more" / "5.png").rename(root / "images" / "5.png")):
         change()
         file.write_text(both)
         cached_run = CachedRun(
@@ -181,8 +181,8 @@ def encoded_among_others(folder: str) -> list[list[str]]:
 
 
 def test_identical_files_share_an_entry_and_an_image_may_be_moved(folder):
-    (rounds,) = on_ranks(1, encoded_among_others, str(folder))
-    assert rounds == [["more/5.png", *ALL], []]
+    (rounds,) = run_on_ranks(1, encoded_among_others, str(folder))
+    assert rounds == [[*ALL, "more/5.png"], []]
 
 
 def test_the_pixels_behind_the_keys_do_not_change(tmp_path):
@@ -229,7 +229,7 @@ def test_estimated_cache_sizes_are_equal_to_the_written_ones(tmp_path):
     import tiny_sd1
     import torch
 
-    from library.models.families.sd1 import StableDiffusion1
+    from library.models.families.sd1_sd2 import StableDiffusion1
 
     pipe = tiny_sd1.build_pipeline()
     pipe.save_pretrained(tmp_path)
@@ -252,7 +252,7 @@ def test_images_of_one_vae_batch_are_loaded_by_all_threads(monkeypatch):
     monkeypatch.setattr(LatentEncoder, "_encode_images", lambda _, pipe, images: [*images.items()])
     loader = SimpleNamespace(
         cache=SimpleNamespace(vae_batch_size=8),
-        load_encoders=lambda *_: None,
+        load=lambda *_: None,
         strategy=SimpleNamespace(empty_device_cache=lambda: None),
     )
     batches = [[*range(8)], [8, 9], [*range(10, 16)]]

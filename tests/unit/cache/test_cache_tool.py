@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cache_family import write_dataset_file
 from numbered_images import write_numbered_images
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 
 from library.cache.store import CacheStore
 from library.config import parse_config
@@ -47,7 +47,7 @@ def damage_and_repair(file: str, cache: str) -> list[tuple[str, int]]:
     results += tools(["verify", *options], ["repair", *options], ["verify", *options])
     age(Path(cache))
     smaller = [*options, "--resolution", "64"]
-    (Path(file).parent / "pictures" / "00.png").unlink()
+    (Path(file).parent / "images" / "00.png").unlink()
     results += tools(["prune", *smaller], ["prune", "--yes", *smaller], ["info", *smaller], ["verify", *smaller])
     return results
 
@@ -55,7 +55,7 @@ def damage_and_repair(file: str, cache: str) -> list[tuple[str, int]]:
 def test_a_cache_is_built_verified_repaired_and_pruned(tmp_path):
     write_numbered_images(tmp_path, 6)
     cache = tmp_path / "cache"
-    (results,) = on_ranks(1, damage_and_repair, write_dataset_file(tmp_path), str(cache))
+    (results,) = run_on_ranks(1, damage_and_repair, write_dataset_file(tmp_path), str(cache))
     texts, codes = [text for text, _ in results], [code for _, code in results]
 
     assert codes == [0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0]
@@ -63,7 +63,7 @@ def test_a_cache_is_built_verified_repaired_and_pruned(tmp_path):
     assert texts[1] == "latents: 6 of 6 cached"
     assert texts[2] == "latents: 6 entries, 0 damaged; 6 of 6 cached"
     assert texts[3].splitlines()[1].startswith(f"  {cache}/latents: 6 entries, 6 of them needed, ")
-    assert "6 entries, 1 damaged" in texts[4] and "  damaged: pictures/0" in texts[4]
+    assert "6 entries, 1 damaged" in texts[4] and "  damaged: images/0" in texts[4]
     assert texts[5].splitlines()[-1] == "latents: 6 of 6 cached"
     assert texts[6] == "latents: 6 entries, 0 damaged; 6 of 6 cached"
     assert re.search(r"[12] of 6 latents not needed", texts[7])  # the deleted image's, and the damaged one
@@ -89,7 +89,7 @@ def build_texts(file: str, cache: str) -> tuple[list[tuple[str, int]], list[str]
 
 def test_text_outputs_are_built_if_caption_caching_is_set(tmp_path):
     write_numbered_images(tmp_path, 3)
-    ((results, names),) = on_ranks(1, build_texts, write_dataset_file(tmp_path), str(tmp_path / "cache"))
+    ((results, names),) = run_on_ranks(1, build_texts, write_dataset_file(tmp_path), str(tmp_path / "cache"))
     count = int(results[0][0].split()[2])
     assert 4 < count <= 7 and results[0][0] == f"text-encoder outputs: {count} of {count} cached"
     assert "latents: 0 of 3 cached" in results[1][0] and {"latents", "texts"} & {*names} == {"texts"}
@@ -116,7 +116,7 @@ def problems(folder: Path, *flags: str, lines: str = "", subset: str = "") -> li
 
 
 def test_settings_that_rule_out_caching_are_rejected_early_with_both_options(tmp_path):
-    (tmp_path / "pictures").mkdir()
+    (tmp_path / "images").mkdir()
     file = tmp_path / "set.toml"
     assert problems(tmp_path, "--cache_latents", "--cache_text_encoder_outputs_to_disk") == []
     assert problems(tmp_path, subset="random_crop = true") == []
@@ -137,7 +137,7 @@ def test_settings_that_rule_out_caching_are_rejected_early_with_both_options(tmp
 
 
 def test_caching_conflicts_are_reported_without_importing_torch(tmp_path):
-    (tmp_path / "pictures").mkdir()
+    (tmp_path / "images").mkdir()
     script = (
         "import sys; from library.cli import main; code = main(sys.argv[1:]); "
         "print(code, [name for name in ('torch', 'diffusers') if name in sys.modules])"
@@ -170,13 +170,13 @@ def test_plan_shows_cache_sizes_and_directories(tmp_path):
     assert results["latents"] == {
         "entries": 12,
         "bytes": 12 * latents,
-        "folders": [str(tmp_path / "pictures" / ".cache-lorikeet")],
+        "folders": [str(tmp_path / "images" / ".cache-lorikeet")],
     }
     assert results["captions"] == {"entries": 7, "bytes": 7 * 77 * 128 * 4, "folders": []}
     text = plan(*words).stdout.splitlines()
-    assert f"cached latents: 12, 23 kB, in {tmp_path}/pictures/.cache-lorikeet" in text
+    assert f"cached latents: 12, 23 kB, in {tmp_path}/images/.cache-lorikeet" in text
     assert "cached captions: 7, at most 276 kB, for this run only" in text
-    assert os.listdir(tmp_path / "pictures" / ".cache-lorikeet") == ["scan"]
+    assert os.listdir(tmp_path / "images" / ".cache-lorikeet") == ["scan"]
 
 
 def cache_in_a_read_only_directory(file: str, cache: str) -> list[str]:
@@ -196,7 +196,7 @@ def cache_in_a_read_only_directory(file: str, cache: str) -> list[str]:
 def test_a_read_only_cache_directory_is_reported_before_a_model_is_loaded(tmp_path):
     write_numbered_images(tmp_path, 2)
     (tmp_path / "file").touch()
-    (results,) = on_ranks(
+    (results,) = run_on_ranks(
         1, cache_in_a_read_only_directory, write_dataset_file(tmp_path), str(tmp_path / "file" / "cache")
     )
     for option, line in zip(("cache_latents_to_disk", "cache_text_encoder_outputs_to_disk"), results, strict=False):
@@ -224,7 +224,7 @@ def cache_on_a_small_disk(file: str) -> str:
 
 def test_too_many_captions_for_the_disk_are_reported_with_suggestions(tmp_path):
     write_numbered_images(tmp_path, 5)
-    (results,) = on_ranks(1, cache_on_a_small_disk, write_dataset_file(tmp_path))
+    (results,) = run_on_ranks(1, cache_on_a_small_disk, write_dataset_file(tmp_path))
     assert re.search(r"text-encoder outputs of \d+ captions: about \d+ bytes needed, 100 bytes free in", results)
     assert "fewer captions without shuffle_caption (--shuffle_caption)" in results
     assert "encode captions during training without --cache_text_encoder_outputs" in results
@@ -239,12 +239,12 @@ def build_both_caches(file: str, cache: str) -> list[tuple[str, int]]:
 def test_a_dataset_with_a_cache_directory_caches_all_its_images_there(tmp_path):
     write_numbered_images(tmp_path / "one", 3)
     write_numbered_images(tmp_path / "two", 4)
-    table = "[[datasets]]\nresolution = 64\ncaption_extension = '.txt'\nimage_directory = '{}/pictures'\n"
+    table = "[[datasets]]\nresolution = 64\ncaption_extension = '.txt'\nimage_directory = '{}/images'\n"
     file = tmp_path / "musubi.toml"
     file.write_text(
         table.format(tmp_path / "one") + f"cache_directory = '{tmp_path}/own'\n" + table.format(tmp_path / "two")
     )
-    on_ranks(1, build_both_caches, str(file), str(tmp_path / "cache"))
+    run_on_ranks(1, build_both_caches, str(file), str(tmp_path / "cache"))
     counts = {
         folder: [len(CacheStore([tmp_path / folder / what])) for what in ("latents", "texts")]
         for folder in ("own", "cache")
@@ -260,6 +260,6 @@ def built(file: str, cache: str) -> list[tuple[str, int]]:
 
 def test_several_processes_build_together_and_one_prints(tmp_path):
     write_numbered_images(tmp_path, 6)
-    results = on_ranks(2, built, write_dataset_file(tmp_path), str(tmp_path / "cache"))
+    results = run_on_ranks(2, built, write_dataset_file(tmp_path), str(tmp_path / "cache"))
     assert results == [[("latents: 6 of 6 cached", 0)], [("", 0)]]
     assert len(CacheStore([tmp_path / "cache" / "latents"]).get_index_files()) == 2

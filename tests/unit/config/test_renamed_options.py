@@ -156,7 +156,7 @@ def test_checkpoints_of_before_the_renaming_are_compared_by_current_names():
     current = {"settings": serialize_settings(config), "model": "", "data": "", "batch": []}
     former = {new: old for old, new in RENAMED_OPTIONS.items()}
     saved = {former.get(name, name): value for name, value in current["settings"].items()}
-    saved |= {"on_oom": "fail", "compile_shapes": "auto"}
+    saved |= {"on_oom": "fail", "compile_shapes": "auto", "caption_extension": "('.caption',)"}
     assert "base_storage" in saved and "quantize_base" not in saved
     assert list(find_changes({**current, "settings": saved}, current)) == []
     (change,) = find_changes({**current, "settings": saved | {"base_storage": "float"}}, current)
@@ -181,6 +181,6 @@ def test_former_values_of_saved_settings_are_upgraded():
         ("musubi", "449524691d7b2b93634be88dab0d24ca"),
     ],
 )
-def test_data_fingerprints_in_checkpoints_of_the_last_release_are_still_the_same(name, fingerprint, tmp_path):
+def test_data_fingerprints_in_checkpoints_of_the_last_release_are_still_computed(name, fingerprint, tmp_path):
     config = DataConfig(dataset_config=str(ROOT / "dataset_configs" / f"{name}.toml"))
-    assert prepare_data(config, 8, str(tmp_path)).manifest.compute_fingerprint() == fingerprint
+    assert prepare_data(config, 8, str(tmp_path)).manifest.compute_former_fingerprint() == fingerprint

@@ -53,8 +53,10 @@ def test_fractional_repeats_are_exact_over_epochs_of_equal_length(buckets, batch
         for index, bucket in enumerate(made):
             assert sum(epoch[sample] for sample in bucket.sample_indices) == plan.count_samples(index)
     for dataset in (0, 1):
-        exact = sum(times for bucket in made if bucket.dataset_number == dataset for times in bucket.repeats)
-        total = sum(plan.count_samples(index) for index, bucket in enumerate(made) if bucket.dataset_number == dataset)
+        exact = sum(times for bucket in made if bucket.dataset_index_in_file == dataset for times in bucket.repeats)
+        total = sum(
+            plan.count_samples(index) for index, bucket in enumerate(made) if bucket.dataset_index_in_file == dataset
+        )
         assert abs(total - exact) <= 0.5 + 1e-6
     again = BatchPlan(made, ranks + 1, accumulation, seed)  # what is shown does not depend on the processes
     assert [shown(again, epoch) for epoch in range(4)] == epochs
@@ -107,7 +109,11 @@ def test_each_dataset_gets_its_weight_of_an_epoch_and_repeats_are_never_reduced(
     ready = prepare_subsets(tmp_path, head=head[0])
     plan = ready.build_batch_plan(1, TrainConfig())
     totals = [
-        sum(plan.count_samples(index) for index, bucket in enumerate(plan.buckets) if bucket.dataset_number == number)
+        sum(
+            plan.count_samples(index)
+            for index, bucket in enumerate(plan.buckets)
+            if bucket.dataset_index_in_file == number
+        )
         for number in range(2)
     ]
     assert tuple(totals) == expected
@@ -127,7 +133,7 @@ def test_the_plan_reports_the_effect_of_dataset_weights(tmp_path):
     text = ready.format_summary(plan, 5)
     assert "12 images x 1 repeats = 12 per epoch" in text and "3 images x 2.667 repeats = 8 per epoch" in text
     records = ready.to_json(plan)
-    assert [record["beyond"] for record in records] == [{"weight": 3.0}, {"weight": 2.0}]
+    assert [record["other_keys"] for record in records] == [{"weight": 3.0}, {"weight": 2.0}]
     assert records[0]["samples"][0]["repeats"] == 1 and records[1]["samples"][0]["repeats"] == pytest.approx(8 / 3)
     assert [sum(bucket["samples"] for bucket in record["buckets"]) for record in records] == [12, 8]
 

@@ -143,14 +143,14 @@ def test_bad_images_are_skipped_with_a_note_if_set(tmp_path):
 
 
 def test_a_folder_without_images_is_reported_with_its_content_and_a_fix(tmp_path):
-    save(tmp_path / "a" / "10_cat" / "1.png")
+    save(tmp_path / "a" / "cat" / "1.png")
     (tmp_path / "a" / "1.txt").write_text("x")
     (tmp_path / "b").mkdir()
     with pytest.raises(ConfigError) as caught:
         made(tmp_path, "image_dir = 'a'", "image_dir = 'b'")
     assert [problem.replace(f"{tmp_path}/", "") for problem in caught.value.problems] == [
-        "set.toml:7: image_dir: no images; a contains 1 .txt, 1 image in 10_cat/; subfolders are not searched: set"
-        " recursive = true, or image_dir = 'a/10_cat'",
+        "set.toml:7: image_dir: no images; a contains 1 .txt, 1 image in cat/; subfolders are not searched: set"
+        " recursive = true, or image_dir = 'a/cat'",
         "set.toml:9: image_dir: no images; b contains nothing; image extensions are .png .jpg .jpeg .webp .bmp .avif"
         " .jxl",
     ]
@@ -233,7 +233,7 @@ def test_the_fingerprint_changes_with_the_training_data(tmp_path):
 
 
 def test_the_fingerprint_depends_on_augmentations_and_not_on_paths(tmp_path):
-    for folder in ("here/a", "there/a"):
+    for folder in ("here/a", "there/a", "copy"):
         save(tmp_path / folder / "1.png", caption="one")
 
     def fingerprint(subset: str = "image_dir = 'here/a'", head: str = "", **options) -> str:
@@ -252,6 +252,7 @@ def test_the_fingerprint_depends_on_augmentations_and_not_on_paths(tmp_path):
     ]
     assert len(set(shown)) == len(shown)
     assert fingerprint("image_dir = 'there/a'") == fingerprint(head="batch_size = 3") == shown[0]
+    assert fingerprint("image_dir = 'copy'") == shown[0]
 
 
 def test_a_folder_used_by_several_paths_is_scanned_once(tmp_path, monkeypatch):

@@ -477,7 +477,7 @@ def test_plan_shows_how_many_images_have_masks(tmp_path):
     assert prepared.format_summary(plan, 9).splitlines()[0].endswith(", captions found 0/2 (.caption), masks 1/2")
     first, second = prepared.to_json(plan)[0]["samples"]
     share = float(np.asarray(Image.open(tmp_path / "p" / "1.png"))[..., 3].mean()) / 255
-    assert first["mask"] == {"image": str(tmp_path / "p" / "1.png"), "is_alpha": True, "share": pytest.approx(share)}
+    assert first["mask"] == {"image": str(tmp_path / "p" / "1.png"), "is_alpha": True, "coverage": pytest.approx(share)}
     assert second["mask"] is None
 
 

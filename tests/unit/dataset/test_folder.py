@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from image_listings import (
     HEAD,
-    captions_by_name,
+    get_captions,
     list_subset,
     list_subsets,
     make_config,
@@ -30,9 +30,9 @@ def problems(listing, folder) -> list[str]:
 
 def test_subfolders_are_searched_only_with_recursive(tmp_path):
     write_files(tmp_path / "a", TREE)
-    assert list(captions_by_name(list_subset(tmp_path, "image_dir = 'a'"))) == ["a.jpg", "b.png"]
+    assert list(get_captions(list_subset(tmp_path, "image_dir = 'a'"))) == ["a.jpg", "b.png"]
     deep = list_subset(tmp_path, "image_dir = 'a'\nrecursive = true")
-    assert list(captions_by_name(deep)) == ["a.jpg", "b.png", "s/1.png", "s/t/猫 🐈.webp", "s-2/1.png"]
+    assert list(get_captions(deep)) == ["a.jpg", "b.png", "s/1.png", "s/t/猫 🐈.webp", "s-2/1.png"]
     assert strip_folder(tmp_path, list_subset(tmp_path, "image_dir = 'a'").notes)[0] == (
         "a: images in subfolders are not used; set recursive = true to use them: s/, s-2/"
     )
@@ -65,7 +65,7 @@ def test_symlink_loops_neither_hang_nor_duplicate_images(tmp_path):
     for link, target in links.items():
         (tmp_path / link).symlink_to(tmp_path / target)
     listing = list_subset(tmp_path, "image_dir = 'a'\nrecursive = true")
-    assert list(captions_by_name(listing)) == ["1.png", "s/2.png", "s/t/3.png", "x/4.png", "x/below/5.png"]
+    assert list(get_captions(listing)) == ["1.png", "s/2.png", "s/t/3.png", "x/4.png", "x/below/5.png"]
     tree = walk_directory(tmp_path / "a", recursive=True)
     assert tree.loops == ["0", "above", "back", "s/t/up", "x/below/round", "y"] and tree.problems == []
     note = "a: links to folders that are searched anyway are not followed: 0, above, back, ..."
@@ -104,13 +104,13 @@ def test_an_unreadable_folder_is_reported(tmp_path):
 def test_patterns_match_the_path_relative_to_the_folder(tmp_path, keys: str, expected: list[str]):
     write_files(tmp_path / "a", TREE)
     listing = list_subset(tmp_path, f"image_dir = 'a'\nrecursive = true\n{keys}")
-    assert (listing.problems, list(captions_by_name(listing))) == ([], expected)
+    assert (listing.problems, list(get_captions(listing))) == ([], expected)
 
 
 def test_patterns_work_without_recursive_and_note_how_many_images_they_select(tmp_path):
     write_files(tmp_path / "a", TREE)
     listing = list_subset(tmp_path, "image_dir = 'a'\ninclude = '*.jpg'")
-    assert list(captions_by_name(listing)) == ["a.jpg"]
+    assert list(get_captions(listing)) == ["a.jpg"]
     assert "a: include and exclude select 1 of 2 images" in strip_folder(tmp_path, listing.notes)
 
 
@@ -131,7 +131,7 @@ def test_a_pattern_for_several_folders_must_match_in_one_of_them(tmp_path):
     write_files(tmp_path, ["a/1.png", "a/old.png", "b/1.png", "c/old.png", "c/1.png"])
     head = "[general]\nexclude = ['old.png', 'new.png']\n[[datasets]]\nresolution = 64\n"
     first, second = list_subsets(tmp_path, "image_dir = 'a'", "image_dir = 'b'", head=head)
-    assert (list(captions_by_name(first)), list(captions_by_name(second))) == (["1.png"], ["1.png"])
+    assert (list(get_captions(first)), list(get_captions(second))) == (["1.png"], ["1.png"])
     assert strip_folder(tmp_path, [*first.problems, *second.problems]) == [
         "set.toml:2: exclude: 'new.png' matches none of the images in a (2 images: 1.png, old.png)"
     ]
@@ -186,7 +186,7 @@ def test_each_image_uses_the_first_of_several_caption_extensions(tmp_path):
     write_files(tmp_path / "a", {"1.caption": "one", "s.txt": "not me", **texts})
     subset = "image_dir = 'a'\nrecursive = true\ncaption_extension = ['caption', '.txt']"
     listing = list_subset(tmp_path, subset)
-    assert captions_by_name(listing) == {
+    assert get_captions(listing) == {
         "1.png": "one",
         "2.png": "two",
         "3.png": "three",
@@ -197,6 +197,7 @@ def test_each_image_uses_the_first_of_several_caption_extensions(tmp_path):
     }
     assert strip_folder(tmp_path, listing.notes) == [
         "a: no .caption or .txt file for 2 of 7 images, using an empty caption: 4.png, s_1_2_3_4/6.png",
+        "a: 1 caption file without an image, not used: s.txt",
     ]
     ready = prepare_subsets(tmp_path, subset)
     assert ready.manifest.caption_counts == ((0, 0, "4 .txt, 1 .caption", 5, 7),)
@@ -207,7 +208,7 @@ def test_a_caption_extension_follows_the_stem_of_the_image(tmp_path, ending: str
     write_files(tmp_path / "a", ["1.png", "2.v1.png"])
     write_files(tmp_path / "a", {f"1{ending.lower()}": "one", f"2.v1{ending}": "two"})
     listing = list_subset(tmp_path, f"image_dir = 'a'\ncaption_extension = '{ending}'")
-    assert captions_by_name(listing) == {"1.png": "one", "2.v1.png": "two"}
+    assert get_captions(listing) == {"1.png": "one", "2.v1.png": "two"}
 
 
 def test_a_caption_file_with_the_extension_in_the_same_case_is_preferred():
@@ -215,14 +216,14 @@ def test_a_caption_file_with_the_extension_in_the_same_case_is_preferred():
     for order in (names, names[::-1]):
         assert CaptionFiles(order, [".txt"]).find("a.png") == ("a.txt", ".txt")
         assert CaptionFiles(order, [".TXT"]).find("a.png") == ("a.TXT", ".TXT")
-        assert CaptionFiles(order, [".caption"]).find("b.png") == ("b.TXT", ".txt")
+        assert CaptionFiles(order, [".caption"], can_fall_back_to_txt=True).find("b.png") == ("b.TXT", ".txt")
 
 
 def test_only_the_default_caption_extension_falls_back_to_txt(tmp_path):
     write_files(tmp_path / "a", ["1.png"])
     write_files(tmp_path / "a", {"1.txt": "one"})
     listing = list_subset(tmp_path, "image_dir = 'a'\ncaption_extension = '.tags'\nclass_tokens = 'cls'")
-    assert captions_by_name(listing) == {"1.png": "cls"}
+    assert get_captions(listing) == {"1.png": "cls"}
     assert "there are .txt files for 1 of the images without a caption" in listing.notes[-1]
 
 
@@ -240,8 +241,8 @@ def test_captions_in_json_files_are_read_from_their_key(tmp_path):
     write_files(tmp_path / "a", ["1.png", "2.png"])
     write_files(tmp_path / "a", {"1.json": '{"caption": "one", "width": 3}', "2.json": '{"caption": ["two", "zwei"]}'})
     subset = "image_dir = 'a'\ncaption_extension = '.json'\n"
-    assert captions_by_name(list_subset(tmp_path, subset)) == {"1.png": "one", "2.png": "two"}
-    assert captions_by_name(list_subset(tmp_path, subset + "enable_wildcard = true"))["2.png"] == "two\nzwei"
+    assert get_captions(list_subset(tmp_path, subset)) == {"1.png": "one", "2.png": "two"}
+    assert get_captions(list_subset(tmp_path, subset + "enable_wildcard = true"))["2.png"] == "two\nzwei"
     assert problems(list_subset(tmp_path, subset + "caption_column = 'captoin'"), tmp_path) == [
         "set.toml:5: caption_extension: a/1.json: no column 'captoin' (set by caption_column); columns are"
         " caption, width; did you mean caption?"
@@ -256,7 +257,7 @@ def test_a_musubi_tuner_caption_file_is_one_caption(tmp_path):
     write_files(tmp_path / "a", {"1.txt": "one\n\ntwo\n", "b.jsonl": '{"image_path": "1.png", "caption": "one\\ntwo"}'})
     for keys in ("image_directory = 'a'\ncaption_extension = '.txt'", "image_jsonl_file = 'a/b.jsonl'"):
         (listing,) = list_subsets(tmp_path, head=f"[[datasets]]\nresolution = 64\n{keys}\n")
-        assert list(captions_by_name(listing).values()) == ["one two"]
+        assert list(get_captions(listing).values()) == ["one two"]
         assert not any("with several lines" in note for note in listing.notes)
 
 

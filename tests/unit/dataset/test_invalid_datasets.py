@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from odd_images import chunk, png
+from odd_images import encode_chunk, encode_png
 from PIL import Image, features
 
 from library.config.schema_data import DataConfig
@@ -103,7 +103,7 @@ FILES = [
     InvalidFile("head.jpg", put(encoded("JPEG")[:20]), "is a damaged JPEG", COPY),
     InvalidFile("checksum.png", put(encoded("PNG")[:40] + b"\1" + encoded("PNG")[41:]), "is a damaged PNG", COPY),
     InvalidFile("hole.png", put(with_hole()), "cannot be decoded: broken data stream", COPY),
-    InvalidFile("no_width.png", put(png(0, 10, rows=b"")), "is a damaged PNG", COPY),
+    InvalidFile("no_width.png", put(encode_png(0, 10, rows=b"")), "is a damaged PNG", COPY),
     InvalidFile("text.png", put(b"not an image"), "is not an image that Pillow can read", "convert it to PNG or JPEG"),
     InvalidFile(
         "junk.jpg", put(NOISE.tobytes()[:999]), "is not an image that Pillow can read", "convert it to PNG or JPEG"
@@ -128,20 +128,23 @@ FILES = [
     InvalidFile(
         "pointer.png", put(b"version https://git-lfs.github.com/spec/v1\noid"), "git-lfs pointer", "git lfs pull"
     ),
-    InvalidFile("bomb.png", put(png(60_000, 60_000)), "is too large: 3,600,000,000 pixels", "make it smaller"),
-    InvalidFile("firework.png", put(png(15_000, 12_000)), "is too large: 180,000,000 pixels", "make it smaller"),
+    InvalidFile("bomb.png", put(encode_png(60_000, 60_000)), "is too large: 3,600,000,000 pixels", "make it smaller"),
+    InvalidFile("firework.png", put(encode_png(15_000, 12_000)), "is too large: 180,000,000 pixels", "make it smaller"),
     InvalidFile(
-        "novel.png", put(png(80, 70, chunk(b"zTXt", b"k\0\0" + LONG), rows=ROWS)), "more metadata", "without metadata"
+        "novel.png",
+        put(encode_png(80, 70, encode_chunk(b"zTXt", b"k\0\0" + LONG), rows=ROWS)),
+        "more metadata",
+        "without metadata",
     ),
     InvalidFile(
         "story.png",
-        put(png(80, 70, chunk(b"iTXt", b"k\0\1\0\0\0" + LONG), rows=ROWS)),
+        put(encode_png(80, 70, encode_chunk(b"iTXt", b"k\0\1\0\0\0" + LONG), rows=ROWS)),
         "more metadata",
         "without metadata",
     ),
     InvalidFile(
         "profile.png",
-        put(png(80, 70, chunk(b"iCCP", b"k\0\0" + LONG), rows=ROWS)),
+        put(encode_png(80, 70, encode_chunk(b"iCCP", b"k\0\0" + LONG), rows=ROWS)),
         "color profile",
         "without metadata",
     ),
@@ -377,7 +380,7 @@ def odd(folder: Path) -> None:
         "opaque.png": encoded("PNG", image.convert("RGBA")),
         "print.jpg": encoded("JPEG", image.convert("CMYK")),
         "deep.png": encoded("PNG", Image.fromarray(NOISE[..., 0].astype(np.uint16) * 257)),
-        "deep_colours.png": png(80, 70, bits=16, rows=(b"\0" + bytes(range(240)) * 2) * 70),
+        "deep_colours.png": encode_png(80, 70, bits=16, rows=(b"\0" + bytes(range(240)) * 2) * 70),
         "few.png": encoded("PNG", image.convert("P")),
         "moving.png": encoded("PNG", save_all=True, append_images=[image.rotate(90)]),
         "stereo.jpg": encoded("MPO", save_all=True, append_images=[image.rotate(90)]),

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 from image_listings import (
-    captions_by_name,
     find_missing,
+    get_captions,
     list_subset,
     list_subsets,
     make_config,
@@ -43,12 +43,12 @@ def test_a_metadata_table_in_a_folder_holds_the_captions_of_its_images(tmp_path,
     write_files(tmp_path, IMAGES)
     write_files(tmp_path / "a", {f"metadata{ending}": encode_table(ROWS, ending)})
     listing = list_subset(tmp_path, "image_dir = 'a'\nrecursive = true")
-    assert captions_by_name(listing) == {"1.png": "one, uno", "s/2.png": 'two "zwei"'}
+    assert get_captions(listing) == {"1.png": "one, uno", "s/2.png": 'two "zwei"'}
     assert (listing.missing, listing.problems, listing.notes) == ([], [], [])
     ready = prepare_subsets(tmp_path, "image_dir = 'a'\nrecursive = true")
     assert ready.manifest.caption_counts == ((0, 0, f"metadata{ending}", 2, 2),)
     flat = list_subset(tmp_path, "image_dir = 'a'")
-    assert captions_by_name(flat) == {"1.png": "one, uno"}
+    assert get_captions(flat) == {"1.png": "one, uno"}
     note = f"a: not used: 1 image in subfolders, listed in metadata{ending}; set recursive = true to use them: s/2.png"
     assert note in strip_folder(tmp_path, flat.notes)
 
@@ -72,7 +72,7 @@ def test_a_caption_file_wins_over_a_table_and_a_nested_table_over_its_parent(tmp
     tables = {"metadata.jsonl": encode_table(above, ".jsonl"), "s/metadata.csv": nested}
     write_files(tmp_path / "a", {"1.txt": "file", **tables})
     listing = list_subset(tmp_path, "image_dir = 'a'\nrecursive = true\ncaption_extension = '.txt'")
-    assert captions_by_name(listing) == {
+    assert get_captions(listing) == {
         "1.png": "file",
         "2.png": "above 2.png",
         "s/3.png": "below",
@@ -94,7 +94,7 @@ def test_images_without_a_row_or_text_use_the_class_tokens(tmp_path):
     rows = [{"file_name": "1.png", "text": "one"}, {"file_name": "2.png", "text": " "}]
     write_files(tmp_path / "a", {"metadata.csv": encode_table(rows, ".csv")})
     listing = list_subset(tmp_path, "image_dir = 'a'\nclass_tokens = 'cls'")
-    assert captions_by_name(listing) == {"1.png": "one", "2.png": "cls", "3.png": "cls"}
+    assert get_captions(listing) == {"1.png": "one", "2.png": "cls", "3.png": "cls"}
     assert strip_folder(tmp_path, listing.notes) == [
         "a: no .caption file and no text in metadata.csv for 2 of 3 images, using the caption 'cls': 2.png, 3.png"
     ]
@@ -215,7 +215,7 @@ def test_a_table_of_another_format_is_ignored_and_noted(tmp_path):
     write_files(tmp_path / "a", ["1.png"])
     write_files(tmp_path / "a", {"metadata.jsonl": '{"image_path": "1.png", "caption": "x"}'})
     listing = list_subset(tmp_path, "image_dir = 'a'")
-    assert captions_by_name(listing) == {"1.png": ""} and listing.problems == []
+    assert get_captions(listing) == {"1.png": ""} and listing.problems == []
     assert strip_folder(tmp_path, listing.notes)[0] == (
         "a/metadata.jsonl: not used: no column file_name; set metadata_file to read other formats"
     )
@@ -225,7 +225,7 @@ def test_a_table_without_captions_is_ignored_with_class_tokens(tmp_path):
     write_files(tmp_path / "a", ["1.png"])
     write_files(tmp_path / "a", {"metadata.jsonl": '{"file_name": "1.png", "label": 3}'})
     listing = list_subset(tmp_path, "image_dir = 'a'\nclass_tokens = 'cls'")
-    assert captions_by_name(listing) == {"1.png": "cls"} and listing.problems == []
+    assert get_captions(listing) == {"1.png": "cls"} and listing.problems == []
     assert strip_folder(tmp_path, listing.notes)[0] == (
         "a/metadata.jsonl: not used: no column text, caption or prompt; columns are file_name, label"
     )
@@ -234,11 +234,9 @@ def test_a_table_without_captions_is_ignored_with_class_tokens(tmp_path):
 def test_a_list_of_captions_is_read_as_lines(tmp_path):
     write_files(tmp_path / "a", ["1.png"])
     write_files(tmp_path / "a", {"metadata.jsonl": '{"file_name": "1.png", "text": ["one\\nuno", null, "zwei"]}'})
-    assert captions_by_name(list_subset(tmp_path, "image_dir = 'a'\nenable_wildcard = true")) == {
-        "1.png": "one\nuno\nzwei"
-    }
+    assert get_captions(list_subset(tmp_path, "image_dir = 'a'\nenable_wildcard = true")) == {"1.png": "one\nuno\nzwei"}
     listing = list_subset(tmp_path, "image_dir = 'a'")
-    assert captions_by_name(listing) == {"1.png": "one"} and "1 caption with several lines" in listing.notes[0]
+    assert get_captions(listing) == {"1.png": "one"} and "1 caption with several lines" in listing.notes[0]
 
 
 def test_a_metadata_file_of_sd_scripts_joins_caption_and_tags(tmp_path):

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from image_listings import (
-    captions_by_name,
     encode_image,
     find_missing,
+    get_captions,
     list_subset,
     list_subsets,
     make_config,
@@ -57,7 +57,7 @@ def test_every_row_is_an_image_with_its_caption(tmp_path, compression: str, kind
     column = make_pairs() if kind == "pair" else arrow.array(IMAGES, getattr(arrow, kind)())
     write_table(tmp_path / "p" / "a.parquet", {"image": column, "text": make_captions()}, compression=compression)
     listing = list_subset(tmp_path, "parquet = 'p'")
-    assert captions_by_name(listing) == {str(number): text for number, text in enumerate(make_captions())}
+    assert get_captions(listing) == {str(number): text for number, text in enumerate(make_captions())}
     assert [item.image.read_bytes() for item in listing.images] == IMAGES
     assert (listing.problems, listing.missing, listing.notes, listing.caption_source) == ([], [], [], "text")
     assert str(listing.images[4].image) == f"{tmp_path}/p/a.parquet:4" and listing.images[4].image.key == "a.parquet/4"
@@ -151,7 +151,7 @@ def test_missing_or_ambiguous_columns_are_reported_with_the_existing_ones(
 def test_columns_can_be_set_and_the_only_column_of_bytes_is_the_image_column(tmp_path):
     write_table(tmp_path / "a.parquet", {"jpg": IMAGES, "de": make_captions(), "text": ["not me"] * 7})
     listing = list_subset(tmp_path, "parquet = 'a.parquet'\ncaption_column = 'de'")
-    assert list(captions_by_name(listing).values()) == make_captions()
+    assert list(get_captions(listing).values()) == make_captions()
     write_table(tmp_path / "a.parquet", {"image": IMAGES, "other": IMAGES[::-1], "text": make_captions()})
     listing = list_subset(tmp_path, "parquet = 'a.parquet'\nimage_column = 'other'")
     assert [item.image.read_bytes() for item in listing.images] == IMAGES[::-1]
@@ -161,7 +161,7 @@ def test_captions_may_be_lists_dictionary_encoded_or_missing(tmp_path):
     listed_texts = [["one", "uno"], [], None, ["four"], ["five"], ["six"], ["seven\nsieben"]]
     write_table(tmp_path / "a.parquet", {"image": IMAGES, "text": listed_texts})
     subset = "parquet = 'a.parquet'\nclass_tokens = 'cls'\n"
-    assert list(captions_by_name(list_subset(tmp_path, subset)).values()) == [
+    assert list(get_captions(list_subset(tmp_path, subset)).values()) == [
         "one",
         "cls",
         "cls",
@@ -170,11 +170,11 @@ def test_captions_may_be_lists_dictionary_encoded_or_missing(tmp_path):
         "six",
         "seven",
     ]
-    wild = captions_by_name(list_subset(tmp_path, subset + "enable_wildcard = true"))
+    wild = get_captions(list_subset(tmp_path, subset + "enable_wildcard = true"))
     assert (wild["0"], wild["6"]) == ("one\nuno", "seven\nsieben")
     write_table(tmp_path / "a.parquet", {"image": IMAGES, "text": arrow.array(["a"] * 6 + [None]).dictionary_encode()})
     listing = list_subset(tmp_path, subset)
-    assert list(captions_by_name(listing).values()) == ["a"] * 6 + ["cls"]
+    assert list(get_captions(listing).values()) == ["a"] * 6 + ["cls"]
     assert listing.notes == ["a.parquet: no text for 1 of 7 images, using the caption 'cls': a.parquet row 6"]
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from image_listings import (
-    captions_by_name,
     encode_image,
     find_missing,
+    get_captions,
     list_subset,
     list_subsets,
     make_config,
@@ -68,7 +68,7 @@ def test_an_image_and_its_caption_share_the_name_before_the_first_dot(tmp_path, 
         format=form,
     )
     listing = list_subset(tmp_path, "webdataset = 'a.tar'\nclass_tokens = 'cls'")
-    assert captions_by_name(listing) == {
+    assert get_captions(listing) == {
         "0001.png": "one 猫",
         f"{long}.PNG": "two",
         "猫 🐈.png": "cls",
@@ -88,7 +88,7 @@ def test_an_image_and_its_caption_share_the_name_before_the_first_dot(tmp_path, 
 def test_the_members_of_a_sample_need_not_be_adjacent(tmp_path):
     pack_tar(tmp_path / "a.tar", [("1.txt", b"one"), ("2.txt", b"two"), ("2.png", PNG[2]), ("1.png", PNG[1])])
     listing = list_subset(tmp_path, "webdataset = 'a.tar'")
-    assert captions_by_name(listing) == {"1.png": "one", "2.png": "two"}
+    assert get_captions(listing) == {"1.png": "one", "2.png": "two"}
     assert [item.image.read_bytes() for item in listing.images] == PNG[1:3]
 
 
@@ -106,12 +106,12 @@ def test_captions_come_from_the_set_extension_or_txt_or_json(tmp_path):
     }
     for keys, (count, expected) in cases.items():
         pack_tar(tmp_path / "a.tar", members[:count])
-        assert captions_by_name(list_subset(tmp_path, f"webdataset = 'a.tar'\n{keys}")) == {"1.png": expected}
+        assert get_captions(list_subset(tmp_path, f"webdataset = 'a.tar'\n{keys}")) == {"1.png": expected}
     pack_tar(tmp_path / "a.tar", [members[0], *members[2:]])
-    assert captions_by_name(list_subset(tmp_path, "webdataset = 'a.tar'")) == {"1.png": "txt"}
+    assert get_captions(list_subset(tmp_path, "webdataset = 'a.tar'")) == {"1.png": "txt"}
     pack_tar(tmp_path / "a.tar", [members[0], members[3]])
-    assert captions_by_name(list_subset(tmp_path, "webdataset = 'a.tar'")) == {"1.png": "json"}
-    assert captions_by_name(list_subset(tmp_path, "webdataset = 'a.tar'\ncaption_column = 'url'")) == {"1.png": "x"}
+    assert get_captions(list_subset(tmp_path, "webdataset = 'a.tar'")) == {"1.png": "json"}
+    assert get_captions(list_subset(tmp_path, "webdataset = 'a.tar'\ncaption_column = 'url'")) == {"1.png": "x"}
     pack_tar(tmp_path / "a.tar", [members[0], ("1.json", b'{"a": 1, "b": 2}')])
     assert list_subset(tmp_path, "webdataset = 'a.tar'").problems == [
         f"{tmp_path}/set.toml:4: webdataset: {tmp_path}/a.tar: member '1.json': no column text, caption or"
@@ -126,14 +126,14 @@ def test_captions_come_from_the_set_extension_or_txt_or_json(tmp_path):
 def test_only_the_default_caption_extension_has_fallbacks(tmp_path):
     pack_tar(tmp_path / "a.tar", [("1.png", PNG[1]), ("1.txt", b"one"), ("1.json", b"{}")])
     listing = list_subset(tmp_path, "webdataset = 'a.tar'\ncaption_extension = '.tags'")
-    assert captions_by_name(listing) == {"1.png": ""}
+    assert get_captions(listing) == {"1.png": ""}
     assert listing.notes[0] == "a.tar: members that are not used: 1 .txt, 1 .json"
 
 
 def test_a_further_image_of_a_sample_is_not_trained(tmp_path):
     pack_tar(tmp_path / "a.tar", [("1.png", PNG[1]), ("1.seg.png", PNG[2]), ("1.txt", b"one")])
     listing = list_subset(tmp_path, "webdataset = 'a.tar'")
-    assert captions_by_name(listing) == {"1.png": "one"}
+    assert get_captions(listing) == {"1.png": "one"}
     assert listing.notes == ["a.tar: members that are not used: 1 .seg.png"]
 
 
@@ -142,7 +142,7 @@ def test_shards_are_given_by_braces_glob_folder_or_list(tmp_path):
         pack_tar(tmp_path / "s" / f"00{number}.tar", [(f"{number}.png", PNG[number])])
     for value in ("'s/{000..002}.tar'", "'s/*.tar'", "'s'", "['s/000.tar', 's/00{1,2}.tar']", f"'{tmp_path}/s'"):
         listing = list_subset(tmp_path, f"webdataset = {value}")
-        assert list(captions_by_name(listing)) == ["0.png", "1.png", "2.png"]
+        assert list(get_captions(listing)) == ["0.png", "1.png", "2.png"]
         assert [item.image.key for item in listing.images] == ["000.tar/0.png", "001.tar/1.png", "002.tar/2.png"]
     assert find_missing(tmp_path, "webdataset = 's/{000..004}.tar'") == [
         "set.toml:4: webdataset: 2 files not found (also searched next to set.toml): s/003.tar, s/004.tar; s contains"

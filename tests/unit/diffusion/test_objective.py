@@ -19,7 +19,7 @@ from library.diffusion.process import EpsilonProcess, FixedShift, FlowMatchingPr
 from library.errors import ConfigError, UserError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
-from library.models.families.sd1 import StableDiffusion1
+from library.models.families.sd1_sd2 import StableDiffusion1
 from library.models.schedulers import SAMPLERS, build_scheduler, override_scheduler
 from library.randomness import derive_seed
 from library.training.setup import build_objective

@@ -21,7 +21,7 @@ from library.diffusion.process import (
     build_timestep_shift,
 )
 from library.errors import UserError
-from library.models.families.sd1 import StableDiffusion1
+from library.models.families.sd1_sd2 import StableDiffusion1
 
 SD1 = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from accelerate.commands import launch as accelerate_launch
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
-from launcher_cases import TRAIN, check, use_environment, write_accelerate_config
-from rank_processes import free_port
+from launcher_cases import TRAIN, check_launch_command, use_environment, write_accelerate_config
+from rank_processes import find_free_port
 
 from library.config import RunConfig, parse_config
 from library.config.options import flatten_config
@@ -147,7 +147,7 @@ def test_a_broken_config_file_is_an_error_in_the_words_of_accelerate(home):
 
     with pytest.raises(ConfigError, match=r"default_config.yaml: accelerate cannot read .*num_procesess"):
         read_accelerate_config(path)
-    settings, problems = check(f"accelerate launch {TRAIN}")
+    settings, problems = check_launch_command(f"accelerate launch {TRAIN}")
     assert not settings and "num_procesess" in problems
 
 
@@ -267,10 +267,10 @@ def test_the_settings_are_what_accelerate_does(name, home, monkeypatch):
     flags, in_file, variables = COMMANDS[name]
     use_environment(monkeypatch, home, **variables)
     path = write_accelerate_config(home, **in_file) if in_file else home / "none"
-    words = shlex.split(flags.format(file=path, port=free_port()))
+    words = shlex.split(flags.format(file=path, port=find_free_port()))
     kind, exported, args = run_accelerate([*words, "t.py"], monkeypatch)
 
-    settings, _ = check(shlex.join(["accelerate", "launch", *words, "t.py"]))
+    settings, _ = check_launch_command(shlex.join(["accelerate", "launch", *words, "t.py"]))
     value = {setting.name: setting.value for setting in settings.values()}
 
     assert value["mixed_precision"] == exported["ACCELERATE_MIXED_PRECISION"]
@@ -301,7 +301,7 @@ def test_the_settings_are_what_accelerate_does(name, home, monkeypatch):
 def test_the_source_and_the_sources_that_it_overrides_are_named(home, monkeypatch):
     use_environment(monkeypatch, home, ACCELERATE_MIXED_PRECISION="fp16")
     path = write_accelerate_config(home, mixed_precision="no")
-    settings, _ = check("accelerate launch --mixed_precision bf16 t.py --mixed_precision bf16")
+    settings, _ = check_launch_command("accelerate launch --mixed_precision bf16 t.py --mixed_precision bf16")
     setting = settings["mixed_precision"]
 
     assert (setting.value, setting.source) == ("bf16", "--mixed_precision")
@@ -318,7 +318,9 @@ def test_the_source_and_the_sources_that_it_overrides_are_named(home, monkeypatc
 
 def test_a_variable_for_gradient_accumulation_overrides_our_option(home, monkeypatch):
     use_environment(monkeypatch, home, ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4")
-    setting = check("accelerate launch t.py --gradient_accumulation_steps 2")[0]["gradient_accumulation_steps"]
+    setting = check_launch_command("accelerate launch t.py --gradient_accumulation_steps 2")[0][
+        "gradient_accumulation_steps"
+    ]
 
     assert (setting.value, setting.overridden) == ("4", (SettingSource("--gradient_accumulation_steps", "2"),))
 
@@ -326,15 +328,17 @@ def test_a_variable_for_gradient_accumulation_overrides_our_option(home, monkeyp
 def test_a_config_file_that_accelerate_does_not_read_is_no_source(home):
     write_accelerate_config(home, mixed_precision="bf16", distributed_type="FSDP")
 
-    assert check("accelerate launch --cpu t.py")[0]["mixed_precision"].source == "default"
-    settings, _ = check("accelerate launch --multi_gpu --num_processes 2 t.py")
+    assert check_launch_command("accelerate launch --cpu t.py")[0]["mixed_precision"].source == "default"
+    settings, _ = check_launch_command("accelerate launch --multi_gpu --num_processes 2 t.py")
     assert settings["mixed_precision"].source != "default" and settings["use_fsdp"].source == "default"
     assert settings["main_process_port"].source == "default" and "main_process_ip" not in settings  # of one machine
 
 
 def test_a_value_of_the_run_file_is_named_with_its_line(home):
     (home / "run.toml").write_text("seed = 1\nmixed_precision = 'no'\n")
-    settings, _ = check(f"accelerate launch --mixed_precision bf16 t.py --config_file {home / 'run.toml'}")
+    settings, _ = check_launch_command(
+        f"accelerate launch --mixed_precision bf16 t.py --config_file {home / 'run.toml'}"
+    )
 
     expected = f"mixed_precision: no ({home / 'run.toml'}:2); overridden: bf16 (accelerate launch --mixed_precision)"
     assert settings["mixed_precision"].warning == expected
@@ -376,7 +380,7 @@ def test_a_value_of_the_run_file_is_named_with_its_line(home):
 def test_invalid_launch_commands_are_problems(command, variables, expected, home, monkeypatch):
     use_environment(monkeypatch, home, **variables)
 
-    assert expected in check(command)[1]
+    assert expected in check_launch_command(command)[1]
 
 
 @pytest.mark.parametrize(
@@ -402,7 +406,7 @@ def test_invalid_launch_commands_are_problems(command, variables, expected, home
 )
 def test_overridden_settings_are_warnings(command, variables, name, expected, home, monkeypatch):
     use_environment(monkeypatch, home, **variables)
-    settings, problems = check(f"{command} --dataset_config dataset_configs/demo.toml")
+    settings, problems = check_launch_command(f"{command} --dataset_config dataset_configs/demo.toml")
 
     assert expected in settings[name].warning and not problems
 
@@ -419,12 +423,12 @@ def test_overridden_settings_are_warnings(command, variables, name, expected, ho
 def test_one_source_for_each_setting_gives_no_warning(command, home, monkeypatch):
     use_environment(monkeypatch, home, ACCELERATE_USE_CPU="true")
 
-    assert [setting for setting in check(command)[0].values() if setting.warning] == []
+    assert [setting for setting in check_launch_command(command)[0].values() if setting.warning] == []
 
 
 def test_a_launch_flag_over_the_config_file_gives_no_warning(home):
     write_accelerate_config(home, mixed_precision="no")
-    setting = check("accelerate launch --mixed_precision bf16 t.py")[0]["mixed_precision"]
+    setting = check_launch_command("accelerate launch --mixed_precision bf16 t.py")[0]["mixed_precision"]
 
     assert (setting.value, setting.warning) == ("bf16", "")
     assert [source.value for source in setting.overridden] == ["no"]
@@ -445,9 +449,9 @@ def test_torchrun_and_plain_python_read_no_config_file(home, monkeypatch):
         "num_cpu_threads_per_process": "2",
     }
 
-    values = {name: setting.value for name, setting in check(words)[0].items()}
+    values = {name: setting.value for name, setting in check_launch_command(words)[0].items()}
     assert {name: values[name] for name in expected} == expected
-    alone = {name: setting.value for name, setting in check("python train_lora.py")[0].items()}
+    alone = {name: setting.value for name, setting in check_launch_command("python train_lora.py")[0].items()}
     assert (alone["mixed_precision"], alone["num_processes"]) == ("bf16", "1")
 
 
@@ -464,17 +468,22 @@ def test_the_command_that_works_is_on_the_device_that_was_asked_for(flags, start
 
 
 def test_torchrun_has_its_own_default_values():
-    values = {name: setting.value for name, setting in check("torchrun --nproc_per_node 2 t.py")[0].items()}
+    values = {
+        name: setting.value for name, setting in check_launch_command("torchrun --nproc_per_node 2 t.py")[0].items()
+    }
     assert (values["num_cpu_threads_per_process"], values["main_process_port"]) == ("1", "29500")
     values = {
-        name: setting.value for name, setting in check("torchrun --standalone --nproc_per_node 2 t.py")[0].items()
+        name: setting.value
+        for name, setting in check_launch_command("torchrun --standalone --nproc_per_node 2 t.py")[0].items()
     }
     assert values["main_process_port"] == "a free port"
 
 
 def test_mpi_variables_set_the_number_of_processes(home, monkeypatch):
-    use_environment(monkeypatch, home, OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_LOCAL_SIZE="2")
-    settings, _ = check("python train_lora.py")
+    use_environment(
+        monkeypatch, home, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_LOCAL_SIZE="2"
+    )
+    settings, _ = check_launch_command("python train_lora.py")
 
     assert (settings["num_processes"].value, settings["num_machines"].value) == ("4", "2")
     assert settings["num_processes"].source == "environment variable OMPI_COMM_WORLD_SIZE"
@@ -507,7 +516,7 @@ def test_the_value_is_what_an_accelerator_would_have(flag, file, code, home, mon
     if file:
         write_accelerate_config(home, mixed_precision=file)
     flags, arguments = f"--mixed_precision {flag}" if flag else "", ["--mixed_precision", code] if code else []
-    settings, _ = check(shlex.join([*f"accelerate launch {flags}".split(), "t.py", *arguments]))
+    settings, _ = check_launch_command(shlex.join([*f"accelerate launch {flags}".split(), "t.py", *arguments]))
     _, exported, _ = run_accelerate([*flags.split(), "t.py"], monkeypatch)
     config = parse_config(arguments).config
     asked = build_accelerator_kwargs(config.distributed, config.log, 1, World.from_environment(exported))[

@@ -5,8 +5,8 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from rank_processes import on_ranks
-from support.fake_devices import DEVICE_TYPE, build_device_map, dispatch_to_fake_devices, move
+from rank_processes import run_on_ranks
+from support.fake_devices import DEVICE_TYPE, build_device_map, dispatch_to_fake_devices, move_to_device
 from support.measured_memory import (
     PARTS,
     count_bytes,
@@ -83,7 +83,7 @@ def test_encoders_are_on_the_device_unless_their_outputs_are_cached(more):
 def test_real_processes_hold_the_estimated_weights_gradients_and_optimizer_state(name, flags, tmp_path):
     if "ZeRO" in name:
         pytest.importorskip("deepspeed")
-    ranks = on_ranks(2, measure_state, tmp_path, *RUN, *flags)
+    ranks = run_on_ranks(2, measure_state, tmp_path, *RUN, *flags)
     (found,) = estimate(2, *RUN, *flags, batch=SMALL, names=(name,))
 
     largest = max(ranks, key=lambda rank: rank["weights"])
@@ -159,7 +159,7 @@ UNCACHED = ("--no-cache_latents", "--max_data_loader_n_workers", "0")
 )
 def test_a_step_takes_the_estimated_memory(world_size, model, flags, tmp_path):
     flags = (MODEL, f"random:{model}:tiny", "--resolution", "128", *flags)
-    measured = max(on_ranks(world_size, measure_step, tmp_path, *flags))
+    measured = max(run_on_ranks(world_size, measure_step, tmp_path, *flags))
 
     assert estimate_step(world_size, *flags) == pytest.approx(measured, rel=0.2)
 
@@ -169,7 +169,7 @@ def test_a_step_takes_the_estimated_memory(world_size, model, flags, tmp_path):
 def test_only_the_position_tables_of_qwen_image_are_estimated_too_high(size, tmp_path):
     """They move to an accelerator, and are on a processor already."""
     flags = (MODEL, "random:qwen_image:tiny", "--resolution", size, "--train_batch_size", "1")
-    (measured,) = on_ranks(1, measure_step, tmp_path, *flags)
+    (measured,) = run_on_ranks(1, measure_step, tmp_path, *flags)
     positions = FAMILIES.get("qwen_image")().load("random:qwen_image:tiny", torch.float32).transformer.pos_embed
     tables = positions.pos_freqs.nbytes + positions.neg_freqs.nbytes
 
@@ -195,7 +195,8 @@ def test_each_device_of_a_device_map_takes_the_estimated_memory(model):
     batch, first = real.task.encode(real.batch, 0), torch.device(DEVICE_TYPE, 0)
     with dispatch_to_fake_devices(real.pipe, part, 2):
         moved = {
-            name: move(first, getattr(batch, name)) for name in ("latents", "cond", "size_conditioning", "loss_weights")
+            name: move_to_device(first, getattr(batch, name))
+            for name in ("latents", "cond", "size_conditioning", "loss_weights")
         }
         batch, t = replace(batch, **moved), torch.full((1,), 0.5, device=first)
         allocated = [*real.denoiser.parameters(), *real.denoiser.buffers()]

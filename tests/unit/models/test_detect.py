@@ -292,7 +292,7 @@ def test_a_damaged_weight_file_is_reported_in_one_line_and_a_tilde_is_expanded(t
     import tiny_sd1
     import torch
 
-    from library.models.families.sd1 import StableDiffusion1
+    from library.models.families.sd1_sd2 import StableDiffusion1
 
     monkeypatch.setenv("HOME", str(tmp_path))
     tiny_sd1.build_pipeline().save_pretrained(tmp_path / "model")

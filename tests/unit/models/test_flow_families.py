@@ -65,10 +65,10 @@ def test_a_preview_shifts_its_timesteps_as_the_model_or_the_prompt_sets(name):
     family, tiny = load_family(name)
     record = Recorder(tiny.pipe.transformer)
     key = "t" if name == "z_image" else "timestep"
-    unguided = {"num_inference_steps": 4, "cfg_scale": tiny.unguided}
+    unguided = {"num_inference_steps": 4, "cfg_scale": tiny.guidance_off}
     sample_preview(family, tiny.pipe, **unguided)
     own = [call[key][0].item() for call in record.calls]
-    call = {**tiny.texts, tiny.scale: tiny.unguided, "num_inference_steps": 4}
+    call = {**tiny.texts, tiny.scale: tiny.guidance_off, "num_inference_steps": 4}
     tiny.pipe("a red circle", **SIZE, **call)
     assert own == [call[key][0].item() for call in record.calls[4:8]]
     sample_preview(family, tiny.pipe, **unguided, flow_shift=5.0)

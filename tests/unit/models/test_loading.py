@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import AutoencoderKL
-from family_cases import build_case, each_family, generators, get_modules, pixels
+from family_cases import build_case, each_family, get_modules, make_generators, make_pixels
 from loaded_weights import assert_same_weights, list_loaded_components
 from safetensors.torch import load_file
 from tiny_pipelines import TINY
@@ -22,7 +22,7 @@ __all__ = ["build_case", "each_family"]  # fixtures
 
 def test_the_vae_stays_in_float32_in_a_bfloat16_run(each_family, tmp_path):
     family, tiny = each_family
-    exact = family.encode_pixels(tiny.pipe, pixels(), generators())
+    exact = family.encode_pixels(tiny.pipe, make_pixels(), make_generators())
     image = family.decode_latents(tiny.pipe, exact)
     tiny.pipe.save_pretrained(tmp_path)
     low = family.load(str(tmp_path), torch.bfloat16)
@@ -31,7 +31,7 @@ def test_the_vae_stays_in_float32_in_a_bfloat16_run(each_family, tmp_path):
         assert dtypes.pop("vae") == {torch.float32}
         assert all(each == {torch.bfloat16} for each in dtypes.values()), dtypes
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(family.encode_pixels(low, pixels(), generators()), exact)
+        torch.testing.assert_close(family.encode_pixels(low, make_pixels(), make_generators()), exact)
         torch.testing.assert_close(family.decode_latents(low, exact), image)
 
 

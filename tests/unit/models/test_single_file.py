@@ -37,7 +37,7 @@ def single_file(request, tokenizer_cache, tmp_path):
     """A family, a model in memory, and the same model as a single file."""
     tiny = TINY[request.param]()
     path = tmp_path / "model.safetensors"
-    save_file(original_checkpoints.checkpoint(request.param, tiny.pipe), path)
+    save_file(original_checkpoints.build_checkpoint(request.param, tiny.pipe), path)
     options = ModelConfig(pretrained_model_name_or_path=str(path), tokenizer_cache_dir=str(tokenizer_cache))
     return FAMILIES.get(request.param)(options), tiny, path
 
@@ -71,7 +71,9 @@ def test_only_the_requested_components_of_a_single_file_are_loaded(single_file):
 
 def test_half_precision_weights_are_cast_to_the_requested_dtype(single_file, tmp_path):
     family, tiny, path = single_file
-    half = {name: tensor.half() for name, tensor in original_checkpoints.checkpoint(tiny.family, tiny.pipe).items()}
+    half = {
+        name: tensor.half() for name, tensor in original_checkpoints.build_checkpoint(tiny.family, tiny.pipe).items()
+    }
     save_file(half, path)
     pipe = family.load(detect_model(str(path)), torch.bfloat16)
     dtypes = {part: {p.dtype for p in module.parameters()} for part, module in get_modules(family, pipe).items()}
@@ -81,7 +83,7 @@ def test_half_precision_weights_are_cast_to_the_requested_dtype(single_file, tmp
 
 def test_a_file_with_missing_weights_is_reported(single_file):
     family, tiny, path = single_file
-    tensors = original_checkpoints.checkpoint(tiny.family, tiny.pipe)
+    tensors = original_checkpoints.build_checkpoint(tiny.family, tiny.pipe)
     lost = [name for name in tensors if name.startswith("model.diffusion_model.") and name.endswith("bias")][-1]
     del tensors[lost]
     save_file(tensors, path)
@@ -104,10 +106,10 @@ def test_a_tokenizer_without_network_and_cache_is_reported_with_a_fix(single_fil
 def test_a_file_with_only_the_denoiser_needs_the_other_component_options(tmp_path, tokenizer_cache):
     tiny = TINY["sdxl"]()
     alone, vae, clip_l, clip_g = (str(tmp_path / f"{name}.safetensors") for name in ("unet", "vae", "l", "g"))
-    save_file(original_checkpoints.ldm_unet(tiny.pipe.unet), alone)
-    save_file(original_checkpoints.ldm_vae(tiny.pipe.vae), vae)
-    save_file(original_checkpoints.clip(tiny.pipe.text_encoder), clip_l)
-    save_file(original_checkpoints.clip(tiny.pipe.text_encoder_2), clip_g)
+    save_file(original_checkpoints.convert_unet_to_ldm(tiny.pipe.unet), alone)
+    save_file(original_checkpoints.convert_vae_to_ldm(tiny.pipe.vae), vae)
+    save_file(original_checkpoints.convert_clip(tiny.pipe.text_encoder), clip_l)
+    save_file(original_checkpoints.convert_clip(tiny.pipe.text_encoder_2), clip_g)
     with pytest.raises(ConfigError) as caught:
         detect_model(alone)
     assert [line.split("the file has ")[1] for line in caught.value.problems] == [
@@ -132,9 +134,9 @@ def test_component_options_replace_the_components_of_the_model(tmp_path):
         "folder": tmp_path / "folder",
         "pipeline": tmp_path / "pipeline",
     }
-    save_file(original_checkpoints.ldm_vae(tiny.pipe.vae), vaes["original"])
+    save_file(original_checkpoints.convert_vae_to_ldm(tiny.pipe.vae), vaes["original"])
     save_file(tiny.pipe.vae.state_dict(), vaes["diffusers"])
-    save_file(original_checkpoints.checkpoint("sd1", tiny.pipe), vaes["checkpoint"])
+    save_file(original_checkpoints.build_checkpoint("sd1", tiny.pipe), vaes["checkpoint"])
     tiny.pipe.vae.save_pretrained(vaes["folder"])
     tiny.pipe.save_pretrained(vaes["pipeline"])
     tiny.pipe.text_encoder.save_pretrained(tmp_path / "text")
@@ -156,11 +158,11 @@ def load_problem(tmp_path: Path, **options: str) -> str:
 def test_a_component_of_the_wrong_type_is_rejected_by_its_type(tmp_path):
     tiny = TINY["sdxl"]()
     path = str(tmp_path / "part.safetensors")
-    save_file(original_checkpoints.ldm_vae(tiny.pipe.vae), path)
+    save_file(original_checkpoints.convert_vae_to_ldm(tiny.pipe.vae), path)
     assert load_problem(tmp_path, clip_l=path).endswith(
         "is a VAE with 4 latent channels, but the model has a CLIP text encoder of width 16"
     )
-    save_file(original_checkpoints.clip(tiny.pipe.text_encoder_2), path)
+    save_file(original_checkpoints.convert_clip(tiny.pipe.text_encoder_2), path)
     assert load_problem(tmp_path, clip_l=path).endswith(
         "is a CLIP text encoder of width 24, but the model has a CLIP text encoder of width 16"
     )
@@ -180,9 +182,9 @@ def test_flux_is_loaded_from_four_files_and_a_transformer_with_diffusers_keys(tm
     tiny = TINY["flux_schnell"]()
     files = {name: str(tmp_path / f"{name}.safetensors") for name in ("flux", "ae", "clip_l", "t5xxl")}
     save_file(tiny.pipe.transformer.state_dict(), files["flux"])
-    save_file(original_checkpoints.ldm_vae(tiny.pipe.vae), files["ae"])
-    save_file(original_checkpoints.text(tiny.pipe.text_encoder), files["clip_l"])
-    save_file(original_checkpoints.text(tiny.pipe.text_encoder_2), files["t5xxl"])
+    save_file(original_checkpoints.convert_vae_to_ldm(tiny.pipe.vae), files["ae"])
+    save_file(original_checkpoints.convert_text_encoder(tiny.pipe.text_encoder), files["clip_l"])
+    save_file(original_checkpoints.convert_text_encoder(tiny.pipe.text_encoder_2), files["t5xxl"])
     with pytest.raises(ConfigError) as caught:
         detect_model(files["flux"])
     assert [line.split("; give one with ")[1] for line in caught.value.problems] == ["--vae", "--clip_l", "--t5xxl"]
@@ -197,12 +199,15 @@ def test_flux_is_loaded_from_four_files_and_a_transformer_with_diffusers_keys(tm
 @pytest.mark.parametrize("name", ["z_image", "qwen_image"])
 def test_text_encoder_and_vae_are_loaded_from_their_own_files(name, tmp_path, tokenizer_cache):
     tiny = TINY[name]()
-    transformer = {"z_image": original_checkpoints.z_image_transformer, "qwen_image": torch.nn.Module.state_dict}[name]
-    vae = {"z_image": original_checkpoints.ldm_vae, "qwen_image": original_checkpoints.wan_vae}[name]
+    transformer = {
+        "z_image": original_checkpoints.convert_z_image_transformer,
+        "qwen_image": torch.nn.Module.state_dict,
+    }[name]
+    vae = {"z_image": original_checkpoints.convert_vae_to_ldm, "qwen_image": original_checkpoints.convert_wan_vae}[name]
     files = {part: str(tmp_path / f"{part}.safetensors") for part in ("transformer", "vae", "text_encoder")}
     save_file(transformer(tiny.pipe.transformer), files["transformer"])
     save_file(vae(tiny.pipe.vae), files["vae"])
-    words = original_checkpoints.text(tiny.pipe.text_encoder)
+    words = original_checkpoints.convert_text_encoder(tiny.pipe.text_encoder)
     words.pop("lm_head.weight", None)  # some files leave it out
     save_file(words, files["text_encoder"])
     options = ModelConfig(

@@ -6,15 +6,15 @@ import os
 from pathlib import Path
 
 import pytest
-from rank_processes import free_port, on_ranks
-from training_runs import pictures, train
+from rank_processes import find_free_port, run_on_ranks
+from training_runs import train, write_images
 
 PEAK, STEPS, WARM_UP, SHARE = 2e-3, 6, 2, 0.1
 
 
 @pytest.fixture(scope="module")
 def twelve_images(tmp_path_factory):
-    return pictures(tmp_path_factory.mktemp("twelve"), {(64, 64): 12})
+    return write_images(tmp_path_factory.mktemp("twelve"), {(64, 64): 12})
 
 
 def expected_rates() -> list[float]:
@@ -65,7 +65,7 @@ WAYS = [(f"{length}-{accumulation}", accumulation, length) for accumulation in (
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4))])
 def test_learning_rates_are_the_same_for_any_batch_split_and_any_way_to_set_the_length(ranks, twelve_images, tmp_path):
-    on_ranks(ranks, train_each_way, tmp_path, twelve_images, ranks, [free_port() for _ in WAYS])
+    run_on_ranks(ranks, train_each_way, tmp_path, twelve_images, ranks, [find_free_port() for _ in WAYS])
     for name, _, _ in WAYS:
         actual = read_rates(tmp_path / name)
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from diffusers.optimization import get_scheduler as diffusers_scheduler
-from training_runs import pictures, train
+from training_runs import train, write_images
 from transformers.optimization import get_scheduler
 
 from library.config.schema import OptimConfig
@@ -277,7 +277,7 @@ def test_a_schedule_that_is_too_short_for_the_run_is_reported_before_the_model_i
         raise AssertionError("the model is loaded")
 
     monkeypatch.setattr("library.training.run.load_training_pipeline", load)
-    data = pictures(tmp_path, {(64, 64): 2})
+    data = write_images(tmp_path, {(64, 64): 2})
     with pytest.raises(UserError, match="Tried to step 4 times"):
         train(
             "--dataset_config",

@@ -5,7 +5,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 from training_runs import train
 
 from library.config import parse_config
@@ -239,9 +239,9 @@ def test_a_run_fails_for_such_an_optimizer_and_for_unknown_zero_settings(tmp_pat
     (tmp_path / "data.toml").write_text(f"[[datasets]]\n[[datasets.subsets]]\nimage_dir = '{tmp_path}'\n")
     flags = ("--dataset_config", str(tmp_path / "data.toml"), "--output_dir", str(tmp_path / "out"))
     with pytest.raises(AssertionError, match="DeepSpeed shards them over processes; use AdamW"):
-        on_ranks(1, train, *flags, "--deepspeed", "--optimizer_type", "Adafactor")
+        run_on_ranks(1, train, *flags, "--deepspeed", "--optimizer_type", "Adafactor")
 
     world = file(zero_optimization={"stage": 3, "stage3_max_live_parameter": 5})
     environment = {"ACCELERATE_USE_DEEPSPEED": "true", **world.launcher_variables}
     with pytest.raises(AssertionError, match=r"zero_optimization\.stage3_max_live_parameter: Extra inputs"):
-        on_ranks(1, train, *flags, environment=environment)
+        run_on_ranks(1, train, *flags, environment=environment)

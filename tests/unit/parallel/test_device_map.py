@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from one_result import dataset
+from one_result import write_even_dataset
 from peft import LoraConfig, get_peft_model
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 from safetensors.torch import load_file
-from support.fake_devices import DEVICE_TYPE, dispatch_to_fake_devices, move
+from support.fake_devices import DEVICE_TYPE, dispatch_to_fake_devices, move_to_device
 from tiny_pipelines import TINY
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from training_runs import difference, train
+from training_runs import max_relative_difference, train
 
 from library.adapters.dropout_and_norms import compute_layer_update_norms, find_adapter_layers
 from library.config import parse_config
@@ -66,10 +66,10 @@ def test_inputs_of_every_layer_are_on_its_device(model, count):
         assert len(devices) == count
         moved = replace(
             batch,
-            latents=move(first, batch.latents),
-            cond=move(first, batch.cond),
-            size_conditioning=move(first, batch.size_conditioning),
-            loss_weights=move(first, batch.loss_weights),
+            latents=move_to_device(first, batch.latents),
+            cond=move_to_device(first, batch.cond),
+            size_conditioning=move_to_device(first, batch.size_conditioning),
+            loss_weights=move_to_device(first, batch.loss_weights),
         )
         t = torch.full((len(batch.latents),), 0.5, device=first)
         output = family.predict(tiny.pipe, getattr(tiny.pipe, family.denoiser_name), moved.latents, t, moved)
@@ -183,7 +183,7 @@ def test_training_and_previews_with_a_device_map_equal_those_without(model, writ
         "--pretrained_model_name_or_path",
         f"random:{model}:tiny",
         "--dataset_config",
-        str(dataset(tmp_path)),
+        str(write_even_dataset(tmp_path)),
         *(
             "--max_train_steps 4 --optimizer_type SGD --learning_rate 0.5 --mixed_precision no "
             "--train_batch_size 2 --network_dim 2"
@@ -192,11 +192,11 @@ def test_training_and_previews_with_a_device_map_equal_those_without(model, writ
         str(tmp_path / "prompts.txt"),
         *more,
     )
-    (one,) = on_ranks(1, train, *flags, "--output_dir", str(tmp_path / "one"))
-    (two,) = on_ranks(
+    (one,) = run_on_ranks(1, train, *flags, "--output_dir", str(tmp_path / "one"))
+    (two,) = run_on_ranks(
         1, train_with_device_map_on_cpu, *flags, "--output_dir", str(tmp_path / "two"), "--device_map", written
     )
-    assert difference(load_file(one), load_file(two)) == 0.0
+    assert max_relative_difference(load_file(one), load_file(two)) == 0.0
     lines = map(json.loads, (tmp_path / "two" / "lora.metrics.jsonl").read_text().splitlines())
     reported = {line["memory/peak_gb"] for line in lines if "memory/peak_gb" in line}
     assert reported == {7}, "the device with the largest peak is reported"

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from launcher_cases import TRAIN, check, use_environment, write_accelerate_config
+from launcher_cases import TRAIN, check_launch_command, use_environment, write_accelerate_config
 
 from library.config import parse_config
 from library.distributed.fsdp_settings import (
@@ -185,7 +185,7 @@ def test_the_doctor_reports_the_same_problems_for_a_command(command, settings, v
     use_environment(monkeypatch, tmp_path, ACCELERATE_USE_CPU="true")
     if settings:
         write_accelerate_config(tmp_path, **settings)
-    resolved, problems = check(command.replace("t.py", TRAIN))
+    resolved, problems = check_launch_command(command.replace("t.py", TRAIN))
 
     assert resolved["use_fsdp"].value == value
     assert expected in problems and bool(problems) == bool(expected)

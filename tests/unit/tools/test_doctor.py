@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from launcher_cases import TRAIN, check, use_environment, write_accelerate_config
+from launcher_cases import TRAIN, check_launch_command, use_environment, write_accelerate_config
 
 from library.distributed.devices import Machine
 from library.distributed.launcher_settings import ResolvedSetting, SettingSource
@@ -300,16 +300,16 @@ def test_a_setting_is_shown_with_its_source_and_what_it_overrides():
 
 
 def test_mistakes_in_the_training_options_of_a_command_are_problems():
-    settings, problems = check(f"accelerate launch {TRAIN} --learning_rat 1")
+    settings, problems = check_launch_command(f"accelerate launch {TRAIN} --learning_rat 1")
 
     assert settings and "--learning_rat" in problems and "did you mean" in problems
 
 
 def test_a_plain_python_command_is_understood_and_anything_else_is_refused():
-    settings, problems = check(f"python {TRAIN} --mixed_precision bf16")
+    settings, problems = check_launch_command(f"python {TRAIN} --mixed_precision bf16")
     assert settings["mixed_precision"].value == "bf16" and not problems
 
     with pytest.raises(ConfigError, match="not a training command: ls -l"):
-        check("ls -l")
+        check_launch_command("ls -l")
     with pytest.raises(ConfigError, match="--jsn: unexpected argument"):
         run_doctor("--jsn")

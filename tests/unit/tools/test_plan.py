@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 
 from library.config import parse_config
 from library.data.contact_sheet import overlay_mask
@@ -34,7 +34,7 @@ def plan(*words, cwd=ROOT):
 
 def run_plan_in_process(*words) -> tuple[int, str, str]:
     """Run the tool in a forked process that has torch imported; return exit code, stdout and stderr."""
-    return on_ranks(1, _run_plan, *map(str, words))[0]
+    return run_on_ranks(1, _run_plan, *map(str, words))[0]
 
 
 def _run_plan(*words: str) -> tuple[int, str, str]:
@@ -230,10 +230,10 @@ def test_keys_that_sd_scripts_lacks_are_listed_separately(dataset, tmp_path):
     (tmp_path / "set.toml").write_text(text + "recursive = true\n", encoding="utf-8")
     words = ["--resolve_only", "--json", *dataset]
     first, second = json.loads(plan(*words).stdout)["datasets"]
-    assert first["beyond"] == {"weight": 1.0} and second["beyond"]["subsets"] == [{"recursive": True}]
+    assert first["other_keys"] == {"weight": 1.0} and second["other_keys"]["subsets"] == [{"recursive": True}]
     assert "weight" not in first["resolved"]["params"] and "recursive" not in second["resolved"]["subsets"][0]
     plan_json = run_plan_as_json(*dataset)
-    assert [dataset["beyond"] for dataset in plan_json["datasets"]] == [first["beyond"], second["beyond"]]
+    assert [dataset["other_keys"] for dataset in plan_json["datasets"]] == [first["other_keys"], second["other_keys"]]
     assert {sample["repeats"] for sample in plan_json["datasets"][1]["samples"]} == {7 * 3 / 2}
     assert plan_json["samples_per_epoch"] == 2 * 7 * 3
 
@@ -288,7 +288,7 @@ def test_masks_are_listed_counted_and_drawn(tmp_path):
     (tmp_path / "set.toml").write_text(f"[[datasets]]\nresolution = 64\n[[datasets.subsets]]\n{text}")
     words = ["--dataset_config", tmp_path / "set.toml", "--masked_loss"]
     (sample,) = run_plan_as_json(*words)["datasets"][0]["samples"]
-    assert sample["mask"] == {"image": f"{tmp_path}/m/1.png", "is_alpha": False, "share": 0.25}
+    assert sample["mask"] == {"image": f"{tmp_path}/m/1.png", "is_alpha": False, "coverage": 0.25}
     done = plan(*words, "--preview", tmp_path / "sheet.png")
     assert f"dataset 1, {tmp_path}/p: 1 image x 1 repeats = 1 per epoch" in done.stdout
     assert ", masks 1/1" in done.stdout

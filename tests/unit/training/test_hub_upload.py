@@ -1,4 +1,4 @@
-"""Upload to the Hub, with a local server in its place; a failed upload does not end a run."""
+"""Upload to the Hub, with a local server instead; a failed upload does not end a run."""
 
 import base64
 import json
@@ -14,16 +14,16 @@ from library.config.schema_output import SaveConfig
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub's interface as small files need."""
+    """The endpoints of the Hub API that uploads of small files use."""
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         hub = self.server
-        hub.asked.append((self.path, self.headers.get("authorization")))
+        hub.requests.append((self.path, self.headers.get("authorization")))
         if hub.refuses and hub.refuses in self.path:
             return self._answer(403, {"error": "no"})
         if self.path.endswith("/create"):
-            hub.made.append(json.loads(body))
+            hub.created_repos.append(json.loads(body))
             return self._answer(200, {"url": f"{hub.url}/me/loras"})
         if "/preupload/" in self.path:
             files = [
@@ -53,7 +53,7 @@ class Hub(BaseHTTPRequestHandler):
 def hub(monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.url = f"http://127.0.0.1:{server.server_port}"
-    server.asked, server.made, server.files, server.refuses = [], [], {}, ""
+    server.requests, server.created_repos, server.files, server.refuses = [], [], {}, ""
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     monkeypatch.setenv("HF_TOKEN", "hf_test")
@@ -73,15 +73,15 @@ def test_files_are_uploaded_to_the_folder_of_the_repository(hub, is_async, tmp_p
     upload.upload(paths)
     upload.wait()
     assert hub.files == {f"loras/{path.name}": path.name.encode() for path in paths}
-    (made,) = hub.made
-    assert (made["name"], made["organization"]) == ("loras", "me")
-    assert not made.get("private") and made.get("visibility", "public") == "public"
-    assert {token for _, token in hub.asked} == {"Bearer hf_test"}
+    (repository,) = hub.created_repos
+    assert (repository["name"], repository["organization"]) == ("loras", "me")
+    assert not repository.get("private") and repository.get("visibility", "public") == "public"
+    assert {token for _, token in hub.requests} == {"Bearer hf_test"}
 
 
 def test_a_repository_is_private_unless_public_is_set(hub):
     HubUploader(SaveConfig(), "me/loras").create_repo()
-    assert hub.made[0].get("private") is True or hub.made[0].get("visibility") == "private"
+    assert hub.created_repos[0].get("private") is True or hub.created_repos[0].get("visibility") == "private"
 
 
 @pytest.mark.parametrize("refuses", ["/create", "/commit/"])

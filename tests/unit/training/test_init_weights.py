@@ -9,13 +9,13 @@ from adapter_tensors import merge
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_pipelines import TINY, get_tiny_sd1_folder
-from training_runs import pictures, train
+from training_runs import train, write_images
 
 from library.adapters import lora
 from library.adapters.formats import convert_from_file_format, convert_to_file_format
 from library.adapters.lora_file import compare_file_with_model
-from library.adapters.merge import merge_update as merge_one
-from library.adapters.state_dict import group_updates
+from library.adapters.merge import merge_adapter as merge_one
+from library.adapters.state_dict import group_by_module
 from library.checkpoint.component_keys import collect_component_keys
 from library.checkpoint.init_weights import load_network_weights, merge_base_weights, read_initial_weights
 from library.config import parse_config
@@ -26,67 +26,71 @@ from library.models.families import FAMILIES
 from library.training.trainable import build_trainable_modules
 
 
-def scene(name, **adapter):
+def build_case(name, **adapter):
     tiny, family = TINY[name](), FAMILIES.get(name)()
     return tiny, family, RunConfig(adapter=AdapterConfig(**adapter)), detect_model(tiny.source)
 
 
-def saved(path, name, form, kind="lora", parts=None, idle=(), **more):
-    """With an update of zero for what is idle, as other programs write it."""
-    state, alphas, every = build_random_state(name, kind, **more)
+def save_adapter_file(path, name, file_format, kind="lora", prefixes=None, zero_modules=(), **options):
+    """Save random adapter weights; ``zero_modules`` get an update of zero, as in files of other programs."""
+    state, alphas, components = build_random_state(name, kind, **options)
     state = {
-        key: tensor * (not (key.endswith("lora_B.weight") and any(f".{module}." in key for module in idle)))
+        key: tensor * (not (key.endswith("lora_B.weight") and any(f".{module}." in key for module in zero_modules)))
         for key, tensor in state.items()
     }
-    if parts is not None:
-        state = {key: tensor for key, tensor in state.items() if key.startswith(parts)}
-        alphas = {key: alpha for key, alpha in alphas.items() if key.startswith(parts)}
-    save_file(convert_to_file_format(state, alphas, every, form)[0], path)
+    if prefixes is not None:
+        state = {key: tensor for key, tensor in state.items() if key.startswith(prefixes)}
+        alphas = {key: alpha for key, alpha in alphas.items() if key.startswith(prefixes)}
+    save_file(convert_to_file_format(state, alphas, components, file_format)[0], path)
     return state, alphas
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, form", [("sd1", "kohya"), ("sdxl", "diffusers"), ("sd3", "comfy"), ("flux", "kohya")])
+@pytest.mark.parametrize(
+    "name, file_format", [("sd1", "kohya"), ("sdxl", "diffusers"), ("sd3", "comfy"), ("flux", "kohya")]
+)
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @torch.no_grad()
-def test_base_weights_are_merged_with_their_multiplier(name, form, kind, tmp_path):
-    one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
-    state, alphas = saved(one, name, form, kind)
-    more, its = saved(other, name, "comfy", seed=7)
-    tiny, family, config, model = scene(name, base_weights=(str(one), str(other)), base_weights_multiplier=(1.0, -0.5))
+def test_base_weights_are_merged_with_their_multiplier(name, file_format, kind, tmp_path):
+    first_path, second_path = tmp_path / "first.safetensors", tmp_path / "second.safetensors"
+    state, alphas = save_adapter_file(first_path, name, file_format, kind)
+    second_state, second_alphas = save_adapter_file(second_path, name, "comfy", seed=7)
+    tiny, family, config, model = build_case(
+        name, base_weights=(str(first_path), str(second_path)), base_weights_multiplier=(1.0, -0.5)
+    )
     merge_base_weights(tiny.pipe, read_initial_weights(config.adapter, family, model))
-    wanted = TINY[name]().pipe
-    merge(wanted, state, alphas)
-    merge(wanted, more, {module: -0.5 * alpha for module, alpha in its.items()})
-    for part in collect_component_keys(family, wanted):
-        theirs = getattr(wanted, part.name).state_dict()
-        for key, tensor in getattr(tiny.pipe, part.name).state_dict().items():
+    expected = TINY[name]().pipe
+    merge(expected, state, alphas)
+    merge(expected, second_state, {module: -0.5 * alpha for module, alpha in second_alphas.items()})
+    for component in collect_component_keys(family, expected):
+        expected_state = getattr(expected, component.name).state_dict()
+        for key, tensor in getattr(tiny.pipe, component.name).state_dict().items():
             torch.testing.assert_close(
-                tensor, theirs[key], rtol=1e-4, atol=1e-4, msg=lambda text, at=key: f"{at}: {text}"
+                tensor, expected_state[key], rtol=1e-4, atol=1e-4, msg=lambda text, at=key: f"{at}: {text}"
             )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, form", [("sd1", "kohya"), ("sdxl", "comfy"), ("qwen_image", "diffusers")])
+@pytest.mark.parametrize("name, file_format", [("sd1", "kohya"), ("sdxl", "comfy"), ("qwen_image", "diffusers")])
 @torch.no_grad()
-def test_network_weights_load_with_any_alpha(name, form, tmp_path):
+def test_network_weights_load_with_any_alpha(name, file_format, tmp_path):
     path = tmp_path / "lora.safetensors"
     denoiser, family = f"{FAMILIES.get(name).denoiser_name}.", FAMILIES.get(name)()
-    idle = family.get_unused_layers(getattr(TINY[name]().pipe, family.denoiser_name))
-    state, alphas = saved(path, name, form, parts=denoiser, idle=idle)
-    for module in idle:
+    unused_layers = family.get_unused_layers(getattr(TINY[name]().pipe, family.denoiser_name))
+    state, alphas = save_adapter_file(path, name, file_format, prefixes=denoiser, zero_modules=unused_layers)
+    for module in unused_layers:
         del alphas[f"{denoiser}{module}"], state[f"{denoiser}{module}.lora_A.weight"]
         del state[f"{denoiser}{module}.lora_B.weight"]
-    tiny, family, config, model = scene(name, network_weights=str(path), dim_from_weights=True)
-    starts = read_initial_weights(config.adapter, family, model)
-    trained, adapter = build_trainable_modules(config, family, tiny.pipe, starts.rank_alphas)
-    load_network_weights(trained, adapter, starts)
+    tiny, family, config, model = build_case(name, network_weights=str(path), dim_from_weights=True)
+    initial_weights = read_initial_weights(config.adapter, family, model)
+    model_with_adapter, adapter = build_trainable_modules(config, family, tiny.pipe, initial_weights.rank_alphas)
+    load_network_weights(model_with_adapter, adapter, initial_weights)
     assert (
         adapter.rank_alphas.keys() == alphas.keys() and len({size.rank for size in adapter.rank_alphas.values()}) == 2
     )
-    wanted = group_updates(state, alphas)
-    for module, update in wanted.items():
-        layer = trained.get_submodule(module)
+    updates = group_by_module(state, alphas)
+    for module, update in updates.items():
+        layer = model_with_adapter.get_submodule(module)
         down, up = layer.lora_A["default"].weight.flatten(1), layer.lora_B["default"].weight.flatten(1)
         expected = update.scale * update.tensors["up"].flatten(1) @ update.tensors["down"].flatten(1)
         torch.testing.assert_close(layer.scaling["default"] * up @ down, expected, rtol=1e-5, atol=1e-5)
@@ -96,7 +100,7 @@ def test_network_weights_load_with_any_alpha(name, form, tmp_path):
 @torch.no_grad()
 def test_a_different_alpha_does_not_change_the_loaded_update(kind, tmp_path):
     path = tmp_path / "lora.safetensors"
-    tiny, family, config, model = scene(
+    tiny, family, config, model = build_case(
         "sd1", network_weights=str(path), network_dim=3, network_alpha=2.0, network_module=f"networks.{kind}"
     )
     trained, adapter = build_trainable_modules(config, family, tiny.pipe)
@@ -104,7 +108,7 @@ def test_a_different_alpha_does_not_change_the_loaded_update(kind, tmp_path):
     alphas = {name: 1.0 if size.rank == 1 else 0.7 for name, size in adapter.rank_alphas.items()}
     save_file(convert_to_file_format(source, alphas, collect_component_keys(family, tiny.pipe), "comfy")[0], path)
     load_network_weights(trained, adapter, read_initial_weights(config.adapter, family, model))
-    for module, update in group_updates(source, alphas).items():
+    for module, update in group_by_module(source, alphas).items():
         layer = trained.get_submodule(module)
         expected = torch.zeros_like(layer.get_base_layer().weight)
         merge_one(expected, update, 1.0)
@@ -114,21 +118,25 @@ def test_a_different_alpha_does_not_change_the_loaded_update(kind, tmp_path):
 @pytest.mark.slow
 def test_a_file_that_does_not_fit_is_reported_with_a_fix(tmp_path):
     path = tmp_path / "lora.safetensors"
-    saved(path, "sd1", "kohya", parts="unet.")
-    tiny, family, config, model = scene("sd1", network_weights=str(path), network_dim=4, network_args=("conv_dim=4",))
-    starts = read_initial_weights(config.adapter, family, model)
+    save_adapter_file(path, "sd1", "kohya", prefixes="unet.")
+    tiny, family, config, model = build_case(
+        "sd1", network_weights=str(path), network_dim=4, network_args=("conv_dim=4",)
+    )
+    initial_weights = read_initial_weights(config.adapter, family, model)
     with pytest.raises(ConfigError) as error:
-        load_network_weights(*build_trainable_modules(config, family, tiny.pipe, starts.rank_alphas), starts)
+        load_network_weights(
+            *build_trainable_modules(config, family, tiny.pipe, initial_weights.rank_alphas), initial_weights
+        )
     assert "has rank 3 in the file and 4 in this run; add dim_from_weights" in str(error.value)
     assert "... and" in str(error.value)
-    saved(path, "sd1", "kohya")
-    starts = replace(read_initial_weights(config.adapter, family, model), is_dim_from_weights=True)
+    save_adapter_file(path, "sd1", "kohya")
+    initial_weights = replace(read_initial_weights(config.adapter, family, model), is_dim_from_weights=True)
     with pytest.raises(ConfigError, match="it trains text_encoder"):
-        build_trainable_modules(config, family, TINY["sd1"]().pipe, starts.rank_alphas)
-    tiny, family, config, model = scene("sd1", network_weights=str(path), network_args=("use_dora=True",))
+        build_trainable_modules(config, family, TINY["sd1"]().pipe, initial_weights.rank_alphas)
+    tiny, family, config, model = build_case("sd1", network_weights=str(path), network_args=("use_dora=True",))
     with pytest.raises(ConfigError, match="has type lora, but this run trains dora"):
         read_initial_weights(config.adapter, family, model)
-    saved(path, "sdxl", "kohya")
+    save_adapter_file(path, "sdxl", "kohya")
     with pytest.raises(ConfigError, match=r"network_weights: .*: \d+ of \d+ keys do not belong to this"):
         read_initial_weights(config.adapter, family, model)
 
@@ -144,23 +152,25 @@ def test_oft_base_weights_are_reported_before_the_model_is_loaded(tmp_path):
         )[0],
         path,
     )
-    _, family, config, model = scene("sd1", base_weights=(str(path),))
+    _, family, config, model = build_case("sd1", base_weights=(str(path),))
     with pytest.raises(ConfigError, match=r"--base_weights: .*oft.safetensors: has type oft, which cannot be merged"):
         read_initial_weights(config.adapter, family, model)
 
 
-def test_layers_that_share_a_down_matrix_cannot_load_several(tmp_path):
+def test_modules_that_share_lora_a_cannot_load_different_lora_a_weights(tmp_path):
     path = tmp_path / "lora.safetensors"
-    saved(path, "flux", "diffusers", parts="transformer.")
-    tiny, family, config, model = scene("flux", network_weights=str(path), dim_from_weights=True)
-    starts = read_initial_weights(config.adapter, family, model)
+    save_adapter_file(path, "flux", "diffusers", prefixes="transformer.")
+    tiny, family, config, model = build_case("flux", network_weights=str(path), dim_from_weights=True)
+    initial_weights = read_initial_weights(config.adapter, family, model)
     with pytest.raises(UserError, match="cannot be loaded: modules that share lora_A"):
-        load_network_weights(*build_trainable_modules(config, family, tiny.pipe, starts.rank_alphas), starts)
+        load_network_weights(
+            *build_trainable_modules(config, family, tiny.pipe, initial_weights.rank_alphas), initial_weights
+        )
 
 
 @torch.no_grad()
-def test_a_file_may_lack_some_layers_that_share_a_down_matrix(tmp_path):
-    """As files of sd-scripts have them whose queries learnt nothing."""
+def test_a_file_may_lack_some_modules_that_share_lora_a(tmp_path):
+    """As in files of sd-scripts whose query modules have a zero update."""
     path, tiny, family = tmp_path / "lora.safetensors", TINY["flux"](), FAMILIES.get("flux")()
     source, adapter = build_trainable_modules(RunConfig(adapter=AdapterConfig(network_dim=3)), family, tiny.pipe)
     for name, parameter in lora.iter_adapter_parameters(source):
@@ -171,7 +181,7 @@ def test_a_file_may_lack_some_layers_that_share_a_down_matrix(tmp_path):
     assert len(content.alphas) < len(adapter.alphas)
     assert not list(compare_file_with_model(source, content, adapter.alphas))
 
-    other, family, config, model = scene("flux", network_weights=str(path), network_dim=3)
+    other, family, config, model = build_case("flux", network_weights=str(path), network_dim=3)
     trained, sizes = build_trainable_modules(replace(config, train=replace(config.train, seed=5)), family, other.pipe)
     load_network_weights(trained, sizes, read_initial_weights(config.adapter, family, model))
     for (name, one), (_, two) in zip(
@@ -181,7 +191,7 @@ def test_a_file_may_lack_some_layers_that_share_a_down_matrix(tmp_path):
 
 
 def test_conflicting_options_are_reported(tmp_path):
-    words = [
+    flags = [
         "--dim_from_weights",
         "--base_weights",
         str(tmp_path / "no.safetensors"),
@@ -193,7 +203,7 @@ def test_conflicting_options_are_reported(tmp_path):
         "--network_args",
         "conv_dim=4",
     ]
-    problems = " ".join(parse_config(words).problems)
+    problems = " ".join(parse_config(flags).problems)
     for text in (
         "dim_from_weights: needs network_weights",
         "no such file",
@@ -206,10 +216,10 @@ def test_conflicting_options_are_reported(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_starts_from_network_weights_and_deletes_old_files(tmp_path):
-    """Of three epochs two stay; a run that learns nothing writes what it started from, in another format."""
-    data = pictures(tmp_path / "data", {(64, 64): 4})
+    """The last two epochs stay; a run with learning rate 0 saves the weights it started from, in another format."""
+    data = write_images(tmp_path / "data", {(64, 64): 4})
     flags = ["--dataset_config", str(data), "--train_batch_size", "2", "--output_dir", str(tmp_path)]
-    (tmp_path / "a-000000.safetensors").write_text("somebody else's")
+    (tmp_path / "a-000000.safetensors").write_text("not written by this run")
     first = train(
         *flags,
         "--output_name",
@@ -256,17 +266,20 @@ def test_a_run_starts_from_network_weights_and_deletes_old_files(tmp_path):
     parts = collect_component_keys(
         FAMILIES.get("sd1"), FAMILIES.get("sd1")().load(get_tiny_sd1_folder(), torch.float32)
     )
-    told = []
+    metadata_by_file = []
     for path in (first, second):
         with safe_open(path, "pt") as file:
-            told.append(file.metadata())
-    one, other = (
+            metadata_by_file.append(file.metadata())
+    first_content, second_content = (
         convert_from_file_format(load_file(path), metadata, parts)
-        for path, metadata in zip((first, second), told, strict=True)
+        for path, metadata in zip((first, second), metadata_by_file, strict=True)
     )
-    assert (one.file_format, other.file_format) == ("kohya", "diffusers") and one.alphas == other.alphas
-    for key, tensor in one.state_dict.items():
-        torch.testing.assert_close(other.state_dict[key], tensor)
-    assert told[0]["modelspec.author"] == "me" and told[0]["ss_num_epochs"] == "4"
-    assert '"pictures": {' in told[0]["ss_tag_frequency"] and told[1]["ss_network_dim"] == "3"
-    assert str(tmp_path) not in str(told)
+    assert (first_content.file_format, second_content.file_format) == (
+        "kohya",
+        "diffusers",
+    ) and first_content.alphas == second_content.alphas
+    for key, tensor in first_content.state_dict.items():
+        torch.testing.assert_close(second_content.state_dict[key], tensor)
+    assert metadata_by_file[0]["modelspec.author"] == "me" and metadata_by_file[0]["ss_num_epochs"] == "4"
+    assert '"images": {' in metadata_by_file[0]["ss_tag_frequency"] and metadata_by_file[1]["ss_network_dim"] == "3"
+    assert str(tmp_path) not in str(metadata_by_file)

@@ -6,26 +6,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from nan_runs import told, train_with_a_spoilt_step
-from rank_processes import on_ranks
+from nan_runs import train_and_read_log, train_with_nan_loss
+from rank_processes import run_on_ranks
 from safetensors.torch import load_file
-from training_runs import pictures, train
+from training_runs import train, write_images
 
 from library.errors import UserError
 from library.report.metric_series import read_metrics
 from library.training.metrics import MetricsFile
-from library.training.warmup import _check_gradients
+from library.training.trial_steps import _check_gradients
 
 SETTINGS = ("--max_train_steps", "14", "--network_dim", "2", "--learning_rate", "0.5", "--seed", "5")
-SPOILT = 12  # two after a reading
+NAN_STEP = 12  # two steps after the losses were read
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    return pictures(tmp_path_factory.mktemp("health"), {(64, 64): 4})
+    return write_images(tmp_path_factory.mktemp("health"), {(64, 64): 4})
 
 
-def same(one: str, other: str) -> bool:
+def are_files_equal(one: str, other: str) -> bool:
     first, second = load_file(one), load_file(other)
     return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
@@ -33,7 +33,7 @@ def same(one: str, other: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "batch"), [(1, "4"), (2, "2")])
 def test_a_nan_step_on_one_rank_is_skipped_on_all(dataset, tmp_path, ranks, batch):
-    """With plain SGD that is the same as a learning rate of 0 in that step, bit for bit."""
+    """With plain SGD this is bitwise equal to a learning rate of 0 in that step."""
     flags = (
         "--dataset_config",
         str(dataset),
@@ -45,8 +45,8 @@ def test_a_nan_step_on_one_rank_is_skipped_on_all(dataset, tmp_path, ranks, batc
         "--output_dir",
         str(tmp_path),
     )
-    bad = on_ranks(ranks, train_with_a_spoilt_step, ranks - 1, SPOILT, False, *flags, "--output_name", "bad")
-    expected = on_ranks(
+    nan_run = run_on_ranks(ranks, train_with_nan_loss, ranks - 1, NAN_STEP, False, *flags, "--output_name", "bad")
+    expected = run_on_ranks(
         ranks,
         train,
         *flags,
@@ -55,27 +55,31 @@ def test_a_nan_step_on_one_rank_is_skipped_on_all(dataset, tmp_path, ranks, batc
         "--lr_scheduler",
         "piecewise_constant",
         "--lr_scheduler_args",
-        f"step_rules=1:{SPOILT},0:{SPOILT + 1},1",
+        f"step_rules=1:{NAN_STEP},0:{NAN_STEP + 1},1",
     )
 
-    assert same(bad[0], expected[0])
-    reports = [tmp_path / f"bad.nan-step{SPOILT + 1:08d}-rank{rank}.json" for rank in range(ranks)]
+    assert are_files_equal(nan_run[0], expected[0])
+    reports = [tmp_path / f"bad.nan-step{NAN_STEP + 1:08d}-rank{rank}.json" for rank in range(ranks)]
     assert sorted(tmp_path.glob("bad.nan-*")) == reports
-    facts = [json.loads(path.read_text("utf-8")) for path in reports]
-    assert all(each["step"] == SPOILT + 1 and each["loss"] == "nan" and each["seed"] == 5 for each in facts)
-    images = [image for each in facts for image in each["images"]]
-    assert [image["place"] for image in images] == [0, 1, 2, 3] and len({image["image"] for image in images}) == 4
-    assert all(0 < image["timestep"] < 1 and image["loss"] > 0 for image in images), "spoilt behind the task's own loss"
+    reports_by_rank = [json.loads(path.read_text("utf-8")) for path in reports]
+    assert all(
+        report["step"] == NAN_STEP + 1 and report["loss"] == "nan" and report["seed"] == 5 for report in reports_by_rank
+    )
+    images = [image for report in reports_by_rank for image in report["images"]]
+    assert [image["position"] for image in images] == [0, 1, 2, 3] and len({image["image"] for image in images}) == 4
+    assert all(0 < image["timestep"] < 1 and image["loss"] > 0 for image in images), (
+        "the loss is replaced by NaN after the task computed its losses"
+    )
     assert all(image["bucket"] == [64, 64] and image["caption"] for image in images)
     lines = [line for line in read_metrics(tmp_path / "bad.metrics.jsonl") if "loss/current" in line]
     assert [line["step"] for line in lines] == list(range(1, 15))
-    assert [line["step"] for line in lines if line["loss/current"] is None] == [SPOILT + 1]
-    assert not [line["step"] for line in lines if line["loss/average"] is None], "a mean of the steps that were left"
+    assert [line["step"] for line in lines if line["loss/current"] is None] == [NAN_STEP + 1]
+    assert not [line["step"] for line in lines if line["loss/average"] is None], "the average of the other steps"
 
 
 @pytest.mark.slow
 def test_rolling_back_gives_the_same_result_as_checking_each_step(dataset, tmp_path):
-    """With an optimizer that has a memory, and a running average."""
+    """With a stateful optimizer and EMA."""
     flags = (
         "--dataset_config",
         str(dataset),
@@ -89,16 +93,18 @@ def test_rolling_back_gives_the_same_result_as_checking_each_step(dataset, tmp_p
         "--output_dir",
         str(tmp_path),
     )
-    back = on_ranks(1, train_with_a_spoilt_step, 0, SPOILT, False, *flags, "--output_name", "back")
-    careful = on_ranks(1, train_with_a_spoilt_step, 0, SPOILT, True, *flags, "--output_name", "careful")
+    rolled_back = run_on_ranks(1, train_with_nan_loss, 0, NAN_STEP, False, *flags, "--output_name", "back")
+    checked_each_step = run_on_ranks(1, train_with_nan_loss, 0, NAN_STEP, True, *flags, "--output_name", "careful")
 
-    assert same(back[0], careful[0])
-    assert same(back[0].replace(".safetensors", "-ema.safetensors"), careful[0].replace(".saf", "-ema.saf"))
+    assert are_files_equal(rolled_back[0], checked_each_step[0])
+    assert are_files_equal(
+        rolled_back[0].replace(".safetensors", "-ema.safetensors"), checked_each_step[0].replace(".saf", "-ema.saf")
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "more",
+    "options",
     [
         (),
         (
@@ -112,8 +118,8 @@ def test_rolling_back_gives_the_same_result_as_checking_each_step(dataset, tmp_p
         ),
     ],
 )
-def test_steps_are_rolled_back_as_often_as_needed(more, dataset, tmp_path):
-    """What the optimizer is given back is not what is kept for the next time, and has lost no bit of it."""
+def test_steps_are_rolled_back_as_often_as_needed(options, dataset, tmp_path):
+    """The restored optimizer state is a copy of the snapshot, and bitwise equal to it."""
     flags = (
         "--dataset_config",
         str(dataset),
@@ -126,12 +132,12 @@ def test_steps_are_rolled_back_as_often_as_needed(more, dataset, tmp_path):
         "20",
         "--output_dir",
         str(tmp_path),
-        *more,
+        *options,
     )
-    back = on_ranks(1, train_with_a_spoilt_step, 0, (2, 15), False, *flags, "--output_name", "back")
-    careful = on_ranks(1, train_with_a_spoilt_step, 0, (2, 15), True, *flags, "--output_name", "careful")
+    rolled_back = run_on_ranks(1, train_with_nan_loss, 0, (2, 15), False, *flags, "--output_name", "back")
+    checked_each_step = run_on_ranks(1, train_with_nan_loss, 0, (2, 15), True, *flags, "--output_name", "careful")
 
-    assert same(back[0], careful[0])
+    assert are_files_equal(rolled_back[0], checked_each_step[0])
 
 
 @pytest.mark.slow
@@ -139,10 +145,12 @@ def test_too_many_nan_steps_end_the_run_with_the_last_good_weights(dataset, tmp_
     flags = ("--dataset_config", str(dataset), *SETTINGS, "--train_batch_size", "4", "--output_dir", str(tmp_path))
 
     with pytest.raises(AssertionError, match="3 steps had a NaN or Inf loss or gradient"):
-        on_ranks(1, train_with_a_spoilt_step, 0, -6, False, *flags, "--output_name", "stopped", "--max_nan_steps", "3")
+        run_on_ranks(1, train_with_nan_loss, 0, -6, False, *flags, "--output_name", "stopped", "--max_nan_steps", "3")
 
-    on_ranks(1, train, *flags, "--output_name", "good", "--save_every_n_steps", "6")
-    assert same(str(tmp_path / "stopped-step00000008.safetensors"), str(tmp_path / "good-step00000006.safetensors"))
+    run_on_ranks(1, train, *flags, "--output_name", "good", "--save_every_n_steps", "6")
+    assert are_files_equal(
+        str(tmp_path / "stopped-step00000008.safetensors"), str(tmp_path / "good-step00000006.safetensors")
+    )
     assert [path.name for path in sorted(tmp_path.glob("*.json"))] == [
         f"stopped.nan-step{step:08d}-rank0.json" for step in (7, 8, 9)
     ]
@@ -151,9 +159,9 @@ def test_too_many_nan_steps_end_the_run_with_the_last_good_weights(dataset, tmp_
 @pytest.mark.slow
 def test_a_skipped_step_is_logged_with_its_images_and_report_file(dataset, tmp_path):
     flags = ("--dataset_config", str(dataset), *SETTINGS, "--train_batch_size", "2", "--output_dir", str(tmp_path))
-    text = on_ranks(1, log_of_a_spoilt_run, tmp_path, *flags)[0]
+    log = run_on_ranks(1, train_with_nan_loss_and_read_log, tmp_path, *flags)[0]
 
-    (line,) = (line for line in text.splitlines() if "step 3 skipped" in line)
+    (line,) = (line for line in log.splitlines() if "step 3 skipped" in line)
     report = tmp_path / "lora.nan-step00000003-rank0.json"
     images = ", ".join(image["image"] for image in json.loads(report.read_text("utf-8"))["images"])
     assert "step 3 skipped: loss nan, gradient norm nan" in line
@@ -161,28 +169,28 @@ def test_a_skipped_step_is_logged_with_its_images_and_report_file(dataset, tmp_p
     assert f"Images on this rank: {images}. Details: {report}" in line
 
 
-def log_of_a_spoilt_run(folder: Path, *flags: str) -> str:
-    return told(folder, *flags, work=partial(train_with_a_spoilt_step, 0, 2, False))
+def train_with_nan_loss_and_read_log(folder: Path, *flags: str) -> str:
+    return train_and_read_log(folder, *flags, work=partial(train_with_nan_loss, 0, 2, False))
 
 
 @pytest.mark.slow
 def test_a_report_that_cannot_be_written_does_not_end_the_run(dataset, tmp_path):
     (tmp_path / "lora.nan-step00000003-rank0.json").mkdir()
     flags = ("--dataset_config", str(dataset), *SETTINGS, "--train_batch_size", "2", "--output_dir", str(tmp_path))
-    assert Path(on_ranks(1, train_with_a_spoilt_step, 0, 2, False, *flags)[0]).is_file()
+    assert Path(run_on_ranks(1, train_with_nan_loss, 0, 2, False, *flags)[0]).is_file()
 
 
 def test_the_gradient_probe_lists_layers_without_or_with_nan_gradients(caplog):
-    fine, idle, broken = torch.ones(2), torch.zeros(2), torch.tensor([1.0, float("inf")])
+    finite, zero, infinite = torch.ones(2), torch.zeros(2), torch.tensor([1.0, float("inf")])
 
-    _check_gradients(0.5, {"a": fine, "b": idle, "c": None})
+    _check_gradients(0.5, {"a": finite, "b": zero, "c": None})
     assert "2 of 3 trainable parameters get no gradient and will not be trained: b, c" in caplog.text
     with pytest.raises(UserError, match=r"1 of 2 gradients hold .*: ?b|b$"):
-        _check_gradients(0.5, {"a": fine, "b": broken})
+        _check_gradients(0.5, {"a": finite, "b": infinite})
     with pytest.raises(UserError, match="the loss is nan"):
-        _check_gradients(float("nan"), {"a": fine})
+        _check_gradients(float("nan"), {"a": finite})
     with pytest.raises(UserError, match="no trainable parameter gets a gradient"):
-        _check_gradients(0.5, {"a": idle})
+        _check_gradients(0.5, {"a": zero})
 
 
 def test_metrics_of_a_resumed_run_are_appended(tmp_path):
@@ -190,13 +198,13 @@ def test_metrics_of_a_resumed_run_are_appended(tmp_path):
     first = MetricsFile(path, 0)
     for step in (1, 2, 3):
         first.write_step(step, {"loss": float(step), "text": "ü"})
-        with path.open("ab") as file:  # what a broken disk or another program left there
+        with path.open("ab") as file:  # lines damaged by a disk error or written by another program
             file.write(b'12\n{"loss": 3}\n\xff\xfe\n')
     with path.open("a") as file:
-        file.write('{"step": 4, "lo')  # killed while it wrote
+        file.write('{"step": 4, "lo')  # the run was killed during a write
 
-    again = MetricsFile(path, 2)
-    again.write_step(3, {"loss": float("nan")})
+    resumed = MetricsFile(path, 2)
+    resumed.write_step(3, {"loss": float("nan")})
 
     assert read_metrics(path) == [
         {"step": 1, "loss": 1.0, "text": "ü"},

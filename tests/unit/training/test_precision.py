@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from tiny_pipelines import TINY
-from training_runs import difference, even, train, trained
+from training_runs import even_dataset, max_relative_difference, train, train_adapter
 
 from library.config import parse_config
 from library.distributed.preflight import validate_attention_support
@@ -18,21 +18,21 @@ from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.loading import DIFFUSERS_ATTENTION_BACKENDS, set_attention_mode
 from library.models.preflight import validate_attention_mode
 
-__all__ = ["even"]  # a fixture
+__all__ = ["even_dataset"]  # a fixture
 
 DATA = ["--dataset_config", "pyproject.toml"]
 
 
-def predicted(name: str, mode: str) -> torch.Tensor:
+def predict(name: str, mode: str) -> torch.Tensor:
     family, tiny = FAMILIES.get(TINY[name]().family)(), TINY[name]()
     denoiser = getattr(tiny.pipe, family.denoiser_name)
     set_attention_mode(denoiser, mode)
-    told = {
+    backends = {
         str(module.processor._attention_backend.value)
         for module in denoiser.modules()
         if getattr(getattr(module, "processor", None), "_attention_backend", None) is not None
     }
-    assert told == (set() if mode in TORCH_ATTENTION_MODES else {DIFFUSERS_ATTENTION_BACKENDS[mode]})
+    assert backends == (set() if mode in TORCH_ATTENTION_MODES else {DIFFUSERS_ATTENTION_BACKENDS[mode]})
     with torch.no_grad():
         return family.predict(tiny.pipe, denoiser, tiny.batch.latents, torch.tensor([700.0, 250.0]), tiny.batch)
 
@@ -40,11 +40,11 @@ def predicted(name: str, mode: str) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["flux", "z_image", "qwen_image"])
 def test_attention_modes_give_the_same_result_and_do_not_affect_other_models(name):
-    usual = predicted(name, "sdpa")
-    other = predicted(name, "math")
+    expected = predict(name, "sdpa")
+    actual = predict(name, "math")
 
-    assert float((usual - other).abs().max()) < 1e-4
-    assert torch.equal(predicted(name, "sdpa"), usual)
+    assert float((expected - actual).abs().max()) < 1e-4
+    assert torch.equal(predict(name, "sdpa"), expected)
 
 
 def test_a_family_lists_only_attention_modes_of_its_denoiser():
@@ -77,38 +77,46 @@ def test_flags_of_sd_scripts_select_an_attention_mode(flag, mode, tmp_path):
     assert parse_config([*DATA, flag, "3"]).problems == [f"{flag}: takes no value"]
 
 
-def test_unsupported_attention_is_refused_before_a_model_is_loaded(even, tmp_path):
+def test_unsupported_attention_is_refused_before_a_model_is_loaded(even_dataset, tmp_path):
     with pytest.raises(AssertionError, match=r"--attn_mode xformers: not installed.*\n.*needs a CUDA"):
-        on_ranks(1, train, "--dataset_config", str(even), "--output_dir", str(tmp_path), "--xformers")
+        run_on_ranks(1, train, "--dataset_config", str(even_dataset), "--output_dir", str(tmp_path), "--xformers")
     with pytest.raises(AssertionError, match="--attn_mode: math is not supported for Stable Diffusion 1"):
-        on_ranks(1, train, "--dataset_config", str(even), "--output_dir", str(tmp_path), "--attn_mode", "math")
+        run_on_ranks(
+            1, train, "--dataset_config", str(even_dataset), "--output_dir", str(tmp_path), "--attn_mode", "math"
+        )
 
 
-def precisions(*flags: str) -> tuple[set, set, set]:
-    """What the base, the adapter and its gradients are in."""
+def train_and_read_dtypes(*flags: str) -> tuple[set, set, set]:
+    """Return the dtypes of the base model, the adapter and its gradients."""
     from library.training import state
 
-    honest, found = state.TrainingRun.parameters.fget, {}
+    get_parameters, dtypes = state.TrainingRun.parameters.fget, {}
 
-    def parameters(run):
-        learning = honest(run)
-        base = [item.dtype for item in run.strategy.unwrap_model(run.model).parameters() if not item.requires_grad]
-        found["base"], found["adapter"] = set(base), {item.dtype for item in learning}
-        found.setdefault("gradients", set()).update(item.grad.dtype for item in learning if item.grad is not None)
-        return learning
+    def record_dtypes(run):
+        trainable = get_parameters(run)
+        base = [
+            parameter.dtype
+            for parameter in run.strategy.unwrap_model(run.model).parameters()
+            if not parameter.requires_grad
+        ]
+        dtypes["base"], dtypes["adapter"] = set(base), {parameter.dtype for parameter in trainable}
+        dtypes.setdefault("gradients", set()).update(
+            parameter.grad.dtype for parameter in trainable if parameter.grad is not None
+        )
+        return trainable
 
-    state.TrainingRun.parameters = property(parameters)
+    state.TrainingRun.parameters = property(record_dtypes)
     train(*flags)
-    return found["base"], found["adapter"], found["gradients"]
+    return dtypes["base"], dtypes["adapter"], dtypes["gradients"]
 
 
-@pytest.mark.parametrize(("more", "adapter"), [((), torch.float32), (("--full_bf16",), torch.bfloat16)])
-def test_the_base_is_in_bf16_and_the_adapter_only_with_full_bf16(more, adapter, even, tmp_path):
-    ((base, weights, gradients),) = on_ranks(
+@pytest.mark.parametrize(("options", "adapter"), [((), torch.float32), (("--full_bf16",), torch.bfloat16)])
+def test_the_base_is_in_bf16_and_the_adapter_only_with_full_bf16(options, adapter, even_dataset, tmp_path):
+    ((base, weights, gradients),) = run_on_ranks(
         1,
-        precisions,
+        train_and_read_dtypes,
         "--dataset_config",
-        str(even),
+        str(even_dataset),
         "--output_dir",
         str(tmp_path),
         "--max_train_steps",
@@ -117,33 +125,33 @@ def test_the_base_is_in_bf16_and_the_adapter_only_with_full_bf16(more, adapter, 
         "0.1",
         "--mixed_precision",
         "bf16",
-        *more,
+        *options,
     )
 
     assert base == {torch.bfloat16} and weights == gradients == {adapter}
-    written = load_file(tmp_path / "lora.safetensors")
-    assert {tensor.dtype for name, tensor in written.items() if not name.endswith("alpha")} == {adapter}
+    saved = load_file(tmp_path / "lora.safetensors")
+    assert {tensor.dtype for name, tensor in saved.items() if not name.endswith("alpha")} == {adapter}
 
 
-def test_bf16_adapters_train_equally_on_two_ranks_and_close_to_float32(even, tmp_path):
+def test_bf16_adapters_train_equally_on_two_ranks_and_close_to_float32(even_dataset, tmp_path):
     flags = ("--optimizer_type", "SGD", "--mixed_precision", "bf16")
-    whole = trained(tmp_path / "whole", 1, 4, 1, *flags, dataset=even)
-    one = trained(tmp_path / "one", 1, 4, 1, *flags, "--full_bf16", dataset=even)
-    two = trained(tmp_path / "two", 2, 2, 1, *flags, "--full_bf16", dataset=even)
+    float32_adapter = train_adapter(tmp_path / "whole", 1, 4, 1, *flags, dataset=even_dataset)
+    one_rank = train_adapter(tmp_path / "one", 1, 4, 1, *flags, "--full_bf16", dataset=even_dataset)
+    two_ranks = train_adapter(tmp_path / "two", 2, 2, 1, *flags, "--full_bf16", dataset=even_dataset)
 
-    for other in (whole, two):
+    for other in (float32_adapter, two_ranks):
         assert (
-            difference(
-                {name: tensor.float() for name, tensor in one.items()},
+            max_relative_difference(
+                {name: tensor.float() for name, tensor in one_rank.items()},
                 {name: tensor.float() for name, tensor in other.items()},
             )
             < 0.3
         )
 
 
-def test_full_bf16_without_mixed_precision_bf16_is_refused(even, tmp_path):
+def test_full_bf16_without_mixed_precision_bf16_is_refused(even_dataset, tmp_path):
     assert parse_config([*DATA, "--full_bf16", "--mixed_precision", "no"]).problems == [
         "--full_bf16: needs mixed_precision bf16, not no"
     ]
     with pytest.raises(AssertionError, match="--full_bf16: needs mixed_precision bf16, not no"):
-        on_ranks(1, train, "--dataset_config", str(even), "--output_dir", str(tmp_path), "--full_bf16")
+        run_on_ranks(1, train, "--dataset_config", str(even_dataset), "--output_dir", str(tmp_path), "--full_bf16")

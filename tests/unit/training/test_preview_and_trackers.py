@@ -1,4 +1,4 @@
-"""Previews and trackers change nothing in a run, and their failures do not end it."""
+"""Previews and trackers do not change the trained weights, and their failures do not end a run."""
 
 import io
 import json
@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from nan_runs import told
+from nan_runs import train_and_read_log
 from PIL import Image
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 from safetensors.torch import load_file
-from training_runs import difference, pictures, prompts, train
+from training_runs import max_relative_difference, train, write_images, write_prompts
 
-TOLD = {
+METRIC_PREFIXES = {
     "loss/current",
     "loss/average",
     "loss/time/",
@@ -30,10 +30,10 @@ TOLD = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return pictures(tmp_path_factory.mktemp("data"), {(96, 64): 3, (64, 96): 3})
+    return write_images(tmp_path_factory.mktemp("data"), {(96, 64): 3, (64, 96): 3})
 
 
-def flags(data: Path, folder: Path, *more: str) -> list[str]:
+def build_flags(data: Path, folder: Path, *more: str) -> list[str]:
     return [
         "--dataset_config",
         str(data),
@@ -48,17 +48,17 @@ def flags(data: Path, folder: Path, *more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def accompanied(data, tmp_path_factory):
-    """A run of two processes with previews by a sampler that draws noise of its own, and a tracker."""
+def run_with_previews(data, tmp_path_factory):
+    """The folder of a run of two ranks with a tracker, and previews by a sampler that draws random noise."""
     folder = tmp_path_factory.mktemp("with")
-    on_ranks(
+    run_on_ranks(
         2,
         train,
-        *flags(
+        *build_flags(
             data,
             folder,
             "--sample_prompts",
-            prompts(folder),
+            write_prompts(folder),
             "--sample_every_n_steps",
             "2",
             "--sample_at_first",
@@ -71,79 +71,79 @@ def accompanied(data, tmp_path_factory):
     return folder
 
 
-def events(folder: Path):
+def read_tracker_events(folder: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(next((folder / "logs").rglob("events.*")).parent))
-    found.Reload()
-    return found
+    accumulator = EventAccumulator(str(next((folder / "logs").rglob("events.*")).parent))
+    accumulator.Reload()
+    return accumulator
 
 
 @pytest.mark.slow
-def test_previews_and_trackers_do_not_change_the_trained_weights(accompanied, data, tmp_path):
-    on_ranks(2, train, *flags(data, tmp_path))
+def test_previews_and_trackers_do_not_change_the_trained_weights(run_with_previews, data, tmp_path):
+    run_on_ranks(2, train, *build_flags(data, tmp_path))
 
-    alone, together = (load_file(folder / "lora.safetensors") for folder in (tmp_path, accompanied))
-    assert difference(alone, together) == 0.0
+    plain, with_previews = (load_file(folder / "lora.safetensors") for folder in (tmp_path, run_with_previews))
+    assert max_relative_difference(plain, with_previews) == 0.0
 
 
-def test_the_tracker_gets_the_images_of_all_ranks(accompanied):
-    tracker = events(accompanied)
+def test_the_tracker_gets_the_images_of_all_ranks(run_with_previews):
+    tracker = read_tracker_events(run_with_previews)
 
     assert sorted(tracker.Tags()["images"]) == ["preview/00", "preview/01"]
     for index in (0, 1):
-        shown = tracker.Images(f"preview/{index:02d}")
-        assert [event.step for event in shown] == [0, 2]
-        for event in shown:
-            (path,) = (accompanied / "sample").glob(f"lora_{event.step:06d}_{index:02d}_*.png")
-            seen = np.asarray(Image.open(io.BytesIO(event.encoded_image_string)))
-            assert (seen == np.asarray(Image.open(path))).all()
+        image_events = tracker.Images(f"preview/{index:02d}")
+        assert [event.step for event in image_events] == [0, 2]
+        for event in image_events:
+            (path,) = (run_with_previews / "sample").glob(f"lora_{event.step:06d}_{index:02d}_*.png")
+            logged_image = np.asarray(Image.open(io.BytesIO(event.encoded_image_string)))
+            assert (logged_image == np.asarray(Image.open(path))).all()
 
 
-def test_the_tracker_and_the_metrics_file_get_every_metric(accompanied):
-    tags = events(accompanied).Tags()["scalars"]
-    lines = [json.loads(line) for line in (accompanied / "lora.metrics.jsonl").read_text().splitlines()]
-    written = {name for line in lines for name in line}
+def test_the_tracker_and_the_metrics_file_get_every_metric(run_with_previews):
+    tags = read_tracker_events(run_with_previews).Tags()["scalars"]
+    lines = [json.loads(line) for line in (run_with_previews / "lora.metrics.jsonl").read_text().splitlines()]
+    names = {name for line in lines for name in line}
 
-    for wanted in TOLD:
-        assert any(tag.startswith(wanted) for tag in tags), wanted
-        assert any(name.startswith(wanted) for name in written), wanted
+    for prefix in METRIC_PREFIXES:
+        assert any(tag.startswith(prefix) for tag in tags), prefix
+        assert any(name.startswith(prefix) for name in names), prefix
     assert lines[-1]["update/dead_layers"] == 0
 
 
-def dying(method: str, *rest) -> str:
-    """The messages of a run whose tracker fails in one of its methods."""
+def train_with_failing_tracker(method: str, *rest) -> str:
+    """Train with a tracker that fails in one of its methods; return the log."""
     from accelerate import Accelerator
     from accelerate.tracking import TensorBoardTracker
 
-    def gone(*_, **__):
-        raise ConnectionError("the tracker is gone")
+    def fail(*_, **__):
+        raise ConnectionError("the tracker is unreachable")
 
-    setattr(Accelerator if hasattr(Accelerator, method) else TensorBoardTracker, method, gone)
-    return told(*rest)
+    setattr(Accelerator if hasattr(Accelerator, method) else TensorBoardTracker, method, fail)
+    return train_and_read_log(*rest)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["log", "log_images", "end_training"])
 def test_a_failing_tracker_is_reported_once_and_training_continues(method, data, tmp_path):
-    (said,) = on_ranks(
+    (log,) = run_on_ranks(
         1,
-        dying,
+        train_with_failing_tracker,
         method,
         tmp_path,
-        *flags(
+        *build_flags(
             data,
             tmp_path,
             "--logging_dir",
             str(tmp_path / "logs"),
             "--sample_prompts",
-            prompts(tmp_path),
+            write_prompts(tmp_path),
             "--sample_every_n_steps",
             "1",
         ),
     )
 
-    assert said.count("the tracker is gone") == 1
-    assert "LoRA file: " in said and (tmp_path / "lora.safetensors").is_file()
+    assert log.count("the tracker is unreachable") == 1
+    assert "LoRA file: " in log and (tmp_path / "lora.safetensors").is_file()
     lines = (tmp_path / "lora.metrics.jsonl").read_text().splitlines()
     assert sum("loss/current" in line for line in lines) == 3

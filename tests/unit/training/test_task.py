@@ -6,7 +6,7 @@ from inspect import signature
 import pytest
 import torch
 from tiny_pipelines import TINY
-from training_task import HEIGHT, WIDTH, pixels, task
+from training_task import HEIGHT, WIDTH, make_pixel_batch, task
 
 from library.adapters.dropout_and_norms import LoraDropout
 from library.config.schema_objective import LossConfig, NoiseConfig
@@ -19,14 +19,14 @@ __all__ = ["task"]  # a fixture
 
 
 def test_the_loss_of_a_sample_is_its_mean_times_timestep_weight_times_sample_weight(task):
-    losses = task(pixels((0, 1, 2), [1.0, 0.25, 0.0]), step=5)
-    draws = [
+    losses = task(make_pixel_batch((0, 1, 2), [1.0, 0.25, 0.0]), step=5)
+    generators = [
         torch.Generator().manual_seed(generator.initial_seed())
         for generator in task.build_generators("noise", 5, (0, 1, 2))
     ]
-    for row, draw in enumerate(draws):
-        t = torch.randint(0, 1000, (1,), generator=draw)
-        noise = torch.randn(4, HEIGHT // 8, WIDTH // 8, generator=draw)
+    for row, generator in enumerate(generators):
+        t = torch.randint(0, 1000, (1,), generator=generator)
+        noise = torch.randn(4, HEIGHT // 8, WIDTH // 8, generator=generator)
         a = task.objective.process.alphas_cumprod[t].item()
         weight = min(a / (1 - a), 2.0) / (a / (1 - a))
         assert task.denoiser.t[row] == t
@@ -37,14 +37,17 @@ def test_masked_pixels_have_no_loss_and_the_mean_is_over_all_pixels(task):
     mask = torch.full((2, 1, HEIGHT, WIDTH), 255, dtype=torch.uint8)
     mask[0, :, :, :32] = 0
     mask[1, :, :, :] = 51
-    plain, masked = (task(pixels((0, 1), [1.0, 1.0], each), step=0) for each in (None, mask))
+    plain, masked = (task(make_pixel_batch((0, 1), [1.0, 1.0], batch_mask), step=0) for batch_mask in (None, mask))
     assert masked[1].item() == pytest.approx(plain[1].item() / 5)
     assert 0.1 * plain[0] < masked[0] < 0.6 * plain[0]
 
 
 def test_micro_batch_stats_are_those_of_the_latest_step(task):
     for step in (0, 1):
-        losses = [task(pixels(places, weights), step) for places, weights in (((0, 1), [1.0, 0.5]), ((2,), [0.0]))]
+        losses = [
+            task(make_pixel_batch(positions, weights), step)
+            for positions, weights in (((0, 1), [1.0, 0.5]), ((2,), [0.0]))
+        ]
     first, second = task.micro_batch_stats
     assert first.sample_keys == ("picture 0", "picture 1") and second.sample_keys == ("picture 2",)
     assert second.loss_weights.tolist() == [0.0]
@@ -55,53 +58,57 @@ def test_micro_batch_stats_are_those_of_the_latest_step(task):
 
 
 def test_noise_depends_on_step_and_position_and_not_on_the_batch(task):
-    together = task(pixels((3, 4), [1.0, 1.0]), step=1)
-    alone = [task(pixels((place,), [1.0]), step=1) for place in (3, 4)]
-    torch.testing.assert_close(together, torch.cat(alone))
-    assert not torch.isclose(task(pixels((3,), [1.0]), step=2), alone[0])
+    batched = task(make_pixel_batch((3, 4), [1.0, 1.0]), step=1)
+    single = [task(make_pixel_batch((position,), [1.0]), step=1) for position in (3, 4)]
+    torch.testing.assert_close(batched, torch.cat(single))
+    assert not torch.isclose(task(make_pixel_batch((3,), [1.0]), step=2), single[0])
 
 
 def test_lora_dropout_is_a_function_of_step_and_position(task):
     task.dropout = LoraDropout(0.5, 0, 0)
-    task(pixels((0, 1, 2), [1.0, 1.0, 1.0]), step=5)
-    whole = task.dropout.sample_keys
-    assert len(set(whole.tolist())) == 3
-    task(pixels((2,), [1.0]), step=5)
-    assert task.dropout.sample_keys.tolist() == whole[2:].tolist()
-    task(pixels((2,), [1.0]), step=6)
-    assert task.dropout.sample_keys.tolist() != whole[2:].tolist()
+    task(make_pixel_batch((0, 1, 2), [1.0, 1.0, 1.0]), step=5)
+    sample_keys = task.dropout.sample_keys
+    assert len(set(sample_keys.tolist())) == 3
+    task(make_pixel_batch((2,), [1.0]), step=5)
+    assert task.dropout.sample_keys.tolist() == sample_keys[2:].tolist()
+    task(make_pixel_batch((2,), [1.0]), step=6)
+    assert task.dropout.sample_keys.tolist() != sample_keys[2:].tolist()
 
 
 CAPTIONS = ["a", "a lorikeet", "a lorikeet on a branch", " ".join(["a lorikeet on a branch"] * 20)]
 
 
-@pytest.mark.parametrize("evens", [False, True])
+@pytest.mark.parametrize("pads_texts", [False, True])
 @pytest.mark.parametrize("name", ["z_image", "qwen_image"])
-def test_padded_text_embeddings_give_blocks_equal_shapes(name, evens):
-    family, pipe, given = FAMILIES.get(name)(), TINY[name]().pipe, []
+def test_padded_text_embeddings_give_blocks_equal_shapes(name, pads_texts):
+    family, pipe, block_shapes = FAMILIES.get(name)(), TINY[name]().pipe, []
     denoiser = getattr(pipe, family.denoiser_name)
     objective = build_objective(NoiseConfig(), LossConfig(), family, pipe)
-    task = DiffusionTask(family, pipe, denoiser, objective, 7, CopyStream(torch.device("cpu")), pads_texts=evens)
-    first = denoiser.get_submodule(family.block_lists[0])[0]
-    form = signature(first.forward)
+    task = DiffusionTask(family, pipe, denoiser, objective, 7, CopyStream(torch.device("cpu")), pads_texts=pads_texts)
+    first_block = denoiser.get_submodule(family.block_lists[0])[0]
+    forward_signature = signature(first_block.forward)
 
-    def look(_, args, named):
-        arguments = form.bind(*args, **named).arguments
-        given.append(tuple(arguments[name].shape for name in family.block_activation_args))
+    def record_shapes(_, args, kwargs):
+        arguments = forward_signature.bind(*args, **kwargs).arguments
+        block_shapes.append(tuple(arguments[name].shape for name in family.block_activation_args))
 
-    first.register_forward_pre_hook(look, with_kwargs=True)
-    losses, said = {}, []
+    first_block.register_forward_pre_hook(record_shapes, with_kwargs=True)
+    losses, shape_keys = {}, []
     for captions in zip(CAPTIONS):
-        batch = replace(pixels((0,), [1.0]), captions=captions)
+        batch = replace(make_pixel_batch((0,), [1.0]), captions=captions)
         with torch.no_grad():
             losses[captions] = task(batch, 0)
-            kept = {name: [text.detach() for text in texts] for name, texts in task.encode_text(captions).items()}
-        said.append(task.get_shape_key(batch))
-        assert said[-1] == task.get_shape_key(replace(batch, cond=kept)), "kept texts are as long as read ones"
+            cached = {name: [text.detach() for text in texts] for name, texts in task.encode_text(captions).items()}
+        shape_keys.append(task.get_shape_key(batch))
+        assert shape_keys[-1] == task.get_shape_key(replace(batch, cond=cached)), (
+            "cached text embeddings have the length of encoded ones"
+        )
 
-    assert [[one == other for other in said] for one in said] == [[one == other for other in given] for one in given]
-    assert (len(set(said)) < len(CAPTIONS)) == (evens or name == "z_image")
+    assert [[one == other for other in shape_keys] for one in shape_keys] == [
+        [one == other for other in block_shapes] for one in block_shapes
+    ]
+    assert (len(set(shape_keys)) < len(CAPTIONS)) == (pads_texts or name == "z_image")
     plain = replace(task, pads_texts=False)
     for captions, loss in losses.items():
         with torch.no_grad():
-            assert loss == pytest.approx(plain(replace(pixels((0,), [1.0]), captions=captions), 0), rel=1e-4)
+            assert loss == pytest.approx(plain(replace(make_pixel_batch((0,), [1.0]), captions=captions), 0), rel=1e-4)

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import BOFTConfig, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, inject_adapter_in_model
-from rank_processes import on_ranks
+from rank_processes import run_on_ranks
 from torch import nn
-from training_runs import pictures, train
+from training_runs import train, write_images
 
 from library.adapters.dropout_and_norms import compute_update_norms
 from library.training.callbacks import UpdateNorms, group_norms_by_layer_type
@@ -20,8 +20,8 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(nn.ModuleDict({"a": nn.Linear(8, 12), "b": nn.Conv2d(8, 4, 3)}) for _ in range(2))
 
 
-def stirred(settings) -> nn.Module:
-    """A model with an adapter whose weights are no longer those of the start, but for one layer."""
+def build_trained_model(settings) -> nn.Module:
+    """A model with an adapter whose weights are changed in all layers but one."""
     torch.manual_seed(3)
     model = Model()
     inject_adapter_in_model(settings, model)
@@ -41,7 +41,7 @@ def stirred(settings) -> nn.Module:
     ids=["lora", "loha", "lokr"],
 )
 def test_an_update_norm_is_the_norm_of_the_weight_delta(settings):
-    model = stirred(settings)
+    model = build_trained_model(settings)
     norms = compute_update_norms(model)
 
     assert list(norms) == ["blocks.0.a", "blocks.0.b", "blocks.1.a", "blocks.1.b"]
@@ -62,13 +62,13 @@ def test_an_update_norm_is_the_norm_of_the_weight_delta(settings):
     ids=["oft", "boft"],
 )
 def test_an_untrained_rotation_has_update_norm_zero(settings):
-    model = stirred(settings)
+    model = build_trained_model(settings)
     assert compute_update_norms(model)["blocks.0.a"] > 0
     for parameter in model.parameters():
         if parameter.requires_grad:
             nn.init.zeros_(parameter)
-    inject = compute_update_norms(model)
-    assert set(inject.values()) == {0.0}
+    norms = compute_update_norms(model)
+    assert set(norms.values()) == {0.0}
 
 
 def test_layers_of_equal_name_in_several_blocks_are_one_layer_type():
@@ -83,26 +83,26 @@ def test_layers_of_equal_name_in_several_blocks_are_one_layer_type():
 
 
 def test_layers_without_update_are_listed_and_a_zero_lora_is_an_error(caplog):
-    learnt, said = UpdateNorms(), {}
-    metric_logger = SimpleNamespace(log_values=lambda run, values: said.update(values))
-    model = stirred(LoraConfig(r=3, target_modules=["a", "b"]))
+    update_norms, logged = UpdateNorms(), {}
+    metric_logger = SimpleNamespace(log_values=lambda run, values: logged.update(values))
+    model = build_trained_model(LoraConfig(r=3, target_modules=["a", "b"]))
     strategy = SimpleNamespace(unwrap_model=lambda model: model, comm=SimpleNamespace(is_main=True))
     run = SimpleNamespace(optimizer=None, strategy=strategy, model=model, metric_logger=metric_logger)
-    learnt(run)
-    learnt.fail_if_zero(run)
+    update_norms(run)
+    update_norms.fail_if_zero(run)
 
     assert "1 of 4 LoRA layers were not updated: blocks.1.b" in caplog.text
-    assert said["update/dead_layers"] == 1 and said["update/kind/a"] > 0
+    assert logged["update/dead_layers"] == 1 and logged["update/kind/a"] > 0
 
 
 def test_a_run_with_learning_rate_zero_ends_with_an_error_after_saving(tmp_path):
-    data = pictures(tmp_path, {(64, 64): 2})
+    data = write_images(tmp_path, {(64, 64): 2})
     with pytest.raises(
         AssertionError,
         match=r"UserError: the LoRA has no effect: its update is zero in all \d+ layers "
         r"after 2 steps .*learning rate was 0",
     ):
-        on_ranks(
+        run_on_ranks(
             1,
             train,
             "--dataset_config",

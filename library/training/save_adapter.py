@@ -16,7 +16,7 @@ from ..adapters.formats import FileFormat, choose_file_format, convert_from_file
 from ..adapters.lora import Adapter
 from ..adapters.lora_file import InvalidAdapterFileError, compare_file_with_model, read_safetensors
 from ..adapters.metadata import BaseModelMetadata, RunMetadata, add_model_hashes, build_metadata
-from ..adapters.state_dict import group_updates
+from ..adapters.state_dict import group_by_module
 from ..atomic_files import compute_sha256
 from ..checkpoint.component_keys import collect_component_keys
 from ..checkpoint.hub_upload import HubUploader
@@ -27,7 +27,7 @@ from ..data.metadata import build_dataset_metadata
 from ..data.prepare import PreparedData
 from ..models.sampling import use_eval_mode
 from ..optim.optimizers import use_eval_weights
-from ..randomness import derive_seed
+from ..randomness import Purpose, derive_seed
 from .state import TrainingRun, is_interval_reached
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class SaveAdapter:
     ) -> tuple[dict[str, Tensor], dict[str, str], FileFormat]:
         state, alphas, family = lora.get_adapter_state_dict(model), self.adapter.alphas, run.task.family
         chosen = self.config.save_format
-        adapter_types = {update.adapter_type for update in group_updates(state, alphas).values()}
+        adapter_types = {update.adapter_type for update in group_by_module(state, alphas).values()}
         form = choose_file_format(adapter_types, family.lora_format) if chosen == "auto" else chosen
         components = collect_component_keys(family, run.task.pipe)
         tensors, file_metadata = convert_to_file_format(state, alphas, components, form)
@@ -197,7 +197,7 @@ class SaveAdapter:
             num_epochs=run.plan.num_epochs,
             started_at=self.started_at,
             saved_at=time.time(),
-            session_id=derive_seed(run.config.train.seed, "session", int(self.started_at * 1000)) % 2**32,
+            session_id=derive_seed(run.config.train.seed, Purpose.SESSION_ID, int(self.started_at * 1000)) % 2**32,
             num_train_images=num_train_images,
             num_reg_images=num_reg_images,
             num_batches_per_epoch=get_planned_stages(run.plan.batch_plan)[-1].batch_plan.micro_batches_per_epoch,

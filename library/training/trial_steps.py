@@ -15,7 +15,7 @@ from ..distributed.devices import has_device_memory
 from ..distributed.step_phases import OutOfMemory, record_phase
 from ..errors import UserError
 from ..log import ProgressBar
-from ..randomness import derive_generator
+from ..randomness import Purpose, derive_generator
 from .state import TrainingRun
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def probe_gradients(run: TrainingRun, batch: PixelBatch) -> None:
     model = run.strategy.unwrap_model(run.model)
     weights = {name: item for name, item in model.named_parameters() if item.requires_grad}
     original = {name: item.detach().clone() for name, item in weights.items()}
-    generator = derive_generator(run.config.train.seed, "probe")
+    generator = derive_generator(run.config.train.seed, Purpose.GRADIENT_PROBE)
     try:
         with torch.no_grad():
             for item in weights.values():

@@ -1,4 +1,4 @@
-"""Stable Diffusion 1.x: UNet with one CLIP text encoder; epsilon or v prediction."""
+"""Stable Diffusion 1.x and 2.x: UNet with one CLIP or OpenCLIP text encoder; epsilon or v prediction."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,11 +8,13 @@ from torch import Tensor, nn
 from ...data.batch import Batch, Cond
 from .. import text_encoding
 from ..base import BaseModelInfo, Family
-from ..facts_unet import SD1_FACTS, UNET_CONV_LORA_TARGET_MODULES, UNET_LORA_TARGET_MODULES
+from ..facts_unet import SD1_FACTS, SD2_FACTS, UNET_CONV_LORA_TARGET_MODULES, UNET_LORA_TARGET_MODULES
 from ..text_encoding import CLIP_LORA_TARGET_MODULES, encode_with_clip
 
 
 class StableDiffusion1(Family):
+    """Stable Diffusion 1.x."""
+
     facts = SD1_FACTS
     denoiser_name = "unet"
     has_skip_connections = True
@@ -44,3 +46,15 @@ class StableDiffusion1(Family):
             noisy_latents, timesteps, encoder_hidden_states=batch.cond["embeds"], return_dict=False
         )[0]
         return predicted
+
+
+class StableDiffusion2(StableDiffusion1):
+    """Stable Diffusion 2.x, whose text encoder is OpenCLIP's."""
+
+    facts = SD2_FACTS
+    tokenizer_repo_ids = {"tokenizer": "stabilityai/stable-diffusion-2:tokenizer"}
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        if pipe.scheduler.config.prediction_type == "v_prediction":
+            return BaseModelInfo("sd_v2_v", "stable-diffusion-v2-768-v")
+        return BaseModelInfo("sd_v2", "stable-diffusion-v2-512")

@@ -4,6 +4,7 @@ LoRA adapters are replicated: after ``gradient_sync`` every rank makes the same 
 LoRA files are those of a single process.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,9 @@ from torch.optim import Optimizer
 from ..data.batch import PixelBatch
 from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST
-from .blocks import ParallelPlan
 from .context_parallel import ContextParallel
 from .gradient_sync import all_reduce_gradients
+from .parallel_plan import ParallelPlan
 from .strategy import LossFunction, Strategy, StrategySettings
 from .tensor_parallel import TensorParallel
 from .ulysses import ProcessGroupAllToAll
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
     from .compile import Compilation, CompileDynamic
 
 
-class ModelParallelStrategy(Strategy):
+logger = logging.getLogger(__name__)
+
+
+class DeviceMeshStrategy(Strategy):
     """Shards linear layers (tensor parallel) and tokens (context parallel) of the denoiser over a device mesh."""
 
     has_collective_forward = True
@@ -65,7 +69,13 @@ class ModelParallelStrategy(Strategy):
         denoiser = plan.denoiser or model
         with self._disable_accelerate_compile():
             if self.tensor_parallel is not None:
+                full_size = _count_bytes(denoiser)
                 self.tensor_parallel.shard_layers(denoiser, plan.tensor_parallel)
+                ranks = f"rank {self.tensor_parallel.rank} of {self.tensor_parallel.size}"
+                logger.info(
+                    "tensor parallel: %s holds its shard of %d linear layers, %.1f of %.1f MiB of the denoiser",
+                    *(ranks, len(plan.tensor_parallel), _count_bytes(denoiser) / 2**20, full_size / 2**20),
+                )
             if self.context_parallel is not None:
                 self.context_parallel.wrap_blocks(denoiser, plan)
             self._partition_model(model, plan)
@@ -111,3 +121,7 @@ class ModelParallelStrategy(Strategy):
     def _all_reduce_loss(self, loss: Tensor) -> Tensor:
         """Count the loss once per group of ranks that share images."""
         return super()._all_reduce_loss(loss if self.has_loss else torch.zeros_like(loss))
+
+
+def _count_bytes(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
