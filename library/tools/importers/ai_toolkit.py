@@ -226,6 +226,8 @@ def _read_training(process: KeyReader) -> int:
     is_denoiser, is_text = (
         train.read(name, default, to_switch) for name, default in (("train_unet", True), ("train_text_encoder", False))
     )
+    if not (is_denoiser or is_text):
+        train.list_change("train_unet", "nothing would be trained; the model is trained here")
     if is_text:
         option = ("network_train_unet_only", False) if is_denoiser else ("network_train_text_encoder_only", True)
         result.options |= dict([option])

@@ -97,6 +97,8 @@ def read_samples(process: KeyReader, trigger: str | None, accumulation: int) -> 
     for name in f"{ignored} extra_values num_frames fps do_cfg_norm".split():
         if sample.read(name) not in (None, 1, 1.0, 0.0, 0.5, [], False, "jpg", 16):
             sample.list_harmless(name, "previews are sampled by the model's own scheduler")
+    if defaults["neg"] and result.family == "flux":
+        sample.list_harmless("neg", "FLUX has no negative prompts")
     sample.list_unknown(PROGRAM)
     if train.get("disable_sampling") or not every:
         return

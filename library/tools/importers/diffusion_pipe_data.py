@@ -28,7 +28,7 @@ def read_directories(content: dict[str, Any], result: ImportedConfig, batch_size
             dataset = {
                 "resolution": round_size(size, result.family),
                 "batch_size": batch_size,
-                **describe_buckets(buckets, size, result.family),
+                **_describe_buckets(buckets, size, result.family),
             }
             datasets.setdefault((*dataset.items(), ("has_masks", has_masks)), []).append(dict(subset))
         reader.list_unknown(PROGRAM)
@@ -69,7 +69,7 @@ def _read_sizes(reader: KeyReader) -> tuple[list[Any], tuple[float, float] | Non
     return resolutions, ratios if is_bucketed else None
 
 
-def describe_buckets(ratios: tuple[float, float] | None, size: int, family: str) -> dict[str, Any]:
+def _describe_buckets(ratios: tuple[float, float] | None, size: int, family: str) -> dict[str, Any]:
     """Symmetric buckets whose sides have aspect ratios in the range; none train squares."""
     if ratios is None:
         return {}

@@ -12,6 +12,7 @@ PROGRAM = "OneTrainer"
 MASK_FILES = ("-masklabel.png", "-condlabel.png")
 _SAMPLE_DEFAULTS = {"sd1": (512, 30, 7.5), "sd2": (768, 30, 7.5), "sdxl": (1024, 30, 7.5), "sd3": (1024, 28, 7.0)}
 """Side, steps and scale of a sample; 1024, 25 and 3.5 for the others."""
+_SAMPLE_KEYS = set("enabled prompt negative_prompt width height seed diffusion_steps cfg_scale".split())
 
 
 def is_concept_list(content: Any) -> bool:
@@ -31,10 +32,9 @@ def _is_list_of(content: Any, key: str) -> bool:
 def read_concepts(config: KeyReader, concepts: Sequence[Any] | None) -> None:
     """Each concept becomes a subset; those of one resolution are a dataset."""
     result = config.result
-    text = config.read("resolution", "512")
     is_bucketed = config.read("aspect_ratio_bucketing", True, to_switch)
     batch_size = config.read("batch_size", 1, to_integer)
-    sizes = _read_resolutions(config, str(text))
+    sizes = _read_resolutions(config)
     datasets: dict[tuple[tuple[str, Any], ...], list[dict[str, Any]]] = {}
     is_caching = bool(config.table.get("latent_caching", True))
     for number, table in enumerate(concepts or []):
@@ -43,40 +43,47 @@ def read_concepts(config: KeyReader, concepts: Sequence[Any] | None) -> None:
             continue
         subset, override, is_validation = _read_concept(concept, is_caching)
         for size in [override] if override else sizes:
-            dataset = describe_buckets(result.family, size, is_bucketed) | {"batch_size": batch_size}
+            dataset = _describe_buckets(result.family, size, is_bucketed) | {"batch_size": batch_size}
             if is_validation:
                 dataset["validation_split"] = 1.0
             datasets.setdefault(tuple(dataset.items()), []).append(dict(subset))
     result.datasets = [{**dict(table), "subsets": subsets} for table, subsets in datasets.items()]
     if not datasets:
-        result.general |= describe_buckets(result.family, sizes[0], is_bucketed) | {"batch_size": batch_size}
+        result.general |= _describe_buckets(result.family, sizes[0], is_bucketed) | {"batch_size": batch_size}
         result.general["caption_extension"] = ".txt"
 
 
-def _read_resolutions(config: KeyReader, text: str) -> list[str]:
-    """Sizes such as 512 or 512x768; of several, OneTrainer takes a random one for each image."""
-    sizes = [part.strip() for part in text.split(",") if part.strip()] or ["512"]
+def _to_sizes(value: Any) -> list[tuple[int, ...]]:
+    """Read sizes such as 512 or 512x768, separated by commas."""
+    try:
+        return [tuple(map(int, part.lower().split("x"))) for part in str(value).split(",") if part.strip()]
+    except ValueError:
+        raise ValueError("expected sizes such as 512 or 512x768") from None
+
+
+def _read_resolutions(config: KeyReader) -> list[tuple[int, ...]]:
+    """Of several sizes, OneTrainer takes a random one for each image."""
+    sizes = config.read("resolution", [], _to_sizes) or [(512,)]
     if len(sizes) > 1:
         reason = "each image at every size here, at a random one there; max_train_epochs is divided by their number"
-        config.list_change("resolution", reason, text)
+        config.list_change("resolution", reason)
         epochs = config.read("epochs", 100, to_integer)
         config.result.options["max_train_epochs"] = max(1, round(epochs / len(sizes)))
     return sizes
 
 
-def describe_buckets(family: str, size: str, is_bucketed: bool) -> dict[str, Any]:
+def _describe_buckets(family: str, size: tuple[int, ...], is_bucketed: bool) -> dict[str, Any]:
     """The keys of a dataset for a size; a size with width and height has no buckets."""
-    width, _, height = size.replace("X", "x").partition("x")
-    if height:
-        return {"resolution": [int(width), int(height)]}
-    side, step = int(width), find_bucket_steps(family, 64)
+    if len(size) > 1:
+        return {"resolution": list(size[:2])}
+    side, step = size[0], find_bucket_steps(family, 64)
     if not is_bucketed:
         return {"resolution": side}
     limits = {"min_bucket_reso": max(step, side // 2 // step * step), "max_bucket_reso": 2 * side}
     return {"resolution": side, "enable_bucket": True, "bucket_mode": "symmetric", "bucket_reso_steps": step, **limits}
 
 
-def _read_concept(concept: KeyReader, is_caching: bool) -> tuple[dict[str, Any], str, bool]:
+def _read_concept(concept: KeyReader, is_caching: bool) -> tuple[dict[str, Any], tuple[int, ...], bool]:
     """Return the subset, the concept's own resolution, and whether it is for validation."""
     path = concept.read("path", "", to_text) or ""
     subset: dict[str, Any] = {"image_dir": path, "caption_extension": ".txt"}
@@ -154,7 +161,7 @@ def _read_text(text: KeyReader, subset: dict[str, Any]) -> None:
     text.list_unknown(PROGRAM)
 
 
-def _read_image(image: KeyReader, subset: dict[str, Any], is_caching: bool) -> str:
+def _read_image(image: KeyReader, subset: dict[str, Any], is_caching: bool) -> tuple[int, ...]:
     if image.read("enable_crop_jitter", True, to_switch):
         if is_caching:
             reason = "cached latents are of the centre here, of one random crop there; random_crop needs no cache"
@@ -162,10 +169,10 @@ def _read_image(image: KeyReader, subset: dict[str, Any], is_caching: bool) -> s
         else:
             subset["random_crop"] = True
     is_overridden = image.read("enable_resolution_override", False, to_switch)
-    override = str(image.read("resolution_override", "512"))
+    override = image.read("resolution_override", [], _to_sizes) or [(512,)]
     image.apply_rules(keys.IMAGE_RULES, subset)
     image.list_unknown(PROGRAM)
-    return override.split(",")[0].strip() if is_overridden else ""
+    return override[0] if is_overridden else ()
 
 
 def read_samples(config: KeyReader, samples: Sequence[Any]) -> None:
@@ -173,7 +180,10 @@ def read_samples(config: KeyReader, samples: Sequence[Any]) -> None:
     result = config.result
     side, steps, scale = _SAMPLE_DEFAULTS.get(result.family, (1024, 25, 3.5))
     has_interval = any(name in result.options for name in ("sample_every_n_steps", "sample_every_n_epochs"))
-    for table in samples:
+    for number, table in enumerate(samples):
+        for key in sorted(set(table) - _SAMPLE_KEYS):
+            if table[key] not in (None, False, "", 0):
+                result.list_harmless(f"samples[{number}].{key}", table[key], "no equal for previews here")
         if not (table.get("enabled", True) and has_interval):
             continue
         prompt = {

@@ -22,6 +22,7 @@ from .source_file import PROGRAMS, SourceFile
 class Program:
     """A program whose files are read."""
 
+    name: str
     matches: Callable[[Any], bool]
     """Whether this is its main file, by content."""
     import_files: Callable[[Any, Path, Sequence[SourceFile]], ImportedConfig]
@@ -29,11 +30,11 @@ class Program:
 
 
 IMPORTED_PROGRAMS = (
-    Program(is_ai_toolkit, lambda content, path, others: import_ai_toolkit(content, path)),
-    Program(is_diffusion_pipe, import_diffusion_pipe),
-    Program(is_onetrainer, import_onetrainer),
-    Program(is_simpletuner, import_simpletuner),
-    Program(is_kohya_gui, lambda content, path, others: import_kohya_gui(content, path)),
+    Program("ai-toolkit", is_ai_toolkit, lambda content, path, others: import_ai_toolkit(content, path)),
+    Program("diffusion-pipe", is_diffusion_pipe, import_diffusion_pipe),
+    Program("OneTrainer", is_onetrainer, import_onetrainer),
+    Program("SimpleTuner", is_simpletuner, import_simpletuner),
+    Program("kohya_ss", is_kohya_gui, lambda content, path, others: import_kohya_gui(content, path)),
 )
 
 COMPANION_FILES: Sequence[tuple[Callable[[Any], bool], str]] = (
@@ -62,7 +63,10 @@ def import_sources(sources: Sequence[SourceFile]) -> tuple[SourceFile, ImportedC
     others = [source for source in sources if source is not main]
     if strangers := [source for source in others if not companions[source.path]]:
         raise UserError("\n".join(f"{source.path}: not a dataset file of {PROGRAMS}" for source in strangers))
-    return main, program.import_files(main.content, main.path, others)
+    try:
+        return main, program.import_files(main.content, main.path, others)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(f"{main.path}: a value has another form than {program.name} writes: {error}") from error
 
 
 def _describe_companion(content: Any) -> str:

@@ -154,16 +154,13 @@ def read_previews(config: KeyReader) -> None:
     negative = config.read("validation_negative_prompt", "blurry, cropped, ugly")
     scale = config.read("validation_guidance", 7.5, to_number)
     steps = config.read("validation_num_inference_steps", 30, to_integer)
-    size = str(config.read("validation_resolution", "256")).split(",")[0]
+    sides = config.read("validation_resolution", [256.0, 256.0], _to_sides)
     seed = config.read("validation_seed", None, to_integer)
     is_on_startup = config.read("validation_on_startup", False, to_switch)
     if config.read("validation_prompt_library", False, to_switch) or "user_prompt_library" in config:
         config.list_harmless("validation_prompt_library", "write the prompts to a file and set sample_prompts")
     if not prompt or config.read("validation_disable", False, to_switch) or not (every or epochs):
         return
-    width, _, height = size.partition("x")
-    sides = [float(width), float(height or width)]
-    sides = [side * 1024 if side < 16 else side for side in sides]
     is_flux = result.family == "flux"
     item: dict[str, Any] = {"prompt": prompt}
     if negative and not is_flux:
@@ -179,3 +176,10 @@ def read_previews(config: KeyReader) -> None:
     result.set_option("sample_every_n_epochs", epochs)
     if is_on_startup:
         result.options["sample_at_first"] = True
+
+
+def _to_sides(value: Any) -> list[float]:
+    """Read the first of the sizes of previews, in pixels or megapixels: 1024, 1024x768, 0.5."""
+    width, _, height = str(value).split(",")[0].lower().partition("x")
+    sides = [to_number(width), to_number(height or width)]
+    return [side * 1024 if side < 16 else side for side in sides]
