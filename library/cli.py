@@ -88,12 +88,11 @@ def run_tool(argv: Sequence[str]) -> int:
 
 
 def _run_training(argv: Sequence[str]) -> int:
-    from .config import parse_config
     from .config.help import format_config_as_toml
     from .log import configure_logging
-    from .training.preflight import find_settings_problems
+    from .training.preflight import find_settings_problems, load_settings
 
-    loaded = parse_config(argv)
+    loaded = load_settings(argv)
     if loaded.output_config:
         return _write_config(loaded.config_file, format_config_as_toml(loaded.config), loaded.problems)
     config = loaded.config

@@ -1,6 +1,6 @@
 """Options under other names: options of sd-scripts that are not in ``schema*.py``, and options that were renamed.
 
-An option of sd-scripts is an alias of one of ours, or it is refused with a reason; none is accepted and ignored.
+An option of sd-scripts is an alias of one of ours, changes nothing here, or is refused with a reason.
 """
 
 from collections.abc import Mapping
@@ -10,10 +10,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class OptionAlias:
-    """Another name of an option; with a value, a switch that sets the option to this value."""
+    """Another name of an option; with a value, a switch that sets the option to this value, unless it is set."""
 
     option: str
     value: Any = None
+
+
+@dataclass(frozen=True)
+class NoEffectOption:
+    """An option that cannot change the result; accepted with any value, and named in one notice with all others."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -24,11 +31,10 @@ class UnsupportedOption:
     accepted_values: tuple[Any, ...] = ()
 
     def accepts(self, value: Any) -> bool:
-        """Whether ``value`` changes nothing; false does not, unless the option is always on."""
-        is_always_on = any(item is True for item in self.accepted_values)  # not ``in``: 1 equals True
-        harmless = self.accepted_values if is_always_on else (False, *self.accepted_values)
-        return value in ([], ()) or any(
-            isinstance(value, bool) == isinstance(item, bool) and value == item for item in harmless
+        """Whether a TOML value changes nothing; what Python takes for false leaves the option off, as in sd-scripts."""
+        is_off = value in (False, 0, "", []) or str(value).lower() == "false"
+        return is_off or any(
+            isinstance(value, bool) == isinstance(item, bool) and value == item for item in self.accepted_values
         )
 
 
@@ -82,7 +88,7 @@ def _define_planned(feature: str, *accepted_values: Any) -> NotYetSupported:
 
 
 _USE_DATASET_TOML = "use a dataset TOML (--dataset_config)"
-_RESUME = UnsupportedOption("not needed: --resume continues at the saved step")
+_RESUME = UnsupportedOption("not supported: a run starts at step 1, and --resume continues at the saved step", (1,))
 _HUB_STATE = _define_planned(
     "training states on the hub; --save_state writes them to output_dir, and --resume reads them there"
 )
@@ -93,8 +99,7 @@ _POSITION_CROP = _define_planned(
 )
 _OTHER_FAMILY = UnsupportedOption("for a model family that is not supported")
 _FULL_TRAINING = UnsupportedOption("for full fine-tuning or textual inversion; only LoRA adapters are trained here")
-_BROKEN_IN_KOHYA = UnsupportedOption("has no effect in sd-scripts either; remove it")
-_ANYWAY = (True, False)
+_BROKEN_IN_KOHYA = NoEffectOption("no effect in sd-scripts either")
 
 _OTHER_FAMILY_OPTIONS = """
     gemma2 gemma2_max_token_length system_prompt sample_batch_size byt5 vae_chunk_size qwen3 llm_adapter_path
@@ -108,7 +113,21 @@ _FULL_TRAINING_OPTIONS = """
     use_object_template use_style_template
 """.split()
 
-KOHYA_OPTIONS: dict[str, OptionAlias | UnsupportedOption] = {
+GUI_KEYS = frozenset(
+    """
+    additional_parameters epoch noise_offset_type model_train_type model_list max_resolution lr_warmup optimizer
+    LoRA_type LyCORIS_preset sdxl flux1_checkbox sd3_checkbox lumina_checkbox anima_checkbox hunyuan_image_checkbox
+    train_inpainting num_cpu_threads_per_process num_processes num_machines multi_gpu gpu_ids main_process_port
+    extra_accelerate_launch_args lowvram sdxl_cache_text_encoder_outputs sdxl_no_half_vae show_timesteps
+    show_timesteps_resolution qwen_image_vae_2d compile_cache_size_limit enable_preview enable_base_weight
+    enable_block_weights lycoris_algo lokr_factor dylora_unit network_args_custom optimizer_args_custom ui_custom_params
+    positive_prompts negative_prompts prompt_file randomly_choice_prompt sample_cfg sample_seed sample_steps
+    sample_width sample_height prodigy_d0 prodigy_d_coef folder_names train_text_encoder_1 train_text_encoder_2
+    """.split()
+)
+"""Keys that GUIs of sd-scripts write for themselves; sd-scripts does not read them."""
+
+KOHYA_OPTIONS: dict[str, OptionAlias | NoEffectOption | UnsupportedOption] = {
     "caption_extention": OptionAlias("caption_extension"),
     "training_shift": OptionAlias("discrete_flow_shift"),
     "fp8_base": OptionAlias("quantize_base", "fp8"),
@@ -117,21 +136,25 @@ KOHYA_OPTIONS: dict[str, OptionAlias | UnsupportedOption] = {
     "xformers": OptionAlias("attn_mode", "xformers"),
     "use_flash_attn": OptionAlias("attn_mode", "flash"),
     "unsloth_offload_checkpointing": OptionAlias("cpu_offload_checkpointing", True),
-    # what happens anyway
-    "sdpa": UnsupportedOption("cannot be switched off; choose another attn_mode", (True,)),
-    "persistent_data_loader_workers": UnsupportedOption(
-        "cannot be switched off: workers live as long as the run", (True,)
-    ),
-    "no_half_vae": UnsupportedOption("no effect: the VAE always runs in fp32", _ANYWAY),
-    "cache_info": UnsupportedOption("no effect: image metadata is always cached", _ANYWAY),
-    "lowram": UnsupportedOption("not needed: models are loaded without a second copy in memory", _ANYWAY),
-    "highvram": UnsupportedOption("no effect here", _ANYWAY),
-    "mem_eff_attn": UnsupportedOption("not needed: attention is always memory-efficient", _ANYWAY),
-    "split_attn": UnsupportedOption("not needed: texts of different lengths are masked in one attention call"),
-    "zero3_init_flag": UnsupportedOption("no effect: with zero_stage 3, parameters are sharded while loading", _ANYWAY),
-    "zero3_save_16bit_model": UnsupportedOption(
-        "no effect: LoRA files are always complete; save_precision sets their dtype", _ANYWAY
-    ),
+    "use_8bit_adam": OptionAlias("optimizer_type", "AdamW8bit"),
+    "use_lion_optimizer": OptionAlias("optimizer_type", "Lion"),
+    "split_mode": OptionAlias("blocks_to_swap", 18),
+    "lr_restart_cycles": OptionAlias("lr_scheduler_num_cycles"),
+    # no effect on the result
+    "sdpa": NoEffectOption("PyTorch's attention is the default; attn_mode chooses another"),
+    "persistent_data_loader_workers": NoEffectOption("workers live as long as the run"),
+    "no_half_vae": NoEffectOption("the VAE always runs in fp32"),
+    "cache_info": NoEffectOption("image metadata is always cached"),
+    "lowram": NoEffectOption("models are loaded without a second copy in memory"),
+    "highvram": NoEffectOption("the cache of the GPU's memory is always kept"),
+    "mem_eff_attn": NoEffectOption("attention is always memory-efficient"),
+    "split_attn": NoEffectOption("texts of different lengths are masked in one attention call"),
+    "zero3_init_flag": NoEffectOption("with zero_stage 3, parameters are sharded while loading"),
+    "zero3_save_16bit_model": NoEffectOption("LoRA files are always complete; save_precision sets their dtype"),
+    "skip_until_initial_step": NoEffectOption("--resume always continues at the saved step"),
+    "fused_backward_pass": NoEffectOption("an adapter is small; optimizer_args fused=True fuses the step"),
+    "disable_mmap_load_safetensors": NoEffectOption("only how a file is read"),
+    "text_encoder_cpu": NoEffectOption("text encoders run on the training device"),
     # secrets
     "wandb_api_key": UnsupportedOption("a key in a flag ends up in logs; run `wandb login` or set WANDB_API_KEY"),
     "huggingface_token": UnsupportedOption("a token in a flag ends up in logs; run `hf auth login` or set HF_TOKEN"),
@@ -144,27 +167,19 @@ KOHYA_OPTIONS: dict[str, OptionAlias | UnsupportedOption] = {
     # training
     "initial_epoch": _RESUME,
     "initial_step": _RESUME,
-    "skip_until_initial_step": _RESUME,
     "full_fp16": UnsupportedOption("not supported: fp16 gradients and Adam moments underflow; use full_bf16"),
-    "fused_backward_pass": UnsupportedOption("no effect on LoRA in sd-scripts either; use --optimizer_args fused=True"),
-    "use_8bit_adam": UnsupportedOption("deprecated in sd-scripts; use --optimizer_type AdamW8bit"),
-    "use_lion_optimizer": UnsupportedOption("deprecated in sd-scripts; use --optimizer_type Lion"),
     "offload_optimizer_nvme_path": UnsupportedOption(
         "not supported: the optimizer state of an adapter is small; use --offload_optimizer_device cpu"
     ),
     "fp16_master_weights_and_gradients": UnsupportedOption(
         "not supported: adapter weights and optimizer state stay in fp32"
     ),
-    "disable_mmap_load_safetensors": UnsupportedOption("not supported: copy the model from a slow disk first"),
-    "split_mode": UnsupportedOption("deprecated in sd-scripts; use --blocks_to_swap"),
-    "text_encoder_cpu": UnsupportedOption("not supported: text encoders run on the training device"),
     "use_sage_attn": UnsupportedOption("SageAttention has no backward pass; use --attn_mode flash"),
     "fp8_vl": _define_planned("text encoders in fp8"),
     # saving
     "save_model_as": UnsupportedOption(
         "LoRA files are safetensors; ckpt and pt files can run code when they are opened", ("safetensors",)
     ),
-    "save_n_epoch_ratio": UnsupportedOption("deprecated in sd-scripts; use --save_every_n_epochs"),
     "resume_from_huggingface": _HUB_STATE,
     "save_state_to_huggingface": _HUB_STATE,
     "metadata_is_negative_embedding": UnsupportedOption("not applicable: a LoRA is not an embedding"),

@@ -46,8 +46,18 @@ class Option:
         values = tuple(self._validate_bounds(self._parse_word(word)) for word in words)
         return values if self.is_list else values[0]
 
+    def is_unset_by(self, value: Any) -> bool:
+        """Whether a TOML value leaves the option unset: ``resume = false`` or ``vae = ""``, as GUIs write them."""
+        return (self.is_optional or self.is_list) and (value == "" or (value is False and self.value_type is not bool))
+
+    def parse_lenient_toml_value(self, value: Any) -> Any:
+        """Parse a value of a run TOML: a number or switch may be in quotes, and a switch may be 0 or 1."""
+        if self.is_list and isinstance(value, list):
+            return self.parse_toml_value([_convert_equal_value(item, self.value_type) for item in value])
+        return self.parse_toml_value(_convert_equal_value(value, self.value_type))
+
     def parse_toml_value(self, value: Any) -> Any:
-        """Parse a TOML value; a number in quotes is an error and not converted."""
+        """Parse a TOML value; a number in quotes is an error, as in dataset files of sd-scripts."""
         if self.is_list:
             items = value if isinstance(value, list) else [value]
             return tuple(self._validate_bounds(self._parse_item(item)) for item in items)
@@ -142,11 +152,26 @@ def _format_value(value: Any) -> str:
 
 def _hint_unquoted(value: Any, value_type: type) -> str:
     """Suggest the value without quotes, if that is all that is wrong."""
-    text = value.strip() if isinstance(value, str) else ""
-    try:
-        is_valid = text.lower() in ("true", "false") if value_type is bool else value_type(text) is not None
-    except ValueError:
-        is_valid = False
-    if not text or not is_valid:
+    is_text = isinstance(value, str) and value_type in (bool, int, float)
+    converted = _convert_equal_value(value, value_type) if is_text else value
+    if type(converted) is not value_type:
         return ""
-    return f"; write {text.lower() if value_type is bool else text} without quotes"
+    return f"; write {value.strip().lower() if value_type is bool else value.strip()} without quotes"
+
+
+def _convert_equal_value(value: Any, value_type: type) -> Any:
+    """Convert a value of another type that can mean only one thing: ``"1e-4"``, ``"true"``, ``1`` for true, ``8.0``."""
+    if type(value) is value_type or value_type not in (bool, int, float):
+        return value
+    if value_type is bool:
+        text = value.strip().lower() if isinstance(value, str) else value
+        return {"true": True, "false": False, 1: True, 0: False}.get(text, value) if type(text) in (str, int) else value
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        return value
+    try:
+        number = float(value)
+    except ValueError:
+        return value
+    if value_type is float:
+        return number
+    return int(number) if number.is_integer() else value

@@ -5,21 +5,34 @@ Every problem is collected with its file and line, so that the user sees all of 
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
 from ..registry import suggest_name
-from .kohya_compat import KOHYA_OPTIONS, RENAMED_OPTIONS, RENAMED_VALUES, OptionAlias, format_rename_notice
+from .kohya_compat import (
+    GUI_KEYS,
+    KOHYA_OPTIONS,
+    RENAMED_OPTIONS,
+    RENAMED_VALUES,
+    NoEffectOption,
+    OptionAlias,
+    UnsupportedOption,
+    format_rename_notice,
+)
 from .options import Option, build_config, iter_options
 from .schema import RunConfig
 from .toml_positions import read_toml_with_lines
+from .unused_options import find_unused_options, reset_options, resolve_zero_learning_rates
 from .validate import validate_config
 
 COMMAND_OPTIONS = {"config_file": True, "output_config": False}
 """Options that are no settings of a run, and whether they take a value."""
+
+_UNSET: Any = object()
+"""The value of an option that the run TOML mentions and leaves unset."""
 
 _FLAG_PATTERN = re.compile(r"--|-[A-Za-z]")  # -1 and - are values
 
@@ -47,6 +60,10 @@ class ParsedConfig:
     output_config: bool = False
     invalid_options: frozenset[str] = frozenset()
     """Options whose value could not be read; ``config`` has their default, which must not lead to further problems."""
+    unused: tuple[tuple[str, str], ...] = ()
+    """Location and reason of each setting that has no effect on this run."""
+    has_kohya_options: bool = False
+    """Whether there are options that only sd-scripts has, or those that it always needs."""
 
     def require_valid(self) -> RunConfig:
         """Return the configuration, or raise a ``ConfigError`` with all problems."""
@@ -54,9 +71,48 @@ class ParsedConfig:
             raise ConfigError(self.problems)
         return self.config
 
+    def without_unused(self, reasons: Mapping[str, str]) -> "ParsedConfig":
+        """Set options that have no effect on this run back to their defaults; ``reasons`` says why of each."""
+        unused = tuple((self.locations[name], reason) for name, reason in reasons.items())
+        locations = {name: location for name, location in self.locations.items() if name not in reasons}
+        config = reset_options(self.config, reasons)
+        return replace(self, config=config, locations=locations, unused=(*self.unused, *unused))
+
+    def locate_problems(self, problems: Iterable[str]) -> list[str]:
+        """Replace ``--option`` or ``option`` at the start of a problem by the line of the run TOML that sets it."""
+        return [_locate_problem(problem, self.locations) for problem in problems]
+
     def log_notices(self) -> None:
+        logger = logging.getLogger(__name__)
         for notice in self.notices:
-            logging.getLogger(__name__).warning(notice)
+            logger.warning(notice)
+        if self.unused:
+            logger.warning("%s", format_unused_settings(self.unused, self.config_file))
+
+
+def format_unused_settings(unused: Sequence[tuple[str, str]], path: Path | None) -> str:
+    """Name all settings without effect in one line: ``run.toml: no effect on this run: epoch (line 9), ...``."""
+    items, prefix = [], f"{path}:"
+    for location, reason in unused:
+        line, _, name = location.removeprefix(prefix).partition(": ")
+        if not location.startswith(prefix):
+            items.append(f"{location} ({reason})" if reason else location)
+        else:
+            items.append(f"{name} (line {line}: {reason})" if reason else f"{name} (line {line})")
+    where = f"{path}: " if any(location.startswith(prefix) for location, _ in unused) else ""
+    return f"{where}no effect on this run: {', '.join(items)}"
+
+
+_OPTION_AT_START = re.compile(r"(--)?(\w+)(?=:? )")
+
+
+def _locate_problem(problem: str, locations: Mapping[str, str]) -> str:
+    match = _OPTION_AT_START.match(problem)
+    location = locations.get(match[2], "--") if match else "--"
+    if match is None or location.startswith("--"):
+        return problem
+    rest = problem[match.end() :]
+    return f"{location}{rest if rest.startswith(':') else ':' + rest}"
 
 
 def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedConfig:
@@ -68,15 +124,18 @@ def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedC
     path = _resolve_config_file(commands, problems)
     settings = [setting for setting in flags if setting.name not in COMMAND_OPTIONS]
     if path is not None and "output_config" not in commands:
-        settings = [*_read_config_file(path, options, problems), *settings]
+        settings = [*_read_config_file(path, problems), *settings]
 
-    values, locations = dict[str, Any](), dict[str, str]()
-    for setting in settings:
+    values, locations, unused = dict[str, Any](), dict[str, str](), list[tuple[str, str]]()
+    for setting in _sort_switch_aliases_first(settings):
         setting, notice = _rename_deprecated(setting)
         if notice is not None:
             notices.append(notice)
         try:
             option = options.get(setting.name)
+            if (reason := _find_no_effect(setting)) is not None:
+                unused.append((setting.location, reason))
+                continue
             name, value = (
                 (setting.name, _convert_value(setting, option))
                 if option is not None
@@ -86,15 +145,18 @@ def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedC
             problems.append(f"{setting.location}: {error}")
             invalid_options.add(setting.name)
             continue
-        if name:
+        if name and value is not _UNSET:
             values[name], locations[name] = value, setting.location
     config = build_config(config_class, values)
-    if config_class is RunConfig:
-        for names, message in validate_config(config, frozenset(locations)):
-            if not invalid_options.intersection(names):
-                problems.append(f"{locations.get(names[0], f'--{names[0]}')}: {message}")
+    has_kohya_options = "network_module" in locations or any(
+        setting.name in KOHYA_OPTIONS or setting.name in GUI_KEYS for setting in settings
+    )
     is_output = "output_config" in commands
-    return ParsedConfig(config, locations, problems, notices, path, is_output, frozenset(invalid_options))
+    invalid = frozenset(invalid_options)
+    parsed = ParsedConfig(
+        config, locations, problems, notices, path, is_output, invalid, tuple(unused), has_kohya_options
+    )
+    return _resolve_run_config(parsed) if config_class is RunConfig else parsed
 
 
 def _parse_flags(
@@ -153,30 +215,30 @@ def _resolve_config_file(commands: dict[str, RawSetting], problems: list[str]) -
     return path if path.suffix else path.with_suffix(".toml")
 
 
-def _read_config_file(path: Path, options: dict[str, Option], problems: list[str]) -> Iterator[RawSetting]:
+def _read_config_file(path: Path, problems: list[str]) -> Iterator[RawSetting]:
     """Read the keys of a run TOML; as in sd-scripts, section names have no meaning."""
     try:
         data, lines = read_toml_with_lines(path)
     except ConfigError as error:
         problems += error.problems
         return
-    first_lines: dict[str, int] = {}
-    sections = {option.group for option in options.values()}  # some share their name with an option: deepspeed
+    first: dict[str, tuple[int, Any]] = {}
     for key, item in data.items():
-        is_section = isinstance(item, dict) and (key not in options or key in sections)
-        members = {(key, name): value for name, value in item.items()} if is_section else {(key,): item}
+        members = {(key, name): value for name, value in item.items()} if isinstance(item, dict) else {(key,): item}
         for key_path, value in members.items():
             name, line = str(key_path[-1]), lines[key_path]
             current_name, location = RENAMED_OPTIONS.get(name, name), f"{path}:{line}: {name}"
-            if current_name in first_lines:
-                problems.append(f"{location}: duplicate key, first set in line {first_lines[current_name]}")
+            if current_name in first:
+                first_line, first_value = first[current_name]
+                if value != first_value:
+                    problems.append(f"{location}: duplicate key, first set in line {first_line}")
             elif name in COMMAND_OPTIONS:
                 problems.append(f"{location}: only allowed on the command line")
             elif isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict) for v in value)):
                 problems.append(f"{location}: expected a value, got a table{_suggest_dataset_config(key_path)}")
             else:
                 yield RawSetting(name, value, location, is_flag=False)
-            first_lines.setdefault(current_name, line)
+            first.setdefault(current_name, (line, value))
 
 
 def _suggest_dataset_config(key_path: tuple[str, ...]) -> str:
@@ -198,9 +260,45 @@ def _rename_deprecated(setting: RawSetting) -> tuple[RawSetting, str | None]:
     return setting, None
 
 
+def _sort_switch_aliases_first(settings: Sequence[RawSetting]) -> list[RawSetting]:
+    """A switch such as ``use_8bit_adam`` does not replace the option for which it stands, if that is set as well."""
+
+    def is_switch_alias(setting: RawSetting) -> bool:
+        verdict = KOHYA_OPTIONS.get(setting.name)
+        return isinstance(verdict, OptionAlias) and verdict.value is not None
+
+    return sorted(settings, key=lambda setting: (setting.is_flag, not is_switch_alias(setting)))
+
+
+def _find_no_effect(setting: RawSetting) -> str | None:
+    """Return why an option that is not ours cannot change the result; an empty string where that needs no words."""
+    if isinstance(KOHYA_OPTIONS.get(setting.name), NoEffectOption):
+        return ""
+    if setting.name == "dynamo_backend" and str(setting.value).lower() == "no" and not setting.is_flag:
+        return "nothing is compiled"
+    if setting.name in GUI_KEYS and not setting.is_flag:
+        value = setting.value if setting.name == "additional_parameters" else None
+        return f"the GUI adds it to the command line: {value}" if value else ""
+    return None
+
+
+def _resolve_run_config(parsed: ParsedConfig) -> ParsedConfig:
+    """Resolve learning rates of 0, drop options without effect, and check the options against each other."""
+    reasons = find_unused_options(parsed.config, frozenset(parsed.locations))
+    parsed = parsed.without_unused(reasons)
+    adapter, optim = resolve_zero_learning_rates(parsed.config.adapter, parsed.config.optim)
+    parsed = replace(parsed, config=replace(parsed.config, adapter=adapter, optim=optim))
+    problems = [
+        f"{parsed.locations.get(names[0], f'--{names[0]}')}: {message}"
+        for names, message in validate_config(parsed.config, frozenset(parsed.locations))
+        if not parsed.invalid_options.intersection(names)
+    ]
+    return replace(parsed, problems=[*parsed.problems, *problems])
+
+
 def _convert_value(setting: RawSetting, option: Option) -> Any:
     if not setting.is_flag:
-        return option.parse_toml_value(setting.value)
+        return _UNSET if option.is_unset_by(setting.value) else option.parse_lenient_toml_value(setting.value)
     return bool(setting.value[0]) if option.value_type is bool else option.parse_words(setting.value)
 
 
@@ -213,16 +311,17 @@ def _translate_kohya_option(setting: RawSetting, options: dict[str, Option]) -> 
     if underscored != setting.name and underscored in options:
         raise ValueError(f"unknown option; did you mean {prefix}{underscored}?")
     verdict = KOHYA_OPTIONS.get(setting.name)
-    if verdict is None:
-        names = [*options, *KOHYA_OPTIONS, *COMMAND_OPTIONS]
-        raise ValueError(f"unknown option{suggest_name(setting.name, names, prefix)}")
-    if not isinstance(verdict, OptionAlias):
+    if isinstance(verdict, UnsupportedOption):
         if not verdict.accepts(_get_toml_value(setting)):
             raise ValueError(verdict.reason)
         return None, None
+    if not isinstance(verdict, OptionAlias):
+        names = [*options, *KOHYA_OPTIONS, *COMMAND_OPTIONS]
+        raise ValueError(f"unknown option{suggest_name(setting.name, names, prefix)}")
     if verdict.value is not None:
         is_on = _get_toml_value(setting)
-        if not isinstance(is_on, bool):
+        is_on = bool(is_on) if is_on in (0, 1, "") else {"true": True, "false": False}.get(str(is_on).lower())
+        if is_on is None or (setting.is_flag and setting.value):
             raise ValueError("takes no value" if setting.is_flag else "expected true or false")
         return (verdict.option, verdict.value) if is_on else (None, None)
     if setting.is_flag and len(setting.value) != 1:

@@ -20,6 +20,9 @@ class SaveConfig:
     )
     save_every_n_epochs: int | None = define_option(None, "save a LoRA file every n epochs", minimum=1)
     save_every_n_steps: int | None = define_option(None, "save a LoRA file every n steps", minimum=1)
+    save_n_epoch_ratio: int | None = define_option(
+        None, "save n LoRA files over the run, at ends of epochs; overrides save_every_n_epochs; 0: off", minimum=0
+    )
     save_last_n_epochs: int | None = define_option(
         None, "save_every_n_epochs: keep only the files of the last n epochs", minimum=1
     )

@@ -45,7 +45,23 @@ def read_toml_with_lines(path: Path) -> tuple[dict[str, Any], Mapping[KeyPath, i
         position = re.search(r" \(at line (\d+), column \d+\)", message)
         line = position[1] if position else text.count("\n") + 1
         reason = message.replace(position[0] if position else " (at end of document)", "")
-        raise ConfigError([f"{path}:{line}: not valid TOML: {reason}"]) from None
+        hint = _hint_toml_fix(text.splitlines()[int(line) - 1] if int(line) <= len(text.splitlines()) else "")
+        raise ConfigError([f"{path}:{line}: not valid TOML: {reason}{hint}"]) from None
+
+
+def _hint_toml_fix(line: str) -> str:
+    """Suggest how to write what is often written wrong: booleans of Python, paths of Windows, text without quotes."""
+    key, _, value = line.partition("=")
+    value = value.partition(" #")[0].strip()
+    if value in ("True", "False"):
+        return f"; write {value.lower()} in lower case"
+    if value == "None":
+        return "; TOML has no None: remove the line"
+    if value.startswith('"') and "\\" in value:
+        return "; write paths with backslashes in single quotes: " + value.replace('"', "'")
+    if value and re.fullmatch(r"[A-Za-z/~.][^\"'\[\]{}]*", value):
+        return f'; text needs quotes: {key.strip()} = "{value}"'
+    return ""
 
 
 def find_key_lines(text: str) -> dict[KeyPath, int]:

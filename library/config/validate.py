@@ -10,25 +10,23 @@ from ..errors import ConfigError
 from .network_args import get_adapter_type, parse_network_args
 from .options import ExplicitOptions, OptionConflict
 from .schema import AdapterConfig, ModelConfig, RunConfig
-from .schema_data import CacheConfig, DataConfig
+from .schema_data import DataConfig
 from .schema_output import LogConfig, PreviewConfig, SaveConfig, StateConfig
 from .toml_positions import read_toml_with_lines
 from .validate_adapter import validate_adapter_options, validate_initial_weights, validate_save_format
 from .validate_distributed import (
     validate_checkpointing,
-    validate_compile_options,
     validate_device_map_options,
     validate_parallel_options,
     validate_precision,
     validate_profile_steps,
 )
 from .validate_objective import validate_objective_options
-from .validate_optim import validate_lr_scheduler, validate_self_tuning_optimizers
+from .validate_optim import validate_learning_rates, validate_lr_scheduler, validate_self_tuning_optimizers
 
 THUMBNAIL_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 MAX_THUMBNAIL_BYTES = 2**22
 _METADATA_OPTIONS = [field.name for field in fields(SaveConfig) if field.name.startswith("metadata_")]
-_UPLOAD_OPTIONS = ("huggingface_repo_type", "huggingface_path_in_repo", "huggingface_repo_visibility", "async_upload")
 _REPO_ID_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -38,23 +36,21 @@ def validate_config(config: RunConfig, explicit: ExplicitOptions) -> Iterator[Op
     checks = (
         validate_dataset_path(config.data),
         validate_max_token_length(config.model),
-        validate_adapter_options(config.adapter, config.optim, config.cache, explicit),
-        validate_lr_scheduler(config.optim, config.train, explicit),
-        validate_self_tuning_optimizers(config.optim, config.adapter, explicit),
-        validate_train_length(explicit),
-        validate_data_options(config.data, explicit),
-        validate_cache_options(config.cache, explicit),
+        validate_adapter_options(config.adapter, config.optim, explicit),
+        validate_lr_scheduler(config.optim, config.train),
+        validate_self_tuning_optimizers(config.optim, config.adapter),
+        validate_learning_rates(config.optim, config.adapter),
+        validate_data_options(config.data),
         validate_log_options(config.log, explicit),
         validate_preview_options(config.preview),
         validate_objective_options(config.noise, config.loss, config.preview),
-        validate_compile_options(distributed, explicit),
         validate_device_map_options(config),
         validate_parallel_options(parallel, config.adapter, distributed, deepspeed, explicit),
         validate_resume_options(config.state),
         validate_precision(distributed),
         validate_save_options(config.save, config.adapter),
-        validate_initial_weights(config.adapter, explicit),
-        validate_upload_options(config.save, explicit),
+        validate_initial_weights(config.adapter),
+        validate_upload_options(config.save),
         validate_checkpointing(config.train, distributed),
         validate_profile_steps(config.train),
     )
@@ -78,38 +74,18 @@ def validate_max_token_length(model: ModelConfig) -> Iterator[OptionConflict]:
         yield ("max_token_length",), f"expected 75, 150 or 225, got {model.max_token_length}"
 
 
-def validate_train_length(explicit: ExplicitOptions) -> Iterator[OptionConflict]:
-    if {"max_train_steps", "max_train_epochs"} <= explicit:
-        yield ("max_train_steps", "max_train_epochs"), "cannot be combined with max_train_epochs; remove one of them"
-
-
-def validate_data_options(data: DataConfig, explicit: ExplicitOptions) -> Iterator[OptionConflict]:
+def validate_data_options(data: DataConfig) -> Iterator[OptionConflict]:
     if data.min_bucket_reso > data.max_bucket_reso:
         problem = f"min_bucket_reso {data.min_bucket_reso} is above max_bucket_reso {data.max_bucket_reso}"
         yield ("min_bucket_reso", "max_bucket_reso"), problem
     if data.resolution is not None and data.resolution_schedule is not None:
         yield ("resolution", "resolution_schedule"), "cannot be combined with resolution_schedule; remove one of them"
-    if "prefetch_factor" in explicit and not data.max_data_loader_n_workers:
-        yield ("prefetch_factor", "max_data_loader_n_workers"), "no effect without data loader workers"
-
-
-def validate_cache_options(cache: CacheConfig, explicit: ExplicitOptions) -> Iterator[OptionConflict]:
-    if cache.skip_cache_check and not (cache.cache_latents_to_disk or cache.cache_text_encoder_outputs_to_disk):
-        names = ("skip_cache_check", "cache_latents_to_disk")
-        yield names, "there is no disk cache to check; set cache_latents_to_disk, or remove this option"
-    if "cache_precision" in explicit and not cache.caches_latents:
-        yield ("cache_precision", "cache_latents"), "latents are not cached; set cache_latents or cache_latents_to_disk"
 
 
 def validate_log_options(log: LogConfig, explicit: ExplicitOptions) -> Iterator[OptionConflict]:
     if log.log_with in ("tensorboard", "all") and log.logging_dir is None:
         yield ("log_with", "logging_dir"), f"{log.log_with} needs logging_dir"
     has_tracker = log.log_with not in (None, "none") or (log.log_with is None and log.logging_dir is not None)
-    for name in ("log_prefix", "log_tracker_name", "log_tracker_config", "wandb_run_name", "log_config"):
-        if name in explicit and getattr(log, name) and not has_tracker:
-            yield (name, "log_with"), "no effect without a tracker; set log_with, or logging_dir for tensorboard"
-    if log.wandb_run_name and has_tracker and log.log_with not in ("wandb", "all"):
-        yield ("wandb_run_name", "log_with"), "no effect without wandb; set log_with to wandb or all"
     if log.log_tracker_config and has_tracker:
         for problem in _validate_tracker_config(log.log_with or "tensorboard", log.log_tracker_config):
             yield ("log_tracker_config",), problem
@@ -138,11 +114,6 @@ def validate_preview_options(preview: PreviewConfig) -> Iterator[OptionConflict]
     if preview.sample_prompts is not None:
         if not Path(preview.sample_prompts).is_file():
             yield ("sample_prompts",), f"{preview.sample_prompts}: no such file"
-        return
-    for name in ("sample_every_n_steps", "sample_every_n_epochs", "sample_at_first"):
-        if getattr(preview, name):
-            yield (name, "sample_prompts"), "needs prompts; give a file with --sample_prompts"
-            return
 
 
 def validate_resume_options(state: StateConfig) -> Iterator[OptionConflict]:
@@ -150,11 +121,6 @@ def validate_resume_options(state: StateConfig) -> Iterator[OptionConflict]:
         yield ("resume", "auto_resume"), "cannot be combined with auto_resume; remove one of them"
     if state.resume not in (None, "latest") and not (state.resume and Path(state.resume).is_dir()):
         yield ("resume",), f"no such folder: {state.resume!r}; give a folder that ends in -state, or latest"
-    if state.force_resume and state.resume is None and not state.auto_resume:
-        yield ("force_resume",), "no effect without resume or auto_resume"
-    for name in ("save_last_n_epochs_state", "save_last_n_steps_state"):
-        if getattr(state, name) is not None and not state.save_state:
-            yield (name, "save_state"), "no states are saved during training; set save_state"
 
 
 def validate_save_options(save: SaveConfig, adapter: AdapterConfig) -> Iterator[OptionConflict]:
@@ -163,10 +129,6 @@ def validate_save_options(save: SaveConfig, adapter: AdapterConfig) -> Iterator[
         yield ("output_name",), f"{name!r} is not a file name; folders belong in output_dir"
     elif name.endswith(".safetensors"):
         yield ("output_name",), "remove .safetensors; the extension is added"
-    for unit in ("epochs", "steps"):
-        last, every = f"save_last_n_{unit}", f"save_every_n_{unit}"
-        if getattr(save, last) is not None and getattr(save, every) is None:
-            yield (last, every), f"no effect without {every}"
     if save.save_format != "auto" and not parse_network_args(adapter.network_args)[1]:
         for problem in validate_save_format([get_adapter_type(adapter)], save.save_format):
             yield ("save_format", "network_module"), problem
@@ -187,12 +149,8 @@ def _validate_thumbnail(path: Path) -> Iterator[str]:
         yield f"{path}: larger than 4 MiB; it is stored in every LoRA file, so give a smaller image"
 
 
-def validate_upload_options(save: SaveConfig, explicit: ExplicitOptions) -> Iterator[OptionConflict]:
-    if save.huggingface_repo_id is None:
-        for name in _UPLOAD_OPTIONS:
-            if name in explicit and getattr(save, name):
-                yield (name, "huggingface_repo_id"), "no effect without huggingface_repo_id"
-    elif not _REPO_ID_PATTERN.fullmatch(save.huggingface_repo_id):
+def validate_upload_options(save: SaveConfig) -> Iterator[OptionConflict]:
+    if save.huggingface_repo_id is not None and not _REPO_ID_PATTERN.fullmatch(save.huggingface_repo_id):
         yield ("huggingface_repo_id",), f"{save.huggingface_repo_id!r} is not a repository id; expected OWNER/NAME"
     if ".." in (save.huggingface_path_in_repo or "").split("/"):
         yield ("huggingface_path_in_repo",), f"{save.huggingface_path_in_repo}: outside the repository"

@@ -24,7 +24,7 @@ _RANK_ARG_SUFFIXES = ("_dim", "_dims", "_alpha", "_alphas", "_patterns", "_indic
 
 
 def validate_adapter_options(
-    adapter: AdapterConfig, optim: OptimConfig, cache: CacheConfig, explicit: ExplicitOptions
+    adapter: AdapterConfig, optim: OptimConfig, explicit: ExplicitOptions
 ) -> Iterator[OptionConflict]:
     """Check the adapter options, whatever the model."""
     if (problem := validate_network_module(adapter.network_module)) is not None:
@@ -36,14 +36,8 @@ def validate_adapter_options(
         return
     yield from ((("network_args", "network_module"), problem) for problem in find_args_of_other_types(adapter))
     yield from _validate_adapter_type(adapter, optim, explicit)
-    yield from _validate_trained_components(adapter, optim, explicit)
-    if adapter.trains_text_encoders:
-        name = TEXT_ENCODER_ONLY if adapter.network_train_text_encoder_only else UNET_ONLY
-        fix = f"keep {name} on" if name == UNET_ONLY else f"remove {name}"
-        for option in ("cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"):
-            if getattr(cache, option):
-                problem = f"outputs of a text encoder that is trained cannot be cached; {fix}, or remove {option}"
-                yield (option, name), problem
+    if adapter.network_train_text_encoder_only and UNET_ONLY in explicit and adapter.network_train_unet_only:
+        yield (TEXT_ENCODER_ONLY, UNET_ONLY), f"cannot be combined with {UNET_ONLY}; remove one of them"
 
 
 def _validate_adapter_type(
@@ -61,7 +55,7 @@ def _validate_adapter_type(
         yield ("scale_weight_norms", "optimizer_type"), problem
     arguments = get_network_args(adapter)
     if arguments.train_t5xxl and not adapter.trains_text_encoders:
-        problem = f"train_t5xxl: text encoders are not trained; set {UNET_ONLY} = false"
+        problem = f"train_t5xxl: text encoders are not trained; remove {UNET_ONLY}"
         yield ("network_args", UNET_ONLY), problem
     if arguments.conv_dim is None:
         if "conv_alpha" in list_arg_names(adapter.network_args):
@@ -70,23 +64,7 @@ def _validate_adapter_type(
             yield ("network_args",), "conv_block_dims: convolutions are not trained; add conv_dim"
 
 
-def _validate_trained_components(
-    adapter: AdapterConfig, optim: OptimConfig, explicit: ExplicitOptions
-) -> Iterator[OptionConflict]:
-    if adapter.network_train_text_encoder_only and UNET_ONLY in explicit and adapter.network_train_unet_only:
-        yield (TEXT_ENCODER_ONLY, UNET_ONLY), f"cannot be combined with {UNET_ONLY}; remove one of them"
-    if any(optim.text_encoder_lr) and not adapter.trains_text_encoders:
-        problem = f"text encoders are not trained; set {UNET_ONLY} = false (--no-{UNET_ONLY})"
-        yield ("text_encoder_lr", UNET_ONLY), problem
-    elif optim.text_encoder_lr and adapter.trains_text_encoders and not any(optim.text_encoder_lr):
-        yield ("text_encoder_lr",), f"0 trains no text encoder; remove it, and keep {UNET_ONLY} on"
-    if optim.unet_lr is not None and not adapter.trains_denoiser:
-        yield ("unet_lr", TEXT_ENCODER_ONLY), f"no effect with {TEXT_ENCODER_ONLY}; remove one of them"
-    elif optim.unet_lr == 0:
-        yield ("unet_lr",), f"0 does not train the denoiser; use {TEXT_ENCODER_ONLY} instead"
-
-
-def validate_initial_weights(adapter: AdapterConfig, explicit: ExplicitOptions) -> Iterator[OptionConflict]:
+def validate_initial_weights(adapter: AdapterConfig) -> Iterator[OptionConflict]:
     """Check the LoRA files that are loaded or merged before training."""
     weights = [("network_weights", file) for file in (adapter.network_weights,) if file]
     for name, file in (*weights, *(("base_weights", file) for file in adapter.base_weights)):
@@ -106,8 +84,6 @@ def validate_initial_weights(adapter: AdapterConfig, explicit: ExplicitOptions) 
             ("network_args", "dim_from_weights"),
             f"{arguments[0]}: dim_from_weights reads it from the file; remove it",
         )
-    for name in [name for name in ("network_dim", "network_alpha") if name in explicit][:1]:
-        yield (name, "dim_from_weights"), "dim_from_weights reads it from the file; remove one of them"
 
 
 def validate_save_format(adapter_types: Iterable[str], file_format: str) -> list[str]:
@@ -136,14 +112,25 @@ def validate_adapter_for_model(
         yield from ((("network_args",), problem) for problem in problems)
     if FAMILY_OF_MODULE.get(adapter.network_module, family) != family:
         yield ("network_module",), f"{adapter.network_module} does not support {title}; use networks.lora"
-    if not adapter.trains_text_encoders:
-        return
-    if not text_encoders:
-        name = TEXT_ENCODER_ONLY if adapter.network_train_text_encoder_only else UNET_ONLY
-        yield (name,), f"the text encoders of {title} cannot be trained; remove this option"
+    if not text_encoders and adapter.network_train_text_encoder_only:
+        yield (TEXT_ENCODER_ONLY,), f"the text encoders of {title} cannot be trained; remove this option"
+    if not text_encoders or not adapter.trains_text_encoders:
         return
     needed = len(text_encoders) if arguments.train_t5xxl else sum(name != t5 for name in text_encoders)
     count = len(optim.text_encoder_lr)
     if count > 1 and not needed <= count <= len(text_encoders):
         problem = f"{count} learning rates; give one for all, or one for each of {', '.join(text_encoders)}"
         yield ("text_encoder_lr",), problem
+
+
+def validate_text_caching(
+    adapter: AdapterConfig, cache: CacheConfig, text_encoders: Sequence[str]
+) -> Iterator[OptionConflict]:
+    """Outputs of text encoders that are trained change with each step; ``text_encoders`` are those that can be."""
+    if not text_encoders or not adapter.trains_text_encoders:
+        return
+    name = TEXT_ENCODER_ONLY if adapter.network_train_text_encoder_only else UNET_ONLY
+    fix = f"set {name} to train the denoiser only" if name == UNET_ONLY else f"remove {name}"
+    for option in ("cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"):
+        if getattr(cache, option):
+            yield (option, name), f"text encoders are trained, so their outputs change; {fix}, or remove {option}"

@@ -13,10 +13,6 @@ NON_TORCH_ATTENTION = ("flash", "flash3", "xformers")
 MIN_PROFILE_STEPS = 3
 """One step without the profiler for timing, one to warm the profiler up, and one to record."""
 
-_COMPILE_OPTIONS = (
-    *("dynamo_backend", "dynamo_mode", "dynamo_fullgraph", "dynamo_use_regional_compilation"),
-    *("compile_dynamic", "compile_cache_dir"),
-)
 _CHECKPOINTING_DEFAULTS = {
     "gradient_checkpointing_every": 1,
     "activation_memory_budget": 0,
@@ -30,14 +26,6 @@ def validate_precision(distributed: DistributedConfig) -> Iterator[OptionConflic
     precision = distributed.mixed_precision
     if distributed.full_bf16 and precision not in (None, "bf16"):
         yield ("full_bf16", "mixed_precision"), f"needs mixed_precision bf16, not {precision}"
-
-
-def validate_compile_options(distributed: DistributedConfig, explicit: ExplicitOptions) -> Iterator[OptionConflict]:
-    if distributed.torch_compile:
-        return
-    for name in _COMPILE_OPTIONS:
-        if name in explicit and getattr(distributed, name) != getattr(DistributedConfig, name):
-            yield (name, "torch_compile"), "no effect without torch_compile"
 
 
 def validate_device_map_options(config: RunConfig) -> Iterator[OptionConflict]:
@@ -65,8 +53,6 @@ def validate_parallel_options(
 ) -> Iterator[OptionConflict]:
     """Check tensor, context and pipeline parallelism."""
     adapter_type = get_adapter_type(adapter)
-    if "pp_schedule" in explicit and parallel.pp_size == 1:
-        yield ("pp_schedule", "pp_size"), "no effect without pp_size above 1"
     if parallel.tp_size > 1 and adapter_type != "lora":
         problem = f"tensor parallelism supports lora only, not {adapter_type}; use pp_size, cp_size or fsdp"
         yield ("tp_size", "network_args"), problem
@@ -87,9 +73,6 @@ def validate_parallel_options(
 def validate_checkpointing(train: TrainConfig, distributed: DistributedConfig) -> Iterator[OptionConflict]:
     """Check activation checkpointing and block swapping."""
     is_set = {name: getattr(train, name) != default for name, default in _CHECKPOINTING_DEFAULTS.items()}
-    for name, value in is_set.items():
-        if value and not train.gradient_checkpointing:
-            yield (name, "gradient_checkpointing"), "no effect without gradient_checkpointing"
     if not distributed.torch_compile:
         return
     if is_set["activation_memory_budget"]:

@@ -7,28 +7,21 @@ from .options import OptionConflict
 from .schema_objective import LossConfig, NoiseConfig
 from .schema_output import PreviewConfig
 
-DIFFUSION_ONLY_OPTIONS = {
-    "v_parameterization": "it predicts neither v nor the noise",
-    "zero_terminal_snr": "its last timestep is pure noise already",
-    "noise_offset": "its last timestep is pure noise, so it learns brightness without it",
-    "multires_noise_iterations": "its last timestep is pure noise, so it learns low frequencies without it",
-    "min_snr_gamma": "it weights the loss of models that predict v or the noise",
-    "debiased_estimation_loss": "it weights the loss of models that predict v or the noise",
-    "scale_v_pred_loss_like_noise_pred": "it weights the loss of models that predict v",
-    "v_pred_like_loss": "it weights the loss of models that predict the noise",
-}
-"""Options without a meaning for flow matching, and why."""
+DIFFUSION_ONLY_OPTIONS = dict.fromkeys(
+    """
+    v_parameterization zero_terminal_snr noise_offset noise_offset_random_strength adaptive_noise_scale
+    multires_noise_iterations multires_noise_discount min_snr_gamma debiased_estimation_loss
+    scale_v_pred_loss_like_noise_pred v_pred_like_loss
+    """.split(),
+    "not for flow matching",
+)
+"""Options without a meaning for flow matching: its last timestep is pure noise, and it predicts neither v nor noise."""
 
-FLOW_ONLY_OPTIONS = {
-    "timestep_sampling": "uniform",
-    "weighting_scheme": "none, uniform",
-    "sigmoid_scale": "",
-    "discrete_flow_shift": "",
-    "logit_mean": "",
-    "logit_std": "",
-    "mode_scale": "",
-}
-"""Options for flow matching, and the values that ask for what diffusion models do anyway."""
+FLOW_ONLY_OPTIONS = (
+    *("timestep_sampling", "weighting_scheme", "sigmoid_scale", "discrete_flow_shift"),
+    *("logit_mean", "logit_std", "mode_scale"),
+)
+"""Options for flow matching."""
 
 TIMESTEP_WEIGHTING_SCHEMES = ("logit_normal", "mode")
 """Values of ``weighting_scheme`` that sample timesteps and do not weight the loss."""
@@ -40,9 +33,6 @@ def validate_objective_options(
     """Check the noise, timestep and loss options, whatever the model."""
     yield from _validate_noise(noise)
     yield from _validate_timesteps(noise)
-    for name in ("huber_schedule", "huber_c", "huber_scale"):
-        if loss.loss_type in ("l2", "l1") and getattr(loss, name) != getattr(LossConfig, name):
-            yield (name, "loss_type"), f"no effect with loss_type {loss.loss_type}; set loss_type huber or smooth_l1"
     for name, value in (
         ("huber_c", loss.huber_c),
         ("huber_scale", loss.huber_scale),
@@ -56,17 +46,8 @@ def validate_objective_options(
 
 
 def _validate_noise(noise: NoiseConfig) -> Iterator[OptionConflict]:
-    for name, required in (
-        ("noise_offset_random_strength", "noise_offset"),
-        ("adaptive_noise_scale", "noise_offset"),
-        ("ip_noise_gamma_random_strength", "ip_noise_gamma"),
-    ):
-        if getattr(noise, name) and not getattr(noise, required):
-            yield (name, required), f"no effect without {required}; set it above 0"
-    discount, iterations = "multires_noise_discount", "multires_noise_iterations"
-    if noise.multires_noise_discount not in (0, NoiseConfig.multires_noise_discount):
-        if not noise.multires_noise_iterations:
-            yield (discount, iterations), f"no effect without {iterations}; 6 to 10 are usual"
+    if noise.adaptive_noise_scale and not noise.noise_offset:
+        yield ("adaptive_noise_scale", "noise_offset"), "needs noise_offset; set it above 0"
 
 
 def _validate_timesteps(noise: NoiseConfig) -> Iterator[OptionConflict]:
@@ -77,31 +58,17 @@ def _validate_timesteps(noise: NoiseConfig) -> Iterator[OptionConflict]:
     if scheme in TIMESTEP_WEIGHTING_SCHEMES and sampling != "sigma":
         problem = f"{scheme} samples timesteps, and so does timestep_sampling {sampling}; remove one of them"
         yield ("weighting_scheme", "timestep_sampling"), problem
-    for name, required in (("logit_mean", "logit_normal"), ("logit_std", "logit_normal"), ("mode_scale", "mode")):
-        if getattr(noise, name) != getattr(NoiseConfig, name) and scheme != required:
-            yield (name, "weighting_scheme"), f"only used by weighting_scheme {required}"
-    for name, samplings in (
-        ("sigmoid_scale", ("sigmoid", "shift", "flux_shift")),
-        ("discrete_flow_shift", ("shift", "sigma")),
-    ):
-        if getattr(noise, name) != getattr(NoiseConfig, name) and sampling not in samplings:
-            problem = f"not used by timestep_sampling {sampling}; remove it, or use {' or '.join(samplings)}"
-            yield (name, "timestep_sampling"), problem
 
 
 def validate_objective_for_model(
     noise: NoiseConfig, loss: LossConfig, family: str, prediction_type: str
 ) -> Iterator[OptionConflict]:
     """Check the objective options against a model that predicts ``epsilon``, ``v`` or ``flow``."""
-    active = find_active_options(noise, loss)
+    for name, reason in find_options_of_other_models(noise, loss, prediction_type).items():
+        yield (name,), f"not applicable to {family}, {reason}; remove it"
     if prediction_type == "flow":
-        for name, why in DIFFUSION_ONLY_OPTIONS.items():
-            if name in active:
-                yield (name,), f"not applicable to {family}, a flow-matching model: {why}; remove it"
         return
-    for name, harmless in FLOW_ONLY_OPTIONS.items():
-        if name in active and active[name] not in harmless.split(", "):
-            yield (name,), f"not applicable to {family}: only for flow-matching models; remove it"
+    active = find_active_options(noise, loss)
     override = noise.v_parameterization
     predicts_v = prediction_type == "v" if override is None else override
     for name in ("zero_terminal_snr", "scale_v_pred_loss_like_noise_pred"):
@@ -113,6 +80,19 @@ def validate_objective_for_model(
     if "v_pred_like_loss" in active and predicts_v:
         problem = f"needs a model that predicts the noise, but this {family} model predicts v; remove it"
         yield ("v_pred_like_loss", "v_parameterization"), problem
+
+
+def find_options_of_other_models(noise: NoiseConfig, loss: LossConfig, prediction_type: str) -> dict[str, str]:
+    """Find active options that mean nothing to a model that predicts ``epsilon``, ``v`` or ``flow``, and why."""
+    active = find_active_options(noise, loss)
+    if prediction_type == "flow":
+        return {name: reason for name, reason in DIFFUSION_ONLY_OPTIONS.items() if name in active}
+    harmless = {"timestep_sampling": "uniform", "weighting_scheme": "none uniform"}
+    return {
+        name: "only for flow matching"
+        for name in FLOW_ONLY_OPTIONS
+        if name in active and active[name] not in harmless.get(name, "").split()
+    }
 
 
 def find_active_options(noise: NoiseConfig, loss: LossConfig) -> dict[str, object]:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from .network_args import list_arg_names
-from .options import ExplicitOptions, OptionConflict
+from .options import OptionConflict
 from .schema import AdapterConfig, OptimConfig, TrainConfig
-from .types import StepsOrRatio, split_keyword_args
+from .unused_options import is_self_tuning_adafactor
 
 PER_MODULE_LR_ARGS = {
     *("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio", "network_reg_lrs"),
@@ -13,31 +13,15 @@ PER_MODULE_LR_ARGS = {
 }
 """network_args that give some modules a learning rate of their own."""
 
-_SCHEDULER_OPTIONS = (
-    ("lr_scheduler_num_cycles", 1, ("cosine_with_restarts",)),
-    ("lr_scheduler_power", 1, ("polynomial",)),
-    ("lr_scheduler_timescale", None, ("inverse_sqrt",)),
-    ("lr_scheduler_min_lr_ratio", None, ("cosine_with_min_lr", "warmup_stable_decay")),
-    ("lr_decay_steps", StepsOrRatio(0, False), ("warmup_stable_decay",)),
-)
-"""Option, its default, and the schedulers that use it."""
 
-
-def validate_lr_scheduler(
-    optim: OptimConfig, train: TrainConfig, explicit: ExplicitOptions
-) -> Iterator[OptionConflict]:
+def validate_lr_scheduler(optim: OptimConfig, train: TrainConfig) -> Iterator[OptionConflict]:
     scheduler, warmup = optim.lr_scheduler, optim.lr_warmup_steps
     if optim.lr_scheduler_type:
         if warmup.value:
             yield ("lr_warmup_steps", "lr_scheduler_type"), "no effect with lr_scheduler_type; remove one of them"
-        if "lr_scheduler" in explicit:
-            yield ("lr_scheduler", "lr_scheduler_type"), "overridden by lr_scheduler_type; remove one of them"
     elif scheduler in ("constant", "adafactor") and warmup.value > 0:
         problem = f"lr_scheduler {scheduler} has no warmup; use lr_scheduler constant_with_warmup"
         yield ("lr_warmup_steps", "lr_scheduler"), problem
-    for name, default, schedulers in _SCHEDULER_OPTIONS:
-        if getattr(optim, name) != default and (scheduler not in schedulers or optim.lr_scheduler_type):
-            yield (name, "lr_scheduler"), f"only used by lr_scheduler {' and '.join(schedulers)}"
     if optim.lr_scheduler_args and not optim.lr_scheduler_type and scheduler != "piecewise_constant":
         yield (
             ("lr_scheduler_args", "lr_scheduler"),
@@ -61,29 +45,30 @@ def validate_schedule_length(optim: OptimConfig, total_steps: int) -> Iterator[O
         yield ("lr_decay_steps", "lr_warmup_steps", "max_train_steps"), problem
 
 
-def validate_self_tuning_optimizers(
-    optim: OptimConfig, adapter: AdapterConfig, explicit: ExplicitOptions
-) -> Iterator[OptionConflict]:
-    """Schedule-free optimizers take no schedule; Adafactor sets its learning rate unless relative_step is False."""
-    name, scheduler = optim.optimizer_type.lower().replace(":", ".").rpartition(".")[2], optim.lr_scheduler
-    if "schedulefree" in name and (optim.lr_scheduler_type or scheduler not in ("constant", "constant_with_warmup")):
-        problem = f"{optim.optimizer_type} needs no schedule; use lr_scheduler constant or constant_with_warmup"
-        yield ("lr_scheduler", "optimizer_type"), problem
-    relative_step = [value for key, value in split_keyword_args(optim.optimizer_args) if key == "relative_step"]
-    if name != "adafactor" or relative_step == ["False"]:
-        if scheduler == "adafactor":
+def validate_self_tuning_optimizers(optim: OptimConfig, adapter: AdapterConfig) -> Iterator[OptionConflict]:
+    """Adafactor sets one learning rate for all modules, unless relative_step is False."""
+    if not is_self_tuning_adafactor(optim):
+        if optim.lr_scheduler == "adafactor":
             problem = "adafactor is for optimizer_type Adafactor with relative_step; use lr_scheduler constant"
             yield ("lr_scheduler", "optimizer_type"), problem
         return
     is_used = {
-        "learning_rate": "learning_rate" in explicit and not relative_step,
-        "unet_lr": optim.unet_lr,
-        "text_encoder_lr": optim.text_encoder_lr,
         "network_args": PER_MODULE_LR_ARGS.intersection(list_arg_names(adapter.network_args)),
-        "lr_scheduler": optim.lr_scheduler_type or scheduler not in ("constant", "adafactor"),
+        "lr_scheduler_type": optim.lr_scheduler_type,
     }
     for option in (option for option, value in is_used.items() if value):
         problem = (
             "no effect: Adafactor sets its own learning rate; to use this, add relative_step=False to optimizer_args"
         )
         yield (option, "optimizer_args"), problem
+
+
+def validate_learning_rates(optim: OptimConfig, adapter: AdapterConfig) -> Iterator[OptionConflict]:
+    """A run in which nothing learns is refused at the start."""
+    if is_self_tuning_adafactor(optim):
+        return
+    unet_lr = optim.learning_rate if optim.unet_lr is None else optim.unet_lr
+    text_rates = optim.text_encoder_lr or (optim.learning_rate,)
+    if not (adapter.trains_denoiser and unet_lr) and not (adapter.trains_text_encoders and any(text_rates)):
+        name = "unet_lr" if optim.unet_lr == 0 and adapter.trains_denoiser else "learning_rate"
+        yield (name,), "0 trains nothing; set a learning rate such as 1e-4"

@@ -41,6 +41,7 @@ from .model_configs import (
 )
 
 _REPO_ID_PATTERN = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+COMPONENT_OPTIONS = ("vae", "clip_l", "clip_g", "t5xxl", "ae", "text_encoder")
 SourceType = Literal["folder", "hub", "file", "random"]
 
 
@@ -254,7 +255,7 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
     """Resolve the component options and check the options of the family; all problems are raised together."""
     facts, problems, read = get_family_facts(detected.family), list[str](), get_config_reader(detected)
     sources = {}
-    for option in ("vae", "clip_l", "clip_g", "t5xxl", "ae", "text_encoder"):
+    for option in COMPONENT_OPTIONS:
         path_or_id = getattr(model_config, option)
         if path_or_id is None:
             continue

@@ -1,13 +1,17 @@
 """Checks of the settings that depend on the model: its files, its options, attention and previews; no torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
-from ..config import RunConfig, validate_adapter, validate_objective
+from ..config import ParsedConfig, RunConfig, validate_adapter, validate_objective
+from ..config.schema import AdapterConfig, ModelConfig
+from ..config.schema_objective import LossConfig, NoiseConfig
 from ..data.prompts import Prompt, load_prompts
 from ..errors import ConfigError
-from .detect import DetectedModel, detect_model, get_family_facts
+from .detect import COMPONENT_OPTIONS, DetectedModel, detect_model, get_family_facts
 from .facts import TORCH_ATTENTION_MODES
+from .families import FAMILY_FACTS
 
 
 def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> Iterator[str]:
@@ -26,6 +30,7 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> I
             *validate_adapter.validate_adapter_for_model(
                 config.adapter, config.optim, facts.name, facts.title, facts.text_encoders, facts.t5_encoder
             ),
+            *validate_adapter.validate_text_caching(config.adapter, config.cache, facts.text_encoders),
             *((("attn_mode",), line) for line in validate_attention_mode(config.distributed.attn_mode, detected)),
         ]
         yield from (f"{locations.get(names[0], f'--{names[0]}')}: {problem}" for names, problem in conflicts)
@@ -75,3 +80,45 @@ def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[str]:
 def _validate_sampler(sampler: str | None, model: DetectedModel) -> Iterator[str]:
     if sampler not in (None, "euler") and model.prediction_type == "flow":
         yield f"{sampler} is not for flow-matching models such as {get_family_facts(model.family).title}; use euler"
+
+
+def drop_unused_model_options(loaded: ParsedConfig) -> ParsedConfig:
+    """Set options that mean nothing to the model back to their defaults; a model that is not found is left alone."""
+    model = loaded.config.model
+    try:
+        detected = detect_model(ModelConfig(model.pretrained_model_name_or_path, model.family))
+        config = loaded.config
+        reasons = find_unused_model_options(config.adapter, config.noise, config.loss, detected)
+    except ConfigError:
+        return loaded  # reported by validate_model_options
+    reasons |= _find_unavailable_xformers(loaded, detected)
+    return loaded.without_unused({name: why for name, why in reasons.items() if name in loaded.locations})
+
+
+def find_unused_model_options(
+    adapter: AdapterConfig, noise: NoiseConfig, loss: LossConfig, detected: DetectedModel
+) -> dict[str, str]:
+    """Find the options without effect on this model, and why; options with their default values may be among them."""
+    facts = get_family_facts(detected.family)
+    special = {option for each in FAMILY_FACTS.values() for option in each.extra_options} - set(facts.extra_options)
+    unused = dict.fromkeys(sorted(special), f"not for {facts.title}")
+    unused |= {name: f"not for {facts.title}" for name in COMPONENT_OPTIONS if name not in facts.component_options}
+    if not detected.has_guidance_embeds:
+        unused["guidance_scale"] = "the model has no guidance embedding"
+    unused |= validate_objective.find_options_of_other_models(noise, loss, detected.prediction_type)
+    if detected.prediction_type == "flow":
+        unused["sample_sampler"] = "flow matching samples with euler"
+    if not facts.text_encoders and not adapter.network_train_text_encoder_only:
+        unused |= dict.fromkeys(
+            ("network_train_unet_only", "text_encoder_lr"), f"the text encoders of {facts.title} are never trained"
+        )
+    return unused
+
+
+def _find_unavailable_xformers(loaded: ParsedConfig, detected: DetectedModel) -> dict[str, str]:
+    """``xformers = true`` asks for speed; where it cannot run, PyTorch's attention computes the same."""
+    if not loaded.locations.get("attn_mode", "").endswith("xformers"):
+        return {}
+    if "xformers" not in (*TORCH_ATTENTION_MODES, *get_family_facts(detected.family).attention_modes):
+        return {"attn_mode": f"not supported for {detected.family}; PyTorch's attention is used"}
+    return {} if find_spec("xformers") else {"attn_mode": "not installed; PyTorch's attention is used"}

@@ -4,11 +4,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from ..config import parse_config
 from ..config.schema_data import CacheConfig
 from ..errors import ConfigError
 from ..registry import suggest_name
-from ..training.preflight import find_settings_problems
+from ..training.preflight import find_settings_problems, load_settings
 
 USAGE = "usage: python -m library cache build|verify|repair|prune|info --dataset_config FILE [--option value ...]"
 COMMANDS = {
@@ -29,7 +28,7 @@ def run_cache(argv: Sequence[str]) -> tuple[str, int]:
     if command not in COMMANDS:
         hint = suggest_name(command, COMMANDS) or f"; choose from {', '.join(COMMANDS)}"
         raise ConfigError([f"cache: unknown command {command!r}{hint}"])
-    loaded = parse_config([word for word in training_argv if word != CONFIRM_FLAG])
+    loaded = load_settings([word for word in training_argv if word != CONFIRM_FLAG])
     config = replace(loaded.config, cache=_enable_disk_cache(loaded.config.cache))
     is_confirmed = CONFIRM_FLAG in training_argv
     problems = [f"{CONFIRM_FLAG}: only with prune"] if is_confirmed and command != "prune" else []

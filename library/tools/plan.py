@@ -16,7 +16,7 @@ from ..config.types import MemorySize
 from ..dataset.dataset_config import can_load_datasets, collect_extra_keys, convert_to_sd_scripts, load_dataset_config
 from ..errors import ConfigError
 from ..log import configure_logging
-from ..training.preflight import find_settings_problems
+from ..training.preflight import find_settings_problems, load_settings
 
 if TYPE_CHECKING:
     from ..config.parser import ParsedConfig
@@ -61,7 +61,7 @@ def run_plan(argv: Sequence[str]) -> tuple[str, int]:
     if set(argv) & {"--help", "-h"}:
         return _format_help(), 0
     tool_argv, training_argv = _split_arguments(argv)
-    own, training = parse_config(tool_argv, _Arguments), parse_config(training_argv)
+    own, training = parse_config(tool_argv, _Arguments), load_settings(training_argv)
     options: PlanOptions = cast(Any, own.config).plan
     data = training.config.data
     problems = [*own.problems, *_validate_options(options, frozenset(own.locations))]

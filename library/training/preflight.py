@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..atomic_files import find_write_error
-from ..config import ParsedConfig, RunConfig
+from ..config import ParsedConfig, RunConfig, parse_config
 from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.validate_objective import validate_objective_for_model
 from ..errors import ConfigError
@@ -117,9 +117,17 @@ def validate_objective(
         yield f"--{name}: the model's last timestep has zero SNR, so its loss weight is infinite; remove the option"
 
 
+def load_settings(argv: Sequence[str]) -> ParsedConfig:
+    """Parse a command line and its run TOML, without the options that have no effect on this model."""
+    from ..models.preflight import drop_unused_model_options
+
+    return drop_unused_model_options(parse_config(argv))
+
+
 def find_settings_problems(loaded: ParsedConfig) -> list[str]:
     """Run the checks of the settings of a command line."""
-    return [problem for check in list_settings_checks() for problem in check(loaded)]
+    problems = [problem for check in list_settings_checks() for problem in check(loaded)]
+    return list(dict.fromkeys(loaded.locate_problems(problems)))
 
 
 def check_run_settings(config: RunConfig, facts: RunFacts) -> None:

@@ -98,6 +98,7 @@ def _prepare_and_train(
         return RunPlan.from_config(batch_plan, config.train, config.optim)
 
     plan = build_plan()
+    config = replace(config, save=resolve_save_interval(config.save, plan.num_epochs))
     batch_sizes = {bucket.batch_size for bucket in plan.batch_plan.buckets}
     comm.assert_equal_across_ranks({"steps": plan.steps, "batch sizes": sorted(batch_sizes)})
     strategy.check_batch_sizes(batch_sizes, plan.batch_plan.accumulation_steps)
@@ -145,6 +146,13 @@ def _prepare_output_dir(save: SaveConfig, compile_cache_dir: str | None, stack: 
     check_output_dirs(directories)
     stack.enter_context(hold_output_lock(output_dir, save.output_name))
     checkpoint_dir.remove_leftover_files(output_dir, save.output_name)
+
+
+def resolve_save_interval(save: SaveConfig, num_epochs: int) -> SaveConfig:
+    """``save_n_epoch_ratio`` divides the run into as many parts, of whole epochs, as in sd-scripts."""
+    if not save.save_n_epoch_ratio:
+        return save
+    return replace(save, save_every_n_epochs=max(1, num_epochs // save.save_n_epoch_ratio))
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,7 @@ def _build_task(
         config.cache.vae_batch_size,
         config.cache.text_encoder_batch_size,
         cache_readers.text_reader,
-        config.adapter.trains_text_encoders,
+        bool(select_trained_text_encoders(config.adapter, config.optim, family.facts)),
         dropout,
         pads_texts=config.parallel.pp_size > 1,
     )

@@ -235,7 +235,6 @@ def test_a_model_that_cannot_be_sharded_is_refused_before_it_is_loaded(model, fl
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--pp_schedule", "gpipe"), "--pp_schedule: no effect without pp_size above 1"),
         (
             ("--tp_size", "2", "--network_module", "lycoris.kohya", "--network_args", "algo=loha"),
             "not loha; use pp_size, cp_size or fsdp",

@@ -36,12 +36,12 @@ def write_dataset(folder, sizes, counts=(1, 2)):
 def train_and_count_graphs(*flags):
     """Train in this process; return the path of the LoRA file and the counts of compiled graphs."""
     from library.training import run as run_module
-    from library.training import warmup
+    from library.training import trial_steps
 
-    runs, train, warmup_calls, marks = [], run_module.train, [], []
+    runs, train, trial_calls, marks = [], run_module.train, [], []
     run_module.train = lambda run: (runs.append(run), train(run))
-    run_forward_backward = warmup.run_forward_backward
-    warmup.run_forward_backward = lambda *args: (warmup_calls.append(args), run_forward_backward(*args))[1]
+    run_forward_backward = trial_steps.run_forward_backward
+    trial_steps.run_forward_backward = lambda *args: (trial_calls.append(args), run_forward_backward(*args))[1]
     torch.compiler.cudagraph_mark_step_begin = lambda: marks.append(len(marks))
     settings = parse_config(
         [*flags, "--quiet", "--max_data_loader_n_workers", "0", "--learning_rate", "0.1", "--optimizer_type", "SGD"]
@@ -60,7 +60,7 @@ def train_and_count_graphs(*flags):
         graph_counts=graph_counts,
         recompile_count=compilation.recompile_count if compilation else 0,
         is_dynamic=compilation and compilation.has_dynamic_shapes,
-        forward_count=len(warmup_calls) + runs[0].state.step,
+        forward_count=len(trial_calls) + runs[0].state.step,
         cudagraph_marks=len(marks),
         unique_graphs=counters["stats"]["unique_graphs"],
         lora=lora,

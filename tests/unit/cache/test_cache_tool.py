@@ -14,6 +14,7 @@ from rank_processes import run_on_ranks
 
 from library.cache.store import CacheStore
 from library.config import parse_config
+from library.config.validate_adapter import validate_text_caching
 from library.dataset.validate import validate_dataset_config
 from library.errors import ConfigError
 
@@ -110,6 +111,9 @@ def test_command_line_errors_are_reported_before_anything_is_read(words, problem
         run_cache(words)
 
 
+TEXTS = "network_train_text_encoder_only"
+
+
 def problems(folder: Path, *flags: str, lines: str = "", subset: str = "") -> list[str]:
     loaded = parse_config(["--dataset_config", write_dataset_file(folder, lines, subset), *flags])
     return [*loaded.problems, *validate_dataset_config(loaded.config.data, loaded.config.cache)]
@@ -125,15 +129,11 @@ def test_settings_that_rule_out_caching_are_rejected_early_with_both_options(tmp
         " each time; remove one of the two"
     ]
     assert problems(tmp_path, "--cache_latents", "--random_crop")[0].startswith("--random_crop: cannot be used with")
-    for switch in ("--no-network_train_unet_only", "--network_train_text_encoder_only"):
-        (results,) = problems(tmp_path, "--cache_text_encoder_outputs", switch)
-        assert (
-            results.startswith("--cache_text_encoder_outputs: ") and switch.removeprefix("--no-").strip("-") in results
-        )
-    assert problems(tmp_path, "--skip_cache_check", "--cache_latents")[0].startswith(
-        "--skip_cache_check: there is no disk cache"
-    )
-    assert problems(tmp_path, "--cache_precision", "fp16")[0].startswith("--cache_precision: latents are not cached")
+    for switch, name in (("--no-network_train_unet_only", "network_train_unet_only"), (f"--{TEXTS}", TEXTS)):
+        loaded = parse_config([*switch.split(), "--cache_text_encoder_outputs"])
+        ((names, problem),) = validate_text_caching(loaded.config.adapter, loaded.config.cache, ["text_encoder"])
+        assert names[0] == "cache_text_encoder_outputs" and name in problem
+        assert list(validate_text_caching(loaded.config.adapter, loaded.config.cache, [])) == []
 
 
 def test_caching_conflicts_are_reported_without_importing_torch(tmp_path):

@@ -314,7 +314,7 @@ def test_parts_of_one_module_cannot_have_two_ranks(sites):
         ("conv_alpha=4", "--network_args: conv_alpha: convolutions are not trained; add conv_dim"),
         (
             "train_t5xxl=True",
-            "--network_args: train_t5xxl: text encoders are not trained; set network_train_unet_only = false",
+            "--network_args: train_t5xxl: text encoders are not trained; remove network_train_unet_only",
         ),
         ("algo=loha", "--network_args: algo: only for network_module lycoris.kohya"),
         ("exclude_patterns=['(']", "--network_args: exclude_patterns: expected a list of regular expressions"),
@@ -322,7 +322,7 @@ def test_parts_of_one_module_cannot_have_two_ranks(sites):
     ],
 )
 def test_problems_are_reported_when_options_are_parsed(words, problem):
-    (found,) = parse_config([*DATA, "--network_args", words]).problems
+    (found,) = parse_config([*DATA, "--network_train_unet_only", "--network_args", words]).problems
     assert found.startswith(problem)
 
 

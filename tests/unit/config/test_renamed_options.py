@@ -94,7 +94,7 @@ def test_a_flag_wins_over_the_old_name_in_the_run_toml(tmp_path):
 
 def test_both_names_in_one_run_toml_are_a_duplicate_key(tmp_path):
     path = tmp_path / "run.toml"
-    path.write_text("max_bad_steps = 3\nmax_nan_steps = 3\n")
+    path.write_text("max_bad_steps = 3\nmax_nan_steps = 4\n")
     assert parse_config([*DATA, "--config_file", str(path)]).problems == [
         f"{path}:2: max_nan_steps: duplicate key, first set in line 1"
     ]

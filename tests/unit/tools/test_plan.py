@@ -199,7 +199,7 @@ def test_problems_of_the_dataset_file_are_reported_with_those_of_options(dataset
         (["--preview", "a/x.png"], "--preview: a/x.png is in an image folder"),
         (["--preview", "deep/s/x.png"], "--preview: deep/s/x.png is in an image folder"),
         (["--preview"], "--preview: expects a value"),
-        (["--discrete_flow_shift", "3"], "--discrete_flow_shift: not applicable to Stable Diffusion 1"),
+        (["--v_pred_like_loss", "0.5"], "--v_pred_like_loss: needs a model that predicts the noise"),
         (["--pretrained_model_name_or_path", "nowhere.safetensors"], "nowhere.safetensors"),
         (["--bucket_max_crop", "0.5"], "--bucket_max_crop (for {folder}/set.toml:6): needs bucket_mode symmetric"),
     ],

@@ -102,7 +102,7 @@ def test_a_failed_upload_is_only_logged(hub, refuses, tmp_path, caplog):
 
 
 def test_hub_options_without_a_repository_and_invalid_names_are_reported():
-    problems = " ".join(parse_config(["--async_upload", "--huggingface_repo_type", "model"]).problems)
-    assert "async_upload" in problems and "no effect without huggingface_repo_id" in problems
+    unused = parse_config(["--async_upload", "--huggingface_repo_type", "model"]).unused
+    assert unused == (("--async_upload", "huggingface_repo_id is not set"),)
     problems = " ".join(parse_config(["--huggingface_repo_id", "a/b/c", "--huggingface_path_in_repo", "../x"]).problems)
     assert "is not a repository id; expected OWNER/NAME" in problems and "outside the repository" in problems

@@ -1,0 +1,159 @@
+"""Settings that cannot change the result are accepted, named in one line, and set back to their defaults."""
+
+import pytest
+from data_paths import DATA
+
+from library.config import parse_config
+from library.config.options import flatten_config
+from library.config.parser import format_unused_settings
+from library.models.preflight import drop_unused_model_options
+
+
+@pytest.mark.parametrize(
+    ("flags", "unused"),
+    [
+        ("--max_train_steps 5 --max_train_epochs 1", {"max_train_steps": "max_train_epochs is set"}),
+        ("--sample_at_first", {"sample_at_first": "no sample_prompts"}),
+        ("--sample_every_n_epochs 1 --sample_sampler ddim", {"sample_every_n_epochs": "", "sample_sampler": ""}),
+        ("--prefetch_factor 3 --max_data_loader_n_workers 0", {"prefetch_factor": "there are no data loader workers"}),
+        ("--dynamo_backend eager", {"dynamo_backend": "torch_compile is not set"}),
+        ("--lr_decay_steps 5", {"lr_decay_steps": "only for lr_scheduler warmup_stable_decay"}),
+        ("--lr_scheduler_timescale 5", {"lr_scheduler_timescale": "only for lr_scheduler inverse_sqrt"}),
+        ("--lr_scheduler_num_cycles 4 --lr_scheduler cosine", {"lr_scheduler_num_cycles": ""}),
+        ("--lr_scheduler_type StepLR --lr_scheduler cosine", {"lr_scheduler": "lr_scheduler_type is set"}),
+        ("--optimizer_type AdamWScheduleFree --lr_scheduler cosine", {"lr_scheduler": ""}),
+        ("--optimizer_type adafactor --learning_rate 1e-3", {"learning_rate": ""}),
+        ("--optimizer_type adafactor --unet_lr 1e-3", {"unet_lr": ""}),
+        ("--no-network_train_unet_only --optimizer_type adafactor --text_encoder_lr 0", {"text_encoder_lr": ""}),
+        ("--optimizer_type adafactor --lr_scheduler cosine", {"lr_scheduler": ""}),
+        ("--network_train_unet_only --text_encoder_lr 1e-5", {"text_encoder_lr": "text encoders are not trained"}),
+        ("--network_train_text_encoder_only --unet_lr 1e-5", {"unet_lr": "only text encoders are trained"}),
+        ("--wandb_run_name a --log_prefix b", {"wandb_run_name": "", "log_prefix": "no tracker is set"}),
+        ("--wandb_run_name a --logging_dir b", {"wandb_run_name": "wandb is not used"}),
+        ("--save_last_n_epochs 2", {"save_last_n_epochs": "save_every_n_epochs is not set"}),
+        ("--save_last_n_steps_state 1", {"save_last_n_steps_state": "save_state is not set"}),
+        ("--huggingface_path_in_repo a", {"huggingface_path_in_repo": "huggingface_repo_id is not set"}),
+        ("--force_resume", {"force_resume": "nothing is resumed"}),
+        ("--cpu_offload_checkpointing", {"cpu_offload_checkpointing": "gradient_checkpointing is not set"}),
+        ("--skip_cache_check", {"skip_cache_check": "there is no disk cache"}),
+        ("--cache_precision fp16", {"cache_precision": "latents are not cached"}),
+        ("--pp_schedule gpipe", {"pp_schedule": "pp_size is 1"}),
+        ("--noise_offset_random_strength", {"noise_offset_random_strength": "noise_offset is 0"}),
+        ("--noise_offset 0 --adaptive_noise_scale 0.1", {"adaptive_noise_scale": "noise_offset is 0"}),
+        ("--ip_noise_gamma_random_strength", {"ip_noise_gamma_random_strength": "ip_noise_gamma is 0"}),
+        ("--multires_noise_discount 0.5", {"multires_noise_discount": "multires_noise_iterations is 0"}),
+        ("--huber_c 0.2", {"huber_c": "loss_type is l2"}),
+        ("--loss_type l1 --huber_schedule constant", {"huber_schedule": "loss_type is l1"}),
+        ("--logit_mean 0.5", {"logit_mean": "only for weighting_scheme logit_normal"}),
+        ("--mode_scale 0", {"mode_scale": "only for weighting_scheme mode"}),
+        ("--weighting_scheme cosmap --sigmoid_scale 2", {"sigmoid_scale": "not for timestep_sampling sigma"}),
+        (
+            "--timestep_sampling flux_shift --discrete_flow_shift 3",
+            {"discrete_flow_shift": "not for timestep_sampling flux_shift"},
+        ),
+        ("--lowram", {"lowram": ""}),
+        ("--no_half_vae", {"no_half_vae": ""}),
+    ],
+)
+def test_a_setting_without_effect_is_named_and_set_back(flags, unused):
+    parsed = parse_config([*DATA, *flags.split()])
+
+    found = {location.removeprefix("--"): reason for location, reason in parsed.unused}
+    assert parsed.problems == [] and found.keys() == unused.keys()
+    assert all(found[name] == reason for name, reason in unused.items() if reason)
+    defaults, values = flatten_config(type(parsed.config)()), flatten_config(parsed.config)
+    assert {name for name in unused if name in values and values[name] != defaults[name]} == set()
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "unused"),
+    [
+        ("sdxl", "--clip_skip 2", {"clip_skip"}),
+        ("flux", "--clip_skip 2 --max_token_length 225", {"clip_skip", "max_token_length"}),
+        ("sd1", "--guidance_scale 3.5 --t5xxl_max_token_length 256", {"guidance_scale", "t5xxl_max_token_length"}),
+        ("sd1", "--timestep_sampling sigmoid --discrete_flow_shift 3", {"timestep_sampling", "discrete_flow_shift"}),
+        ("sd1", "--t5xxl nowhere --ae nowhere", {"t5xxl", "ae"}),
+        ("sd3", "--min_snr_gamma 5 --noise_offset 0.1 --adaptive_noise_scale 0.1", {"min_snr_gamma", "noise_offset"}),
+        ("flux", "--sample_sampler euler_a --sample_prompts pyproject.toml", {"sample_sampler"}),
+        ("z_image", "--no-network_train_unet_only", {"no-network_train_unet_only"}),
+        ("sd1", "--clip_skip 2 --v_parameterization --min_snr_gamma 5", set()),
+    ],
+)
+def test_options_of_other_models_are_named_and_set_back(model, flags, unused):
+    argv = [*DATA, "--pretrained_model_name_or_path", f"random:{model}:tiny", *flags.split()]
+    parsed = drop_unused_model_options(parse_config(argv))
+
+    found = {location.removeprefix("--") for location, _ in parsed.unused}
+    assert found - {"discrete_flow_shift", "adaptive_noise_scale"} == unused - {"discrete_flow_shift"}
+    defaults, values = flatten_config(type(parsed.config)()), flatten_config(parsed.config)
+    assert {name for name in unused if values.get(name) != defaults.get(name)} == set()
+
+
+def test_all_settings_without_effect_are_one_line_with_the_lines_of_the_file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("epoch = 3\n[a]\nlowram = true\nmax_train_steps = 9\nmax_train_epochs = 2\n")
+
+    parsed = parse_config([*DATA, "--config_file", str(path), "--highvram"])
+
+    assert format_unused_settings(parsed.unused, path) == (
+        f"{path}: no effect on this run: epoch (line 1), lowram (line 3), --highvram,"
+        " max_train_steps (line 4: max_train_epochs is set)"
+    )
+
+
+def test_a_learning_rate_of_0_for_text_encoders_trains_the_denoiser_only():
+    adapter = parse_config([*DATA, "--no-network_train_unet_only", "--text_encoder_lr", "0"]).require_valid().adapter
+    assert adapter.network_train_unet_only and not adapter.trains_text_encoders
+    adapter = parse_config([*DATA, "--no-network_train_unet_only", "--unet_lr", "0"]).require_valid().adapter
+    assert adapter.network_train_text_encoder_only and not adapter.trains_denoiser
+    for flags in (
+        "--learning_rate 0",
+        "--no-network_train_unet_only --unet_lr 0 --text_encoder_lr 0",
+        "--network_train_unet_only --unet_lr 0",
+    ):
+        (problem,) = parse_config([*DATA, *flags.split()]).problems
+        assert problem.endswith("_rate: 0 trains nothing; set a learning rate such as 1e-4") or "unet_lr" in problem
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("learning_rate = '1e-4'", "learning_rate", 1e-4),
+        ("network_dim = '8'", "network_dim", 8),
+        ("network_dim = 8.0", "network_dim", 8),
+        ("enable_bucket = 'True'", "enable_bucket", True),
+        ("enable_bucket = 1", "enable_bucket", True),
+        ("resume = false", "resume", None),
+        ("network_args = ''", "network_args", ()),
+        ("use_8bit_adam = true", "optimizer_type", "AdamW8bit"),
+        ("use_8bit_adam = true\noptimizer_type = 'Lion'", "optimizer_type", "Lion"),
+        ("lr_restart_cycles = 3\nlr_scheduler = 'cosine_with_restarts'", "lr_scheduler_num_cycles", 3),
+        ("dynamo_backend = 'no'", "dynamo_backend", "inductor"),
+        ("[sample_prompts]\nsample_sampler = 'euler_a'\nseed = 3", "seed", 3),
+        ("seed = 3\n[again]\nseed = 3", "seed", 3),
+    ],
+)
+def test_values_are_read_as_sd_scripts_reads_them(tmp_path, line, name, value):
+    path = tmp_path / "run.toml"
+    path.write_text(line)
+
+    config = parse_config([*DATA, "--config_file", str(path)]).require_valid()
+
+    assert flatten_config(config)[name] == value
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("enable_bucket = True", "; write true in lower case"),
+        ("vae = None", "; TOML has no None: remove the line"),
+        ('vae = "C:\\Users\\me"', "; write paths with backslashes in single quotes: 'C:\\Users\\me'"),
+        ("vae = /models/vae", '; text needs quotes: vae = "/models/vae"'),
+    ],
+)
+def test_what_is_often_wrong_in_toml_has_a_hint(tmp_path, line, hint):
+    path = tmp_path / "run.toml"
+    path.write_text(f"seed = 3\n{line}\n")
+
+    (problem,) = parse_config([*DATA, "--config_file", str(path)]).problems
+    assert problem.startswith(f"{path}:2: not valid TOML: ") and problem.endswith(hint)
