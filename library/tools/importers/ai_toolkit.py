@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from .ai_toolkit_data import read_datasets, read_samples
+from .ai_toolkit_data import read_datasets, read_sample_prompts
 from .equivalents import (
     FLOW_FAMILIES,
     SUPPORTED,
@@ -59,7 +59,7 @@ def import_ai_toolkit(content: dict[str, Any], path: Path) -> ImportedConfig:
     _read_saving(process, name, accumulation)
     trigger = process.read("trigger_word", None, to_text)
     read_datasets(process, trigger)
-    read_samples(process, trigger, accumulation)
+    read_sample_prompts(process, trigger, accumulation)
     process.apply_rules(keys.PROCESS_RULES)
     for reader in (job, config, process):
         reader.list_unknown(PROGRAM)

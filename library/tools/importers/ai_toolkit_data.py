@@ -78,7 +78,7 @@ def _read_subset(reader: KeyReader, trigger: str | None) -> dict[str, Any]:
     return subset
 
 
-def read_samples(process: KeyReader, trigger: str | None, accumulation: int) -> None:
+def read_sample_prompts(process: KeyReader, trigger: str | None, accumulation: int) -> None:
     """The prompts of previews; they have no effect on training."""
     result, sample, train = process.result, process.read_table("sample"), process.table.get("train") or {}
     texts = sample.read("prompts", [])

@@ -211,6 +211,9 @@ def is_among(value: Any, values: Iterable[Any]) -> bool:
 
 
 def _is_same_kind(value: Any, item: Any) -> bool:
+    """Whether both are texts or containers, or neither; 1 is not the same as true, though 0 is as off as false."""
+    if item in (1, True) and not isinstance(item, str):
+        return isinstance(value, bool) == isinstance(item, bool)
     return isinstance(value, (str, list, dict)) == isinstance(item, (str, list, dict))
 
 

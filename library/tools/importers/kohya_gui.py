@@ -251,15 +251,30 @@ def _read_extra_flags(reader: KeyReader) -> None:
     words = shlex.split(str(reader.read("additional_parameters", "")))
     if not words:
         return
-    parsed = parse_config(words)
-    values = flatten_config(parsed.config)
-    for name in parsed.locations:
-        value = values[name]
-        plain = isinstance(value, (bool, int, float, str, tuple))
-        reader.result.options[name] = list(value) if isinstance(value, tuple) else value if plain else str(value)
-    for problem in parsed.problems:
-        if not problem.startswith("--dataset_config: missing") and "no effect without" not in problem:
+    options = reader.result.options
+    alone, together = parse_config(words), parse_config([*_format_flags(options), *words])
+    values = flatten_config(together.config)
+    for name in alone.locations.keys() | {flag.removeprefix("--") for flag, _ in alone.unused}:
+        if name in together.locations:
+            value = values[name]
+            plain = isinstance(value, (bool, int, float, str, tuple))
+            options[name] = list(value) if isinstance(value, tuple) else value if plain else str(value)
+    for flag, reason in together.unused:
+        if flag in words or any(word.startswith(f"{flag}=") for word in words):
+            reader.result.list_harmless("additional_parameters", flag, reason or "no effect on the result")
+    for problem in alone.problems:
+        if problem in together.problems and not problem.startswith("--dataset_config: missing"):
             reader.list_change("additional_parameters", problem)
+
+
+def _format_flags(options: dict[str, Any]) -> list[str]:
+    flags = list[str]()
+    for name, value in options.items():
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            flags += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return flags
 
 
 def _drop_overridden(result: ImportedConfig) -> None:

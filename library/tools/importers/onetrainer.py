@@ -8,8 +8,9 @@ from .equivalents import SUPPORTED, UNET_FAMILIES, set_quantization
 from .imported import ImportedConfig, KeyReader, to_integer, to_number, to_positive_integer, to_switch, to_text
 from .keys import onetrainer as keys
 from .onetrainer_data import is_concept_list, is_sample_list, read_concepts, read_samples
-from .onetrainer_network import find_lr_factor, read_network, read_optimizer
+from .onetrainer_network import read_adapter
 from .onetrainer_objective import read_objective
+from .onetrainer_optimizer import find_lr_factor, read_optimizer
 from .source_file import SourceFile, find_companion
 
 PROGRAM = "OneTrainer"
@@ -33,7 +34,7 @@ def import_onetrainer(content: dict[str, Any], path: Path, others: Sequence[Sour
     parts = {name: config.read_table(name) for name in keys.PARTS}
     _read_denoiser(config, parts["unet" if result.family in UNET_FAMILIES else "transformer"])
     _read_text_encoders(config, parts)
-    read_network(config)
+    read_adapter(config)
     read_optimizer(config)
     read_objective(config)
     _read_precision_and_files(config)
@@ -122,7 +123,9 @@ def _read_denoiser(config: KeyReader, part: KeyReader) -> None:
     _read_stop(part, config)
     vae = config.read_table("vae")
     vae.take("vae", "model_name", None, to_text)
-    vae.read_keys.update(vae.table)  # its precision is float32 here
+    if vae.read("weight_dtype", "FLOAT_32") != "FLOAT_32":
+        vae.list_change("weight_dtype", "the VAE runs in float32 here, which is more exact")
+    vae.read_keys.update(vae.table)  # it is neither trained nor offloaded
 
 
 def _read_stop(part: KeyReader, config: KeyReader, default: int = 0) -> None:
@@ -212,7 +215,9 @@ def _read_precision_and_files(config: KeyReader) -> None:
         result.options["logging_dir"] = f"{workspace}/tensorboard"
     if config.read("latent_caching", True, to_switch):
         result.options["cache_latents_to_disk"] = True
-    if config.read("ema", "OFF") != "OFF":
+    if config.read("ema", "OFF") not in ("OFF", "GPU", "CPU"):
+        config.list_change("ema", "not a device for averages; none are kept")
+    elif config.read("ema", "OFF") != "OFF":
         result.options["ema_decay"] = config.read("ema_decay", 0.999, to_number)
         interval = config.read("ema_update_step_interval", 5, to_integer)
         if interval != 1:
@@ -245,5 +250,5 @@ def _list_part(part: KeyReader, name: str) -> None:
         part.list_change("model_name", "give it as clip_l, clip_g, t5xxl or text_encoder; see docs/models.md", model)
     dtype = part.read("weight_dtype")
     if dtype not in (None, *keys.PLAIN_DTYPES):
-        part.list_harmless("weight_dtype", "text encoders are not quantized here: more memory, no rounding")
+        part.list_change("weight_dtype", "text encoders are not quantized here: more exact, more memory")
     part.read_keys.update(part.table)

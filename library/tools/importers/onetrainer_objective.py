@@ -87,11 +87,10 @@ def _read_weighting(config: KeyReader, is_flow: bool) -> None:
 def _read_diffusion_timesteps(config: KeyReader) -> None:
     name = config.read("timestep_distribution", "UNIFORM")
     shift = config.read("timestep_shift", 1.0, to_number)
-    config.read_keys.update(("noising_weight", "noising_bias", "dynamic_timestep_shifting"))
-    if name != "UNIFORM":
-        config.list_change(
-            "timestep_distribution", "timesteps are uniform for this model; min_timestep and max_timestep cut them"
-        )
+    config.read("dynamic_timestep_shifting")  # for flow matching only, there too
+    weights = [key for key in ("noising_weight", "noising_bias") if config.read(key, 0.0, to_number)]
+    for key in ("timestep_distribution", *weights) if name != "UNIFORM" else ():
+        config.list_change(key, "timesteps are uniform for this model; min_timestep and max_timestep cut them")
     if shift != 1:
         config.list_change("timestep_shift", "timesteps are uniform for this model")
 

@@ -16,7 +16,7 @@ from .imported import (
 )
 from .keys import simpletuner as keys
 from .simpletuner_data import is_backend_list, read_backends, read_previews
-from .simpletuner_network import is_lycoris_config, read_network
+from .simpletuner_network import is_lycoris_config, read_lora_or_lycoris
 from .source_file import SourceFile, find_companion
 
 PROGRAM = "SimpleTuner"
@@ -104,7 +104,7 @@ def import_simpletuner(content: Any, path: Path, others: Sequence[SourceFile]) -
             config, "lycoris_config", path, others, is_lycoris_config, "LyCORIS", "config/lycoris_config.json"
         )
     config.read("lycoris_config")
-    read_network(config, None if lycoris is None else lycoris.content)
+    read_lora_or_lycoris(config, None if lycoris is None else lycoris.content)
     _read_optimizer(config)
     _read_length_and_schedule(config)
     _read_objective(config)

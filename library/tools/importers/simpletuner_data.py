@@ -88,6 +88,8 @@ def _read_sizes(reader: KeyReader) -> tuple[dict[str, Any], bool]:
     """Return resolution and buckets, and whether images are cropped to one shape."""
     family = reader.result.family
     size, unit = reader.read("resolution", 1024, to_number), reader.read("resolution_type", "pixel_area")
+    if unit not in ("pixel", "area", "pixel_area"):
+        reader.list_change("resolution_type", "not known; read as pixel_area")
     is_cropped = reader.read("crop", False, to_switch)
     aspect = reader.read("crop_aspect", "square") if is_cropped else ""
     side = round(math.sqrt(size * 1e6)) if unit == "area" else int(size)

@@ -20,13 +20,15 @@ def is_lycoris_config(content: Any) -> bool:
     return isinstance(content, dict) and "algo" in content
 
 
-def read_network(config: KeyReader, lycoris: dict[str, Any] | None) -> None:
+def read_lora_or_lycoris(config: KeyReader, lycoris: dict[str, Any] | None) -> None:
     """Adapter type, rank, alpha and layers."""
     if config.read("lora_type", "standard") == "lycoris":
         config.read_keys.update(("lora_rank", "lora_alpha", "lora_dropout", "flux_lora_target", "use_dora"))
         if lycoris is not None:
             _read_lycoris(KeyReader(lycoris, config.result, "lycoris_config."))
         return
+    if config.read("lora_type", "standard") != "standard":
+        config.list_change("lora_type", "no such type here; LoRA is trained")
     result = config.result
     rank = config.read("lora_rank", 16, to_integer)
     alpha = config.read("lora_alpha", float(rank), to_number)

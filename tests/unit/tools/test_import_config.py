@@ -15,6 +15,8 @@ from library.config import parse_config
 from library.config.types import StepsOrRatio
 from library.dataset.dataset_config import load_dataset_config
 from library.errors import UserError
+from library.optim.arguments import find_unknown_args, import_class
+from library.optim.optimizers import resolve_optimizer
 from library.tools.import_config import format_untaken, run_import_config
 from library.tools.importers.imported import Unsupported
 from library.tools.importers.keys import ai_toolkit, diffusion_pipe, kohya_gui, onetrainer, simpletuner
@@ -417,6 +419,8 @@ SILENT = {
     "crop_aspect",
     "disable_sampling",  # the file has no prompts
     "micro_batch_size_per_gpu",  # that of images overrides it
+    "ema",  # GPU or CPU
+    "fused",  # the same arithmetic
     "wandb_api_key",  # a secret is shown as ***
 }
 """Keys that may change without effect: other keys of the file switch them off, or they choose the program."""
@@ -486,6 +490,65 @@ def test_every_key_that_changes_the_result_and_has_no_equal_is_listed_when_set(w
             missed.append(key)
 
     assert missed == []
+
+
+OPTIMIZER_TABLES = {
+    program.__name__.rpartition(".")[2]: program.OPTIMIZERS
+    for program in (ai_toolkit, diffusion_pipe, onetrainer, simpletuner)
+}
+
+
+@pytest.mark.parametrize("program", OPTIMIZER_TABLES)
+def test_optimizers_have_the_arguments_that_are_set(program):
+    refused = {}
+    for name, optimizer in OPTIMIZER_TABLES[program].items():
+        info = resolve_optimizer(optimizer.name)
+        names = [*optimizer.arguments]
+        if program == "onetrainer":
+            names += onetrainer.OPTIMIZER_ARGUMENTS.get(name, "").split()
+        try:
+            function = import_class(info.import_path, "optimizer_type", name, info.pip_package)
+        except UserError:  # a package that is not installed
+            continue
+        if unknown := find_unknown_args(function, [info.arg_aliases.get(name, name) for name in names]):
+            refused[name] = unknown
+
+    assert refused == {}
+
+
+ONETRAINER_OPTIMIZERS = {
+    "CAME": (
+        {"eps": 1e-20, "beta3": 0.99},
+        ["weight_decay=0.01", "betas=(0.9,0.999,0.99)", "eps1=1e-20", "eps2=1e-16"],
+    ),
+    "ADAFACTOR": (
+        {"eps2": 0.01, "relative_step": False, "beta1": 0.5},
+        ["relative_step=False", "scale_parameter=False", "warmup_init=False", "beta1=0.5", "eps=(1e-30,0.01)"],
+    ),
+    "SCHEDULE_FREE_SGD": (
+        {"momentum": 0.8, "r": 0.5},
+        ["momentum=0.8", "weight_decay=0.0", "r=0.5", "warmup_steps=200"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ONETRAINER_OPTIMIZERS)
+def test_onetrainer_optimizers_keep_their_arguments(name):
+    given, expected = ONETRAINER_OPTIMIZERS[name]
+    content = {**load("onetrainer_flux.json"), "optimizer": {"optimizer": name, **given}}
+
+    assert import_content("onetrainer_flux.json", content).options["optimizer_args"] == expected
+
+
+def test_switches_of_onetrainer_optimizers_are_listed():
+    optimizer = {"optimizer": "ADAMW", "fused": True, "maximize": True, "cautious": True, "foreach": True}
+    listed = import_content("x.json", {**load("onetrainer_flux.json"), "optimizer": optimizer}).untaken
+
+    assert {item.key: item.changes_result for item in listed if item.key.startswith("optimizer.")} == {
+        "optimizer.maximize": True,
+        "optimizer.cautious": True,
+        "optimizer.foreach": False,
+    }
 
 
 def test_secrets_are_not_written(work):

@@ -122,10 +122,8 @@ MODEL_RULES: Mapping[str, Rule] = {
     **define_harmless(
         "device_map distributes a model over GPUs; see docs/multi_gpu.md", "split_model_over_gpus", False
     ),
-    **define_harmless("text encoders are not quantized here: more memory, no rounding", "quantize_te", False),
-    **define_harmless(
-        "text encoders are not quantized here: more memory, no rounding", "qtype_te text_encoder_bits", 16
-    ),
+    **define_unsupported("text encoders are not quantized here: more exact, more memory", "quantize_te"),
+    **define_harmless("text encoders are not quantized here", "qtype_te text_encoder_bits", 16),
     **define_harmless("mixed_precision sets it", "dtype vae_dtype te_dtype"),
     **define_harmless("accelerate launch chooses the device", "vae_device te_device"),
     **define_harmless("for previews only", "inference_lora_path unconditional_lora_path refiner_name_or_path"),

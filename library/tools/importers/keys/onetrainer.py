@@ -1,6 +1,7 @@
 """The keys of OneTrainer's files: what becomes of each."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from ..equivalents import KnownOptimizer
 from ..imported import Rule, Take, Unsupported, define_harmless, define_unsupported, to_integer, to_switch, to_text
@@ -49,24 +50,47 @@ OPTIMIZERS: Mapping[str, KnownOptimizer] = {
     "adafactor": KnownOptimizer("Adafactor", {"relative_step": False, "scale_parameter": False, "warmup_init": False}),
     "prodigy": KnownOptimizer("Prodigy", {**_BETAS, **_DADAPT}),
     "dadapt_adam": KnownOptimizer("DAdaptAdam", {**_BETAS, **_DADAPT, "decouple": False}),
-    "dadapt_adan": KnownOptimizer("DAdaptAdan"),
+    "dadapt_adan": KnownOptimizer("DAdaptAdan", {"weight_decay": 0.02}),
     "dadapt_ada_grad": KnownOptimizer("DAdaptAdaGrad", _DADAPT),
-    "dadapt_sgd": KnownOptimizer("DAdaptSGD", _DADAPT),
+    "dadapt_sgd": KnownOptimizer("DAdaptSGD", {"momentum": 0.0, **_DADAPT}),
     "dadapt_lion": KnownOptimizer("DAdaptLion", _DADAPT),
     "schedule_free_adamw": KnownOptimizer("AdamWScheduleFree", {"weight_decay": 0.01}),
-    "schedule_free_sgd": KnownOptimizer("SGDScheduleFree", {"weight_decay": 0.0}),
+    "schedule_free_sgd": KnownOptimizer("SGDScheduleFree", {"momentum": 0.0, "weight_decay": 0.0}),
     "came": KnownOptimizer("CAME", {"weight_decay": 0.01}),
 }
-ARGUMENT_NAMES = (
-    "eps weight_decay momentum nesterov dampening d0 d_coef growth_rate decouple use_bias_correction safeguard_warmup"
-    " relative_step scale_parameter warmup_init clip_threshold decay_rate amsgrad"
-).split()
-"""Arguments of its optimizers with the same names; the others are listed."""
+_FREE = "eps weight_decay d0 growth_rate"
+OPTIMIZER_ARGUMENTS: Mapping[str, str] = {
+    **dict.fromkeys(("adam", "adamw"), "eps weight_decay amsgrad"),
+    **dict.fromkeys(("ademamix", "ademamix_8bit"), "eps weight_decay alpha"),
+    **dict.fromkeys(("lion", "lion_8bit", "came"), "weight_decay"),
+    "sgd": "momentum dampening nesterov weight_decay",
+    "adafactor": "beta1 clip_threshold decay_rate weight_decay scale_parameter relative_step warmup_init",
+    "prodigy": f"{_FREE} beta3 d_coef decouple use_bias_correction safeguard_warmup",
+    "dadapt_adam": f"{_FREE} decouple use_bias_correction",
+    "dadapt_adan": _FREE,
+    "dadapt_ada_grad": f"{_FREE} momentum",
+    "dadapt_sgd": "momentum weight_decay d0 growth_rate",
+    "dadapt_lion": "weight_decay d0",
+    "schedule_free_adamw": "eps weight_decay r weight_lr_power",
+    "schedule_free_sgd": "momentum weight_decay r weight_lr_power",
+}
+"""Arguments of its optimizers that ours have, too, besides betas and pairs of eps; eps and weight_decay of others."""
+OPTIMIZER_BETAS: Mapping[str, tuple[float, ...]] = {
+    **dict.fromkeys(("sgd", "adafactor", "dadapt_ada_grad", "dadapt_sgd", "schedule_free_sgd"), ()),
+    **dict.fromkeys(("ademamix", "ademamix_8bit", "came"), (0.9, 0.999, 0.9999)),
+    "dadapt_adan": (0.98, 0.92, 0.99),
+    "lion": (0.9, 0.99),
+}
+"""Its default betas, where they are not (0.9, 0.999)."""
 OPTIMIZER_SPEED = (
-    "optimizer foreach fused fused_back_pass stochastic_rounding fsdp_in_use capturable differentiable compile"
-    " block_wise percentile_clipping min_8bit_size optim_bits is_paged log_every use_triton maximize max_unorm"
+    "foreach fused fused_back_pass stochastic_rounding fsdp_in_use capturable differentiable compile block_wise"
+    " min_8bit_size optim_bits is_paged log_every use_triton"
 ).split()
-"""Settings of memory and speed."""
+NEUTRAL_ARGUMENTS: Mapping[str, Any] = {
+    **{"fused": True, "block_wise": True, "min_8bit_size": 4096, "optim_bits": 32, "percentile_clipping": 100},
+    **{"slice_p": 1, "eps": 1e-8},
+}
+"""Values of arguments that change nothing."""
 
 LAYER_PRESETS: Mapping[str, Mapping[str, tuple[tuple[str, ...], str]]] = {
     "unet": {"attn-mlp": ((), ""), "attn-only": (("attn",), "")},
@@ -113,7 +137,7 @@ RUN_RULES: Mapping[str, Rule] = {
         "debug_mode debug_dir cache_dir huggingface_cache_dir offline_mode tensorboard_expose tensorboard_always_on"
         " tensorboard_port prevent_overwrites include_train_config train_device temp_device only_cache"
         " samples_to_tensorboard",
-        *("debug", "workspace-cache/run", "", False, 6006, "NONE", "cuda", "cpu", "cuda:0", True),
+        *("debug", "workspace-cache/run", "", False, 6006, "NONE", True, *"cuda cpu cuda:0".split()),
     ),
     **define_harmless(
         "accelerate launch distributes training here",

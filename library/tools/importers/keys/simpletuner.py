@@ -222,10 +222,9 @@ RUN_RULES: Mapping[str, Rule] = {
         " keep_vae_loaded accelerator_cache_clear_interval enable_multiprocessing max_workers torch_num_threads"
         " dataloader_prefetch dataloader_prefetch_qlen image_processing_batch_size write_batch_size read_batch_size"
         " compress_disk_cache musubi_block_swap_device find_unused_parameters vae_dtype base_model_default_dtype"
-        " text_encoder_1_precision text_encoder_2_precision text_encoder_3_precision text_encoder_4_precision"
         " enable_xformers_memory_efficient_attention allow_tf32 gradient_precision preserve_data_backend_cache"
         " quantize_activations ema_device ema_cpu_only ema_foreach_disable",
-        *(False, "no_change", "bf16", "accelerator", "diffusers", "cpu", True),
+        *(False, True, *"no_change bf16 accelerator diffusers cpu".split()),
     ),
     **define_harmless(
         _LOCAL,
@@ -252,6 +251,11 @@ RUN_RULES: Mapping[str, Rule] = {
         " quantization_config masked_grad pretrained_unet_model_name_or_path custom_text_encoder_intermediary_layers"
         " pretrained_t5_model_name_or_path freeze_encoder_before_training lr_scale_per_dataset deepspeed_config",
         "None",
+    ),
+    **define_unsupported(
+        "text encoders are not quantized here: more exact, more memory",
+        "text_encoder_1_precision text_encoder_2_precision text_encoder_3_precision text_encoder_4_precision",
+        "no_change",
     ),
     "lora_init_type": Unsupported("the down matrix is initialized as in peft's default", ("default", None)),
     "peft_lora_mode": Unsupported(_CHANGES, ("standard", None)),
