@@ -16,7 +16,7 @@ from torch import Tensor, equal, nn
 
 from ..config.network_args import LORA_TYPES, get_adapter_type, get_network_args
 from ..config.schema import AdapterConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, FileError
 from .key_names import clean_parameter_name
 from .original_layouts import ORIGINAL_LAYOUTS, group_by_original_module
 from .peft_types import ADAPTER_WEIGHT_PATTERN, RankAlpha, inject_peft_layers
@@ -68,7 +68,7 @@ def inject_adapters(
     else:
         layers = [layer for component in components for layer in find_target_layers(component)]
         if unexpected := sorted(rank_alphas.keys() - {layer.name for layer in layers}):
-            raise ConfigError([f"--network_weights: it trains {unexpected[0]}, which is no target of this run"])
+            raise FileError([f"--network_weights: it trains {unexpected[0]}, which is no target of this run"])
         assigned = dict(rank_alphas)
     injected: dict[str, RankAlpha] = {}
     for part in components:

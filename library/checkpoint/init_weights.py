@@ -20,7 +20,7 @@ from ..adapters.peft_types import RankAlpha
 from ..adapters.state_dict import PEFT_SUFFIXES, UP, group_by_module, iter_named_tensors
 from ..config.network_args import get_adapter_type
 from ..config.schema import AdapterConfig
-from ..errors import ConfigError, UserError
+from ..errors import FileError, UserError
 from ..models.base import Family
 from ..models.detect import DetectedModel
 from ..models.loading import load_components_on_meta
@@ -85,7 +85,7 @@ def read_initial_weights(
                     f" run trains {own_type}; change network_module or network_args"
                 )
     if problems:
-        raise ConfigError(problems)
+        raise FileError(problems)
     return InitialWeights(bases, weights, adapter.dim_from_weights)
 
 
@@ -154,7 +154,7 @@ def load_network_weights(model: nn.Module, adapter: Adapter, initial_weights: In
                 " dim_from_weights, or change network_dim"
             )
     if problems:
-        raise ConfigError([*problems[:3], *([f"... and {len(problems) - 3} more"] if len(problems) > 3 else [])])
+        raise FileError([*problems[:3], *([f"... and {len(problems) - 3} more"] if len(problems) > 3 else [])])
     state_dict = lora.get_adapter_state_dict(model)
     for module, update in updates.items():
         rescaled = change_alpha(update, adapter.rank_alphas[module].alpha)

@@ -112,7 +112,7 @@ class LayoutReport:
 
 def search_layouts(finder: LayoutFinder, batch: LargestBatch, devices: Devices) -> LayoutReport:
     """Estimate every layout that the settings allow; if none fits, suggest options that save memory."""
-    if problems := finder.validate():
+    if problems := finder.find_rejections():
         raise ConfigError(problems)
     layouts, reasons = finder.find_layouts()
     if not layouts:
@@ -151,7 +151,8 @@ def estimate_layouts(
             logger.info("estimating memory: step %d of %d on the meta device (%s)", number, count, layout.name)
         with _disable_logging():
             if partition not in runs:
-                runs[partition] = MetaRun(layout.config, model, batch, *partition)
+                encoded = next(iter(runs.values())).encoded if runs else None
+                runs[partition] = MetaRun(layout.config, model, batch, *partition, encoded)
             run = runs[partition]
             parts = split_model(run, layout, devices.count, devices.memory)
         optimizer_state = optimizer_state or estimate_optimizer_state(layout.config.optim, run.build_param_groups())

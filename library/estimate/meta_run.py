@@ -205,7 +205,9 @@ class MetaRun:
         tp: int = 1,
         cp: int = 1,
         pipeline: bool = False,
+        encoded: tuple[PixelBatch, int] | None = None,
     ):
+        """``encoded`` is that of another run with the same settings, which is not computed again."""
         precision = config.distributed.mixed_precision or "no"
         self.config, self._dtype = config, None if precision == "no" else MIXED_PRECISION_DTYPES[precision]
         self.family: Family = FAMILIES.get(model.family)(config.model)
@@ -234,7 +236,8 @@ class MetaRun:
             trains_text_encoders=config.adapter.trains_text_encoders,
             pads_texts=pipeline,
         )
-        self.batch, self.encoding_peak = self._build_batch(batch)
+        self.encoded = encoded or self._build_batch(batch)
+        self.batch, self.encoding_peak = self.encoded
         self._recorder = _StepRecorder()
         groups = FakeGroup(tp), FakeGroup(cp)
         self._partition(*groups, pipeline)

@@ -20,13 +20,13 @@ from ..adapters.lora_file import InvalidAdapterFileError, read_safetensors
 from ..adapters.metadata import add_model_hashes
 from ..adapters.state_dict import DOWN, UP, group_by_module, parse_tensor_key
 from ..checkpoint.component_keys import build_component_keys, list_adaptable_components
-from ..errors import ConfigError, UserError
+from ..errors import UserError
 from ..models.base import Family
 from ..models.detect import DetectedModel, detect_model
 from ..models.families import FAMILIES, FAMILY_FACTS
 from ..models.loading import load_components_on_meta
 from ..models.model_configs import list_family_configs
-from ..registry import suggest_name
+from .preflight import check_convert_arguments
 
 USAGE = "usage: python -m library convert IN.safetensors OUT.safetensors --to kohya|diffusers|comfy"
 FORMAT_DESCRIPTIONS = {
@@ -51,26 +51,14 @@ def run_convert(argv: Sequence[str]) -> tuple[str, int]:
 
 
 def _parse_arguments(argv: list[str]) -> tuple[Path, Path, str]:
-    problems, file_format = [], ""
+    file_format = ""
     if "--to" in argv:
         at = argv.index("--to")
         file_format = "".join(argv[at + 1 : at + 2])
         del argv[at : at + 2]
-    if file_format not in FORMAT_DESCRIPTIONS:
-        hint = suggest_name(file_format, FORMAT_DESCRIPTIONS)
-        problem = f"--to: unknown format {file_format!r}{hint}" if file_format else "--to: missing"
-        problems.append(f"{problem}; choose from {', '.join(FORMAT_DESCRIPTIONS)}")
-    problems += [f"{word}: unknown option" for word in argv if word.startswith("--")]
-    paths = [Path(word).expanduser() for word in argv if not word.startswith("--")]
-    if len(paths) != 2:
-        problems.append(f"expected two files, got {len(paths)}; {USAGE}")
-    elif paths[1].exists():
-        problems.append(f"{paths[1]}: already exists; it is not overwritten")
-    elif paths[1].suffix != ".safetensors":
-        problems.append(f"{paths[1]}: expected a file name ending in .safetensors")
-    if problems:
-        raise ConfigError(problems)
-    return paths[0], paths[1], file_format
+    check_convert_arguments(argv, file_format, FORMAT_DESCRIPTIONS, USAGE)
+    source, target = (Path(word).expanduser() for word in argv)
+    return source, target, file_format
 
 
 def convert_lora_file(source: Path, target: Path, file_format: Any) -> str:
