@@ -185,7 +185,7 @@ class SaveAdapter:
         return build_metadata(run.config, model, self._collect_run_facts(run), SOFTWARE)
 
     def _collect_run_facts(self, run: TrainingRun) -> RunMetadata:
-        num_train_images, num_reg_images = self.prepared.images_per_epoch
+        (num_train_images, num_reg_images), validation = self.prepared.images_per_epoch, self.prepared.validation
         sizes, is_from_file = self.adapter.rank_alphas.values(), run.config.adapter.dim_from_weights
         return RunMetadata(
             step=run.state.step,
@@ -197,6 +197,7 @@ class SaveAdapter:
             session_id=derive_seed(run.config.train.seed, Purpose.SESSION_ID, int(self.started_at * 1000)) % 2**32,
             num_train_images=num_train_images,
             num_reg_images=num_reg_images,
+            num_validation_images=validation.images_per_epoch[0] if validation is not None else 0,
             num_batches_per_epoch=get_planned_stages(run.plan.batch_plan)[-1].batch_plan.micro_batches_per_epoch,
             resolution=self.prepared.resolution,
             dataset_metadata=self._dataset_metadata,

@@ -389,7 +389,7 @@ def test_what_python_takes_for_false_leaves_an_option_off_as_in_sd_scripts(tmp_p
         ),
         (
             ["--dataset_config", str(ROOT)],
-            f"--dataset_config: {ROOT} is a folder; give the dataset TOML that points to it",
+            f"--dataset_config: {ROOT} is a folder; give the dataset TOML that points to it, or --train_data_dir",
         ),
     ],
 )

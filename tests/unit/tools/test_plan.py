@@ -114,8 +114,11 @@ def test_without_a_model_sizes_that_published_models_reject_are_named(dataset, t
     _, _, messages = run_plan_in_process(*dataset)
     assert "8 is not a multiple of 16, which the built-in demo model needs; set 16" in messages
     (tmp_path / "set.toml").write_text(text)
-    _, _, messages = run_plan_in_process(*dataset, "--pretrained_model_name_or_path", "random:sd1")
-    assert "16 is not a multiple of 64, which this model needs; set 64" in messages
+    (tmp_path / "run.toml").write_text("seed = 'x'\nbucket_reso_steps = 16\nenable_bucket = true\nresolution = 64\n")
+    options = ["--config_file", tmp_path / "run.toml", "--pretrained_model_name_or_path", "random:sd1"]
+    _, _, messages = run_plan_in_process(*dataset, *options)
+    assert "set.toml:4: bucket_reso_steps: 16 is not a multiple of 64, which this model needs; set 64" in messages
+    assert "run.toml:1: seed: expected an integer" in messages
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -314,7 +317,7 @@ def test_masks_are_listed_counted_and_drawn(tmp_path):
     (sample,) = run_plan_as_json(*words)["datasets"][0]["samples"]
     assert sample["mask"] == {"image": f"{tmp_path}/m/1.png", "is_alpha": False, "coverage": 0.25}
     result = plan(*words, "--preview", tmp_path / "sheet.png")
-    assert f"dataset 1, {tmp_path}/p: 1 image x 1 repeats = 1 per epoch" in result.stdout
+    assert f"dataset 1, {tmp_path}/p: 1 image x 1 repeat = 1 per epoch" in result.stdout
     assert ", masks 1/1" in result.stdout
     expected = overlay_mask(pixels, mask).repeat(3, axis=0).repeat(3, axis=1)
     assert contains_image(np.asarray(Image.open(tmp_path / "sheet.png")), expected)
