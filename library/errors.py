@@ -44,6 +44,13 @@ class ConfigError(UserError):
         return type(self), (self.problems,)
 
 
+class FileError(ConfigError):
+    """Files of the user that cannot be read or written, or whose content does not fit the run, found while using them.
+
+    Settings are checked before, by the lists in ``training/preflight.py``.
+    """
+
+
 def format_error(error: BaseException) -> str:
     """Format the type and the first line of the message."""
     first = str(error).strip().partition("\n")[0]

@@ -9,7 +9,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from .errors import ConfigError
+from .errors import FileError
 
 ROOT_LOGGER_NAME = __name__.rpartition(".")[0]
 PROGRESS_LOG_INTERVAL = 15.0
@@ -45,7 +45,7 @@ def _open_log_file(path: Path) -> logging.Handler:
         path.parent.mkdir(parents=True, exist_ok=True)
         return logging.FileHandler(path, mode="w", encoding="utf-8")
     except OSError as error:
-        raise ConfigError([f"--console_log_file: {path} cannot be written: {error.strerror}"]) from None
+        raise FileError([f"--console_log_file: {path} cannot be written: {error.strerror}"]) from None
 
 
 class _TqdmHandler(logging.Handler):

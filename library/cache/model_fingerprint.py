@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..atomic_files import compute_sha256, write_atomic
 from ..dataset.scan_cache import SETTLED_AFTER_NS
-from ..errors import ConfigError
+from ..errors import FileError
 from ..models.base import Family
 from ..models.detect import DetectedModel, get_config_reader
 from ..models.single_file import select_component_keys
@@ -134,7 +134,7 @@ def _resolve_component_dir(path_or_id: str, subfolder: str, *, is_hub: bool) -> 
         patterns = [f"{subfolder}/*{suffix}".removeprefix("/") for suffix in _HASHED_SUFFIXES]
         root = Path(snapshot_download(path_or_id, allow_patterns=patterns))
     if not (root / subfolder).is_dir():
-        raise ConfigError(
+        raise FileError(
             [f"pretrained_model_name_or_path: {path_or_id}: {subfolder} is missing; the model is incomplete"]
         )
     return root / subfolder

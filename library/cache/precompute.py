@@ -17,7 +17,7 @@ from ..data.prompts import Prompt
 from ..data.run_plan import RunPlan
 from ..distributed.communicator import Communicator
 from ..distributed.devices import MIXED_PRECISION_DTYPES
-from ..errors import ConfigError
+from ..errors import FileError
 from ..models.detect import get_config_reader
 from .build import CacheSpec, fill_cache
 from .encode import CaptionEncoder, FrozenEncoders, LatentEncoder
@@ -198,7 +198,7 @@ def _remove_failed_images(prepared: PreparedData, failures: dict[int, str]) -> P
     lines = list(failures.values())
     if prepared.config.on_invalid_images == "fail":
         advice = f"{len(lines)} images cannot be encoded; fix, remove or skip them (--on_invalid_images skip)"
-        raise ConfigError([*lines, advice])
+        raise FileError([*lines, advice])
     for line in lines:
         logger.warning("%s; skipped", line)
     return prepared.remove_samples(frozenset(failures))

@@ -16,7 +16,7 @@ from ..dataset.schema import DatasetConfig
 from ..dataset.sources import list_all_images
 from ..dataset.stages import build_stages, expand_resolution_schedule
 from ..dataset.validate import find_unused_keys, validate_epoch_length, validate_stages_not_empty
-from ..errors import ConfigError
+from ..errors import ConfigError, FileError
 from .buckets import BucketAssignment, build_bucket_assigner, merge_small_buckets
 from .manifest import Manifest, Sample
 from .repeats import apply_dataset_weights, balance_regularization_images, compute_weight_factors
@@ -25,7 +25,7 @@ from .report import (
     collect_notices,
     format_problem_counts,
     is_summary_truncated,
-    summarize_problems,
+    summarize_bad_data,
     write_full_report,
 )
 from .validation_split import split_validation_samples
@@ -55,7 +55,7 @@ def build_manifest(
     bad += sample_problems
     if listing_problems or ((bad or masks.unmatched) and on_invalid_images == "fail"):  # folders are not skipped
         bad_data = _format_bad_data(bad, masks.unmatched, num_unusable, total, scan.cache_folders)
-        raise ConfigError([*listing_problems, *bad_data])
+        raise FileError([*listing_problems, *bad_data])
     notices = collect_notices(datasets, samples, assignments, scan.images)
     notes = list(dict.fromkeys(notes))  # two datasets may use the same folder
     notes += dict.fromkeys([*scan.notes, *masks.notes, *(notice.text for notice in notices)])
@@ -63,7 +63,7 @@ def build_manifest(
         notes.append(f"not all names are listed above{location}")
     if bad:
         skipped = f"{_count_images(num_unusable)} skipped ({format_problem_counts(bad)}):"
-        notes.append("\n  ".join([skipped, *summarize_problems(bad)]))
+        notes.append("\n  ".join([skipped, *summarize_bad_data(bad)]))
     split = split_validation_samples(samples, datasets)
     notes += [*masks.unmatched, *split.notes]
     samples = list(split.train_samples)
@@ -78,7 +78,7 @@ def build_manifest(
     elif subsets_without_masks := find_subsets_without_masks(datasets, used_masks):
         problems += subsets_without_masks
     if problems:
-        raise ConfigError([*summarize_problems(bad), *problems])
+        raise FileError([*summarize_bad_data(bad), *problems])
     caption_counts = tuple(
         (listing.dataset, listing.index, listing.caption_source, listing.num_captions, len(listing.images))
         for listing in listings
@@ -154,7 +154,7 @@ def _format_bad_data(
     )
     if is_summary_truncated(problems, []):
         end += f" ({format_problem_counts(problems)}){write_full_report(problems, [], directories)}"
-    return [*summarize_problems(problems), *unmatched_masks, end]
+    return [*summarize_bad_data(problems), *unmatched_masks, end]
 
 
 def _count_images(count: int) -> str:

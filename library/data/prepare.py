@@ -13,7 +13,7 @@ from ..config.schema import TrainConfig
 from ..config.schema_data import DataConfig
 from ..dataset.dataset_config import ParsedDatasetConfig, load_dataset_config
 from ..dataset.validate import validate_dataset_config, validate_resolution_multiple, validate_stages_not_empty
-from ..errors import ConfigError
+from ..errors import ConfigError, FileError
 from ..randomness import Purpose, derive_seed
 from .augment import Augmenter, SampleView
 from .batch_plan import AnyBatchPlan, BatchPlan, Bucket, StagedBatchPlan
@@ -131,7 +131,7 @@ class PreparedData:
         """Remove images that cannot be encoded, by their positions in ``merge_validation().manifest.samples``."""
         manifest, assignments = self._select_samples(sample_indices, 0)
         if problems := list(validate_stages_not_empty(manifest.datasets, manifest.trained_datasets)):
-            raise ConfigError(problems)
+            raise FileError(problems)
         validation = None
         if self.validation is not None:
             rest, rest_assignments = self.validation._select_samples(sample_indices, len(self.manifest.samples))
@@ -147,15 +147,18 @@ class PreparedData:
         return manifest, tuple(self.assignments[index] for index in indices)
 
 
-def prepare_data(config: DataConfig, size_multiple: int, cache_dir: str | None = None) -> PreparedData:
+def prepare_data(
+    config: DataConfig, size_multiple: int, cache_dir: str | None = None, model: str = "this model"
+) -> PreparedData:
     """Scan all images and assign them to buckets, with sides that are multiples of ``size_multiple``.
 
-    Scan results are cached in ``cache_dir``, by default next to the images.
+    Messages call the model that needs this ``model``.  Scan results are cached in ``cache_dir``, by default next to
+    the images.
     """
     if config.dataset_option is None:
         raise ConfigError(["--dataset_config: missing; set the TOML file that lists the image folders"])
     parsed = load_dataset_config(config)
-    problems = [*validate_dataset_config(config), *validate_resolution_multiple(parsed.datasets, size_multiple)]
+    problems = [*validate_dataset_config(config), *validate_resolution_multiple(parsed.datasets, size_multiple, model)]
     if problems or parsed.problems:
         raise ConfigError(list(dict.fromkeys(problems or parsed.problems)))
     with _pause_garbage_collection():

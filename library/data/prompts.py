@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 from ..config.schema_output import PreviewConfig
 from ..config.toml_positions import read_toml_with_lines
-from ..errors import ConfigError
+from ..errors import FileError
 from ..registry import suggest_name
 
 IMAGE_SIZE_MULTIPLE = 8
@@ -42,13 +42,13 @@ def load_prompts(path: Path) -> list[Prompt]:
     """Read a .txt, .toml or .json file."""
     readers = {".txt": _load_txt, ".toml": _load_toml, ".json": _load_json}
     if path.suffix.lower() not in readers:
-        raise ConfigError([f"{path}: not a .txt, .toml or .json file"])
+        raise FileError([f"{path}: not a .txt, .toml or .json file"])
     problems: list[str] = []
     prompts = list(readers[path.suffix.lower()](path, problems))
     if not prompts and not problems:
         problems.append(f"{path}: no prompts")
     if problems:
-        raise ConfigError(problems)
+        raise FileError(problems)
     return prompts
 
 
@@ -249,6 +249,6 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError([f"{path}: no such file"]) from None
+        raise FileError([f"{path}: no such file"]) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path}: cannot be read: {error}"]) from None
+        raise FileError([f"{path}: cannot be read: {error}"]) from None

@@ -42,7 +42,7 @@ class DataNotice:
     names: tuple[str, ...] = ()  # of all images, if the text has only the first ones
 
 
-def summarize_problems(problems: Sequence[DataProblem]) -> list[str]:
+def summarize_bad_data(problems: Sequence[DataProblem]) -> list[str]:
     """List problems by kind; of many, the first ones of each kind and a count."""
     by_kind: defaultdict[str, list[str]] = defaultdict(list)
     for problem in problems:

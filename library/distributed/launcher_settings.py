@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config import RunConfig
 from ..config.options import flatten_config
-from ..errors import ConfigError
+from ..errors import ConfigError, FileError
 from .cluster_environment import find_world_size_variable
 from .launch_command import ACCELERATE, TORCHRUN, LaunchCommand
 from .world import World, parse_env_bool
@@ -104,7 +104,7 @@ def read_accelerate_config(path: Path) -> dict[str, Any]:
         content = {name: value for name, value in yaml.safe_load(path.read_text("utf-8")).items() if value is not None}
     except Exception as error:  # whatever is wrong with a hand-written file, it is the file that has to be changed
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ConfigError([f"{path}: accelerate cannot read its config file: {reason}"]) from None
+        raise FileError([f"{path}: accelerate cannot read its config file: {reason}"]) from None
     dynamo = content.pop("dynamo_config", {})
     return {**content, **{f"dynamo_{name.removeprefix('dynamo_')}": value for name, value in dynamo.items()}}
 

@@ -112,7 +112,7 @@ class LayoutReport:
 
 def search_layouts(finder: LayoutFinder, batch: LargestBatch, devices: Devices) -> LayoutReport:
     """Estimate every layout that the settings allow; if none fits, suggest options that save memory."""
-    if problems := finder.validate():
+    if problems := finder.find_rejections():
         raise ConfigError(problems)
     layouts, reasons = finder.find_layouts()
     if not layouts:
@@ -151,7 +151,8 @@ def estimate_layouts(
             logger.info("estimating memory: step %d of %d on the meta device (%s)", number, count, layout.name)
         with _disable_logging():
             if partition not in runs:
-                runs[partition] = MetaRun(layout.config, model, batch, *partition)
+                encoded = next(iter(runs.values())).encoded if runs else None
+                runs[partition] = MetaRun(layout.config, model, batch, *partition, encoded)
             run = runs[partition]
             parts = split_model(run, layout, devices.count, devices.memory)
         optimizer_state = optimizer_state or estimate_optimizer_state(layout.config.optim, run.build_param_groups())
@@ -195,7 +196,7 @@ def estimate_images_per_second(
     computation = (micro_batches + bubble) * flops / devices.flops
     frozen_bytes = sum(parameter.nbytes for parameter in run.frozen)
     passes = 3 if config.train.gradient_checkpointing else 2
-    gathered_bytes = float(passes * run.offloaded_bytes)
+    gathered_bytes = 2.0 * run.offloaded.total
     if sharding is not None:
         passes = passes if sharding.reshard_after_forward else 1
         gathered_bytes = passes * frozen_bytes * (sharding.dp_shard - 1 + sharding.offload_params) / sharding.dp_shard

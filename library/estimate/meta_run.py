@@ -27,7 +27,7 @@ from ..models.families import FAMILIES
 from ..models.loading import load_pipeline_on_meta
 from ..optim.optimizers import ParamGroup
 from ..parallel.context_parallel import ContextParallel
-from ..parallel.offload import is_quantized_or_offloaded, quantize_and_offload_base
+from ..parallel.offload import OffloadedBytes, is_quantized_or_offloaded, quantize_and_offload_base
 from ..parallel.parallel_plan import Activations, build_parallel_plan
 from ..parallel.pipeline_stages import StageRunner
 from ..parallel.quantize import FrozenConv2d, FrozenLinear, QuantizedWeight
@@ -201,7 +201,9 @@ class MetaRun:
         tp: int = 1,
         cp: int = 1,
         pipeline: bool = False,
+        encoded: tuple[PixelBatch, int] | None = None,
     ):
+        """``encoded`` is that of another run with the same settings, which is not computed again."""
         precision = config.distributed.mixed_precision or "no"
         self.config, self._dtype = config, None if precision == "no" else MIXED_PRECISION_DTYPES[precision]
         self.family: Family = FAMILIES.get(model.family)(config.model)
@@ -210,15 +212,17 @@ class MetaRun:
         for part in self._models:
             part.requires_grad_(False)
         self.trained_encoders = select_trained_text_encoders(config.adapter, config.optim, self.family.facts)
-        rank_alphas = read_initial_weights(config.adapter, self.family, model).rank_alphas
-        self.trained, self.adapter = build_trainable_modules(config, self.family, self.pipe, rank_alphas)
+        initial = read_initial_weights(config.adapter, self.family, model)
+        self.trained, self.adapter = build_trainable_modules(
+            config, self.family, self.pipe, initial.rank_alphas, initial.independent_modules
+        )
         if config.distributed.full_bf16:
             cast_trainable_parameters(self.trained, torch.bfloat16)
         self.denoiser: Any = self.trained.denoiser
-        self.offloaded_bytes = 0
+        self.offloaded = OffloadedBytes()
         """Frozen weights in host memory (``blocks_to_swap``)."""
         if is_quantized_or_offloaded(config.model, config.train):
-            self.offloaded_bytes = quantize_and_offload_base(self.denoiser, META, config.model, config.train)
+            self.offloaded = quantize_and_offload_base(self.denoiser, META, config.model, config.train)
             self._cast_inputs_of_frozen_layers()
         self.trainable = get_trainable_parameters(self.trained)
         self.task = DiffusionTask(
@@ -231,7 +235,8 @@ class MetaRun:
             trains_text_encoders=bool(self.trained_encoders),
             pads_texts=pipeline,
         )
-        self.batch, self.encoding_peak = self._build_batch(batch)
+        self.encoded = encoded or self._build_batch(batch)
+        self.batch, self.encoding_peak = self.encoded
         self._recorder = _StepRecorder()
         groups = FakeGroup(tp), FakeGroup(cp)
         self._partition(*groups, pipeline)

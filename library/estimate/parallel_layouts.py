@@ -21,7 +21,7 @@ from ..models.detect import DetectedModel
 from ..models.families import FAMILIES
 from ..optim.preflight import validate_elementwise_optimizer, validate_optimizer
 from ..parallel.deepspeed import DeepSpeedStrategy
-from ..training.validate_model import validate_model_parallel, validate_quantize_offload
+from ..training.validate_model import load_denoiser_on_meta, validate_model_parallel, validate_quantize_offload
 
 SIZE_OPTIONS = {"pp_size": "PP", "tp_size": "TP", "cp_size": "CP"}
 LAYOUT_OPTIONS = (
@@ -76,11 +76,11 @@ class LayoutFinder:
         model_problems = dict[tuple[ParallelDims, Any], str | None]()
         for name, options in self._enumerate_options():
             layout = self._build_layout(name, options)
-            problem = next(self._validate_layout(layout), None)
+            problem = next(self._find_layout_rejections(layout), None)
             if problem is None:
                 key = layout.dims, layout.config.parallel.device_map
                 if key not in model_problems:
-                    model_problems[key] = next(self._validate_model(layout.config), None)
+                    model_problems[key] = next(self._find_model_rejections(layout.config), None)
                 problem = model_problems[key]
             if problem is None:
                 layouts.append(layout)
@@ -90,30 +90,34 @@ class LayoutFinder:
             return layouts, [*reasons]
         return layouts, [f"{', '.join(names)}: {problem}" for problem, names in reasons.items()]
 
-    def validate(self) -> list[str]:
+    def find_rejections(self) -> list[str]:
         """Why training would reject the user's own settings on so many devices."""
         launch = validate_parallelism(self.config, self._build_world(self.config.parallel))
-        return [*validate_optimizer(self.config.optim), *launch, *self._validate_model(self.config)]
+        return [*validate_optimizer(self.config.optim), *launch, *self._find_model_rejections(self.config)]
 
     def add_options(self, options: Mapping[str, Any]) -> "LayoutFinder | None":
         """Add options to the user's; None if they change nothing or contradict the run."""
         config: RunConfig = build_config(RunConfig, {**flatten_config(self.config), **options})
         explicit = self.explicit | set(options)
-        if config == self.config or set(validate_config(config, explicit)) - self._known_problems:
+        if config == self.config or set(validate_config(config, explicit)) - self._known_rejections:
             return None
         return replace(self, config=config, explicit=explicit)
 
     @cached_property
-    def _known_problems(self) -> set[Any]:
+    def _known_rejections(self) -> set[Any]:
         return set(validate_config(self.config, self.explicit))
 
-    def _validate_model(self, config: RunConfig) -> Iterator[str]:
+    def _find_model_rejections(self, config: RunConfig) -> Iterator[str]:
         family = FAMILIES.get(self.model.family)(config.model)
-        return iter(validate_model_parallel(config.parallel, config.optim.optimizer_type, family, self.model))
+        return validate_model_parallel(config.parallel, config.optim.optimizer_type, family, lambda: self._denoiser)
 
-    def _validate_layout(self, layout: ParallelLayout) -> Iterator[str]:
+    @cached_property
+    def _denoiser(self) -> Any:
+        return load_denoiser_on_meta(FAMILIES.get(self.model.family)(self.config.model), self.model)
+
+    def _find_layout_rejections(self, layout: ParallelLayout) -> Iterator[str]:
         for problem in validate_config(layout.config, self.explicit | set(layout.options)):
-            if problem not in self._known_problems:
+            if problem not in self._known_rejections:
                 yield f"--{problem[0][0]}: {problem[1]}"
         yield from validate_parallelism(layout.config, self._build_world(layout.config.parallel))
         is_replicated = layout.sharding is None and layout.zero is None

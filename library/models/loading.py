@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from ..errors import ConfigError
+from ..errors import FileError
 from .detect import DetectedModel, detect_model, get_config_reader
 from .facts import TORCH_ATTENTION_MODES
 from .model_configs import ConfigReader, JsonDict, read_required
@@ -217,7 +217,7 @@ def _raise_config_error(model: DetectedModel, component: str) -> Iterator[None]:
             model.component_sources[component].path_or_id if component in model.component_sources else model.path_or_id
         )
         cause = f"its {component} cannot be loaded: {_summarize_error(error)}"
-        raise ConfigError([f"pretrained_model_name_or_path: {path}: {cause}"]) from error
+        raise FileError([f"pretrained_model_name_or_path: {path}: {cause}"]) from error
 
 
 @contextmanager

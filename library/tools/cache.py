@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ..config.schema_data import CacheConfig
-from ..errors import ConfigError
-from ..registry import suggest_name
-from ..training.preflight import find_settings_problems, load_settings
+from ..training.preflight import load_settings
+from .preflight import check_cache_arguments, check_cache_command
 
 USAGE = "usage: python -m library cache build|verify|repair|prune|info --dataset_config FILE [--option value ...]"
 COMMANDS = {
@@ -25,17 +24,13 @@ def run_cache(argv: Sequence[str]) -> tuple[str, int]:
     if not argv or set(argv) & {"--help", "-h"}:
         return _format_help(), 0
     command, *training_argv = argv
-    if command not in COMMANDS:
-        hint = suggest_name(command, COMMANDS) or f"; choose from {', '.join(COMMANDS)}"
-        raise ConfigError([f"cache: unknown command {command!r}{hint}"])
+    check_cache_command(command, COMMANDS)
     loaded = load_settings([word for word in training_argv if word != CONFIRM_FLAG])
     config = replace(loaded.config, cache=_enable_disk_cache(loaded.config.cache))
     if config.cache.caches_text_outputs:  # nothing is trained here
         config = replace(config, adapter=replace(config.adapter, network_train_unet_only=True))
+    check_cache_arguments(command, CONFIRM_FLAG, replace(loaded, config=config), training_argv)
     is_confirmed = CONFIRM_FLAG in training_argv
-    problems = [f"{CONFIRM_FLAG}: only with prune"] if is_confirmed and command != "prune" else []
-    if problems := [*find_settings_problems(replace(loaded, config=config)), *problems]:
-        raise ConfigError(list(dict.fromkeys(problems)))
     from ..log import configure_logging
 
     log, rank = config.log, int(os.environ.get("RANK", "0"))

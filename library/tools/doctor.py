@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,8 @@ from typing import TYPE_CHECKING
 from ..config import parse_config
 from ..config.options import flatten_config
 from ..errors import ConfigError
-from .doctor_checks import CheckFailed, Finding, run_checks, run_in_child
+from .doctor_checks import PRELOAD, CheckFailed, Finding, run_checks, run_in_child, start_fork_server
+from .preflight import check_doctor_arguments, find_training_arguments
 
 if TYPE_CHECKING:
     from ..distributed.launcher_settings import ResolvedSetting
@@ -55,8 +57,7 @@ def run_doctor(argv: Sequence[str]) -> Generator[str, None, int]:
     if set(own) & {"--help", "-h"}:
         yield USAGE
         return 0
-    if unknown := [word for word in own if word != "--json"]:
-        raise ConfigError([f"{unknown[0]}: unexpected argument; {USAGE}"])
+    check_doctor_arguments(own, USAGE)
     findings: list[Finding] = []
     settings: list[ResolvedSetting] = []
     for result in examine(command):
@@ -78,9 +79,11 @@ def run_doctor(argv: Sequence[str]) -> Generator[str, None, int]:
 
 def examine(command: Sequence[str]) -> "Iterator[Finding | ResolvedSetting]":
     """Check packages, which everything else needs; then the command, this machine and its devices."""
-    packages = check_packages()
-    yield from packages
-    if any(finding.is_error for finding in packages):
+    has_errors = False
+    for finding in check_packages():
+        has_errors |= finding.is_error
+        yield finding
+    if has_errors:
         yield Finding("all other checks", "skipped while packages are broken", needed=False)
         return
     if command:
@@ -101,11 +104,7 @@ def check_command(words: Sequence[str]) -> "Iterator[Finding | ResolvedSetting]"
     from ..distributed.world import World
 
     launch = parse_launch_command(words, os.environ)
-    script = next((index for index, word in enumerate(words) if Path(word).name == "train_lora.py"), None)
-    if launch is None and script is None:
-        expected = "expected accelerate launch, torchrun, or python train_lora.py"
-        raise ConfigError([f"not a training command: {' '.join(words)}; {expected}"])
-    loaded = parse_config(list(launch.script_args if launch is not None else words[(script or 0) + 1 :]))
+    loaded = parse_config(find_training_arguments(words, launch))
     try:
         environment = dict(os.environ) if launch is None else predict_script_environment(launch)
     except ConfigError as error:
@@ -135,19 +134,19 @@ def format_finding(finding: Finding) -> str:
     return f"{mark:<7} {finding.name}: {finding.value}{fix}"
 
 
-def check_packages() -> list[Finding]:
+def check_packages() -> Iterator[Finding]:
     """Check Python and each package: installed, new enough, importable."""
     is_supported = PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]
     version = f"{platform.python_version()} ({sys.executable})"
-    found = [Finding("python", version, is_supported, "use Python 3.10 to 3.13")]
+    yield Finding("python", version, is_supported, "use Python 3.10 to 3.13")
     broken = find_broken_modules([*NEEDED, *ANY_RELEASE])
-    found += [_check_package(name, oldest, broken.get(name)) for name, oldest in NEEDED.items()]
+    for name, oldest in NEEDED.items():
+        yield _check_package(name, oldest, broken.get(name))
     for module, package in ANY_RELEASE.items():
         if module in broken:
-            found.append(Finding(package, broken[module], False, f"pip install --force-reinstall {package}"))
+            yield Finding(package, broken[module], False, f"pip install --force-reinstall {package}")
     for name in OPTIONAL:
-        found.append(Finding(name, find_version(name) or "not installed (optional)", needed=False))
-    return found
+        yield Finding(name, find_version(name) or "not installed (optional)", needed=False)
 
 
 def check_disk(folder: Path) -> Finding:
@@ -193,11 +192,12 @@ def find_version(package: str) -> str | None:
 
 
 def find_broken_modules(modules: Sequence[str]) -> dict[str, str]:
-    """Import all in one child process, which is fast; where that crashes, each in its own."""
-    try:
-        return dict(run_in_child(import_modules, *modules, timeout=180, preload=()))
-    except CheckFailed:
-        broken: dict[str, str] = {}
+    """Import all where checks are forked from, else in one child process; where that crashes, each in its own."""
+    start_fork_server()
+    for preload in (PRELOAD, ()):
+        with suppress(CheckFailed):
+            return dict(run_in_child(import_modules, *modules, timeout=180, preload=preload))
+    broken: dict[str, str] = {}
     for module in modules:
         try:
             broken |= run_in_child(import_modules, module, timeout=180, preload=())

@@ -22,7 +22,13 @@ from typing import Any
 
 from ..errors import ConfigError, UserError
 
-PRELOAD = ("torch", "accelerate", "diffusers", "transformers", "peft")
+PRELOAD = (
+    *("torch", "accelerate", "diffusers", "transformers", "peft"),
+    *("library.models.families.sd1_sd2", "library.training.task", "library.distributed.accelerator"),
+    *("diffusers.models.unets.unet_2d_condition", "diffusers.models.autoencoders.autoencoder_kl"),
+    *("transformers.models.clip.modeling_clip", "torch._inductor.compile_fx"),
+)
+"""What several checks import, once for all of them."""
 LAUNCHER_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "MASTER_")
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 """A check must not inherit these: it is one process without a launcher."""
@@ -83,6 +89,23 @@ def run_check(check: Check) -> Finding:
     return Finding(check.name, f"{value} ({time.monotonic() - start:.0f} s)", needed=check.needed)
 
 
+def start_fork_server() -> None:
+    """Start the process that imports ``PRELOAD``, silently: what cannot be imported is a finding of its own."""
+    if sys.platform != "linux":
+        return
+    from multiprocessing import forkserver
+
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
+    stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(null)
+
+
 def run_in_child(
     function: Callable[..., Any], *arguments: str, timeout: float, preload: Sequence[str] = PRELOAD
 ) -> Any:
@@ -96,7 +119,10 @@ def run_in_child(
         context.set_forkserver_preload(list(preload))
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_call, args=(sender, function, arguments))
-    process.start()
+    try:
+        process.start()
+    except (EOFError, OSError) as error:
+        raise CheckFailed(f"no process can be started: {type(error).__name__}") from None
     sender.close()
     try:
         if not receiver.poll(timeout):

@@ -1,7 +1,7 @@
 """``python -m library plan --dataset_config FILE [...]``: print buckets, steps and memory, without training."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -11,19 +11,18 @@ from ..config import RunConfig, parse_config
 from ..config.kohya_compat import KOHYA_OPTIONS
 from ..config.options import define_option, iter_options
 from ..config.parser import COMMAND_OPTIONS
-from ..config.schema_data import DataConfig
 from ..config.types import MemorySize
-from ..dataset.dataset_config import can_load_datasets, collect_extra_keys, convert_to_sd_scripts, load_dataset_config
-from ..errors import ConfigError
+from ..dataset.dataset_config import collect_extra_keys, convert_to_sd_scripts, load_dataset_config
+from ..dataset.schema import DatasetConfig
 from ..log import configure_logging
-from ..training.preflight import find_settings_problems, load_settings
+from ..training.preflight import load_settings
+from .preflight import check_plan_arguments
 
 if TYPE_CHECKING:
     from ..config.parser import ParsedConfig
     from ..estimate.dry_run import DryRun
     from ..estimate.layout_search import LayoutReport
 
-PREVIEW_SUFFIXES = (".png", ".jpg", ".webp")
 USAGE = "usage: python -m library plan --dataset_config FILE [--option value ...]"
 
 
@@ -63,20 +62,9 @@ def run_plan(argv: Sequence[str]) -> tuple[str, int]:
     tool_argv, training_argv = _split_arguments(argv)
     own, training = parse_config(tool_argv, _Arguments), load_settings(training_argv)
     options: PlanOptions = cast(Any, own.config).plan
-    data = training.config.data
-    problems = [*own.problems, *_validate_options(options, frozenset(own.locations))]
+    check_plan_arguments(options, own, training)
     if options.resolve_only:
-        return _format_resolved_datasets(data, [*problems, *training.problems]), 0
-    problems += find_settings_problems(training)
-    if options.preview:
-        problems += _validate_preview_path(Path(options.preview).expanduser(), data)
-    if not problems and "world_size" in own.locations and training.config.parallel.model_parallel_size > 1:
-        from ..distributed.preflight import validate_parallel_dims  # imports torch
-        from ..distributed.world import World
-
-        problems += validate_parallel_dims(training.config, World.build_fake(options.world_size))
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
+        return _format_resolved_datasets(load_dataset_config(training.config.data).datasets), 0
     log = training.config.log
     configure_logging(level=log.console_log_level, simple=True, quiet=log.quiet)  # to stderr
     training.log_notices()
@@ -113,14 +101,10 @@ def _search_layouts(options: PlanOptions, training: "ParsedConfig", dry_run: "Dr
     return search_layouts(finder, find_largest_batch(plan, captions), devices)
 
 
-def _format_resolved_datasets(data: DataConfig, problems: list[str]) -> str:
+def _format_resolved_datasets(datasets: Sequence[DatasetConfig]) -> str:
     """Format the resolved dataset file as JSON, without any image."""
-    reading = load_dataset_config(data) if can_load_datasets(data) else None
-    problems = [*problems, *(reading.problems if reading else [])]
-    if problems or reading is None:
-        raise ConfigError(list(dict.fromkeys(problems)))
     records = []
-    for dataset, settings in zip(reading.datasets, convert_to_sd_scripts(reading.datasets), strict=True):
+    for dataset, settings in zip(datasets, convert_to_sd_scripts(datasets), strict=True):
         extra_keys = collect_extra_keys(dataset)
         records.append({"resolved": settings, **({"other_keys": extra_keys} if extra_keys else {})})
     return json.dumps({"datasets": records}, indent=1)
@@ -139,41 +123,6 @@ def _split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             target = tool_argv if closest and closest[0] in own else training_argv
         target.append(word)
     return tool_argv, training_argv
-
-
-def _validate_options(options: PlanOptions, explicit: frozenset[str]) -> Iterator[str]:
-    if options.resolve_only and not options.json:
-        yield "--resolve_only: prints JSON only; add --json"
-    if options.resolve_only:
-        for name in ("preview", "gpu_memory"):
-            if getattr(options, name) is not None:
-                yield f"--{name}: needs the images, which --resolve_only does not read; remove one of the two"
-        if "world_size" in explicit:
-            yield "--world_size: no effect with --resolve_only; remove one of the two"
-    for name in ("gpu_tflops", "link_speed"):
-        if name in explicit and options.gpu_memory is None:
-            yield f"--{name}: no effect without --gpu_memory"
-    if "preview_limit" in explicit and options.preview is None:
-        yield "--preview_limit: no effect without --preview"
-
-
-def _validate_preview_path(path: Path, data: DataConfig) -> Iterator[str]:
-    if path.suffix.lower() not in PREVIEW_SUFFIXES:
-        yield f"--preview: {path}: expected a file name ending in {', '.join(PREVIEW_SUFFIXES)}"
-    elif path.is_dir():
-        yield f"--preview: {path} is a folder; give a file name"
-    if not path.absolute().parent.is_dir():
-        yield f"--preview: {path.absolute().parent}: no such folder"
-    if not can_load_datasets(data):
-        return
-    folder = path.resolve().parent
-    for subset in (subset for dataset in load_dataset_config(data).datasets for subset in dataset.subsets):
-        image_dir = subset.resolve_image_dir()
-        if image_dir is None:
-            continue
-        if folder == image_dir.resolve() or (subset.recursive and image_dir.resolve() in folder.parents):
-            yield f"--preview: {path} is in an image folder, so the next run would train on it; use another folder"
-            return
 
 
 def _format_help() -> str:

@@ -94,7 +94,10 @@ def list_run_checks() -> Sequence[RunCheck]:
             config.adapter, config.optim, facts.family, facts.detected
         ),
         lambda config, facts: validate_model.validate_model_parallel(
-            config.parallel, config.optim.optimizer_type, facts.family, facts.detected
+            config.parallel,
+            config.optim.optimizer_type,
+            facts.family,
+            lambda: validate_model.load_denoiser_on_meta(facts.family, facts.detected),
         ),
         lambda config, facts: validate_model.validate_quantize_offload(
             config.model, config.train, facts.has_full_model

@@ -1,7 +1,7 @@
 """Checks of settings against the model, which is built on the meta device: adapter targets, parallelism, block swap."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -45,12 +45,12 @@ def validate_adapter_targets(
 
 
 def validate_model_parallel(
-    parallel: ParallelConfig, optimizer_type: str, family: Family, detected: DetectedModel
+    parallel: ParallelConfig, optimizer_type: str, family: Family, load_denoiser: Callable[[], Any]
 ) -> Iterator[str]:
     """Check that the denoiser can be split as ``--pp_size``, ``--tp_size``, ``--cp_size`` or ``--device_map`` ask."""
     if parallel.model_parallel_size == 1 and parallel.device_map is None:
         return
-    denoiser = _load_denoiser_on_meta(family, detected)
+    denoiser = load_denoiser()
     if parallel.device_map is not None:
         yield from validate_device_map(denoiser, parallel.device_map)
         if resolve_optimizer(optimizer_type).is_lr_free:
@@ -69,7 +69,8 @@ def validate_model_parallel(
     yield from _validate_attention_heads(parallel, denoiser)
 
 
-def _load_denoiser_on_meta(family: Family, detected: DetectedModel) -> Any:
+def load_denoiser_on_meta(family: Family, detected: DetectedModel) -> Any:
+    """Build the denoiser on the meta device."""
     return getattr(load_components_on_meta(detected, (family.denoiser_name,)), family.denoiser_name)
 
 
@@ -120,6 +121,6 @@ def validate_block_swap(
         return
     if is_compile_enabled:
         yield "--blocks_to_swap: accelerate's settings ask for torch.compile, which cannot swap; add --no-torch_compile"
-    count = len(find_innermost_blocks(_load_denoiser_on_meta(family, detected)))
+    count = len(find_innermost_blocks(load_denoiser_on_meta(family, detected)))
     if blocks_to_swap > count:
         yield f"--blocks_to_swap: {blocks_to_swap}; this model has {count} blocks"

@@ -75,8 +75,8 @@ PREFLIGHT_NAME = re.compile(
 """The last ones are the words of version 0.1."""
 
 LIMITS: dict[str, tuple[float, float]] = {
-    "files": (0, 225),
-    "lines": (0, 36_500),
+    "files": (0, 261),
+    "lines": (0, 42_000),
     "files under 40 lines": (0, 0),
     "files under 60 lines": (0, 15),
     "files over 400 lines": (0, 0),
@@ -88,7 +88,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "RunConfig parameters": (0, 30),
     "fmt: skip in library": (0, 60),
     "fmt: skip in tests": (0, 60),
-    "pre-flight functions outside the list": (0, 45),
+    "pre-flight functions outside the list": (0, 23),
 }
 """The smallest and the largest value that `test_code_metrics.py` accepts, so that the structure cannot slide back."""
 
@@ -137,7 +137,10 @@ def takes_run_config(function: Function) -> int:
 
 
 def refuses_settings(function: Function) -> bool:
-    """Whether a function refuses what the user set: it raises `ConfigError`, or its name says so."""
+    """Whether a function refuses what the user set: it raises `ConfigError`, or its name says so.
+
+    `FileError`, for files that turn out to be damaged while they are read, does not count: no list can know that before.
+    """
     raises = any(
         isinstance(node, ast.Raise) and node.exc is not None and "ConfigError" in ast.unparse(node.exc)
         for node in ast.walk(function.node)

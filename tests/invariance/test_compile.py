@@ -1,4 +1,4 @@
-"""Compiled blocks: few graphs for many sizes, all of them before the first step, and the results of eager mode."""
+"""torch.compile of blocks: few graphs for many sizes, all compiled before the first step, with the results of eager mode."""
 
 import inspect
 import logging
@@ -20,28 +20,52 @@ from library.parallel.compile import MAX_RECOMPILES, Compilation, compile_model,
 def test_24_sizes_need_two_graphs_per_block_class_and_no_recompiles(family, tmp_path):
     data = write_dataset(tmp_path / "data", SIZES)
     flags = ("--max_train_epochs", "3", *FAMILIES[family])
-    found = train_compiled(tmp_path / "compiled", family, data, *flags, *COMPILED)
-    plain = train_compiled(tmp_path / "plain", family, data, *flags)
+    compiled = train_compiled(tmp_path / "compiled", family, data, *flags, *COMPILED)
+    eager = train_compiled(tmp_path / "plain", family, data, *flags)
 
-    assert len(SIZES) == 24 and found.is_dynamic and not found.cudagraph_marks
-    assert len(found.graph_counts) == 2 and max(found.graph_counts.values()) <= 2 and found.recompile_count == 0
-    assert found.unique_graphs == sum(found.graph_counts.values()), "only blocks are compiled"
-    assert max_relative_difference(plain.lora, found.lora) < 1e-4
-    assert max(float(tensor.abs().max()) for name, tensor in found.lora.items() if "B" in name or "up" in name) > 1e-4
+    assert len(SIZES) == 24 and compiled.is_dynamic and not compiled.cudagraph_marks
+    assert (
+        len(compiled.graph_counts) == 2 and max(compiled.graph_counts.values()) <= 2 and compiled.recompile_count == 0
+    )
+    assert compiled.unique_graphs == sum(compiled.graph_counts.values()), "only blocks are compiled"
+    assert max_relative_difference(eager.lora, compiled.lora) < 1e-4
+    assert (
+        max(float(tensor.abs().max()) for name, tensor in compiled.lora.items() if "B" in name or "up" in name) > 1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "graphs"),
+    [
+        ("flux", [1, 2]),
+        *(
+            pytest.param(family, graphs, marks=pytest.mark.slow)
+            for family, graphs in {"sd1": [1, 1], "sdxl": [1], "sd3": [1, 1], "z_image": [1, 1, 2]}.items()
+        ),
+        pytest.param("qwen_image", [1, 1], marks=pytest.mark.slow),
+    ],
+)
+def test_12_sizes_at_batch_size_1_need_no_graph_of_their_own(family, graphs, tmp_path):
+    """Dynamo guards the stride of a dimension of size 1, which differs between slices of joined tokens."""
+    data = write_dataset(tmp_path / "data", SIZES[:12], counts=(1,), batch_size=1)
+    result = train_compiled(
+        tmp_path / "out", family, data, "--max_train_epochs", "1", *FAMILIES.get(family, ()), *COMPILED
+    )
+    assert sorted(result.graph_counts.values()) == graphs and result.recompile_count == 0
 
 
 def test_all_text_lengths_are_compiled_before_the_first_step(tmp_path):
     data = write_dataset(tmp_path / "data", SIZES[:3])
-    recorded = ("--dynamo_mode", "reduce-overhead", "--gradient_accumulation_steps", "2")
-    found = train_compiled(tmp_path / "out", "z_image", data, "--max_train_epochs", "2", *COMPILED, *recorded)
-    assert found.recompile_count == 0 and found.is_dynamic
-    assert found.cudagraph_marks == found.forward_count, "CUDA graphs are told each begin of a step, and nothing else"
+    cudagraph_flags = ("--dynamo_mode", "reduce-overhead", "--gradient_accumulation_steps", "2")
+    result = train_compiled(tmp_path / "out", "z_image", data, "--max_train_epochs", "2", *COMPILED, *cudagraph_flags)
+    assert result.recompile_count == 0 and result.is_dynamic
+    assert result.cudagraph_marks == result.forward_count, "each forward pass marks one CUDA graph step"
 
 
 @pytest.mark.slow
 def test_previews_validation_dropout_and_checkpointing_cause_no_recompiles(tmp_path):
     data = write_dataset(tmp_path / "data", SIZES[:4])
-    found = train_compiled(
+    result = train_compiled(
         tmp_path / "out",
         "sd1",
         data,
@@ -55,45 +79,53 @@ def test_previews_validation_dropout_and_checkpointing_cause_no_recompiles(tmp_p
         *COMPILED,
     )
 
-    blocks = [graphs for name, graphs in found.graph_counts.items() if "TransformerBlock" in name]
-    assert blocks == [1, 1], "dropout, which differs from module to module, costs no graphs"
-    assert found.recompile_count == 0 and len(found.graph_counts) == 3
+    blocks = [graphs for name, graphs in result.graph_counts.items() if "TransformerBlock" in name]
+    assert blocks == [1, 1], "dropout probabilities that differ between modules share graphs"
+    assert result.recompile_count == 0 and len(result.graph_counts) == 3
 
 
 @pytest.mark.slow
 def test_an_activation_memory_budget_trains_the_same_lora(tmp_path):
     data = write_dataset(tmp_path / "data", SIZES[:3])
     flags = ("--max_train_epochs", "1", "--gradient_checkpointing", "--activation_memory_budget", "0.5")
-    found = train_compiled(tmp_path / "compiled", "sd1", data, *flags, *COMPILED[:2], "aot_eager")
-    plain = train_compiled(tmp_path / "plain", "sd1", data, *flags[:3])
-    assert found.recompile_count == 0 and found.is_dynamic and max_relative_difference(plain.lora, found.lora) < 1e-4
+    compiled = train_compiled(tmp_path / "compiled", "sd1", data, *flags, *COMPILED[:2], "aot_eager")
+    eager = train_compiled(tmp_path / "plain", "sd1", data, *flags[:3])
+    assert (
+        compiled.recompile_count == 0
+        and compiled.is_dynamic
+        and max_relative_difference(eager.lora, compiled.lora) < 1e-4
+    )
 
 
 @pytest.mark.slow
 def test_few_sizes_are_compiled_with_static_shapes_and_two_ranks_train_as_one(tmp_path):
     data = write_dataset(tmp_path / "data", SIZES[:2], counts=(4,))
     flags = ("--max_train_steps", "4", "--gradient_accumulation_steps")
-    one = train_compiled(tmp_path / "one", "sd1", data, *flags, "2")
+    one_rank = train_compiled(tmp_path / "one", "sd1", data, *flags, "2")
     for engine in ((), ("--fsdp",)):
-        two = train_compiled(tmp_path / f"two{len(engine)}", "sd1", data, *flags, "1", *COMPILED, *engine, ranks=2)
+        two_ranks = train_compiled(
+            tmp_path / f"two{len(engine)}", "sd1", data, *flags, "1", *COMPILED, *engine, ranks=2
+        )
 
-        assert not two.is_dynamic and set(two.graph_counts.values()) == {2} and two.recompile_count == 0
-        assert max_relative_difference(one.lora, two.lora) < 1e-4
+        assert (
+            not two_ranks.is_dynamic and set(two_ranks.graph_counts.values()) == {2} and two_ranks.recompile_count == 0
+        )
+        assert max_relative_difference(one_rank.lora, two_ranks.lora) < 1e-4
 
 
 @pytest.mark.slow
 def test_a_second_run_reads_compiled_graphs_from_the_cache(tmp_path):
     data = write_dataset(tmp_path / "data", SIZES[:1])
-    flags = ("--max_train_steps", "1", "--torch_compile", "--compile_cache_dir", str(tmp_path / "kept"))
+    flags = ("--max_train_steps", "1", "--torch_compile", "--compile_cache_dir", str(tmp_path / "compile_cache"))
     first, second = (train_compiled(tmp_path / name, "sdxl", data, *flags) for name in ("first", "second"))
 
     assert first.cache_counts["miss"] > 0 and first.cache_counts["hit"] == 0
     assert second.cache_counts == {"hit": first.cache_counts["miss"], "miss": 0}
     assert max_relative_difference(first.lora, second.lora) == 0
-    assert any((tmp_path / "kept").iterdir())
+    assert any((tmp_path / "compile_cache").iterdir())
 
 
-# one kind of block
+# ---- models with one block class
 
 
 class Block(nn.Module):
@@ -101,8 +133,8 @@ class Block(nn.Module):
         super().__init__()
         self.inner = nn.Linear(3, 3)
 
-    def forward(self, given, scale=None):
-        return self.inner(given) * (2 if scale is None else scale)
+    def forward(self, hidden, scale=None):
+        return self.inner(hidden) * (2 if scale is None else scale)
 
 
 class Model(nn.Module):
@@ -112,74 +144,74 @@ class Model(nn.Module):
         super().__init__()
         self.rows = nn.ModuleList(Block() for _ in range(depth))
 
-    def forward(self, given):
+    def forward(self, hidden):
         for row in self.rows:
-            given = row(given)
-        return given
+            hidden = row(hidden)
+        return hidden
 
 
-def rows(*shape):
+def make_tensor(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
-def of(model, dynamic="true"):
-    """The model, compiled and warm for any length; and what counts graphs."""
+def compile_and_warm_up(model, dynamic="true"):
+    """Compile the model, warm it up for dynamic lengths; return the compilation and a backend that counts graphs."""
     backend = CompileCounterWithBackend("eager")
-    found = Compilation(dynamic, {"backend": backend})
-    found.compile_blocks(model)
-    with found.record_shapes():
+    compilation = Compilation(dynamic, {"backend": backend})
+    compilation.compile_blocks(model)
+    with compilation.record_shapes():
         for length in (4, 6):
-            model(rows(2, length, 3))
-    found.choose_dynamic_shapes(2, texts_vary=False)
-    return found, backend
+            model(make_tensor(2, length, 3))
+    compilation.choose_dynamic_shapes(2, texts_vary=False)
+    return compilation, backend
 
 
 @pytest.mark.quick
 def test_equal_blocks_share_graphs_even_if_the_first_input_is_square():
     model = Model(12)
-    found, backend = of(model)
-    plain = [row.inner(rows(2, 3, 3)) * 2 for row in model.rows]
+    compilation, backend = compile_and_warm_up(model)
+    expected = [row.inner(make_tensor(2, 3, 3)) * 2 for row in model.rows]
     for length in (3, 2, 7, 9):
-        model(rows(2, length, 3)).sum().backward()
-    assert (backend.frame_count, found.graph_count, found.recompile_count) == (
+        model(make_tensor(2, length, 3)).sum().backward()
+    assert (backend.frame_count, compilation.graph_count, compilation.recompile_count) == (
         2,
         2,
         0,
     )  # the first block's input has no gradient
-    assert all(torch.equal(row(rows(2, 3, 3)), alone) for row, alone in zip(model.rows, plain, strict=True))
+    assert all(torch.equal(row(make_tensor(2, 3, 3)), output) for row, output in zip(model.rows, expected, strict=True))
 
 
 class AttentionBlock(Block):
-    """As diffusers' attention: a processor object computes, and its signature is inspected."""
+    """As diffusers' attention: calls a processor object, and inspects its signature."""
 
     class Processor:
         def __init__(self, factor):
             self.factor = factor
 
-        def __call__(self, given, scale=None):
-            return given * self.factor
+        def __call__(self, hidden, scale=None):
+            return hidden * self.factor
 
     def __init__(self, factor):
         super().__init__()
         self.processor = self.Processor(factor)
 
-    def forward(self, given):
+    def forward(self, hidden):
         assert "scale" in inspect.signature(self.processor.__call__).parameters
-        return self.processor(super().forward(given))
+        return self.processor(super().forward(hidden))
 
 
 def test_blocks_with_different_attention_processors_have_their_own_graphs():
     model = Model(12)
     model.rows = nn.ModuleList(AttentionBlock(5 if number == 7 else 3) for number in range(12))
     model._repeated_blocks = ("AttentionBlock",)
-    plain = [row(rows(2, 3, 3)) for row in model.rows]
-    found, backend = of(model)
+    expected = [row(make_tensor(2, 3, 3)) for row in model.rows]
+    compilation, backend = compile_and_warm_up(model)
     for length in (3, 2, 7, 9):
-        model(rows(2, length, 3)).sum().backward()
+        model(make_tensor(2, length, 3)).sum().backward()
     assert (
-        backend.frame_count == found.graph_count == 3 and found.recompile_count == 0
+        backend.frame_count == compilation.graph_count == 3 and compilation.recompile_count == 0
     )  # the first, the others, and the odd one
-    assert all(torch.equal(row(rows(2, 3, 3)), alone) for row, alone in zip(model.rows, plain, strict=True))
+    assert all(torch.equal(row(make_tensor(2, 3, 3)), output) for row, output in zip(model.rows, expected, strict=True))
 
 
 def test_parameter_names_stay_and_hooks_run_outside_of_graphs():
@@ -187,65 +219,68 @@ def test_parameter_names_stay_and_hooks_run_outside_of_graphs():
     names, calls = list(model.state_dict()), []
     for row in model.rows:
         row.register_forward_hook(lambda *_: calls.append(1))
-    _, backend = of(model)
+    _, backend = compile_and_warm_up(model)
     calls.clear()
-    model(rows(2, 4, 3))
+    model(make_tensor(2, 4, 3))
     assert list(model.state_dict()) == names and len(calls) == 2 and backend.frame_count == 2
 
 
 @pytest.mark.quick
 def test_recompiles_are_logged_and_too_many_fall_back_to_eager(caplog):
     model = Model(1)
-    found, backend = of(model)
-    model(rows(2, 4, 3))
-    found.finish_warmup()
+    compilation, backend = compile_and_warm_up(model)
+    model(make_tensor(2, 4, 3))
+    compilation.finish_warmup()
     with caplog.at_level(logging.WARNING, logger="library"):
         for count in range(3, 3 + MAX_RECOMPILES + 3):
-            torch.testing.assert_close(model(rows(count, 4, 3)), model.rows[0].inner(rows(count, 4, 3)) * 2)
+            torch.testing.assert_close(
+                model(make_tensor(count, 4, 3)), model.rows[0].inner(make_tensor(count, 4, 3)) * 2
+            )
     lines = [record.message for record in caplog.records if record.name.startswith("library")]
     assert len(lines) == MAX_RECOMPILES + 1
-    assert "Block rows.0" in lines[0] and "'given' size mismatch at index 0. expected 2, actual 3" in lines[0]
+    assert "Block rows.0" in lines[0] and "'hidden' size mismatch at index 0. expected 2, actual 3" in lines[0]
     assert (
-        "its blocks run eagerly" in lines[-1] and backend.frame_count == 1 + found.recompile_count == 2 + MAX_RECOMPILES
+        "its blocks run eagerly" in lines[-1]
+        and backend.frame_count == 1 + compilation.recompile_count == 2 + MAX_RECOMPILES
     )
 
 
 def test_eval_mode_is_not_compiled():
     model = Model(2)
-    _, backend = of(model)
+    _, backend = compile_and_warm_up(model)
     with torch.no_grad():
-        model.eval()(rows(5, 4, 3))
+        model.eval()(make_tensor(5, 4, 3))
     assert backend.frame_count == 0
 
 
 def test_slices_of_longer_tensors_do_not_cause_recompiles():
     model = Model(1)
     backend = CompileCounterWithBackend("eager")
-    found = Compilation("false", {"backend": backend})
-    found.compile_blocks(model)
-    with found.record_shapes():
+    compilation = Compilation("false", {"backend": backend})
+    compilation.compile_blocks(model)
+    with compilation.record_shapes():
         for length in (4, 6):
-            model(rows(2, length, 3)[:, :2])
-    found.choose_dynamic_shapes(1, texts_vary=False)
+            model(make_tensor(2, length, 3)[:, :2])
+    compilation.choose_dynamic_shapes(1, texts_vary=False)
     for length in (4, 6, 8):
-        model(rows(2, length, 3)[:, :2])
+        model(make_tensor(2, length, 3)[:, :2])
     assert backend.frame_count == 1
 
 
 @pytest.mark.parametrize("name", ["sd1", "sdxl", "sd3", "flux", "z_image", "qwen_image"])
 def test_the_repeated_blocks_of_every_family_are_found(name):
-    """diffusers does not say of SD3 which of its blocks repeat."""
+    """diffusers does not declare the repeated blocks of SD3."""
     pipe = TINY[name]().pipe
-    found = dict(find_repeated_blocks(pipe.unet if hasattr(pipe, "unet") else pipe.transformer))
-    assert len(found) > 1 and all(type(block).__name__.endswith("TransformerBlock") for block in found.values())
+    blocks = dict(find_repeated_blocks(pipe.unet if hasattr(pipe, "unet") else pipe.transformer))
+    assert len(blocks) > 1 and all(type(block).__name__.endswith("TransformerBlock") for block in blocks.values())
     texts = {
         name for name, part in pipe.components.items() if "text_encoder" in name and dict(find_repeated_blocks(part))
     }
     assert texts == {name for name in pipe.components if "text_encoder" in name}
 
 
-@pytest.mark.parametrize(("regional", "kinds"), [(True, 1), (False, 1)])
-def test_the_whole_model_is_compiled_without_regional_compilation(regional, kinds):
+@pytest.mark.parametrize(("regional", "compiler_count"), [(True, 1), (False, 1)])
+def test_the_whole_model_is_compiled_without_regional_compilation(regional, compiler_count):
     model = Model(3)
     plugin = SimpleNamespace(
         backend=SimpleNamespace(value="EAGER"),
@@ -253,15 +288,15 @@ def test_the_whole_model_is_compiled_without_regional_compilation(regional, kind
         use_regional_compilation=regional,
         to_kwargs=lambda: {"backend": "eager"},
     )
-    found = compile_model([model], model, plugin, "auto")
-    assert len(found.block_compilers) == kinds and found.dynamic == "true"
+    compilation = compile_model([model], model, plugin, "auto")
+    assert len(compilation.block_compilers) == compiler_count and compilation.dynamic == "true"
     assert ("forward" in vars(model)) != regional and ("forward" in vars(model.rows[0])) == regional
 
 
-# batches of every size
+# ---- dummy batches
 
 
-def batch(**changes):
+def make_batch(**changes):
     frame = torch.tensor([[80.0, 120, 0, 0, 64, 96]] * 2)
     return PixelBatch(
         **{
@@ -278,10 +313,12 @@ def batch(**changes):
 
 def test_a_dummy_batch_has_the_shapes_of_its_size():
     moments = Moments(torch.randn(2, 2, 4, 8, 12))
-    made = batch(moments=moments, cond={"embeds": [rows(5, 3), rows(9, 3)]}).build_dummy_batch((32, 128), 3)
-    assert made.moments.mean_and_std.shape == (3, 2, 4, 16, 4) and made.pixels is None
-    assert made.size_conditioning[0].tolist() == [80, 120, 0, 0, 128, 32] and made.loss_weights.tolist() == [1, 1, 1]
-    assert (made.captions, made.sample_keys, made.global_positions) == (("a", "b", "a"), ("x", "y", "x"), (0, 1, 2))
-    assert [len(row) for row in made.cond["embeds"]] == [5, 9, 5]
-    assert [len(row) for row in made.vary_text_lengths(["same", "longer", "shorter"]).cond["embeds"]] == [5, 69, 2]
-    assert batch(pixels=torch.ones(2, 3, 64, 96)).build_dummy_batch((32, 128), 1).pixels.shape == (1, 3, 128, 32)
+    dummy = make_batch(moments=moments, cond={"embeds": [make_tensor(5, 3), make_tensor(9, 3)]}).build_dummy_batch(
+        (32, 128), 3
+    )
+    assert dummy.moments.mean_and_std.shape == (3, 2, 4, 16, 4) and dummy.pixels is None
+    assert dummy.size_conditioning[0].tolist() == [80, 120, 0, 0, 128, 32] and dummy.loss_weights.tolist() == [1, 1, 1]
+    assert (dummy.captions, dummy.sample_keys, dummy.global_positions) == (("a", "b", "a"), ("x", "y", "x"), (0, 1, 2))
+    assert [len(row) for row in dummy.cond["embeds"]] == [5, 9, 5]
+    assert [len(row) for row in dummy.vary_text_lengths(["same", "longer", "shorter"]).cond["embeds"]] == [5, 69, 2]
+    assert make_batch(pixels=torch.ones(2, 3, 64, 96)).build_dummy_batch((32, 128), 1).pixels.shape == (1, 3, 128, 32)

@@ -20,7 +20,6 @@ from library.config import parse_config
 from library.distributed.async_copy import CopyStream
 from library.errors import ConfigError
 from library.estimate.memory_meter import MemoryMeter
-from library.parallel import offload
 from library.parallel.offload import WeightOffloader, select_spread_indices
 from library.parallel.quantize import (
     NF4_BLOCK_SIZE,
@@ -34,33 +33,33 @@ from library.training import activation_checkpointing
 __all__ = ["even_dataset"]  # a fixture
 
 KINDS = ["none", "fp8", "int8", "nf4"]
-WIDEST = max(later - earlier for earlier, later in pairwise(NF4_LEVELS)) / 2
+MAX_NF4_ERROR = max(later - earlier for earlier, later in pairwise(NF4_LEVELS)) / 2
 
 
-def weight_of(*shape, seed=0):
+def make_weight(*shape, seed=0):
     rows = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.02
-    return rows * torch.logspace(-2, 0, shape[0]).view(-1, *[1] * (len(shape) - 1))  # rows of very different size
+    return rows * torch.logspace(-2, 0, shape[0]).view(-1, *[1] * (len(shape) - 1))  # rows of very different magnitude
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("shape", [(6, 128), (5, 7), (4, 3, 3, 3)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_quantization_error_is_bounded(kind, shape):
-    weight = weight_of(*shape)
-    found = QuantizedWeight.quantize(weight, kind).dequantize(torch.float32)
-    rows, off = weight.flatten(1), (found - weight).flatten(1).abs()
-    most = rows.abs().amax(1, keepdim=True) * (1 + 2**-8)
+    weight = make_weight(*shape)
+    dequantized = QuantizedWeight.quantize(weight, kind).dequantize(torch.float32)
+    rows, errors = weight.flatten(1), (dequantized - weight).flatten(1).abs()
+    maxima = rows.abs().amax(1, keepdim=True) * (1 + 2**-8)
     if kind == "nf4":
         padded = F.pad(weight.flatten(), (0, -weight.numel() % NF4_BLOCK_SIZE)).view(-1, NF4_BLOCK_SIZE)
-        most = padded.abs().amax(1, keepdim=True).expand_as(padded).flatten()[: weight.numel()].view_as(rows)
+        maxima = padded.abs().amax(1, keepdim=True).expand_as(padded).flatten()[: weight.numel()].view_as(rows)
     bound = {
-        "none": 0 * most,
-        "int8": most / 127,
-        "fp8": 2**-4 * rows.abs() + most * 2**-9 / 448 + most * 2**-8,
-        "nf4": most * (WIDEST + 2**-8),
+        "none": 0 * maxima,
+        "int8": maxima / 127,
+        "fp8": 2**-4 * rows.abs() + maxima * 2**-9 / 448 + maxima * 2**-8,
+        "nf4": maxima * (MAX_NF4_ERROR + 2**-8),
     }[kind]
-    assert found.shape == weight.shape and (off <= bound).all()
-    assert kind == "none" or off.any()
+    assert dequantized.shape == weight.shape and (errors <= bound).all()
+    assert kind == "none" or errors.any()
 
 
 def test_representable_values_are_dequantized_exactly():
@@ -77,13 +76,13 @@ def test_a_quantized_weight_has_the_size_of_its_type():
     assert size["none"] == 2 and 1 < size["int8"] == size["fp8"] < 1.01 and 0.5 < size["nf4"] < 0.54
 
 
-@pytest.mark.parametrize(("kind", "most"), [("fp8", 4.1), ("int8", 4.1), ("nf4", 6.2)])
-def test_dequantization_needs_little_extra_memory(kind, most):
-    packed, meta = QuantizedWeight.quantize(torch.randn(256, 1024).bfloat16(), kind), torch.device("meta")
-    packed = packed.map_tensors(lambda tensor: tensor.to(meta))
-    with MemoryMeter(meta, packed.tensors) as meter:
-        assert packed.dequantize(torch.bfloat16).shape == (256, 1024)
-    assert meter.peak < most * 256 * 1024
+@pytest.mark.parametrize(("kind", "max_bytes_per_weight"), [("fp8", 4.1), ("int8", 4.1), ("nf4", 6.2)])
+def test_dequantization_needs_little_extra_memory(kind, max_bytes_per_weight):
+    quantized, meta = QuantizedWeight.quantize(torch.randn(256, 1024).bfloat16(), kind), torch.device("meta")
+    quantized = quantized.map_tensors(lambda tensor: tensor.to(meta))
+    with MemoryMeter(meta, quantized.tensors) as meter:
+        assert quantized.dequantize(torch.bfloat16).shape == (256, 1024)
+    assert meter.peak < max_bytes_per_weight * 256 * 1024
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -95,66 +94,72 @@ def test_a_frozen_layer_equals_a_layer_with_the_dequantized_weight(kind, autocas
         (nn.Linear(8, 6, bias=False), (3, 8)),
     ):
         layer.requires_grad_(False)
-        packed = QuantizedWeight.quantize(layer.weight, kind)
-        layer.weight.data = packed.dequantize(torch.bfloat16 if autocast else torch.float32).float()
-        given = torch.randn(shape, requires_grad=True)
+        quantized = QuantizedWeight.quantize(layer.weight, kind)
+        layer.weight.data = quantized.dequantize(torch.bfloat16 if autocast else torch.float32).float()
+        inputs = torch.randn(shape, requires_grad=True)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            output = layer(given)
-        wanted = torch.autograd.grad(output.float().square().sum(), given)[0]
+            output = layer(inputs)
+        expected_gradient = torch.autograd.grad(output.float().square().sum(), inputs)[0]
         assert can_convert_frozen_layer(layer)
-        convert_frozen_layer(layer, lambda packed=packed: packed)
-        kept = []
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), saved_tensors_hooks(kept.append, lambda _: None):
-            found = layer(given)
+        convert_frozen_layer(layer, quantized.get)
+        saved_tensors = []
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+            saved_tensors_hooks(saved_tensors.append, lambda _: None),
+        ):
+            actual = layer(inputs)
         assert (
-            torch.equal(found, output) and not kept and not can_convert_frozen_layer(layer)
-        )  # nothing waits for the backward pass
+            torch.equal(actual, output) and not saved_tensors and not can_convert_frozen_layer(layer)
+        )  # no tensor is saved for backward
         assert [name for name, _ in layer.named_parameters()] == ["bias"][: layer.bias is not None]
-        torch.testing.assert_close(torch.autograd.grad(found.float().square().sum(), given)[0], wanted)
+        torch.testing.assert_close(torch.autograd.grad(actual.float().square().sum(), inputs)[0], expected_gradient)
 
 
-class Device:
-    """Copies, and knows how many of its copies are alive."""
+class CopyCounter:
+    """Copies tensors, and counts the copies made and alive."""
 
     def __init__(self):
-        self.alive = self.most = self.made = 0
+        self.alive = self.max_alive = self.copy_count = 0
 
     def copy(self, tensor):
-        found = tensor.clone()
-        self.alive, self.made = self.alive + 1, self.made + 1
-        self.most = max(self.most, self.alive)
-        weakref.finalize(found, self.gone)
-        return found
+        copy = tensor.clone()
+        self.alive, self.copy_count = self.alive + 1, self.copy_count + 1
+        self.max_alive = max(self.max_alive, self.alive)
+        weakref.finalize(copy, self.release)
+        return copy
 
-    def gone(self):
+    def release(self):
         self.alive -= 1
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("is_twice", [False, True])
-def test_offloaded_weights_are_prefetched_and_at_most_two_are_on_the_device(is_twice):
-    device = Device()
-    swap = WeightOffloader(torch.device("cpu"), device.copy)
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_offloaded_weights_are_copied_twice_per_step_and_prefetched(is_checkpointed):
+    device = CopyCounter()
+    offloader = WeightOffloader(torch.device("cpu"), device.copy)
     layers = [nn.Linear(4, 4).requires_grad_(False) for _ in range(6)]
     for layer in layers:
-        convert_frozen_layer(layer, swap.offload(QuantizedWeight.quantize(layer.weight, "none")))
-    fetched = []
+        convert_frozen_layer(layer, offloader.offload(QuantizedWeight.quantize(layer.weight, "none")))
+    counts = []
     for _ in range(3):
-        before, given = (device.made, swap.prefetch_hits), torch.ones(1, 4, requires_grad=True)
-        now = given
+        counts_before, inputs = (device.copy_count, offloader.prefetch_hits), torch.ones(1, 4, requires_grad=True)
+        hidden = inputs
         for first in range(0, 6, 2):
             block = nn.Sequential(*layers[first : first + 2], nn.Tanh())
-            now = torch.utils.checkpoint.checkpoint(block, now, use_reentrant=False) if is_twice else block(now)
-        now.sum().backward()
-        fetched.append((device.made - before[0], swap.prefetch_hits - before[1]))
+            hidden = (
+                torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=False)
+                if is_checkpointed
+                else block(hidden)
+            )
+        hidden.sum().backward()
+        counts.append((device.copy_count - counts_before[0], offloader.prefetch_hits - counts_before[1]))
     gc.collect()
-    passes = 3 if is_twice else 2
-    assert fetched[2] == (6 * passes, 6 * passes), fetched  # one copy for each use, each sent ahead
-    assert device.most <= 2
+    assert counts[2] == (6 * 2, 6 * 2), counts  # forward and backward, or forward and recomputation; each prefetched
+    assert device.max_alive <= (3 if is_checkpointed else 2), "a recomputed block of two layers, and the next layer"
 
 
 class LazyDevice:
-    """In the place of torch's module for a device that computes nothing before somebody waits for it."""
+    """Replaces torch's device module; operations run only when an event is synchronized."""
 
     class Stream:
         def __init__(self, device):
@@ -173,35 +178,34 @@ class LazyDevice:
         return nullcontext()
 
     def Event(self):
-        place = 0
+        position = 0
 
         def record(stream):
-            nonlocal place
-            place = stream.given
+            nonlocal position
+            position = stream.given
 
         def synchronize():
-            self.done, self.waits = max(self.done, place), self.waits + 1
+            self.done, self.waits = max(self.done, position), self.waits + 1
 
         return SimpleNamespace(record=record, synchronize=synchronize)
 
 
-@pytest.mark.parametrize(("room", "waits", "most"), [(400, True, 400), (10**6, False, 6 * 4 * 64)])
-def test_fetched_weights_in_flight_are_bounded(room, waits, most, monkeypatch):
+@pytest.mark.parametrize(("max_bytes_ahead", "waits", "max_in_flight"), [(400, True, 400), (10**6, False, 6 * 4 * 64)])
+def test_fetched_weights_in_flight_are_bounded(max_bytes_ahead, waits, max_in_flight, monkeypatch):
     device = LazyDevice()
-    monkeypatch.setattr(offload, "MAX_BYTES_AHEAD", room)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    swap = WeightOffloader(torch.device("cpu"), torch.clone)
-    swap._copy_stream = CopyStream(torch.device("cpu"), device)
-    fetches = [swap.offload(QuantizedWeight.quantize(torch.zeros(16), "none")) for _ in range(6)]
-    held = []
+    offloader = WeightOffloader(torch.device("cpu"), torch.clone, max_bytes_ahead)
+    offloader._copy_stream = CopyStream(torch.device("cpu"), device)
+    fetches = [offloader.offload(QuantizedWeight.quantize(torch.zeros(16), "none")) for _ in range(6)]
+    bytes_in_flight = []
     for _ in range(4):
         for fetch in fetches:
             size = fetch().nbytes
-            device.computing.given += 1  # what is computed with it, and its memory is free when the device has
-            held.append((device.computing.given - device.done) * size)
+            device.computing.given += 1  # an operation that uses the weight, whose memory is freed after it
+            bytes_in_flight.append((device.computing.given - device.done) * size)
     assert bool(device.waits) == waits
-    assert max(held) <= most + 2 * 64, held
-    assert swap.prefetch_hits > 12
+    assert max(bytes_in_flight) <= max_in_flight + 2 * 64, bytes_in_flight
+    assert offloader.prefetch_hits > 12
 
 
 def test_blocks_are_spread_evenly():
@@ -213,86 +217,101 @@ def test_blocks_are_spread_evenly():
     )
 
 
-def gradients(folder: Path, cases):
+def compute_gradients(folder: Path, cases):
     """Return loss and gradients of one step for each case, with no adapter weight at zero."""
-    found = []
-    for number, words in enumerate(cases):
-        (own := folder / str(number)).mkdir()
-        with build_run(write_dataset([*words, "--resolution", "64", "--network_dim", "2"], own, 3), own) as run:
-            draw = torch.Generator().manual_seed(1)
-            for item in run.parameters:
-                item.data = torch.randn(item.shape, generator=draw) * 0.05
-            for _ in range(2 if "--activation_memory_budget" in words else 1):  # the first finds out what to keep
+    results = []
+    for number, flags in enumerate(cases):
+        (run_folder := folder / str(number)).mkdir()
+        with build_run(
+            write_dataset([*flags, "--resolution", "64", "--network_dim", "2"], run_folder, 3), run_folder
+        ) as run:
+            generator = torch.Generator().manual_seed(1)
+            for parameter in run.parameters:
+                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
+            for _ in range(
+                2 if "--activation_memory_budget" in flags else 1
+            ):  # the first step selects the operations to save
                 run.optimizer.zero_grad(set_to_none=True)
                 loss = run.oom_recovery.compute_gradients(run.strategy, run.task, next(run.loader.iter_steps(0)), 0)
-            assert all(item.grad.any() for item in run.parameters)
-            found.append(torch.cat([loss.view(1), *(item.grad.flatten() for item in run.parameters)]).numpy())
-    return found
+            assert all(parameter.grad.any() for parameter in run.parameters)
+            results.append(
+                torch.cat([loss.view(1), *(parameter.grad.flatten() for parameter in run.parameters)]).numpy()
+            )
+    return results
 
 
 BUDGETS = [("--gradient_checkpointing", "--activation_memory_budget", share) for share in ("0.4", "1")]
-SAME = [
+EXACT_OPTIONS = [
     *BUDGETS,
     ("--gradient_checkpointing", "--gradient_checkpointing_every", "2"),
     ("--gradient_checkpointing", "--cpu_offload_checkpointing"),
     ("--blocks_to_swap", "2"),
     ("--blocks_to_swap", "2", *BUDGETS[0], "--cpu_offload_checkpointing"),
 ]
-OFF = {"int8": 0.05, "fp8": 0.2, "nf4": 0.5}
+MAX_QUANTIZATION_ERRORS = {"int8": 0.05, "fp8": 0.2, "nf4": 0.5}
 
 
 @pytest.mark.parametrize(
-    ("model", "same", "kinds"),
-    [("random:sd1:tiny", SAME, OFF), pytest.param("random:flux:tiny", SAME[-1:], ["int8"], marks=pytest.mark.slow)],
+    ("model", "exact_options", "quantizations"),
+    [
+        ("random:sd1:tiny", EXACT_OPTIONS, MAX_QUANTIZATION_ERRORS),
+        pytest.param("random:flux:tiny", EXACT_OPTIONS[-1:], ["int8"], marks=pytest.mark.slow),
+    ],
 )
-def test_memory_options_do_not_change_gradients(model, same, kinds, tmp_path):
-    fewer = [
-        ("--quantize_base", kind, *more)
-        for kind in kinds
-        for more in ((), ("--blocks_to_swap", "2", "--gradient_checkpointing"))
+def test_memory_options_do_not_change_gradients(model, exact_options, quantizations, tmp_path):
+    quantization_options = [
+        ("--quantize_base", quantization, *options)
+        for quantization in quantizations
+        for options in ((), ("--blocks_to_swap", "2", "--gradient_checkpointing"))
     ]
-    cases = [("--pretrained_model_name_or_path", model, *more) for more in ((), *same, *fewer)]
-    plain, *found = map(torch.from_numpy, run_on_ranks(1, gradients, tmp_path, cases)[0])
-    for more, one in zip(same, found, strict=False):
-        torch.testing.assert_close(one, plain, msg=str(more))
-        assert more not in BUDGETS or torch.equal(one, plain), "the budget only decides what is recomputed"
-    for number, kind in enumerate(kinds):
-        one, swapped = found[len(same) + 2 * number :][:2]
-        off = float((one[1:] - plain[1:]).norm() / plain[1:].norm())
-        assert 1e-5 < off < OFF[kind], (kind, off)
-        torch.testing.assert_close(swapped, one)
+    cases = [
+        ("--pretrained_model_name_or_path", model, *options) for options in ((), *exact_options, *quantization_options)
+    ]
+    plain, *gradients = map(torch.from_numpy, run_on_ranks(1, compute_gradients, tmp_path, cases)[0])
+    for options, gradient in zip(exact_options, gradients, strict=False):
+        torch.testing.assert_close(gradient, plain, msg=str(options))
+        assert options not in BUDGETS or torch.equal(gradient, plain), "the budget only selects what is recomputed"
+    for number, quantization in enumerate(quantizations):
+        gradient, swapped = gradients[len(exact_options) + 2 * number :][:2]
+        error = float((gradient[1:] - plain[1:]).norm() / plain[1:].norm())
+        assert 1e-5 < error < MAX_QUANTIZATION_ERRORS[quantization], (quantization, error)
+        torch.testing.assert_close(swapped, gradient)
 
 
 def test_every_nth_block_is_recomputed_from_offloaded_inputs(monkeypatch):
-    sent, honest = [], activation_checkpointing.copy_to_host
-    monkeypatch.setattr(activation_checkpointing, "copy_to_host", lambda tensor: sent.append(tensor) or honest(tensor))
-    for every, times, to_host in ((1, [2, 2, 2, 2], False), (2, [2, 1, 2, 1], True)):
+    copied, copy_to_host = [], activation_checkpointing.copy_to_host
+    monkeypatch.setattr(
+        activation_checkpointing, "copy_to_host", lambda tensor: copied.append(tensor) or copy_to_host(tensor)
+    )
+    for interval, expected_calls, is_offloaded in ((1, [2, 2, 2, 2], False), (2, [2, 1, 2, 1], True)):
         blocks, calls = [nn.Linear(3, 3) for _ in range(4)], [0] * 4
         for number, block in enumerate(blocks):
-            block.register_forward_pre_hook(lambda *_, at=number, calls=calls: calls.__setitem__(at, calls[at] + 1))
-        call = activation_checkpointing.BlockCheckpointing(every, offload=to_host)
-        now = torch.ones(1, 3, requires_grad=True)
+            block.register_forward_pre_hook(
+                lambda *_, index=number, calls=calls: calls.__setitem__(index, calls[index] + 1)
+            )
+        checkpointing = activation_checkpointing.BlockCheckpointing(interval, offload=is_offloaded)
+        hidden = torch.ones(1, 3, requires_grad=True)
         for block in blocks:
-            now = call(block, now)
-        now.sum().backward()
-        assert calls == times
-    assert [tuple(tensor.shape) for tensor in sent if tensor.numel()] == [(1, 3)] * 2
+            hidden = checkpointing(block, hidden)
+        hidden.sum().backward()
+        assert calls == expected_calls
+    assert [tuple(tensor.shape) for tensor in copied if tensor.numel()] == [(1, 3)] * 2
 
 
 @pytest.mark.slow
 def test_quantized_offloaded_training_is_the_same_with_two_processes(even_dataset, tmp_path):
     flags = ("--quantize_base", "int8", "--blocks_to_swap", "1", "--optimizer_type", "SGD")
-    one, two = (
+    one_rank, two_ranks = (
         train_adapter(tmp_path / str(ranks), ranks, 4 // ranks, 1, *flags, dataset=even_dataset) for ranks in (1, 2)
     )
-    assert max_relative_difference(one, two) < 1e-4
+    assert max_relative_difference(one_rank, two_ranks) < 1e-4
 
 
-def refused(*words):
+def find_problems(*flags):
     from library.training.run import run_training
 
     try:
-        run_training(parse_config(words).require_valid())
+        run_training(parse_config(flags).require_valid())
     except ConfigError as error:
         return error.problems
     return None
@@ -300,22 +319,22 @@ def refused(*words):
 
 @pytest.mark.quick
 def test_invalid_memory_options_are_reported_before_loading(even_dataset, tmp_path):
-    words = ("--dataset_config", str(even_dataset), "--output_dir", str(tmp_path))
-    found = parse_config(
+    flags = ("--dataset_config", str(even_dataset), "--output_dir", str(tmp_path))
+    problems_of_options = parse_config(
         [
-            *words,
+            *flags,
             *(
                 "--gradient_checkpointing_every 2 --cpu_offload_checkpointing --activation_memory_budget 0.5 "
                 "--blocks_to_swap 1 --torch_compile --profile_steps 1:9"
             ).split(),
         ]
     ).problems
-    assert [problem.partition(":")[0] for problem in found] == [
+    assert [problem.partition(":")[0] for problem in problems_of_options] == [
         *(
             "--gradient_checkpointing_every --activation_memory_budget --cpu_offload_checkpointing "
             "--gradient_checkpointing_every --cpu_offload_checkpointing --blocks_to_swap --profile_steps"
         ).split(),
     ]
-    (problems,) = run_on_ranks(1, refused, *words, "--blocks_to_swap", "99", "--quiet")
+    (problems,) = run_on_ranks(1, find_problems, *flags, "--blocks_to_swap", "99", "--quiet")
     assert len(problems) == 1 and problems[0].startswith("--blocks_to_swap: 99; this model has ")
-    assert parse_config([*words, "--fp8_base"]).config.model.quantize_base == "fp8"
+    assert parse_config([*flags, "--fp8_base"]).config.model.quantize_base == "fp8"

@@ -34,41 +34,41 @@ MODELS = [
 
 
 class BlockingCopyDetector(TorchDispatchMode):
-    """Copies to the device for which the host waits."""
+    """Fails at copies to the device for which the host waits."""
 
-    def __torch_dispatch__(self, function, types, arguments=(), named=None):
-        named = named or {}
-        found = function(*arguments, **named)
+    def __torch_dispatch__(self, function, types, arguments=(), kwargs=None):
+        kwargs = kwargs or {}
+        output = function(*arguments, **kwargs)
         if function is torch.ops.aten._to_copy.default:
-            source, target, is_late = arguments[0], found, named.get("non_blocking")
+            source, target, is_non_blocking = arguments[0], output, kwargs.get("non_blocking")
         elif function is torch.ops.aten.copy_.default:
-            target, source, is_late = *arguments[:2], arguments[2:] == (True,) or named.get("non_blocking")
+            target, source, is_non_blocking = *arguments[:2], arguments[2:] == (True,) or kwargs.get("non_blocking")
         else:
-            return found
-        assert is_late or source.device == target.device, f"the host waits for {function}"
-        return found
+            return output
+        assert is_non_blocking or source.device == target.device, f"the host waits for {function}"
+        return output
 
 
 class FakeScalarQueue:
-    """In the place of pinned memory, which a run_on_meta_device device has none of."""
+    """Replaces the queue in pinned memory, which the meta device does not have."""
 
     def __init__(self):
-        self.sent = 0
+        self.count = 0
 
     def __len__(self):
-        return self.sent
+        return self.count
 
     def push(self, number):
         assert number.device == DEVICE
-        self.sent += 1
+        self.count += 1
 
     def pop(self):
-        self.sent -= 1
+        self.count -= 1
         return 0.0
 
 
 def move_to_meta_device(run):
-    """The run as it would be on the device."""
+    """Move model, optimizer and queues of the run to the meta device."""
     model = run.strategy.unwrap_model(run.model).to(DEVICE)
     trainable = get_trainable_parameters(model)
     run.param_groups = [type(group)(group.name, trainable, group.lr) for group in run.param_groups]
@@ -79,9 +79,9 @@ def move_to_meta_device(run):
 
 
 @contextmanager
-def run_on_meta_device(tmp_path, *words):
-    """A run on the device, without what is done at readings, where all wait anyway."""
-    with build_run(write_dataset(words, tmp_path, 4), tmp_path) as run:
+def run_on_meta_device(tmp_path, *flags):
+    """A run on the meta device, without reading metrics, which synchronizes anyway."""
+    with build_run(write_dataset(flags, tmp_path, 4), tmp_path) as run:
         move_to_meta_device(run)
         run.is_warmed_up = True
         run.nan_guard = SimpleNamespace(
@@ -90,16 +90,16 @@ def run_on_meta_device(tmp_path, *words):
             should_step=run.nan_guard.should_step,
         )
         run.bad_samples.sync_across_ranks = lambda strategy: None
-        run.metric_logger.log_steps = lambda run, figures: None
+        run.metric_logger.log_steps = lambda run, values: None
         yield run
 
 
 def train_on_meta_device(model, folder):
-    words = ["--pretrained_model_name_or_path", model, "--resolution", "64", "--network_dim", "2"]
-    with run_on_meta_device(folder, *words) as run:
-        whole, run.plan = run.plan, replace(run.plan, steps=1)
-        loop.train(run)  # some models keep what they make in their first step
-        run.plan = whole
+    flags = ["--pretrained_model_name_or_path", model, "--resolution", "64", "--network_dim", "2"]
+    with run_on_meta_device(folder, *flags) as run:
+        plan, run.plan = run.plan, replace(run.plan, steps=1)
+        loop.train(run)  # some models cache tensors in their first step
+        run.plan = plan
         with BlockingCopyDetector():
             loop.train(run)
     return run.state.step, str(run.parameters[0].device)
@@ -122,7 +122,7 @@ def test_encoding_captions_in_a_step_does_not_wait_for_the_device(name):
 
 
 class Streams:
-    """In the place of torch's module for a device: each stream has its own clock, and the program takes no time."""
+    """Replaces torch's device module: each stream has its own clock, and host code takes no time."""
 
     class Stream:
         def __init__(self, device):
@@ -146,39 +146,41 @@ class Streams:
 
 
 class Clocks(TorchDispatchMode):
-    """Lets each operation on the device take its time on the stream that it is given to, in its order."""
+    """Advances the clock of the current stream by one with each operation on the device."""
 
     def __init__(self, streams):
         super().__init__()
-        self.streams, self.arrivals, self.begun = streams, {}, []
+        self.streams, self.arrivals, self.copy_times = streams, {}, []
         self.copied = Counter()
 
-    def __torch_dispatch__(self, function, types, arguments=(), named=None):
-        found, stream = function(*arguments, **(named or {})), self.streams.active
-        given = [leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, torch.Tensor)]
-        made = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor) and leaf.device == DEVICE]
+    def __torch_dispatch__(self, function, types, arguments=(), kwargs=None):
+        output, stream = function(*arguments, **(kwargs or {})), self.streams.active
+        inputs = [leaf for leaf in tree_leaves((arguments, kwargs)) if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.device == DEVICE]
         if stream is not self.streams.computing:
-            self.copied.update(tuple(tensor.shape) for tensor in made)
-            self.begun.append((stream.time, self.streams.computing.time))
-        for tensor in given:
-            assert stream.time >= self.arrivals.get(tensor.untyped_storage()._cdata, (0,))[0], "read before it is there"
-        stream.time += bool(made)
-        if stream is not self.streams.computing:  # held, so that nothing else gets its address
-            self.arrivals |= {each.untyped_storage()._cdata: (stream.time, each.untyped_storage()) for each in made}
-        return found
+            self.copied.update(tuple(tensor.shape) for tensor in outputs)
+            self.copy_times.append((stream.time, self.streams.computing.time))
+        for tensor in inputs:
+            assert stream.time >= self.arrivals.get(tensor.untyped_storage()._cdata, (0,))[0], (
+                "read before its copy is complete"
+            )
+        stream.time += bool(outputs)
+        if stream is not self.streams.computing:  # keep the storage, so that its address is not reused
+            self.arrivals |= {each.untyped_storage()._cdata: (stream.time, each.untyped_storage()) for each in outputs}
+        return output
 
 
 def record_copies(folder):
-    words = [
+    flags = [
         *"--resolution 64 --network_dim 2 --gradient_accumulation_steps 2 --network_dropout 0.1".split(),
     ]
     recorded = Counter()
-    with run_on_meta_device(folder, *words) as run, pytest.MonkeyPatch.context() as patch:
+    with run_on_meta_device(folder, *flags) as run, pytest.MonkeyPatch.context() as patch:
         streams = Streams()
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.update([tuple(tensor.shape)]))
         run.task.to_device = CopyStream(DEVICE, streams)
         batch = next(run.loader.iter_steps(0)).micro_batches[0]
-        own = [
+        batch_tensors = [
             batch.size_conditioning,
             batch.loss_weights,
             batch.moments.mean_and_std,
@@ -187,21 +189,21 @@ def record_copies(folder):
         ]
         with Clocks(streams) as clocks:
             loop.train(run)
-    mine = Counter(tuple(tensor.shape) for tensor in own for _ in range(2 * run.state.step))
-    assert clocks.copied == mine == recorded, (clocks.copied, mine, recorded)
+    expected = Counter(tuple(tensor.shape) for tensor in batch_tensors for _ in range(2 * run.state.step))
+    assert clocks.copied == expected == recorded, (clocks.copied, expected, recorded)
     assert set(map(type, streams.computing.waited_for)) == {Streams.Stream}
-    (side,) = set(streams.computing.waited_for)
-    assert not side.waited_for, "a copy waits for nothing"
-    return clocks.begun
+    (copy_stream,) = set(streams.computing.waited_for)
+    assert not copy_stream.waited_for, "the copy stream waits for no other"
+    return clocks.copy_times
 
 
 def test_inputs_of_a_step_are_copied_while_the_previous_step_runs(tmp_path):
-    (begun,) = run_on_ranks(1, record_copies, tmp_path)
-    assert all(copying < computing for copying, computing in begun[len(begun) // 8 :])
+    (copy_times,) = run_on_ranks(1, record_copies, tmp_path)
+    assert all(copying < computing for copying, computing in copy_times[len(copy_times) // 8 :])
 
 
 def read_device_tensors(folder):
-    looks = [
+    reads = [
         lambda weight: float(weight.sum()),
         lambda weight: bool(weight.isfinite().all()),
         lambda weight: weight.cpu(),
@@ -210,12 +212,12 @@ def read_device_tensors(folder):
         lambda weight: torch.ones(3).to(weight),
     ]
     with run_on_meta_device(folder, "--resolution", "64") as run, BlockingCopyDetector():
-        for look in looks:
+        for read in reads:
             run.state.step = 0
-            run.metric_logger.advance_progress = lambda run, look=look: look(run.parameters[0].detach())
+            run.metric_logger.advance_progress = lambda run, read=read: read(run.parameters[0].detach())
             with pytest.raises((RuntimeError, NotImplementedError, AssertionError)):
                 loop.train(run)
-    return len(looks)
+    return len(reads)
 
 
 def test_host_reads_of_device_tensors_are_detected(tmp_path):
@@ -223,8 +225,8 @@ def test_host_reads_of_device_tensors_are_detected(tmp_path):
 
 
 def test_the_scalar_queue_is_first_in_first_out_on_a_cpu():
-    words = AsyncScalarQueue()
+    queue = AsyncScalarQueue()
     for number in (3.0, 1.0, 2.0):
-        words.push(torch.tensor(number))
-    assert len(words) == 3
-    assert [words.pop(), words.pop(), words.pop()] == [3.0, 1.0, 2.0] and not len(words)
+        queue.push(torch.tensor(number))
+    assert len(queue) == 3
+    assert [queue.pop(), queue.pop(), queue.pop()] == [3.0, 1.0, 2.0] and not len(queue)

@@ -308,11 +308,11 @@ def test_resume_across_stages_gives_equal_weights(staged_run, tmp_path):
 def train_with_memory_limit(max_pixels: int, *flags: str) -> tuple[list[tuple[float, ...]], str]:
     """Train as on a device with memory for images of ``fits`` pixels; return the batches and the error message."""
     from library.distributed.step_phases import OutOfMemory
-    from library.training import warmup
+    from library.training import trial_steps
     from library.training.task import DiffusionTask
 
     call, batches = DiffusionTask.__call__, []
-    warmup.has_device_memory = lambda device: True
+    trial_steps.has_device_memory = lambda device: True
 
     def record_batch(self, pixels, step):
         batches.append((step, len(pixels), *pixels.size_conditioning[0, 4:].tolist()))

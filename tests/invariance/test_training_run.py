@@ -1,4 +1,4 @@
-"""A whole run: the same LoRA however the work is spread, in a file that diffusers loads, and pictures beside it."""
+"""Complete runs: the same LoRA for any number of ranks and micro-batches, a file that diffusers loads, and previews."""
 
 import os
 import subprocess
@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def uneven(tmp_path_factory):
-    """Three buckets with remainders."""
+def uneven_dataset(tmp_path_factory):
+    """The dataset file of three buckets that do not divide evenly into steps."""
     return write_images(tmp_path_factory.mktemp("uneven"), {(96, 64): 5, (64, 96): 3, (64, 64): 2})
 
 
@@ -30,17 +30,17 @@ def reference(even_dataset, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("ranks", "batch", "accumulation"), [(1, 1, 4), (1, 2, 2), (2, 2, 1), (2, 1, 2), (4, 1, 1)])
-def test_four_pictures_a_step_train_alike_however_they_are_split(
+def test_every_split_of_four_images_per_step_trains_the_same_lora(
     ranks, batch, accumulation, even_dataset, reference, tmp_path
 ):
-    # Plain gradient descent: Adam divides by the gradient's size and would hide a wrong scale.
-    found = train_adapter(tmp_path, ranks, batch, accumulation, "--optimizer_type", "SGD", dataset=even_dataset)
+    # SGD, because Adam divides by the gradient's size and would hide a wrong scale.
+    adapter = train_adapter(tmp_path, ranks, batch, accumulation, "--optimizer_type", "SGD", dataset=even_dataset)
 
-    assert max_relative_difference(reference, found) < 1e-4
-    assert max(float(tensor.abs().max()) for key, tensor in found.items() if "lora_up" in key) > 1e-4
+    assert max_relative_difference(reference, adapter) < 1e-4
+    assert max(float(tensor.abs().max()) for key, tensor in adapter.items() if "lora_up" in key) > 1e-4
 
 
-def test_noise_and_losses_of_every_kind_train_alike_on_two_ranks(even_dataset, tmp_path):
+def test_noise_and_loss_options_train_equally_on_two_ranks(even_dataset, tmp_path):
     flags = [
         "--optimizer_type",
         "SGD",
@@ -63,54 +63,54 @@ def test_noise_and_losses_of_every_kind_train_alike_on_two_ranks(even_dataset, t
         "--min_timestep",
         "100",
     ]
-    one = train_adapter(tmp_path, 1, 4, 1, *flags, dataset=even_dataset)
+    one_rank = train_adapter(tmp_path, 1, 4, 1, *flags, dataset=even_dataset)
 
-    assert max_relative_difference(one, train_adapter(tmp_path, 2, 1, 2, *flags, dataset=even_dataset)) < 1e-4
-
-
-def test_short_batches_weigh_by_their_pictures_on_any_number_of_ranks(uneven, tmp_path):
-    one = train_adapter(tmp_path, 1, 4, 1, "--optimizer_type", "SGD", dataset=uneven)
-    two = train_adapter(tmp_path, 2, 2, 1, "--optimizer_type", "SGD", dataset=uneven)
-    four = train_adapter(tmp_path, 4, 1, 1, "--optimizer_type", "SGD", dataset=uneven)
-
-    assert max_relative_difference(one, two) < 1e-4
-    assert max_relative_difference(one, four) < 1e-4
+    assert max_relative_difference(one_rank, train_adapter(tmp_path, 2, 1, 2, *flags, dataset=even_dataset)) < 1e-4
 
 
-def test_the_same_settings_give_the_same_file_to_the_bit_and_another_seed_another(even_dataset, tmp_path):
+def test_incomplete_batches_train_equally_on_any_number_of_ranks(uneven_dataset, tmp_path):
+    one_rank = train_adapter(tmp_path, 1, 4, 1, "--optimizer_type", "SGD", dataset=uneven_dataset)
+    two_ranks = train_adapter(tmp_path, 2, 2, 1, "--optimizer_type", "SGD", dataset=uneven_dataset)
+    four_ranks = train_adapter(tmp_path, 4, 1, 1, "--optimizer_type", "SGD", dataset=uneven_dataset)
+
+    assert max_relative_difference(one_rank, two_ranks) < 1e-4
+    assert max_relative_difference(one_rank, four_ranks) < 1e-4
+
+
+def test_runs_with_the_same_seed_are_bitwise_equal(even_dataset, tmp_path):
     first = train_adapter(tmp_path / "a", 1, 2, 1, dataset=even_dataset)
-    again = train_adapter(tmp_path / "b", 1, 2, 1, dataset=even_dataset)
-    other = train_adapter(tmp_path / "c", 1, 2, 1, "--seed", "43", dataset=even_dataset)
+    second = train_adapter(tmp_path / "b", 1, 2, 1, dataset=even_dataset)
+    other_seed = train_adapter(tmp_path / "c", 1, 2, 1, "--seed", "43", dataset=even_dataset)
 
-    assert max_relative_difference(first, again) == 0.0
-    assert max_relative_difference(first, other) > 1e-3
+    assert max_relative_difference(first, second) == 0.0
+    assert max_relative_difference(first, other_seed) > 1e-3
 
 
-def test_gradient_checkpointing_changes_nothing_but_rounding(even_dataset, reference, tmp_path):
-    found = train_adapter(
+def test_gradient_checkpointing_changes_only_rounding(even_dataset, reference, tmp_path):
+    adapter = train_adapter(
         tmp_path, 1, 4, 1, "--optimizer_type", "SGD", "--gradient_checkpointing", dataset=even_dataset
     )
 
-    assert max_relative_difference(reference, found) < 1e-4
+    assert max_relative_difference(reference, adapter) < 1e-4
 
 
-def test_bf16_trains_the_same_adapters_in_float32(even_dataset, reference, tmp_path):
-    found = train_adapter(
+def test_bf16_mixed_precision_saves_float32_adapters_close_to_float32_training(even_dataset, reference, tmp_path):
+    adapter = train_adapter(
         tmp_path, 1, 4, 1, "--optimizer_type", "SGD", "--mixed_precision", "bf16", dataset=even_dataset
     )
 
-    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
-    assert 1e-6 < max_relative_difference(reference, found) < 0.3
+    assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}
+    assert 1e-6 < max_relative_difference(reference, adapter) < 0.3
 
 
-def test_a_network_of_another_kind_than_the_launcher_asked_for_is_never_taken(even_dataset, tmp_path):
+def test_mixed_precision_fp16_on_a_cpu_is_refused(even_dataset, tmp_path):
     with pytest.raises(AssertionError, match="fp16"):
         train_adapter(tmp_path, 1, 1, 1, "--mixed_precision", "fp16", dataset=even_dataset)
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    """The main job as users start it, only shorter."""
+def demo_run(tmp_path_factory):
+    """The demo run with accelerate launch, but shorter: its folder and log."""
     folder = tmp_path_factory.mktemp("demo")
     command = [
         sys.executable,
@@ -142,44 +142,44 @@ def demo(tmp_path_factory):
         "--sample_every_n_steps",
         "12",
     ]
-    done = subprocess.run(
+    result = subprocess.run(
         command, cwd=folder, env=os.environ | {"PYTHONWARNINGS": "default"}, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, done.stderr
-    return folder, done.stderr
+    assert result.returncode == 0, result.stderr
+    return folder, result.stderr
 
 
-def test_the_run_says_what_it_does_and_where_the_files_are(demo):
-    folder, said = demo
+def test_the_log_names_model_steps_and_output_files(demo_run):
+    folder, log = demo_run
 
-    assert "Traceback" not in said
-    assert "using the built-in demo model" in said
-    assert "training 12/12" in said
-    assert f"LoRA file: {folder / 'out' / 'demo.safetensors'}" in said
-    assert f"previews: {folder / 'out' / 'sample'}" in said
+    assert "Traceback" not in log
+    assert "using the built-in demo model" in log
+    assert "training 12/12" in log
+    assert f"LoRA file: {folder / 'out' / 'demo.safetensors'}" in log
+    assert f"previews: {folder / 'out' / 'sample'}" in log
     sheet = folder / "out" / "demo.before_after.png"
-    assert f"previews side by side, before and after: {sheet}" in said and sheet.is_file()
+    assert f"previews side by side, before and after: {sheet}" in log and sheet.is_file()
 
 
-def test_the_files_have_the_names_of_sd_scripts(demo):
-    folder, _ = demo
+def test_file_names_are_those_of_sd_scripts(demo_run):
+    folder, _ = demo_run
 
     assert sorted(path.name for path in (folder / "out").glob("*.safetensors")) == [
         "demo-step00000005.safetensors",
         "demo-step00000010.safetensors",
         "demo.safetensors",
     ]
-    pictures_drawn = sorted((folder / "out" / "sample").glob("demo_000012_*.png"))
-    assert len(pictures_drawn) == 2
-    assert [Image.open(path).size for path in pictures_drawn] == [(64, 96), (96, 64)]
+    previews = sorted((folder / "out" / "sample").glob("demo_000012_*.png"))
+    assert len(previews) == 2
+    assert [Image.open(path).size for path in previews] == [(64, 96), (96, 64)]
 
 
-def test_diffusers_loads_the_file_and_it_changes_the_picture(demo):
+def test_diffusers_loads_the_file_and_it_changes_the_image(demo_run):
     from diffusers import StableDiffusionPipeline
 
     from library.demo import BUILT_IN_MODEL_DIR
 
-    folder, _ = demo
+    folder, _ = demo_run
     pipe = StableDiffusionPipeline.from_pretrained(BUILT_IN_MODEL_DIR)
     pipe.set_progress_bar_config(disable=True)
     call = {"prompt": "a red circle", "num_inference_steps": 2, "width": 64, "height": 64, "output_type": "pt"}
@@ -192,8 +192,8 @@ def test_diffusers_loads_the_file_and_it_changes_the_picture(demo):
     assert float((torch.as_tensor(before) - torch.as_tensor(after)).abs().max()) > 1e-4
 
 
-def test_the_metadata_tells_the_run_and_no_paths(demo):
-    folder, _ = demo
+def test_the_metadata_describes_the_run_without_paths(demo_run):
+    folder, _ = demo_run
     with safe_open(folder / "out" / "demo-step00000005.safetensors", "pt") as file:
         metadata = file.metadata()
 
@@ -202,10 +202,10 @@ def test_the_metadata_tells_the_run_and_no_paths(demo):
     assert not [key for key, value in metadata.items() if str(folder) in value or str(ROOT) in value]
 
 
-def test_the_tracker_has_every_step(demo):
+def test_the_tracker_logs_every_step(demo_run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    folder, _ = demo
+    folder, _ = demo_run
     (run,) = (folder / "logs").iterdir()
     events = EventAccumulator(str(next(run.rglob("events.*")).parent))
     events.Reload()
@@ -213,7 +213,7 @@ def test_the_tracker_has_every_step(demo):
     assert [event.step for event in events.Scalars("loss/current")] == list(range(1, 13))
 
 
-def test_the_plan_tool_says_what_the_run_does():
+def test_the_plan_tool_prints_the_plan_of_a_run():
     command = [
         sys.executable,
         "-m",
@@ -224,14 +224,14 @@ def test_the_plan_tool_says_what_the_run_does():
         "--max_train_epochs",
         "3",
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
-    assert done.returncode == 0, done.stderr
-    assert "16" in done.stdout
+    assert result.returncode == 0, result.stderr
+    assert "16" in result.stdout
 
 
 @pytest.mark.quick
-def test_dry_run_writes_nothing_and_imports_no_model(tmp_path):
+def test_dry_run_writes_nothing_and_does_not_import_diffusers(tmp_path):
     script = (
         "import sys; from library.cli import main; code = main(sys.argv[1:]); "
         "print(code, 'diffusers' in sys.modules, 'accelerate' in sys.modules)"
@@ -246,13 +246,13 @@ def test_dry_run_writes_nothing_and_imports_no_model(tmp_path):
         "--output_dir",
         str(tmp_path / "out"),
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
-    assert done.stdout.splitlines()[-1] == "0 False False", done.stdout + done.stderr
+    assert result.stdout.splitlines()[-1] == "0 False False", result.stdout + result.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_an_output_folder_that_cannot_be_written_is_known_before_training(tmp_path, even_dataset):
+def test_an_unwritable_output_folder_is_reported_before_training(tmp_path, even_dataset):
     (tmp_path / "out").write_text("a file is in the way")
 
     with pytest.raises(
@@ -274,10 +274,10 @@ def test_an_output_folder_that_cannot_be_written_is_known_before_training(tmp_pa
 @pytest.mark.parametrize(
     "flags",
     [pytest.param(("--no-dynamo_use_regional_compilation",), marks=pytest.mark.slow), ()],
-    ids=["whole", "by blocks"],
+    ids=["whole model", "regional"],
 )
-def test_a_compiled_model_trains_the_same_and_is_saved_under_the_same_names(flags, even_dataset, reference, tmp_path):
-    found = train_adapter(
+def test_torch_compile_trains_the_same_lora_with_the_same_keys(flags, even_dataset, reference, tmp_path):
+    adapter = train_adapter(
         tmp_path,
         1,
         4,
@@ -291,23 +291,23 @@ def test_a_compiled_model_trains_the_same_and_is_saved_under_the_same_names(flag
         dataset=even_dataset,
     )
 
-    assert max_relative_difference(reference, found) < 1e-4
+    assert max_relative_difference(reference, adapter) < 1e-4
 
 
-def failing_preview(*flags: str) -> str:
+def train_with_failing_preview(*flags: str) -> str:
     from library.models.families.sd1_sd2 import StableDiffusion1
 
-    def draw(*_, **__):
-        raise RuntimeError("out of memory, let us say")
+    def raise_error(*_, **__):
+        raise RuntimeError("preview failed")
 
-    StableDiffusion1.generate_image = draw
+    StableDiffusion1.generate_image = raise_error
     return train(*flags)
 
 
-def test_a_preview_that_fails_does_not_end_the_run(even_dataset, tmp_path):
+def test_a_failing_preview_does_not_end_the_run(even_dataset, tmp_path):
     (file,) = run_on_ranks(
         1,
-        failing_preview,
+        train_with_failing_preview,
         "--dataset_config",
         str(even_dataset),
         "--output_dir",
@@ -323,7 +323,7 @@ def test_a_preview_that_fails_does_not_end_the_run(even_dataset, tmp_path):
     assert Path(file).is_file()
 
 
-def failing_write(*flags: str) -> str:
+def train_with_failing_save(*flags: str) -> str:
     from library.adapters import lora_file
 
     def write(*_, **__):
@@ -333,11 +333,11 @@ def failing_write(*flags: str) -> str:
     return train(*flags)
 
 
-def test_a_file_that_cannot_be_written_ends_the_run_on_every_rank(even_dataset, tmp_path):
+def test_a_failed_save_ends_the_run_on_every_rank(even_dataset, tmp_path):
     with pytest.raises(AssertionError, match="no space left on device"):
         run_on_ranks(
             2,
-            failing_write,
+            train_with_failing_save,
             "--dataset_config",
             str(even_dataset),
             "--output_dir",
@@ -348,7 +348,7 @@ def test_a_file_that_cannot_be_written_ends_the_run_on_every_rank(even_dataset, 
         )
 
 
-def test_a_log_folder_that_cannot_be_made_stops_every_rank_with_one_line(even_dataset, tmp_path):
+def test_an_uncreatable_logging_dir_stops_every_rank_with_one_line(even_dataset, tmp_path):
     (tmp_path / "file").touch()
 
     with pytest.raises(AssertionError, match=r"ConfigError: --logging_dir .*file: cannot create the directory"):
@@ -365,7 +365,7 @@ def test_a_log_folder_that_cannot_be_made_stops_every_rank_with_one_line(even_da
         )
 
 
-def test_an_argument_that_a_tracker_does_not_take_is_a_mistake_of_the_user(even_dataset, tmp_path):
+def test_an_unknown_tracker_argument_is_a_user_error(even_dataset, tmp_path):
     (tmp_path / "tracker.toml").write_text("[tensorboard]\nmax_queu = 3\n")
 
     with pytest.raises(AssertionError, match=r"UserError: --log_with: the tracker could not start: .*max_queu"):
@@ -383,7 +383,7 @@ def test_an_argument_that_a_tracker_does_not_take_is_a_mistake_of_the_user(even_
         )
 
 
-def test_a_warm_up_longer_than_the_epochs_of_a_run_is_refused(even_dataset, tmp_path):
+def test_more_warmup_steps_than_training_steps_are_refused(even_dataset, tmp_path):
     with pytest.raises(AssertionError, match="5000 warmup steps, but the run has 12 steps"):
         run_on_ranks(
             1,
@@ -401,7 +401,7 @@ def test_a_warm_up_longer_than_the_epochs_of_a_run_is_refused(even_dataset, tmp_
         )
 
 
-def test_epochs_decide_length_and_names_of_files_and_pictures(even_dataset, tmp_path):
+def test_max_train_epochs_sets_the_length_and_the_file_names(even_dataset, tmp_path):
     run_on_ranks(
         1,
         train,
@@ -428,18 +428,18 @@ def test_epochs_decide_length_and_names_of_files_and_pictures(even_dataset, tmp_
         "lora-000002.safetensors",
         "lora.safetensors",
     ]
-    drawn = sorted(path.name.rsplit("_", 2)[0] for path in (tmp_path / "sample").glob("*.png"))
-    assert drawn == ["lora_000000_00", "lora_000000_01", "lora_e000003_00", "lora_e000003_01"]
+    previews = sorted(path.name.rsplit("_", 2)[0] for path in (tmp_path / "sample").glob("*.png"))
+    assert previews == ["lora_000000_00", "lora_000000_01", "lora_e000003_00", "lora_e000003_01"]
 
 
-def test_a_lora_file_may_be_read_by_whom_other_files_may_be_read_by(even_dataset, tmp_path):
+def test_a_lora_file_has_the_permissions_of_other_new_files(even_dataset, tmp_path):
     train_adapter(tmp_path, 1, 4, 1, dataset=even_dataset)
     (tmp_path / "other").touch()
 
     assert (tmp_path / "r1b4a1.safetensors").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
-def test_nothing_private_goes_to_trackers(even_dataset, tmp_path):
+def test_trackers_get_no_paths_comments_or_prefixes(even_dataset, tmp_path):
     command = [
         sys.executable,
         str(ROOT / "train_lora.py"),
@@ -465,13 +465,13 @@ def test_nothing_private_goes_to_trackers(even_dataset, tmp_path):
         "--max_data_loader_n_workers",
         "0",
     ]
-    done = subprocess.run(
+    result = subprocess.run(
         command, cwd=tmp_path, env=os.environ | {"WANDB_MODE": "offline"}, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
 
     # Some releases of accelerate start an offline run a second time, for its settings.
-    sent = b"".join(record.read_bytes() for record in (tmp_path / "logs").rglob("*.wandb"))
-    assert b"a_run_of_mine" in sent and b"a_project_of_mine" in sent and b"learning_rate" in sent
+    logged = b"".join(record.read_bytes() for record in (tmp_path / "logs").rglob("*.wandb"))
+    assert b"a_run_of_mine" in logged and b"a_project_of_mine" in logged and b"learning_rate" in logged
     for private in (b"secret_folder", b"secret_comment", b"secret_prefix", b"--training_comment", b"dataset.toml"):
-        assert private not in sent, private
+        assert private not in logged, private

@@ -12,8 +12,8 @@ from library.config import parse_config
 SIZES = [(16 * width, 16 * height) for width in range(2, 9) for height in range(2, 9) if 9 < width * height < 29][:24]
 
 
-def write_dataset(folder, sizes, counts=(1, 2)):
-    """Write a dataset with images of each size, alternating between these counts; the batch size is 2."""
+def write_dataset(folder, sizes, counts=(1, 2), batch_size=2):
+    """Write a dataset with images of each size, alternating between these counts."""
     lines = ["[general]\ncaption_extension = '.txt'\n"]
     for number, (width, height) in enumerate(sizes):
         image_folder = folder / f"{number:02d}"
@@ -25,7 +25,7 @@ def write_dataset(folder, sizes, counts=(1, 2)):
             )
             (image_folder / f"{count}.txt").write_text(f"picture {number}, " + "very " * count + "blue", "utf-8")
         lines.append(
-            f"[[datasets]]\nresolution = [{width}, {height}]\nbatch_size = 2\n[[datasets.subsets]]\n"
+            f"[[datasets]]\nresolution = [{width}, {height}]\nbatch_size = {batch_size}\n[[datasets.subsets]]\n"
             f"image_dir = '{image_folder}'\n"
         )
     path = folder / "sizes.toml"
@@ -36,12 +36,12 @@ def write_dataset(folder, sizes, counts=(1, 2)):
 def train_and_count_graphs(*flags):
     """Train in this process; return the path of the LoRA file and the counts of compiled graphs."""
     from library.training import run as run_module
-    from library.training import warmup
+    from library.training import trial_steps
 
-    runs, train, warmup_calls, marks = [], run_module.train, [], []
+    runs, train, trial_calls, marks = [], run_module.train, [], []
     run_module.train = lambda run: (runs.append(run), train(run))
-    run_forward_backward = warmup.run_forward_backward
-    warmup.run_forward_backward = lambda *args: (warmup_calls.append(args), run_forward_backward(*args))[1]
+    run_forward_backward = trial_steps.run_forward_backward
+    trial_steps.run_forward_backward = lambda *args: (trial_calls.append(args), run_forward_backward(*args))[1]
     torch.compiler.cudagraph_mark_step_begin = lambda: marks.append(len(marks))
     settings = parse_config(
         [
@@ -70,7 +70,7 @@ def train_and_count_graphs(*flags):
         graph_counts=graph_counts,
         recompile_count=compilation.recompile_count if compilation else 0,
         is_dynamic=compilation and compilation.has_dynamic_shapes,
-        forward_count=len(warmup_calls) + runs[0].state.step,
+        forward_count=len(trial_calls) + runs[0].state.step,
         cudagraph_marks=len(marks),
         unique_graphs=counters["stats"]["unique_graphs"],
         lora=lora,

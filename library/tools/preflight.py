@@ -1,0 +1,126 @@
+"""Checks of the tools' own arguments, together with the checks of the training options that they take."""
+
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..config.parser import ParsedConfig
+from ..config.schema_data import DataConfig
+from ..dataset.dataset_config import can_load_datasets, load_dataset_config
+from ..errors import ConfigError
+from ..registry import suggest_name
+from ..training.preflight import find_settings_problems
+
+if TYPE_CHECKING:
+    from ..distributed.launch_command import LaunchCommand
+    from .plan import PlanOptions
+
+PREVIEW_SUFFIXES = (".png", ".jpg", ".webp")
+
+
+def check_plan_arguments(options: "PlanOptions", own: ParsedConfig, training: ParsedConfig) -> None:
+    """Raise with all problems of ``plan``'s options and of the training options that it uses."""
+    data = training.config.data
+    problems = [*own.problems, *validate_plan_options(options, frozenset(own.locations))]
+    if options.resolve_only:
+        problems += [*training.problems, *(load_dataset_config(data).problems if can_load_datasets(data) else ())]
+        if not can_load_datasets(data) and not problems:
+            problems.append(f"--dataset_config: {data.dataset_config or 'missing'}: no such file")
+    else:
+        problems += find_settings_problems(training)
+    if options.preview:
+        problems += validate_preview_path(Path(options.preview).expanduser(), data)
+    if not problems and "world_size" in own.locations and training.config.parallel.model_parallel_size > 1:
+        from ..distributed.preflight import validate_parallel_dims  # imports torch
+        from ..distributed.world import World
+
+        problems += validate_parallel_dims(training.config, World.build_fake(options.world_size))
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+
+
+def validate_plan_options(options: "PlanOptions", explicit: frozenset[str]) -> Iterator[str]:
+    if options.resolve_only and not options.json:
+        yield "--resolve_only: prints JSON only; add --json"
+    if options.resolve_only:
+        for name in ("preview", "gpu_memory"):
+            if getattr(options, name) is not None:
+                yield f"--{name}: needs the images, which --resolve_only does not read; remove one of the two"
+        if "world_size" in explicit:
+            yield "--world_size: no effect with --resolve_only; remove one of the two"
+    for name in ("gpu_tflops", "link_speed"):
+        if name in explicit and options.gpu_memory is None:
+            yield f"--{name}: no effect without --gpu_memory"
+    if "preview_limit" in explicit and options.preview is None:
+        yield "--preview_limit: no effect without --preview"
+
+
+def validate_preview_path(path: Path, data: DataConfig) -> Iterator[str]:
+    if path.suffix.lower() not in PREVIEW_SUFFIXES:
+        yield f"--preview: {path}: expected a file name ending in {', '.join(PREVIEW_SUFFIXES)}"
+    elif path.is_dir():
+        yield f"--preview: {path} is a folder; give a file name"
+    if not path.absolute().parent.is_dir():
+        yield f"--preview: {path.absolute().parent}: no such folder"
+    if not can_load_datasets(data):
+        return
+    folder = path.resolve().parent
+    for subset in (subset for dataset in load_dataset_config(data).datasets for subset in dataset.subsets):
+        image_dir = subset.resolve_image_dir()
+        if image_dir is None:
+            continue
+        if folder == image_dir.resolve() or (subset.recursive and image_dir.resolve() in folder.parents):
+            yield f"--preview: {path} is in an image folder, so the next run would train on it; use another folder"
+            return
+
+
+def check_cache_command(command: str, commands: Collection[str]) -> None:
+    """Raise unless it is one of the commands of ``cache``."""
+    if command not in commands:
+        hint = suggest_name(command, commands) or f"; choose from {', '.join(commands)}"
+        raise ConfigError([f"cache: unknown command {command!r}{hint}"])
+
+
+def check_cache_arguments(command: str, confirm_flag: str, loaded: ParsedConfig, argv: Sequence[str]) -> None:
+    """Raise with all problems of the training options, and of a confirmation of something that deletes nothing."""
+    problems = find_settings_problems(loaded)
+    if confirm_flag in argv and command != "prune":
+        problems.append(f"{confirm_flag}: only with prune")
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+
+
+def check_convert_arguments(words: Sequence[str], file_format: str, formats: Collection[str], usage: str) -> None:
+    """Raise unless ``words`` are a LoRA file and a new file, and the format is known."""
+    problems = []
+    if file_format not in formats:
+        hint = suggest_name(file_format, formats)
+        problem = f"--to: unknown format {file_format!r}{hint}" if file_format else "--to: missing"
+        problems.append(f"{problem}; choose from {', '.join(formats)}")
+    problems += [f"{word}: unknown option" for word in words if word.startswith("--")]
+    paths = [Path(word).expanduser() for word in words if not word.startswith("--")]
+    if len(paths) != 2:
+        problems.append(f"expected two files, got {len(paths)}; {usage}")
+    elif paths[1].exists():
+        problems.append(f"{paths[1]}: already exists; it is not overwritten")
+    elif paths[1].suffix != ".safetensors":
+        problems.append(f"{paths[1]}: expected a file name ending in .safetensors")
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_doctor_arguments(words: Sequence[str], usage: str) -> None:
+    """Raise for anything but ``--json`` before the ``--``."""
+    if unknown := [word for word in words if word != "--json"]:
+        raise ConfigError([f"{unknown[0]}: unexpected argument; {usage}"])
+
+
+def find_training_arguments(words: Sequence[str], launch: "LaunchCommand | None") -> list[str]:
+    """Return the arguments of the training script in a command; raise if it starts none."""
+    if launch is not None:
+        return list(launch.script_args)
+    for index, word in enumerate(words):
+        if Path(word).name == "train_lora.py":
+            return list(words[index + 1 :])
+    expected = "expected accelerate launch, torchrun, or python train_lora.py"
+    raise ConfigError([f"not a training command: {' '.join(words)}; {expected}"])
