@@ -26,7 +26,7 @@ UNUSED = {
     "a_sd1.toml": "lowram sample_every_n_epochs sample_sampler",
     "e_sdxl.toml": "",
     "j_sd1.toml": "lowram mem_eff_attn persistent_data_loader_workers max_train_steps sample_sampler"
-    " save_last_n_steps_state",
+    " save_last_n_steps_state dataset_repeats",
     "m_sdxl.toml": "additional_parameters epoch noise_offset_type no_half_vae max_train_steps learning_rate unet_lr"
     " text_encoder_lr wandb_run_name clip_skip",
     "p_sdxl.toml": "epoch noise_offset_type lr_scheduler_num_cycles wandb_run_name clip_skip",
@@ -34,7 +34,7 @@ UNUSED = {
     "t_flux.toml": "model_train_type sdpa lowram persistent_data_loader_workers text_encoder_lr discrete_flow_shift"
     " clip_skip",
     "x_sdxl.toml": "dynamo_backend epoch no_half_vae noise_offset_type max_train_steps clip_skip",
-    "y_sd1.toml": "lowram mem_eff_attn persistent_data_loader_workers sample_every_n_epochs sample_sampler",
+    "y_sd1.toml": "lowram mem_eff_attn persistent_data_loader_workers sample_every_n_epochs sample_sampler dataset_repeats",
 }
 """The keys of each file that cannot change its result, apart from xformers, which may be installed."""
 
