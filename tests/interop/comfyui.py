@@ -108,8 +108,8 @@ def load_file(family: str, kind: str, file_format: Any) -> str:
     patches = comfy.lora.load_lora(dict(file), key_map)
     missed = [line for line in log.lines if "not loaded" in line]
     merged = dict(before)
-    for place, patch in patches.items():
-        key, offset = (place, None) if isinstance(place, str) else place[:2]
+    for key, patch in patches.items():
+        key, offset = (key, None) if isinstance(key, str) else key[:2]
         merged[key] = comfy.lora.calculate_weight([(1.0, patch, 1.0, offset, None)], merged[key].clone(), key)
     merge(pipe, state, alphas, by_comfyui=kind == "dora")
     after = list_weights(family, pipe)

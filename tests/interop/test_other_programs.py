@@ -1,4 +1,4 @@
-"""Our files in other programs, if installed: COMFYUI is ComfyUI's folder, COMFYUI_PACKAGES that of its packages."""
+"""ComfyUI loads our files, if installed: COMFYUI is its folder, COMFYUI_PACKAGES the folder of its packages."""
 
 import os
 import re
@@ -21,7 +21,7 @@ def test_comfyui_loads_every_tensor_of_the_default_files_and_merges_the_trained_
     )
     rows = {match.groups()[:3]: match.groups()[3:] for match in map(ROW.match, result.stdout.splitlines()) if match}
     assert len({family for family, _, _ in rows}) == 7, result.stderr[-2000:]
-    for (family, kind, file_format), (taken, count, error, change) in rows.items():
+    for (family, kind, file_format), (loaded, count, error, change) in rows.items():
         usual = "comfy" if kind != "lora" else USUAL.get((kind, family), "kohya")
         if file_format == usual:
-            assert taken == count and float(error) < 1e-5 * float(change), (family, kind, file_format)
+            assert loaded == count and float(error) < 1e-5 * float(change), (family, kind, file_format)
