@@ -80,8 +80,7 @@ def _summarize_stage(stage: PlannedStage, steps: int) -> dict[str, Any]:
 def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
     """Scan the images and plan the run for a number of data-parallel processes."""
     detected = detect_model(config.model)
-    model = "the built-in demo model" if detected.is_built_in else "this model"
-    prepared = prepare_data(config.data, detected.size_multiple, config.cache.cache_dir, model)
+    prepared = prepare_data(config.data, detected.size_multiple, config.cache.cache_dir, detected.short_name)
     notes = (
         list(find_sizes_for_some_models(prepared.manifest.datasets, list_size_multiples()))
         if detected.is_built_in

@@ -74,6 +74,11 @@ class DetectedModel:
         """Whether it is the demo model, which is used if no model is set."""
         return self.path_or_id == str(BUILT_IN_MODEL_DIR)
 
+    @property
+    def short_name(self) -> str:
+        """What messages call it."""
+        return "the built-in demo model" if self.is_built_in else "this model"
+
 
 def detect_model(model: ModelConfig | str | None) -> DetectedModel:
     """Detect a model by its options, its path or its hub id; None is the built-in demo model."""

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_states import build_random_state, compute_outputs, list_tensor_shapes
-from adapter_tensors import build_component_keys, merge
+from adapter_states import build_random_state, list_tensor_shapes
+from adapter_tensors import build_component_keys
 from diffusers import UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 from tiny_denoiser import build_tiny_denoiser
-from tiny_pipelines import TINY
 
-from library.adapters.formats import choose_file_format, convert_from_file_format, convert_to_file_format
+from library.adapters.formats import convert_from_file_format, convert_to_file_format
 from library.adapters.key_names import ComponentKeys
 from library.adapters.lora_file import read_safetensors
 from library.adapters.state_dict import group_by_module
@@ -59,36 +58,6 @@ def test_other_adapter_types_are_converted_to_the_formats_that_support_them_and_
         assert has_same_tensors(restored.state_dict, state) and restored.alphas == alphas
 
 
-IN_DIFFUSERS = [*((name, "lora") for name in EVERY), ("sd1", "dora"), ("sd3", "dora"), ("flux", "dora")]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name, kind", IN_DIFFUSERS)
-def test_diffusers_predicts_the_same_with_the_file_as_with_merged_weights(name, kind, tmp_path):
-    """Includes text encoders, except for DoRA, whose magnitudes diffusers ignores there."""
-    tiny, family = TINY[name](), FAMILIES.get(name)()
-    state, alphas, parts = build_random_state(name, kind, pipe=tiny.pipe, with_t5=False)
-    state = {
-        key: 0.1 * each if "lora_B" in key else each.abs() if "magnitude" in key else each
-        for key, each in state.items()
-    }
-    file_format = choose_file_format([kind], family.lora_format) if kind == "lora" else "diffusers"
-    save_file(convert_to_file_format(state, alphas, parts, file_format)[0], tmp_path / "lora.safetensors")
-    base = compute_outputs(family, tiny.pipe, tiny.batch)
-    reference = family.load(tiny.source, torch.float32)
-    reference.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")
-    actual = compute_outputs(family, reference, tiny.batch)
-    merge(tiny.pipe, state, alphas)
-    expected_outputs = compute_outputs(family, tiny.pipe, tiny.batch)
-    for what, tensor in expected_outputs.items():
-        if kind == "dora" and what != "denoiser":
-            continue
-        assert (tensor - base[what]).abs().max() > 1e-2, what
-        torch.testing.assert_close(
-            actual[what], tensor, rtol=2e-3, atol=2e-3, msg=lambda text, at=what: f"{at}: {text}"
-        )
-
-
 def test_an_adapter_type_is_not_written_in_a_format_without_support():
     state, alphas, parts = build_random_state("flux", "lokr")
     with pytest.raises(UserError, match=r"transformer\.double_blocks.* lokr .*use save_format comfy"):
@@ -99,12 +68,6 @@ def test_an_adapter_type_is_not_written_in_a_format_without_support():
     assert "rotates a layer's input" in validate_save_format(["oft"], "kohya")[0] and not validate_save_format(
         ["boft"], "diffusers"
     )
-
-
-def test_the_default_format_is_the_one_that_most_programs_load():
-    assert choose_file_format(["lora"], "kohya") == "kohya" and choose_file_format(["lora"], "diffusers") == "diffusers"
-    assert choose_file_format(["dora"], "diffusers") == choose_file_format(["loha"], "diffusers") == "comfy"
-    assert choose_file_format(["oft"], "kohya") == "diffusers"
 
 
 @pytest.mark.parametrize("rank, alpha", [(3, 1.0), (6, 5.0), (4, 16.0)])
@@ -304,20 +267,75 @@ def test_the_tool_rejects_files_that_are_no_lora_and_overwrites_nothing(tmp_path
     assert not (tmp_path / "out.safetensors").exists()
 
 
-LATER = {
-    "diffusers": "lora_transformer_transformer_blocks_1_norm1_context_linear",
-    "comfy": "lora_unet_joint_blocks_1_context_block_adaLN_modulation_1",
-}
+SD3_LAST = "transformer.transformer_blocks.1.norm1_context.linear"
 
 
-@pytest.mark.parametrize("file_format, start", LATER.items())
-def test_comfyui_files_have_shift_and_scale_of_sd3_in_the_original_order(file_format, start):
-    """It ignores the order for diffusers keys; a key that it reads later has the original order."""
-    state, alphas, parts = build_random_state("sd3", scale=0.5)
+@pytest.mark.parametrize("file_format", ["diffusers", "comfy"])
+def test_sd3_files_have_each_module_once(file_format):
+    """ComfyUI swaps shift and scale of the last block's text modulation itself, under any name of this module."""
+    state, alphas, parts = build_random_state("sd3", scale=1)
     tensors, _ = convert_to_file_format(state, alphas, parts, file_format)
-    up = state["transformer.transformer_blocks.1.norm1_context.linear.lora_B.weight"]
-    factor = 0.5 if file_format == "diffusers" else 1.0
-    assert torch.equal(tensors[f"{start}.lora_up.weight"], factor * torch.cat(up.chunk(2)[::-1]))
-    assert ("transformer.transformer_blocks.1.norm1_context.linear.lora_B.weight" in tensors) == (
-        file_format == "diffusers"
-    )
+    assert torch.equal(tensors[f"{SD3_LAST}.lora_B.weight"], state[f"{SD3_LAST}.lora_B.weight"])
+    assert not [key for key in tensors if key.startswith(("lora_transformer", "lora_unet"))]
+    assert len([key for key in tensors if key.endswith("lora_B.weight")]) == len(alphas)
+
+
+def test_sd3_files_of_version_0_1_with_a_repeated_module_are_read():
+    state, alphas, parts = build_random_state("sd3", scale=1)
+    tensors, metadata = convert_to_file_format(state, alphas, parts, "diffusers")
+    swapped = torch.cat(tensors[f"{SD3_LAST}.lora_B.weight"].chunk(2)[::-1])
+    name = SD3_LAST.replace(".", "_").replace("transformer_", "lora_transformer_", 1)
+    repeated = {f"{name}.lora_down.weight": tensors[f"{SD3_LAST}.lora_A.weight"], f"{name}.lora_up.weight": swapped}
+    assert has_same_tensors(convert_from_file_format({**tensors, **repeated}, metadata, parts).state_dict, state)
+
+
+@pytest.mark.parametrize("file_format", ["diffusers", "comfy"])
+def test_the_magnitudes_of_a_transformers_dora_are_there_for_diffusers_and_for_comfyui(file_format):
+    state, alphas, parts = build_random_state("sd3", "dora", scale=1)
+    tensors, _ = convert_to_file_format(state, alphas, parts, file_format)
+    magnitude = state[f"{SD3_LAST}.lora_magnitude_vector.weight"]
+    in_original_order = torch.cat(magnitude.chunk(2)[::-1])
+    assert torch.equal(tensors[f"{SD3_LAST}.dora_scale"].flatten(), in_original_order)
+    if file_format == "diffusers":
+        assert torch.equal(tensors[f"{SD3_LAST}.lora_magnitude_vector"], magnitude)
+        # transformers adds the adapter's name before the last part of a key.
+        assert any(key.startswith("text_encoder.") and key.endswith("vector.weight") for key in tensors)
+
+
+@pytest.mark.parametrize("name, prefix", [("sd3", "lora_te3"), ("flux", "lora_te3")])
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_t5_has_the_names_that_comfyui_and_sd_scripts_read(name, prefix, file_format):
+    state, alphas, parts = build_random_state(name, scale=1)
+    tensors, _ = convert_to_file_format(state, alphas, parts, file_format)
+    (t5,) = (part.name for part in parts if part.key_style == "t5")
+    expected = {f"{prefix}{module.removeprefix(t5).replace('.', '_')}" for module in alphas if module.startswith(t5)}
+    assert expected == {key.partition(".")[0] for key in tensors if key.startswith(prefix)}
+    assert any(key.startswith(f"{prefix}_encoder_block_0_layer_0_SelfAttention_q.") for key in tensors)
+
+
+@pytest.mark.parametrize("kind", ["loha", "lokr"])
+@pytest.mark.parametrize("name", ["sd1", "flux"])
+def test_loha_and_lokr_have_alpha_equal_to_their_rank(name, kind):
+    """LyCORIS applies alpha / rank twice, and diffusers does not apply it."""
+    state, alphas, parts = build_random_state(name, kind, scale=0.5)
+    tensors, metadata = convert_to_file_format(state, alphas, parts, "comfy")
+    assert {float(tensor) for key, tensor in tensors.items() if key.endswith(".alpha")} <= {2.0}
+    without_metadata = convert_from_file_format(tensors, {}, parts)
+    assert set(without_metadata.alphas.values()) == {2.0}
+    back = convert_from_file_format(tensors, metadata, parts)
+    assert has_same_tensors(back.state_dict, state) and back.alphas == alphas
+
+
+def test_equal_alphas_keep_the_update_and_are_restored_from_the_metadata():
+    state, alphas, parts = build_random_state("sd1", scale=1)
+    alphas = {module: alpha * 2 ** (number % 3) for number, (module, alpha) in enumerate(alphas.items())}
+    tensors, metadata = convert_to_file_format(state, alphas, parts, "kohya", equal_alphas=True)
+    assert len({float(tensor) for key, tensor in tensors.items() if key.endswith(".alpha")}) == 1
+    equal = convert_from_file_format(tensors, {}, parts)
+    for module, update in group_by_module(state, alphas).items():
+        other = group_by_module(equal.state_dict, equal.alphas)[module]
+        torch.testing.assert_close(other.scale * other.tensors["up"], update.scale * update.tensors["up"])
+    back = convert_from_file_format(tensors, metadata, parts)
+    assert back.alphas == alphas and set(back.state_dict) == set(state)
+    for key, tensor in state.items():
+        torch.testing.assert_close(back.state_dict[key], tensor, rtol=1e-6, atol=0)

@@ -1,4 +1,4 @@
-"""``train_data_dir``, ``reg_data_dir`` and ``in_json``: what is left out is told, and each mistake has its fix."""
+"""``train_data_dir``, ``reg_data_dir`` and ``in_json``: skipped files are reported, and each mistake with its fix."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ SIZE = {"resolution": Resolution(64, 64)}
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """A working directory with one folder for sd-scripts."""
+    """A working directory with one training folder of sd-scripts."""
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path / "train" / "10_mika dog", ["1.png", "2.png"])
     return tmp_path
@@ -105,29 +105,36 @@ def test_a_folder_of_images_without_repeats_is_a_mistake(folder):
     ]
 
 
-def test_folders_and_images_that_are_left_out_are_told(folder):
+def test_skipped_folders_and_images_are_reported(folder):
     for name in ("drafts", "0_off"):
         write_files(folder / "train" / name, {"1.png": encode_image(7)})
     write_files(folder / "train", {"loose.png": encode_image(8)})
     (folder / "train" / "5_empty").mkdir()
-    notes = collect_notes(folder, train_data_dir="train", dataset_repeats=3)
-    assert notes[:4] == [
+    assert collect_notes(folder, train_data_dir="train")[:3] == [
         "train: no images in 5_empty/",
         "train: no repeats in the name, not used: 0_off/, drafts/; rename a folder to 'REPEATS_CLASS', such as '10_mika"
         " dog', to use it",
         "train: 1 image outside of folders with repeats, not used: loose.png",
-        "--dataset_repeats: not used: the names of the folders in train_data_dir set the repeats",
     ]
 
 
 def test_a_dataset_file_takes_precedence_with_a_notice(folder):
     (folder / "set.toml").write_text("[[datasets]]\n[[datasets.subsets]]\nimage_dir = 'train/10_mika dog'\n")
-    options = {"dataset_config": "set.toml", "train_data_dir": "nowhere", "in_json": "nothing.json"}
-    assert find_problems(folder, **options) == []
-    assert collect_notes(folder, **options)[:2] == [
-        "--train_data_dir: not used, because dataset_config is set",
-        "--in_json: not used, because dataset_config is set",
-    ]
+    (folder / "run.toml").write_text("train_data_dir = 'nowhere'\nin_json = 'x.json'\nresolution = 64\n")
+    loaded = parse_config(["--config_file", "run.toml", "--dataset_config", "set.toml"])
+    assert find_settings_problems(loaded) == []
+    assert loaded.config.data.train_data_dir is loaded.config.data.in_json is None
+    assert dict(loaded.unused) == {
+        "run.toml:1: train_data_dir": "dataset_config is set",
+        "run.toml:2: in_json": "dataset_config is set",
+    }
+
+
+def test_repeats_of_the_command_line_have_no_effect_on_folders_with_repeats(folder):
+    flags = ["--train_data_dir", "train", "--resolution", "64", "--dataset_repeats", "5"]
+    (unused,) = parse_config(flags).unused
+    assert unused[1] == "the names of the folders in train_data_dir set the repeats"
+    assert parse_config([*flags, "--in_json", "meta.json"]).unused == ()
 
 
 def test_an_empty_value_is_none(folder):
@@ -208,7 +215,7 @@ def test_captions_without_an_image_are_counted_with_examples(folder):
     assert f"a: 4 caption files {note} 3.txt, 4.txt, 5.txt, ..." in excluded.notes
 
 
-def test_absurd_repeats_are_named_before_images_are_listed(folder):
+def test_too_many_repeats_are_reported_before_images_are_listed(folder):
     path = folder / "set.toml"
     path.write_text(
         "[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = 'train'\nnum_repeats = 1000000000\n"
@@ -220,7 +227,7 @@ def test_absurd_repeats_are_named_before_images_are_listed(folder):
     assert parse_dataset_config(path, collect_flag_defaults(DataConfig())).problems == []
 
 
-def test_an_epoch_that_is_too_long_by_many_images_is_named_before_it_is_planned(folder):
+def test_an_epoch_of_too_many_samples_is_reported_before_it_is_planned(folder):
     with pytest.raises(ConfigError) as caught:
         prepare_subsets(folder, "image_dir = 'train/10_mika dog'\nnum_repeats = 60000000")
     assert strip_folder(folder, caught.value.problems) == [
