@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture
 def failing_module(tmp_path, monkeypatch):
     """A module whose functions crash, hang or fail."""
-    (tmp_path / "misbehaving.py").write_text(
+    (tmp_path / "failing_module_under_test.py").write_text(
         "import os, time, subprocess, sys\n"
         "def start(seconds, code='0'):\n"
         "    subprocess.Popen([sys.executable, '-c', f'import time; time.sleep({seconds}); {code}'])\n"
@@ -38,9 +38,10 @@ def failing_module(tmp_path, monkeypatch):
         "def answer(word): print('noise'); return word, os.environ.get('RANK'), os.environ.get('ACCELERATE_USE_CPU')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+    import failing_module_under_test
 
-    yield failing_module
-    del sys.modules["misbehaving"]
+    yield failing_module_under_test
+    del sys.modules["failing_module_under_test"]
 
 
 @pytest.mark.parametrize("preload", [("torch",), ()], ids=["forked", "spawned"])
