@@ -239,7 +239,7 @@ class MetaRun:
         )
         self.encoding_peaks: dict[str, int] = {} if same_settings is None else same_settings.encoding_peaks
         """Peak bytes of the text encoders and of the VAE, where they are not cached."""
-        self.batch = self._build_batch(batch) if same_settings is None else same_settings.batch
+        self.batch: PixelBatch = self._build_batch(batch) if same_settings is None else same_settings.batch
         self._recorder = _StepRecorder()
         groups = FakeGroup(tp), FakeGroup(cp)
         self._partition(*groups, pipeline)
