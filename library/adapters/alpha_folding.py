@@ -29,13 +29,13 @@ _SCALED_TENSORS = (UP, "lokr_w1", "lokr_w1_a", "hada_w1_a")
 """The tensor that alpha / rank is folded into."""
 
 
-def fold_alpha(adapter: ModuleAdapter) -> ModuleAdapter:
-    """Return the same adapter with alpha equal to its rank."""
-    name = _find_scaled_tensor(adapter)
-    if name is None or adapter.scale == 1:
-        return replace(adapter, alpha=float(adapter.rank))
-    product = _scale_tensor(adapter.tensors[name], adapter.scale)
-    return ModuleAdapter({**adapter.tensors, name: product}, float(adapter.rank))
+def fold_alpha(adapter: ModuleAdapter, alpha: float | None = None) -> ModuleAdapter:
+    """Return the same adapter with this alpha, by default its rank; ``unfold_alphas`` restores the old one."""
+    name, target = _find_scaled_tensor(adapter), float(adapter.rank) if alpha is None else alpha
+    if name is None or adapter.alpha == target:
+        return replace(adapter, alpha=target)
+    product = _scale_tensor(adapter.tensors[name], adapter.alpha / target)
+    return ModuleAdapter({**adapter.tensors, name: product}, target)
 
 
 def change_alpha(adapter: ModuleAdapter, alpha: float) -> ModuleAdapter:
@@ -56,13 +56,21 @@ def is_fold_exact(adapter: ModuleAdapter) -> bool:
 
 
 def build_alpha_metadata(
-    adapters: Mapping[str, ModuleAdapter], alpha_dtype: torch.dtype = torch.float32
+    adapters: Mapping[str, ModuleAdapter],
+    written: Mapping[str, ModuleAdapter],
+    has_alphas: bool,
+    alpha_dtype: torch.dtype = torch.float32,
 ) -> dict[str, str]:
-    """Build the metadata that ``unfold_alphas`` and ``read_alpha_dtype`` need."""
+    """Build the metadata that ``unfold_alphas`` and ``read_alpha_dtype`` need.
+
+    ``written`` are the adapters with the alphas of the file, ``has_alphas`` tells whether these are stored in it.
+    """
     metadata = {}
-    if alpha_dtype != torch.float32:
+    if alpha_dtype != torch.float32 and not has_alphas:
         metadata[ALPHA_DTYPE_KEY] = _format_dtype(alpha_dtype)
-    if any(adapter.scale != 1 and _find_scaled_tensor(adapter) is not None for adapter in adapters.values()):
+    if any(
+        adapter.alpha != written[module].alpha for module, adapter in adapters.items() if _find_scaled_tensor(adapter)
+    ):
         default, _ = Counter(adapter.alpha for adapter in adapters.values()).most_common(1)[0]
         others = {module: adapter.alpha for module, adapter in adapters.items() if adapter.alpha != default}
         metadata[ALPHAS_KEY] = json.dumps({"*": default, **others})
@@ -103,7 +111,7 @@ def _unfold_alpha(adapter: ModuleAdapter, alpha: float | None, narrow_dtype: tor
         return adapter
     tensor = adapter.tensors[name]
     dtype = narrow_dtype if tensor.dtype == torch.float32 else tensor.dtype
-    return ModuleAdapter({**adapter.tensors, name: _unscale_tensor(tensor, alpha / adapter.rank, dtype)}, alpha)
+    return ModuleAdapter({**adapter.tensors, name: _unscale_tensor(tensor, alpha / adapter.alpha, dtype)}, alpha)
 
 
 def _find_scaled_tensor(adapter: ModuleAdapter) -> str | None:

@@ -4,7 +4,7 @@ The keys of a state dict are ``<component>.<module>.lora_A.weight``.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,13 +14,14 @@ from torch import Tensor
 from ..config.validate_adapter import validate_save_format
 from ..errors import UserError
 from .alpha_folding import build_alpha_metadata, fold_alpha, read_alpha_dtype, unfold_alphas
-from .fused_layers import FusionError, fuse_adapters, needs_scale_shift_swap, split_adapter
+from .fused_layers import FusionError, fuse_adapters, split_adapter, swap_magnitude
 from .key_names import ComponentKeys, build_kohya_name, find_wrapper_names
-from .original_layouts import ModuleGroup
+from .original_layouts import ModuleGroup, OriginalModule
 from .state_dict import (
     ALPHA,
     COMFY_SUFFIXES,
     DIFFUSERS_SUFFIXES,
+    DORA_SCALE,
     DOWN,
     KOHYA_SUFFIXES,
     MAGNITUDE,
@@ -34,7 +35,6 @@ from .state_dict import (
 
 FileFormat = Literal["kohya", "diffusers", "comfy"]
 Tensors = Mapping[str, Tensor]
-_COMFY_TRANSFORMER_PREFIX = "lora_transformer"
 _LEGACY_ATTENTION_KEY = re.compile(r"\.to_(q|k|v|out)_lora\.")
 
 
@@ -50,24 +50,18 @@ class AdapterFileContents:
     """Dtype of the alphas in the file."""
 
 
-def choose_file_format(adapter_types: Iterable[str], family_format: FileFormat) -> FileFormat:
-    """The format that most programs load; ``family_format`` is the one for LoRA."""
-    types = set(adapter_types)
-    if types & {"oft", "boft"}:
-        return "diffusers"
-    return family_format if types <= {"lora"} else "comfy"
-
-
 def convert_to_file_format(
     state_dict: Tensors,
     alphas: Mapping[str, float],
     components: Sequence[ComponentKeys],
     file_format: FileFormat,
     alpha_dtype: torch.dtype = torch.float32,
+    equal_alphas: bool = False,
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors of a file, contiguous and on the CPU, and the metadata that is needed to read them back.
 
     Files of sd-scripts and ComfyUI contain alphas; in diffusers files they are folded into the adapter.
+    ``equal_alphas`` writes one alpha for all modules, by folding the rest.
     """
     if wrapped := find_wrapper_names(state_dict):
         raise ValueError(f"{len(wrapped)} keys contain names of wrappers, for example {wrapped[0]}")
@@ -77,12 +71,18 @@ def convert_to_file_format(
     prefixes = tuple(f"{component.name}." for component in components)
     if unknown := [module for module in adapters if not module.startswith(prefixes)]:
         raise ValueError(f"{unknown[0]} is in no component of the pipeline")
+    if file_format == "comfy" and any(component.name == "unet" for component in components):
+        file_format = "kohya"  # the same for U-Nets
+    alpha = max((adapter.alpha for adapter in adapters.values()), default=1.0) if equal_alphas else None
+    encoders = tuple(f"{component.name}." for component in components if component.is_text_encoder)
+    written = {
+        module: _set_file_alpha(adapter, file_format, alpha, module.startswith(encoders))
+        for module, adapter in adapters.items()
+    }
     tensors: dict[str, Tensor] = {}
     for component, prefix in zip(components, prefixes, strict=True):
-        own = {
-            module.removeprefix(prefix): adapter for module, adapter in adapters.items() if module.startswith(prefix)
-        }
-        for name, tensor in _format_component(own, component, file_format):
+        own = {module.removeprefix(prefix): adapter for module, adapter in written.items() if module.startswith(prefix)}
+        for name, tensor in _FORMATTERS[file_format](own, component):
             if name in tensors:
                 raise ValueError(f"duplicate key {name} in the file")
             tensors[name] = tensor.to(alpha_dtype) if name.endswith(f".{ALPHA}") else tensor.contiguous()
@@ -92,46 +92,21 @@ def convert_to_file_format(
         if tensor.data_ptr() in pointers:
             tensors[name] = tensor.clone()
         pointers.add(tensor.data_ptr())
-    return tensors, build_alpha_metadata(adapters, alpha_dtype) if file_format == "diffusers" else {}
+    return tensors, build_alpha_metadata(adapters, written, file_format != "diffusers", alpha_dtype)
 
 
-def _format_component(
-    adapters: Mapping[str, ModuleAdapter], component: ComponentKeys, file_format: FileFormat
-) -> Iterator[tuple[str, Tensor]]:
-    if file_format == "diffusers":
-        names = component.get_key_map(component.key_style if component.is_text_encoder else "diffusers").renames
-        for module, adapter in adapters.items():
-            name = f"{component.name}.{names.get(module, module)}"
-            yield from iter_named_tensors(name, fold_alpha(adapter), DIFFUSERS_SUFFIXES)
-        for group in _find_swapped_groups(adapters, component):
-            module = str(group.modules[0])
-            swapped = fold_alpha(fuse_adapters([adapters[module]], group.original))
-            yield from iter_named_tensors(build_kohya_name(module, _COMFY_TRANSFORMER_PREFIX), swapped, KOHYA_SUFFIXES)
-    elif file_format == "comfy" and not component.is_text_encoder and component.name != "unet":
-        swapped_modules = {str(group.modules[0]) for group in _find_swapped_groups(adapters, component)}
-        for module, adapter in adapters.items():
-            if module not in swapped_modules:
-                yield from _format_with_alpha(f"{component.name}.{module}", adapter, COMFY_SUFFIXES)
-        yield from _format_kohya(
-            {module: adapters[module] for module in adapters if module in swapped_modules}, component
-        )
-    else:
-        yield from _format_kohya(adapters, component)
+def _set_file_alpha(
+    adapter: ModuleAdapter, file_format: FileFormat, alpha: float | None, is_text_encoder: bool
+) -> ModuleAdapter:
+    """The adapter with the alpha that it has in the file.
 
-
-def _find_swapped_groups(adapters: Mapping[str, ModuleAdapter], component: ComponentKeys) -> list[ModuleGroup]:
-    """Modules whose shift and scale are in another order than in the original model.
-
-    ComfyUI ignores this when it maps diffusers keys.  So its files have these modules by their original key; files for
-    diffusers repeat them under a key that diffusers skips and that ComfyUI reads last.
+    LoHa and LoKr get alpha = rank in every format: LyCORIS 4.1.3 applies alpha / rank twice when it merges them, and
+    diffusers 0.42.1 reads no alpha of LoKr.
     """
-    key_map = component.get_key_map()
-    groups = key_map.group_modules(adapters) if key_map.layout else []
-    return [
-        group
-        for group in groups
-        if group.original.swaps_scale_shift and needs_scale_shift_swap(adapters[str(group.modules[0])], group.original)
-    ]
+    without_alpha = file_format == "diffusers" or (file_format == "comfy" and is_text_encoder)
+    if without_alpha or adapter.adapter_type in ("loha", "lokr"):
+        return fold_alpha(adapter)
+    return adapter if alpha is None else fold_alpha(adapter, alpha)
 
 
 def _format_kohya(adapters: Mapping[str, ModuleAdapter], component: ComponentKeys) -> Iterator[tuple[str, Tensor]]:
@@ -141,17 +116,86 @@ def _format_kohya(adapters: Mapping[str, ModuleAdapter], component: ComponentKey
             fused = fuse_adapters(parts, group.original)
         except FusionError as error:
             raise UserError(f"{component.name}.{group.name}: {error}; use save_format comfy") from None
-        yield from _format_with_alpha(build_kohya_name(group.name, component.key_prefix), fused, KOHYA_SUFFIXES)
+        name = build_kohya_name(group.name, component.key_prefix)
+        yield from iter_named_tensors(name, _reshape_dora_scale(fused), KOHYA_SUFFIXES)
+        yield f"{name}.{ALPHA}", torch.tensor(float(fused.alpha))
 
 
-def _format_with_alpha(name: str, adapter: ModuleAdapter, suffixes: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    if adapter.adapter_type == "lokr" and adapter.rank == 1 and adapter.scale != 1:
-        adapter = fold_alpha(adapter)  # loaders ignore the alpha of a LoKr of two full matrices
-    if adapter.adapter_type == "dora":
-        magnitude = adapter.tensors[MAGNITUDE].reshape(-1, *[1] * (adapter.tensors[DOWN].dim() - 1))
-        adapter = ModuleAdapter({**adapter.tensors, MAGNITUDE: magnitude}, adapter.alpha)
-    yield from iter_named_tensors(name, adapter, suffixes)
-    yield f"{name}.{ALPHA}", torch.tensor(float(adapter.alpha))
+def _format_diffusers(adapters: Mapping[str, ModuleAdapter], component: ComponentKeys) -> Iterator[tuple[str, Tensor]]:
+    """Transformers have each DoRA magnitude twice: diffusers skips ``dora_scale``, and ComfyUI reads nothing else."""
+    suffixes = PEFT_SUFFIXES if component.is_text_encoder else DIFFUSERS_SUFFIXES
+    for group, adapter in _iter_modules(adapters, component):
+        name = _build_diffusers_name(group, component)
+        yield from iter_named_tensors(name, adapter, suffixes)
+        if adapter.adapter_type == "dora" and component.name != "unet":
+            scale = _reshape_dora_scale(swap_magnitude(adapter, group.original)).tensors[MAGNITUDE]
+            yield f"{name}.{DORA_SCALE}", scale
+
+
+def _format_comfy(adapters: Mapping[str, ModuleAdapter], component: ComponentKeys) -> Iterator[tuple[str, Tensor]]:
+    """Diffusers' names, as ComfyUI reads them; alphas only where no program stumbles over them."""
+    for group, adapter in _iter_modules(adapters, component):
+        name, is_lycoris = _build_diffusers_name(group, component), adapter.adapter_type in ("loha", "lokr")
+        if component.is_text_encoder and is_lycoris:
+            name = build_kohya_name(group.name, component.key_prefix)
+        elif component.key_style == "diffusers":
+            name = f"diffusion_model.{group.name}"  # where diffusers applies alphas
+        written = _reshape_dora_scale(swap_magnitude(adapter, group.original))
+        yield from iter_named_tensors(name, written, COMFY_SUFFIXES)
+        if component.is_text_encoder == is_lycoris:
+            yield f"{name}.{ALPHA}", torch.tensor(float(adapter.alpha))
+
+
+def _iter_modules(
+    adapters: Mapping[str, ModuleAdapter], component: ComponentKeys
+) -> Iterator[tuple[ModuleGroup, ModuleAdapter]]:
+    """Each module alone, with its name in files and the original module that it is, or is a part of."""
+    key_map = component.get_key_map()
+    for module, adapter in adapters.items():
+        (group,) = key_map.group_modules([module])
+        if key_map.layout:
+            group = ModuleGroup(module, (module,), group.original)
+        yield group, adapter
+
+
+def _build_diffusers_name(group: ModuleGroup, component: ComponentKeys) -> str:
+    """The name of a module in diffusers' files, which have none for T5: there it is the one that ComfyUI reads."""
+    if component.key_style == "t5":
+        return build_kohya_name(group.name, component.key_prefix)
+    return f"{component.name}.{group.name if component.is_text_encoder else group.modules[0]}"
+
+
+def _reshape_dora_scale(adapter: ModuleAdapter) -> ModuleAdapter:
+    """The magnitude of a DoRA as one column."""
+    if adapter.adapter_type != "dora":
+        return adapter
+    magnitude = adapter.tensors[MAGNITUDE].reshape(-1, *[1] * (adapter.tensors[DOWN].dim() - 1))
+    return ModuleAdapter({**adapter.tensors, MAGNITUDE: magnitude}, adapter.alpha)
+
+
+_FORMATTERS: Mapping[
+    FileFormat, Callable[[Mapping[str, ModuleAdapter], ComponentKeys], Iterator[tuple[str, Tensor]]]
+] = {
+    "kohya": _format_kohya,
+    "diffusers": _format_diffusers,
+    "comfy": _format_comfy,
+}
+
+
+def _get_diffusers_name(module: str, component: ComponentKeys) -> str:
+    """The name of a module in diffusers' files, which have none for T5: there it is the one that ComfyUI reads."""
+    if component.key_style == "t5":
+        return build_kohya_name(module, component.key_prefix)
+    if component.is_text_encoder:
+        module = component.get_key_map().renames.get(module, module)
+    return f"{component.name}.{module}"
+
+
+def find_original_module(module: str, component: ComponentKeys) -> OriginalModule:
+    """The module of the original model that a module is, or is a part of."""
+    if component.is_text_encoder or not component.get_key_map().layout:
+        return OriginalModule(module, (module,))
+    return component.get_key_map().group_modules([module])[0].original
 
 
 def convert_from_file_format(
@@ -160,15 +204,18 @@ def convert_from_file_format(
     """Read the tensors of a file in any of the formats, for a model with these components."""
     lookup = build_key_lookup(components)
     modules, unknown = _group_by_module(tensors, lookup)
-    for name in [name for name in modules if name.startswith(f"{_COMFY_TRANSFORMER_PREFIX}_")]:
+    for name in [name for name in modules if name.startswith("lora_transformer_")]:
         component, group = lookup[name]
-        if any(f"{component.name}.{module}" in modules for module in group.modules):  # repeated for ComfyUI
-            del modules[name]
+        if any(f"{component.name}.{module}" in modules for module in group.modules):
+            del modules[name]  # version 0.1 repeated a module of SD3 under this name
     adapters: dict[str, ModuleAdapter] = {}
     for name, module_tensors in modules.items():
         component, group = lookup[name]
+        adapter = _build_module_adapter(name, module_tensors)
+        if f"{name}.{DORA_SCALE}" in tensors and group.modules == (group.name,) and not component.is_text_encoder:
+            adapter = _restore_magnitude(adapter, group.name, f"{name}.lora_magnitude_vector", tensors, component)
         try:
-            parts = split_adapter(_build_module_adapter(name, module_tensors), group.original)
+            parts = split_adapter(adapter, group.original)
         except FusionError as error:
             raise UserError(f"{name}: {error}") from None
         for module, part in zip(group.modules, parts, strict=True):
@@ -194,6 +241,16 @@ def convert_from_file_format(
     return AdapterFileContents(state_dict, alphas, detect_file_format(tensors), alpha_dtype)
 
 
+def _restore_magnitude(
+    adapter: ModuleAdapter, module: str, vector: str, tensors: Tensors, component: ComponentKeys
+) -> ModuleAdapter:
+    """Take a DoRA magnitude under a diffusers name from diffusers' tensor, or from ComfyUI's, in its order."""
+    if vector in tensors:
+        return ModuleAdapter({**adapter.tensors, MAGNITUDE: tensors[vector].flatten()}, adapter.alpha)
+    ((group, _),) = _iter_modules({module: adapter}, component)
+    return swap_magnitude(adapter, group.original)
+
+
 def build_key_lookup(components: Iterable[ComponentKeys]) -> dict[str, tuple[ComponentKeys, ModuleGroup]]:
     """All known names of modules in files -> the component and its modules."""
     lookup: dict[str, tuple[ComponentKeys, ModuleGroup]] = {}
@@ -205,10 +262,11 @@ def build_key_lookup(components: Iterable[ComponentKeys]) -> dict[str, tuple[Com
 
 def detect_file_format(keys: Iterable[str]) -> FileFormat:
     """The format of a file with these keys."""
-    modules = {parsed[0] for key in keys if (parsed := parse_tensor_key(upgrade_diffusers_key(key))) is not None}
-    if not any("." in module for module in modules):
+    names = [parsed for key in keys if (parsed := parse_tensor_key(upgrade_diffusers_key(key))) is not None]
+    if not any("." in module for module, _ in names):
         return "kohya"
-    return "comfy" if any(key.endswith(f".{ALPHA}") for key in keys) else "diffusers"
+    is_comfy = any(name == ALPHA or name.startswith(("hada_", "lokr_")) for _, name in names)
+    return "comfy" if is_comfy else "diffusers"
 
 
 def upgrade_diffusers_key(key: str) -> str:

@@ -140,5 +140,13 @@ def _swap_scale_shift(adapter: ModuleAdapter) -> ModuleAdapter:
     return ModuleAdapter({**adapter.tensors, **swapped}, adapter.alpha)
 
 
+def swap_magnitude(adapter: ModuleAdapter, original: OriginalModule) -> ModuleAdapter:
+    """Bring the magnitude of a DoRA into the original order, as ComfyUI, which swaps the rest of an adapter itself."""
+    if adapter.adapter_type != "dora" or not needs_scale_shift_swap(adapter, original):
+        return adapter
+    swapped = torch.cat(adapter.tensors[MAGNITUDE].chunk(2)[::-1])
+    return ModuleAdapter({**adapter.tensors, MAGNITUDE: swapped}, adapter.alpha)
+
+
 def _split_rows(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return [tensor[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True)]

@@ -241,12 +241,18 @@ def _find_invalid_tensors(tensors: Mapping[str, Tensor], is_trained: bool) -> It
             yield f"{key} has non-finite values"
         elif not bool(tensor.any()) and (name == ALPHA or (is_trained and name not in ZERO_INIT_TENSORS)):
             yield f"{key} is zero"
-    # A diffusers file may repeat a few modules for ComfyUI, with kohya keys and without alpha.
-    has_kohya, has_peft = (any(key.endswith(end) for key in tensors) for end in (".lora_down.weight", ".lora_A.weight"))
-    suffixes = KOHYA_SUFFIXES if has_kohya and not has_peft else COMFY_SUFFIXES
-    has_alphas = suffixes is KOHYA_SUFFIXES or any(ALPHA in names for names in modules.values())
+    # ComfyUI's files have alphas for some components only.
+    has_kohya = any(key.endswith(".lora_down.weight") for key in tensors)
+    suffixes = KOHYA_SUFFIXES if has_kohya else COMFY_SUFFIXES
+    heads_with_alpha = {_get_component_part(module) for module, names in modules.items() if ALPHA in names}
     for module, module_tensors in sorted(modules.items()):
-        yield from _find_missing_tensors(module, module_tensors, suffixes, has_alphas)
+        has_alpha = has_kohya or _get_component_part(module) in heads_with_alpha
+        yield from _find_missing_tensors(module, module_tensors, suffixes, has_alpha)
+
+
+def _get_component_part(module: str) -> str:
+    """The part of a key that tells its component: ``transformer`` or ``lora_te1``."""
+    return module.partition(".")[0] if "." in module else "_".join(module.split("_")[:2])
 
 
 def _find_missing_tensors(

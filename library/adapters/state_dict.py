@@ -15,6 +15,7 @@ TENSOR_NAMES: Mapping[str, tuple[str, ...]] = {
 
 DOWN, UP, MAGNITUDE = "down", "up", "magnitude"
 ALPHA = "alpha"
+DORA_SCALE = "dora_scale"
 
 PEFT_SUFFIXES = {
     DOWN: "lora_A.weight",
@@ -24,8 +25,8 @@ PEFT_SUFFIXES = {
 }
 """Key suffixes in the model and in a state dict."""
 
-KOHYA_SUFFIXES = {DOWN: "lora_down.weight", UP: "lora_up.weight", MAGNITUDE: "dora_scale"}
-COMFY_SUFFIXES = {DOWN: "lora_A.weight", UP: "lora_B.weight", MAGNITUDE: "dora_scale"}
+KOHYA_SUFFIXES = {DOWN: "lora_down.weight", UP: "lora_up.weight", MAGNITUDE: DORA_SCALE}
+COMFY_SUFFIXES = {DOWN: "lora_A.weight", UP: "lora_B.weight", MAGNITUDE: DORA_SCALE}
 DIFFUSERS_SUFFIXES = {**PEFT_SUFFIXES, MAGNITUDE: "lora_magnitude_vector"}
 
 _SUFFIX_TO_TENSOR_NAME: Mapping[str, str] = {

@@ -128,6 +128,11 @@ def _find_unused_adapter_options(adapter: AdapterConfig) -> Iterator[UnusedOptio
 
 
 def _find_unused_data_options(data: DataConfig, cache: CacheConfig) -> Iterator[UnusedOption]:
+    if data.dataset_config is not None:
+        for name in ("train_data_dir", "reg_data_dir", "in_json"):
+            yield name, "dataset_config is set"
+    elif data.train_data_dir and not data.in_json:
+        yield "dataset_repeats", "the names of the folders in train_data_dir set the repeats"
     if not data.max_data_loader_n_workers:
         yield "prefetch_factor", "there are no data loader workers"
     if not (cache.cache_latents_to_disk or cache.cache_text_encoder_outputs_to_disk):
@@ -193,6 +198,8 @@ def _find_unused_memory_options(
         for name in CHECKPOINTING_OPTIONS:
             if getattr(train, name) != getattr(TrainConfig, name):
                 yield name, "gradient_checkpointing is not set"
+    if not train.blocks_to_swap and train.block_swap_window_mb:
+        yield "block_swap_window_mb", "blocks_to_swap is not set"
     if parallel.pp_size == 1:
         yield "pp_schedule", "pp_size is 1"
 

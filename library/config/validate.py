@@ -64,7 +64,7 @@ def validate_dataset_path(data: DataConfig) -> Iterator[OptionConflict]:
             hint = "for example dataset_configs/demo.toml, or the images with --train_data_dir"
             yield ("dataset_config",), f"missing; give a dataset TOML, {hint}"
     elif Path(path).is_dir():
-        yield ("dataset_config",), f"{path} is a folder; give the dataset TOML that points to it"
+        yield ("dataset_config",), f"{path} is a folder; give the dataset TOML that points to it, or --train_data_dir"
     elif not Path(path).is_file():
         yield ("dataset_config",), f"{path}: no such file (looked in {Path(path).resolve().parent})"
 

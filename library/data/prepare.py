@@ -147,15 +147,18 @@ class PreparedData:
         return manifest, tuple(self.assignments[index] for index in indices)
 
 
-def prepare_data(config: DataConfig, size_multiple: int, cache_dir: str | None = None) -> PreparedData:
+def prepare_data(
+    config: DataConfig, size_multiple: int, cache_dir: str | None = None, model: str = "this model"
+) -> PreparedData:
     """Scan all images and assign them to buckets, with sides that are multiples of ``size_multiple``.
 
-    Scan results are cached in ``cache_dir``, by default next to the images.
+    Messages call the model that needs this ``model``.  Scan results are cached in ``cache_dir``, by default next to
+    the images.
     """
     if config.dataset_option is None:
         raise ConfigError(["--dataset_config: missing; set the TOML file that lists the image folders"])
     parsed = load_dataset_config(config)
-    problems = [*validate_dataset_config(config), *validate_resolution_multiple(parsed.datasets, size_multiple)]
+    problems = [*validate_dataset_config(config), *validate_resolution_multiple(parsed.datasets, size_multiple, model)]
     if problems or parsed.problems:
         raise ConfigError(list(dict.fromkeys(problems or parsed.problems)))
     with _pause_garbage_collection():

@@ -6,7 +6,7 @@ All problems are reported at once.
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,10 +84,7 @@ def load_dataset_config(config: DataConfig, invalid_flags: Set[str] = frozenset(
             return parser.parse(dataset.document)
         settings_problems = validate_dataset_keys(parser.apply_flag_defaults({}), [], dataset.locate(()))
         return ParsedDatasetConfig((), [*dataset.problems, *settings_problems])
-    parsed = parse_dataset_config(Path(config.dataset_config), flag_defaults, invalid_flags)
-    unused = [name for name in ("train_data_dir", "reg_data_dir", "in_json") if getattr(config, name)]
-    notices = [f"--{name}: not used, because dataset_config is set" for name in unused]
-    return replace(parsed, notices=(*notices, *parsed.notices))
+    return parse_dataset_config(Path(config.dataset_config), flag_defaults, invalid_flags)
 
 
 def parse_dataset_config(

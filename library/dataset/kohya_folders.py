@@ -119,10 +119,6 @@ def read_kohya_dataset(config: DataConfig) -> KohyaDataset:
     for option, folder in (("train_data_dir", train), ("reg_data_dir", reg)):
         if folder is not None:
             _add_repeats_folders(option, folder, dataset)
-    if config.dataset_repeats != 1:
-        dataset.notices.append(
-            "--dataset_repeats: not used: the names of the folders in train_data_dir set the repeats"
-        )
     return dataset
 
 

@@ -187,26 +187,47 @@ def validate_validation_options(datasets: Sequence[DatasetConfig], validate: Val
     yield from sorted({f"{dataset.format_location('validation_seed')}: {reason}" for dataset in with_seed})
 
 
-def validate_resolution_multiple(datasets: Sequence[DatasetConfig], size_multiple: int) -> list[str]:
+def validate_resolution_multiple(
+    datasets: Sequence[DatasetConfig], size_multiple: int, model: str = "this model"
+) -> list[str]:
     """List resolutions and bucket steps that are not multiples of what the model needs."""
     problems = []
+    for where, sides in _iter_sizes(datasets):
+        if not any(side % size_multiple for side in sides):
+            continue
+        rounded = [_round_to_multiple(side, size_multiple) for side in sides]
+        multiple, fix = (size_multiple, rounded[0]) if len(sides) == 1 else (f"{size_multiple} on each side", rounded)
+        size = _format_sides(sides)
+        problems.append(f"{where}: {size} is not a multiple of {multiple}, which {model} needs; set {fix}")
+    return problems
+
+
+def find_sizes_for_some_models(datasets: Sequence[DatasetConfig], size_multiples: Mapping[str, int]) -> Iterator[str]:
+    """Yield resolutions and bucket steps that some models reject, for a plan without a model."""
+    for where, sides in dict.fromkeys(_iter_sizes(datasets)):
+        rejecting = [
+            f"{title} ({step})" for title, step in size_multiples.items() if any(side % step for side in sides)
+        ]
+        if rejecting:
+            yield (
+                f"{where}: {_format_sides(sides)} is not a multiple of what these models need: {', '.join(rejecting)};"
+                " give --pretrained_model_name_or_path to check yours"
+            )
+
+
+def _iter_sizes(datasets: Sequence[DatasetConfig]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the bucket steps, or width and height of each resolution without buckets, and where they are set."""
     for dataset in datasets:
         if dataset.enable_bucket:
-            if (step := dataset.bucket_reso_steps) % size_multiple:
-                problems.append(
-                    f"{dataset.format_location('bucket_reso_steps')}: {step} is not a multiple of"
-                    f" {size_multiple}, which this model needs; set {_round_to_multiple(step, size_multiple)}"
-                )
+            yield dataset.format_location("bucket_reso_steps"), (dataset.bucket_reso_steps,)
             continue
         where = dataset.format_location("resolution" if dataset.resolution_schedule is None else "resolution_schedule")
         for size in [expanded.resolution for expanded in expand_resolution_schedule(dataset)]:
-            if size.width % size_multiple or size.height % size_multiple:
-                rounded = [_round_to_multiple(side, size_multiple) for side in (size.width, size.height)]
-                problems.append(
-                    f"{where}: {size} is not a multiple of {size_multiple} on each side, which this model needs; set"
-                    f" {rounded}"
-                )
-    return problems
+            yield where, (size.width, size.height)
+
+
+def _format_sides(sides: Sequence[int]) -> str:
+    return ",".join(map(str, sides))
 
 
 def _round_to_multiple(value: int, multiple: int) -> int:

@@ -8,7 +8,8 @@ from ..config import RunConfig
 from ..data.batch_plan import PlannedStage, get_planned_stages
 from ..data.prepare import PreparedData, prepare_data
 from ..data.run_plan import RunPlan
-from ..models.detect import DetectedModel, detect_model, get_config_reader
+from ..dataset.validate import find_sizes_for_some_models
+from ..models.detect import DetectedModel, detect_model, get_config_reader, list_size_multiples
 from ..models.model_configs import read_encoded_sizes
 from .cache_size import CacheEstimate, estimate_caption_cache, estimate_latent_cache
 
@@ -29,10 +30,13 @@ class DryRun:
     prepared: PreparedData
     plan: RunPlan
     cache_estimates: Sequence[CacheEstimate] = ()
+    notes: Sequence[str] = ()
+    """What another model may reject, if none is set."""
 
     def format_summary(self) -> str:
         lines = [
             f"model family {self.detected.family}: {self.detected.reason}",
+            *self.notes,
             self.prepared.format_summary(self.plan.batch_plan, self.plan.steps),
         ]
         return "\n".join([*lines, *(estimate.format_text() for estimate in self.cache_estimates)])
@@ -54,7 +58,7 @@ class DryRun:
             "steps": self.plan.steps,
             "epochs": self.plan.num_epochs,
             "epochs_done": self.plan.count_completed_epochs(self.plan.steps),
-            "notes": list(self.prepared.manifest.notes),
+            "notes": [*self.notes, *self.prepared.manifest.notes],
             "caches": {estimate.name: estimate.to_json() for estimate in self.cache_estimates},
             "datasets": self.prepared.to_json(batch_plan),
         }
@@ -76,11 +80,16 @@ def _summarize_stage(stage: PlannedStage, steps: int) -> dict[str, Any]:
 def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
     """Scan the images and plan the run for a number of data-parallel processes."""
     detected = detect_model(config.model)
-    prepared = prepare_data(config.data, detected.size_multiple, config.cache.cache_dir)
+    prepared = prepare_data(config.data, detected.size_multiple, config.cache.cache_dir, detected.short_name)
+    notes = (
+        list(find_sizes_for_some_models(prepared.manifest.datasets, list_size_multiples()))
+        if detected.is_built_in
+        else []
+    )
     plan = RunPlan.from_config(prepared.build_batch_plan(data_parallel_size, config.train), config.train, config.optim)
     arguments = config.cache, prepared, config.train.seed, plan, read_encoded_sizes(get_config_reader(detected))
     estimates = [estimate_latent_cache(*arguments)] if config.cache.caches_latents else []
     if config.cache.caches_text_outputs:
         prompts, precision = config.preview.sample_prompts, config.distributed.mixed_precision
         estimates.append(estimate_caption_cache(*arguments, prompts, precision))
-    return DryRun(detected, prepared, plan, estimates)
+    return DryRun(detected, prepared, plan, estimates, notes)

@@ -69,6 +69,16 @@ class DetectedModel:
     scheduler_overrides: Mapping[str, object] = field(default_factory=dict)
     """Values that replace those of the scheduler config."""
 
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it is the demo model, which is used if no model is set."""
+        return self.path_or_id == str(BUILT_IN_MODEL_DIR)
+
+    @property
+    def short_name(self) -> str:
+        """What messages call it."""
+        return "the built-in demo model" if self.is_built_in else "this model"
+
 
 def detect_model(model: ModelConfig | str | None) -> DetectedModel:
     """Detect a model by its options, its path or its hub id; None is the built-in demo model."""
@@ -95,6 +105,16 @@ def get_family_facts(family: str) -> FamilyFacts:
     if not isinstance(facts, FamilyFacts):
         raise ConfigError([f"family: {family} is not a model family; subclass library.models.base.Family"])
     return facts
+
+
+def list_size_multiples() -> dict[str, int]:
+    """The size multiple of the published model of each family, by title."""
+    found = {}
+    for family, facts in FAMILY_FACTS.items():
+        match = facts.match_configs(build_bundled_reader(load_bundled_config(list_family_configs(family)[0])))
+        if match is not None:
+            found[facts.title] = match.size_multiple
+    return found
 
 
 def _detect_built_in() -> DetectedModel:

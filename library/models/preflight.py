@@ -6,8 +6,11 @@ from pathlib import Path
 
 from ..config import ParsedConfig, RunConfig, validate_adapter, validate_objective
 from ..config.schema import AdapterConfig, ModelConfig
+from ..config.schema_data import DataConfig
 from ..config.schema_objective import LossConfig, NoiseConfig
 from ..data.prompts import Prompt, load_prompts
+from ..dataset.dataset_config import can_load_datasets, load_dataset_config
+from ..dataset.validate import validate_resolution_multiple
 from ..errors import ConfigError
 from .detect import COMPONENT_OPTIONS, DetectedModel, detect_model, get_family_facts
 from .facts import TORCH_ATTENTION_MODES
@@ -34,6 +37,7 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> I
             *((("attn_mode",), line) for line in validate_attention_mode(config.distributed.attn_mode, detected)),
         ]
         yield from (f"{locations.get(names[0], f'--{names[0]}')}: {problem}" for names, problem in conflicts)
+        yield from _validate_image_sizes(config.data, detected)
     path = config.preview.sample_prompts
     try:
         prompts = load_prompts(Path(path)) if path and Path(path).is_file() else []  # a missing file is found earlier
@@ -42,6 +46,13 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> I
         prompts = []
     if detected is not None:
         yield from validate_prompts(prompts, config.preview.sample_sampler, detected)
+
+
+def _validate_image_sizes(data: DataConfig, model: DetectedModel) -> Iterator[str]:
+    """Check bucket steps and resolutions, if the datasets themselves are valid."""
+    parsed = load_dataset_config(data) if can_load_datasets(data) else None
+    if parsed is not None and not parsed.problems:
+        yield from validate_resolution_multiple(parsed.datasets, model.size_multiple, model.short_name)
 
 
 def validate_attention_mode(mode: str, model: DetectedModel) -> Iterator[str]:

@@ -47,6 +47,7 @@ class TensorLayout(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     is_contiguous: bool
+    """Whether strides are those of a new tensor, also in dimensions of size 1, which only dynamo guards."""
 
 
 class BlockCompiler:
@@ -89,7 +90,7 @@ class BlockCompiler:
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 if (len(leaves), index) in self._non_contiguous:
-                    leaves[index] = leaf = leaf.contiguous()
+                    leaves[index] = leaf = leaf.contiguous().view(leaf.shape)
                 for dim in self._dynamic_dims.get((len(leaves), index), ()):
                     torch._dynamo.maybe_mark_dynamic(leaf, dim)
         prepared: tuple[tuple[Any, ...], dict[str, Any]] = trees.tree_unflatten(leaves, tree)
@@ -159,7 +160,10 @@ def _copy_with_own_code_object(function: Any) -> Any:
 
 
 def _get_layout(leaf: Any) -> TensorLayout | None:
-    return TensorLayout(tuple(leaf.shape), leaf.stride(), leaf.is_contiguous()) if isinstance(leaf, Tensor) else None
+    if not isinstance(leaf, Tensor):
+        return None
+    new = torch.empty(leaf.shape, device="meta")
+    return TensorLayout(tuple(leaf.shape), leaf.stride(), leaf.stride() == new.stride())
 
 
 def _find_changing_dims(layouts: Sequence[TensorLayout]) -> list[int]:

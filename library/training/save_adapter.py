@@ -4,7 +4,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PureWindowsPath
 from typing import Any, TypeVar
 
@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from .. import __version__
 from ..adapters import lora, lora_file
-from ..adapters.formats import FileFormat, choose_file_format, convert_from_file_format, convert_to_file_format
+from ..adapters.client_support import (
+    choose_file_format,
+    format_client_losses,
+    list_client_losses,
+    needs_equal_alphas,
+)
+from ..adapters.formats import FileFormat, convert_from_file_format, convert_to_file_format
 from ..adapters.lora import Adapter
 from ..adapters.lora_file import InvalidAdapterFileError, compare_file_with_model, read_safetensors
 from ..adapters.metadata import BaseModelMetadata, RunMetadata, add_model_hashes, build_metadata
@@ -25,6 +31,7 @@ from ..config.schema_output import SaveConfig
 from ..data.batch_plan import get_planned_stages
 from ..data.metadata import build_dataset_metadata
 from ..data.prepare import PreparedData
+from ..models.base import Family
 from ..models.sampling import use_eval_mode
 from ..optim.optimizers import use_eval_weights
 from ..randomness import Purpose, derive_seed
@@ -124,17 +131,13 @@ class SaveAdapter:
             self._model_metadata = build_model_metadata(run.config.model)
         if self._uploader is not None:
             self._uploader.create_repo()
-        form = self._build_tensors(run, run.strategy.unwrap_model(run.model))[2]
-        if (
-            form != "diffusers"
-            and run.task.family.denoiser_name == "unet"
-            and len(set(self.adapter.alphas.values())) > 1
-        ):
+        file = self._build_file(run, run.strategy.unwrap_model(run.model))
+        logger.info("LoRA key names: %s", file.file_format)
+        if file.client_losses:
             logger.warning(
-                "diffusers 0.42 mixes up alphas that differ between U-Net blocks when it loads such files; convert"
-                " them first: python -m library convert IN OUT --to diffusers"
+                "the LoRA file is not complete in every program (docs/files.md): %s",
+                format_client_losses(file.client_losses),
             )
-        logger.info("LoRA key names: %s", form)
 
     def _save_file(self, run: TrainingRun, path: Path) -> None:
         trained = run.strategy.unwrap_model(run.model)
@@ -142,30 +145,24 @@ class SaveAdapter:
             run.strategy.comm.run_on_main(lambda: self._write_file(run, path, trained))
         logger.info("saved %s", path)
 
-    def _build_tensors(
-        self, run: TrainingRun, model: nn.Module
-    ) -> tuple[dict[str, Tensor], dict[str, str], FileFormat]:
-        state, alphas, family = lora.get_adapter_state_dict(model), self.adapter.alphas, run.task.family
-        chosen = self.config.save_format
-        adapter_types = {update.adapter_type for update in group_by_module(state, alphas).values()}
-        form = choose_file_format(adapter_types, family.lora_format) if chosen == "auto" else chosen
-        components = collect_component_keys(family, run.task.pipe)
-        tensors, file_metadata = convert_to_file_format(state, alphas, components, form)
-        return lora_file.cast_tensors(tensors, self.config.save_precision), file_metadata, form
+    def _build_file(self, run: TrainingRun, model: nn.Module) -> "AdapterFile":
+        state, task = lora.get_adapter_state_dict(model), run.task
+        file = build_adapter_file(state, self.adapter, task.family, task.pipe, self.config.save_format)
+        return replace(file, tensors=lora_file.cast_tensors(file.tensors, self.config.save_precision))
 
     def _write_file(self, run: TrainingRun, path: Path, model: nn.Module) -> None:
-        tensors, file_metadata, _ = self._build_tensors(run, model)
-        metadata = self._build_metadata(run) | ({} if self.config.no_metadata else file_metadata)
-        metadata = add_model_hashes(tensors, metadata)
+        file = self._build_file(run, model)
+        metadata = self._build_metadata(run) | ({} if self.config.no_metadata else dict(file.metadata))
+        metadata = add_model_hashes(file.tensors, metadata)
         # Only the first and the last file are compared with the model in memory; comparing all would take too long.
         is_compared = not self.saved_paths or run.state.step >= run.plan.steps
         # In the first step of a warm-up the learning rate is 0, and a zero update is correct.
         lora_file.write_adapter_file(
             path,
-            tensors,
+            file.tensors,
             metadata,
             is_trained=run.state.has_trained,
-            check=(lambda part: self._verify_file(run, part, model, file_metadata)) if is_compared else None,
+            check=(lambda part: self._verify_file(run, part, model, file.metadata)) if is_compared else None,
         )
 
     def _verify_file(self, run: TrainingRun, path: Path, model: nn.Module, file_metadata: Mapping[str, str]) -> None:
@@ -188,7 +185,7 @@ class SaveAdapter:
         return build_metadata(run.config, model, self._collect_run_facts(run), SOFTWARE)
 
     def _collect_run_facts(self, run: TrainingRun) -> RunMetadata:
-        num_train_images, num_reg_images = self.prepared.images_per_epoch
+        (num_train_images, num_reg_images), validation = self.prepared.images_per_epoch, self.prepared.validation
         sizes, is_from_file = self.adapter.rank_alphas.values(), run.config.adapter.dim_from_weights
         return RunMetadata(
             step=run.state.step,
@@ -200,6 +197,7 @@ class SaveAdapter:
             session_id=derive_seed(run.config.train.seed, Purpose.SESSION_ID, int(self.started_at * 1000)) % 2**32,
             num_train_images=num_train_images,
             num_reg_images=num_reg_images,
+            num_validation_images=validation.images_per_epoch[0] if validation is not None else 0,
             num_batches_per_epoch=get_planned_stages(run.plan.batch_plan)[-1].batch_plan.micro_batches_per_epoch,
             resolution=self.prepared.resolution,
             dataset_metadata=self._dataset_metadata,
@@ -209,6 +207,30 @@ class SaveAdapter:
             optimizer=_format_optimizer(run),
             mixed_precision=run.strategy.mixed_precision,
         )
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """The contents of a LoRA file to be written."""
+
+    tensors: dict[str, Tensor]
+    metadata: Mapping[str, str]
+    """What is needed to read the alphas back."""
+    file_format: FileFormat
+    client_losses: Mapping[str, str]
+    """Other programs -> what they do not read right."""
+
+
+def build_adapter_file(
+    state_dict: Mapping[str, Tensor], adapter: Adapter, family: Family, pipe: Any, save_format: str
+) -> AdapterFile:
+    """Build the tensors of a LoRA file; with ``save_format`` auto, in the layout that most programs read."""
+    components, adapters = collect_component_keys(family, pipe), group_by_module(state_dict, adapter.alphas)
+    is_auto = save_format == "auto"
+    form: Any = choose_file_format(adapters, components, family.lora_format) if is_auto else save_format
+    equal_alphas = is_auto and needs_equal_alphas(adapters, components, form)
+    tensors, metadata = convert_to_file_format(state_dict, adapter.alphas, components, form, equal_alphas=equal_alphas)
+    return AdapterFile(tensors, metadata, form, list_client_losses(adapters, components, form, equal_alphas))
 
 
 def _get_common_value(values: Iterable[T]) -> T | str:

@@ -19,7 +19,7 @@ def test_the_structure_is_within_its_limits():
 
 
 PLANTED = {
-    "lines": ("data/x.py", "A = 1\n" * 40_000),
+    "lines": ("data/x.py", "A = 1\n" * 45_000),
     "files over 400 lines": ("data/x.py", "A = 1\n" * 401),
     "files under 40 lines": ("data/x.py", "A = 1\n"),
     "functions over 60 lines": ("data/x.py", "def load_all():\n" + "    a = 1\n" * 60),
@@ -67,14 +67,14 @@ def test_verbs_are_known(name, is_verb):
 
 def test_no_test_imports_another_test_file():
     names = {path.stem for path in TEST_FILES}
-    found = []
+    actual = []
     for path in sorted((ROOT / "tests").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            found += [f"{path.name} imports {name}" for name in modules if name.rpartition(".")[2] in names]
+            actual += [f"{path.name} imports {name}" for name in modules if name.rpartition(".")[2] in names]
 
-    assert not found
+    assert not actual
 
 
 def test_test_files_are_in_their_folders_and_have_unique_names():

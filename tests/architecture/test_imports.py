@@ -15,13 +15,13 @@ MODULES = sorted(path.relative_to(LIBRARY) for path in LIBRARY.rglob("*.py"))
 
 
 def test_every_module_follows_the_rules():
-    found = [
+    actual = [
         f"library/{path}: {problem}"
         for path in MODULES
         for problem in find_violations(PurePosixPath(path), (LIBRARY / path).read_text(encoding="utf-8"))
     ]
 
-    assert not found, "\n".join(found)
+    assert not actual, "\n".join(actual)
 
 
 def test_every_package_has_a_layer():
@@ -121,7 +121,7 @@ def test_every_module_imports_without_devices_and_network_and_changes_nothing(wa
     """Alone as well, which is the same where nothing is imported in a circle."""
     names = [get_module_name(PurePosixPath(path)) for path in MODULES if path.name != "__main__.py"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", IMPORT, way, *names],
         cwd=ROOT,
         env=environment,
@@ -130,8 +130,8 @@ def test_every_module_imports_without_devices_and_network_and_changes_nothing(wa
         timeout=300,
     )
 
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == {}
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1]) == {}
 
 
 def test_there_are_no_import_cycles():
@@ -141,7 +141,7 @@ def test_there_are_no_import_cycles():
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "found"),
+    ("one", "other", "is_cycle"),
     [
         ("from . import b", "from . import a", True),
         ("from .b import x", "from ..data import a", True),
@@ -151,11 +151,11 @@ def test_there_are_no_import_cycles():
         ("from . import b", "import a", False),
     ],
 )
-def test_a_planted_import_cycle_is_found(one, other, found):
+def test_a_planted_import_cycle_is_found(one, other, is_cycle):
     sources = {"data/__init__.py": "from . import a\nx = 1", "data/a.py": one, "data/b.py": other}
     names = find_import_cycle({PurePosixPath(path): source for path, source in sources.items()})
 
-    assert bool(names) == found and (not found or {"library.data.a", "library.data.b"} <= {*names})
+    assert bool(names) == is_cycle and (not is_cycle or {"library.data.a", "library.data.b"} <= {*names})
 
 
 def test_settings_are_read_and_checked_before_anything_heavy_is_imported():
@@ -167,17 +167,17 @@ def test_settings_are_read_and_checked_before_anything_heavy_is_imported():
         "heavy = ('torch', 'diffusers', 'transformers', 'peft', 'accelerate', 'PIL')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
 
-    assert done.stdout.strip() == "[]", done.stderr
+    assert result.stdout.strip() == "[]", result.stderr
 
 
 @pytest.mark.parametrize("command", [["train_lora.py", "--help"], ["-m", "library", "--help"]])
 def test_help_imports_nothing_heavy(command):
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-X", "importtime", *command], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
 
-    assert done.returncode == 0 and "usage" in done.stdout
+    assert result.returncode == 0 and "usage" in result.stdout
     assert not imported & {"torch", "numpy", "diffusers", "transformers", "peft", "accelerate", "PIL", "tqdm"}

@@ -135,13 +135,13 @@ def test_a_sample_does_not_depend_on_the_other_prompts_of_its_batch(case):
     family, tiny = case
     pipe, denoiser, batch = tiny.pipe, getattr(tiny.pipe, family.denoiser_name), tiny.batch
     texts, t = ["a red circle on white ground", "Blau, 7"], torch.tensor([700.0, 250.0])
-    together = family.encode_prompts(pipe, list(texts))
-    pair = family.predict(pipe, denoiser, batch.latents, t, replace(batch, cond=together))
+    batched = family.encode_prompts(pipe, list(texts))
+    pair = family.predict(pipe, denoiser, batch.latents, t, replace(batch, cond=batched))
     for number, text in enumerate(texts):
         row = slice(number, number + 1)
         alone = family.encode_prompts(pipe, [text])
         for name, value in alone.items():
-            torch.testing.assert_close(value[0], together[name][number], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(value[0], batched[name][number], rtol=1e-4, atol=1e-5)
         single = replace(batch, cond=alone, size_conditioning=batch.size_conditioning[row])
         predicted = family.predict(pipe, denoiser, batch.latents[row], t[row], single)
         torch.testing.assert_close(predicted, pair[row], rtol=1e-3, atol=1e-4)
@@ -198,24 +198,24 @@ def test_latents_are_decoded_as_the_diffusers_pipeline_decodes_them(case):
 def test_decoding_inverts_encoding_up_to_the_error_of_the_vae(case):
     family, tiny = case
     vae = tiny.pipe.vae
-    back = family.decode_latents(tiny.pipe, family.encode_pixels(tiny.pipe, make_pixels(1), make_generators(1)))
+    restored = family.decode_latents(tiny.pipe, family.encode_pixels(tiny.pipe, make_pixels(1), make_generators(1)))
     is_for_videos = "temperal_downsample" in vae.config
     captured = make_pixels(1).unsqueeze(2) if is_for_videos else make_pixels(1)
-    alone = vae.decode(vae.encode(captured).latent_dist.sample(make_generators(1)[0])).sample
-    torch.testing.assert_close(back, alone.squeeze(2) if is_for_videos else alone, rtol=1e-3, atol=1e-4)
+    single = vae.decode(vae.encode(captured).latent_dist.sample(make_generators(1)[0])).sample
+    torch.testing.assert_close(restored, single.squeeze(2) if is_for_videos else single, rtol=1e-3, atol=1e-4)
 
 
 @torch.no_grad()
 def test_the_conditioning_of_a_prompt_does_not_depend_on_the_others(case):
     family, tiny = case
     texts = ["a red circle on white ground", "", "Blau, 7"]
-    together = family.encode_prompts(tiny.pipe, texts)
+    batched = family.encode_prompts(tiny.pipe, texts)
     for row, text in enumerate(texts):
-        alone = family.encode_prompts(tiny.pipe, [text])
-        assert alone.keys() == together.keys()
-        for name, value in alone.items():
-            assert isinstance(value, list) == isinstance(together[name], list)
-            torch.testing.assert_close(value[0], together[name][row])
+        single = family.encode_prompts(tiny.pipe, [text])
+        assert single.keys() == batched.keys()
+        for name, value in single.items():
+            assert isinstance(value, list) == isinstance(batched[name], list)
+            torch.testing.assert_close(value[0], batched[name][row])
 
 
 @torch.no_grad()
@@ -232,10 +232,10 @@ def test_latents_are_sampled_with_their_mean_and_standard_deviation(case):
 
 def test_latents_of_a_sample_do_not_depend_on_the_others_in_the_batch(case):
     family, tiny = case
-    together = family.encode_pixels(tiny.pipe, make_pixels(), make_generators())
-    alone = family.encode_pixels(tiny.pipe, make_pixels()[1:], make_generators()[1:])
-    torch.testing.assert_close(together[1:], alone)
-    assert not torch.allclose(together[:1], family.encode_pixels(tiny.pipe, make_pixels()[:1], make_generators()[1:]))
+    batched = family.encode_pixels(tiny.pipe, make_pixels(), make_generators())
+    single = family.encode_pixels(tiny.pipe, make_pixels()[1:], make_generators()[1:])
+    torch.testing.assert_close(batched[1:], single)
+    assert not torch.allclose(batched[:1], family.encode_pixels(tiny.pipe, make_pixels()[:1], make_generators()[1:]))
 
 
 @torch.no_grad()

@@ -179,8 +179,8 @@ def test_torch_compile_takes_nothing_from_the_launcher(flags, expected, monkeypa
             monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", value)
     plugin = kwargs(ALONE, "--torch_compile", *flags)["dynamo_plugin"]
 
-    found = (plugin.backend.value, plugin.mode, plugin.fullgraph, plugin.dynamic, plugin.use_regional_compilation)
-    assert found == expected
+    actual = (plugin.backend.value, plugin.mode, plugin.fullgraph, plugin.dynamic, plugin.use_regional_compilation)
+    assert actual == expected
 
 
 # precision, accumulation, devices

@@ -41,10 +41,10 @@ def started(others: dict[int, list[str]], host: str, *words: str) -> tuple[int, 
     if rank == size - 1:
         os.environ["LOCAL_RANK"] = "0"  # the first of its machine
         config_agreement.socket.gethostname = socket.gethostname = lambda: host
-    began = time.monotonic()
+    start = time.monotonic()
     with contextlib.redirect_stderr(io.StringIO()) as text:
         code = main([*words, *others.get(rank, [])])
-    return code, text.getvalue(), time.monotonic() - began
+    return code, text.getvalue(), time.monotonic() - start
 
 
 def test_a_different_setting_on_one_rank_stops_all_before_the_model_is_loaded_and_is_reported_once(data, tmp_path):
@@ -85,8 +85,8 @@ def hang_in_test_all_reduce(data: list[str], folder: str) -> tuple[int, str]:
     if child:  # the run is in a process of its own, because it is to end at once
         os.close(write)
         with open(read) as text:
-            said = text.read()
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said
+            message = text.read()
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), message
     os.dup2(write, 2)
     rendezvous.CONNECT_TIMEOUT_SECONDS, watchdog.REPORTER_GRACE_SECONDS = 1.0, 0.2
     if os.environ["RANK"] == "1":
@@ -97,12 +97,12 @@ def hang_in_test_all_reduce(data: list[str], folder: str) -> tuple[int, str]:
 
 
 def test_a_hanging_test_all_reduce_is_aborted_with_suggestions_reported_once(data, tmp_path):
-    began = time.monotonic()
+    start = time.monotonic()
     ends = run_on_ranks(2, hang_in_test_all_reduce, data, str(tmp_path))
-    assert [code for code, _ in ends] == [2, 2] and time.monotonic() - began < 25
-    said = "".join(text for _, text in ends)
-    assert said.count("a test all-reduce did not finish within 1 s") == 1, said
-    assert "GLOO_SOCKET_IFNAME" in said and "firewall" in said and "Traceback" not in said
+    assert [code for code, _ in ends] == [2, 2] and time.monotonic() - start < 25
+    message = "".join(text for _, text in ends)
+    assert message.count("a test all-reduce did not finish within 1 s") == 1, message
+    assert "GLOO_SOCKET_IFNAME" in message and "firewall" in message and "Traceback" not in message
 
 
 def test_the_connect_timeout_grows_with_the_world_size():
@@ -179,5 +179,5 @@ def test_machines_that_share_a_disk_are_described():
     assert describe_shared_disks([0, 1], ["a", "b"], folders) == (
         "all machines share the disk of /data/a and 1 more: the work is divided among them"
     )
-    said = describe_shared_disks([0, 1], ["a", "a", "b"], folders[:1])
-    assert said.startswith("/data/a is not shared between a and the other machines: each disk gets a full cache")
+    message = describe_shared_disks([0, 1], ["a", "a", "b"], folders[:1])
+    assert message.startswith("/data/a is not shared between a and the other machines: each disk gets a full cache")

@@ -93,9 +93,9 @@ def compare_sharded_attention(lengths: dict[str, int], streams: list[str], maske
     ours, _ = context_parallel.compute_sharded_attention(
         None, *parts, attn_mask=None if mask is None else mask[..., own]
     )
-    found = torch.autograd.grad((ours * target[:, :, own]).sum(), parts)
+    actual = torch.autograd.grad((ours * target[:, :, own]).sum(), parts)
     gradient_difference = max(
-        (a - b[:, :, own]).abs().max().item() for a, b in zip(found, gradients, strict=True) if len(own)
+        (a - b[:, :, own]).abs().max().item() for a, b in zip(actual, gradients, strict=True) if len(own)
     )
     return (ours - output[:, :, own]).abs().max().item() if len(own) else 0.0, gradient_difference
 
@@ -114,8 +114,8 @@ def compare_all_cases() -> list[tuple[float, float]]:
 
 @pytest.mark.quick
 def test_sharded_attention_is_attention_over_all_tokens():
-    for found in run_on_ranks(3, compare_all_cases):
-        for ours, case in zip(found, CASES, strict=True):
+    for actual in run_on_ranks(3, compare_all_cases):
+        for ours, case in zip(actual, CASES, strict=True):
             assert max(ours) < 1e-5, case
 
 
@@ -190,12 +190,12 @@ def test_the_token_streams_of_every_layer_are_known(model):
     counts = {*lengths.values(), sum(lengths.values())}
     for name, value in given.items():
         values = [each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, torch.Tensor)]
-        found = [(axis, size) for each in values for axis, size in enumerate(each.shape) if size in counts]
+        actual = [(axis, size) for each in values for axis, size in enumerate(each.shape) if size in counts]
         expected = [
             (axis, sum(lengths[stream] for stream in streams))
             for axis, streams in family.block_token_args.get(name, ((1, (name,)),) if name in lengths else ())
         ]
-        assert found == (expected if values else []), name
+        assert actual == (expected if values else []), name
     for name, shape in seen.items():
         if len(shape) == 3:
             assert shape[1] == sum(lengths[stream] for stream in known[name]), name

@@ -78,7 +78,7 @@ def train_steps(backend: str | None, dynamic: str):
             for lengths in (min(LENGTHS), max(LENGTHS)):
                 model(*build_inputs(lengths))
         compilation.choose_dynamic_shapes(len(LENGTHS), texts_vary=False)
-    found = []
+    actual = []
     for number, lengths in enumerate(LENGTHS * 2):
         if compilation and number == len(LENGTHS):
             compilation.finish_warmup()
@@ -87,9 +87,9 @@ def train_steps(backend: str | None, dynamic: str):
         output.square().mean().backward()
         gradients = torch.cat([item.grad.flatten() for item in model.parameters()])
         dist.all_reduce(gradients)
-        found.append((output.detach(), gradients / dist.get_world_size()))
+        actual.append((output.detach(), gradients / dist.get_world_size()))
     graphs = {kind.name: kind.graph_count for kind in compilation.block_compilers.values()} if compilation else {}
-    return found, graphs, compilation.recompile_count if compilation else 0
+    return actual, graphs, compilation.recompile_count if compilation else 0
 
 
 def build_inputs(lengths):
@@ -100,10 +100,10 @@ def build_inputs(lengths):
 def compiled(backend, dynamic):
     """Return the number of graphs and recompiles, and the largest difference to eager outputs and gradients."""
     plain, _, _ = train_steps(None, "")
-    found, graphs, recompiles = train_steps(backend, dynamic)
+    actual, graphs, recompiles = train_steps(backend, dynamic)
     max_difference = max(
         (ours - theirs).abs().max().item()
-        for one, other in zip(found, plain, strict=True)
+        for one, other in zip(actual, plain, strict=True)
         for ours, theirs in zip(one, other, strict=True)
     )
     return sum(graphs.values()), recompiles, max_difference
@@ -143,11 +143,11 @@ def test_six_sizes_need_few_graphs_per_block_class_and_no_recompiles(family, bac
         *FAMILIES.get(family, ()),
         *flags,
     )
-    found = train_compiled(tmp_path / "compiled", family, data, *flags, *COMPILED[:2], backend, ranks=2)
+    actual = train_compiled(tmp_path / "compiled", family, data, *flags, *COMPILED[:2], backend, ranks=2)
     plain = train_compiled(
         tmp_path / "plain", family, data, *(flag for flag in flags if "fullgraph" not in flag), ranks=2
     )
-    assert found.is_dynamic and found.recompile_count == 0
-    assert max(found.graph_counts.values()) <= (2 if family in ("sd3", "flux") else 4)
-    assert found.unique_graphs == sum(found.graph_counts.values()), "only blocks are compiled"
-    assert max_relative_difference(plain.lora, found.lora) < 1e-4
+    assert actual.is_dynamic and actual.recompile_count == 0
+    assert max(actual.graph_counts.values()) <= (2 if family in ("sd3", "flux") else 4)
+    assert actual.unique_graphs == sum(actual.graph_counts.values()), "only blocks are compiled"
+    assert max_relative_difference(plain.lora, actual.lora) < 1e-4

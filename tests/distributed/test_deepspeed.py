@@ -87,15 +87,15 @@ def references(even, tmp_path_factory):
 
 @pytest.mark.slow
 def test_zero_1_and_2_train_the_adapter_of_one_process(even, references, tmp_path):
-    found = train_adapter(tmp_path, even, 2, 2, *OPTIMIZERS["AdamW"], *zero(1))
-    assert max_relative_difference(references["AdamW"], found) < 1e-4
+    actual = train_adapter(tmp_path, even, 2, 2, *OPTIMIZERS["AdamW"], *zero(1))
+    assert max_relative_difference(references["AdamW"], actual) < 1e-4
 
-    found = train_adapter(tmp_path, even, 2, 1, *OPTIMIZERS["SGD"], *zero(2), "--offload_optimizer_device", "cpu")
-    assert max_relative_difference(references["SGD"], found) < 1e-4
+    actual = train_adapter(tmp_path, even, 2, 1, *OPTIMIZERS["SGD"], *zero(2), "--offload_optimizer_device", "cpu")
+    assert max_relative_difference(references["SGD"], actual) < 1e-4
 
 
 def test_zero_3_with_cpu_offload_trains_the_adapter_of_one_process(even, references, tmp_path):
-    found = train_adapter(
+    actual = train_adapter(
         tmp_path,
         even,
         2,
@@ -105,17 +105,17 @@ def test_zero_3_with_cpu_offload_trains_the_adapter_of_one_process(even, referen
         environment=launch_with_config_file(tmp_path, **HOST),
     )
 
-    assert max_relative_difference(references["SGD"], found) < 1e-4
-    assert any(key.startswith("lora_te") and bool(tensor.any()) for key, tensor in found.items() if "up" in key)
+    assert max_relative_difference(references["SGD"], actual) < 1e-4
+    assert any(key.startswith("lora_te") and bool(tensor.any()) for key, tensor in actual.items() if "up" in key)
 
 
 @pytest.mark.quick
 def test_zero_3_with_one_process_trains_the_same_adapter(even, references, tmp_path):
-    found = train_adapter(
+    actual = train_adapter(
         tmp_path, even, 1, 4, *OPTIMIZERS["SGD"], environment=launch_with_config_file(tmp_path, **HOST)
     )
 
-    assert max_relative_difference(references["SGD"], found) < 1e-4
+    assert max_relative_difference(references["SGD"], actual) < 1e-4
 
 
 # all that happens in a run
@@ -204,7 +204,7 @@ def test_resume_is_exact_and_works_across_strategies(even, tmp_path):
     )
     one = train_adapter(tmp_path / "one", even, 1, 4, *flags)
     two = train_adapter(copy_as_killed(tmp_path / "one", tmp_path / "two", 1), even, 2, 2, *flags, *zero(2))
-    again = train_adapter(copy_as_killed(tmp_path / "two", tmp_path / "again", 2), even, 2, 2, *flags, *zero(2))
+    second = train_adapter(copy_as_killed(tmp_path / "two", tmp_path / "again", 2), even, 2, 2, *flags, *zero(2))
     three = train_adapter(
         copy_as_killed(tmp_path / "two", tmp_path / "three", 2),
         even,
@@ -215,8 +215,8 @@ def test_resume_is_exact_and_works_across_strategies(even, tmp_path):
     )
     ddp = train_adapter(copy_as_killed(tmp_path / "three", tmp_path / "ddp", 3), even, 2, 2, *flags)
 
-    assert max_relative_difference(two, again) == 0.0
-    assert max(max_relative_difference(one, found) for found in (two, three, ddp)) < 1e-4
+    assert max_relative_difference(two, second) == 0.0
+    assert max(max_relative_difference(one, actual) for actual in (two, three, ddp)) < 1e-4
 
 
 # memory
@@ -253,9 +253,9 @@ def measure_memory(stage: int) -> tuple[int, int, int]:
 @pytest.mark.quick
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_rank_holds_its_shard_of_the_frozen_model(size):
-    found = run_on_ranks(size, measure_memory, 3)
+    actual = run_on_ranks(size, measure_memory, 3)
 
-    for whole, here, more_than_its_part in found:
+    for whole, here, more_than_its_part in actual:
         assert here < 1.05 * whole / size
         assert more_than_its_part < 0.01 * whole
 
@@ -340,7 +340,7 @@ def test_accelerate_launch_with_a_deepspeed_config_file(even, tmp_path):
         "2",
     ]
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "MASTER_", "DS_"))}
-    done = subprocess.run(
+    result = subprocess.run(
         words,
         cwd=tmp_path,
         timeout=300,
@@ -349,5 +349,5 @@ def test_accelerate_launch_with_a_deepspeed_config_file(even, tmp_path):
         env={**clean, "HF_HOME": str(tmp_path / "home"), "ACCELERATE_USE_CPU": "true"},
     )
 
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "DeepSpeed: ZeRO stage 2, world size 2, optimizer offloaded to host memory" in done.stdout + done.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "DeepSpeed: ZeRO stage 2, world size 2, optimizer offloaded to host memory" in result.stdout + result.stderr

@@ -42,10 +42,10 @@ def test_prodigy_max_norm_and_ema_equal_those_of_ddp(both, name):
 
 
 def test_previews_before_the_first_step_equal_those_of_ddp_to_the_bit(both):
-    found = {name: sorted((folder / "sample").glob("*.png")) for name, folder in both.items()}
-    assert [len(paths) for paths in found.values()] == [6, 6]
+    actual = {name: sorted((folder / "sample").glob("*.png")) for name, folder in both.items()}
+    assert [len(paths) for paths in actual.values()] == [6, 6]
 
-    for ddp, fsdp in zip(*found.values(), strict=True):
+    for ddp, fsdp in zip(*actual.values(), strict=True):
         assert ddp.name[:15] == fsdp.name[:15]
         if "_000000_" in ddp.name:
             assert ddp.read_bytes() == fsdp.read_bytes()
@@ -83,12 +83,12 @@ def test_resume_is_exact_and_works_across_strategies(ranks, fsdp, tmp_path):
 
     one = run(tmp_path / "one", 1, 4)
     spread = run(copy_as_killed(tmp_path / "one", tmp_path / "spread", 2), ranks, 4 // ranks, *fsdp)
-    again = run(copy_as_killed(tmp_path / "spread", tmp_path / "again", 4), ranks, 4 // ranks, *fsdp)
-    back = run(copy_as_killed(tmp_path / "spread", tmp_path / "back", 4), 2, 2)
+    second = run(copy_as_killed(tmp_path / "spread", tmp_path / "again", 4), ranks, 4 // ranks, *fsdp)
+    restored = run(copy_as_killed(tmp_path / "spread", tmp_path / "back", 4), 2, 2)
 
-    assert max_relative_difference(spread, again) == 0.0
+    assert max_relative_difference(spread, second) == 0.0
     assert max_relative_difference(one, spread) < 1e-3
-    assert max_relative_difference(one, back) < 1e-3
+    assert max_relative_difference(one, restored) < 1e-3
 
 
 # memory
@@ -120,19 +120,19 @@ def measure_memory(parts: int, *flags: str) -> tuple[int, int, int]:
 @pytest.mark.quick
 @pytest.mark.parametrize("parts", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_rank_holds_its_shard_of_the_frozen_model_and_the_full_adapter(parts):
-    alone = {
+    single = {
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(find_free_port()),
     }
-    found = run_on_ranks(parts, measure_memory, parts, environment=alone if parts == 1 else None)
-    whole, _, trainable = found[0]
+    actual = run_on_ranks(parts, measure_memory, parts, environment=single if parts == 1 else None)
+    whole, _, trainable = actual[0]
 
-    assert {(every, same) for every, _, same in found} == {(whole, trainable)} and trainable > 0
-    assert all(here < 1.02 * whole / parts for _, here, _ in found)
-    assert sum(here for _, here, _ in found) >= whole
+    assert {(every, same) for every, _, same in actual} == {(whole, trainable)} and trainable > 0
+    assert all(here < 1.02 * whole / parts for _, here, _ in actual)
+    assert sum(here for _, here, _ in actual) >= whole
 
 
 # a launcher
@@ -160,7 +160,7 @@ def test_accelerate_launch_with_fsdp_shards_the_model(tmp_path):
         "1",
     ]
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "MASTER_", "FSDP_"))}
-    done = subprocess.run(
+    result = subprocess.run(
         words,
         cwd=tmp_path,
         timeout=240,
@@ -169,8 +169,10 @@ def test_accelerate_launch_with_fsdp_shards_the_model(tmp_path):
         env={**clean, "HF_HOME": str(tmp_path / "home"), "ACCELERATE_USE_CPU": "true"},
     )
 
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "FSDP: 1 x 2 processes" in done.stderr + done.stdout and "in host memory" in done.stderr + done.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (
+        "FSDP: 1 x 2 processes" in result.stderr + result.stdout and "in host memory" in result.stderr + result.stdout
+    )
     assert (tmp_path / "out" / "lora.safetensors").exists()
 
 
@@ -192,9 +194,9 @@ def run_scaled_step(infinite_on: int) -> tuple[float, float]:
     FlatGradients(model).all_reduce_mean(2)
     scaler.step(optimizer)
     scaler.update()
-    found = float(model.weight), scaler.get_scale()
+    actual = float(model.weight), scaler.get_scale()
     accelerator.end_training()
-    return found
+    return actual
 
 
 @pytest.mark.parametrize(("infinite_on", "expected"), [(1, (1.0, 2.0)), (-1, (0.75, 4.0))])
@@ -229,12 +231,12 @@ def run_with_failing_previews(who: list[int], folder: Path, flags: tuple[str, ..
     from library.training import preview
 
     preview.ALL_RANKS_TIMEOUT_SECONDS = 2.0
-    honest = preview.Preview._generate_image
+    original = preview.Preview._generate_image
 
     def generate_image(self, run, index, prompt):
         if run.strategy.comm.rank in who:
             raise RuntimeError("cannot be drawn here")
-        return honest(self, run, index, prompt)
+        return original(self, run, index, prompt)
 
     preview.Preview._generate_image = generate_image
     try:
@@ -264,11 +266,11 @@ def test_a_failing_preview_ends_the_run_only_if_other_ranks_would_deadlock(who, 
         "--sample_at_first",
         *more,
     )
-    found = run_on_ranks(2, run_with_failing_previews, who, tmp_path / "out", flags)
+    actual = run_on_ranks(2, run_with_failing_previews, who, tmp_path / "out", flags)
 
     others_wait = bool(more) and len(who) == 1
-    assert [word.startswith("ended: ") for word in found] == [others_wait] * 2, found
-    assert not others_wait or any("cannot be drawn here" in word for word in found)
+    assert [word.startswith("ended: ") for word in actual] == [others_wait] * 2, actual
+    assert not others_wait or any("cannot be drawn here" in word for word in actual)
     drawn = len([*(tmp_path / "out" / "sample").glob("*.png")])
     assert drawn == (0 if more else 1)
 

@@ -18,7 +18,7 @@ def left_behind(backend: str, end: str) -> tuple[bool, str]:
     """Whether the group still exists after the run; nccl's teardown waits for all ranks."""
     import torch.distributed as dist
 
-    comm, said = build_communicator(20), ""
+    comm, message = build_communicator(20), ""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_backend", lambda: backend)
         try:
@@ -26,11 +26,11 @@ def left_behind(backend: str, end: str) -> tuple[bool, str]:
                 if end in ERRORS:
                     raise ERRORS[end]
         except Exception as found:
-            said = str(found)
+            message = str(found)
         is_there = dist.is_initialized()
     if is_there:
         dist.destroy_process_group()
-    return is_there, said
+    return is_there, message
 
 
 @pytest.mark.parametrize(

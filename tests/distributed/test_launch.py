@@ -51,10 +51,10 @@ def start(tmp_path):
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "MASTER_"))}
         env = {**clean, "HF_HOME": str(tmp_path / "home"), **environment}
         words = [*shlex.split(command), str(tmp_path / "script.py"), *arguments]
-        done = subprocess.run(words, cwd=tmp_path, timeout=90, env=env, capture_output=True, text=True)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        result = subprocess.run(words, cwd=tmp_path, timeout=90, env=env, capture_output=True, text=True)
+        lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT ")]
         results = sorted((json.loads(line[7:]) for line in lines), key=lambda one: one["rank"])
-        return results, done.stdout + done.stderr
+        return results, result.stdout + result.stderr
 
     return run
 
@@ -63,34 +63,35 @@ def port() -> str:
     return f"--main_process_port {find_free_port()}"
 
 
-def assert_two_that_work_together(results: list[dict], said: str) -> None:
+def assert_two_that_work_together(results: list[dict], message: str) -> None:
     assert [(one["rank"], one["size"], one["total"], one["device"], one["kind"]) for one in results] == [
         (0, 2, 3.0, "cpu", "MULTI_CPU"),
         (1, 2, 3.0, "cpu", "MULTI_CPU"),
-    ], said
+    ], message
 
 
 def test_accelerate_launch_multi_gpu_starts_two_processes_with_one_logging_dir(start):
     command = f"{ACCELERATE} --multi_gpu --num_processes 2 --mixed_precision bf16 {port()}"
-    results, said = start(command, "--logging_dir", "logs", ACCELERATE_USE_CPU="true")
+    results, message = start(command, "--logging_dir", "logs", ACCELERATE_USE_CPU="true")
 
-    assert_two_that_work_together(results, said)
+    assert_two_that_work_together(results, message)
     assert results[0]["folder"] == results[1]["folder"] and results[0]["folder"].startswith("logs/2")
     assert {(one["precision"], one["computes"]) for one in results} == {("bf16", "torch.bfloat16")}
 
 
 def test_torchrun_starts_two_processes(start):
-    results, said = start(f"{TORCHRUN} --standalone --nproc_per_node 2")
+    results, message = start(f"{TORCHRUN} --standalone --nproc_per_node 2")
 
-    assert_two_that_work_together(results, said)
+    assert_two_that_work_together(results, message)
 
 
 def test_num_processes_without_multi_gpu_stops_and_suggests_a_working_command(start, tmp_path):
-    results, said = start(f"{ACCELERATE} --cpu --num_processes 2", "--seed", "3")
-    (working,) = [line.strip() for line in said.splitlines() if line.strip().startswith("ACCELERATE_USE_CPU=true")]
+    results, message = start(f"{ACCELERATE} --cpu --num_processes 2", "--seed", "3")
+    (working,) = [line.strip() for line in message.splitlines() if line.strip().startswith("ACCELERATE_USE_CPU=true")]
 
     assert (
-        results == [] and "num_processes: 2 (accelerate launch --num_processes), but accelerate launch starts 1" in said
+        results == []
+        and "num_processes: 2 (accelerate launch --num_processes), but accelerate launch starts 1" in message
     )
     variable, command = working.split(" ", 1)
     command = command.replace("accelerate launch", f"{ACCELERATE} {port()}", 1).split(f" {tmp_path}")[0]
@@ -100,28 +101,28 @@ def test_num_processes_without_multi_gpu_stops_and_suggests_a_working_command(st
 
 def test_a_config_file_with_several_cpu_processes_stops_too(start, tmp_path):
     path = write_accelerate_config(tmp_path / "home", distributed_type="MULTI_CPU", num_processes=2, use_cpu=True)
-    results, said = start(ACCELERATE)
+    results, message = start(ACCELERATE)
 
-    assert results == [] and f"num_processes: 2 ({path}), but accelerate launch starts 1" in said
+    assert results == [] and f"num_processes: 2 ({path}), but accelerate launch starts 1" in message
 
 
 def test_gradient_accumulation_set_only_for_accelerate_stops(start):
-    results, said = start(f"{ACCELERATE} --gradient_accumulation_steps 4")
+    results, message = start(f"{ACCELERATE} --gradient_accumulation_steps 4")
 
     assert (
         results == []
-        and "STOPPED gradient_accumulation_steps: 4 (accelerate launch --gradient_accumulation_steps)" in said
+        and "STOPPED gradient_accumulation_steps: 4 (accelerate launch --gradient_accumulation_steps)" in message
     )
-    results, said = start(sys.executable, ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4")
-    assert results == [] and "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is 4" in said
+    results, message = start(sys.executable, ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4")
+    assert results == [] and "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is 4" in message
 
 
 def test_fp16_on_a_cpu_is_refused_or_warned_about(start):
-    results, said = start(sys.executable, "--mixed_precision", "fp16")
-    assert results == [] and "STOPPED --mixed_precision fp16: not supported on a CPU" in said
+    results, message = start(sys.executable, "--mixed_precision", "fp16")
+    assert results == [] and "STOPPED --mixed_precision fp16: not supported on a CPU" in message
 
-    results, said = start(f"{ACCELERATE} --mixed_precision fp16")
-    assert [(one["precision"], one["computes"]) for one in results] == [("no", "torch.float32")], said
+    results, message = start(f"{ACCELERATE} --mixed_precision fp16")
+    assert [(one["precision"], one["computes"]) for one in results] == [("no", "torch.float32")], message
     assert any("not supported on a CPU; training uses fp32" in line for line in results[0]["warnings"])
 
 
@@ -140,11 +141,11 @@ def test_a_launched_accelerator_has_what_the_doctor_predicts(flag, file, code, s
     if file:
         write_accelerate_config(tmp_path / "home", mixed_precision=file)
     flags, arguments = f"--mixed_precision {flag}" if flag else "", ["--mixed_precision", code] if code else []
-    results, said = start(f"{ACCELERATE} {flags}", *arguments)
+    results, message = start(f"{ACCELERATE} {flags}", *arguments)
     command = shlex.join([*f"accelerate launch {flags}".split(), "script.py", *arguments])
     setting = check_launch_command(command)[0]["mixed_precision"]
 
-    assert [one["precision"] for one in results] == [setting.value], said
+    assert [one["precision"] for one in results] == [setting.value], message
     assert results[0]["computes"] == {"no": "torch.float32", "bf16": "torch.bfloat16"}[setting.value]
     sources = {"--mixed": code, "accelerate launch": flag, str(tmp_path): file}
     present = [(location, value) for location, value in sources.items() if value]

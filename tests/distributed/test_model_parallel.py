@@ -127,13 +127,13 @@ def test_resume_is_exact_and_works_across_parallel_layouts(tmp_path):
 
     one = run(tmp_path / "one", 1)
     piped = run(copy_as_killed(tmp_path / "one", tmp_path / "piped", 2), 2, "--pp_size", "2")
-    again = run(copy_as_killed(tmp_path / "piped", tmp_path / "again", 4), 2, "--pp_size", "2")
+    second = run(copy_as_killed(tmp_path / "piped", tmp_path / "again", 4), 2, "--pp_size", "2")
     tensor = run(copy_as_killed(tmp_path / "piped", tmp_path / "tensor", 4), 2, "--tp_size", "2")
     shared = run(copy_as_killed(tmp_path / "piped", tmp_path / "shared", 2), 2, "--cp_size", "2")
-    alone = run(copy_as_killed(tmp_path / "shared", tmp_path / "alone", 4), 1)
+    single = run(copy_as_killed(tmp_path / "shared", tmp_path / "alone", 4), 1)
 
-    assert max_relative_difference(piped, again) == 0.0
-    assert max_relative_difference(one, shared) < 1e-3 and max_relative_difference(one, alone) < 1e-3
+    assert max_relative_difference(piped, second) == 0.0
+    assert max_relative_difference(one, shared) < 1e-3 and max_relative_difference(one, single) < 1e-3
     assert max_relative_difference(one, piped) < 1e-3 and max_relative_difference(one, tensor) < 1e-3
 
 
@@ -145,9 +145,9 @@ def test_the_largest_pipeline_stage_is_minimal():
     for _ in range(200):
         weights = [draw.randint(1, 9) for _ in range(draw.randint(1, 9))]
         stages = draw.randint(1, min(4, len(weights)))
-        found = partition_blocks(weights, stages)
-        assert found[0] == 0 and found[-1] == len(weights) and all(a < b for a, b in pairwise(found))
-        assert max(sum(weights[a:b]) for a, b in pairwise(found)) == min(
+        actual = partition_blocks(weights, stages)
+        assert actual[0] == 0 and actual[-1] == len(weights) and all(a < b for a, b in pairwise(actual))
+        assert max(sum(weights[a:b]) for a, b in pairwise(actual)) == min(
             max(sum(weights[a:b]) for a, b in pairwise(partition))
             for partition in list_all_partitions(len(weights), stages)
         )

@@ -173,16 +173,16 @@ def test_profiled_flops_are_divided_by_the_model_parallel_size(tmp_path):
 
 def test_oom_advice_for_context_parallel_includes_offload_and_quantization():
     config = parse_config(["--dataset_config", __file__, "--gradient_checkpointing", "--cp_size", "2"]).config
-    said = " ".join(suggest_oom_fixes(config, "forward", 4))
-    assert "--blocks_to_swap" in said and "--quantize_base" in said and "--on_oom" not in said
+    message = " ".join(suggest_oom_fixes(config, "forward", 4))
+    assert "--blocks_to_swap" in message and "--quantize_base" in message and "--on_oom" not in message
 
 
 @pytest.mark.parametrize("flags", [("--pp_size", "2"), ("--tp_size", "2"), ("--fsdp",), ("--deepspeed",)])
 def test_oom_advice_omits_options_that_would_be_refused(flags):
     config = parse_config(["--dataset_config", __file__, "--gradient_checkpointing", *flags]).config
-    said = " ".join(suggest_oom_fixes(config, "forward", 4))
-    assert "--blocks_to_swap" not in said and "--quantize_base" not in said
-    assert "--on_oom" not in said and "--cpu_offload_checkpointing" in said
+    message = " ".join(suggest_oom_fixes(config, "forward", 4))
+    assert "--blocks_to_swap" not in message and "--quantize_base" not in message
+    assert "--on_oom" not in message and "--cpu_offload_checkpointing" in message
 
 
 @pytest.mark.quick
@@ -201,10 +201,10 @@ def test_unet_stages_compute_the_same_as_the_full_unet(model):
         for first, end in pairwise(ends):
             runner.set_stage_forward(first, end, received)
             try:
-                said = predict()
+                message = predict()
             except StageBoundary as boundary:
                 received = boundary.activations
-        assert len(ends) == 6 and torch.equal(said, whole)
+        assert len(ends) == 6 and torch.equal(message, whole)
         runner.set_full_forward(range(len(runner.block_sequence.blocks)), lambda place, flow: flow)
         assert torch.equal(predict(), whole)
 

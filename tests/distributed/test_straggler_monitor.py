@@ -52,17 +52,17 @@ def sent(*words: str) -> tuple[float, int, dict[str, float]]:
     """Bytes that this process sends in a step; those of the adapter; what they were sent by."""
     from library.training import run
 
-    facts, honest = [], run.train
+    facts, original = [], run.train
 
     def measured(job):
         with Counted() as counted:
-            honest(job)
+            original(job)
         facts.extend([dict(counted.bytes), sum(parameter.nbytes for parameter in job.parameters), job.plan.steps])
 
     run.train = measured
     train(*words)
-    found, adapter, steps = facts
-    return sum(found.values()) / steps, adapter, found
+    actual, adapter, steps = facts
+    return sum(actual.values()) / steps, adapter, actual
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -136,8 +136,8 @@ def test_the_step_after_a_reading_is_skipped(monkeypatch):
     pace.mark_gradients_ready()
     pace.mark_step_end()
     assert pace.pop_times() == (0.0, 0.0)
-    alone = StragglerMonitor(torch.device("cpu"), world_size=1)
+    single = StragglerMonitor(torch.device("cpu"), world_size=1)
     for _ in range(2):
-        alone.mark_gradients_ready()
-        alone.mark_step_end()
-    assert alone.pop_times() == (0.0, 0.0)
+        single.mark_gradients_ready()
+        single.mark_step_end()
+    assert single.pop_times() == (0.0, 0.0)

@@ -36,9 +36,9 @@ def test_layers_with_the_same_input_share_all_reduces():
     TensorParallel(0, 2, lambda tensor: sums.append(tensor.clone())).shard_layers(model, CUTS)
     with torch.no_grad():  # not shared with the forward that records gradients
         model.to_q(given)
-    said = model(given)
+    message = model(given)
     assert len(sums) == 1
-    said.sum().backward()
+    message.sum().backward()
     assert len(sums) == 2 and torch.equal(sums[1], given.grad)
     other = torch.zeros(2, 4)
     assert torch.equal(model(other), torch.zeros(2, 4)) and model(given).any()
@@ -83,7 +83,7 @@ def test_adapters_in_sharded_layers_need_no_host_device_copies(name, rank):
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted"),
+    ("name", "expected"),
     [  # SD3 and Qwen-Image do not use the last block's text
         ("sd3", 4 + 4 + 3 + 4),
         ("flux", 2 * (4 + 4) + 2 * (1 + 1)),
@@ -92,10 +92,10 @@ def test_adapters_in_sharded_layers_need_no_host_device_copies(name, rank):
         pytest.param("sdxl", 8 * (3 + 3), marks=pytest.mark.slow),
     ],
 )
-def test_there_is_one_all_reduce_per_input_and_output_of_sharded_layers(name, wanted):
+def test_there_is_one_all_reduce_per_input_and_output_of_sharded_layers(name, expected):
     tiny, family, sums = TINY[name](), FAMILIES.get(name)(), []
     denoiser = getattr(tiny.pipe, family.denoiser_name)
     TensorParallel(0, 2, sums.append).shard_layers(denoiser, build_tensor_parallel_plan(denoiser))
     latents = tiny.batch.latents.clone().requires_grad_()
     family.predict(tiny.pipe, denoiser, latents, torch.full((2,), 500.0), tiny.batch).sum().backward()
-    assert len(sums) == wanted
+    assert len(sums) == expected

@@ -33,10 +33,10 @@ def with_a_flipped_bit(who: int, when: int, *words: str) -> tuple[int, str, int]
 
     def at_optimizer(*arguments):
         made = make(*arguments)
-        honest = made.step
+        original = made.step
 
         def step(*more, **named):
-            honest(*more, **named)
+            original(*more, **named)
             steps.append(1)
             if int(os.environ["RANK"]) == who and len(steps) == when:
                 made.param_groups[0]["params"][-1].data.view(torch.int32).view(-1)[-1] ^= 1 << 12
@@ -54,23 +54,24 @@ def with_a_flipped_bit(who: int, when: int, *words: str) -> tuple[int, str, int]
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("ranks", "more", "found", "last"),
+    ("ranks", "more", "actual", "last"),
     [
         pytest.param(3, [], 6, 3, marks=pytest.mark.slow),
         (2, ["--check_sync_every_n_steps", "2"], 4, 3),
     ],
 )
-def test_one_bit_on_one_rank_stops_the_run_before_it_is_saved(data, tmp_path, ranks, more, found, last):
+def test_one_bit_on_one_rank_stops_the_run_before_it_is_saved(data, tmp_path, ranks, more, actual, last):
     who = ranks - 1
     ends = run_on_ranks(ranks, with_a_flipped_bit, who, 4, *data, "--output_dir", str(tmp_path), *more)
     assert [code for code, _, _ in ends] == [2] * ranks, ends
-    said = "".join(text for _, text, _ in ends)
+    message = "".join(text for _, text, _ in ends)
     rest = "rank 0" if ranks == 2 else "the other 2"
-    assert said.count("differ from those of") == 1
+    assert message.count("differ from those of") == 1
     assert (
-        f"after step {found} the weights of rank {who} (on {os.uname().nodename}) differ from those of {rest}" in said
+        f"after step {actual} the weights of rank {who} (on {os.uname().nodename}) differ from those of {rest}"
+        in message
     )
-    assert f"after the check at step {last}, where all ranks were equal" in said and "Traceback" not in said
+    assert f"after the check at step {last}, where all ranks were equal" in message and "Traceback" not in message
     assert sorted(path.name for path in Path(tmp_path).iterdir() if "step" in path.name) == [
         "lora-step00000003-state",
         "lora-step00000003.safetensors",

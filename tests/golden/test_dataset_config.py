@@ -169,8 +169,8 @@ def test_missing_folders_are_reported_with_what_exists_instead(tmp_path):
     text = "[[datasets]]\nresolution = 512\n" + "".join(
         f"[[datasets.subsets]]\nimage_dir = '{tmp_path / name}'\n" for name in ("imgaes/deep", "file", "images")
     )
-    found = [line.replace(f"{tmp_path}/", "") for line in validate_paths(read(tmp_path, text).require_valid())]
-    assert found == [
+    actual = [line.replace(f"{tmp_path}/", "") for line in validate_paths(read(tmp_path, text).require_valid())]
+    assert actual == [
         f"set.toml:4: image_dir: '{tmp_path}/imgaes/deep' not found; {tmp_path} contains file, set.toml, images/;"
         " did you mean images?".replace(f"{tmp_path}/", ""),
         "set.toml:6: image_dir: file is a file, not a folder",
@@ -208,10 +208,10 @@ color_aug = false
   image_dir = 'a'
   conditioning_data_dir = 'masks'
 """
-    found = [
+    actual = [
         line.replace(f"{tmp_path}/", "") for line in validate_supported_features(read(tmp_path, text).require_valid())
     ]
-    assert [line.partition(": not supported yet: ")[0] for line in found] == [
+    assert [line.partition(": not supported yet: ")[0] for line in actual] == [
         "set.toml:5: network_multiplier",
         "set.toml:6: face_crop_aug_range",
     ]
@@ -404,5 +404,5 @@ caption_extension = ".cap"
         "fp_1f_no_post",
         "skip_corrupted_cache",
     )
-    found = read(tmp_path, text + "".join(f"{name} = 1\n" for name in later)).problems
-    assert [line.split(": ")[1:3] for line in found] == [[name, "not supported yet"] for name in later]
+    actual = read(tmp_path, text + "".join(f"{name} = 1\n" for name in later)).problems
+    assert [line.split(": ")[1:3] for line in actual] == [[name, "not supported yet"] for name in later]

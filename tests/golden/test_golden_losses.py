@@ -65,9 +65,9 @@ def record_losses(*flags: str) -> list[float]:
 def test_losses_equal_those_of_the_golden_run(tmp_path):
     from rank_processes import run_on_ranks
 
-    (found,) = run_on_ranks(1, record_losses, *FLAGS, "--output_dir", str(tmp_path))
+    (actual,) = run_on_ranks(1, record_losses, *FLAGS, "--output_dir", str(tmp_path))
 
-    assert found == pytest.approx(json.loads(GOLDEN.read_text()), rel=2e-4)
+    assert actual == pytest.approx(json.loads(GOLDEN.read_text()), rel=2e-4)
 
 
 if __name__ == "__main__":

@@ -114,13 +114,13 @@ def test_names_are_converted_to_the_original_ones_and_back_without_loss(name, sh
     state = add_prefix(state, part)
     alphas = add_prefix(dict.fromkeys(shapes, 5.0), part)
     file, _ = convert_to_file_format(state, alphas, [part], "kohya")
-    back = convert_from_file_format(file, {}, [part])
-    assert back.state_dict.keys() == state.keys() and all(
-        torch.equal(back.state_dict[key], state[key]) for key in state
+    restored = convert_from_file_format(file, {}, [part])
+    assert restored.state_dict.keys() == state.keys() and all(
+        torch.equal(restored.state_dict[key], state[key]) for key in state
     )
-    assert back.alphas == alphas
-    again, _ = convert_to_file_format(back.state_dict, back.alphas, [part], "kohya")
-    assert again.keys() == file.keys() and all(torch.equal(again[key], file[key]) for key in file)
+    assert restored.alphas == alphas
+    second, _ = convert_to_file_format(restored.state_dict, restored.alphas, [part], "kohya")
+    assert second.keys() == file.keys() and all(torch.equal(second[key], file[key]) for key in file)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -205,16 +205,16 @@ def test_fused_updates_have_the_effect_of_their_parts_and_are_split_again(ranks,
             tensors["magnitude"] = torch.rand(size * inputs, generator=draw)
         parts.append(ModuleAdapter(tensors, 0.5 * len(down)) if is_there else None)
     whole = fuse_adapters(parts, original)
-    alone = [
+    single = [
         torch.zeros(size * inputs, inputs) if part is None else moved(part)
         for part, size in zip(parts, original.output_ratios, strict=True)
     ]
-    torch.testing.assert_close(moved(whole), torch.cat(alone))
-    back = split_adapter(whole, original)
+    torch.testing.assert_close(moved(whole), torch.cat(single))
+    restored = split_adapter(whole, original)
     if zero:  # nothing tells whose the ranks are
         return
-    assert [each is None for each in back] == [not each for each in there]
-    for part, each in zip(parts, back, strict=True):
+    assert [each is None for each in restored] == [not each for each in there]
+    for part, each in zip(parts, restored, strict=True):
         if part is not None:
             assert part.alpha == each.alpha and part.tensors.keys() == each.tensors.keys()
             assert all(torch.equal(part.tensors[name], each.tensors[name]) for name in part.tensors)

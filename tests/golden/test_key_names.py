@@ -52,16 +52,16 @@ def test_keys_and_shapes_of_the_published_unet_are_those_of_sd_scripts(real):
     assert {float(tensor) for name, tensor in ours.items() if name.endswith(".alpha")} == {8.0}
 
 
-@pytest.mark.parametrize("form", ["kohya", "diffusers", "comfy"])
-def test_keys_are_converted_to_the_file_and_back_without_loss(real, form):
+@pytest.mark.parametrize("file_format", ["kohya", "diffusers", "comfy"])
+def test_keys_are_converted_to_the_file_and_back_without_loss(real, file_format):
     model, adapter = real
     state = fill_weights(model)
-    back = convert_from_file_format(
-        *convert_to_file_format(state, list_alphas(adapter), [names(model)], form), [names(model)]
+    restored = convert_from_file_format(
+        *convert_to_file_format(state, list_alphas(adapter), [names(model)], file_format), [names(model)]
     )
-    assert back.state_dict.keys() == state.keys()
-    assert all(torch.equal(back.state_dict[name], state[name]) for name in state)
-    assert back.alphas == list_alphas(adapter)
+    assert restored.state_dict.keys() == state.keys()
+    assert all(torch.equal(restored.state_dict[name], state[name]) for name in state)
+    assert restored.alphas == list_alphas(adapter)
 
 
 def test_a_file_with_keys_of_another_model_is_rejected(real):

@@ -35,7 +35,7 @@ def test_the_command_line_resolves_to_the_datasets_of_sd_scripts(case):
 
 def test_images_captions_repeats_and_buckets_are_those_of_sd_scripts(case):
     ready, _ = prepare(case)
-    found = {
+    actual = {
         str(sample.image.path): {
             "num_repeats": sample.repeats,
             "caption": sample.caption,
@@ -44,7 +44,7 @@ def test_images_captions_repeats_and_buckets_are_those_of_sd_scripts(case):
         }
         for sample, assignment in zip(ready.manifest.samples, ready.assignments, strict=True)
     }
-    assert found == case["images"]
+    assert actual == case["images"]
     weights = {sample.loss_weight for sample in ready.manifest.samples if sample.is_reg}
     assert weights <= {case["resolved"][0]["params"].get("prior_loss_weight")}
 

@@ -99,9 +99,9 @@ def export_lora(
     tensors, _ = convert_to_file_format(
         named, {f"part.{name}": adapter.alpha for name in adapter.modules}, [part], "kohya"
     )
-    back = convert_from_file_format(tensors, {}, [part])
-    assert back.state_dict.keys() == named.keys()
-    assert back.alphas == dict.fromkeys((f"part.{name}" for name in adapter.modules), 8.0)
+    restored = convert_from_file_format(tensors, {}, [part])
+    assert restored.state_dict.keys() == named.keys()
+    assert restored.alphas == dict.fromkeys((f"part.{name}" for name in adapter.modules), 8.0)
     return state, tensors
 
 

@@ -12,17 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import original_checkpoints
 import torch
 from safetensors.torch import save_file
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+
+import original_checkpoints  # noqa: E402
+
 PROMPT = "a red circle"
 LEFT_OUT = ("model_ema.", "alphas_cumprod")  # the latter is a placeholder in the tests, which the program would use
 
 
 def main(package: str, work: str) -> None:
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), package]
+    sys.path.append(package)
     folder = Path(work)
     (folder / "loras").mkdir(parents=True, exist_ok=True)
     names = write_models(folder)
@@ -48,8 +51,10 @@ def write_models(folder: Path) -> list[str]:
     state, alphas, parts = build_random_state("sd1", pipe=pipe)
     state = {key: 0.02 * tensor for key, tensor in state.items()}
     forms: dict[str, Any] = {"kohya": "kohya", "diffusers": "diffusers"}
-    for name, form in forms.items():
-        save_file(convert_to_file_format(state, alphas, parts, form)[0], folder / "loras" / f"{name}.safetensors")
+    for name, file_format in forms.items():
+        save_file(
+            convert_to_file_format(state, alphas, parts, file_format)[0], folder / "loras" / f"{name}.safetensors"
+        )
     for name in ("base", "merged"):
         if name == "merged":
             merge(pipe, state, alphas)

@@ -39,10 +39,10 @@ def train_and_predict(name, *flags):
     from library.training.run import run_training
 
     looks = []
-    save_adapter = save_adapter.SaveAdapter.save
+    save_file = save_adapter.SaveAdapter.save
 
     def save(self, job, file):
-        save_adapter(self, job, file)
+        save_file(self, job, file)
         looks.append(predict(job.task.family, job.task.pipe, name))
 
     save_adapter.SaveAdapter.save = save

@@ -34,6 +34,26 @@ def test_24_sizes_need_two_graphs_per_block_class_and_no_recompiles(family, tmp_
     )
 
 
+@pytest.mark.parametrize(
+    ("family", "graphs"),
+    [
+        ("flux", [1, 2]),
+        *(
+            pytest.param(family, graphs, marks=pytest.mark.slow)
+            for family, graphs in {"sd1": [1, 1], "sdxl": [1], "sd3": [1, 1], "z_image": [1, 1, 2]}.items()
+        ),
+        pytest.param("qwen_image", [1, 1], marks=pytest.mark.slow),
+    ],
+)
+def test_12_sizes_at_batch_size_1_need_no_graph_of_their_own(family, graphs, tmp_path):
+    """Dynamo guards the stride of a dimension of size 1, which differs between slices of joined tokens."""
+    data = write_dataset(tmp_path / "data", SIZES[:12], counts=(1,), batch_size=1)
+    result = train_compiled(
+        tmp_path / "out", family, data, "--max_train_epochs", "1", *FAMILIES.get(family, ()), *COMPILED
+    )
+    assert sorted(result.graph_counts.values()) == graphs and result.recompile_count == 0
+
+
 def test_all_text_lengths_are_compiled_before_the_first_step(tmp_path):
     data = write_dataset(tmp_path / "data", SIZES[:3])
     cudagraph_flags = ("--dynamo_mode", "reduce-overhead", "--gradient_accumulation_steps", "2")

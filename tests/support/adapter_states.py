@@ -52,15 +52,3 @@ def list_tensor_shapes(kind, shape, rank):
         case "lokr":
             out, into = (2 - size % 2 for size in (outputs, inputs))
             return {"lokr_w1": (out, into), "lokr_w2_a": (outputs // out, rank), "lokr_w2_b": (rank, inputs // into)}
-
-
-def compute_outputs(family, pipe, batch):
-    t = torch.tensor([300.0, 700.0])
-    outputs = {"denoiser": family.predict(pipe, getattr(pipe, family.denoiser_name), batch.latents, t, batch)}
-    for part in family.text_lora_prefixes:
-        if family.get_text_key_style(part) == "t5":  # diffusers loads no LoRA for T5
-            continue
-        encoder = getattr(pipe, part)
-        ids = torch.tensor([[5, 7, 11, encoder.config.eos_token_id]])
-        outputs[part] = encoder(ids, output_hidden_states=True).hidden_states[-1]
-    return outputs

@@ -12,8 +12,8 @@ from library.config import parse_config
 SIZES = [(16 * width, 16 * height) for width in range(2, 9) for height in range(2, 9) if 9 < width * height < 29][:24]
 
 
-def write_dataset(folder, sizes, counts=(1, 2)):
-    """Write a dataset with images of each size, alternating between these counts; the batch size is 2."""
+def write_dataset(folder, sizes, counts=(1, 2), batch_size=2):
+    """Write a dataset with images of each size, alternating between these counts."""
     lines = ["[general]\ncaption_extension = '.txt'\n"]
     for number, (width, height) in enumerate(sizes):
         image_folder = folder / f"{number:02d}"
@@ -25,7 +25,7 @@ def write_dataset(folder, sizes, counts=(1, 2)):
             )
             (image_folder / f"{count}.txt").write_text(f"picture {number}, " + "very " * count + "blue", "utf-8")
         lines.append(
-            f"[[datasets]]\nresolution = [{width}, {height}]\nbatch_size = 2\n[[datasets.subsets]]\n"
+            f"[[datasets]]\nresolution = [{width}, {height}]\nbatch_size = {batch_size}\n[[datasets.subsets]]\n"
             f"image_dir = '{image_folder}'\n"
         )
     path = folder / "sizes.toml"

@@ -29,7 +29,6 @@ class Flux(Family):
         "proj_mlp",
         "single_transformer_blocks.*.proj_out",
     )
-    lora_format = "diffusers"
     lora_key_style = "flux"
     text_lora_target_modules = {"text_encoder": CLIP_LORA_TARGET_MODULES, "text_encoder_2": T5_LORA_TARGET_MODULES}
     text_lora_prefixes = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te3"}

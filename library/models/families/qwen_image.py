@@ -32,7 +32,6 @@ class QwenImage(Family):
         "txt_mlp.net.0.proj",
         "txt_mlp.net.2",
     )
-    lora_format = "diffusers"
     block_lists = ("transformer_blocks",)
     block_token_args = {
         "image_rotary_emb": ((0, ("hidden_states",)), (0, ("encoder_hidden_states",))),

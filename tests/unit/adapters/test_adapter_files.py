@@ -56,10 +56,10 @@ def test_diffusers_loads_the_file_and_predicts_the_same_as_the_model_in_memory(t
 def test_a_file_is_read_back_as_it_was_written(tmp_path, tensors):
     path = tmp_path / "new folder" / "lora.safetensors"
     write_adapter_file(path, tensors, META)
-    back, metadata = read_safetensors(path)
+    restored, metadata = read_safetensors(path)
     assert metadata == META
-    assert back.keys() == tensors.keys()
-    assert all(torch.equal(back[key], tensors[key]) for key in back)
+    assert restored.keys() == tensors.keys()
+    assert all(torch.equal(restored[key], tensors[key]) for key in restored)
     assert os.listdir(path.parent) == ["lora.safetensors"]
 
 

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_states import build_random_state, compute_outputs, list_tensor_shapes
-from adapter_tensors import build_component_keys, merge
+from adapter_states import build_random_state, list_tensor_shapes
+from adapter_tensors import build_component_keys
 from diffusers import UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 from tiny_denoiser import build_tiny_denoiser
-from tiny_pipelines import TINY
 
-from library.adapters.formats import choose_file_format, convert_from_file_format, convert_to_file_format
+from library.adapters.formats import convert_from_file_format, convert_to_file_format
 from library.adapters.key_names import ComponentKeys
 from library.adapters.lora_file import read_safetensors
 from library.adapters.state_dict import group_by_module
@@ -38,53 +37,25 @@ def has_same_tensors(one, other):
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("file_format", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_family_is_converted_to_every_format_and_back_to_the_bit(name, form, dtype):
+def test_every_family_is_converted_to_every_format_and_back_to_the_bit(name, file_format, dtype):
     # In 16 bits any alpha can be multiplied in and taken out again, in 32 bits powers of two.
     state, alphas, parts = build_random_state(name, dtype=dtype, scale=0.5 if dtype == torch.float32 else None)
-    tensors, metadata = convert_to_file_format(state, alphas, parts, form)
+    tensors, metadata = convert_to_file_format(state, alphas, parts, file_format)
     assert all(tensor.is_contiguous() for tensor in tensors.values())
-    back = convert_from_file_format(tensors, metadata, parts)
-    assert has_same_tensors(back.state_dict, state) and back.alphas == alphas
-    assert back.file_format == ("kohya" if form == "comfy" and parts[0].name == "unet" else form)
+    restored = convert_from_file_format(tensors, metadata, parts)
+    assert has_same_tensors(restored.state_dict, state) and restored.alphas == alphas
+    assert restored.file_format == ("kohya" if file_format == "comfy" and parts[0].name == "unet" else file_format)
 
 
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("kind, forms", [("dora", FORMATS), ("loha", ("comfy",)), ("lokr", ("comfy",))])
 def test_other_adapter_types_are_converted_to_the_formats_that_support_them_and_back(name, kind, forms):
     state, alphas, parts = build_random_state(name, kind, scale=0.25)
-    for form in forms:
-        back = convert_from_file_format(*convert_to_file_format(state, alphas, parts, form), parts)
-        assert has_same_tensors(back.state_dict, state) and back.alphas == alphas
-
-
-IN_DIFFUSERS = [*((name, "lora") for name in EVERY), ("sd1", "dora"), ("sd3", "dora"), ("flux", "dora")]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name, kind", IN_DIFFUSERS)
-def test_diffusers_predicts_the_same_with_the_file_as_with_merged_weights(name, kind, tmp_path):
-    """Includes text encoders, except for DoRA, whose magnitudes diffusers ignores there."""
-    tiny, family = TINY[name](), FAMILIES.get(name)()
-    state, alphas, parts = build_random_state(name, kind, pipe=tiny.pipe, with_t5=False)
-    state = {
-        key: 0.1 * each if "lora_B" in key else each.abs() if "magnitude" in key else each
-        for key, each in state.items()
-    }
-    form = choose_file_format([kind], family.lora_format) if kind == "lora" else "diffusers"
-    save_file(convert_to_file_format(state, alphas, parts, form)[0], tmp_path / "lora.safetensors")
-    base = compute_outputs(family, tiny.pipe, tiny.batch)
-    reference = family.load(tiny.source, torch.float32)
-    reference.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")
-    found = compute_outputs(family, reference, tiny.batch)
-    merge(tiny.pipe, state, alphas)
-    expected_outputs = compute_outputs(family, tiny.pipe, tiny.batch)
-    for what, tensor in expected_outputs.items():
-        if kind == "dora" and what != "denoiser":
-            continue
-        assert (tensor - base[what]).abs().max() > 1e-2, what
-        torch.testing.assert_close(found[what], tensor, rtol=2e-3, atol=2e-3, msg=lambda text, at=what: f"{at}: {text}")
+    for file_format in forms:
+        restored = convert_from_file_format(*convert_to_file_format(state, alphas, parts, file_format), parts)
+        assert has_same_tensors(restored.state_dict, state) and restored.alphas == alphas
 
 
 def test_an_adapter_type_is_not_written_in_a_format_without_support():
@@ -97,12 +68,6 @@ def test_an_adapter_type_is_not_written_in_a_format_without_support():
     assert "rotates a layer's input" in validate_save_format(["oft"], "kohya")[0] and not validate_save_format(
         ["boft"], "diffusers"
     )
-
-
-def test_the_default_format_is_the_one_that_most_programs_load():
-    assert choose_file_format(["lora"], "kohya") == "kohya" and choose_file_format(["lora"], "diffusers") == "diffusers"
-    assert choose_file_format(["dora"], "diffusers") == choose_file_format(["loha"], "diffusers") == "comfy"
-    assert choose_file_format(["oft"], "kohya") == "diffusers"
 
 
 @pytest.mark.parametrize("rank, alpha", [(3, 1.0), (6, 5.0), (4, 16.0)])
@@ -121,8 +86,12 @@ def test_a_folded_alpha_that_is_no_power_of_two_is_unfolded_to_the_bit(rank, alp
         alpha / rank * state["transformer.a.b.lora_B.weight"].double() @ state["transformer.a.b.lora_A.weight"].double()
     )
     torch.testing.assert_close(up.double() @ down.double(), expected_outputs, rtol=1e-6, atol=1e-6)
-    back = convert_from_file_format(tensors, metadata, [part])
-    assert has_same_tensors(back.state_dict, state) and back.alphas == alphas and back.alpha_dtype == torch.float16
+    restored = convert_from_file_format(tensors, metadata, [part])
+    assert (
+        has_same_tensors(restored.state_dict, state)
+        and restored.alphas == alphas
+        and restored.alpha_dtype == torch.float16
+    )
     assert convert_from_file_format(tensors, {}, [part]).alphas == {"transformer.a.b": rank}, (
         "without the metadata it still works"
     )
@@ -147,16 +116,16 @@ def test_keys_of_older_diffusers_of_peft_and_of_other_trainers_are_read():
             "diffusion_model.input_blocks.1.1.transformer_blocks.0.attn1.to_q.lora_B.weight",
         ),
     ):
-        back = convert_from_file_format({first: down, second: up}, {}, parts)
-        assert has_same_tensors(back.state_dict, {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up}), (
-            first
-        )
-        assert back.alphas == {module: len(down)}
+        restored = convert_from_file_format({first: down, second: up}, {}, parts)
+        assert has_same_tensors(
+            restored.state_dict, {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up}
+        ), first
+        assert restored.alphas == {module: len(down)}
     text = "text_encoder.encoder.layers.0.self_attn.q_proj"
     old = "text_encoder.text_model.encoder.layers.0.self_attn.to_q_lora"
-    back = convert_from_file_format({f"{old}.down.weight": down[:, :1], f"{old}.up.weight": up}, {}, parts)
-    (found,) = {name.rpartition(".lora_")[0] for name in back.state_dict}
-    assert found.replace("text_model.", "") == text
+    restored = convert_from_file_format({f"{old}.down.weight": down[:, :1], f"{old}.up.weight": up}, {}, parts)
+    (actual,) = {name.rpartition(".lora_")[0] for name in restored.state_dict}
+    assert actual.replace("text_model.", "") == text
 
 
 def test_fused_attention_of_z_image_is_split():
@@ -166,7 +135,7 @@ def test_fused_attention_of_z_image_is_split():
     rows = [model.layers[0].attention.get_submodule(end).weight.shape[0] for end in ("to_q", "to_k", "to_v")]
     assert rows == [size] * 3
     down, up = torch.randn(4, size), torch.randn(3 * size, 4)
-    found = convert_from_file_format(
+    actual = convert_from_file_format(
         {
             "diffusion_model.layers.0.attention.qkv.lora_A.weight": down,
             "diffusion_model.layers.0.attention.qkv.lora_B.weight": up,
@@ -174,7 +143,7 @@ def test_fused_attention_of_z_image_is_split():
         {},
         [part],
     )
-    parts = group_by_module(found.state_dict, found.alphas)
+    parts = group_by_module(actual.state_dict, actual.alphas)
     moved = [parts[f"transformer.layers.0.attention.to_{end}"] for end in "qkv"]
     torch.testing.assert_close(torch.cat([each.tensors["up"] @ each.tensors["down"] for each in moved]), up @ down)
 
@@ -199,10 +168,10 @@ FAMILY_OF = {"sd15": "sd1", "sdxl": "sdxl", "sd3_medium": "sd3", "flux": "flux"}
 
 
 @pytest.mark.parametrize(
-    "kind, zero, form",
+    "kind, zero, file_format",
     [pytest.param("lora", "lora_down.weight", "diffusers", marks=pytest.mark.slow), ("lokr", "lokr_w2_b", "comfy")],
 )
-def test_the_tool_converts_files_with_a_layer_without_effect(kind, zero, form, tmp_path):
+def test_the_tool_converts_files_with_a_layer_without_effect(kind, zero, file_format, tmp_path):
     """LyCORIS initializes other tensors with zeros than peft, and unused layers keep them."""
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     state, alphas, parts = build_random_state("sd1", kind)
@@ -210,25 +179,27 @@ def test_the_tool_converts_files_with_a_layer_without_effect(kind, zero, form, t
     idle = next(key for key in tensors if key.endswith(zero))
     save_file({**tensors, idle: torch.zeros_like(tensors[idle])}, source)
 
-    assert run_tool(["convert", str(source), str(target), "--to", form]) == 0
-    assert len(load_file(target)) == len(tensors) - len(alphas) * (form == "diffusers")
+    assert run_tool(["convert", str(source), str(target), "--to", file_format]) == 0
+    assert len(load_file(target)) == len(tensors) - len(alphas) * (file_format == "diffusers")
 
 
 @pytest.mark.parametrize("name", ["sd15", pytest.param("flux", marks=pytest.mark.slow)])
 def test_the_tool_converts_sd_scripts_files_to_diffusers_and_back_to_the_bit(name, tmp_path, capsys):
     source = tmp_path / "a.safetensors"
     golden_file(source, name)
-    for form in ("diffusers", "comfy"):
-        there, back = tmp_path / f"{form}.safetensors", tmp_path / f"{form}-back.safetensors"
-        assert run_tool(["convert", str(source), str(there), "--to", form]) == 0
+    for file_format in ("diffusers", "comfy"):
+        there, restored = tmp_path / f"{file_format}.safetensors", tmp_path / f"{file_format}-back.safetensors"
+        assert run_tool(["convert", str(source), str(there), "--to", file_format]) == 0
         assert f"a.safetensors: {FAMILY_OF[name]}, " in capsys.readouterr().out
-        assert run_tool(["convert", str(there), str(back), "--to", "kohya"]) == 0
-        assert has_same_tensors(load_file(back), load_file(source))
-        converted_metadata = read_safetensors(back)[1]
+        assert run_tool(["convert", str(there), str(restored), "--to", "kohya"]) == 0
+        assert has_same_tensors(load_file(restored), load_file(source))
+        converted_metadata = read_safetensors(restored)[1]
         assert converted_metadata["modelspec.title"] == "my LoRA" and converted_metadata["ss_network_dim"] == "16"
         assert not [key for key in converted_metadata if key.startswith("lorikeet.")]
-        hashes = [read_safetensors(path)[1]["sshs_model_hash"] for path in (there, back)]
-        assert (hashes[0] == hashes[1]) == (form == "comfy" and name == "sd15"), "they are those of the new tensors"
+        hashes = [read_safetensors(path)[1]["sshs_model_hash"] for path in (there, restored)]
+        assert (hashes[0] == hashes[1]) == (file_format == "comfy" and name == "sd15"), (
+            "they are those of the new tensors"
+        )
 
 
 @pytest.mark.slow
@@ -250,9 +221,9 @@ def test_a_model_of_custom_size_is_identified_by_its_keys_and_by_the_metadata():
             state[f"unet.{module}.{end}"] = torch.ones(size)
         alphas[f"unet.{module}"] = 1.0
     tensors, _ = convert_to_file_format(state, alphas, [build_component_keys(unet)], "kohya")
-    found = identify_lora(tensors, {"modelspec.architecture": "stable-diffusion-v2-512/lora"})
-    assert (found.family, found.is_known_size) == ("sd2", False)
-    assert has_same_tensors(found.contents.state_dict, state)
+    actual = identify_lora(tensors, {"modelspec.architecture": "stable-diffusion-v2-512/lora"})
+    assert (actual.family, actual.is_known_size) == ("sd2", False)
+    assert has_same_tensors(actual.contents.state_dict, state)
     built_in = load_components_on_meta(detect_model(None), ("unet",)).unet
     state = {
         f"unet.{name}.lora_{end}.weight": torch.ones(2, 2)
@@ -263,8 +234,8 @@ def test_a_model_of_custom_size_is_identified_by_its_keys_and_by_the_metadata():
     for module in alphas:
         shape = built_in.get_submodule(module.removeprefix("unet.")).weight.shape
         state |= {f"{module}.{end}": torch.ones(size) for end, size in list_tensor_shapes("lora", shape, 2).items()}
-    found = identify_lora(convert_to_file_format(state, alphas, [build_component_keys(built_in)], "kohya")[0], {})
-    assert (found.family, found.is_known_size) == ("sd1", True)
+    actual = identify_lora(convert_to_file_format(state, alphas, [build_component_keys(built_in)], "kohya")[0], {})
+    assert (actual.family, actual.is_known_size) == ("sd1", True)
 
 
 @pytest.mark.slow
@@ -296,18 +267,75 @@ def test_the_tool_rejects_files_that_are_no_lora_and_overwrites_nothing(tmp_path
     assert not (tmp_path / "out.safetensors").exists()
 
 
-LATER = {
-    "diffusers": "lora_transformer_transformer_blocks_1_norm1_context_linear",
-    "comfy": "lora_unet_joint_blocks_1_context_block_adaLN_modulation_1",
-}
+SD3_LAST = "transformer.transformer_blocks.1.norm1_context.linear"
 
 
-@pytest.mark.parametrize("form, start", LATER.items())
-def test_comfyui_files_have_shift_and_scale_of_sd3_in_the_original_order(form, start):
-    """It ignores the order for diffusers keys; a key that it reads later has the original order."""
-    state, alphas, parts = build_random_state("sd3", scale=0.5)
-    tensors, _ = convert_to_file_format(state, alphas, parts, form)
-    up = state["transformer.transformer_blocks.1.norm1_context.linear.lora_B.weight"]
-    factor = 0.5 if form == "diffusers" else 1.0
-    assert torch.equal(tensors[f"{start}.lora_up.weight"], factor * torch.cat(up.chunk(2)[::-1]))
-    assert ("transformer.transformer_blocks.1.norm1_context.linear.lora_B.weight" in tensors) == (form == "diffusers")
+@pytest.mark.parametrize("file_format", ["diffusers", "comfy"])
+def test_sd3_files_have_each_module_once(file_format):
+    """ComfyUI swaps shift and scale of the last block's text modulation itself, under any name of this module."""
+    state, alphas, parts = build_random_state("sd3", scale=1)
+    tensors, _ = convert_to_file_format(state, alphas, parts, file_format)
+    assert torch.equal(tensors[f"{SD3_LAST}.lora_B.weight"], state[f"{SD3_LAST}.lora_B.weight"])
+    assert not [key for key in tensors if key.startswith(("lora_transformer", "lora_unet"))]
+    assert len([key for key in tensors if key.endswith("lora_B.weight")]) == len(alphas)
+
+
+def test_sd3_files_of_version_0_1_with_a_repeated_module_are_read():
+    state, alphas, parts = build_random_state("sd3", scale=1)
+    tensors, metadata = convert_to_file_format(state, alphas, parts, "diffusers")
+    swapped = torch.cat(tensors[f"{SD3_LAST}.lora_B.weight"].chunk(2)[::-1])
+    name = SD3_LAST.replace(".", "_").replace("transformer_", "lora_transformer_", 1)
+    repeated = {f"{name}.lora_down.weight": tensors[f"{SD3_LAST}.lora_A.weight"], f"{name}.lora_up.weight": swapped}
+    assert has_same_tensors(convert_from_file_format({**tensors, **repeated}, metadata, parts).state_dict, state)
+
+
+@pytest.mark.parametrize("file_format", ["diffusers", "comfy"])
+def test_the_magnitudes_of_a_transformers_dora_are_there_for_diffusers_and_for_comfyui(file_format):
+    state, alphas, parts = build_random_state("sd3", "dora", scale=1)
+    tensors, _ = convert_to_file_format(state, alphas, parts, file_format)
+    magnitude = state[f"{SD3_LAST}.lora_magnitude_vector.weight"]
+    in_original_order = torch.cat(magnitude.chunk(2)[::-1])
+    assert torch.equal(tensors[f"{SD3_LAST}.dora_scale"].flatten(), in_original_order)
+    if file_format == "diffusers":
+        assert torch.equal(tensors[f"{SD3_LAST}.lora_magnitude_vector"], magnitude)
+        # transformers adds the adapter's name before the last part of a key.
+        assert any(key.startswith("text_encoder.") and key.endswith("vector.weight") for key in tensors)
+
+
+@pytest.mark.parametrize("name, prefix", [("sd3", "lora_te3"), ("flux", "lora_te3")])
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_t5_has_the_names_that_comfyui_and_sd_scripts_read(name, prefix, file_format):
+    state, alphas, parts = build_random_state(name, scale=1)
+    tensors, _ = convert_to_file_format(state, alphas, parts, file_format)
+    (t5,) = (part.name for part in parts if part.key_style == "t5")
+    expected = {f"{prefix}{module.removeprefix(t5).replace('.', '_')}" for module in alphas if module.startswith(t5)}
+    assert expected == {key.partition(".")[0] for key in tensors if key.startswith(prefix)}
+    assert any(key.startswith(f"{prefix}_encoder_block_0_layer_0_SelfAttention_q.") for key in tensors)
+
+
+@pytest.mark.parametrize("kind", ["loha", "lokr"])
+@pytest.mark.parametrize("name", ["sd1", "flux"])
+def test_loha_and_lokr_have_alpha_equal_to_their_rank(name, kind):
+    """LyCORIS applies alpha / rank twice, and diffusers does not apply it."""
+    state, alphas, parts = build_random_state(name, kind, scale=0.5)
+    tensors, metadata = convert_to_file_format(state, alphas, parts, "comfy")
+    assert {float(tensor) for key, tensor in tensors.items() if key.endswith(".alpha")} <= {2.0}
+    without_metadata = convert_from_file_format(tensors, {}, parts)
+    assert set(without_metadata.alphas.values()) == {2.0}
+    back = convert_from_file_format(tensors, metadata, parts)
+    assert has_same_tensors(back.state_dict, state) and back.alphas == alphas
+
+
+def test_equal_alphas_keep_the_update_and_are_restored_from_the_metadata():
+    state, alphas, parts = build_random_state("sd1", scale=1)
+    alphas = {module: alpha * 2 ** (number % 3) for number, (module, alpha) in enumerate(alphas.items())}
+    tensors, metadata = convert_to_file_format(state, alphas, parts, "kohya", equal_alphas=True)
+    assert len({float(tensor) for key, tensor in tensors.items() if key.endswith(".alpha")}) == 1
+    equal = convert_from_file_format(tensors, {}, parts)
+    for module, update in group_by_module(state, alphas).items():
+        other = group_by_module(equal.state_dict, equal.alphas)[module]
+        torch.testing.assert_close(other.scale * other.tensors["up"], update.scale * update.tensors["up"])
+    back = convert_from_file_format(tensors, metadata, parts)
+    assert back.alphas == alphas and set(back.state_dict) == set(state)
+    for key, tensor in state.items():
+        torch.testing.assert_close(back.state_dict[key], tensor, rtol=1e-6, atol=0)

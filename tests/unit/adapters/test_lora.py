@@ -55,8 +55,8 @@ def test_the_initial_weights_depend_on_the_seed_and_the_name_only():
     first = init_weights(seed=3)
     assert torch.equal(before, torch.random.get_rng_state()), "the global generator is left alone"
     torch.manual_seed(2)
-    again, other, fewer = init_weights(seed=3), init_weights(seed=4), init_weights(3, ("to_q",))
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    second, other, fewer = init_weights(seed=3), init_weights(seed=4), init_weights(3, ("to_q",))
+    assert all(torch.equal(first[name], second[name]) for name in first)
     assert all(torch.equal(first[name], fewer[name]) for name in fewer)
     downs = [name for name in first if "lora_A" in name]
     assert not any(torch.equal(first[name], other[name]) for name in downs)

@@ -44,7 +44,7 @@ def encoded_after_each_change(folder: str) -> dict[str, list[str]]:
 
     from library.models.families.sd1_sd2 import StableDiffusion1
 
-    root, pictures = Path(folder), Path(folder) / "images"
+    root, images = Path(folder), Path(folder) / "images"
     model = root / "model"
     tiny_sd1.build_pipeline().save_pretrained(model)
     encoded, strategy = EncodedNames(), None
@@ -67,19 +67,19 @@ def encoded_after_each_change(folder: str) -> dict[str, list[str]]:
 
     look("the first time")
     look("nothing")
-    draw(pictures / "1.png", 4)
+    draw(images / "1.png", 4)
     look("another image under the same name")
-    (pictures / "0.png").rename(pictures / "z.png")
-    (pictures / "0.txt").rename(pictures / "z.txt")
+    (images / "0.png").rename(images / "z.png")
+    (images / "0.txt").rename(images / "z.txt")
     look("another name")
-    (pictures / "z.png").rename(pictures / "0.png")
-    (pictures / "z.txt").rename(pictures / "0.txt")
-    image = Image.open(pictures / "0.png")
+    (images / "z.png").rename(images / "0.png")
+    (images / "z.txt").rename(images / "0.txt")
+    image = Image.open(images / "0.png")
     exif = image.getexif()
     exif[0x0112] = 6
-    image.save(pictures / "0.png", exif=exif)
+    image.save(images / "0.png", exif=exif)
     look("turned")
-    (pictures / "2.txt").write_text("number 2, and more")
+    (images / "2.txt").write_text("number 2, and more")
     look("another caption")
     look("more repeats, another seed", "--dataset_repeats", "3", "--seed", "7")
     look("another resolution", resolution="80")
@@ -155,8 +155,8 @@ def encoded_in_both_precisions(folder: str, precision: str) -> list[str]:
 def test_text_outputs_are_cached_per_precision_and_latents_in_float32(folder):
     first = run_on_ranks(1, encoded_in_both_precisions, str(folder), "no")[0]
     other = run_on_ranks(1, encoded_in_both_precisions, str(folder), "bf16")[0]
-    again = run_on_ranks(1, encoded_in_both_precisions, str(folder), "no")[0]
-    assert (len(first), other, again) == (7, ["", "number 0", "number 1", "number 2"], [])
+    second = run_on_ranks(1, encoded_in_both_precisions, str(folder), "no")[0]
+    assert (len(first), other, second) == (7, ["", "number 0", "number 1", "number 2"], [])
 
 
 def encoded_among_others(folder: str) -> list[list[str]]:
@@ -195,12 +195,12 @@ def test_the_pixels_behind_the_keys_do_not_change(tmp_path):
     alpha = np.dstack([rows % 256, (np.arange(60)[None] * 4).repeat(40, 0)]).astype(np.uint8)
     Image.fromarray(alpha).save(tmp_path / "alpha.png")
     Image.fromarray((np.arange(2400).reshape(40, 60) * 27).astype(np.uint16)).save(tmp_path / "deep.png")
-    found = []
+    actual = []
     for name in ("rgb", "alpha", "deep"):
         image = load_rgb_image(tmp_path / f"{name}.png")
         for placement in (BucketAssignment((32, 24), (36, 24), (3, 0)), BucketAssignment((64, 48), (72, 48), (5, 0))):
             pixels = resize_and_crop(image, placement, placement.crop_left_top, None)
-            found.append(
+            actual.append(
                 [
                     round(float(value), 1)
                     for value in (
@@ -211,7 +211,7 @@ def test_the_pixels_behind_the_keys_do_not_change(tmp_path):
                     )
                 ]
             )
-    assert np.allclose(found, PIXELS, atol=1), found
+    assert np.allclose(actual, PIXELS, atol=1), actual
 
 
 PIXELS = [

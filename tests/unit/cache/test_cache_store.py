@@ -272,15 +272,15 @@ def test_pruning_keeps_one_copy_of_each_needed_entry_only(tmp_path):
     fill(tmp_path, range(3, 8))
     fill(tmp_path, range(8, 10))
     (tmp_path / f"{5:016x}-0000.shard").write_bytes(b"nobody announced this")
-    wanted = [0, 3, 5]
+    expected = [0, 3, 5]
     before = CacheStore([tmp_path])
     reader = before.read_blob(before.find_rows(stack_keys([key(5)]))[0])
     assert (
-        all(bulk.is_busy for bulk in list_writer_files(before, stack_keys(map(key, wanted))))
+        all(bulk.is_busy for bulk in list_writer_files(before, stack_keys(map(key, expected))))
         and find_orphan_files(before) == []
     )
     age(tmp_path)
-    found_bulks = list_writer_files(before, stack_keys(map(key, wanted)))
+    found_bulks = list_writer_files(before, stack_keys(map(key, expected)))
     assert sorted(len(bulk.needed_rows) for bulk in found_bulks) == [0, 1, 2] and len(find_orphan_files(before)) == 1
     for bulk in select_prunable_files(found_bulks):
         prune_writer_files(before, bulk)
@@ -313,15 +313,15 @@ def test_a_dropped_entry_does_not_return_when_the_tombstone_writer_is_pruned(is_
     age(tmp_path)
     if is_busy:
         first.touch()
-    store, wanted = CacheStore([tmp_path]), stack_keys([key(0), key(2)])
+    store, expected = CacheStore([tmp_path]), stack_keys([key(0), key(2)])
     before = sum(path.stat().st_size for path in tmp_path.glob("*.shard"))
-    for bulk in select_prunable_files(list_writer_files(store, wanted)):
+    for bulk in select_prunable_files(list_writer_files(store, expected)):
         prune_writer_files(store, bulk)
     assert found(tmp_path, [0, 1, 2, 7]) == ({0, 2, 7} if is_busy else {0, 2})
     if not is_busy:  # its room is free again
         assert sum(path.stat().st_size for path in tmp_path.glob("*.shard")) < 0.7 * before
         age(tmp_path)
-        assert select_prunable_files(list_writer_files(CacheStore([tmp_path]), wanted)) == []
+        assert select_prunable_files(list_writer_files(CacheStore([tmp_path]), expected)) == []
 
 
 def test_the_hash_of_a_file_is_computed_again_only_when_the_file_changed(tmp_path, monkeypatch):

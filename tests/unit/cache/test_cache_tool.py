@@ -143,9 +143,11 @@ def test_caching_conflicts_are_reported_without_importing_torch(tmp_path):
         "print(code, [name for name in ('torch', 'diffusers') if name in sys.modules])"
     )
     words = ["--dataset_config", write_dataset_file(tmp_path, subset="random_crop = true"), "--cache_latents"]
-    done = subprocess.run([sys.executable, "-c", script, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "2 []", done.stdout + done.stderr
-    assert "random_crop" in done.stderr and "cache_latents" in done.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", script, *words], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout.strip() == "2 []", result.stdout + result.stderr
+    assert "random_crop" in result.stderr and "cache_latents" in result.stderr
 
 
 def plan(*words: str) -> subprocess.CompletedProcess[str]:

@@ -35,11 +35,11 @@ def foreign(tmp_path):
 
 
 def test_config_errors_exit_with_code_2_and_one_line_per_problem(tmp_path):
-    done = call(TRAIN, "--network_dimm", "4", "--dataset_config", tmp_path / "none.toml")
+    result = call(TRAIN, "--network_dimm", "4", "--dataset_config", tmp_path / "none.toml")
 
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.splitlines() == [
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.splitlines() == [
         "train_lora: stopped. 2 problems:",
         "  --network_dimm: unknown option; did you mean --network_dim?",
         f"  --dataset_config: {tmp_path}/none.toml: no such file (looked in {tmp_path})",
@@ -57,9 +57,9 @@ def test_config_errors_are_printed_once_per_node():
 
 
 def test_under_accelerate_launch_its_own_report_is_explained():
-    done = call(TRAIN, "--network_dimm", "4", ACCELERATE_MIXED_PRECISION="no")
+    result = call(TRAIN, "--network_dimm", "4", ACCELERATE_MIXED_PRECISION="no")
 
-    assert done.stderr.splitlines()[-1].startswith("(accelerate launch reports below")
+    assert result.stderr.splitlines()[-1].startswith("(accelerate launch reports below")
 
 
 def test_help_works_from_another_directory(tmp_path):
@@ -71,15 +71,15 @@ def test_a_closed_pipe_is_not_an_error(words):
     """As ``head`` does; the pipe is closed before anything is written to it."""
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    result = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_a_foreign_library_on_the_path_does_not_get_in_the_way(foreign, tmp_path):
-    done = call(TRAIN, "--help", cwd=tmp_path, PYTHONPATH=str(foreign))
+    result = call(TRAIN, "--help", cwd=tmp_path, PYTHONPATH=str(foreign))
 
-    assert done.returncode == 0 and "--dataset_config" in done.stdout
+    assert result.returncode == 0 and "--dataset_config" in result.stdout
 
 
 def test_a_foreign_library_that_comes_first_is_named(foreign):
@@ -87,11 +87,11 @@ def test_a_foreign_library_that_comes_first_is_named(foreign):
         f"import runpy, sys; sys.path.insert(0, {str(foreign)!r}); import library; "
         f"sys.argv = ['train_lora.py', '--help']; runpy.run_path({TRAIN!r}, run_name='__main__')"
     )
-    done = call("-c", script)
+    result = call("-c", script)
 
-    assert done.returncode == 2
-    assert f"'import library' finds {foreign}/library/__init__.py" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert result.returncode == 2
+    assert f"'import library' finds {foreign}/library/__init__.py" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_a_foreign_library_without_a_file_is_named(tmp_path):
@@ -100,23 +100,23 @@ def test_a_foreign_library_without_a_file_is_named(tmp_path):
         f"import runpy, sys; sys.path[:] = [{str(tmp_path)!r}, *sys.path]; import library; "
         f"runpy.run_path({TRAIN!r}, run_name='__main__')"
     )
-    done = call("-c", script, cwd=tmp_path)
+    result = call("-c", script, cwd=tmp_path)
 
-    assert done.returncode == 2 and "nothing was started" in done.stderr and "Traceback" not in done.stderr
+    assert result.returncode == 2 and "nothing was started" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_an_unknown_tool_is_answered_with_a_suggestion():
-    done = call("-m", "library", "docter")
+    result = call("-m", "library", "docter")
 
-    assert done.returncode == 2
-    assert done.stderr == f"library: no tool 'docter'; did you mean doctor?; available: {', '.join(TOOLS)}\n"
+    assert result.returncode == 2
+    assert result.stderr == f"library: no tool 'docter'; did you mean doctor?; available: {', '.join(TOOLS)}\n"
 
 
 def test_tools_report_config_errors_as_training_does():
-    done = call("-m", "library", "plan", "--network_dimm", "4")
+    result = call("-m", "library", "plan", "--network_dimm", "4")
 
-    assert done.returncode == 2
-    assert "  --network_dimm: unknown option; did you mean --network_dim?" in done.stderr.splitlines()
+    assert result.returncode == 2
+    assert "  --network_dimm: unknown option; did you mean --network_dim?" in result.stderr.splitlines()
 
 
 def test_an_error_on_one_rank_is_printed_by_that_rank(monkeypatch, capsys):
@@ -140,7 +140,7 @@ def test_all_problems_are_reported_together_before_torch_is_imported(tmp_path):
         "import sys; from library.cli import main; code = main(sys.argv[1:]); "
         "print(code, [name for name in ('torch', 'diffusers') if name in sys.modules])"
     )
-    done = call(
+    result = call(
         "-c",
         script,
         "--network_dim",
@@ -153,7 +153,7 @@ def test_all_problems_are_reported_together_before_torch_is_imported(tmp_path):
         tmp_path / "data.toml",
     )
 
-    assert done.stdout.strip() == "2 []"
+    assert result.stdout.strip() == "2 []"
     for part in (
         "--network_dim: expected an integer",
         "data.toml:2: resolutoin: ",
@@ -161,7 +161,7 @@ def test_all_problems_are_reported_together_before_torch_is_imported(tmp_path):
         "pretrained_model_name_or_path: /no/where: no such file",
         "data.toml:4: image_dir",
     ):
-        assert part in done.stderr, (part, done.stderr)
+        assert part in result.stderr, (part, result.stderr)
 
 
 def test_an_interrupted_tool_prints_one_line(monkeypatch, capsys):

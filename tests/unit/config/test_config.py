@@ -280,11 +280,11 @@ def test_output_config_writes_the_file_and_starts_nothing(tmp_path):
     command = [sys.executable, "train_lora.py", "--config_file", str(path), "--output_config", "--network_dim", "9"]
 
     first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
 
     assert first.returncode == 0, first.stderr
     assert path.read_text() == "[adapter]\nnetwork_dim = 9\n"
-    assert again.returncode == 2 and "already exists; it is not overwritten" in again.stderr
+    assert second.returncode == 2 and "already exists; it is not overwritten" in second.stderr
 
 
 def test_the_page_of_options_is_fresh():
@@ -389,7 +389,7 @@ def test_what_python_takes_for_false_leaves_an_option_off_as_in_sd_scripts(tmp_p
         ),
         (
             ["--dataset_config", str(ROOT)],
-            f"--dataset_config: {ROOT} is a folder; give the dataset TOML that points to it",
+            f"--dataset_config: {ROOT} is a folder; give the dataset TOML that points to it, or --train_data_dir",
         ),
     ],
 )
@@ -442,15 +442,15 @@ def test_a_key_with_escapes_is_the_key_it_stands_for(tmp_path):
 
 def test_output_config_reports_an_unwritable_path(tmp_path):
     command = [sys.executable, "train_lora.py", "--output_config", "--config_file", str(tmp_path / "no" / "x.toml")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
 
-    assert done.returncode == 2 and "cannot be written: No such file or directory" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert result.returncode == 2 and "cannot be written: No such file or directory" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_a_section_can_have_the_name_of_an_option(tmp_path):
     """``deepspeed`` is both."""
     given = parse_config(["--dataset_config", __file__, "--deepspeed", "--zero_stage", "3"]).config
     (tmp_path / "run.toml").write_text(format_config_as_toml(given), "utf-8")
-    again = parse_config(["--config_file", str(tmp_path / "run.toml")])
-    assert again.problems == [] and again.config == given
+    second = parse_config(["--config_file", str(tmp_path / "run.toml")])
+    assert second.problems == [] and second.config == given

@@ -70,9 +70,11 @@ def sizes(sites, name, *words, **options):
 
 def originals(sites, name, *words, **options):
     """Original name -> (rank, alpha)."""
-    found = sizes(sites, name, *words, **options)
+    actual = sizes(sites, name, *words, **options)
     return {
-        site.kohya_name: (found[site.name].rank, found[site.name].alpha) for site in sites[name] if site.name in found
+        site.kohya_name: (actual[site.name].rank, actual[site.name].alpha)
+        for site in sites[name]
+        if site.name in actual
     }
 
 
@@ -96,10 +98,10 @@ def test_with_convolutions_modules_and_ranks_are_sd_scripts_own(sites, name, fil
 
 @pytest.mark.parametrize(("name", "file"), [("sd1", "sd15"), ("sdxl", "sdxl"), ("sd3", "sd3_medium"), ("flux", "flux")])
 def test_without_them_modules_are_sd_scripts_own_text_encoders_included(name, file):
-    found = {
+    actual = {
         site.kohya_name for site in lora.select_target_layers(parts(name, config_of()), config_of().adapter, name)[0]
     }
-    assert found == {module for module in golden(file) if not module.startswith(UNSEEN[name])}
+    assert actual == {module for module in golden(file) if not module.startswith(UNSEEN[name])}
 
 
 def test_blocks_are_numbered_as_in_sd_scripts(sites):
@@ -134,11 +136,11 @@ def test_blocks_are_numbered_as_in_sd_scripts(sites):
 
 def test_each_block_of_a_unet_has_its_rank_and_alpha_and_0_leaves_it_out(sites):
     dims = ",".join(str(number) for number in range(25))
-    found = originals(sites, "sd1", f"block_dims={dims}", f"block_alphas={dims}", "conv_dim=3", "conv_alpha=2")
-    assert found["lora_unet_down_blocks_0_attentions_0_proj_in"] == (1, 1.0)
-    assert found["lora_unet_up_blocks_3_attentions_2_proj_in"] == (24, 24.0)
-    assert found["lora_unet_up_blocks_3_resnets_2_conv1"] == (3, 2.0)
-    assert found["lora_te_text_model_encoder_layers_3_mlp_fc1"] == (16, 8.0)
+    actual = originals(sites, "sd1", f"block_dims={dims}", f"block_alphas={dims}", "conv_dim=3", "conv_alpha=2")
+    assert actual["lora_unet_down_blocks_0_attentions_0_proj_in"] == (1, 1.0)
+    assert actual["lora_unet_up_blocks_3_attentions_2_proj_in"] == (24, 24.0)
+    assert actual["lora_unet_up_blocks_3_resnets_2_conv1"] == (3, 2.0)
+    assert actual["lora_te_text_model_encoder_layers_3_mlp_fc1"] == (16, 8.0)
     only = "0," * 12 + "4," + "0," * 11 + "0"
     left = originals(sites, "sd1", f"block_dims={only}", "conv_dim=1", f"conv_block_dims={only}")
     assert all("mid_block" in module for module in left if "unet" in module)
@@ -153,8 +155,8 @@ def test_weights_of_blocks_multiply_the_rate_and_0_leaves_a_block_out(sites):
     )
     arguments, problems = parse_network_args(words)
     assert problems == []
-    found = sizes(sites, "sd1", *words)
-    kept = [site for site in sites["sd1"] if site.name in found]
+    actual = sizes(sites, "sd1", *words)
+    kept = [site for site in sites["sd1"] if site.name in actual]
     assert not any("up_blocks" in site.name for site in kept)
     rates = {
         site.name.split(".")[1] if not site.is_text_encoder else "text": _get_layer_lr(
@@ -177,7 +179,7 @@ def test_curves_of_weights_have_their_ends():
 
 
 def test_types_and_blocks_of_flux(sites):
-    found = originals(
+    actual = originals(
         sites,
         "flux",
         "img_attn_dim=3",
@@ -186,18 +188,18 @@ def test_types_and_blocks_of_flux(sites):
         "in_dims=2,0,0,0,7",
         network_train_unet_only=True,
     )
-    assert found["lora_unet_double_blocks_3_img_attn_qkv"][0] == 3
-    assert found["lora_unet_double_blocks_0_txt_attn_qkv"][0] == 16
-    assert {module.split("_")[4] for module in found if "double" in module} == {"0", "3", "4", "5"}
-    assert {module.split("_", 5)[5] for module in found if "single" in module} == {"modulation_lin"}
-    assert (found["lora_unet_img_in"][0], found["lora_unet_txt_in"][0]) == (2, 7)
-    assert "lora_unet_time_in_in_layer" not in found
+    assert actual["lora_unet_double_blocks_3_img_attn_qkv"][0] == 3
+    assert actual["lora_unet_double_blocks_0_txt_attn_qkv"][0] == 16
+    assert {module.split("_")[4] for module in actual if "double" in module} == {"0", "3", "4", "5"}
+    assert {module.split("_", 5)[5] for module in actual if "single" in module} == {"modulation_lin"}
+    assert (actual["lora_unet_img_in"][0], actual["lora_unet_txt_in"][0]) == (2, 7)
+    assert "lora_unet_time_in_in_layer" not in actual
     singles = originals(sites, "flux", "train_blocks=single", network_train_unet_only=True)
     assert {module.split("_")[2] for module in singles if "unet" in module} == {"single"}
 
 
 def test_types_and_blocks_of_sd3(sites):
-    found = originals(
+    actual = originals(
         sites,
         "sd3",
         "context_mlp_dim=5",
@@ -206,10 +208,10 @@ def test_types_and_blocks_of_sd3(sites):
         "emb_dims=1,2,3,4,5,6",
         network_train_unet_only=True,
     )
-    inner = {module.split("_", 5)[5]: rank for module, (rank, _) in found.items() if "joint" in module}
+    inner = {module.split("_", 5)[5]: rank for module, (rank, _) in actual.items() if "joint" in module}
     assert inner["x_block_attn_qkv"] == 16 and not any("x_block_adaLN" in module for module in inner)
-    assert {module.split("_")[4] for module in found if "joint" in module} == {"23"}
-    outer = {module: rank for module, (rank, _) in found.items() if "unet" in module and "joint" not in module}
+    assert {module.split("_")[4] for module in actual if "joint" in module} == {"23"}
+    outer = {module: rank for module, (rank, _) in actual.items() if "unet" in module and "joint" not in module}
     assert outer["lora_unet_context_embedder"] == 1 and outer["lora_unet_final_layer_linear"] == 6
     assert outer["lora_unet_x_embedder_proj"] == 3 and outer["lora_unet_y_embedder_mlp_2"] == 4
 
@@ -238,7 +240,7 @@ def test_an_unknown_block_index_is_an_error(sites, family, words, problem):
 
 
 def test_patterns_choose_modules_ranks_and_rates(sites):
-    found = originals(
+    actual = originals(
         sites,
         "sd1",
         "exclude_patterns=['.*ff.*', '.*proj.*']",
@@ -246,9 +248,9 @@ def test_patterns_choose_modules_ranks_and_rates(sites):
         "network_reg_dims=attn2=4,te_text=2",
         "network_reg_lrs=mid_block=5e-3",
     )
-    assert not any(("_ff_" in module or "proj" in module) and "mid_block" not in module for module in found)
-    assert {rank for module, (rank, _) in found.items() if "attn2" in module} == {4}
-    assert {rank for module, (rank, _) in found.items() if "lora_te" in module} == {2}
+    assert not any(("_ff_" in module or "proj" in module) and "mid_block" not in module for module in actual)
+    assert {rank for module, (rank, _) in actual.items() if "attn2" in module} == {4}
+    assert {rank for module, (rank, _) in actual.items() if "lora_te" in module} == {2}
     arguments, _ = parse_network_args(["network_reg_lrs=mid_block=5e-3"])
     rate = {
         site.kohya_name: _get_layer_lr(site, OptimConfig(), arguments, FAMILY_FACTS["sd1"])[1] for site in sites["sd1"]
@@ -322,8 +324,8 @@ def test_parts_of_one_module_cannot_have_two_ranks(sites):
     ],
 )
 def test_problems_are_reported_when_options_are_parsed(words, problem):
-    (found,) = parse_config([*DATA, "--network_train_unet_only", "--network_args", words]).problems
-    assert found.startswith(problem)
+    (actual,) = parse_config([*DATA, "--network_train_unet_only", "--network_args", words]).problems
+    assert actual.startswith(problem)
 
 
 @pytest.mark.parametrize(

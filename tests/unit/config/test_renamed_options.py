@@ -114,9 +114,9 @@ def test_an_invalid_value_of_an_old_name_is_a_problem_of_the_option():
 
 def test_the_notice_is_printed_once_and_training_is_planned():
     words = ["--dataset_config", "dataset_configs/demo.toml", "--max_bad_steps", "3", "--dry_run"]
-    done = subprocess.run([sys.executable, "train_lora.py", *words], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("--max_bad_steps: renamed to max_nan_steps") == 1
+    result = subprocess.run([sys.executable, "train_lora.py", *words], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("--max_bad_steps: renamed to max_nan_steps") == 1
 
 
 @pytest.mark.parametrize("suffix", ["toml", "json"])

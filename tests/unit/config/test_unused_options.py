@@ -58,9 +58,9 @@ from library.models.preflight import drop_unused_model_options
 def test_a_setting_without_effect_is_named_and_set_back(flags, unused):
     parsed = parse_config([*DATA, *flags.split()])
 
-    found = {location.removeprefix("--"): reason for location, reason in parsed.unused}
-    assert parsed.problems == [] and found.keys() == unused.keys()
-    assert all(found[name] == reason for name, reason in unused.items() if reason)
+    actual = {location.removeprefix("--"): reason for location, reason in parsed.unused}
+    assert parsed.problems == [] and actual.keys() == unused.keys()
+    assert all(actual[name] == reason for name, reason in unused.items() if reason)
     defaults, values = flatten_config(type(parsed.config)()), flatten_config(parsed.config)
     assert {name for name in unused if name in values and values[name] != defaults[name]} == set()
 
@@ -83,8 +83,8 @@ def test_options_of_other_models_are_named_and_set_back(model, flags, unused):
     argv = [*DATA, "--pretrained_model_name_or_path", f"random:{model}:tiny", *flags.split()]
     parsed = drop_unused_model_options(parse_config(argv))
 
-    found = {location.removeprefix("--") for location, _ in parsed.unused}
-    assert found - {"discrete_flow_shift", "adaptive_noise_scale"} == unused - {"discrete_flow_shift"}
+    actual = {location.removeprefix("--") for location, _ in parsed.unused}
+    assert actual - {"discrete_flow_shift", "adaptive_noise_scale"} == unused - {"discrete_flow_shift"}
     defaults, values = flatten_config(type(parsed.config)()), flatten_config(parsed.config)
     assert {name for name in unused if values.get(name) != defaults.get(name)} == set()
 

@@ -33,17 +33,17 @@ def test_hue_shifts_are_equal_to_colorsys(turn):
     for red, green, blue in pixels[0] / 255:
         hue, saturation, value = colorsys.rgb_to_hsv(red, green, blue)
         expected.append([255 * part for part in colorsys.hsv_to_rgb((hue + turn) % 1, saturation, value)])
-    found = adjust_hue(pixels, turn)
-    assert found.dtype == np.uint8 and np.abs(found[0] - np.array(expected)).max() <= 0.51
-    assert (found.max(axis=2) == pixels.max(axis=2)).all() and (found.min(axis=2) == pixels.min(axis=2)).all()
+    actual = adjust_hue(pixels, turn)
+    assert actual.dtype == np.uint8 and np.abs(actual[0] - np.array(expected)).max() <= 0.51
+    assert (actual.max(axis=2) == pixels.max(axis=2)).all() and (actual.min(axis=2) == pixels.min(axis=2)).all()
 
 
 def test_gamma_preserves_black_white_and_order():
     every = np.arange(256, dtype=np.uint8)[None, :, None].repeat(3, axis=2)
     dark, light = adjust_gamma(every, 1 + MAX_GAMMA_CHANGE), adjust_gamma(every, 1 - MAX_GAMMA_CHANGE)
     assert (adjust_gamma(every, 1.0) == every).all()
-    for found in (dark, light):
-        assert found[0, 0, 0] == 0 and found[0, 255, 0] == 255 and (np.diff(found[0, :, 0].astype(int)) >= 0).all()
+    for actual in (dark, light):
+        assert actual[0, 0, 0] == 0 and actual[0, 255, 0] == 255 and (np.diff(actual[0, :, 0].astype(int)) >= 0).all()
     assert (dark <= every).all() and (light >= every).all()
     assert 1 <= np.abs(dark.astype(int) - every).max() <= 6
     assert light[0, 100, 0] == round(255 * (100 / 255) ** 0.95)
@@ -78,8 +78,8 @@ def test_color_augmentation_differs_between_epochs_and_repeats_and_is_reproducib
     for place in (lambda n: (n, 0), lambda n: (0, n)):
         shown = [with_colours.load_image(place(n)[0], 0, place(n)[1]).pixels for n in range(60)]
         plain = [without.load_image(place(n)[0], 0, place(n)[1]).pixels for n in range(60)]
-        again = [with_colours.load_image(place(n)[0], 0, place(n)[1]).pixels for n in range(60)]
-        assert all((one == other).all() for one, other in zip(shown, again, strict=True))
+        second = [with_colours.load_image(place(n)[0], 0, place(n)[1]).pixels for n in range(60)]
+        assert all((one == other).all() for one, other in zip(shown, second, strict=True))
         changed = [n for n in range(60) if (shown[n] != plain[n]).any()]
         assert 8 < len(changed) < 32 and len({shown[n].tobytes() for n in changed}) > len(changed) - 3
         mirrored = sum(bool((one != pixels).any()) for one in plain)

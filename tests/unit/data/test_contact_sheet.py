@@ -34,12 +34,12 @@ def bucket(size: tuple[int, int], samples: range, dataset: int = 0) -> BucketSum
 @st.composite
 def buckets(draw) -> list[BucketSummary]:
     sizes = st.tuples(st.sampled_from([64, 256, 512, 832, 2048]), st.sampled_from([32, 64, 512, 1024]))
-    found, first = [], 0
+    actual, first = [], 0
     for size in draw(st.lists(sizes, min_size=1, max_size=9, unique=True)):
         count = draw(st.integers(1, 30))
-        found.append(bucket(size, range(first, first + count), len(found) % 2))
+        actual.append(bucket(size, range(first, first + count), len(actual) % 2))
         first += count
-    return found
+    return actual
 
 
 def build_assignments(summaries: list[BucketSummary], losses: list[int]) -> list[BucketAssignment]:
@@ -48,11 +48,11 @@ def build_assignments(summaries: list[BucketSummary], losses: list[int]) -> list
 
 
 @given(buckets(), st.lists(st.integers(0, 90), min_size=1, max_size=20), st.integers(1, 15))
-def test_every_bucket_shows_its_most_cropped_images_once_and_fits_on_the_sheet(found, losses, limit):
-    assignments = build_assignments(found, losses)
-    cells = build_cells(found, assignments, limit)
+def test_every_bucket_shows_its_most_cropped_images_once_and_fits_on_the_sheet(actual, losses, limit):
+    assignments = build_assignments(actual, losses)
+    cells = build_cells(actual, assignments, limit)
     corners, (width, height) = place_cells(cells)
-    shown: dict[BucketSummary, list[int]] = {item: [] for item in found}
+    shown: dict[BucketSummary, list[int]] = {item: [] for item in actual}
     boxes = []
     for cell, (x, y) in zip(cells, corners, strict=True):
         assert cell.is_first == (not shown[cell.summary]) and cell.size[0] >= MIN_CELL_WIDTH
@@ -62,7 +62,7 @@ def test_every_bucket_shows_its_most_cropped_images_once_and_fits_on_the_sheet(f
     assert width <= SHEET_WIDTH
     for number, (x, y, right, bottom) in enumerate(boxes):
         assert all(right <= a or c <= x or bottom <= b or d <= y for a, b, c, d in boxes[number + 1 :]), "overlap"
-    for item in found:
+    for item in actual:
         assert len(shown[item]) == min(limit, len(item.sample_indices)) == len(set(shown[item]))
         left_out = set(item.sample_indices) - set(shown[item])
         loss = [assignments[index].cropped_fraction for index in shown[item]]
@@ -94,12 +94,12 @@ def test_thumbnails_have_about_one_area_and_are_enlarged_by_whole_numbers(size, 
 def test_masked_out_pixels_are_covered_and_others_are_unchanged():
     pixels = np.random.default_rng(0).integers(0, 256, (4, 6, 3), np.uint8)
     mask = np.array([[255, 255, 255, 128, 0, 0]] * 4, np.uint8)
-    found = overlay_mask(pixels, mask)
-    assert (found[:, :3] == pixels[:, :3]).all()
+    actual = overlay_mask(pixels, mask)
+    assert (actual[:, :3] == pixels[:, :3]).all()
     expected = pixels[:, 4:] * (1 - MASK_OPACITY) + np.array(MASK_COLOR) * MASK_OPACITY
-    assert np.abs(found[:, 4:] - expected).max() <= 0.51
+    assert np.abs(actual[:, 4:] - expected).max() <= 0.51
     half = MASK_OPACITY * 127 / 255
-    assert np.abs(found[:, 3] - (pixels[:, 3] * (1 - half) + np.array(MASK_COLOR) * half)).max() <= 0.51
+    assert np.abs(actual[:, 3] - (pixels[:, 3] * (1 - half) + np.array(MASK_COLOR) * half)).max() <= 0.51
 
 
 def test_a_sheet_is_written_atomically(tmp_path):

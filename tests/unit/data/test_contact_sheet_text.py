@@ -32,9 +32,9 @@ def test_text_is_truncated_to_fit(text, width):
 @given(st.text(alphabet="ab é猫🐈\n\t", max_size=60), st.integers(70, 200), st.integers(1, 3))
 def test_wrapped_lines_have_all_the_text_and_all_but_the_last_fit(text, width, lines):
     writer = build_renderer()
-    found = writer.wrap_text(text, width, lines)
-    assert "".join("".join(found).split()) == "".join("".join(writer.split_glyphs(text)).split())
-    assert all(writer.measure_text(line) <= width for line in found[:-1])
+    actual = writer.wrap_text(text, width, lines)
+    assert "".join("".join(actual).split()) == "".join("".join(writer.split_glyphs(text)).split())
+    assert all(writer.measure_text(line) <= width for line in actual[:-1])
 
 
 def test_a_long_caption_is_wrapped_at_spaces_and_ends_in_an_ellipsis():

@@ -45,23 +45,23 @@ batch_size = 2
 
 def test_images_tags_and_buckets_are_written_as_in_sd_scripts(tmp_path):
     ready = prepared(tmp_path)
-    found = build_dataset_metadata(ready.manifest, ready.assignments, dp_size=3)
-    assert json.loads(found["ss_dataset_dirs"]) == {
+    actual = build_dataset_metadata(ready.manifest, ready.assignments, dp_size=3)
+    assert json.loads(actual["ss_dataset_dirs"]) == {
         "cats": {"n_repeats": 2, "img_count": 3},
         "cats (2)": {"n_repeats": 1, "img_count": 2},
     }
-    assert json.loads(found["ss_reg_dataset_dirs"]) == {"reg": {"n_repeats": 1, "img_count": 1}}
-    assert json.loads(found["ss_tag_frequency"]) == {"cats": {"blue": 2, "cat": 5, "red": 3}, "reg": {"dog": 1}}
-    buckets = json.loads(found["ss_bucket_info"])
+    assert json.loads(actual["ss_reg_dataset_dirs"]) == {"reg": {"n_repeats": 1, "img_count": 1}}
+    assert json.loads(actual["ss_tag_frequency"]) == {"cats": {"blue": 2, "cat": 5, "red": 3}, "reg": {"dog": 1}}
+    buckets = json.loads(actual["ss_bucket_info"])
     shown = {tuple(each["resolution"]): each["count"] for each in buckets["buckets"].values()}
     assert shown == {bucket.resolution: round(sum(bucket.repeats)) for bucket in ready.buckets}
     assert buckets["mean_img_ar_error"] >= 0
-    assert found["ss_batch_size_per_device"] == "2" and found["ss_total_batch_size"] == "6"
-    (dataset,) = json.loads(found["ss_datasets"])
+    assert actual["ss_batch_size_per_device"] == "2" and actual["ss_total_batch_size"] == "6"
+    (dataset,) = json.loads(actual["ss_datasets"])
     assert dataset["num_train_images"] == 8 and dataset["resolution"] == [64, 64]
     assert [each["image_dir"] for each in dataset["subsets"]] == ["cats", "cats", "reg"]
-    assert str(tmp_path) not in str(found) and "private" not in str(found)
-    assert all(type(value) is str for value in found.values())
+    assert str(tmp_path) not in str(actual) and "private" not in str(actual)
+    assert all(type(value) is str for value in actual.values())
 
 
 def test_each_of_two_datasets_has_its_own_metadata(tmp_path):
@@ -74,7 +74,7 @@ resolution = 32
   image_dir = '{tmp_path / "cats"}'
 """,
     )
-    found = build_dataset_metadata(ready.manifest, ready.assignments, dp_size=1)
-    assert [each["resolution"] for each in json.loads(found["ss_datasets"])] == [[64, 64], [32, 32]]
-    assert list(json.loads(found["ss_dataset_dirs"])) == ["cats", "cats (2)", "cats (3)"]
-    assert "ss_bucket_info" not in found
+    actual = build_dataset_metadata(ready.manifest, ready.assignments, dp_size=1)
+    assert [each["resolution"] for each in json.loads(actual["ss_datasets"])] == [[64, 64], [32, 32]]
+    assert list(json.loads(actual["ss_dataset_dirs"])) == ["cats", "cats (2)", "cats (3)"]
+    assert "ss_bucket_info" not in actual

@@ -21,12 +21,12 @@ REPEATS = st.sampled_from([1, 2, 3, 1.5, 2.25, 1.1, 7 / 3, 1 + 1e-3])
 
 def shown(plan: BatchPlan, epoch: int) -> Counter:
     """How often each sample is really trained in an epoch."""
-    found: Counter = Counter()
+    actual: Counter = Counter()
     for position in range(epoch * plan.micro_batches_per_epoch, (epoch + 1) * plan.micro_batches_per_epoch):
         batch = plan.get_micro_batch(position)
         assert batch.epoch == epoch
-        found.update(sample for sample, real in zip(batch.sample_indices, batch.is_real, strict=True) if real)
-    return found
+        actual.update(sample for sample, real in zip(batch.sample_indices, batch.is_real, strict=True) if real)
+    return actual
 
 
 @pytest.mark.slow
@@ -43,13 +43,13 @@ def test_fractional_repeats_are_exact_over_epochs_of_equal_length(buckets, batch
         samples = range(number, number := number + len(repeats))
         made.append(Bucket((64, 64), samples, repeats, batch, dataset))
     plan = BatchPlan(made, ranks, accumulation, seed)
-    wanted = {
+    expected = {
         sample: times for bucket in made for sample, times in zip(bucket.sample_indices, bucket.repeats, strict=True)
     }
     epochs = [shown(plan, epoch) for epoch in range(4)]
     for epoch in epochs:
         assert epoch.total() == plan.samples_per_epoch == sum(map(plan.count_samples, range(len(made))))
-        assert all(math.floor(times) <= epoch[sample] <= math.ceil(times) for sample, times in wanted.items())
+        assert all(math.floor(times) <= epoch[sample] <= math.ceil(times) for sample, times in expected.items())
         for index, bucket in enumerate(made):
             assert sum(epoch[sample] for sample in bucket.sample_indices) == plan.count_samples(index)
     for dataset in (0, 1):
@@ -58,8 +58,8 @@ def test_fractional_repeats_are_exact_over_epochs_of_equal_length(buckets, batch
             plan.count_samples(index) for index, bucket in enumerate(made) if bucket.dataset_index_in_file == dataset
         )
         assert abs(total - exact) <= 0.5 + 1e-6
-    again = BatchPlan(made, ranks + 1, accumulation, seed)  # what is shown does not depend on the processes
-    assert [shown(again, epoch) for epoch in range(4)] == epochs
+    second = BatchPlan(made, ranks + 1, accumulation, seed)  # what is shown does not depend on the processes
+    assert [shown(second, epoch) for epoch in range(4)] == epochs
     fresh = BatchPlan(made, ranks, accumulation, seed)
     assert [fresh.get_micro_batch(position) for position in range(7, 12)] == [
         plan.get_micro_batch(at) for at in range(7, 12)
@@ -131,7 +131,7 @@ def test_the_plan_reports_the_effect_of_dataset_weights(tmp_path):
     )
     plan = ready.build_batch_plan(1, TrainConfig())
     text = ready.format_summary(plan, 5)
-    assert "12 images x 1 repeats = 12 per epoch" in text and "3 images x 2.667 repeats = 8 per epoch" in text
+    assert "12 images x 1 repeat = 12 per epoch" in text and "3 images x 2.667 repeats = 8 per epoch" in text
     records = ready.to_json(plan)
     assert [record["other_keys"] for record in records] == [{"weight": 3.0}, {"weight": 2.0}]
     assert records[0]["samples"][0]["repeats"] == 1 and records[1]["samples"][0]["repeats"] == pytest.approx(8 / 3)

@@ -75,7 +75,7 @@ def without_its_alpha(path: Path) -> str:
 def test_a_bad_image_is_replaced_by_its_nearest_neighbor_with_weight_zero(prepared, tmp_path, harm, victim):
     before = [reader(prepared)[position] for position in range(9)]
     why = harm(tmp_path / "a" / victim)
-    found = 0
+    actual = 0
     for old, new in zip(before, (reader(prepared)[position] for position in range(9)), strict=True):
         rows = [row for row, name in enumerate(old.sample_keys) if name == f"a/{victim}"]
         assert [bad.name for bad in new.bad_samples] == [str(tmp_path / "a" / victim)] * len(rows)
@@ -97,8 +97,8 @@ def test_a_bad_image_is_replaced_by_its_nearest_neighbor_with_weight_zero(prepar
                 for name in ("pixels", "mask", "size_conditioning")
             )
             assert (new.captions[row], new.sample_keys[row]) == (old.captions[near], old.sample_keys[near])
-            found += 1
-    assert found >= 3
+            actual += 1
+    assert actual >= 3
 
 
 def test_a_batch_of_bad_images_becomes_black_images_of_the_bucket_size(prepared, tmp_path):

@@ -99,9 +99,9 @@ def test_sample_keys_are_unique_across_extensions_folders_and_datasets(tmp_path)
     for name in ("x/a/1.png", "x/a/1.jpg", "y/a/1.png"):
         save(tmp_path / name, caption=name)
     settings = config(tmp_path, "image_dir = 'x/a'", "image_dir = 'y/a'")
-    again = "[[datasets]]\nresolution = 128\n[[datasets.subsets]]\nimage_dir = 'x/a'\n"
+    second = "[[datasets]]\nresolution = 128\n[[datasets.subsets]]\nimage_dir = 'x/a'\n"
     path = Path(str(settings.dataset_config))
-    path.write_text(path.read_text() + again)
+    path.write_text(path.read_text() + second)
     keys = [sample.key for sample in prepare_data(settings, 8).manifest.samples]
     assert keys == ["a/1.jpg", "a/1.png", "a/1.png#2", "a/1.jpg#2", "a/1.png#3"]
 
@@ -310,12 +310,12 @@ def test_an_image_takes_less_than_a_kilobyte_of_memory(tmp_path):
 
 
 def encoded_sizes() -> list[bytes]:
-    found = []
+    actual = []
     for width in range(60, 100):
         stream = io.BytesIO()
         Image.new("RGB", (width, 70)).save(stream, "BMP")
-        found.append(stream.getvalue())
-    return found
+        actual.append(stream.getvalue())
+    return actual
 
 
 def test_sizes_the_model_does_not_support_are_rejected(tmp_path):
@@ -335,8 +335,8 @@ def test_validation_reports_all_problems_without_importing_torch_or_pillow(tmp_p
     settings = config(
         tmp_path, "image_dir = 'a'\nface_crop_aug_range = [2.0, 4.0]", "image_dir = 'b'", head="batch_size = 'x'"
     )
-    found = [line.replace(f"{tmp_path}/", "").partition(";")[0] for line in validate_dataset_config(settings)]
-    assert found == [
+    actual = [line.replace(f"{tmp_path}/", "").partition(";")[0] for line in validate_dataset_config(settings)]
+    assert actual == [
         "set.toml:5: batch_size: expected an integer, got 'x'",
         "set.toml:10: image_dir: 'b' not found (also searched next to set.toml)",
         "set.toml:8: face_crop_aug_range: not supported yet: cropping around faces",

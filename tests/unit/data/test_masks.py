@@ -71,12 +71,12 @@ def test_a_mask_equal_to_its_image_stays_equal_through_random_crops_and_flips(tm
     text = dataset(f"{FOLDER}\nrandom_crop = true\nflip_aug = true\n{settings}", head="batch_size = 2")
     if sizes[0] != (64, 64):  # cut away much more than buckets do
         text = text.replace("enable_bucket = true", "enable_bucket = false")
-    found = batches(prepare_data(config(tmp_path, text, masked_loss=True), 8), epochs=12)
-    for batch in found:
+    actual = batches(prepare_data(config(tmp_path, text, masked_loss=True), 8), epochs=12)
+    for batch in actual:
         assert batch.mask.dtype == torch.uint8 and batch.mask.shape == (2, 1, *batch.pixels.shape[-2:])
         assert torch.equal(batch.mask[:, 0], batch.pixels[:, 0])
     if sizes[0] != (64, 64):
-        corners = {tuple(frame[2:4].tolist()) for batch in found for frame in batch.size_conditioning}
+        corners = {tuple(frame[2:4].tolist()) for batch in actual for frame in batch.size_conditioning}
         assert all(len({corner[axis] for corner in corners}) > 4 for axis in (0, 1))
 
 
@@ -85,9 +85,9 @@ def test_color_augmentation_does_not_change_masks(tmp_path):
     save(tmp_path / "p" / "1.png", noise(90, 70))
     save(tmp_path / "m" / "1.png", grey)
     prepared = prepare_data(config(tmp_path, dataset(f"{FOLDER}\ncolor_aug = true"), masked_loss=True), 8)
-    found = batches(prepared, epochs=20)
-    assert len({batch.pixels.numpy().tobytes() for batch in found}) > 3
-    assert len({batch.mask.numpy().tobytes() for batch in found}) == 1
+    actual = batches(prepared, epochs=20)
+    assert len({batch.pixels.numpy().tobytes() for batch in actual}) > 3
+    assert len({batch.mask.numpy().tobytes() for batch in actual}) == 1
 
 
 def test_a_mask_of_half_the_size_gives_the_same_result(tmp_path):
@@ -107,8 +107,8 @@ def test_resized_masks_keep_their_mean_and_range(width, height, new_width, new_h
     flat = np.full((height, width), 77, np.uint8)
     assert (resize_mask(flat, (new_width, new_height)) == 77).all()
     hard = np.where(noise(width, height, 1)[..., 0] > 127, 200, 50).astype(np.uint8)
-    found = resize_mask(hard, (new_width, new_height))
-    assert found.shape == (new_height, new_width) and found.min() >= 50 and found.max() <= 200
+    actual = resize_mask(hard, (new_width, new_height))
+    assert actual.shape == (new_height, new_width) and actual.min() >= 50 and actual.max() <= 200
 
 
 def test_the_mask_of_a_sample_loads_without_torch_or_a_batch(tmp_path):
@@ -116,9 +116,9 @@ def test_the_mask_of_a_sample_loads_without_torch_or_a_batch(tmp_path):
     save(tmp_path / "1.png", values)
     mask = Mask(ImageRef(tmp_path, "1.png"), False, (40, 30), "", 0.5)
     placement = BucketAssignment((32, 16), (40, 30), (4, 7))
-    found = load_resized_mask(mask, placement, (5, 2), is_flipped=False)
-    assert found.dtype == np.uint8 and (found == values[2:18, 5:37, 0]).all()
-    assert (load_resized_mask(mask, placement, (5, 2), is_flipped=True) == found[:, ::-1]).all()
+    actual = load_resized_mask(mask, placement, (5, 2), is_flipped=False)
+    assert actual.dtype == np.uint8 and (actual == values[2:18, 5:37, 0]).all()
+    assert (load_resized_mask(mask, placement, (5, 2), is_flipped=True) == actual[:, ::-1]).all()
     save(tmp_path / "1.png", noise(40, 31, 1))
     with pytest.raises(ValueError, match=r"the mask .*1\.png was \(40, 30\) at the start of the run, is"):
         load_resized_mask(mask, placement, (5, 2), is_flipped=False)
@@ -177,13 +177,13 @@ def test_images_without_a_mask_have_full_weight_next_to_masked_ones(tmp_path):
     plain = dataset("image_dir = 'plain'")
     text = dataset("image_dir = 'p'\nalpha_mask = true", head="batch_size = 2")
     prepared = prepare_data(config(tmp_path, text, plain), 8)
-    found = batches(prepared, epochs=5)
-    assert {batch.loss_weights.tolist()[1] for batch in found if len(batch) == 2} == {
+    actual = batches(prepared, epochs=5)
+    assert {batch.loss_weights.tolist()[1] for batch in actual if len(batch) == 2} == {
         0.0,
         1.0,
     }  # three pictures in pairs
     masked = 0
-    for batch in found:
+    for batch in actual:
         names = set(batch.sample_keys)
         assert (batch.mask is not None) == ("p/1.png" in names)
         for name, mask in zip(batch.sample_keys, batch.mask if batch.mask is not None else (), strict=False):
@@ -201,12 +201,12 @@ def test_an_image_is_read_once_for_color_and_alpha(tmp_path, monkeypatch):
     reads = []
     monkeypatch.setattr(ImageRef, "read_bytes", lambda self: reads.append(self) or self.path.read_bytes())
     image = ImageRef(tmp_path, "1.png")
-    picture, values = load_image_and_mask(image, Mask(image, True, (20, 10), "", 0.5))
-    assert picture.size == (20, 10) and values.shape == (10, 20) and len(reads) == 1
+    picture_image, values = load_image_and_mask(image, Mask(image, True, (20, 10), "", 0.5))
+    assert picture_image.size == (20, 10) and values.shape == (10, 20) and len(reads) == 1
 
 
 def names_of(matched) -> dict[str, str]:
-    return {str(picture.path): str(mask.path) for picture, mask in matched.masks.items()}
+    return {str(image.path): str(mask.path) for image, mask in matched.masks.items()}
 
 
 def test_masks_are_matched_by_name_across_extensions_folders_and_unicode_forms(tmp_path):
@@ -239,7 +239,7 @@ def test_masks_are_matched_by_name_across_extensions_folders_and_unicode_forms(t
     files = [path.relative_to(p) for path in sorted(p.rglob("*.*")) if path.name != "unused.png"]
     matched = match_masks([ImageRef(p, str(path)) for path in files], p, m)
     relative = {
-        str(Path(picture).relative_to(p)): str(Path(mask).relative_to(m)) for picture, mask in names_of(matched).items()
+        str(Path(image).relative_to(p)): str(Path(mask).relative_to(m)) for image, mask in names_of(matched).items()
     }
     assert {
         unicodedata.normalize("NFC", one): unicodedata.normalize("NFC", other) for one, other in relative.items()
@@ -250,7 +250,7 @@ def test_masks_are_matched_by_name_across_extensions_folders_and_unicode_forms(t
         "b.jpg": "b.jpg",
         "b.png": "b.png",
     }
-    assert {picture.name: why for picture, why in matched.missing.items()} == {
+    assert {image.name: why for image, why in matched.missing.items()} == {
         "none.png": f"has no mask: no none.png, or with another image extension, in {m}",
         "two.webp": f"has several masks in {m}: two.jpg, two.png; keep one of them",
     }
@@ -275,10 +275,10 @@ def zoo(tmp_path) -> Path:
 def test_all_unusable_masks_are_in_one_report(zoo):
     with pytest.raises(ConfigError) as caught:
         prepare_data(config(zoo, dataset(FOLDER), masked_loss=True), 8)
-    found = [problem.replace(f"{zoo}/", "") for problem in caught.value.problems]
-    assert found[:3] + found[4:] == [
+    actual = [problem.replace(f"{zoo}/", "") for problem in caught.value.problems]
+    assert actual[:3] + actual[4:] == [
         "p/black.png: its mask m/black.png is black everywhere, so that nothing of the image would be trained",
-        found[1],
+        actual[1],
         "p/clear.png: its mask m/clear.png has transparent parts, but its brightness is the mask; save it without"
         " transparency",
         "p/shape.png: its mask m/shape.png is 80x80 pixels, the image 120x80",
@@ -288,8 +288,8 @@ def test_all_unusable_masks_are_in_one_report(zoo):
         " --on_invalid_images skip",
         "6 of 7 images cannot be used; fix or remove them, or skip them with --on_invalid_images skip",
     ]
-    assert found[1].startswith("p/broken.png: its mask m/broken.png is truncated: ")
-    assert found[3] == "p/missing.png: has no mask: no missing.png, or with another image extension, in m"
+    assert actual[1].startswith("p/broken.png: its mask m/broken.png is truncated: ")
+    assert actual[3] == "p/missing.png: has no mask: no missing.png, or with another image extension, in m"
 
 
 def test_images_without_a_valid_mask_are_skipped_with_a_note_if_set(zoo):
@@ -305,8 +305,8 @@ def test_a_run_with_mask_settings_fails_without_any_mask(zoo):
     settings = config(zoo, dataset(FOLDER), dataset("image_dir = 'q'"), masked_loss=True, on_invalid_images="skip")
     with pytest.raises(ConfigError) as caught:
         prepare_data(settings, 8)
-    said = f"{zoo}/set.toml:9: conditioning_data_dir: none of the usable images has a mask"
-    assert caught.value.problems[-1] == said and len(caught.value.problems) == 8
+    message = f"{zoo}/set.toml:9: conditioning_data_dir: none of the usable images has a mask"
+    assert caught.value.problems[-1] == message and len(caught.value.problems) == 8
 
 
 def test_images_in_a_tar_have_their_masks_in_the_tar(tmp_path):
@@ -346,7 +346,7 @@ def test_a_gray_jpeg_mask_is_not_reported_as_colored(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("picture", "mask", "size", "is_doubtful"),
+    ("image", "mask", "size", "is_doubtful"),
     [
         (3, 1, (64, 48), True),
         (2, 1, (64, 48), True),
@@ -356,8 +356,8 @@ def test_a_gray_jpeg_mask_is_not_reported_as_colored(tmp_path):
         (1, 1, (64, 64), False),
     ],
 )
-def test_a_mask_with_ambiguous_exif_orientation_is_noted(tmp_path, picture, mask, size, is_doubtful):
-    for folder, orientation in (("p", picture), ("m", mask)):
+def test_a_mask_with_ambiguous_exif_orientation_is_noted(tmp_path, image, mask, size, is_doubtful):
+    for folder, orientation in (("p", image), ("m", mask)):
         exif = Image.Exif()
         exif[0x0112] = orientation
         stored = size[::-1] if orientation == 6 else size
@@ -424,8 +424,8 @@ def test_mask_settings_without_effect_are_rejected_before_images_are_read(tmp_pa
     for name in ("p/m", "m"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "p" / "1.png").write_bytes(b"would be told, too")
-    (found,) = validate_dataset_config(config(tmp_path, dataset(subset), **options))
-    assert found.replace(f"{tmp_path}/", "").startswith(expected)
+    (actual,) = validate_dataset_config(config(tmp_path, dataset(subset), **options))
+    assert actual.replace(f"{tmp_path}/", "").startswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -461,9 +461,9 @@ def test_masks_inside_the_image_folder_work_if_excluded_from_the_images(tmp_path
         save(tmp_path / "p" / f"{name}.png", noise(64, 64))
         save(tmp_path / "p" / "m" / f"{name}.png", noise(64, 64, 1, seed=len(name)))
     subset = "image_dir = 'p'\nconditioning_data_dir = 'p/m'\nrecursive = true\nexclude = ['m/**']"
-    found = batches(prepare_data(config(tmp_path, dataset(subset), masked_loss=True), 8), epochs=1)
-    assert len(found) == 2
-    for batch in found:
+    actual = batches(prepare_data(config(tmp_path, dataset(subset), masked_loss=True), 8), epochs=1)
+    assert len(actual) == 2
+    for batch in actual:
         name = batch.sample_keys[0].removeprefix("p/").removesuffix(".png")
         assert (batch.mask[0, 0].numpy() == noise(64, 64, 1, seed=len(name))[..., 0]).all(), batch.sample_keys
 

@@ -174,8 +174,8 @@ def test_the_crop_limit_holds_for_any_bucket_step(width, height, step, most):
     if loss <= most:
         assert place(width, height).cropped_fraction == loss
     else:
-        said = rf"{width}x{height} pixels would lose {loss:.1%} .* more than bucket_max_crop {most:g}"
-        with pytest.raises(ValueError, match=said):
+        message = rf"{width}x{height} pixels would lose {loss:.1%} .* more than bucket_max_crop {most:g}"
+        with pytest.raises(ValueError, match=message):
             place(width, height)
 
 
@@ -188,19 +188,19 @@ def sample(number: int, size: tuple[int, int], dataset: int = 0, repeats: int = 
     st.integers(1, 9),
     st.sampled_from([0.3, 0.6, 1.0]),
 )
-def test_merging_keeps_all_images_and_no_mergeable_small_bucket(pictures, least, max_crop):
+def test_merging_keeps_all_images_and_no_mergeable_small_bucket(images, least, max_crop):
     datasets = [symmetric(bucket_min_images=least, bucket_max_crop=max_crop), symmetric((512, 512))]
-    samples, alone = [], []
-    for number, (width, height, dataset) in enumerate(pictures):
+    samples, single = [], []
+    for number, (width, height, dataset) in enumerate(images):
         try:
-            alone.append(build_bucket_assigner(datasets[dataset])(width, height))
+            single.append(build_bucket_assigner(datasets[dataset])(width, height))
         except ValueError:
             continue
         samples.append(sample(number, (width, height), dataset, repeats=9))
-    placements, notes = merge_small_buckets(samples, alone, datasets)
+    placements, notes = merge_small_buckets(samples, single, datasets)
     assert len(placements) == len(samples)
     buckets = defaultdict(list)
-    for item, before, after in zip(samples, alone, placements, strict=True):
+    for item, before, after in zip(samples, single, placements, strict=True):
         if item.dataset_index == 1:
             assert after == before
             continue
@@ -220,7 +220,7 @@ def test_merging_keeps_all_images_and_no_mergeable_small_bucket(pictures, least,
         any(f"bucket {a}x{b} has" in note and "stays" in note for note in notes) for a, b in small
     )
     assert set(buckets) <= {
-        placement.bucket_resolution for placement, item in zip(alone, samples, strict=True) if not item.dataset_index
+        placement.bucket_resolution for placement, item in zip(single, samples, strict=True) if not item.dataset_index
     }
 
 
@@ -228,8 +228,8 @@ def test_small_buckets_merge_into_the_nearest_by_log_ratio_counting_images_witho
     dataset = symmetric((512, 512), bucket_min_images=2)
     sizes = [(512, 512)] * 3 + [(576, 448)] * 2 + [(704, 384)] + [(256, 1024)]
     samples = [sample(number, size, repeats=5) for number, size in enumerate(sizes)]
-    alone = [build_bucket_assigner(dataset)(*size) for size in sizes]
-    placements, notes = merge_small_buckets(samples, alone, [dataset])
+    single = [build_bucket_assigner(dataset)(*size) for size in sizes]
+    placements, notes = merge_small_buckets(samples, single, [dataset])
     assert Counter(placement.bucket_resolution for placement in placements) == {(512, 512): 4, (576, 448): 3}
     assert placements[5] == BucketAssignment((576, 448), (821, 448), (122, 0))
     assert notes == [
@@ -238,8 +238,8 @@ def test_small_buckets_merge_into_the_nearest_by_log_ratio_counting_images_witho
         "dataset 1: bucket 704x384 has fewer images (1) than bucket_min_images 2; merged into 576x448, where images"
         " lose at most 29.8%",
     ]
-    kept, notes = merge_small_buckets(samples, alone, [replace(dataset, bucket_max_crop=0.5)])
-    assert kept[6] == alone[6] and notes[0].endswith("an image would lose 75.0%, more than bucket_max_crop 0.5")
+    kept, notes = merge_small_buckets(samples, single, [replace(dataset, bucket_max_crop=0.5)])
+    assert kept[6] == single[6] and notes[0].endswith("an image would lose 75.0%, more than bucket_max_crop 0.5")
 
 
 GOOD = "[[datasets]]\nresolution = 512\n[[datasets.subsets]]\nimage_dir = 'a'\n"
@@ -266,9 +266,9 @@ GOOD = "[[datasets]]\nresolution = 512\n[[datasets.subsets]]\nimage_dir = 'a'\n"
 def test_invalid_bucket_settings_are_rejected(tmp_path, general, flags, expected):
     path = tmp_path / "set.toml"
     path.write_text(f"[general]\n{general}\n{GOOD}", encoding="utf-8")
-    found = parse_dataset_config(path, collect_flag_defaults(DataConfig(**flags))).problems
-    assert len(found) == len(expected)
-    for problem, start in zip(found, expected, strict=True):
+    actual = parse_dataset_config(path, collect_flag_defaults(DataConfig(**flags))).problems
+    assert len(actual) == len(expected)
+    for problem, start in zip(actual, expected, strict=True):
         assert problem.replace(f"{tmp_path}/", "").startswith(start)
 
 

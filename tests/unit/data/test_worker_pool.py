@@ -61,7 +61,7 @@ def by_place(prepared: PreparedData, ranks: int, batch_size: int, steps: int, **
         Bucket(bucket.resolution, bucket.sample_indices, bucket.repeats, batch_size) for bucket in prepared.buckets
     ]
     plan = BatchPlan(buckets, ranks, 1, 5)
-    found: list[dict] = [{} for _ in range(steps)]
+    actual: list[dict] = [{} for _ in range(steps)]
     for rank in range(ranks):
         reader = MicroBatchDataset(prepared.manifest, prepared.assignments, plan, rank, 5, 100)
         works = ImageLoader(reader, plan, **loading).iter_steps(0)
@@ -69,7 +69,7 @@ def by_place(prepared: PreparedData, ranks: int, batch_size: int, steps: int, **
             for batch in work.micro_batches:
                 for row, place in enumerate(batch.global_positions):
                     mask = b"" if batch.mask is None else batch.mask[row].numpy().tobytes()
-                    found[step][place] = (
+                    actual[step][place] = (
                         batch.sample_keys[row],
                         batch.captions[row],
                         batch.loss_weights[row].item(),
@@ -79,7 +79,7 @@ def by_place(prepared: PreparedData, ranks: int, batch_size: int, steps: int, **
                         work.num_global_samples,
                     )
         works.close()
-    return found
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +99,8 @@ def test_the_ranks_together_get_the_samples_of_a_single_rank(prepared, reference
         white = {place: b"\xff" * (len(row[4]) // 3) for place, row in step.items()}
         return {place: (*row[:5], row[5] or white[place], row[6]) for place, row in step.items()}
 
-    found = by_place(prepared, ranks, 4 // ranks, 8, num_workers=workers)
-    assert [without_absent_masks(step) for step in found] == [without_absent_masks(step) for step in reference]
+    actual = by_place(prepared, ranks, 4 // ranks, 8, num_workers=workers)
+    assert [without_absent_masks(step) for step in actual] == [without_absent_masks(step) for step in reference]
 
 
 class Numbered(Dataset):
@@ -187,7 +187,7 @@ def test_a_worker_death_is_noticed_even_after_its_pipes_were_closed():
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         (
             -signal.SIGKILL,
@@ -201,8 +201,8 @@ def test_a_worker_death_is_noticed_even_after_its_pipes_were_closed():
         (3, " exited with code 3; --max_data_loader_n_workers 0 loads images in the main process and shows"),
     ],
 )
-def test_the_suggested_fix_depends_on_the_exit_code(code, said):
-    assert _format_worker_death(77, code, "X").startswith(f"DataLoader worker (pid 77){said}")
+def test_the_suggested_fix_depends_on_the_exit_code(code, message):
+    assert _format_worker_death(77, code, "X").startswith(f"DataLoader worker (pid 77){message}")
 
 
 class Faulty(Numbered):
@@ -315,7 +315,7 @@ def script(folder: Path, method: str, then: str) -> subprocess.CompletedProcess:
 @pytest.mark.slow
 def test_spawned_workers_read_the_same_batches(folder, prepared):
     """As on Windows and macOS, where nothing is inherited."""
-    done = script(
+    result = script(
         folder,
         "spawn",
         "batches = [work.micro_batches[0] for work in first]\n"
@@ -323,11 +323,11 @@ def test_spawned_workers_read_the_same_batches(folder, prepared):
     )
     plan = prepared.build_batch_plan(1, TrainConfig())
     reader = MicroBatchDataset(prepared.manifest, prepared.assignments, plan, 0, 5, 100)
-    assert done.stdout.strip() == str([(reader[n].captions, reader[n].pixels.sum().item()) for n in range(3)])
-    assert done.returncode == 0 and done.stderr == ""
+    assert result.stdout.strip() == str([(reader[n].captions, reader[n].pixels.sum().item()) for n in range(3)])
+    assert result.returncode == 0 and result.stderr == ""
 
 
 def test_a_crashing_program_with_workers_exits(folder):
     """An exception that nobody catches keeps the iterator alive until the interpreter goes."""
-    done = script(folder, "fork", "raise RuntimeError('the end')")
-    assert done.returncode == 1 and done.stderr.endswith("RuntimeError: the end\n")
+    result = script(folder, "fork", "raise RuntimeError('the end')")
+    assert result.returncode == 1 and result.stderr.endswith("RuntimeError: the end\n")

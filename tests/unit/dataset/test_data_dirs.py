@@ -110,24 +110,31 @@ def test_folders_and_images_that_are_left_out_are_told(folder):
         write_files(folder / "train" / name, {"1.png": encode_image(7)})
     write_files(folder / "train", {"loose.png": encode_image(8)})
     (folder / "train" / "5_empty").mkdir()
-    notes = collect_notes(folder, train_data_dir="train", dataset_repeats=3)
-    assert notes[:4] == [
+    assert collect_notes(folder, train_data_dir="train")[:3] == [
         "train: no images in 5_empty/",
         "train: no repeats in the name, not used: 0_off/, drafts/; rename a folder to 'REPEATS_CLASS', such as '10_mika"
         " dog', to use it",
         "train: 1 image outside of folders with repeats, not used: loose.png",
-        "--dataset_repeats: not used: the names of the folders in train_data_dir set the repeats",
     ]
 
 
 def test_a_dataset_file_takes_precedence_with_a_notice(folder):
     (folder / "set.toml").write_text("[[datasets]]\n[[datasets.subsets]]\nimage_dir = 'train/10_mika dog'\n")
-    options = {"dataset_config": "set.toml", "train_data_dir": "nowhere", "in_json": "nothing.json"}
-    assert find_problems(folder, **options) == []
-    assert collect_notes(folder, **options)[:2] == [
-        "--train_data_dir: not used, because dataset_config is set",
-        "--in_json: not used, because dataset_config is set",
-    ]
+    (folder / "run.toml").write_text("train_data_dir = 'nowhere'\nin_json = 'x.json'\nresolution = 64\n")
+    loaded = parse_config(["--config_file", "run.toml", "--dataset_config", "set.toml"])
+    assert find_settings_problems(loaded) == []
+    assert loaded.config.data.train_data_dir is loaded.config.data.in_json is None
+    assert dict(loaded.unused) == {
+        "run.toml:1: train_data_dir": "dataset_config is set",
+        "run.toml:2: in_json": "dataset_config is set",
+    }
+
+
+def test_repeats_of_the_command_line_have_no_effect_on_folders_with_repeats(folder):
+    flags = ["--train_data_dir", "train", "--resolution", "64", "--dataset_repeats", "5"]
+    (unused,) = parse_config(flags).unused
+    assert unused[1] == "the names of the folders in train_data_dir set the repeats"
+    assert parse_config([*flags, "--in_json", "meta.json"]).unused == ()
 
 
 def test_an_empty_value_is_none(folder):

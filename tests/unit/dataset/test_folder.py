@@ -276,17 +276,17 @@ def test_images_shared_by_two_subsets_of_a_dataset_are_reported(tmp_path):
         ("image_dir = 'a/s'\ninclude = '2*'", "image_dir = 'a/s'\ninclude = '3*'"): None,
     }
     for subsets, expected in cases.items():
-        found = [line for listing in list_subsets(tmp_path, *subsets) for line in listing.problems]
+        actual = [line for listing in list_subsets(tmp_path, *subsets) for line in listing.problems]
         place = f"set.toml:{6 + subsets[0].count(chr(10))}: image_dir"
         line = f"{place}: {expected}; exclude them in one of the two"
-        assert strip_folder(tmp_path, found) == ([line] if expected else [])
+        assert strip_folder(tmp_path, actual) == ([line] if expected else [])
 
 
 def test_a_folder_without_images_suggests_the_key_for_its_files(tmp_path):
     write_files(tmp_path, {"a/x.tar": "", "b/x.parquet": "", "c/x.arrow": ""})
-    found = [problem for name in "abc" for problem in list_subset(tmp_path, f"image_dir = '{name}'").problems]
+    actual = [problem for name in "abc" for problem in list_subset(tmp_path, f"image_dir = '{name}'").problems]
     hints = ("webdataset = 'a'", "parquet = 'b'", "parquet = 'c'")
-    assert all(hint in line.replace(f"{tmp_path}/", "") for hint, line in zip(hints, found, strict=True))
+    assert all(hint in line.replace(f"{tmp_path}/", "") for hint, line in zip(hints, actual, strict=True))
 
 
 def test_problems_of_several_folders_are_reported_together(tmp_path):

@@ -355,17 +355,17 @@ def test_every_invalid_setting_is_reported_with_its_line_in_one_report(tmp_path,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "images").mkdir()
     (tmp_path / "set.toml").write_text(SETTINGS, encoding="utf-8")
-    found = validate_dataset_config(DataConfig(dataset_config="set.toml"))
-    wanted = {
+    actual = validate_dataset_config(DataConfig(dataset_config="set.toml"))
+    expected = {
         f"set.toml:{number}: ": line.rpartition("  # ")[2].strip()
         for number, line in enumerate(SETTINGS.splitlines(), start=1)
         if "  # " in line
     }
-    assert len(wanted) >= 30
-    for place, problem in wanted.items():
-        lines = [line for line in found if line.startswith(place)]
+    assert len(expected) >= 30
+    for place, problem in expected.items():
+        lines = [line for line in actual if line.startswith(place)]
         assert any(problem in line for line in lines), (place, problem, lines)
-    assert [line for line in found if not any(line.startswith(place) for place in wanted)] == []
+    assert [line for line in actual if not any(line.startswith(place) for place in expected)] == []
 
 
 def odd(folder: Path) -> None:
@@ -429,8 +429,8 @@ def test_unusual_but_usable_images_are_noted(oddities):
         "1 small image upscaled 2 times or more, and blurred by that: a/tiny.png (20x18, 3.55 times)",
         "dataset 1: cropping takes a third or more of 1 image; crop them yourself: a/narrow.png (900x70, 69%)",
     ]
-    again = prepared(oddities).manifest
-    assert again.notes == manifest.notes and again.samples == manifest.samples
+    second = prepared(oddities).manifest
+    assert second.notes == manifest.notes and second.samples == manifest.samples
 
 
 def test_names_that_are_not_shown_are_written_to_a_file(oddities):

@@ -45,13 +45,13 @@ def folder(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def work(monkeypatch) -> Counter:
     """Counts of decoded and read images."""
-    done: Counter = Counter()
+    result: Counter = Counter()
     examined, read_bytes = image_inspection.inspect_bytes, ImageRef.read_bytes
     monkeypatch.setattr(
-        image_inspection, "inspect_bytes", lambda *given: (done.update(["decoded"]), examined(*given))[1]
+        image_inspection, "inspect_bytes", lambda *given: (result.update(["decoded"]), examined(*given))[1]
     )
-    monkeypatch.setattr(ImageRef, "read_bytes", lambda self: (done.update(["read"]), read_bytes(self))[1])
-    return done
+    monkeypatch.setattr(ImageRef, "read_bytes", lambda self: (result.update(["read"]), read_bytes(self))[1])
+    return result
 
 
 def run_scan(
@@ -64,9 +64,9 @@ def count_work(work: Counter, folder: Path, **options) -> tuple[int, int]:
     """Count the images read and decoded by one more scan, whose results equal those of a scan without a cache."""
     work.clear()
     results = run_scan(folder, **options)
-    done = (work["read"], work["decoded"])
+    result = (work["read"], work["decoded"])
     assert results == {image: image_inspection.inspect_image(image) for image in list_images(folder)}
-    return done
+    return result
 
 
 def test_unchanged_files_are_not_scanned_again(folder, work):
@@ -257,11 +257,11 @@ def test_parts_of_a_file_are_cached_by_their_own_content(folder, tmp_path, work)
 
 def scan_repeatedly(folder: str, rounds: int) -> int:
     """Scan and change images while another process does the same."""
-    found = 0
+    actual = 0
     for number in range(rounds):
         write_image(Path(folder) / f"{os.getpid()}.bmp", number)
-        found = len(run_scan(Path(folder)))
-    return found
+        actual = len(run_scan(Path(folder)))
+    return actual
 
 
 def test_several_processes_may_scan_one_folder(folder, work):

@@ -184,8 +184,8 @@ def test_captions_that_are_not_strings_are_reported_for_their_rows(tmp_path):
     cases = [(broken, {2: "b'c\\xe9d'"}), ([[["a"]], [], [["c"]]], {0: "['a']", 2: "['c']"})]
     for column, expected in cases:
         write_table(tmp_path / "a.parquet", {"image": IMAGES[:3], "text": column})
-        found = list_subset(tmp_path, "parquet = 'a.parquet'").images
-        assert strip_folder(tmp_path, [item.problem for item in found if item.problem]) == [
+        actual = list_subset(tmp_path, "parquet = 'a.parquet'").images
+        assert strip_folder(tmp_path, [item.problem for item in actual if item.problem]) == [
             f"a.parquet: row {row}: text is not a string: {shown}" for row, shown in expected.items()
         ]
 
@@ -212,10 +212,10 @@ def test_broken_files_and_rows_are_reported_and_can_be_skipped(tmp_path):
     (tmp_path / "p" / "b.parquet").write_bytes(data[: len(data) // 2])
     with pytest.raises(ConfigError) as caught:
         prepare_data(make_config(tmp_path, "parquet = 'p'"), 8)
-    found = strip_folder(tmp_path, caught.value.problems)
-    assert found[0].startswith("p/b.parquet: cannot be read as parquet: Parquet magic bytes not found in footer")
-    assert found[1].startswith("p/a.parquet:2: is not an image that Pillow can read")
-    assert found[2].startswith("p/a.parquet:3: cannot be read: the cell is empty")
+    actual = strip_folder(tmp_path, caught.value.problems)
+    assert actual[0].startswith("p/b.parquet: cannot be read as parquet: Parquet magic bytes not found in footer")
+    assert actual[1].startswith("p/a.parquet:2: is not an image that Pillow can read")
+    assert actual[2].startswith("p/a.parquet:3: cannot be read: the cell is empty")
     skipped = prepare_subsets(tmp_path, "parquet = 'p'", on_invalid_images="skip")
     assert [sample.key for sample in skipped.manifest.samples] == ["a.parquet/0", "a.parquet/1"]
     write_table(tmp_path / "p" / "b.parquet", {"image": [], "text": []})
@@ -246,31 +246,31 @@ class Counting:
 
 def test_rows_in_order_share_one_read_of_their_row_group(tmp_path, monkeypatch):
     write_table(tmp_path / "a.parquet", {"image": IMAGES, "text": make_captions()})
-    found = list_subset(tmp_path, "parquet = 'a.parquet'").images
+    actual = list_subset(tmp_path, "parquet = 'a.parquet'").images
     counting = Counting(monkeypatch)
     monkeypatch.setattr(tables, "ROW_GROUP_CACHE_BYTES", 0)
-    for item in found:
+    for item in actual:
         item.image.read_bytes()
     assert counting.reads == [0, 1, 2]
     for position in (0, 3, 1, 4, 2, 5):  # threads that read ahead are in two groups at once
-        assert found[position].image.read_bytes() == IMAGES[position]
+        assert actual[position].image.read_bytes() == IMAGES[position]
     assert counting.reads == [0, 1, 2, 0, 1]
     monkeypatch.setattr(tables, "ROW_GROUP_CACHE_BYTES", 2**20)
     for position in (6, 0, 3, 6, 0, 3):
-        found[position].image.read_bytes()
+        actual[position].image.read_bytes()
     assert counting.reads == [0, 1, 2, 0, 1, 2]
 
 
 def test_threads_and_processes_read_the_right_rows(tmp_path, monkeypatch):
     write_table(tmp_path / "a.parquet", {"image": IMAGES, "text": make_captions()}, group=2)
-    found = list_subset(tmp_path, "parquet = 'a.parquet'").images
+    actual = list_subset(tmp_path, "parquet = 'a.parquet'").images
     monkeypatch.setattr(tables, "ROW_GROUP_CACHE_BYTES", 0)
     wrong = []
 
     def read(first: int) -> None:
         for step in range(60):
             position = (first * 3 + step * 5) % 7
-            if found[position].image.read_bytes() != IMAGES[position]:
+            if actual[position].image.read_bytes() != IMAGES[position]:
                 wrong.append(position)
 
     threads = [threading.Thread(target=read, args=[number]) for number in range(6)]
@@ -280,28 +280,28 @@ def test_threads_and_processes_read_the_right_rows(tmp_path, monkeypatch):
         thread.join()
     assert wrong == []
     counting = Counting(monkeypatch, seconds=0.05)
-    fresh = pickle.loads(pickle.dumps([item.image for item in found]))
+    fresh = pickle.loads(pickle.dumps([item.image for item in actual]))
     threads = [threading.Thread(target=fresh[number % 2].read_bytes) for number in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert counting.reads == [0]  # one reads the group, the others wait for it
-    reader = found[0].image.part.reader
+    reader = actual[0].image.part.reader
     with reader._lock:  # as it may be in the moment of a fork
         child = os.fork()
         if child == 0:
-            os._exit(0 if found[5].image.read_bytes() == IMAGES[5] else 1)
+            os._exit(0 if actual[5].image.read_bytes() == IMAGES[5] else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_an_image_ref_pickles_small_and_is_equal_by_file_column_and_row(tmp_path):
     write_table(tmp_path / "a.parquet", {"image": IMAGES, "text": make_captions()})
-    found = [item.image for item in list_subset(tmp_path, "parquet = 'a.parquet'").images]
-    for image in found:
+    actual = [item.image for item in list_subset(tmp_path, "parquet = 'a.parquet'").images]
+    for image in actual:
         image.read_bytes()
-    data = pickle.dumps(found)
-    assert len(data) < 2000 and pickle.loads(data) == found and len({*found, *pickle.loads(data)}) == 7
+    data = pickle.dumps(actual)
+    assert len(data) < 2000 and pickle.loads(data) == actual and len({*actual, *pickle.loads(data)}) == 7
     rows = [ImageRef(tmp_path, "a.parquet", TableRow(RowReader(column), 0)) for column in ("image", "x")]
     assert rows[0] != rows[1]
 
@@ -343,8 +343,8 @@ def test_large_row_groups_are_noted(tmp_path, monkeypatch):
 
 def test_a_file_listed_by_two_subsets_is_reported(tmp_path):
     write_table(tmp_path / "p" / "a.parquet", {"image": IMAGES, "text": make_captions()})
-    found = list_subsets(tmp_path, "parquet = 'p'", "parquet = 'p/a.parquet'")
-    assert strip_folder(tmp_path, [line for listing in found for line in listing.problems]) == [
+    actual = list_subsets(tmp_path, "parquet = 'p'", "parquet = 'p/a.parquet'")
+    assert strip_folder(tmp_path, [line for listing in actual for line in listing.problems]) == [
         "set.toml:6: parquet: 7 images also in set.toml:4: p/a.parquet:0, p/a.parquet:1, p/a.parquet:2, ...; list each"
         " file once"
     ]

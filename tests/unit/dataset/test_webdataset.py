@@ -48,8 +48,8 @@ def make_special_member(kind: bytes, target: str = "") -> tarfile.TarInfo:
     return info
 
 
-@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_an_image_and_its_caption_share_the_name_before_the_first_dot(tmp_path, form: int):
+@pytest.mark.parametrize("file_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_an_image_and_its_caption_share_the_name_before_the_first_dot(tmp_path, file_format: int):
     long = "deep/" + "x" * 90 + "/0002"
     pack_tar(
         tmp_path / "a.tar",
@@ -65,7 +65,7 @@ def test_an_image_and_its_caption_share_the_name_before_the_first_dot(tmp_path, 
             ("0003.v1.png", PNG[3]),
             ("0003.v1.txt", b"three"),
         ],
-        format=form,
+        format=file_format,
     )
     listing = list_subset(tmp_path, "webdataset = 'a.tar'\nclass_tokens = 'cls'")
     assert get_captions(listing) == {
@@ -234,8 +234,8 @@ def test_problems_with_members_are_reported_and_can_be_skipped(tmp_path):
 def test_a_file_that_is_not_a_plain_tar_file_is_reported(tmp_path, content: bytes, expected: str | None):
     write_files(tmp_path, {"a.tar": content})
     listing = list_subset(tmp_path, "webdataset = 'a.tar'")
-    found = strip_folder(tmp_path, listing.missing)
-    assert [line.startswith(f"a.tar: {expected}") for line in found] == ([] if expected is None else [True]), found
+    actual = strip_folder(tmp_path, listing.missing)
+    assert [line.startswith(f"a.tar: {expected}") for line in actual] == ([] if expected is None else [True]), actual
     assert bool(listing.problems) == (expected is None)  # empty, but a tar file
 
 
@@ -319,7 +319,7 @@ def test_folders_and_shards_can_be_combined_in_a_dataset(tmp_path):
     write_files(tmp_path, {"b/1.png": PNG[1]})
     ready = prepare_subsets(tmp_path, "webdataset = 'a.tar'\nnum_repeats = 2", "image_dir = 'b'\nis_reg = true")
     assert [(sample.key, sample.repeats) for sample in ready.manifest.samples] == [("a.tar/1.png", 2), ("b/1.png", 2)]
-    found = list_subsets(tmp_path, "webdataset = 'a.tar'", "webdataset = 'a.tar'")
-    assert strip_folder(tmp_path, found[1].problems) == [
+    actual = list_subsets(tmp_path, "webdataset = 'a.tar'", "webdataset = 'a.tar'")
+    assert strip_folder(tmp_path, actual[1].problems) == [
         "set.toml:6: webdataset: 1 image also in set.toml:4: a.tar:1.png; list each file once"
     ]

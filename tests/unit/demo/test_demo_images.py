@@ -37,9 +37,9 @@ def test_the_tiny_pipeline_is_a_function_of_its_seed_and_the_global_generator_is
 
 
 def test_a_part_has_the_same_weights_whichever_others_are_built():
-    alone, among = tiny_sd1.build_pipeline(("unet",)), tiny_sd1.build_pipeline()
-    assert alone.vae is None and alone.text_encoder is None and alone.tokenizer is None
-    assert all(torch.equal(a, b) for a, b in zip(alone.unet.parameters(), among.unet.parameters(), strict=True))
+    single, among = tiny_sd1.build_pipeline(("unet",)), tiny_sd1.build_pipeline()
+    assert single.vae is None and single.text_encoder is None and single.tokenizer is None
+    assert all(torch.equal(a, b) for a, b in zip(single.unet.parameters(), among.unet.parameters(), strict=True))
 
 
 def test_any_text_is_tokens_and_different_texts_are_different():
@@ -55,8 +55,8 @@ def test_latents_of_the_demo_pictures_have_about_the_spread_that_diffusion_expec
     family, pipe = FAMILIES.get("sd1")(), tiny_sd1.build_pipeline()
     latents = []
     for path in sorted((FOLDER / "demo").glob("*.png")):
-        picture = Image.open(path)
-        pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(*reversed(picture.size), 3)
+        image = Image.open(path)
+        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(*reversed(image.size), 3)
         pixels = pixels.permute(2, 0, 1)[None] / 127.5 - 1
         latents.append(family.encode_pixels(pipe, pixels, [torch.Generator().manual_seed(0)]).flatten())
     assert 0.5 < torch.cat(latents).std() < 2

@@ -48,8 +48,8 @@ def output(tmp_path_factory):
         "--max_data_loader_n_workers",
         "0",
     ]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
     return folder
 
 
@@ -66,9 +66,9 @@ def pipes(output):
     return both
 
 
-def coarse(picture):
+def coarse(image):
     """What is left of a picture at 24 x 24 pixels."""
-    small = picture.convert("RGB").resize((24, 24), Image.Resampling.BOX)
+    small = image.convert("RGB").resize((24, 24), Image.Resampling.BOX)
     return np.asarray(small, dtype=np.float32) / 255
 
 
@@ -76,8 +76,8 @@ def drawn(pipe, prompt):
     """Eight pictures of a prompt, of as many seeds."""
     noise = torch.Generator().manual_seed(100)
     return [
-        coarse(picture)
-        for picture in pipe(
+        coarse(image)
+        for image in pipe(
             prompt,
             num_images_per_prompt=SEEDS,
             width=96,
@@ -103,16 +103,16 @@ def known(pipes):
     return {"bird": birds} | {prompt: drawn(pipes[0], prompt) for prompt in OTHERS}
 
 
-def kinds(pictures, known):
+def kinds(images, known):
     """What each is most like; a picture of the same noise is not looked at, since it may be alike for that alone."""
-    found = []
-    for number, picture in enumerate(pictures):
+    actual = []
+    for number, image in enumerate(images):
         distances = {
-            name: min(np.abs(picture - other).mean() for place, other in enumerate(others) if place != number)
+            name: min(np.abs(image - other).mean() for place, other in enumerate(others) if place != number)
             for name, others in known.items()
         }
-        found.append(min(distances, key=distances.get))
-    return found
+        actual.append(min(distances, key=distances.get))
+    return actual
 
 
 @pytest.mark.slow

@@ -85,12 +85,12 @@ COLOURS = {
 
 @pytest.mark.parametrize("size", [(96, 96), (128, 64), (80, 112)])
 def test_it_draws_what_the_caption_says_on_clean_white(theirs, size):
-    pictures = drawn(theirs, list(COLOURS), size)
-    border = np.concatenate([part.reshape(len(pictures), -1) for part in (pictures[:, :3], pictures[:, -3:])], 1)
+    images = drawn(theirs, list(COLOURS), size)
+    border = np.concatenate([part.reshape(len(images), -1) for part in (images[:, :3], images[:, -3:])], 1)
     assert np.median(border, 1).min() > 0.97
-    for text, picture in zip(COLOURS, pictures, strict=True):
-        inked = picture[picture.min(-1) < 0.75]
-        assert 0.05 < len(inked) / picture[..., 0].size < 0.9, text
+    for text, image in zip(COLOURS, images, strict=True):
+        inked = image[image.min(-1) < 0.75]
+        assert 0.05 < len(inked) / image[..., 0].size < 0.9, text
         distances = {other: np.abs(inked.mean(0) - colour).sum() for other, colour in COLOURS.items()}
         assert min(distances, key=distances.get) == text
 

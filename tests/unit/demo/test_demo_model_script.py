@@ -13,9 +13,9 @@ from scripts.demo_model.subjects import SUBJECTS, UNSEEN
 
 def draw_blob(color, size=(40, 60)):
     """Draw an emoji that is half transparent."""
-    picture = Image.new("RGBA", size, color)
-    picture.paste((0, 0, 0, 0), (0, 0, size[0] // 2, size[1] // 2))
-    return picture
+    image = Image.new("RGBA", size, color)
+    image.paste((0, 0, 0, 0), (0, 0, size[0] // 2, size[1] // 2))
+    return image
 
 
 def test_the_vocabulary_is_a_function_of_the_words_and_known_words_are_whole(tmp_path):
@@ -83,9 +83,9 @@ def test_the_reduced_vae_has_uncorrelated_latents_and_decodes_the_projection_of_
     directions = torch.linalg.eigh(torch.cov(flat.T))[1][:, -autoencoder.LATENT_CHANNELS :]
     kept = (flat - flat.mean(0)) @ directions @ directions.T + flat.mean(0)
     expected = vae.decoder.conv_in(vae.post_quant_conv(kept.float().view(6, 6, 8, -1).permute(0, 3, 1, 2)))
-    found = small.decoder.conv_in(latents)
+    actual = small.decoder.conv_in(latents)
     # At the border, the offset meets the zero padding.
-    torch.testing.assert_close(found[..., 1:-1, 1:-1], expected[..., 1:-1, 1:-1], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(actual[..., 1:-1, 1:-1], expected[..., 1:-1, 1:-1], rtol=1e-3, atol=1e-4)
 
 
 def test_the_evaluation_finds_the_samples_that_are_nearest_to_their_own_emoji():

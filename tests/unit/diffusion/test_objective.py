@@ -124,10 +124,10 @@ EVERYTHING = {
 @pytest.mark.parametrize("kind", PROCESSES)
 def test_the_loss_of_a_sample_does_not_depend_on_its_batch(kind):
     settings = {**INPUT, "weighting_scheme": "cosmap"} if kind == "flow" else EVERYTHING
-    together = run_objective(kind, settings)
+    batched = run_objective(kind, settings)
     for places in ((0,), (3, 1)):
-        for alone, all_of_them in zip(run_objective(kind, settings, places), together, strict=True):
-            torch.testing.assert_close(alone, all_of_them[list(places)], rtol=1e-5, atol=1e-6)
+        for single, all_of_them in zip(run_objective(kind, settings, places), batched, strict=True):
+            torch.testing.assert_close(single, all_of_them[list(places)], rtol=1e-5, atol=1e-6)
 
 
 def test_noise_options_change_neither_timesteps_nor_the_base_noise():
@@ -255,5 +255,5 @@ def test_a_scheduler_with_the_same_settings_is_not_rebuilt(caplog):
         assert override_scheduler(scheduler, NoiseConfig(v_parameterization=True, zero_terminal_snr=True)) is scheduler
         assert override_scheduler(scheduler, NoiseConfig()) is scheduler
     assert not [record for record in caplog.records if record.name.startswith("library")]
-    back = override_scheduler(scheduler, dataclasses.replace(NoiseConfig(), v_parameterization=False))
-    assert StableDiffusion1().build_noise_process(SimpleNamespace(scheduler=back)).prediction_type == "epsilon"
+    restored = override_scheduler(scheduler, dataclasses.replace(NoiseConfig(), v_parameterization=False))
+    assert StableDiffusion1().build_noise_process(SimpleNamespace(scheduler=restored)).prediction_type == "epsilon"

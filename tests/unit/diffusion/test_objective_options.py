@@ -185,7 +185,7 @@ def test_options_at_their_neutral_values_are_not_rejected():
 def test_an_option_that_does_not_fit_the_model_is_reported_with_its_location_before_loading(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("[noise]\nzero_terminal_snr = true\n[loss]\nscale_v_pred_loss_like_noise_pred = true\n")
-    done = subprocess.run(
+    result = subprocess.run(
         [
             sys.executable,
             ROOT / "train_lora.py",
@@ -202,8 +202,8 @@ def test_an_option_that_does_not_fit_the_model_is_reported_with_its_location_bef
         timeout=120,
         cwd=tmp_path,
     )
-    assert done.returncode == 2
-    lines = [line.strip() for line in done.stderr.splitlines()]
+    assert result.returncode == 2
+    lines = [line.strip() for line in result.stderr.splitlines()]
     assert lines[0] == "train_lora: stopped. 2 problems:"
     assert lines[1].startswith(f"{path}:2: zero_terminal_snr: needs a model that predicts v")
     assert lines[2].startswith(f"{path}:4: scale_v_pred_loss_like_noise_pred: needs a model that predicts v")

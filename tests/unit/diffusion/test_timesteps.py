@@ -138,8 +138,8 @@ def generators(*seeds):
 
 def test_the_quantile_and_noise_of_a_sample_depend_on_its_generator_only():
     u, noise = timesteps.sample_quantiles_and_noise(generators(3, 4, 5), torch.Size((4, 6, 10)))
-    alone, its_noise = timesteps.sample_quantiles_and_noise(generators(4), torch.Size((4, 6, 10)))
-    assert torch.equal(u[1:2], alone) and torch.equal(noise[1:2], its_noise)
+    single, its_noise = timesteps.sample_quantiles_and_noise(generators(4), torch.Size((4, 6, 10)))
+    assert torch.equal(u[1:2], single) and torch.equal(noise[1:2], its_noise)
     assert len(set(u.tolist())) == 3
 
 

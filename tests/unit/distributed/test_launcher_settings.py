@@ -158,9 +158,9 @@ def test_variables_before_the_command_say_where_accelerate_finds_its_config_file
         "print([(s.value, s.source) for s in check_command(sys.argv[1:]) if s.name == 'mixed_precision'])"
     )
     command = ["env", f"HF_HOME={home}", "accelerate", "launch", *TRAIN.split()]
-    done = subprocess.run([sys.executable, "-c", script, *command], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-c", script, *command], cwd=ROOT, capture_output=True, text=True)
 
-    assert done.stdout.strip() == str([("bf16", str(path))]), done.stderr
+    assert result.stdout.strip() == str([("bf16", str(path))]), result.stderr
 
 
 # compared with accelerate's own code
@@ -451,8 +451,8 @@ def test_torchrun_and_plain_python_read_no_config_file(home, monkeypatch):
 
     values = {name: setting.value for name, setting in check_launch_command(words)[0].items()}
     assert {name: values[name] for name in expected} == expected
-    alone = {name: setting.value for name, setting in check_launch_command("python train_lora.py")[0].items()}
-    assert (alone["mixed_precision"], alone["num_processes"]) == ("bf16", "1")
+    single = {name: setting.value for name, setting in check_launch_command("python train_lora.py")[0].items()}
+    assert (single["mixed_precision"], single["num_processes"]) == ("bf16", "1")
 
 
 @pytest.mark.parametrize(

@@ -84,10 +84,10 @@ def test_real_processes_hold_the_estimated_weights_gradients_and_optimizer_state
     if "ZeRO" in name:
         pytest.importorskip("deepspeed")
     ranks = run_on_ranks(2, measure_state, tmp_path, *RUN, *flags)
-    (found,) = estimate(2, *RUN, *flags, batch=SMALL, names=(name,))
+    (actual,) = estimate(2, *RUN, *flags, batch=SMALL, names=(name,))
 
     largest = max(ranks, key=lambda rank: rank["weights"])
-    assert {part: getattr(found.memory, part) for part in PARTS} == pytest.approx(largest, rel=0.03)
+    assert {part: getattr(actual.memory, part) for part in PARTS} == pytest.approx(largest, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_optimizer_state_is_measured_on_one_tensor_of_each_shape(name, arguments
     optimizer.step()
     state = [each for own in optimizer.state.values() for each in own.values() if isinstance(each, torch.Tensor)]
 
-    found = estimate_optimizer_state(config, [ParamGroup("all", parameters, 0.1)])
-    assert found == sum(each.nbytes for each in state)
+    actual = estimate_optimizer_state(config, [ParamGroup("all", parameters, 0.1)])
+    assert actual == sum(each.nbytes for each in state)
 
 
 @pytest.mark.slow
@@ -375,17 +375,17 @@ def test_reasons_against_layouts_are_given_once_with_their_names():
 @pytest.mark.slow
 def test_layouts_that_partition_the_model_alike_share_one_meta_run(caplog):
     with caplog.at_level(logging.INFO, logger="library"):
-        found = estimate(4, MODEL, "random:sdxl:tiny", batch=SMALL)
+        actual = estimate(4, MODEL, "random:sdxl:tiny", batch=SMALL)
     steps = [record.getMessage() for record in caplog.records]
     assert steps == [
         "estimating memory: step 1 of 3 on the meta device (DDP 4)",
         "estimating memory: step 2 of 3 on the meta device (DDP 2 x TP 2)",
         "estimating memory: step 3 of 3 on the meta device (TP 4)",
     ]
-    assert {"PP 4", "DDP 2 x PP 2", "PP 2 x TP 2", "device map 4"} < {each.layout.name for each in found}
-    speeds = [each.images_per_second for each in found]
+    assert {"PP 4", "DDP 2 x PP 2", "PP 2 x TP 2", "device map 4"} < {each.layout.name for each in actual}
+    speeds = [each.images_per_second for each in actual]
     assert speeds == sorted(speeds, reverse=True)
-    for each in found:
+    for each in actual:
         memory = each.memory
         assert memory.total == sum(getattr(memory, part.name) for part in fields(memory))
 
@@ -396,7 +396,7 @@ def test_layouts_that_send_more_are_slower_on_slow_links():
         {each.layout.name: each.images_per_second for each in estimate(2, *FLUX, batch=SMALL, link_speed=link_speed)}
         for link_speed in (1e9, 1e15)
     ]
-    slow, fast = ({name: speed / found["DDP 2"] for name, speed in found.items()} for found in speeds)
+    slow, fast = ({name: speed / actual["DDP 2"] for name, speed in actual.items()} for actual in speeds)
     assert all(slow[name] < fast[name] for name in ("TP 2", "CP 2", "FSDP 2", "FSDP 2, CPU offload", "ZeRO-3 2"))
     assert slow["FSDP 2, CPU offload"] < slow["FSDP 2"] < slow["DDP 2"] == 1
     assert fast["FSDP 2"] == pytest.approx(1) and fast["device map 2"] == pytest.approx(0.5, rel=0.01)

@@ -257,8 +257,8 @@ def test_detecting_a_folder_imports_neither_torch_nor_diffusers(tmp_path):
         f"detect_model({write_sparse_file(tmp_path / 'model.safetensors', XL)!r});"
         "print({'torch', 'diffusers', 'transformers', 'huggingface_hub'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"
 
 
 @pytest.mark.parametrize(

@@ -142,13 +142,13 @@ def test_a_hub_id_is_loaded_from_the_local_hub_cache(tmp_path):
         "sum(float(p.detach().double().sum()) for p in pipe.unet.parameters()),"
         "pipe.tokenizer_2('a').input_ids)"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", script],
         env=os.environ | {"HF_HOME": str(tmp_path)},
         text=True,
         capture_output=True,
         cwd=Path(__file__).resolve().parents[3],
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     total = sum(float(p.detach().double().sum()) for p in tiny.pipe.unet.parameters())
-    assert done.stdout.splitlines() == [f"sdxl hub {total} {tiny.pipe.tokenizer_2('a').input_ids}"] * 2
+    assert result.stdout.splitlines() == [f"sdxl hub {total} {tiny.pipe.tokenizer_2('a').input_ids}"] * 2

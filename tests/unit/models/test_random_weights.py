@@ -23,8 +23,8 @@ def test_a_component_does_not_depend_on_the_others_and_the_global_generator_is_u
     assert torch.equal(before, torch.random.get_rng_state())
     torch.manual_seed(2)
     for part in ("unet", "vae", "text_encoder_2"):
-        alone = family.load("random:sdxl:tiny", torch.float32, (part,))
-        assert torch.equal(list_weights(getattr(alone, part)), list_weights(getattr(full_pipe, part)))
+        single = family.load("random:sdxl:tiny", torch.float32, (part,))
+        assert torch.equal(list_weights(getattr(single, part)), list_weights(getattr(full_pipe, part)))
     assert not torch.equal(list_weights(full_pipe.text_encoder)[:99], list_weights(full_pipe.text_encoder_2)[:99])
 
 

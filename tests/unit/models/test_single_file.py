@@ -105,19 +105,19 @@ def test_a_tokenizer_without_network_and_cache_is_reported_with_a_fix(single_fil
 
 def test_a_file_with_only_the_denoiser_needs_the_other_component_options(tmp_path, tokenizer_cache):
     tiny = TINY["sdxl"]()
-    alone, vae, clip_l, clip_g = (str(tmp_path / f"{name}.safetensors") for name in ("unet", "vae", "l", "g"))
-    save_file(original_checkpoints.convert_unet_to_ldm(tiny.pipe.unet), alone)
+    single, vae, clip_l, clip_g = (str(tmp_path / f"{name}.safetensors") for name in ("unet", "vae", "l", "g"))
+    save_file(original_checkpoints.convert_unet_to_ldm(tiny.pipe.unet), single)
     save_file(original_checkpoints.convert_vae_to_ldm(tiny.pipe.vae), vae)
     save_file(original_checkpoints.convert_clip(tiny.pipe.text_encoder), clip_l)
     save_file(original_checkpoints.convert_clip(tiny.pipe.text_encoder_2), clip_g)
     with pytest.raises(ConfigError) as caught:
-        detect_model(alone)
+        detect_model(single)
     assert [line.split("the file has ")[1] for line in caught.value.problems] == [
         "no vae; give one with --vae",
         "no text_encoder; give one with --clip_l",
         "no text_encoder_2; give one with --clip_g",
     ]
-    options = ModelConfig(alone, vae=vae, clip_l=clip_l, clip_g=clip_g, tokenizer_cache_dir=str(tokenizer_cache))
+    options = ModelConfig(single, vae=vae, clip_l=clip_l, clip_g=clip_g, tokenizer_cache_dir=str(tokenizer_cache))
     family = FAMILIES.get("sdxl")(options)
     assert_same_weights(family, family.load(detect_model(options), torch.float32), tiny.pipe)
 

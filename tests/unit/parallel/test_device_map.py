@@ -45,10 +45,10 @@ def test_weights_are_balanced_or_placed_sequentially():
     size = sum(tensor.nbytes for tensor in model.parameters())
 
     def count_bytes(preset: str, free: int) -> list[int]:
-        found = [0, 0]
+        actual = [0, 0]
         for _, tensor, number in iter_weight_devices(model, build_device_map(model, DeviceMap(preset), [free, free])):
-            found[number] += tensor.nbytes
-        return found
+            actual[number] += tensor.nbytes
+        return actual
 
     even, first = count_bytes("auto", size), count_bytes("sequential", 2 * size)
     assert sum(even) == sum(first) == size

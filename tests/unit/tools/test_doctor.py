@@ -83,7 +83,7 @@ def test_a_check_returns_its_answer_and_sees_no_launcher(misbehaving, monkeypatc
 def test_a_package_that_cannot_be_imported_is_a_finding_and_no_traceback(broken, tmp_path):
     for package in broken:
         (tmp_path / f"{package}.py").write_text("raise ImportError('libsomething.so: not found')\n")
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "library", "doctor"],
         cwd=ROOT,
         capture_output=True,
@@ -92,9 +92,9 @@ def test_a_package_that_cannot_be_imported_is_a_finding_and_no_traceback(broken,
         timeout=120,
     )
 
-    assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
+    assert result.returncode == 1 and "Traceback" not in result.stdout + result.stderr
     for package in broken:
-        (line,) = [line for line in done.stdout.splitlines() if line.split()[1:2] == [f"{package}:"]]
+        (line,) = [line for line in result.stdout.splitlines() if line.split()[1:2] == [f"{package}:"]]
         assert line.startswith("error") and "libsomething.so: not found" in line
         assert "pip install --force-reinstall" in line
 
@@ -145,27 +145,27 @@ def run_failing_checks(machine: Machine, monkeypatch) -> dict[str, Finding]:
 
 
 def test_without_a_training_step_or_memory_training_is_impossible(monkeypatch):
-    found = run_failing_checks(Machine(), monkeypatch)
+    actual = run_failing_checks(Machine(), monkeypatch)
 
-    assert {name for name, finding in found.items() if finding.is_error} == {
+    assert {name for name, finding in actual.items() if finding.is_error} == {
         "training step on cpu, mixed_precision no",
         "memory of cpu",
     }
-    assert {name for name, finding in found.items() if not finding.ok and not finding.needed} == {
+    assert {name for name, finding in actual.items() if not finding.ok and not finding.needed} == {
         "training step on cpu, mixed_precision bf16",
         "training step on cpu, mixed_precision fp16",
         "torch.compile on cpu",
         "gloo all-reduce on cpu",
     }
-    assert found["memory of cpu"].value == "RuntimeError: no"
+    assert actual["memory of cpu"].value == "RuntimeError: no"
 
 
 def test_every_device_trains_a_step_and_several_devices_need_their_backend(monkeypatch):
     monkeypatch.setattr("library.distributed.devices.list_backends", lambda machine: (("nccl", "cuda"),))
-    found = run_failing_checks(Machine("cuda", 3), monkeypatch)
+    actual = run_failing_checks(Machine("cuda", 3), monkeypatch)
 
-    assert {"training step on cuda:1", "training step on cuda:2", "memory of cuda"} <= set(found)
-    assert found["nccl all-reduce on cuda"].is_error and found["training step on cuda:2"].is_error
+    assert {"training step on cuda:1", "training step on cuda:2", "memory of cuda"} <= set(actual)
+    assert actual["nccl all-reduce on cuda"].is_error and actual["training step on cuda:2"].is_error
 
 
 def test_a_check_that_works_is_shown_with_its_time(monkeypatch):
@@ -210,11 +210,11 @@ def test_old_and_missing_packages_are_errors_with_the_command_that_installs_them
     installed = {"torch": "2.6.1+cu124", "peft": None}
     real = doctor.find_version
     monkeypatch.setattr(doctor, "find_version", lambda name: installed[name] if name in installed else real(name))
-    found = {finding.name: finding for finding in doctor.check_packages()}
+    actual = {finding.name: finding for finding in doctor.check_packages()}
 
-    assert found["torch"].is_error and found["torch"].fix == "pip install -U 'torch>=2.11'"
-    assert found["peft"].is_error and found["peft"].value == "not installed"
-    assert not found["accelerate"].is_error and not found["deepspeed"].is_error
+    assert actual["torch"].is_error and actual["torch"].fix == "pip install -U 'torch>=2.11'"
+    assert actual["peft"].is_error and actual["peft"].value == "not installed"
+    assert not actual["accelerate"].is_error and not actual["deepspeed"].is_error
 
 
 def test_the_oldest_packages_are_those_of_the_package_file():
@@ -224,8 +224,8 @@ def test_the_oldest_packages_are_those_of_the_package_file():
 
 
 def test_a_driver_that_torch_does_not_use_is_a_warning(monkeypatch):
-    done = SimpleNamespace(stdout="550.90\n550.90\n")
-    monkeypatch.setattr(doctor_checks.subprocess, "run", lambda *_, **__: done)
+    result = SimpleNamespace(stdout="550.90\n550.90\n")
+    monkeypatch.setattr(doctor_checks.subprocess, "run", lambda *_, **__: result)
     driver = doctor_checks.check_driver(is_used=False)
 
     assert driver.value == "550.90, not used by torch" and "pytorch.org" in driver.fix

@@ -46,9 +46,9 @@ def _run_plan(*words: str) -> tuple[int, str, str]:
 
 
 def run_plan_as_json(*words):
-    done = plan(*words, "--json")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    result = plan(*words, "--json")
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
 
 
 @pytest.fixture
@@ -90,12 +90,35 @@ def prepare_run(options: list[str], world_size: int):
 def test_resolve_only_prints_the_values_of_sd_scripts_without_any_folder(golden: Path, tmp_path):
     expected = json.loads(golden.read_text(encoding="utf-8"))
     words = ["--dataset_config", golden.with_suffix(".toml"), *expected["cli"]]
-    done = plan("--resolve_only", "--json", *words, cwd=tmp_path)
+    result = plan("--resolve_only", "--json", *words, cwd=tmp_path)
     if not expected["ok"]:
-        assert done.returncode == 2 and done.stdout == "" and f"{golden.stem}.toml:" in done.stderr
+        assert result.returncode == 2 and result.stdout == "" and f"{golden.stem}.toml:" in result.stderr
         return
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"datasets": [{"resolved": dataset} for dataset in expected["resolved"]]}
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == {"datasets": [{"resolved": dataset} for dataset in expected["resolved"]]}
+
+
+def test_without_a_model_sizes_that_published_models_reject_are_named(dataset, tmp_path):
+    need = "is not a multiple of what these models need:"
+    check = "give --pretrained_model_name_or_path to check yours"
+    unets = "Stable Diffusion 1 (64), Stable Diffusion 2 (64), Stable Diffusion XL (32)"
+    assert (
+        run_plan_as_json(*dataset)["notes"][0]
+        == f"{tmp_path}/set.toml:4: bucket_reso_steps: 16 {need} {unets}; {check}"
+    )
+    text = (tmp_path / "set.toml").read_text()
+    steps_of_64 = text.replace("reso_steps = 16", "reso_steps = 64").replace("reso = 32", "reso = 64")
+    (tmp_path / "set.toml").write_text(steps_of_64)
+    assert not any(need in note for note in run_plan_as_json(*dataset)["notes"])
+    (tmp_path / "set.toml").write_text(text.replace("reso_steps = 16", "reso_steps = 8"))
+    _, _, messages = run_plan_in_process(*dataset)
+    assert "8 is not a multiple of 16, which the built-in demo model needs; set 16" in messages
+    (tmp_path / "set.toml").write_text(text)
+    (tmp_path / "run.toml").write_text("seed = 'x'\nbucket_reso_steps = 16\nenable_bucket = true\nresolution = 64\n")
+    options = ["--config_file", tmp_path / "run.toml", "--pretrained_model_name_or_path", "random:sd1"]
+    _, _, messages = run_plan_in_process(*dataset, *options)
+    assert "set.toml:4: bucket_reso_steps: 16 is not a multiple of 64, which this model needs; set 64" in messages
+    assert "run.toml:1: seed: expected an integer" in messages
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -143,7 +166,7 @@ def test_every_image_is_listed_as_it_is_trained(dataset):
 
 
 def test_problems_of_tool_and_training_options_are_reported_together(tmp_path):
-    done = plan(
+    result = plan(
         "--jsn",
         "--resolve-only",
         "--world_size",
@@ -159,8 +182,8 @@ def test_problems_of_tool_and_training_options_are_reported_together(tmp_path):
         "--learning_rate",
         "fast",
     )
-    assert done.returncode == 2 and done.stdout == ""
-    assert [line.strip().partition(";")[0] for line in done.stderr.splitlines()[1:]] == [
+    assert result.returncode == 2 and result.stdout == ""
+    assert [line.strip().partition(";")[0] for line in result.stderr.splitlines()[1:]] == [
         "--json: takes no value, got '1'",
         "--jsn: unknown option",
         "--resolve-only: unknown option",
@@ -173,14 +196,14 @@ def test_problems_of_tool_and_training_options_are_reported_together(tmp_path):
         "--dataset_config: missing",
     ]
     for right in ("--json?", "--resolve_only?", "--preview?", "--network_dim?"):
-        assert f"did you mean {right}" in done.stderr
+        assert f"did you mean {right}" in result.stderr
 
 
 def test_problems_of_the_dataset_file_are_reported_with_those_of_options(dataset, tmp_path):
     text = (tmp_path / "set.toml").read_text(encoding="utf-8").replace("batch_size = 2", "batch_sise = 2")
     (tmp_path / "set.toml").write_text(text.replace("/b'", "/c'"), encoding="utf-8")
-    done = plan(*dataset, "--network_dim", "0", "--world_size", "two")
-    assert [line.strip().partition(";")[0] for line in done.stderr.splitlines()[1:]] == [
+    result = plan(*dataset, "--network_dim", "0", "--world_size", "two")
+    assert [line.strip().partition(";")[0] for line in result.stderr.splitlines()[1:]] == [
         "--world_size: expected an integer, got 'two'",
         "--network_dim: must be at least 1, got 0",
         f"{tmp_path}/set.toml:8: batch_sise: unknown key",
@@ -209,9 +232,9 @@ def test_contradicting_options_are_rejected_before_images_are_scanned(dataset, t
     (tmp_path / "deep" / "s").mkdir(parents=True)
     with (tmp_path / "set.toml").open("a", encoding="utf-8") as file:
         file.write(f"[[datasets.subsets]]\nimage_dir = '{tmp_path}/deep'\nrecursive = true\n")
-    done = plan(*dataset, *words, cwd=tmp_path)
-    assert done.returncode == 2 and problem.format(folder=tmp_path) in done.stderr, done.stderr
-    assert "0.png" not in done.stderr
+    result = plan(*dataset, *words, cwd=tmp_path)
+    assert result.returncode == 2 and problem.format(folder=tmp_path) in result.stderr, result.stderr
+    assert "0.png" not in result.stderr
 
 
 def test_file_names_that_are_not_utf8_are_printed_escaped(tmp_path):
@@ -221,8 +244,8 @@ def test_file_names_that_are_not_utf8_are_printed_escaped(tmp_path):
     (tmp_path / "set.toml").write_text("[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = 'a'\n")
     words = [sys.executable, "-m", "library", "plan", "--dataset_config", str(tmp_path / "set.toml")]
     environment = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "using an empty caption: \\udcff.png" in done.stdout, done.stderr
+    result = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0 and "using an empty caption: \\udcff.png" in result.stdout, result.stderr
 
 
 def test_keys_that_sd_scripts_lacks_are_listed_separately(dataset, tmp_path):
@@ -239,10 +262,10 @@ def test_keys_that_sd_scripts_lacks_are_listed_separately(dataset, tmp_path):
 
 
 def test_help_names_the_options_of_the_tool():
-    done = plan("--help")
-    assert done.returncode == 0
+    result = plan("--help")
+    assert result.returncode == 0
     for name in ("--world_size", "--json", "--resolve_only", "--preview", "--preview_limit"):
-        assert name in done.stdout
+        assert name in result.stdout
 
 
 def test_resolve_only_imports_neither_torch_nor_pillow():
@@ -251,8 +274,10 @@ def test_resolve_only_imports_neither_torch_nor_pillow():
         "print([name for name in ('torch', 'PIL', 'diffusers', 'accelerate') if name in sys.modules])"
     )
     words = ["--resolve_only", "--json", "--dataset_config", str(GOLDEN / "basic.toml")]
-    done = subprocess.run([sys.executable, "-c", script, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "[]", done.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", script, *words], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout.strip() == "[]", result.stderr
 
 
 def test_planning_does_not_import_torch(dataset, tmp_path):
@@ -260,40 +285,42 @@ def test_planning_does_not_import_torch(dataset, tmp_path):
         "import sys; from library.tools import TOOLS; TOOLS['plan'][1](sys.argv[1:]); print('torch' in sys.modules)"
     )
     words = [*dataset, "--json", "--preview", str(tmp_path / "x.png")]
-    done = subprocess.run([sys.executable, "-c", script, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "False", done.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", script, *words], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout.strip() == "False", result.stderr
 
 
 def test_the_contact_sheet_shows_each_image_as_it_is_trained(dataset, tmp_path):
-    done = plan(*dataset, "--preview", tmp_path / "sheet.png")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f"contact sheet: {tmp_path}/sheet.png, 9 of 9 images"
+    result = plan(*dataset, "--preview", tmp_path / "sheet.png")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == f"contact sheet: {tmp_path}/sheet.png, 9 of 9 images"
     sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
     prepared, _ = prepare_run(dataset, 1)
     for sample, placement in zip(prepared.manifest.samples, prepared.assignments, strict=True):
         pixels = resize_and_crop(load_rgb_image(sample.image), placement, placement.crop_left_top, None)
         scale = 2 if placement.bucket_resolution[0] * placement.bucket_resolution[1] > 4600 else 3
-        wanted = pixels.repeat(scale, axis=0).repeat(scale, axis=1)
-        assert contains_image(sheet, wanted), (sample.key, placement)
+        expected = pixels.repeat(scale, axis=0).repeat(scale, axis=1)
+        assert contains_image(sheet, expected), (sample.key, placement)
 
 
 def test_masks_are_listed_counted_and_drawn(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
     mask = np.zeros((64, 64), np.uint8)
     mask[:16] = 255
-    for folder, picture in {"p": pixels, "m": mask}.items():
+    for folder, image in {"p": pixels, "m": mask}.items():
         (tmp_path / folder).mkdir()
-        Image.fromarray(picture).save(tmp_path / folder / "1.png")
+        Image.fromarray(image).save(tmp_path / folder / "1.png")
     text = f"image_dir = '{tmp_path}/p'\nconditioning_data_dir = '{tmp_path}/m'\n"
     (tmp_path / "set.toml").write_text(f"[[datasets]]\nresolution = 64\n[[datasets.subsets]]\n{text}")
     words = ["--dataset_config", tmp_path / "set.toml", "--masked_loss"]
     (sample,) = run_plan_as_json(*words)["datasets"][0]["samples"]
     assert sample["mask"] == {"image": f"{tmp_path}/m/1.png", "is_alpha": False, "coverage": 0.25}
-    done = plan(*words, "--preview", tmp_path / "sheet.png")
-    assert f"dataset 1, {tmp_path}/p: 1 image x 1 repeats = 1 per epoch" in done.stdout
-    assert ", masks 1/1" in done.stdout
-    wanted = overlay_mask(pixels, mask).repeat(3, axis=0).repeat(3, axis=1)
-    assert contains_image(np.asarray(Image.open(tmp_path / "sheet.png")), wanted)
+    result = plan(*words, "--preview", tmp_path / "sheet.png")
+    assert f"dataset 1, {tmp_path}/p: 1 image x 1 repeat = 1 per epoch" in result.stdout
+    assert ", masks 1/1" in result.stdout
+    expected = overlay_mask(pixels, mask).repeat(3, axis=0).repeat(3, axis=1)
+    assert contains_image(np.asarray(Image.open(tmp_path / "sheet.png")), expected)
     without = plan("--dataset_config", tmp_path / "set.toml")
     assert without.returncode == 2 and "a folder of masks needs --masked_loss" in without.stderr
 
@@ -307,9 +334,9 @@ def contains_image(sheet: np.ndarray, image: np.ndarray) -> bool:
 def test_log_messages_go_to_stderr(dataset, tmp_path):
     (tmp_path / "a" / ".cache-lorikeet" / "scan").mkdir(parents=True)
     (tmp_path / "a" / ".cache-lorikeet" / "scan" / "images.json").write_text("torn")
-    done = plan(*dataset, "--json")
-    assert f"{tmp_path}/a/.cache-lorikeet/scan/images.json is damaged" in done.stderr
-    assert len(json.loads(done.stdout)["datasets"]) == 2
+    result = plan(*dataset, "--json")
+    assert f"{tmp_path}/a/.cache-lorikeet/scan/images.json is damaged" in result.stderr
+    assert len(json.loads(result.stdout)["datasets"]) == 2
     assert plan(*dataset, "--json").stderr == ""
 
 
@@ -340,11 +367,11 @@ def test_layouts_that_fit_are_listed_fastest_first_and_others_with_the_memory_th
 
 
 def test_sizes_and_speeds_of_devices_are_read_and_belong_together(dataset):
-    done = plan(*dataset, "--gpu_memory", "lots", "--link_speed", "0")
-    assert "--gpu_memory: expected a memory size, such as 24GB or 512MB" in done.stderr
-    assert "--link_speed: must be at least 0.001, got 0.0" in done.stderr
-    done = plan(*dataset, "--link_speed", "50")
-    assert done.returncode == 2 and "--link_speed: no effect without --gpu_memory" in done.stderr
+    result = plan(*dataset, "--gpu_memory", "lots", "--link_speed", "0")
+    assert "--gpu_memory: expected a memory size, such as 24GB or 512MB" in result.stderr
+    assert "--link_speed: must be at least 0.001, got 0.0" in result.stderr
+    result = plan(*dataset, "--link_speed", "50")
+    assert result.returncode == 2 and "--link_speed: no effect without --gpu_memory" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,122 @@
+"""Which layout of a LoRA file other programs read right: the default of a run, and what is lost in which program.
+
+Measured with diffusers 0.42.1, ComfyUI 0.30.0, sd-scripts and LyCORIS 4.1.3 by ``tests/interop/client_table.py``.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from .formats import FileFormat
+from .key_names import ComponentKeys
+from .state_dict import DOWN, ModuleAdapter
+
+ModuleAdapters = Mapping[str, ModuleAdapter]
+"""By module of the state dict, component included."""
+
+FLUX_WIDTH = 3072
+"""The only width of which diffusers splits the single blocks of a kohya file."""
+
+
+def choose_file_format(
+    adapters: ModuleAdapters, components: Sequence[ComponentKeys], family_format: FileFormat
+) -> FileFormat:
+    """The layout that most programs read right; ``family_format`` is the family's for LoRA."""
+    types = {adapter.adapter_type for adapter in adapters.values()}
+    denoiser = _find_denoiser(components)
+    if types & {"oft", "boft"}:
+        return "diffusers"  # peft's own names
+    if denoiser.name == "unet":
+        return "kohya"
+    if "dora" in types:
+        return "diffusers"
+    if types & {"loha", "lokr"} and (family_format != "kohya" or denoiser.key_style != "diffusers"):
+        return "comfy"  # the adapters of fused modules cannot be fused
+    if denoiser.key_style == "flux" and not _is_flux_convertible(adapters, components):
+        return "diffusers"
+    return family_format
+
+
+def needs_equal_alphas(adapters: ModuleAdapters, components: Sequence[ComponentKeys], file_format: FileFormat) -> bool:
+    """Whether modules have different alphas, which diffusers 0.42.1 mixes up in kohya files of U-Nets."""
+    is_unet = _find_denoiser(components).name == "unet" and file_format != "diffusers"
+    is_lora = all(adapter.adapter_type == "lora" for adapter in adapters.values())
+    return is_unet and is_lora and len({adapter.alpha for adapter in adapters.values()}) > 1
+
+
+def list_client_losses(
+    adapters: ModuleAdapters, components: Sequence[ComponentKeys], file_format: FileFormat, equal_alphas: bool = False
+) -> dict[str, str]:
+    """What diffusers and ComfyUI do not read right of a file in this layout."""
+    types = {adapter.adapter_type for adapter in adapters.values()}
+    if types & {"oft", "boft"}:
+        name = "/".join(sorted(types)).upper()
+        return {"diffusers": f"does not load {name}", "ComfyUI": f"does not load {name}; peft does"}
+    reasons: dict[str, list[str]] = {"diffusers": [], "ComfyUI": []}
+    for client, reason in _iter_losses(adapters, types, components, file_format, equal_alphas):
+        reasons[client].append(reason)
+    return {client: " and ".join(each) for client, each in reasons.items() if each}
+
+
+def format_client_losses(losses: Mapping[str, str]) -> str:
+    """One line of warning."""
+    return "; ".join(f"{client} {reason}" for client, reason in losses.items())
+
+
+def _iter_losses(
+    adapters: ModuleAdapters,
+    types: set[str],
+    components: Sequence[ComponentKeys],
+    file_format: FileFormat,
+    equal_alphas: bool,
+) -> Iterator[tuple[str, str]]:
+    denoiser = _find_denoiser(components)
+    is_unet, is_kohya = denoiser.name == "unet", file_format == "kohya"
+    is_z_image = "z_image" in denoiser.other_key_styles
+    lycoris_types = sorted(types & {"loha", "lokr"})
+    if lycoris_types and not (is_z_image and types == {"lokr"} and file_format == "comfy"):
+        yield "diffusers", f"does not load {'/'.join({'loha': 'LoHa', 'lokr': 'LoKr'}[each] for each in lycoris_types)}"
+    elif any(component.key_style == "t5" for component in _list_trained(adapters, components)):
+        yield "diffusers", "loads no LoRA of T5"
+    if "dora" in types:
+        yield "ComfyUI", "normalizes DoRA by the base weights, so images differ a little"
+        if file_format != "diffusers":
+            yield "diffusers", "ignores the DoRA magnitudes of this layout"
+    if is_unet and not is_kohya and file_format != "comfy":
+        yield "ComfyUI", "loads only part of the layers of this layout"
+    attention_alphas = {adapter.alpha for module, adapter in adapters.items() if ".attn" in module}
+    if is_unet and file_format != "diffusers" and not equal_alphas and len(attention_alphas) > 1:
+        yield "diffusers", "mixes up different alphas of this layout"
+    if is_z_image and is_kohya:
+        yield "ComfyUI", "loads no attention layers of this layout"
+    if lycoris_types or "dora" in types:
+        return
+    if denoiser.key_style == "sd3" and file_format != "diffusers":
+        yield "diffusers", "loads nothing of this layout" if is_kohya else "does not load this layout"
+    if denoiser.key_style == "flux" and is_kohya and not _is_flux_convertible(adapters, components):
+        yield "diffusers", f"converts this layout for a width of {FLUX_WIDTH} only, without T5 and outer layers"
+
+
+def _find_denoiser(components: Sequence[ComponentKeys]) -> ComponentKeys:
+    return next(component for component in components if not component.is_text_encoder)
+
+
+def _list_trained(adapters: ModuleAdapters, components: Sequence[ComponentKeys]) -> list[ComponentKeys]:
+    names = {module.partition(".")[0] for module in adapters}
+    return [component for component in components if component.name in names]
+
+
+def _is_flux_convertible(adapters: ModuleAdapters, components: Sequence[ComponentKeys]) -> bool:
+    """Whether diffusers converts all of a kohya file of FLUX.1."""
+    if any(component.key_style == "t5" for component in _list_trained(adapters, components)):
+        return False
+    denoiser = _find_denoiser(components)
+    prefix = f"{denoiser.name}."
+    own = {module.removeprefix(prefix): each for module, each in adapters.items() if module.startswith(prefix)}
+    for group in denoiser.get_key_map().group_modules(own):
+        parts = [own[module] for module in group.modules if module is not None]
+        if not group.name.startswith(("double_blocks.", "single_blocks.")):
+            return False
+        if len(group.modules) == 4 and any(part.tensors[DOWN].shape[1] != FLUX_WIDTH for part in parts):
+            return False
+        if len({part.scale for part in parts}) > 1:  # cannot be fused
+            return False
+    return True

@@ -1,0 +1,111 @@
+"""The default file of every family and adapter type in diffusers, by output, and what runs say about the other ones."""
+
+import pytest
+import torch
+from adapter_states import list_tensor_shapes
+from client_cases import EVERY, build_trained_case, list_kinds, load_in_diffusers, measure_errors, write_file
+from diffusers import FluxPipeline
+
+from library.adapters.client_support import choose_file_format, list_client_losses
+from library.adapters.formats import convert_to_file_format
+from library.adapters.key_names import ComponentKeys
+from library.adapters.state_dict import group_by_module
+from library.errors import UserError
+
+QUICK_KINDS = ("LoRA", "LoRA, block_alphas", "LoRA, T5", "DoRA")
+DEFAULT = [
+    pytest.param(name, kind, marks=() if kind in QUICK_KINDS else pytest.mark.slow)
+    for name in EVERY
+    for kind in list_kinds(name)
+]
+
+
+def measure(case, path):
+    """The components that diffusers gets wrong; None if it refuses the file."""
+    try:
+        errors = measure_errors(case, load_in_diffusers(case, path))
+    except Exception:
+        return None
+    return {part for part, error in errors.items() if not error < 1e-4}
+
+
+@pytest.mark.parametrize("name, kind", DEFAULT)
+def test_the_default_file_is_right_in_diffusers_or_the_run_says_what_is_lost(name, kind, tmp_path):
+    case = build_trained_case(name, kind)
+    file = write_file(case, tmp_path / "lora.safetensors")
+    wrong = measure(case, tmp_path / "lora.safetensors")
+    assert ("diffusers" in file.client_losses) == (wrong is None or bool(wrong)), (wrong, file.client_losses)
+    if kind in ("LoRA", "LoRA, convolutions", "LoRA, block_alphas", "LoRA, outer layers"):
+        assert file.client_losses == {}
+    if kind == "LoRA, T5":
+        assert len(wrong) == 1, "all but T5 works"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file_format", ["kohya", "diffusers", "comfy"])
+@pytest.mark.parametrize("name, kind", [(name, kind) for name in EVERY for kind in list_kinds(name)])
+def test_every_layout_is_right_in_diffusers_or_the_run_says_what_is_lost(name, kind, file_format, tmp_path):
+    case = build_trained_case(name, kind)
+    try:
+        file = write_file(case, tmp_path / "lora.safetensors", file_format)
+    except UserError:
+        return
+    wrong = measure(case, tmp_path / "lora.safetensors")
+    assert ("diffusers" in file.client_losses) == (wrong is None or bool(wrong)), (wrong, file.client_losses)
+
+
+def build_flux_state(width):
+    """A LoRA of one double and one single block, and of T5 if asked for."""
+    blocks = {
+        "transformer_blocks.0": (
+            *((f"attn.{part}", width, width) for part in ("to_q", "to_k", "to_v", "to_out.0")),
+            *((f"attn.{part}", width, width) for part in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
+            *((f"{ff}.net.0.proj", 4 * width, width) for ff in ("ff", "ff_context")),
+            *((f"{ff}.net.2", width, 4 * width) for ff in ("ff", "ff_context")),
+            *((f"{norm}.linear", 6 * width, width) for norm in ("norm1", "norm1_context")),
+        ),
+        "single_transformer_blocks.0": (
+            *((f"attn.{part}", width, width) for part in ("to_q", "to_k", "to_v")),
+            *(("proj_mlp", 4 * width, width), ("proj_out", width, 5 * width), ("norm.linear", 3 * width, width)),
+        ),
+    }
+    state, draw = {}, torch.Generator().manual_seed(0)
+    for block, layers in blocks.items():
+        for layer, outputs, inputs in layers:
+            for end, shape in list_tensor_shapes("lora", (outputs, inputs), 2).items():
+                state[f"transformer.{block}.{layer}.{end}"] = torch.randn(shape, generator=draw)
+    for block, first, others in (
+        ("transformer_blocks.0", "attn.to_q", ("attn.to_k", "attn.to_v")),
+        ("transformer_blocks.0", "attn.add_q_proj", ("attn.add_k_proj", "attn.add_v_proj")),
+        ("single_transformer_blocks.0", "attn.to_q", ("attn.to_k", "attn.to_v", "proj_mlp")),
+    ):
+        for other in others:  # as they are trained
+            state[f"transformer.{block}.{other}.lora_A.weight"] = state[f"transformer.{block}.{first}.lora_A.weight"]
+    modules = {key.rpartition(".lora_")[0]: 1.5 for key in state}
+    names = [module.removeprefix("transformer.") for module in modules]
+    return state, modules, [ComponentKeys("transformer", tuple(names), "lora_unet", "flux")]
+
+
+def test_flux_of_the_published_width_gets_sd_scripts_keys_which_diffusers_converts_to_the_same_layers():
+    state, alphas, parts = build_flux_state(3072)
+    adapters = group_by_module(state, alphas)
+    assert choose_file_format(adapters, parts, "kohya") == "kohya"
+    assert list_client_losses(adapters, parts, "kohya") == {}
+    converted = FluxPipeline.lora_state_dict(convert_to_file_format(state, alphas, parts, "kohya")[0])
+    assert {key.partition(".lora_")[0] for key in converted} == set(alphas)
+    for module, adapter in adapters.items():
+        inputs = torch.randn(adapter.tensors["down"].shape[1], generator=torch.Generator().manual_seed(1)).double()
+        expected = adapter.scale * adapter.tensors["up"].double() @ (adapter.tensors["down"].double() @ inputs)
+        down, up = (converted[f"{module}.lora_{end}.weight"].double() for end in "AB")
+        found = up @ (down @ inputs)
+        assert (found - expected).abs().max() < 1e-5 * expected.abs().max(), module
+
+
+def test_flux_files_that_diffusers_cannot_convert_get_diffusers_keys():
+    state, alphas, parts = build_flux_state(64)
+    assert choose_file_format(group_by_module(state, alphas), parts, "kohya") == "diffusers"
+    assert "width of 3072" in list_client_losses(group_by_module(state, alphas), parts, "kohya")["diffusers"]
+    state, alphas, parts = build_flux_state(3072)
+    outer = "transformer.x_embedder"
+    state |= {f"{outer}.lora_A.weight": torch.ones(2, 64), f"{outer}.lora_B.weight": torch.ones(3072, 2)}
+    assert choose_file_format(group_by_module(state, {**alphas, outer: 1.5}), parts, "kohya") == "diffusers"
