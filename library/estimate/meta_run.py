@@ -216,8 +216,10 @@ class MetaRun:
         self._models = [part for part in self.pipe.components.values() if isinstance(part, nn.Module)]
         for part in self._models:
             part.requires_grad_(False)
-        rank_alphas = read_initial_weights(config.adapter, self.family, model).rank_alphas
-        self.trained, self.adapter = build_trainable_modules(config, self.family, self.pipe, rank_alphas)
+        initial = read_initial_weights(config.adapter, self.family, model)
+        self.trained, self.adapter = build_trainable_modules(
+            config, self.family, self.pipe, initial.rank_alphas, initial.independent_modules
+        )
         if config.distributed.full_bf16:
             cast_trainable_parameters(self.trained, torch.bfloat16)
         self.denoiser: Any = self.trained.denoiser
