@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..config.schema import AdapterConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
-from ..config.schema_data import DataConfig
+from ..config.schema_data import DataConfig, ValidateConfig
 from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.schema_output import SaveConfig
 from ..config.types import split_keyword_args
@@ -46,6 +46,7 @@ class RunMetadata:
     session_id: int
     num_train_images: int  # with repeats, without regularization images
     num_reg_images: int
+    num_validation_images: int
     num_batches_per_epoch: int
     resolution: tuple[int, int]  # width, height
     dataset_metadata: Mapping[str, str]  # ss_ keys of the dataset
@@ -63,7 +64,8 @@ def build_metadata(config: RunConfig, model: BaseModelMetadata, run: RunMetadata
         return _convert_values_to_str(minimum)
     objective = _build_objective_metadata(config.noise, config.loss)
     if model.prediction_type == "flow":
-        objective |= _build_flow_metadata(config.noise, config.model)
+        objective |= _build_flow_metadata(config.noise)
+    objective |= _build_family_metadata(model.architecture, config.model)
     return _convert_values_to_str(
         {
             **minimum,
@@ -72,6 +74,9 @@ def build_metadata(config: RunConfig, model: BaseModelMetadata, run: RunMetadata
             **_build_run_metadata(run),
             **_build_optim_metadata(config.optim),
             **_build_options_metadata(config.train, config.data, config.model),
+            **_build_validation_metadata(config.data, config.validate),
+            **_build_memory_metadata(config.model),
+            "ss_sd_scripts_commit_hash": "",  # it is another program
             "ss_output_name": config.save.output_name,
             "ss_training_comment": config.save.training_comment,
             "ss_network_dropout": config.adapter.network_dropout or None,
@@ -121,6 +126,7 @@ def _build_run_metadata(run: RunMetadata) -> dict[str, Any]:
         "ss_num_epochs": run.num_epochs,
         "ss_num_train_images": run.num_train_images,
         "ss_num_reg_images": run.num_reg_images,
+        "ss_num_validation_images": run.num_validation_images,
         "ss_num_batches_per_epoch": run.num_batches_per_epoch,
     }
 
@@ -152,6 +158,27 @@ def _build_options_metadata(train: TrainConfig, data: DataConfig, model: ModelCo
     }
 
 
+def _build_validation_metadata(data: DataConfig, validate: ValidateConfig) -> dict[str, Any]:
+    return {
+        "ss_validation_seed": data.validation_seed,
+        "ss_validation_split": data.validation_split,
+        "ss_max_validation_steps": validate.max_validation_steps,
+        "ss_validate_every_n_epochs": validate.validate_every_n_epochs,
+        "ss_validate_every_n_steps": validate.validate_every_n_steps,
+    }
+
+
+def _build_memory_metadata(model: ModelConfig) -> dict[str, Any]:
+    """What sd-scripts can do to save memory, and the crop at faces, which no option here does."""
+    return {
+        "ss_full_fp16": False,
+        "ss_lowram": False,
+        "ss_fp8_base": False,  # the denoiser only
+        "ss_fp8_base_unet": model.quantize_base == "fp8",
+        "ss_face_crop_aug_range": None,
+    }
+
+
 def _build_objective_metadata(noise: NoiseConfig, loss: LossConfig) -> dict[str, Any]:
     return {
         "ss_noise_offset": noise.noise_offset or None,
@@ -171,7 +198,16 @@ def _build_objective_metadata(noise: NoiseConfig, loss: LossConfig) -> dict[str,
     }
 
 
-def _build_flow_metadata(noise: NoiseConfig, model: ModelConfig) -> dict[str, Any]:
+def _build_family_metadata(architecture: str, model: ModelConfig) -> dict[str, Any]:
+    """What sd-scripts writes for FLUX.1 and SD3 only; padding tokens of texts are attended to here."""
+    if architecture.startswith("flux-1"):
+        return {"ss_model_type": "flux", "ss_apply_t5_attn_mask": False, "ss_guidance_scale": model.guidance_scale}
+    if architecture.startswith("stable-diffusion-3"):
+        return {"ss_apply_lg_attn_mask": False, "ss_apply_t5_attn_mask": False}
+    return {}
+
+
+def _build_flow_metadata(noise: NoiseConfig) -> dict[str, Any]:
     """Written for flow-matching models only, as by sd-scripts."""
     return {
         "ss_timestep_sampling": noise.flow_timestep_sampling,
@@ -182,7 +218,6 @@ def _build_flow_metadata(noise: NoiseConfig, model: ModelConfig) -> dict[str, An
         "ss_logit_std": noise.logit_std,
         "ss_mode_scale": noise.mode_scale,
         "ss_model_prediction_type": "raw",
-        "ss_guidance_scale": model.guidance_scale,
     }
 
 

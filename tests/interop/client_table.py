@@ -34,6 +34,7 @@ from library.adapters.original_layouts import map_to_ldm_names  # noqa: E402
 from library.errors import UserError  # noqa: E402
 
 TOLERANCE = 1e-4
+NO_MODEL = "-"
 CLIENTS = {"comfyui": "ComfyUI", "sd_scripts": "sd-scripts", "lycoris": "LyCORIS"}
 SCRIPTS = {"comfyui": "comfyui.py", "sd_scripts": "sd_scripts.py", "lycoris": "lycoris_networks.py"}
 COMFYUI_TEXT_ENCODERS = {
@@ -201,7 +202,8 @@ def measure_in_diffusers(case: TrainedCase, path: Path) -> str:
     try:
         outputs = client_cases.load_in_diffusers(case, path)
     except Exception as error:  # what a user would see
-        return f"refused: {format_error(error)}"
+        print(f"{case.name} {case.kind}: diffusers: {error!r:.200}", file=sys.stderr)
+        return "refused"
     return format_errors(client_cases.measure_errors(case, outputs))
 
 
@@ -210,10 +212,11 @@ def measure_in_client(root: Path, client: str, row: Mapping[str, Any], case: Tra
     folder = root / case.name / "results"
     result = folder / f"{client}-{row['file']}.json"
     if not result.exists():
-        return "no such model"
+        return NO_MODEL
     found = json.loads(result.read_text())
     if "error" in found:
-        return f"refused: {found['error'][:60]}"
+        print(f"{case.name} {case.kind}: {CLIENTS[client]}: {found['error'][:200]}", file=sys.stderr)
+        return "refused"
     merged: dict[str, dict[str, Tensor]] = {}
     for key, tensor in load_file(folder / f"{client}-{row['file']}").items():
         part, _, name = key.partition("|")
@@ -223,8 +226,7 @@ def measure_in_client(root: Path, client: str, row: Mapping[str, Any], case: Tra
     for part, layout in layouts.items():
         attribute = case.family.denoiser_name if part == "denoiser" else part
         layout.import_weights(getattr(pipe, attribute), merged[part])
-    text = format_errors(client_cases.measure_errors(case, client_cases.compute_outputs(case.name, pipe)))
-    return f"{text}, {found['unread']} tensors unread" if found["unread"] else text
+    return format_errors(client_cases.measure_errors(case, client_cases.compute_outputs(case.name, pipe)))
 
 
 def format_errors(errors: Mapping[str, float]) -> str:
@@ -232,11 +234,9 @@ def format_errors(errors: Mapping[str, float]) -> str:
     wrong = {part: error for part, error in errors.items() if not error < TOLERANCE}
     if not wrong:
         return f"{max(errors.values()):.0e}"
+    if len(wrong) == len(errors) and all(abs(error - 1) < 1e-3 for error in wrong.values()):
+        return "no effect"
     return ", ".join(f"{part} {error:.2f}" for part, error in wrong.items())
-
-
-def format_error(error: Exception) -> str:
-    return f"{type(error).__name__} {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:60]
 
 
 def format_table(rows: list[dict[str, str]], columns: list[str]) -> str:

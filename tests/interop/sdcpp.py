@@ -12,17 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import original_checkpoints
 import torch
 from safetensors.torch import save_file
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+
+import original_checkpoints  # noqa: E402
+
 PROMPT = "a red circle"
 LEFT_OUT = ("model_ema.", "alphas_cumprod")  # the latter is a placeholder in the tests, which the program would use
 
 
 def main(package: str, work: str) -> None:
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), package]
+    sys.path.append(package)
     folder = Path(work)
     (folder / "loras").mkdir(parents=True, exist_ok=True)
     names = write_models(folder)

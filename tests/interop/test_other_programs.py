@@ -32,5 +32,5 @@ def test_other_programs_compute_what_was_trained_or_the_run_says_what_is_lost(tm
             if client == "ComfyUI":
                 assert is_right == (client not in row["losses"]), row
                 assert is_right or row["adapter"] not in LORA, row
-            elif row["format"] == "kohya" and row["adapter"] in LORA and row[client] != "no such model":
+            elif row["format"] == "kohya" and row["adapter"] in LORA and row[client] != "-":
                 assert is_right, row

@@ -13,15 +13,10 @@ from small_unet import CONFIG, TARGETS, randomize_lora_b, run_unet
 from torch import nn
 
 from library.adapters import lora
+from library.adapters.file_comparison import compare_file_with_model
+from library.adapters.file_reader import InvalidAdapterFileError, read_safetensors
 from library.adapters.formats import convert_from_file_format
-from library.adapters.lora_file import (
-    InvalidAdapterFileError,
-    cast_tensors,
-    compare_file_with_model,
-    read_safetensors,
-    verify_adapter_file,
-    write_adapter_file,
-)
+from library.adapters.lora_file import cast_tensors, verify_adapter_file, write_adapter_file
 from library.errors import UserError
 
 META = {"ss_network_dim": "6", "ss_v2": "False"}
@@ -167,7 +162,7 @@ def test_a_truncated_file_and_changed_metadata_are_detected(tmp_path, tensors):
     with pytest.raises(InvalidAdapterFileError, match="metadata differs: ss_v2"):
         verify_adapter_file(path, tensors, META)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(InvalidAdapterFileError, match="cannot be read as safetensors"):
+    with pytest.raises(InvalidAdapterFileError, match=r"is truncated: [0-9,]+ of [0-9,]+ bytes"):
         verify_adapter_file(path, tensors, META)
 
 

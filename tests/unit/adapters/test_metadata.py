@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from library.adapters.lora_file import read_safetensors, write_adapter_file
+from library.adapters.file_reader import read_safetensors
+from library.adapters.lora_file import write_adapter_file
 from library.adapters.metadata import (
     MODELSPEC_USER_KEYS,
     BaseModelMetadata,
@@ -33,6 +34,7 @@ RUN = RunMetadata(
     session_id=7,
     num_train_images=32,
     num_reg_images=0,
+    num_validation_images=0,
     num_batches_per_epoch=16,
     resolution=(96, 64),
     dataset_metadata={"ss_tag_frequency": '{"cats": {"a cat": 3}}'},
@@ -92,6 +94,66 @@ def test_the_run_is_described_with_sd_scripts_keys():
     }
     assert actual.items() >= expected.items()
     assert all(type(value) is str for value in actual.values())
+
+
+ALWAYS = """session_id training_started_at output_name learning_rate text_encoder_lr unet_lr num_train_images
+    num_validation_images num_reg_images num_batches_per_epoch num_epochs gradient_checkpointing
+    gradient_accumulation_steps max_train_steps lr_warmup_steps lr_scheduler network_module network_dim network_alpha
+    network_dropout mixed_precision full_fp16 v2 base_model_version clip_skip max_token_length cache_latents seed lowram
+    noise_offset multires_noise_iterations multires_noise_discount adaptive_noise_scale zero_terminal_snr
+    training_comment sd_scripts_commit_hash optimizer max_grad_norm caption_dropout_rate
+    caption_dropout_every_n_epochs caption_tag_dropout_rate face_crop_aug_range prior_loss_weight min_snr_gamma
+    scale_weight_norms ip_noise_gamma debiased_estimation noise_offset_random_strength ip_noise_gamma_random_strength
+    loss_type huber_schedule huber_scale huber_c fp8_base fp8_base_unet validation_seed validation_split
+    max_validation_steps validate_every_n_epochs validate_every_n_steps resize_interpolation training_finished_at steps
+    epoch sd_model_name""".split()
+FLOW = "weighting_scheme logit_mean logit_std mode_scale".split()
+SD_SCRIPTS_KEYS = {
+    "stable-diffusion-v1": ALWAYS,
+    "stable-diffusion-xl-v1-base": ALWAYS,
+    "flux-1-dev": [
+        *(*ALWAYS, *FLOW, "model_type", "apply_t5_attn_mask", "guidance_scale", "timestep_sampling"),
+        *("sigmoid_scale", "model_prediction_type", "discrete_flow_shift"),
+    ],
+    "stable-diffusion-3-medium": [*ALWAYS, *FLOW, "apply_lg_attn_mask", "apply_t5_attn_mask"],
+}
+"""What sd-scripts writes whatever the settings, besides the keys of the dataset."""
+OURS_TOO = {
+    "network_args",  # sd-scripts: if there are any
+    "tag_frequency",  # given here as the dataset's
+    *("timestep_sampling", "sigmoid_scale", "discrete_flow_shift", "model_prediction_type"),  # of SD3
+}
+
+
+@pytest.mark.parametrize("architecture", SD_SCRIPTS_KEYS)
+def test_the_keys_are_those_that_sd_scripts_writes(architecture):
+    kind = "epsilon" if "stable-diffusion-v1" in architecture or "xl" in architecture else "flow"
+    actual = build_metadata(CONFIG, BaseModelMetadata("x", architecture, kind), RUN, "x")
+    written = {key.removeprefix("ss_") for key in actual if key.startswith("ss_")}
+    expected = set(SD_SCRIPTS_KEYS[architecture])
+    assert expected - written == set()
+    assert written - expected <= OURS_TOO
+
+
+def test_options_that_only_sd_scripts_has_are_written_as_unset():
+    actual = build_run_metadata()
+    expected = {
+        "ss_full_fp16": "False",
+        "ss_lowram": "False",
+        "ss_fp8_base": "False",
+        "ss_fp8_base_unet": "False",
+        "ss_face_crop_aug_range": "None",
+        "ss_num_validation_images": "0",
+        "ss_validation_seed": "None",
+        "ss_validation_split": "0.0",
+        "ss_max_validation_steps": "None",
+        "ss_validate_every_n_epochs": "None",
+        "ss_validate_every_n_steps": "None",
+        "ss_sd_scripts_commit_hash": "",
+    }
+    assert {key: actual[key] for key in expected} == expected
+    fp8 = build_run_metadata(dataclasses.replace(CONFIG, model=ModelConfig(quantize_base="fp8")))
+    assert fp8["ss_fp8_base_unet"] == "True"
 
 
 def test_noise_and_loss_options_are_written_and_those_of_flow_matching_for_flow_models():

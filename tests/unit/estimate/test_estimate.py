@@ -235,6 +235,31 @@ def test_memory_counts_until_its_last_tensor_is_freed():
     assert meter.read_and_reset() == (40, 440, 40) and meter.read_and_reset() == (40, 40, 0)
 
 
+def test_equal_ops_on_the_meta_device_count_like_the_first():
+    def run(meter):
+        x = torch.empty(4, 8, device="meta")
+        y = torch.nn.functional.layer_norm(x @ x.T, (4,)).transpose(0, 1)
+        z = torch.cat([y, y + 1.0]).softmax(0)
+        assert (z.shape, z.dtype, (z > 0).dtype, (y + 1).stride()) == ((8, 4), torch.float32, torch.bool, (1, 4))
+        del x, y, z
+        return meter.read_and_reset()
+
+    with MemoryMeter(torch.device("meta")) as meter:
+        first, second = run(meter), run(meter)
+    assert first == second and first[0] == 0 and first[1] > 0 and first[2] == 2 * 4 * 4 * 8
+
+
+def test_runs_with_other_cached_outputs_share_a_step():
+    uncached, cached = ((*RUN, f"--{no}cache_latents", f"--{no}cache_text_encoder_outputs") for no in ("no-", ""))
+    runs, found = {}, []
+    for flags in (uncached, cached):
+        config, explicit, model = load_config(*flags)
+        layouts, _ = LayoutFinder(config, explicit, model, 1).find_layouts()
+        found.append(estimate_layouts(layouts[:1], model, SMALL, Devices(1, 2**40), runs=runs)[0].memory)
+    assert len(runs) == 1 and found[1] == estimate(1, *cached, batch=SMALL)[0].memory
+    assert found[0].weights > found[1].weights and found[0].activations > found[1].activations
+
+
 def test_the_peaks_of_parts_add_up_to_the_peak_of_the_step():
     one, two = StepMemory(100, 150, 80, 1), StepMemory(20, 30, 5, 2)
     assert (one + two) == StepMemory(120, 150, 60, 3) and (one + two).peak == 180  # the backward pass of the first part
