@@ -1,6 +1,7 @@
 """Facts of the UNet families (Stable Diffusion 1, 2 and XL), and the UNet layers that get a LoRA."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ..config.schema import ModelConfig
 from .facts import FamilyFacts, FamilyMatch
@@ -94,20 +95,13 @@ SD1_FACTS = FamilyFacts(
     },
 )
 
-SD2_FACTS = FamilyFacts(
+SD2_FACTS = replace(
+    SD1_FACTS,
     name="sd2",
     title="Stable Diffusion 2",
-    pipeline_class="StableDiffusionPipeline",
-    denoiser_name="unet",
-    components=("unet", "vae", "text_encoder", "tokenizer"),
     match_configs=match_sd2,
     component_options={"vae": "vae"},
-    text_encoders=("text_encoder",),
-    extra_options=("clip_skip", "max_token_length"),
-    validate_options=_validate_clip_skip,
     single_file_prefixes={"unet": _UNET_PREFIXES, "vae": _VAE_PREFIXES, "text_encoder": ("cond_stage_model.model.",)},
-    single_file_keys=SD1_FACTS.single_file_keys,
-    shape_checks=SD1_FACTS.shape_checks,
 )
 
 SDXL_FACTS = FamilyFacts(
