@@ -5,6 +5,7 @@ from importlib.util import find_spec
 import pytest
 from data_paths import ROOT
 
+from library import cli
 from library.training.preflight import find_settings_problems, load_settings
 
 DEMO = ["--dataset_config", str(ROOT / "dataset_configs" / "demo.toml")]
@@ -69,6 +70,14 @@ def test_an_upload_needs_a_token_at_the_start(monkeypatch, tmp_path):
     assert find_problems("--huggingface_repo_id", "me/mine") == [
         "--huggingface_repo_id: no token for the hub; run `hf auth login` or set HF_TOKEN"
     ]
+
+
+def test_a_problem_that_is_found_after_the_image_scan_has_its_line(tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    path.write_text("max_train_epochs = 1\nlr_scheduler = 'cosine'\nlr_warmup_steps = 999\n")
+
+    assert cli.main([*DEMO, "--config_file", str(path), "--output_dir", str(tmp_path), "--dry_run"]) == 2
+    assert f"  {path}:3: lr_warmup_steps: 999 warmup steps, but the run has 10 steps" in capsys.readouterr().err
 
 
 def test_every_problem_of_a_run_file_has_its_line(tmp_path):
