@@ -274,7 +274,7 @@ def test_a_run_starts_from_network_weights_and_deletes_old_files(tmp_path):
         first,
         "--dim_from_weights",
         "--learning_rate",
-        "0",
+        "1e-12",
         "--save_format",
         "diffusers",
     )
