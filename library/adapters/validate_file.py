@@ -15,6 +15,7 @@ UNREAD_KINDS: Mapping[str, str] = {
     r"\.on_input$": "(IA)3",
     r"\.lora_embedding_[AB]$|\.lora_embedding_[AB]\.": "LoRA of embeddings",
     r"\.lora_(B|up)\.bias$": "LoRA with a bias (peft's lora_bias)",
+    r"\.oft_blocks\.\d+$": "OFT of sd-scripts for FLUX.1 (networks.oft_flux)",
     r"\.lora_E$|\.ranknum$": "AdaLoRA",
     r"\.vera_lambda_[bd]$": "VeRA",
     r"\.(set|reshape)_weight$": "whole weights (ComfyUI's set_weight)",

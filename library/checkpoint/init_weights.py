@@ -1,6 +1,7 @@
 """LoRA files a run starts from: ``base_weights``, merged into the model, and ``network_weights``, for the adapter."""
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -100,13 +101,25 @@ def _read_contents(
         text = str(error)
         problems.append(f"--{option}: {text if text.startswith(path) else f'{path}: {text}'}")
         return None
-    if misfits := list(find_size_problems(content.updates, shapes)):
-        problems.append(f"--{option}: {path}: {describe_size_problems(misfits, len(content.alphas), metadata)}")
+    if misfits := [*find_size_problems(content.updates, shapes), *_list_fused_misfits(content, shapes)]:
+        count = len(content.alphas) + len(content.fused)
+        problems.append(f"--{option}: {path}: {describe_size_problems(misfits, count, metadata)}")
         return None
     if not content.alphas and not content.fused:
         problems.append(f"--{option}: {path}: it has no LoRA layers{describe_origin(metadata)}")
         return None
     return content
+
+
+def _list_fused_misfits(content: AdapterFileContents, shapes: Mapping[str, Sequence[int]]) -> Iterator[str]:
+    """Fused layers whose sizes are others in the file than all their parts have together in the model."""
+    for name, fused in content.fused.items():
+        parts = [shapes.get(f"{fused.component}.{module}") for module in fused.group.modules]
+        known = [part for part in parts if part is not None]
+        expected = sum(part[0] for part in known), math.prod(known[0][1:]) if known else 0
+        if len(known) < len(parts) or fused.update.shape not in ((0, 0), expected):
+            outputs, inputs = fused.update.shape
+            yield f"{name} has {outputs} x {inputs} weights in the file and {expected[0]} x {expected[1]} in the model"
 
 
 def _inspect_base_file(
@@ -236,14 +249,12 @@ def merge_base_weights(pipe: Any, initial_weights: InitialWeights) -> None:
 @torch.no_grad()
 def _merge_fused_adapters(pipe: Any, content: AdapterFileContents, multiplier: float) -> None:
     """Merge updates of fused layers into the weights of their parts together, in the original order."""
-    for name, fused in content.fused.items():
+    for fused in content.fused.values():
         component = getattr(pipe, fused.component)
         weights = [component.get_submodule(module).weight for module in fused.group.modules if module is not None]
         rows = torch.cat(weights)
         swaps = needs_scale_shift_swap(fused.update, fused.group.original)
         rows = torch.cat(rows.chunk(2)[::-1]) if swaps else rows
-        if None in fused.group.modules or fused.update.shape not in ((0, 0), (len(rows), rows.shape[1])):
-            raise UserError(f"--base_weights: {name} has other sizes than this model")
         merge_adapter(rows, fused.update, multiplier)
         rows = torch.cat(rows.chunk(2)[::-1]) if swaps else rows
         start = 0

@@ -87,6 +87,52 @@ def test_half_a_multiplier_is_half_the_difference_of_the_weights(kind):
     torch.testing.assert_close(half, (full + parts["base"]["weight"]) / 2)
 
 
+@torch.no_grad()
+def test_an_oft_of_sd_scripts_is_that_of_lycoris():
+    """networks.oft writes the same tensors under another prefix."""
+    parts = read_kind("diag-oft")
+    adapter, _ = read_layer({f"oft_unet_layer.{key}": tensor for key, tensor in parts["file"].items()})
+    layer = build_layer("diag-oft", parts["base"])
+
+    merge_adapter(layer.weight, adapter, 1.0)
+
+    torch.testing.assert_close(layer(parts["in"]), parts["out"], rtol=1e-5, atol=1e-5)
+
+
+FUSED_SHAPES = {
+    "loha": {"hada_w1_a": (24, 2), "hada_w1_b": (2, 8), "hada_w2_a": (24, 2), "hada_w2_b": (2, 8)},
+    "lokr": {"lokr_w1": (6, 2), "lokr_w2_a": (4, 2), "lokr_w2_b": (2, 4)},
+    "glora": {"a1.weight": (8, 2), "a2.weight": (2, 8), "b1.weight": (24, 2), "b2.weight": (2, 8)},
+    "full": {"diff": (24, 8)},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", FUSED_SHAPES)
+def test_a_fused_layer_is_split_into_query_key_and_value_and_fused_again(kind):
+    modules = tuple(f"transformer_blocks.0.attn.to_{part}" for part in "qkv")
+    component = ComponentKeys("transformer", modules, "lora_unet", "flux")
+    draw = torch.Generator().manual_seed(3)
+    name = "lora_unet_double_blocks_0_img_attn_qkv"
+    tensors = {f"{name}.{key}": torch.randn(shape, generator=draw) for key, shape in FUSED_SHAPES[kind].items()}
+    tensors |= {} if kind == "full" else {f"{name}.alpha": torch.tensor(2.0)}
+    plain = ComponentKeys("unet", ("layer",), "lora_unet")
+    whole = convert_from_file_format(
+        {key.replace(name, "lora_unet_layer"): tensor for key, tensor in tensors.items()}, {}, [plain]
+    ).updates["unet.layer"]
+    base = torch.randn(24, 8, generator=draw)
+    expected, parts = base.clone(), [rows.clone() for rows in base.chunk(3)]
+    merge_adapter(expected, whole, 1.0)
+
+    content = convert_from_file_format(tensors, {}, [component])
+    for rows, module in zip(parts, modules, strict=True):
+        merge_adapter(rows, content.updates[f"transformer.{module}"], 1.0)
+
+    torch.testing.assert_close(torch.cat(parts), expected)
+    back, _ = convert_to_file_format(content.state_dict, content.alphas, [component], "kohya")
+    assert back.keys() == tensors.keys()
+
+
 @pytest.mark.parametrize("kind", ["glora", "diag-oft", "layer norm", "full"])
 def test_diffusers_files_cannot_hold_types_of_lycoris(kind):
     parts = read_kind(kind)

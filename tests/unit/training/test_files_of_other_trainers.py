@@ -349,6 +349,9 @@ def test_a_fused_layer_of_lycoris_that_cannot_be_split_is_merged(tmp_path):
 
     with pytest.raises(ConfigError, match=f"{name}: .*it can be merged"):
         read("flux", network_weights=str(path), network_module="networks.lokr", dim_from_weights=True)
+    save_file({f"{name}.lokr_w1": first, f"{name}.lokr_w2": second[:-2]}, tmp_path / "small.safetensors")
+    with pytest.raises(ConfigError, match=f"1 of 1 layers have other sizes than this model: {name} has "):
+        read("flux", base_weights=(str(tmp_path / "small.safetensors"),))
     tiny, _, _, initial = read("flux", base_weights=(str(path),))
     merge_base_weights(tiny.pipe, initial)
 
