@@ -178,6 +178,12 @@ class TrainConfig:
     blocks_to_swap: int = define_option(
         0, "number of denoiser blocks whose frozen weights are kept in CPU memory and prefetched when needed", minimum=0
     )
+    block_swap_window_mb: int = define_option(
+        0,
+        "blocks_to_swap: MiB of fetched weights that the device may still have to use;"
+        " 0: the largest swapped block, at least 256",
+        minimum=0,
+    )
     seed: int = define_option(42, "random seed of the run", minimum=0)
     max_nan_steps: int = define_option(
         10, "stop after this many steps with a NaN or Inf loss or gradient; each of them is skipped", minimum=1

@@ -198,6 +198,8 @@ def _find_unused_memory_options(
         for name in CHECKPOINTING_OPTIONS:
             if getattr(train, name) != getattr(TrainConfig, name):
                 yield name, "gradient_checkpointing is not set"
+    if not train.blocks_to_swap and train.block_swap_window_mb:
+        yield "block_swap_window_mb", "blocks_to_swap is not set"
     if parallel.pp_size == 1:
         yield "pp_schedule", "pp_size is 1"
 

@@ -129,7 +129,7 @@ def _format_repeats(repeats: Sequence[float]) -> str:
         return ""
     least, most = min(repeats), max(repeats)
     times = f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
-    return f" x {times} repeats = {_format_number(sum(repeats))} per epoch"
+    return f" x {times} repeat{'s' * (times != '1')} = {_format_number(sum(repeats))} per epoch"
 
 
 def _format_bucket_table(manifest: Manifest, buckets: Sequence[BucketSummary]) -> str:

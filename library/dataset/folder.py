@@ -22,7 +22,7 @@ from .caption_files import (
 )
 from .file_discovery import DirectoryTree, select_paths, walk_directory
 from .image_ref import ImageRef
-from .kohya_folders import find_unused_folder_names, parse_folder_name
+from .kohya_folders import find_unused_folder_names, has_images, parse_folder_name
 from .listing import IMAGE_EXTENSIONS, ImageCaption, SubsetListing, format_count, format_first_names, is_image_file
 from .metadata_file import TABLE_EXTENSIONS, read_metadata_table, read_utf8_file, resolve_file_column
 from .schema import SubsetConfig
@@ -270,15 +270,7 @@ def _describe_content(folder: Path, tree: DirectoryTree) -> str:
 
 def _list_image_folders(folder: Path, names: Sequence[str]) -> list[str]:
     """List the subfolders that contain images."""
-    return [name for name in names[:_MAX_FOLDERS_SEARCHED] if _has_images(folder / name)]
-
-
-def _has_images(folder: Path) -> bool:
-    try:
-        with os.scandir(folder) as entries:
-            return any(is_image_file(entry.name) for entry in entries)
-    except OSError:
-        return False
+    return [name for name in names[:_MAX_FOLDERS_SEARCHED] if has_images(folder / name)]
 
 
 def _count_images(folder: Path) -> int:

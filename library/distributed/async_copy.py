@@ -81,10 +81,10 @@ class HostSnapshot:
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Queue a copy to host memory, pinned for CUDA."""
+    """Queue a copy to host memory, pinned if the device has memory of its own."""
     if tensor.is_meta:  # for estimates: a tensor of the right shape that takes no memory
         return torch.empty(1, dtype=tensor.dtype).expand(tensor.shape)
-    buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+    buffer = torch.empty_like(tensor, device="cpu", pin_memory=has_device_memory(tensor.device))
     return buffer.copy_(tensor.detach(), non_blocking=True)
 
 

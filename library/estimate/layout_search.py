@@ -196,7 +196,7 @@ def estimate_images_per_second(
     computation = (micro_batches + bubble) * flops / devices.flops
     frozen_bytes = sum(parameter.nbytes for parameter in run.frozen)
     passes = 3 if config.train.gradient_checkpointing else 2
-    gathered_bytes = float(passes * run.offloaded_bytes)
+    gathered_bytes = 2.0 * run.offloaded.total
     if sharding is not None:
         passes = passes if sharding.reshard_after_forward else 1
         gathered_bytes = passes * frozen_bytes * (sharding.dp_shard - 1 + sharding.offload_params) / sharding.dp_shard

@@ -17,7 +17,6 @@ from ..errors import UserError
 from ..optim.optimizers import ParamGroup, build_optimizer
 from ..parallel.device_map import build_device_map, iter_weight_devices
 from ..parallel.fsdp import find_fsdp_blocks
-from ..parallel.offload import MAX_BYTES_AHEAD
 from ..parallel.pipeline_stages import partition_blocks
 from .meta_run import MetaRun, StepMemory, count_frozen_bytes
 from .parallel_layouts import ParallelLayout
@@ -159,7 +158,7 @@ def _estimate_part(
     elements = round(part.trainable_share * sum(parameter.numel() for parameter in run.trainable))
     gradients, optimizer = adapters, round(part.trainable_share * optimizer_state)
     activations = part.count_activation_bytes(run.encoding_peak)
-    weights, gathered = part.frozen_bytes, min(run.offloaded_bytes, MAX_BYTES_AHEAD)
+    weights, gathered = part.frozen_bytes, run.offloaded.count_device_bytes(train.gradient_checkpointing)
     buffers = 0
     if layout.dims.pp > 1:
         buffers = int(train.gradient_accumulation_steps * (part.received_bytes + part.sent_bytes) * buffered_shapes)

@@ -26,7 +26,7 @@ from ..models.families import FAMILIES
 from ..models.loading import load_pipeline_on_meta
 from ..optim.optimizers import ParamGroup
 from ..parallel.context_parallel import ContextParallel
-from ..parallel.offload import is_quantized_or_offloaded, quantize_and_offload_base
+from ..parallel.offload import OffloadedBytes, is_quantized_or_offloaded, quantize_and_offload_base
 from ..parallel.parallel_plan import Activations, build_parallel_plan
 from ..parallel.pipeline_stages import StageRunner
 from ..parallel.quantize import FrozenConv2d, FrozenLinear, QuantizedWeight
@@ -220,10 +220,10 @@ class MetaRun:
         if config.distributed.full_bf16:
             cast_trainable_parameters(self.trained, torch.bfloat16)
         self.denoiser: Any = self.trained.denoiser
-        self.offloaded_bytes = 0
+        self.offloaded = OffloadedBytes()
         """Frozen weights in host memory (``blocks_to_swap``)."""
         if is_quantized_or_offloaded(config.model, config.train):
-            self.offloaded_bytes = quantize_and_offload_base(self.denoiser, META, config.model, config.train)
+            self.offloaded = quantize_and_offload_base(self.denoiser, META, config.model, config.train)
             self._cast_inputs_of_frozen_layers()
         self.trainable = get_trainable_parameters(self.trained)
         self.task = DiffusionTask(

@@ -3,13 +3,17 @@
 Offloaded weights are frozen, so they are only ever copied to the device and dropped after use.  The order of use is
 recorded in the first step; from then on the next weight is prefetched while the current one is used.
 
+With activation checkpointing, a weight stays on the device from the recomputation of its block to the block's backward,
+so it is copied twice per step, as without checkpointing.
+
 The host runs ahead of the device and would allocate weights that the device uses much later.  So it waits for the
-device at ``MAX_BYTES_AHEAD``, which leaves the device enough queued work.
+device at ``--block_swap_window_mb``, by default one offloaded block, which leaves the device enough queued work.
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,16 +29,34 @@ AccessHistory = tuple[bool, tuple[int, ...]]
 """Whether in a backward pass, and the latest weights: activation checkpointing fetches in more than one order."""
 
 HISTORY_LENGTH = 3
-MAX_BYTES_AHEAD = 2**28
-"""Bytes of fetched weights that the device may still have to use."""
+MIN_WINDOW_BYTES = 2**28
+"""The smallest default of the window: bytes of fetched weights that the device may still have to use."""
+
+
+@dataclass(frozen=True)
+class OffloadedBytes:
+    """What ``--blocks_to_swap`` keeps in host memory, and what it needs on the device while a step runs."""
+
+    total: int = 0
+    largest_block: int = 0
+    window: int = 0
+
+    def count_device_bytes(self, is_checkpointed: bool) -> int:
+        """Count copies on the device at once: the window, and the block whose recomputation waits for its backward."""
+        return min(self.total, self.window + is_checkpointed * self.largest_block)
 
 
 class WeightOffloader:
     """Weights in host memory, fetched by index."""
 
-    def __init__(self, device: torch.device, copy: Callable[[Tensor], Tensor] | None = None):
+    def __init__(
+        self,
+        device: torch.device,
+        copy: Callable[[Tensor], Tensor] | None = None,
+        window_bytes: int = MIN_WINDOW_BYTES,
+    ):
         """``copy`` starts an asynchronous copy of a tensor to the device."""
-        self.device, self.host_weights = device, list[QuantizedWeight]()
+        self.device, self.window_bytes, self.host_weights = device, window_bytes, list[QuantizedWeight]()
         self.prefetch_hits = 0
         """Fetches whose weight was prefetched."""
         self._copy_stream = CopyStream(device)
@@ -42,6 +64,8 @@ class WeightOffloader:
         self._next_index: dict[AccessHistory, int] = {}
         self._history: AccessHistory = (False, ())
         self._prefetched: tuple[int, QuantizedWeight] | None = None
+        self._recomputed: dict[int, QuantizedWeight] = {}
+        """Weights of the block that is recomputed, which its backward uses next."""
         self._in_flight = deque[tuple[Any, int]]()
         """Events after the use of each weight on the device, and the weights' bytes."""
         self._bytes_in_use = 0
@@ -50,16 +74,26 @@ class WeightOffloader:
         """Move a weight to (pinned) host memory and return the function that fetches it."""
         index = len(self.host_weights)
         self.host_weights.append(weight.map_tensors(copy_to_host))
-        return lambda: self.fetch(index)
+        return partial(self.fetch, index)
 
-    def fetch(self, index: int) -> QuantizedWeight:
-        """Return the weight on the device, and prefetch the one that was used after it last time."""
+    def fetch(self, index: int, in_backward: bool = False) -> QuantizedWeight:
+        """Return the weight on the device, and prefetch the one that was copied after it last time.
+
+        ``in_backward`` for the backward of a layer; a forward inside of a backward pass recomputes a block.
+        """
+        is_backward_pass = torch._C._current_graph_task_id() != -1
         self._limit_bytes_ahead()
+        if not is_backward_pass:
+            self._recomputed.clear()  # of layers whose backward was not needed
+        if in_backward and (recomputed := self._recomputed.pop(index, None)) is not None:
+            self._bytes_in_use = recomputed.nbytes
+            return recomputed
         weight = self._take_prefetched(index)
-        self._bytes_in_use = weight.nbytes
-        is_backward = torch._C._current_graph_task_id() != -1
+        if is_backward_pass and not in_backward:
+            self._recomputed[index] = weight
+        self._bytes_in_use = 0 if index in self._recomputed else weight.nbytes
         self._next_index[self._history] = index
-        self._history = (is_backward, (*self._history[1], index)[-HISTORY_LENGTH:])
+        self._history = (is_backward_pass, (*self._history[1], index)[-HISTORY_LENGTH:])
         following = self._next_index.get(self._history)
         if following is not None:
             copy_next = partial(self.host_weights[following].map_tensors, self._copy)
@@ -71,7 +105,7 @@ class WeightOffloader:
         if (event := self._copy_stream.record_event()) is None:
             return
         self._in_flight.append((event, self._bytes_in_use))
-        while sum(num_bytes for _, num_bytes in self._in_flight) > MAX_BYTES_AHEAD:
+        while sum(num_bytes for _, num_bytes in self._in_flight) > self.window_bytes:
             self._in_flight.popleft()[0].synchronize()
 
     def _take_prefetched(self, index: int) -> QuantizedWeight:
@@ -88,14 +122,14 @@ def is_quantized_or_offloaded(model: ModelConfig, train: TrainConfig) -> bool:
     return bool(train.blocks_to_swap) or model.quantize_base != "none"
 
 
-def quantize_and_offload_base(denoiser: nn.Module, device: torch.device, model: ModelConfig, train: TrainConfig) -> int:
-    """Quantize the frozen weights of all blocks, and offload some blocks, evenly spread so that copies overlap.
-
-    Return the bytes in host memory.
-    """
+def quantize_and_offload_base(
+    denoiser: nn.Module, device: torch.device, model: ModelConfig, train: TrainConfig
+) -> OffloadedBytes:
+    """Quantize the frozen weights of all blocks, and offload some blocks, evenly spread so that copies overlap."""
     blocks, quant_type, offloader = find_innermost_blocks(denoiser), model.quantize_base, WeightOffloader(device)
     swapped = set(select_spread_indices(len(blocks), train.blocks_to_swap))
-    bytes_before = bytes_on_device = bytes_on_host = 0
+    bytes_before = bytes_on_device = 0
+    offloaded = dict.fromkeys(swapped, 0)
     for index, block in enumerate(blocks):
         for layer in block.modules():
             if not can_convert_frozen_layer(layer) or (quant_type == "none" and index not in swapped):
@@ -105,10 +139,13 @@ def quantize_and_offload_base(denoiser: nn.Module, device: torch.device, model: 
             weight = QuantizedWeight.quantize(own.weight.to(device), quant_type)
             if index in swapped:
                 convert_frozen_layer(layer, offloader.offload(weight))
-                bytes_on_host += weight.nbytes
+                offloaded[index] += weight.nbytes
             else:
                 convert_frozen_layer(layer, weight.get)
                 bytes_on_device += weight.nbytes
+    largest_block = max(offloaded.values(), default=0)
+    offloader.window_bytes = train.block_swap_window_mb * 2**20 or max(MIN_WINDOW_BYTES, largest_block)
+    result = OffloadedBytes(sum(offloaded.values()), largest_block, offloader.window_bytes)
     logger.info(
         "base model: frozen weights of %d blocks: %.2f GB -> %.2f GB on the device (%s), %d blocks offloaded (%.2f GB)",
         len(blocks),
@@ -116,9 +153,9 @@ def quantize_and_offload_base(denoiser: nn.Module, device: torch.device, model: 
         bytes_on_device / 1e9,
         quant_type,
         len(swapped),
-        bytes_on_host / 1e9,
+        result.total / 1e9,
     )
-    return bytes_on_host
+    return result
 
 
 def find_innermost_blocks(denoiser: Any) -> list[nn.Module]:

@@ -5,7 +5,7 @@ fp8 and int8 have one scale per output row, nf4 has one per block of 64 values (
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +63,7 @@ class QuantizedWeight:
             return rows.flatten()[: self.shape.numel()].view(self.shape)
         return (values.to(dtype) * scale.to(dtype)).view(self.shape)
 
-    def get(self) -> "QuantizedWeight":
+    def get(self, in_backward: bool = False) -> "QuantizedWeight":
         """Return this weight: the ``FetchWeight`` of one that stays on the device."""
         return self
 
@@ -81,8 +81,10 @@ def _scale_rows(rows: Tensor, max_value: float) -> tuple[Tensor, Tensor]:
     return scale, (rows / scale.float()).clamp(-max_value, max_value)
 
 
-FetchWeight = Callable[[], QuantizedWeight]
-"""Returns the weight on the device that computes."""
+class FetchWeight(Protocol):
+    """Returns the weight on the device that computes, for the forward or the backward of its layer."""
+
+    def __call__(self, in_backward: bool = False) -> QuantizedWeight: ...
 
 
 class FrozenLayer(nn.Module):
@@ -143,7 +145,7 @@ class _FrozenLayerFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
-        weight = ctx.layer.fetch_weight().dequantize(gradient.dtype)
+        weight = ctx.layer.fetch_weight(in_backward=True).dequantize(gradient.dtype)
         grad: Tensor = ctx.layer.compute_input_grad(gradient, weight, ctx.shape)
         return grad.to(ctx.dtype), None
 

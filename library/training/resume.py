@@ -41,6 +41,7 @@ RESULT_NEUTRAL_OPTIONS = {
         "activation_memory_budget",
         "cpu_offload_checkpointing",
         "blocks_to_swap",
+        "block_swap_window_mb",
         "profile_steps",
     ),
     *("max_data_loader_n_workers", "prefetch_factor", "on_invalid_images", "max_invalid_images"),

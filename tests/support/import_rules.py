@@ -41,7 +41,7 @@ ENTRY_POINTS: dict[str, set[str]] = {
     "transformers": {"models"},
     "tqdm": {"log"},
     "wandb": {"distributed"},
-    "yaml": {"distributed"},
+    "yaml": {"distributed", "tools"},
 }
 """Third-party library -> the packages that may import it."""
 

@@ -131,7 +131,7 @@ def test_the_plan_reports_the_effect_of_dataset_weights(tmp_path):
     )
     plan = ready.build_batch_plan(1, TrainConfig())
     text = ready.format_summary(plan, 5)
-    assert "12 images x 1 repeats = 12 per epoch" in text and "3 images x 2.667 repeats = 8 per epoch" in text
+    assert "12 images x 1 repeat = 12 per epoch" in text and "3 images x 2.667 repeats = 8 per epoch" in text
     records = ready.to_json(plan)
     assert [record["other_keys"] for record in records] == [{"weight": 3.0}, {"weight": 2.0}]
     assert records[0]["samples"][0]["repeats"] == 1 and records[1]["samples"][0]["repeats"] == pytest.approx(8 / 3)

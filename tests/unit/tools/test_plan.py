@@ -317,7 +317,7 @@ def test_masks_are_listed_counted_and_drawn(tmp_path):
     (sample,) = run_plan_as_json(*words)["datasets"][0]["samples"]
     assert sample["mask"] == {"image": f"{tmp_path}/m/1.png", "is_alpha": False, "coverage": 0.25}
     result = plan(*words, "--preview", tmp_path / "sheet.png")
-    assert f"dataset 1, {tmp_path}/p: 1 image x 1 repeats = 1 per epoch" in result.stdout
+    assert f"dataset 1, {tmp_path}/p: 1 image x 1 repeat = 1 per epoch" in result.stdout
     assert ", masks 1/1" in result.stdout
     expected = overlay_mask(pixels, mask).repeat(3, axis=0).repeat(3, axis=1)
     assert contains_image(np.asarray(Image.open(tmp_path / "sheet.png")), expected)

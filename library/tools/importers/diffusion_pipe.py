@@ -1,0 +1,272 @@
+"""Import a training file of diffusion-pipe and the dataset file that it names."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .diffusion_pipe_data import read_directories
+from .equivalents import SUPPORTED, drop_layers, set_optimizer, set_quantization
+from .imported import (
+    ImportedConfig,
+    KeyReader,
+    to_integer,
+    to_number,
+    to_positive_integer,
+    to_switch,
+    to_text,
+)
+from .keys import diffusion_pipe as keys
+from .source_file import SourceFile, find_companion
+
+PROGRAM = "diffusion-pipe"
+
+
+def is_diffusion_pipe(content: Any) -> bool:
+    return isinstance(content, dict) and isinstance(content.get("model"), dict) and "type" in content["model"]
+
+
+def is_directory_list(content: Any) -> bool:
+    """Whether this is a dataset file."""
+    return isinstance(content, dict) and isinstance(content.get("directory"), list)
+
+
+def import_diffusion_pipe(content: dict[str, Any], path: Path, others: Sequence[SourceFile]) -> ImportedConfig:
+    """Turn the training file, and its dataset file where it can be found, into our options and datasets."""
+    result = ImportedConfig(PROGRAM)
+    run = KeyReader(content, result)
+    kind = content["model"].get("type")
+    if kind not in keys.FAMILIES:
+        result.problems.append(f'model.type = "{kind}": not supported; {SUPPORTED} are')
+        return result
+    if "adapter" not in run:
+        result.problems.append("no [adapter]: full fine-tuning; only LoRA is trained here")
+        return result
+    result.family = keys.FAMILIES[kind]
+    _read_model(run)
+    _read_adapter(run)
+    batch_sizes = _read_batch_sizes(run)
+    _read_optimizer(run, next(iter(batch_sizes.values()), 1))
+    _read_length_and_schedule(run)
+    _read_loss(run)
+    _read_other(run)
+    result.set_option("output_name", path.stem)
+    dataset = find_companion(run, "dataset", path, others, is_directory_list, "dataset")
+    if dataset is not None:
+        read_directories(dataset.content, result, batch_sizes)
+    run.apply_rules(keys.RUN_RULES)
+    run.list_unknown(PROGRAM)
+    return result
+
+
+def _read_model(run: KeyReader) -> None:
+    result, model = run.result, run.read_table("model")
+    model.read("type")
+    _read_paths(model)
+    dtype = model.read("dtype", None, to_text)
+    result.set_option("mixed_precision", keys.DTYPES.get(str(dtype)))
+    for name in ("transformer_dtype", "diffusion_model_dtype"):
+        stored = model.read(name, dtype)
+        if stored != dtype:
+            set_quantization(result, f"model.{name}", stored, keys.QUANTIZATIONS)
+    if result.family == "flux":
+        model.take("guidance_scale", "guidance", 1.0, to_number)
+    if result.family == "sdxl":
+        _read_sdxl(model)
+    else:
+        _read_timesteps(model)
+        result.options["cache_text_encoder_outputs_to_disk"] = True
+    result.options["cache_latents_to_disk"] = True
+    adapters = [str(item) for item in model.read("merge_adapters", [])]
+    if adapters:
+        result.options["base_weights"] = adapters
+    model.apply_rules(keys.MODEL_RULES)
+    model.list_unknown(PROGRAM)
+
+
+def _read_paths(model: KeyReader) -> None:
+    """The model: a diffusers folder, one file, or a file for each component."""
+    options, family = model.result.options, model.result.family
+    folder = model.read("diffusers_path", None, to_text)
+    folder = model.read("checkpoint_path", folder, to_text)
+    denoiser = model.read("transformer_path", None, to_text)
+    denoiser = model.read("diffusion_model", denoiser, to_text)
+    options["pretrained_model_name_or_path"] = denoiser or folder or ""
+    if denoiser and folder:
+        components = {"flux": {"ae": "vae", "clip_l": "text_encoder", "t5xxl": "text_encoder_2"}}
+        fallback = {"vae": "vae", "text_encoder": "text_encoder"}
+        options |= {option: f"{folder.rstrip('/')}/{name}" for option, name in components.get(family, fallback).items()}
+    for name, option in (("vae_path", "vae"), ("vae", "vae"), ("text_encoder_path", "text_encoder")):
+        model.take(option, name, None, to_text)
+    encoders = model.read("text_encoders", [])
+    if encoders:
+        options["text_encoder"] = str(encoders[0].get("path", ""))
+
+
+def _read_sdxl(model: KeyReader) -> None:
+    """SDXL's text encoders are always trained."""
+    result, options = model.result, model.result.options
+    if model.read("v_pred", False, to_switch):
+        options["v_parameterization"] = True
+    model.take("min_snr_gamma", "min_snr_gamma", None, to_number)
+    if model.read("debiased_estimation_loss") is not None:
+        model.read("debiased_estimation_loss", None, to_switch)
+        options["debiased_estimation_loss"] = True  # any value switches it on
+    options["network_train_unet_only"] = False
+    model.take("unet_lr", "unet_lr", None, to_number)
+    rates = [model.read(f"text_encoder_{number}_lr", None, to_number) for number in (1, 2)]
+    if rates == [0.0, 0.0]:
+        del options["network_train_unet_only"]
+    elif rates != [None, None]:
+        options["text_encoder_lr"] = rates  # None: that of the optimizer, which is read later
+    result.set_option("network_train_unet_only", options.get("network_train_unet_only"))
+
+
+def _read_timesteps(model: KeyReader) -> None:
+    options = model.result.options
+    method = model.read("timestep_sample_method", "logit_normal", to_text)
+    scale = model.read("sigmoid_scale", 1.0, to_number)
+    shift = model.read("shift", None, to_number)
+    is_flux_shift = model.read("flux_shift", False, to_switch)
+    if method == "uniform":
+        options["timestep_sampling"] = "sigma" if shift else "uniform"
+        if is_flux_shift and not shift:
+            model.list_change("flux_shift", "no shift of uniform timesteps by image size here; uniform is used")
+    elif method == "logit_normal":
+        options["timestep_sampling"] = "shift" if shift else "flux_shift" if is_flux_shift else "sigmoid"
+        model.result.set_option("sigmoid_scale", scale)
+    else:
+        model.list_change("timestep_sample_method", "no such timesteps here; set timestep_sampling by hand")
+    if shift:
+        options["discrete_flow_shift"] = shift
+
+
+def _read_adapter(run: KeyReader) -> None:
+    result, adapter = run.result, run.read_table("adapter")
+    kind = adapter.read("type")
+    if kind not in ("lora", "lokr"):
+        adapter.list_change("type", f"not supported; LoRA is trained instead of {kind}")
+    result.set_option("network_module", "networks.lokr" if kind == "lokr" else "networks.lora")
+    rank = adapter.read("rank", 32, to_integer)
+    if "alpha" in adapter:
+        adapter.list_change("alpha", "diffusion-pipe refuses it: alpha is always the rank")
+    result.options |= {"network_dim": rank, "network_alpha": float(rank)}
+    if kind == "lokr":
+        result.add_network_arg("factor", adapter.read("decompose_factor", -1, to_integer))
+    excluded = adapter.read("exclude_modules")
+    if excluded:
+        patterns = [excluded] if isinstance(excluded, str) else [rf".*\.?{name}" for name in excluded]
+        drop_layers(result, [rf"(unet|transformer)\.(.*\.)?({pattern})" for pattern in patterns])
+    model = run.table.get("model") or {}
+    dtype = adapter.read("dtype", model.get("dtype"))
+    if dtype != "float32":
+        reason = "the LoRA is trained in float32 here, which is more exact; full_bf16 = true trains it in bf16"
+        adapter.list_change("dtype", reason, dtype)
+    if weights := adapter.read("init_from_existing", None, to_text):
+        files = sorted(Path(weights).glob("*.safetensors")) if Path(weights).is_dir() else []
+        result.options["network_weights"] = str(files[0]) if files else weights
+    fused = adapter.read("fuse_adapters", [])
+    if fused:
+        result.options["base_weights"] = [str(item.get("path", "")) for item in fused]
+        result.options["base_weights_multiplier"] = [float(item.get("weight", 1.0)) for item in fused]
+    adapter.apply_rules(keys.ADAPTER_RULES)
+    adapter.list_unknown(PROGRAM)
+
+
+def _read_batch_sizes(run: KeyReader) -> dict[Any, int]:
+    """Batch size by resolution; the key None stands for the others."""
+    sizes = run.read("image_micro_batch_size_per_gpu", run.read("micro_batch_size_per_gpu", 1))
+    run.read("micro_batch_size_per_gpu")
+    if isinstance(sizes, list):
+        return {resolution: int(size) for resolution, size in sizes}
+    return {None: int(sizes)}
+
+
+def _read_optimizer(run: KeyReader, batch_size: int) -> None:
+    result, optimizer = run.result, run.read_table("optimizer")
+    name = str(optimizer.read("type", "adamw"))
+    result.options["learning_rate"] = optimizer.read("lr", 1e-3, to_number)
+    given = {key: value for key, value in optimizer.table.items() if key not in keys.OWN_ARGUMENTS}
+    if half_life := optimizer.read("beta2_half_life", None, to_number):
+        global_batch = batch_size * int(run.table.get("gradient_accumulation_steps", 1))
+        beta2 = 0.5 ** (global_batch / half_life)
+        given["betas"] = [*list(given.get("betas", (0.9,)))[:1], beta2]
+        optimizer.list_change("beta2_half_life", f"beta2 = {beta2:g} is set, for one GPU; adapt it for more")
+    if optimizer.read("gradient_release", False, to_switch):
+        optimizer.list_change("gradient_release", "the optimizer steps after each micro-batch there; here after all")
+    known = dict(keys.OPTIMIZERS)
+    if name.lower() not in known:
+        known[name.lower()] = type(known["adamw"])(name if name in ("Prodigy", "Lion") else f"pytorch_optimizer.{name}")
+    set_optimizer(result, "optimizer.type", name, known, given)
+    optimizer.read_keys.update(optimizer.table)
+    rates = result.options.get("text_encoder_lr")
+    if rates:
+        result.options["text_encoder_lr"] = [
+            result.options["learning_rate"] if rate is None else rate for rate in rates
+        ]
+
+
+def _read_length_and_schedule(run: KeyReader) -> None:
+    result = run.result
+    epochs, steps = run.read("epochs", None, to_integer), run.read("max_steps", None, to_positive_integer)
+    if steps:
+        result.options["max_train_steps"] = steps
+        run.list_change(
+            "epochs", "training ends after max_steps or after these, whichever is first; max_train_steps is set"
+        )
+    else:
+        result.options["max_train_epochs"] = max(1, epochs or 1)
+    warmup = run.read("warmup_steps", 0, to_integer)
+    scheduler = run.read("lr_scheduler", "constant", to_text)
+    constant = run.read("force_constant_lr", None, to_number)
+    if constant is not None:
+        result.options |= {"learning_rate": constant, "lr_scheduler": "constant"}
+        return
+    if scheduler == "constant":
+        result.options["lr_scheduler"] = "constant_with_warmup" if warmup else "constant"
+    elif scheduler == "linear":
+        result.options["lr_scheduler"] = "linear"
+        if warmup or steps:
+            run.list_change("lr_scheduler", "reaches 0 at the end of the run here, there after epochs and warmup_steps")
+    elif scheduler == "cosine":
+        rate = result.options["learning_rate"]
+        result.options["lr_scheduler"] = "cosine_with_min_lr"
+        result.options["lr_scheduler_min_lr_ratio"] = min(1.0, 1e-6 / rate) if rate else 0.0
+        if warmup or steps:
+            run.list_change(
+                "lr_scheduler", "reaches 1e-6 at the end of the run here, there after epochs and warmup_steps"
+            )
+    else:
+        run.list_change("lr_scheduler", "no such schedule; constant is used")
+    result.set_option("lr_warmup_steps", warmup or None)
+
+
+def _read_loss(run: KeyReader) -> None:
+    result = run.result
+    for name, loss in (("smooth_l1_beta", "smooth_l1"), ("huber_delta", "huber")):
+        threshold = run.read(name, None, to_number)
+        if threshold and result.family != "sdxl":
+            result.options |= {"loss_type": loss, "huber_schedule": "constant", "huber_c": threshold}
+            run.list_change(name, f"torch's {loss}; here the smooth one of sd-scripts, about twice as large")
+        elif threshold:
+            run.list_harmless(name, "diffusion-pipe does not use it for SDXL, either")
+
+
+def _read_other(run: KeyReader) -> None:
+    result = run.result
+    result.set_option("max_grad_norm", run.read("gradient_clipping", 1.0, to_number))
+    checkpointing = run.read("activation_checkpointing", False)
+    if checkpointing:
+        result.options["gradient_checkpointing"] = True
+    if checkpointing == "unsloth":
+        result.options["cpu_offload_checkpointing"] = True
+    save_dtype = run.read("save_dtype", (run.table.get("adapter") or {}).get("dtype"))
+    result.set_option("save_precision", keys.SAVE_DTYPES.get(str(save_dtype)))
+    monitoring = run.read_table("monitoring")
+    if monitoring.read("enable_wandb", False, to_switch):
+        result.set_option("log_with", "wandb")
+        result.set_option("log_tracker_name", monitoring.read("wandb_tracker_name", None, to_text))
+        result.set_option("wandb_run_name", monitoring.read("wandb_run_name", None, to_text))
+    if monitoring.read("wandb_api_key"):
+        result.list_harmless("monitoring.wandb_api_key", "***", "keys are not stored in files; run wandb login")
+    monitoring.read_keys.update(("wandb_tracker_name", "wandb_run_name"))
+    monitoring.list_unknown(PROGRAM)

@@ -1,0 +1,99 @@
+"""What has an equal here: families and their buckets, choices of layers, quantization, optimizers."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .imported import ImportedConfig
+
+FLOW_FAMILIES = ("sd3", "flux", "z_image", "qwen_image")
+UNET_FAMILIES = ("sd1", "sd2", "sdxl")
+SUPPORTED = "Stable Diffusion 1, 2, XL and 3, FLUX.1, Z-Image and Qwen-Image"
+BUCKET_STEPS: Mapping[str, int] = {
+    **{"sd1": 64, "sd2": 64, "sdxl": 32},
+    **dict.fromkeys(FLOW_FAMILIES, 16),
+}
+"""Sides of buckets have to be multiples of these."""
+
+FULL_LOKR_DIM = 10_000
+"""From this rank on, every layer of a LoKr is a full matrix, which has no scale: alpha counts as the rank."""
+
+_DENOISER = r"(unet|transformer)\..*"
+
+
+def keep_only_layers(result: ImportedConfig, patterns: Sequence[str]) -> None:
+    """Train only layers of the denoiser whose full name matches; text encoders are not affected."""
+    result.add_network_arg("exclude_patterns", [_DENOISER])
+    result.add_network_arg("include_patterns", list(patterns))
+
+
+def drop_layers(result: ImportedConfig, patterns: Sequence[str]) -> None:
+    """Train all layers but those whose full name matches."""
+    result.add_network_arg("exclude_patterns", list(patterns))
+
+
+def match_containing(text: str) -> str:
+    """The pattern of full names of the denoiser's layers that contain a text."""
+    return rf"(unet|transformer)\..*{re.escape(text)}.*"
+
+
+def match_last_parts(names: Iterable[str]) -> str:
+    """The pattern of full names of the denoiser's layers that end in one of these dotted names."""
+    return rf"(unet|transformer)\.(.*\.)?({'|'.join(re.escape(name) for name in names)})"
+
+
+def find_bucket_steps(family: str, steps: int) -> int:
+    """The smallest multiple of what the family needs that is not below ``steps``."""
+    needed = BUCKET_STEPS[family]
+    return -(-steps // needed) * needed
+
+
+def round_preview_side(side: float) -> int:
+    """A side that every family can sample."""
+    return max(64, int(side) - int(side) % 16)
+
+
+def set_quantization(result: ImportedConfig, key: str, value: Any, kinds: Mapping[str, str]) -> None:
+    """Choose the nearest storage of the frozen weights; another format is listed."""
+    name = str(value).lower()
+    kind = next((kind for start, kind in kinds.items() if name.startswith(start)), None)
+    result.set_option("quantize_base", kind or "nf4")
+    if name not in kinds:
+        used = kind or "nf4"
+        result.list_change(key, value, f"quantized as {used} here, which rounds differently; see docs/memory.md")
+
+
+@dataclass(frozen=True)
+class KnownOptimizer:
+    """An optimizer of another program."""
+
+    name: str
+    """Ours, for ``optimizer_type``."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """What the other program sets, where the class used here has another default."""
+    difference: str = ""
+    """What is not the same; it is listed."""
+
+
+def set_optimizer(
+    result: ImportedConfig, key: str, value: Any, known: Mapping[str, KnownOptimizer], given: Mapping[str, Any]
+) -> None:
+    """Set optimizer and arguments; arguments that were given override those that the other program sets."""
+    optimizer = known.get(str(value).lower())
+    if optimizer is None:
+        reason = "no such optimizer here; AdamW is used, with the same arguments; set optimizer_type by hand"
+        result.list_change(key, value, reason)
+        optimizer = KnownOptimizer("AdamW")
+    elif optimizer.difference:
+        result.list_change(key, value, optimizer.difference)
+    result.set_option("optimizer_type", optimizer.name)
+    arguments = {**optimizer.arguments, **given}
+    words = [f"{name}={format_argument(item)}" for name, item in arguments.items() if item is not None]
+    if words:
+        result.set_option("optimizer_args", words)
+
+
+def format_argument(value: Any) -> str:
+    """Format a value as a Python literal without spaces."""
+    return repr(tuple(value) if isinstance(value, list) else value).replace(" ", "")

@@ -1,0 +1,73 @@
+"""The programs whose files are imported: how each file is recognized, and what reads it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import UserError
+from .ai_toolkit import import_ai_toolkit, is_ai_toolkit
+from .diffusion_pipe import import_diffusion_pipe, is_diffusion_pipe, is_directory_list
+from .imported import ImportedConfig
+from .kohya_gui import import_kohya_gui, is_kohya_gui
+from .onetrainer import import_onetrainer, is_onetrainer
+from .onetrainer_data import is_concept_list, is_sample_list
+from .simpletuner import import_simpletuner, is_simpletuner
+from .simpletuner_data import is_backend_list
+from .simpletuner_network import is_lycoris_config
+from .source_file import PROGRAMS, SourceFile
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program whose files are read."""
+
+    name: str
+    matches: Callable[[Any], bool]
+    """Whether this is its main file, by content."""
+    import_files: Callable[[Any, Path, Sequence[SourceFile]], ImportedConfig]
+    """The content of the main file, its path, and the other files that were given."""
+
+
+IMPORTED_PROGRAMS = (
+    Program("ai-toolkit", is_ai_toolkit, lambda content, path, others: import_ai_toolkit(content, path)),
+    Program("diffusion-pipe", is_diffusion_pipe, import_diffusion_pipe),
+    Program("OneTrainer", is_onetrainer, import_onetrainer),
+    Program("SimpleTuner", is_simpletuner, import_simpletuner),
+    Program("kohya_ss", is_kohya_gui, lambda content, path, others: import_kohya_gui(content, path)),
+)
+
+COMPANION_FILES: Sequence[tuple[Callable[[Any], bool], str]] = (
+    (is_directory_list, "a dataset file of diffusion-pipe; give the training file, too"),
+    (is_concept_list, "the concepts of OneTrainer; give the configuration, too"),
+    (is_backend_list, "a dataloader configuration of SimpleTuner; give config.json, too"),
+    (is_lycoris_config, "a LyCORIS configuration of SimpleTuner; give config.json, too"),
+    (is_sample_list, "the samples of OneTrainer; give the configuration, too"),
+)
+"""Files that belong to a configuration."""
+
+
+def import_sources(sources: Sequence[SourceFile]) -> tuple[SourceFile, ImportedConfig]:
+    """Find the main file among those given, and import it."""
+    found = [
+        (source, program) for source in sources for program in IMPORTED_PROGRAMS if program.matches(source.content)
+    ]
+    if len(found) > 1:
+        extra = (f"{source.path}: one configuration at a time; give it alone" for source, _ in found[1:])
+        raise UserError("\n".join(extra))
+    companions = {source.path: _describe_companion(source.content) for source in sources}
+    if not found:
+        expected = f"not a training configuration of {PROGRAMS}"
+        raise UserError("\n".join(f"{source.path}: {companions[source.path] or expected}" for source in sources))
+    main, program = found[0]
+    others = [source for source in sources if source is not main]
+    if strangers := [source for source in others if not companions[source.path]]:
+        raise UserError("\n".join(f"{source.path}: not a dataset file of {PROGRAMS}" for source in strangers))
+    try:
+        return main, program.import_files(main.content, main.path, others)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(f"{main.path}: a value has another form than {program.name} writes: {error}") from error
+
+
+def _describe_companion(content: Any) -> str:
+    return next((title for matches, title in COMPANION_FILES if matches(content)), "")
