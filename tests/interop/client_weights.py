@@ -99,10 +99,10 @@ class ClientCase:
     def read_weights(self, client: str) -> dict[str, dict[str, Tensor]]:
         """By part (``denoiser``, ``text_encoder``), under the client's names."""
         found: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in sorted(load_file(self.folder / f"{client}.safetensors").items()):
+        for name, tensor in load_file(self.folder / f"{client}.safetensors").items():
             part, _, key = name.partition("|")
             found.setdefault(part, {})[key] = tensor
-        return found
+        return dict(sorted(found.items()))
 
     def list_files(self) -> list[Path]:
         return sorted((self.folder / "files").glob("*.safetensors"))
