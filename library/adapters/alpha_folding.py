@@ -7,7 +7,6 @@ scale.
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -32,8 +31,8 @@ _SCALED_TENSORS = (UP, "lokr_w1", "lokr_w1_a", "hada_w1_a")
 def fold_alpha(adapter: ModuleAdapter, alpha: float | None = None) -> ModuleAdapter:
     """Return the same adapter with this alpha, by default its rank; ``unfold_alphas`` restores the old one."""
     name, target = _find_scaled_tensor(adapter), float(adapter.rank) if alpha is None else alpha
-    if name is None or adapter.alpha == target:
-        return replace(adapter, alpha=target)
+    if name is None or adapter.alpha == target:  # without such a tensor alpha is no factor
+        return adapter
     product = _scale_tensor(adapter.tensors[name], adapter.alpha / target)
     return ModuleAdapter({**adapter.tensors, name: product}, target)
 

@@ -5,7 +5,7 @@ The keys of a state dict are ``<component>.<module>.lora_A.weight``.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -14,9 +14,12 @@ from torch import Tensor
 from ..config.validate_adapter import validate_save_format
 from ..errors import UserError
 from .alpha_folding import build_alpha_metadata, fold_alpha, read_alpha_dtype, unfold_alphas
+from .file_reader import join_messages
 from .fused_layers import FusionError, fuse_adapters, split_adapter, swap_magnitude
 from .key_names import ComponentKeys, build_kohya_name, find_wrapper_names
+from .merge import compose_tucker_down
 from .original_layouts import ModuleGroup, OriginalModule
+from .peft_metadata import apply_peft_alphas
 from .state_dict import (
     ALPHA,
     COMFY_SUFFIXES,
@@ -25,17 +28,32 @@ from .state_dict import (
     DOWN,
     KOHYA_SUFFIXES,
     MAGNITUDE,
+    MID,
     PEFT_SUFFIXES,
-    UP,
     ModuleAdapter,
     group_by_module,
     iter_named_tensors,
     parse_tensor_key,
 )
+from .validate_file import describe_origin, describe_unknown_keys, find_missing_tensors, find_rank_problems
 
 FileFormat = Literal["kohya", "diffusers", "comfy"]
 Tensors = Mapping[str, Tensor]
 _LEGACY_ATTENTION_KEY = re.compile(r"\.to_(q|k|v|out)_lora\.")
+_XLABS_KEY = re.compile(r"\.(qkv|proj)_lora([12]?)\.(down|up)\.weight$")
+EMBEDDING_PREFIX = "bundle_emb."
+"""Prefix of the embeddings that OneTrainer adds to a LoRA file."""
+TYPES_WITHOUT_ALPHA = ("norm", "full")
+
+
+@dataclass(frozen=True)
+class FusedAdapter:
+    """The update of a fused module that cannot be split into its parts; it can be merged."""
+
+    update: ModuleAdapter
+    component: str
+    group: ModuleGroup
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -48,6 +66,16 @@ class AdapterFileContents:
     file_format: FileFormat
     alpha_dtype: torch.dtype = torch.float32
     """Dtype of the alphas in the file."""
+    fused: Mapping[str, FusedAdapter] = field(default_factory=dict)
+    """By name in the file."""
+    embeddings: Mapping[str, Tensor] = field(default_factory=dict)
+    """Bundled embeddings of OneTrainer, by key."""
+    num_tucker: int = 0
+    """Tucker LoRA modules, whose core was multiplied into ``lora_A``."""
+
+    @property
+    def updates(self) -> dict[str, ModuleAdapter]:
+        return group_by_module(self.state_dict, self.alphas)
 
 
 def convert_to_file_format(
@@ -118,7 +146,8 @@ def _format_kohya(adapters: Mapping[str, ModuleAdapter], component: ComponentKey
             raise UserError(f"{component.name}.{group.name}: {error}; use save_format comfy") from None
         name = build_kohya_name(group.name, component.key_prefix)
         yield from iter_named_tensors(name, _reshape_dora_scale(fused), KOHYA_SUFFIXES)
-        yield f"{name}.{ALPHA}", torch.tensor(float(fused.alpha))
+        if fused.adapter_type not in TYPES_WITHOUT_ALPHA:
+            yield f"{name}.{ALPHA}", torch.tensor(float(fused.alpha))
 
 
 def _format_diffusers(adapters: Mapping[str, ModuleAdapter], component: ComponentKeys) -> Iterator[tuple[str, Tensor]]:
@@ -135,14 +164,15 @@ def _format_diffusers(adapters: Mapping[str, ModuleAdapter], component: Componen
 def _format_comfy(adapters: Mapping[str, ModuleAdapter], component: ComponentKeys) -> Iterator[tuple[str, Tensor]]:
     """Diffusers' names, as ComfyUI reads them; alphas only where no program stumbles over them."""
     for group, adapter in _iter_modules(adapters, component):
-        name, is_lycoris = _build_diffusers_name(group, component), adapter.adapter_type in ("loha", "lokr")
+        name, is_lycoris = _build_diffusers_name(group, component), adapter.adapter_type not in ("lora", "dora")
         if component.is_text_encoder and is_lycoris:
             name = build_kohya_name(group.name, component.key_prefix)
         elif component.key_style == "diffusers":
             name = f"diffusion_model.{group.name}"  # where diffusers applies alphas
         written = _reshape_dora_scale(swap_magnitude(adapter, group.original))
         yield from iter_named_tensors(name, written, COMFY_SUFFIXES)
-        if component.is_text_encoder == is_lycoris:
+        has_alpha = component.is_text_encoder == is_lycoris or adapter.adapter_type in ("glora", "diag-oft")
+        if has_alpha and adapter.adapter_type not in TYPES_WITHOUT_ALPHA:
             yield f"{name}.{ALPHA}", torch.tensor(float(adapter.alpha))
 
 
@@ -167,9 +197,10 @@ def _build_diffusers_name(group: ModuleGroup, component: ComponentKeys) -> str:
 
 def _reshape_dora_scale(adapter: ModuleAdapter) -> ModuleAdapter:
     """The magnitude of a DoRA as one column."""
-    if adapter.adapter_type != "dora":
+    if MAGNITUDE not in adapter.tensors:
         return adapter
-    magnitude = adapter.tensors[MAGNITUDE].reshape(-1, *[1] * (adapter.tensors[DOWN].dim() - 1))
+    dims = adapter.tensors[DOWN].dim() if DOWN in adapter.tensors else 2
+    magnitude = adapter.tensors[MAGNITUDE].reshape(-1, *[1] * (dims - 1))
     return ModuleAdapter({**adapter.tensors, MAGNITUDE: magnitude}, adapter.alpha)
 
 
@@ -203,33 +234,18 @@ def convert_from_file_format(
 ) -> AdapterFileContents:
     """Read the tensors of a file in any of the formats, for a model with these components."""
     lookup = build_key_lookup(components)
-    modules, unknown = _group_by_module(tensors, lookup)
+    embeddings = {key: tensor for key, tensor in tensors.items() if key.startswith(EMBEDDING_PREFIX)}
+    modules, unknown = _group_by_module({key: tensors[key] for key in tensors if key not in embeddings}, lookup)
     for name in [name for name in modules if name.startswith("lora_transformer_")]:
         component, group = lookup[name]
         if any(f"{component.name}.{module}" in modules for module in group.modules):
             del modules[name]  # version 0.1 repeated a module of SD3 under this name
-    adapters: dict[str, ModuleAdapter] = {}
-    for name, module_tensors in modules.items():
-        component, group = lookup[name]
-        adapter = _build_module_adapter(name, module_tensors)
-        if f"{name}.{DORA_SCALE}" in tensors and group.modules == (group.name,) and not component.is_text_encoder:
-            adapter = _restore_magnitude(adapter, group.name, f"{name}.lora_magnitude_vector", tensors, component)
-        try:
-            parts = split_adapter(adapter, group.original)
-        except FusionError as error:
-            raise UserError(f"{name}: {error}") from None
-        for module, part in zip(group.modules, parts, strict=True):
-            if part is None:
-                continue
-            if module is None:
-                unknown.append(name)
-            elif f"{component.name}.{module}" in adapters:
-                raise UserError(f"{name}: the file contains {component.name}.{module} twice")
-            else:
-                adapters[f"{component.name}.{module}"] = part
     if unknown:
-        raise UserError(f"{len(unknown)} of {len(tensors)} keys do not belong to this model, for example {unknown[0]}")
-    adapters = unfold_alphas(adapters, metadata)
+        raise UserError(describe_unknown_keys(unknown, len(tensors)) + describe_origin(metadata))
+    updates, fused, with_alpha = _build_adapters(modules, lookup, tensors)
+    denoiser = next((part.name for part in components if not part.is_text_encoder), "")
+    updates = apply_peft_alphas(updates, with_alpha, metadata, [part.name for part in components], denoiser)
+    adapters = unfold_alphas(updates, metadata)
     state_dict = {
         key: tensor
         for module, adapter in adapters.items()
@@ -238,7 +254,47 @@ def convert_from_file_format(
     alphas = {module: adapter.alpha for module, adapter in adapters.items()}
     dtypes = {tensor.dtype for key, tensor in tensors.items() if key.endswith(f".{ALPHA}")}
     alpha_dtype = dtypes.pop() if len(dtypes) == 1 else read_alpha_dtype(metadata)
-    return AdapterFileContents(state_dict, alphas, detect_file_format(tensors), alpha_dtype)
+    num_tucker = sum(MID in module_tensors for module_tensors in modules.values())
+    file_format = detect_file_format(key for key in tensors if key not in embeddings)
+    return AdapterFileContents(state_dict, alphas, file_format, alpha_dtype, fused, embeddings, num_tucker)
+
+
+def _build_adapters(
+    modules: Mapping[str, Tensors], lookup: Mapping[str, tuple[ComponentKeys, ModuleGroup]], tensors: Tensors
+) -> tuple[dict[str, ModuleAdapter], dict[str, FusedAdapter], set[str]]:
+    """Split fused modules; return the updates, those that cannot be split, and the names of modules with alpha."""
+    updates: dict[str, ModuleAdapter] = {}
+    fused: dict[str, FusedAdapter] = {}
+    with_alpha: set[str] = set()
+    problems: list[str] = []
+    for name, module_tensors in modules.items():
+        component, group = lookup[name]
+        invalid = [f"{name}: {missing} is missing" for missing in find_missing_tensors(module_tensors)]
+        invalid = invalid or [f"{name}: {problem}" for problem in find_rank_problems(module_tensors)]
+        if invalid:
+            problems += invalid
+            continue
+        update = _build_module_adapter(name, module_tensors)
+        if f"{name}.{DORA_SCALE}" in tensors and group.modules == (group.name,) and not component.is_text_encoder:
+            update = _restore_magnitude(update, group.name, f"{name}.lora_magnitude_vector", tensors, component)
+        try:
+            parts = split_adapter(update, group.original)
+        except FusionError as error:
+            fused[name] = FusedAdapter(update, component.name, group, str(error))
+            continue
+        for module, part in zip(group.modules, parts, strict=True):
+            if part is None:
+                continue
+            if module is None:
+                problems.append(f"{name}: this model has only some of its parts")
+            elif f"{component.name}.{module}" in updates:
+                problems.append(f"{name}: the file contains {component.name}.{module} twice")
+            else:
+                updates[f"{component.name}.{module}"] = part
+                with_alpha |= {f"{component.name}.{module}"} if ALPHA in module_tensors else set()
+    if problems:
+        raise UserError(join_messages(problems))
+    return updates, fused, with_alpha
 
 
 def _restore_magnitude(
@@ -273,7 +329,7 @@ def upgrade_diffusers_key(key: str) -> str:
     """Convert a key of older diffusers versions to that of newer ones."""
     if ".processor." not in key and "_lora." not in key:
         return key
-    key = key.replace(".processor.", ".")
+    key = _XLABS_KEY.sub(r".\1_lora\2.lora.\3.weight", key.replace(".processor.", "."))
     names = {"q": "to_q", "k": "to_k", "v": "to_v", "out": "to_out.0"}
     if ".self_attn." in key:
         names = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "out_proj"}
@@ -296,22 +352,27 @@ def _group_by_module(
 
 
 def _build_module_adapter(name: str, module_tensors: Tensors) -> ModuleAdapter:
-    tensors = {key: tensor for key, tensor in module_tensors.items() if key != ALPHA}
-    adapter = ModuleAdapter(tensors, 0)
-    if adapter.adapter_type in ("lora", "dora"):
-        if not {DOWN, UP} <= tensors.keys():
-            raise UserError(f"{name}: one of lora_down and lora_up is missing")
-        if adapter.adapter_type == "dora":
-            tensors[MAGNITUDE] = _reshape_magnitude(name, tensors)
-    alpha = float(module_tensors[ALPHA]) if ALPHA in module_tensors else float(adapter.rank)
-    if adapter.adapter_type == "lokr" and {"lokr_w1", "lokr_w2"} <= tensors.keys():
+    tensors = {key: tensor for key, tensor in module_tensors.items() if key not in (ALPHA, MID)}
+    if MID in module_tensors:
+        tensors[DOWN] = compose_tucker_down(tensors[DOWN], module_tensors[MID])
+    update = ModuleAdapter(tensors, 0)
+    if MAGNITUDE in tensors:
+        tensors[MAGNITUDE] = _reshape_magnitude(name, tensors, update)
+    if update.adapter_type == "diag-oft":
+        alpha = 0.0  # no constraint
+    else:
+        alpha = float(update.rank)
+    if ALPHA in module_tensors:
+        alpha = float(module_tensors[ALPHA])
+    if update.adapter_type == "lokr" and {"lokr_w1", "lokr_w2"} <= tensors.keys():
         alpha = 1.0  # ignored by loaders
     return ModuleAdapter(tensors, alpha)
 
 
-def _reshape_magnitude(name: str, tensors: Tensors) -> Tensor:
+def _reshape_magnitude(name: str, tensors: Tensors, update: ModuleAdapter) -> Tensor:
     """The magnitude per output in peft's shape, which for convolutions is (1, outputs, 1, 1)."""
-    magnitude, outputs = tensors[MAGNITUDE], len(tensors[UP])
+    magnitude, (outputs, _) = tensors[MAGNITUDE], update.shape
     if magnitude.numel() != outputs or (magnitude.dim() == 2 and magnitude.shape[0] != outputs):
         raise UserError(f"{name}: its dora_scale is per input; only one value per output is supported")
-    return magnitude.reshape(1, -1, 1, 1) if tensors[DOWN].dim() == 4 else magnitude.flatten()
+    is_convolution = DOWN in tensors and tensors[DOWN].dim() == 4
+    return magnitude.reshape(1, -1, 1, 1) if is_convolution else magnitude.flatten()

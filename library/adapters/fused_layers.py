@@ -4,7 +4,7 @@ If the parts share lora_A, as sd-scripts trains them, the fused adapter has the 
 Otherwise it has the sum of their ranks, and a block-diagonal lora_B.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -27,6 +27,8 @@ def fuse_adapters(adapters: Sequence[ModuleAdapter | None], original: OriginalMo
         return _swap_scale_shift(first) if needs_scale_shift_swap(first, original) else first
     types = {part.adapter_type for part in parts}
     if not types <= {"lora", "dora"}:
+        if len(types) == 1 and (joined := _join_rows(parts, original)) is not None:
+            return joined
         raise FusionError(
             f"{'/'.join(sorted(types))} adapters of {len(original.diffusers_modules)} modules cannot be fused"
         )
@@ -55,7 +57,7 @@ def split_adapter(fused: ModuleAdapter, original: OriginalModule) -> list[Module
     if count == 1:
         return [_swap_scale_shift(fused) if needs_scale_shift_swap(fused, original) else fused]
     if fused.adapter_type not in ("lora", "dora"):
-        raise FusionError(f"a fused {fused.adapter_type} adapter of {count} modules cannot be split")
+        return list(_split_by_rows(fused, original))
     down = fused.tensors[DOWN]
     sizes = [down.shape[1] * size for size in original.output_ratios]
     if sum(sizes) != len(fused.tensors[UP]):
@@ -81,6 +83,43 @@ def split_adapter(fused: ModuleAdapter, original: OriginalModule) -> list[Module
             if part is not None:
                 part[MAGNITUDE] = magnitude.contiguous()
     return [None if part is None else ModuleAdapter(part, alpha) for part, alpha in zip(parts, alphas, strict=True)]
+
+
+_ROW_TENSORS: Mapping[str, tuple[str, ...]] = {
+    "loha": ("hada_w1_a", "hada_w2_a", MAGNITUDE),
+    "lokr": ("lokr_w1", "lokr_w1_a", MAGNITUDE),
+    "glora": ("b1",),
+    "full": ("diff", "diff_b"),
+}
+"""Adapter type -> the tensors whose rows belong to blocks of outputs; the others are shared by all parts."""
+
+
+def _split_by_rows(fused: ModuleAdapter, original: OriginalModule) -> Iterator[ModuleAdapter]:
+    """Split an adapter of another type than LoRA, each part with a copy of what they share."""
+    rows = {name: each for name, each in fused.tensors.items() if name in _ROW_TENSORS.get(fused.adapter_type, ())}
+    units = sum(original.output_ratios)
+    if not rows or any(len(each) % units for each in rows.values()):
+        raise FusionError(
+            f"a fused {fused.adapter_type} adapter of {len(original.diffusers_modules)} modules cannot be split"
+        )
+    for end, ratio in zip(accumulate(original.output_ratios), original.output_ratios, strict=True):
+        own = {name: each[(end - ratio) * len(each) // units : end * len(each) // units] for name, each in rows.items()}
+        yield ModuleAdapter({**fused.tensors, **{name: each.contiguous() for name, each in own.items()}}, fused.alpha)
+
+
+def _join_rows(parts: Sequence[ModuleAdapter], original: OriginalModule) -> ModuleAdapter | None:
+    """The reverse, if the parts share the rest."""
+    first, names = parts[0], _ROW_TENSORS.get(parts[0].adapter_type, ())
+    shared = {name: each for name, each in first.tensors.items() if name not in names}
+    if len(parts) != len(original.diffusers_modules) or not all(
+        part.alpha == first.alpha
+        and part.tensors.keys() == first.tensors.keys()
+        and all(torch.equal(part.tensors[name], each) for name, each in shared.items())
+        for part in parts
+    ):
+        return None
+    joined = {name: torch.cat([part.tensors[name] for part in parts]) for name in first.tensors if name in names}
+    return ModuleAdapter({**first.tensors, **joined}, first.alpha)
 
 
 def _compute_fused_alpha(adapters: Sequence[ModuleAdapter]) -> float:

@@ -112,7 +112,9 @@ class ComponentKeys:
     def _list_other_prefixes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Prefixes of other programs: for dotted names, and for names with underscores."""
         if not self.is_text_encoder:
-            return (f"{self.name}.", "diffusion_model.", "base_model.model."), ("lora_transformer", "lycoris")
+            # Without prefix: files of a diffusers model's own save_lora_adapter, and of XLabs.
+            dotted = (f"{self.name}.", "diffusion_model.", "base_model.model.", "")
+            return dotted, ("lora_transformer", "lycoris", "oft_unet")
         # Of models with one text encoder, sd-scripts writes lora_te and others lora_te1.
         return (f"{self.name}.",), ("lora_te1",) if self.key_prefix == "lora_te" else ()
 

@@ -7,8 +7,9 @@ other tensors.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -21,9 +22,31 @@ from .key_names import clean_parameter_name
 from .original_layouts import ORIGINAL_LAYOUTS, group_by_original_module
 from .peft_types import ADAPTER_WEIGHT_PATTERN, RankAlpha, inject_peft_layers
 from .preflight import validate_boft_ranks, validate_ranks
+from .state_dict import DOWN, PEFT_SUFFIXES
 from .targets import TargetComponent, TargetLayer, assign_ranks, find_target_layers
 
 AdapterStateDict = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class KeptTensors:
+    """What ``network_weights`` contains besides the trained layers: it is saved again."""
+
+    state_dict: Mapping[str, Tensor] = field(default_factory=dict)
+    alphas: Mapping[str, float] = field(default_factory=dict)
+    """Of layers that cannot change the image."""
+    siblings: Mapping[str, str] = field(default_factory=dict)
+    """Such a layer -> a trained layer that shares its lora_A."""
+    embeddings: Mapping[str, Tensor] = field(default_factory=dict)
+    """Embeddings that OneTrainer adds to a file, by key."""
+
+    def add_to(
+        self, state_dict: AdapterStateDict, alphas: Mapping[str, float]
+    ) -> tuple[AdapterStateDict, dict[str, float]]:
+        """The state dict and the alphas of a file."""
+        end = PEFT_SUFFIXES[DOWN]
+        shared = {f"{name}.{end}": state_dict[f"{trained}.{end}"] for name, trained in self.siblings.items()}
+        return {**state_dict, **self.state_dict, **shared}, {**alphas, **self.alphas}
 
 
 @dataclass(frozen=True)
@@ -39,6 +62,7 @@ class Adapter:
     """By module, named as in a state dict, in the models' order."""
     target_layers: tuple[TargetLayer, ...]
     """The layers of ``rank_alphas``."""
+    kept: KeptTensors = field(default_factory=KeptTensors)
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -55,10 +79,12 @@ def inject_adapters(
     seed: int,
     family: str = "",
     rank_alphas: Mapping[str, RankAlpha] | None = None,
+    independent_modules: AbstractSet[str] = frozenset(),
 ) -> Adapter:
     """Freeze all components and inject adapters into their target layers, or into the layers of ``rank_alphas``.
 
-    Modules that are fused in the original model share their lora_A, as in sd-scripts.  The initial weights are a
+    Modules that are fused in the original model share their lora_A, as in sd-scripts, except ``independent_modules``,
+    named as in a state dict.  The initial weights are a
     function of the seed and the module's name, so that every rank has the same; the update is zero.  The adapter's
     weights are float32 whatever the model's dtype.
     """
@@ -81,6 +107,8 @@ def inject_adapters(
         injected |= {names[module]: size for module, size in effective.items()}
         if adapter_type in LORA_TYPES and part.key_style in ORIGINAL_LAYOUTS:
             for group in group_by_original_module(names, ORIGINAL_LAYOUTS[part.key_style]):
+                if any(names[module] in independent_modules for module in group.modules if module is not None):
+                    continue
                 first, *others = (part.model.get_submodule(name) for name in group.modules if name is not None)
                 for layer in others:
                     layer.lora_A["default"] = first.lora_A["default"]  # type: ignore[index, operator]

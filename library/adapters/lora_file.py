@@ -1,122 +1,20 @@
-"""Write LoRA files atomically, and verify them: their tensors, their keys, and their effect in each layer."""
+"""Write LoRA files atomically, and verify them: their tensors, their keys and their metadata."""
 
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
 from ..atomic_files import fsync_dir, fsync_file
 from ..errors import UserError
-from . import lora
-from .formats import AdapterFileContents
+from .file_reader import InvalidAdapterFileError, read_safetensors
+from .formats import EMBEDDING_PREFIX, TYPES_WITHOUT_ALPHA
 from .key_names import find_wrapper_names
-from .state_dict import ALPHA, COMFY_SUFFIXES, DOWN, KOHYA_SUFFIXES, PEFT_SUFFIXES, UP, ModuleAdapter, parse_tensor_key
-
-UPDATE_TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-"""Tolerated relative error of a layer's update in a file of this dtype."""
-
-
-@torch.no_grad()
-def compare_file_with_model(
-    model: nn.Module, contents: AdapterFileContents, alphas: Mapping[str, float]
-) -> Iterator[str]:
-    """Run each layer on a random input with the weights in memory and with those of the file; yield differences.
-
-    ``model`` has the pipeline's components as children and is in eval mode; its weights are restored afterwards.
-    """
-    parameters = dict(lora.iter_adapter_parameters(model))
-    ups = {module: parameters.get(f"{module}.{PEFT_SUFFIXES[UP]}") for module in alphas}
-    for module in sorted(alphas.keys() ^ contents.alphas.keys()):
-        # In files with fused modules, a part whose update is zero is the same as a missing one.
-        if module not in alphas or (up := ups[module]) is None or bool(up.any()):
-            yield f"{module} is {'missing' if module in alphas else 'not trained'}"
-    common = [module for module in alphas if module in contents.alphas]
-    yield from (
-        f"{module} has alpha {contents.alphas[module]:g} and not {alphas[module]:g}"
-        for module in common
-        if abs(contents.alphas[module] - alphas[module]) > 1e-6 * alphas[module]
-    )
-    if unexpected := sorted(contents.state_dict.keys() - parameters.keys()):
-        yield f"{unexpected[0]} is not trained"
-        return
-    before = {module: _run_layer(model.get_submodule(module)) for module in common}
-    backup = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    try:
-        for name, tensor in contents.state_dict.items():
-            parameters[name].copy_(tensor)
-        after = {module: _run_layer(model.get_submodule(module))[0] for module in common}
-    finally:
-        for name, parameter in parameters.items():
-            parameter.copy_(backup[name])
-    tolerance = max(UPDATE_TOLERANCE.get(tensor.dtype, 1e-4) for tensor in contents.state_dict.values())
-    for module, (output, base_output) in before.items():
-        update, error = (output - base_output).abs().max(), (after[module] - output).abs().max()
-        rounding = 16 * torch.finfo(output.dtype).eps * output.abs().max()
-        if not bool(error <= tolerance * update + rounding):
-            yield f"{module}: the output differs by {float(error):.2g} (the update is {float(update):.2g})"
-
-
-def _run_layer(layer: nn.Module) -> tuple[Tensor, Tensor]:
-    """The outputs of the layer and of its base layer for one random input."""
-    base: Any = layer.base_layer
-    base_weights = _get_base_weights(layer)
-    weight = base_weights.get("base_layer.weight", base.weight)  # offloaded weights are not parameters
-    generator = torch.Generator().manual_seed(weight.numel())
-    shape = (1, weight.shape[1], *weight.shape[2:]) if weight.dim() == 4 else (1, weight.shape[1])
-    inputs = torch.randn(shape, generator=generator).to(weight)
-    unprefixed = {name.removeprefix("base_layer."): tensor for name, tensor in base_weights.items()}
-    with _disable_hooks(layer):
-        return functional_call(layer, base_weights, (inputs,)), functional_call(base, unprefixed, (inputs,))
-
-
-def _get_base_weights(layer: nn.Module) -> dict[str, Tensor]:
-    """The base layer's weights, or random ones where they are sharded over ranks.
-
-    Any weights will do to compare two adapters; all-gathering the real ones would need all ranks.
-    """
-    own = {name: item for name, item in layer.named_parameters() if name.startswith("base_layer.")}
-    shapes = {name: _get_full_shape(layer.base_layer, item) for name, item in own.items()}
-    if all(
-        not item.is_meta and not hasattr(item, "full_tensor") and item.shape == shapes[name]
-        for name, item in own.items()
-    ):
-        return dict(own)
-    device = next(item.device for name, item in layer.named_parameters() if name not in own)
-    generator = torch.Generator().manual_seed(0)
-    return {
-        name: torch.randn(shape, generator=generator).div(shape[1:].numel() ** 0.5).to(device, own[name].dtype)
-        for name, shape in shapes.items()
-    }
-
-
-def _get_full_shape(base: Any, weight: Any) -> torch.Size:
-    """The unsharded shape of a weight (tensor parallelism, FSDP, DeepSpeed)."""
-    if isinstance(base, nn.Linear):
-        return torch.Size((base.out_features, base.in_features)[: 1 if weight is base.bias else 2])
-    shape: torch.Size = getattr(weight, "ds_shape", weight.shape)
-    return shape
-
-
-@contextmanager
-def _disable_hooks(layer: nn.Module) -> Iterator[None]:
-    """Disable hooks, which may all-gather weights while the other ranks do not take part."""
-    hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in layer.modules()]
-    for module, _, _ in hooks:
-        module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
-    try:
-        yield
-    finally:
-        for module, pre_hooks, forward_hooks in hooks:
-            module._forward_pre_hooks, module._forward_hooks = pre_hooks, forward_hooks
-
+from .state_dict import ALPHA, COMFY_SUFFIXES, DOWN, KOHYA_SUFFIXES, UP, ModuleAdapter, parse_tensor_key
 
 SAVE_DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -153,7 +51,7 @@ def write_adapter_file(
         save_file(dict(tensors), part, dict(metadata))
         part.chmod(mode)
         fsync_file(part)
-        verify_adapter_file(part, tensors, metadata, is_trained)
+        verify_adapter_file(part, tensors, metadata, is_trained, path)
         if check is not None:
             check(part)
         os.replace(part, path)
@@ -171,34 +69,33 @@ REQUIRED_TENSORS: Mapping[str, tuple[str, ...]] = {
     "loha": ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),
     "oft": ("oft_R",),
     "boft": ("boft_R", "boft_s"),
+    "glora": ("a1", "a2", "b1", "b2"),
+    "diag-oft": ("oft_blocks",),
+    "norm": (),
+    "full": (),
 }
 """Required tensors of each adapter type; both factors of a LoKr may be full or decomposed."""
 
 ZERO_INIT_TENSORS = (UP, "hada_w2_b", "lokr_w1", "lokr_w1_a", "oft_R", "boft_R")
 """Tensors that are zero at the start of training."""
 
-
-class InvalidAdapterFileError(UserError):
-    """A LoRA file failed its verification; an older file of the same name was not replaced."""
-
-
-def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read all tensors and the metadata of a safetensors file."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}
-    except (SafetensorError, OSError) as error:
-        raise InvalidAdapterFileError(f"{path}: cannot be read as safetensors: {error}") from None
+LYCORIS_ZERO_INIT_TENSORS = ("hada_w1_a", "lokr_w2", "lokr_w2_b")
+"""Those of LyCORIS, in layers that network_weights contains and that are not trained."""
 
 
 def verify_adapter_file(
-    path: Path, expected: Mapping[str, Tensor], metadata: Mapping[str, str], is_trained: bool = True
+    path: Path,
+    expected: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    is_trained: bool = True,
+    name: Path | None = None,
 ) -> None:
     """Raise unless the file contains exactly ``expected``, loaders know its keys, and its update is not zero.
 
     Pass ``is_trained`` False for files that may have zero updates: before the first step, or of other programs.
+    Messages call the file ``name``, by default its path.
     """
-    tensors, file_metadata = read_safetensors(path)
+    tensors, file_metadata = read_safetensors(path, name)
     problems = [*_compare_tensors(tensors, expected), *_find_invalid_tensors(tensors, is_trained)]
     if not problems and is_trained and not _has_nonzero_update(tensors):
         problems.append("every lora_up or lora_B is zero: the LoRA does nothing")
@@ -207,7 +104,7 @@ def verify_adapter_file(
         problems.append(f"metadata differs: {', '.join(keys[:3])}")
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
-        raise InvalidAdapterFileError(f"{path.name} failed its verification: {'; '.join(problems[:5])}{more}")
+        raise InvalidAdapterFileError(f"{name or path} failed its verification: {'; '.join(problems[:5])}{more}")
 
 
 def _compare_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Iterator[str]:
@@ -231,6 +128,8 @@ def _find_invalid_tensors(tensors: Mapping[str, Tensor], is_trained: bool) -> It
         yield f"{key}: no loader knows this key"
     modules: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
+        if key.startswith(EMBEDDING_PREFIX):
+            continue
         parsed = parse_tensor_key(key)
         if parsed is None:
             yield f"{key}: no loader knows this key"
@@ -239,7 +138,10 @@ def _find_invalid_tensors(tensors: Mapping[str, Tensor], is_trained: bool) -> It
         modules.setdefault(module, {})[name] = tensor
         if not bool(tensor.isfinite().all()):
             yield f"{key} has non-finite values"
-        elif not bool(tensor.any()) and (name == ALPHA or (is_trained and name not in ZERO_INIT_TENSORS)):
+        elif not bool(tensor.any()) and (
+            (name == ALPHA and f"{module}.oft_blocks" not in tensors)
+            or (is_trained and name not in (ALPHA, *ZERO_INIT_TENSORS, *LYCORIS_ZERO_INIT_TENSORS))
+        ):
             yield f"{key} is zero"
     # ComfyUI's files have alphas for some components only.
     has_kohya = any(key.endswith(".lora_down.weight") for key in tensors)
@@ -265,7 +167,7 @@ def _find_missing_tensors(
             required += [factor] if factor in tensors else [f"{factor}_a", f"{factor}_b"]
     else:
         required += REQUIRED_TENSORS[adapter_type]
-    for name in (*required, *([ALPHA] if has_alphas else [])):
+    for name in (*required, *([ALPHA] if has_alphas and adapter_type not in TYPES_WITHOUT_ALPHA else [])):
         if name not in tensors:
             yield f"{module} has no {suffixes.get(name, name)}"
     down, up = tensors.get(DOWN), tensors.get(UP)

@@ -76,6 +76,21 @@ FLUX_LAYOUT: tuple[OriginalModule, ...] = (
     OriginalModule("final_layer.linear", ("proj_out",)),
 )
 
+XLABS_FLUX_LAYOUT: tuple[OriginalModule, ...] = (
+    *(
+        OriginalModule(
+            f"double_blocks.{{}}.{kind}_lora{number}", tuple(f"transformer_blocks.{{}}.{part}" for part in parts)
+        )
+        for number, stream in ((1, IMAGE_STREAM), (2, TEXT_STREAM))
+        for kind, parts in (("qkv", stream[:3]), ("proj", stream[3:4]))
+    ),
+    OriginalModule(
+        "single_blocks.{}.qkv_lora", tuple(f"{_FLUX_SINGLE_BLOCK}.attn.{part}" for part in ("to_q", "to_k", "to_v"))
+    ),
+    OriginalModule("single_blocks.{}.proj_lora", (f"{_FLUX_SINGLE_BLOCK}.proj_out",)),
+)
+"""The modules that XLabs' trainer adapts, without ``processor.`` in front of their last part; they are read."""
+
 SD3_LAYOUT: tuple[OriginalModule, ...] = (
     *_build_stream("joint_blocks.{}.x_block.", "transformer_blocks", IMAGE_STREAM, _SD3_STREAM_NAMES),
     *_build_stream("joint_blocks.{}.context_block.", "transformer_blocks", TEXT_STREAM, _SD3_STREAM_NAMES),
@@ -109,6 +124,7 @@ Z_IMAGE_LAYOUT: tuple[OriginalModule, ...] = tuple(
 
 ORIGINAL_LAYOUTS: Mapping[str, tuple[OriginalModule, ...]] = {
     "flux": FLUX_LAYOUT,
+    "flux_xlabs": XLABS_FLUX_LAYOUT,
     "sd3": SD3_LAYOUT,
     "z_image": Z_IMAGE_LAYOUT,
 }

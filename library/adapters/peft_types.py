@@ -35,6 +35,8 @@ class RankAlpha:
 
     rank: int
     alpha: float
+    is_tucker: bool = False
+    """Whether a LoHa or LoKr of a convolution is decomposed into three, with a core."""
 
 
 def inject_peft_layers(
@@ -75,16 +77,27 @@ def _build_peft_configs(
         ):
             yield OFTConfig(r=blocks, oft_block_size=0, target_modules=_build_alternation(names))
         return
+    if len({size.is_tucker for size in rank_alphas.values()}) > 1:
+        for is_tucker in (False, True):
+            some = {name: size for name, size in rank_alphas.items() if size.is_tucker == is_tucker}
+            yield from _build_peft_configs(model, adapter_type, network_args, some)
+        return
     ranks, alphas = ({name: getattr(size, value) for name, size in rank_alphas.items()} for value in ("rank", "alpha"))
+    is_tucker = next(iter(rank_alphas.values())).is_tucker
     patterns: Any = {
         "rank_pattern": _build_pattern_map(ranks),
         "alpha_pattern": _build_pattern_map(alphas),
         "target_modules": targets,
     }
     if adapter_type == "loha":
-        yield LoHaConfig(**patterns)
+        yield LoHaConfig(use_effective_conv2d=is_tucker, **patterns)
     elif adapter_type == "lokr":
-        yield LoKrConfig(decompose_factor=network_args.factor, decompose_both=network_args.decompose_both, **patterns)
+        yield LoKrConfig(
+            decompose_factor=network_args.factor,
+            decompose_both=network_args.decompose_both,
+            use_effective_conv2d=is_tucker,
+            **patterns,
+        )
     else:
         is_root = network_args.use_rslora or network_args.rs_lora
         yield LoraConfig(use_dora=adapter_type == "dora", use_rslora=is_root, **patterns)

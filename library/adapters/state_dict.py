@@ -1,5 +1,6 @@
-"""The adapter of one module (LoRA, DoRA, LoHa, LoKr, OFT, BOFT), and the keys of its tensors in peft and in files."""
+"""The update of one module (LoRA, DoRA, LoHa, LoKr, OFT ...), and the keys of its tensors in peft and in files."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -10,23 +11,35 @@ TENSOR_NAMES: Mapping[str, tuple[str, ...]] = {
     "lokr": ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2"),
     "oft": ("oft_R",),
     "boft": ("boft_R", "boft_s"),
+    "glora": ("a1", "a2", "b1", "b2", "bm"),
+    "diag-oft": ("oft_blocks", "rescale"),
+    "norm": ("w_norm", "b_norm"),
+    "full": ("diff", "diff_b"),
 }
-"""Adapter types whose tensors have the same names in all formats."""
+"""Adapter types whose tensors have the same names in all formats; the last four are LyCORIS'."""
+
+TRAINABLE_TYPES = ("lora", "dora", "loha", "lokr", "oft", "boft")
+"""The adapter types that peft computes; files of the others can be merged and converted."""
 
 DOWN, UP, MAGNITUDE = "down", "up", "magnitude"
+MID = "mid"
+"""The core of a Tucker LoRA of a convolution, which is multiplied into ``down`` when a file is read."""
 ALPHA = "alpha"
 DORA_SCALE = "dora_scale"
+
+_GLORA_SUFFIXES = {name: f"{name}.weight" for name in TENSOR_NAMES["glora"]}
 
 PEFT_SUFFIXES = {
     DOWN: "lora_A.weight",
     UP: "lora_B.weight",
     MAGNITUDE: "lora_magnitude_vector.weight",
     "oft_R": "oft_R.weight",
+    **_GLORA_SUFFIXES,
 }
 """Key suffixes in the model and in a state dict."""
 
-KOHYA_SUFFIXES = {DOWN: "lora_down.weight", UP: "lora_up.weight", MAGNITUDE: DORA_SCALE}
-COMFY_SUFFIXES = {DOWN: "lora_A.weight", UP: "lora_B.weight", MAGNITUDE: DORA_SCALE}
+KOHYA_SUFFIXES = {DOWN: "lora_down.weight", UP: "lora_up.weight", MAGNITUDE: DORA_SCALE, **_GLORA_SUFFIXES}
+COMFY_SUFFIXES = {DOWN: "lora_A.weight", UP: "lora_B.weight", MAGNITUDE: DORA_SCALE, **_GLORA_SUFFIXES}
 DIFFUSERS_SUFFIXES = {**PEFT_SUFFIXES, MAGNITUDE: "lora_magnitude_vector"}
 
 _SUFFIX_TO_TENSOR_NAME: Mapping[str, str] = {
@@ -37,7 +50,8 @@ _SUFFIX_TO_TENSOR_NAME: Mapping[str, str] = {
     "lora.up.weight": UP,
     "lora_linear_layer.down.weight": DOWN,
     "lora_linear_layer.up.weight": UP,
-    **{end: end for ends in TENSOR_NAMES.values() for end in ends},
+    "lora_mid.weight": MID,
+    **{end: end for kind, ends in TENSOR_NAMES.items() if kind != "glora" for end in ends},
     "oft_R.weight": "oft_R",
     ALPHA: ALPHA,
 }
@@ -55,37 +69,69 @@ class ModuleAdapter:
 
     @property
     def adapter_type(self) -> str:
-        """lora, dora, loha, lokr, oft or boft."""
+        """lora, dora, or one of ``TENSOR_NAMES``."""
         for adapter_type, names in TENSOR_NAMES.items():
             if any(name in self.tensors for name in names):
                 return adapter_type
         return "dora" if MAGNITUDE in self.tensors else "lora"
 
     @property
+    def title(self) -> str:
+        """The adapter type in messages."""
+        if self.adapter_type in ("loha", "lokr") and MAGNITUDE in self.tensors:
+            return f"{self.adapter_type} with dora_scale"
+        return f"tucker {self.adapter_type}" if self.is_tucker else self.adapter_type
+
+    @property
+    def is_tucker(self) -> bool:
+        """Whether a LoHa or LoKr of a convolution has a core."""
+        return "hada_t1" in self.tensors or "lokr_t2" in self.tensors
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether peft has this type."""
+        return self.adapter_type in TRAINABLE_TYPES and (self.adapter_type == "dora" or MAGNITUDE not in self.tensors)
+
+    @property
     def rank(self) -> int:
-        """The divisor of alpha; 1 for a LoKr of two full matrices."""
-        for name, axis in ((DOWN, 0), ("hada_w1_b", 0), ("lokr_w2_b", 0), ("lokr_w1_b", 0)):
+        """The divisor of alpha; 1 for a LoKr of two full matrices, and for types without rank."""
+        for name, axis in ((DOWN, 0), ("hada_w1_b", 0), ("lokr_w2_b", 0), ("lokr_w1_b", 0), ("a2", 0)):
             if name in self.tensors:
                 return int(self.tensors[name].shape[axis])
         return 1
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Output and input features of the module; zeros if the tensors do not tell."""
+        """Outputs of the module, and weights for each; zeros if the tensors do not tell."""
         tensors = self.tensors
-        if self.adapter_type in ("lora", "dora"):
-            return len(tensors[UP]), tensors[DOWN].shape[1]
-        if self.adapter_type == "loha":
-            return len(tensors["hada_w1_a"]), tensors["hada_w1_b"].shape[1]
-        if self.adapter_type == "lokr":
-            sizes = [
-                tensors[name].shape[:2]
-                if name in tensors
-                else (len(tensors[f"{name}_a"]), tensors[f"{name}_b"].shape[1])
-                for name in ("lokr_w1", "lokr_w2")
-            ]
-            return sizes[0][0] * sizes[1][0], sizes[0][1] * sizes[1][1]
+        match self.adapter_type:
+            case "lora" | "dora":
+                return len(tensors[UP]), tensors[DOWN][0].numel()
+            case "loha":
+                return self._get_factor_shape("hada_w1", "hada_t1")
+            case "lokr":
+                (rows, columns), (inner_rows, inner_columns) = (
+                    self._get_factor_shape("lokr_w1", ""),
+                    self._get_factor_shape("lokr_w2", "lokr_t2"),
+                )
+                return rows * inner_rows, columns * inner_columns
+            case "glora":
+                kernel = tensors["bm"].shape[2:] if "bm" in tensors else ()
+                return len(tensors["b1"]), tensors["b2"][0].numel() * math.prod(kernel)
+            case "full" if "diff" in tensors:
+                return len(tensors["diff"]), tensors["diff"][0].numel()
+            case "norm" if "w_norm" in tensors:
+                return len(tensors["w_norm"]), 1
         return 0, 0
+
+    def _get_factor_shape(self, name: str, core: str) -> tuple[int, int]:
+        """The shape of a factor that is full, decomposed, or a Tucker decomposition."""
+        if name in self.tensors:
+            return len(self.tensors[name]), self.tensors[name][0].numel()
+        first, second = self.tensors[f"{name}_a"], self.tensors[f"{name}_b"]
+        if core in self.tensors:
+            return first.shape[1], second.shape[1] * math.prod(self.tensors[core].shape[2:])
+        return len(first), second[0].numel()
 
     @property
     def scale(self) -> float:

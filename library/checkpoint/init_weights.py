@@ -1,24 +1,27 @@
 """LoRA files a run starts from: ``base_weights``, merged into the model, and ``network_weights``, for the adapter."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..adapters import lora
 from ..adapters.alpha_folding import change_alpha
+from ..adapters.file_reader import read_adapter_file
 from ..adapters.formats import AdapterFileContents, convert_from_file_format
+from ..adapters.fused_layers import needs_scale_shift_swap
 from ..adapters.key_names import ComponentKeys
-from ..adapters.lora import Adapter
-from ..adapters.lora_file import InvalidAdapterFileError, read_safetensors
-from ..adapters.merge import merge_adapter
+from ..adapters.lora import Adapter, KeptTensors
+from ..adapters.merge import merge_adapter, merge_bias_adapter
 from ..adapters.peft_types import RankAlpha
-from ..adapters.state_dict import PEFT_SUFFIXES, UP, group_by_module, iter_named_tensors
-from ..config.network_args import get_adapter_type
+from ..adapters.state_dict import DOWN, PEFT_SUFFIXES, ModuleAdapter, iter_named_tensors
+from ..adapters.validate_file import describe_origin, describe_size_problems, find_size_problems, list_layer_shapes
+from ..config.network_args import get_adapter_type, get_network_args
 from ..config.schema import AdapterConfig
 from ..errors import FileError, UserError
 from ..models.base import Family
@@ -27,7 +30,7 @@ from ..models.loading import load_components_on_meta
 from .component_keys import collect_component_keys
 
 logger = logging.getLogger(__name__)
-ROTATION_TYPES = {"oft", "boft"}
+UNMERGEABLE_TYPES = {"oft", "boft"}
 
 
 @dataclass(frozen=True)
@@ -38,14 +41,18 @@ class InitialWeights:
     """File name, content and multiplier."""
     network_weights: AdapterFileContents | None = None
     is_dim_from_weights: bool = False
+    idle_layers: AdapterFileContents | None = None
+    """The layers of network_weights that cannot change the image: they are not trained, but saved again."""
+    independent_modules: frozenset[str] = field(default_factory=frozenset)
+    """Parts of a fused layer that have a lora_A of their own in the file."""
 
     @property
     def rank_alphas(self) -> Mapping[str, RankAlpha] | None:
         """The rank and alpha of each module with ``dim_from_weights``."""
         if self.network_weights is None or not self.is_dim_from_weights:
             return None
-        updates = group_by_module(self.network_weights.state_dict, self.network_weights.alphas)
-        return {module: RankAlpha(update.rank, update.alpha) for module, update in updates.items()}
+        updates = self.network_weights.updates
+        return {module: RankAlpha(each.rank, each.alpha, each.is_tucker) for module, each in updates.items()}
 
 
 def read_initial_weights(
@@ -54,85 +61,206 @@ def read_initial_weights(
     """Read all files before the model is loaded; all problems are reported at once."""
     if not adapter.base_weights and adapter.network_weights is None:
         return InitialWeights()
-    pipe = load_components_on_meta(detected, (family.denoiser_name, *family.text_lora_prefixes))
+    names = (family.denoiser_name, *family.text_lora_prefixes)
+    pipe = load_components_on_meta(detected, names)
     components = collect_component_keys(family, pipe)
+    layers = ((f"{name}.{module}", each) for name in names for module, each in getattr(pipe, name).named_modules())
+    shapes = list_layer_shapes(layers)
     problems: list[str] = []
     bases, weights = [], None
     multipliers = [*adapter.base_weights_multiplier, *[1.0] * len(adapter.base_weights)]
     for path, multiplier in zip(adapter.base_weights, multipliers, strict=False):
-        content = _read_contents("base_weights", path, components, problems)
+        content = _read_contents("base_weights", path, components, shapes, problems)
         if content is not None:
-            encoders = sorted({module.partition(".")[0] for module in content.alphas} - {family.denoiser_name})
-            if encoders and caches_text_outputs:
-                problems.append(
-                    f"--base_weights: {path}: changes {encoders[0]}, but cached text encoder outputs are encoded"
-                    " without it; remove cache_text_encoder_outputs"
-                )
-            if rotations := _list_adapter_types(content) & ROTATION_TYPES:
-                problems.append(
-                    f"--base_weights: {path}: has type {'/'.join(sorted(rotations))}, which cannot be merged;"
-                    " LoRA, DoRA, LoHa and LoKr can"
-                )
+            problems += _inspect_base_file(path, content, family, caches_text_outputs)
             bases.append((Path(path).name, content, multiplier))
+    idle, independent = None, frozenset[str]()
     if adapter.network_weights is not None:
-        weights = _read_contents("network_weights", adapter.network_weights, components, problems)
+        weights = _read_contents("network_weights", adapter.network_weights, components, shapes, problems)
         if weights is not None:
-            weights = _drop_unused_layers(weights, family, pipe)
-            file_types, own_type = _list_adapter_types(weights), get_adapter_type(adapter)
-            if file_types != {own_type}:
-                problems.append(
-                    f"--network_weights: {adapter.network_weights}: has type {'/'.join(sorted(file_types))}, but this"
-                    f" run trains {own_type}; change network_module or network_args"
-                )
+            weights, idle = split_idle_layers(weights, _list_idle_modules(family, pipe))
+            problems += _inspect_network_file(adapter, weights, family)
+            independent = frozenset(_find_independent_modules(weights, components))
+            _log_notices(adapter.network_weights, weights, idle)
     if problems:
         raise FileError(problems)
-    return InitialWeights(bases, weights, adapter.dim_from_weights)
-
-
-def _list_adapter_types(contents: AdapterFileContents) -> set[str]:
-    return {update.adapter_type for update in group_by_module(contents.state_dict, contents.alphas).values()}
+    return InitialWeights(bases, weights, adapter.dim_from_weights, idle, independent)
 
 
 def _read_contents(
-    option: str, path: str, components: Sequence[ComponentKeys], problems: list[str]
+    option: str,
+    path: str,
+    components: Sequence[ComponentKeys],
+    shapes: Mapping[str, Sequence[int]],
+    problems: list[str],
 ) -> AdapterFileContents | None:
     try:
-        return convert_from_file_format(*read_safetensors(Path(path).expanduser()), components)
-    except (UserError, InvalidAdapterFileError) as error:
+        tensors, metadata = read_adapter_file(Path(path).expanduser())
+        content = convert_from_file_format(tensors, metadata, components)
+    except UserError as error:
         text = str(error)
         problems.append(f"--{option}: {text if text.startswith(path) else f'{path}: {text}'}")
         return None
+    if misfits := [*find_size_problems(content.updates, shapes), *_list_fused_misfits(content, shapes)]:
+        count = len(content.alphas) + len(content.fused)
+        problems.append(f"--{option}: {path}: {describe_size_problems(misfits, count, metadata)}")
+        return None
+    if not content.alphas and not content.fused:
+        problems.append(f"--{option}: {path}: it has no LoRA layers{describe_origin(metadata)}")
+        return None
+    return content
 
 
-def _drop_unused_layers(contents: AdapterFileContents, family: Family, pipe: Any) -> AdapterFileContents:
-    """Drop zero LoRA layers of modules without a gradient, for which other trainers write them."""
-    unused = [
-        f"{family.denoiser_name}.{module}" for module in family.get_unused_layers(getattr(pipe, family.denoiser_name))
-    ]
+def _list_fused_misfits(content: AdapterFileContents, shapes: Mapping[str, Sequence[int]]) -> Iterator[str]:
+    """Fused layers whose sizes are others in the file than all their parts have together in the model."""
+    for name, fused in content.fused.items():
+        parts = [shapes.get(f"{fused.component}.{module}") for module in fused.group.modules]
+        known = [part for part in parts if part is not None]
+        expected = sum(part[0] for part in known), math.prod(known[0][1:]) if known else 0
+        if len(known) < len(parts) or fused.update.shape not in ((0, 0), expected):
+            outputs, inputs = fused.update.shape
+            yield f"{name} has {outputs} x {inputs} weights in the file and {expected[0]} x {expected[1]} in the model"
+
+
+def _inspect_base_file(
+    path: str, content: AdapterFileContents, family: Family, caches_text_outputs: bool
+) -> Iterator[str]:
+    encoders = sorted({module.partition(".")[0] for module in content.alphas} - {family.denoiser_name})
+    if encoders and caches_text_outputs:
+        yield (
+            f"--base_weights: {path}: changes {encoders[0]}, but cached text encoder outputs are encoded"
+            " without it; remove cache_text_encoder_outputs"
+        )
+    if rotations := {update.adapter_type for update in content.updates.values()} & UNMERGEABLE_TYPES:
+        yield (
+            f"--base_weights: {path}: has type {'/'.join(sorted(rotations))}, which cannot be merged;"
+            " LoRA, DoRA, LoHa, LoKr, GLoRA, LyCORIS' OFT and norm layers can"
+        )
+    if content.embeddings:
+        logger.warning("base_weights: %s: %d bundled embeddings are not used", path, len(content.embeddings))
+
+
+def _inspect_network_file(adapter: AdapterConfig, content: AdapterFileContents, family: Family) -> Iterator[str]:
+    """Why an adapter cannot be trained on."""
+    start = f"--network_weights: {adapter.network_weights}:"
+    updates, own_type = content.updates, get_adapter_type(adapter)
+    types = {update.adapter_type if update.is_trainable else update.title for update in updates.values()}
+    types |= {fused.update.title for fused in content.fused.values()}
+    if untrainable := sorted({each.title for each in updates.values() if not each.is_trainable}):
+        yield (
+            f"{start} has layers of type {' and '.join(untrainable)}, which can be merged"
+            " (--base_weights) but not trained"
+        )
+    elif content.fused:
+        name, fused = next(iter(content.fused.items()))
+        yield f"{start} {name}: {fused.reason}; it can be merged (--base_weights) but not trained"
+    elif types != {own_type}:
+        found = "/".join(sorted(types)) or "no layer that has an effect"
+        yield f"{start} has type {found}, but this run trains {own_type}; change network_module or network_args"
+    elif not adapter.dim_from_weights and any(update.is_tucker for update in updates.values()):
+        yield f"{start} has Tucker layers; add dim_from_weights"
+    encoders = sorted({module.partition(".")[0] for module in updates} - {family.denoiser_name})
+    if encoders and not adapter.trains_text_encoders:
+        yield (
+            f"{start} has layers of {', '.join(encoders)}, which this run does not train; add"
+            " --no-network_train_unet_only, or use --base_weights"
+        )
+    elif family.facts.t5_encoder in encoders and not get_network_args(adapter).train_t5xxl:
+        yield f'{start} has layers of {family.facts.t5_encoder} (T5); add network_args = ["train_t5xxl=True"]'
+    if not adapter.trains_denoiser and any(module.startswith(f"{family.denoiser_name}.") for module in updates):
+        yield f"{start} has layers of {family.denoiser_name}; remove network_train_text_encoder_only"
+
+
+def _list_idle_modules(family: Family, pipe: Any) -> list[str]:
+    """The modules that get no gradient, since the model discards their output."""
+    idle = [f"{family.denoiser_name}.{name}" for name in family.get_unused_layers(getattr(pipe, family.denoiser_name))]
     for part in family.text_lora_prefixes:
-        unused += [f"{part}.{module}" for module in family.get_unused_text_layers(getattr(pipe, part), part)]
-    dropped = {
-        module
-        for module in unused
-        if module in contents.alphas
-        and not bool(contents.state_dict.get(f"{module}.{PEFT_SUFFIXES[UP]}", torch.ones(1)).any())
-    }
-    prefixes = tuple(f"{module}." for module in dropped)
-    state = {key: tensor for key, tensor in contents.state_dict.items() if not key.startswith(prefixes)}
-    return replace(
-        contents, state_dict=state, alphas={key: alpha for key, alpha in contents.alphas.items() if key not in dropped}
-    )
+        idle += [f"{part}.{module}" for module in family.get_unused_text_layers(getattr(pipe, part), part)]
+    return idle
+
+
+def split_idle_layers(
+    content: AdapterFileContents, modules: Iterable[str]
+) -> tuple[AdapterFileContents, AdapterFileContents | None]:
+    """Separate the layers of a file that are idle in this model, such as those that other trainers write."""
+    idle = {module for module in modules if module in content.alphas}
+    if not idle:
+        return content, None
+    prefixes = tuple(f"{module}." for module in idle)
+
+    def select(is_idle: bool) -> AdapterFileContents:
+        return replace(
+            content,
+            state_dict={key: each for key, each in content.state_dict.items() if key.startswith(prefixes) == is_idle},
+            alphas={module: alpha for module, alpha in content.alphas.items() if (module in idle) == is_idle},
+        )
+
+    return select(False), select(True)
+
+
+def _find_independent_modules(content: AdapterFileContents, components: Sequence[ComponentKeys]) -> Iterator[str]:
+    """The parts of fused layers whose lora_A differ, as diffusers and ai-toolkit train them."""
+    updates = content.updates
+    for part in components:
+        if not (key_map := part.get_key_map()).layout:
+            continue
+        for group in key_map.group_modules(key_map.filter_known_modules(part.modules)):
+            names = [f"{part.name}.{module}" for module in group.modules if module is not None]
+            found = [updates[name] for name in names if name in updates and DOWN in updates[name].tensors]
+            if not all(_shares_lora_a(each, found[0]) for each in found):
+                yield from names
+
+
+def _shares_lora_a(one: ModuleAdapter, other: ModuleAdapter) -> bool:
+    return one.alpha == other.alpha and torch.equal(one.tensors[DOWN], other.tensors[DOWN])
+
+
+def _log_notices(path: str, content: AdapterFileContents, idle: AdapterFileContents | None) -> None:
+    if idle is not None:
+        logger.info(
+            "network_weights: %s: %d layers have no effect in this model, for example %s; they are kept unchanged",
+            Path(path).name,
+            len(idle.alphas),
+            next(iter(idle.alphas)),
+        )
+    if content.num_tucker:
+        logger.info("network_weights: %d Tucker modules are trained as LoRA of the same effect", content.num_tucker)
+    if content.embeddings:
+        logger.warning(
+            "network_weights: %d bundled embeddings are not used and not trained; kohya and comfy files keep them",
+            len(content.embeddings),
+        )
 
 
 def merge_base_weights(pipe: Any, initial_weights: InitialWeights) -> None:
     """Merge ``base_weights`` into the loaded components."""
     for name, content, multiplier in initial_weights.base_weights:
-        updates = group_by_module(content.state_dict, content.alphas)
+        updates = content.updates
         for path, update in updates.items():
             part, _, module = path.partition(".")
             layer: Any = getattr(pipe, part).get_submodule(module)
             merge_adapter(layer.weight, update, multiplier)
-        logger.info("base_weights: merged %s: %d modules, multiplier %g", name, len(updates), multiplier)
+            merge_bias_adapter(getattr(layer, "bias", None), update, multiplier)
+        _merge_fused_adapters(pipe, content, multiplier)
+        count = len(updates) + len(content.fused)
+        logger.info("base_weights: merged %s: %d modules, multiplier %g", name, count, multiplier)
+
+
+@torch.no_grad()
+def _merge_fused_adapters(pipe: Any, content: AdapterFileContents, multiplier: float) -> None:
+    """Merge updates of fused layers into the weights of their parts together, in the original order."""
+    for fused in content.fused.values():
+        component = getattr(pipe, fused.component)
+        weights = [component.get_submodule(module).weight for module in fused.group.modules if module is not None]
+        rows = torch.cat(weights)
+        swaps = needs_scale_shift_swap(fused.update, fused.group.original)
+        rows = torch.cat(rows.chunk(2)[::-1]) if swaps else rows
+        merge_adapter(rows, fused.update, multiplier)
+        rows = torch.cat(rows.chunk(2)[::-1]) if swaps else rows
+        start = 0
+        for weight in weights:
+            weight.copy_(rows[start : start + len(weight)])
+            start += len(weight)
 
 
 def load_network_weights(model: nn.Module, adapter: Adapter, initial_weights: InitialWeights) -> None:
@@ -140,9 +268,9 @@ def load_network_weights(model: nn.Module, adapter: Adapter, initial_weights: In
     content = initial_weights.network_weights
     if content is None:
         return
-    updates = group_by_module(content.state_dict, content.alphas)
+    updates = content.updates
     problems = [
-        f"--network_weights: the file has {module}, which this run does not train"
+        f"--network_weights: the file has {module}, which these settings do not train; add dim_from_weights"
         for module in updates
         if module not in adapter.rank_alphas
     ]
@@ -158,12 +286,36 @@ def load_network_weights(model: nn.Module, adapter: Adapter, initial_weights: In
     state_dict = lora.get_adapter_state_dict(model)
     for module, update in updates.items():
         rescaled = change_alpha(update, adapter.rank_alphas[module].alpha)
-        state_dict |= iter_named_tensors(module, rescaled, PEFT_SUFFIXES)
+        for key, tensor in iter_named_tensors(module, rescaled, PEFT_SUFFIXES):
+            own_tensor = state_dict.get(key)
+            # A linear layer's LoRA fits a 1x1 convolution.
+            has_same_size = own_tensor is not None and own_tensor.squeeze().shape == tensor.squeeze().shape
+            state_dict[key] = tensor.view(own_tensor.shape) if own_tensor is not None and has_same_size else tensor
     try:
         lora.load_adapter_state_dict(model, state_dict)
     except ValueError as error:
-        raise UserError(
-            f"--network_weights: cannot be loaded: {error}; layers that are one layer in the original checkpoint"
-            " share one down matrix here, as in sd-scripts"
-        ) from None
+        raise UserError(f"--network_weights: cannot be loaded: {error}") from None
     logger.info("network_weights: loaded %d of %d modules", len(updates), len(adapter.rank_alphas))
+
+
+def keep_idle_layers(adapter: Adapter, initial_weights: InitialWeights, components: Sequence[ComponentKeys]) -> Adapter:
+    """Add what the files of the run have to contain, although it is not trained."""
+    idle, content = initial_weights.idle_layers, initial_weights.network_weights
+    if content is None or (idle is None and not content.embeddings):
+        return adapter
+    updates = {} if idle is None else idle.updates
+    siblings: dict[str, str] = {}
+    for part in components:
+        key_map = part.get_key_map()
+        for group in key_map.group_modules(key_map.filter_known_modules(part.modules)) if key_map.layout else []:
+            names = [f"{part.name}.{module}" for module in group.modules]
+            trained = next((name for name in names if name in adapter.rank_alphas), None)
+            if trained is not None and not initial_weights.independent_modules & set(names):
+                siblings |= {name: trained for name in names if name in updates}
+    for name, sibling in siblings.items():
+        updates[name] = change_alpha(updates[name], adapter.rank_alphas[sibling].alpha)
+    state: dict[str, Tensor] = {}
+    for name, update in updates.items():
+        state |= iter_named_tensors(name, update, PEFT_SUFFIXES)
+    alphas = {name: update.alpha for name, update in updates.items()}
+    return replace(adapter, kept=KeptTensors(state, alphas, siblings, content.embeddings))

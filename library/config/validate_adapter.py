@@ -95,6 +95,8 @@ def validate_save_format(adapter_types: Iterable[str], file_format: str) -> list
                 f"{adapter_type} rotates a layer's input, and the {file_format} format rotates its output; use auto,"
                 " which peft loads"
             )
+        if adapter_type in ("glora", "diag-oft", "norm", "full") and file_format == "diffusers":
+            problems.append(f"diffusers does not load LyCORIS' type {adapter_type}; use comfy or kohya")
         if adapter_type in ("loha", "lokr") and file_format == "diffusers":
             problems.append(f"diffusers does not load {adapter_type}; use auto or comfy")
     return problems

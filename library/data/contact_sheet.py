@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,8 +28,8 @@ SHEET_WIDTH = 1600
 THUMBNAIL_AREA, MAX_THUMBNAIL_SIDE = 200 * 200, 420
 TITLE_WIDTH = 480
 MIN_CELL_WIDTH = 160  # for the text
-CELL_GAP, MARGIN, BLOCK_GAP = 14, 24, 36
-LINE_HEIGHT, HEADING_HEIGHT = 17, 56
+CELL_GAP, MARGIN, ROW_GAP = 14, 24, 30
+LINE_HEIGHT, HEADING_HEIGHT, TITLE_HEIGHT = 17, 56, 56
 CAPTION_LINES = 2
 BACKGROUND_COLOR, MUTED_COLOR, WARNING_COLOR = (250, 250, 248), (105, 105, 105), (190, 40, 20)
 CROP_HIGHLIGHT_FRACTION = 0.2
@@ -39,54 +39,24 @@ MASK_COLOR, MASK_OPACITY = (205, 40, 160), 0.6
 
 
 @dataclass(frozen=True)
-class BucketBlock:
-    """Images of one bucket, side by side; a bucket that does not fit into a row has several blocks."""
+class Cell:
+    """An image on the sheet; above the first one of a bucket is the bucket's heading."""
 
     summary: BucketSummary
-    sample_indices: tuple[int, ...]
+    sample_index: int
     thumbnail_size: tuple[int, int]
-    num_shown: int  # in all blocks of the bucket
-    is_first: bool = True
-
-    @property
-    def cell_size(self) -> tuple[int, int]:
-        width, height = self.thumbnail_size
-        return max(width, MIN_CELL_WIDTH), height + 6 + LINE_HEIGHT * (2 + CAPTION_LINES)
+    num_shown: int  # of the bucket
+    is_first: bool
 
     @property
     def size(self) -> tuple[int, int]:
-        width, height = self.cell_size
-        return len(self.sample_indices) * (width + CELL_GAP) - CELL_GAP, HEADING_HEIGHT + height
-
-    def split(self, count: int) -> "tuple[BucketBlock, BucketBlock]":
-        """Split after the first ``count`` images."""
-        first, rest = self.sample_indices[:count], self.sample_indices[count:]
-        return replace(self, sample_indices=first), replace(self, sample_indices=rest, is_first=False)
+        width, height = self.thumbnail_size
+        return max(width, MIN_CELL_WIDTH), HEADING_HEIGHT + height + 6 + LINE_HEIGHT * (2 + CAPTION_LINES)
 
 
-@dataclass
-class SheetRow:
-    """Blocks side by side."""
-
-    blocks: list[BucketBlock] = field(default_factory=list)
-
-    @property
-    def width(self) -> int:
-        return sum(block.size[0] + BLOCK_GAP for block in self.blocks) - BLOCK_GAP
-
-    @property
-    def height(self) -> int:
-        return max(block.size[1] for block in self.blocks)
-
-    def count_free_cells(self, block: BucketBlock) -> int:
-        """Count how many images of the block fit into the rest of the row."""
-        used = self.width + BLOCK_GAP if self.blocks else 0
-        return max(0, (SHEET_WIDTH - 2 * MARGIN - used + CELL_GAP) // (block.cell_size[0] + CELL_GAP))
-
-
-def build_blocks(
+def build_cells(
     buckets: Sequence[BucketSummary], assignments: Sequence[BucketAssignment], max_per_bucket: int
-) -> list[BucketBlock]:
+) -> list[Cell]:
     """Select the most cropped images of each bucket; buckets are sorted by stage, dataset and aspect ratio."""
     shown = buckets[:MAX_IMAGES]
     max_per_bucket = max(1, min(max_per_bucket, MAX_IMAGES // max(len(shown), 1)))
@@ -95,31 +65,24 @@ def build_blocks(
         width, height = bucket.resolution
         return bucket.from_step, bucket.dataset_index_in_file, width / height, bucket.resolution
 
-    blocks = []
+    cells = []
     for bucket in sorted(shown, key=get_sort_key):
         indices = sorted(bucket.sample_indices, key=lambda index: (-assignments[index].cropped_fraction, index))
-        indices = indices[:max_per_bucket]
-        blocks.append(BucketBlock(bucket, tuple(indices), compute_thumbnail_size(bucket.resolution), len(indices)))
-    return blocks
+        indices, size = indices[:max_per_bucket], compute_thumbnail_size(bucket.resolution)
+        cells += [Cell(bucket, index, size, len(indices), index == indices[0]) for index in indices]
+    return cells
 
 
-def arrange_rows(blocks: Sequence[BucketBlock]) -> list[SheetRow]:
-    """Fill rows with blocks in order; a block continues in the next row, unless only one image fits into this one."""
-    rows = [SheetRow()]
-    remaining = list(reversed(blocks))
-    while remaining:
-        block = remaining.pop()
-        num_free = rows[-1].count_free_cells(block)
-        if num_free >= len(block.sample_indices):
-            rows[-1].blocks.append(block)
-        elif num_free >= 2 or not rows[-1].blocks:
-            first, rest = block.split(max(num_free, 1))
-            rows[-1].blocks.append(first)
-            remaining.append(rest)
-        else:
-            rows.append(SheetRow())
-            remaining.append(block)
-    return rows
+def place_cells(cells: Sequence[Cell]) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+    """Place cells in rows, from left to right; return the corner of each, and the size of the sheet."""
+    corners, x, y, right, bottom = list[tuple[int, int]](), MARGIN, MARGIN + TITLE_HEIGHT, MARGIN + TITLE_WIDTH, 0
+    for cell in cells:
+        width, height = cell.size
+        if x > MARGIN and x + width > SHEET_WIDTH - MARGIN:
+            x, y = MARGIN, bottom + ROW_GAP
+        corners.append((x, y))
+        right, bottom, x = max(right, x + width), max(bottom, y + height), x + width + CELL_GAP
+    return corners, (right + MARGIN, bottom + MARGIN)
 
 
 def compute_thumbnail_size(resolution: tuple[int, int]) -> tuple[int, int]:
@@ -136,28 +99,20 @@ def draw_contact_sheet(
     """Draw the sheet; also return the number of images on it."""
     from PIL import Image, ImageDraw
 
-    blocks = build_blocks(buckets, assignments, max_per_bucket)
-    rows = arrange_rows(blocks)
-    count = sum(block.num_shown for block in blocks)
-    width = 2 * MARGIN + max(TITLE_WIDTH, *(row.width for row in rows))
-    height = 2 * MARGIN + HEADING_HEIGHT + sum(row.height + BLOCK_GAP for row in rows) - BLOCK_GAP
-    sheet = Image.new("RGB", (width, height), BACKGROUND_COLOR)
-    renderer = TextRenderer(ImageDraw.Draw(sheet))
-    num_hidden = len(buckets) - len(blocks)
-    title = f"{count} of {len(manifest.samples)} images, as they are trained"
+    cells = build_cells(buckets, assignments, max_per_bucket)
+    corners, size = place_cells(cells)
+    sheet = Image.new("RGB", size, BACKGROUND_COLOR)
+    renderer, width = TextRenderer(ImageDraw.Draw(sheet)), size[0] - 2 * MARGIN
+    num_hidden = len(buckets) - sum(cell.is_first for cell in cells)
+    title = f"{len(cells)} of {len(manifest.samples)} images, as they are trained"
     title += f"; {num_hidden} more buckets are not shown" if num_hidden else ""
-    renderer.draw_text((MARGIN, MARGIN - 4), title, width - 2 * MARGIN, 20)
-    top = MARGIN + HEADING_HEIGHT
-    for row in rows:
-        left = MARGIN
-        for block in row.blocks:
-            _draw_block(sheet, renderer, (left, top), block, manifest, assignments)
-            left += block.size[0] + BLOCK_GAP
-        top += row.height + BLOCK_GAP
+    renderer.draw_text((MARGIN, MARGIN - 4), title, width, 20)
+    for cell, corner in zip(cells, corners, strict=True):
+        _draw_cell(sheet, renderer, corner, cell, manifest, assignments[cell.sample_index])
     subtitle = "the most cropped images of each bucket first"
     subtitle += "; characters without a font are shown as codes" if renderer.has_escaped_characters else ""
-    renderer.draw_text((MARGIN, MARGIN + 24), subtitle, width - 2 * MARGIN, color=MUTED_COLOR)
-    return sheet, count
+    renderer.draw_text((MARGIN, MARGIN + 24), subtitle, width, color=MUTED_COLOR)
+    return sheet, len(cells)
 
 
 def save_contact_sheet(sheet: "Image", path: Path) -> None:
@@ -168,38 +123,36 @@ def save_contact_sheet(sheet: "Image", path: Path) -> None:
         raise UserError(f"--preview: {path} cannot be written: {error}") from error
 
 
-def _draw_block(
+def _draw_cell(
     sheet: "Image",
     renderer: TextRenderer,
     corner: tuple[int, int],
-    block: BucketBlock,
+    cell: Cell,
     manifest: Manifest,
-    assignments: Sequence[BucketAssignment],
+    assignment: BucketAssignment,
 ) -> None:
-    left, top = corner
-    summary, width = block.summary, block.size[0]
-    name = f"{summary.resolution[0]} x {summary.resolution[1]}"
-    renderer.draw_line((left, top), width)
-    renderer.draw_text((left, top + 4), name, width, 20)
-    if text := _format_dataset_and_stage(summary, manifest):
-        start = left + renderer.measure_text(name, 20) + 8
-        renderer.draw_text((start, top + 10), text, left + width - start, color=MUTED_COLOR)
-    total = len(summary.sample_indices)
-    num_hidden = total - block.num_shown
-    text = f"{block.num_shown} shown, {num_hidden} more" if num_hidden else f"{total} image{'s' * (total != 1)}"
-    renderer.draw_text((left, top + 29), text if block.is_first else "continued", width, color=MUTED_COLOR)
-    y = top + HEADING_HEIGHT
-    for number, index in enumerate(block.sample_indices):
-        x = left + number * (block.cell_size[0] + CELL_GAP)
-        pixels, masked = _load_as_trained(manifest, assignments[index], index)
-        sheet.paste(_make_thumbnail(pixels, block.thumbnail_size), (x, y))
-        lines = _format_labels(manifest, assignments[index], index, masked)
-        lines += renderer.wrap_text(lines.pop(), block.cell_size[0], CAPTION_LINES)
-        is_red = assignments[index].cropped_fraction > CROP_HIGHLIGHT_FRACTION
-        colors = [TEXT_COLOR, WARNING_COLOR if is_red else MUTED_COLOR]
-        for row, line in enumerate(lines):
-            position = x, y + block.thumbnail_size[1] + 4 + row * LINE_HEIGHT
-            renderer.draw_text(position, line, block.cell_size[0], color=colors[row] if row < 2 else MUTED_COLOR)
+    (x, y), (width, _), summary = corner, cell.size, cell.summary
+    if cell.is_first:
+        renderer.draw_line((x, y), width)
+        name = f"{summary.resolution[0]} x {summary.resolution[1]}"
+        renderer.draw_text((x, y + 4), name, width, 20)
+        start = renderer.measure_text(name, 20) + 8
+        if start < width and (text := _format_dataset_and_stage(summary, manifest)):
+            renderer.draw_text((x + start, y + 10), text, width - start, color=MUTED_COLOR)
+        total = len(summary.sample_indices)
+        num_hidden = total - cell.num_shown
+        text = f"{cell.num_shown} shown, {num_hidden} more" if num_hidden else f"{total} image{'s' * (total != 1)}"
+        renderer.draw_text((x, y + 29), text, width, color=MUTED_COLOR)
+    pixels, masked = _load_as_trained(manifest, assignment, cell.sample_index)
+    sheet.paste(_make_thumbnail(pixels, cell.thumbnail_size), (x, y + HEADING_HEIGHT))
+    lines = _format_labels(manifest, assignment, cell.sample_index, masked)
+    lines += renderer.wrap_text(lines.pop(), width, CAPTION_LINES)
+    crop_color = WARNING_COLOR if assignment.cropped_fraction > CROP_HIGHLIGHT_FRACTION else MUTED_COLOR
+    top = y + HEADING_HEIGHT + cell.thumbnail_size[1] + 4
+    for row, (line, color) in enumerate(
+        zip(lines, (TEXT_COLOR, crop_color, *[MUTED_COLOR] * CAPTION_LINES), strict=False)
+    ):
+        renderer.draw_text((x, top + row * LINE_HEIGHT), line, width, color=color)
 
 
 def _format_dataset_and_stage(summary: BucketSummary, manifest: Manifest) -> str:

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from ..config.schema_data import CacheConfig
+from ..config.schema_distributed import DeepSpeedConfig, ParallelConfig, ShardingConfig
 from ..data.batch_plan import AnyBatchPlan
 from ..errors import ConfigError
 from ..models.detect import DetectedModel
@@ -20,6 +22,18 @@ logger = logging.getLogger(__name__)
 GB = 2**30
 MAX_BUFFERED_SHAPES = 64
 """Image sizes for which a pipeline keeps its buffers (``parallel/pipeline_schedule``)."""
+
+
+Partition = tuple[int, int, bool]
+MetaRuns = dict[tuple[str, Partition], MetaRun]
+"""By the settings that change a step, and the partition."""
+
+_NO_LAYOUT: Mapping[str, Any] = {
+    "parallel": ParallelConfig(),
+    "sharding": ShardingConfig(),
+    "deepspeed": DeepSpeedConfig(),
+}
+"""Settings of which a step depends only through the partition."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +132,11 @@ def search_layouts(finder: LayoutFinder, batch: LargestBatch, devices: Devices) 
     if not layouts:
         options = ", ".join(f"--{option}" for option in LAYOUT_OPTIONS if option in finder.explicit)
         raise ConfigError(reasons or [f"{options}: no layout with these options can be estimated"])
-    report = LayoutReport(devices, batch, estimate_layouts(layouts, finder.model, batch, devices), None)
+    runs: MetaRuns = {}
+    report = LayoutReport(devices, batch, estimate_layouts(layouts, finder.model, batch, devices, runs=runs), None)
     if any(map(report.fits, report.estimates)):
         return report
-    return replace(report, suggestion=suggest_savings(finder, batch, devices, report.estimates))
+    return replace(report, suggestion=suggest_savings(finder, batch, devices, report.estimates, runs))
 
 
 def find_largest_batch(plan: AnyBatchPlan, captions: Iterable[str]) -> LargestBatch:
@@ -140,20 +155,23 @@ def estimate_layouts(
     batch: LargestBatch,
     devices: Devices,
     savings: Mapping[str, Any] | None = None,
+    runs: MetaRuns | None = None,
 ) -> list[LayoutEstimate]:
-    """Estimate layouts, fastest first; layouts that partition the model in the same way share a meta run."""
+    """Estimate layouts, fastest first; those that partition the model in the same way share a meta run of ``runs``."""
     partitions = [get_partition(layout, model) for layout in layouts]
-    runs, estimates = dict[tuple[int, int, bool], MetaRun](), list[LayoutEstimate]()
-    optimizer_state = 0
+    runs, estimates = {} if runs is None else runs, list[LayoutEstimate]()
+    optimizer_state, numbers = 0, dict[Partition, int]()
     for layout, partition in zip(layouts, partitions, strict=True):
-        if partition not in runs:
-            number, count = len(runs) + 1, len(set(partitions))
+        settings = repr((batch, replace(layout.config, cache=CacheConfig(), **_NO_LAYOUT)))
+        key = settings, partition
+        if key not in runs:
+            number, count = numbers.setdefault(partition, len(numbers) + 1), len(set(partitions))
             logger.info("estimating memory: step %d of %d on the meta device (%s)", number, count, layout.name)
         with _disable_logging():
-            if partition not in runs:
-                encoded = next(iter(runs.values())).encoded if runs else None
-                runs[partition] = MetaRun(layout.config, model, batch, *partition, encoded)
-            run = runs[partition]
+            if key not in runs:
+                same_settings = next((run for (other, _), run in runs.items() if other == settings), None)
+                runs[key] = MetaRun(layout.config, model, batch, *partition, same_settings)
+            run = runs[key].replace_cache_settings(layout.config)
             parts = split_model(run, layout, devices.count, devices.memory)
         optimizer_state = optimizer_state or estimate_optimizer_state(layout.config.optim, run.build_param_groups())
         memory = estimate_memory(layout, run, parts, optimizer_state, batch.buffered_shapes)
@@ -162,7 +180,7 @@ def estimate_layouts(
     return sorted(estimates, key=lambda estimate: (-estimate.images_per_second, estimate.memory.total))
 
 
-def get_partition(layout: ParallelLayout, model: DetectedModel) -> tuple[int, int, bool]:
+def get_partition(layout: ParallelLayout, model: DetectedModel) -> Partition:
     """Return the partition arguments of ``MetaRun``: TP size, CP size, and whether a pipeline needs a run of its own.
 
     The stages of a pipeline can be cut out of any run, unless it pads texts or splits tokens elsewhere.
@@ -213,7 +231,11 @@ def estimate_images_per_second(
 
 
 def suggest_savings(
-    finder: LayoutFinder, batch: LargestBatch, devices: Devices, estimates: Sequence[LayoutEstimate]
+    finder: LayoutFinder,
+    batch: LargestBatch,
+    devices: Devices,
+    estimates: Sequence[LayoutEstimate],
+    runs: MetaRuns | None = None,
 ) -> LayoutEstimate | None:
     """Add options that save memory until a layout fits, or all that help; None if no option could ever be enough."""
     candidates = [estimate for estimate in estimates if _is_plain(estimate.layout)] or estimates
@@ -230,7 +252,7 @@ def suggest_savings(
         logger.info("estimating memory: no layout fits; trying %s", format_flags(options))
         layouts = [layout for layout in changed.find_layouts()[0] if layout.name in names]
         largest = replace(batch, captions=batch.captions[: tried.get("train_batch_size")])
-        changed_estimates = estimate_layouts(layouts, finder.model, largest, devices, tried)
+        changed_estimates = estimate_layouts(layouts, finder.model, largest, devices, tried, dict(runs or {}))
         if fitting := [estimate for estimate in changed_estimates if estimate.memory.total <= devices.memory]:
             return min(fitting, key=lambda estimate: (-estimate.images_per_second, len(estimate.layout.options)))
         best = min([smallest, *changed_estimates], key=lambda estimate: estimate.memory.total)

@@ -3,6 +3,7 @@
 The training code itself builds, adapts and partitions the model, so there is no table of models.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -205,9 +206,9 @@ class MetaRun:
         tp: int = 1,
         cp: int = 1,
         pipeline: bool = False,
-        encoded: tuple[PixelBatch, int] | None = None,
+        same_settings: "MetaRun | None" = None,
     ):
-        """``encoded`` is that of another run with the same settings, which is not computed again."""
+        """What does not depend on the partition is taken from ``same_settings``, another run."""
         precision = config.distributed.mixed_precision or "no"
         self.config, self._dtype = config, None if precision == "no" else MIXED_PRECISION_DTYPES[precision]
         self.family: Family = FAMILIES.get(model.family)(config.model)
@@ -215,8 +216,10 @@ class MetaRun:
         self._models = [part for part in self.pipe.components.values() if isinstance(part, nn.Module)]
         for part in self._models:
             part.requires_grad_(False)
-        rank_alphas = read_initial_weights(config.adapter, self.family, model).rank_alphas
-        self.trained, self.adapter = build_trainable_modules(config, self.family, self.pipe, rank_alphas)
+        initial = read_initial_weights(config.adapter, self.family, model)
+        self.trained, self.adapter = build_trainable_modules(
+            config, self.family, self.pipe, initial.rank_alphas, initial.independent_modules
+        )
         if config.distributed.full_bf16:
             cast_trainable_parameters(self.trained, torch.bfloat16)
         self.denoiser: Any = self.trained.denoiser
@@ -236,19 +239,36 @@ class MetaRun:
             trains_text_encoders=config.adapter.trains_text_encoders,
             pads_texts=pipeline,
         )
-        self.encoded = encoded or self._build_batch(batch)
-        self.batch, self.encoding_peak = self.encoded
+        self.encoding_peaks: dict[str, int] = {} if same_settings is None else same_settings.encoding_peaks
+        """Peak bytes of the text encoders and of the VAE, where they are not cached."""
+        self.batch: PixelBatch = self._build_batch(batch) if same_settings is None else same_settings.batch
         self._recorder = _StepRecorder()
         groups = FakeGroup(tp), FakeGroup(cp)
         self._partition(*groups, pipeline)
         self.frozen = [parameter for parameter in self.trained.parameters() if not parameter.requires_grad]
-        frozen_bytes = count_frozen_bytes(self.trained, *self.frozen_encoders)
-        self.frozen_bytes = frozen_bytes + sum(weight.nbytes for weight in self._list_quantized_weights())
         # Prefetching of swapped weights and a checkpointing budget begin with the second step.
         count = 2 if config.train.blocks_to_swap or config.train.activation_memory_budget else 1
         self.step = [self._run_step() for _ in range(count)][-1]
         self.sent_bytes = sum(group.sent_bytes for group in groups) / count
         """To tensor- and context-parallel ranks, per micro-batch."""
+
+    def replace_cache_settings(self, config: RunConfig) -> "MetaRun":
+        """Return the same run with other outputs of encoders cached, which do not change the step."""
+        other = copy.copy(self)
+        other.config = config
+        return other
+
+    @property
+    def frozen_bytes(self) -> int:
+        frozen_bytes = count_frozen_bytes(self.trained, *self.frozen_encoders)
+        return frozen_bytes + sum(weight.nbytes for weight in self._list_quantized_weights())
+
+    @property
+    def encoding_peak(self) -> int:
+        """Peak memory of the encoders whose outputs are not cached."""
+        cache = self.config.cache
+        is_cached = {"text": cache.caches_text_outputs, "vae": cache.caches_latents}
+        return max((peak for name, peak in self.encoding_peaks.items() if not is_cached[name]), default=0)
 
     @property
     def frozen_encoders(self) -> list[nn.Module]:
@@ -319,25 +339,25 @@ class MetaRun:
         with MemoryMeter(META, allocated) as meter, AutocastEmulation(dtype, fused_attention=fused_attention):
             yield meter
 
-    def _build_batch(self, batch: LargestBatch) -> tuple[PixelBatch, int]:
-        """Build the encoded batch; also return the peak memory of the encoders whose outputs are not cached."""
-        (width, height), count, cache, peak = batch.size, len(batch.captions), self.config.cache, 0
+    def _build_batch(self, batch: LargestBatch) -> PixelBatch:
+        """Build the encoded batch, and measure the encoders."""
+        (width, height), count, cache = batch.size, len(batch.captions), self.config.cache
         cond: Cond | None = self.family.encode_prompts_on_meta(self.pipe, batch.captions)
         if self.config.adapter.trains_text_encoders:
             cond = None
         elif not cache.caches_text_outputs and not self.family.has_variable_text_length:
             with self._measure(self._models, self._dtype) as meter:
                 self.family.encode_prompts_on_meta(self.pipe, batch.captions[: cache.text_encoder_batch_size])
-            peak = meter.peak
+            self.encoding_peaks["text"] = meter.peak
         with torch.no_grad(), self._measure(self._models, dtype=None) as meter:  # the VAE runs in float32
             pixels = torch.empty(min(count, cache.vae_batch_size), 3, height, width, device=META)
             latents = self.family.encode_moments(self.pipe, pixels).mean_and_std
-        peak = peak if cache.caches_latents else max(peak, meter.peak)
+        self.encoding_peaks["vae"] = meter.peak
         moments = Moments(latents.new_empty(count, *latents.shape[1:]))
         size_conditioning, loss_weights = torch.zeros(count, 6, device=META), torch.ones(count, device=META)
         positions, keys = tuple(range(count)), tuple(map(str, range(count)))
         fields = (None, batch.captions, size_conditioning, loss_weights, positions, keys)
-        return PixelBatch(*fields, moments=moments, cond=cond), peak
+        return PixelBatch(*fields, moments=moments, cond=cond)
 
     def _cast_inputs_of_frozen_layers(self) -> None:
         """Cast here, as those layers ask the device for its autocast dtype, and the meta device has none."""

@@ -1,5 +1,7 @@
 """Facts of the UNet families (Stable Diffusion 1, 2 and XL), and the UNet layers that get a LoRA."""
 
+from dataclasses import replace
+
 from .facts import FamilyFacts, FamilyMatch
 from .model_configs import ConfigReader, ModelError, get_downscale_factor, read_required, read_scheduler_config
 
@@ -84,19 +86,13 @@ SD1_FACTS = FamilyFacts(
     },
 )
 
-SD2_FACTS = FamilyFacts(
+SD2_FACTS = replace(
+    SD1_FACTS,
     name="sd2",
     title="Stable Diffusion 2",
-    pipeline_class="StableDiffusionPipeline",
-    denoiser_name="unet",
-    components=("unet", "vae", "text_encoder", "tokenizer"),
     match_configs=match_sd2,
     component_options={"vae": "vae"},
-    text_encoders=("text_encoder",),
-    extra_options=("clip_skip", "max_token_length"),
     single_file_prefixes={"unet": _UNET_PREFIXES, "vae": _VAE_PREFIXES, "text_encoder": ("cond_stage_model.model.",)},
-    single_file_keys=SD1_FACTS.single_file_keys,
-    shape_checks=SD1_FACTS.shape_checks,
 )
 
 SDXL_FACTS = FamilyFacts(

@@ -1,32 +1,18 @@
 """``python -m library convert IN OUT --to FORMAT``: convert a LoRA file to another program's key names."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
-
-from ..adapters import lora_file
-from ..adapters.alpha_folding import ALPHA_METADATA_KEYS, is_fold_exact
-from ..adapters.formats import (
-    AdapterFileContents,
-    convert_from_file_format,
-    convert_to_file_format,
-    upgrade_diffusers_key,
-)
-from ..adapters.key_names import ComponentKeys
-from ..adapters.lora_file import InvalidAdapterFileError, read_safetensors
-from ..adapters.metadata import add_model_hashes
-from ..adapters.state_dict import DOWN, UP, group_by_module, parse_tensor_key
-from ..checkpoint.component_keys import build_component_keys, list_adaptable_components
 from ..errors import UserError
-from ..models.base import Family
-from ..models.detect import DetectedModel, detect_model
-from ..models.families import FAMILIES, FAMILY_FACTS
-from ..models.loading import load_components_on_meta
-from ..models.model_configs import list_family_configs
 from .preflight import check_convert_arguments
+
+if TYPE_CHECKING:  # torch is imported only after the arguments were checked
+    from torch import Tensor
+
+    from ..adapters.formats import AdapterFileContents
+    from ..adapters.key_names import ComponentKeys
 
 USAGE = "usage: python -m library convert IN.safetensors OUT.safetensors --to kohya|diffusers|comfy"
 FORMAT_DESCRIPTIONS = {
@@ -63,6 +49,12 @@ def _parse_arguments(argv: list[str]) -> tuple[Path, Path, str]:
 
 def convert_lora_file(source: Path, target: Path, file_format: Any) -> str:
     """Convert one file; return a summary."""
+    from ..adapters import lora_file
+    from ..adapters.alpha_folding import ALPHA_METADATA_KEYS, is_fold_exact
+    from ..adapters.formats import convert_to_file_format
+    from ..adapters.metadata import add_model_hashes
+    from ..adapters.peft_metadata import PEFT_METADATA_KEY
+
     lora = read_lora_file(source)
     content = lora.contents
     try:
@@ -71,9 +63,14 @@ def convert_lora_file(source: Path, target: Path, file_format: Any) -> str:
         )
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
-    metadata = {key: value for key, value in lora.metadata.items() if key not in ALPHA_METADATA_KEYS} | alpha_metadata
+    has_embeddings = bool(content.embeddings) and file_format != "diffusers"
+    if has_embeddings:
+        tensors |= content.embeddings
+    # diffusers takes rank and alpha from peft's settings if there are any; here they are in the tensors.
+    replaced = {*ALPHA_METADATA_KEYS, PEFT_METADATA_KEY}
+    metadata = {key: value for key, value in lora.metadata.items() if key not in replaced} | alpha_metadata
     lora_file.write_adapter_file(target, tensors, add_model_hashes(tensors, metadata), is_trained=False)
-    updates = group_by_module(content.state_dict, content.alphas)
+    updates = content.updates
     ranks = sorted({update.rank for update in updates.values()})
     rank = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
     size = "" if lora.is_known_size else " (of unknown size; detected from the keys)"
@@ -81,6 +78,11 @@ def convert_lora_file(source: Path, target: Path, file_format: Any) -> str:
         f"{source.name}: {lora.family}{size}, {len(updates)} modules, rank {rank}, {content.file_format} format",
         f"{target}: {file_format} format, {len(tensors)} tensors",
     ]
+    if content.num_tucker:
+        lines.append(f"{content.num_tucker} Tucker modules are written as LoRA of the same rank and effect")
+    if content.embeddings:
+        kept = "are kept" if has_embeddings else "are left out; diffusers' LoRA files have none"
+        lines.append(f"{len(content.embeddings)} bundled embeddings of OneTrainer {kept}")
     rounded = [name for name, update in updates.items() if file_format == "diffusers" and not is_fold_exact(update)]
     if rounded:
         lines.append(
@@ -95,8 +97,8 @@ class IdentifiedLora:
     """A LoRA file and the model that it is for."""
 
     family: str
-    contents: AdapterFileContents
-    components: Sequence[ComponentKeys]
+    contents: "AdapterFileContents"
+    components: "Sequence[ComponentKeys]"
     metadata: Mapping[str, str]
     is_known_size: bool
 
@@ -105,60 +107,68 @@ def read_lora_file(path: Path) -> IdentifiedLora:
     """Read a LoRA file in any supported format, and detect its model."""
     if not path.is_file():
         raise UserError(f"{path}: no such file (looked in {path.absolute().parent})")
+    from ..adapters.file_reader import read_adapter_file
+
+    tensors, metadata = read_adapter_file(path)
     try:
-        tensors, metadata = read_safetensors(path)
-    except InvalidAdapterFileError as error:
-        hint = "; only .safetensors files can be read" if path.suffix != ".safetensors" else ""
-        raise UserError(f"{error}{hint}") from None
-    try:
-        return identify_lora(tensors, metadata)
+        lora = identify_lora(tensors, metadata)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+    if lora.contents.fused:
+        name, fused = next(iter(lora.contents.fused.items()))
+        raise UserError(f"{path}: {name}: {fused.reason}; --base_weights can merge it")
+    return lora
 
 
-def identify_lora(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> IdentifiedLora:
+def identify_lora(tensors: "Mapping[str, Tensor]", metadata: Mapping[str, str]) -> IdentifiedLora:
     """Find the model that has layers of these names and shapes, or else of these names."""
+    from ..adapters.formats import convert_from_file_format, upgrade_diffusers_key
+    from ..adapters.state_dict import parse_tensor_key
+    from ..adapters.validate_file import (
+        describe_origin,
+        describe_size_problems,
+        describe_unknown_keys,
+        find_size_problems,
+    )
+    from ..checkpoint.known_models import iter_known_models
+
     adapter_keys = [key for key in tensors if parse_tensor_key(upgrade_diffusers_key(key)) is not None]
     if not adapter_keys:
-        first = next(iter(tensors), None)
+        first = next(iter(tensors), "")
+        kind = describe_unknown_keys(list(tensors), len(tensors))
+        kind = f": it {kind}" if kind.startswith("contains") else ""
         raise UserError(
-            f"not a LoRA file: none of its {len(tensors)} tensors has the name of a LoRA weight"
-            + (f"; the first is {first}" if first else "")
+            f"not a LoRA file{kind or f': none of its {len(tensors)} tensors has the name of a LoRA weight'}"
+            f"; the first is {first}"
         )
     same_names: IdentifiedLora | None = None
-    architecture = metadata.get("modelspec.architecture", "")
-    stated = next(
-        (family for start, family in _MODELSPEC_ARCHITECTURES.items() if architecture.startswith(start)), None
-    )
-    for model in _iter_candidates():
-        family = model.family
-        models = load_meta_components(FAMILIES.get(family), model)
-        parts = [build_component_keys(FAMILIES.get(family), name, model) for name, model in models.items()]
+    stated, failure, misfit = _find_stated_family(metadata), "", ""
+    for model in iter_known_models():
         try:
-            content = convert_from_file_format(tensors, metadata, parts)
-        except UserError:
+            content = convert_from_file_format(tensors, metadata, model.components)
+        except UserError as error:
+            if "keys do not belong to this model" not in str(error):
+                failure = str(error)
             continue
-        if _has_matching_shapes(content, models):
-            return IdentifiedLora(family, content, parts, metadata, True)
-        if same_names is None or (same_names.family != stated and family == stated):
-            same_names = IdentifiedLora(family, content, parts, metadata, False)
+        problems = list(find_size_problems(content.updates, model.shapes))
+        if not problems:
+            return IdentifiedLora(model.family, content, model.components, metadata, True)
+        if len(problems) < len(content.alphas) / 2:  # of this model, except for a few layers
+            misfit = misfit or describe_size_problems(problems, len(content.alphas), {})
+        if same_names is None or (same_names.family != stated and model.family == stated):
+            same_names = IdentifiedLora(model.family, content, model.components, metadata, False)
+    if misfit or (failure and same_names is None):
+        raise UserError(misfit or failure)
     if same_names is None:
-        raise UserError(f"LoRA of an unknown model; one of its {len(tensors)} keys is {adapter_keys[0]}")
+        raise UserError(
+            f"LoRA of an unknown model; one of its {len(tensors)} keys is {adapter_keys[0]}{describe_origin(metadata)}"
+        )
     return same_names
 
 
-def _iter_candidates() -> Iterator[DetectedModel]:
-    """Yield published models and the built-in one before tiny ones."""
-    every = [(family, config) for family in FAMILY_FACTS for config in list_family_configs(family)]
-    published, tiny = (
-        [_build_detected(family, config) for family, config in every if ("tiny" in config) == is_tiny]
-        for is_tiny in (False, True)
-    )
-    yield from (*published, detect_model(None), *tiny)
-
-
-def _build_detected(family: str, config: str) -> DetectedModel:
-    return DetectedModel(family, "", 8, source_type="random", bundled_config=config)
+def _find_stated_family(metadata: Mapping[str, str]) -> str | None:
+    architecture = metadata.get("modelspec.architecture", "")
+    return next((family for start, family in _MODELSPEC_ARCHITECTURES.items() if architecture.startswith(start)), None)
 
 
 _MODELSPEC_ARCHITECTURES = {
@@ -171,22 +181,3 @@ _MODELSPEC_ARCHITECTURES = {
     "qwen-image": "qwen_image",
 }
 """Prefixes of ``modelspec.architecture``; used only if no known model has these shapes."""
-
-
-def _has_matching_shapes(contents: AdapterFileContents, models: Mapping[str, nn.Module]) -> bool:
-    """Whether all LoRA matrices fit the layers; of other adapter types, only names are compared."""
-    for name, update in group_by_module(contents.state_dict, contents.alphas).items():
-        part, _, module = name.partition(".")
-        weight = models[part].get_submodule(module).weight
-        if not isinstance(weight, Tensor) or DOWN not in update.tensors:
-            continue
-        if update.tensors[DOWN].shape[1:] != weight.shape[1:] or len(update.tensors[UP]) != len(weight):
-            return False
-    return True
-
-
-def load_meta_components(family: type[Family], detected: DetectedModel) -> dict[str, nn.Module]:
-    """Load the modules that can have a LoRA on the meta device."""
-    names = list_adaptable_components(family)
-    pipe = load_components_on_meta(detected, names)
-    return {name: getattr(pipe, name) for name in names}

@@ -18,14 +18,16 @@ from ..adapters.client_support import (
     list_client_losses,
     needs_equal_alphas,
 )
+from ..adapters.file_comparison import compare_file_with_model
+from ..adapters.file_reader import InvalidAdapterFileError, read_safetensors
 from ..adapters.formats import FileFormat, convert_from_file_format, convert_to_file_format
 from ..adapters.lora import Adapter
-from ..adapters.lora_file import InvalidAdapterFileError, compare_file_with_model, read_safetensors
 from ..adapters.metadata import BaseModelMetadata, RunMetadata, add_model_hashes, build_metadata
 from ..adapters.state_dict import group_by_module
 from ..atomic_files import compute_sha256
 from ..checkpoint.component_keys import collect_component_keys
 from ..checkpoint.hub_upload import HubUploader
+from ..checkpoint.init_weights import split_idle_layers
 from ..config.schema import ModelConfig
 from ..config.schema_output import SaveConfig
 from ..data.batch_plan import get_planned_stages
@@ -148,7 +150,10 @@ class SaveAdapter:
     def _build_file(self, run: TrainingRun, model: nn.Module) -> "AdapterFile":
         state, task = lora.get_adapter_state_dict(model), run.task
         file = build_adapter_file(state, self.adapter, task.family, task.pipe, self.config.save_format)
-        return replace(file, tensors=lora_file.cast_tensors(file.tensors, self.config.save_precision))
+        tensors = lora_file.cast_tensors(file.tensors, self.config.save_precision)
+        if file.file_format != "diffusers":  # whose files cannot hold embeddings
+            tensors |= self.adapter.kept.embeddings
+        return replace(file, tensors=tensors)
 
     def _write_file(self, run: TrainingRun, path: Path, model: nn.Module) -> None:
         file = self._build_file(run, model)
@@ -162,21 +167,24 @@ class SaveAdapter:
             file.tensors,
             metadata,
             is_trained=run.state.has_trained,
-            check=(lambda part: self._verify_file(run, part, model, file.metadata)) if is_compared else None,
+            check=(lambda part: self._verify_file(run, part, path, model, file.metadata)) if is_compared else None,
         )
 
-    def _verify_file(self, run: TrainingRun, path: Path, model: nn.Module, file_metadata: Mapping[str, str]) -> None:
-        """Read the file back and compare the update of each layer with that of the adapter in memory."""
-        tensors, metadata = read_safetensors(path)
+    def _verify_file(
+        self, run: TrainingRun, part: Path, path: Path, model: nn.Module, file_metadata: Mapping[str, str]
+    ) -> None:
+        """Read the temporary file back and compare the update of each layer with that of the adapter in memory."""
+        tensors, metadata = read_safetensors(part, path)
         content = convert_from_file_format(
             tensors, {**metadata, **file_metadata}, collect_component_keys(run.task.family, run.task.pipe)
         )
         with run.strategy.bypass_tensor_parallel():
-            differences = list(compare_file_with_model(model, content, self.adapter.alphas))
+            trained, _ = split_idle_layers(content, self.adapter.kept.alphas)
+            differences = list(compare_file_with_model(model, trained, self.adapter.alphas))
         if differences:
             more = len(differences) - MAX_DIFFERENCES_SHOWN
             shown = "; ".join(differences[:MAX_DIFFERENCES_SHOWN]) + (f" (and {more} more)" if more > 0 else "")
-            raise InvalidAdapterFileError(f"{path.name} differs from the trained adapter: {shown}")
+            raise InvalidAdapterFileError(f"{path} differs from the trained adapter: {shown}")
 
     def _build_metadata(self, run: TrainingRun) -> dict[str, str]:
         info = run.task.family.get_base_model_info(run.task.pipe)
@@ -225,11 +233,12 @@ def build_adapter_file(
     state_dict: Mapping[str, Tensor], adapter: Adapter, family: Family, pipe: Any, save_format: str
 ) -> AdapterFile:
     """Build the tensors of a LoRA file; with ``save_format`` auto, in the layout that most programs read."""
-    components, adapters = collect_component_keys(family, pipe), group_by_module(state_dict, adapter.alphas)
+    state, alphas = adapter.kept.add_to(dict(state_dict), adapter.alphas)
+    components, adapters = collect_component_keys(family, pipe), group_by_module(state, alphas)
     is_auto = save_format == "auto"
     form: Any = choose_file_format(adapters, components, family.lora_format) if is_auto else save_format
     equal_alphas = is_auto and needs_equal_alphas(adapters, components, form)
-    tensors, metadata = convert_to_file_format(state_dict, adapter.alphas, components, form, equal_alphas=equal_alphas)
+    tensors, metadata = convert_to_file_format(state, alphas, components, form, equal_alphas=equal_alphas)
     return AdapterFile(tensors, metadata, form, list_client_losses(adapters, components, form, equal_alphas))
 
 

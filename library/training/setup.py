@@ -17,7 +17,8 @@ from ..atomic_files import find_write_error
 from ..cache.paths import resolve_cache_dirs
 from ..cache.precompute import CacheReaders
 from ..cache.readers import build_step_loader
-from ..checkpoint.init_weights import InitialWeights, load_network_weights
+from ..checkpoint.component_keys import collect_component_keys
+from ..checkpoint.init_weights import InitialWeights, keep_idle_layers, load_network_weights
 from ..config import RunConfig
 from ..config.schema import OptimConfig, TrainConfig
 from ..config.schema_data import CacheConfig, DataConfig
@@ -117,8 +118,11 @@ def build_run(
     """Inject the adapters, build optimizer, task and loader, and wrap the model; without callbacks and logger yet."""
     objective = build_objective(config.noise, config.loss, family, pipe)
     set_attention_mode(getattr(pipe, family.denoiser_name), config.distributed.attn_mode)
-    trained, adapter = build_trainable_modules(config, family, pipe, initial_weights.rank_alphas)
+    trained, adapter = build_trainable_modules(
+        config, family, pipe, initial_weights.rank_alphas, initial_weights.independent_modules
+    )
     load_network_weights(trained, adapter, initial_weights)
+    adapter = keep_idle_layers(adapter, initial_weights, collect_component_keys(family, pipe))
     if config.distributed.full_bf16:
         cast_trainable_parameters(trained, torch.bfloat16)
     _move_trainable_parameters(trained, strategy.device)

@@ -1,7 +1,8 @@
 """The trainable modules: which components get adapters, their parameter groups with learning rates, LoRA dropout."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from torch import Tensor, nn
@@ -113,10 +114,14 @@ def select_trained_text_encoders(config: AdapterConfig, optim: OptimConfig, fact
 
 
 def select_target_components(
-    config: AdapterConfig, optim: OptimConfig, family: Family, pipe: Any, *, all_layers: bool = False
+    config: AdapterConfig, optim: OptimConfig, family: Family, pipe: Any, *, modules: Iterable[str] | None = None
 ) -> list[TargetComponent]:
-    """Select the components that get an adapter, with the target modules of the settings, or all possible ones."""
+    """Select the components that get an adapter, with the target modules of the settings, or with ``modules``."""
     parts = []
+    all_layers = modules is not None
+    own: dict[str, list[str]] = {}
+    for name in modules or ():
+        own.setdefault(name.partition(".")[0], []).append(name.partition(".")[2])
     if config.trains_denoiser:
         denoiser, arguments = getattr(pipe, family.denoiser_name), get_network_args(config)
         has_wide = all_layers or arguments.conv_dim is not None
@@ -125,6 +130,7 @@ def select_target_components(
             *family.lora_target_modules,
             *(family.conv_lora_target_modules if has_wide else ()),
             *(family.get_non_block_lora_target_modules(denoiser) if has_outside else ()),
+            *own.get(family.denoiser_name, ()),
         )
         parts.append(
             TargetComponent(
@@ -142,7 +148,7 @@ def select_target_components(
             TargetComponent(
                 name,
                 encoder,
-                family.text_lora_target_modules[name],
+                (*family.text_lora_target_modules[name], *own.get(name, ())),
                 family.get_text_key_style(name),
                 family.text_lora_prefixes[name],
                 family.get_unused_text_layers(encoder, name),
@@ -152,13 +158,19 @@ def select_target_components(
 
 
 def build_trainable_modules(
-    config: RunConfig, family: Family, pipe: Any, rank_alphas: Mapping[str, RankAlpha] | None = None
+    config: RunConfig,
+    family: Family,
+    pipe: Any,
+    rank_alphas: Mapping[str, RankAlpha] | None = None,
+    independent_modules: AbstractSet[str] = frozenset(),
 ) -> tuple[TrainableModules, lora.Adapter]:
     """Inject the adapters, with the ranks of a file if given, freeze the rest, and switch to training mode."""
-    parts = select_target_components(config.adapter, config.optim, family, pipe, all_layers=rank_alphas is not None)
+    parts = select_target_components(config.adapter, config.optim, family, pipe, modules=rank_alphas)
     denoiser = getattr(pipe, family.denoiser_name)
     denoiser.requires_grad_(False)
-    adapter = lora.inject_adapters(parts, config.adapter, config.train.seed, family.facts.name, rank_alphas)
+    adapter = lora.inject_adapters(
+        parts, config.adapter, config.train.seed, family.facts.name, rank_alphas, independent_modules
+    )
     trained = TrainableModules(
         family.denoiser_name, {family.denoiser_name: denoiser, **{part.name: part.model for part in parts}}
     )

@@ -1,4 +1,4 @@
-"""The structure of `library/` and `tests/` stays within its limits, and the measurements see what they should."""
+"""The structure of `library/` and `tests/` is within its limits, and planted violations are measured."""
 
 import ast
 from collections import Counter
@@ -56,12 +56,12 @@ def test_many_files_in_one_folder_are_measured(tmp_path):
     ("name", "is_bare"),
     [("told", True), ("_kept", True), ("within", True), ("counted", True), ("seed", False), ("load_kept", False)],
 )
-def test_participles_are_known(name, is_bare):
+def test_bare_participles_are_recognized(name, is_bare):
     assert is_bare_participle(name) == is_bare
 
 
 @pytest.mark.parametrize(("name", "is_verb"), [("load_lora", True), ("_is_open", True), ("images", False)])
-def test_verbs_are_known(name, is_verb):
+def test_verbs_are_recognized(name, is_verb):
     assert begins_with_verb(name) == is_verb
 
 
@@ -87,6 +87,6 @@ def test_test_files_are_in_their_folders_and_have_unique_names():
 
 @pytest.mark.parametrize("room", sorted(path.name for path in Path(ROOT / "tests" / "unit").iterdir() if path.is_dir()))
 def test_every_folder_of_unit_tests_is_named_after_a_package(room):
-    places = [ROOT / "library", ROOT / "benchmarks"]
+    folders = [ROOT / "library", ROOT / "benchmarks"]
 
-    assert room == "__pycache__" or any((place / room).is_dir() or place.name == room for place in places)
+    assert room == "__pycache__" or any((folder / room).is_dir() or folder.name == room for folder in folders)

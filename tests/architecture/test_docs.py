@@ -1,4 +1,4 @@
-"""Pages stay short where they promised to, their links lead somewhere, and the files they name exist."""
+"""Pages are within their length limits, their links have targets, and the files they name exist."""
 
 import re
 
@@ -18,14 +18,14 @@ def find_headings(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", MAX_LINES)
-def test_pages_stay_short(name):
+def test_pages_are_within_their_length_limits(name):
     (path,) = [path for path in PAGES if path.name == name]
 
     assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES[name]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_links_lead_to_files_and_headings(path):
+def test_links_have_existing_targets(path):
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
         if target.startswith(("http:", "https:", "mailto:")):

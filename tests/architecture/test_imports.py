@@ -116,13 +116,13 @@ print(json.dumps({name: said for name in sys.argv[2:] if (said := way(name))}))
 """
 
 
-@pytest.mark.parametrize("way", ["together", pytest.param("alone", marks=pytest.mark.slow)])
-def test_every_module_imports_without_devices_and_network_and_changes_nothing(way):
-    """Alone as well, which is the same where nothing is imported in a circle."""
+@pytest.mark.parametrize("script", ["together", pytest.param("alone", marks=pytest.mark.slow)])
+def test_every_module_imports_without_devices_and_network_and_changes_nothing(script):
+    """Each module is also imported as the first one."""
     names = [get_module_name(PurePosixPath(path)) for path in MODULES if path.name != "__main__.py"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     result = subprocess.run(
-        [sys.executable, "-c", IMPORT, way, *names],
+        [sys.executable, "-c", IMPORT, script, *names],
         cwd=ROOT,
         env=environment,
         capture_output=True,

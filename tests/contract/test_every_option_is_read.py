@@ -21,9 +21,9 @@ KOHYA = json.loads((ROOT / "tests" / "data" / "kohya_options.json").read_text())
 PAGE = ROOT / "docs" / "sd_scripts_options.md"
 GROUPS = {option.group for option in iter_options(RunConfig)}
 HOLDERS = GROUPS | {f"{group}_config" for group in GROUPS} | {"config", "settings", "options", "subset", "dataset"}
-"""What the objects are called that hold options: ``run.config.train.seed``, ``subset.flip_aug``."""
+"""Names of the objects that hold options: ``run.config.train.seed``, ``subset.flip_aug``."""
 IN_FILES = {key.flag: name for name, key in DATASET_KEYS.items() if key.flag is not None}
-"""Options that dataset files know by another name."""
+"""Options that have another name in dataset files."""
 
 
 def sources() -> list[tuple[Path, str]]:
@@ -40,7 +40,7 @@ def _read_in(path: Path, source: str) -> frozenset[str]:
     tree = ast.parse(source)
     if path.parts[0] != "config":
         return frozenset((*_attributes(tree, HOLDERS), *_tables(tree)))
-    # Properties of a schema are read in place of what they are made of.
+    # Reading a property of a schema counts as reading the options that it is computed from.
     return frozenset(_attributes(tree, {"self"}) if path.stem.startswith("schema") else ())
 
 
@@ -63,10 +63,10 @@ def _tables(tree: ast.AST) -> Iterator[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr"
     ]
-    asked = [call.args[1] for call in calls if _last(call.args[0]) in HOLDERS]
+    names = [call.args[1] for call in calls if _last(call.args[0]) in HOLDERS]
     constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     values = [value for value in constants if isinstance(value, str)]
-    for name in asked:
+    for name in names:
         if isinstance(name, ast.JoinedStr):  # f"metadata_{name}"
             yield from (
                 f"{name.values[0].value}{value}" for value in values if isinstance(name.values[0], ast.Constant)
@@ -109,11 +109,11 @@ def _has_one_value_only(name: str) -> bool:
 def test_an_option_that_is_never_read_is_found(name):
     other = IN_FILES.get(name, name)
     word = re.compile(rf"(?<=[.\"])({name}|{other})\b")
-    spoilt = [
+    modified_sources = [
         (path, text if path.parts[0] == "config" else word.sub("something_else", text)) for path, text in sources()
     ]
 
-    assert name in find_unread([option.name for option in iter_options(RunConfig)], spoilt)
+    assert name in find_unread([option.name for option in iter_options(RunConfig)], modified_sources)
     assert find_unread(["a_new_option_that_is_not_built"], sources()) == ["a_new_option_that_is_not_built"]
 
 

@@ -52,8 +52,8 @@ def test_the_facts_of_a_family_match_its_class(case):
         assert hasattr(ModelConfig(), option)
 
 
-def unguided(tiny):
-    """Without classifier-free guidance."""
+def disable_guidance(tiny):
+    """Return the argument that disables classifier-free guidance."""
     return {tiny.scale: tiny.guidance_off}
 
 
@@ -67,7 +67,7 @@ def test_the_denoiser_is_called_as_the_diffusers_pipeline_calls_it(case):
     pipe.scheduler.step = lambda out, t, *args, **kw: (steps.append((out, t)), step(out, t, *args, **kw))[1]
     pipe(
         **tiny.call,
-        **unguided(tiny),
+        **disable_guidance(tiny),
         latents=tiny.pack_latents(batch.latents),
         **SIZE,
         num_inference_steps=2,
@@ -79,7 +79,7 @@ def test_the_denoiser_is_called_as_the_diffusers_pipeline_calls_it(case):
     noisy = batch.latents * getattr(pipe.scheduler, "init_noise_sigma", 1.0)
     ours = family.predict(pipe, wrapped, noisy, torch.full((len(batch),), float(t)), batch)
 
-    assert wrapped.calls == 1, "predict calls the denoiser it is given, once"
+    assert wrapped.calls == 1, "predict calls the given denoiser once"
     assert_same_call(record.calls[-1], record.calls[0])
     assert ours.shape == batch.latents.shape
     torch.testing.assert_close(tiny.pack_latents(ours).double(), reference.double())
@@ -114,7 +114,7 @@ def test_prompts_are_encoded_as_the_diffusers_pipeline_encodes_them(case):
         list(texts),
         **tiny.sizes,
         **tiny.texts,
-        **unguided(tiny),
+        **disable_guidance(tiny),
         latents=tiny.pack_latents(latents),
         **SIZE,
         num_inference_steps=2,
@@ -150,7 +150,9 @@ def test_a_sample_does_not_depend_on_the_other_prompts_of_its_batch(case):
 @torch.no_grad()
 def test_the_size_multiple_is_the_smallest_that_the_model_supports(case):
     family, tiny = case
-    step = family.facts.match_configs(build_bundled_reader(load_bundled_config(config_of(tiny)))).size_multiple // 8
+    step = (
+        family.facts.match_configs(build_bundled_reader(load_bundled_config(get_config_name(tiny)))).size_multiple // 8
+    )
     pipe, denoiser, batch = tiny.pipe, getattr(tiny.pipe, family.denoiser_name), tiny.batch
     t, channels = torch.tensor([700.0, 250.0]), batch.latents.shape[1]
     for height, width in ((step, 3 * step), (5 * step, 2 * step)):
@@ -162,7 +164,7 @@ def test_the_size_multiple_is_the_smallest_that_the_model_supports(case):
             assert family.predict(pipe, denoiser, noisy, t, batch).shape == noisy.shape
 
 
-def config_of(tiny):
+def get_config_name(tiny):
     return tiny.source.removeprefix("random:").replace(":", "_")
 
 
@@ -187,7 +189,9 @@ def test_pixels_are_encoded_as_by_the_inpainting_pipeline_of_diffusers(case):
 @torch.no_grad()
 def test_latents_are_decoded_as_the_diffusers_pipeline_decodes_them(case):
     family, tiny = case
-    options = dict(latents=tiny.pack_latents(tiny.batch.latents), num_inference_steps=2, **unguided(tiny), **SIZE)
+    options = dict(
+        latents=tiny.pack_latents(tiny.batch.latents), num_inference_steps=2, **disable_guidance(tiny), **SIZE
+    )
     reference = tiny.pipe(**tiny.call, **options, output_type="pt").images
     latents = tiny.pipe(**tiny.call, **options, output_type="latent").images
     ours = family.decode_latents(tiny.pipe, tiny.unpack_latents(latents))
@@ -199,10 +203,10 @@ def test_decoding_inverts_encoding_up_to_the_error_of_the_vae(case):
     family, tiny = case
     vae = tiny.pipe.vae
     restored = family.decode_latents(tiny.pipe, family.encode_pixels(tiny.pipe, make_pixels(1), make_generators(1)))
-    is_for_videos = "temperal_downsample" in vae.config
-    captured = make_pixels(1).unsqueeze(2) if is_for_videos else make_pixels(1)
-    single = vae.decode(vae.encode(captured).latent_dist.sample(make_generators(1)[0])).sample
-    torch.testing.assert_close(restored, single.squeeze(2) if is_for_videos else single, rtol=1e-3, atol=1e-4)
+    is_video_vae = "temperal_downsample" in vae.config
+    vae_input = make_pixels(1).unsqueeze(2) if is_video_vae else make_pixels(1)
+    single = vae.decode(vae.encode(vae_input).latent_dist.sample(make_generators(1)[0])).sample
+    torch.testing.assert_close(restored, single.squeeze(2) if is_video_vae else single, rtol=1e-3, atol=1e-4)
 
 
 @torch.no_grad()
@@ -268,13 +272,13 @@ def test_a_preview_changes_no_state(case):
     """The global generator, the pipeline's scheduler and the training mode of modules are unchanged."""
     family, tiny = case
     denoiser = getattr(tiny.pipe, family.denoiser_name).train()
-    resting = list(denoiser.modules())[-1].eval()
-    before, scheduler = torch.random.get_rng_state(), tiny.pipe.scheduler
-    table = dict(vars(scheduler))
+    eval_module = list(denoiser.modules())[-1].eval()
+    rng_state, scheduler = torch.random.get_rng_state(), tiny.pipe.scheduler
+    scheduler_state = dict(vars(scheduler))
     generate(family, tiny.pipe, "euler")
-    assert torch.equal(before, torch.random.get_rng_state())
-    assert tiny.pipe.scheduler is scheduler and vars(scheduler) == table
-    assert denoiser.training and not resting.training
+    assert torch.equal(rng_state, torch.random.get_rng_state())
+    assert tiny.pipe.scheduler is scheduler and vars(scheduler) == scheduler_state
+    assert denoiser.training and not eval_module.training
 
 
 def test_a_preview_needs_no_text_encoder_and_works_in_bfloat16(case):
@@ -305,10 +309,10 @@ def test_every_lora_weight_gets_a_gradient(case):
                 weight.copy_(torch.randn(weight.shape, generator=generator))
     t = torch.tensor([700.0, 250.0])
     family.predict(tiny.pipe, ForwardOnlyWrapper(denoiser), tiny.batch.latents, t, tiny.batch).square().sum().backward()
-    without = [
+    without_gradient = [
         name for name, weight in lora.iter_adapter_parameters(denoiser) if weight.grad is None or not weight.grad.any()
     ]
-    assert without == []
+    assert without_gradient == []
 
 
 BLOCKS = {
@@ -319,9 +323,9 @@ BLOCKS = {
     "ZImageTransformerBlock",
     "QwenImageTransformerBlock",
 }
-"""Classes that sd-scripts and musubi-tuner look into for layers to train, as diffusers calls them."""
-LEFT_OUT = {"z_image": r"_modulation|_refiner", "qwen_image": r"_mod\."}
-"""What musubi-tuner leaves out of them."""
+"""Block classes of diffusers in which sd-scripts and musubi-tuner train the linear layers."""
+EXCLUDED = {"z_image": r"_modulation|_refiner", "qwen_image": r"_mod\."}
+"""Layers in these blocks that musubi-tuner does not train."""
 
 
 def test_lora_targets_are_the_layers_that_sd_scripts_trains(case):
@@ -336,6 +340,6 @@ def test_lora_targets_are_the_layers_that_sd_scripts_trains(case):
         for name, module in denoiser.named_modules()
         if any(name.startswith(f"{block}.") for block in blocks)
         and (isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1)))
-        and not (tiny.family in LEFT_OUT and re.search(LEFT_OUT[tiny.family], name))
+        and not (tiny.family in EXCLUDED and re.search(EXCLUDED[tiny.family], name))
     }
     assert set(match_target_modules(denoiser, family.lora_target_modules)) == expected

@@ -1,4 +1,4 @@
-"""prepare_accelerator: the pure part in every branch, and what two real processes get."""
+"""prepare_accelerator: its arguments for every setting, and the accelerators of two real processes."""
 
 import os
 from dataclasses import replace
@@ -29,23 +29,23 @@ from library.errors import ConfigError
 pytestmark = pytest.mark.quick
 
 SHARED = ("--cp_size", "2")
-ALONE = World(started_at="20260203040506")
-TWO = replace(ALONE, world_size=2, local_world_size=2, local_rank=1, rank=1)
-CUDA = replace(TWO, device_type="cuda", machine=Machine(device_type="cuda", device_count=4))
+ONE_PROCESS = World(started_at="20260203040506")
+TWO_PROCESSES = replace(ONE_PROCESS, world_size=2, local_world_size=2, local_rank=1, rank=1)
+CUDA = replace(TWO_PROCESSES, device_type="cuda", machine=Machine(device_type="cuda", device_count=4))
 
 
-def config(*flags: str) -> RunConfig:
+def build_config(*flags: str) -> RunConfig:
     return parse_config([*flags]).config
 
 
-def kwargs(world: World, *flags: str):
-    config_ = config(*flags)
+def build_kwargs(world: World, *flags: str):
+    config_ = build_config(*flags)
     steps = config_.train.gradient_accumulation_steps
     return build_accelerator_kwargs(config_.distributed, config_.log, steps, world)
 
 
-def handler(world: World, kind: type, *flags: str):
-    return next((item for item in kwargs(world, *flags)["kwargs_handlers"] if isinstance(item, kind)), None)
+def build_handler(world: World, kind: type, *flags: str):
+    return next((item for item in build_kwargs(world, *flags)["kwargs_handlers"] if isinstance(item, kind)), None)
 
 
 # the process group
@@ -54,13 +54,13 @@ def handler(world: World, kind: type, *flags: str):
 @pytest.mark.parametrize(
     ("world", "backend", "init_method"),
     [
-        (TWO, "gloo", None),
+        (TWO_PROCESSES, "gloo", None),
         (CUDA, "nccl", None),
         (replace(CUDA, is_windows=True), "gloo", "env://?use_libuv=False"),
-        (replace(TWO, is_windows=True), "gloo", "env://?use_libuv=False"),
+        (replace(TWO_PROCESSES, is_windows=True), "gloo", "env://?use_libuv=False"),
         (replace(CUDA, device_type="cpu"), "gloo", None),
-        (replace(TWO, device_type="xpu"), None, None),
-        (replace(ALONE, local_rank=0), "gloo", None),
+        (replace(TWO_PROCESSES, device_type="xpu"), None, None),
+        (replace(ONE_PROCESS, local_rank=0), "gloo", None),
     ],
 )
 def test_the_backend_depends_on_operating_system_and_device(world, backend, init_method):
@@ -69,24 +69,32 @@ def test_the_backend_depends_on_operating_system_and_device(world, backend, init
     assert (group.backend, group.init_method) == (backend, init_method)
 
 
-@pytest.mark.parametrize("world", [ALONE, replace(ALONE, device_type="cuda", machine=Machine("cuda", device_count=8))])
+@pytest.mark.parametrize(
+    "world", [ONE_PROCESS, replace(ONE_PROCESS, device_type="cuda", machine=Machine("cuda", device_count=8))]
+)
 def test_a_single_process_has_no_process_group(world):
     assert build_process_group_kwargs(world, 5) is None
-    assert kwargs(world, "--ddp_timeout", "5", "--ddp_static_graph")["kwargs_handlers"] == []
+    assert build_kwargs(world, "--ddp_timeout", "5", "--ddp_static_graph")["kwargs_handlers"] == []
     assert build_partial_state_kwargs(world, 5) == {"cpu": world.device_type == "cpu"}
 
 
 def test_the_timeout_is_in_minutes_and_reaches_the_process_group():
-    assert handler(CUDA, InitProcessGroupKwargs, "--ddp_timeout", "7").timeout == timedelta(minutes=7)
+    assert build_handler(CUDA, InitProcessGroupKwargs, "--ddp_timeout", "7").timeout == timedelta(minutes=7)
     assert build_partial_state_kwargs(CUDA, 7)["timeout"] == timedelta(minutes=7)
 
 
 def test_ddp_settings_reach_ddp_and_frozen_buffers_stay_where_they_are():
-    plain = handler(TWO, DistributedDataParallelKwargs)
-    asked = handler(TWO, DistributedDataParallelKwargs, "--ddp_gradient_as_bucket_view", "--ddp_static_graph")
+    plain = build_handler(TWO_PROCESSES, DistributedDataParallelKwargs)
+    requested = build_handler(
+        TWO_PROCESSES, DistributedDataParallelKwargs, "--ddp_gradient_as_bucket_view", "--ddp_static_graph"
+    )
 
     assert (plain.gradient_as_bucket_view, plain.static_graph, plain.broadcast_buffers) == (False, False, False)
-    assert (asked.gradient_as_bucket_view, asked.static_graph, asked.find_unused_parameters) == (True, True, False)
+    assert (requested.gradient_as_bucket_view, requested.static_graph, requested.find_unused_parameters) == (
+        True,
+        True,
+        False,
+    )
 
 
 # trackers and their folder
@@ -106,34 +114,37 @@ def test_ddp_settings_reach_ddp_and_frozen_buffers_stay_where_they_are():
         (("--logging_dir", "logs", "--log_with", "mlflow"), "mlflow", "logs/20260203040506"),
     ],
 )
-def test_tracker_and_folder_follow_from_the_options(flags, tracker, folder):
-    made = kwargs(ALONE, *flags)
+def test_tracker_and_logging_dir_are_set_by_the_options(flags, tracker, folder):
+    arguments = build_kwargs(ONE_PROCESS, *flags)
 
-    assert (made["log_with"], made["project_dir"]) == (tracker, folder and str(Path(folder)))
-    assert (resolve_tracker(config(*flags).log), resolve_tracker_dir(config(*flags).log, ALONE.started_at)) == (
+    assert (arguments["log_with"], arguments["project_dir"]) == (tracker, folder and str(Path(folder)))
+    assert (
+        resolve_tracker(build_config(*flags).log),
+        resolve_tracker_dir(build_config(*flags).log, ONE_PROCESS.started_at),
+    ) == (
         tracker,
         folder and str(Path(folder)),
     )
 
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "all"])
-def test_a_tracker_that_writes_needs_a_folder(tracker):
+def test_a_tracker_with_files_needs_logging_dir(tracker):
     (problem,) = [line for line in parse_config(["--log_with", tracker]).problems if "dataset" not in line]
 
     assert "needs logging_dir" in problem
 
 
-def test_a_tracker_that_is_not_installed_is_one_line():
-    (problem,) = validate_trackers(config("--log_with", "mlflow").log, {})
+def test_a_tracker_that_is_not_installed_is_reported_in_one_line():
+    (problem,) = validate_trackers(build_config("--log_with", "mlflow").log, {})
 
     assert problem == "--log_with mlflow: the package mlflow is not installed; pip install mlflow"
 
 
-def test_wandb_without_login_is_one_line_and_any_login_is_enough(tmp_path, monkeypatch):
+def test_wandb_without_login_is_reported_in_one_line(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    log = config("--log_with", "wandb").log
+    log = build_config("--log_with", "wandb").log
     (problem,) = validate_trackers(log, {"NETRC": str(tmp_path / "none")})
 
     assert "not logged in to wandb; run `wandb login`" in problem
@@ -147,14 +158,14 @@ def test_wandb_without_login_is_one_line_and_any_login_is_enough(tmp_path, monke
 # dynamo
 
 
-def test_without_torch_compile_the_launcher_decides():
-    assert kwargs(ALONE)["dynamo_plugin"] is None
+def test_without_torch_compile_the_launcher_sets_the_dynamo_backend():
+    assert build_kwargs(ONE_PROCESS)["dynamo_plugin"] is None
 
 
-def test_no_torch_compile_keeps_the_launcher_from_compiling(monkeypatch):
+def test_no_torch_compile_overrides_the_launcher(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
 
-    assert kwargs(ALONE, "--no-torch_compile")["dynamo_plugin"].backend == DynamoBackend.NO
+    assert build_kwargs(ONE_PROCESS, "--no-torch_compile")["dynamo_plugin"].backend == DynamoBackend.NO
 
 
 @pytest.mark.parametrize(
@@ -167,7 +178,7 @@ def test_no_torch_compile_keeps_the_launcher_from_compiling(monkeypatch):
         (("--no-dynamo_use_regional_compilation",), ("INDUCTOR", "default", False, None, False)),
     ],
 )
-def test_torch_compile_takes_nothing_from_the_launcher(flags, expected, monkeypatch):
+def test_torch_compile_ignores_the_dynamo_settings_of_the_launcher(flags, expected, monkeypatch):
     for name, value in {
         "BACKEND": "EAGER",
         "MODE": "reduce-overhead",
@@ -177,7 +188,7 @@ def test_torch_compile_takes_nothing_from_the_launcher(flags, expected, monkeypa
     }.items():
         if not (expected[2] and name == "USE_FULLGRAPH"):
             monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", value)
-    plugin = kwargs(ALONE, "--torch_compile", *flags)["dynamo_plugin"]
+    plugin = build_kwargs(ONE_PROCESS, "--torch_compile", *flags)["dynamo_plugin"]
 
     actual = (plugin.backend.value, plugin.mode, plugin.fullgraph, plugin.dynamic, plugin.use_regional_compilation)
     assert actual == expected
@@ -189,59 +200,71 @@ def test_torch_compile_takes_nothing_from_the_launcher(flags, expected, monkeypa
 @pytest.mark.parametrize(
     ("world", "flags", "expected"),
     [
-        (ALONE, (), None),
-        (ALONE, ("--mixed_precision", "bf16"), "bf16"),
-        (replace(ALONE, mixed_precision="bf16"), (), None),
-        (replace(ALONE, mixed_precision="bf16"), ("--mixed_precision", "no"), "no"),
-        (replace(ALONE, mixed_precision="fp16"), (), "no"),
+        (ONE_PROCESS, (), None),
+        (ONE_PROCESS, ("--mixed_precision", "bf16"), "bf16"),
+        (replace(ONE_PROCESS, mixed_precision="bf16"), (), None),
+        (replace(ONE_PROCESS, mixed_precision="bf16"), ("--mixed_precision", "no"), "no"),
+        (replace(ONE_PROCESS, mixed_precision="fp16"), (), "no"),
         (replace(CUDA, mixed_precision="fp16"), (), None),
         (CUDA, ("--mixed_precision", "fp16"), "fp16"),
     ],
 )
-def test_precision_is_ours_or_the_launchers_and_a_cpu_never_claims_fp16(world, flags, expected):
-    assert kwargs(world, *flags)["mixed_precision"] == expected
+def test_mixed_precision_is_the_option_or_the_launchers_and_never_fp16_on_a_cpu(world, flags, expected):
+    assert build_kwargs(world, *flags)["mixed_precision"] == expected
 
 
-def test_nothing_steps_the_schedule_and_accumulation_is_handed_on():
-    made = kwargs(CUDA, "--gradient_accumulation_steps", "3")
+def test_accelerate_does_not_step_the_scheduler_and_gets_the_accumulation_steps():
+    arguments = build_kwargs(CUDA, "--gradient_accumulation_steps", "3")
 
-    assert (made["step_scheduler_with_optimizer"], made["gradient_accumulation_steps"], made["cpu"]) == (
+    assert (arguments["step_scheduler_with_optimizer"], arguments["gradient_accumulation_steps"], arguments["cpu"]) == (
         False,
         3,
         False,
     )
-    assert kwargs(TWO)["cpu"] is True
+    assert build_kwargs(TWO_PROCESSES)["cpu"] is True
 
 
 @pytest.mark.parametrize(
     ("world", "flags", "expected"),
     [
-        (ALONE, ("--mixed_precision", "fp16"), "not supported on a CPU, accelerate would silently compute in fp32"),
-        (replace(ALONE, mixed_precision="half"), (), "'half' is not one of no, fp16, bf16, fp8"),
-        (ALONE, ("--mixed_precision", "fp8"), "fp8: needs a CUDA device, and this is cpu"),
-        (replace(ALONE, mixed_precision="fp8"), (), "the launcher's mixed_precision fp8: needs a CUDA device"),
-        (CUDA, ("--mixed_precision", "fp8"), "needs torchao, transformer-engine or MS-AMP"),
-        (replace(ALONE, gradient_accumulation_steps=4), (), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is 4"),
-        (replace(ALONE, engines=("FSDP",)), (), "FSDP: needs several processes, and this is a single one"),
-        (replace(ALONE, engines=("Megatron-LM",)), (), "requests Megatron-LM, which supports language models only"),
-        (replace(ALONE, engines=("DeepSpeed",)), ("--no-deepspeed",), "the launcher requests DeepSpeed"),
         (
-            TWO,
+            ONE_PROCESS,
+            ("--mixed_precision", "fp16"),
+            "not supported on a CPU, accelerate would silently compute in fp32",
+        ),
+        (replace(ONE_PROCESS, mixed_precision="half"), (), "'half' is not one of no, fp16, bf16, fp8"),
+        (ONE_PROCESS, ("--mixed_precision", "fp8"), "fp8: needs a CUDA device, and this is cpu"),
+        (replace(ONE_PROCESS, mixed_precision="fp8"), (), "the launcher's mixed_precision fp8: needs a CUDA device"),
+        (CUDA, ("--mixed_precision", "fp8"), "needs torchao, transformer-engine or MS-AMP"),
+        (replace(ONE_PROCESS, gradient_accumulation_steps=4), (), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is 4"),
+        (replace(ONE_PROCESS, engines=("FSDP",)), (), "FSDP: needs several processes, and this is a single one"),
+        (
+            replace(ONE_PROCESS, engines=("Megatron-LM",)),
+            (),
+            "requests Megatron-LM, which supports language models only",
+        ),
+        (replace(ONE_PROCESS, engines=("DeepSpeed",)), ("--no-deepspeed",), "the launcher requests DeepSpeed"),
+        (
+            TWO_PROCESSES,
             (*SHARED, "--torch_compile", "--dynamo_mode", "reduce-overhead"),
             "mode reduce-overhead uses CUDA graphs",
         ),
         (
-            replace(TWO, dynamo_backend="INDUCTOR", dynamo_mode="max-autotune"),
+            replace(TWO_PROCESSES, dynamo_backend="INDUCTOR", dynamo_mode="max-autotune"),
             SHARED,
             "mode max-autotune uses CUDA graphs",
         ),
         (
-            replace(TWO, dynamo_backend="INDUCTOR"),
+            replace(TWO_PROCESSES, dynamo_backend="INDUCTOR"),
             (*SHARED, "--gradient_checkpointing", "--activation_memory_budget", "0.5"),
             "decides which all-to-alls to recompute",
         ),
         (replace(CUDA, machine=Machine("cuda", 1)), (), "2 processes on this machine, but 1 devices (cuda)"),
-        (replace(TWO, device_type="mps", machine=Machine("mps", 1)), (), "2 processes cannot share the device mps"),
+        (
+            replace(TWO_PROCESSES, device_type="mps", machine=Machine("mps", 1)),
+            (),
+            "2 processes cannot share the device mps",
+        ),
         (
             replace(
                 CUDA,
@@ -254,31 +277,31 @@ def test_nothing_steps_the_schedule_and_accumulation_is_handed_on():
     ],
 )
 def test_invalid_launch_settings_are_refused_before_the_rendezvous(world, flags, expected):
-    (problem,) = validate_distributed(config(*flags), world)
+    (problem,) = validate_distributed(build_config(*flags), world)
 
     assert expected in problem
 
 
 def test_valid_launch_settings_pass():
     for world in (
-        ALONE,
-        TWO,
+        ONE_PROCESS,
+        TWO_PROCESSES,
         CUDA,
-        replace(ALONE, mixed_precision="fp16"),
+        replace(ONE_PROCESS, mixed_precision="fp16"),
         replace(CUDA, mixed_precision="fp16", gradient_accumulation_steps=1),
     ):
-        assert validate_distributed(config(), world) == []
-    assert validate_distributed(config("--mixed_precision", "fp16"), CUDA) == []
-    compiling = replace(TWO, dynamo_backend="INDUCTOR", dynamo_mode="reduce-overhead")
+        assert validate_distributed(build_config(), world) == []
+    assert validate_distributed(build_config("--mixed_precision", "fp16"), CUDA) == []
+    compiling = replace(TWO_PROCESSES, dynamo_backend="INDUCTOR", dynamo_mode="reduce-overhead")
     assert (
-        validate_distributed(config(), compiling)
-        == validate_distributed(config(*SHARED, "--no-torch_compile"), compiling)
+        validate_distributed(build_config(), compiling)
+        == validate_distributed(build_config(*SHARED, "--no-torch_compile"), compiling)
         == []
     )
-    assert validate_distributed(config(*SHARED, "--torch_compile", "--dynamo_fullgraph"), compiling) == []
+    assert validate_distributed(build_config(*SHARED, "--torch_compile", "--dynamo_fullgraph"), compiling) == []
 
 
-CAME = AcceleratorFacts(
+ACCELERATOR_STATE = AcceleratorFacts(
     world_size=2,
     rank=1,
     device_type="cpu",
@@ -290,24 +313,24 @@ CAME = AcceleratorFacts(
 
 
 def test_an_accelerator_that_matches_its_settings_passes():
-    assert validate_accelerator(config().distributed, 1, TWO, CAME) == []
+    assert validate_accelerator(build_config().distributed, 1, TWO_PROCESSES, ACCELERATOR_STATE) == []
 
 
 @pytest.mark.parametrize(
     ("flags", "came", "expected"),
     [
-        ((), replace(CAME, world_size=1), "world size: expected 2, but accelerate has 1"),
-        ((), replace(CAME, rank=0), "rank: expected 1"),
-        ((), replace(CAME, device_type="cuda"), "device: expected cpu"),
-        ((), replace(CAME, gradient_accumulation_steps=2), "gradient accumulation: expected 1"),
-        ((), replace(CAME, distributed_type="FSDP"), "accelerate set up FSDP, which is not supported"),
-        (("--mixed_precision", "bf16"), CAME, "mixed precision: expected bf16"),
-        (("--torch_compile",), CAME, "dynamo backend: expected inductor"),
-        (("--no-torch_compile",), replace(CAME, dynamo_backend="eager"), "dynamo backend: expected no"),
+        ((), replace(ACCELERATOR_STATE, world_size=1), "world size: expected 2, but accelerate has 1"),
+        ((), replace(ACCELERATOR_STATE, rank=0), "rank: expected 1"),
+        ((), replace(ACCELERATOR_STATE, device_type="cuda"), "device: expected cpu"),
+        ((), replace(ACCELERATOR_STATE, gradient_accumulation_steps=2), "gradient accumulation: expected 1"),
+        ((), replace(ACCELERATOR_STATE, distributed_type="FSDP"), "accelerate set up FSDP, which is not supported"),
+        (("--mixed_precision", "bf16"), ACCELERATOR_STATE, "mixed precision: expected bf16"),
+        (("--torch_compile",), ACCELERATOR_STATE, "dynamo backend: expected inductor"),
+        (("--no-torch_compile",), replace(ACCELERATOR_STATE, dynamo_backend="eager"), "dynamo backend: expected no"),
     ],
 )
 def test_an_accelerator_that_differs_from_its_settings_stops_the_run(flags, came, expected):
-    (problem,) = validate_accelerator(config(*flags).distributed, 1, TWO, came)
+    (problem,) = validate_accelerator(build_config(*flags).distributed, 1, TWO_PROCESSES, came)
 
     assert expected in problem
 
@@ -419,13 +442,13 @@ def test_an_invalid_number_in_a_variable_is_a_config_error():
         World.from_environment({"WORLD_SIZE": "two"})
 
 
-# for real
+# real processes
 
 
-def prepared(*flags: str) -> tuple:
+def prepare_and_describe(*flags: str) -> tuple:
     from library.distributed.accelerator import prepare_accelerator, read_accelerator_facts
 
-    accelerator = prepare_accelerator(config(*flags))
+    accelerator = prepare_accelerator(build_config(*flags))
     tracker = (accelerator.logging_dir, os.environ.get("WANDB_DIR"), [str(name) for name in accelerator.log_with])
     dynamo = accelerator.state.dynamo_plugin
     return (
@@ -438,39 +461,39 @@ def prepared(*flags: str) -> tuple:
 
 @pytest.mark.slow
 def test_two_processes_write_into_one_folder_though_their_clocks_differ(tmp_path):
-    ranks = run_on_ranks(2, at_another_time, "--logging_dir", str(tmp_path / "logs"), "--log_prefix", "run_")
+    ranks = run_on_ranks(2, prepare_with_shifted_clock, "--logging_dir", str(tmp_path / "logs"), "--log_prefix", "run_")
 
     assert ranks[0][1][0] == ranks[1][1][0] and ranks[0][1][0].startswith(str(tmp_path / "logs" / "run_2"))
     assert [rank[0].world_size for rank in ranks] == [2, 2] and ranks[0][3] == "gloo"
     assert len(list((tmp_path / "logs").iterdir())) == 1
 
 
-def at_another_time(*flags: str) -> tuple:
+def prepare_with_shifted_clock(*flags: str) -> tuple:
     import library.distributed.accelerator as module
 
     module.format_timestamp = lambda: f"2026010203040{os.environ['RANK']}"
-    return prepared(*flags)
+    return prepare_and_describe(*flags)
 
 
 @pytest.mark.slow
 def test_wandb_writes_inside_the_logging_folder(tmp_path):
     flags = ("--logging_dir", str(tmp_path), "--log_with", "wandb")
     ((_, (folder, wandb_folder, log_with), _, _),) = run_on_ranks(
-        1, prepared, *flags, environment={"WANDB_MODE": "offline"}
+        1, prepare_and_describe, *flags, environment={"WANDB_MODE": "offline"}
     )
 
     assert (wandb_folder, log_with) == (folder, ["wandb"]) and Path(folder).is_dir()
 
 
 def test_a_tracker_that_cannot_start_stops_all_processes_with_the_same_line():
-    lines = run_on_ranks(2, stopped, "--log_with", "mlflow")
+    lines = run_on_ranks(2, prepare_and_return_error, "--log_with", "mlflow")
 
     assert lines == ["--log_with mlflow: the package mlflow is not installed; pip install mlflow"] * 2
 
 
-def stopped(*flags: str) -> str:
+def prepare_and_return_error(*flags: str) -> str:
     try:
-        prepared(*flags)
+        prepare_and_describe(*flags)
     except ConfigError as error:
         return str(error)
     return "not stopped"
@@ -478,20 +501,20 @@ def stopped(*flags: str) -> str:
 
 def test_the_launchers_dynamo_backend_is_used_without_torch_compile():
     environment = {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER", "ACCELERATE_DYNAMO_USE_DYNAMIC": "False"}
-    ((_, _, launcher, _),) = run_on_ranks(1, prepared, environment=environment)
+    ((_, _, launcher, _),) = run_on_ranks(1, prepare_and_describe, environment=environment)
     ((_, _, ours, _),) = run_on_ranks(
-        1, prepared, "--torch_compile", "--dynamo_backend", "eager", environment=environment
+        1, prepare_and_describe, "--torch_compile", "--dynamo_backend", "eager", environment=environment
     )
 
     assert (launcher, ours) == (("AOT_EAGER", False), ("EAGER", None))
 
 
 def test_settings_of_an_earlier_accelerator_in_the_process_stop_the_run():
-    (line,) = run_on_ranks(1, twice)
+    (line,) = run_on_ranks(1, prepare_twice)
 
     assert "dynamo backend: expected eager, but accelerate has no" in line
 
 
-def twice() -> str:
-    prepared()
-    return stopped("--torch_compile", "--dynamo_backend", "eager")
+def prepare_twice() -> str:
+    prepare_and_describe()
+    return prepare_and_return_error("--torch_compile", "--dynamo_backend", "eager")

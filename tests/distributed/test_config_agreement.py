@@ -31,15 +31,15 @@ def data(tmp_path_factory) -> list[str]:
     return ["--dataset_config", str(dataset), *flags.split(), "--max_data_loader_n_workers", "0"]
 
 
-def started(others: dict[int, list[str]], host: str, *words: str) -> tuple[int, str, float]:
-    """Exit code, messages and seconds of a run in which some ranks get other flags, and the last another hostname."""
+def run_with_different_ranks(others: dict[int, list[str]], host: str, *words: str) -> tuple[int, str, float]:
+    """Run with other flags on some ranks and another hostname on the last; return exit code, stderr and seconds."""
     import socket
 
     from library.cli import main
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank == size - 1:
-        os.environ["LOCAL_RANK"] = "0"  # the first of its machine
+        os.environ["LOCAL_RANK"] = "0"  # local rank 0
         config_agreement.socket.gethostname = socket.gethostname = lambda: host
     start = time.monotonic()
     with contextlib.redirect_stderr(io.StringIO()) as text:
@@ -49,7 +49,9 @@ def started(others: dict[int, list[str]], host: str, *words: str) -> tuple[int, 
 
 def test_a_different_setting_on_one_rank_stops_all_before_the_model_is_loaded_and_is_reported_once(data, tmp_path):
     others = {2: ["--learning_rate", "2e-4", "--network_dropout", "0.5"]}
-    ends = run_on_ranks(3, started, others, "gpu-b", *data, "--output_dir", str(tmp_path), "--learning_rate", "1e-4")
+    ends = run_on_ranks(
+        3, run_with_different_ranks, others, "gpu-b", *data, "--output_dir", str(tmp_path), "--learning_rate", "1e-4"
+    )
     assert [code for code, _, _ in ends] == [2, 2, 2], ends
     assert ends[0][1].splitlines()[0] == "train_lora: stopped. 2 problems:"
     assert "  learning_rate: 0.0002 on rank 2 (on gpu-b), 0.0001 on most others; start all of them" in ends[0][1]
@@ -61,7 +63,9 @@ def test_paths_may_differ_between_ranks_but_not_the_contents(data, tmp_path):
     for name, text in (("one", "a b --d 1\n"), ("other", "a c --d 1\n")):
         (tmp_path / f"{name}.txt").write_text(text)
     prompts = ["--output_dir", str(tmp_path), "--sample_prompts", str(tmp_path / "one.txt")]
-    ends = run_on_ranks(2, started, {1: ["--sample_prompts", str(tmp_path / "other.txt")]}, "gpu-b", *data, *prompts)
+    ends = run_on_ranks(
+        2, run_with_different_ranks, {1: ["--sample_prompts", str(tmp_path / "other.txt")]}, "gpu-b", *data, *prompts
+    )
     assert (
         "prompts: rank 1 (on gpu-b): not the same as on rank 0; use the same --sample_prompts file on every machine"
         in ends[0][1]
@@ -71,7 +75,7 @@ def test_paths_may_differ_between_ranks_but_not_the_contents(data, tmp_path):
 
 def test_a_rank_that_cannot_start_reports_its_problem_to_the_others(data, tmp_path):
     others = {1: ["--mixed_precision", "fp16"]}
-    ends = run_on_ranks(2, started, others, "gpu-b", *data, "--output_dir", str(tmp_path))
+    ends = run_on_ranks(2, run_with_different_ranks, others, "gpu-b", *data, "--output_dir", str(tmp_path))
     assert [code for code, _, _ in ends] == [2, 2] and not ends[1][1]
     assert "rank 1 (on gpu-b): --mixed_precision fp16: not supported on a CPU" in ends[0][1]
 
@@ -82,7 +86,7 @@ def hang_in_test_all_reduce(data: list[str], folder: str) -> tuple[int, str]:
 
     read, write = os.pipe()
     child = os.fork()
-    if child:  # the run is in a process of its own, because it is to end at once
+    if child:  # the run is in its own process, because it exits without cleanup
         os.close(write)
         with open(read) as text:
             message = text.read()
@@ -146,11 +150,11 @@ def test_rank_0_opens_the_store_before_the_others_start_and_reports_who_is_missi
 def test_every_setting_is_compared_except_paths_and_per_machine_options(data, tmp_path):
     config = parse_config([*data, "--output_dir", str(tmp_path)]).config
     settings = config_agreement.collect_agreed_settings(flatten_config(config))
-    known = {name for name in flatten_config(parse_config([]).config)}
-    assert known >= config_agreement.PATH_OPTIONS | config_agreement.PER_MACHINE_OPTIONS
-    assert set(settings) == known - config_agreement.PER_MACHINE_OPTIONS
+    option_names = {name for name in flatten_config(parse_config([]).config)}
+    assert option_names >= config_agreement.PATH_OPTIONS | config_agreement.PER_MACHINE_OPTIONS
+    assert set(settings) == option_names - config_agreement.PER_MACHINE_OPTIONS
     assert {
-        name for name in known if name.endswith(("_dir", "_path", "_file"))
+        name for name in option_names if name.endswith(("_dir", "_path", "_file"))
     } <= config_agreement.PATH_OPTIONS | config_agreement.PER_MACHINE_OPTIONS
     assert settings["output_dir"] is True and settings["sample_prompts"] is False and settings["network_dim"] == 2
 

@@ -25,7 +25,7 @@ LONG, UNET = pytest.mark.slow, ("--network_train_unet_only",)
 TRANSFORMERS = ("sd3", "flux", "z_image", "qwen_image")
 
 
-# one result
+# equal adapters
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_context_parallel_trains_the_adapter_of_one_process(model, name, precisi
     data, flags = write_even_dataset(tmp_path), ("--mixed_precision", precision, *flags)
     (tmp_path / "images" / "03.txt").write_text(
         "a picture " * 30
-    )  # long enough that other captions are padded and masked
+    )  # one long caption, so that the others are padded and masked
     one = train_layout(REFERENCE, model, data, tmp_path, *flags)
     assert max_relative_difference(one, train_layout(name, model, data, tmp_path, *flags)) < BOUNDS[precision]
 
@@ -126,26 +126,26 @@ def test_a_block_with_its_own_attention_kernel_is_refused():
         context_parallel._run_block(inspect.signature(block.forward), block, (torch.ones(1, 2),), {})
 
 
-# who has which tokens
+# the tokens of each rank
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_tokens_are_sharded_evenly_and_none_is_lost(size):
+def test_tokens_are_sharded_evenly_and_completely(size):
     lengths = {"text": 5, "image": 26}
     rows = torch.arange(31).view(1, 31)
     for streams in (["text"], ["image"], ["text", "image"]):
         count = sum(lengths[stream] for stream in streams)
         shares = [SequenceShards(lengths, rank, size) for rank in range(size)]
-        places = [share.compute_token_positions(streams, torch.device("cpu")).tolist() for share in shares]
-        assert sorted(chain(*places)) == list(range(count))
-        assert [len(each) for each in places] == shares[0].count_tokens_per_rank(streams)
-        assert max(map(len, places)) - min(map(len, places)) <= len(streams)
-        for share, each in zip(shares, places, strict=True):
+        positions = [share.compute_token_positions(streams, torch.device("cpu")).tolist() for share in shares]
+        assert sorted(chain(*positions)) == list(range(count))
+        assert [len(each) for each in positions] == shares[0].count_tokens_per_rank(streams)
+        assert max(map(len, positions)) - min(map(len, positions)) <= len(streams)
+        for share, each in zip(shares, positions, strict=True):
             assert share.slice_shard(rows[:, :count], 1, streams)[0].tolist() == each
 
 
 class CreatedTensors(TorchDispatchMode):
-    """Records tensors that operations create; copies of lists to a device are none."""
+    """Records tensors that operations create, except copies of lists to a device."""
 
     def __init__(self):
         super().__init__()
@@ -158,37 +158,39 @@ class CreatedTensors(TorchDispatchMode):
 
 def test_token_positions_are_created_on_the_device():
     with CreatedTensors() as created:
-        places = (
+        positions = (
             SequenceShards({"text": 5, "image": 26}, 1, 2)
             .build_token_map(("text", "image"), torch.device("meta"))
             .positions
         )
-    assert places.shape == (16,) and any(each is places for each in created.tensors)
+    assert positions.shape == (16,) and any(each is positions for each in created.tensors)
 
 
 @pytest.mark.parametrize("model", TRANSFORMERS)
-def test_the_token_streams_of_every_layer_are_known(model):
+def test_map_layer_token_streams_covers_every_layer(model):
     tiny = TINY[model]()
     family, pipe = FAMILIES.get(model)(), tiny.pipe
     denoiser = getattr(pipe, family.denoiser_name)
-    known = map_layer_token_streams(denoiser, family.block_lists, family.block_activation_args)
+    token_streams = map_layer_token_streams(denoiser, family.block_lists, family.block_activation_args)
     first = BlockSequence.from_lists(denoiser, family.block_lists, family.block_activation_args).blocks[0]
-    lengths, seen, given = {}, {}, {}
+    lengths, token_counts, inputs = {}, {}, {}
 
     def begin(block, args, named):
-        given.update(inspect.signature(block.forward).bind(*args, **named).arguments)
-        lengths.update({name: given[name].shape[1] for name in family.block_activation_args})
+        inputs.update(inspect.signature(block.forward).bind(*args, **named).arguments)
+        lengths.update({name: inputs[name].shape[1] for name in family.block_activation_args})
 
     first.register_forward_pre_hook(begin, with_kwargs=True)
     for name, layer in denoiser.named_modules():
-        if isinstance(layer, nn.Linear) and name in known:
-            layer.register_forward_hook(lambda _, given, created, name=name: seen.update({name: given[0].shape}))
+        if isinstance(layer, nn.Linear) and name in token_streams:
+            layer.register_forward_hook(
+                lambda _, inputs, created, name=name: token_counts.update({name: inputs[0].shape})
+            )
     with torch.no_grad():
         family.predict(pipe, denoiser, tiny.batch.latents, torch.full((2,), 500.0), tiny.batch)
 
-    assert len(set(lengths.values())) == len(lengths) and len(seen) > 10
+    assert len(set(lengths.values())) == len(lengths) and len(token_counts) > 10
     counts = {*lengths.values(), sum(lengths.values())}
-    for name, value in given.items():
+    for name, value in inputs.items():
         values = [each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, torch.Tensor)]
         actual = [(axis, size) for each in values for axis, size in enumerate(each.shape) if size in counts]
         expected = [
@@ -196,17 +198,17 @@ def test_the_token_streams_of_every_layer_are_known(model):
             for axis, streams in family.block_token_args.get(name, ((1, (name,)),) if name in lengths else ())
         ]
         assert actual == (expected if values else []), name
-    for name, shape in seen.items():
+    for name, shape in token_counts.items():
         if len(shape) == 3:
-            assert shape[1] == sum(lengths[stream] for stream in known[name]), name
+            assert shape[1] == sum(lengths[stream] for stream in token_streams[name]), name
 
 
 def test_dropout_depends_on_the_position_of_a_token_in_the_full_sequence():
     dropout, output = LoraDropout(0.5, 0.3, 0.3), torch.ones(4, 9, 3)
     dropout.sample_keys = torch.arange(4) * 7919
-    full, places = dropout.apply(output, 5, -1), torch.tensor([1, 2, 6, 7, 8])
-    assert torch.equal(dropout.apply(output[:, places], 5, -1, places), full[:, places])
-    assert not torch.equal(dropout.apply(output[:, places], 5, -1), full[:, places])
+    full, positions = dropout.apply(output, 5, -1), torch.tensor([1, 2, 6, 7, 8])
+    assert torch.equal(dropout.apply(output[:, positions], 5, -1, positions), full[:, positions])
+    assert not torch.equal(dropout.apply(output[:, positions], 5, -1), full[:, positions])
 
 
 def test_layers_outside_of_the_blocks_see_all_tokens():

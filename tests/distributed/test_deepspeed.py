@@ -26,12 +26,12 @@ ROOT = Path(__file__).resolve().parents[2]
 HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 
 
-def zero(stage: int) -> tuple[str, ...]:
+def build_zero_flags(stage: int) -> tuple[str, ...]:
     return ("--deepspeed", "--zero_stage", str(stage))
 
 
 def launch_with_config_file(folder: Path, **more) -> dict[str, str]:
-    """What the launcher says for stage 3 by a file of one's own.
+    """The environment of accelerate launch for stage 3 with a DeepSpeed config file.
 
     Without ``stage3_max_reuse_distance`` DeepSpeed keeps all weights of a tiny model gathered.
     """
@@ -41,12 +41,12 @@ def launch_with_config_file(folder: Path, **more) -> dict[str, str]:
     return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(folder / "ds.json")}
 
 
-# the same adapter
+# equal adapters
 
 
 @pytest.fixture(scope="module")
-def even(tmp_path_factory) -> Path:
-    """Two buckets that divide evenly into steps of four."""
+def even_dataset(tmp_path_factory) -> Path:
+    """The dataset file of two buckets that divide evenly into steps of four."""
     return write_images(tmp_path_factory.mktemp("even"), {(96, 64): 8, (64, 96): 4})
 
 
@@ -79,25 +79,28 @@ OPTIMIZERS = {
 
 
 @pytest.fixture(scope="module")
-def references(even, tmp_path_factory):
+def references(even_dataset, tmp_path_factory):
     return {
-        name: train_adapter(tmp_path_factory.mktemp(name), even, 1, 4, *flags) for name, flags in OPTIMIZERS.items()
+        name: train_adapter(tmp_path_factory.mktemp(name), even_dataset, 1, 4, *flags)
+        for name, flags in OPTIMIZERS.items()
     }
 
 
 @pytest.mark.slow
-def test_zero_1_and_2_train_the_adapter_of_one_process(even, references, tmp_path):
-    actual = train_adapter(tmp_path, even, 2, 2, *OPTIMIZERS["AdamW"], *zero(1))
+def test_zero_1_and_2_train_the_adapter_of_one_process(even_dataset, references, tmp_path):
+    actual = train_adapter(tmp_path, even_dataset, 2, 2, *OPTIMIZERS["AdamW"], *build_zero_flags(1))
     assert max_relative_difference(references["AdamW"], actual) < 1e-4
 
-    actual = train_adapter(tmp_path, even, 2, 1, *OPTIMIZERS["SGD"], *zero(2), "--offload_optimizer_device", "cpu")
+    actual = train_adapter(
+        tmp_path, even_dataset, 2, 1, *OPTIMIZERS["SGD"], *build_zero_flags(2), "--offload_optimizer_device", "cpu"
+    )
     assert max_relative_difference(references["SGD"], actual) < 1e-4
 
 
-def test_zero_3_with_cpu_offload_trains_the_adapter_of_one_process(even, references, tmp_path):
+def test_zero_3_with_cpu_offload_trains_the_adapter_of_one_process(even_dataset, references, tmp_path):
     actual = train_adapter(
         tmp_path,
-        even,
+        even_dataset,
         2,
         1,
         *OPTIMIZERS["SGD"],
@@ -110,19 +113,19 @@ def test_zero_3_with_cpu_offload_trains_the_adapter_of_one_process(even, referen
 
 
 @pytest.mark.quick
-def test_zero_3_with_one_process_trains_the_same_adapter(even, references, tmp_path):
+def test_zero_3_with_one_process_trains_the_same_adapter(even_dataset, references, tmp_path):
     actual = train_adapter(
-        tmp_path, even, 1, 4, *OPTIMIZERS["SGD"], environment=launch_with_config_file(tmp_path, **HOST)
+        tmp_path, even_dataset, 1, 4, *OPTIMIZERS["SGD"], environment=launch_with_config_file(tmp_path, **HOST)
     )
 
     assert max_relative_difference(references["SGD"], actual) < 1e-4
 
 
-# all that happens in a run
+# previews, validation, EMA and NaN steps
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory) -> dict[str, Path]:
+def ddp_and_zero_folders(tmp_path_factory) -> dict[str, Path]:
     """The output directories of two runs with all options, with DDP and with ZeRO 3."""
     folder = tmp_path_factory.mktemp("both")
     flags = (
@@ -136,33 +139,33 @@ def both(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", ["lora", "lora-ema"])
 @pytest.mark.slow
-def test_max_norm_and_ema_equal_those_of_ddp(both, name):
-    ddp, zero3 = (load_file(folder / f"{name}.safetensors") for folder in both.values())
+def test_max_norm_and_ema_equal_those_of_ddp(ddp_and_zero_folders, name):
+    ddp, zero3 = (load_file(folder / f"{name}.safetensors") for folder in ddp_and_zero_folders.values())
 
     assert max_relative_difference(ddp, zero3) < 1e-3
 
 
 @pytest.mark.slow
-def test_previews_and_validation_losses_equal_those_of_ddp(both):
+def test_previews_and_validation_losses_equal_those_of_ddp(ddp_and_zero_folders):
     """Up to rounding, which depends on the memory layout of gathered weights."""
-    drawn = [sorted((folder / "sample").glob("*.png")) for folder in both.values()]
-    assert [len(paths) for paths in drawn] == [6, 6]
-    for ddp, zero3 in [pair for pair in zip(*drawn, strict=True) if "_000000_" in pair[0].name]:
+    previews = [sorted((folder / "sample").glob("*.png")) for folder in ddp_and_zero_folders.values()]
+    assert [len(paths) for paths in previews] == [6, 6]
+    for ddp, zero3 in [pair for pair in zip(*previews, strict=True) if "_000000_" in pair[0].name]:
         difference_by_channel = ImageChops.difference(Image.open(ddp), Image.open(zero3)).getextrema()
         assert max(most for _, most in difference_by_channel) <= 2
 
-    ddp, zero3 = (read_validation_losses(folder) for folder in both.values())
+    ddp, zero3 = (read_validation_losses(folder) for folder in ddp_and_zero_folders.values())
     assert len(ddp) == len(zero3) == 3
     for one, other in zip(ddp, zero3, strict=True):
         assert other == pytest.approx(one, rel=1e-4)
 
 
 @pytest.mark.slow
-def test_a_nan_step_on_one_rank_is_skipped_on_all(even, tmp_path):
-    """With SGD that equals a learning rate of 0 in that step."""
+def test_a_nan_step_on_one_rank_is_skipped_on_all(even_dataset, tmp_path):
+    """With SGD this equals a learning rate of 0 in that step."""
     flags = (
         "--dataset_config",
-        str(even),
+        str(even_dataset),
         "--output_dir",
         str(tmp_path),
         *"--optimizer_type SGD --learning_rate 0.5 --max_train_steps 3 --network_dim 2".split(),
@@ -176,7 +179,7 @@ def test_a_nan_step_on_one_rank_is_skipped_on_all(even, tmp_path):
             "--lr_scheduler_args step_rules=1:1,0:2,1"
         ).split(),
     )
-    for stage, more, environment in ((1, zero(1), {}), (3, (), launch_with_config_file(tmp_path))):
+    for stage, more, environment in ((1, build_zero_flags(1), {}), (3, (), launch_with_config_file(tmp_path))):
         bad = run_on_ranks(
             2,
             train_with_nan_loss,
@@ -192,28 +195,32 @@ def test_a_nan_step_on_one_rank_is_skipped_on_all(even, tmp_path):
         assert max_relative_difference(load_file(bad[0]), load_file(expected[0])) < 1e-4
 
 
-# states
+# checkpoints
 
 
-def test_resume_is_exact_and_works_across_strategies(even, tmp_path):
+def test_resume_is_exact_and_works_across_strategies(even_dataset, tmp_path):
     flags = (
         *(
             "--max_train_steps 4 --learning_rate 1e-3 --optimizer_args eps=1e-4 --save_every_n_steps 1 "
             "--save_state --auto_resume"
         ).split(),
     )
-    one = train_adapter(tmp_path / "one", even, 1, 4, *flags)
-    two = train_adapter(copy_as_killed(tmp_path / "one", tmp_path / "two", 1), even, 2, 2, *flags, *zero(2))
-    second = train_adapter(copy_as_killed(tmp_path / "two", tmp_path / "again", 2), even, 2, 2, *flags, *zero(2))
+    one = train_adapter(tmp_path / "one", even_dataset, 1, 4, *flags)
+    two = train_adapter(
+        copy_as_killed(tmp_path / "one", tmp_path / "two", 1), even_dataset, 2, 2, *flags, *build_zero_flags(2)
+    )
+    second = train_adapter(
+        copy_as_killed(tmp_path / "two", tmp_path / "again", 2), even_dataset, 2, 2, *flags, *build_zero_flags(2)
+    )
     three = train_adapter(
         copy_as_killed(tmp_path / "two", tmp_path / "three", 2),
-        even,
+        even_dataset,
         2,
         2,
         *flags,
         environment=launch_with_config_file(tmp_path),
     )
-    ddp = train_adapter(copy_as_killed(tmp_path / "three", tmp_path / "ddp", 3), even, 2, 2, *flags)
+    ddp = train_adapter(copy_as_killed(tmp_path / "three", tmp_path / "ddp", 3), even_dataset, 2, 2, *flags)
 
     assert max_relative_difference(two, second) == 0.0
     assert max(max_relative_difference(one, actual) for actual in (two, three, ddp)) < 1e-4
@@ -240,14 +247,18 @@ def measure_memory(stage: int) -> tuple[int, int, int]:
     )
     own = [parameter for parameter in trained.parameters() if parameter.requires_grad]
     frozen = [parameter for parameter in trained.parameters() if not parameter.requires_grad]
-    whole = sum(parameter.nbytes for parameter in frozen)
+    total = sum(parameter.nbytes for parameter in frozen)
     _, optimizer = strategy.wrap(trained, torch.optim.AdamW(own))
-    kept = [*frozen, *(parameter.ds_tensor for parameter in frozen)]
-    here = sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}.values())
+    shards = [*frozen, *(parameter.ds_tensor for parameter in frozen)]
+    local_bytes = sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in shards}.values())
     masters = {piece.flat.data_ptr(): piece.flat.nbytes for piece in optimizer._shards}
     strategy.close()
     strategy.comm.destroy_process_group()
-    return whole, here, sum(masters.values()) - sum(parameter.nbytes for parameter in own) // strategy.comm.world_size
+    return (
+        total,
+        local_bytes,
+        sum(masters.values()) - sum(parameter.nbytes for parameter in own) // strategy.comm.world_size,
+    )
 
 
 @pytest.mark.quick
@@ -255,12 +266,12 @@ def measure_memory(stage: int) -> tuple[int, int, int]:
 def test_each_rank_holds_its_shard_of_the_frozen_model(size):
     actual = run_on_ranks(size, measure_memory, 3)
 
-    for whole, here, more_than_its_part in actual:
-        assert here < 1.05 * whole / size
-        assert more_than_its_part < 0.01 * whole
+    for total, local_bytes, surplus in actual:
+        assert local_bytes < 1.05 * total / size
+        assert surplus < 0.01 * total
 
 
-# an optimizer in host memory
+# optimizer offload
 
 
 def clip_offloaded_gradient(stage: int) -> tuple[str, list[float]]:
@@ -274,7 +285,7 @@ def clip_offloaded_gradient(stage: int) -> tuple[str, list[float]]:
     weight._hp_mapping = None
     flat = torch.zeros(2)
     flat.grad = torch.tensor([3.0, 4.0])
-    zero = SimpleNamespace(
+    build_zero_flags = SimpleNamespace(
         optimizer=torch.optim.SGD([weight]),
         loss_scale=1.0,
         clip_grad=0.0,
@@ -286,14 +297,16 @@ def clip_offloaded_gradient(stage: int) -> tuple[str, list[float]]:
         grad_position={0: (0, 0, 0)},
         get_param_id=lambda parameter: 0,
     )
-    engine = SimpleNamespace(optimizer=zero, global_rank=0, zero_optimization_stage=lambda: stage)
+    engine = SimpleNamespace(optimizer=build_zero_flags, global_rank=0, zero_optimization_stage=lambda: stage)
     ours = DeepSpeedOptimizer(engine, [{"params": [weight], "lr": 0.1}], torch.device("meta"))
     norm = ours.compute_grad_norm(1.0)
     if stage == 3:
-        (handed,) = zero._get_norm_groups()
-        DeepSpeedZeroOptimizer_Stage3.unscale_and_clip_grads(zero, 0, handed)
+        (handed,) = build_zero_flags._get_norm_groups()
+        DeepSpeedZeroOptimizer_Stage3.unscale_and_clip_grads(build_zero_flags, 0, handed)
     else:
-        DeepSpeedZeroOptimizer.unscale_and_clip_grads(zero, [flat.grad], zero.scaled_global_norm())
+        DeepSpeedZeroOptimizer.unscale_and_clip_grads(
+            build_zero_flags, [flat.grad], build_zero_flags.scaled_global_norm()
+        )
     return norm.device.type, flat.grad.tolist()
 
 
@@ -304,10 +317,10 @@ def test_an_offloaded_gradient_is_clipped_in_host_memory(stage):
     assert device == "meta" and gradient == pytest.approx([0.6, 0.8], rel=1e-5)
 
 
-# a launcher
+# accelerate launch
 
 
-def test_accelerate_launch_with_a_deepspeed_config_file(even, tmp_path):
+def test_accelerate_launch_with_a_deepspeed_config_file(even_dataset, tmp_path):
     (tmp_path / "ds.json").write_text(
         json.dumps(
             {
@@ -329,7 +342,7 @@ def test_accelerate_launch_with_a_deepspeed_config_file(even, tmp_path):
         *launch,
         str(ROOT / "train_lora.py"),
         "--dataset_config",
-        str(even),
+        str(even_dataset),
         "--pretrained_model_name_or_path",
         "random:flux:tiny",
         "--output_dir",

@@ -1,4 +1,4 @@
-"""NVMe offload: the same adapter whatever runs between steps, and no files are left behind."""
+"""NVMe offload: the same adapter with previews between steps, and no leftover files."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from library.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 SMALLEST = 2048
-"""Bytes of a part that is worth a file; with DeepSpeed's own mebibyte no tiny model has any."""
+"""The smallest tensor that is offloaded, in bytes; DeepSpeed's default of 1 MiB would offload nothing of a tiny model."""
 
 
 def has_libaio() -> bool:
@@ -27,8 +27,8 @@ def has_libaio() -> bool:
     return bool(AsyncIOBuilder().is_compatible())
 
 
-def train_with_nvme_offload(is_real: bool, *flags: str) -> str:
-    """One process's part in a run; the path of the LoRA file."""
+def train_with_nvme_offload(is_real: bool, *build_flags: str) -> str:
+    """Train in this process; return the path of the LoRA file."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed.ops.op_builder as builders
     from deepspeed.runtime.swap_tensor import partitioned_param_swapper as swapper
@@ -36,11 +36,11 @@ def train_with_nvme_offload(is_real: bool, *flags: str) -> str:
     swapper.MIN_AIO_BYTES = SMALLEST
     if not is_real:
         builders.AsyncIOBuilder = swapper.AsyncIOBuilder = fake_async_io.Builder
-    return train(*flags)
+    return train(*build_flags)
 
 
-def flags(data: Path, folder: Path, ranks: int, *more: str) -> tuple[str, ...]:
-    """A run with previews in between, which use the model in another order."""
+def build_flags(data: Path, folder: Path, ranks: int, *more: str) -> tuple[str, ...]:
+    """Flags of a run with previews, which call the modules in another order."""
     (folder / "prompts.txt").write_text("a red circle --w 64 --h 96 --d 1 --s 2 --l 3\n")
     return (
         "--dataset_config",
@@ -63,8 +63,8 @@ def flags(data: Path, folder: Path, ranks: int, *more: str) -> tuple[str, ...]:
     )
 
 
-def launched(folder: Path, **offload: object) -> dict[str, str]:
-    """What the launcher says with a file of the user's own."""
+def build_launcher_environment(folder: Path, **offload: object) -> dict[str, str]:
+    """The environment of accelerate launch with a DeepSpeed config file."""
     (folder / "disk").mkdir(exist_ok=True)
     zero = {
         "stage": 3,
@@ -89,13 +89,13 @@ def test_nvme_offload_trains_the_adapter_of_one_process(ranks, is_real, offload,
     if is_real and not has_libaio():
         pytest.skip("libaio is missing")
     data = write_even_dataset(tmp_path)
-    one = load_file(run_on_ranks(1, train, *flags(data, tmp_path, 1, "--output_name", "one"))[0])
+    one = load_file(run_on_ranks(1, train, *build_flags(data, tmp_path, 1, "--output_name", "one"))[0])
     files = run_on_ranks(
         ranks,
         train_with_nvme_offload,
         is_real,
-        *flags(data, tmp_path, ranks),
-        environment=launched(tmp_path, **offload),
+        *build_flags(data, tmp_path, ranks),
+        environment=build_launcher_environment(tmp_path, **offload),
         seconds=900,
     )
 
@@ -146,8 +146,8 @@ def test_buffer_settings_that_would_crash_deepspeed_are_refused(ranks, offload, 
             ranks,
             train_with_nvme_offload,
             False,
-            *flags(write_even_dataset(tmp_path), tmp_path, ranks),
-            environment=launched(tmp_path, **offload),
+            *build_flags(write_even_dataset(tmp_path), tmp_path, ranks),
+            environment=build_launcher_environment(tmp_path, **offload),
         )
     assert not list((tmp_path / "disk").iterdir())
 
@@ -155,19 +155,22 @@ def test_buffer_settings_that_would_crash_deepspeed_are_refused(ranks, offload, 
 @pytest.mark.quick
 def test_missing_libaio_is_reported_before_a_model_is_loaded(tmp_path):
     (text,) = run_on_ranks(
-        1, read_error_without_libaio, *flags(write_even_dataset(tmp_path), tmp_path, 1), environment=launched(tmp_path)
+        1,
+        read_error_without_libaio,
+        *build_flags(write_even_dataset(tmp_path), tmp_path, 1),
+        environment=build_launcher_environment(tmp_path),
     )
     assert "DeepSpeed's async_io needs libaio and a compiler; apt install libaio-dev g++" in text
     assert not list((tmp_path / "disk").iterdir())
 
 
-def read_error_without_libaio(*flags: str) -> str:
+def read_error_without_libaio(*build_flags: str) -> str:
     from library.models.base import Family
 
     fake_async_io.Builder.is_compatible = lambda _: False
-    Family.load = None  # nobody is to ask for it
+    Family.load = None  # the check for libaio needs it
     try:
-        train_with_nvme_offload(False, *flags)
+        train_with_nvme_offload(False, *build_flags)
     except ConfigError as error:
         return str(error)
     return ""

@@ -21,11 +21,11 @@ from library.config import parse_config
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# the whole of a run
+# previews, validation, EMA and max norm
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory) -> dict[str, Path]:
+def ddp_and_fsdp_folders(tmp_path_factory) -> dict[str, Path]:
     """The output directories of two runs with all options, with DDP and with FSDP."""
     folder = tmp_path_factory.mktemp("both")
     common = (*all_options_run.build_flags(folder), "--no-network_train_unet_only")
@@ -35,14 +35,14 @@ def both(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", ["lora", "lora-ema"])
-def test_prodigy_max_norm_and_ema_equal_those_of_ddp(both, name):
-    ddp, fsdp = (load_file(folder / f"{name}.safetensors") for folder in both.values())
+def test_prodigy_max_norm_and_ema_equal_those_of_ddp(ddp_and_fsdp_folders, name):
+    ddp, fsdp = (load_file(folder / f"{name}.safetensors") for folder in ddp_and_fsdp_folders.values())
 
     assert max_relative_difference(ddp, fsdp) < 1e-3
 
 
-def test_previews_before_the_first_step_equal_those_of_ddp_to_the_bit(both):
-    actual = {name: sorted((folder / "sample").glob("*.png")) for name, folder in both.items()}
+def test_previews_before_the_first_step_are_bitwise_equal_to_those_of_ddp(ddp_and_fsdp_folders):
+    actual = {name: sorted((folder / "sample").glob("*.png")) for name, folder in ddp_and_fsdp_folders.items()}
     assert [len(paths) for paths in actual.values()] == [6, 6]
 
     for ddp, fsdp in zip(*actual.values(), strict=True):
@@ -51,16 +51,16 @@ def test_previews_before_the_first_step_equal_those_of_ddp_to_the_bit(both):
             assert ddp.read_bytes() == fsdp.read_bytes()
 
 
-def test_validation_losses_equal_those_of_ddp(both):
-    ddp, fsdp = (read_validation_losses(folder) for folder in both.values())
+def test_validation_losses_equal_those_of_ddp(ddp_and_fsdp_folders):
+    ddp, fsdp = (read_validation_losses(folder) for folder in ddp_and_fsdp_folders.values())
 
     assert len(ddp) == len(fsdp) == 3
-    assert ddp[0] == fsdp[0]  # the base model, to the bit
+    assert ddp[0] == fsdp[0]  # losses of the base model are bitwise equal
     for one, other in zip(ddp, fsdp, strict=True):
         assert other == pytest.approx(one, rel=1e-4)
 
 
-# states
+# checkpoints
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,12 @@ def test_resume_is_exact_and_works_across_strategies(ranks, fsdp, tmp_path):
         return load_file(run_on_ranks(ranks, train, *flags, *own, *more)[0])
 
     one = run(tmp_path / "one", 1, 4)
-    spread = run(copy_as_killed(tmp_path / "one", tmp_path / "spread", 2), ranks, 4 // ranks, *fsdp)
+    resumed_with_fsdp = run(copy_as_killed(tmp_path / "one", tmp_path / "spread", 2), ranks, 4 // ranks, *fsdp)
     second = run(copy_as_killed(tmp_path / "spread", tmp_path / "again", 4), ranks, 4 // ranks, *fsdp)
     restored = run(copy_as_killed(tmp_path / "spread", tmp_path / "back", 4), 2, 2)
 
-    assert max_relative_difference(spread, second) == 0.0
-    assert max_relative_difference(one, spread) < 1e-3
+    assert max_relative_difference(resumed_with_fsdp, second) == 0.0
+    assert max_relative_difference(one, resumed_with_fsdp) < 1e-3
     assert max_relative_difference(one, restored) < 1e-3
 
 
@@ -109,12 +109,14 @@ def measure_memory(parts: int, *flags: str) -> tuple[int, int, int]:
     family = FAMILIES.get("sdxl")()
     trained, _ = build_trainable_modules(config, family, family.load("random:sdxl:tiny", torch.float32))
     trainable = [parameter for parameter in trained.parameters() if parameter.requires_grad]
-    whole = sum(each.nbytes for each in trained.parameters() if not each.requires_grad)
+    total = sum(parameter.nbytes for parameter in trained.parameters() if not parameter.requires_grad)
     strategy.wrap(trained, torch.optim.SGD(trainable))
-    frozen = [each.to_local() for each in trained.parameters() if not each.requires_grad]
-    here = sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in frozen}.values())
+    frozen = [parameter.to_local() for parameter in trained.parameters() if not parameter.requires_grad]
+    local_bytes = sum(
+        {parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes() for parameter in frozen}.values()
+    )
     strategy.comm.destroy_process_group()
-    return whole, here, sum(each.untyped_storage().nbytes() for each in trainable)
+    return total, local_bytes, sum(parameter.untyped_storage().nbytes() for parameter in trainable)
 
 
 @pytest.mark.quick
@@ -128,14 +130,14 @@ def test_each_rank_holds_its_shard_of_the_frozen_model_and_the_full_adapter(part
         "MASTER_PORT": str(find_free_port()),
     }
     actual = run_on_ranks(parts, measure_memory, parts, environment=single if parts == 1 else None)
-    whole, _, trainable = actual[0]
+    total, _, trainable = actual[0]
 
-    assert {(every, same) for every, _, same in actual} == {(whole, trainable)} and trainable > 0
-    assert all(here < 1.02 * whole / parts for _, here, _ in actual)
-    assert sum(here for _, here, _ in actual) >= whole
+    assert {(total_here, same) for total_here, _, same in actual} == {(total, trainable)} and trainable > 0
+    assert all(local_bytes < 1.02 * total / parts for _, local_bytes, _ in actual)
+    assert sum(local_bytes for _, local_bytes, _ in actual) >= total
 
 
-# a launcher
+# accelerate launch
 
 
 @pytest.mark.slow
@@ -176,7 +178,7 @@ def test_accelerate_launch_with_fsdp_shards_the_model(tmp_path):
     assert (tmp_path / "out" / "lora.safetensors").exists()
 
 
-# when something goes wrong on one process
+# errors on one rank
 
 
 def run_scaled_step(infinite_on: int) -> tuple[float, float]:
@@ -226,7 +228,7 @@ def test_a_preview_that_cannot_be_written_does_not_end_the_run(tmp_path):
     assert Path(files[0]).is_file()
 
 
-def run_with_failing_previews(who: list[int], folder: Path, flags: tuple[str, ...]) -> str:
+def run_with_failing_previews(failing_ranks: list[int], folder: Path, flags: tuple[str, ...]) -> str:
     """Train with previews that fail on these ranks; return the LoRA file or the error."""
     from library.training import preview
 
@@ -234,7 +236,7 @@ def run_with_failing_previews(who: list[int], folder: Path, flags: tuple[str, ..
     original = preview.Preview._generate_image
 
     def generate_image(self, run, index, prompt):
-        if run.strategy.comm.rank in who:
+        if run.strategy.comm.rank in failing_ranks:
             raise RuntimeError("cannot be drawn here")
         return original(self, run, index, prompt)
 
@@ -246,14 +248,14 @@ def run_with_failing_previews(who: list[int], folder: Path, flags: tuple[str, ..
 
 
 @pytest.mark.parametrize(
-    ("who", "more"),
+    ("failing_ranks", "more"),
     [
         pytest.param([0, 1], ["--fsdp"], marks=pytest.mark.slow),
         ([1], ["--fsdp"]),
         ([1], []),
     ],
 )
-def test_a_failing_preview_ends_the_run_only_if_other_ranks_would_deadlock(who, more, tmp_path):
+def test_a_failing_preview_ends_the_run_only_if_other_ranks_would_deadlock(failing_ranks, more, tmp_path):
     (tmp_path / "prompts.txt").write_text("a leaf --w 64 --h 64 --s 1\nred --w 64 --h 64 --s 1\n")
     flags = (
         "--pretrained_model_name_or_path",
@@ -266,13 +268,13 @@ def test_a_failing_preview_ends_the_run_only_if_other_ranks_would_deadlock(who, 
         "--sample_at_first",
         *more,
     )
-    actual = run_on_ranks(2, run_with_failing_previews, who, tmp_path / "out", flags)
+    actual = run_on_ranks(2, run_with_failing_previews, failing_ranks, tmp_path / "out", flags)
 
-    others_wait = bool(more) and len(who) == 1
-    assert [word.startswith("ended: ") for word in actual] == [others_wait] * 2, actual
-    assert not others_wait or any("cannot be drawn here" in word for word in actual)
-    drawn = len([*(tmp_path / "out" / "sample").glob("*.png")])
-    assert drawn == (0 if more else 1)
+    others_wait = bool(more) and len(failing_ranks) == 1
+    assert [outcome.startswith("ended: ") for outcome in actual] == [others_wait] * 2, actual
+    assert not others_wait or any("cannot be drawn here" in outcome for outcome in actual)
+    preview_count = len([*(tmp_path / "out" / "sample").glob("*.png")])
+    assert preview_count == (0 if more else 1)
 
 
 def test_unknown_fsdp_wrap_classes_are_refused(tmp_path):

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.quick
 ERRORS = {"bug": ValueError("bug"), "asked": RunInterrupted("asked", 0)}
 
 
-def left_behind(backend: str, end: str) -> tuple[bool, str]:
+def run_and_check_group(backend: str, end: str) -> tuple[bool, str]:
     """Whether the group still exists after the run; nccl's teardown waits for all ranks."""
     import torch.distributed as dist
 
@@ -44,7 +44,7 @@ def left_behind(backend: str, end: str) -> tuple[bool, str]:
     ],
 )
 def test_a_group_whose_teardown_waits_is_destroyed_only_when_all_ranks_destroy_it(backend, end, is_there):
-    assert run_on_ranks(2, left_behind, backend, end) == [(is_there, end)] * 2
+    assert run_on_ranks(2, run_and_check_group, backend, end) == [(is_there, end)] * 2
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -64,7 +64,7 @@ def read_timeouts(*words: str) -> set[timedelta]:
     with strategy.comm.process_group_scope():
         groups = list(dist.distributed_c10d._world.pg_map)
         assert len(groups) > 1
-        strategy.comm.barrier()  # or rank 0, which hosts the store, could end while rank 1 still creates groups
+        strategy.comm.barrier()  # otherwise rank 0, which hosts the store, could exit while rank 1 still creates groups
         return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
 
 

@@ -44,7 +44,7 @@ a.end_training()
 
 @pytest.fixture
 def start(tmp_path):
-    """Start the script with a command, away from the user's own settings; what each rank had, and all that was said."""
+    """Start the script without the user's own settings; return the accelerator state of each rank, and the output."""
     (tmp_path / "script.py").write_text(SCRIPT)
 
     def run(command: str, *arguments: str, **environment: str) -> tuple[list[dict], str]:
@@ -63,7 +63,7 @@ def port() -> str:
     return f"--main_process_port {find_free_port()}"
 
 
-def assert_two_that_work_together(results: list[dict], message: str) -> None:
+def assert_two_ranks(results: list[dict], message: str) -> None:
     assert [(one["rank"], one["size"], one["total"], one["device"], one["kind"]) for one in results] == [
         (0, 2, 3.0, "cpu", "MULTI_CPU"),
         (1, 2, 3.0, "cpu", "MULTI_CPU"),
@@ -74,7 +74,7 @@ def test_accelerate_launch_multi_gpu_starts_two_processes_with_one_logging_dir(s
     command = f"{ACCELERATE} --multi_gpu --num_processes 2 --mixed_precision bf16 {port()}"
     results, message = start(command, "--logging_dir", "logs", ACCELERATE_USE_CPU="true")
 
-    assert_two_that_work_together(results, message)
+    assert_two_ranks(results, message)
     assert results[0]["folder"] == results[1]["folder"] and results[0]["folder"].startswith("logs/2")
     assert {(one["precision"], one["computes"]) for one in results} == {("bf16", "torch.bfloat16")}
 
@@ -82,7 +82,7 @@ def test_accelerate_launch_multi_gpu_starts_two_processes_with_one_logging_dir(s
 def test_torchrun_starts_two_processes(start):
     results, message = start(f"{TORCHRUN} --standalone --nproc_per_node 2")
 
-    assert_two_that_work_together(results, message)
+    assert_two_ranks(results, message)
 
 
 def test_num_processes_without_multi_gpu_stops_and_suggests_a_working_command(start, tmp_path):
@@ -96,7 +96,7 @@ def test_num_processes_without_multi_gpu_stops_and_suggests_a_working_command(st
     variable, command = working.split(" ", 1)
     command = command.replace("accelerate launch", f"{ACCELERATE} {port()}", 1).split(f" {tmp_path}")[0]
     assert working.endswith(f"{tmp_path / 'script.py'} --seed 3")
-    assert_two_that_work_together(*start(command, "--seed", "3", **dict([variable.split("=")])))
+    assert_two_ranks(*start(command, "--seed", "3", **dict([variable.split("=")])))
 
 
 def test_a_config_file_with_several_cpu_processes_stops_too(start, tmp_path):
@@ -150,6 +150,6 @@ def test_a_launched_accelerator_has_what_the_doctor_predicts(flag, file, code, s
     sources = {"--mixed": code, "accelerate launch": flag, str(tmp_path): file}
     present = [(location, value) for location, value in sources.items() if value]
     assert setting.source.startswith(present[0][0]) and len(setting.overridden) == len(present) - 1
-    # A launch flag over accelerate's file is what such flags are for; our own option beside either is too much.
+    # A launch flag may override accelerate's file; our option in addition to either is refused.
     disagree = bool(code) and len({value for _, value in present}) > 1
     assert ([setting.warning] if disagree else []) == results[0]["warnings"]

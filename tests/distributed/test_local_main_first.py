@@ -55,8 +55,8 @@ def test_an_error_on_one_rank_is_raised_on_all_and_reported_once():
     assert run_on_ranks(2, failing_work) == [(problems, False, 1), (problems, True, 0)]
 
 
-def pictures_of_a_run(dataset: str, other: str, folder: str) -> tuple[int, str, bool]:
-    """Rank 1 may stand on another machine, with files of its own; what is decoded is counted."""
+def count_decoded_images(dataset: str, other: str, folder: str) -> tuple[int, str, bool]:
+    """Prepare the data of a run and count decoded images; rank 1 may be on another machine with other files."""
     from library.config import parse_config
     from library.dataset import image_inspection, scan
     from library.training.setup import prepare_dataset
@@ -67,7 +67,7 @@ def pictures_of_a_run(dataset: str, other: str, folder: str) -> tuple[int, str, 
     image_inspection.inspect_bytes = lambda *given: (count.append(1), examined(*given))[1]
     config = parse_config(["--dataset_config", dataset if comm.is_main else other]).require_valid()
     if dataset != other:
-        comm.run_local_main_first = lambda work: work()  # each is the first on its machine
+        comm.run_local_main_first = lambda work: work()  # each has local rank 0
     try:
         prepare_dataset(config.data, config.cache, comm, 8)
         return len(count), "", False
@@ -79,7 +79,7 @@ def pictures_of_a_run(dataset: str, other: str, folder: str) -> tuple[int, str, 
 
 @pytest.fixture
 def datasets(tmp_path) -> tuple[str, str]:
-    """The same names on two machines, with one pixel of difference."""
+    """Datasets with the same file names that differ in one pixel."""
     for machine in ("one", "two"):
         (tmp_path / machine / "a").mkdir(parents=True)
         for number in range(5):
@@ -90,13 +90,13 @@ def datasets(tmp_path) -> tuple[str, str]:
     return str(tmp_path / "one" / "set.toml"), str(tmp_path / "two" / "set.toml")
 
 
-def test_on_one_machine_each_picture_is_decoded_by_one_process(datasets, tmp_path):
+def test_each_image_is_decoded_by_one_process_per_machine(datasets, tmp_path):
     one, _ = datasets
-    assert run_on_ranks(2, pictures_of_a_run, one, one, str(tmp_path)) == [(5, "", False), (0, "", False)]
+    assert run_on_ranks(2, count_decoded_images, one, one, str(tmp_path)) == [(5, "", False), (0, "", False)]
 
 
-def test_machines_with_other_files_are_refused(datasets, tmp_path):
-    first, second = run_on_ranks(2, pictures_of_a_run, *datasets, str(tmp_path))
+def test_machines_with_different_files_are_refused(datasets, tmp_path):
+    first, second = run_on_ranks(2, count_decoded_images, *datasets, str(tmp_path))
     assert first[0] == second[0] == 5
     assert first[1] == second[1] and first[1].startswith("images, captions or dataset settings: rank 1 (on")
     assert (first[2], second[2]) == (False, True)

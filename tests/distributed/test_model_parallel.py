@@ -27,7 +27,7 @@ from library.training.preflight import RunFacts, check_run_settings
 
 LONG = pytest.mark.slow
 
-# one result
+# equal adapters
 
 
 @pytest.mark.parametrize(
@@ -58,14 +58,14 @@ def test_model_parallel_trains_the_adapter_of_one_process(model, name, precision
     assert max_relative_difference(one, sharded) < BOUNDS[precision]
 
 
-# all that belongs to a run
+# previews, validation, EMA and checkpoints
 
 
 @pytest.fixture(
     scope="module", params=[(4, "--pp_size", "2", "--tp_size", "2"), pytest.param((2, "--cp_size", "2"), marks=LONG)]
 )
-def both(request, tmp_path_factory) -> dict[str, Path]:
-    """The folders of two runs with everything on, by one process and by several."""
+def run_folders(request, tmp_path_factory) -> dict[str, Path]:
+    """The folders of two runs with all options, on one rank and with model parallelism."""
     folder = tmp_path_factory.mktemp("both")
     flags = (
         *all_options_run.build_flags(folder),
@@ -74,29 +74,29 @@ def both(request, tmp_path_factory) -> dict[str, Path]:
         ).split(),
     )
     run_on_ranks(1, train, *flags, "--output_dir", str(folder / "one"))
-    ranks, *spread = request.param
-    run_on_ranks(ranks, train, *flags, "--output_dir", str(folder / "several"), *spread)
+    ranks, *flags = request.param
+    run_on_ranks(ranks, train, *flags, "--output_dir", str(folder / "several"), *flags)
     return {name: folder / name for name in ("one", "several")}
 
 
 @pytest.mark.parametrize("name", ["lora", "lora-ema"])
-def test_prodigy_max_norm_and_ema_equal_those_of_one_process(both, name):
-    one, several = (load_file(folder / f"{name}.safetensors") for folder in both.values())
+def test_prodigy_max_norm_and_ema_equal_those_of_one_process(run_folders, name):
+    one, several = (load_file(folder / f"{name}.safetensors") for folder in run_folders.values())
     assert max_relative_difference(one, several) < 1e-3
 
 
-def test_validation_losses_equal_those_of_one_process(both):
-    one, several = (read_validation_losses(folder) for folder in both.values())
+def test_validation_losses_equal_those_of_one_process(run_folders):
+    one, several = (read_validation_losses(folder) for folder in run_folders.values())
     assert len(one) == len(several) == 3
     for ours, theirs in zip(one, several, strict=True):
         assert theirs == pytest.approx(ours, rel=1e-4)
 
 
-def test_losses_by_bucket_and_timestep_equal_those_of_one_process(both):
-    """Of pictures of several sizes in one step, too, which a pipeline takes in another order."""
+def test_losses_by_bucket_and_timestep_equal_those_of_one_process(run_folders):
+    """Also for steps with several image sizes, which a pipeline runs in another order."""
     one, several = (
         [json.loads(line) for line in (folder / "lora.metrics.jsonl").read_text().splitlines()]
-        for folder in both.values()
+        for folder in run_folders.values()
     )
     expected = [{name: value for name, value in line.items() if name.startswith("loss/")} for line in one]
     assert len(one) == len(several) and sum(map(len, expected)) > 20
@@ -104,8 +104,8 @@ def test_losses_by_bucket_and_timestep_equal_those_of_one_process(both):
         assert {name: theirs[name] for name in ours} == pytest.approx(ours, rel=1e-4)
 
 
-def test_every_preview_is_generated_once(both):
-    names = [sorted(path.name[:15] for path in (folder / "sample").glob("*.png")) for folder in both.values()]
+def test_every_preview_is_generated_once(run_folders):
+    names = [sorted(path.name[:15] for path in (folder / "sample").glob("*.png")) for folder in run_folders.values()]
     assert names[0] == names[1] and len(names[0]) == 6
 
 
@@ -137,7 +137,7 @@ def test_resume_is_exact_and_works_across_parallel_layouts(tmp_path):
     assert max_relative_difference(one, piped) < 1e-3 and max_relative_difference(one, tensor) < 1e-3
 
 
-# where stages are cut, and who is where
+# pipeline stages and rank coordinates
 
 
 def test_the_largest_pipeline_stage_is_minimal():
@@ -165,7 +165,7 @@ def list_all_partitions(blocks: int, stages: int) -> list[list[int]]:
 
 def test_ranks_have_distinct_coordinates_and_share_a_pipeline_with_their_group():
     layout = ParallelDims(dp=2, pp=3, tp=2, cp=2)
-    places = {
+    coordinates = {
         (
             layout.get_data_parallel_rank(rank),
             layout.get_pipeline_stage(rank),
@@ -174,7 +174,7 @@ def test_ranks_have_distinct_coordinates_and_share_a_pipeline_with_their_group()
         )
         for rank in range(24)
     }
-    assert len(places) == 24
+    assert len(coordinates) == 24
     layout = ParallelDims(dp=2, pp=3, tp=2)
     for rank in range(12):
         group = layout.get_pipeline_ranks(rank)
@@ -199,7 +199,7 @@ def test_parallel_dims_divide_the_world_size():
     assert build_parallel_dims(shared.parallel, 12) == ParallelDims(2, 1, 2, 3)
 
 
-# what cannot be
+# refused settings
 
 
 @pytest.mark.quick

@@ -18,7 +18,7 @@ def test_every_strategy_trains_the_adapter_of_one_process(model, name, precision
     data = write_even_dataset(tmp_path)
     more = ("--mixed_precision", precision)
     one = train_layout(REFERENCE, model, data, tmp_path, *more)
-    spread = train_layout(name, model, data, tmp_path, *more, *flags)
+    distributed = train_layout(name, model, data, tmp_path, *more, *flags)
 
-    assert max_relative_difference(one, spread) < BOUNDS[precision]
-    assert any(key.startswith(("lora_te", "text_encoder")) and bool(spread[key].any()) for key in spread)
+    assert max_relative_difference(one, distributed) < BOUNDS[precision]
+    assert any(key.startswith(("lora_te", "text_encoder")) and bool(distributed[key].any()) for key in distributed)

@@ -73,7 +73,7 @@ def test_recomputation_repeats_dropout(tmp_path):
 
 
 class Blocks(nn.Module):
-    """Four blocks, and a checkpointing function that is set from outside."""
+    """Four blocks, and a checkpointing function that tests replace."""
 
     def __init__(self):
         super().__init__()
@@ -86,7 +86,7 @@ class Block(nn.Linear):
         return super().forward(hidden_states)
 
 
-def alone() -> PipelineStrategy:
+def build_single_process_pipeline() -> PipelineStrategy:
     """A pipeline with all stages in this process, without a process group."""
     pipeline = PipelineStrategy.__new__(PipelineStrategy)
     pipeline.dims, pipeline.schedule, pipeline.pipeline_stage, pipeline.is_last_stage = ParallelDims(), "1f1b", 0, True
@@ -98,24 +98,26 @@ def alone() -> PipelineStrategy:
 def test_every_nth_block_is_checkpointed_by_the_models_own_function(every, monkeypatch):
     from library.training import activation_checkpointing
 
-    model, pipeline, made = Blocks(), alone(), []
+    model, pipeline, checkpointed = Blocks(), build_single_process_pipeline(), []
     model._gradient_checkpointing_func = activation_checkpointing.BlockCheckpointing(every, offload=False)
     monkeypatch.setattr(
-        activation_checkpointing, "checkpoint", lambda call, *given, **named: made.append(call) or call(*given)
+        activation_checkpointing,
+        "checkpoint",
+        lambda call, *inputs, **named: checkpointed.append(call) or call(*inputs),
     )
     pipeline._partition_model(model, ParallelPlan(BlockSequence.from_lists(model, ["row"], ["hidden_states"])))
     pipeline.stage_runner.set_stage_forward(0, 4, None)
     for _ in range(2):
-        given = torch.ones(1, 2)
+        inputs = torch.ones(1, 2)
         for block in model.row:
-            given = block(given)
+            inputs = block(inputs)
 
-    assert len(made) == 2 * 4 // every
+    assert len(checkpointed) == 2 * 4 // every
 
 
 def test_the_grad_scaler_can_unscale_gradients_on_every_stage():
     weight, scaler = nn.Parameter(torch.tensor(3.0)), torch.amp.GradScaler("cpu", init_scale=4.0)
-    optimizer, pipeline = torch.optim.SGD([weight], lr=0.25), alone()
+    optimizer, pipeline = torch.optim.SGD([weight], lr=0.25), build_single_process_pipeline()
     pipeline.accelerator = SimpleNamespace(scaler=scaler, autocast=nullcontext)
     pipeline._all_reduce_gradients, pipeline._all_reduce_loss = lambda processes: None, lambda total: total
     loss_function = create_autospec(LossFunction, side_effect=lambda batch, step: weight * batch)
@@ -194,7 +196,7 @@ def test_unet_stages_compute_the_same_as_the_full_unet(model):
     latents = torch.randn(2, batch.latents.shape[1], 9, 13, generator=torch.Generator().manual_seed(1))
     predict = partial(FAMILIES.get(tiny.family)().predict, tiny.pipe, unet, latents, torch.full((2,), 0.5), batch)
     with torch.no_grad():
-        whole = predict()
+        expected = predict()
         runner = StageRunner(UNetBlockSequence.from_unet(unet))
         ends = [0, 1, 2, 3, 4, len(runner.block_sequence.blocks)]
         received = None
@@ -204,9 +206,9 @@ def test_unet_stages_compute_the_same_as_the_full_unet(model):
                 message = predict()
             except StageBoundary as boundary:
                 received = boundary.activations
-        assert len(ends) == 6 and torch.equal(message, whole)
+        assert len(ends) == 6 and torch.equal(message, expected)
         runner.set_full_forward(range(len(runner.block_sequence.blocks)), lambda place, flow: flow)
-        assert torch.equal(predict(), whole)
+        assert torch.equal(predict(), expected)
 
 
 def test_a_checkpointing_budget_trains_the_same_lora_in_a_pipeline(tmp_path):

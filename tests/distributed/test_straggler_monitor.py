@@ -22,7 +22,7 @@ def data(tmp_path_factory) -> list[str]:
     return ["--dataset_config", str(dataset), "--mixed_precision", "no", "--learning_rate", "1e-3"]
 
 
-# Bytes that each process sends in a ring for each byte that it hands in, and which argument that is.
+# Bytes that each rank sends in a ring per input byte, and which argument is the input.
 RING = {
     "allreduce_": (0, lambda n: 2 * (n - 1) / n),
     "broadcast_": (0, lambda n: 1.0),
@@ -32,8 +32,8 @@ RING = {
 }
 
 
-class Counted(TorchDispatchMode):
-    """Sees what the process group is called with, by whomever."""
+class CollectiveCounter(TorchDispatchMode):
+    """Counts the bytes of all collectives of the process group."""
 
     def __init__(self):
         super().__init__()
@@ -42,20 +42,20 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         space, _, name = func.name().partition("::")
         if space == "c10d":
-            place, factor = RING[name]
-            tensors = [item for item in tree_leaves(args[place]) if isinstance(item, torch.Tensor)]
+            argument_index, factor = RING[name]
+            tensors = [item for item in tree_leaves(args[argument_index]) if isinstance(item, torch.Tensor)]
             self.bytes[name] += sum(item.nbytes for item in tensors) * factor(int(os.environ["WORLD_SIZE"]))
         return func(*args, **(kwargs or {}))
 
 
-def sent(*words: str) -> tuple[float, int, dict[str, float]]:
-    """Bytes that this process sends in a step; those of the adapter; what they were sent by."""
+def measure_sent_bytes(*words: str) -> tuple[float, int, dict[str, float]]:
+    """Return the bytes that this rank sends per step, the bytes of the adapter, and the bytes by collective."""
     from library.training import run
 
     facts, original = [], run.train
 
     def measured(job):
-        with Counted() as counted:
+        with CollectiveCounter() as counted:
             original(job)
         facts.extend([dict(counted.bytes), sum(parameter.nbytes for parameter in job.parameters), job.plan.steps])
 
@@ -66,10 +66,10 @@ def sent(*words: str) -> tuple[float, int, dict[str, float]]:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_step_communicates_the_lora_gradients_and_hardly_anything_else(data, tmp_path, ranks):
+def test_a_step_communicates_little_more_than_the_lora_gradients(data, tmp_path, ranks):
     ends = run_on_ranks(
         ranks,
-        sent,
+        measure_sent_bytes,
         *data,
         "--train_batch_size",
         "1",
@@ -85,25 +85,25 @@ def test_a_step_communicates_the_lora_gradients_and_hardly_anything_else(data, t
         assert ring <= in_a_step <= 1.05 * ring, (in_a_step / ring, adapter, kinds)
 
 
-def train_with_a_straggler(who: int, *words: str) -> list[dict]:
+def train_with_straggler(slow_rank: int, *flags: str) -> list[dict]:
     from library.training.task import DiffusionTask
 
     call = DiffusionTask.__call__
 
     def slow(self, pixels, step):
-        if int(os.environ["RANK"]) == who:
+        if int(os.environ["RANK"]) == slow_rank:
             time.sleep(0.3)
         return call(self, pixels, step)
 
     DiffusionTask.__call__ = slow
-    path = Path(train(*words))
+    path = Path(train(*flags))
     return [json.loads(line) for line in (path.parent / "lora.metrics.jsonl").read_text().splitlines()]
 
 
 def test_the_slowest_rank_is_reported_with_the_time_it_costs(data, tmp_path):
     lines = run_on_ranks(
         2,
-        train_with_a_straggler,
+        train_with_straggler,
         1,
         *data,
         "--train_batch_size",
@@ -115,9 +115,9 @@ def test_the_slowest_rank_is_reported_with_the_time_it_costs(data, tmp_path):
         "--output_dir",
         str(tmp_path),
     )[0]
-    told = [line for line in lines if "speed/slowest_rank" in line]
-    assert [line["step"] for line in told] == [11]  # in the first step there is nothing to compare yet
-    assert told[0]["speed/slowest_rank"] == 1 and 0.2 < told[0]["speed/lost_to_slowest"] < 1, told
+    reports = [line for line in lines if "speed/slowest_rank" in line]
+    assert [line["step"] for line in reports] == [11]  # the first step has no measurement yet
+    assert reports[0]["speed/slowest_rank"] == 1 and 0.2 < reports[0]["speed/lost_to_slowest"] < 1, reports
 
 
 def test_lost_fraction_is_the_average_waiting_time_of_the_others():
@@ -132,7 +132,7 @@ def test_the_step_after_a_reading_is_skipped(monkeypatch):
     for _ in range(3):
         pace.mark_gradients_ready()
         pace.mark_step_end()
-    assert pace.pop_times() == (2.0, 4.0)  # of three steps the first has no beginning
+    assert pace.pop_times() == (2.0, 4.0)  # the start of the first of three steps is unknown
     pace.mark_gradients_ready()
     pace.mark_step_end()
     assert pace.pop_times() == (0.0, 0.0)

@@ -1,4 +1,4 @@
-"""The all-reduces of tensor parallelism: as few as possible, and none waits for the host."""
+"""The all-reduces of tensor parallelism: one per shared input and output, and none synchronizes with the host."""
 
 import weakref
 from dataclasses import replace
@@ -24,43 +24,45 @@ class Attention(nn.Module):
         super().__init__()
         self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(4, 4, bias=False) for _ in range(4))
 
-    def forward(self, given):
-        return self.to_out(self.to_q(given) * self.to_k(given) + self.to_v(given))
+    def forward(self, hidden):
+        return self.to_out(self.to_q(hidden) * self.to_k(hidden) + self.to_v(hidden))
 
 
-CUTS = {name: ("rowwise" if name == "to_out" else "colwise", (4,)) for name in ("to_q", "to_k", "to_v", "to_out")}
+SHARDED_LAYERS = {
+    name: ("rowwise" if name == "to_out" else "colwise", (4,)) for name in ("to_q", "to_k", "to_v", "to_out")
+}
 
 
 def test_layers_with_the_same_input_share_all_reduces():
-    sums, model, given = [], Attention(), torch.ones(2, 4, requires_grad=True)
-    TensorParallel(0, 2, lambda tensor: sums.append(tensor.clone())).shard_layers(model, CUTS)
+    sums, model, inputs = [], Attention(), torch.ones(2, 4, requires_grad=True)
+    TensorParallel(0, 2, lambda tensor: sums.append(tensor.clone())).shard_layers(model, SHARDED_LAYERS)
     with torch.no_grad():  # not shared with the forward that records gradients
-        model.to_q(given)
-    message = model(given)
+        model.to_q(inputs)
+    message = model(inputs)
     assert len(sums) == 1
     message.sum().backward()
-    assert len(sums) == 2 and torch.equal(sums[1], given.grad)
+    assert len(sums) == 2 and torch.equal(sums[1], inputs.grad)
     other = torch.zeros(2, 4)
-    assert torch.equal(model(other), torch.zeros(2, 4)) and model(given).any()
+    assert torch.equal(model(other), torch.zeros(2, 4)) and model(inputs).any()
 
 
 def test_inputs_of_layers_are_released():
-    model, given = Attention(), torch.ones(2, 4)
-    TensorParallel(0, 2, lambda tensor: None).shard_layers(model, CUTS)
-    seen = weakref.ref(given)
+    model, inputs = Attention(), torch.ones(2, 4)
+    TensorParallel(0, 2, lambda tensor: None).shard_layers(model, SHARDED_LAYERS)
+    reference = weakref.ref(inputs)
     with torch.no_grad():
-        model(given)
-    del given
-    assert seen() is None
+        model(inputs)
+    del inputs
+    assert reference() is None
 
 
 class CrossDeviceDetector(TorchDispatchMode):
     """Fails for operations on tensors of two devices (except scalars), for which the host would wait."""
 
-    def __torch_dispatch__(self, function, types, arguments=(), named=None):
-        given = [each for each in tree_leaves((arguments, named)) if isinstance(each, torch.Tensor) and each.dim()]
-        assert len({each.device for each in given}) < 2, function
-        return function(*arguments, **(named or {}))
+    def __torch_dispatch__(self, function, types, arguments=(), kwargs=None):
+        tensors = [each for each in tree_leaves((arguments, kwargs)) if isinstance(each, torch.Tensor) and each.dim()]
+        assert len({each.device for each in tensors}) < 2, function
+        return function(*arguments, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", ["flux", pytest.param("sdxl", marks=pytest.mark.slow)])

@@ -39,9 +39,9 @@ def test_every_golden_image_gets_the_bucket_and_the_size_of_sd_scripts(case: dic
             dataset.resolution, dataset.min_bucket_reso, dataset.max_bucket_reso, dataset.bucket_reso_steps
         )
         assert sizes == [tuple(size) for size in case["predefined"]]
-    place = build_bucket_assigner(dataset)
+    assign_bucket = build_bucket_assigner(dataset)
     for width, height, *expected in case["rows"]:
-        placement = place(width, height)
+        placement = assign_bucket(width, height)
         assert [*placement.bucket_resolution, *placement.resized_size] == expected, (width, height)
         left, top = placement.crop_left_top
         trim_x, trim_y = (
@@ -60,10 +60,10 @@ def test_the_planned_crop_is_the_crop_of_the_loaded_image(dataset: DatasetConfig
 
 
 def test_without_buckets_every_image_is_resized_to_cover_the_resolution(dataset: DatasetConfig):
-    place = build_bucket_assigner(replace(dataset, enable_bucket=False, resolution=Resolution(512, 768)))
-    assert place(512, 768) == BucketAssignment((512, 768), (512, 768), (0, 0))
-    assert place(3000, 1000) == BucketAssignment((512, 768), (2304, 768), (896, 0))
-    assert place(100, 400) == BucketAssignment((512, 768), (512, 2048), (0, 640))
+    assign_bucket = build_bucket_assigner(replace(dataset, enable_bucket=False, resolution=Resolution(512, 768)))
+    assert assign_bucket(512, 768) == BucketAssignment((512, 768), (512, 768), (0, 0))
+    assert assign_bucket(3000, 1000) == BucketAssignment((512, 768), (2304, 768), (896, 0))
+    assert assign_bucket(100, 400) == BucketAssignment((512, 768), (512, 2048), (0, 640))
 
 
 def test_an_image_too_small_for_any_bucket_is_rejected_with_a_fix(dataset: DatasetConfig):

@@ -222,16 +222,16 @@ def test_custom_attributes_with_an_effect_in_sd_scripts_are_rejected_and_others_
     def subset(attributes: str) -> tuple:
         return read(tmp_path, GOOD + f"custom_attributes = {{ {attributes} }}").require_valid()
 
-    place = f"{tmp_path}/set.toml:5: custom_attributes: "
+    location = f"{tmp_path}/set.toml:5: custom_attributes: "
     assert list(validate_supported_features(subset("diff_output_preservation = true"))) == [
-        f"{place}diff_output_preservation: not supported yet: the loss against the output of the base model"
+        f"{location}diff_output_preservation: not supported yet: the loss against the output of the base model"
     ]
     assert list(validate_supported_features(subset("diff_output_preservaton = true"))) == [
-        f"{place}diff_output_preservaton: unknown attribute; did you mean diff_output_preservation?"
+        f"{location}diff_output_preservaton: unknown attribute; did you mean diff_output_preservation?"
     ]
     assert list(validate_supported_features(subset("mood = 'calm', diff_output_preservation = false"))) == []
     assert list(find_unused_keys(subset("mood = 'calm', hour = 3"))) == [
-        f"{place}hour, mood: not used, training reads no such attributes"
+        f"{location}hour, mood: not used, training reads no such attributes"
     ]
     assert (
         list(find_unused_keys(subset(""))) == [] == list(find_unused_keys(subset("diff_output_preservation = false")))
@@ -393,7 +393,7 @@ caption_extension = ".cap"
     (subset,) = dataset.subsets
     assert (dataset.batch_size, dataset.enable_bucket, dataset.bucket_no_upscale) == (3, False, True)
     assert (subset.num_repeats, subset.normalized_caption_extensions, subset.join_caption_lines) == (4, (".cap",), True)
-    later = (
+    unsupported = (
         "control_directory",
         "multiple_target",
         "no_resize_control",
@@ -404,5 +404,5 @@ caption_extension = ".cap"
         "fp_1f_no_post",
         "skip_corrupted_cache",
     )
-    actual = read(tmp_path, text + "".join(f"{name} = 1\n" for name in later)).problems
-    assert [line.split(": ")[1:3] for line in actual] == [[name, "not supported yet"] for name in later]
+    actual = read(tmp_path, text + "".join(f"{name} = 1\n" for name in unsupported)).problems
+    assert [line.split(": ")[1:3] for line in actual] == [[name, "not supported yet"] for name in unsupported]

@@ -1,4 +1,4 @@
-"""A run of twenty steps has the recorded losses, which change only when numbers are meant to change.
+"""A run of twenty steps has the recorded losses, which change only when training is meant to change.
 
 To change them: say why in CHANGELOG.md, then run ``python tests/golden/test_golden_losses.py`` to record new ones.
 """

@@ -14,7 +14,7 @@ from library.data.images import resize_and_crop, resize_area, resize_image
 from library.dataset.image_inspection import inspect_image, load_rgb_image
 
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
-TURNED = {
+TRANSPOSED = {
     1: None,
     2: "FLIP_LEFT_RIGHT",
     3: "ROTATE_180",
@@ -35,15 +35,15 @@ def build_image(width: int = 30, height: int = 20) -> Image.Image:
     return image
 
 
-@pytest.mark.parametrize("orientation", TURNED)
+@pytest.mark.parametrize("orientation", TRANSPOSED)
 @pytest.mark.parametrize("ending", ["png", "jpg", "webp"])
 def test_all_eight_exif_orientations_are_applied(tmp_path: Path, orientation: int, ending: str):
-    method = TURNED[orientation]
-    turned = build_image() if method is None else build_image().transpose(Image.Transpose[method])
+    method = TRANSPOSED[orientation]
+    transposed = build_image() if method is None else build_image().transpose(Image.Transpose[method])
     exif = Image.Exif()
     exif[0x0112] = orientation
     path = tmp_path / f"a.{ending}"
-    turned.save(path, exif=exif, quality=100)
+    transposed.save(path, exif=exif, quality=100)
     assert inspect_image(path).size == (30, 20) == load_rgb_image(path).size
     actual = np.asarray(load_rgb_image(path)).astype(int)
     assert np.abs(actual - np.asarray(build_image())).mean() < 8  # JPEG blurs the edges
@@ -53,8 +53,8 @@ def test_transparent_pixels_become_white(tmp_path: Path):
     half = build_image().convert("RGBA")
     half.putalpha(Image.linear_gradient("L").resize((30, 20)).point(lambda value: 255 if value > 127 else 0))
     half.save(tmp_path / "rgba.png")
-    shown = load_rgb_image(tmp_path / "rgba.png")
-    assert (shown.getpixel((2, 2)), shown.getpixel((28, 18))) == (WHITE, BLUE)
+    pixels = load_rgb_image(tmp_path / "rgba.png")
+    assert (pixels.getpixel((2, 2)), pixels.getpixel((28, 18))) == (WHITE, BLUE)
 
     palette = Image.new("P", (4, 4))
     palette.putpalette([*RED, *BLUE])
@@ -104,8 +104,8 @@ def test_resizing_is_area_when_shrinking_and_lanczos_when_a_side_grows():
 
 def test_the_image_is_cropped_at_the_requested_position():
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8))
-    cut = resize_and_crop(image, BucketAssignment((16, 16), (30, 20), (7, 2)), (5, 3), None)
-    assert (cut == np.asarray(image)[3:19, 5:21]).all()
+    cropped = resize_and_crop(image, BucketAssignment((16, 16), (30, 20), (7, 2)), (5, 3), None)
+    assert (cropped == np.asarray(image)[3:19, 5:21]).all()
 
 
 def test_broken_image_files_are_reported_and_not_raised(tmp_path: Path):

@@ -50,8 +50,10 @@ def real(request):
 @pytest.mark.slow
 def test_keys_and_shapes_of_the_published_model_are_those_of_sd_scripts(real):
     model, family, golden = real
-    there = {key: torch.zeros(each.shape, dtype=torch.int8) for key, each in lora.get_adapter_state_dict(model).items()}
-    ours = convert_to_kohya(there, 8.0, build_component_keys(model, family))
+    adapter_state = {
+        key: torch.zeros(tensor.shape, dtype=torch.int8) for key, tensor in lora.get_adapter_state_dict(model).items()
+    }
+    ours = convert_to_kohya(adapter_state, 8.0, build_component_keys(model, family))
     assert {key: list(tensor.shape) for key, tensor in ours.items()} == golden
     assert {float(tensor) for key, tensor in ours.items() if key.endswith(".alpha")} == {8.0}
 
@@ -192,28 +194,30 @@ def test_an_sd3_file_changes_the_original_weights_as_the_lora_changes_those_of_d
     st.integers(0, 99),
 )
 @settings(max_examples=100, deadline=None)
-def test_fused_updates_have_the_effect_of_their_parts_and_are_split_again(ranks, shared, there, zero, decomposed, seed):
+def test_fused_updates_have_the_effect_of_their_parts_and_are_split_again(
+    ranks, shared, present, zero, decomposed, seed
+):
     """Ranks may differ if alpha / rank is one value."""
     draw = torch.Generator().manual_seed(seed)
     original = OriginalModule("whole", ("q", "k", "v", "mlp"), output_ratios=(1, 1, 1, 4))
     inputs, common = 5, torch.randn(ranks[0], 5, generator=draw)
     parts = []
-    for size, rank, is_there in zip(original.output_ratios, ranks, there, strict=True):
+    for size, rank, is_there in zip(original.output_ratios, ranks, present, strict=True):
         down = common if shared else torch.randn(rank, inputs, generator=draw)
         tensors = {"down": down, "up": torch.randn(size * inputs, len(down), generator=draw) * (0 if zero else 1)}
-        if decomposed and all(there):
+        if decomposed and all(present):
             tensors["magnitude"] = torch.rand(size * inputs, generator=draw)
         parts.append(ModuleAdapter(tensors, 0.5 * len(down)) if is_there else None)
-    whole = fuse_adapters(parts, original)
+    fused = fuse_adapters(parts, original)
     single = [
         torch.zeros(size * inputs, inputs) if part is None else moved(part)
         for part, size in zip(parts, original.output_ratios, strict=True)
     ]
-    torch.testing.assert_close(moved(whole), torch.cat(single))
-    restored = split_adapter(whole, original)
-    if zero:  # nothing tells whose the ranks are
+    torch.testing.assert_close(moved(fused), torch.cat(single))
+    restored = split_adapter(fused, original)
+    if zero:  # the ranks cannot be assigned to the parts
         return
-    assert [each is None for each in restored] == [not each for each in there]
+    assert [each is None for each in restored] == [not each for each in present]
     for part, each in zip(parts, restored, strict=True):
         if part is not None:
             assert part.alpha == each.alpha and part.tensors.keys() == each.tensors.keys()
@@ -239,7 +243,7 @@ def test_a_file_of_another_model_and_an_incomplete_file_are_rejected():
     with pytest.raises(UserError, match="1 of 1 keys do not belong to this model, for example lora_unet_joint"):
         convert_from_file_format({"lora_unet_joint_blocks_0_x_block_attn_qkv.alpha": torch.tensor(1.0)}, {}, [part])
     half = {"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": torch.ones(2, 32)}
-    with pytest.raises(UserError, match="one of lora_down and lora_up is missing"):
+    with pytest.raises(UserError, match="img_attn_qkv: lora_up is missing"):
         convert_from_file_format(half, {}, [part])
     with pytest.raises(ValueError, match="has no name in the files of sd-scripts"):
         NAMES["sd3"].group_modules(["a.b"])

@@ -148,7 +148,7 @@ def test_original_names_of_convolutions_are_those_of_sd_scripts():
         if isinstance(module, nn.Linear | nn.Conv2d)
     }
     assert golden_names <= ours
-    assert len({*files.renames.values()}) == len(files.renames), "no two modules have one name"
+    assert len({*files.renames.values()}) == len(files.renames), "module names are unique"
     outside = {"time_embed", "label_emb", "input_blocks_0_0", "out_2"}
     assert all(re.sub("^lora_unet_", "", name).startswith(tuple(outside)) for name in ours - golden_names)
 
@@ -200,8 +200,8 @@ def test_original_weights_of_published_size_are_converted_to_those_of_diffusers(
     family = next(name for name in TRANSFORMERS if config.startswith(name))
     model = build_component_on_meta(config, "transformer")
     renamed = _convert_diffusers_keys(model, TRANSFORMERS[family](model), "")
-    known = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    assert {name: tensor.shape for name, tensor in renamed.items()} == known
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    assert {name: tensor.shape for name, tensor in renamed.items()} == shapes
 
 
 ORIGINAL = {
@@ -229,5 +229,7 @@ def test_a_single_file_of_published_size_has_every_weight(config, part, original
     tensors = {name: tensor.to("meta") for name, tensor in ORIGINAL[original](model).items()}
     rename = single_file._convert_text_encoder_keys if part.startswith("text") else single_file._convert_diffusers_keys
     actual = rename(model, tensors, "")
-    known = model.state_dict()
-    assert {name: actual[name].shape for name in known} == {name: tensor.shape for name, tensor in known.items()}
+    state_dict = model.state_dict()
+    assert {name: actual[name].shape for name in state_dict} == {
+        name: tensor.shape for name, tensor in state_dict.items()
+    }

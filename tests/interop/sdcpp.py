@@ -58,8 +58,10 @@ def write_models(folder: Path) -> list[str]:
     for name in ("base", "merged"):
         if name == "merged":
             merge(pipe, state, alphas)
-        whole = original_checkpoints.build_checkpoint("sd1", pipe)
-        weights = {key: tensor.half().contiguous() for key, tensor in whole.items() if not key.startswith(LEFT_OUT)}
+        checkpoint = original_checkpoints.build_checkpoint("sd1", pipe)
+        weights = {
+            key: tensor.half().contiguous() for key, tensor in checkpoint.items() if not key.startswith(LEFT_OUT)
+        }
         save_file(weights, folder / f"{name}.safetensors")
     return list(forms)
 

@@ -21,11 +21,11 @@ LORA = ("LoRA", "LoRA, convolutions", "LoRA, block_alphas", "LoRA, outer layers"
 def test_other_programs_compute_what_was_trained_or_the_run_says_what_is_lost(tmp_path):
     words = [word for client, folder in FOLDERS.items() for word in (f"--{CLIENTS[client].lower()}", folder)]
     words += ["--python", os.environ.get("CLIENT_PYTHON", sys.executable), "--json", str(tmp_path / "rows.json")]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "tests/interop/client_table.py", *words], cwd=ROOT, capture_output=True, text=True
     )
-    rows = json.loads((tmp_path / "rows.json").read_text()) if not done.returncode else []
-    assert len({row["family"] for row in rows}) == 8, done.stderr[-2000:]
+    rows = json.loads((tmp_path / "rows.json").read_text()) if not result.returncode else []
+    assert len({row["family"] for row in rows}) == 8, result.stderr[-2000:]
     for row in rows:
         for client in FOLDERS:
             is_right = row[client].replace("e-", "").replace("e+", "").isdigit()

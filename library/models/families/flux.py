@@ -30,6 +30,7 @@ class Flux(Family):
         "single_transformer_blocks.*.proj_out",
     )
     lora_key_style = "flux"
+    lora_other_key_styles = ("flux_xlabs",)
     text_lora_target_modules = {"text_encoder": CLIP_LORA_TARGET_MODULES, "text_encoder_2": T5_LORA_TARGET_MODULES}
     text_lora_prefixes = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te3"}
     block_lists = ("transformer_blocks", "single_transformer_blocks")

@@ -13,15 +13,10 @@ from small_unet import CONFIG, TARGETS, randomize_lora_b, run_unet
 from torch import nn
 
 from library.adapters import lora
+from library.adapters.file_comparison import compare_file_with_model
+from library.adapters.file_reader import InvalidAdapterFileError, read_safetensors
 from library.adapters.formats import convert_from_file_format
-from library.adapters.lora_file import (
-    InvalidAdapterFileError,
-    cast_tensors,
-    compare_file_with_model,
-    read_safetensors,
-    verify_adapter_file,
-    write_adapter_file,
-)
+from library.adapters.lora_file import cast_tensors, verify_adapter_file, write_adapter_file
 from library.errors import UserError
 
 META = {"ss_network_dim": "6", "ss_v2": "False"}
@@ -50,7 +45,9 @@ def test_diffusers_loads_the_file_and_predicts_the_same_as_the_model_in_memory(t
     pipe.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")
     difference = (run_unet(pipe.unet) - run_unet(model)).abs().max().item()
     assert difference < bound
-    assert (run_unet(model) - base).abs().max().item() > 50 * bound, "the LoRA does much more than the difference"
+    assert (run_unet(model) - base).abs().max().item() > 50 * bound, (
+        "the LoRA changes the output by much more than the tolerance"
+    )
 
 
 def test_a_file_is_read_back_as_it_was_written(tmp_path, tensors):
@@ -165,7 +162,7 @@ def test_a_truncated_file_and_changed_metadata_are_detected(tmp_path, tensors):
     with pytest.raises(InvalidAdapterFileError, match="metadata differs: ss_v2"):
         verify_adapter_file(path, tensors, META)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(InvalidAdapterFileError, match="cannot be read as safetensors"):
+    with pytest.raises(InvalidAdapterFileError, match=r"is truncated: [0-9,]+ of [0-9,]+ bytes"):
         verify_adapter_file(path, tensors, META)
 
 
@@ -267,7 +264,7 @@ def test_files_of_other_adapter_types_are_verified_by_tensor(kind, tmp_path):
     data = {f"lora_unet_a.{end}": torch.ones(2, 2) for end in PIECES[kind]} | {"lora_unet_a.alpha": torch.tensor(1.0)}
     write_adapter_file(path, data, META)
     for end in PIECES[kind]:
-        if end == "dora_scale":  # without it, it is a LoRA
+        if end == "dora_scale":  # without the magnitudes it is a LoRA
             continue
         with pytest.raises(InvalidAdapterFileError, match="has no"):
             write_adapter_file(path, {key: tensor for key, tensor in data.items() if not key.endswith(f".{end}")}, META)

@@ -11,9 +11,9 @@ from diffusers import UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 from tiny_denoiser import build_tiny_denoiser
 
+from library.adapters.file_reader import read_safetensors
 from library.adapters.formats import convert_from_file_format, convert_to_file_format
 from library.adapters.key_names import ComponentKeys
-from library.adapters.lora_file import read_safetensors
 from library.adapters.state_dict import group_by_module
 from library.adapters.targets import match_target_modules
 from library.cli import run_tool

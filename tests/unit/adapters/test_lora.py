@@ -53,7 +53,7 @@ def test_the_initial_weights_depend_on_the_seed_and_the_name_only():
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
     first = init_weights(seed=3)
-    assert torch.equal(before, torch.random.get_rng_state()), "the global generator is left alone"
+    assert torch.equal(before, torch.random.get_rng_state()), "the global generator is unchanged"
     torch.manual_seed(2)
     second, other, fewer = init_weights(seed=3), init_weights(seed=4), init_weights(3, ("to_q",))
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from library.adapters.lora_file import read_safetensors, write_adapter_file
+from library.adapters.file_reader import read_safetensors
+from library.adapters.lora_file import write_adapter_file
 from library.adapters.metadata import (
     MODELSPEC_USER_KEYS,
     BaseModelMetadata,

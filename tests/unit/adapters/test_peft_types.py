@@ -144,7 +144,7 @@ def test_dropout_preserves_the_mean(rates):
     dropped = dropout.apply(torch.ones(4000, 3, 5), 2, axis=-1)
     assert dropped.mean().item() == pytest.approx(1 - rates[2], abs=0.02)
     if rates[1] and not rates[0]:
-        assert (dropped == dropped[:, :1]).all(), "a rank is left out in all places of a sample"
+        assert (dropped == dropped[:, :1]).all(), "rank dropout is equal for all positions of a sample"
     if rates[2] and not rates[0]:
         assert ((dropped != 0).flatten(1).all(1) | (dropped == 0).flatten(1).all(1)).all()
 

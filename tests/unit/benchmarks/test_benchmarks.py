@@ -37,7 +37,7 @@ def run_benchmark(*argv):
     output = io.StringIO()
     with redirect_stdout(output):
         assert main([*argv, "--json"]) == 0
-    report = json.loads(output.getvalue()[output.getvalue().index('{\n "command"') :])  # some libraries print, too
+    report = json.loads(output.getvalue()[output.getvalue().index('{\n "command"') :])  # some libraries print to stdout
     assert report["command"] == "python -m benchmarks " + " ".join([*argv, "--json"])
     return {measurement["name"]: measurement for measurement in report["measurements"]}
 
@@ -68,12 +68,12 @@ def test_every_benchmark_is_listed_and_has_help(capsys):
         (["pipeline"], "--pp_size: a pipeline needs at least 2 stages"),
     ],
 )
-def test_wrong_options_exit_with_code_2_and_say_why(argv, message, capsys):
+def test_invalid_options_exit_with_code_2_and_a_message(argv, message, capsys):
     assert main(argv) == 2
     assert message in capsys.readouterr().err
 
 
-def test_the_former_command_names_the_new_one(capsys):
+def test_the_old_command_prints_the_new_one(capsys):
     assert run_tool(["bench", "step"]) == 2
     assert "python -m benchmarks" in capsys.readouterr().err
 
@@ -94,7 +94,7 @@ def test_the_report_has_median_spread_target_and_machine():
     assert json.loads(format_json(["x"], measurements))["measurements"][0]["values"] == [3.0, 1.0, 2.0]
 
 
-def test_interleaved_candidates_take_turns():
+def test_interleaved_variants_alternate():
     calls = []
     seconds = measure_interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 3)
     assert calls == ["a", "b"] * 3 and {name: len(values) for name, values in seconds.items()} == {"a": 3, "b": 3}
@@ -179,7 +179,7 @@ def run_step_with_another_loss():
     return run_benchmark("step", *SMALL, "--bench_steps", "2", "--repetitions", "1")
 
 
-def test_another_loss_is_noticed():
+def test_a_different_loss_is_detected():
     (measurements,) = run_on_ranks(1, run_step_with_another_loss)
     for name in ("loss/current", "gradient_norm"):
         difference = measurements[f"relative difference of {name}"]
@@ -266,7 +266,7 @@ def test_real_workers_send_their_gradients_and_a_rejected_layout_is_reported():
 
 
 @pytest.mark.slow
-def test_scan_and_plan_are_measured_and_nothing_is_left(monkeypatch, tmp_path):
+def test_scan_and_plan_are_measured_and_leave_no_files(monkeypatch, tmp_path):
     monkeypatch.setattr(data, "SETTLE_SECONDS", 0.0)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     options = ("--parts", "scan", "plan", "--images", "100", "--entries", "1000", "--repetitions", "2")
@@ -317,7 +317,7 @@ def test_npz_files_hold_latents_and_their_mirror_image(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "expected"), [((2, 4, "gpipe"), 0.2), ((4, 16, "1f1b"), 3 / 19), ((2, 4, "interleaved"), 1 / 9)]
 )
-def test_the_bubble_formula(arguments, expected):
+def test_the_expected_bubble_fraction(arguments, expected):
     assert pipeline.compute_bubble(*arguments) == pytest.approx(expected)
 
 
@@ -351,7 +351,7 @@ def test_compiling_is_measured_with_a_cold_and_a_warm_cache():
 
 
 @pytest.mark.slow
-def test_saves_are_timed():
+def test_save_times_are_measured():
     options = ("--bench_steps", "12", "--save_interval", "4", *SMALL)
     (measurements,) = run_on_ranks(1, run_benchmark, "saves", *options)
     for kind in ("LoRA file", "checkpoint"):

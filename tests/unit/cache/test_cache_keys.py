@@ -1,4 +1,4 @@
-"""Exactly what changed is encoded again: a picture, its cut, its mirror image, the VAE, the precision, a caption."""
+"""Only changed entries are encoded again: by image, crop, flip, VAE, precision or caption."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def folder(tmp_path) -> Path:
 
 
 def encoded_after_each_change(folder: str) -> dict[str, list[str]]:
-    """The names of what was encoded, change by change, on one folder with one cache."""
+    """Apply changes to one dataset with one cache; return the names encoded after each change."""
     import tiny_sd1
 
     from library.models.families.sd1_sd2 import StableDiffusion1
@@ -131,7 +131,7 @@ def test_only_changed_entries_are_encoded_again(folder):
         "another text encoder": ["", "number 0", "number 1", "number 2, and more"],
         "another UNet, and the model elsewhere": [],
     }
-    # Nothing is left lying about; what files hold is remembered only of those that are two seconds old.
+    # No temporary files are left; hashes are cached only of files that are at least two seconds old.
     names = {path.name for path in (folder / "images" / ".cache-lorikeet").iterdir()}
     assert names - {"files.json"} == {"latents", "scan", "texts"}
 
@@ -222,7 +222,7 @@ PIXELS = [
     [126.2, 63.2, 126.1, 72.7],
     [126.1, 63.1, 126.1, 72.8],
 ]
-"""Means of the whole, of its upper half and of every third green column, and the spread."""
+"""Means of all pixels, of the upper half and of every third green column, and the standard deviation."""
 
 
 def test_estimated_cache_sizes_are_equal_to_the_written_ones(tmp_path):
@@ -244,7 +244,7 @@ def test_images_of_one_vae_batch_are_loaded_by_all_threads(monkeypatch):
     barrier = threading.Barrier(4)
 
     def load_image(_, index):
-        barrier.wait(timeout=10)  # broken unless four threads load at the same time
+        barrier.wait(timeout=10)  # fails unless four threads load at the same time
         return (index, None)
 
     monkeypatch.setattr(os, "cpu_count", lambda: 4)

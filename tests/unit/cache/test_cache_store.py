@@ -1,4 +1,4 @@
-"""A cache folder holds what was put into it or nothing: torn, damaged, full, killed, or written by many at once."""
+"""A cache entry is valid or missing: after torn writes, damage, a full disk, a kill, and with several writers."""
 
 import os
 import random
@@ -27,7 +27,7 @@ def key(number: int) -> bytes:
 
 
 def content(number: int) -> dict[str, torch.Tensor]:
-    """Tensors of many kinds and of a size of their own, made from the number alone."""
+    """Tensors of several dtypes and sizes, computed from the number."""
     draw = torch.Generator().manual_seed(number)
     return {
         "moments": torch.randn(2, 3, 4 + number % 5, generator=draw),
@@ -43,8 +43,8 @@ def fill(folder: Path, numbers, **settings) -> CacheWriter:
     return writer
 
 
-def found(folder: Path, numbers, *others: Path) -> set[int]:
-    """Which of the numbers are there; whatever is there must be right."""
+def find_valid_entries(folder: Path, numbers, *others: Path) -> set[int]:
+    """Return which numbers have an entry; each entry must have the right content."""
     store = CacheStore([folder, *others])
     rows = store.find_rows(stack_keys(map(key, numbers)))
     there = {number for number, row in zip(numbers, rows.tolist(), strict=True) if row >= 0}
@@ -69,7 +69,7 @@ def test_entries_are_read_as_written_for_any_number_of_writers_and_shards(tmp_pa
     fill(tmp_path / "a", range(20, 25))
     fill(tmp_path / "b", range(25, 30))
     assert len(list((tmp_path / "a").glob("*.shard"))) > 5
-    assert found(tmp_path / "a", range(40), tmp_path / "b", tmp_path / "not there") == set(range(30))
+    assert find_valid_entries(tmp_path / "a", range(40), tmp_path / "b", tmp_path / "not there") == set(range(30))
 
 
 def test_tensors_of_a_batch_are_stacked_in_order_or_listed_if_shapes_differ(tmp_path):
@@ -119,12 +119,12 @@ def test_files_truncated_at_any_byte_keep_complete_entries_and_the_rest_is_encod
         folder.mkdir()
         for name, data in files.items():
             (folder / name).write_bytes(data[:end] if name == torn else data)
-        there = found(folder, range(4))
+        there = find_valid_entries(folder, range(4))
         assert there == set(range(len(there)))
         counts.append(len(there))
         if end % 37 == 0:
             fill(folder, set(range(4)) - there)
-            assert found(folder, range(4)) == set(range(4))
+            assert find_valid_entries(folder, range(4)) == set(range(4))
     assert counts == sorted(counts) and set(counts) == {0, 1, 2, 3, 4}
 
 
@@ -143,17 +143,17 @@ def test_one_corrupted_byte_invalidates_one_entry(tmp_path):
         data = path.read_bytes()
         for place in places:
             path.write_bytes(data[:place] + bytes([data[place] ^ (1 << draw.randrange(8))]) + data[place + 1 :])
-            lost = set(range(6)) - found_or_damaged(tmp_path)
+            lost = set(range(6)) - find_valid_or_damaged_entries(tmp_path)
             if path is index:
                 assert lost == {place // RECORD_DTYPE.itemsize - 1}
             else:
                 assert lost == {number for number, (first, last) in enumerate(spans) if first <= place < last}
         path.write_bytes(data)
-    assert found(tmp_path, range(6)) == set(range(6))
+    assert find_valid_entries(tmp_path, range(6)) == set(range(6))
 
 
-def found_or_damaged(folder: Path) -> set[int]:
-    """As ``found`` for six entries, but a name in the entry may be the damage."""
+def find_valid_or_damaged_entries(folder: Path) -> set[int]:
+    """As ``find_valid_entries`` for six entries, but the damage may be in the name of an entry."""
     store = CacheStore([folder])
     rows = store.find_rows(stack_keys(map(key, range(6)))).tolist()
     damaged = set(store.find_damaged([row for row in rows if row >= 0]))
@@ -171,9 +171,9 @@ def test_a_dropped_entry_is_gone_for_all_readers_and_can_be_written_again(tmp_pa
         writer.drop(store.entries[store.find_rows(stack_keys([key(0), key(1)]))])
         writer.flush()
         store.refresh()
-        assert found(tmp_path, range(3)) == {1, 2} and len(store) == 2
+        assert find_valid_entries(tmp_path, range(3)) == {1, 2} and len(store) == 2
         writer.put(key(0), content(0), "picture 0")
-    assert found(tmp_path, range(3)) == {0, 1, 2}
+    assert find_valid_entries(tmp_path, range(3)) == {0, 1, 2}
 
 
 def test_unrelated_files_are_not_touched(tmp_path):
@@ -181,11 +181,11 @@ def test_unrelated_files_are_not_touched(tmp_path):
     index = next(tmp_path.glob("*.index")).read_bytes()
     (tmp_path / "notes.index").write_bytes(b"hello")
     (tmp_path / f"{7:016x}.index").write_bytes(b"x" * 1000)
-    (tmp_path / f"{8:016x}.index").write_bytes(index)  # not the writer whose name it has
+    (tmp_path / f"{8:016x}.index").write_bytes(index)  # another writer than the one in its name
     newer = np.frombuffer(index[: RECORD_DTYPE.itemsize], RECORD_DTYPE).copy()
     newer["part"] = 99
     (tmp_path / f"{9:016x}.index").write_bytes(newer.tobytes() + index[RECORD_DTYPE.itemsize :])
-    assert found(tmp_path, range(2)) == {0, 1} and len(CacheStore([tmp_path])) == 2
+    assert find_valid_entries(tmp_path, range(2)) == {0, 1} and len(CacheStore([tmp_path])) == 2
 
 
 def write_on_and_on(folder: str, first: int) -> None:
@@ -236,11 +236,11 @@ def test_a_full_disk_is_reported_and_existing_entries_survive(limit, tmp_path):
     count, message = results.get()
     process.join()
     assert message.startswith(f"{tmp_path}: write error: File too large") and "--cache_dir" in message
-    assert found(tmp_path, range(5)) == set(range(5))
-    there = found(tmp_path, range(100, 10_000))
+    assert find_valid_entries(tmp_path, range(5)) == set(range(5))
+    there = find_valid_entries(tmp_path, range(100, 10_000))
     assert there <= set(range(100, 100 + count)) and len(there) >= count - 1
     fill(tmp_path, [100 + count])
-    assert found(tmp_path, [100 + count]) == {100 + count}
+    assert find_valid_entries(tmp_path, [100 + count]) == {100 + count}
 
 
 def test_nothing_is_written_after_a_torn_record(tmp_path, monkeypatch):
@@ -259,7 +259,7 @@ def test_nothing_is_written_after_a_torn_record(tmp_path, monkeypatch):
         writer.put(key(2), content(2), "picture 2")
     writer.close()
     assert sizes == {path: path.stat().st_size for path in tmp_path.iterdir()}
-    assert found(tmp_path, range(3)) == {0}
+    assert find_valid_entries(tmp_path, range(3)) == {0}
 
 
 def age(folder: Path) -> None:
@@ -284,8 +284,8 @@ def test_pruning_keeps_one_copy_of_each_needed_entry_only(tmp_path):
     assert sorted(len(bulk.needed_rows) for bulk in found_bulks) == [0, 1, 2] and len(find_orphan_files(before)) == 1
     for bulk in select_prunable_files(found_bulks):
         prune_writer_files(before, bulk)
-    assert found(tmp_path, range(10)) == {0, 3, 5} and len(CacheStore([tmp_path])) == 3
-    assert_same(deserialize_tensors(reader), content(5))  # who reads on is not disturbed
+    assert find_valid_entries(tmp_path, range(10)) == {0, 3, 5} and len(CacheStore([tmp_path])) == 3
+    assert_same(deserialize_tensors(reader), content(5))  # open readers are not affected
 
 
 def test_a_damaged_entry_does_not_survive_pruning(tmp_path):
@@ -299,7 +299,7 @@ def test_a_damaged_entry_does_not_survive_pruning(tmp_path):
     store = CacheStore([tmp_path])
     for bulk in select_prunable_files(list_writer_files(store, stack_keys([key(1), key(2)]))):
         prune_writer_files(store, bulk)
-    assert found(tmp_path, range(3)) == {2} and len(CacheStore([tmp_path])) == 1
+    assert find_valid_entries(tmp_path, range(3)) == {2} and len(CacheStore([tmp_path])) == 1
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
@@ -317,8 +317,8 @@ def test_a_dropped_entry_does_not_return_when_the_tombstone_writer_is_pruned(is_
     before = sum(path.stat().st_size for path in tmp_path.glob("*.shard"))
     for bulk in select_prunable_files(list_writer_files(store, expected)):
         prune_writer_files(store, bulk)
-    assert found(tmp_path, [0, 1, 2, 7]) == ({0, 2, 7} if is_busy else {0, 2})
-    if not is_busy:  # its room is free again
+    assert find_valid_entries(tmp_path, [0, 1, 2, 7]) == ({0, 2, 7} if is_busy else {0, 2})
+    if not is_busy:  # its space is freed
         assert sum(path.stat().st_size for path in tmp_path.glob("*.shard")) < 0.7 * before
         age(tmp_path)
         assert select_prunable_files(list_writer_files(CacheStore([tmp_path]), expected)) == []
@@ -352,7 +352,7 @@ def test_a_file_changed_without_a_trace_in_size_and_time_is_hashed_again(tmp_pat
 
 
 def test_the_hash_of_a_file_written_just_now_is_not_cached(tmp_path, monkeypatch):
-    """Clocks of file systems tick slowly: a change within the tick shows in no time."""
+    """A change within the timestamp resolution of the file system does not change the mtime."""
     file, memory = tmp_path / "weights", tmp_path / "files.json"
     file.write_bytes(b"one")
     FileHashCache(memory).get_hash(file)

@@ -42,7 +42,14 @@ def age(folder: Path) -> None:
 
 
 def damage_and_repair(file: str, cache: str) -> list[tuple[str, int]]:
-    options = ["--dataset_config", file, "--cache_dir", cache, "--pp_size", "2"]  # of the run, not of its cache
+    options = [
+        "--dataset_config",
+        file,
+        "--cache_dir",
+        cache,
+        "--pp_size",
+        "2",
+    ]  # an option of training, not of caching
     results = tools(["info", *options], ["build", *options], ["verify", *options], ["info", *options])
     damage(Path(cache))
     results += tools(["verify", *options], ["repair", *options], ["verify", *options])

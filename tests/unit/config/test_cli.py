@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 TRAIN = str(ROOT / "train_lora.py")
 
 
-def call(*words, cwd=ROOT, **environment):
+def run_python(*words, cwd=ROOT, **environment):
     return subprocess.run(
         [sys.executable, *map(str, words)],
         cwd=cwd,
@@ -27,15 +27,15 @@ def call(*words, cwd=ROOT, **environment):
 
 
 @pytest.fixture
-def foreign(tmp_path):
-    """Another project's package that is called library, too."""
+def foreign_library(tmp_path):
+    """A directory with a package of another project that is also named library."""
     (tmp_path / "site" / "library").mkdir(parents=True)
     (tmp_path / "site" / "library" / "__init__.py").write_text("STRANGER = True\n")
     return tmp_path / "site"
 
 
 def test_config_errors_exit_with_code_2_and_one_line_per_problem(tmp_path):
-    result = call(TRAIN, "--network_dimm", "4", "--dataset_config", tmp_path / "none.toml")
+    result = run_python(TRAIN, "--network_dimm", "4", "--dataset_config", tmp_path / "none.toml")
 
     assert result.returncode == 2
     assert result.stdout == ""
@@ -50,70 +50,70 @@ def test_config_errors_exit_with_code_2_and_one_line_per_problem(tmp_path):
 def test_config_errors_are_printed_once_per_node():
     argv = (TRAIN, "--network_dimm", "4")
 
-    assert "network_dimm" in call(*argv, RANK="0", LOCAL_RANK="0", WORLD_SIZE="4").stderr
-    assert call(*argv, RANK="1", LOCAL_RANK="1", WORLD_SIZE="4").stderr == ""
-    assert "stopped on rank 2" in call(*argv, RANK="2", LOCAL_RANK="0", WORLD_SIZE="4").stderr
-    assert call(*argv, RANK="1", LOCAL_RANK="1", WORLD_SIZE="4").returncode == 2
+    assert "network_dimm" in run_python(*argv, RANK="0", LOCAL_RANK="0", WORLD_SIZE="4").stderr
+    assert run_python(*argv, RANK="1", LOCAL_RANK="1", WORLD_SIZE="4").stderr == ""
+    assert "stopped on rank 2" in run_python(*argv, RANK="2", LOCAL_RANK="0", WORLD_SIZE="4").stderr
+    assert run_python(*argv, RANK="1", LOCAL_RANK="1", WORLD_SIZE="4").returncode == 2
 
 
-def test_under_accelerate_launch_its_own_report_is_explained():
-    result = call(TRAIN, "--network_dimm", "4", ACCELERATE_MIXED_PRECISION="no")
+def test_under_accelerate_launch_the_traceback_of_the_launcher_is_explained():
+    result = run_python(TRAIN, "--network_dimm", "4", ACCELERATE_MIXED_PRECISION="no")
 
     assert result.stderr.splitlines()[-1].startswith("(accelerate launch reports below")
 
 
 def test_help_works_from_another_directory(tmp_path):
-    assert call(TRAIN, "--help", cwd=tmp_path).returncode == 0
+    assert run_python(TRAIN, "--help", cwd=tmp_path).returncode == 0
 
 
-@pytest.mark.parametrize("words", [(TRAIN, "--help"), ("-m", "library", "options")])
-def test_a_closed_pipe_is_not_an_error(words):
-    """As ``head`` does; the pipe is closed before anything is written to it."""
+@pytest.mark.parametrize("command", [(TRAIN, "--help"), ("-m", "library", "options")])
+def test_a_closed_pipe_is_not_an_error(command):
+    """As with ``head``: the pipe is closed before the first write."""
     reader, writer = os.pipe()
     os.close(reader)
-    result = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    result = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_a_foreign_library_on_the_path_does_not_get_in_the_way(foreign, tmp_path):
-    result = call(TRAIN, "--help", cwd=tmp_path, PYTHONPATH=str(foreign))
+def test_a_foreign_library_in_pythonpath_is_not_imported(foreign_library, tmp_path):
+    result = run_python(TRAIN, "--help", cwd=tmp_path, PYTHONPATH=str(foreign_library))
 
     assert result.returncode == 0 and "--dataset_config" in result.stdout
 
 
-def test_a_foreign_library_that_comes_first_is_named(foreign):
+def test_an_imported_foreign_library_is_reported(foreign_library):
     script = (
-        f"import runpy, sys; sys.path.insert(0, {str(foreign)!r}); import library; "
+        f"import runpy, sys; sys.path.insert(0, {str(foreign_library)!r}); import library; "
         f"sys.argv = ['train_lora.py', '--help']; runpy.run_path({TRAIN!r}, run_name='__main__')"
     )
-    result = call("-c", script)
+    result = run_python("-c", script)
 
     assert result.returncode == 2
-    assert f"'import library' finds {foreign}/library/__init__.py" in result.stderr
+    assert f"'import library' finds {foreign_library}/library/__init__.py" in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_a_foreign_library_without_a_file_is_named(tmp_path):
+def test_a_foreign_namespace_package_is_reported(tmp_path):
     (tmp_path / "library").mkdir()
     script = (
         f"import runpy, sys; sys.path[:] = [{str(tmp_path)!r}, *sys.path]; import library; "
         f"runpy.run_path({TRAIN!r}, run_name='__main__')"
     )
-    result = call("-c", script, cwd=tmp_path)
+    result = run_python("-c", script, cwd=tmp_path)
 
     assert result.returncode == 2 and "nothing was started" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_an_unknown_tool_is_answered_with_a_suggestion():
-    result = call("-m", "library", "docter")
+    result = run_python("-m", "library", "docter")
 
     assert result.returncode == 2
     assert result.stderr == f"library: no tool 'docter'; did you mean doctor?; available: {', '.join(TOOLS)}\n"
 
 
 def test_tools_report_config_errors_as_training_does():
-    result = call("-m", "library", "plan", "--network_dimm", "4")
+    result = run_python("-m", "library", "plan", "--network_dimm", "4")
 
     assert result.returncode == 2
     assert "  --network_dimm: unknown option; did you mean --network_dim?" in result.stderr.splitlines()
@@ -140,7 +140,7 @@ def test_all_problems_are_reported_together_before_torch_is_imported(tmp_path):
         "import sys; from library.cli import main; code = main(sys.argv[1:]); "
         "print(code, [name for name in ('torch', 'diffusers') if name in sys.modules])"
     )
-    result = call(
+    result = run_python(
         "-c",
         script,
         "--network_dim",

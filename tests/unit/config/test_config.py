@@ -26,14 +26,14 @@ ADAFACTOR = "no effect: Adafactor sets its own learning rate; to use this, add r
 KOHYA = json.loads((Path(__file__).resolve().parents[2] / "data" / "kohya_options.json").read_text())
 
 
-def run_file(folder: Path, text: str) -> str:
+def write_run_file(folder: Path, text: str) -> str:
     path = folder / "run.toml"
     path.write_text(text, encoding="utf-8")
     return str(path)
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
-    path = run_file(tmp_path, "[anything]\nnetwork_dim = 8\nlearning_rate = 1\n")
+    path = write_run_file(tmp_path, "[anything]\nnetwork_dim = 8\nlearning_rate = 1\n")
 
     loaded = parse_config([*DATA, "--config_file", path, "--network_dim", "16"])
 
@@ -44,8 +44,8 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
     assert loaded.locations["learning_rate"] == f"{path}:3: learning_rate"
 
 
-def test_five_problems_of_five_kinds_are_five_lines(tmp_path):
-    path = run_file(
+def test_all_problems_are_reported_with_one_line_each(tmp_path):
+    path = write_run_file(
         tmp_path,
         f"""\
 [model]
@@ -120,7 +120,7 @@ def test_a_problem_of_a_flag_is_reported(argv, problem):
     ],
 )
 def test_a_problem_of_the_run_toml_is_reported_with_its_line(tmp_path, line, problem):
-    path = run_file(tmp_path, line)
+    path = write_run_file(tmp_path, line)
     number = line.count("\n") + 1
 
     problems = parse_config([*DATA, "--config_file", path]).problems
@@ -129,7 +129,7 @@ def test_a_problem_of_the_run_toml_is_reported_with_its_line(tmp_path, line, pro
 
 
 def test_a_dataset_toml_given_as_config_file_is_recognized(tmp_path):
-    path = run_file(tmp_path, "[[datasets]]\nresolution = 512\n")
+    path = write_run_file(tmp_path, "[[datasets]]\nresolution = 512\n")
 
     assert parse_config([*DATA, "--config_file", path]).problems == [
         f"{path}:1: datasets: expected a value, got a table; this looks like a dataset TOML: give it with "
@@ -137,9 +137,9 @@ def test_a_dataset_toml_given_as_config_file_is_recognized(tmp_path):
     ]
 
 
-def test_a_missing_or_invalid_toml_is_one_problem(tmp_path):
+def test_a_missing_or_invalid_toml_is_reported_in_one_line(tmp_path):
     missing = tmp_path / "none.toml"
-    broken = run_file(tmp_path, "a = 1\nb = = 2\n")
+    broken = write_run_file(tmp_path, "a = 1\nb = = 2\n")
 
     assert parse_config([*DATA, "--config_file", str(missing)]).problems == [
         f"{missing}: no such file (looked in {tmp_path})"
@@ -148,7 +148,7 @@ def test_a_missing_or_invalid_toml_is_one_problem(tmp_path):
 
 
 def test_config_file_needs_no_extension_as_in_sd_scripts(tmp_path):
-    path = run_file(tmp_path, "network_dim = 8\n")
+    path = write_run_file(tmp_path, "network_dim = 8\n")
 
     assert parse_config([*DATA, "--config_file", path.removesuffix(".toml")]).require_valid().adapter.network_dim == 8
 
@@ -158,7 +158,7 @@ def test_the_last_of_several_equal_flags_counts_as_in_argparse():
 
 
 def test_a_switch_in_the_file_can_be_turned_off_by_a_flag(tmp_path):
-    path = run_file(tmp_path, "enable_bucket = true\n")
+    path = write_run_file(tmp_path, "enable_bucket = true\n")
 
     assert parse_config([*DATA, "--config_file", path]).require_valid().data.enable_bucket
     assert not parse_config([*DATA, "--config_file", path, "--no-enable_bucket"]).require_valid().data.enable_bucket
@@ -168,7 +168,7 @@ def test_negative_numbers_are_values_and_not_options():
     assert parse_config([*DATA, "--learning_rate", "-1"]).problems == ["--learning_rate: must be at least 0, got -1.0"]
 
 
-def test_every_option_of_sd_scripts_is_ours_an_alias_or_refused_with_a_reason():
+def test_every_option_of_sd_scripts_is_supported_an_alias_or_refused_with_a_reason():
     names = {option.name for option in iter_options(RunConfig)} | {"config_file", "output_config"}
     everything = [*KOHYA["train_network"], *KOHYA["family_additions"], *KOHYA["full_finetuning_only"]]
 
@@ -183,16 +183,16 @@ def test_every_option_of_sd_scripts_is_ours_an_alias_or_refused_with_a_reason():
 @pytest.mark.parametrize(
     "name", [name for name, verdict in KOHYA_OPTIONS.items() if isinstance(verdict, UnsupportedOption)]
 )
-def test_a_refused_option_is_never_accepted_in_silence(name, tmp_path):
+def test_a_refused_option_is_always_reported(name, tmp_path):
     verdict = KOHYA_OPTIONS[name]
-    switch, value = f"--{name}", run_file(tmp_path, f"{name} = 'surely not harmless'\n")
+    switch, value = f"--{name}", write_run_file(tmp_path, f"{name} = 'surely not harmless'\n")
     flagged = parse_config([*DATA, switch]).problems
     assert flagged == [f"{switch}: {verdict.reason}"]
     assert parse_config([*DATA, "--config_file", value]).problems == [f"{value}:1: {name}: {verdict.reason}"]
 
 
-def test_an_unsupported_option_may_ask_for_what_happens_anyway(tmp_path):
-    path = run_file(
+def test_an_unsupported_option_is_accepted_at_the_value_that_always_applies(tmp_path):
+    path = write_run_file(
         tmp_path, "cache_latents = false\nsdpa = true\nloss_type = 'l2'\nmin_timestep = 0\nnoise_offset = 0.0"
     )
 
@@ -201,7 +201,7 @@ def test_an_unsupported_option_may_ask_for_what_happens_anyway(tmp_path):
 
 
 def test_aliases_set_the_option_they_stand_for(tmp_path):
-    path = run_file(tmp_path, "caption_extention = '.txt'\n")
+    path = write_run_file(tmp_path, "caption_extention = '.txt'\n")
 
     config = parse_config([*DATA, "--config_file", path]).require_valid()
 
@@ -217,7 +217,7 @@ def test_aliases_set_the_option_they_stand_for(tmp_path):
     }
 
 
-def test_reasons_of_planned_options_begin_with_not_yet():
+def test_reasons_of_planned_options_start_with_not_yet():
     assert all(
         verdict.reason.startswith("not yet: ") == isinstance(verdict, NotYetSupported)
         for verdict in KOHYA_OPTIONS.values()
@@ -225,20 +225,20 @@ def test_reasons_of_planned_options_begin_with_not_yet():
     )
 
 
-def test_the_configuration_is_frozen_all_the_way_down():
+def test_the_configuration_and_its_groups_are_frozen():
     config = RunConfig()
     for group in dataclasses.fields(config):
         with pytest.raises(dataclasses.FrozenInstanceError):
             getattr(config, group.name).anything = 1
 
 
-def test_the_name_of_an_option_is_used_once():
+def test_option_names_are_unique():
     names = [option.name for option in iter_options(RunConfig)]
 
     assert len(names) == len(set(names))
 
 
-def test_every_default_is_a_value_that_may_be_written():
+def test_every_default_is_a_valid_value():
     for option in iter_options(RunConfig):
         if option.default is None:
             assert option.is_optional, option.name
@@ -247,7 +247,7 @@ def test_every_default_is_a_value_that_may_be_written():
             assert option.parse_toml_value(plain) == option.default, option.name
 
 
-def test_settings_written_to_a_file_are_read_back_as_they_were(tmp_path):
+def test_output_config_round_trips_all_settings(tmp_path):
     argv = [
         *DATA,
         "--resolution",
@@ -270,7 +270,7 @@ def test_settings_written_to_a_file_are_read_back_as_they_were(tmp_path):
         "bf16",
     ]
     config = parse_config(argv).require_valid()
-    path = run_file(tmp_path, format_config_as_toml(config))
+    path = write_run_file(tmp_path, format_config_as_toml(config))
 
     assert parse_config(["--config_file", path]).require_valid() == config
 
@@ -287,7 +287,7 @@ def test_output_config_writes_the_file_and_starts_nothing(tmp_path):
     assert second.returncode == 2 and "already exists; it is not overwritten" in second.stderr
 
 
-def test_the_page_of_options_is_fresh():
+def test_docs_options_md_is_up_to_date():
     assert (ROOT / "docs" / "options.md").read_text(encoding="utf-8") == format_options_page() + "\n", (
         "run: python -m library options > docs/options.md"
     )
@@ -306,23 +306,23 @@ def test_flatten_config_is_the_inverse_of_build_config():
     assert len(flatten_config(config)) == len(list(iter_options(RunConfig)))
 
 
-@pytest.mark.parametrize(("written", "steps"), [("0", 0), (100, 100), ("100", 100), (0.1, 20), ("10%", 20), ("0%", 0)])
-def test_steps_can_be_a_number_or_a_ratio_of_the_run(written, steps):
-    assert StepsOrRatio.parse(written).to_steps(200) == steps
+@pytest.mark.parametrize(("text", "steps"), [("0", 0), (100, 100), ("100", 100), (0.1, 20), ("10%", 20), ("0%", 0)])
+def test_steps_can_be_a_number_or_a_ratio_of_the_run(text, steps):
+    assert StepsOrRatio.parse(text).to_steps(200) == steps
 
 
-@pytest.mark.parametrize("written", [-1, "-5%", "150%", 1.5, True, None, [1], "many", "inf"])
-def test_invalid_steps_are_refused(written):
+@pytest.mark.parametrize("text", [-1, "-5%", "150%", 1.5, True, None, [1], "many", "inf"])
+def test_invalid_steps_are_refused(text):
     with pytest.raises(ValueError, match="expected steps"):
-        StepsOrRatio.parse(written)
+        StepsOrRatio.parse(text)
 
 
-@pytest.mark.parametrize(("written", "size"), [(512, (512, 512)), ("512,768", (512, 768)), ([640, 384], (640, 384))])
-def test_a_resolution_is_width_and_height(written, size):
-    assert (Resolution.parse(written).width, Resolution.parse(written).height) == size
+@pytest.mark.parametrize(("text", "size"), [(512, (512, 512)), ("512,768", (512, 768)), ([640, 384], (640, 384))])
+def test_a_resolution_is_width_and_height(text, size):
+    assert (Resolution.parse(text).width, Resolution.parse(text).height) == size
 
 
-def test_problems_of_one_run_are_one_exception():
+def test_all_problems_of_a_run_are_in_one_exception():
     with pytest.raises(ConfigError) as caught:
         parse_config([*DATA, "--a", "1", "--b", "2"]).require_valid()
 
@@ -336,15 +336,17 @@ def test_defaults_of_sd_scripts_can_be_set_explicitly(name, tmp_path):
         return
     written = json.dumps(value)
     with_tracker = f"logging_dir = '{tmp_path}'\n" if name.startswith("log_") else ""
-    path = run_file(tmp_path, f"{with_tracker}{name} = {written}\n")
+    path = write_run_file(tmp_path, f"{with_tracker}{name} = {written}\n")
 
     problems = parse_config([*DATA, "--config_file", path]).problems
 
     assert problems == []
 
 
-def test_what_python_takes_for_false_leaves_an_option_off_as_in_sd_scripts(tmp_path):
-    path = run_file(tmp_path, "debug_dataset = 0\ninitial_epoch = 0\nresume = false\nvae = ''\nlog_with = false\n")
+def test_falsy_values_disable_an_option_as_in_sd_scripts(tmp_path):
+    path = write_run_file(
+        tmp_path, "debug_dataset = 0\ninitial_epoch = 0\nresume = false\nvae = ''\nlog_with = false\n"
+    )
 
     assert parse_config([*DATA, "--config_file", path]).problems == []
 
@@ -427,13 +429,13 @@ def test_any_string_survives_a_round_trip_through_toml(text, tmp_path):
             "2000000",
         ]
     ).require_valid()
-    path = run_file(tmp_path, format_config_as_toml(config))
+    path = write_run_file(tmp_path, format_config_as_toml(config))
 
     assert parse_config(["--config_file", path]).require_valid() == config
 
 
-def test_a_key_with_escapes_is_the_key_it_stands_for(tmp_path):
-    path = run_file(tmp_path, '"network\\u005fdim" = 0\n')
+def test_a_toml_key_with_escapes_is_unescaped(tmp_path):
+    path = write_run_file(tmp_path, '"network\\u005fdim" = 0\n')
 
     assert parse_config([*DATA, "--config_file", path]).problems == [
         f"{path}:1: network_dim: must be at least 1, got 0"
@@ -449,8 +451,8 @@ def test_output_config_reports_an_unwritable_path(tmp_path):
 
 
 def test_a_section_can_have_the_name_of_an_option(tmp_path):
-    """``deepspeed`` is both."""
-    given = parse_config(["--dataset_config", __file__, "--deepspeed", "--zero_stage", "3"]).config
-    (tmp_path / "run.toml").write_text(format_config_as_toml(given), "utf-8")
+    """``deepspeed`` is a section and an option."""
+    config = parse_config(["--dataset_config", __file__, "--deepspeed", "--zero_stage", "3"]).config
+    (tmp_path / "run.toml").write_text(format_config_as_toml(config), "utf-8")
     second = parse_config(["--config_file", str(tmp_path / "run.toml")])
-    assert second.problems == [] and second.config == given
+    assert second.problems == [] and second.config == config

@@ -1,4 +1,4 @@
-"""``network_args``: sd-scripts' names, read, checked, and honoured in which layers are trained, how large, how fast."""
+"""``network_args`` of sd-scripts: parsing, validation, and their effect on target layers, ranks and learning rates."""
 
 import json
 from pathlib import Path
@@ -28,26 +28,26 @@ from library.training.trainable import (
 GOLDEN = Path(__file__).resolve().parents[2] / "data"
 
 
-def config_of(*words, **options):
+def build_config(*words, **options):
     options = {"network_dim": 16, "network_alpha": 8, "network_train_unet_only": False, **options}
     return RunConfig(adapter=AdapterConfig(network_args=words, **options))
 
 
-def model_of(name):
+def build_model(name):
     return DetectedModel(name, "", 8, "", False, "random", "", bundled_config=name)
 
 
-def parts(name, config):
+def match_sites(name, config):
     family = FAMILIES.get(name)()
     names = (family.denoiser_name, *(part for part in family.facts.text_encoders if part != family.facts.t5_encoder))
     return select_target_components(
-        config.adapter, config.optim, family, load_components_on_meta(model_of(name), names)
+        config.adapter, config.optim, family, load_components_on_meta(build_model(name), names)
     )
 
 
 @pytest.fixture(scope="module")
 def sites():
-    """The sites of models of real size, convolutions and outer layers among them."""
+    """The layers of models of published size, including convolutions and layers outside of blocks."""
     more = {
         "sd1": ["conv_dim=1"],
         "sdxl": ["conv_dim=1"],
@@ -55,22 +55,22 @@ def sites():
         "sd3": ["emb_dims=0,0,0,0,0,0"],
     }
     return {
-        name: lora.select_target_layers(parts(name, config_of(*words)), config_of(*words).adapter, name)[0]
+        name: lora.select_target_layers(match_sites(name, build_config(*words)), build_config(*words).adapter, name)[0]
         for name, words in more.items()
     }
 
 
-def sizes(sites, name, *words, **options):
-    config = config_of(*words, **options).adapter
+def get_ranks(sites, name, *words, **options):
+    config = build_config(*words, **options).adapter
     ranks = assign_ranks(sites[name], config, name)
     if problems := [*validate_ranks(sites[name], ranks, config)]:
         raise ConfigError(problems)
     return ranks
 
 
-def originals(sites, name, *words, **options):
+def get_ranks_by_original_name(sites, name, *words, **options):
     """Original name -> (rank, alpha)."""
-    actual = sizes(sites, name, *words, **options)
+    actual = get_ranks(sites, name, *words, **options)
     return {
         site.kohya_name: (actual[site.name].rank, actual[site.name].alpha)
         for site in sites[name]
@@ -78,30 +78,38 @@ def originals(sites, name, *words, **options):
     }
 
 
-def golden(name):
+def load_golden_ranks(name):
     keys = json.loads((GOLDEN / f"kohya_keys_{name}.json").read_text())
     return {key.split(".")[0]: shape[0] for key, shape in keys.items() if key.endswith("lora_down.weight")}
 
 
-UNSEEN = {"sdxl": "lora_te1_text_model_encoder_layers_11_", "sd3": "nothing", "flux": "nothing", "sd1": "nothing"}
-"""Layers that sd-scripts trains and nothing reads; they stay zero there."""
+UNUSED_LAYERS = {
+    "sdxl": "lora_te1_text_model_encoder_layers_11_",
+    "sd3": "nothing",
+    "flux": "nothing",
+    "sd1": "nothing",
+}
+"""Layers that sd-scripts trains although the model does not use their output; their update stays zero."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "file"), [("sd1", "sd15_conv"), ("sdxl", "sdxl_conv")])
-def test_with_convolutions_modules_and_ranks_are_sd_scripts_own(sites, name, file):
-    ours = originals(sites, name, "conv_dim=8", "conv_alpha=4")
-    theirs = {module: rank for module, rank in golden(file).items() if not module.startswith(UNSEEN[name])}
+def test_modules_and_ranks_with_conv_dim_equal_those_of_sd_scripts(sites, name, file):
+    ours = get_ranks_by_original_name(sites, name, "conv_dim=8", "conv_alpha=4")
+    theirs = {
+        module: rank for module, rank in load_golden_ranks(file).items() if not module.startswith(UNUSED_LAYERS[name])
+    }
     assert {module: rank for module, (rank, _) in ours.items()} == theirs
     assert {size for size in ours.values()} == {(16, 8.0), (8, 4.0)}
 
 
 @pytest.mark.parametrize(("name", "file"), [("sd1", "sd15"), ("sdxl", "sdxl"), ("sd3", "sd3_medium"), ("flux", "flux")])
-def test_without_them_modules_are_sd_scripts_own_text_encoders_included(name, file):
+def test_modules_without_conv_dim_equal_those_of_sd_scripts(name, file):
     actual = {
-        site.kohya_name for site in lora.select_target_layers(parts(name, config_of()), config_of().adapter, name)[0]
+        site.kohya_name
+        for site in lora.select_target_layers(match_sites(name, build_config()), build_config().adapter, name)[0]
     }
-    assert actual == {module for module in golden(file) if not module.startswith(UNSEEN[name])}
+    assert actual == {module for module in load_golden_ranks(file) if not module.startswith(UNUSED_LAYERS[name])}
 
 
 def test_blocks_are_numbered_as_in_sd_scripts(sites):
@@ -134,19 +142,21 @@ def test_blocks_are_numbered_as_in_sd_scripts(sites):
     assert {module: numbers["sdxl"][module] for module in expected} == expected
 
 
-def test_each_block_of_a_unet_has_its_rank_and_alpha_and_0_leaves_it_out(sites):
+def test_block_dims_set_rank_and_alpha_of_each_block_and_0_excludes_it(sites):
     dims = ",".join(str(number) for number in range(25))
-    actual = originals(sites, "sd1", f"block_dims={dims}", f"block_alphas={dims}", "conv_dim=3", "conv_alpha=2")
+    actual = get_ranks_by_original_name(
+        sites, "sd1", f"block_dims={dims}", f"block_alphas={dims}", "conv_dim=3", "conv_alpha=2"
+    )
     assert actual["lora_unet_down_blocks_0_attentions_0_proj_in"] == (1, 1.0)
     assert actual["lora_unet_up_blocks_3_attentions_2_proj_in"] == (24, 24.0)
     assert actual["lora_unet_up_blocks_3_resnets_2_conv1"] == (3, 2.0)
     assert actual["lora_te_text_model_encoder_layers_3_mlp_fc1"] == (16, 8.0)
     only = "0," * 12 + "4," + "0," * 11 + "0"
-    left = originals(sites, "sd1", f"block_dims={only}", "conv_dim=1", f"conv_block_dims={only}")
+    left = get_ranks_by_original_name(sites, "sd1", f"block_dims={only}", "conv_dim=1", f"conv_block_dims={only}")
     assert all("mid_block" in module for module in left if "unet" in module)
 
 
-def test_weights_of_blocks_multiply_the_rate_and_0_leaves_a_block_out(sites):
+def test_block_lr_weights_multiply_the_learning_rate_and_0_excludes_a_block(sites):
     words = (
         "down_lr_weight=" + ",".join(["0.5"] * 12),
         "mid_lr_weight=2",
@@ -155,21 +165,21 @@ def test_weights_of_blocks_multiply_the_rate_and_0_leaves_a_block_out(sites):
     )
     arguments, problems = parse_network_args(words)
     assert problems == []
-    actual = sizes(sites, "sd1", *words)
-    kept = [site for site in sites["sd1"] if site.name in actual]
-    assert not any("up_blocks" in site.name for site in kept)
+    actual = get_ranks(sites, "sd1", *words)
+    trained_sites = [site for site in sites["sd1"] if site.name in actual]
+    assert not any("up_blocks" in site.name for site in trained_sites)
     rates = {
         site.name.split(".")[1] if not site.is_text_encoder else "text": _get_layer_lr(
             site, OptimConfig(learning_rate=1e-3, text_encoder_lr=(7e-5,)), arguments, FAMILY_FACTS["sd1"]
         )[1]
-        for site in kept
+        for site in trained_sites
     }
     assert rates == pytest.approx({"down_blocks": 5e-4, "mid_block": 2e-3, "text": 7e-5})
 
 
-def test_curves_of_weights_have_their_ends():
-    def weights(**given):
-        return compute_block_lr_weights(NetworkArgs(**given), "sdxl")
+def test_block_lr_weight_curves_have_the_expected_end_values():
+    def weights(**weights):
+        return compute_block_lr_weights(NetworkArgs(**weights), "sdxl")
 
     assert weights() is None
     assert weights(down_lr_weight="linear")[1:10] == pytest.approx([number / 8 for number in range(9)])
@@ -178,8 +188,8 @@ def test_curves_of_weights_have_their_ends():
     assert len(weights(mid_lr_weight=(1.0, 2.0, 3.0))) == 23
 
 
-def test_types_and_blocks_of_flux(sites):
-    actual = originals(
+def test_layer_type_and_block_ranks_of_flux(sites):
+    actual = get_ranks_by_original_name(
         sites,
         "flux",
         "img_attn_dim=3",
@@ -194,12 +204,12 @@ def test_types_and_blocks_of_flux(sites):
     assert {module.split("_", 5)[5] for module in actual if "single" in module} == {"modulation_lin"}
     assert (actual["lora_unet_img_in"][0], actual["lora_unet_txt_in"][0]) == (2, 7)
     assert "lora_unet_time_in_in_layer" not in actual
-    singles = originals(sites, "flux", "train_blocks=single", network_train_unet_only=True)
+    singles = get_ranks_by_original_name(sites, "flux", "train_blocks=single", network_train_unet_only=True)
     assert {module.split("_")[2] for module in singles if "unet" in module} == {"single"}
 
 
-def test_types_and_blocks_of_sd3(sites):
-    actual = originals(
+def test_layer_type_and_block_ranks_of_sd3(sites):
+    actual = get_ranks_by_original_name(
         sites,
         "sd3",
         "context_mlp_dim=5",
@@ -234,13 +244,13 @@ def test_types_and_blocks_of_sd3(sites):
 )
 def test_an_unknown_block_index_is_an_error(sites, family, words, problem):
     with pytest.raises(ConfigError) as caught:
-        sizes(sites, family, *words)
+        get_ranks(sites, family, *words)
     assert problem in str(caught.value)
-    sizes(sites, family, words[0].partition("=")[0] + "=all")
+    get_ranks(sites, family, words[0].partition("=")[0] + "=all")
 
 
-def test_patterns_choose_modules_ranks_and_rates(sites):
-    actual = originals(
+def test_patterns_select_modules_ranks_and_learning_rates(sites):
+    actual = get_ranks_by_original_name(
         sites,
         "sd1",
         "exclude_patterns=['.*ff.*', '.*proj.*']",
@@ -269,10 +279,10 @@ def test_lora_plus_multiplies_the_learning_rate_of_up_matrices(sites):
     ) == (4, 2, None)
 
 
-def test_up_matrices_are_a_group_of_their_own():
+def test_lora_up_matrices_have_their_own_param_group():
     from library.training.trainable import build_param_groups
 
-    config = config_of("loraplus_lr_ratio=4", network_dim=2, network_train_unet_only=True)
+    config = build_config("loraplus_lr_ratio=4", network_dim=2, network_train_unet_only=True)
     family = FAMILIES.get("sd1")()
     model, adapter = build_trainable_modules(config, family, family.load("random:sd1:tiny", torch.float32))
     groups = {
@@ -293,13 +303,13 @@ def test_up_matrices_are_a_group_of_their_own():
 )
 def test_a_pattern_that_matches_nothing_is_an_error(sites, words, problem):
     with pytest.raises(ConfigError, match="--network_args: ") as caught:
-        sizes(sites, "sd1", *words)
+        get_ranks(sites, "sd1", *words)
     assert problem in str(caught.value)
 
 
-def test_parts_of_one_module_cannot_have_two_ranks(sites):
+def test_parts_of_a_fused_module_cannot_have_two_ranks(sites):
     with pytest.raises(ConfigError, match=r"attn_qkv is one module in sd-scripts, but its parts have ranks 3 and"):
-        sizes(sites, "flux", r"network_reg_dims=transformer_blocks\.0\.attn\.to_q=3")
+        get_ranks(sites, "flux", r"network_reg_dims=transformer_blocks\.0\.attn\.to_q=3")
 
 
 @pytest.mark.parametrize(
@@ -355,17 +365,17 @@ def test_arguments_that_do_not_apply_to_a_family_are_reported(name, words, probl
     assert [
         text
         for _, text in validate_adapter_for_model(
-            config_of(*words).adapter, OptimConfig(), name, facts.title, facts.text_encoders, facts.t5_encoder
+            build_config(*words).adapter, OptimConfig(), name, facts.title, facts.text_encoders, facts.t5_encoder
         )
     ] == [problem]
 
 
-def test_modules_of_another_family_are_refused_and_those_of_lycoris_known():
+def test_network_modules_of_other_families_are_refused_and_those_of_lycoris_are_known():
     facts = FAMILY_FACTS["sdxl"]
     from library.config.network_args import get_adapter_type
     from library.config.validate_adapter import validate_adapter_for_model
 
-    config = config_of(network_module="networks.lora_flux")
+    config = build_config(network_module="networks.lora_flux")
     assert [
         text
         for _, text in validate_adapter_for_model(
@@ -380,7 +390,7 @@ def test_modules_of_another_family_are_refused_and_those_of_lycoris_known():
 
 
 def test_train_t5xxl_trains_t5():
-    config = config_of("train_t5xxl=True", network_dim=2)
+    config = build_config("train_t5xxl=True", network_dim=2)
     family = FAMILIES.get("flux")()
     model, adapter = build_trainable_modules(config, family, family.load("random:flux:tiny", torch.float32))
     assert {site.component for site in adapter.target_layers} == {"transformer", "text_encoder", "text_encoder_2"}

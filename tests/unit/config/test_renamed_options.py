@@ -45,7 +45,7 @@ def format_notice(location, old, value, new, new_value):
     return f"{renamed}; the old name will be removed in the next release"
 
 
-def test_every_renamed_option_leads_to_an_option():
+def test_every_renamed_option_maps_to_an_existing_option():
     assert set(RENAMED_OPTIONS.values()) <= set(OPTIONS) and set(RENAMED_VALUES) <= set(OPTIONS)
     assert not set(RENAMED_OPTIONS) & set(OPTIONS)
     for name, values in RENAMED_VALUES.items():
@@ -63,8 +63,8 @@ def test_an_old_flag_sets_the_renamed_option_with_a_notice(old, value, new, new_
 @pytest.mark.parametrize(("old", "value", "new", "new_value"), OLD_SETTINGS)
 def test_an_old_key_of_the_run_toml_sets_the_renamed_option_with_a_notice(old, value, new, new_value, tmp_path):
     path = tmp_path / "run.toml"
-    written = value if value[0].isdigit() else f"'{value}'"
-    path.write_text(f"[any]\n{old} = {written}\n")
+    text = value if value[0].isdigit() else f"'{value}'"
+    path.write_text(f"[any]\n{old} = {text}\n")
     parsed = parse_config([*DATA, *REQUIRED, "--config_file", str(path)])
     assert parsed.problems == [] and get_value(parsed, new) == new_value
     assert parsed.notices == [format_notice(f"{path}:2: {old}", old, value, new, new_value)]
@@ -151,7 +151,7 @@ def test_both_names_in_one_dataset_table_are_a_duplicate_key(tmp_path):
     ]
 
 
-def test_checkpoints_of_before_the_renaming_are_compared_by_current_names():
+def test_old_names_in_checkpoints_are_compared_by_current_names():
     config = parse_config([*DATA, "--quantize_base", "nf4", "--bucket_min_images", "2"]).config
     current = {"settings": serialize_settings(config), "model": "", "data": "", "batch": []}
     former = {new: old for old, new in RENAMED_OPTIONS.items()}

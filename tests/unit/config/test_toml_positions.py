@@ -93,13 +93,13 @@ values = st.recursive(
 )
 
 
-def paths(data, path=()):
+def list_key_paths(data, path=()):
     """Every key path of parsed TOML, except the positions of plain array items."""
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     for key, value in items:
         if isinstance(data, dict):
             yield (*path, key)
-        yield from paths(value, (*path, key))
+        yield from list_key_paths(value, (*path, key))
 
 
 @pytest.mark.slow
@@ -110,10 +110,12 @@ def test_every_key_that_the_parser_sees_has_a_line(data):
         text = toml.dumps(data)
         parsed = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, ValueError, IndexError, TypeError):
-        return  # the writer of this test cannot write everything; what it writes must be located
+        return  # the TOML writer of this test does not support every value
     lines = find_key_lines(text)
     simple = [
-        path for path in paths(parsed) if all(isinstance(k, int) or ("\\" not in k and '"' not in k) for k in path)
+        path
+        for path in list_key_paths(parsed)
+        if all(isinstance(k, int) or ("\\" not in k and '"' not in k) for k in path)
     ]
 
     missing = [path for path in simple if path not in lines]

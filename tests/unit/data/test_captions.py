@@ -1,4 +1,4 @@
-"""What the model reads: sd-scripts' order of things, and nothing but the generator decides chance."""
+"""Caption processing: the order of sd-scripts, with all randomness from the given generator."""
 
 import random
 from collections import Counter

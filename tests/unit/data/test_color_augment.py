@@ -1,4 +1,4 @@
-"""Colours vary as little and as often as they are said to, and each time in its own way."""
+"""Color augmentation: its range, its probability, and reproducible differences between epochs and repeats."""
 
 import colorsys
 import random
@@ -15,7 +15,7 @@ from library.data.prepare import prepare_data
 
 
 def every_kind(count: int = 4000) -> np.ndarray:
-    """Random colours, all greys, and the edges of the colour cube."""
+    """Random colours, all gray levels, and the edges of the colour cube."""
     draw = np.random.default_rng(0)
     corners = np.array([[a, b, c] for a in (0, 128, 255) for b in (0, 128, 255) for c in (0, 128, 255)], np.uint8)
     greys = np.arange(256, dtype=np.uint8)[:, None].repeat(3, axis=1)
@@ -50,8 +50,8 @@ def test_gamma_preserves_black_white_and_order():
 
 
 def test_a_third_of_the_views_is_augmented_half_in_hue_and_half_in_brightness():
-    grey = np.full((1, 1, 3), 128, np.uint8)  # has no hue to turn
-    red = np.array([[[255, 0, 0]]], np.uint8)  # has nothing between black and white
+    grey = np.full((1, 1, 3), 128, np.uint8)  # gray has no hue
+    red = np.array([[[255, 0, 0]]], np.uint8)  # gamma does not change black and white
     draws = range(3000)
     in_brightness = sum(bool((augment_color(grey, random.Random(seed)) != grey).any()) for seed in draws)
     in_hue = sum(bool((augment_color(red, random.Random(seed)) != red).any()) for seed in draws)
@@ -83,4 +83,4 @@ def test_color_augmentation_differs_between_epochs_and_repeats_and_is_reproducib
         changed = [n for n in range(60) if (shown[n] != plain[n]).any()]
         assert 8 < len(changed) < 32 and len({shown[n].tobytes() for n in changed}) > len(changed) - 3
         mirrored = sum(bool((one != pixels).any()) for one in plain)
-        assert 15 < mirrored < 45  # the draws for colours move no other draws
+        assert 15 < mirrored < 45  # color augmentation does not change other random numbers

@@ -17,10 +17,10 @@ from library.data.contact_sheet import (
     MAX_THUMBNAIL_SIDE,
     MIN_CELL_WIDTH,
     SHEET_WIDTH,
-    arrange_rows,
-    build_blocks,
+    build_cells,
     compute_thumbnail_size,
     overlay_mask,
+    place_cells,
     save_contact_sheet,
 )
 from library.data.summary import BucketSummary
@@ -50,14 +50,18 @@ def build_assignments(summaries: list[BucketSummary], losses: list[int]) -> list
 @given(buckets(), st.lists(st.integers(0, 90), min_size=1, max_size=20), st.integers(1, 15))
 def test_every_bucket_shows_its_most_cropped_images_once_and_fits_on_the_sheet(actual, losses, limit):
     assignments = build_assignments(actual, losses)
-    rows = arrange_rows(build_blocks(actual, assignments, limit))
+    cells = build_cells(actual, assignments, limit)
+    corners, (width, height) = place_cells(cells)
     shown: dict[BucketSummary, list[int]] = {item: [] for item in actual}
-    for row in rows:
-        assert row.blocks and row.width <= SHEET_WIDTH - 2 * MARGIN
-        for block in row.blocks:
-            assert block.is_first == (not shown[block.summary])
-            assert block.size[1] <= row.height and block.cell_size[0] >= MIN_CELL_WIDTH
-            shown[block.summary] += block.sample_indices
+    boxes = []
+    for cell, (x, y) in zip(cells, corners, strict=True):
+        assert cell.is_first == (not shown[cell.summary]) and cell.size[0] >= MIN_CELL_WIDTH
+        boxes.append((x, y, x + cell.size[0], y + cell.size[1]))
+        shown[cell.summary].append(cell.sample_index)
+    assert all(x >= MARGIN and right <= width - MARGIN and bottom <= height - MARGIN for x, _, right, bottom in boxes)
+    assert width <= SHEET_WIDTH
+    for number, (x, y, right, bottom) in enumerate(boxes):
+        assert all(right <= a or c <= x or bottom <= b or d <= y for a, b, c, d in boxes[number + 1 :]), "overlap"
     for item in actual:
         assert len(shown[item]) == min(limit, len(item.sample_indices)) == len(set(shown[item]))
         left_out = set(item.sample_indices) - set(shown[item])
@@ -68,10 +72,10 @@ def test_every_bucket_shows_its_most_cropped_images_once_and_fits_on_the_sheet(a
 
 def test_a_sheet_of_many_buckets_shows_fewer_of_each():
     many = [bucket((64 + 8 * number, 64), range(number * 20, number * 20 + 20)) for number in range(100)]
-    blocks = build_blocks(many, build_assignments(many, [3]), max_per_bucket=12)
-    assert len(blocks) == 100 and {block.num_shown for block in blocks} == {MAX_IMAGES // 100}
+    cells = build_cells(many, build_assignments(many, [3]), max_per_bucket=12)
+    assert sum(cell.is_first for cell in cells) == 100 and {cell.num_shown for cell in cells} == {MAX_IMAGES // 100}
     more = [bucket((64 + 8 * number, 64), range(number, number + 1)) for number in range(MAX_IMAGES + 5)]
-    assert len(build_blocks(more, build_assignments(more, [3]), max_per_bucket=12)) == MAX_IMAGES
+    assert len(build_cells(more, build_assignments(more, [3]), max_per_bucket=12)) == MAX_IMAGES
 
 
 @pytest.mark.parametrize(

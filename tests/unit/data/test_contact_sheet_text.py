@@ -55,7 +55,7 @@ def test_characters_that_no_font_has_are_written_as_codes_and_the_renderer_repor
     writer = build_renderer()
     assert writer.truncate_text("plain", 400) == "plain" and not writer.has_escaped_characters
     assert writer.truncate_text("a 猫 🐈 é", 400) == r"a \u732b \U0001f408 \xe9" and writer.has_escaped_characters
-    assert writer.truncate_text("猫" * 9, 150) == r"\u732b\u732b\u732b..."  # no code is cut in two
+    assert writer.truncate_text("猫" * 9, 150) == r"\u732b\u732b\u732b..."  # no character code is split
 
 
 def test_joiners_and_variation_selectors_are_removed():

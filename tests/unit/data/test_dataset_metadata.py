@@ -1,4 +1,4 @@
-"""What a LoRA file says of its pictures: sd-scripts' keys and numbers, and never a path."""
+"""Dataset metadata of LoRA files: the keys and values of sd-scripts, without paths."""
 
 import json
 

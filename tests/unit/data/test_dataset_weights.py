@@ -1,4 +1,4 @@
-"""Weights of datasets are shares of an epoch, and repeats that are no whole number are kept over the epochs."""
+"""Dataset weights are fractions of an epoch, and fractional repeats are exact over the epochs."""
 
 import math
 from collections import Counter
@@ -20,7 +20,7 @@ REPEATS = st.sampled_from([1, 2, 3, 1.5, 2.25, 1.1, 7 / 3, 1 + 1e-3])
 
 
 def shown(plan: BatchPlan, epoch: int) -> Counter:
-    """How often each sample is really trained in an epoch."""
+    """Count how often each sample is trained in an epoch."""
     actual: Counter = Counter()
     for position in range(epoch * plan.micro_batches_per_epoch, (epoch + 1) * plan.micro_batches_per_epoch):
         batch = plan.get_micro_batch(position)
@@ -58,7 +58,7 @@ def test_fractional_repeats_are_exact_over_epochs_of_equal_length(buckets, batch
             plan.count_samples(index) for index, bucket in enumerate(made) if bucket.dataset_index_in_file == dataset
         )
         assert abs(total - exact) <= 0.5 + 1e-6
-    second = BatchPlan(made, ranks + 1, accumulation, seed)  # what is shown does not depend on the processes
+    second = BatchPlan(made, ranks + 1, accumulation, seed)  # samples do not depend on the number of ranks
     assert [shown(second, epoch) for epoch in range(4)] == epochs
     fresh = BatchPlan(made, ranks, accumulation, seed)
     assert [fresh.get_micro_batch(position) for position in range(7, 12)] == [

@@ -1,4 +1,4 @@
-"""A picture that fails during a run weighs nothing, a neighbour stands in its place, all others stay as they were."""
+"""An image that becomes unreadable is replaced by a neighbor with weight 0; other samples do not change."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from library.data.prepare import PreparedData, prepare_data
 
 @pytest.fixture
 def prepared(tmp_path) -> PreparedData:
-    """Five pictures of one size and two of another, all but one with a mask, in batches of three."""
+    """Five images of one size and two of another, all but one with a mask, in batches of three."""
     (tmp_path / "a").mkdir()
     for number, size in enumerate([(64, 64)] * 5 + [(80, 48)] * 2):
         pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 4), np.uint8)
@@ -108,9 +108,7 @@ def test_a_batch_of_bad_images_becomes_black_images_of_the_bucket_size(prepared,
     for number in (5, 6):
         (tmp_path / "a" / f"{number}.png").unlink()
     new = reader(prepared)[position]
-    assert (
-        new.loss_weights.tolist() == [0, 0, 0] and new.mask is None and len(new.bad_samples) == 3
-    )  # one only fills up
+    assert new.loss_weights.tolist() == [0, 0, 0] and new.mask is None and len(new.bad_samples) == 3  # one is padding
     assert new.pixels.shape == old.pixels.shape and new.pixels.dtype == torch.uint8 and not new.pixels.any()
     assert (new.captions, new.sample_keys, new.global_positions) == (
         old.captions,
@@ -150,7 +148,7 @@ def test_workers_return_bad_samples_with_the_batch(prepared, tmp_path, workers):
 
 
 def test_all_tensors_of_a_batch_are_pinned_and_shared(prepared, monkeypatch):
-    """Pinning needs a device, so the call is watched; torch's own thread calls the same method."""
+    """Pinning needs a device, so calls of ``pin_memory`` are recorded; torch's pin thread calls it, too."""
     from torch.utils.data._utils.pin_memory import pin_memory
 
     batch = reader(prepared)[0]

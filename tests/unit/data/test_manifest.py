@@ -1,4 +1,4 @@
-"""Every picture that was found is trained or named, with its caption and as often as it was asked for."""
+"""Every listed image is trained, with its caption and repeats, or reported."""
 
 import gc
 import io
@@ -47,7 +47,7 @@ def captions(prepared: PreparedData) -> dict[str, str]:
 
 def test_images_are_listed_by_name_with_captions_from_files_or_class_tokens(tmp_path):
     save(tmp_path / "a" / "b.png", caption="bee\nsecond", ending=".caption")
-    save(tmp_path / "a" / "a.jpg", caption="ay")  # of another ending
+    save(tmp_path / "a" / "a.jpg", caption="ay")  # with another extension
     save(tmp_path / "a" / "猫 🐈.WEBP", caption="cat", ending=".caption")
     save(tmp_path / "a" / "face_1_2_3_4.png")
     (tmp_path / "a" / "face.caption").write_text("a face", encoding="utf-8")
@@ -256,7 +256,7 @@ def test_the_fingerprint_depends_on_augmentations_and_not_on_paths(tmp_path):
 
 
 def test_a_folder_used_by_several_paths_is_scanned_once(tmp_path, monkeypatch):
-    """Whichever way it was the last time."""
+    """Whatever path was used for the previous scan."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(scan, "SETTLED_AFTER_NS", -(10**15))
     save(tmp_path / "a" / "1.png", caption="one")
@@ -273,7 +273,7 @@ def test_a_folder_used_by_several_paths_is_scanned_once(tmp_path, monkeypatch):
                 path.read_text() + f"[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = '{way}'\n"
             )
         assert len(prepare_data(settings, 8).manifest.samples) == 10
-    assert len(examined) <= 10  # the first time each way finds them anew
+    assert len(examined) <= 10  # the first scan by each path
     examined.clear()
     prepare_data(settings, 8)
     assert examined == []
@@ -282,7 +282,7 @@ def test_a_folder_used_by_several_paths_is_scanned_once(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_an_image_takes_less_than_a_kilobyte_of_memory(tmp_path):
-    """With a caption of 100 letters; all that is kept of it, its place and its part in the plan among it."""
+    """With a caption of 100 characters, including the bucket assignment and the batch plan."""
     (tmp_path / "a").mkdir()
     data = encoded_sizes()
     for number in range(1500):
@@ -296,12 +296,12 @@ def test_an_image_takes_less_than_a_kilobyte_of_memory(tmp_path):
         plan.get_micro_batch(0)
         return prepared, plan
 
-    prepared_and_planned()  # what is imported and filled once does not count
+    prepared_and_planned()  # imports and caches do not count
     gc.collect()
     tracemalloc.start()
     kept = prepared_and_planned()
     gc.collect()
-    # the table of all names in the process, which pathlib fills, grows by doubling, now or at another time
+    # the table of interned strings, which pathlib fills, doubles its size at some time
     own = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(False, "*pathlib*")])
     tracemalloc.stop()
     used = sum(trace.size for trace in own.traces)
@@ -345,7 +345,7 @@ def test_validation_reports_all_problems_without_importing_torch_or_pillow(tmp_p
         validate_dataset_config(DataConfig())
         == []
         == validate_dataset_config(DataConfig(dataset_config="nowhere.toml"))
-    )  # told with the options
+    )  # reported with the options
     source = "import sys, library.data.prepare\nassert not {'torch', 'PIL'} & set(sys.modules), sys.modules.keys()"
     subprocess.run([sys.executable, "-c", source], check=True, cwd=Path(__file__).resolve().parents[3])
 
@@ -366,7 +366,7 @@ def test_the_summary_shows_images_buckets_and_how_steps_are_computed(tmp_path):
 
 
 def symmetric(folder: Path, settings: str = "", **options) -> PreparedData:
-    """Of the pictures in a; buckets from 32 to 128 pixels in steps of 8."""
+    """The subset of the images in folder a; buckets from 32 to 128 pixels in steps of 8."""
     config(folder, "image_dir = 'a'", **options)
     text = (folder / "set.toml").read_text(encoding="utf-8")
     own = f"min_bucket_reso = 32\nmax_bucket_reso = 128\nbucket_mode = 'symmetric'\nbucket_reso_steps = 8\n{settings}"

@@ -1,4 +1,4 @@
-"""Masks lie where their pictures lie, whatever is cut and mirrored; those that cannot be used are named."""
+"""Masks get the crop and flip of their images; unusable masks are reported."""
 
 import tarfile
 import unicodedata
@@ -69,7 +69,7 @@ def test_a_mask_equal_to_its_image_stays_equal_through_random_crops_and_flips(tm
         save(tmp_path / "p" / f"{number}.png", grey.repeat(3, axis=2))
         save(tmp_path / "m" / f"{number}.png", grey)
     text = dataset(f"{FOLDER}\nrandom_crop = true\nflip_aug = true\n{settings}", head="batch_size = 2")
-    if sizes[0] != (64, 64):  # cut away much more than buckets do
+    if sizes[0] != (64, 64):  # crops much more than buckets do
         text = text.replace("enable_bucket = true", "enable_bucket = false")
     actual = batches(prepare_data(config(tmp_path, text, masked_loss=True), 8), epochs=12)
     for batch in actual:
@@ -94,7 +94,7 @@ def test_a_mask_of_half_the_size_gives_the_same_result(tmp_path):
     small = noise(80, 48, 1)
     large = small.repeat(2, axis=0).repeat(2, axis=1)
     save(tmp_path / "p" / "1.png", large.repeat(3, axis=2))
-    save(tmp_path / "m" / "1.jpg.png", small)  # of no picture: it is called 1.jpg
+    save(tmp_path / "m" / "1.jpg.png", small)  # of no image, since it is named 1.jpg
     save(tmp_path / "m" / "1.bmp", small)
     prepared = prepare_data(config(tmp_path, dataset(FOLDER), masked_loss=True, on_invalid_images="skip"), 8)
     (batch,) = batches(prepared, epochs=1)
@@ -181,7 +181,7 @@ def test_images_without_a_mask_have_full_weight_next_to_masked_ones(tmp_path):
     assert {batch.loss_weights.tolist()[1] for batch in actual if len(batch) == 2} == {
         0.0,
         1.0,
-    }  # three pictures in pairs
+    }  # three images in batches of two
     masked = 0
     for batch in actual:
         names = set(batch.sample_keys)
@@ -259,7 +259,7 @@ def test_masks_are_matched_by_name_across_extensions_folders_and_unicode_forms(t
 
 @pytest.fixture
 def zoo(tmp_path) -> Path:
-    """Pictures of which only one has a good mask."""
+    """Images of which only one has a valid mask."""
     for name in ("good", "missing", "shape", "broken", "black", "clear", "turned"):
         save(tmp_path / "p" / f"{name}.png", noise(120, 80))
     for name in ("good", "stray"):

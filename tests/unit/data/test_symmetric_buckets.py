@@ -1,4 +1,4 @@
-"""Symmetric buckets treat upright and lying pictures alike, keep their area, and lose no picture."""
+"""Symmetric buckets are equal for portrait and landscape images, keep the area, and contain every image."""
 
 import math
 from collections import Counter, defaultdict
@@ -55,7 +55,7 @@ def symmetric(resolution=(512, 768), smallest=256, largest=1024, step=64, **sett
 
 @st.composite
 def limits(draw) -> tuple[int, int, int, int]:
-    """Area, smallest, largest and step as a dataset file may have them."""
+    """Resolution, min_bucket_reso, max_bucket_reso and bucket_reso_steps of a dataset."""
     step = draw(st.sampled_from([8, 16, 32, 64]))
     width, height = draw(st.integers(step, 1400)), draw(st.integers(step, 1400))
     smallest = draw(st.integers(step, min(width, height)))
@@ -113,7 +113,7 @@ def test_the_area_is_within_the_tolerance_wherever_the_step_allows(limit):
 
 
 def test_the_buckets_of_common_settings():
-    """Worked out by hand: the sizes within 2 % of the area, and those that close the gaps between them."""
+    """Computed by hand: the sizes within 2 % of the area, and those that fill the gaps between them."""
     assert make_landscape_resolutions(1024 * 1024, 256, 2048, 64) == [
         (1024, 1024),
         (1088, 960),
@@ -167,7 +167,7 @@ def test_an_image_that_would_be_cropped_too_much_is_rejected_with_its_fraction()
 
 @given(lengths, lengths, st.sampled_from([64, 128, 256, 512]), st.floats(0.02, 0.9))
 def test_the_crop_limit_holds_for_any_bucket_step(width, height, step, most):
-    """Coarse steps leave few buckets, so that more is cut away: then more pictures are refused, and none slips by."""
+    """Coarse steps give few buckets and larger crops, so that more images are rejected."""
     settings = {"resolution": (1024, 1024), "smallest": 512, "largest": 2048, "step": step}
     loss = build_bucket_assigner(symmetric(**settings))(width, height).cropped_fraction
     place = build_bucket_assigner(symmetric(**settings, bucket_max_crop=most))

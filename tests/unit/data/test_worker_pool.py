@@ -1,4 +1,4 @@
-"""Processes that read ahead change nothing, live through epochs, and end: in order, or with a word on their death."""
+"""Loader workers do not change batches, persist across epochs, and their shutdown or death is handled."""
 
 import itertools
 import multiprocessing
@@ -56,7 +56,7 @@ def prepared(folder) -> PreparedData:
 
 
 def by_place(prepared: PreparedData, ranks: int, batch_size: int, steps: int, **loading) -> list[dict]:
-    """Everything that is handed out in each step, over all ranks, by its place in the step."""
+    """The samples of each step over all ranks, by global position."""
     buckets = [
         Bucket(bucket.resolution, bucket.sample_indices, bucket.repeats, batch_size) for bucket in prepared.buckets
     ]
@@ -104,7 +104,7 @@ def test_the_ranks_together_get_the_samples_of_a_single_rank(prepared, reference
 
 
 class Numbered(Dataset):
-    """Batches that tell who read them."""
+    """A loader whose batches contain the worker's process id."""
 
     def __getitem__(self, position: int) -> PixelBatch:
         self.before(position)
@@ -117,7 +117,7 @@ class Numbered(Dataset):
 
 def test_workers_persist_across_epochs():
     steps = ImageLoader(Numbered(), PLAN, num_workers=2).iter_steps(0)
-    batches = [next(steps).micro_batches[0] for _ in range(40)]  # an epoch is one step
+    batches = [next(steps).micro_batches[0] for _ in range(40)]  # one step per epoch
     assert PLAN.get_epoch(39) == 39
     steps.close()
     assert [batch.sample_keys[0] for batch in batches] == [str(position) for position in range(40)]
@@ -143,7 +143,7 @@ def test_closing_the_loader_ends_workers_and_restores_sigchld():
 
 
 class Deadly(Numbered):
-    """The worker that reads position 12 is ended by a signal; with 3 of them that read 4 ahead, after a first batch."""
+    """Kill the worker that reads position 12; 3 workers prefetch 4 batches."""
 
     def __init__(self, number: int):
         self.number = number
@@ -159,7 +159,7 @@ def test_a_killed_worker_is_reported_when_its_batch_is_requested():
     next(steps)
     deadline = time.monotonic() + 30
     while len(multiprocessing.active_children()) == 3 and time.monotonic() < deadline:
-        time.sleep(0.05)  # torch's handler of SIGCHLD would raise here
+        time.sleep(0.05)  # torch's SIGCHLD handler would raise here
     assert len(multiprocessing.active_children()) == 2
     with pytest.raises(UserError, match=r"^DataLoader worker \(pid \d+\) was killed, probably because"):
         for _ in range(20):
@@ -168,7 +168,7 @@ def test_a_killed_worker_is_reported_when_its_batch_is_requested():
 
 
 class Closing:
-    """A worker whose end is seen by what it had open, and not known yet."""
+    """A worker whose pipes are closed, but whose exit is not known yet."""
 
     def __init__(self):
         self.sentinel, other = os.pipe()
@@ -221,7 +221,7 @@ def test_an_internal_error_in_a_worker_is_not_a_user_error(workers):
 
 
 def nobody_is_left() -> bool:
-    """Soon: two threads that ask after one dead child at once may both be told that it lives."""
+    """Two threads that check one dead child at once may both see it alive for a moment."""
     deadline = time.monotonic() + 10
     while multiprocessing.active_children() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -229,7 +229,7 @@ def nobody_is_left() -> bool:
 
 
 class WithoutMemory(Numbered):
-    """Shared memory is a file, and this worker may write none."""
+    """A file size limit makes shared memory fail as if it was full."""
 
     def before(self, position: int) -> None:
         if position == 3:
@@ -247,7 +247,7 @@ def test_full_shared_memory_is_reported_without_hanging():
 
 
 class Stuck(Numbered):
-    """As on a disk that does not answer."""
+    """Block as on a disk that does not respond."""
 
     def before(self, position: int) -> None:
         if position == 3:
@@ -260,7 +260,7 @@ def test_hanging_workers_are_abandoned_after_a_timeout(monkeypatch):
     assert [next(items).sample_keys[0] for _ in range(3)] == ["0", "1", "2"]
     items.shutdown()
     assert nobody_is_left()
-    items.shutdown()  # and once more, as the interpreter does at its end
+    items.shutdown()  # a second time, as the interpreter does at exit
 
 
 def test_workers_are_shut_down_when_no_thread_can_be_started(monkeypatch):
@@ -314,7 +314,7 @@ def script(folder: Path, method: str, then: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.slow
 def test_spawned_workers_read_the_same_batches(folder, prepared):
-    """As on Windows and macOS, where nothing is inherited."""
+    """Workers are spawned, as on Windows and macOS."""
     result = script(
         folder,
         "spawn",
@@ -328,6 +328,6 @@ def test_spawned_workers_read_the_same_batches(folder, prepared):
 
 
 def test_a_crashing_program_with_workers_exits(folder):
-    """An exception that nobody catches keeps the iterator alive until the interpreter goes."""
+    """An uncaught exception keeps the iterator alive until the interpreter exits."""
     result = script(folder, "fork", "raise RuntimeError('the end')")
     assert result.returncode == 1 and result.stderr.endswith("RuntimeError: the end\n")

@@ -1,4 +1,4 @@
-"""``train_data_dir``, ``reg_data_dir`` and ``in_json``: what is left out is told, and each mistake has its fix."""
+"""``train_data_dir``, ``reg_data_dir`` and ``in_json``: skipped files are reported, and each mistake with its fix."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ SIZE = {"resolution": Resolution(64, 64)}
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """A working directory with one folder for sd-scripts."""
+    """A working directory with one training folder of sd-scripts."""
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path / "train" / "10_mika dog", ["1.png", "2.png"])
     return tmp_path
@@ -105,7 +105,7 @@ def test_a_folder_of_images_without_repeats_is_a_mistake(folder):
     ]
 
 
-def test_folders_and_images_that_are_left_out_are_told(folder):
+def test_skipped_folders_and_images_are_reported(folder):
     for name in ("drafts", "0_off"):
         write_files(folder / "train" / name, {"1.png": encode_image(7)})
     write_files(folder / "train", {"loose.png": encode_image(8)})
@@ -215,7 +215,7 @@ def test_captions_without_an_image_are_counted_with_examples(folder):
     assert f"a: 4 caption files {note} 3.txt, 4.txt, 5.txt, ..." in excluded.notes
 
 
-def test_absurd_repeats_are_named_before_images_are_listed(folder):
+def test_too_many_repeats_are_reported_before_images_are_listed(folder):
     path = folder / "set.toml"
     path.write_text(
         "[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = 'train'\nnum_repeats = 1000000000\n"
@@ -227,7 +227,7 @@ def test_absurd_repeats_are_named_before_images_are_listed(folder):
     assert parse_dataset_config(path, collect_flag_defaults(DataConfig())).problems == []
 
 
-def test_an_epoch_that_is_too_long_by_many_images_is_named_before_it_is_planned(folder):
+def test_an_epoch_of_too_many_samples_is_reported_before_it_is_planned(folder):
     with pytest.raises(ConfigError) as caught:
         prepare_subsets(folder, "image_dir = 'train/10_mika dog'\nnum_repeats = 60000000")
     assert strip_folder(folder, caught.value.problems) == [

@@ -139,7 +139,7 @@ def test_a_pattern_for_several_folders_must_match_in_one_of_them(tmp_path):
 
 @given(st.text("ab/", min_size=1, max_size=8), st.text("ab/*?", min_size=1, max_size=6))
 def test_a_pattern_matches_what_a_shell_matches(path, text):
-    """Against a matcher that tries every way, one character after the other."""
+    """Compared with a backtracking matcher of single characters."""
     if "//" in path or path != path.strip("/") or "//" in text or text[0] == "/" or text[-1] == "/":
         return
 

@@ -34,7 +34,7 @@ def list_images(folder: Path) -> list[ImageRef]:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """Ten images of ten sizes, whose times are trusted at once; the user's cache is in the test's folder."""
+    """Ten images of ten sizes with old timestamps; the user cache directory is in the test's folder."""
     monkeypatch.setattr(scan, "SETTLED_AFTER_NS", -(10**15))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     for number in range(10):
@@ -300,7 +300,7 @@ def test_large_files_are_read_and_decoded_one_at_a_time(folder, monkeypatch):
         nonlocal now, most
         now += 1
         most = max(most, now)
-        time.sleep(0.01)  # so that others would come in between
+        time.sleep(0.01)  # so that other processes could interleave
         result = measured(*given)
         now -= 1
         return result
@@ -324,7 +324,7 @@ def test_a_file_name_that_is_not_utf8_is_cached(folder, work):
 
 
 def test_a_cached_result_takes_little_memory():
-    """Sizes and traits are shared; a million results have to fit."""
+    """Sizes and traits are shared objects, so that a million results fit in memory."""
     cached = [CachedScan((number, number, number), f"{number:032x}", [64, 48, 1, ""]) for number in range(2000)]
     inspector = build_image_inspector()
     tracemalloc.start()

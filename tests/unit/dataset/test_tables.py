@@ -230,7 +230,7 @@ def test_broken_files_and_rows_are_reported_and_can_be_skipped(tmp_path):
 
 
 class Counting:
-    """How often row groups are read."""
+    """Count the reads of row groups."""
 
     def __init__(self, monkeypatch, seconds: float = 0):
         self.reads: list[tuple] = []
@@ -252,7 +252,7 @@ def test_rows_in_order_share_one_read_of_their_row_group(tmp_path, monkeypatch):
     for item in actual:
         item.image.read_bytes()
     assert counting.reads == [0, 1, 2]
-    for position in (0, 3, 1, 4, 2, 5):  # threads that read ahead are in two groups at once
+    for position in (0, 3, 1, 4, 2, 5):  # prefetch threads read two groups at once
         assert actual[position].image.read_bytes() == IMAGES[position]
     assert counting.reads == [0, 1, 2, 0, 1]
     monkeypatch.setattr(tables, "ROW_GROUP_CACHE_BYTES", 2**20)
@@ -288,7 +288,7 @@ def test_threads_and_processes_read_the_right_rows(tmp_path, monkeypatch):
         thread.join()
     assert counting.reads == [0]  # one reads the group, the others wait for it
     reader = actual[0].image.part.reader
-    with reader._lock:  # as it may be in the moment of a fork
+    with reader._lock:  # a lock may be held during a fork
         child = os.fork()
         if child == 0:
             os._exit(0 if actual[5].image.read_bytes() == IMAGES[5] else 1)
@@ -351,7 +351,7 @@ def test_a_file_listed_by_two_subsets_is_reported(tmp_path):
 
 
 def save_to_disk(folder: Path, shards: list[tuple[list[bytes], list[str]]]) -> None:
-    """As HF datasets does it: streams in batches, a list of them, and beside them a cache of its own."""
+    """Save as HF datasets does: Arrow streams, a state file that lists them, and a cache file."""
     folder.mkdir(parents=True)
     names = [f"data-{number:05d}-of-{len(shards):05d}.arrow" for number in range(len(shards))]
     for name, (images, words) in zip([*names, "cache-1.arrow"], [*shards, shards[0]], strict=True):

@@ -33,7 +33,7 @@ def test_the_tiny_pipeline_is_a_function_of_its_seed_and_the_global_generator_is
     torch.manual_seed(2)
     assert torch.equal(weights(tiny_sd1.build_pipeline()), first)
     assert not torch.equal(weights(tiny_sd1.build_pipeline(seed=1)), first)
-    assert first.numel() * 4 < 5e6, "it is small"
+    assert first.numel() * 4 < 5e6, "the pipeline is small"
 
 
 def test_a_part_has_the_same_weights_whichever_others_are_built():
@@ -42,7 +42,7 @@ def test_a_part_has_the_same_weights_whichever_others_are_built():
     assert all(torch.equal(a, b) for a, b in zip(single.unet.parameters(), among.unet.parameters(), strict=True))
 
 
-def test_any_text_is_tokens_and_different_texts_are_different():
+def test_any_text_is_tokenized_and_different_texts_have_different_tokens():
     tokens = tiny_sd1.build_pipeline(("tokenizer",)).tokenizer
     one, two = (tokens(text).input_ids for text in ("a red circle, 7!", "ein rötes Ding 猫"))
     assert one[0] == two[0] == tokens.bos_token_id and one[-1] == tokens.eos_token_id
@@ -51,7 +51,7 @@ def test_any_text_is_tokens_and_different_texts_are_different():
     assert tokens.model_max_length == 77
 
 
-def test_latents_of_the_demo_pictures_have_about_the_spread_that_diffusion_expects():
+def test_latents_of_the_demo_images_have_about_unit_variance():
     family, pipe = FAMILIES.get("sd1")(), tiny_sd1.build_pipeline()
     latents = []
     for path in sorted((FOLDER / "demo").glob("*.png")):
@@ -63,7 +63,7 @@ def test_latents_of_the_demo_pictures_have_about_the_spread_that_diffusion_expec
 
 
 @pytest.mark.slow
-def test_a_training_step_is_quick_and_a_lora_on_it_learns():
+def test_a_training_step_is_fast_and_reduces_the_loss():
     family, pipe = FAMILIES.get("sd1")(), tiny_sd1.build_pipeline()
     lora.inject_into_model(pipe.unet, AdapterConfig(network_dim=8, network_alpha=8), family.lora_target_modules, seed=0)
     weights = [parameter for _, parameter in lora.iter_adapter_parameters(pipe.unet)]
@@ -84,17 +84,17 @@ def test_a_training_step_is_quick_and_a_lora_on_it_learns():
         losses.append(loss.item())
         times.append(time.process_time() - start)
     assert sum(losses[-10:]) < 0.85 * sum(losses[:10])
-    assert min(times) < 0.2, "processor seconds: far more than it takes, and none for other programs"
+    assert min(times) < 0.2, "CPU seconds of this process, with a large margin"
 
 
-def test_the_pictures_are_upright_wide_and_square_and_small_on_disk():
+def test_the_images_are_portrait_landscape_and_square_and_small_on_disk():
     shapes = [Image.open(path).size for path in (FOLDER / "demo").glob("*.png")]
     assert 10 <= len(shapes) <= 20
     assert {(width > height) - (width < height) for width, height in shapes} == {-1, 0, 1}
     assert sum(path.stat().st_size for path in FOLDER.rglob("*.png")) < 1_000_000
 
 
-def test_every_picture_has_a_caption_and_only_those_of_the_bird_name_it():
+def test_every_image_has_a_caption_and_only_the_bird_captions_contain_its_name():
     for folder, is_bird in (("demo", True), ("demo_regularisation", False)):
         for path in (FOLDER / folder).glob("*.png"):
             caption = path.with_suffix(".txt").read_text().split()
@@ -113,7 +113,7 @@ def test_the_demo_dataset_fits_the_built_in_model():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["ddim", "euler", "euler_a", "heun", "dpmsolver++", "pndm"])
-def test_every_sampler_draws_and_its_own_picture(sampler):
+def test_every_sampler_generates_a_different_image(sampler):
     family, pipe = FAMILIES.get("sd1")(), tiny_sd1.build_pipeline()
     prompt = Prompt("a red circle", width=64, height=96, num_inference_steps=8, cfg_scale=3)
     cond, negative = (family.encode_prompts(pipe, [text]) for text in (prompt.text, ""))

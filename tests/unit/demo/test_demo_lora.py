@@ -1,4 +1,4 @@
-"""The demo, shortened: the LoRA brings the bird where it is asked for, and nowhere else, in diffusers too."""
+"""The demo run, shortened: the LoRA generates the bird for prompts that name it and for no others, also in diffusers."""
 
 import json
 import math
@@ -24,7 +24,7 @@ STEPS, SEEDS = 80, 8
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory):
-    """What ``make demo`` writes, after fewer steps."""
+    """The output folder of ``make demo``, with fewer steps."""
     folder = tmp_path_factory.mktemp("demo")
     once = [
         word
@@ -55,7 +55,7 @@ def output(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pipes(output):
-    """The model in diffusers, without the LoRA and with it."""
+    """The diffusers pipelines without and with the LoRA."""
     both = []
     for lora in (None, output / "demo.safetensors"):
         pipe = StableDiffusionPipeline.from_pretrained(BUILT_IN_MODEL_DIR)
@@ -67,13 +67,13 @@ def pipes(output):
 
 
 def coarse(image):
-    """What is left of a picture at 24 x 24 pixels."""
+    """Downscale an image to 24 x 24 pixels."""
     small = image.convert("RGB").resize((24, 24), Image.Resampling.BOX)
     return np.asarray(small, dtype=np.float32) / 255
 
 
 def drawn(pipe, prompt):
-    """Eight pictures of a prompt, of as many seeds."""
+    """Generate eight images of a prompt with different seeds."""
     noise = torch.Generator().manual_seed(100)
     return [
         coarse(image)
@@ -94,7 +94,7 @@ OTHERS = ["a fox", "a penguin", "a sunflower"]
 
 @pytest.fixture(scope="module")
 def known(pipes):
-    """What pictures are compared with: the bird that was trained, and other things as the model draws them itself."""
+    """Reference images: the training images of the bird, and base model samples of other subjects."""
     birds = [
         coarse(Image.open(path))
         for path in (ROOT / "dataset_configs" / "demo").glob("*.png")
@@ -104,7 +104,7 @@ def known(pipes):
 
 
 def kinds(images, known):
-    """What each is most like; a picture of the same noise is not looked at, since it may be alike for that alone."""
+    """Classify each image by its nearest reference; references from the same noise are excluded."""
     actual = []
     for number, image in enumerate(images):
         distances = {
@@ -117,19 +117,19 @@ def kinds(images, known):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt", ["a lorikeet", "a funny lorikeet"])
-def test_the_bird_comes_where_it_is_asked_for(pipes, known, prompt):
+def test_prompts_with_the_bird_generate_the_bird(pipes, known, prompt):
     before, after = (kinds(drawn(pipe, prompt), known) for pipe in pipes)
     assert before.count("bird") == 0
-    assert after.count("bird") >= 0.75 * SEEDS  # a quarter of the demo's steps
+    assert after.count("bird") >= 0.75 * SEEDS  # a quarter of the steps of the demo
 
 
 @pytest.mark.parametrize("prompt", OTHERS)
-def test_other_prompts_stay_what_they_were(pipes, known, prompt):
+def test_other_prompts_generate_the_same_subjects_as_before(pipes, known, prompt):
     assert kinds(drawn(pipes[1], prompt), known) == [prompt] * SEEDS
     assert kinds(known[prompt], known) == [prompt] * SEEDS
 
 
-def test_the_last_previews_are_what_diffusers_draws_with_the_lora(output, pipes):
+def test_the_last_previews_equal_diffusers_samples_with_the_lora(output, pipes):
     for index, prompt in list(enumerate(load_prompts(PROMPTS)))[1:4]:
         (path,) = (output / "sample").glob(f"demo_{STEPS:06d}_{index:02d}_*.png")
         theirs = pipes[1](
@@ -145,7 +145,7 @@ def test_the_last_previews_are_what_diffusers_draws_with_the_lora(output, pipes)
 
 
 @torch.no_grad()
-def test_the_loss_on_the_bird_falls_by_far_more_than_chance(pipes):
+def test_the_loss_on_the_bird_decreases_significantly(pipes):
     family = FAMILIES.get("sd1")()
     gains = []
     for path in sorted((ROOT / "dataset_configs" / "demo").glob("*.png")):
@@ -165,7 +165,7 @@ def seeded(path):
     return torch.Generator().manual_seed(sum(path.name.encode()))
 
 
-def test_pictures_that_were_not_trained_get_better_by_more_than_their_interval_and_the_run_says_so(output):
+def test_the_validation_loss_improves_by_more_than_its_interval_and_is_logged(output):
     lines = [json.loads(line) for line in (output / "demo.metrics.jsonl").read_text().splitlines()]
     last = [line for line in lines if "validation/loss" in line][-1]
 
@@ -174,6 +174,6 @@ def test_pictures_that_were_not_trained_get_better_by_more_than_their_interval_a
     assert "better than the base model" in (output / "demo.report.html").read_text("utf-8")
 
 
-def test_the_sheet_of_before_and_after_is_there(output):
+def test_the_before_after_sheet_is_saved(output):
     with Image.open(output / "demo.before_after.png") as sheet:
         assert sheet.width > 400 and sheet.height > 800

@@ -1,4 +1,4 @@
-"""The built-in model: small, an ordinary diffusers folder, and it draws what the caption says."""
+"""The built-in model: small, a regular diffusers folder, and its samples match their captions."""
 
 from pathlib import Path
 
@@ -18,14 +18,14 @@ PROMPTS = Path(__file__).resolve().parents[3] / "dataset_configs" / "demo_prompt
 
 @pytest.fixture(scope="module")
 def theirs():
-    """The model as any other program loads it."""
+    """The model, loaded with diffusers."""
     pipe = StableDiffusionPipeline.from_pretrained(BUILT_IN_MODEL_DIR)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
 def drawn(pipe, prompts, size=(96, 96), seed=0):
-    """A picture for each prompt, (B, height, width, 3) in 0..1."""
+    """Generate an image for each prompt, (B, height, width, 3) in 0..1."""
     return pipe(
         prompts,
         width=size[0],
@@ -37,22 +37,22 @@ def drawn(pipe, prompts, size=(96, 96), seed=0):
     ).images
 
 
-def test_it_is_small():
+def test_the_built_in_model_is_small():
     assert sum(path.stat().st_size for path in BUILT_IN_MODEL_DIR.rglob("*") if path.is_file()) < 12_000_000
 
 
-def test_its_card_names_everything_it_draws():
+def test_the_model_card_lists_every_subject():
     card = (BUILT_IN_MODEL_DIR / "README.md").read_text(encoding="utf-8")
     assert not [name for name in SUBJECTS if name not in card]
     assert len(SUBJECTS) == len(set(SUBJECTS.values())) == 64
 
 
-def test_it_is_detected_as_any_other_folder():
+def test_the_built_in_model_is_detected_as_a_diffusers_folder():
     ours, as_folder = detect_model(None), detect_model(str(BUILT_IN_MODEL_DIR))
     assert (ours.family, ours.size_multiple) == (as_folder.family, as_folder.size_multiple) == ("sd1", 16)
 
 
-def test_previews_are_the_pictures_of_diffusers_own_pipeline(theirs):
+def test_previews_equal_the_images_of_the_diffusers_pipeline(theirs):
     family = FAMILIES.get("sd1")()
     pipe = family.load(None, torch.float32)
     for prompt in load_prompts(PROMPTS)[::2]:
@@ -68,7 +68,7 @@ def test_previews_are_the_pictures_of_diffusers_own_pipeline(theirs):
             generator=torch.Generator().manual_seed(prompt.seed),
         ).images[0]
         assert ours.size == expected.size == (prompt.width, prompt.height)
-        # Rounding to bytes may fall to either side.
+        # Rounding to bytes may differ by one.
         assert np.abs(np.asarray(ours, int) - np.asarray(expected, int)).max() <= 1
 
 
@@ -80,11 +80,11 @@ COLOURS = {
     "a basketball": (0.8, 0.38, 0.2),
     "a dolphin": (0.22, 0.69, 0.86),
 }
-"""The mean colour of the drawings that it learnt from, without white."""
+"""The mean colour of its training images, without white."""
 
 
 @pytest.mark.parametrize("size", [(96, 96), (128, 64), (80, 112)])
-def test_it_draws_what_the_caption_says_on_clean_white(theirs, size):
+def test_samples_have_the_colour_of_their_caption_on_a_white_background(theirs, size):
     images = drawn(theirs, list(COLOURS), size)
     border = np.concatenate([part.reshape(len(images), -1) for part in (images[:, :3], images[:, -3:])], 1)
     assert np.median(border, 1).min() > 0.97
@@ -95,6 +95,6 @@ def test_it_draws_what_the_caption_says_on_clean_white(theirs, size):
         assert min(distances, key=distances.get) == text
 
 
-def test_words_that_it_does_not_know_do_not_put_it_off(theirs):
+def test_unknown_words_in_a_prompt_do_not_change_the_subject(theirs):
     plain, dressed = drawn(theirs, ["a heart"]), drawn(theirs, ["a heart, holographic style"])
     assert np.abs(plain - dressed).mean() < 0.1

@@ -12,7 +12,7 @@ from scripts.demo_model.subjects import SUBJECTS, UNSEEN
 
 
 def draw_blob(color, size=(40, 60)):
-    """Draw an emoji that is half transparent."""
+    """Draw a half-transparent emoji."""
     image = Image.new("RGBA", size, color)
     image.paste((0, 0, 0, 0), (0, 0, size[0] // 2, size[1] // 2))
     return image
@@ -40,7 +40,7 @@ def test_every_caption_has_its_subject_once():
         assert all(line.count(subject) == 1 for line in lines if "{" not in line)
         assert all(f" {subject}" in f" {line}" for line in lines)
     words = {*captions.STYLES, *captions.ADJECTIVES, *captions.PSEUDO_WORDS}
-    assert "lorikeet" not in words, "the demo model must not know the word that the demo trains"
+    assert "lorikeet" not in words, "the demo model must not be trained on the word that the demo trains"
 
 
 def test_subjects_are_distinct_and_the_bird_of_the_demo_is_not_among_them():

@@ -129,7 +129,7 @@ def test_the_scaled_v_loss_equals_the_epsilon_loss_for_the_same_image():
     for process in (EPSILON, VELOCITY):
         noisy, target = process.add_noise(latents, noise, t)
         signal, std = process.compute_coefficients(t, latents)
-        wrong = latents + off  # a model that is wrong about the image by this much
+        wrong = latents + off  # a model with this error of the clean image
         predicted = (noisy - signal * wrong) / std if process is EPSILON else (signal * noisy - wrong) / std
         errors.append(((predicted - target) ** 2).flatten(1).mean(1).double())
     scale = compute_weights(VELOCITY, t=t, scale_v_pred_loss_like_noise_pred=True)

@@ -60,7 +60,7 @@ def test_an_adaptive_offset_scales_with_the_mean_of_the_latents_and_never_change
     assert (strength == 0).any() == (scale < 0)
 
 
-def test_multires_noise_adds_coarser_and_coarser_noise_and_has_standard_deviation_1():
+def test_multires_noise_adds_lower_resolutions_and_has_standard_deviation_1():
     settings = NoiseConfig(multires_noise_iterations=6, multires_noise_discount=0.4)
     actual = apply_noise_options(NOISE, LATENTS, settings, make_generators)
 
@@ -73,7 +73,7 @@ def test_multires_noise_adds_coarser_and_coarser_noise_and_has_standard_deviatio
             total = total + F.interpolate(layer, size=(24, 40), mode="bilinear")[0].double() * 0.4**level
             if high == 1 or wide == 1:
                 break
-        assert level >= 2, "an example that says something"
+        assert level >= 2, "the example has different layers"
         torch.testing.assert_close(actual[row].double(), total / total.std(), rtol=0, atol=1e-5)
     torch.testing.assert_close(actual.flatten(1).std(1), torch.ones(3))
 

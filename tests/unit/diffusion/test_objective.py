@@ -133,7 +133,7 @@ def test_the_loss_of_a_sample_does_not_depend_on_its_batch(kind):
 def test_noise_options_change_neither_timesteps_nor_the_base_noise():
     plain, moved = run_objective("epsilon", {}), run_objective("epsilon", INPUT | {"loss_type": "l1"})
     assert torch.equal(plain[2], moved[2])
-    assert torch.equal(plain[1], moved[1]), "the target does not know of the input's noise"
+    assert torch.equal(plain[1], moved[1]), "the target has no input perturbation"
     assert not torch.equal(plain[0], moved[0])
     noise = run_objective("flow", {})[1] + LATENTS
     for sampling in ("uniform", "sigma", "sigmoid"):

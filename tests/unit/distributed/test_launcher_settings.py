@@ -1,4 +1,4 @@
-"""Launcher settings: the doctor says what accelerate does, compared with accelerate's own code."""
+"""Launcher settings: the doctor reports what accelerate does, compared with accelerate's own code."""
 
 import os
 import shlex
@@ -109,7 +109,7 @@ def test_the_multi_process_command_keeps_everything_else():
 
 
 class Parent:
-    """A process above this one."""
+    """A fake parent process."""
 
     def __init__(self, *words: str):
         self.words = list(words)
@@ -131,7 +131,7 @@ class Parent:
     ],
     ids=["its child", "shells between", "another program between", "a virtual environment on Windows"],
 )
-def test_the_launcher_of_this_process_is_found_and_no_other(between, is_found, monkeypatch):
+def test_only_the_launcher_of_this_process_is_found(between, is_found, monkeypatch):
     own = Parent("C:/Python/python.exe", "t.py", "--seed", "1")
     above = [*(Parent(*words) for words in between), Parent("python", "/bin/accelerate", "launch", "--cpu", "t.py")]
     own.parents = lambda: above
@@ -247,7 +247,7 @@ COMMANDS = {
 
 
 def run_accelerate(words: list[str], monkeypatch) -> tuple[str, dict[str, str], object]:
-    """What accelerate gives to the processes that it starts: its own code up to there."""
+    """Run accelerate launch up to the start of processes; return their environment."""
     started = []
 
     def start_one(args):
@@ -263,7 +263,7 @@ def run_accelerate(words: list[str], monkeypatch) -> tuple[str, dict[str, str], 
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_settings_are_what_accelerate_does(name, home, monkeypatch):
+def test_resolved_settings_equal_those_of_accelerate(name, home, monkeypatch):
     flags, in_file, variables = COMMANDS[name]
     use_environment(monkeypatch, home, **variables)
     path = write_accelerate_config(home, **in_file) if in_file else home / "none"
@@ -281,7 +281,7 @@ def test_the_settings_are_what_accelerate_does(name, home, monkeypatch):
     assert value["enable_cpu_affinity"] == ("true" if exported.get("ACCELERATE_CPU_AFFINITY") == "1" else "false")
     assert value["dynamo_backend"] == exported["ACCELERATE_DYNAMO_BACKEND"].lower()
     assert value["use_fsdp"] == exported.get("ACCELERATE_USE_FSDP", "false")
-    assert value["device"] == "cpu"  # this machine has nothing else; what sets it is compared below
+    assert value["device"] == "cpu"  # the only device here; what sets it is compared below
     sets_cpu = exported.get("ACCELERATE_USE_CPU", "false").lower() == "true"
     assert (settings["device"].source != "detected") == sets_cpu
     assert value["gradient_accumulation_steps"] == exported.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
@@ -331,7 +331,7 @@ def test_a_config_file_that_accelerate_does_not_read_is_no_source(home):
     assert check_launch_command("accelerate launch --cpu t.py")[0]["mixed_precision"].source == "default"
     settings, _ = check_launch_command("accelerate launch --multi_gpu --num_processes 2 t.py")
     assert settings["mixed_precision"].source != "default" and settings["use_fsdp"].source == "default"
-    assert settings["main_process_port"].source == "default" and "main_process_ip" not in settings  # of one machine
+    assert settings["main_process_port"].source == "default" and "main_process_ip" not in settings  # for one machine
 
 
 def test_a_value_of_the_run_file_is_named_with_its_line(home):
@@ -459,7 +459,7 @@ def test_torchrun_and_plain_python_read_no_config_file(home, monkeypatch):
     ("flags", "starts"),
     [("--num_processes 2 --cpu", "ACCELERATE_USE_CPU=true accelerate"), ("--num_processes 2", "accelerate")],
 )
-def test_the_command_that_works_is_on_the_device_that_was_asked_for(flags, starts):
+def test_the_suggested_command_uses_the_requested_device(flags, starts):
     command = parse_launch_command(f"accelerate launch {flags} t.py".split(), {})
     world = World(machine=Machine("cuda", 4), device_type="cuda", launch_command=command)
     (problem,) = validate_distributed(RunConfig(), world)
@@ -489,7 +489,7 @@ def test_mpi_variables_set_the_number_of_processes(home, monkeypatch):
     assert settings["num_processes"].source == "environment variable OMPI_COMM_WORLD_SIZE"
 
 
-def test_on_a_machine_with_several_numa_nodes_processes_are_bound_by_default():
+def test_processes_are_bound_to_numa_nodes_by_default():
     machine = Machine("cuda", device_count=4, physical_cores=16, usable_cpus=32, numa_nodes=2)
     world = World(world_size=4, local_rank=0, local_world_size=4, device_type="cuda", machine=machine)
     command = parse_launch_command("accelerate launch t.py".split(), {})
@@ -504,13 +504,13 @@ def test_on_a_machine_with_several_numa_nodes_processes_are_bound_by_default():
     ]
 
 
-PLACES = [
+SOURCES = [
     (flag, file, code) for flag in ("", "no", "bf16") for file in ("", "no", "bf16") for code in ("", "no", "bf16")
 ]
 
 
-@pytest.mark.parametrize(("flag", "file", "code"), PLACES)
-def test_the_value_is_what_an_accelerator_would_have(flag, file, code, home, monkeypatch):
+@pytest.mark.parametrize(("flag", "file", "code"), SOURCES)
+def test_a_resolved_value_is_that_of_an_accelerator(flag, file, code, home, monkeypatch):
     from library.distributed.accelerator import build_accelerator_kwargs
 
     if file:
@@ -519,11 +519,11 @@ def test_the_value_is_what_an_accelerator_would_have(flag, file, code, home, mon
     settings, _ = check_launch_command(shlex.join([*f"accelerate launch {flags}".split(), "t.py", *arguments]))
     _, exported, _ = run_accelerate([*flags.split(), "t.py"], monkeypatch)
     config = parse_config(arguments).config
-    asked = build_accelerator_kwargs(config.distributed, config.log, 1, World.from_environment(exported))[
+    arguments = build_accelerator_kwargs(config.distributed, config.log, 1, World.from_environment(exported))[
         "mixed_precision"
     ]
 
     # for None, AcceleratorState takes the variable that accelerate launch has set
-    expected = exported["ACCELERATE_MIXED_PRECISION"] if asked is None else asked
+    expected = exported["ACCELERATE_MIXED_PRECISION"] if arguments is None else arguments
     assert settings["mixed_precision"].value == expected
     assert os.environ.get("ACCELERATE_MIXED_PRECISION") is None

@@ -1,4 +1,4 @@
-"""Estimated memory compared to real processes and torch's allocator; which layouts are found, and what is suggested."""
+"""Estimated memory compared to real processes and torch's allocator; the layout search, and its suggestions."""
 
 import logging
 from dataclasses import fields, replace
@@ -36,16 +36,16 @@ SD3, FLUX = (MODEL, "random:sd3:tiny"), (MODEL, "random:flux:tiny")
 RUN = (*SD3, "--resolution", "64", "--gradient_accumulation_steps", "2")
 
 
-def run(*values):
+def parse_flags(*values):
     return pytest.param(*values, id=str(values))
 
 
-def long(*values):
+def make_long_batch(*values):
     return pytest.param(*values, id=str(values), marks=pytest.mark.slow)
 
 
-def split(*flags: str, world_size: int = 1, batch: LargestBatch = SMALL):
-    """The meta run of the first layout that the flags allow, and the parts of its devices."""
+def run_on_meta_device(*flags: str, world_size: int = 1, batch: LargestBatch = SMALL):
+    """Return the meta run of the first layout that the flags allow, and its device parts."""
     config, explicit, model = load_config(*flags)
     layout = LayoutFinder(config, explicit, model, world_size).find_layouts()[0][0]
     meta_run = MetaRun(layout.config, model, batch, *get_partition(layout, model))
@@ -72,12 +72,12 @@ def test_encoders_are_on_the_device_unless_their_outputs_are_cached(more):
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        run("FSDP 2", ("--fsdp",)),
-        run("PP 2", ("--pp_size", "2")),
-        long("DDP 2", ()),
-        long("TP 2", ("--tp_size", "2")),
-        long("ZeRO-2 2", ("--deepspeed", "--zero_stage", "2")),
-        long("ZeRO-3 2", ("--deepspeed", "--zero_stage", "3")),
+        parse_flags("FSDP 2", ("--fsdp",)),
+        parse_flags("PP 2", ("--pp_size", "2")),
+        make_long_batch("DDP 2", ()),
+        make_long_batch("TP 2", ("--tp_size", "2")),
+        make_long_batch("ZeRO-2 2", ("--deepspeed", "--zero_stage", "2")),
+        make_long_batch("ZeRO-3 2", ("--deepspeed", "--zero_stage", "3")),
     ],
 )
 def test_real_processes_hold_the_estimated_weights_gradients_and_optimizer_state(name, flags, tmp_path):
@@ -140,21 +140,21 @@ UNCACHED = ("--no-cache_latents", "--max_data_loader_n_workers", "0")
 @pytest.mark.parametrize(
     ("world_size", "model", "flags"),
     [
-        run(1, "sd1", ("--train_batch_size", "2", CHECKPOINTING)),
-        run(1, "flux", ("--quantize_base", "nf4", "--blocks_to_swap", "1")),
-        run(2, "flux", ("--cp_size", "2")),
-        long(1, "sd1", ("--train_batch_size", "2")),
-        long(1, "sd3", (CHECKPOINTING, "--gradient_checkpointing_every", "2")),
-        long(1, "flux", BUDGET),
-        long(1, "sd1", (*UNCACHED, "--mixed_precision", "bf16", CHECKPOINTING)),
-        long(1, "sdxl", ()),
-        long(1, "z_image", ()),
-        long(2, "sd3", ("--cp_size", "2", CHECKPOINTING)),
-        long(2, "z_image", ("--cp_size", "2")),
-        long(2, "flux", ("--fsdp",)),
-        long(2, "flux", ("--pp_size", "2", "--gradient_accumulation_steps", "4")),
-        long(2, "sdxl", ("--pp_size", "2", "--gradient_accumulation_steps", "4", CHECKPOINTING)),
-        long(2, "flux", ("--tp_size", "2")),
+        parse_flags(1, "sd1", ("--train_batch_size", "2", CHECKPOINTING)),
+        parse_flags(1, "flux", ("--quantize_base", "nf4", "--blocks_to_swap", "1")),
+        parse_flags(2, "flux", ("--cp_size", "2")),
+        make_long_batch(1, "sd1", ("--train_batch_size", "2")),
+        make_long_batch(1, "sd3", (CHECKPOINTING, "--gradient_checkpointing_every", "2")),
+        make_long_batch(1, "flux", BUDGET),
+        make_long_batch(1, "sd1", (*UNCACHED, "--mixed_precision", "bf16", CHECKPOINTING)),
+        make_long_batch(1, "sdxl", ()),
+        make_long_batch(1, "z_image", ()),
+        make_long_batch(2, "sd3", ("--cp_size", "2", CHECKPOINTING)),
+        make_long_batch(2, "z_image", ("--cp_size", "2")),
+        make_long_batch(2, "flux", ("--fsdp",)),
+        make_long_batch(2, "flux", ("--pp_size", "2", "--gradient_accumulation_steps", "4")),
+        make_long_batch(2, "sdxl", ("--pp_size", "2", "--gradient_accumulation_steps", "4", CHECKPOINTING)),
+        make_long_batch(2, "flux", ("--tp_size", "2")),
     ],
 )
 def test_a_step_takes_the_estimated_memory(world_size, model, flags, tmp_path):
@@ -166,8 +166,8 @@ def test_a_step_takes_the_estimated_memory(world_size, model, flags, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["128", "512"])
-def test_only_the_position_tables_of_qwen_image_are_estimated_too_high(size, tmp_path):
-    """They move to an accelerator, and are on a processor already."""
+def test_only_the_position_tables_of_qwen_image_are_overestimated(size, tmp_path):
+    """The tables move to an accelerator, but are already in host memory on a CPU."""
     flags = (MODEL, "random:qwen_image:tiny", "--resolution", size, "--train_batch_size", "1")
     (measured,) = run_on_ranks(1, measure_step, tmp_path, *flags)
     positions = FAMILIES.get("qwen_image")().load("random:qwen_image:tiny", torch.float32).transformer.pos_embed
@@ -182,16 +182,16 @@ def test_only_the_position_tables_of_qwen_image_are_estimated_too_high(size, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["flux", "sdxl", "sd3"])
 def test_each_device_of_a_device_map_takes_the_estimated_memory(model):
-    """Compared to fake devices, to which accelerate's hooks dispatch as to real ones."""
+    """Compared to fake devices with accelerate's dispatch hooks."""
     flags = (MODEL, f"random:{model}:tiny")
-    meta_run, (whole,) = split(*flags, batch=MEDIUM)
+    meta_run, (whole,) = run_on_meta_device(*flags, batch=MEDIUM)
     part = meta_run.family.denoiser_name
     device_map = str(build_device_map(getattr(meta_run.pipe, part), 2))
-    _, devices = split(*flags, "--device_map", device_map, world_size=2, batch=MEDIUM)
+    _, devices = run_on_meta_device(*flags, "--device_map", device_map, world_size=2, batch=MEDIUM)
     chunks = [chunk for device in devices for chunk in device.chunks]
 
     config, _, detected = load_config(*flags)
-    real = MetaRun(config, detected, MEDIUM)  # whose blocks are not measured any more
+    real = MetaRun(config, detected, MEDIUM)  # the blocks are no longer recorded
     batch, first = real.task.encode(real.batch, 0), torch.device(DEVICE_TYPE, 0)
     with dispatch_to_fake_devices(real.pipe, part, 2):
         moved = {
@@ -235,16 +235,41 @@ def test_memory_counts_until_its_last_tensor_is_freed():
     assert meter.read_and_reset() == (40, 440, 40) and meter.read_and_reset() == (40, 40, 0)
 
 
+def test_equal_ops_on_the_meta_device_count_like_the_first():
+    def run(meter):
+        x = torch.empty(4, 8, device="meta")
+        y = torch.nn.functional.layer_norm(x @ x.T, (4,)).transpose(0, 1)
+        z = torch.cat([y, y + 1.0]).softmax(0)
+        assert (z.shape, z.dtype, (z > 0).dtype, (y + 1).stride()) == ((8, 4), torch.float32, torch.bool, (1, 4))
+        del x, y, z
+        return meter.read_and_reset()
+
+    with MemoryMeter(torch.device("meta")) as meter:
+        first, second = run(meter), run(meter)
+    assert first == second and first[0] == 0 and first[1] > 0 and first[2] == 2 * 4 * 4 * 8
+
+
+def test_runs_with_other_cached_outputs_share_a_step():
+    uncached, cached = ((*RUN, f"--{no}cache_latents", f"--{no}cache_text_encoder_outputs") for no in ("no-", ""))
+    runs, found = {}, []
+    for flags in (uncached, cached):
+        config, explicit, model = load_config(*flags)
+        layouts, _ = LayoutFinder(config, explicit, model, 1).find_layouts()
+        found.append(estimate_layouts(layouts[:1], model, SMALL, Devices(1, 2**40), runs=runs)[0].memory)
+    assert len(runs) == 1 and found[1] == estimate(1, *cached, batch=SMALL)[0].memory
+    assert found[0].weights > found[1].weights and found[0].activations > found[1].activations
+
+
 def test_the_peaks_of_parts_add_up_to_the_peak_of_the_step():
     one, two = StepMemory(100, 150, 80, 1), StepMemory(20, 30, 5, 2)
-    assert (one + two) == StepMemory(120, 150, 60, 3) and (one + two).peak == 180  # the first part's backward
+    assert (one + two) == StepMemory(120, 150, 60, 3) and (one + two).peak == 180  # the backward pass of the first part
     assert (two + one) == StepMemory(120, 170, 80, 3) and (two + one).peak == 200
     assert (one + two) + one == one + (two + one)
 
 
 def test_pipeline_stages_together_have_the_flops_of_the_model_and_a_tp_rank_more_than_half():
     whole, halves, cut = (
-        split(*RUN, *more, world_size=size)
+        run_on_meta_device(*RUN, *more, world_size=size)
         for size, more in ((1, ()), (2, ("--pp_size", "2")), (2, ("--tp_size", "2")))
     )
     (one,), stages, (rank,) = whole[1], halves[1], cut[1]
@@ -264,7 +289,7 @@ def test_context_parallel_stages_split_tokens_before_a_block_is_checkpointed(mon
         return call(self, block, *args, **kwargs)
 
     monkeypatch.setattr(BlockCheckpointing, "__call__", checkpoint)
-    split(*RUN, CHECKPOINTING, "--pp_size", "2", "--cp_size", "2", world_size=4, batch=MEDIUM)
+    run_on_meta_device(*RUN, CHECKPOINTING, "--pp_size", "2", "--cp_size", "2", world_size=4, batch=MEDIUM)
     assert set(lengths) == {256 // 2}
 
 
@@ -294,7 +319,7 @@ COMPILED = ("--torch_compile", "--cp_size", "2")
 NVME = ("--deepspeed", "--zero_stage", "3", "--offload_optimizer_device", "nvme")
 
 
-def find(world_size: int, *flags: str) -> tuple[set[str], list[str]]:
+def find_layouts(world_size: int, *flags: str) -> tuple[set[str], list[str]]:
     loaded = parse_config(["--dataset_config", "dataset_configs/demo.toml", *flags])
     model = detect_model(loaded.config.model)
     layouts, reasons = LayoutFinder(loaded.config, frozenset(loaded.locations), model, world_size).find_layouts()
@@ -322,7 +347,7 @@ def find(world_size: int, *flags: str) -> tuple[set[str], list[str]]:
     ids=lambda value: "" if isinstance(value, set) else str(value),
 )
 def test_layouts_are_those_that_training_would_accept(world_size, flags, names):
-    assert find(world_size, *SD3, *flags)[0] == names
+    assert find_layouts(world_size, *SD3, *flags)[0] == names
 
 
 def test_layouts_are_combined_and_follow_the_model():
@@ -334,16 +359,16 @@ def test_layouts_are_combined_and_follow_the_model():
         "HSDP 2x2",
         "FSDP 2, CPU offload x TP 2",
     }
-    assert combined < find(4, *SD3)[0]
-    assert not any("TP" in name and "CP" in name and "PP" in name for name in find(8, *SD3)[0])
-    assert len(find(1, *SD3, "--deepspeed")[0]) == 7
-    assert "CP 2" not in find(2, MODEL, "random:sdxl:tiny")[0]
+    assert combined < find_layouts(4, *SD3)[0]
+    assert not any("TP" in name and "CP" in name and "PP" in name for name in find_layouts(8, *SD3)[0])
+    assert len(find_layouts(1, *SD3, "--deepspeed")[0]) == 7
+    assert "CP 2" not in find_layouts(2, MODEL, "random:sdxl:tiny")[0]
 
 
 def test_reasons_against_layouts_are_given_once_with_their_names():
-    (reason,) = find(2, *SD3, "--tp_size", "2", "--quantize_base", "nf4")[1]
+    (reason,) = find_layouts(2, *SD3, "--tp_size", "2", "--quantize_base", "nf4")[1]
     assert reason.startswith("--quantize_base: not available in runs that shard the frozen weights over processes")
-    sharded, compiled = find(2, *SD3, "--deepspeed", "--quantize_base", "nf4", "--torch_compile")[1]
+    sharded, compiled = find_layouts(2, *SD3, "--deepspeed", "--quantize_base", "nf4", "--torch_compile")[1]
     assert sharded.startswith("ZeRO-1 2, ZeRO-1 2, optimizer offload, ZeRO-2 2,") and "torch_compile" in compiled
 
 
@@ -375,14 +400,16 @@ def test_layouts_that_send_more_are_slower_on_slow_links():
     assert all(slow[name] < fast[name] for name in ("TP 2", "CP 2", "FSDP 2", "FSDP 2, CPU offload", "ZeRO-3 2"))
     assert slow["FSDP 2, CPU offload"] < slow["FSDP 2"] < slow["DDP 2"] == 1
     assert fast["FSDP 2"] == pytest.approx(1) and fast["device map 2"] == pytest.approx(0.5, rel=0.01)
-    assert fast["PP 2"] < 0.5, "with one micro-batch, stages wait for each other"
+    assert fast["PP 2"] < 0.5, "with one micro-batch, stages are idle while others run"
 
 
 # suggestions
 
 
-def suggest(*flags: str, world_size: int = 1, memory=lambda smallest: smallest.total - smallest.activations // 2):
-    """What is suggested on devices with as much memory as is computed from the first layout's."""
+def suggest_options(
+    *flags: str, world_size: int = 1, memory=lambda smallest: smallest.total - smallest.activations // 2
+):
+    """Suggest options for devices with as much memory as ``memory`` computes from the first layout's."""
     batch = LargestBatch((512, 512), ("an image",))
     config, explicit, model = load_config(*FLUX, "--resolution", "128", *flags)
     finder = LayoutFinder(config, explicit, model, world_size)
@@ -394,21 +421,21 @@ def suggest(*flags: str, world_size: int = 1, memory=lambda smallest: smallest.t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "flags", "name"), [(1, (), "one device"), (2, ("--cp_size", "2"), "CP 2")])
-def test_where_nothing_fits_options_are_added_until_it_does(world_size, flags, name):
-    suggestion, devices = suggest(*flags, world_size=world_size)
+def test_if_nothing_fits_options_are_added_until_a_layout_fits(world_size, flags, name):
+    suggestion, devices = suggest_options(*flags, world_size=world_size)
     assert suggestion.layout.name == name and suggestion.memory.total <= devices.memory
     assert set(suggestion.savings) <= {"mixed_precision", "gradient_checkpointing"} and suggestion.savings
 
 
 @pytest.mark.slow
 def test_options_that_contradict_the_run_are_not_suggested():
-    suggestion, _ = suggest("--no-cache_text_encoder_outputs", "--no-network_train_unet_only")
+    suggestion, _ = suggest_options("--no-cache_text_encoder_outputs", "--no-network_train_unet_only")
     assert suggestion is not None and "cache_text_encoder_outputs" not in suggestion.savings
 
 
 @pytest.mark.slow
-def test_where_no_option_is_enough_all_that_help_are_suggested():
-    suggestion, devices = suggest(memory=lambda memory: memory.reserved + memory.adapters)
+def test_if_no_option_suffices_all_that_reduce_memory_are_suggested():
+    suggestion, devices = suggest_options(memory=lambda memory: memory.reserved + memory.adapters)
     assert suggestion.memory.total > devices.memory
     assert "--quantize_base nf4" in suggestion.flags and "int8" not in suggestion.flags
-    assert suggest(memory=lambda memory: memory.reserved + memory.adapters - 1)[0] is None
+    assert suggest_options(memory=lambda memory: memory.reserved + memory.adapters - 1)[0] is None

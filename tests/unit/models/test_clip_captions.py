@@ -27,7 +27,7 @@ def encode_with_diffusers(pipe, text, **options):
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_clip_skip_takes_the_nth_last_layer(name, number):
     pipe = TINY[name]().pipe
-    if not hasattr(pipe.text_encoder, "text_model"):  # where diffusers 0.42 looks for the last norm
+    if not hasattr(pipe.text_encoder, "text_model"):  # diffusers 0.42 reads the final layer norm here
         object.__setattr__(pipe.text_encoder, "text_model", pipe.text_encoder)
     family = FAMILIES.get(name)(ModelConfig(clip_skip=number))
     reference, _ = encode_with_diffusers(pipe, ["a red circle"], clip_skip=number - 1 or None)
@@ -117,7 +117,7 @@ def test_the_max_token_length_of_t5_is_an_option(name):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["sd3", "flux"])
 def test_no_warning_is_logged_for_captions_that_clip_truncates(name, caplog, monkeypatch):
-    """They would repeat every step on every rank; only what T5 truncates is lost, and that is reported."""
+    """The warnings would be repeated in every step on every rank; only text that T5 truncates is lost and reported."""
     pipe, family = TINY[name]().pipe, FAMILIES.get(name)()
     for library in ("diffusers", "transformers"):
         monkeypatch.setattr(logging.getLogger(library), "propagate", True)

@@ -27,7 +27,9 @@ def tokenizer_cache(tmp_path_factory):
         for part, hub_id in family.tokenizer_repo_ids.items():
             tokenizer = getattr(pipe, part)
             if "CLIP" in type(tokenizer).__name__:
-                tokenizer.pad_token = tokenizer.eos_token  # as published ones have it, whatever the model pads with
+                tokenizer.pad_token = (
+                    tokenizer.eos_token
+                )  # as in published tokenizers, independent of the model's pad token
             tokenizer.save_pretrained(folder / hub_id.partition(":")[0].replace("/", "_"))
     return folder
 
@@ -208,7 +210,7 @@ def test_text_encoder_and_vae_are_loaded_from_their_own_files(name, tmp_path, to
     save_file(transformer(tiny.pipe.transformer), files["transformer"])
     save_file(vae(tiny.pipe.vae), files["vae"])
     words = original_checkpoints.convert_text_encoder(tiny.pipe.text_encoder)
-    words.pop("lm_head.weight", None)  # some files leave it out
+    words.pop("lm_head.weight", None)  # missing in some files
     save_file(words, files["text_encoder"])
     options = ModelConfig(
         files["transformer"],

@@ -30,7 +30,7 @@ STEPS = 37
 OF_TRANSFORMERS = [name for name in PROGRESS_SCHEDULES if name not in ("rex", "adafactor")]
 
 
-def steps(count: int) -> StepsOrRatio:
+def read_steps(count: int) -> StepsOrRatio:
     return StepsOrRatio(count, False)
 
 
@@ -68,7 +68,7 @@ def test_the_learning_rates_are_those_of_transformers(name, warmup):
     config = OptimConfig(
         learning_rate=3e-4,
         lr_scheduler=name,
-        lr_warmup_steps=steps(warmup),
+        lr_warmup_steps=read_steps(warmup),
         lr_scheduler_num_cycles=3,
         lr_scheduler_power=2.0,
         lr_scheduler_min_lr_ratio=0.1,
@@ -80,7 +80,10 @@ def test_the_learning_rates_are_those_of_transformers(name, warmup):
 @pytest.mark.parametrize(("warmup", "timescale"), [(0, None), (5, None), (5, 12), (0, 12)])
 def test_inverse_sqrt_is_that_of_transformers(warmup, timescale):
     config = OptimConfig(
-        learning_rate=3e-4, lr_scheduler="inverse_sqrt", lr_warmup_steps=steps(warmup), lr_scheduler_timescale=timescale
+        learning_rate=3e-4,
+        lr_scheduler="inverse_sqrt",
+        lr_warmup_steps=read_steps(warmup),
+        lr_scheduler_timescale=timescale,
     )
 
     assert list_rates(config) == pytest.approx(list_reference_rates(config, warmup, timescale=timescale), rel=1e-9)
@@ -91,8 +94,8 @@ def test_warmup_stable_decay_is_that_of_transformers(warmup, decay, lowest):
     config = OptimConfig(
         learning_rate=3e-4,
         lr_scheduler="warmup_stable_decay",
-        lr_warmup_steps=steps(warmup),
-        lr_decay_steps=steps(decay),
+        lr_warmup_steps=read_steps(warmup),
+        lr_decay_steps=read_steps(decay),
         lr_scheduler_min_lr_ratio=lowest,
     )
 
@@ -170,7 +173,7 @@ def is_installed(name: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-WALKS = {
+LEARNING_RATES = {
     "AdamW": 0.1,
     "adamw": 0.1,
     "": 0.1,
@@ -205,21 +208,21 @@ WALKS = {
     "torch.optim.Adamax": 0.1,
     "torch.optim:RAdam": 0.1,
 }
-"""Learning rates with which each gets down."""
+"""A learning rate for each optimizer that minimizes the quadratic."""
 
 
-def test_every_optimizer_of_the_table_is_tested():
-    assert set(OPTIMIZERS) <= set(WALKS)
+def test_every_optimizer_of_the_registry_is_tested():
+    assert set(OPTIMIZERS) <= set(LEARNING_RATES)
 
 
-@pytest.mark.parametrize("name", WALKS)
+@pytest.mark.parametrize("name", LEARNING_RATES)
 def test_every_optimizer_minimizes_a_quadratic(name):
     if not is_installed(name):
         pytest.skip(f"{OPTIMIZERS[name].pip_package} is not installed")
     weight = torch.nn.Parameter(torch.tensor([[3.0, -2.0], [1.0, 2.5]]))
     arguments = ("relative_step=False", "scale_parameter=False") if name == "Adafactor" else ()
-    config = OptimConfig(optimizer_type=name, learning_rate=WALKS[name], optimizer_args=arguments)
-    optimizer = build_optimizer(config, [ParamGroup("unet", [weight], WALKS[name])])
+    config = OptimConfig(optimizer_type=name, learning_rate=LEARNING_RATES[name], optimizer_args=arguments)
+    optimizer = build_optimizer(config, [ParamGroup("unet", [weight], LEARNING_RATES[name])])
     start = float((weight.detach() ** 2).sum())
 
     if hasattr(optimizer, "train"):
@@ -338,7 +341,7 @@ def test_a_missing_package_is_reported_with_its_pip_command(monkeypatch):
     assert re.search(r"AdamW8bit: .*bitsandbytes.*; pip install bitsandbytes", problem)
 
 
-def test_a_learning_rate_in_place_of_a_factor_is_warned_about():
+def test_a_learning_rate_below_1_for_lr_free_optimizers_is_warned_about():
     groups = [ParamGroup("unet", [], 1e-4), ParamGroup("text", [], 1e-5)]
 
     assert len(find_learning_rate_warnings(OptimConfig(optimizer_type="Prodigy"), groups)) == 2

@@ -16,27 +16,27 @@ from library.distributed.world import World
 from library.optim.preflight import validate_elementwise_optimizer
 
 STAGE_3 = ("--deepspeed", "--zero_stage", "3")
-TWO = World(world_size=2, local_world_size=2, local_rank=0, mixed_precision="no")
+TWO_PROCESSES = World(world_size=2, local_world_size=2, local_rank=0, mixed_precision="no")
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 
-def config(*flags: str):
+def parse_flags(*flags: str):
     return parse_config([*flags]).config
 
 
-def launched(**variables: str) -> World:
+def build_launcher_environment(**variables: str) -> World:
     names = {
         name if name == "ACCELERATE_GRADIENT_CLIPPING" else f"ACCELERATE_DEEPSPEED_{name}": value
         for name, value in variables.items()
     }
-    return replace(TWO, engines=("DeepSpeed",), launcher_variables=names)
+    return replace(TWO_PROCESSES, engines=("DeepSpeed",), launcher_variables=names)
 
 
 @pytest.fixture
-def file(tmp_path):
+def write_deepspeed_config(tmp_path):
     def write(**content) -> World:
         (tmp_path / "ds.json").write_text(json.dumps(content))
-        return launched(CONFIG_FILE=str(tmp_path / "ds.json"))
+        return build_launcher_environment(CONFIG_FILE=str(tmp_path / "ds.json"))
 
     return write
 
@@ -44,23 +44,23 @@ def file(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "world", "expected"),
     [
-        ((), TWO, None),
-        (("--zero_stage", "2"), TWO, None),  # sd-scripts' default, written down
+        ((), TWO_PROCESSES, None),
+        (("--zero_stage", "2"), TWO_PROCESSES, None),  # the default of sd-scripts, set explicitly
         (
             (),
-            replace(TWO, launcher_variables={"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}),
+            replace(TWO_PROCESSES, launcher_variables={"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}),
             None,
-        ),  # left over: nobody asks for it
-        (("--deepspeed",), TWO, DeepSpeedSettings(2)),
+        ),  # leftover variable without DeepSpeed
+        (("--deepspeed",), TWO_PROCESSES, DeepSpeedSettings(2)),
         (
             ("--deepspeed", "--zero_stage", "3", "--offload_param_device", "cpu"),
-            TWO,
+            TWO_PROCESSES,
             DeepSpeedSettings(3, offload_param_device="cpu"),
         ),
-        ((), launched(), DeepSpeedSettings(2)),
+        ((), build_launcher_environment(), DeepSpeedSettings(2)),
         (
             (),
-            launched(
+            build_launcher_environment(
                 ZERO_STAGE="1",
                 OFFLOAD_OPTIMIZER_DEVICE="cpu",
                 OFFLOAD_PARAM_DEVICE="none",
@@ -69,16 +69,16 @@ def file(tmp_path):
             ),
             DeepSpeedSettings(1, "cpu"),
         ),
-        (("--deepspeed", "--zero_stage", "3"), launched(ZERO_STAGE="3"), DeepSpeedSettings(3)),
+        (("--deepspeed", "--zero_stage", "3"), build_launcher_environment(ZERO_STAGE="3"), DeepSpeedSettings(3)),
     ],
 )
 def test_options_and_launcher_are_resolved_to_one_configuration(flags, world, expected):
-    assert resolve_deepspeed(config(*flags).deepspeed, world) == expected
-    assert validate_distributed(config(*flags), world) == []
+    assert resolve_deepspeed(parse_flags(*flags).deepspeed, world) == expected
+    assert validate_distributed(parse_flags(*flags), world) == []
 
 
-def test_a_deepspeed_config_file_is_completed_and_passed_on(file):
-    world = file(
+def test_a_deepspeed_config_file_is_completed_and_passed_on(write_deepspeed_config):
+    world = write_deepspeed_config(
         train_batch_size=16,
         train_micro_batch_size_per_gpu=4,
         gradient_accumulation_steps=2,
@@ -93,10 +93,13 @@ def test_a_deepspeed_config_file_is_completed_and_passed_on(file):
             "stage3_max_live_parameters": 5,
         },
     )
-    asked = config("--gradient_accumulation_steps", "2", "--mixed_precision", "bf16")
-    settings = resolve_deepspeed(asked.deepspeed, world)
+    settings_config = parse_flags("--gradient_accumulation_steps", "2", "--mixed_precision", "bf16")
+    settings = resolve_deepspeed(settings_config.deepspeed, world)
 
-    assert [*validate_deepspeed(asked, world)] == [] and (settings.stage, settings.offload_param_device) == (3, "cpu")
+    assert [*validate_deepspeed(settings_config, world)] == [] and (settings.stage, settings.offload_param_device) == (
+        3,
+        "cpu",
+    )
     handed = settings.build_config(pin_memory=False)
     assert handed["zero_optimization"] == {
         "stage": 3,
@@ -106,78 +109,106 @@ def test_a_deepspeed_config_file_is_completed_and_passed_on(file):
     assert handed["steps_per_print"] == 50 and handed["gradient_accumulation_steps"] == 1
     assert not {"bf16", "fp16", "train_batch_size"} & handed.keys()
     assert validate_deepspeed_batch_sizes(settings, [4], 2, 2) == []
-    micro, whole = validate_deepspeed_batch_sizes(settings, [4, 8], 2, 2)
+    micro, global_batch = validate_deepspeed_batch_sizes(settings, [4, 8], 2, 2)
     assert "train_micro_batch_size_per_gpu is 4, but the batch plan has 4 and 8" in micro
-    assert "train_batch_size is 16, but the batch plan has 16 and 32" in whole
+    assert "train_batch_size is 16, but the batch plan has 16 and 32" in global_batch
 
 
 @pytest.mark.parametrize(
     ("flags", "world", "expected"),
     [
-        (("--offload_optimizer_device", "cpu"), TWO, "--offload_optimizer_device: no effect without DeepSpeed"),
-        (("--zero_stage", "3"), TWO, "--zero_stage: no effect without DeepSpeed"),
-        (("--deepspeed", "--zero_stage", "0"), TWO, "zero_stage 0: shards nothing"),
-        (("--deepspeed", "--offload_param_device", "cpu"), TWO, "only ZeRO stage 3 shards the model"),
+        (
+            ("--offload_optimizer_device", "cpu"),
+            TWO_PROCESSES,
+            "--offload_optimizer_device: no effect without DeepSpeed",
+        ),
+        (("--zero_stage", "3"), TWO_PROCESSES, "--zero_stage: no effect without DeepSpeed"),
+        (("--deepspeed", "--zero_stage", "0"), TWO_PROCESSES, "zero_stage 0: shards nothing"),
+        (("--deepspeed", "--offload_param_device", "cpu"), TWO_PROCESSES, "only ZeRO stage 3 shards the model"),
         (
             (),
-            launched(OFFLOAD_OPTIMIZER_DEVICE="nvme", OFFLOAD_OPTIMIZER_NVME_PATH="/x"),
+            build_launcher_environment(OFFLOAD_OPTIMIZER_DEVICE="nvme", OFFLOAD_OPTIMIZER_NVME_PATH="/x"),
             "--offload_optimizer_device nvme: not supported: a LoRA's optimizer state is small",
         ),
         (
             (*STAGE_3, "--offload_param_device", "nvme"),
-            TWO,
+            TWO_PROCESSES,
             "set --offload_param_nvme_path, a directory on a fast disk",
         ),
         (
             (*STAGE_3, "--offload_param_device", "nvme", "--offload_param_nvme_path", "/nowhere"),
-            TWO,
+            TWO_PROCESSES,
             "--offload_param_nvme_path /nowhere: not a writable directory",
         ),
         (
             ("--deepspeed", "--offload_param_device", "nvme", "--offload_param_nvme_path", "/tmp"),
-            TWO,
+            TWO_PROCESSES,
             "only ZeRO stage 3 shards the model",
         ),
         (
             (*STAGE_3, "--offload_param_device", "cpu", "--offload_param_nvme_path", "/tmp"),
-            TWO,
+            TWO_PROCESSES,
             "--offload_param_nvme_path: no effect without",
         ),
-        (("--deepspeed", "--offload_optimizer_device", "disk"), TWO, "device disk: expected none, cpu or nvme"),
-        ((), launched(OFFLOAD_OPTIMIZER_NVME_PATH="/x"), "offload_optimizer_nvme_path: no effect without"),
-        (("--deepspeed", "--full_bf16", "--mixed_precision", "bf16"), TWO, "DeepSpeed keeps adapters in fp32"),
+        (
+            ("--deepspeed", "--offload_optimizer_device", "disk"),
+            TWO_PROCESSES,
+            "device disk: expected none, cpu or nvme",
+        ),
+        (
+            (),
+            build_launcher_environment(OFFLOAD_OPTIMIZER_NVME_PATH="/x"),
+            "offload_optimizer_nvme_path: no effect without",
+        ),
+        (
+            ("--deepspeed", "--full_bf16", "--mixed_precision", "bf16"),
+            TWO_PROCESSES,
+            "DeepSpeed keeps adapters in fp32",
+        ),
         (
             ("--deepspeed", "--on_oom", "recover"),
-            TWO,
+            TWO_PROCESSES,
             "--on_oom recover: DeepSpeed reduces gradients in every backward",
         ),
-        (("--deepspeed", "--fsdp"), TWO, "--fsdp: DeepSpeed is requested as well"),
+        (("--deepspeed", "--fsdp"), TWO_PROCESSES, "--fsdp: DeepSpeed is requested as well"),
         (
             ("--deepspeed",),
-            replace(TWO, engines=("FSDP",), launcher_variables={"FSDP_VERSION": "2"}),
+            replace(TWO_PROCESSES, engines=("FSDP",), launcher_variables={"FSDP_VERSION": "2"}),
             "the launcher's FSDP: DeepSp",
         ),
-        (("--deepspeed", "--zero_stage", "3", "--torch_compile"), TWO, "--torch_compile: ZeRO stage 3 gathers"),
-        (("--deepspeed", "--zero_stage", "3"), replace(TWO, dynamo_backend="INDUCTOR"), "ZeRO stage 3 gathers"),
-        (("--deepspeed", "--tp_size", "2"), TWO, "--tp_size 2: not supported with DeepSpeed"),
+        (
+            ("--deepspeed", "--zero_stage", "3", "--torch_compile"),
+            TWO_PROCESSES,
+            "--torch_compile: ZeRO stage 3 gathers",
+        ),
+        (
+            ("--deepspeed", "--zero_stage", "3"),
+            replace(TWO_PROCESSES, dynamo_backend="INDUCTOR"),
+            "ZeRO stage 3 gathers",
+        ),
+        (("--deepspeed", "--tp_size", "2"), TWO_PROCESSES, "--tp_size 2: not supported with DeepSpeed"),
         (
             ("--deepspeed",),
-            replace(TWO, device_type="cuda", mixed_precision="fp16"),
+            replace(TWO_PROCESSES, device_type="cuda", mixed_precision="fp16"),
             "--mixed_precision fp16: not supported",
         ),
         (
             ("--deepspeed", "--zero_stage", "2"),
-            launched(ZERO_STAGE="3"),
+            build_launcher_environment(ZERO_STAGE="3"),
             "--zero_stage is 2; accelerate's zero_stage is 3; set it once",
         ),
-        ((), launched(ACCELERATE_GRADIENT_CLIPPING="0.5"), "gradient_clipping is 0.5, but --max_grad_norm is 1.0"),
-        ((), launched(MOE_LAYER_CLS_NAMES="Experts"), "deepspeed_moe_layer_cls_names: no model here"),
-        ((), launched(CONFIG_FILE="/nowhere.json"), "/nowhere.json: DeepSpeed's file cannot be read"),
+        (
+            (),
+            build_launcher_environment(ACCELERATE_GRADIENT_CLIPPING="0.5"),
+            "gradient_clipping is 0.5, but --max_grad_norm is 1.0",
+        ),
+        ((), build_launcher_environment(MOE_LAYER_CLS_NAMES="Experts"), "deepspeed_moe_layer_cls_names: no model here"),
+        ((), build_launcher_environment(CONFIG_FILE="/nowhere.json"), "/nowhere.json: DeepSpeed's file cannot be read"),
     ],
 )
 def test_incompatible_deepspeed_settings_are_refused_before_the_rendezvous(flags, world, expected):
     world = replace(world, machine=replace(world.machine, device_count=2))
-    (problem,) = [line for line in validate_distributed(config(*flags), world) if expected in line]
+    (problem,) = [line for line in validate_distributed(parse_flags(*flags), world) if expected in line]
     assert "\n" not in problem
 
 
@@ -204,20 +235,20 @@ def test_incompatible_deepspeed_settings_are_refused_before_the_rendezvous(flags
         ((), {"zero_optimization": []}, "not a DeepSpeed config"),
     ],
 )
-def test_a_config_file_that_contradicts_the_options_is_refused(flags, content, expected, file):
-    world = file(**{"zero_optimization": {"stage": 1}, **content})
-    (problem,) = validate_deepspeed(config(*flags), world)
+def test_a_config_file_that_contradicts_the_options_is_refused(flags, content, expected, write_deepspeed_config):
+    world = write_deepspeed_config(**{"zero_optimization": {"stage": 1}, **content})
+    (problem,) = validate_deepspeed(parse_flags(*flags), world)
     assert expected in problem
 
 
-def test_nvme_settings_are_passed_on(file, tmp_path):
+def test_nvme_settings_are_passed_on(write_deepspeed_config, tmp_path):
     part = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 7, "buffer_size": 10**8, "max_in_cpu": 10**9}
     aio = {"block_size": 262144, "queue_depth": 32}
-    world = file(zero_optimization={"stage": 3, "offload_param": part}, aio=aio)
-    settings = resolve_deepspeed(config().deepspeed, world)
+    world = write_deepspeed_config(zero_optimization={"stage": 3, "offload_param": part}, aio=aio)
+    settings = resolve_deepspeed(parse_flags().deepspeed, world)
     handed = settings.build_config(pin_memory=False)
 
-    assert [*validate_deepspeed(config(), world)] == []
+    assert [*validate_deepspeed(parse_flags(), world)] == []
     assert (settings.offload_param_device, settings.offload_param_path) == ("nvme", str(tmp_path))
     assert handed["zero_optimization"]["offload_param"] == {**part, "pin_memory": False} and handed["aio"] == aio
     assert "model offloaded to NVMe" in settings.format_summary(2)
@@ -225,23 +256,23 @@ def test_nvme_settings_are_passed_on(file, tmp_path):
 
 @pytest.mark.parametrize("name", ["", "AdamW", "SGDNesterov", "lion", "RMSprop"])
 def test_elementwise_optimizers_can_be_sharded(name):
-    assert not [*validate_elementwise_optimizer(config("--optimizer_type", name).optim, "DeepSpeed")]
+    assert not [*validate_elementwise_optimizer(parse_flags("--optimizer_type", name).optim, "DeepSpeed")]
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Prodigy", "CAME", "AdamW8bit", "Muon", "AdamWScheduleFree"])
 def test_other_optimizers_are_refused_with_alternatives(name):
-    (problem,) = validate_elementwise_optimizer(config("--optimizer_type", name).optim, "DeepSpeed")
+    (problem,) = validate_elementwise_optimizer(parse_flags("--optimizer_type", name).optim, "DeepSpeed")
     assert problem.startswith(f"--optimizer_type {name}: needs whole tensors") and "or --fsdp" in problem
 
 
 @pytest.mark.slow
-def test_a_run_fails_for_such_an_optimizer_and_for_unknown_zero_settings(tmp_path, file):
+def test_a_run_fails_for_such_an_optimizer_and_for_unknown_zero_settings(tmp_path, write_deepspeed_config):
     (tmp_path / "data.toml").write_text(f"[[datasets]]\n[[datasets.subsets]]\nimage_dir = '{tmp_path}'\n")
     flags = ("--dataset_config", str(tmp_path / "data.toml"), "--output_dir", str(tmp_path / "out"))
     with pytest.raises(AssertionError, match="DeepSpeed shards them over processes; use AdamW"):
         run_on_ranks(1, train, *flags, "--deepspeed", "--optimizer_type", "Adafactor")
 
-    world = file(zero_optimization={"stage": 3, "stage3_max_live_parameter": 5})
+    world = write_deepspeed_config(zero_optimization={"stage": 3, "stage3_max_live_parameter": 5})
     environment = {"ACCELERATE_USE_DEEPSPEED": "true", **world.launcher_variables}
     with pytest.raises(AssertionError, match=r"zero_optimization\.stage3_max_live_parameter: Extra inputs"):
         run_on_ranks(1, train, *flags, environment=environment)

@@ -91,15 +91,13 @@ def test_update_norms_of_several_devices_are_read_in_one_copy():
                 for name, weight in list(module.named_parameters(recurse=False)):
                     fake = torch.empty(weight.shape, device=torch.device(DEVICE_TYPE, number))
                     module.register_parameter(name, nn.Parameter(fake))
-        with pytest.raises(
-            DataDependentOutputException
-        ):  # fake tensors have no data, and nothing fails before they are read
+        with pytest.raises(DataDependentOutputException):  # fake tensors have no data, and fail only when they are read
             compute_layer_update_norms(layers)
         assert mode is not None
 
 
 @pytest.mark.parametrize(
-    ("model", "written", "expected"),
+    ("model", "text", "expected"),
     [
         (
             "flux",
@@ -114,13 +112,13 @@ def test_update_norms_of_several_devices_are_read_in_one_copy():
         ),
     ],
 )
-def test_a_device_map_that_does_not_match_the_model_is_refused(model, written, expected):
-    (problem,) = validate_device_map(empty_denoiser(model), DeviceMap.parse(written))
+def test_a_device_map_that_does_not_match_the_model_is_refused(model, text, expected):
+    (problem,) = validate_device_map(empty_denoiser(model), DeviceMap.parse(text))
     assert expected in problem
 
 
 @pytest.mark.parametrize(
-    ("written", "expected"),
+    ("text", "expected"),
     [
         ("even", "expected auto, balanced, sequential, or JSON such as"),
         ("{}", "expected auto, balanced"),
@@ -132,15 +130,15 @@ def test_a_device_map_that_does_not_match_the_model_is_refused(model, written, e
         ('{"a": true}', "'a': expected a device index (0, 1, ...), got True"),
     ],
 )
-def test_invalid_device_maps_are_refused(written, expected):
-    problems = parse_config(["--device_map", written]).problems
+def test_invalid_device_maps_are_refused(text, expected):
+    problems = parse_config(["--device_map", text]).problems
     assert any(expected in problem for problem in problems), problems
 
 
 def test_device_maps_are_refused_with_other_engines_and_too_few_devices():
-    def problems(written: str, **facts: Any) -> list[str]:
+    def problems(text: str, **facts: Any) -> list[str]:
         machine = Machine(device_type="cuda", device_count=facts.pop("count", 2))
-        config = parse_config(["--device_map", written]).config
+        config = parse_config(["--device_map", text]).config
         world = World(device_type="cuda", machine=machine, **facts)
         return [*validate_device_map_launch(config.parallel.device_map, config.distributed, world)]
 
@@ -163,21 +161,21 @@ def train_with_device_map_on_cpu(*flags: str) -> str:
 
     preflight.validate_device_map_launch = lambda *_: []
     device_map.list_devices = lambda first: [first, first]
-    peaks = cycle([5e9, 7e9])  # of one and of the other
+    peaks = cycle([5e9, 7e9])  # parameters of both devices
     metrics.get_peak_memory = lambda device: next(peaks)
     return train(*flags)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "written", "more"),
+    ("model", "text", "more"),
     [
         pytest.param("sdxl", '{"": 0, "up_blocks": 1}', ("--gradient_checkpointing",), marks=pytest.mark.slow),
         ("flux", '{"": 0, "single_transformer_blocks": 1}', ("--sample_at_first",)),
         pytest.param("sd3", '{"": 0, "transformer_blocks.1": 1}', (), marks=pytest.mark.slow),
     ],
 )
-def test_training_and_previews_with_a_device_map_equal_those_without(model, written, more, tmp_path):
+def test_training_and_previews_with_a_device_map_equal_those_without(model, text, more, tmp_path):
     (tmp_path / "prompts.txt").write_text("a leaf --w 64 --h 64 --s 2 --d 1\n")
     flags = (
         "--pretrained_model_name_or_path",
@@ -194,14 +192,14 @@ def test_training_and_previews_with_a_device_map_equal_those_without(model, writ
     )
     (one,) = run_on_ranks(1, train, *flags, "--output_dir", str(tmp_path / "one"))
     (two,) = run_on_ranks(
-        1, train_with_device_map_on_cpu, *flags, "--output_dir", str(tmp_path / "two"), "--device_map", written
+        1, train_with_device_map_on_cpu, *flags, "--output_dir", str(tmp_path / "two"), "--device_map", text
     )
     assert max_relative_difference(load_file(one), load_file(two)) == 0.0
     lines = map(json.loads, (tmp_path / "two" / "lora.metrics.jsonl").read_text().splitlines())
     reported = {line["memory/peak_gb"] for line in lines if "memory/peak_gb" in line}
     assert reported == {7}, "the device with the largest peak is reported"
-    drawn = [[path.read_bytes() for path in (tmp_path / name / "sample").glob("*.png")] for name in ("one", "two")]
-    assert drawn[0] == drawn[1] and len(drawn[0]) == more.count("--sample_at_first")
+    previews = [[path.read_bytes() for path in (tmp_path / name / "sample").glob("*.png")] for name in ("one", "two")]
+    assert previews[0] == previews[1] and len(previews[0]) == more.count("--sample_at_first")
 
 
 def test_lr_free_optimizers_are_refused_with_a_device_map():

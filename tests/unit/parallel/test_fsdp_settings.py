@@ -18,7 +18,7 @@ from library.distributed.preflight import validate_distributed
 from library.distributed.validate_sharding import validate_fsdp
 from library.distributed.world import World
 
-FOUR = World(world_size=4, local_world_size=4, local_rank=0)
+FOUR_PROCESSES = World(world_size=4, local_world_size=4, local_rank=0)
 EXPORTED = {
     "FSDP_VERSION": "2",
     "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
@@ -32,7 +32,7 @@ EXPORTED = {
     "FSDP_ACTIVATION_CHECKPOINTING": "false",
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false",
 }
-"""What ``accelerate launch --use_fsdp --fsdp_version 2`` puts into the environment."""
+"""The variables that ``accelerate launch --use_fsdp --fsdp_version 2`` sets."""
 SIZES = {
     "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
     "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
@@ -42,81 +42,117 @@ SIZES = {
 }
 
 
-def config(*flags: str):
+def parse_flags(*flags: str):
     return parse_config([*flags]).config
 
 
-def launched(**variables: str) -> World:
+def build_launcher_environment(**variables: str) -> World:
     engines = ("FSDP", "a parallelism config") if any(name.startswith("PARA") for name in variables) else ("FSDP",)
-    return replace(FOUR, engines=engines, launcher_variables={**EXPORTED, **variables})
+    return replace(FOUR_PROCESSES, engines=engines, launcher_variables={**EXPORTED, **variables})
 
 
 @pytest.mark.parametrize(
     ("flags", "world", "expected"),
     [
-        ((), FOUR, None),
-        (("--no-fsdp",), FOUR, None),
-        ((), replace(FOUR, launcher_variables=EXPORTED), None),  # left over from somewhere, as no engine is asked for
-        (("--fsdp",), FOUR, FSDPSettings(1, 4)),
+        ((), FOUR_PROCESSES, None),
+        (("--no-fsdp",), FOUR_PROCESSES, None),
+        ((), replace(FOUR_PROCESSES, launcher_variables=EXPORTED), None),  # leftover variables without an engine
+        (("--fsdp",), FOUR_PROCESSES, FSDPSettings(1, 4)),
         (("--fsdp",), World(local_rank=0), FSDPSettings(1, 1)),
-        ((), launched(), FSDPSettings(1, 4)),
-        (("--fsdp",), launched(), FSDPSettings(1, 4)),
-        (("--fsdp", "--fsdp_offload_params", "--no-fsdp_reshard_after_forward"), FOUR, FSDPSettings(1, 4, True, False)),
-        ((), launched(FSDP_OFFLOAD_PARAMS="true", FSDP_RESHARD_AFTER_FORWARD="false"), FSDPSettings(1, 4, True, False)),
-        (("--fsdp_offload_params",), launched(), FSDPSettings(1, 4, True)),
-        (("--fsdp", "--dp_replicate_size", "2"), FOUR, FSDPSettings(2, 2)),
-        (("--fsdp", "--dp_shard_size", "4"), FOUR, FSDPSettings(1, 4)),
-        ((), launched(**SIZES), FSDPSettings(2, 2)),
-        ((), launched(**{**SIZES, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "1"}), FSDPSettings(2, 2)),
-        ((), launched(FSDP_TRANSFORMER_CLS_TO_WRAP="A,B"), FSDPSettings(1, 4, block_classes=("A", "B"))),
-        (("--gradient_checkpointing",), launched(FSDP_ACTIVATION_CHECKPOINTING="true"), FSDPSettings(1, 4)),
+        ((), build_launcher_environment(), FSDPSettings(1, 4)),
+        (("--fsdp",), build_launcher_environment(), FSDPSettings(1, 4)),
+        (
+            ("--fsdp", "--fsdp_offload_params", "--no-fsdp_reshard_after_forward"),
+            FOUR_PROCESSES,
+            FSDPSettings(1, 4, True, False),
+        ),
+        (
+            (),
+            build_launcher_environment(FSDP_OFFLOAD_PARAMS="true", FSDP_RESHARD_AFTER_FORWARD="false"),
+            FSDPSettings(1, 4, True, False),
+        ),
+        (("--fsdp_offload_params",), build_launcher_environment(), FSDPSettings(1, 4, True)),
+        (("--fsdp", "--dp_replicate_size", "2"), FOUR_PROCESSES, FSDPSettings(2, 2)),
+        (("--fsdp", "--dp_shard_size", "4"), FOUR_PROCESSES, FSDPSettings(1, 4)),
+        ((), build_launcher_environment(**SIZES), FSDPSettings(2, 2)),
+        ((), build_launcher_environment(**{**SIZES, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "1"}), FSDPSettings(2, 2)),
+        (
+            (),
+            build_launcher_environment(FSDP_TRANSFORMER_CLS_TO_WRAP="A,B"),
+            FSDPSettings(1, 4, block_classes=("A", "B")),
+        ),
+        (
+            ("--gradient_checkpointing",),
+            build_launcher_environment(FSDP_ACTIVATION_CHECKPOINTING="true"),
+            FSDPSettings(1, 4),
+        ),
     ],
 )
 def test_fsdp_options_and_launcher_are_resolved_to_one_configuration(flags, world, expected):
-    asked = config(*flags)
+    settings_config = parse_flags(*flags)
 
-    assert resolve_fsdp(asked.sharding, asked.parallel.tp_size, world) == expected
-    assert validate_fsdp(asked.sharding, asked.train, asked.parallel.tp_size, world) == []
+    assert resolve_fsdp(settings_config.sharding, settings_config.parallel.tp_size, world) == expected
+    assert validate_fsdp(settings_config.sharding, settings_config.train, settings_config.parallel.tp_size, world) == []
     assert [*find_ignored_fsdp_settings(world)] == []
 
 
 @pytest.mark.parametrize(
     ("flags", "world", "expected"),
     [
-        (("--no-fsdp",), launched(), "--no-fsdp: the launcher requests FSDP"),
-        (("--dp_shard_size", "2"), FOUR, "--dp_shard_size: no effect without FSDP; add --fsdp"),
+        (("--no-fsdp",), build_launcher_environment(), "--no-fsdp: the launcher requests FSDP"),
+        (("--dp_shard_size", "2"), FOUR_PROCESSES, "--dp_shard_size: no effect without FSDP; add --fsdp"),
         (
             (),
             replace(
-                FOUR, engines=("a parallelism config",), launcher_variables={"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"}
+                FOUR_PROCESSES,
+                engines=("a parallelism config",),
+                launcher_variables={"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"},
             ),
             "parallelism_config_dp_shard_size: no effect without FSDP",
         ),
-        (("--no-fsdp_offload_params",), launched(FSDP_OFFLOAD_PARAMS="true"), "the launcher sets true; set it once"),
-        (("--dp_replicate_size", "4"), launched(**SIZES), "the launcher sets 2; set it once"),
-        (("--fsdp", "--dp_replicate_size", "3"), FOUR, "is 3 x 1, but the world size is 4"),
-        (("--fsdp", "--dp_replicate_size", "4"), FOUR, "nothing is sharded"),
-        (("--fsdp", "--dp_replicate_size", "2", "--tp_size", "2"), FOUR, "2 x tp_size 2 takes all 4 processes"),
+        (
+            ("--no-fsdp_offload_params",),
+            build_launcher_environment(FSDP_OFFLOAD_PARAMS="true"),
+            "the launcher sets true; set it once",
+        ),
+        (("--dp_replicate_size", "4"), build_launcher_environment(**SIZES), "the launcher sets 2; set it once"),
+        (("--fsdp", "--dp_replicate_size", "3"), FOUR_PROCESSES, "is 3 x 1, but the world size is 4"),
+        (("--fsdp", "--dp_replicate_size", "4"), FOUR_PROCESSES, "nothing is sharded"),
+        (
+            ("--fsdp", "--dp_replicate_size", "2", "--tp_size", "2"),
+            FOUR_PROCESSES,
+            "2 x tp_size 2 takes all 4 processes",
+        ),
         (("--fsdp",), World(), "this is a single one"),
-        (("--fsdp", "--on_oom", "recover"), FOUR, "use --on_oom fail"),
-        ((), launched(FSDP_ACTIVATION_CHECKPOINTING="true"), "use --gradient_checkpointing instead"),
-        ((), launched(FSDP_VERSION="1"), "use fsdp_version 2"),
-        ((), launched(FSDP_SHARDING_STRATEGY="HYBRID_SHARD"), "dp_replicate_size is HYBRID_SHARD"),
-        ((), launched(FSDP_AUTO_WRAP_POLICY="SIZE_BASED_WRAP"), "use TRANSFORMER_BASED_WRAP"),
-        ((), launched(FSDP_RESHARD_AFTER_FORWARD="SHARD_GRAD_OP"), "write true or false"),
-        ((), launched(FSDP_IGNORED_MODULES="vae.*"), "fsdp_ignored_modules vae.*: not supported"),
-        ((), launched(**{**SIZES, "PARALLELISM_CONFIG_TP_SIZE": "2"}), "set --tp_size behind the script"),
-        ((), launched(**{**SIZES, "PARALLELISM_CONFIG_CP_SIZE": "2"}), "set --cp_size behind the script"),
+        (("--fsdp", "--on_oom", "recover"), FOUR_PROCESSES, "use --on_oom fail"),
+        ((), build_launcher_environment(FSDP_ACTIVATION_CHECKPOINTING="true"), "use --gradient_checkpointing instead"),
+        ((), build_launcher_environment(FSDP_VERSION="1"), "use fsdp_version 2"),
+        ((), build_launcher_environment(FSDP_SHARDING_STRATEGY="HYBRID_SHARD"), "dp_replicate_size is HYBRID_SHARD"),
+        ((), build_launcher_environment(FSDP_AUTO_WRAP_POLICY="SIZE_BASED_WRAP"), "use TRANSFORMER_BASED_WRAP"),
+        ((), build_launcher_environment(FSDP_RESHARD_AFTER_FORWARD="SHARD_GRAD_OP"), "write true or false"),
+        ((), build_launcher_environment(FSDP_IGNORED_MODULES="vae.*"), "fsdp_ignored_modules vae.*: not supported"),
+        (
+            (),
+            build_launcher_environment(**{**SIZES, "PARALLELISM_CONFIG_TP_SIZE": "2"}),
+            "set --tp_size behind the script",
+        ),
+        (
+            (),
+            build_launcher_environment(**{**SIZES, "PARALLELISM_CONFIG_CP_SIZE": "2"}),
+            "set --cp_size behind the script",
+        ),
     ],
 )
 def test_invalid_fsdp_settings_are_refused_before_the_rendezvous(flags, world, expected):
-    (problem,) = validate_distributed(config(*flags), world)
+    (problem,) = validate_distributed(parse_flags(*flags), world)
 
     assert expected in problem
 
 
 def test_launcher_settings_without_effect_are_reported():
-    remarks = find_ignored_fsdp_settings(launched(FSDP_STATE_DICT_TYPE="FULL_STATE_DICT", FSDP_FORWARD_PREFETCH="true"))
+    remarks = find_ignored_fsdp_settings(
+        build_launcher_environment(FSDP_STATE_DICT_TYPE="FULL_STATE_DICT", FSDP_FORWARD_PREFETCH="true")
+    )
 
     assert [remark.rpartition(" has no")[0] for remark in remarks] == [
         "the launcher's fsdp_forward_prefetch true",
@@ -136,7 +172,7 @@ def test_every_exported_fsdp_variable_is_used_refused_or_reported():
     args = Namespace(**{**vars(args), **words, "mixed_precision": "no", "dynamo_backend": "no"})
     exported = prepare_extend_env_parallelism_config(args, prepare_multi_gpu_env(args))
     names = {name for name in exported if name.startswith(("FSDP_", "PARALLELISM_CONFIG_"))}
-    known = {
+    handled = {
         *UNSUPPORTED_VARIABLES,
         *IGNORED_VARIABLES,
         *(variable for variable, _ in FSDP_OPTION_VARIABLES.values()),
@@ -144,7 +180,7 @@ def test_every_exported_fsdp_variable_is_used_refused_or_reported():
         "FSDP_ACTIVATION_CHECKPOINTING",
     }
 
-    assert names - known <= {
+    assert names - handled <= {
         "PARALLELISM_CONFIG_CP_BACKEND",
         "PARALLELISM_CONFIG_CP_COMM_STRATEGY",
         "PARALLELISM_CONFIG_SP_BACKEND",

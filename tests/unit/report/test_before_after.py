@@ -9,7 +9,9 @@ from PIL import Image
 from library.report import preview_grid
 
 
-def preview(folder: Path, when: str, index: int, colour: str, size=(64, 64), *, at: float, name="mine", seed=7) -> Path:
+def save_preview(
+    folder: Path, when: str, index: int, colour: str, size=(64, 64), *, at: float, name="mine", seed=7
+) -> Path:
     path = folder / f"{name}_{when}_{index:02d}_20260102030405_{seed}.png"
     Image.new("RGB", size, colour).save(path)
     os.utime(path, (at, at))
@@ -18,9 +20,9 @@ def preview(folder: Path, when: str, index: int, colour: str, size=(64, 64), *, 
 
 def test_rows_are_prompts_and_columns_are_steps_in_order(tmp_path):
     for index in (1, 0):
-        preview(tmp_path, "e000002", index, "blue", at=300 + index)
-        preview(tmp_path, "000000", index, "red", at=100 + index)
-        preview(tmp_path, "e000001", index, "green", at=200 + index)
+        save_preview(tmp_path, "e000002", index, "blue", at=300 + index)
+        save_preview(tmp_path, "000000", index, "red", at=100 + index)
+        save_preview(tmp_path, "e000001", index, "green", at=200 + index)
 
     rows = preview_grid.find_preview_files(tmp_path, "mine", 0)
 
@@ -31,43 +33,43 @@ def test_rows_are_prompts_and_columns_are_steps_in_order(tmp_path):
 
 
 def test_previews_of_other_runs_are_ignored(tmp_path):
-    mine = preview(tmp_path, "000010", 0, "red", at=200)
-    preview(tmp_path, "000000", 0, "red", at=100)
-    preview(tmp_path, "000010", 1, "red", at=200, name="mine_too")
-    preview(tmp_path, "000010", 2, "red", at=200, name="not_mine")
+    own_preview = save_preview(tmp_path, "000010", 0, "red", at=200)
+    save_preview(tmp_path, "000000", 0, "red", at=100)
+    save_preview(tmp_path, "000010", 1, "red", at=200, name="mine_too")
+    save_preview(tmp_path, "000010", 2, "red", at=200, name="not_mine")
     (tmp_path / "mine_000010_03.png").write_bytes(b"")
 
-    assert preview_grid.find_preview_files(tmp_path, "mine", 150) == {0: {"000010": mine}}
+    assert preview_grid.find_preview_files(tmp_path, "mine", 150) == {0: {"000010": own_preview}}
 
 
 def test_the_grid_shows_every_image_in_its_cell(tmp_path):
     colours = {("000000", 0): "red", ("000050", 0): "lime", ("000000", 1): "blue", ("000050", 1): "yellow"}
     for (when, index), colour in colours.items():
-        preview(tmp_path, when, index, colour, (128, 64) if index else (64, 96), at=int(when) + 100)
+        save_preview(tmp_path, when, index, colour, (128, 64) if index else (64, 96), at=int(when) + 100)
 
     texts = ["one text for two prompts", "one text for two prompts"]
     path = preview_grid.write_preview_grid(tmp_path, "mine", texts, 0, tmp_path / "out" / "sheet.png")
 
     assert path == tmp_path / "out" / "sheet.png"
     with Image.open(path) as sheet:
-        shown = {sheet.getpixel((x, y)) for x in range(0, sheet.width, 5) for y in range(0, sheet.height, 5)}
-        boxes = {colour: box_of(sheet, colour) for colour in colours.values()}
-    assert {(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), preview_grid.BACKGROUND} <= shown
-    assert boxes["red"][2] <= boxes["lime"][0] and boxes["blue"][2] <= boxes["yellow"][0], "times from left to right"
+        colours = {sheet.getpixel((x, y)) for x in range(0, sheet.width, 5) for y in range(0, sheet.height, 5)}
+        boxes = {colour: find_box(sheet, colour) for colour in colours.values()}
+    assert {(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), preview_grid.BACKGROUND} <= colours
+    assert boxes["red"][2] <= boxes["lime"][0] and boxes["blue"][2] <= boxes["yellow"][0], "steps from left to right"
     assert boxes["red"][3] <= boxes["blue"][1], "prompts from top to bottom"
     for colour, shape in (("red", 64 / 96), ("yellow", 2.0)):
         left, top, right, bottom = boxes[colour]
         assert (right - left) / (bottom - top) == pytest.approx(shape, rel=0.02), "not distorted"
 
 
-def box_of(sheet: Image.Image, colour: str) -> tuple[int, int, int, int]:
+def find_box(sheet: Image.Image, colour: str) -> tuple[int, int, int, int]:
     flat = Image.new("RGB", sheet.size, colour)
-    differs = [band.point(lambda value: 255 * (value > 0)) for band in _difference(sheet, flat)]
+    differs = [band.point(lambda value: 255 * (value > 0)) for band in _measure_difference(sheet, flat)]
     same = Image.merge("RGB", differs).convert("L").point(lambda value: 255 * (value == 0))
     return same.getbbox()
 
 
-def _difference(a: Image.Image, b: Image.Image) -> tuple[Image.Image, ...]:
+def _measure_difference(a: Image.Image, b: Image.Image) -> tuple[Image.Image, ...]:
     from PIL import ImageChops
 
     return ImageChops.difference(a, b).split()
@@ -81,7 +83,7 @@ def test_of_many_columns_the_first_last_and_evenly_spaced_ones_are_shown():
 
 
 def test_fewer_than_two_columns_give_no_grid(tmp_path):
-    preview(tmp_path, "000010", 0, "red", at=200)
+    save_preview(tmp_path, "000010", 0, "red", at=200)
 
     assert preview_grid.write_preview_grid(tmp_path, "mine", ["one"], 0, tmp_path / "sheet.png") is None
     assert not (tmp_path / "sheet.png").exists()

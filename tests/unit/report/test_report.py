@@ -19,7 +19,7 @@ def test_curves_are_drawn_to_scale():
 
     (x1, y1), (x2, y2), (x3, y3) = points
     assert x2 - x1 == x3 - x2 > 0
-    assert y1 > y3 > y2 and abs((y1 - y2) - 2 * (y1 - y3)) < 0.2  # downwards on the page, in proportion
+    assert y1 > y3 > y2 and abs((y1 - y2) - 2 * (y1 - y3)) < 0.2  # y grows downwards in SVG
 
 
 def test_constants_and_single_points_are_drawn_and_no_points_give_no_chart():
@@ -31,9 +31,9 @@ def test_constants_and_single_points_are_drawn_and_no_points_give_no_chart():
 
 def test_long_curves_are_downsampled():
     points = [(step, float(step % 7)) for step in range(40_000)]
-    drawn = PLACE.search(render_line_chart([Curve("a", points)]))[1].split()
+    points_drawn = PLACE.search(render_line_chart([Curve("a", points)]))[1].split()
 
-    assert len(drawn) <= 1500
+    assert len(points_drawn) <= 1500
 
 
 def test_the_report_has_metrics_previews_and_settings_and_no_external_links(tmp_path):

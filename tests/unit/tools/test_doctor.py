@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
-def misbehaving(tmp_path, monkeypatch):
-    """A module whose functions misbehave."""
-    (tmp_path / "misbehaving.py").write_text(
+def failing_module(tmp_path, monkeypatch):
+    """A module whose functions crash, hang or fail."""
+    (tmp_path / "failing_module_under_test.py").write_text(
         "import os, time, subprocess, sys\n"
         "def start(seconds, code='0'):\n"
         "    subprocess.Popen([sys.executable, '-c', f'import time; time.sleep({seconds}); {code}'])\n"
@@ -38,10 +38,10 @@ def misbehaving(tmp_path, monkeypatch):
         "def answer(word): print('noise'); return word, os.environ.get('RANK'), os.environ.get('ACCELERATE_USE_CPU')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    import misbehaving
+    import failing_module_under_test
 
-    yield misbehaving
-    del sys.modules["misbehaving"]
+    yield failing_module_under_test
+    del sys.modules["failing_module_under_test"]
 
 
 @pytest.mark.parametrize("preload", [("torch",), ()], ids=["forked", "spawned"])
@@ -54,28 +54,28 @@ def misbehaving(tmp_path, monkeypatch):
         ("be_silent", "exit code 0"),
     ],
 )
-def test_a_check_that_crashes_or_fails_is_reported_with_its_reason(function, reason, preload, misbehaving):
+def test_a_check_that_crashes_or_fails_is_reported_with_its_reason(function, reason, preload, failing_module):
     with pytest.raises(CheckFailed, match=f"^{reason}$"):
-        run_in_child(getattr(misbehaving, function), timeout=60, preload=preload)
+        run_in_child(getattr(failing_module, function), timeout=60, preload=preload)
 
 
 @pytest.mark.slow
-def test_a_check_that_hangs_is_killed_with_everything_that_it_started(misbehaving, tmp_path):
+def test_a_check_that_hangs_is_killed_with_everything_that_it_started(failing_module, tmp_path):
     start = time.monotonic()
     with pytest.raises(CheckFailed, match="no answer within 2 s"):
-        run_in_child(misbehaving.hang, str(tmp_path / "survived"), timeout=2, preload=())
+        run_in_child(failing_module.hang, str(tmp_path / "survived"), timeout=2, preload=())
     assert time.monotonic() - start < 20
     time.sleep(4)
     assert not (tmp_path / "survived").exists()
 
-    assert run_in_child(misbehaving.leave_child, timeout=60) == 1  # and is not waited for
+    assert run_in_child(failing_module.leave_child, timeout=60) == 1  # the child is not waited for
 
 
-def test_a_check_returns_its_answer_and_sees_no_launcher(misbehaving, monkeypatch):
+def test_a_check_returns_its_answer_and_sees_no_launcher(failing_module, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
-    assert run_in_child(misbehaving.answer, "hello", timeout=60, preload=()) == ("hello", None, None)
+    assert run_in_child(failing_module.answer, "hello", timeout=60, preload=()) == ("hello", None, None)
 
 
 @pytest.mark.slow
@@ -99,17 +99,17 @@ def test_a_package_that_cannot_be_imported_is_a_finding_and_no_traceback(broken,
         assert "pip install --force-reinstall" in line
 
 
-def test_a_package_that_crashes_the_interpreter_is_named(tmp_path, monkeypatch):
+def test_a_package_that_crashes_the_interpreter_is_reported(tmp_path, monkeypatch):
     (tmp_path / "crashing.py").write_text("import os; os.abort()\n")
     monkeypatch.syspath_prepend(tmp_path)
 
     assert doctor.find_broken_modules(["json", "crashing"]) == {"crashing": "crashed with SIGABRT"}
 
 
-# the checks are real
+# real checks
 
 
-def test_a_training_step_is_trained_and_a_precision_is_the_one_that_it_computes_in():
+def test_the_training_step_check_reports_the_compute_precision():
     steps = {precision: doctor_checks.check_training_step for precision in ("no", "bf16")}
     losses = {name: float(run_in_child(step, "cpu", name, timeout=240).split()[1]) for name, step in steps.items()}
 
@@ -124,7 +124,7 @@ def test_processes_all_reduce_and_memory_is_read():
 
 
 @pytest.mark.slow
-def test_a_compiler_that_does_nothing_is_no_compiler(monkeypatch):
+def test_a_cxx_compiler_that_writes_no_output_is_reported(monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
 
     with pytest.raises(CheckFailed, match=r"torch\.compile did nothing"):
@@ -175,10 +175,10 @@ def test_a_check_that_works_is_shown_with_its_time(monkeypatch):
     assert (finding.ok, finding.value, finding.fix) == (True, "loss 1.5 (0 s)", "")
 
 
-# the machine
+# findings about the machine
 
 
-def test_another_package_of_the_same_name_is_an_error(tmp_path, monkeypatch):
+def test_a_foreign_library_package_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "library").mkdir()
     (tmp_path / "library" / "__init__.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -217,7 +217,7 @@ def test_old_and_missing_packages_are_errors_with_the_command_that_installs_them
     assert not actual["accelerate"].is_error and not actual["deepspeed"].is_error
 
 
-def test_the_oldest_packages_are_those_of_the_package_file():
+def test_minimum_versions_are_those_of_pyproject_toml():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     for name, oldest in doctor.NEEDED.items():
         assert re.search(rf'"{name}>=([\d.]+)"', text)[1] == ".".join(map(str, oldest)), name
@@ -232,7 +232,7 @@ def test_a_driver_that_torch_does_not_use_is_a_warning(monkeypatch):
     assert not driver.ok and not driver.is_error and doctor_checks.check_driver(is_used=True).ok
 
 
-def test_numa_is_explained():
+def test_the_numa_default_is_explained():
     described = [doctor_checks.describe_numa(*case) for case in ((1, ""), (2, ""), (2, "no pynvml"))]
 
     assert described == [
@@ -242,7 +242,7 @@ def test_numa_is_explained():
     ]
 
 
-# the report
+# report and exit code
 
 
 GOOD, BAD = Finding("a", "fine", fix="none needed"), Finding("b", "gone", False, "put it back")
@@ -281,7 +281,7 @@ def test_the_exit_code_says_whether_something_needed_fails(results, code, last, 
     assert all(finding["ok"] != bool(finding["fix"]) for finding in report["findings"])
 
 
-def test_lines_come_as_soon_as_they_are_known(monkeypatch):
+def test_findings_are_printed_as_soon_as_they_are_known(monkeypatch):
     def examine(command):
         yield GOOD
         raise AssertionError("the second check was started before the first line was read")
@@ -305,7 +305,7 @@ def test_mistakes_in_the_training_options_of_a_command_are_problems():
     assert settings and "--learning_rat" in problems and "did you mean" in problems
 
 
-def test_a_plain_python_command_is_understood_and_anything_else_is_refused():
+def test_a_plain_python_command_is_accepted_and_other_commands_are_refused():
     settings, problems = check_launch_command(f"python {TRAIN} --mixed_precision bf16")
     assert settings["mixed_precision"].value == "bf16" and not problems
 

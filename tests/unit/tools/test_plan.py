@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = Path(__file__).resolve().parents[2] / "data" / "dataset_configs"
 
 
-def plan(*words, cwd=ROOT):
+def run_plan(*words, cwd=ROOT):
     command = [sys.executable, "-m", "library", "plan", *map(str, words)]
     return subprocess.run(
         command, cwd=cwd, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
@@ -46,7 +46,7 @@ def _run_plan(*words: str) -> tuple[int, str, str]:
 
 
 def run_plan_as_json(*words):
-    result = plan(*words, "--json")
+    result = run_plan(*words, "--json")
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
@@ -90,7 +90,7 @@ def prepare_run(options: list[str], world_size: int):
 def test_resolve_only_prints_the_values_of_sd_scripts_without_any_folder(golden: Path, tmp_path):
     expected = json.loads(golden.read_text(encoding="utf-8"))
     words = ["--dataset_config", golden.with_suffix(".toml"), *expected["cli"]]
-    result = plan("--resolve_only", "--json", *words, cwd=tmp_path)
+    result = run_plan("--resolve_only", "--json", *words, cwd=tmp_path)
     if not expected["ok"]:
         assert result.returncode == 2 and result.stdout == "" and f"{golden.stem}.toml:" in result.stderr
         return
@@ -132,15 +132,15 @@ def test_the_steps_are_those_of_a_run_on_as_many_processes(dataset, ranks, lengt
     assert plan_json["steps_per_epoch"] == run.batch_plan.steps_per_epoch
     assert plan_json["micro_batches_per_epoch"] == run.batch_plan.micro_batches_per_epoch
     assert plan_json["samples_per_epoch"] == 7 * 3 + 2 and plan_json["images_per_epoch"] == 9
-    shown = [run.batch_plan.get_micro_batch(position) for position in range(run.batch_plan.micro_batches_per_epoch)]
-    assert plan_json["padding_per_epoch"] == sum(batch.is_real.count(False) for batch in shown)
+    batches = [run.batch_plan.get_micro_batch(position) for position in range(run.batch_plan.micro_batches_per_epoch)]
+    assert plan_json["padding_per_epoch"] == sum(batch.is_real.count(False) for batch in batches)
     buckets = [bucket for dataset in plan_json["datasets"] for bucket in dataset["buckets"]]
     for index, bucket in enumerate(buckets):
-        mine = [batch for batch in shown if batch.bucket_index == index]
+        bucket_batches = [batch for batch in batches if batch.bucket_index == index]
         assert bucket["size"] == list(run.batch_plan.buckets[index].resolution)
-        assert bucket["micro_batches"] == len(mine)
-        assert bucket["samples"] == sum(sum(batch.is_real) for batch in mine)
-        assert bucket["padding"] == sum(batch.is_real.count(False) for batch in mine)
+        assert bucket["micro_batches"] == len(bucket_batches)
+        assert bucket["samples"] == sum(sum(batch.is_real) for batch in bucket_batches)
+        assert bucket["padding"] == sum(batch.is_real.count(False) for batch in bucket_batches)
         assert bucket["remainder"] == bucket["samples"] % (bucket["batch_size"] * ranks * 2)
 
 
@@ -166,7 +166,7 @@ def test_every_image_is_listed_as_it_is_trained(dataset):
 
 
 def test_problems_of_tool_and_training_options_are_reported_together(tmp_path):
-    result = plan(
+    result = run_plan(
         "--jsn",
         "--resolve-only",
         "--world_size",
@@ -202,7 +202,7 @@ def test_problems_of_tool_and_training_options_are_reported_together(tmp_path):
 def test_problems_of_the_dataset_file_are_reported_with_those_of_options(dataset, tmp_path):
     text = (tmp_path / "set.toml").read_text(encoding="utf-8").replace("batch_size = 2", "batch_sise = 2")
     (tmp_path / "set.toml").write_text(text.replace("/b'", "/c'"), encoding="utf-8")
-    result = plan(*dataset, "--network_dim", "0", "--world_size", "two")
+    result = run_plan(*dataset, "--network_dim", "0", "--world_size", "two")
     assert [line.strip().partition(";")[0] for line in result.stderr.splitlines()[1:]] == [
         "--world_size: expected an integer, got 'two'",
         "--network_dim: must be at least 1, got 0",
@@ -232,7 +232,7 @@ def test_contradicting_options_are_rejected_before_images_are_scanned(dataset, t
     (tmp_path / "deep" / "s").mkdir(parents=True)
     with (tmp_path / "set.toml").open("a", encoding="utf-8") as file:
         file.write(f"[[datasets.subsets]]\nimage_dir = '{tmp_path}/deep'\nrecursive = true\n")
-    result = plan(*dataset, *words, cwd=tmp_path)
+    result = run_plan(*dataset, *words, cwd=tmp_path)
     assert result.returncode == 2 and problem.format(folder=tmp_path) in result.stderr, result.stderr
     assert "0.png" not in result.stderr
 
@@ -252,7 +252,7 @@ def test_keys_that_sd_scripts_lacks_are_listed_separately(dataset, tmp_path):
     text = (tmp_path / "set.toml").read_text(encoding="utf-8").replace("[general]\n", "[general]\nweight = 1\n")
     (tmp_path / "set.toml").write_text(text + "recursive = true\n", encoding="utf-8")
     words = ["--resolve_only", "--json", *dataset]
-    first, second = json.loads(plan(*words).stdout)["datasets"]
+    first, second = json.loads(run_plan(*words).stdout)["datasets"]
     assert first["other_keys"] == {"weight": 1.0} and second["other_keys"]["subsets"] == [{"recursive": True}]
     assert "weight" not in first["resolved"]["params"] and "recursive" not in second["resolved"]["subsets"][0]
     plan_json = run_plan_as_json(*dataset)
@@ -262,7 +262,7 @@ def test_keys_that_sd_scripts_lacks_are_listed_separately(dataset, tmp_path):
 
 
 def test_help_names_the_options_of_the_tool():
-    result = plan("--help")
+    result = run_plan("--help")
     assert result.returncode == 0
     for name in ("--world_size", "--json", "--resolve_only", "--preview", "--preview_limit"):
         assert name in result.stdout
@@ -292,7 +292,7 @@ def test_planning_does_not_import_torch(dataset, tmp_path):
 
 
 def test_the_contact_sheet_shows_each_image_as_it_is_trained(dataset, tmp_path):
-    result = plan(*dataset, "--preview", tmp_path / "sheet.png")
+    result = run_plan(*dataset, "--preview", tmp_path / "sheet.png")
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == f"contact sheet: {tmp_path}/sheet.png, 9 of 9 images"
     sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
@@ -316,12 +316,12 @@ def test_masks_are_listed_counted_and_drawn(tmp_path):
     words = ["--dataset_config", tmp_path / "set.toml", "--masked_loss"]
     (sample,) = run_plan_as_json(*words)["datasets"][0]["samples"]
     assert sample["mask"] == {"image": f"{tmp_path}/m/1.png", "is_alpha": False, "coverage": 0.25}
-    result = plan(*words, "--preview", tmp_path / "sheet.png")
+    result = run_plan(*words, "--preview", tmp_path / "sheet.png")
     assert f"dataset 1, {tmp_path}/p: 1 image x 1 repeat = 1 per epoch" in result.stdout
     assert ", masks 1/1" in result.stdout
     expected = overlay_mask(pixels, mask).repeat(3, axis=0).repeat(3, axis=1)
     assert contains_image(np.asarray(Image.open(tmp_path / "sheet.png")), expected)
-    without = plan("--dataset_config", tmp_path / "set.toml")
+    without = run_plan("--dataset_config", tmp_path / "set.toml")
     assert without.returncode == 2 and "a folder of masks needs --masked_loss" in without.stderr
 
 
@@ -334,10 +334,10 @@ def contains_image(sheet: np.ndarray, image: np.ndarray) -> bool:
 def test_log_messages_go_to_stderr(dataset, tmp_path):
     (tmp_path / "a" / ".cache-lorikeet" / "scan").mkdir(parents=True)
     (tmp_path / "a" / ".cache-lorikeet" / "scan" / "images.json").write_text("torn")
-    result = plan(*dataset, "--json")
+    result = run_plan(*dataset, "--json")
     assert f"{tmp_path}/a/.cache-lorikeet/scan/images.json is damaged" in result.stderr
     assert len(json.loads(result.stdout)["datasets"]) == 2
-    assert plan(*dataset, "--json").stderr == ""
+    assert run_plan(*dataset, "--json").stderr == ""
 
 
 @pytest.mark.slow
@@ -367,10 +367,10 @@ def test_layouts_that_fit_are_listed_fastest_first_and_others_with_the_memory_th
 
 
 def test_sizes_and_speeds_of_devices_are_read_and_belong_together(dataset):
-    result = plan(*dataset, "--gpu_memory", "lots", "--link_speed", "0")
+    result = run_plan(*dataset, "--gpu_memory", "lots", "--link_speed", "0")
     assert "--gpu_memory: expected a memory size, such as 24GB or 512MB" in result.stderr
     assert "--link_speed: must be at least 0.001, got 0.0" in result.stderr
-    result = plan(*dataset, "--link_speed", "50")
+    result = run_plan(*dataset, "--link_speed", "50")
     assert result.returncode == 2 and "--link_speed: no effect without --gpu_memory" in result.stderr
 
 

@@ -12,15 +12,15 @@ from tiny_pipelines import TINY, get_tiny_sd1_folder
 from training_runs import train, write_images
 
 from library.adapters import lora
+from library.adapters.file_comparison import compare_file_with_model
 from library.adapters.formats import convert_from_file_format, convert_to_file_format
-from library.adapters.lora_file import compare_file_with_model
 from library.adapters.merge import merge_adapter as merge_one
 from library.adapters.state_dict import group_by_module
 from library.checkpoint.component_keys import collect_component_keys
 from library.checkpoint.init_weights import load_network_weights, merge_base_weights, read_initial_weights
 from library.config import parse_config
 from library.config.schema import AdapterConfig, RunConfig
-from library.errors import ConfigError, UserError
+from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.training.trainable import build_trainable_modules
@@ -130,9 +130,9 @@ def test_a_file_that_does_not_fit_is_reported_with_a_fix(tmp_path):
     assert "has rank 3 in the file and 4 in this run; add dim_from_weights" in str(error.value)
     assert "... and" in str(error.value)
     save_adapter_file(path, "sd1", "kohya")
-    initial_weights = replace(read_initial_weights(config.adapter, family, model), is_dim_from_weights=True)
-    with pytest.raises(ConfigError, match="it trains text_encoder"):
-        build_trainable_modules(config, family, TINY["sd1"]().pipe, initial_weights.rank_alphas)
+    unet_only = replace(config.adapter, network_train_unet_only=True)
+    with pytest.raises(ConfigError, match=r"has layers of text_encoder, .*; add --no-network_train_unet_only"):
+        read_initial_weights(unet_only, family, model)
     tiny, family, config, model = build_case("sd1", network_weights=str(path), network_args=("use_dora=True",))
     with pytest.raises(ConfigError, match="has type lora, but this run trains dora"):
         read_initial_weights(config.adapter, family, model)
@@ -157,15 +157,31 @@ def test_oft_base_weights_are_reported_before_the_model_is_loaded(tmp_path):
         read_initial_weights(config.adapter, family, model)
 
 
-def test_modules_that_share_lora_a_cannot_load_different_lora_a_weights(tmp_path):
-    path = tmp_path / "lora.safetensors"
-    save_adapter_file(path, "flux", "diffusers", prefixes="transformer.")
-    tiny, family, config, model = build_case("flux", network_weights=str(path), dim_from_weights=True)
-    initial_weights = read_initial_weights(config.adapter, family, model)
-    with pytest.raises(UserError, match="cannot be loaded: modules that share lora_A"):
-        load_network_weights(
-            *build_trainable_modules(config, family, tiny.pipe, initial_weights.rank_alphas), initial_weights
-        )
+@torch.no_grad()
+@pytest.mark.parametrize("is_dim_from_weights", [False, True])
+def test_separate_lora_a_of_query_key_and_value_are_trained_apart(is_dim_from_weights, tmp_path):
+    """As in files of diffusers and ai-toolkit; modules of one layer share lora_A otherwise."""
+    path, end = tmp_path / "lora.safetensors", "lora_A.weight"
+    settings = {"network_weights": str(path), "dim_from_weights": is_dim_from_weights}
+    state, alphas = save_adapter_file(path, "flux", "diffusers", prefixes="transformer.")
+    if not is_dim_from_weights:
+        settings["network_dim"] = 2
+        state = {key: each for key, each in state.items() if "_blocks.1." in key}  # of rank 2
+        alphas = {key: each for key, each in alphas.items() if "_blocks.1." in key}
+        components = collect_component_keys(FAMILIES.get("flux"), TINY["flux"]().pipe)
+        save_file(convert_to_file_format(state, alphas, components, "diffusers")[0], path)
+    tiny, family, config, model = build_case("flux", **settings)
+    initial = read_initial_weights(config.adapter, family, model)
+    trained, adapter = build_trainable_modules(
+        config, family, tiny.pipe, initial.rank_alphas, initial.independent_modules
+    )
+    load_network_weights(trained, adapter, initial)
+
+    loaded = lora.get_adapter_state_dict(trained)
+    first, second = (f"transformer.transformer_blocks.1.attn.{name}.{end}" for name in ("to_q", "to_k"))
+    assert torch.equal(loaded[first], state[first]) and torch.equal(loaded[second], state[second])
+    if not is_dim_from_weights:  # the file lacks this block
+        assert torch.equal(loaded[first.replace(".1.", ".0.")], loaded[second.replace(".1.", ".0.")])
 
 
 @torch.no_grad()
@@ -208,7 +224,6 @@ def test_conflicting_options_are_reported(tmp_path):
         "dim_from_weights: needs network_weights",
         "no such file",
         "2 multipliers for 1 base_weights",
-        "network_dim: dim_from_weights reads it from the file; remove one",
         "conv_dim: dim_from_weights",
     ):
         assert text in problems, text

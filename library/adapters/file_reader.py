@@ -1,0 +1,132 @@
+"""Read LoRA files of any program; what is damaged, or no LoRA file at all, is named with its file and key.
+
+Checks that need the model, such as sizes, are in ``validate_file``.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..errors import UserError
+from .peft_metadata import PEFT_METADATA_KEY, read_peft_config
+from .state_dict import ALPHA
+
+MAX_PROBLEMS_SHOWN = 3
+MAX_HEADER_BYTES = 100_000_000
+"""As safetensors limits it."""
+
+PICKLE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
+_FOREIGN_STARTS: Mapping[bytes, str] = {
+    b"version https://git-lfs": "is a Git LFS pointer and not the file itself; run git lfs pull",
+    b"<": "is a web page and not a LoRA; download the file again",
+    b"GGUF": "is a GGUF file; only .safetensors files are read",
+    b"PK\x03\x04": "is a pickle; only .safetensors files are read, since unpickling can run code",
+    b"\x80": "is a pickle; only .safetensors files are read, since unpickling can run code",
+}
+"""First bytes of files that are no safetensors -> what they are."""
+
+_READ_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class InvalidAdapterFileError(UserError):
+    """A LoRA file is damaged or failed its verification; an older file of the same name was not replaced."""
+
+
+def read_safetensors(path: Path, name: object = None) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read all tensors and the metadata of a safetensors file; messages call it ``name``, by default its path."""
+    if problem := find_container_problem(path):
+        raise InvalidAdapterFileError(f"{name or path}: {problem}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise InvalidAdapterFileError(f"{name or path}: cannot be read as safetensors: {error}") from None
+
+
+def find_container_problem(path: Path) -> str | None:
+    """Why a file is no complete safetensors file, from its first bytes and its header."""
+    if path.suffix.lower() in PICKLE_SUFFIXES:
+        return "is a pickle; only .safetensors files are read, since unpickling can run code"
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(32)
+            length = int.from_bytes(start[:8], "little")
+            if size == 0:
+                return "is empty"
+            for first, problem in _FOREIGN_STARTS.items():
+                if start.lstrip().startswith(first) and (size < 8 or length > size):
+                    return problem
+            if size < 8 or length > MAX_HEADER_BYTES:
+                return "cannot be read as safetensors: it does not begin with a safetensors header"
+            if size < 8 + length:
+                return _describe_truncation(size, 8 + length)
+            file.seek(8)
+            end = 8 + length + _find_end_of_data(json.loads(file.read(length)))
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError):
+        return "cannot be read as safetensors: its header is damaged; download or save it again"
+    return _describe_truncation(size, end) if size < end else None
+
+
+def _find_end_of_data(header: Mapping[str, Any]) -> int:
+    return max((int(entry["data_offsets"][1]) for key, entry in header.items() if key != "__metadata__"), default=0)
+
+
+def _describe_truncation(size: int, expected: int) -> str:
+    return f"is truncated: {size:,} of {expected:,} bytes; download or copy it again"
+
+
+def read_adapter_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read a LoRA file of any program; raise with all that is wrong in the file itself.
+
+    Tensors in float8 are cast to bfloat16, which holds each of their values.
+    """
+    tensors, metadata = read_safetensors(path)
+    tensors = {key: each.bfloat16() if each.dtype in _FLOAT8_DTYPES else each for key, each in tensors.items()}
+    if problems := list(find_damaged_tensors(tensors)):
+        raise InvalidAdapterFileError(f"{path}: {join_messages(problems)}")
+    if PEFT_METADATA_KEY not in metadata and (config := read_peft_config(path, tensors)) is not None:
+        metadata = {**metadata, PEFT_METADATA_KEY: config}
+    return tensors, metadata
+
+
+def find_damaged_tensors(tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """What is wrong with the tensors of a file, whatever model it is for."""
+    if not tensors:
+        yield "it has no tensors"
+    for key, tensor in tensors.items():
+        is_alpha = key.endswith(f".{ALPHA}")
+        if tensor.dtype not in _READ_DTYPES and not is_alpha:
+            yield f"{key} is of type {str(tensor.dtype).removeprefix('torch.')}; float tensors are read"
+        elif tensor.numel() == 0:
+            yield f"{key} is empty: {list(tensor.shape)}"
+        elif not bool(tensor.isfinite().all()):
+            count, kind = int((~tensor.isfinite()).sum()), "NaN" if bool(tensor.isnan().any()) else "infinite"
+            yield f"{key}: {count:,} of {tensor.numel():,} values are {kind}; the file is damaged"
+        elif is_alpha and tensor.numel() != 1:
+            yield f"{key} has {tensor.numel()} values; alpha is one number"
+        elif is_alpha and not bool(tensor.any()) and not _is_rotation(key.removesuffix(f".{ALPHA}"), tensors):
+            yield (
+                f"{key} is 0: sd-scripts reads this as the rank, other programs as no effect; write the alpha that is"
+                " meant into the file"
+            )
+
+
+def _is_rotation(module: str, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether alpha is the constraint of an OFT, which may be 0."""
+    return any(f"{module}.{name}" in tensors for name in ("oft_blocks", "oft_blocks.0"))
+
+
+def join_messages(problems: Iterable[str]) -> str:
+    """The first problems in one line, and how many there are more."""
+    found = list(problems)
+    more = f" (and {len(found) - MAX_PROBLEMS_SHOWN} more)" if len(found) > MAX_PROBLEMS_SHOWN else ""
+    return "; ".join(found[:MAX_PROBLEMS_SHOWN]) + more

@@ -1,0 +1,124 @@
+"""The layers of the published models, of the built-in one and of the tiny ones, from a table, without building them.
+
+``known_models.json`` has for each component the names of its layers by the shape of their weights.  Numbers in braces
+are ranges: ``blocks.{0-2,5}.proj``.  ``python -m scripts.known_models`` writes it anew; a test compares it with the
+models.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from ..adapters.key_names import ComponentKeys
+
+TABLE_PATH = Path(__file__).with_name("known_models.json")
+Shape = tuple[int, ...]
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A model of known size: the key names of its components, and the shapes of their layers' weights."""
+
+    family: str
+    components: tuple[ComponentKeys, ...]
+    shapes: Mapping[str, Shape]
+    """By the layer's name, component included."""
+
+
+def iter_known_models() -> Iterator[KnownModel]:
+    """The published models first, the tiny ones last."""
+    for entry in json.loads(TABLE_PATH.read_text(encoding="utf-8")).values():
+        components: list[ComponentKeys] = []
+        shapes: dict[str, Shape] = {}
+        for name, part in entry["components"].items():
+            layers = {module: shape for module, shape in _expand_layers(part["layers"])}
+            components.append(
+                ComponentKeys(
+                    name, tuple(layers), part["key_prefix"], part["key_style"], tuple(part["other_key_styles"])
+                )
+            )
+            shapes |= {f"{name}.{module}": shape for module, shape in layers.items()}
+        yield KnownModel(entry["family"], tuple(components), shapes)
+
+
+def pack_known_model(model: KnownModel) -> dict[str, Any]:
+    """The entry of a model in the table."""
+    components = {}
+    for part in model.components:
+        layers: dict[str, list[str]] = {}
+        for module in part.modules:
+            if shape := model.shapes.get(f"{part.name}.{module}"):
+                layers.setdefault("x".join(map(str, shape)), []).append(module)
+        components[part.name] = {
+            "key_prefix": part.key_prefix,
+            "key_style": part.key_style,
+            "other_key_styles": list(part.other_key_styles),
+            "layers": {shape: list(_pack_names(names)) for shape, names in layers.items()},
+        }
+    return {"family": model.family, "components": components}
+
+
+def _expand_layers(layers: Mapping[str, Iterable[str]]) -> Iterator[tuple[str, Shape]]:
+    for shape, names in layers.items():
+        sizes = tuple(map(int, shape.split("x")))
+        for name in names:
+            for module in _expand_name(name):
+                yield module, sizes
+
+
+def _expand_name(name: str) -> Iterator[str]:
+    """``a.{0-1}.b`` -> ``a.0.b`` and ``a.1.b``."""
+    pieces = re.split(r"\{([^}]*)\}", name)
+    ranges = [_parse_ranges(text) for text in pieces[1::2]]
+    for numbers in product(*ranges):
+        middle = (f"{number}{piece}" for number, piece in zip(numbers, pieces[2::2], strict=True))
+        yield pieces[0] + "".join(middle)
+
+
+def _parse_ranges(text: str) -> list[int]:
+    """``0-2,5`` -> 0, 1, 2, 5."""
+    bounds = [part.split("-") for part in text.split(",")]
+    return [number for each in bounds for number in range(int(each[0]), int(each[-1]) + 1)]
+
+
+def _pack_names(names: Iterable[str]) -> Iterator[str]:
+    """Join names that differ in their numbers only."""
+    groups: dict[str, list[tuple[int, ...]]] = {}
+    for name in names:
+        numbers = tuple(int(number) for number in _INDEX.findall(name))
+        groups.setdefault(_INDEX.sub("{}", name), []).append(numbers)
+    for pattern, indices in groups.items():
+        for ranges in _find_products(indices):
+            yield pattern.format(*map(_format_ranges, ranges))
+
+
+def _find_products(indices: Iterable[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Write a set of tuples as few products of sets of numbers."""
+    last: dict[tuple[int, ...], list[int]] = {}
+    for index in indices:
+        if not index:
+            yield ()
+            return
+        last.setdefault(index[:-1], []).append(index[-1])
+    same: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for start, numbers in last.items():
+        same.setdefault(tuple(sorted(numbers)), []).append(start)
+    for ends, starts in same.items():
+        yield from ((*ranges, ends) for ranges in _find_products(starts))
+
+
+def _format_ranges(numbers: tuple[int, ...]) -> str:
+    if len(numbers) == 1:
+        return str(numbers[0])
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return "{" + ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) + "}"
