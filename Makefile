@@ -21,7 +21,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 demo: install
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
-	  train_lora.py --dataset_config dataset_configs/demo.toml --config_file dataset_configs/demo_run.toml
+	  train_lora.py --dataset_config dataset_configs/demo.toml --config_file dataset_configs/demo_run.toml --overwrite
 	@echo
 	@echo "Open output/demo/demo.before_after.png: the model before, and with the LoRA after more and more steps."
 	@echo "Next: other prompts in dataset_configs/demo_prompts.txt, other settings in dataset_configs/demo_run.toml,"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DEFAULT_OPTIONS = (
     *"--pretrained_model_name_or_path random:sd1:tiny --resolution 256 --network_dim 16".split(),
-    *"--cache_latents --cache_text_encoder_outputs".split(),
+    *"--cache_latents --cache_text_encoder_outputs --network_train_unet_only".split(),
 )
 """The encoders run before the first step, so that a step is the denoiser's alone."""
 MIN_IMAGES = 8

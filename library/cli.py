@@ -96,7 +96,7 @@ def _run_training(argv: Sequence[str]) -> int:
     if loaded.output_config:
         return _write_config(loaded.config_file, format_config_as_toml(loaded.config), loaded.problems)
     config = loaded.config
-    problems = find_settings_problems(loaded)
+    problems = find_settings_problems(loaded, is_run=True)
     if problems:
         raise ConfigError(problems)
     log, rank = config.log, int(os.environ.get("RANK", "0"))

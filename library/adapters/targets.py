@@ -8,9 +8,11 @@ from torch import nn
 
 from ..config.network_args import (
     UNET_FAMILIES,
+    LycorisPreset,
     NetworkArgs,
     compute_block_lr_weights,
     get_adapter_type,
+    get_lycoris_preset,
     get_network_args,
     get_unet_block_index,
 )
@@ -156,6 +158,8 @@ def _resolve_rank_alpha(layer: TargetLayer, config: AdapterConfig, network_args:
             rank, alpha = _resolve_block_rank_alpha(layer, network_args, family, rank, alpha)
         rank = _resolve_layer_type_rank(layer, network_args, family, rank)
         rank = rank if _is_selected_block(layer, network_args) else 0
+    if (preset := get_lycoris_preset(config)) is not None and not _is_in_preset(layer, preset, family):
+        rank = 0
     for pattern, value in network_args.network_reg_dims:
         if matches_pattern(pattern, layer):
             rank = value
@@ -192,6 +196,17 @@ def _resolve_layer_type_rank(target_layer: TargetLayer, network_args: NetworkArg
         if value is not None and re.search(pattern, target_layer.kohya_name):
             return int(value)
     return rank
+
+
+def _is_in_preset(layer: TargetLayer, preset: LycorisPreset, family: str) -> bool:
+    """Whether a preset of LyCORIS trains the layer; in models without a UNet, it trains all layers of the blocks."""
+    if layer.is_text_encoder:
+        return preset.text_pattern is not None and re.search(preset.text_pattern, layer.module) is not None
+    if family not in UNET_FAMILIES:
+        return True
+    if layer.is_spatial_conv and not preset.has_convolutions:
+        return False
+    return re.search(preset.unet_pattern, layer.module) is not None
 
 
 def _is_selected_block(layer: TargetLayer, network_args: NetworkArgs) -> bool:

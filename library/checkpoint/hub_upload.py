@@ -2,16 +2,22 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, get_token
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from ..config.schema_output import SaveConfig
 
 logger = logging.getLogger(__name__)
+
+
+def validate_hub_token() -> Iterator[str]:
+    """An upload needs a token; without one, it would fail after training."""
+    if get_token() is None:
+        yield "--huggingface_repo_id: no token for the hub; run `hf auth login` or set HF_TOKEN"
 
 
 class HubUploader:

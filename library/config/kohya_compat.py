@@ -92,7 +92,6 @@ _RESUME = UnsupportedOption("not supported: a run starts at step 1, and --resume
 _HUB_STATE = _define_planned(
     "training states on the hub; --save_state writes them to output_dir, and --resume reads them there"
 )
-_TEXT_MASK = _define_planned("masking padding tokens; as in diffusers' pipelines, they are attended to")
 _TEXT_DROPOUT = _define_planned("dropout of single text encoders; use caption_dropout_rate", 0, 0.0)
 _POSITION_CROP = _define_planned(
     "random crops of SD3's position embedding; the center crop of inference is used", 0, 0.0
@@ -185,8 +184,7 @@ KOHYA_OPTIONS: dict[str, OptionAlias | NoEffectOption | UnsupportedOption] = {
     "metadata_is_negative_embedding": UnsupportedOption("not applicable: a LoRA is not an embedding"),
     # model families
     "controlnet_model_name_or_path": UnsupportedOption("not supported: only LoRA adapters are trained here"),
-    "apply_t5_attn_mask": _TEXT_MASK,
-    "apply_lg_attn_mask": _TEXT_MASK,
+    "apply_lg_attn_mask": _define_planned("masking the padding tokens of CLIP; as in diffusers, they are attended to"),
     "model_type": UnsupportedOption("detected from the model files; Chroma is not supported", ("flux",)),
     "clip_l_dropout_rate": _TEXT_DROPOUT,
     "clip_g_dropout_rate": _TEXT_DROPOUT,

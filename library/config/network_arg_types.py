@@ -19,6 +19,17 @@ def parse_bool(text: str) -> bool:
     return values[text.lower()]
 
 
+def make_off_parser(reason: str) -> Callable[[str], bool]:
+    """Make a parser of an argument that is not supported, but may be written to be off."""
+
+    def parse(text: str) -> bool:
+        if text.lower() not in ("false", "0", "0.0", "no", "none", ""):
+            raise ValueError(f"not supported: {reason}; leave it out")
+        return False
+
+    return parse
+
+
 def make_number_parser(
     minimum: float, maximum: float = float("inf"), number_type: type = float
 ) -> Callable[[str], Any]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..registry import suggest_name
@@ -45,6 +45,34 @@ NETWORK_MODULES = {
 
 FAMILY_OF_MODULE = {"networks.lora_flux": "flux", "networks.oft_flux": "flux", "networks.lora_sd3": "sd3"}
 
+
+@dataclass(frozen=True)
+class LycorisPreset:
+    """The layers that a preset of LyCORIS trains, in models with a UNet; in other models, those of the blocks."""
+
+    unet_pattern: str
+    """Pattern of the names of the UNet's layers."""
+    has_convolutions: bool = False
+    """Whether convolutions larger than 1x1 are among them."""
+    text_pattern: str | None = ""
+    """Pattern of the names of layers of text encoders; None: text encoders are not trained."""
+
+
+_TRANSFORMERS, _ATTENTION = r"attentions\.", r"\.attn[12]\."
+_RESNETS, _OUTSIDE = r"resnets\.|samplers\.", r"^conv_(in|out)$"
+_TIME_EMBEDDING = r"^time_embedding\."
+_EVERYTHING = f"{_TRANSFORMERS}|{_RESNETS}|{_OUTSIDE}|{_TIME_EMBEDDING}"
+LYCORIS_PRESETS = {
+    "full": LycorisPreset(_EVERYTHING, has_convolutions=True),
+    "full-lin": LycorisPreset(f"{_TRANSFORMERS}|resnets\\.|{_TIME_EMBEDDING}"),
+    "attn-mlp": LycorisPreset(_TRANSFORMERS),
+    "attn-only": LycorisPreset(_ATTENTION, text_pattern=r"self_attn\."),
+    "unet-only": LycorisPreset(_EVERYTHING, has_convolutions=True, text_pattern=None),
+    "unet-transformer-only": LycorisPreset(_TRANSFORMERS, text_pattern=None),
+    "unet-convblock-only": LycorisPreset(f"{_RESNETS}|{_OUTSIDE}", has_convolutions=True, text_pattern=None),
+}
+"""LyCORIS' presets; without one, it trains ``full``."""
+
 UNSUPPORTED_MODULES = {
     "networks.dylora": "DyLoRA is not supported; use networks.lora",
     "networks.lora_fa": "LoRA-FA is not supported; use networks.lora",
@@ -54,8 +82,6 @@ UNSUPPORTED_ARGS = {
     "ggpo_sigma": "not yet: weight perturbation (GGPO)",
     "ggpo_beta": "not yet: weight perturbation (GGPO)",
     "unit": "only for networks.dylora, which is not supported",
-    "preset": "LyCORIS presets are not supported; use exclude_patterns and include_patterns",
-    "verbose": "not needed: the log counts the modules, and a pattern that matches none is an error",
 }
 """Arguments of network modules of sd-scripts or LyCORIS that are not accepted here."""
 
@@ -86,6 +112,17 @@ class NetworkArgs:
     conv_alpha: float = _define_unet_arg(types.parse_alpha, 1.0, RANKED_TYPES)
     rank_dropout: float = _define_arg(types.parse_dropout_rate, 0.0, adapter_types=("lora",))
     module_dropout: float = _define_arg(types.parse_dropout_rate, 0.0, adapter_types=("lora",))
+    preset: str | None = _define_arg(types.make_choice_parser(*LYCORIS_PRESETS))
+    use_tucker: bool = _define_arg(types.make_off_parser("convolutions are not decomposed"), False)
+    use_cp: bool = _define_arg(types.make_off_parser("convolutions are not decomposed"), False)
+    use_scalar: bool = _define_arg(types.make_off_parser("there is no trained scalar"), False)
+    train_norm: bool = _define_arg(types.make_off_parser("norms are not trained"), False)
+    full_matrix: bool = _define_arg(types.make_off_parser("network_dim=100000 has the same effect"), False)
+    bypass_mode: bool = _define_arg(types.make_off_parser("weights are always merged in memory"), False)
+    rescaled: bool = _define_arg(types.make_off_parser("rotations are not rescaled"), False)
+    constraint: bool = _define_arg(types.make_off_parser("rotations are not constrained"), False)
+    unbalanced_factorization: bool = _define_arg(types.make_off_parser("factors are balanced"), False)
+    dropout: bool = _define_arg(types.make_off_parser("use --network_dropout"), False)
     block_dims: tuple[int, ...] | None = _define_unet_arg(types.parse_ranks)
     block_alphas: tuple[float, ...] | None = _define_unet_arg(types.parse_alphas, adapter_types=RANKED_TYPES)
     conv_block_dims: tuple[int, ...] | None = _define_unet_arg(types.parse_ranks, adapter_types=RANKED_TYPES)
@@ -150,13 +187,26 @@ def parse_network_args(args: Sequence[str]) -> tuple[NetworkArgs, list[str]]:
 
 
 def get_network_args(adapter: AdapterConfig) -> NetworkArgs:
-    """Return the arguments of options that were validated."""
-    return parse_network_args(adapter.network_args)[0]
+    """Return the arguments of options that were validated, with those that a preset of LyCORIS implies."""
+    arguments = parse_network_args(adapter.network_args)[0]
+    preset = get_lycoris_preset(adapter)
+    if preset is None or not preset.has_convolutions or get_adapter_type(adapter) not in RANKED_TYPES:
+        return arguments
+    given = list_arg_names(adapter.network_args)
+    alpha = arguments.conv_alpha if "conv_alpha" in given else adapter.network_alpha
+    return replace(arguments, conv_dim=arguments.conv_dim or adapter.network_dim, conv_alpha=alpha)
+
+
+def get_lycoris_preset(adapter: AdapterConfig) -> LycorisPreset | None:
+    """Return the preset of ``network_module = "lycoris.kohya"``; None for other modules."""
+    if adapter.network_module != "lycoris.kohya":
+        return None
+    return LYCORIS_PRESETS[parse_network_args(adapter.network_args)[0].preset or "full"]
 
 
 def get_adapter_type(adapter: AdapterConfig) -> str:
     """Return lora, dora, loha, lokr, oft or boft."""
-    arguments = get_network_args(adapter)
+    arguments = parse_network_args(adapter.network_args)[0]
     adapter_type = NETWORK_MODULES.get(adapter.network_module, "lora")
     if adapter.network_module == "lycoris.kohya":
         adapter_type = LYCORIS_ALGORITHMS[arguments.algo]
@@ -178,13 +228,16 @@ def find_args_of_other_types(adapter: AdapterConfig) -> list[str]:
     """Return a problem for each argument that this adapter type does not have."""
     adapter_type, names = get_adapter_type(adapter), list_arg_names(adapter.network_args)
     supported = {item.name: item.metadata["adapter_types"] for item in fields(NetworkArgs)}
+    arguments, defaults = parse_network_args(adapter.network_args)[0], NetworkArgs()
     problems = [
         f"{name}: not supported for {adapter_type}, only for {', '.join(supported[name])}"
         for name in names
-        if supported.get(name) and adapter_type not in supported[name]
+        if supported.get(name)
+        and adapter_type not in supported[name]
+        and getattr(arguments, name) != getattr(defaults, name)
     ]
-    if "algo" in names and adapter.network_module != "lycoris.kohya":
-        problems.append("algo: only for network_module lycoris.kohya")
+    if adapter.network_module != "lycoris.kohya":
+        problems += [f"{name}: only for network_module lycoris.kohya" for name in ("algo", "preset") if name in names]
     return problems
 
 

@@ -25,7 +25,7 @@ from .kohya_compat import (
 from .options import Option, build_config, iter_options
 from .schema import RunConfig
 from .toml_positions import read_toml_with_lines
-from .unused_options import find_unused_options, reset_options, resolve_zero_learning_rates
+from .unused_options import find_unused_options, reset_options, resolve_trained_components
 from .validate import validate_config
 
 COMMAND_OPTIONS = {"config_file": True, "output_config": False}
@@ -64,6 +64,8 @@ class ParsedConfig:
     """Location and reason of each setting that has no effect on this run."""
     has_kohya_options: bool = False
     """Whether there are options that only sd-scripts has, or those that it always needs."""
+    kohya_defaults: tuple[str, ...] = ()
+    """Options that are not set and whose defaults differ from sd-scripts', with both values."""
 
     def require_valid(self) -> RunConfig:
         """Return the configuration, or raise a ``ConfigError`` with all problems."""
@@ -88,6 +90,8 @@ class ParsedConfig:
             logger.warning(notice)
         if self.unused:
             logger.warning("%s", format_unused_settings(self.unused, self.config_file))
+        if self.kohya_defaults:
+            logger.warning("defaults that differ from sd-scripts': %s", ", ".join(self.kohya_defaults))
 
 
 def format_unused_settings(unused: Sequence[tuple[str, str]], path: Path | None) -> str:
@@ -147,6 +151,8 @@ def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedC
             continue
         if name and value is not _UNSET:
             values[name], locations[name] = value, setting.location
+        elif name and option is None:  # sd-scripts' own option, with the value of what happens anyway
+            locations[name] = setting.location
     config = build_config(config_class, values)
     has_kohya_options = "network_module" in locations or any(
         setting.name in KOHYA_OPTIONS or setting.name in GUI_KEYS for setting in settings
@@ -286,7 +292,7 @@ def _resolve_run_config(parsed: ParsedConfig) -> ParsedConfig:
     """Resolve learning rates of 0, drop options without effect, and check the options against each other."""
     reasons = find_unused_options(parsed.config, frozenset(parsed.locations))
     parsed = parsed.without_unused(reasons)
-    adapter, optim = resolve_zero_learning_rates(parsed.config.adapter, parsed.config.optim)
+    adapter, optim = resolve_trained_components(parsed.config.adapter, parsed.config.optim)
     parsed = replace(parsed, config=replace(parsed.config, adapter=adapter, optim=optim))
     problems = [
         f"{parsed.locations.get(names[0], f'--{names[0]}')}: {message}"
@@ -314,7 +320,7 @@ def _translate_kohya_option(setting: RawSetting, options: dict[str, Option]) -> 
     if isinstance(verdict, UnsupportedOption):
         if not verdict.accepts(_get_toml_value(setting)):
             raise ValueError(verdict.reason)
-        return None, None
+        return setting.name, _UNSET
     if not isinstance(verdict, OptionAlias):
         names = [*options, *KOHYA_OPTIONS, *COMMAND_OPTIONS]
         raise ValueError(f"unknown option{suggest_name(setting.name, names, prefix)}")

@@ -45,6 +45,10 @@ class ModelConfig:
         minimum=1,
         maximum=512,
     )
+    apply_t5_attn_mask: bool = define_option(
+        False,
+        "mask the padding tokens of T5: in T5 itself (SD3, FLUX.1), and in the attention of the transformer (FLUX.1)",
+    )
     quantize_base: Literal["none", "fp8", "int8", "nf4"] = define_option(
         "none",
         "quantize the frozen weights of the denoiser's blocks; each matmul dequantizes them to mixed_precision's dtype",
@@ -81,7 +85,9 @@ class AdapterConfig:
         None, "max-norm regularization: scale down modules whose weight norm exceeds this (LoRA only)", minimum=0.000001
     )
     network_train_unet_only: bool = define_option(
-        True, "train the denoiser only (U-Net or transformer); off: train the text encoders, too"
+        False,
+        "train the denoiser only (U-Net or transformer); default: also the CLIP text encoders of Stable Diffusion and "
+        "FLUX.1, as in sd-scripts",
     )
     network_train_text_encoder_only: bool = define_option(False, "train the text encoders only")
 

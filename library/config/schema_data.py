@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .options import define_option
-from .types import Resolution, ResolutionSchedule
+from .types import MAX_SIDE, Resolution, ResolutionSchedule
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class DataConfig:
     )
     reg_data_dir: str | None = define_option(None, "such a folder of regularization images")
     in_json: str | None = define_option(None, "without dataset_config: metadata file (.json, .jsonl) of the images")
-    train_batch_size: int = define_option(1, "batch size per device and micro-batch", minimum=1)
+    train_batch_size: int = define_option(1, "batch size per device and micro-batch", minimum=1, maximum=65_536)
     resolution: Resolution | None = define_option(None, "training resolution in pixels: 512, or 512,768 (width,height)")
     resolution_schedule: ResolutionSchedule | None = define_option(
         None,
@@ -28,8 +28,8 @@ class DataConfig:
     )
     dataset_repeats: int = define_option(1, "repeats of each image per epoch", minimum=1)
     enable_bucket: bool = define_option(False, "aspect ratio bucketing: train each image at the nearest bucket")
-    min_bucket_reso: int = define_option(256, "minimum side of a bucket in pixels", minimum=1)
-    max_bucket_reso: int = define_option(1024, "maximum side of a bucket in pixels", minimum=1)
+    min_bucket_reso: int = define_option(256, "minimum side of a bucket in pixels", minimum=1, maximum=MAX_SIDE)
+    max_bucket_reso: int = define_option(1024, "maximum side of a bucket in pixels", minimum=1, maximum=MAX_SIDE)
     bucket_reso_steps: int = define_option(64, "bucket sides are multiples of this many pixels", minimum=1)
     bucket_no_upscale: bool = define_option(False, "never upscale images; buckets follow the image sizes")
     bucket_mode: Literal["kohya", "symmetric"] = define_option(

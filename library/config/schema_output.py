@@ -29,6 +29,7 @@ class SaveConfig:
     save_last_n_steps: int | None = define_option(
         None, "save_every_n_steps: keep only the files of the last n steps", minimum=1
     )
+    overwrite: bool = define_option(False, "overwrite the LoRA file of an earlier run with the same output_name")
     training_comment: str | None = define_option(None, "comment in the metadata")
     no_metadata: bool = define_option(False, "save only the metadata that loaders need")
     metadata_title: str | None = define_option(None, "title in the metadata; default: output_name")

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 NATIVE = "native"
+MAX_SIDE = 32_768
+"""Largest width and height in pixels; a typo above this would run for hours before it fails."""
+
 _ENTRY_PATTERN = re.compile(r"(?:(\d+)(?:x(\d+))?|native)(?::(\d+))?")
 
 
@@ -38,6 +41,8 @@ class Resolution:
         sides = value if isinstance(value, list) and all(type(item) is int for item in value) else []
         if len(sides) not in (1, 2) or any(side < 1 for side in sides):
             raise ValueError("expected a size in pixels, such as 512 or 512,768 (width,height)")
+        if max(sides) > MAX_SIDE:
+            raise ValueError(f"must be at most {MAX_SIDE} pixels, got {max(sides)}")
         return cls(sides[0], sides[-1])
 
     def __str__(self) -> str:

@@ -20,6 +20,7 @@ from .schema import AdapterConfig, OptimConfig
 from .schema_data import CacheConfig
 
 UNET_ONLY, TEXT_ENCODER_ONLY = "network_train_unet_only", "network_train_text_encoder_only"
+MAX_RANK = 16_384
 _RANK_ARG_SUFFIXES = ("_dim", "_dims", "_alpha", "_alphas", "_patterns", "_indices", "train_blocks")
 
 
@@ -36,8 +37,22 @@ def validate_adapter_options(
         return
     yield from ((("network_args", "network_module"), problem) for problem in find_args_of_other_types(adapter))
     yield from _validate_adapter_type(adapter, optim, explicit)
-    if adapter.network_train_text_encoder_only and UNET_ONLY in explicit and adapter.network_train_unet_only:
+    yield from _validate_rank(adapter)
+    if adapter.network_train_text_encoder_only and adapter.network_train_unet_only:
         yield (TEXT_ENCODER_ONLY, UNET_ONLY), f"cannot be combined with {UNET_ONLY}; remove one of them"
+
+
+def _validate_rank(adapter: AdapterConfig) -> Iterator[OptionConflict]:
+    """A rank above the size of every layer is a typo; for LoKr, it asks for whole matrices."""
+    if get_adapter_type(adapter) not in ("lora", "dora", "loha"):
+        return
+    for name, prefix, rank in (
+        ("network_dim", "", adapter.network_dim),
+        ("network_args", "conv_dim: ", get_network_args(adapter).conv_dim or 0),
+    ):
+        if rank > MAX_RANK:
+            problem = f"rank {rank} is above the size of every layer; ranks of 4 to 128 are usual"
+            yield (name,), prefix + problem
 
 
 def _validate_adapter_type(
@@ -136,3 +151,4 @@ def validate_text_caching(
     for option in ("cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"):
         if getattr(cache, option):
             yield (option, name), f"text encoders are trained, so their outputs change; {fix}, or remove {option}"
+            return

@@ -1,6 +1,7 @@
 """Checks of precision, compiling, parallelism and memory options against each other, without importing torch."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from .network_args import get_adapter_type
 from .options import ExplicitOptions, OptionConflict
@@ -9,6 +10,13 @@ from .schema_distributed import DeepSpeedConfig, DistributedConfig, ParallelConf
 
 NON_TORCH_ATTENTION = ("flash", "flash3", "xformers")
 """Values of ``attn_mode`` that do not run torch's scaled_dot_product_attention."""
+
+ATTENTION_PACKAGES = {
+    "flash": ("flash_attn", "flash-attn"),
+    "flash3": ("flash_attn_interface", "flash-attn-3"),
+    "xformers": ("xformers", "xformers"),
+}
+"""Attention mode -> the module that it needs, and the package to install."""
 
 MIN_PROFILE_STEPS = 3
 """One step without the profiler for timing, one to warm the profiler up, and one to record."""
@@ -20,6 +28,11 @@ _CHECKPOINTING_DEFAULTS = {
 }
 _BUDGET_BACKENDS = ("inductor", "aot_eager")
 """Backends with torch's partitioner, which decides what is recomputed."""
+
+
+def validate_attention_package(mode: str) -> Iterator[str]:
+    if mode in ATTENTION_PACKAGES and find_spec(ATTENTION_PACKAGES[mode][0]) is None:
+        yield f"--attn_mode {mode}: not installed; pip install {ATTENTION_PACKAGES[mode][1]}, or use sdpa"
 
 
 def validate_precision(distributed: DistributedConfig) -> Iterator[OptionConflict]:

@@ -11,6 +11,7 @@ from ..config import RunConfig
 from ..config.schema_distributed import DeepSpeedConfig, DistributedConfig
 from ..config.schema_output import LogConfig
 from ..config.types import DeviceMap
+from ..config.validate_distributed import validate_attention_package
 from .launch_command import ACCELERATE, format_multi_process_command
 from .launcher_settings import find_config_file_settings, find_flags
 from .trackers import is_wandb_ready, resolve_tracker
@@ -20,13 +21,6 @@ from .world import World
 UNSUPPORTED_ENGINES = {"Megatron-LM": "supports language models only"}
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 """Modes of dynamo that use CUDA graphs."""
-
-ATTENTION_PACKAGES = {
-    "flash": ("flash_attn", "flash-attn"),
-    "flash3": ("flash_attn_interface", "flash-attn-3"),
-    "xformers": ("xformers", "xformers"),
-}
-"""Attention mode -> the module that it needs, and the package to install."""
 
 HALF_PRECISION_ATTENTION = ("flash", "flash3", "cudnn")
 
@@ -218,10 +212,7 @@ def validate_attention_support(mode: str, world: World, precision: str | None) -
     """Check whether this machine supports an attention mode; torch's own choice (sdpa) works everywhere."""
     if mode in ("sdpa", "torch", "math"):
         return []
-    problems = []
-    if mode in ATTENTION_PACKAGES and find_spec(ATTENTION_PACKAGES[mode][0]) is None:
-        package = ATTENTION_PACKAGES[mode][1]
-        problems.append(f"--attn_mode {mode}: not installed; pip install {package}, or use sdpa")
+    problems = list(validate_attention_package(mode))
     if world.device_type != "cuda":
         problems.append(f"--attn_mode {mode}: needs a CUDA device, and this is {world.device_type}; use sdpa")
     if mode in HALF_PRECISION_ATTENTION and precision not in ("bf16", "fp16"):

@@ -9,7 +9,14 @@ from ..data.batch_plan import PlannedStage, get_planned_stages
 from ..data.prepare import PreparedData, prepare_data
 from ..data.run_plan import RunPlan
 from ..dataset.validate import find_sizes_for_some_models
-from ..models.detect import DetectedModel, detect_model, get_config_reader, list_size_multiples
+from ..models.detect import (
+    DetectedModel,
+    detect_model,
+    get_config_reader,
+    get_family_facts,
+    list_size_multiples,
+)
+from ..models.facts import describe_trained_components
 from ..models.model_configs import read_encoded_sizes
 from .cache_size import CacheEstimate, estimate_caption_cache, estimate_latent_cache
 
@@ -32,10 +39,12 @@ class DryRun:
     cache_estimates: Sequence[CacheEstimate] = ()
     notes: Sequence[str] = ()
     """What another model may reject, if none is set."""
+    trained_components: str = ""
 
     def format_summary(self) -> str:
         lines = [
             f"model family {self.detected.family}: {self.detected.reason}",
+            *([self.trained_components] if self.trained_components else []),
             *self.notes,
             self.prepared.format_summary(self.plan.batch_plan, self.plan.steps),
         ]
@@ -92,4 +101,5 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
     if config.cache.caches_text_outputs:
         prompts, precision = config.preview.sample_prompts, config.distributed.mixed_precision
         estimates.append(estimate_caption_cache(*arguments, prompts, precision))
-    return DryRun(detected, prepared, plan, estimates, notes)
+    trained = describe_trained_components(config.adapter, config.optim, get_family_facts(detected.family))
+    return DryRun(detected, prepared, plan, estimates, notes, trained)

@@ -23,6 +23,7 @@ from ..distributed.async_copy import CopyStream
 from ..distributed.devices import MIXED_PRECISION_DTYPES
 from ..models.base import Family
 from ..models.detect import DetectedModel
+from ..models.facts import select_trained_text_encoders
 from ..models.families import FAMILIES
 from ..models.loading import load_pipeline_on_meta
 from ..optim.optimizers import ParamGroup
@@ -34,12 +35,7 @@ from ..parallel.quantize import FrozenConv2d, FrozenLinear, QuantizedWeight
 from ..parallel.tensor_parallel import TensorParallel
 from ..training.setup import build_objective
 from ..training.task import DiffusionTask
-from ..training.trainable import (
-    build_param_groups,
-    build_trainable_modules,
-    get_trainable_parameters,
-    select_trained_text_encoders,
-)
+from ..training.trainable import build_param_groups, build_trainable_modules, get_trainable_parameters
 from .memory_meter import AutocastEmulation, MemoryMeter, run_backward
 
 META = torch.device("meta")
@@ -216,6 +212,7 @@ class MetaRun:
         self._models = [part for part in self.pipe.components.values() if isinstance(part, nn.Module)]
         for part in self._models:
             part.requires_grad_(False)
+        self.trained_encoders = select_trained_text_encoders(config.adapter, config.optim, self.family.facts)
         initial = read_initial_weights(config.adapter, self.family, model)
         self.trained, self.adapter = build_trainable_modules(
             config, self.family, self.pipe, initial.rank_alphas, initial.independent_modules
@@ -236,7 +233,7 @@ class MetaRun:
             build_objective(config.noise, config.loss, self.family, self.pipe),
             config.train.seed,
             CopyStream(META),
-            trains_text_encoders=config.adapter.trains_text_encoders,
+            trains_text_encoders=bool(self.trained_encoders),
             pads_texts=pipeline,
         )
         self.encoding_peaks: dict[str, int] = {} if same_settings is None else same_settings.encoding_peaks
@@ -273,8 +270,7 @@ class MetaRun:
     @property
     def frozen_encoders(self) -> list[nn.Module]:
         """Frozen VAE and text encoders that stay on the device, as their outputs are not cached."""
-        config, facts = self.config, self.family.facts
-        cache, trained = config.cache, select_trained_text_encoders(config.adapter, config.optim, facts)
+        cache, trained = self.config.cache, self.trained_encoders
         names = [] if cache.caches_latents else ["vae"]
         if not cache.caches_text_outputs:
             names += [name for name in self.family.text_components if name not in trained]
@@ -343,7 +339,7 @@ class MetaRun:
         """Build the encoded batch, and measure the encoders."""
         (width, height), count, cache = batch.size, len(batch.captions), self.config.cache
         cond: Cond | None = self.family.encode_prompts_on_meta(self.pipe, batch.captions)
-        if self.config.adapter.trains_text_encoders:
+        if self.trained_encoders:
             cond = None
         elif not cache.caches_text_outputs and not self.family.has_variable_text_length:
             with self._measure(self._models, self._dtype) as meter:

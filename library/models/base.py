@@ -63,6 +63,8 @@ class Family(ABC):
     """The file format that most programs load for this family."""
     conv_lora_target_modules: ClassVar[tuple[str, ...]] = ()
     """Additional ``lora_target_modules`` when convolutions are trained."""
+    preset_lora_target_modules: ClassVar[tuple[str, ...]] = ()
+    """Additional ``lora_target_modules`` that presets of LyCORIS may train."""
     text_lora_target_modules: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Each of ``facts.text_encoders`` -> its ``lora_target_modules``."""
     text_lora_prefixes: ClassVar[Mapping[str, str]] = {}

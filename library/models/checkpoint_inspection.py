@@ -181,7 +181,8 @@ def _describe_file_type(first_bytes: bytes) -> str:
     if first_bytes.startswith((b"PK", b"\x80")):
         return (
             "is a pickle (.ckpt, .pt, .bin), which can run code when it is loaded and is never read; use the "
-            ".safetensors file of this model"
+            ".safetensors file of this model, or save it as one in ComfyUI (Save Checkpoint) or A1111 (Checkpoint "
+            "Merger)"
         )
     if first_bytes.startswith(b"GGUF"):
         return "is a GGUF file, for inference only; use the .safetensors file of this model"

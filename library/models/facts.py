@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ..config.schema import ModelConfig
+from ..config.network_args import get_network_args
+from ..config.schema import AdapterConfig, ModelConfig, OptimConfig
+from ..config.unused_options import is_self_tuning_adafactor
 from .model_configs import ConfigReader
 
 TORCH_ATTENTION_MODES = ("sdpa", "torch")
@@ -62,3 +64,35 @@ class FamilyFacts:
 
     For example ``("x_embedder.weight", 0): ("transformer", "hidden_size")``; without an axis: whether the key exists.
     """
+
+
+def get_component_lr(component: str, config: OptimConfig, facts: FamilyFacts) -> float:
+    """Return the peak learning rate of the denoiser or of a text encoder."""
+    if component not in facts.text_encoders:
+        return config.learning_rate if config.unet_lr is None else config.unet_lr
+    rates = config.text_encoder_lr or (config.learning_rate,)
+    return rates[0] if len(rates) == 1 else rates[facts.text_encoders.index(component)]
+
+
+def select_trained_text_encoders(config: AdapterConfig, optim: OptimConfig, facts: FamilyFacts) -> tuple[str, ...]:
+    """Select the text encoders that get an adapter; a learning rate of 0 excludes one."""
+    if not config.trains_text_encoders:
+        return ()
+    with_t5 = get_network_args(config).train_t5xxl
+    parts = [part for part in facts.text_encoders if with_t5 or part != facts.t5_encoder]
+    return tuple(part for part in parts if not optim.text_encoder_lr or get_component_lr(part, optim, facts))
+
+
+def describe_trained_components(config: AdapterConfig, optim: OptimConfig, facts: FamilyFacts) -> str:
+    """Name what is trained, with learning rates: ``training: U-Net (1e-4), text encoder (5e-5)``."""
+    names = {} if not config.trains_denoiser else {facts.denoiser_name: _DENOISER_TITLES.get(facts.denoiser_name)}
+    for encoder in select_trained_text_encoders(config, optim, facts):
+        number = encoder.removeprefix("text_encoder").strip("_") or ("1" if len(facts.text_encoders) > 1 else "")
+        names[encoder] = f"text encoder {number}".strip()
+    if is_self_tuning_adafactor(optim):
+        return f"training: {', '.join(title or name for name, title in names.items())}"
+    rates = ((title or name, get_component_lr(name, optim, facts)) for name, title in names.items())
+    return f"training: {', '.join(f'{title} (learning rate {rate:g})' for title, rate in rates)}"
+
+
+_DENOISER_TITLES = {"unet": "U-Net", "transformer": "transformer"}

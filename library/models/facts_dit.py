@@ -89,7 +89,7 @@ SD3_FACTS = FamilyFacts(
     component_options={"vae": "vae", "clip_l": "text_encoder", "clip_g": "text_encoder_2", "t5xxl": "text_encoder_3"},
     text_encoders=("text_encoder", "text_encoder_2", "text_encoder_3"),
     t5_encoder="text_encoder_3",
-    extra_options=("t5xxl_max_token_length",),
+    extra_options=("t5xxl_max_token_length", "apply_t5_attn_mask"),
     single_file_prefixes={
         "transformer": _CHECKPOINT_PREFIXES,
         "vae": ("first_stage_model.",),
@@ -125,7 +125,7 @@ FLUX_FACTS = FamilyFacts(
     component_options={"ae": "vae", "vae": "vae", "clip_l": "text_encoder", "t5xxl": "text_encoder_2"},
     text_encoders=("text_encoder", "text_encoder_2"),
     t5_encoder="text_encoder_2",
-    extra_options=("t5xxl_max_token_length", "guidance_scale"),
+    extra_options=("t5xxl_max_token_length", "guidance_scale", "apply_t5_attn_mask"),
     attention_modes=(*_MASKED_ATTENTION_MODES, "flash", "flash3"),
     validate_options=_validate_flux_guidance,
     single_file_prefixes={

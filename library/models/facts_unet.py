@@ -1,7 +1,9 @@
 """Facts of the UNet families (Stable Diffusion 1, 2 and XL), and the UNet layers that get a LoRA."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
+from ..config.schema import ModelConfig
 from .facts import FamilyFacts, FamilyMatch
 from .model_configs import ConfigReader, ModelError, get_downscale_factor, read_required, read_scheduler_config
 
@@ -61,6 +63,12 @@ def _is_sd2(read: ConfigReader) -> bool:
     return unet.get("cross_attention_dim") == 1024 or bool(unet.get("use_linear_projection"))
 
 
+def _validate_clip_skip(read: ConfigReader, options: ModelConfig) -> Iterator[str]:
+    layers = (read("text_encoder/config.json") or {}).get("num_hidden_layers", 12)
+    if (options.clip_skip or 1) > layers:
+        yield f"clip_skip: {options.clip_skip}; the text encoder has {layers} layers, and 1 or 2 are usual"
+
+
 _UNET_PREFIXES, _VAE_PREFIXES = ("model.diffusion_model.",), ("first_stage_model.",)
 
 SD1_FACTS = FamilyFacts(
@@ -73,6 +81,7 @@ SD1_FACTS = FamilyFacts(
     component_options={"vae": "vae", "clip_l": "text_encoder"},
     text_encoders=("text_encoder",),
     extra_options=("clip_skip", "max_token_length"),
+    validate_options=_validate_clip_skip,
     single_file_prefixes={
         "unet": _UNET_PREFIXES,
         "vae": _VAE_PREFIXES,

@@ -1,19 +1,22 @@
 """Checks of the settings that depend on the model: its files, its options, attention and previews; no torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from ..config import ParsedConfig, RunConfig, validate_adapter, validate_objective
+from ..config.options import OptionConflict
 from ..config.schema import AdapterConfig, ModelConfig
 from ..config.schema_data import DataConfig
 from ..config.schema_objective import LossConfig, NoiseConfig
+from ..config.unused_options import is_self_tuning_adafactor
 from ..data.prompts import Prompt, load_prompts
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
 from ..dataset.validate import validate_resolution_multiple
 from ..errors import ConfigError
 from .detect import COMPONENT_OPTIONS, DetectedModel, detect_model, get_family_facts
-from .facts import TORCH_ATTENTION_MODES
+from .facts import TORCH_ATTENTION_MODES, select_trained_text_encoders
 from .families import FAMILY_FACTS
 
 
@@ -33,6 +36,7 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> I
             *validate_adapter.validate_adapter_for_model(
                 config.adapter, config.optim, facts.name, facts.title, facts.text_encoders, facts.t5_encoder
             ),
+            *_validate_text_mask(config.model, config.distributed.attn_mode, config.parallel.cp_size, detected),
             *validate_adapter.validate_text_caching(config.adapter, config.cache, facts.text_encoders),
             *((("attn_mode",), line) for line in validate_attention_mode(config.distributed.attn_mode, detected)),
         ]
@@ -46,6 +50,18 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> I
         prompts = []
     if detected is not None:
         yield from validate_prompts(prompts, config.preview.sample_sampler, detected)
+
+
+def _validate_text_mask(
+    model: ModelConfig, attn_mode: str, cp_size: int, detected: DetectedModel
+) -> Iterator[OptionConflict]:
+    """FLUX.1 masks padding tokens in its attention, which not every kernel and layout can."""
+    if not model.apply_t5_attn_mask or detected.family != "flux":
+        return
+    if attn_mode in ("flash", "flash3"):
+        yield ("apply_t5_attn_mask", "attn_mode"), f"attn_mode {attn_mode} has no masks; use sdpa"
+    if cp_size > 1:
+        yield ("apply_t5_attn_mask", "cp_size"), "not supported with cp_size; use tp_size or fsdp"
 
 
 def _validate_image_sizes(data: DataConfig, model: DetectedModel) -> Iterator[str]:
@@ -103,7 +119,41 @@ def drop_unused_model_options(loaded: ParsedConfig) -> ParsedConfig:
     except ConfigError:
         return loaded  # reported by validate_model_options
     reasons |= _find_unavailable_xformers(loaded, detected)
-    return loaded.without_unused({name: why for name, why in reasons.items() if name in loaded.locations})
+    loaded = loaded.without_unused({name: why for name, why in reasons.items() if name in loaded.locations})
+    loaded = _round_bucket_steps(loaded, detected)
+    return replace(loaded, kohya_defaults=tuple(_find_other_defaults(loaded, detected)))
+
+
+def _round_bucket_steps(loaded: ParsedConfig, detected: DetectedModel) -> ParsedConfig:
+    """Where the model needs coarser bucket steps, multiples of them are multiples of finer steps as well."""
+    data, step = loaded.config.data, detected.size_multiple
+    location = loaded.locations.get("bucket_reso_steps")
+    if location is None or not data.enable_bucket or data.bucket_reso_steps >= step or step % data.bucket_reso_steps:
+        return loaded
+    notice = f"{location}: {data.bucket_reso_steps} is finer than the model can train; buckets are multiples of {step}"
+    config = replace(loaded.config, data=replace(data, bucket_reso_steps=step))
+    return replace(loaded, config=config, notices=[*loaded.notices, notice])
+
+
+def _find_other_defaults(loaded: ParsedConfig, detected: DetectedModel) -> Iterator[str]:
+    """Name the options of sd-scripts that are not set and have another default there; only for its run files."""
+    if not loaded.has_kohya_options:
+        return
+    optim, is_flux = loaded.config.optim, detected.family == "flux"
+    text_encoders = select_trained_text_encoders(loaded.config.adapter, optim, get_family_facts(detected.family))
+    has_all_rates = optim.unet_lr is not None and (optim.text_encoder_lr or not text_encoders)
+    others = {
+        "seed": ("42", "another one for each run", True),
+        "learning_rate": ("1e-4", "2e-6", not has_all_rates and not is_self_tuning_adafactor(optim)),
+        "v_parameterization": ("true, as the model says", "false", detected.prediction_type == "v"),
+        "guidance_scale": ("1", "3.5", detected.has_guidance_embeds),
+        "timestep_sampling": ("shift", "sigma", is_flux),
+        "discrete_flow_shift": ("as in the model's pipeline", "3", is_flux),
+        "model_prediction_type": ("raw", "sigma_scaled", is_flux),
+    }
+    for name, (ours, theirs, applies) in others.items():
+        if applies and name not in loaded.locations:
+            yield f"{name} {ours} (there {theirs})"
 
 
 def find_unused_model_options(

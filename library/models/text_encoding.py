@@ -72,6 +72,23 @@ def suppress_truncation_warnings(pipe: Any, *tokenizers: Any) -> Iterator[None]:
         logger.setLevel(previous_level)
 
 
+@contextmanager
+def mask_padding(encoder: Any, pad_token_id: int) -> Iterator[list[Tensor]]:
+    """Mask padding tokens in calls of a text encoder, which pipelines call without a mask; yield the masks."""
+    masks: list[Tensor] = []
+
+    def add_mask(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        input_ids = args[0] if args else kwargs["input_ids"]
+        masks.append((input_ids != pad_token_id).long())
+        return args, {**kwargs, "attention_mask": masks[-1]}
+
+    handle = encoder.register_forward_pre_hook(add_mask, with_kwargs=True)
+    try:
+        yield masks
+    finally:
+        handle.remove()
+
+
 def build_meta_text_embeds(
     tokenizer: Any, prompts: Sequence[str], width: int, max_tokens: int, num_prefix_tokens: int = 0
 ) -> list[Tensor]:

@@ -4,7 +4,7 @@ import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from ..config.schema import OptimConfig
 from ..errors import UserError
 from ..registry import suggest_name
 from .arguments import find_unknown_args, import_class, parse_keyword_args
+from .optimizer_names import OPTIMIZERS, OptimizerInfo
 
 
 @dataclass(frozen=True)
@@ -65,17 +66,6 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
     if group.get("fused"):
         return f"{name} (fused)"
     return f"{name} (for-loop)" if group["foreach"] is False else f"{name} (foreach if supported)"
-
-
-@dataclass(frozen=True)
-class OptimizerInfo:
-    """Where an optimizer is imported from, and how its arguments differ from sd-scripts'."""
-
-    import_path: str
-    pip_package: str | None = None  # for the message when an optional package is missing
-    default_args: Mapping[str, Any] = field(default_factory=dict)  # arguments that sd-scripts sets
-    arg_aliases: Mapping[str, str] = field(default_factory=dict)  # name of an argument in sd-scripts -> name here
-    is_lr_free: bool = False  # learning_rate is a factor, usually 1, on the rate that it estimates
 
 
 def resolve_optimizer(name: str) -> OptimizerInfo:
@@ -170,47 +160,3 @@ def load_optimizer_state(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
                 loaded = state.get(key)
                 if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor) and loaded.dtype != value.dtype:
                     state[key] = value.to(loaded.device)
-
-
-_DADAPT_ARG_ALIASES = {"decouple": "weight_decouple", "use_bias_correction": "bias_correction"}
-_NESTEROV_ARGS = {"momentum": 0.9, "nesterov": True}
-
-
-def _define_pytorch_optimizer(name: str, *, is_lr_free: bool = False, **arg_aliases: str) -> OptimizerInfo:
-    return OptimizerInfo(f"pytorch_optimizer.{name}", "pytorch_optimizer", {}, arg_aliases, is_lr_free)
-
-
-def _define_bitsandbytes(name: str, **default_args: Any) -> OptimizerInfo:
-    return OptimizerInfo(f"bitsandbytes.optim.{name}", "bitsandbytes", default_args)
-
-
-OPTIMIZERS: Mapping[str, OptimizerInfo] = {
-    "AdamW": OptimizerInfo("torch.optim.AdamW"),
-    "Adam": OptimizerInfo("torch.optim.Adam"),
-    "SGD": OptimizerInfo("torch.optim.SGD"),
-    "SGDNesterov": OptimizerInfo("torch.optim.SGD", default_args=_NESTEROV_ARGS),
-    "Muon": OptimizerInfo("torch.optim.Muon"),
-    "Adafactor": OptimizerInfo("transformers.optimization.Adafactor"),
-    "Adam8bit": _define_bitsandbytes("Adam8bit"),
-    "AdamW8bit": _define_bitsandbytes("AdamW8bit"),
-    "PagedAdamW": _define_bitsandbytes("PagedAdamW"),
-    "PagedAdamW8bit": _define_bitsandbytes("PagedAdamW8bit"),
-    "PagedAdamW32bit": _define_bitsandbytes("PagedAdamW32bit"),
-    "Lion8bit": _define_bitsandbytes("Lion8bit"),
-    "PagedLion8bit": _define_bitsandbytes("PagedLion8bit"),
-    "SGDNesterov8bit": _define_bitsandbytes("SGD8bit", **_NESTEROV_ARGS),
-    "Lion": _define_pytorch_optimizer("Lion", decoupled_weight_decay="weight_decouple"),
-    "CAME": _define_pytorch_optimizer("CAME"),
-    "Prodigy": _define_pytorch_optimizer("Prodigy", is_lr_free=True, **_DADAPT_ARG_ALIASES),
-    "DAdaptAdam": _define_pytorch_optimizer("DAdaptAdam", is_lr_free=True, **_DADAPT_ARG_ALIASES),
-    "DAdaptAdaGrad": _define_pytorch_optimizer("DAdaptAdaGrad", is_lr_free=True),
-    "DAdaptAdan": _define_pytorch_optimizer("DAdaptAdan", is_lr_free=True),
-    "DAdaptLion": _define_pytorch_optimizer("DAdaptLion", is_lr_free=True),
-    "DAdaptSGD": _define_pytorch_optimizer("DAdaptSGD", is_lr_free=True),
-    "DAdaptation": OptimizerInfo("dadaptation.experimental.DAdaptAdamPreprint", "dadaptation", is_lr_free=True),
-    "DAdaptAdamPreprint": OptimizerInfo("dadaptation.experimental.DAdaptAdamPreprint", "dadaptation", is_lr_free=True),
-    "DAdaptAdanIP": OptimizerInfo("dadaptation.experimental.DAdaptAdanIP", "dadaptation", is_lr_free=True),
-    "AdamWScheduleFree": _define_pytorch_optimizer("ScheduleFreeAdamW"),
-    "RAdamScheduleFree": _define_pytorch_optimizer("ScheduleFreeRAdam"),
-    "SGDScheduleFree": _define_pytorch_optimizer("ScheduleFreeSGD"),
-}

@@ -27,6 +27,8 @@ def run_cache(argv: Sequence[str]) -> tuple[str, int]:
     check_cache_command(command, COMMANDS)
     loaded = load_settings([word for word in training_argv if word != CONFIRM_FLAG])
     config = replace(loaded.config, cache=_enable_disk_cache(loaded.config.cache))
+    if config.cache.caches_text_outputs:  # nothing is trained here
+        config = replace(config, adapter=replace(config.adapter, network_train_unet_only=True))
     check_cache_arguments(command, CONFIRM_FLAG, replace(loaded, config=config), training_argv)
     is_confirmed = CONFIRM_FLAG in training_argv
     from ..log import configure_logging

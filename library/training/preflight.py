@@ -5,11 +5,13 @@ package and add a line here.
 
 - ``list_settings_checks``: options, dataset TOML, model files, prompts. No torch, so a typo is reported in a second.
 - What needs the scanned images (dataset weights, empty stages) is in ``dataset.validate``, called by data.prepare.
+- ``list_installation_checks``: packages of optimizers and attention kernels; for runs and ``--dry_run`` only.
 - Launch checks (devices, launcher, engines, mixed precision) are in ``distributed.preflight``: prepare_accelerator runs
   them on every rank and reports the problems of all ranks together.
 - ``list_run_checks``: optimizer, adapter targets and parallelism on a model without weights, as the strategy needs it.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING
 from ..atomic_files import find_write_error
 from ..config import ParsedConfig, RunConfig, parse_config
 from ..config.schema_objective import LossConfig, NoiseConfig
+from ..config.schema_output import SaveConfig, StateConfig
 from ..config.validate_objective import validate_objective_for_model
 from ..errors import ConfigError
 
@@ -120,6 +123,36 @@ def validate_objective(
         yield f"--{name}: the model's last timestep has zero SNR, so its loss weight is infinite; remove the option"
 
 
+def list_installation_checks() -> Sequence[SettingsCheck]:
+    """List the checks of what is installed here; a plan may be made on another machine than the run."""
+    from ..config.validate_distributed import validate_attention_package
+    from ..optim.optimizer_names import validate_optimizer_package
+
+    return (
+        lambda loaded: validate_optimizer_package(loaded.config.optim.optimizer_type),
+        lambda loaded: validate_attention_package(loaded.config.distributed.attn_mode),
+        lambda loaded: validate_output_file(loaded.config.save, loaded.config.state),
+        lambda loaded: _validate_upload(loaded.config.save),
+    )
+
+
+def validate_output_file(save: SaveConfig, state: StateConfig) -> Iterator[str]:
+    """A finished LoRA is not overwritten by the same command; a run that resumes ends with its own file."""
+    path = Path(save.output_dir) / f"{save.output_name}.safetensors"
+    if save.overwrite or state.resume is not None or state.auto_resume or not path.is_file():
+        return
+    names = (f"{save.output_name}-{number}" for number in itertools.count(2))
+    free = next(name for name in names if not path.with_name(f"{name}.safetensors").exists())
+    yield f"--output_name: {path} exists, from an earlier run; add --overwrite, or --output_name {free}"
+
+
+def _validate_upload(save: SaveConfig) -> Iterator[str]:
+    if save.huggingface_repo_id is not None:
+        from ..checkpoint.hub_upload import validate_hub_token
+
+        yield from validate_hub_token()
+
+
 def load_settings(argv: Sequence[str]) -> ParsedConfig:
     """Parse a command line and its run TOML, without the options that have no effect on this model."""
     from ..models.preflight import drop_unused_model_options
@@ -127,9 +160,10 @@ def load_settings(argv: Sequence[str]) -> ParsedConfig:
     return drop_unused_model_options(parse_config(argv))
 
 
-def find_settings_problems(loaded: ParsedConfig) -> list[str]:
-    """Run the checks of the settings of a command line."""
-    problems = [problem for check in list_settings_checks() for problem in check(loaded)]
+def find_settings_problems(loaded: ParsedConfig, *, is_run: bool = False) -> list[str]:
+    """Run the checks of the settings of a command line; for a run, also those of what is installed here."""
+    checks = [*list_settings_checks(), *(list_installation_checks() if is_run else ())]
+    problems = [problem for check in checks for problem in check(loaded)]
     return list(dict.fromkeys(loaded.locate_problems(problems)))
 
 

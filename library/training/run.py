@@ -29,7 +29,8 @@ from ..distributed.trackers import Trackers
 from ..errors import UserError
 from ..log import ProgressBar
 from ..models.base import Family
-from ..models.detect import DetectedModel, detect_model
+from ..models.detect import DetectedModel, detect_model, get_family_facts
+from ..models.facts import describe_trained_components
 from ..models.families import FAMILIES
 from ..optim.schedules import build_lr_schedule
 from ..parallel.strategy import Strategy
@@ -84,6 +85,7 @@ def _prepare_and_train(
         logger.warning("%s", line)
     detected = detect_model(config.model)
     logger.info("model family %s: %s", detected.family, detected.reason)
+    logger.info("%s", describe_trained_components(config.adapter, config.optim, get_family_facts(detected.family)))
     family: Family = FAMILIES.get(detected.family)(config.model)
     check_run_settings(config, RunFacts.from_strategy(strategy, family, detected))
     initial_weights = read_initial_weights(

@@ -15,12 +15,13 @@ from ..config.network_args import (
     UNET_FAMILIES,
     NetworkArgs,
     compute_block_lr_weights,
+    get_lycoris_preset,
     get_network_args,
     get_unet_block_index,
 )
 from ..config.schema import AdapterConfig, OptimConfig, RunConfig
 from ..models.base import Family
-from ..models.facts import FamilyFacts
+from ..models.facts import FamilyFacts, get_component_lr, select_trained_text_encoders
 from ..optim.optimizers import ParamGroup
 from .activation_checkpointing import enable_activation_checkpointing
 
@@ -67,14 +68,6 @@ def _get_loraplus_ratio(layer: TargetLayer, network_args: NetworkArgs) -> float 
     return network_args.loraplus_lr_ratio if ratio is None else ratio
 
 
-def get_component_lr(component: str, config: OptimConfig, facts: FamilyFacts) -> float:
-    """Return the peak learning rate of the denoiser or of a text encoder."""
-    if component not in facts.text_encoders:
-        return config.learning_rate if config.unet_lr is None else config.unet_lr
-    rates = config.text_encoder_lr or (config.learning_rate,)
-    return rates[0] if len(rates) == 1 else rates[facts.text_encoders.index(component)]
-
-
 def _iter_unique_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     seen = set()
     for name, parameter in lora.iter_adapter_parameters(model):
@@ -104,15 +97,6 @@ class TrainableModules(nn.Module):
         return self.get_submodule(self._denoiser_name)(*args, **kwargs)
 
 
-def select_trained_text_encoders(config: AdapterConfig, optim: OptimConfig, facts: FamilyFacts) -> tuple[str, ...]:
-    """Select the text encoders that get an adapter; a learning rate of 0 excludes one."""
-    if not config.trains_text_encoders:
-        return ()
-    with_t5 = get_network_args(config).train_t5xxl
-    parts = [part for part in facts.text_encoders if with_t5 or part != facts.t5_encoder]
-    return tuple(part for part in parts if not optim.text_encoder_lr or get_component_lr(part, optim, facts))
-
-
 def select_target_components(
     config: AdapterConfig, optim: OptimConfig, family: Family, pipe: Any, *, modules: Iterable[str] | None = None
 ) -> list[TargetComponent]:
@@ -124,12 +108,14 @@ def select_target_components(
         own.setdefault(name.partition(".")[0], []).append(name.partition(".")[2])
     if config.trains_denoiser:
         denoiser, arguments = getattr(pipe, family.denoiser_name), get_network_args(config)
-        has_wide = all_layers or arguments.conv_dim is not None
+        has_preset = get_lycoris_preset(config) is not None
+        has_wide = all_layers or has_preset or arguments.conv_dim is not None
         has_outside = all_layers or (arguments.in_dims or arguments.emb_dims) is not None
         targets = (
             *family.lora_target_modules,
             *(family.conv_lora_target_modules if has_wide else ()),
             *(family.get_non_block_lora_target_modules(denoiser) if has_outside else ()),
+            *(family.preset_lora_target_modules if has_preset else ()),
             *own.get(family.denoiser_name, ()),
         )
         parts.append(

@@ -76,7 +76,7 @@ PREFLIGHT_NAME = re.compile(
 
 LIMITS: dict[str, tuple[float, float]] = {
     "files": (0, 261),
-    "lines": (0, 41_500),
+    "lines": (0, 42_000),
     "files under 40 lines": (0, 0),
     "files under 60 lines": (0, 15),
     "files over 400 lines": (0, 0),
@@ -88,7 +88,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "RunConfig parameters": (0, 30),
     "fmt: skip in library": (0, 60),
     "fmt: skip in tests": (0, 60),
-    "pre-flight functions outside the list": (0, 20),
+    "pre-flight functions outside the list": (0, 23),
 }
 """The smallest and the largest value that `test_code_metrics.py` accepts, so that the structure cannot slide back."""
 

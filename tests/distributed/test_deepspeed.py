@@ -243,7 +243,7 @@ def measure_memory(stage: int) -> tuple[int, int, int]:
     strategy = DeepSpeedStrategy(comm, StrategySettings(deepspeed=DeepSpeedSettings(stage)))
     family = FAMILIES.get("flux")()
     trained, _ = build_trainable_modules(
-        parse_config([]).config, family, family.load("random:flux:tiny", torch.float32)
+        parse_config(["--network_train_unet_only"]).config, family, family.load("random:flux:tiny", torch.float32)
     )
     own = [parameter for parameter in trained.parameters() if parameter.requires_grad]
     frozen = [parameter for parameter in trained.parameters() if not parameter.requires_grad]
@@ -347,6 +347,7 @@ def test_accelerate_launch_with_a_deepspeed_config_file(even_dataset, tmp_path):
         "random:flux:tiny",
         "--output_dir",
         str(tmp_path / "out"),
+        "--network_train_unet_only",
         "--max_train_steps",
         "1",
         "--train_batch_size",

@@ -224,7 +224,10 @@ def test_parallel_dims_divide_the_world_size():
 )
 def test_a_model_that_cannot_be_sharded_is_refused_before_it_is_loaded(model, flags, message):
     loaded = parse_config(
-        ["--dataset_config", __file__, "--pretrained_model_name_or_path", f"random:{model}:tiny", *flags]
+        [
+            *("--dataset_config", __file__, "--pretrained_model_name_or_path", f"random:{model}:tiny"),
+            *("--network_train_unet_only", *flags),
+        ]
     )
     config = loaded.config
     with pytest.raises(ConfigError) as caught:

@@ -23,6 +23,7 @@ FLAGS = [
     "3",
     "--learning_rate",
     "2e-3",
+    "--network_train_unet_only",
     "--lr_scheduler",
     "cosine",
     "--lr_warmup_steps",

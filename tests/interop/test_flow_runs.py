@@ -46,7 +46,11 @@ def train_and_predict(name, *flags):
         looks.append(predict(job.task.family, job.task.pipe, name))
 
     save_adapter.SaveAdapter.save = save
-    run_training(parse_config([*flags, "--quiet", "--max_data_loader_n_workers", "0"]).require_valid())
+    run_training(
+        parse_config(
+            ["--network_train_unet_only", *flags, "--quiet", "--max_data_loader_n_workers", "0"]
+        ).require_valid()
+    )
     return looks[-1].tolist()
 
 

@@ -74,7 +74,7 @@ def train_and_record(*flags: str) -> tuple[list[float], list[tuple[str, ...]], l
         return load_model(self, model, dtype, components, **others)
 
     DDPStrategy.compute_gradients, StableDiffusion1.load = record_loss, record_load
-    run_training(parse_config(flags).require_valid())
+    run_training(parse_config(["--network_train_unet_only", *flags]).require_valid())
     return losses, loaded_components, encoded.take()
 
 

@@ -44,7 +44,17 @@ def train_and_count_graphs(*flags):
     trial_steps.run_forward_backward = lambda *args: (trial_calls.append(args), run_forward_backward(*args))[1]
     torch.compiler.cudagraph_mark_step_begin = lambda: marks.append(len(marks))
     settings = parse_config(
-        [*flags, "--quiet", "--max_data_loader_n_workers", "0", "--learning_rate", "0.1", "--optimizer_type", "SGD"]
+        [
+            "--network_train_unet_only",
+            *flags,
+            "--quiet",
+            "--max_data_loader_n_workers",
+            "0",
+            "--learning_rate",
+            "0.1",
+            "--optimizer_type",
+            "SGD",
+        ]
     ).require_valid()
     run_module.run_training(settings)
     compilation = runs[0].compilation

@@ -32,6 +32,7 @@ SETTINGS = (
     "random:flux:tiny",
     "--max_train_steps",
     str(STEPS),
+    "--network_train_unet_only",
     "--network_dim",
     "2",
     "--learning_rate",

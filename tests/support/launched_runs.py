@@ -28,6 +28,7 @@ def settings(tmp_path_factory) -> list[str]:
         get_tiny_sd1_folder(),
         "--max_train_steps",
         str(STEPS),
+        "--network_train_unet_only",
         "--network_dim",
         "2",
         "--learning_rate",

@@ -58,6 +58,7 @@ def train(*flags: str) -> str:
 
     loaded = parse_config(
         [
+            "--network_train_unet_only",
             "--pretrained_model_name_or_path",
             get_tiny_sd1_folder(),
             *flags,

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from training_runs import train, write_images
 
 SETTINGS = (
-    "--pretrained_model_name_or_path random:sd1:tiny --max_train_steps 12 --network_dim 16 --learning_rate 1e-2 "
+    "--pretrained_model_name_or_path random:sd1:tiny --max_train_steps 12 --network_train_unet_only --network_dim 16 --learning_rate 1e-2 "
     "--train_batch_size 2 --mixed_precision no --max_data_loader_n_workers 0 --seed 3"
 ).split()
 STARTUP_TIMEOUT_SECONDS = 240.0

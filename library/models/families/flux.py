@@ -4,6 +4,7 @@ dev is guidance-distilled and has a guidance embedding; schnell has none and is 
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -47,11 +48,16 @@ class Flux(Family):
         return BaseModelInfo("flux1", "flux-1-dev" if _has_guidance_embeds(pipe) else "flux-1-schnell")
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
-        with text_encoding.suppress_truncation_warnings(pipe, pipe.tokenizer, pipe.tokenizer_2):
+        with ExitStack() as stack:
+            stack.enter_context(text_encoding.suppress_truncation_warnings(pipe, pipe.tokenizer, pipe.tokenizer_2))
+            masks: list[Tensor] = []
+            if self.model_config.apply_t5_attn_mask:
+                pad_token_id = pipe.tokenizer_2.pad_token_id
+                masks = stack.enter_context(text_encoding.mask_padding(pipe.text_encoder_2, pad_token_id))
             embeds, pooled, _ = pipe.encode_prompt(
                 list(prompts), device=pipe.text_encoder.device, max_sequence_length=self._get_max_sequence_length(pipe)
             )
-        return {"embeds": embeds, "pooled": pooled}
+        return {"embeds": embeds, "pooled": pooled, **({"mask": masks[0].to(embeds.dtype)} if masks else {})}
 
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         max_tokens = self._get_max_sequence_length(pipe) - 1  # minus the end token
@@ -76,6 +82,7 @@ class Flux(Family):
             pooled_projections=batch.cond["pooled"],
             txt_ids=noisy_latents.new_zeros(embeds.shape[1], 3),
             img_ids=img_ids.to(noisy_latents.device, non_blocking=True),
+            joint_attention_kwargs=_build_attention_kwargs(batch.cond, height // 2 * (width // 2)),
             return_dict=False,
         )[0]
         unpacked: Tensor = pipe._unpack_latents(predicted, height, width, vae_scale_factor=1)
@@ -83,11 +90,29 @@ class Flux(Family):
 
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
         default_steps = self.default_num_inference_steps if _has_guidance_embeds(pipe) else 4
+        cond, negative_cond = _drop_padding(cond), _drop_padding(negative_cond)
         return super().build_sampling_kwargs(pipe, prompt, cond, negative_cond) | dict(
             num_inference_steps=prompt.num_inference_steps or default_steps,
             true_cfg_scale=self.get_guidance_scale(prompt),
             guidance_scale=3.5 if prompt.embedded_guidance is None else prompt.embedded_guidance,
         )
+
+
+def _build_attention_kwargs(cond: Cond, num_image_tokens: int) -> dict[str, Tensor] | None:
+    """Mask T5's padding tokens in the attention of all blocks (``apply_t5_attn_mask``); text comes before image."""
+    if "mask" not in cond:
+        return None
+    mask = cast(Tensor, cond["mask"]) > 0.5
+    image_mask = mask.new_ones(len(mask), num_image_tokens)
+    return {"attention_mask": torch.cat([mask, image_mask], dim=1)[:, None, None, :]}
+
+
+def _drop_padding(cond: Cond) -> Cond:
+    """Cut the masked tokens off one text: the pipeline takes no mask, and a masked token has no influence."""
+    if "mask" not in cond:
+        return cond
+    length = int(cast(Tensor, cond["mask"])[0].sum())
+    return {**cond, "embeds": cast(Tensor, cond["embeds"])[:, :length]}
 
 
 def _has_guidance_embeds(pipe: Any) -> bool:

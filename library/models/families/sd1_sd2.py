@@ -22,6 +22,7 @@ class StableDiffusion1(Family):
     tokenizer_repo_ids = {"tokenizer": "openai/clip-vit-large-patch14"}
     lora_target_modules = UNET_LORA_TARGET_MODULES
     conv_lora_target_modules = UNET_CONV_LORA_TARGET_MODULES
+    preset_lora_target_modules = ("conv_in", "conv_out", "time_embedding.linear_1", "time_embedding.linear_2")
     lora_other_key_styles = ("ldm",)
     text_lora_target_modules = {"text_encoder": CLIP_LORA_TARGET_MODULES}
     text_lora_prefixes = {"text_encoder": "lora_te"}

@@ -1,6 +1,7 @@
 """Stable Diffusion 3 and 3.5: MMDiT with two CLIP text encoders and T5; flow matching."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
@@ -49,7 +50,11 @@ class StableDiffusion3(Family):
         return BaseModelInfo(variant, f"stable-diffusion-3-{variant}")
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
-        with text_encoding.suppress_truncation_warnings(pipe, pipe.tokenizer, pipe.tokenizer_2, pipe.tokenizer_3):
+        with ExitStack() as stack:
+            tokenizers = pipe.tokenizer, pipe.tokenizer_2, pipe.tokenizer_3
+            stack.enter_context(text_encoding.suppress_truncation_warnings(pipe, *tokenizers))
+            if self.model_config.apply_t5_attn_mask:  # in T5 only: the transformer has no mask, as in sd-scripts
+                stack.enter_context(text_encoding.mask_padding(pipe.text_encoder_3, pipe.tokenizer_3.pad_token_id))
             embeds, _, pooled, _ = pipe.encode_prompt(
                 list(prompts),
                 None,

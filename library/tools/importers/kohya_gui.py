@@ -308,8 +308,11 @@ def _list_unused(reader: KeyReader) -> None:
     for group in groups:
         unused = [name for name in dict.fromkeys(group) if name in reader.table and name not in reader.read_keys]
         reader.read_keys.update(unused)
+        unset = ("", 0, 1, -1, False, None, 0.1, "snr", "full")
         shown = [
-            name for name in unused if not is_among(reader.table[name], ("", 0, 1, -1, False, None, 0.1, "snr", "full"))
+            name
+            for name in unused
+            if not is_among(reader.table[name], (*unset, True) if name == "train_on_input" else unset)
         ]
         if shown:
             names = f"{', '.join(shown[:4])}{f' and {len(shown) - 4} more' if len(shown) > 4 else ''}"

@@ -16,9 +16,9 @@ KINDS = {
     "rslora": ("--network_args", "use_rslora=True"),
     "dora": ("--network_args", "use_dora=True", "conv_dim=2"),
     "loha": ("--network_module", "networks.loha", "--network_args", "conv_dim=2"),
-    "lokr": ("--network_module", "lycoris.kohya", "--network_args", "algo=lokr", "factor=4"),
+    "lokr": ("--network_module", "lycoris.kohya", "--network_args", "algo=lokr", "factor=4", "preset=attn-mlp"),
     "oft": ("--network_module", "networks.oft"),
-    "boft": ("--network_module", "lycoris.kohya", "--network_args", "algo=boft"),
+    "boft": ("--network_module", "lycoris.kohya", "--network_args", "algo=boft", "preset=attn-mlp"),
 }
 SIZE = ("--network_dim", "4", "--no-network_train_unet_only")
 BOFT = ("--network_dim", "8", "--no-network_train_unet_only")

@@ -170,6 +170,7 @@ def test_plan_shows_cache_sizes_and_directories(tmp_path):
         write_dataset_file(tmp_path),
         "--cache_latents_to_disk",
         "--cache_text_encoder_outputs",
+        "--network_train_unet_only",
         "--flip_aug",
         "--max_train_steps",
         "3",

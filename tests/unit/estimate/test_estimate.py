@@ -32,7 +32,8 @@ from library.training.activation_checkpointing import BlockCheckpointing
 
 SMALL, MEDIUM = LargestBatch((64, 64), ("an image",)), LargestBatch((256, 256), ("an image",))
 MODEL = "--pretrained_model_name_or_path"
-SD3, FLUX = (MODEL, "random:sd3:tiny"), (MODEL, "random:flux:tiny")
+UNET_ONLY = "--network_train_unet_only"
+SD3, FLUX = (MODEL, "random:sd3:tiny", UNET_ONLY), (MODEL, "random:flux:tiny", UNET_ONLY)
 RUN = (*SD3, "--resolution", "64", "--gradient_accumulation_steps", "2")
 
 
@@ -320,7 +321,7 @@ NVME = ("--deepspeed", "--zero_stage", "3", "--offload_optimizer_device", "nvme"
 
 
 def find_layouts(world_size: int, *flags: str) -> tuple[set[str], list[str]]:
-    loaded = parse_config(["--dataset_config", "dataset_configs/demo.toml", *flags])
+    loaded = parse_config(["--dataset_config", "dataset_configs/demo.toml", UNET_ONLY, *flags])
     model = detect_model(loaded.config.model)
     layouts, reasons = LayoutFinder(loaded.config, frozenset(loaded.locations), model, world_size).find_layouts()
     return {layout.name for layout in layouts}, reasons

@@ -337,6 +337,39 @@ def test_each_resolution_is_a_dataset(work, name):
     ] == SIZES[name]
 
 
+BUCKETS = {
+    "kohya_sdxl.json": (32, 320, 1536),
+    "ai_toolkit_flux.yaml": (32, 256, 1024),
+    "onetrainer_flux.json": (64, 256, 1024),
+    "diffusion_pipe_flux.toml": (16, 352, 736),  # 512 by 512, times and divided by the root of 2
+    "simpletuner_flux/config.json": (64, 256, 2048),
+}
+
+
+@pytest.mark.parametrize("name", BUCKETS)
+def test_buckets_have_the_sides_of_the_other_program(work, name):
+    _, _, datasets = import_file(name)
+    first = datasets.datasets[0]
+
+    assert (first.bucket_reso_steps, first.min_bucket_reso, first.max_bucket_reso) == BUCKETS[name]
+
+
+PROMPTS = {
+    "kohya_sdxl.json": {"line": "a lorikeet on a branch --w 832 --h 1216 --s 24 --l 6 --d 3"},
+    "ai_toolkit_flux.yaml": {"prompt": "lrkt on a branch", "width": 992, "seed": 7, "guidance_scale": 4.0},
+    "onetrainer_sdxl.json": {"negative_prompt": "blurry", "sample_steps": 22, "scale": 6.5, "seed": 5},
+    "simpletuner_flux/config.json": {"width": 1024, "height": 768, "sample_steps": 20, "guidance_scale": 3.5},
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_previews_are_written(work, name):
+    source = read_source(Path(name))
+    prompt = import_sources([source])[1].prompts[0]
+
+    assert {key: prompt[key] for key in PROMPTS[name]} == PROMPTS[name]
+
+
 LISTED = {
     "kohya_flux.json": ["split_qkv = true: q, k and v share one", 'model_prediction_type = "sigma_scaled"'],
     "ai_toolkit_flux.yaml": ['train.content_or_style = "style"', "train.gradient_accumulation_steps = 3: its steps"],
@@ -594,6 +627,10 @@ WRONG = {
     "dreambooth.json": ('{"model_list": "custom", "sdxl": true}', "no LoRA_type"),
     "slider.yaml": ("config: {process: [{type: slider}]}", 'process type = "slider"'),
     "hunyuan.json": ('{"model_family": "hunyuanvideo", "model_type": "lora"}', 'model_family = "hunyuanvideo"'),
+    "form.yaml": (
+        "config: {process: [{type: sd_trainer, network: {type: lora}, model: {is_flux: true}, sample: {samples: [3]}}]}",
+        "a value has another form than ai-toolkit writes",
+    ),
     "rate.json": ('{"LoRA_type": "Standard", "learning_rate": "fast"}', 'learning_rate: expected a number, got "fast"'),
     "dataset.toml": ("[[directory]]\npath = 'x'", "a dataset file of diffusion-pipe; give the training file, too"),
 }

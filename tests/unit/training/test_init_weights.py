@@ -28,6 +28,7 @@ from library.training.trainable import build_trainable_modules
 
 def build_case(name, **adapter):
     tiny, family = TINY[name](), FAMILIES.get(name)()
+    adapter = {"network_train_unet_only": not adapter.get("network_train_text_encoder_only", False), **adapter}
     return tiny, family, RunConfig(adapter=AdapterConfig(**adapter)), detect_model(tiny.source)
 
 
@@ -144,7 +145,7 @@ def test_a_file_that_does_not_fit_is_reported_with_a_fix(tmp_path):
 def test_oft_base_weights_are_reported_before_the_model_is_loaded(tmp_path):
     path, tiny, family = tmp_path / "oft.safetensors", TINY["sd1"](), FAMILIES.get("sd1")()
     source, adapter = build_trainable_modules(
-        RunConfig(adapter=AdapterConfig(network_module="networks.oft")), family, tiny.pipe
+        RunConfig(adapter=AdapterConfig(network_module="networks.oft", network_train_unet_only=True)), family, tiny.pipe
     )
     save_file(
         convert_to_file_format(
@@ -188,7 +189,9 @@ def test_separate_lora_a_of_query_key_and_value_are_trained_apart(is_dim_from_we
 def test_a_file_may_lack_some_modules_that_share_lora_a(tmp_path):
     """As in files of sd-scripts whose query modules have a zero update."""
     path, tiny, family = tmp_path / "lora.safetensors", TINY["flux"](), FAMILIES.get("flux")()
-    source, adapter = build_trainable_modules(RunConfig(adapter=AdapterConfig(network_dim=3)), family, tiny.pipe)
+    source, adapter = build_trainable_modules(
+        RunConfig(adapter=AdapterConfig(network_dim=3, network_train_unet_only=True)), family, tiny.pipe
+    )
     for name, parameter in lora.iter_adapter_parameters(source):
         parameter.normal_() if "lora_B" in name and not name.endswith("to_q.lora_B.weight") else None
     parts = collect_component_keys(family, tiny.pipe)
@@ -274,7 +277,7 @@ def test_a_run_starts_from_network_weights_and_deletes_old_files(tmp_path):
         first,
         "--dim_from_weights",
         "--learning_rate",
-        "0",
+        "1e-38",
         "--save_format",
         "diffusers",
     )

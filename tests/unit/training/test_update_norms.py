@@ -1,6 +1,7 @@
 """Update norms after the last step; a LoRA that changes nothing is an error."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from peft import BOFTConfig, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, inject_adapter_in_model
 from rank_processes import run_on_ranks
 from torch import nn
-from training_runs import train, write_images
+from training_runs import write_images
 
 from library.adapters.dropout_and_norms import compute_update_norms
 from library.training.callbacks import UpdateNorms, group_norms_by_layer_type
@@ -95,6 +96,15 @@ def test_layers_without_update_are_listed_and_a_zero_lora_is_an_error(caplog):
     assert logged["update/dead_layers"] == 1 and logged["update/kind/a"] > 0
 
 
+def train_with_rate_zero(*flags: str) -> None:
+    """A command with a learning rate of 0 is refused at the start, so the rate is set afterwards."""
+    from library.config import parse_config
+    from library.training.run import run_training
+
+    config = parse_config(["--network_train_unet_only", *flags, "--quiet", "--max_data_loader_n_workers", "0"]).config
+    run_training(replace(config, optim=replace(config.optim, learning_rate=0.0)))
+
+
 def test_a_run_with_learning_rate_zero_ends_with_an_error_after_saving(tmp_path):
     data = write_images(tmp_path, {(64, 64): 2})
     with pytest.raises(
@@ -104,15 +114,13 @@ def test_a_run_with_learning_rate_zero_ends_with_an_error_after_saving(tmp_path)
     ):
         run_on_ranks(
             1,
-            train,
+            train_with_rate_zero,
             "--dataset_config",
             str(data),
             "--output_dir",
             str(tmp_path),
             "--max_train_steps",
             "2",
-            "--learning_rate",
-            "0",
         )
 
     assert (tmp_path / "lora.safetensors").is_file() and (tmp_path / "lora.report.html").is_file()

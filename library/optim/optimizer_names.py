@@ -1,0 +1,82 @@
+"""The optimizers by name: where each is imported from, and whether its package is installed; imports no torch."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+from ..registry import suggest_name
+
+
+@dataclass(frozen=True)
+class OptimizerInfo:
+    """Where an optimizer is imported from, and how its arguments differ from sd-scripts'."""
+
+    import_path: str
+    pip_package: str | None = None  # for the message when an optional package is missing
+    default_args: Mapping[str, Any] = field(default_factory=dict)  # arguments that sd-scripts sets
+    arg_aliases: Mapping[str, str] = field(default_factory=dict)  # name of an argument in sd-scripts -> name here
+    is_lr_free: bool = False  # learning_rate is a factor, usually 1, on the rate that it estimates
+
+
+_DADAPT_ARG_ALIASES = {"decouple": "weight_decouple", "use_bias_correction": "bias_correction"}
+_NESTEROV_ARGS = {"momentum": 0.9, "nesterov": True}
+
+
+def _define_pytorch_optimizer(name: str, *, is_lr_free: bool = False, **arg_aliases: str) -> OptimizerInfo:
+    return OptimizerInfo(f"pytorch_optimizer.{name}", "pytorch_optimizer", {}, arg_aliases, is_lr_free)
+
+
+def _define_bitsandbytes(name: str, **default_args: Any) -> OptimizerInfo:
+    return OptimizerInfo(f"bitsandbytes.optim.{name}", "bitsandbytes", default_args)
+
+
+OPTIMIZERS: Mapping[str, OptimizerInfo] = {
+    "AdamW": OptimizerInfo("torch.optim.AdamW"),
+    "Adam": OptimizerInfo("torch.optim.Adam"),
+    "SGD": OptimizerInfo("torch.optim.SGD"),
+    "SGDNesterov": OptimizerInfo("torch.optim.SGD", default_args=_NESTEROV_ARGS),
+    "Muon": OptimizerInfo("torch.optim.Muon"),
+    "Adafactor": OptimizerInfo("transformers.optimization.Adafactor"),
+    "Adam8bit": _define_bitsandbytes("Adam8bit"),
+    "AdamW8bit": _define_bitsandbytes("AdamW8bit"),
+    "PagedAdamW": _define_bitsandbytes("PagedAdamW"),
+    "PagedAdamW8bit": _define_bitsandbytes("PagedAdamW8bit"),
+    "PagedAdamW32bit": _define_bitsandbytes("PagedAdamW32bit"),
+    "Lion8bit": _define_bitsandbytes("Lion8bit"),
+    "PagedLion8bit": _define_bitsandbytes("PagedLion8bit"),
+    "SGDNesterov8bit": _define_bitsandbytes("SGD8bit", **_NESTEROV_ARGS),
+    "Lion": _define_pytorch_optimizer("Lion", decoupled_weight_decay="weight_decouple"),
+    "CAME": _define_pytorch_optimizer("CAME"),
+    "Prodigy": _define_pytorch_optimizer("Prodigy", is_lr_free=True, **_DADAPT_ARG_ALIASES),
+    "DAdaptAdam": _define_pytorch_optimizer("DAdaptAdam", is_lr_free=True, **_DADAPT_ARG_ALIASES),
+    "DAdaptAdaGrad": _define_pytorch_optimizer("DAdaptAdaGrad", is_lr_free=True),
+    "DAdaptAdan": _define_pytorch_optimizer("DAdaptAdan", is_lr_free=True),
+    "DAdaptLion": _define_pytorch_optimizer("DAdaptLion", is_lr_free=True),
+    "DAdaptSGD": _define_pytorch_optimizer("DAdaptSGD", is_lr_free=True),
+    "DAdaptation": OptimizerInfo("dadaptation.experimental.DAdaptAdamPreprint", "dadaptation", is_lr_free=True),
+    "DAdaptAdamPreprint": OptimizerInfo("dadaptation.experimental.DAdaptAdamPreprint", "dadaptation", is_lr_free=True),
+    "DAdaptAdanIP": OptimizerInfo("dadaptation.experimental.DAdaptAdanIP", "dadaptation", is_lr_free=True),
+    "AdamWScheduleFree": _define_pytorch_optimizer("ScheduleFreeAdamW"),
+    "RAdamScheduleFree": _define_pytorch_optimizer("ScheduleFreeRAdam"),
+    "SGDScheduleFree": _define_pytorch_optimizer("ScheduleFreeSGD"),
+}
+
+
+def validate_optimizer_package(optimizer_type: str) -> Iterator[str]:
+    """Check that the optimizer is known and its package is installed; it is built only when a run starts."""
+    name = optimizer_type or "AdamW"
+    known = {entry.lower(): info for entry, info in OPTIMIZERS.items()}
+    info = known.get(name.lower())
+    if info is None and "." not in name and ":" not in name:
+        import torch  # only for a name that is none of ours
+
+        if not isinstance(getattr(torch.optim, name, None), type):
+            hint = suggest_name(name, OPTIMIZERS) or f"; known are {', '.join(OPTIMIZERS)} and any package.module.Class"
+            yield f"--optimizer_type: no optimizer {name!r}{hint}"
+        return
+    package = (info.import_path if info else name).replace(":", ".").partition(".")[0]
+    if find_spec(package) is None:
+        install = f"; pip install {info.pip_package}" if info and info.pip_package else ""
+        other = ", or use --optimizer_type AdamW" if package == "bitsandbytes" else ""
+        yield f"--optimizer_type: {name} needs the package {package}, which is not installed{install}{other}"
