@@ -113,10 +113,13 @@ class ComponentKeys:
         """Prefixes of other programs: for dotted names, and for names with underscores."""
         if not self.is_text_encoder:
             # Without prefix: files of a diffusers model's own save_lora_adapter, and of XLabs.
-            dotted = (f"{self.name}.", "diffusion_model.", "base_model.model.", "")
-            return dotted, ("lora_transformer", "lycoris", "oft_unet")
-        # Of models with one text encoder, sd-scripts writes lora_te and others lora_te1.
-        return (f"{self.name}.",), ("lora_te1",) if self.key_prefix == "lora_te" else ()
+            plain = (f"{self.name}.", "diffusion_model.", "base_model.model.", "")
+            return plain, ("lora_transformer", "lycoris", "oft_unet")
+        number = self.name.removeprefix("text_encoder").strip("_") or "1"
+        clients = ("t5xxl",) if self.key_style == "t5" else ("clip_l", "clip_h") if number == "1" else ("clip_g",)
+        # OneTrainer numbers encoders, also where sd-scripts writes lora_te for one, or lora_te3 for FLUX.1's T5.
+        dotted = (f"{self.name}.", *(f"text_encoders.{client}.transformer." for client in clients))
+        return dotted, () if self.key_prefix == f"lora_te{number}" else (f"lora_te{number}",)
 
     def _group_modules(self, key_style: str) -> list[ModuleGroup]:
         key_map = self.get_key_map(key_style)

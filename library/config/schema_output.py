@@ -16,7 +16,7 @@ class SaveConfig:
         None, "dtype of the saved weights; default: as trained"
     )
     save_format: Literal["auto", "kohya", "diffusers", "comfy"] = define_option(
-        "auto", "key names: of sd-scripts (kohya), diffusers or ComfyUI; auto: names that all of them load"
+        "auto", "key names: of sd-scripts (kohya), diffusers or ComfyUI; auto: the ones that most programs read"
     )
     save_every_n_epochs: int | None = define_option(None, "save a LoRA file every n epochs", minimum=1)
     save_every_n_steps: int | None = define_option(None, "save a LoRA file every n steps", minimum=1)

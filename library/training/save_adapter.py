@@ -137,7 +137,7 @@ class SaveAdapter:
         logger.info("LoRA key names: %s", file.file_format)
         if file.client_losses:
             logger.warning(
-                "the LoRA file is not complete in every program (docs/files.md): %s",
+                "LoRA file: not every program reads it right (docs/files.md): %s",
                 format_client_losses(file.client_losses),
             )
 

@@ -127,7 +127,8 @@ def write_family(folder: Path, name: str) -> dict[str, dict[str, ClientLayout]]:
     parts |= {part: getattr(pipe, part) for part in family.text_lora_prefixes}
     layouts: dict[str, dict[str, ClientLayout]] = {}
     for client in ("comfyui", "sd_scripts"):
-        layouts[client] = {
+        layouts[client] = layouts.get("comfyui", {}) if name not in ("sd1", "sd2") else {}
+        layouts[client] = layouts[client] or {
             part: ClientLayout.trace(model, select_writer(name, part, model, client)) for part, model in parts.items()
         }
         weights = {

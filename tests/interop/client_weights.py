@@ -26,11 +26,19 @@ class ClientLayout:
     @torch.no_grad()
     def trace(cls, model: nn.Module, write: Callable[[nn.Module], Mapping[str, Tensor]]) -> "ClientLayout":
         """``write`` returns the weights of a model under the client's names."""
-        model, first = copy.deepcopy(model).double(), 0
-        for tensor in _list_tensors(model):
-            tensor.copy_(torch.arange(first, first + tensor.numel()).view(tensor.shape))
-            first += tensor.numel()
-        return cls({name: tensor.long() for name, tensor in write(model).items() if tensor.is_floating_point()})
+        traced, first = copy.deepcopy(model), 0
+        places: dict[int, Tensor] = {}
+        for tensor in _list_tensors(traced):
+            count = tensor.numel()
+            places[tensor.data_ptr()] = torch.arange(first, first + count, dtype=torch.int32).view(tensor.shape)
+            first += count
+        for module in traced.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                module._parameters[name] = nn.Parameter(places[parameter.data_ptr()], requires_grad=False)
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                if buffer.data_ptr() in places:
+                    module._buffers[name] = places[buffer.data_ptr()]
+        return cls({name: tensor for name, tensor in write(traced).items() if tensor.dtype == torch.int32})
 
     def export_weights(self, model: nn.Module) -> dict[str, Tensor]:
         flat = torch.cat([tensor.detach().flatten() for tensor in _list_tensors(model)])
@@ -91,10 +99,10 @@ class ClientCase:
     def read_weights(self, client: str) -> dict[str, dict[str, Tensor]]:
         """By part (``denoiser``, ``text_encoder``), under the client's names."""
         found: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in sorted(load_file(self.folder / f"{client}.safetensors").items()):
+        for name, tensor in load_file(self.folder / f"{client}.safetensors").items():
             part, _, key = name.partition("|")
             found.setdefault(part, {})[key] = tensor
-        return found
+        return dict(sorted(found.items()))
 
     def list_files(self) -> list[Path]:
         return sorted((self.folder / "files").glob("*.safetensors"))

@@ -6,11 +6,12 @@ from adapter_states import list_tensor_shapes
 from client_cases import EVERY, build_trained_case, list_kinds, load_in_diffusers, measure_errors, write_file
 from diffusers import FluxPipeline
 
-from library.adapters.client_support import choose_file_format, list_client_losses
+from library.adapters.client_support import choose_file_format, format_client_losses, list_client_losses
 from library.adapters.formats import convert_to_file_format
 from library.adapters.key_names import ComponentKeys
 from library.adapters.state_dict import group_by_module
 from library.errors import UserError
+from library.training.save_adapter import build_adapter_file
 
 QUICK_KINDS = ("LoRA", "LoRA, block_alphas", "LoRA, T5", "DoRA")
 DEFAULT = [
@@ -52,6 +53,21 @@ def test_every_layout_is_right_in_diffusers_or_the_run_says_what_is_lost(name, k
         return
     wrong = measure(case, tmp_path / "lora.safetensors")
     assert ("diffusers" in file.client_losses) == (wrong is None or bool(wrong)), (wrong, file.client_losses)
+
+
+@pytest.mark.parametrize(
+    "kind, text",
+    [
+        ("LoRA, T5", "diffusers loads no LoRA of T5"),
+        ("LoHa", "diffusers does not load LoHa"),
+        ("OFT", "diffusers does not load OFT; ComfyUI does not load OFT; peft does"),
+        ("DoRA", "ComfyUI normalizes DoRA by the base weights, so images differ a little"),
+    ],
+)
+def test_a_run_says_in_one_line_what_is_lost(kind, text):
+    case = build_trained_case("flux", kind)
+    file = build_adapter_file(case.state, case.adapter, case.family, case.pipe, "auto")
+    assert format_client_losses(file.client_losses) == text
 
 
 def build_flux_state(width):

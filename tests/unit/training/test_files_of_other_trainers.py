@@ -222,6 +222,29 @@ def share_lora_a(state, parts):
     return state
 
 
+@pytest.mark.parametrize(
+    "name, key",
+    [
+        ("flux", "lora_te2_encoder_block_0_layer_0_SelfAttention_q"),
+        ("flux", "text_encoders.t5xxl.transformer.encoder.block.0.layer.0.SelfAttention.q"),
+        ("sd1", "lora_te1_text_model_encoder_layers_0_mlp_fc1"),
+        ("sdxl", "text_encoders.clip_g.transformer.text_model.encoder.layers.0.mlp.fc1"),
+    ],
+)
+def test_names_of_text_encoders_in_files_of_onetrainer_are_read(name, key, tmp_path):
+    path, model = tmp_path / "lora.safetensors", TINY[name]().pipe
+    encoder = model.text_encoder if name == "sd1" else model.text_encoder_2
+    module = next(
+        each for each, _ in encoder.named_modules() if each and key.replace(".", "_").endswith(each.replace(".", "_"))
+    )
+    outputs, inputs = encoder.get_submodule(module).weight.shape
+    save_file({f"{key}.lora_down.weight": torch.ones(1, inputs), f"{key}.lora_up.weight": torch.ones(outputs, 1)}, path)
+
+    ((_, content, _),) = read(name, base_weights=(str(path),))[3].base_weights
+
+    assert list(content.alphas) == [f"{'text_encoder' if name == 'sd1' else 'text_encoder_2'}.{module}"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name, source", [("sdxl", "random:sdxl"), ("sd3_medium", "random:sd3")])
 def test_the_layers_that_sd_scripts_writes_for_published_models_are_accepted(name, source, tmp_path):
