@@ -147,6 +147,9 @@ def _find_unused_data_options(data: DataConfig, cache: CacheConfig) -> Iterator[
             yield "skip_cache_check", "there is no disk cache"
     if not cache.caches_latents:
         yield "cache_precision", "latents are not cached"
+    if data.dataset_config is None and not data.validation_split:  # a dataset file may set it for a subset
+        for name in ("validate_every_n_steps", "validate_every_n_epochs", "max_validation_steps", "validation_seed"):
+            yield name, "validation_split is 0"
 
 
 def _find_unused_log_options(log: LogConfig) -> Iterator[UnusedOption]:

@@ -1,5 +1,6 @@
 """``network_args`` of sd-scripts: parsing, validation, and their effect on target layers, ranks and learning rates."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,7 +13,13 @@ from library.adapters import lora
 from library.adapters.preflight import validate_ranks
 from library.adapters.targets import assign_ranks
 from library.config import parse_config
-from library.config.network_args import NetworkArgs, compute_block_lr_weights, get_unet_block_index, parse_network_args
+from library.config.network_args import (
+    NetworkArgs,
+    compute_block_lr_weights,
+    get_network_args,
+    get_unet_block_index,
+    parse_network_args,
+)
 from library.config.schema import AdapterConfig, OptimConfig, RunConfig
 from library.errors import ConfigError
 from library.models.detect import DetectedModel
@@ -399,3 +406,48 @@ def test_train_t5xxl_trains_t5():
     }
     assert {"layer_0_SelfAttention_q", "layer_1_DenseReluDense_wi_0", "layer_1_DenseReluDense_wo"} <= names
     assert all(module.p == 0 for module in model.text_encoder_2.modules() if isinstance(module, nn.Dropout))
+
+
+LYCORIS_CASES = {
+    "attn-mlp": {"attentions"},
+    "attn-only": {"attentions"},
+    "full-lin": {"attentions", "resnets", "time_embedding"},
+    "full": {"attentions", "resnets", "samplers", "conv_in", "conv_out", "time_embedding"},
+    "unet-convblock-only": {"resnets", "samplers", "conv_in", "conv_out"},
+}
+
+
+@pytest.mark.parametrize("preset", LYCORIS_CASES)
+def test_presets_of_lycoris_choose_its_layers(preset):
+    """By https://github.com/KohakuBlueleaf/LyCORIS, config.py: module classes and names of each preset."""
+    words = ["--network_module", "lycoris.kohya", "--network_args", f"preset={preset}", "--network_dim", "2"]
+    config = parse_config([*DATA, *words]).require_valid()
+    family = FAMILIES.get("sd1")()
+    _, adapter = build_trainable_modules(config, family, family.load("random:sd1:tiny", torch.float32))
+
+    layers = [layer for layer in adapter.target_layers if layer.name in adapter.rank_alphas]
+    parts = {
+        next(part for part in sorted(LYCORIS_CASES["full"]) if part in layer.module)
+        for layer in layers
+        if not layer.is_text_encoder
+    }
+    assert parts == LYCORIS_CASES[preset]
+    assert any(layer.is_spatial_conv for layer in layers) == (preset in ("full", "unet-convblock-only"))
+    assert any(layer.is_text_encoder for layer in layers) == (preset != "unet-convblock-only")
+    if preset == "attn-only":
+        assert all(".attn" in layer.module or "self_attn" in layer.module for layer in layers)
+
+
+def test_without_a_preset_lycoris_trains_all_layers_with_the_rank_of_convolutions():
+    adapter = AdapterConfig(network_module="lycoris.kohya", network_dim=6, network_alpha=3)
+    assert (get_network_args(adapter).conv_dim, get_network_args(adapter).conv_alpha) == (6, 3)
+    adapter = dataclasses.replace(adapter, network_args=("preset=attn-mlp",))
+    assert get_network_args(adapter).conv_dim is None
+
+
+@pytest.mark.parametrize("name", ["use_tucker", "train_norm", "use_scalar", "bypass_mode"])
+def test_arguments_of_lycoris_may_be_written_to_be_off(name):
+    words = ["--network_module", "lycoris.kohya", "--network_args", "rank_dropout=0", "algo=lokr"]
+    assert parse_config([*DATA, *words, f"{name}=False"]).problems == []
+    (problem,) = parse_config([*DATA, *words, f"{name}=True"]).problems
+    assert problem.startswith(f"--network_args: {name}: not supported: ")

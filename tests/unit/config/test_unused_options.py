@@ -89,6 +89,15 @@ def test_options_of_other_models_are_named_and_set_back(model, flags, unused):
     assert {name for name in unused if values.get(name) != defaults.get(name)} == set()
 
 
+def test_options_of_validation_need_validation_images():
+    argv = "--train_data_dir a --resolution 64 --validate_every_n_epochs 1 --validation_seed 3".split()
+    assert dict(parse_config(argv).unused) == {
+        "--validate_every_n_epochs": "validation_split is 0",
+        "--validation_seed": "validation_split is 0",
+    }
+    assert parse_config([*argv, "--validation_split", "0.1"]).unused == ()
+
+
 def test_all_settings_without_effect_are_one_line_with_the_lines_of_the_file(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("epoch = 3\n[a]\nlowram = true\nmax_train_steps = 9\nmax_train_epochs = 2\n")
