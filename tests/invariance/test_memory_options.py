@@ -324,16 +324,13 @@ def test_invalid_memory_options_are_reported_before_loading(even_dataset, tmp_pa
         [
             *flags,
             *(
-                "--gradient_checkpointing_every 2 --cpu_offload_checkpointing --activation_memory_budget 0.5 "
-                "--blocks_to_swap 1 --torch_compile --profile_steps 1:9"
+                "--gradient_checkpointing --gradient_checkpointing_every 2 --cpu_offload_checkpointing "
+                "--activation_memory_budget 0.5 --blocks_to_swap 1 --torch_compile --profile_steps 1:9"
             ).split(),
         ]
     ).problems
     assert [problem.partition(":")[0] for problem in problems_of_options] == [
-        *(
-            "--gradient_checkpointing_every --activation_memory_budget --cpu_offload_checkpointing "
-            "--gradient_checkpointing_every --cpu_offload_checkpointing --blocks_to_swap --profile_steps"
-        ).split(),
+        *("--gradient_checkpointing_every --cpu_offload_checkpointing --blocks_to_swap --profile_steps").split(),
     ]
     (problems,) = run_on_ranks(1, find_problems, *flags, "--blocks_to_swap", "99", "--quiet")
     assert len(problems) == 1 and problems[0].startswith("--blocks_to_swap: 99; this model has ")
