@@ -113,8 +113,8 @@ class ComponentKeys:
         """Prefixes of other programs: for dotted names, and for names with underscores."""
         if not self.is_text_encoder:
             # Without prefix: files of a diffusers model's own save_lora_adapter, and of XLabs.
-            dotted = (f"{self.name}.", "diffusion_model.", "base_model.model.", "")
-            return dotted, ("lora_transformer", "lycoris", "oft_unet")
+            plain = (f"{self.name}.", "diffusion_model.", "base_model.model.", "")
+            return plain, ("lora_transformer", "lycoris", "oft_unet")
         number = self.name.removeprefix("text_encoder").strip("_") or "1"
         clients = ("t5xxl",) if self.key_style == "t5" else ("clip_l", "clip_h") if number == "1" else ("clip_g",)
         # OneTrainer numbers encoders, also where sd-scripts writes lora_te for one, or lora_te3 for FLUX.1's T5.
