@@ -108,18 +108,23 @@ def _run_training(argv: Sequence[str]) -> int:
         rank=rank,
     )
     loaded.log_notices()
-    if config.train.dry_run:
-        from .estimate.dry_run import build_dry_run
+    try:
+        if config.train.dry_run:
+            from .estimate.dry_run import build_dry_run
 
-        dp_size = max(1, int(os.environ.get("WORLD_SIZE", "1")) // config.parallel.model_parallel_size)
-        text = build_dry_run(config, dp_size).format_summary()
-        if rank == 0:
-            _print_text(text)
-        return 0
-    with _pause_garbage_collection():
-        from .training.run import run_training
+            dp_size = max(1, int(os.environ.get("WORLD_SIZE", "1")) // config.parallel.model_parallel_size)
+            text = build_dry_run(config, dp_size).format_summary()
+            if rank == 0:
+                _print_text(text)
+            return 0
+        with _pause_garbage_collection():
+            from .training.run import run_training
 
-    run_training(config, loaded.locations)
+        run_training(config, loaded.locations)
+    except ConfigError as error:  # found later, such as warmup steps beyond the run: name the line of the run TOML
+        error.problems = loaded.locate_problems(error.problems)
+        error.args = ("\n".join(error.problems),)
+        raise
     return 0
 
 

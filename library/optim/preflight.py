@@ -7,7 +7,8 @@ import torch
 
 from ..config.schema import OptimConfig
 from ..errors import UserError
-from .optimizers import OPTIMIZERS, ParamGroup, build_optimizer, resolve_optimizer
+from .optimizer_names import OPTIMIZERS
+from .optimizers import ParamGroup, build_optimizer, resolve_optimizer
 from .schedules import build_lr_schedule
 
 ELEMENTWISE_OPTIMIZERS = frozenset(

@@ -36,6 +36,7 @@ from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST, MIXED_PRECISION_DTYPES
 from ..models.base import Family
 from ..models.detect import DetectedModel
+from ..models.facts import select_trained_text_encoders
 from ..models.loading import set_attention_mode
 from ..models.schedulers import override_scheduler
 from ..optim import optimizers, schedules
@@ -56,7 +57,6 @@ from .trainable import (
     build_trainable_modules,
     format_trainable_summary,
     get_trainable_parameters,
-    select_trained_text_encoders,
 )
 
 if TYPE_CHECKING:

@@ -1,0 +1,96 @@
+"""What a run cannot do here is said at the start: packages, existing files, absurd sizes, a text encoder's layers."""
+
+from importlib.util import find_spec
+
+import pytest
+from data_paths import ROOT
+
+from library import cli
+from library.training.preflight import find_settings_problems, load_settings
+
+DEMO = ["--dataset_config", str(ROOT / "dataset_configs" / "demo.toml")]
+SD1 = "--pretrained_model_name_or_path random:sd1:tiny"
+
+
+def find_problems(*flags: str) -> list[str]:
+    return find_settings_problems(load_settings([*DEMO, *flags]), is_run=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--optimizer_type Nope", "--optimizer_type: no optimizer 'Nope'; known are AdamW"),
+        ("--optimizer_type AdmW", "--optimizer_type: no optimizer 'AdmW'; did you mean AdamW"),
+        ("--optimizer_type nowhere.Best", "--optimizer_type: nowhere.Best needs the package nowhere"),
+        ("--optimizer_type DAdaptation", "; pip install dadaptation"),
+        ("--attn_mode flash3", "--attn_mode"),
+        (f"{SD1} --clip_skip 99", "clip_skip: 99; the text encoder has 3 layers, and 1 or 2 are usual"),
+        ("--network_dim 1000000", "--network_dim: rank 1000000 is above the size of every layer"),
+        ("--network_args conv_dim=1000000", "--network_args: conv_dim: rank 1000000 is above the size of every layer"),
+        ("--resolution 1000000", "--resolution: must be at most 32768 pixels, got 1000000"),
+        ("--train_batch_size 1000000", "--train_batch_size: must be at most 65536, got 1000000"),
+        ("--max_bucket_reso 1000000", "--max_bucket_reso: must be at most 32768, got 1000000"),
+        (f"{SD1} --cache_text_encoder_outputs", "--cache_text_encoder_outputs: text encoders are trained"),
+    ],
+)
+def test_what_cannot_run_is_one_line(flags, problem):
+    found = find_problems(*flags.split())
+    assert any(problem in line for line in found), found
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
+def test_a_missing_package_names_how_to_install_it_and_another_optimizer():
+    assert find_problems("--optimizer_type", "AdamW8bit") == [
+        "--optimizer_type: AdamW8bit needs the package bitsandbytes, which is not installed; pip install bitsandbytes,"
+        " or use --optimizer_type AdamW"
+    ]
+
+
+def test_a_plan_may_be_made_without_the_packages_of_the_run():
+    loaded = load_settings([*DEMO, "--optimizer_type", "AdamW8bit", "--attn_mode", "sdpa"])
+    assert find_settings_problems(loaded) == []
+
+
+def test_a_finished_lora_is_not_overwritten_without_being_asked(tmp_path):
+    flags = ("--output_dir", str(tmp_path), "--output_name", "mine")
+    assert find_problems(*flags) == []
+    for name in ("mine", "mine-2"):
+        (tmp_path / f"{name}.safetensors").touch()
+
+    assert find_problems(*flags) == [
+        f"--output_name: {tmp_path}/mine.safetensors exists, from an earlier run; add --overwrite, or --output_name"
+        " mine-3"
+    ]
+    assert find_problems(*flags, "--overwrite") == find_problems(*flags, "--auto_resume") == []
+
+
+def test_an_upload_needs_a_token_at_the_start(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setattr("library.checkpoint.hub_upload.get_token", lambda: None)
+    assert find_problems("--huggingface_repo_id", "me/mine") == [
+        "--huggingface_repo_id: no token for the hub; run `hf auth login` or set HF_TOKEN"
+    ]
+
+
+def test_a_problem_that_is_found_after_the_image_scan_has_its_line(tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    path.write_text("max_train_epochs = 1\nlr_scheduler = 'cosine'\nlr_warmup_steps = 999\n")
+
+    assert cli.main([*DEMO, "--config_file", str(path), "--output_dir", str(tmp_path), "--dry_run"]) == 2
+    assert f"  {path}:3: lr_warmup_steps: 999 warmup steps, but the run has 10 steps" in capsys.readouterr().err
+
+
+def test_every_problem_of_a_run_file_has_its_line(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "pretrained_model_name_or_path = 'random:sd1:tiny'\nclip_skip = 99\nattn_mode = 'xformers'\n"
+        "optimizer_type = 'Nope'\noutput_name = 'mine'\nlr_warmup_steps = 9\n"
+        f"output_dir = '{tmp_path}'\n"
+    )
+    (tmp_path / "mine.safetensors").touch()
+
+    problems = find_problems("--config_file", str(path))
+
+    assert [problem.removeprefix(f"{path}:").partition(": ")[0] for problem in problems][:2] == ["6", "2"]
+    assert {problem.removeprefix(f"{path}:").partition(":")[0] for problem in problems} >= {"2", "4", "5", "6"}
+    assert not [problem for problem in problems if problem.startswith("--")]
