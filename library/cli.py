@@ -1,6 +1,7 @@
 """Entry points of training and tools: the only module that prints to stdout and decides the exit code."""
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Generator, Iterator, Sequence
@@ -90,15 +91,15 @@ def run_tool(argv: Sequence[str]) -> int:
 def _run_training(argv: Sequence[str]) -> int:
     from .config.help import format_config_as_toml
     from .log import configure_logging
-    from .training.preflight import find_settings_problems, load_settings
+    from .training.preflight import find_installation_problems, find_settings_problems, load_settings
 
     loaded = load_settings(argv)
     if loaded.output_config:
         return _write_config(loaded.config_file, format_config_as_toml(loaded.config), loaded.problems)
     config = loaded.config
-    problems = find_settings_problems(loaded, is_run=True)
-    if problems:
-        raise ConfigError(problems)
+    problems, missing = find_settings_problems(loaded), find_installation_problems(loaded)
+    if problems or (missing and not config.train.dry_run):
+        raise ConfigError(problems + missing)
     log, rank = config.log, int(os.environ.get("RANK", "0"))
     configure_logging(
         level=log.console_log_level,
@@ -108,6 +109,8 @@ def _run_training(argv: Sequence[str]) -> int:
         rank=rank,
     )
     loaded.log_notices()
+    for problem in missing:
+        logging.getLogger(__name__).warning("cannot be run on this machine: %s", problem)
     try:
         if config.train.dry_run:
             from .estimate.dry_run import build_dry_run

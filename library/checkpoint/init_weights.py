@@ -162,8 +162,8 @@ def _inspect_network_file(adapter: AdapterConfig, content: AdapterFileContents, 
     encoders = sorted({module.partition(".")[0] for module in updates} - {family.denoiser_name})
     if encoders and not adapter.trains_text_encoders:
         yield (
-            f"{start} has layers of {', '.join(encoders)}, which this run does not train; add"
-            " --no-network_train_unet_only, or use --base_weights"
+            f"{start} has layers of {', '.join(encoders)}, which this run does not train; remove"
+            " network_train_unet_only, or use --base_weights"
         )
     elif family.facts.t5_encoder in encoders and not get_network_args(adapter).train_t5xxl:
         yield f'{start} has layers of {family.facts.t5_encoder} (T5); add network_args = ["train_t5xxl=True"]'

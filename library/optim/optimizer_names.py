@@ -63,20 +63,31 @@ OPTIMIZERS: Mapping[str, OptimizerInfo] = {
 }
 
 
-def validate_optimizer_package(optimizer_type: str) -> Iterator[str]:
-    """Check that the optimizer is known and its package is installed; it is built only when a run starts."""
+def validate_optimizer_name(optimizer_type: str) -> Iterator[str]:
+    """Check that the name is one of ours, of torch.optim, or a class with its package."""
     name = optimizer_type or "AdamW"
-    known = {entry.lower(): info for entry, info in OPTIMIZERS.items()}
-    info = known.get(name.lower())
-    if info is None and "." not in name and ":" not in name:
-        import torch  # only for a name that is none of ours
-
-        if not isinstance(getattr(torch.optim, name, None), type):
-            hint = suggest_name(name, OPTIMIZERS) or f"; known are {', '.join(OPTIMIZERS)} and any package.module.Class"
-            yield f"--optimizer_type: no optimizer {name!r}{hint}"
+    if _find_optimizer(name) is not None or "." in name or ":" in name:
         return
-    package = (info.import_path if info else name).replace(":", ".").partition(".")[0]
-    if find_spec(package) is None:
-        install = f"; pip install {info.pip_package}" if info and info.pip_package else ""
-        other = ", or use --optimizer_type AdamW" if package == "bitsandbytes" else ""
-        yield f"--optimizer_type: {name} needs the package {package}, which is not installed{install}{other}"
+    import torch  # only for a name that is none of ours
+
+    if not isinstance(getattr(torch.optim, name, None), type):
+        hint = suggest_name(name, OPTIMIZERS) or f"; known are {', '.join(OPTIMIZERS)} and any package.module.Class"
+        yield f"--optimizer_type: no optimizer {name!r}{hint}"
+
+
+def find_missing_package(optimizer_type: str) -> str:
+    """Return the optimizer's package if it is not installed, and how to install it; empty if nothing is missing."""
+    name = optimizer_type or "AdamW"
+    info = _find_optimizer(name)
+    if info is None and "." not in name and ":" not in name:
+        return ""  # of torch.optim
+    package = str(info.import_path if info else name).replace(":", ".").partition(".")[0]
+    if find_spec(package) is not None:
+        return ""
+    install = f"; pip install {info.pip_package}" if info and info.pip_package else ""
+    other = ", or use --optimizer_type AdamW" if package == "bitsandbytes" else ""
+    return f"{name} needs the package {package}, which is not installed{install}{other}"
+
+
+def _find_optimizer(name: str) -> Any:
+    return {entry.lower(): info for entry, info in OPTIMIZERS.items()}.get(name.lower())

@@ -51,6 +51,7 @@ def convert_lora_file(source: Path, target: Path, file_format: Any) -> str:
     """Convert one file; return a summary."""
     from ..adapters import lora_file
     from ..adapters.alpha_folding import ALPHA_METADATA_KEYS, is_fold_exact
+    from ..adapters.client_support import format_client_losses, list_client_losses
     from ..adapters.formats import convert_to_file_format
     from ..adapters.metadata import add_model_hashes
     from ..adapters.peft_metadata import PEFT_METADATA_KEY
@@ -83,12 +84,15 @@ def convert_lora_file(source: Path, target: Path, file_format: Any) -> str:
     if content.embeddings:
         kept = "are kept" if has_embeddings else "are left out; diffusers' LoRA files have none"
         lines.append(f"{len(content.embeddings)} bundled embeddings of OneTrainer {kept}")
-    rounded = [name for name, update in updates.items() if file_format == "diffusers" and not is_fold_exact(update)]
+    rounded = [
+        name
+        for name, update in updates.items()
+        if (file_format == "diffusers" or update.adapter_type in ("loha", "lokr")) and not is_fold_exact(update)
+    ]
     if rounded:
-        lines.append(
-            f"{len(rounded)} modules are rounded in the last bit, as alpha / rank is not a power of two; "
-            "kohya and comfy are exact"
-        )
+        lines.append(f"{len(rounded)} modules are rounded in the last bit, as alpha / rank is not a power of two")
+    if losses := list_client_losses(updates, lora.components, file_format):
+        lines.append(f"not every program reads it right (docs/files.md): {format_client_losses(losses)}")
     return "\n".join(lines)
 
 

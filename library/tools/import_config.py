@@ -30,6 +30,7 @@ HELP = f"""{USAGE}
 
 NAME.toml is for --config_file, and names NAME.dataset.toml. See docs/import.md."""
 FLOW_FAMILIES = ("sd3", "flux", "z_image", "qwen_image")
+TRAINED_PART_OPTIONS = {"network_train_unet_only", "network_train_text_encoder_only"}
 NO_DATASET = "no image folder was found in the file; write a dataset TOML (docs/datasets.md) and set dataset_config"
 _OPTION_OF_KEY = {"batch_size": "train_batch_size", "num_repeats": "dataset_repeats"}
 
@@ -88,6 +89,8 @@ def build_files(result: ImportedConfig, output_dir: Path, name: str, source: Pat
     """Return the text of each file to write."""
     files: dict[Path, str] = {}
     options = dict(result.options)
+    if not TRAINED_PART_OPTIONS & options.keys():
+        options["network_train_unet_only"] = True  # the other programs train text encoders only where they say so
     if not result.datasets:  # the settings of all images are options of the run, too
         options |= {_OPTION_OF_KEY.get(key, key): value for key, value in result.general.items()}
     run_path, dataset_path = output_dir / f"{name}.toml", output_dir / f"{name}.dataset.toml"

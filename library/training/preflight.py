@@ -5,7 +5,8 @@ package and add a line here.
 
 - ``list_settings_checks``: options, dataset TOML, model files, prompts. No torch, so a typo is reported in a second.
 - What needs the scanned images (dataset weights, empty stages) is in ``dataset.validate``, called by data.prepare.
-- ``list_installation_checks``: packages of optimizers and attention kernels; for runs and ``--dry_run`` only.
+- ``list_installation_checks``: packages of optimizers and attention kernels, existing files, tokens; for runs.
+  ``--dry_run`` reports them as warnings, since its run may be on another machine.
 - Launch checks (devices, launcher, engines, mixed precision) are in ``distributed.preflight``: prepare_accelerator runs
   them on every rank and reports the problems of all ranks together.
 - ``list_run_checks``: optimizer, adapter targets and parallelism on a model without weights, as the strategy needs it.
@@ -60,9 +61,11 @@ def list_settings_checks() -> Sequence[SettingsCheck]:
     """List the checks that need neither torch nor a model."""
     from ..dataset.validate import validate_dataset_config
     from ..models.preflight import validate_model_options
+    from ..optim.optimizer_names import validate_optimizer_name
 
     return (
         lambda loaded: loaded.problems,  # of config.parser and config.validate
+        lambda loaded: validate_optimizer_name(loaded.config.optim.optimizer_type),
         lambda loaded: validate_dataset_config(
             loaded.config.data,
             loaded.config.cache,
@@ -126,10 +129,14 @@ def validate_objective(
 def list_installation_checks() -> Sequence[SettingsCheck]:
     """List the checks of what is installed here; a plan may be made on another machine than the run."""
     from ..config.validate_distributed import validate_attention_package
-    from ..optim.optimizer_names import validate_optimizer_package
+    from ..optim.optimizer_names import find_missing_package
 
     return (
-        lambda loaded: validate_optimizer_package(loaded.config.optim.optimizer_type),
+        lambda loaded: (
+            [f"--optimizer_type: {missing}"]
+            if (missing := find_missing_package(loaded.config.optim.optimizer_type))
+            else []
+        ),
         lambda loaded: validate_attention_package(loaded.config.distributed.attn_mode),
         lambda loaded: validate_output_file(loaded.config.save, loaded.config.state),
         lambda loaded: _validate_upload(loaded.config.save),
@@ -160,9 +167,17 @@ def load_settings(argv: Sequence[str]) -> ParsedConfig:
     return drop_unused_model_options(parse_config(argv))
 
 
-def find_settings_problems(loaded: ParsedConfig, *, is_run: bool = False) -> list[str]:
-    """Run the checks of the settings of a command line; for a run, also those of what is installed here."""
-    checks = [*list_settings_checks(), *(list_installation_checks() if is_run else ())]
+def find_settings_problems(loaded: ParsedConfig) -> list[str]:
+    """Run the checks of the settings of a command line."""
+    return _run_checks(loaded, list_settings_checks())
+
+
+def find_installation_problems(loaded: ParsedConfig) -> list[str]:
+    """Run the checks of what is installed and what exists on this machine."""
+    return _run_checks(loaded, list_installation_checks())
+
+
+def _run_checks(loaded: ParsedConfig, checks: Iterable[SettingsCheck]) -> list[str]:
     problems = [problem for check in checks for problem in check(loaded)]
     return list(dict.fromkeys(loaded.locate_problems(problems)))
 

@@ -38,11 +38,8 @@ def convert_adapter_to_kohya(model: nn.Module, adapter: lora.Adapter, family: An
 
 
 @torch.no_grad()
-def merge(pipe: Any, state: dict[str, Tensor], alphas: dict[str, float], *, by_comfyui: bool = False) -> None:
-    """Merge updates into the weights, by definition.
-
-    ComfyUI divides a DoRA by the row norms of the base weight, other programs by those of the changed weight.
-    """
+def merge(pipe: Any, state: dict[str, Tensor], alphas: dict[str, float]) -> None:
+    """Merge updates into the weights, by definition."""
     for name, update in group_by_module(state, alphas).items():
         part, _, module = name.partition(".")
         weight, tensors = getattr(pipe, part).get_submodule(module).weight, update.tensors
@@ -54,6 +51,6 @@ def merge(pipe: Any, state: dict[str, Tensor], alphas: dict[str, float], *, by_c
             delta = torch.kron(tensors["lokr_w1"], tensors["lokr_w2_a"] @ tensors["lokr_w2_b"])
         changed = weight + update.scale * delta.reshape(weight.shape)
         if update.adapter_type == "dora":
-            norm = (weight if by_comfyui else changed).flatten(1).norm(dim=1)
+            norm = changed.flatten(1).norm(dim=1)
             changed = changed * (tensors["magnitude"].flatten() / norm).view(-1, *[1] * (weight.dim() - 1))
         weight.copy_(changed)

@@ -118,7 +118,7 @@ def read_trained_components(reader: KeyReader) -> None:
     if unet_lr:
         result.set_option("unet_lr", unet_lr)
     if text_lr == 0 and unet_lr != 0:
-        return  # the denoiser only, as by default
+        return  # the denoiser only
     if unet_lr == 0 and text_lr != 0:
         result.options["network_train_text_encoder_only"] = True
     else:

@@ -306,6 +306,14 @@ SUBSETS = {
 }
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_text_encoders_are_trained_where_the_other_program_trains_them(work, name):
+    """Here they are trained by default, as in sd-scripts."""
+    trains_encoders = {"kohya_sdxl.json", "ai_toolkit_sdxl.yaml", "onetrainer_sdxl.json", "diffusion_pipe_sdxl.toml"}
+    _, loaded, _ = import_file(name)
+    assert loaded.config.adapter.trains_text_encoders == (name in trains_encoders)
+
+
 @pytest.mark.parametrize("name", SUBSETS)
 def test_folders_become_subsets(work, name):
     _, _, datasets = import_file(name)

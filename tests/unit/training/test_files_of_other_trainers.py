@@ -338,7 +338,7 @@ def test_layers_of_text_encoders_that_are_not_trained_are_reported(tmp_path):
     path = tmp_path / "kohya.safetensors"
     state, alphas, parts = build_random_state("sd1")
     save_file(convert_to_file_format(state, alphas, parts, "kohya")[0], path)
-    with pytest.raises(ConfigError, match=r"has layers of text_encoder, .*add --no-network_train_unet_only"):
+    with pytest.raises(ConfigError, match=r"has layers of text_encoder, .*remove network_train_unet_only"):
         read("sd1", network_weights=str(path), dim_from_weights=True, network_train_unet_only=True)
 
 

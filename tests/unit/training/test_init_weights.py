@@ -132,7 +132,7 @@ def test_a_file_that_does_not_fit_is_reported_with_a_fix(tmp_path):
     assert "... and" in str(error.value)
     save_adapter_file(path, "sd1", "kohya")
     unet_only = replace(config.adapter, network_train_unet_only=True)
-    with pytest.raises(ConfigError, match=r"has layers of text_encoder, .*; add --no-network_train_unet_only"):
+    with pytest.raises(ConfigError, match=r"has layers of text_encoder, .*; remove network_train_unet_only"):
         read_initial_weights(unet_only, family, model)
     tiny, family, config, model = build_case("sd1", network_weights=str(path), network_args=("use_dora=True",))
     with pytest.raises(ConfigError, match="has type lora, but this run trains dora"):

@@ -6,14 +6,15 @@ import pytest
 from data_paths import ROOT
 
 from library import cli
-from library.training.preflight import find_settings_problems, load_settings
+from library.training.preflight import find_installation_problems, find_settings_problems, load_settings
 
 DEMO = ["--dataset_config", str(ROOT / "dataset_configs" / "demo.toml")]
 SD1 = "--pretrained_model_name_or_path random:sd1:tiny"
 
 
 def find_problems(*flags: str) -> list[str]:
-    return find_settings_problems(load_settings([*DEMO, *flags]), is_run=True)
+    loaded = load_settings([*DEMO, *flags])
+    return find_settings_problems(loaded) + find_installation_problems(loaded)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,14 @@ def test_a_missing_package_names_how_to_install_it_and_another_optimizer():
 def test_a_plan_may_be_made_without_the_packages_of_the_run():
     loaded = load_settings([*DEMO, "--optimizer_type", "AdamW8bit", "--attn_mode", "sdpa"])
     assert find_settings_problems(loaded) == []
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
+def test_a_dry_run_plans_the_run_and_warns_of_a_missing_package(capsys):
+    assert cli.main([*DEMO, "--optimizer_type", "AdamW8bit", "--dry_run"]) == 0
+    output = capsys.readouterr()
+    assert "the run: " in output.out and "cannot be run on this machine: --optimizer_type: AdamW8bit" in output.err
+    assert cli.main([*DEMO, "--optimizer_type", "AdamW8bit"]) == 2
 
 
 def test_a_finished_lora_is_not_overwritten_without_being_asked(tmp_path):
@@ -91,6 +100,6 @@ def test_every_problem_of_a_run_file_has_its_line(tmp_path):
 
     problems = find_problems("--config_file", str(path))
 
-    assert [problem.removeprefix(f"{path}:").partition(": ")[0] for problem in problems][:2] == ["6", "2"]
+    assert [problem.removeprefix(f"{path}:").partition(": ")[0] for problem in problems][:2] == ["6", "4"]
     assert {problem.removeprefix(f"{path}:").partition(":")[0] for problem in problems} >= {"2", "4", "5", "6"}
     assert not [problem for problem in problems if problem.startswith("--")]
