@@ -320,18 +320,17 @@ def find_problems(*flags):
 @pytest.mark.quick
 def test_invalid_memory_options_are_reported_before_loading(even_dataset, tmp_path):
     flags = ("--dataset_config", str(even_dataset), "--output_dir", str(tmp_path))
-    problems_of_options = parse_config(
-        [
-            *flags,
-            *(
-                "--gradient_checkpointing --gradient_checkpointing_every 2 --cpu_offload_checkpointing "
-                "--activation_memory_budget 0.5 --blocks_to_swap 1 --torch_compile --profile_steps 1:9"
-            ).split(),
-        ]
-    ).problems
-    assert [problem.partition(":")[0] for problem in problems_of_options] == [
-        *("--gradient_checkpointing_every --cpu_offload_checkpointing --blocks_to_swap --profile_steps").split(),
+    options = (
+        "--gradient_checkpointing_every 2 --cpu_offload_checkpointing --activation_memory_budget 0.5 "
+        "--blocks_to_swap 1 --torch_compile --profile_steps 1:9 --gradient_checkpointing"
+    ).split()
+    assert [problem.partition(":")[0] for problem in parse_config([*flags, *options]).problems] == [
+        *("--gradient_checkpointing_every --cpu_offload_checkpointing --blocks_to_swap --profile_steps".split()),
     ]
+    unused = parse_config([*flags, *options[:-1]]).unused
+    assert [name for name, _ in unused] == [options[0], options[3], options[2]], "nothing is checkpointed"
+    unused = parse_config([*flags, "--block_swap_window_mb", "9"]).unused
+    assert unused == (("--block_swap_window_mb", "blocks_to_swap is not set"),)
     (problems,) = run_on_ranks(1, find_problems, *flags, "--blocks_to_swap", "99", "--quiet")
     assert len(problems) == 1 and problems[0].startswith("--blocks_to_swap: 99; this model has ")
     assert parse_config([*flags, "--fp8_base"]).config.model.quantize_base == "fp8"

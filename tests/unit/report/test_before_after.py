@@ -52,9 +52,9 @@ def test_the_grid_shows_every_image_in_its_cell(tmp_path):
 
     assert path == tmp_path / "out" / "sheet.png"
     with Image.open(path) as sheet:
-        colours = {sheet.getpixel((x, y)) for x in range(0, sheet.width, 5) for y in range(0, sheet.height, 5)}
+        pixels = {sheet.getpixel((x, y)) for x in range(0, sheet.width, 5) for y in range(0, sheet.height, 5)}
         boxes = {colour: find_box(sheet, colour) for colour in colours.values()}
-    assert {(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), preview_grid.BACKGROUND} <= colours
+    assert {(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), preview_grid.BACKGROUND} <= pixels
     assert boxes["red"][2] <= boxes["lime"][0] and boxes["blue"][2] <= boxes["yellow"][0], "steps from left to right"
     assert boxes["red"][3] <= boxes["blue"][1], "prompts from top to bottom"
     for colour, shape in (("red", 64 / 96), ("yellow", 2.0)):
