@@ -14,8 +14,9 @@ from library.errors import UserError
 from library.training.save_adapter import build_adapter_file
 
 QUICK_KINDS = ("LoRA", "LoRA, block_alphas", "LoRA, T5", "DoRA")
+QUICK_FAMILIES = ("sdxl", "sd3", "flux")
 DEFAULT = [
-    pytest.param(name, kind, marks=() if kind in QUICK_KINDS else pytest.mark.slow)
+    pytest.param(name, kind, marks=() if kind in QUICK_KINDS and name in QUICK_FAMILIES else pytest.mark.slow)
     for name in EVERY
     for kind in list_kinds(name)
 ]

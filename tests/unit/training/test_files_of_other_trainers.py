@@ -86,7 +86,9 @@ def assert_close(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("sd2", "sd3", "z_image"))) for name in EVERY]
+)
 def test_a_file_of_diffusers_with_alpha_8_and_rank_4_has_its_full_strength(name, tmp_path):
     path, expected = save_with_diffusers(name, tmp_path)
     tiny, family, _, initial = read(name, base_weights=(str(path),))
@@ -99,7 +101,9 @@ def test_a_file_of_diffusers_with_alpha_8_and_rank_4_has_its_full_strength(name,
     assert_close(predict(family, tiny), expected)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("sdxl", "flux"))) for name in EVERY]
+)
 def test_a_converted_file_of_diffusers_has_its_full_strength_in_diffusers(name, tmp_path):
     path, expected = save_with_diffusers(name, tmp_path)
     for form in ("diffusers", "kohya", "comfy"):
