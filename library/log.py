@@ -92,8 +92,9 @@ class ProgressBar:
         self.total, self.completed, self.description = total, initial, description
         self.log_first_and_last = log_first_and_last
         self.logger = logging.getLogger(f"{ROOT_LOGGER_NAME}.progress")
-        self.started_at, self.initial = time.monotonic(), initial
-        self.last_logged_at = self.started_at
+        self.initial, self.last_logged_at = initial, time.monotonic()
+        self.first_update: tuple[float, int] | None = None
+        """Time and count after the first update, which starts workers, compiles and allocates: no measure of speed."""
         is_shown = enabled and self.logger.isEnabledFor(logging.INFO)
         self.draws_bar = is_shown and sys.stderr.isatty()
         self.logs_lines = is_shown and not self.draws_bar
@@ -123,9 +124,13 @@ class ProgressBar:
             now - self.last_logged_at >= PROGRESS_LOG_INTERVAL or (self.log_first_and_last and is_end)
         ):
             self.last_logged_at = now
-            seconds = (now - self.started_at) / (self.completed - self.initial) * (self.total - self.completed)
             parts = [f"{self.completed}/{self.total}", *(f"{name} {value}" for name, value in metrics.items())]
-            self.logger.info("%s %s, %s left", self.description, ", ".join(parts), format_duration(seconds))
+            if self.first_update is not None:
+                since, count_before = self.first_update
+                seconds = (now - since) / (self.completed - count_before) * (self.total - self.completed)
+                parts.append(f"{format_duration(seconds)} left")
+            self.logger.info("%s %s", self.description, ", ".join(parts))
+        self.first_update = self.first_update or (now, self.completed)
 
 
 def format_duration(seconds: float) -> str:

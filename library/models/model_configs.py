@@ -7,6 +7,7 @@ family and a variant: ``sdxl``, ``sdxl_tiny``.
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ ConfigReader = Callable[[str], JsonDict | None]
 
 MAX_TEXT_TOKENS = 512
 """Tokens of text encoders whose config sets no limit."""
+
+HUB_TIMEOUT_SECONDS = 5.0
 
 
 def list_bundled_configs() -> list[str]:
@@ -96,13 +99,25 @@ def _read_hub_json(repo_id: str, name: str) -> JsonDict | None:
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
-        return _read_json(Path(hf_hub_download(repo_id, name)))
+        return _read_json(Path(hf_hub_download(repo_id, name, local_files_only=not _is_hub_reachable())))
     except LocalEntryNotFoundError:
         raise ModelError("no such folder, and the hub cannot be reached; check the path or the network") from None
     except EntryNotFoundError:
         return None
     except (OSError, ValueError) as error:  # includes the errors of huggingface_hub
         raise ModelError(f"no such folder, and the hub says: {str(error).strip().splitlines()[0]}") from None
+
+
+@cache
+def _is_hub_reachable() -> bool:
+    """Ask once; hf_hub_download retries each file for half a minute before it looks into its cache."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_SECONDS)
+    except Exception:  # of whichever HTTP client huggingface_hub uses
+        return False
+    return True
 
 
 @dataclass(frozen=True)

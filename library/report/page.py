@@ -53,7 +53,8 @@ def write_report(context: ReportContext, metrics_file: Path, target: Path) -> No
         _render_environment(context),
     ]
     page = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(context.name)}</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width"><title>{escape(context.name)}</title>'
         f"<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
     )
     write_atomic(target, page.encode())

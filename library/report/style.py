@@ -7,7 +7,7 @@ STYLE = """
   h2 { margin-top: 2em; border-bottom: 1px solid #ddd }
   h3 { margin: .4em 0 }
   .facts { color: #556 }
-  .charts { display: grid; gap: 1.5em; grid-template-columns: repeat(auto-fit, minmax(440px, 1fr)) }
+  .charts { display: grid; gap: 1.5em; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)) }
   figure { margin: 0; background: white; border: 1px solid #e3e3e8; border-radius: 6px; padding: .5em }
   svg { width: 100%; height: auto; display: block }
   svg text { font-size: 11px; fill: #667 }

@@ -112,6 +112,22 @@ def test_progress_is_logged_after_each_interval(capsys, monkeypatch):
     ]
 
 
+def test_the_time_left_does_not_count_the_first_step(capsys, monkeypatch):
+    """It takes many times as long as the others: workers start, blocks are compiled."""
+    log.configure_logging(simple=True)
+    monkeypatch.setattr(log, "PROGRESS_LOG_INTERVAL", 0.0)
+    clock = iter([0.0, 60.0, 61.0, 62.0])
+    monkeypatch.setattr(log.time, "monotonic", lambda: next(clock))
+    with log.ProgressBar(100, 0, "training", enabled=True) as progress:
+        for _ in range(3):
+            progress.update({})
+    assert capsys.readouterr().err.splitlines() == [
+        "training 1/100",
+        "training 2/100, 1:38 left",
+        "training 3/100, 1:37 left",
+    ]
+
+
 def test_disabled_and_quiet_progress_is_not_shown(capsys):
     for settings, enabled in (({"simple": True}, False), ({"quiet": True}, True)):
         log.configure_logging(**settings)

@@ -5,11 +5,13 @@ import math
 import subprocess
 import sys
 
+import huggingface_hub
 import pytest
 from model_files import write_json_files
 
 from library.config.schema import ModelConfig
 from library.errors import ConfigError
+from library.models import model_configs
 from library.models.detect import detect_model
 from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.model_configs import list_bundled_configs, load_bundled_config
@@ -247,6 +249,28 @@ def test_options_of_other_families_are_all_rejected_at_once(tmp_path):
 def test_a_hub_id_without_network_is_reported_in_one_line():
     assert "the hub cannot be reached" in detect_problem("nobody/nothing")
     assert "the hub says: " in detect_problem("no--body/nothing")
+
+
+def test_an_unreachable_hub_is_asked_once_and_only_its_cache_is_read(monkeypatch):
+    """hf_hub_download alone would retry each file for half a minute."""
+    asked, downloads = [], []
+
+    class UnreachableHub:
+        def head(self, url, timeout):
+            asked.append(url)
+            raise OSError("no network")
+
+    def read_cache(repo_id, name, local_files_only):
+        downloads.append(local_files_only)
+        raise huggingface_hub.errors.LocalEntryNotFoundError("not in the cache")
+
+    monkeypatch.setattr(huggingface_hub, "get_session", UnreachableHub)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", read_cache)
+    model_configs._is_hub_reachable.cache_clear()
+    for _ in range(2):
+        assert "the hub cannot be reached" in detect_problem("nobody/nothing")
+    model_configs._is_hub_reachable.cache_clear()
+    assert len(asked) == 1 and set(downloads) == {True}
 
 
 def test_detecting_a_folder_imports_neither_torch_nor_diffusers(tmp_path):
