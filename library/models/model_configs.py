@@ -7,7 +7,6 @@ family and a variant: ``sdxl``, ``sdxl_tiny``.
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,8 @@ def build_folder_reader(directory: Path) -> ConfigReader:
 
 def build_hub_reader(repo_id: str) -> ConfigReader:
     """Reader of a hub repository; files are downloaded on demand."""
-    return lambda name: _read_hub_json(repo_id, name)
+    cache_only = not _is_hub_reachable()
+    return lambda name: _read_hub_json(repo_id, name, cache_only)
 
 
 def build_bundled_reader(config: Mapping[str, JsonDict]) -> ConfigReader:
@@ -94,12 +94,12 @@ def _read_json(path: Path) -> JsonDict | None:
     return data
 
 
-def _read_hub_json(repo_id: str, name: str) -> JsonDict | None:
+def _read_hub_json(repo_id: str, name: str, cache_only: bool) -> JsonDict | None:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
-        return _read_json(Path(hf_hub_download(repo_id, name, local_files_only=not _is_hub_reachable())))
+        return _read_json(Path(hf_hub_download(repo_id, name, local_files_only=cache_only)))
     except LocalEntryNotFoundError:
         raise ModelError("no such folder, and the hub cannot be reached; check the path or the network") from None
     except EntryNotFoundError:
@@ -108,7 +108,6 @@ def _read_hub_json(repo_id: str, name: str) -> JsonDict | None:
         raise ModelError(f"no such folder, and the hub says: {str(error).strip().splitlines()[0]}") from None
 
 
-@cache
 def _is_hub_reachable() -> bool:
     """Ask once; hf_hub_download retries each file for half a minute before it looks into its cache."""
     from huggingface_hub import constants, get_session
