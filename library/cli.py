@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         _report_user_error(error)
         return EXIT_USER_ERROR
     except RunInterrupted as stopped:
-        if os.environ.get("RANK", "0") == "0":
+        if _get_rank("RANK") == 0:
             print(f"train_lora: {stopped}", file=sys.stderr, flush=True)
         from .distributed.signals import report_exit_code
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_BUG
     except Exception as error:
         # The process group does not exist yet; an error this early occurs on all ranks.
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if _get_rank("LOCAL_RANK") == 0:
             report = write_traceback(error, Path("train_lora.error.txt"))
             _report_crash("train_lora", f"{format_error(error)}\n{report}")
         return EXIT_BUG
@@ -100,7 +100,7 @@ def _run_training(argv: Sequence[str]) -> int:
     problems, missing = find_settings_problems(loaded), find_installation_problems(loaded)
     if problems or (missing and not config.train.dry_run):
         raise ConfigError(problems + missing)
-    log, rank = config.log, int(os.environ.get("RANK", "0"))
+    log, rank = config.log, _get_rank("RANK")
     configure_logging(
         level=log.console_log_level,
         file=log.console_log_file,
@@ -110,7 +110,7 @@ def _run_training(argv: Sequence[str]) -> int:
     )
     loaded.log_notices()
     for problem in missing:
-        logging.getLogger(__name__).warning("cannot be run on this machine: %s", problem)
+        logging.getLogger(__name__).warning("a run would stop on this machine: %s", problem)
     try:
         if config.train.dry_run:
             from .estimate.dry_run import build_dry_run
@@ -178,15 +178,21 @@ def _print_lines(lines: Generator[str, None, int]) -> int:
             return int(stop.value)
 
 
+def _get_rank(variable: str) -> int:
+    """Read a launcher's variable for the choice of who reports; a wrong value is a problem of its own."""
+    text = os.environ.get(variable, "").strip()
+    return int(text) if text.isdecimal() else 0
+
+
 def _is_reported(error: UserError) -> bool:
     """Config errors occur on all ranks and are printed by one per node; other errors by the rank where they occur."""
-    return error.is_reported or (isinstance(error, ConfigError) and int(os.environ.get("LOCAL_RANK", "0")) != 0)
+    return error.is_reported or (isinstance(error, ConfigError) and _get_rank("LOCAL_RANK") != 0)
 
 
 def _report_user_error(error: UserError) -> None:
     if _is_reported(error):
         return
-    rank = int(os.environ.get("RANK", "0"))
+    rank = _get_rank("RANK")
     where = f" on rank {rank}" if rank else ""
     count = f"{len(error.problems)} problems:" if isinstance(error, ConfigError) and len(error.problems) > 1 else ""
     _print_error(f"train_lora: stopped{where}. {count}".rstrip(), _indent_lines(error))
@@ -201,7 +207,7 @@ def _print_error(*lines: str) -> None:
 
 def _report_crash(program: str, text: str) -> None:
     """Print the cause, the rank, what was saved and what to do."""
-    rank = int(os.environ.get("RANK", "0"))
+    rank = _get_rank("RANK")
     where = f" on rank {rank}" if rank else ""
     _print_error(f"{program}: ended{where} by an error.", _indent_lines(text))
 

@@ -14,6 +14,13 @@ ExplicitOptions = frozenset[str]
 """Names of the options that were set by a flag or in the run TOML."""
 
 
+OFF_AT_ZERO = frozenset(
+    "scale_weight_norms sample_every_n_steps sample_every_n_epochs save_last_n_steps save_last_n_epochs"
+    " save_last_n_steps_state save_last_n_epochs_state".split()
+)
+"""Options that sd-scripts takes for not set at 0."""
+
+
 def define_option(default: Any, help: str, *, minimum: float | None = None, maximum: float | None = None) -> Any:
     """Declare a field of a config group: default, help and bounds; name and type are the field's own."""
     metadata = {"help": help, "minimum": minimum, "maximum": maximum}
@@ -48,6 +55,8 @@ class Option:
 
     def is_unset_by(self, value: Any) -> bool:
         """Whether a TOML value leaves the option unset: ``resume = false`` or ``vae = ""``, as GUIs write them."""
+        if self.name in OFF_AT_ZERO and value == 0:
+            return True
         return (self.is_optional or self.is_list) and (value == "" or (value is False and self.value_type is not bool))
 
     def parse_lenient_toml_value(self, value: Any) -> Any:

@@ -24,6 +24,7 @@ COMPILE_OPTIONS = (
     *("dynamo_backend", "dynamo_mode", "dynamo_fullgraph", "dynamo_use_regional_compilation"),
     *("compile_dynamic", "compile_cache_dir"),
 )
+TIMESTEP_WEIGHTING_SCHEMES = ("logit_normal", "mode")
 CHECKPOINTING_OPTIONS = ("gradient_checkpointing_every", "activation_memory_budget", "cpu_offload_checkpointing")
 SCHEDULER_OPTIONS = (
     ("lr_scheduler_num_cycles", 1, ("cosine_with_restarts",)),
@@ -185,6 +186,8 @@ def _find_unused_noise_options(
         if getattr(noise, name) != getattr(NoiseConfig, name) and noise.weighting_scheme != required:
             yield name, f"only for weighting_scheme {required}"
     sampling = noise.flow_timestep_sampling
+    if noise.weighting_scheme in TIMESTEP_WEIGHTING_SCHEMES and sampling != "sigma":
+        yield "weighting_scheme", f"timestep_sampling {sampling} samples the timesteps"
     for name, samplings in (
         ("sigmoid_scale", ("sigmoid", "shift", "flux_shift")),
         ("discrete_flow_shift", ("shift", "sigma")),

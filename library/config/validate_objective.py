@@ -23,9 +23,6 @@ FLOW_ONLY_OPTIONS = (
 )
 """Options for flow matching."""
 
-TIMESTEP_WEIGHTING_SCHEMES = ("logit_normal", "mode")
-"""Values of ``weighting_scheme`` that sample timesteps and do not weight the loss."""
-
 
 def validate_objective_options(
     noise: NoiseConfig, loss: LossConfig, preview: PreviewConfig
@@ -54,10 +51,6 @@ def _validate_timesteps(noise: NoiseConfig) -> Iterator[OptionConflict]:
     low, high = noise.min_timestep or 0, 1000 if noise.max_timestep is None else noise.max_timestep
     if low >= high:
         yield ("min_timestep", "max_timestep"), f"min_timestep {low} is not below max_timestep {high}"
-    sampling, scheme = noise.flow_timestep_sampling, noise.weighting_scheme
-    if scheme in TIMESTEP_WEIGHTING_SCHEMES and sampling != "sigma":
-        problem = f"{scheme} samples timesteps, and so does timestep_sampling {sampling}; remove one of them"
-        yield ("weighting_scheme", "timestep_sampling"), problem
 
 
 def validate_objective_for_model(

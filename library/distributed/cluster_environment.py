@@ -43,7 +43,8 @@ def export_rank_variables() -> None:
     """Set torchrun's variables in this process's environment where only SLURM or MPI has set its own."""
     ranks = read_rank_variables(os.environ)
     for name, value in {**ranks, **build_rendezvous_address(os.environ, ranks)}.items():
-        os.environ.setdefault(name, str(value))
+        if not os.environ.get(name, "").strip():
+            os.environ[name] = str(value)
 
 
 def read_rank_variables(environment: Mapping[str, str]) -> dict[str, int]:

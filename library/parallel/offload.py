@@ -76,20 +76,20 @@ class WeightOffloader:
         self.host_weights.append(weight.map_tensors(copy_to_host))
         return partial(self.fetch, index)
 
-    def fetch(self, index: int, in_backward: bool = False) -> QuantizedWeight:
+    def fetch(self, index: int, in_backward: bool = False, has_backward: bool = False) -> QuantizedWeight:
         """Return the weight on the device, and prefetch the one that was copied after it last time.
 
-        ``in_backward`` for the backward of a layer; a forward inside of a backward pass recomputes a block.
+        A forward inside of a backward pass recomputes a block, and its weight is kept if the layer's backward follows.
         """
         is_backward_pass = torch._C._current_graph_task_id() != -1
         self._limit_bytes_ahead()
         if not is_backward_pass:
-            self._recomputed.clear()  # of layers whose backward was not needed
+            self._recomputed.clear()  # of a backward pass that failed
         if in_backward and (recomputed := self._recomputed.pop(index, None)) is not None:
             self._bytes_in_use = recomputed.nbytes
             return recomputed
         weight = self._take_prefetched(index)
-        if is_backward_pass and not in_backward:
+        if is_backward_pass and has_backward:
             self._recomputed[index] = weight
         self._bytes_in_use = 0 if index in self._recomputed else weight.nbytes
         self._next_index[self._history] = index

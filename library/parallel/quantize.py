@@ -63,7 +63,7 @@ class QuantizedWeight:
             return rows.flatten()[: self.shape.numel()].view(self.shape)
         return (values.to(dtype) * scale.to(dtype)).view(self.shape)
 
-    def get(self, in_backward: bool = False) -> "QuantizedWeight":
+    def get(self, in_backward: bool = False, has_backward: bool = False) -> "QuantizedWeight":
         """Return this weight: the ``FetchWeight`` of one that stays on the device."""
         return self
 
@@ -82,9 +82,12 @@ def _scale_rows(rows: Tensor, max_value: float) -> tuple[Tensor, Tensor]:
 
 
 class FetchWeight(Protocol):
-    """Returns the weight on the device that computes, for the forward or the backward of its layer."""
+    """Returns the weight on the device that computes, for the forward or the backward of its layer.
 
-    def __call__(self, in_backward: bool = False) -> QuantizedWeight: ...
+    ``has_backward``: whether the backward of the layer follows this forward, as its input requires a gradient.
+    """
+
+    def __call__(self, in_backward: bool = False, has_backward: bool = False) -> QuantizedWeight: ...
 
 
 class FrozenLayer(nn.Module):
@@ -139,7 +142,8 @@ class _FrozenLayerFunction(torch.autograd.Function):
         has_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if has_autocast else input.dtype
         bias = None if layer.bias is None else layer.bias.to(dtype)
-        output: Tensor = layer.compute_output(input.to(dtype), layer.fetch_weight().dequantize(dtype), bias)
+        weight = layer.fetch_weight(has_backward=ctx.needs_input_grad[0]).dequantize(dtype)
+        output: Tensor = layer.compute_output(input.to(dtype), weight, bias)
         return output
 
     @staticmethod

@@ -146,7 +146,11 @@ def list_installation_checks() -> Sequence[SettingsCheck]:
 def validate_output_file(save: SaveConfig, state: StateConfig) -> Iterator[str]:
     """A finished LoRA is not overwritten by the same command; a run that resumes ends with its own file."""
     path = Path(save.output_dir) / f"{save.output_name}.safetensors"
-    if save.overwrite or state.resume is not None or state.auto_resume or not path.is_file():
+    if save.overwrite or state.resume is not None or not path.is_file():
+        return
+    from ..checkpoint.checkpoint_dir import find_checkpoints
+
+    if state.auto_resume and any(find_checkpoints(path.parent, save.output_name)):
         return
     names = (f"{save.output_name}-{number}" for number in itertools.count(2))
     free = next(name for name in names if not path.with_name(f"{name}.safetensors").exists())

@@ -133,6 +133,23 @@ class CopyCounter:
 
 
 @pytest.mark.quick
+def test_no_weight_of_a_layer_without_backward_is_kept_after_its_recomputation():
+    """Modulation layers of transformers: their input needs no gradient."""
+    device = CopyCounter()
+    offloader = WeightOffloader(torch.device("cpu"), device.copy)
+    modulation, linear = (nn.Linear(4, 4).requires_grad_(False) for _ in range(2))
+    for layer in (modulation, linear):
+        convert_frozen_layer(layer, offloader.offload(QuantizedWeight.quantize(layer.weight, "none")))
+    inputs, time = torch.ones(1, 4, requires_grad=True), torch.ones(1, 4)
+    output = torch.utils.checkpoint.checkpoint(
+        lambda x: linear(x).tanh() * modulation(time), inputs, use_reentrant=False
+    )
+    output.sum().backward()
+    gc.collect()
+    assert device.alive == 0
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_offloaded_weights_are_copied_twice_per_step_and_prefetched(is_checkpointed):
     device = CopyCounter()

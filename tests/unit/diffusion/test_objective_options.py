@@ -36,10 +36,6 @@ def list_problems(*flags):
         ("--max_timestep 0", "--max_timestep: must be at least 1, got 0"),
         ("--mode_scale 1.8 --weighting_scheme mode", "--mode_scale: must be at most 1.75, got 1.8"),
         (
-            "--weighting_scheme mode --timestep_sampling shift",
-            "--weighting_scheme: mode samples timesteps, and so does timestep_sampling shift; remove one of them",
-        ),
-        (
             "--timestep_sampling nextdit_shift",
             "--timestep_sampling: 'nextdit_shift' is not one of uniform, sigmoid, shift, flux_shift, sigma",
         ),

@@ -56,7 +56,7 @@ def test_a_plan_may_be_made_without_the_packages_of_the_run():
 def test_a_dry_run_plans_the_run_and_warns_of_a_missing_package(capsys):
     assert cli.main([*DEMO, "--optimizer_type", "AdamW8bit", "--dry_run"]) == 0
     output = capsys.readouterr()
-    assert "the run: " in output.out and "cannot be run on this machine: --optimizer_type: AdamW8bit" in output.err
+    assert "the run: " in output.out and "a run would stop on this machine: --optimizer_type: AdamW8bit" in output.err
     assert cli.main([*DEMO, "--optimizer_type", "AdamW8bit"]) == 2
 
 
@@ -70,7 +70,10 @@ def test_a_finished_lora_is_not_overwritten_without_being_asked(tmp_path):
         f"--output_name: {tmp_path}/mine.safetensors exists, from an earlier run; add --overwrite, or --output_name"
         " mine-3"
     ]
-    assert find_problems(*flags, "--overwrite") == find_problems(*flags, "--auto_resume") == []
+    assert find_problems(*flags, "--overwrite") == []
+    assert len(find_problems(*flags, "--auto_resume")) == 1, "there is no checkpoint to resume from"
+    (tmp_path / "mine-000001-state").mkdir()
+    assert find_problems(*flags, "--auto_resume") == []
 
 
 def test_an_upload_needs_a_token_at_the_start(monkeypatch, tmp_path):
