@@ -5,6 +5,7 @@ scale.
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 
@@ -96,6 +97,8 @@ def unfold_alphas(adapters: Mapping[str, ModuleAdapter], metadata: Mapping[str, 
     try:
         alphas = {str(module): float(alpha) for module, alpha in json.loads(metadata[ALPHAS_KEY]).items()}
         narrow = getattr(torch, metadata.get(UPCAST_FROM_DTYPE_KEY, "float32"))
+        if not isinstance(narrow, torch.dtype) or not all(map(math.isfinite, alphas.values())):
+            raise ValueError("no dtype, or an infinite alpha")
     except (ValueError, AttributeError, TypeError):
         raise UserError(f"invalid metadata {ALPHAS_KEY}: {metadata[ALPHAS_KEY][:60]}") from None
     return {

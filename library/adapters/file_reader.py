@@ -71,7 +71,7 @@ def find_container_problem(path: Path) -> str | None:
             end = 8 + length + _find_end_of_data(json.loads(file.read(length)))
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError):
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError):
         return "cannot be read as safetensors: its header is damaged; download or save it again"
     return _describe_truncation(size, end) if size < end else None
 

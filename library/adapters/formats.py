@@ -113,7 +113,7 @@ def convert_to_file_format(
         for name, tensor in _FORMATTERS[file_format](own, component):
             if name in tensors:
                 raise ValueError(f"duplicate key {name} in the file")
-            tensors[name] = tensor.to(alpha_dtype) if name.endswith(f".{ALPHA}") else tensor.contiguous()
+            tensors[name] = _cast_alpha(tensor, alpha_dtype) if name.endswith(f".{ALPHA}") else tensor.contiguous()
     # Modules may share lora_A in memory, but safetensors rejects shared tensors.
     pointers: set[int] = set()
     for name, tensor in tensors.items():
@@ -121,6 +121,12 @@ def convert_to_file_format(
             tensors[name] = tensor.clone()
         pointers.add(tensor.data_ptr())
     return tensors, build_alpha_metadata(adapters, written, file_format != "diffusers", alpha_dtype)
+
+
+def _cast_alpha(alpha: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast to the type of the alphas in the file, unless that changes the value, as for fused and split layers."""
+    cast = alpha.to(dtype)
+    return cast if torch.equal(cast.double(), alpha.double()) else alpha.float()
 
 
 def _set_file_alpha(

@@ -6,6 +6,7 @@ Without them alpha would be taken for the rank.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -47,13 +48,19 @@ class PeftSettings:
     def from_values(cls, values: Mapping[str, Any]) -> "PeftSettings":
         rank = int(values["r"])
         alpha = values.get("lora_alpha", values.get("alpha"))
-        return cls(
+        settings = cls(
             rank,
             float(rank if alpha is None else alpha),
             {str(key): int(value) for key, value in (values.get("rank_pattern") or {}).items()},
             {str(key): float(value) for key, value in (values.get("alpha_pattern") or {}).items()},
             bool(values.get("use_rslora")),
         )
+        for pattern in (*settings.rank_pattern, *settings.alpha_pattern):
+            re.compile(pattern)
+        numbers = (rank, settings.alpha, *settings.rank_pattern.values(), *settings.alpha_pattern.values())
+        if not all(math.isfinite(number) and number for number in numbers):
+            raise ValueError("a rank or alpha of 0, NaN or infinity")
+        return settings
 
     def get_rank(self, module: str) -> int:
         return int(_get_by_pattern(self.rank_pattern, module, self.rank))
@@ -65,9 +72,13 @@ class PeftSettings:
 
 
 def _get_by_pattern(values: Mapping[str, float], module: str, default: float) -> float:
-    """The value of the first pattern that matches the end of a name, as peft looks it up."""
+    """The value of the first pattern that matches the end of a name, as peft looks it up.
+
+    Names of text encoders in files begin with text_model, which transformers 5 no longer has.
+    """
+    name = module if module.startswith("text_model.") else f"text_model.{module}"
     for pattern, value in values.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        if re.match(rf"(.*\.)?({pattern})$", name):
             return value
     return default
 
@@ -84,7 +95,7 @@ def parse_peft_settings(text: str, components: Iterable[str], denoiser: str) -> 
         if not settings and values.get("r") is not None:
             settings[denoiser] = PeftSettings.from_values(values)
         return settings
-    except (ValueError, TypeError, AttributeError, KeyError):
+    except (ValueError, TypeError, AttributeError, KeyError, OverflowError, re.error):
         raise UserError(f"{PEFT_METADATA_KEY} or {PEFT_CONFIG_NAME} is no valid LoRA config: {text[:60]!r}") from None
 
 

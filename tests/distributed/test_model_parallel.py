@@ -74,8 +74,8 @@ def run_folders(request, tmp_path_factory) -> dict[str, Path]:
         ).split(),
     )
     run_on_ranks(1, train, *flags, "--output_dir", str(folder / "one"))
-    ranks, *flags = request.param
-    run_on_ranks(ranks, train, *flags, "--output_dir", str(folder / "several"), *flags)
+    ranks, *layout = request.param
+    run_on_ranks(ranks, train, *flags, "--output_dir", str(folder / "several"), *layout)
     return {name: folder / name for name in ("one", "several")}
 
 

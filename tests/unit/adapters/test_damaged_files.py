@@ -6,10 +6,11 @@ from safetensors.torch import save_file
 
 from library.adapters.file_reader import InvalidAdapterFileError, read_adapter_file
 from library.adapters.lora_file import write_adapter_file
+from library.adapters.peft_metadata import PeftSettings, parse_peft_settings
 from library.checkpoint.init_weights import read_initial_weights
 from library.cli import run_tool
 from library.config.schema import AdapterConfig
-from library.errors import ConfigError
+from library.errors import ConfigError, UserError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 
@@ -163,3 +164,17 @@ def test_the_converter_rejects_damaged_files_of_known_models(change, message, tm
     assert run_tool(["convert", str(path), str(target), "--to", "diffusers"]) == 2
 
     assert message in capsys.readouterr().err and not target.exists()
+
+
+@pytest.mark.parametrize(
+    "values", ['{"unet.r": 4, "unet.lora_alpha": 0}', '{"unet.r": 4, "unet.lora_alpha": NaN}', '{"unet.r": Infinity}']
+)
+def test_unusable_numbers_in_the_metadata_of_diffusers_are_an_error(values):
+    with pytest.raises(UserError, match="no valid LoRA config"):
+        parse_peft_settings(values, ["unet"], "unet")
+
+
+def test_patterns_of_text_encoders_match_with_and_without_text_model():
+    values = {"alpha_pattern": {"text_model.encoder.layers.0.q_proj": 16, "encoder.layers.1.q_proj": 8}}
+    settings = PeftSettings.from_values({"r": 4, "lora_alpha": 4, **values})
+    assert [settings.get_alpha(f"encoder.layers.{index}.q_proj") for index in range(3)] == [16, 8, 4]
