@@ -75,7 +75,14 @@ def run_main(*flags: str) -> tuple[int, str]:
 
     with contextlib.redirect_stderr(io.StringIO()) as stderr:
         code = main(
-            ["--pretrained_model_name_or_path", get_tiny_sd1_folder(), *flags, "--max_data_loader_n_workers", "0"]
+            [
+                "--network_train_unet_only",
+                "--pretrained_model_name_or_path",
+                get_tiny_sd1_folder(),
+                *flags,
+                "--max_data_loader_n_workers",
+                "0",
+            ]
         )
     return code, stderr.getvalue()
 
