@@ -11,6 +11,7 @@ from ..config.schema_distributed import DeepSpeedConfig, ParallelConfig, Shardin
 from ..data.batch_plan import AnyBatchPlan
 from ..errors import ConfigError
 from ..models.detect import DetectedModel
+from ..models.facts import select_trained_text_encoders
 from ..models.families import FAMILIES
 from ..models.loading import load_components_on_meta
 from ..parallel.offload import find_innermost_blocks
@@ -244,7 +245,9 @@ def suggest_savings(
     if smallest.memory.reserved + smallest.memory.adapters > devices.memory:
         return None
     savings = dict[str, Any]()
-    for options in _list_savings(finder.model):
+    adapter, optim, facts = finder.config.adapter, finder.config.optim, FAMILIES.get(finder.model.family).facts
+    trains_texts = bool(select_trained_text_encoders(adapter, optim, facts))
+    for options in _list_savings(finder.model, trains_texts):
         changed = finder.add_options(options)
         if changed is None:
             continue
@@ -268,10 +271,11 @@ def _is_plain(layout: ParallelLayout) -> bool:
     )
 
 
-def _list_savings(model: DetectedModel) -> Iterator[dict[str, Any]]:
+def _list_savings(model: DetectedModel, trains_texts: bool) -> Iterator[dict[str, Any]]:
     """Yield options that save memory: first those that cost nothing, last those that change the trained LoRA."""
     yield {"cache_latents": True}
-    yield {"cache_text_encoder_outputs": True}
+    if not trains_texts:
+        yield {"cache_text_encoder_outputs": True}
     yield {"mixed_precision": "bf16"}
     yield {"gradient_checkpointing": True}
     yield {"quantize_base": "int8"}

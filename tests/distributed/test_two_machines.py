@@ -16,7 +16,7 @@ def test_two_machines_train_the_same_lora_as_one_without_sending_the_frozen_mode
     dataset = write_images(tmp_path / "data", {(96, 64): 5, (64, 64): 3})
     flags = (
         "--pretrained_model_name_or_path random:sd1:tiny --network_dim 2 --max_train_steps 4 --learning_rate 1e-2 "
-        "--mixed_precision no --max_data_loader_n_workers 0"
+        "--mixed_precision no --max_data_loader_n_workers 0 --network_train_unet_only"
     )
     settings = ["--dataset_config", str(dataset), *flags.split()]
     with Machines() as machines:

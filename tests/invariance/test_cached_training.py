@@ -140,7 +140,7 @@ def test_two_ranks_share_the_encoding_and_losses_equal_those_without_a_cache(
     )
 
     assert [losses for losses, _, _ in results] == uncached_losses[2]
-    first, second = ({name for name in encoded if "picture" in name and "/" in name} for _, _, encoded in results)
+    first, second = ({name for name in encoded if "images/" in name} for _, _, encoded in results)
     assert len(first) == len(second) == 10 and not first & second
     leftover = {path.name for path in (tmp_path / "cache").iterdir()} - {
         "scan"

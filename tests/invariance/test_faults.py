@@ -275,10 +275,10 @@ def test_an_unexpected_error_is_reported_once_with_step_images_and_traceback_fil
 
 
 def run_with_error_in_parsing(folder: str, *flags: str) -> tuple[int, str]:
-    import library.config
+    import library.training.preflight
 
     os.chdir(folder)
-    library.config.parse_config = lambda argv: {}["nothing"]
+    library.training.preflight.parse_config = lambda argv: {}["nothing"]
     return run_main(*flags)
 
 

@@ -162,8 +162,6 @@ def find_adapter_problems(name, *flags):
 def test_three_learning_rates_for_two_text_encoders_are_an_error():
     (problem,) = find_adapter_problems("sdxl", *BOTH, "--text_encoder_lr", "1", "2", "3")
     assert problem == "3 learning rates; give one for all, or one for each of text_encoder, text_encoder_2"
-    (problem,) = find_adapter_problems("z_image", *BOTH)
-    assert problem == "the text encoders of Z-Image cannot be trained; remove this option"
 
 
 @pytest.fixture(scope="module")
