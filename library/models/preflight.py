@@ -37,7 +37,12 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> I
                 config.adapter, config.optim, facts.name, facts.title, facts.text_encoders, facts.t5_encoder
             ),
             *_validate_text_mask(config.model, config.distributed.attn_mode, config.parallel.cp_size, detected),
-            *validate_adapter.validate_text_caching(config.adapter, config.cache, facts.text_encoders),
+            *validate_adapter.validate_text_caching(
+                config.adapter,
+                config.cache,
+                select_trained_text_encoders(config.adapter, config.optim, facts),
+                facts.t5_encoder,
+            ),
             *((("attn_mode",), line) for line in validate_attention_mode(config.distributed.attn_mode, detected)),
         ]
         yield from (f"{locations.get(names[0], f'--{names[0]}')}: {problem}" for names, problem in conflicts)
