@@ -71,14 +71,19 @@ def reset_options(config: RunConfig, names: Iterable[str]) -> RunConfig:
     return RunConfig(**groups)
 
 
-def resolve_trained_components(adapter: AdapterConfig, optim: OptimConfig) -> tuple[AdapterConfig, OptimConfig]:
-    """A learning rate of 0, or a preset of LyCORIS without text encoders, stands for not training them."""
+def resolve_lycoris_preset(adapter: AdapterConfig) -> AdapterConfig:
+    """A preset of LyCORIS without text encoders stands for not training them."""
     is_valid = (
         validate_network_module(adapter.network_module) is None and not parse_network_args(adapter.network_args)[1]
     )
     preset = get_lycoris_preset(adapter) if is_valid else None
     if preset is not None and preset.text_pattern is None and adapter.trains_denoiser:
-        adapter = dataclasses.replace(adapter, network_train_unet_only=True)
+        return dataclasses.replace(adapter, network_train_unet_only=True)
+    return adapter
+
+
+def resolve_trained_components(adapter: AdapterConfig, optim: OptimConfig) -> tuple[AdapterConfig, OptimConfig]:
+    """A learning rate of 0 stands for not training the denoiser or the text encoders."""
     if optim.text_encoder_lr and not any(optim.text_encoder_lr) and adapter.trains_denoiser:
         adapter = dataclasses.replace(adapter, network_train_unet_only=True)
         optim = dataclasses.replace(optim, text_encoder_lr=())
