@@ -33,7 +33,14 @@ from .kohya_compat import (
 from .options import OFF_AT_ZERO, Option, build_config, iter_options
 from .schema import RunConfig
 from .toml_positions import read_toml_with_lines
-from .unused_options import find_unused_options, reset_options, resolve_lycoris_preset, resolve_trained_components
+from .unused_options import (
+    find_unused_args,
+    find_unused_options,
+    remove_args,
+    reset_options,
+    resolve_lycoris_preset,
+    resolve_trained_components,
+)
 from .validate import validate_config
 
 COMMAND_OPTIONS = {"config_file": True, "output_config": False}
@@ -81,6 +88,12 @@ class ParsedConfig:
         locations = {name: location for name, location in self.locations.items() if name not in reasons}
         config = reset_options(self.config, reasons)
         return replace(self, config=config, locations=locations, unused=(*self.unused, *unused))
+
+    def without_args(self, reasons: Mapping[str, str]) -> "ParsedConfig":
+        """Remove ``network_args`` without effect; ``reasons`` says why of each."""
+        unused = tuple((f"{self.locations['network_args']} {name}", reason) for name, reason in reasons.items())
+        adapter = remove_args(self.config.adapter, reasons.keys())
+        return replace(self, config=replace(self.config, adapter=adapter), unused=(*self.unused, *unused))
 
     def locate_problems(self, problems: Iterable[str]) -> list[str]:
         """Replace ``--option`` or ``option`` at the start of a problem by the line of the run TOML that sets it."""
@@ -325,7 +338,7 @@ def _sort_switch_aliases_first(settings: Sequence[RawSetting]) -> list[RawSettin
 def _resolve_run_config(parsed: ParsedConfig) -> ParsedConfig:
     """Resolve learning rates of 0, drop options without effect, and check the options against each other."""
     adapter = resolve_lycoris_preset(parsed.config.adapter)
-    parsed = replace(parsed, config=replace(parsed.config, adapter=adapter))
+    parsed = replace(parsed, config=replace(parsed.config, adapter=adapter)).without_args(find_unused_args(adapter))
     reasons = find_unused_options(parsed.config, frozenset(parsed.locations))
     parsed = parsed.without_unused(reasons)
     adapter, optim = resolve_trained_components(parsed.config.adapter, parsed.config.optim)

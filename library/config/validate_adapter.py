@@ -72,11 +72,8 @@ def _validate_adapter_type(
     if arguments.train_t5xxl and not adapter.trains_text_encoders:
         problem = f"train_t5xxl: text encoders are not trained; remove {UNET_ONLY}"
         yield ("network_args", UNET_ONLY), problem
-    if arguments.conv_dim is None:
-        if "conv_alpha" in list_arg_names(adapter.network_args):
-            yield ("network_args",), "conv_alpha: convolutions are not trained; add conv_dim"
-        if arguments.conv_block_dims or arguments.conv_block_alphas:
-            yield ("network_args",), "conv_block_dims: convolutions are not trained; add conv_dim"
+    if arguments.conv_dim is None and (arguments.conv_block_dims or arguments.conv_block_alphas):
+        yield ("network_args",), "conv_block_dims: convolutions are not trained; add conv_dim"
 
 
 def validate_initial_weights(adapter: AdapterConfig) -> Iterator[OptionConflict]:

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..config import ParsedConfig, RunConfig, validate_adapter, validate_objective
+from ..config.network_args import UNET_FAMILIES, list_arg_names
 from ..config.options import OptionConflict
 from ..config.schema import AdapterConfig, ModelConfig
 from ..config.schema_data import DataConfig
@@ -125,6 +126,10 @@ def drop_unused_model_options(loaded: ParsedConfig) -> ParsedConfig:
         return loaded  # reported by validate_model_options
     reasons |= _find_unavailable_xformers(loaded, detected)
     loaded = loaded.without_unused({name: why for name, why in reasons.items() if name in loaded.locations})
+    facts, adapter = get_family_facts(detected.family), loaded.config.adapter
+    if facts.name not in UNET_FAMILIES:
+        names = [name for name in list_arg_names(adapter.network_args) if name in ("conv_dim", "conv_alpha")]
+        loaded = loaded.without_args(dict.fromkeys(names, f"{facts.title} has no convolutions"))
     loaded = _round_bucket_steps(loaded, detected)
     return replace(loaded, kohya_defaults=tuple(_find_other_defaults(loaded, detected)))
 
