@@ -14,7 +14,7 @@ from ..config.unused_options import is_self_tuning_adafactor
 from ..data.prompts import Prompt, load_prompts
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
 from ..dataset.validate import validate_resolution_multiple
-from ..errors import ConfigError
+from ..errors import ConfigError, FileError
 from .detect import COMPONENT_OPTIONS, DetectedModel, detect_model, get_family_facts
 from .facts import TORCH_ATTENTION_MODES, select_trained_text_encoders
 from .families import FAMILY_FACTS
@@ -22,11 +22,11 @@ from .families import FAMILY_FACTS
 
 def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> Iterator[str]:
     """Check the model's files, the options for this model, and the prompts; ``locations`` is where options were set."""
-    detected = _detect_without_options(config.model)
     try:
-        detected = detect_model(config.model)
+        detected: DetectedModel | None = detect_model(config.model)
     except ConfigError as error:
         yield from error.problems
+        detected = None if isinstance(error, FileError) else _detect_without_options(config.model)
     if detected is not None:
         facts = get_family_facts(detected.family)
         conflicts = [
