@@ -73,8 +73,6 @@ class ParsedConfig:
     """Options that are not set and whose defaults differ from sd-scripts', with both values."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Environment variables for the keys and tokens that were given."""
-    is_readable: bool = True
-    """Whether the run TOML could be read; without it, nothing can be said about the settings."""
 
     def require_valid(self) -> RunConfig:
         """Return the configuration, or raise a ``ConfigError`` with all problems."""
@@ -96,7 +94,7 @@ class ParsedConfig:
         return replace(self, config=replace(self.config, adapter=adapter), unused=(*self.unused, *unused))
 
     def locate_problems(self, problems: Iterable[str]) -> list[str]:
-        """Replace ``--option`` or ``option`` at the start of a problem by the line of the run TOML that sets it."""
+        """Replace ``--option`` or ``option`` at the start of a problem by the flag or the line that sets it."""
         return [_locate_problem(problem, self.locations) for problem in problems]
 
     def log_notices(self) -> None:
@@ -127,11 +125,11 @@ _OPTION_AT_START = re.compile(r"(--)?(\w+)(?=:? )")
 
 def _locate_problem(problem: str, locations: Mapping[str, str]) -> str:
     match = _OPTION_AT_START.match(problem)
-    location = locations.get(match[2], "--") if match else "--"
-    if match is None or location.startswith("--"):
+    location = locations.get(match[2]) if match else None
+    if match is None or location is None:
         return problem
     rest = problem[match.end() :]
-    return f"{location}{rest if rest.startswith(':') else ':' + rest}"
+    return f"{location}{rest if rest.startswith(':') or location.startswith('--') else ':' + rest}"
 
 
 def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedConfig:
@@ -142,12 +140,12 @@ def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedC
     commands = {setting.name: setting for setting in flags if setting.name in COMMAND_OPTIONS}
     path = _resolve_config_file(commands, problems)
     settings = [setting for setting in flags if setting.name not in COMMAND_OPTIONS]
-    is_readable = True
     if path is not None and "output_config" not in commands:
         try:
             settings = [*_read_config_file(path, problems), *settings]
         except ConfigError as error:
-            problems, is_readable = error.problems, False
+            problems += error.problems
+            invalid_options |= options.keys() - {setting.name for setting in settings}  # the file may set them
 
     reader = _SettingsReader(options, problems, invalid_options)
     for setting in _sort_switch_aliases_first(settings):
@@ -166,9 +164,8 @@ def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedC
         tuple(reader.unused),
         has_kohya_options,
         secrets=reader.secrets,
-        is_readable=is_readable,
     )
-    return _resolve_run_config(parsed) if config_class is RunConfig and is_readable else parsed
+    return _resolve_run_config(parsed) if config_class is RunConfig else parsed
 
 
 @dataclass

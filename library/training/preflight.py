@@ -176,7 +176,7 @@ def load_settings(argv: Sequence[str]) -> ParsedConfig:
     parsed = parse_config(argv)
     os.environ.update(parsed.secrets)
     sys.argv[:] = [word for word in sys.argv if word.rpartition("=")[2] not in parsed.secrets.values()]
-    return drop_unused_model_options(parsed) if parsed.is_readable else parsed
+    return drop_unused_model_options(parsed)
 
 
 def find_settings_problems(loaded: ParsedConfig) -> list[str]:
@@ -190,8 +190,6 @@ def find_installation_problems(loaded: ParsedConfig) -> list[str]:
 
 
 def _run_checks(loaded: ParsedConfig, checks: Iterable[SettingsCheck]) -> list[str]:
-    if not loaded.is_readable:  # nothing is known about the settings
-        return loaded.problems
     problems = [problem for check in checks for problem in check(loaded)]
     return list(dict.fromkeys(loaded.locate_problems(problems)))
 
