@@ -15,7 +15,8 @@ from ..errors import UserError
 from .file_reader import InvalidAdapterFileError, iter_tensors, read_header
 from .formats import EMBEDDING_PREFIX, TYPES_WITHOUT_ALPHA
 from .key_names import find_wrapper_names
-from .state_dict import ALPHA, COMFY_SUFFIXES, DOWN, KOHYA_SUFFIXES, UP, ModuleAdapter, parse_tensor_key
+from .state_dict import ALPHA, UP, ModuleAdapter, parse_tensor_key
+from .validate_tensors import find_tensor_problems
 
 SAVE_DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -63,19 +64,6 @@ def write_adapter_file(
         if part.exists():
             part.unlink()
 
-
-REQUIRED_TENSORS: Mapping[str, tuple[str, ...]] = {
-    "lora": (DOWN, UP),
-    "dora": (DOWN, UP),
-    "loha": ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),
-    "oft": ("oft_R",),
-    "boft": ("boft_R", "boft_s"),
-    "glora": ("a1", "a2", "b1", "b2"),
-    "diag-oft": ("oft_blocks",),
-    "norm": (),
-    "full": (),
-}
-"""Required tensors of each adapter type; both factors of a LoKr may be full or decomposed."""
 
 ZERO_INIT_TENSORS = (UP, "hada_w2_b", "lokr_w1", "lokr_w1_a", "oft_R", "boft_R")
 """Tensors that are zero at the start of training."""
@@ -157,35 +145,17 @@ def _find_invalid_tensors(facts: Mapping[str, TensorFacts], is_trained: bool) ->
             yield f"{key} is zero"
     # ComfyUI's files have alphas for some components only.
     has_kohya = any(key.endswith(".lora_down.weight") for key in facts)
-    suffixes = KOHYA_SUFFIXES if has_kohya else COMFY_SUFFIXES
     heads_with_alpha = {_get_component_part(module) for module, names in modules.items() if ALPHA in names}
-    for module, module_tensors in sorted(modules.items()):
+    for module, tensors in sorted(modules.items()):
+        yield from (f"{module}: {problem}" for problem in find_tensor_problems(tensors))
         has_alpha = has_kohya or _get_component_part(module) in heads_with_alpha
-        yield from _find_missing_tensors(module, module_tensors, suffixes, has_alpha)
+        if has_alpha and ALPHA not in tensors and ModuleAdapter(tensors, 0).adapter_type not in TYPES_WITHOUT_ALPHA:
+            yield f"{module} has no {ALPHA}"
 
 
 def _get_component_part(module: str) -> str:
     """The part of a key that tells its component: ``transformer`` or ``lora_te1``."""
     return module.partition(".")[0] if "." in module else "_".join(module.split("_")[:2])
-
-
-def _find_missing_tensors(
-    module: str, tensors: Mapping[str, Tensor], suffixes: Mapping[str, str], has_alphas: bool
-) -> Iterator[str]:
-    adapter_type = ModuleAdapter(tensors, 0).adapter_type
-    required: list[str] = []
-    if adapter_type == "lokr":
-        for factor in ("lokr_w1", "lokr_w2"):
-            required += [factor] if factor in tensors else [f"{factor}_a", f"{factor}_b"]
-    else:
-        required += REQUIRED_TENSORS[adapter_type]
-    for name in (*required, *([ALPHA] if has_alphas and adapter_type not in TYPES_WITHOUT_ALPHA else [])):
-        if name not in tensors:
-            yield f"{module} has no {suffixes.get(name, name)}"
-    down, up = tensors.get(DOWN), tensors.get(UP)
-    if down is not None and up is not None and down.shape[:1] != up.shape[1:2]:
-        first, second = (suffixes[name].partition(".")[0] for name in (DOWN, UP))
-        yield f"{module}: rank {down.shape[0]} in {first}, {up.shape[1]} in {second}"
 
 
 def _has_nonzero_update(facts: Mapping[str, TensorFacts]) -> bool:
