@@ -78,8 +78,9 @@ def _replace_partial_base(layer: nn.Module) -> Iterator[Any]:
     dtype = base.weight.dtype if "weight" in base._parameters else torch.float32
     with torch.device("meta"):
         if isinstance(base, nn.Conv2d):
-            sizes: Any = base.in_channels, base.out_channels, base.kernel_size, base.stride, base.padding, base.dilation
-            full: Any = nn.Conv2d(*sizes, base.groups, base.bias is not None, dtype=dtype)
+            names = "in_channels out_channels kernel_size stride padding dilation groups".split()
+            sizes: dict[str, Any] = {name: getattr(base, name) for name in names}
+            full: Any = nn.Conv2d(**sizes, bias=base.bias is not None, dtype=dtype)
         else:
             full = nn.Linear(base.in_features, base.out_features, base.bias is not None, dtype=dtype)
     generator = torch.Generator().manual_seed(0)
