@@ -5,13 +5,12 @@ from one_result import BOUNDS, REFERENCE, train_layout, write_even_dataset
 from training_runs import max_relative_difference
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("model", "name", "precision", "flags"),
     [
         ("sdxl", "HSDP 2 x 2", "no", ("--gradient_checkpointing",)),
-        pytest.param("flux", "FSDP 2 x 2, CPU offload", "no", (), marks=pytest.mark.slow),
-        pytest.param("sd3", "FSDP 2 x 1, 2 accumulated", "bf16", ("--gradient_checkpointing",), marks=pytest.mark.slow),
+        ("flux", "FSDP 2 x 2, CPU offload", "no", ()),
+        ("sd3", "FSDP 2 x 1, 2 accumulated", "bf16", ("--gradient_checkpointing",)),
     ],
 )
 def test_every_strategy_trains_the_adapter_of_one_process(model, name, precision, flags, tmp_path):
@@ -32,6 +31,7 @@ def test_every_strategy_trains_the_adapter_of_one_process(model, name, precision
         ("sdxl", "FSDP 2 x 2, CPU offload", "fp8", ()),
         ("sdxl", "TP 2 x PP 2", "int8", ()),
         ("sd3", "FSDP 2 x CP 2", "int8", ()),
+        pytest.param("sd3", "FSDP 2 x 2", "nf4", (), marks=pytest.mark.quick),
         ("sd3", "ZeRO 2, 2 x 1, 2 accumulated", "nf4", ("--blocks_to_swap", "1")),
     ],
 )

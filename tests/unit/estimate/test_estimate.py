@@ -268,6 +268,7 @@ def test_the_peaks_of_parts_add_up_to_the_peak_of_the_step():
     assert (one + two) + one == one + (two + one)
 
 
+@pytest.mark.slow
 def test_pipeline_stages_together_have_the_flops_of_the_model_and_a_tp_rank_more_than_half():
     whole, halves, cut = (
         run_on_meta_device(*RUN, *more, world_size=size)
