@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import UserError
 from .peft_metadata import PEFT_METADATA_KEY, read_peft_config
 from .state_dict import ALPHA
+from .validate_file import describe_foreign_keys
 
 MAX_PROBLEMS_SHOWN = 3
 MAX_HEADER_BYTES = 100_000_000
@@ -31,6 +32,7 @@ _FOREIGN_STARTS: Mapping[bytes, str] = {
 """First bytes of files that are no safetensors -> what they are."""
 
 _READ_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -40,8 +42,7 @@ class InvalidAdapterFileError(UserError):
 
 def read_safetensors(path: Path, name: object = None) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read all tensors and the metadata of a safetensors file; messages call it ``name``, by default its path."""
-    if problem := find_container_problem(path):
-        raise InvalidAdapterFileError(f"{name or path}: {problem}")
+    read_tensor_names(path, name)
     try:
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}
@@ -49,31 +50,41 @@ def read_safetensors(path: Path, name: object = None) -> tuple[dict[str, Tensor]
         raise InvalidAdapterFileError(f"{name or path}: cannot be read as safetensors: {error}") from None
 
 
-def find_container_problem(path: Path) -> str | None:
-    """Why a file is no complete safetensors file, from its first bytes and its header."""
+def read_tensor_names(path: Path, name: object = None) -> list[str]:
+    """Read the names of the tensors from the header of a file that is complete."""
+    names, problem = _inspect_container(path)
+    if problem is not None:
+        raise InvalidAdapterFileError(f"{name or path}: {problem}")
+    return names
+
+
+def _inspect_container(path: Path) -> tuple[list[str], str | None]:
+    """The names of the tensors, or why it is no complete safetensors file, from its first bytes and its header."""
     if path.suffix.lower() in PICKLE_SUFFIXES:
-        return "is a pickle; only .safetensors files are read, since unpickling can run code"
+        return [], "is a pickle; only .safetensors files are read, since unpickling can run code"
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(32)
             length = int.from_bytes(start[:8], "little")
             if size == 0:
-                return "is empty"
+                return [], "is empty"
             for first, problem in _FOREIGN_STARTS.items():
                 if start.lstrip().startswith(first) and (size < 8 or length > size):
-                    return problem
+                    return [], problem
             if size < 8 or length > MAX_HEADER_BYTES:
-                return "cannot be read as safetensors: it does not begin with a safetensors header"
+                return [], "cannot be read as safetensors: it does not begin with a safetensors header"
             if size < 8 + length:
-                return _describe_truncation(size, 8 + length)
+                return [], _describe_truncation(size, 8 + length)
             file.seek(8)
-            end = 8 + length + _find_end_of_data(json.loads(file.read(length)))
+            header = json.loads(file.read(length))
+            end = 8 + length + _find_end_of_data(header)
     except OSError as error:
-        return f"cannot be read: {error.strerror}"
+        return [], f"cannot be read: {error.strerror}"
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError):
-        return "cannot be read as safetensors: its header is damaged; download or save it again"
-    return _describe_truncation(size, end) if size < end else None
+        return [], "cannot be read as safetensors: its header is damaged; download or save it again"
+    names = [key for key in header if key != "__metadata__"]
+    return names, _describe_truncation(size, end) if size < end else None
 
 
 def _find_end_of_data(header: Mapping[str, Any]) -> int:
@@ -89,6 +100,8 @@ def read_adapter_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
     Tensors in float8 are cast to bfloat16, which holds each of their values.
     """
+    if problem := describe_foreign_keys(read_tensor_names(path)):  # a whole model has gigabytes
+        raise InvalidAdapterFileError(f"{path}: {problem}")
     tensors, metadata = read_safetensors(path)
     tensors = {key: each.bfloat16() if each.dtype in _FLOAT8_DTYPES else each for key, each in tensors.items()}
     if problems := list(find_damaged_tensors(tensors)):
@@ -104,7 +117,7 @@ def find_damaged_tensors(tensors: Mapping[str, Tensor]) -> Iterator[str]:
         yield "it has no tensors"
     for key, tensor in tensors.items():
         is_alpha = key.endswith(f".{ALPHA}")
-        if tensor.dtype not in _READ_DTYPES and not is_alpha:
+        if tensor.dtype not in (*_READ_DTYPES, *(_INTEGER_DTYPES if is_alpha else ())):
             yield f"{key} is of type {str(tensor.dtype).removeprefix('torch.')}; float tensors are read"
         elif tensor.numel() == 0:
             yield f"{key} is empty: {list(tensor.shape)}"

@@ -3,7 +3,6 @@
 The keys of a state dict are ``<component>.<module>.lora_A.weight``.
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,7 +17,7 @@ from .file_reader import join_messages
 from .fused_layers import FusionError, fuse_adapters, split_adapter, swap_magnitude
 from .key_names import ComponentKeys, build_kohya_name, find_wrapper_names
 from .merge import compose_tucker_down
-from .original_layouts import ModuleGroup, OriginalModule
+from .original_layouts import ModuleGroup
 from .peft_metadata import apply_peft_alphas
 from .state_dict import (
     ALPHA,
@@ -35,12 +34,11 @@ from .state_dict import (
     iter_named_tensors,
     parse_tensor_key,
 )
-from .validate_file import describe_origin, describe_unknown_keys, find_missing_tensors, find_rank_problems
+from .validate_file import describe_origin, describe_size_problems, describe_unknown_keys, find_size_problems
+from .validate_tensors import find_tensor_problems
 
 FileFormat = Literal["kohya", "diffusers", "comfy"]
 Tensors = Mapping[str, Tensor]
-_LEGACY_ATTENTION_KEY = re.compile(r"\.to_(q|k|v|out)_lora\.")
-_XLABS_KEY = re.compile(r"\.(qkv|proj)_lora([12]?)\.(down|up)\.weight$")
 EMBEDDING_PREFIX = "bundle_emb."
 """Prefix of the embeddings that OneTrainer adds to a LoRA file."""
 TYPES_WITHOUT_ALPHA = ("norm", "full")
@@ -219,35 +217,22 @@ _FORMATTERS: Mapping[
 }
 
 
-def _get_diffusers_name(module: str, component: ComponentKeys) -> str:
-    """The name of a module in diffusers' files, which have none for T5: there it is the one that ComfyUI reads."""
-    if component.key_style == "t5":
-        return build_kohya_name(module, component.key_prefix)
-    if component.is_text_encoder:
-        module = component.get_key_map().renames.get(module, module)
-    return f"{component.name}.{module}"
-
-
-def find_original_module(module: str, component: ComponentKeys) -> OriginalModule:
-    """The module of the original model that a module is, or is a part of."""
-    if component.is_text_encoder or not component.get_key_map().layout:
-        return OriginalModule(module, (module,))
-    return component.get_key_map().group_modules([module])[0].original
-
-
 def convert_from_file_format(
-    tensors: Tensors, metadata: Mapping[str, str], components: Sequence[ComponentKeys]
+    tensors: Tensors,
+    metadata: Mapping[str, str],
+    components: Sequence[ComponentKeys],
+    shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> AdapterFileContents:
-    """Read the tensors of a file in any of the formats, for a model with these components."""
+    """Read the tensors of a file in any of the formats, for a model with these components, of these sizes if given."""
     lookup = build_key_lookup(components)
-    embeddings = {key: tensor for key, tensor in tensors.items() if key.startswith(EMBEDDING_PREFIX)}
-    modules, unknown = _group_by_module({key: tensors[key] for key in tensors if key not in embeddings}, lookup)
-    for name in [name for name in modules if name.startswith("lora_transformer_")]:
-        component, group = lookup[name]
-        if any(f"{component.name}.{module}" in modules for module in group.modules):
-            del modules[name]  # version 0.1 repeated a module of SD3 under this name
+    modules, unknown, problems = group_by_file_module(tensors, lookup)
     if unknown:
         raise UserError(describe_unknown_keys(unknown, len(tensors)) + describe_origin(metadata))
+    problems += [f"{name}: {each}" for name, own in modules.items() for each in find_tensor_problems(own)]
+    if problems:
+        raise UserError(join_messages(problems))
+    if misfits := list(find_size_problems(modules, lookup, shapes)) if shapes is not None else []:
+        raise UserError(describe_size_problems(misfits, len(modules), metadata))
     updates, fused, with_alpha = _build_adapters(modules, lookup, tensors)
     denoiser = next((part.name for part in components if not part.is_text_encoder), "")
     updates = apply_peft_alphas(updates, with_alpha, metadata, [part.name for part in components], denoiser)
@@ -261,6 +246,7 @@ def convert_from_file_format(
     dtypes = {tensor.dtype for key, tensor in tensors.items() if key.endswith(f".{ALPHA}")}
     alpha_dtype = dtypes.pop() if len(dtypes) == 1 else read_alpha_dtype(metadata)
     num_tucker = sum(MID in module_tensors for module_tensors in modules.values())
+    embeddings = {key: tensor for key, tensor in tensors.items() if key.startswith(EMBEDDING_PREFIX)}
     file_format = detect_file_format(key for key in tensors if key not in embeddings)
     return AdapterFileContents(state_dict, alphas, file_format, alpha_dtype, fused, embeddings, num_tucker)
 
@@ -272,15 +258,11 @@ def _build_adapters(
     updates: dict[str, ModuleAdapter] = {}
     fused: dict[str, FusedAdapter] = {}
     with_alpha: set[str] = set()
+    names: dict[str, str] = {}
     problems: list[str] = []
     for name, module_tensors in modules.items():
         component, group = lookup[name]
-        invalid = [f"{name}: {missing} is missing" for missing in find_missing_tensors(module_tensors)]
-        invalid = invalid or [f"{name}: {problem}" for problem in find_rank_problems(module_tensors)]
-        if invalid:
-            problems += invalid
-            continue
-        update = _build_module_adapter(name, module_tensors)
+        update = _build_module_adapter(module_tensors)
         if f"{name}.{DORA_SCALE}" in tensors and group.modules == (group.name,) and not component.is_text_encoder:
             update = _restore_magnitude(update, group.name, f"{name}.lora_magnitude_vector", tensors, component)
         try:
@@ -291,13 +273,14 @@ def _build_adapters(
         for module, part in zip(group.modules, parts, strict=True):
             if part is None:
                 continue
+            path = f"{component.name}.{module}"
             if module is None:
                 problems.append(f"{name}: this model has only some of its parts")
-            elif f"{component.name}.{module}" in updates:
-                problems.append(f"{name}: the file contains {component.name}.{module} twice")
+            elif path in updates:
+                problems.append(f"{names[path]} and {name} are the same layer, {path}; remove one of them")
             else:
-                updates[f"{component.name}.{module}"] = part
-                with_alpha |= {f"{component.name}.{module}"} if ALPHA in module_tensors else set()
+                updates[path], names[path] = part, name
+                with_alpha |= {path} if ALPHA in module_tensors else set()
     if problems:
         raise UserError(join_messages(problems))
     return updates, fused, with_alpha
@@ -324,46 +307,52 @@ def build_key_lookup(components: Iterable[ComponentKeys]) -> dict[str, tuple[Com
 
 def detect_file_format(keys: Iterable[str]) -> FileFormat:
     """The format of a file with these keys."""
-    names = [parsed for key in keys if (parsed := parse_tensor_key(upgrade_diffusers_key(key))) is not None]
+    names = [parsed for key in keys if (parsed := parse_tensor_key(key)) is not None]
     if not any("." in module for module, _ in names):
         return "kohya"
     is_comfy = any(name == ALPHA or name.startswith(("hada_", "lokr_")) for _, name in names)
     return "comfy" if is_comfy else "diffusers"
 
 
-def upgrade_diffusers_key(key: str) -> str:
-    """Convert a key of older diffusers versions to that of newer ones."""
-    if ".processor." not in key and "_lora." not in key:
-        return key
-    key = _XLABS_KEY.sub(r".\1_lora\2.lora.\3.weight", key.replace(".processor.", "."))
-    names = {"q": "to_q", "k": "to_k", "v": "to_v", "out": "to_out.0"}
-    if ".self_attn." in key:
-        names = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "out_proj"}
-    return _LEGACY_ATTENTION_KEY.sub(lambda match: f".{names[match[1]]}.lora.", key)
-
-
-def _group_by_module(
-    tensors: Tensors, key_lookup: Mapping[str, object]
-) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
-    """Group the tensors by their module's name in the file; also return the unknown keys."""
+def group_by_file_module(
+    tensors: Tensors, lookup: Mapping[str, tuple[ComponentKeys, ModuleGroup]]
+) -> tuple[dict[str, dict[str, Tensor]], list[str], list[str]]:
+    """Group the tensors by their module's name in the file; also return unknown keys, and keys that contradict."""
     modules: dict[str, dict[str, Tensor]] = {}
-    unknown = []
+    sources: dict[tuple[str, str], str] = {}
+    unknown, problems = [], []
     for key, tensor in tensors.items():
-        parsed = parse_tensor_key(upgrade_diffusers_key(key))
-        if parsed is None or parsed[0] not in key_lookup:
+        parsed = parse_tensor_key(key)
+        if key.startswith(EMBEDDING_PREFIX):
+            continue
+        if parsed is None or parsed[0] not in lookup:
             unknown.append(key)
-        else:
-            modules.setdefault(parsed[0], {})[parsed[1]] = tensor
-    return modules, unknown
+            continue
+        own = modules.setdefault(parsed[0], {})
+        if parsed[1] in own and not _has_equal_values(own[parsed[1]], tensor, parsed[1]):
+            problems.append(f"{sources[parsed]} and {key} are one tensor with two values; remove one of them")
+        own[parsed[1]], sources[parsed] = tensor, key
+    for name in [name for name in modules if name.startswith("lora_transformer_")]:
+        component, group = lookup[name]
+        if any(f"{component.name}.{module}" in modules for module in group.modules):
+            del modules[name]  # version 0.1 repeated a module of SD3 under this name
+    return modules, unknown, problems
 
 
-def _build_module_adapter(name: str, module_tensors: Tensors) -> ModuleAdapter:
+def _has_equal_values(one: Tensor, other: Tensor, name: str) -> bool:
+    """Whether two tensors of one name are equal; the magnitudes of one layer may be in the orders of two programs."""
+    if name == MAGNITUDE:
+        one, other = one.flatten().sort().values, other.flatten().sort().values
+    return one.shape == other.shape and torch.equal(one.double(), other.double())
+
+
+def _build_module_adapter(module_tensors: Tensors) -> ModuleAdapter:
     tensors = {key: tensor for key, tensor in module_tensors.items() if key not in (ALPHA, MID)}
     if MID in module_tensors:
         tensors[DOWN] = compose_tucker_down(tensors[DOWN], module_tensors[MID])
     update = ModuleAdapter(tensors, 0)
-    if MAGNITUDE in tensors:
-        tensors[MAGNITUDE] = _reshape_magnitude(name, tensors, update)
+    if MAGNITUDE in tensors:  # in peft's shape, which for convolutions is (1, outputs, 1, 1)
+        tensors[MAGNITUDE] = tensors[MAGNITUDE].reshape((1, -1, 1, 1) if len(update.kernel) == 2 else (-1,))
     if update.adapter_type == "diag-oft":
         alpha = 0.0  # no constraint
     else:
@@ -373,12 +362,3 @@ def _build_module_adapter(name: str, module_tensors: Tensors) -> ModuleAdapter:
     if update.adapter_type == "lokr" and {"lokr_w1", "lokr_w2"} <= tensors.keys():
         alpha = 1.0  # ignored by loaders
     return ModuleAdapter(tensors, alpha)
-
-
-def _reshape_magnitude(name: str, tensors: Tensors, update: ModuleAdapter) -> Tensor:
-    """The magnitude per output in peft's shape, which for convolutions is (1, outputs, 1, 1)."""
-    magnitude, (outputs, _) = tensors[MAGNITUDE], update.shape
-    if magnitude.numel() != outputs or (magnitude.dim() == 2 and magnitude.shape[0] != outputs):
-        raise UserError(f"{name}: its dora_scale is per input; only one value per output is supported")
-    is_convolution = DOWN in tensors and tensors[DOWN].dim() == 4
-    return magnitude.reshape(1, -1, 1, 1) if is_convolution else magnitude.flatten()

@@ -98,7 +98,7 @@ def _split_by_rows(fused: ModuleAdapter, original: OriginalModule) -> Iterator[M
     """Split an adapter of another type than LoRA, each part with a copy of what they share."""
     rows = {name: each for name, each in fused.tensors.items() if name in _ROW_TENSORS.get(fused.adapter_type, ())}
     units = sum(original.output_ratios)
-    if not rows or any(len(each) % units for each in rows.values()):
+    if not rows or fused.is_tucker or any(len(each) % units for each in rows.values()):
         raise FusionError(
             f"a fused {fused.adapter_type} adapter of {len(original.diffusers_modules)} modules cannot be split"
         )
@@ -135,8 +135,8 @@ def _get_up_rows(adapter: ModuleAdapter | None, count: int, like: ModuleAdapter)
     if adapter is None:
         return like.tensors[UP].new_zeros(count, like.rank)
     up = adapter.tensors[UP]
-    if up.shape[0] != count:
-        raise ValueError(f"a part of a fused module has {up.shape[0]} outputs and not {count}")
+    if up.shape[0] != count or adapter.tensors[DOWN].shape[1:] != like.tensors[DOWN].shape[1:] or up.dim() > 2:
+        raise FusionError(f"a part has the sizes {list(up.shape)} and {list(adapter.tensors[DOWN].shape)}")
     return up
 
 
@@ -173,7 +173,7 @@ def _swap_scale_shift(adapter: ModuleAdapter) -> ModuleAdapter:
     names = {"loha": ("hada_w1_a", "hada_w2_a"), "lora": (UP,), "dora": (UP, MAGNITUDE)}.get(adapter.adapter_type, ())
     if adapter.adapter_type == "lokr":
         names = tuple(name for name in ("lokr_w1", "lokr_w1_a") if name in adapter.tensors)
-    if not names or any(len(adapter.tensors[name]) % 2 for name in names):
+    if not names or adapter.is_tucker or any(len(adapter.tensors[name]) % 2 for name in names):
         raise FusionError(f"shift and scale of a {adapter.adapter_type} adapter cannot be swapped")
     swapped = {name: torch.cat(adapter.tensors[name].chunk(2)[::-1]) for name in names}
     return ModuleAdapter({**adapter.tensors, **swapped}, adapter.alpha)

@@ -1,6 +1,7 @@
 """The update of one module (LoRA, DoRA, LoHa, LoKr, OFT ...), and the keys of its tensors in peft and in files."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -106,7 +107,7 @@ class ModuleAdapter:
         tensors = self.tensors
         match self.adapter_type:
             case "lora" | "dora":
-                return len(tensors[UP]), tensors[DOWN][0].numel()
+                return len(tensors[UP]), tensors[DOWN][0].numel() * math.prod(self.kernel if MID in tensors else ())
             case "loha":
                 return self._get_factor_shape("hada_w1", "hada_t1")
             case "lokr":
@@ -124,6 +125,11 @@ class ModuleAdapter:
                 return len(tensors["w_norm"]), 1
         return 0, 0
 
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        """The kernel of a LoRA of a convolution, or of a linear layer stored as 1x1; otherwise empty."""
+        return tuple(self.tensors[MID if MID in self.tensors else DOWN].shape[2:]) if DOWN in self.tensors else ()
+
     def _get_factor_shape(self, name: str, core: str) -> tuple[int, int]:
         """The shape of a factor that is full, decomposed, or a Tucker decomposition."""
         if name in self.tensors:
@@ -140,12 +146,27 @@ class ModuleAdapter:
 
 def parse_tensor_key(key: str) -> tuple[str, str] | None:
     """``a.b.lora_A.weight`` -> ``a.b`` and ``down``; None if the key is not of an adapter."""
-    parts = key.split(".")
+    parts = _upgrade_diffusers_key(key).split(".")
     for count in (3, 2, 1):
         suffix = ".".join(parts[-count:])
         if len(parts) > count and suffix in _SUFFIX_TO_TENSOR_NAME:
             return ".".join(parts[:-count]), _SUFFIX_TO_TENSOR_NAME[suffix]
     return None
+
+
+_LEGACY_ATTENTION_KEY = re.compile(r"\.to_(q|k|v|out)_lora\.")
+_XLABS_KEY = re.compile(r"\.(qkv|proj)_lora([12]?)\.(down|up)\.weight$")
+
+
+def _upgrade_diffusers_key(key: str) -> str:
+    """Convert a key of older diffusers versions, or of XLabs, to that of newer ones."""
+    if ".processor." not in key and "_lora." not in key:
+        return key
+    key = _XLABS_KEY.sub(r".\1_lora\2.lora.\3.weight", key.replace(".processor.", "."))
+    names = {"q": "to_q", "k": "to_k", "v": "to_v", "out": "to_out.0"}
+    if ".self_attn." in key:
+        names = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "out_proj"}
+    return _LEGACY_ATTENTION_KEY.sub(lambda match: f".{names[match[1]]}.lora.", key)
 
 
 def group_by_module(state_dict: Mapping[str, Tensor], alphas: Mapping[str, float]) -> dict[str, ModuleAdapter]:

@@ -9,7 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from .state_dict import DOWN, MAGNITUDE, MID, UP, ModuleAdapter
+from .key_names import ComponentKeys
+from .original_layouts import ModuleGroup
+from .state_dict import ModuleAdapter, parse_tensor_key
+from .validate_tensors import find_tensor_problems
 
 UNREAD_KINDS: Mapping[str, str] = {
     r"\.on_input$": "(IA)3",
@@ -27,12 +30,26 @@ UNREAD_KINDS: Mapping[str, str] = {
 """Pattern of keys -> what they are, where it is not read."""
 
 
-def describe_unknown_keys(keys: Sequence[str], total: int, title: str = "") -> str:
+def describe_unknown_keys(keys: Sequence[str], total: int, model: str = "this model") -> str:
     """What the unknown keys of a file are."""
     for pattern, kind in UNREAD_KINDS.items():
         if found := [key for key in keys if re.search(pattern, key)]:
             return f"contains {kind}, which is not supported: {found[0]}{_format_more(found)}"
-    return f"{len(keys)} of {total} keys do not belong to this model{title}, for example {keys[0]}"
+    return f"{len(keys)} of {total} keys do not belong to {model}, for example {keys[0]}"
+
+
+def describe_foreign_keys(keys: Sequence[str]) -> str | None:
+    """Why a file with these keys is no LoRA file, which its header tells before its tensors are read."""
+    if not keys:
+        return "it has no tensors"
+    text = describe_unknown_keys(keys, len(keys))
+    if "contains a whole checkpoint" in text:
+        return f"not a LoRA file: it {text}"
+    if any(parse_tensor_key(key) for key in keys):
+        return None
+    if not text.startswith("contains"):
+        text = f"none of its {len(keys)} tensors has the name of a LoRA weight; the first is {keys[0]}"
+    return f"not a LoRA file: {'it ' * text.startswith('contains')}{text}"
 
 
 def _format_more(found: Sequence[str]) -> str:
@@ -45,102 +62,54 @@ def describe_origin(metadata: Mapping[str, str]) -> str:
     return f"; its metadata says it is for {stated[:60]}" if stated else ""
 
 
-_RANK_PAIRS: Sequence[tuple[str, int, str, int]] = (
-    (DOWN, 0, UP, 1),
-    ("hada_w1_b", 0, "hada_w2_b", 0),
-    ("hada_w1_b", 1, "hada_w2_b", 1),
-    ("a1", 1, "a2", 0),
-    ("b1", 1, "b2", 0),
-)
-"""Dimensions that have to be equal."""
+def find_size_problems(
+    modules: Mapping[str, Mapping[str, Tensor]],
+    lookup: Mapping[str, tuple[ComponentKeys, ModuleGroup]],
+    shapes: Mapping[str, Sequence[int]],
+) -> Iterator[str]:
+    """Layers whose sizes are others in the file than in the model; ``shapes`` are the weights' by layer.
 
-_FACTORS = (("hada_w1", "hada_t1"), ("hada_w2", "hada_t2"), ("lokr_w1", ""), ("lokr_w2", "lokr_t2"))
-"""Factors that are full, decomposed into ``_a`` and ``_b``, or with a Tucker core."""
-
-_MATRICES = (
-    DOWN,
-    UP,
-    MID,
-    "a1",
-    "a2",
-    "b1",
-    "b2",
-    *(f"{name}{end}" for name, _ in _FACTORS for end in ("", "_a", "_b")),
-)
-
-
-def find_missing_tensors(tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Parts of an update without which it cannot be computed."""
-    adapter_type = ModuleAdapter(tensors, 0).adapter_type
-    if adapter_type in ("lora", "dora"):
-        yield from (f"lora_{name}" for name in (DOWN, UP) if name not in tensors)
-    elif adapter_type in ("loha", "lokr"):
-        for name, _ in _FACTORS[:2] if adapter_type == "loha" else _FACTORS[2:]:
-            if name not in tensors:
-                yield from (f"{name}{end}" for end in ("_a", "_b") if f"{name}{end}" not in tensors)
-    elif adapter_type == "glora":
-        yield from (f"{name}.weight" for name in ("a1", "a2", "b1", "b2") if name not in tensors)
-    elif adapter_type == "diag-oft" and "oft_blocks" not in tensors:
-        yield "oft_blocks"
-
-
-def find_rank_problems(tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Tensors of one module that do not fit each other."""
-    for name in _MATRICES:
-        if name in tensors and tensors[name].dim() < 2:
-            yield f"{name} is {list(tensors[name].shape)} and not a matrix"
-            return
-    for first, axis, second, other in _RANK_PAIRS:
-        if first in tensors and second in tensors and tensors[first].shape[axis] != tensors[second].shape[other]:
-            sizes = tensors[first].shape[axis], tensors[second].shape[other]
-            yield f"{_format_name(first)} has size {sizes[0]} and {_format_name(second)} {sizes[1]}"
-            return
-    for name, core in _FACTORS:
-        if f"{name}_a" not in tensors or f"{name}_b" not in tensors:
+    ``modules`` are the layers under their names in the file.  Layers that are damaged fit no model and are left out.
+    """
+    for name, tensors in modules.items():
+        if any(find_tensor_problems(tensors)):
             continue
-        first_rank = tensors[f"{name}_a"].shape[0 if core in tensors else 1]
-        if first_rank != len(tensors[f"{name}_b"]):
-            yield f"{name}_a has rank {first_rank} and {name}_b {len(tensors[f'{name}_b'])}"
-            return
-    if (blocks := tensors.get("oft_blocks")) is not None and (
-        blocks.dim() not in (3, 4) or len({*blocks.shape[-2:]}) > 1
-    ):
-        yield f"oft_blocks is {list(blocks.shape)} and not square matrices"
-
-
-def _format_name(name: str) -> str:
-    return {DOWN: "lora_down", UP: "lora_up"}.get(name, name)
-
-
-def find_size_problems(updates: Mapping[str, ModuleAdapter], shapes: Mapping[str, Sequence[int]]) -> Iterator[str]:
-    """Layers whose sizes are others in the file than in the model; ``shapes`` are the weights' by layer."""
-    for name, update in updates.items():
-        shape = shapes.get(name)
-        if shape is None:
-            yield f"{name} has no weights in this model"
-        elif problem := _describe_misfit(update, shape):
-            yield f"{name} {problem}"
+        component, group = lookup[name]
+        parts = [shapes.get(f"{component.name}.{module}") for module in group.modules if module is not None]
+        known = [part for part in parts if part is not None]
+        if len(known) < len(group.modules):
+            whole = "no weights" if not known else "only some of its parts"
+            yield f"{name} has {whole} in this model"
+        else:
+            shape = (sum(part[0] for part in known), *known[0][1:])
+            if problem := _describe_misfit(ModuleAdapter(tensors, 0), shape):
+                yield f"{name} {problem}"
 
 
 def _describe_misfit(update: ModuleAdapter, shape: Sequence[int]) -> str | None:
     outputs, inputs = shape[0], math.prod(shape[1:])
     own_outputs, own_inputs = update.shape
-    if update.adapter_type == "diag-oft":
-        blocks = update.tensors["oft_blocks"].shape
-        own_outputs, own_inputs = blocks[-3] * blocks[-1], inputs
-    elif update.adapter_type == "oft":
-        blocks = update.tensors["oft_R"].shape
-        own_outputs, own_inputs = outputs, blocks[0] * (1 + math.isqrt(1 + 8 * blocks[1])) // 2
-    elif update.adapter_type == "norm" and len(shape) != 1:
-        return "is a norm layer in the file, but none in the model"
-    if (own_outputs, own_inputs) == (0, 0):
-        return None
-    if MAGNITUDE in update.tensors and update.tensors[MAGNITUDE].numel() != outputs:
-        return f"has {update.tensors[MAGNITUDE].numel()} magnitudes in the file and {outputs} outputs in the model"
+    match update.adapter_type:
+        case "diag-oft":
+            blocks = update.tensors["oft_blocks"].shape
+            own_outputs, own_inputs = blocks[-3] * blocks[-1], inputs
+        case "oft":
+            blocks = update.tensors["oft_R"].shape
+            own_outputs, own_inputs = outputs, blocks[0] * (1 + math.isqrt(1 + 8 * blocks[1])) // 2
+        case "boft":
+            blocks = update.tensors["boft_R"].shape
+            own_outputs, own_inputs = update.tensors["boft_s"].numel(), blocks[1] * blocks[2]
+        case "full" if "diff" not in update.tensors:
+            own_outputs, own_inputs = len(update.tensors["diff_b"]), inputs
+        case "norm" if len(shape) != 1:
+            return "is a norm layer in the file, but none in the model"
     if own_inputs != inputs:
         return f"has {own_inputs} inputs in the file and {inputs} in the model"
     if own_outputs != outputs:
         return f"has {own_outputs} outputs in the file and {outputs} in the model"
+    kernel = update.kernel
+    if kernel and kernel != tuple(shape[2:]) and (len(shape) == 4 or math.prod(kernel) > 1):
+        return f"has a kernel of {kernel[0]}x{kernel[1]} in the file, and another or none in the model"
     return None
 
 

@@ -1,7 +1,6 @@
 """LoRA files a run starts from: ``base_weights``, merged into the model, and ``network_weights``, for the adapter."""
 
 import logging
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from ..adapters.lora import Adapter, KeptTensors
 from ..adapters.merge import merge_adapter, merge_bias_adapter
 from ..adapters.peft_types import RankAlpha
 from ..adapters.state_dict import DOWN, PEFT_SUFFIXES, ModuleAdapter, iter_named_tensors
-from ..adapters.validate_file import describe_origin, describe_size_problems, find_size_problems, list_layer_shapes
+from ..adapters.validate_file import describe_origin, list_layer_shapes
 from ..config.network_args import get_adapter_type, get_network_args
 from ..config.schema import AdapterConfig
 from ..errors import FileError, UserError
@@ -72,7 +71,7 @@ def read_initial_weights(
     for path, multiplier in zip(adapter.base_weights, multipliers, strict=False):
         content = _read_contents("base_weights", path, components, shapes, problems)
         if content is not None:
-            problems += _inspect_base_file(path, content, family, caches_text_outputs)
+            problems += _inspect_base_file(path, content, family, pipe, caches_text_outputs)
             bases.append((Path(path).name, content, multiplier))
     idle, independent = None, frozenset[str]()
     if adapter.network_weights is not None:
@@ -96,14 +95,10 @@ def _read_contents(
 ) -> AdapterFileContents | None:
     try:
         tensors, metadata = read_adapter_file(Path(path).expanduser())
-        content = convert_from_file_format(tensors, metadata, components)
+        content = convert_from_file_format(tensors, metadata, components, shapes)
     except UserError as error:
         text = str(error)
         problems.append(f"--{option}: {text if text.startswith(path) else f'{path}: {text}'}")
-        return None
-    if misfits := [*find_size_problems(content.updates, shapes), *_list_fused_misfits(content, shapes)]:
-        count = len(content.alphas) + len(content.fused)
-        problems.append(f"--{option}: {path}: {describe_size_problems(misfits, count, metadata)}")
         return None
     if not content.alphas and not content.fused:
         problems.append(f"--{option}: {path}: it has no LoRA layers{describe_origin(metadata)}")
@@ -111,19 +106,8 @@ def _read_contents(
     return content
 
 
-def _list_fused_misfits(content: AdapterFileContents, shapes: Mapping[str, Sequence[int]]) -> Iterator[str]:
-    """Fused layers whose sizes are others in the file than all their parts have together in the model."""
-    for name, fused in content.fused.items():
-        parts = [shapes.get(f"{fused.component}.{module}") for module in fused.group.modules]
-        known = [part for part in parts if part is not None]
-        expected = sum(part[0] for part in known), math.prod(known[0][1:]) if known else 0
-        if len(known) < len(parts) or fused.update.shape not in ((0, 0), expected):
-            outputs, inputs = fused.update.shape
-            yield f"{name} has {outputs} x {inputs} weights in the file and {expected[0]} x {expected[1]} in the model"
-
-
 def _inspect_base_file(
-    path: str, content: AdapterFileContents, family: Family, caches_text_outputs: bool
+    path: str, content: AdapterFileContents, family: Family, pipe: Any, caches_text_outputs: bool
 ) -> Iterator[str]:
     encoders = sorted({module.partition(".")[0] for module in content.alphas} - {family.denoiser_name})
     if encoders and caches_text_outputs:
@@ -136,6 +120,12 @@ def _inspect_base_file(
             f"--base_weights: {path}: has type {'/'.join(sorted(rotations))}, which cannot be merged;"
             " LoRA, DoRA, LoHa, LoKr, GLoRA, LyCORIS' OFT and norm layers can"
         )
+    for name, update in content.updates.items():
+        part, _, module = name.partition(".")
+        bias = next((each for each in ("b_norm", "diff_b") if each in update.tensors), None)
+        if bias is not None and getattr(getattr(pipe, part).get_submodule(module), "bias", None) is None:
+            yield f"--base_weights: {path}: {name} has {bias} in the file, but no bias in the model"
+            break
     if content.embeddings:
         logger.warning("base_weights: %s: %d bundled embeddings are not used", path, len(content.embeddings))
 

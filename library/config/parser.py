@@ -81,7 +81,7 @@ class ParsedConfig:
         return replace(self, config=config, locations=locations, unused=(*self.unused, *unused))
 
     def locate_problems(self, problems: Iterable[str]) -> list[str]:
-        """Replace ``--option`` or ``option`` at the start of a problem by the line of the run TOML that sets it."""
+        """Replace ``--option`` or ``option`` at the start of a problem by the flag or the line that sets it."""
         return [_locate_problem(problem, self.locations) for problem in problems]
 
     def log_notices(self) -> None:
@@ -112,11 +112,11 @@ _OPTION_AT_START = re.compile(r"(--)?(\w+)(?=:? )")
 
 def _locate_problem(problem: str, locations: Mapping[str, str]) -> str:
     match = _OPTION_AT_START.match(problem)
-    location = locations.get(match[2], "--") if match else "--"
-    if match is None or location.startswith("--"):
+    location = locations.get(match[2]) if match else None
+    if match is None or location is None:
         return problem
     rest = problem[match.end() :]
-    return f"{location}{rest if rest.startswith(':') else ':' + rest}"
+    return f"{location}{rest if rest.startswith(':') or location.startswith('--') else ':' + rest}"
 
 
 def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedConfig:
@@ -128,7 +128,11 @@ def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedC
     path = _resolve_config_file(commands, problems)
     settings = [setting for setting in flags if setting.name not in COMMAND_OPTIONS]
     if path is not None and "output_config" not in commands:
-        settings = [*_read_config_file(path, problems), *settings]
+        try:
+            settings = [*_read_config_file(path, problems), *settings]
+        except ConfigError as error:
+            problems += error.problems
+            invalid_options |= options.keys() - {setting.name for setting in settings}  # the file may set them
 
     values, locations, unused = dict[str, Any](), dict[str, str](), list[tuple[str, str]]()
     for setting in _sort_switch_aliases_first(settings):
@@ -223,11 +227,7 @@ def _resolve_config_file(commands: dict[str, RawSetting], problems: list[str]) -
 
 def _read_config_file(path: Path, problems: list[str]) -> Iterator[RawSetting]:
     """Read the keys of a run TOML; as in sd-scripts, section names have no meaning."""
-    try:
-        data, lines = read_toml_with_lines(path)
-    except ConfigError as error:
-        problems += error.problems
-        return
+    data, lines = read_toml_with_lines(path)
     first: dict[str, tuple[int, Any]] = {}
     for key, item in data.items():
         members = {(key, name): value for name, value in item.items()} if isinstance(item, dict) else {(key,): item}

@@ -44,9 +44,23 @@ def read_toml_with_lines(path: Path) -> tuple[dict[str, Any], Mapping[KeyPath, i
         message = str(error)
         position = re.search(r" \(at line (\d+), column \d+\)", message)
         line = position[1] if position else text.count("\n") + 1
+        if first := _find_duplicate_key(text.splitlines()[: int(line)]):
+            raise ConfigError([f"{path}:{line}: {first[0]}: duplicate key, first set in line {first[1]}"]) from None
         reason = message.replace(position[0] if position else " (at end of document)", "")
         hint = _hint_toml_fix(text.splitlines()[int(line) - 1] if int(line) <= len(text.splitlines()) else "")
         raise ConfigError([f"{path}:{line}: not valid TOML: {reason}{hint}"]) from None
+
+
+def _find_duplicate_key(lines: list[str]) -> tuple[str, int] | None:
+    """Return the key of the last line, and the line that sets it before in the same table."""
+    key = lines[-1].partition("=")[0].strip() if lines and "=" in lines[-1] else ""
+    for number in range(len(lines) - 1, 0, -1):
+        name = lines[number - 1].partition("=")[0].strip()
+        if name.startswith("[") or not key:
+            return None
+        if name == key:
+            return key, number
+    return None
 
 
 def _hint_toml_fix(line: str) -> str:

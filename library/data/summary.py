@@ -91,7 +91,8 @@ def format_data_summary(
         lines += [_format_bucket_table(manifest, summarize_stage_buckets(assignments, stage)), _format_epoch(stage)]
         what = "the run" if len(stages) == 1 else "the stage"
         steps = end - stage.first_step
-        lines.append(f"{what}: {steps} steps = {_format_number(steps / _compute_steps_per_epoch(stage))} epochs")
+        epochs = _format_plural(steps / _compute_steps_per_epoch(stage), "epoch")
+        lines.append(f"{what}: {_format_count(steps, 'step')} = {epochs}")
     return "\n".join(lines if len(stages) == 1 else [*lines, f"the run: {total_steps} steps in {len(stages)} stages"])
 
 
@@ -117,6 +118,11 @@ def _format_subsets(manifest: Manifest) -> str:
 
 def _format_count(count: int, noun: str) -> str:
     return f"{count} {noun}" + "s" * (count != 1)
+
+
+def _format_plural(value: float, noun: str) -> str:
+    number = _format_number(value)
+    return f"{number} {noun}" + "s" * (number != "1")
 
 
 def _format_number(value: float) -> str:
@@ -180,7 +186,7 @@ def _format_epoch(stage: PlannedStage) -> str:
     return (
         f"one epoch: {_format_count(images, 'image')}, with repeats {samples}\n"
         f"  {filled} / (batch {batch} x {plan.dp_size} process{'es' * (plan.dp_size != 1)}"
-        f" x accumulation {plan.accumulation_steps}) = {_format_number(_compute_steps_per_epoch(stage))} steps"
+        f" x accumulation {plan.accumulation_steps}) = {_format_plural(_compute_steps_per_epoch(stage), 'step')}"
     )
 
 

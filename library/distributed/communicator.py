@@ -129,7 +129,7 @@ class Communicator:
         """Measure and log how long an all-reduce of ``num_bytes`` of gradients takes, since every step contains one."""
         if self.world_size > 1:
             seconds = measure_all_reduce_seconds(num_bytes // 4, self.device)
-            logger.info("gradient all-reduce: %.3g MB per step, about %.2g ms", num_bytes / 1e6, seconds * 1e3)
+            logger.info("gradient all-reduce: %.3g MB per step, about %.3g ms", num_bytes / 1e6, seconds * 1e3)
 
     def set_group_timeouts(self) -> None:
         """Give every process group that exists now the timeout of the default group (``--ddp_timeout``)."""

@@ -1,4 +1,7 @@
-"""Plan a run without loading a model: buckets, steps, epochs and caches, as text or JSON (no torch)."""
+"""Plan a run without loading a model: buckets, steps, epochs and caches, as text or JSON.
+
+torch is needed only where LoRA files are read.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,6 +92,12 @@ def _summarize_stage(stage: PlannedStage, steps: int) -> dict[str, Any]:
 def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
     """Scan the images and plan the run for a number of data-parallel processes."""
     detected = detect_model(config.model)
+    if config.adapter.network_weights is not None or config.adapter.base_weights:
+        from ..checkpoint.init_weights import read_initial_weights  # imports torch
+        from ..models.families import FAMILIES
+
+        family = FAMILIES.get(detected.family)(config.model)
+        read_initial_weights(config.adapter, family, detected, caches_text_outputs=config.cache.caches_text_outputs)
     prepared = prepare_data(config.data, detected.size_multiple, config.cache.cache_dir, detected.short_name)
     notes = (
         list(find_sizes_for_some_models(prepared.manifest.datasets, list_size_multiples()))

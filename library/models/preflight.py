@@ -14,7 +14,7 @@ from ..config.unused_options import is_self_tuning_adafactor
 from ..data.prompts import Prompt, load_prompts
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
 from ..dataset.validate import validate_resolution_multiple
-from ..errors import ConfigError
+from ..errors import ConfigError, FileError
 from .detect import COMPONENT_OPTIONS, DetectedModel, detect_model, get_family_facts
 from .facts import TORCH_ATTENTION_MODES, select_trained_text_encoders
 from .families import FAMILY_FACTS
@@ -23,12 +23,12 @@ from .families import FAMILY_FACTS
 def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> Iterator[str]:
     """Check the model's files, the options for this model, and the prompts; ``locations`` is where options were set."""
     try:
-        detected = detect_model(config.model)
-        facts = get_family_facts(detected.family)
+        detected: DetectedModel | None = detect_model(config.model)
     except ConfigError as error:
         yield from error.problems
-        detected = None
+        detected = None if isinstance(error, FileError) else _detect_without_options(config.model)
     if detected is not None:
+        facts = get_family_facts(detected.family)
         conflicts = [
             *validate_objective.validate_objective_for_model(
                 config.noise, config.loss, facts.title, detected.prediction_type
@@ -109,15 +109,20 @@ def _validate_sampler(sampler: str | None, model: DetectedModel) -> Iterator[str
         yield f"{sampler} is not for flow-matching models such as {get_family_facts(model.family).title}; use euler"
 
 
+def _detect_without_options(model: ModelConfig) -> DetectedModel | None:
+    """Detect the model by its path, whatever is wrong with other options; None if there is no such model."""
+    try:
+        return detect_model(ModelConfig(model.pretrained_model_name_or_path, model.family))
+    except ConfigError:
+        return None
+
+
 def drop_unused_model_options(loaded: ParsedConfig) -> ParsedConfig:
     """Set options that mean nothing to the model back to their defaults; a model that is not found is left alone."""
-    model = loaded.config.model
-    try:
-        detected = detect_model(ModelConfig(model.pretrained_model_name_or_path, model.family))
-        config = loaded.config
-        reasons = find_unused_model_options(config.adapter, config.noise, config.loss, detected)
-    except ConfigError:
+    detected, config = _detect_without_options(loaded.config.model), loaded.config
+    if detected is None:
         return loaded  # reported by validate_model_options
+    reasons = find_unused_model_options(config.adapter, config.noise, config.loss, detected)
     reasons |= _find_unavailable_xformers(loaded, detected)
     loaded = loaded.without_unused({name: why for name, why in reasons.items() if name in loaded.locations})
     loaded = _round_bucket_steps(loaded, detected)

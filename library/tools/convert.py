@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # torch is imported only after the arguments were checked
 
     from ..adapters.formats import AdapterFileContents
     from ..adapters.key_names import ComponentKeys
+    from ..checkpoint.known_models import KnownModel
 
 USAGE = "usage: python -m library convert IN.safetensors OUT.safetensors --to kohya|diffusers|comfy"
 FORMAT_DESCRIPTIONS = {
@@ -125,49 +126,66 @@ def read_lora_file(path: Path) -> IdentifiedLora:
 
 
 def identify_lora(tensors: "Mapping[str, Tensor]", metadata: Mapping[str, str]) -> IdentifiedLora:
-    """Find the model that has layers of these names and shapes, or else of these names."""
-    from ..adapters.formats import convert_from_file_format, upgrade_diffusers_key
-    from ..adapters.state_dict import parse_tensor_key
-    from ..adapters.validate_file import (
-        describe_origin,
-        describe_size_problems,
-        describe_unknown_keys,
-        find_size_problems,
-    )
+    """Find the model that has layers of these names and shapes, or else of these names; only then read the contents.
+
+    So a file that is damaged is an error of its own model, and not a file of another one.
+    """
+    from ..adapters.formats import convert_from_file_format
+    from ..adapters.validate_file import describe_foreign_keys, describe_origin, describe_unknown_keys
+
+    if problem := describe_foreign_keys(list(tensors)):
+        raise UserError(problem)
+    fit = _find_best_fit(tensors, _find_stated_family(metadata))
+    model, unknown = fit.model, fit.unknown
+    if unknown:
+        text = describe_unknown_keys(unknown, len(tensors), f"{model.family}, which fits the others best")
+        if not text.startswith("contains") and len(unknown) > len(tensors) / 2:
+            text = f"LoRA of an unknown model; one of its {len(tensors)} keys is {unknown[0]}"
+        raise UserError(text + describe_origin(metadata))
+    shapes = model.shapes if fit.is_known_size else None
+    content = convert_from_file_format(tensors, metadata, model.components, shapes)
+    return IdentifiedLora(model.family, content, model.components, metadata, fit.is_known_size)
+
+
+@dataclass(frozen=True)
+class ModelFit:
+    """How well the names and shapes of a file fit a model."""
+
+    model: "KnownModel"
+    unknown: Sequence[str]
+    """Keys that the model does not have."""
+    num_misfits: int
+    num_layers: int
+    """Layers of other sizes than the model's, and all layers that are not damaged."""
+
+    @property
+    def is_known_size(self) -> bool:
+        """Whether it is this model, except for a few layers."""
+        return self.num_misfits <= self.num_layers / 2
+
+
+def _find_best_fit(tensors: "Mapping[str, Tensor]", stated: str | None) -> ModelFit:
+    """The model with the most names and shapes of the file, of equal ones the stated family, else the first."""
+    from ..adapters.formats import build_key_lookup, group_by_file_module
+    from ..adapters.validate_file import find_size_problems
+    from ..adapters.validate_tensors import find_tensor_problems
     from ..checkpoint.known_models import iter_known_models
 
-    adapter_keys = [key for key in tensors if parse_tensor_key(upgrade_diffusers_key(key)) is not None]
-    if not adapter_keys:
-        first = next(iter(tensors), "")
-        kind = describe_unknown_keys(list(tensors), len(tensors))
-        kind = f": it {kind}" if kind.startswith("contains") else ""
-        raise UserError(
-            f"not a LoRA file{kind or f': none of its {len(tensors)} tensors has the name of a LoRA weight'}"
-            f"; the first is {first}"
-        )
-    same_names: IdentifiedLora | None = None
-    stated, failure, misfit = _find_stated_family(metadata), "", ""
+    fits: list[ModelFit] = []
     for model in iter_known_models():
-        try:
-            content = convert_from_file_format(tensors, metadata, model.components)
-        except UserError as error:
-            if "keys do not belong to this model" not in str(error):
-                failure = str(error)
-            continue
-        problems = list(find_size_problems(content.updates, model.shapes))
-        if not problems:
-            return IdentifiedLora(model.family, content, model.components, metadata, True)
-        if len(problems) < len(content.alphas) / 2:  # of this model, except for a few layers
-            misfit = misfit or describe_size_problems(problems, len(content.alphas), {})
-        if same_names is None or (same_names.family != stated and model.family == stated):
-            same_names = IdentifiedLora(model.family, content, model.components, metadata, False)
-    if misfit or (failure and same_names is None):
-        raise UserError(misfit or failure)
-    if same_names is None:
-        raise UserError(
-            f"LoRA of an unknown model; one of its {len(tensors)} keys is {adapter_keys[0]}{describe_origin(metadata)}"
-        )
-    return same_names
+        lookup = build_key_lookup(model.components)
+        modules, unknown, _ = group_by_file_module(tensors, lookup)
+        whole = {name: own for name, own in modules.items() if not any(find_tensor_problems(own))}
+        fit = ModelFit(model, unknown, len(list(find_size_problems(whole, lookup, model.shapes))), len(whole))
+        if whole and not unknown and not fit.num_misfits and stated in (None, model.family):
+            return fit
+        fits.append(fit)
+
+    def rank(fit: ModelFit) -> tuple[int, float, bool]:
+        misfits = fit.num_misfits / max(1, fit.num_layers) if fit.is_known_size else 1.0
+        return len(fit.unknown), misfits, fit.model.family != stated
+
+    return min(fits, key=rank)
 
 
 def _find_stated_family(metadata: Mapping[str, str]) -> str | None:

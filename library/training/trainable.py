@@ -210,7 +210,7 @@ def format_trainable_summary(trainable: TrainableModules, adapter: lora.Adapter)
         trainable_count = sum(parameter.numel() for parameter in get_trainable_parameters(part))
         lines.append(
             f"training {name} ({type(part).__name__}): {modules}, rank {_format_range(ranks)},"
-            f" {trainable_count:,} trainable parameters ({100 * trainable_count / total:.2f} %)"
+            f" {trainable_count:,} trainable parameters ({100 * trainable_count / total:.2f} % of the model)"
         )
     return lines
 

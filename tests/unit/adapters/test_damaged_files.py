@@ -1,10 +1,14 @@
 """A file that is damaged, or no LoRA, is named with what is wrong, before a model is loaded."""
 
+import json
+
 import pytest
 import torch
+from adapter_states import build_random_state
 from safetensors.torch import save_file
 
 from library.adapters.file_reader import InvalidAdapterFileError, read_adapter_file
+from library.adapters.formats import convert_to_file_format
 from library.adapters.lora_file import write_adapter_file
 from library.adapters.peft_metadata import PeftSettings, parse_peft_settings
 from library.checkpoint.init_weights import read_initial_weights
@@ -13,6 +17,7 @@ from library.config.schema import AdapterConfig
 from library.errors import ConfigError, UserError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
+from library.tools.convert import identify_lora
 
 MODULE = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"
 KEY = f"{MODULE}.lora_up.weight"
@@ -55,6 +60,7 @@ def test_damaged_tensors_are_named(name, tmp_path):
 STARTS = {
     "lora.pt": (b"PK\x03\x04 anything", "is a pickle; only .safetensors files are read"),
     "old.ckpt": (b"\x80\x02}q", "is a pickle; only .safetensors"),
+    "protocol0.bin": (b"(dp0\nS" + bytes(400), "is a pickle; only .safetensors"),
     "renamed.safetensors": (b"PK\x03\x04" + bytes(400), "is a pickle; only .safetensors"),
     "pointer.safetensors": (b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
     "page.safetensors": (b"<!DOCTYPE html><html>" + bytes(100), "is a web page"),
@@ -178,3 +184,70 @@ def test_patterns_of_text_encoders_match_with_and_without_text_model():
     values = {"alpha_pattern": {"text_model.encoder.layers.0.q_proj": 16, "encoder.layers.1.q_proj": 8}}
     settings = PeftSettings.from_values({"r": 4, "lora_alpha": 4, **values})
     assert [settings.get_alpha(f"encoder.layers.{index}.q_proj") for index in range(3)] == [16, 8, 4]
+
+
+def test_a_whole_checkpoint_is_refused_by_its_names_before_its_tensors_are_read(tmp_path, capsys):
+    """It may have many gigabytes; here they are a hole in the file, of a type that would be refused next."""
+    path, size = tmp_path / "model.safetensors", 2**35
+    for name in ("model.diffusion_model.out.weight", "double_blocks.0.img_attn.qkv.weight"):
+        header = json.dumps({name: {"dtype": "I8", "shape": [size], "data_offsets": [0, size]}}).encode()
+        with path.open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(8 + len(header) + size)
+
+        assert run_tool(["convert", str(path), str(tmp_path / "out.safetensors"), "--to", "kohya"]) == 2
+        assert f"{path}: not a LoRA file: " in capsys.readouterr().err
+        with pytest.raises(ConfigError, match=f"--base_weights: {path}: not a LoRA file: .*{name}"):
+            read_weights(base_weights=(str(path),))
+
+
+def test_a_bias_of_a_layer_that_has_none_is_named(tmp_path):
+    path = tmp_path / "lora.safetensors"
+    save_file({f"{MODULE}.diff_b": torch.ones(64)}, path)
+
+    with pytest.raises(ConfigError, match=rf"{path}: .*attn1.to_q has diff_b in the file, but no bias in the model"):
+        read_weights(base_weights=(str(path),))
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_one_tensor_under_two_keys_has_to_be_equal(is_equal, tmp_path):
+    path, other = tmp_path / "lora.safetensors", f"{MODULE}.lora.up.weight"
+    tensors = build_tensors(64)
+    save_file(tensors | {other: tensors[KEY].clone() if is_equal else -tensors[KEY]}, path)
+
+    if is_equal:
+        assert len(read_weights(base_weights=(str(path),)).base_weights[0][1].alphas) == 1
+        return
+    with pytest.raises(ConfigError, match=f"{other} and {KEY} are one tensor with two values"):
+        read_weights(base_weights=(str(path),))
+
+
+def test_a_layer_under_two_names_is_named_with_both(tmp_path):
+    path, tensors = tmp_path / "lora.safetensors", build_tensors(64)
+    dotted = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+    save_file(tensors | {key.replace(MODULE, dotted): -tensor for key, tensor in tensors.items()}, path)
+
+    with pytest.raises(ConfigError, match=f"{MODULE} and {dotted} are the same layer"):
+        read_weights(base_weights=(str(path),))
+
+
+@pytest.mark.parametrize("damage", ["other size of a fused layer", "ranks", "metadata"])
+@pytest.mark.parametrize("name", ["flux", "sd3"])
+def test_a_damaged_file_is_an_error_of_its_own_model(damage, name):
+    """And not a file of another model that has layers of the same names."""
+    state, alphas, parts = build_random_state(name, scale=1, with_t5=False)
+    tensors, metadata = convert_to_file_format(state, alphas, parts, "kohya")
+    key = next(key for key in tensors if key.endswith("attn_qkv.lora_up.weight"))
+    if damage == "ranks":
+        tensors[key] = tensors[key][:, :-1]
+    elif damage == "metadata":
+        metadata = {"lora_adapter_metadata": '{"transformer.r": 64}'}
+        tensors = {each: tensor for each, tensor in tensors.items() if not each.endswith(".alpha")}
+    else:
+        tensors[key] = torch.cat([tensors[key], tensors[key]])
+    expected = {"ranks": "lora_down has size", "metadata": "says 64; it belongs"}.get(damage, "have other sizes than")
+
+    with pytest.raises(UserError, match=expected) as error:
+        identify_lora(tensors, metadata)
+
+    assert damage == "metadata" or key.partition(".")[0] in str(error.value)

@@ -21,6 +21,7 @@ from library.config.kohya_compat import (
 from library.config.options import flatten_config, iter_options
 from library.config.types import Resolution, StepsOrRatio
 from library.errors import ConfigError
+from library.training.preflight import find_settings_problems
 
 ADAFACTOR = "no effect: Adafactor sets its own learning rate; to use this, add relative_step=False to optimizer_args"
 KOHYA = json.loads((Path(__file__).resolve().parents[2] / "data" / "kohya_options.json").read_text())
@@ -116,6 +117,7 @@ def test_a_problem_of_a_flag_is_reported(argv, problem):
         ("optimizer_args = [1]", "optimizer_args: expected a string, got 1"),
         ("[x]\nnetwork_dim = {a = 1}", "network_dim: expected a value, got a table"),
         ("a = 1\n[x]\na = 2", "a: duplicate key, first set in line 1"),
+        ("a = 1\n[x]\na = 1\na = 2", "a: duplicate key, first set in line 3"),
         ("config_file = 'b'", "config_file: only allowed on the command line"),
     ],
 )
@@ -145,6 +147,19 @@ def test_a_missing_or_invalid_toml_is_reported_in_one_line(tmp_path):
         f"{missing}: no such file (looked in {tmp_path})"
     ]
     assert parse_config([*DATA, "--config_file", broken]).problems == [f"{broken}:2: not valid TOML: Invalid value"]
+
+
+def test_an_unreadable_run_toml_leads_to_no_further_problems(tmp_path):
+    """Its options are unknown, so that none of them is missing; those of flags are checked."""
+    broken = write_run_file(tmp_path, "resolution = 64\nb = = 2\n")
+    (tmp_path / "1_a").mkdir()
+    (tmp_path / "1_a" / "1.png").touch()
+    reason = f"{broken}:2: not valid TOML: Invalid value"
+
+    for flags in ([], ["--train_data_dir", str(tmp_path)]):
+        assert find_settings_problems(parse_config(["--config_file", broken, *flags])) == [reason]
+    problems = find_settings_problems(parse_config(["--config_file", broken, "--learning_rate", "0"]))
+    assert problems == [reason, "--learning_rate: 0 trains nothing; set a learning rate such as 1e-4"]
 
 
 def test_config_file_needs_no_extension_as_in_sd_scripts(tmp_path):

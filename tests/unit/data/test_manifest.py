@@ -360,8 +360,9 @@ def test_the_summary_shows_images_buckets_and_how_steps_are_computed(tmp_path):
     assert lines[0] == "dataset 1, a: 6 images x 2 repeats = 12 per epoch, captions found 6/6 (.txt)"
     assert lines[-3].startswith("one epoch: 6 images, with repeats 12, and 8 padding samples")
     assert lines[-3].endswith(": 20")
-    assert lines[-2] == "  20 / (batch 5 x 2 processes x accumulation 2) = 1 steps"
+    assert lines[-2] == "  20 / (batch 5 x 2 processes x accumulation 2) = 1 step"
     assert lines[-1] == "the run: 9 steps = 9 epochs"
+    assert prepared.format_summary(plan, 1).splitlines()[-1] == "the run: 1 step = 1 epoch"
     assert plan.count_steps_for_epochs(2) == plan.micro_batches_per_epoch
 
 

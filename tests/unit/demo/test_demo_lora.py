@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,9 +49,13 @@ def output(tmp_path_factory):
         "no",
         "--max_data_loader_n_workers",
         "0",
+        "--cache_latents",
+        "--cache_text_encoder_outputs",
+        "--no_half_vae",
     ]
     result = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
+    (folder / "log.txt").write_text(result.stderr, "utf-8")
     return folder
 
 
@@ -178,3 +183,33 @@ def test_the_validation_loss_improves_by_more_than_its_interval_and_is_logged(ou
 def test_the_before_after_sheet_is_saved(output):
     with Image.open(output / "demo.before_after.png") as sheet:
         assert sheet.width > 400 and sheet.height > 800
+
+
+def test_the_log_says_in_usual_terms_what_the_run_does(output):
+    log = (output / "log.txt").read_text("utf-8")
+
+    for pattern in (
+        r"no effect on this run: --no_half_vae$",
+        r"caching latents of \d+ images \([\d.]+ kB\) in /",
+        r"caching text-encoder outputs of \d+ captions \([\d.]+ [kM]B\) in /",
+        r"rank 16, 278,528 trainable parameters \(6\.53 % of the model\)$",
+        r"prediction type: v; timestep sampling: uniform$",
+        r"optimizer: AdamW \(fused\)$",
+        r"LoRA key names: kohya$",
+        r"LoRA update norm: [\d.]+ \(by layer type: see the report\)$",
+    ):
+        assert re.search(pattern, log, re.MULTILINE), (pattern, log)
+    for words in (
+        "numbers",
+        "pictures",
+        "are made",
+        "written as",
+        "predicts",
+        "times are",
+        "length of",
+        "learnt",
+        "done",
+    ):
+        assert not re.search(rf"\b{words}\b", log), (words, log)
+    assert "layers were not updated" not in log
+    assert max(map(len, log.splitlines())) < 250, log

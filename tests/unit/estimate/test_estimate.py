@@ -1,6 +1,7 @@
 """Estimated memory compared to real processes and torch's allocator; the layout search, and its suggestions."""
 
 import logging
+from collections import Counter
 from dataclasses import fields, replace
 
 import pytest
@@ -17,6 +18,7 @@ from support.measured_memory import (
     measure_step,
 )
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from library.config import parse_config
 from library.config.schema import OptimConfig
@@ -236,7 +238,19 @@ def test_memory_counts_until_its_last_tensor_is_freed():
     assert meter.read_and_reset() == (40, 440, 40) and meter.read_and_reset() == (40, 40, 0)
 
 
-def test_equal_ops_on_the_meta_device_count_like_the_first():
+class ExecutedOps(TorchDispatchMode):
+    """Counts the calls that reach the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[function.overloadpacket] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_equal_ops_on_the_meta_device_count_like_the_first_and_are_not_executed_again():
     def run(meter):
         x = torch.empty(4, 8, device="meta")
         y = torch.nn.functional.layer_norm(x @ x.T, (4,)).transpose(0, 1)
@@ -245,8 +259,9 @@ def test_equal_ops_on_the_meta_device_count_like_the_first():
         del x, y, z
         return meter.read_and_reset()
 
-    with MemoryMeter(torch.device("meta")) as meter:
+    with ExecutedOps() as executed, MemoryMeter(torch.device("meta")) as meter:
         first, second = run(meter), run(meter)
+    assert executed.counts[torch.ops.aten.mm] == executed.counts[torch.ops.aten._softmax] == 1
     assert first == second and first[0] == 0 and first[1] > 0 and first[2] == 2 * 4 * 4 * 8
 
 

@@ -81,6 +81,16 @@ def test_the_report_has_metrics_previews_and_settings_and_no_external_links(tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
+def test_the_report_fits_on_a_phone(tmp_path):
+    write_report(ReportContext("a", 8, "", {}, 0.0, 1, "no", []), tmp_path / "none.jsonl", tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text("utf-8")
+
+    assert '<meta name="viewport" content="width=device-width">' in page
+    widths = re.findall(r"(?:minmax\(|min-width: )(?!min\(\d+px, 100%\))(\d+)px", page)
+    assert widths and max(map(int, widths)) < 320
+    assert re.search(r"\.charts \{[^}]*minmax\(min\(\d+px, 100%\), 1fr\)", page) and "max-width: 100%" in page
+
+
 def test_a_report_can_be_written_before_the_first_step(tmp_path):
     subject = ReportContext("a", 8, "", {}, 0.0, 1, "no", [])
 

@@ -35,6 +35,7 @@ def failing_module(tmp_path, monkeypatch):
         "def leave(): sys.exit(3)\n"
         "def be_silent(): os._exit(0)\n"
         "def leave_child(): start(30); return 1\n"
+        "def is_imported(name): return name in sys.modules\n"
         "def answer(word): print('noise'); return word, os.environ.get('RANK'), os.environ.get('ACCELERATE_USE_CPU')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -76,6 +77,13 @@ def test_a_check_returns_its_answer_and_sees_no_launcher(failing_module, monkeyp
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
     assert run_in_child(failing_module.answer, "hello", timeout=60, preload=()) == ("hello", None, None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="checks are forked on Linux only")
+def test_packages_are_imported_once_for_all_checks(failing_module):
+    for preload in (("torch",), ()):
+        assert run_in_child(failing_module.is_imported, "torch", timeout=120, preload=preload) == bool(preload)
+    assert {"torch", "diffusers", "transformers", "peft"} <= {*doctor_checks.PRELOAD}
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 from data_paths import ROOT
+from PIL import Image
 
 from library import cli
 from library.training.preflight import find_installation_problems, find_settings_problems, load_settings
@@ -25,7 +26,7 @@ def find_problems(*flags: str) -> list[str]:
         ("--optimizer_type nowhere.Best", "--optimizer_type: nowhere.Best needs the package nowhere"),
         ("--optimizer_type DAdaptation", "; pip install dadaptation"),
         ("--attn_mode flash3", "--attn_mode"),
-        (f"{SD1} --clip_skip 99", "clip_skip: 99; the text encoder has 3 layers, and 1 or 2 are usual"),
+        (f"{SD1} --clip_skip 99", "--clip_skip: 99; the text encoder has 3 layers, and 1 or 2 are usual"),
         ("--network_dim 1000000", "--network_dim: rank 1000000 is above the size of every layer"),
         ("--network_args conv_dim=1000000", "--network_args: conv_dim: rank 1000000 is above the size of every layer"),
         ("--resolution 1000000", "--resolution: must be at most 32768 pixels, got 1000000"),
@@ -44,6 +45,16 @@ def test_a_missing_package_names_how_to_install_it_and_another_optimizer():
     assert find_problems("--optimizer_type", "AdamW8bit") == [
         "--optimizer_type: AdamW8bit needs the package bitsandbytes, which is not installed; pip install bitsandbytes,"
         " or use --optimizer_type AdamW"
+    ]
+
+
+@pytest.mark.skipif(find_spec("xformers") is not None, reason="xformers is installed")
+def test_a_missing_attention_package_has_its_line_and_names_how_to_install_it(tmp_path):
+    missing = "xformers: not installed; pip install xformers, or use sdpa"
+    assert find_problems("--attn_mode", "xformers") == [f"--attn_mode {missing}"]
+    (tmp_path / "run.toml").write_text("seed = 1\nattn_mode = 'xformers'\n")
+    assert find_problems("--config_file", str(tmp_path / "run.toml")) == [
+        f"{tmp_path}/run.toml:2: attn_mode: {missing}"
     ]
 
 
@@ -97,12 +108,15 @@ def test_every_problem_of_a_run_file_has_its_line(tmp_path):
     path.write_text(
         "pretrained_model_name_or_path = 'random:sd1:tiny'\nclip_skip = 99\nattn_mode = 'xformers'\n"
         "optimizer_type = 'Nope'\noutput_name = 'mine'\nlr_warmup_steps = 9\n"
-        f"output_dir = '{tmp_path}'\n"
+        f"output_dir = '{tmp_path}'\nbucket_reso_steps = 24\nenable_bucket = true\n"
     )
+    (tmp_path / "1_a").mkdir()
+    Image.new("RGB", (64, 64)).save(tmp_path / "1_a" / "1.png")
     (tmp_path / "mine.safetensors").touch()
 
-    problems = find_problems("--config_file", str(path))
+    loaded = load_settings(["--train_data_dir", str(tmp_path), "--resolution", "512", "--config_file", str(path)])
+    problems = find_settings_problems(loaded) + find_installation_problems(loaded)
 
-    assert [problem.removeprefix(f"{path}:").partition(": ")[0] for problem in problems][:2] == ["6", "4"]
-    assert {problem.removeprefix(f"{path}:").partition(":")[0] for problem in problems} >= {"2", "4", "5", "6"}
+    lines = [problem.removeprefix(f"{path}:").partition(":")[0] for problem in problems]
+    assert lines[:2] == ["6", "4"] and {*lines} - {"3"} == {"2", "4", "5", "6", "8"}
     assert not [problem for problem in problems if problem.startswith("--")]
