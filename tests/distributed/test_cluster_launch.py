@@ -1,6 +1,7 @@
 """Processes that SLURM or MPI starts without a launcher train together, as under torchrun."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -94,6 +95,7 @@ def test_tasks_without_a_launcher_train_the_lora_of_torchrun(
     outputs = run_processes(command, [build_variables(rank) for rank in range(2)])
 
     assert "2 processes on 1 machine" in outputs[0] and outputs[1] == ""
+    assert re.search(r"gradient all-reduce: [\d.]+ MB per step, about [\d.]+ ms$", outputs[0], re.MULTILINE)
     weights = load_file(tmp_path / "lora.safetensors")
     assert weights.keys() == torchrun_weights.keys()
     assert all(weights[name].equal(torchrun_weights[name]) for name in weights)

@@ -60,6 +60,7 @@ def test_damaged_tensors_are_named(name, tmp_path):
 STARTS = {
     "lora.pt": (b"PK\x03\x04 anything", "is a pickle; only .safetensors files are read"),
     "old.ckpt": (b"\x80\x02}q", "is a pickle; only .safetensors"),
+    "protocol0.bin": (b"(dp0\nS" + bytes(400), "is a pickle; only .safetensors"),
     "renamed.safetensors": (b"PK\x03\x04" + bytes(400), "is a pickle; only .safetensors"),
     "pointer.safetensors": (b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
     "page.safetensors": (b"<!DOCTYPE html><html>" + bytes(100), "is a web page"),
