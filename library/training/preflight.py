@@ -41,6 +41,7 @@ class RunFacts:
     family: "Family"
     detected: "DetectedModel"
     has_full_model: bool = True
+    can_quantize_base: bool = True
     is_compile_enabled: bool = False
     optimizer_sharding_engine: str = ""
 
@@ -50,6 +51,7 @@ class RunFacts:
             family,
             detected,
             strategy.has_full_model,
+            strategy.can_quantize_base,
             strategy.is_compile_enabled,
             strategy.optimizer_sharding_engine,
         )
@@ -105,7 +107,7 @@ def list_run_checks() -> Sequence[RunCheck]:
             lambda: validate_model.load_denoiser_on_meta(facts.family, facts.detected),
         ),
         lambda config, facts: validate_model.validate_quantize_offload(
-            config.model, config.train, facts.has_full_model
+            config.model, config.train, facts.has_full_model, facts.can_quantize_base
         ),
         lambda config, facts: validate_prompts(
             load_preview_prompts(config.preview), config.preview.sample_sampler, facts.detected

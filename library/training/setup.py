@@ -126,7 +126,8 @@ def build_run(
     for line in format_trainable_summary(trained, adapter):
         logger.info("%s", line)
     if is_quantized_or_offloaded(config.model, config.train):
-        quantize_and_offload_base(trained.denoiser, strategy.device, config.model, config.train)
+        devices = strategy.device, strategy.base_load_device
+        quantize_and_offload_base(trained.denoiser, devices, config.model, config.train)
     groups = build_param_groups(trained, adapter, config.adapter, config.optim, family.facts)
     optimizer = _build_optimizer(config.optim, groups)
     compilation = _compile(config.distributed, config.train, config.cache, strategy, trained, prepared)
