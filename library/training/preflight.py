@@ -109,9 +109,7 @@ def list_run_checks() -> Sequence[RunCheck]:
         lambda config, facts: validate_model.validate_quantize_offload(
             config.model, config.train, facts.has_full_model, facts.can_quantize_base
         ),
-        lambda config, facts: validate_prompts(
-            load_preview_prompts(config.preview), config.preview.sample_sampler, facts.detected
-        ),
+        lambda config, facts: validate_prompts(load_preview_prompts(config.preview), facts.detected),
         lambda config, facts: validate_model.validate_block_swap(
             config.train.blocks_to_swap, facts.family, facts.detected, facts.is_compile_enabled
         ),
