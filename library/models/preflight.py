@@ -169,17 +169,17 @@ def _find_other_defaults(loaded: ParsedConfig, detected: DetectedModel) -> Itera
     optim, is_flux = loaded.config.optim, detected.family == "flux"
     text_encoders = select_trained_text_encoders(loaded.config.adapter, optim, get_family_facts(detected.family))
     has_all_rates = optim.unet_lr is not None and (optim.text_encoder_lr or not text_encoders)
-    is_sd3, uses_shift = detected.family == "sd3", loaded.config.noise.flow_timestep_sampling in ("shift", "sigma")
+    is_sd3, sampling = detected.family == "sd3", loaded.config.noise.flow_timestep_sampling
     others = {
         "seed": ("42", "another one for each run", True),
         "learning_rate": ("1e-4", "2e-6", not has_all_rates and not is_self_tuning_adafactor(optim)),
         "v_parameterization": ("true, as the model says", "false", detected.prediction_type == "v"),
         "guidance_scale": ("1", "3.5", detected.has_guidance_embeds),
-        "timestep_sampling": ("shift", "uniform" if is_sd3 else "sigma", is_flux or is_sd3),
+        "timestep_sampling": ("shift", "uniform" if is_sd3 else "sigma", (is_flux or is_sd3) and sampling != "sigma"),
         "discrete_flow_shift": (
             "as in the model's pipeline",
             "training_shift 1" if is_sd3 else "3",
-            (is_flux or is_sd3) and uses_shift,
+            (is_flux or is_sd3) and sampling in ("shift", "sigma"),
         ),
         "model_prediction_type": ("raw", "sigma_scaled", is_flux),
     }

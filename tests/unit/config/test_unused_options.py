@@ -291,3 +291,25 @@ def test_samplers_of_prompts_that_previews_do_not_use_are_named(tmp_path, monkey
         assert loaded.problems == [] and loaded.config.preview.sample_sampler is None
         names = {location for location, _ in loaded.unused}
         assert names == {"--sample_sampler", *(f"{prompts}:{line}: --ss {name}" for line, name in lines.items())}
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "named"),
+    [
+        ("sd3", "", "seed learning_rate timestep_sampling discrete_flow_shift"),
+        ("sd3", "--weighting_scheme uniform --training_shift 1", "seed learning_rate"),
+        ("sd3", "--weighting_scheme logit_normal", "seed learning_rate discrete_flow_shift"),
+        ("flux", "", "seed learning_rate guidance_scale timestep_sampling discrete_flow_shift model_prediction_type"),
+        (
+            "flux",
+            "--timestep_sampling sigmoid --unet_lr 1 --text_encoder_lr 1",
+            "seed guidance_scale model_prediction_type",
+        ),
+        ("sdxl", "--seed 1", "learning_rate"),
+    ],
+)
+def test_defaults_that_differ_from_sd_scripts_are_named(model, flags, named):
+    """By its train_util.py, flux_train_utils.py and sd3_train_utils.py."""
+    argv = [*DATA, "--network_module", "networks.lora", "--pretrained_model_name_or_path", f"random:{model}:tiny"]
+    loaded = load_settings([*argv, *flags.split()])
+    assert [text.split()[0] for text in loaded.kohya_defaults] == named.split()
