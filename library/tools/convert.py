@@ -77,7 +77,7 @@ def convert_lora_file(source: Path, target: Path, file_format: Any) -> str:
     rank = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
     size = "" if lora.is_known_size else " (of unknown size; detected from the keys)"
     lines = [
-        f"{source.name}: {lora.family}{size}, {len(updates)} modules, rank {rank}, {content.file_format} format",
+        f"{source.name}: {lora.family}{size}, {len(updates)} module{'s' * (len(updates) != 1)}, rank {rank}, {content.file_format} format",
         f"{target}: {file_format} format, {len(tensors)} tensors",
     ]
     if content.num_tucker:
