@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test test-slow test-all clean
+.PHONY: install demo test lint test-quick test-slow test-all clean
 
 install: $(VENV)/installed
 
@@ -28,9 +28,14 @@ demo: install
 	@echo "or your own images and a real model: see \"Train\" in README.md."
 
 test: install
+	@$(MAKE) --no-print-directory -j 2 lint test-quick  # the type checker has one thread
+
+lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+test-quick: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: install

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from . import lora
 from .formats import AdapterFileContents
@@ -59,43 +58,48 @@ def compare_file_with_model(
 
 def _run_layer(layer: nn.Module) -> tuple[Tensor, Tensor]:
     """The outputs of the layer and of its base layer for one random input."""
-    base: Any = layer.base_layer
-    base_weights = _get_base_weights(layer)
-    weight = base_weights.get("base_layer.weight", base.weight)  # offloaded weights are not parameters
-    generator = torch.Generator().manual_seed(weight.numel())
-    shape = (1, weight.shape[1], *weight.shape[2:]) if weight.dim() == 4 else (1, weight.shape[1])
-    inputs = torch.randn(shape, generator=generator).to(weight)
-    unprefixed = {name.removeprefix("base_layer."): tensor for name, tensor in base_weights.items()}
-    with _disable_hooks(layer):
-        return functional_call(layer, base_weights, (inputs,)), functional_call(base, unprefixed, (inputs,))
+    with _replace_partial_base(layer) as base, _disable_hooks(layer):
+        generator = torch.Generator().manual_seed(base.weight.numel())
+        inputs = torch.randn((1, *base.weight.shape[1:]), generator=generator).to(base.weight)
+        return layer(inputs), base(inputs)
 
 
-def _get_base_weights(layer: nn.Module) -> dict[str, Tensor]:
-    """The base layer's weights, or random ones where they are sharded over ranks.
+@contextmanager
+def _replace_partial_base(layer: nn.Module) -> Iterator[Any]:
+    """Inside, a base layer without its full weight has random weights; yield the base layer.
 
     Any weights will do to compare two adapters; all-gathering the real ones would need all ranks.
     """
-    own = {name: item for name, item in layer.named_parameters() if name.startswith("base_layer.")}
-    shapes = {name: _get_full_shape(layer.base_layer, item) for name, item in own.items()}
-    if all(
-        not item.is_meta and not hasattr(item, "full_tensor") and item.shape == shapes[name]
-        for name, item in own.items()
-    ):
-        return dict(own)
-    device = next(item.device for name, item in layer.named_parameters() if name not in own)
+    base: Any = layer.base_layer
+    if _has_full_weight(base):
+        yield base
+        return
+    device = next(item.device for name, item in layer.named_parameters() if not name.startswith("base_layer."))
+    dtype = base.weight.dtype if "weight" in base._parameters else torch.float32
+    with torch.device("meta"):
+        if isinstance(base, nn.Conv2d):
+            names = "in_channels out_channels kernel_size stride padding dilation groups".split()
+            sizes: dict[str, Any] = {name: getattr(base, name) for name in names}
+            full: Any = nn.Conv2d(**sizes, bias=base.bias is not None, dtype=dtype)
+        else:
+            full = nn.Linear(base.in_features, base.out_features, base.bias is not None, dtype=dtype)
     generator = torch.Generator().manual_seed(0)
-    return {
-        name: torch.randn(shape, generator=generator).div(shape[1:].numel() ** 0.5).to(device, own[name].dtype)
-        for name, shape in shapes.items()
-    }
+    for name, parameter in list(full.named_parameters()):
+        values = torch.randn(parameter.shape, generator=generator).div(parameter.shape[1:].numel() ** 0.5)
+        full.register_parameter(name, nn.Parameter(values.to(device, dtype), requires_grad=False))
+    layer.base_layer = full
+    try:
+        yield full
+    finally:
+        layer.base_layer = base
 
 
-def _get_full_shape(base: Any, weight: Any) -> torch.Size:
-    """The unsharded shape of a weight (tensor parallelism, FSDP, DeepSpeed)."""
-    if isinstance(base, nn.Linear):
-        return torch.Size((base.out_features, base.in_features)[: 1 if weight is base.bias else 2])
-    shape: torch.Size = getattr(weight, "ds_shape", weight.shape)
-    return shape
+def _has_full_weight(base: Any) -> bool:
+    """Whether the weight is neither quantized, offloaded nor sharded (tensor or pipeline parallelism, FSDP, ZeRO 3)."""
+    weight = base._parameters.get("weight")
+    if weight is None or weight.is_meta or hasattr(weight, "full_tensor") or hasattr(weight, "ds_shape"):
+        return False
+    return not isinstance(base, nn.Linear) or weight.shape == (base.out_features, base.in_features)
 
 
 @contextmanager

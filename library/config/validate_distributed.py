@@ -51,7 +51,6 @@ def validate_device_map_options(config: RunConfig) -> Iterator[OptionConflict]:
         "deepspeed": config.deepspeed.deepspeed,
         "torch_compile": config.distributed.torch_compile,
         "blocks_to_swap": config.train.blocks_to_swap,
-        "quantize_base": config.model.quantize_base != "none",
     }
     for name in (name for name, value in is_used.items() if value):
         yield ("device_map", name), f"cannot be combined with {name}; remove one of them"

@@ -31,7 +31,7 @@ from ..parallel.context_parallel import ContextParallel
 from ..parallel.offload import OffloadedBytes, is_quantized_or_offloaded, quantize_and_offload_base
 from ..parallel.parallel_plan import Activations, build_parallel_plan
 from ..parallel.pipeline_stages import StageRunner
-from ..parallel.quantize import FrozenConv2d, FrozenLinear, QuantizedWeight
+from ..parallel.quantize import FrozenConv2d, FrozenLinear
 from ..parallel.tensor_parallel import TensorParallel
 from ..training.setup import build_objective
 from ..training.task import DiffusionTask
@@ -223,7 +223,7 @@ class MetaRun:
         self.offloaded = OffloadedBytes()
         """Frozen weights in host memory (``blocks_to_swap``)."""
         if is_quantized_or_offloaded(config.model, config.train):
-            self.offloaded = quantize_and_offload_base(self.denoiser, META, config.model, config.train)
+            self.offloaded = quantize_and_offload_base(self.denoiser, (META, META), config.model, config.train)
             self._cast_inputs_of_frozen_layers()
         self.trainable = get_trainable_parameters(self.trained)
         self.task = DiffusionTask(
@@ -250,15 +250,14 @@ class MetaRun:
         """To tensor- and context-parallel ranks, per micro-batch."""
 
     def replace_cache_settings(self, config: RunConfig) -> "MetaRun":
-        """Return the same run with other outputs of encoders cached, which do not change the step."""
+        """Return the same run with other outputs of frozen encoders cached, which do not change the step."""
         other = copy.copy(self)
         other.config = config
         return other
 
     @property
     def frozen_bytes(self) -> int:
-        frozen_bytes = count_frozen_bytes(self.trained, *self.frozen_encoders)
-        return frozen_bytes + sum(weight.nbytes for weight in self._list_quantized_weights())
+        return count_frozen_bytes(self.trained, *self.frozen_encoders)
 
     @property
     def encoding_peak(self) -> int:
@@ -270,10 +269,10 @@ class MetaRun:
     @property
     def frozen_encoders(self) -> list[nn.Module]:
         """Frozen VAE and text encoders that stay on the device, as their outputs are not cached."""
-        cache, trained = self.config.cache, self.trained_encoders
+        cache, adapter, optim = self.config.cache, self.config.adapter, self.config.optim
         names = [] if cache.caches_latents else ["vae"]
-        if not cache.caches_text_outputs:
-            names += [name for name in self.family.text_components if name not in trained]
+        cached = self.family.list_cached_text_components(adapter, optim) if cache.caches_text_outputs else ()
+        names += [name for name in self.family.text_components if name not in (*self.trained_encoders, *cached)]
         return [part for name in names if isinstance(part := getattr(self.pipe, name), nn.Module)]
 
     def build_param_groups(self) -> list[ParamGroup]:
@@ -330,7 +329,6 @@ class MetaRun:
             parameter.grad = torch.zeros_like(parameter)
         allocated = [tensor for model in models for tensor in _list_tensors(model)]
         allocated += [parameter.grad for parameter in self.trainable if parameter.grad is not None]
-        allocated += [tensor for weight in self._list_quantized_weights() for tensor in weight.tensors]
         fused_attention = self.config.distributed.attn_mode != "math"
         with MemoryMeter(META, allocated) as meter, AutocastEmulation(dtype, fused_attention=fused_attention):
             yield meter
@@ -340,7 +338,9 @@ class MetaRun:
         (width, height), count, cache = batch.size, len(batch.captions), self.config.cache
         cond: Cond | None = self.family.encode_prompts_on_meta(self.pipe, batch.captions)
         if self.trained_encoders:
-            cond = None
+            with torch.no_grad():
+                texts = self.pipe, batch.captions
+                cond = self.family.encode_t5_prompts(*texts) if cache.caches_text_outputs else None
         elif not cache.caches_text_outputs and not self.family.has_variable_text_length:
             with self._measure(self._models, self._dtype) as meter:
                 self.family.encode_prompts_on_meta(self.pipe, batch.captions[: cache.text_encoder_batch_size])
@@ -361,11 +361,6 @@ class MetaRun:
         for layer in self.denoiser.modules() if dtype is not None else ():
             if isinstance(layer, (FrozenLinear, FrozenConv2d)):
                 layer.register_forward_pre_hook(lambda _, args: (args[0].to(dtype), *args[1:]))
-
-    def _list_quantized_weights(self) -> list[QuantizedWeight]:
-        """List the quantized weights that stay on the device; they are not parameters."""
-        owners = (getattr(getattr(layer, "fetch_weight", None), "__self__", None) for layer in self.trained.modules())
-        return [owner for owner in owners if isinstance(owner, QuantizedWeight)]
 
 
 def count_frozen_bytes(*modules: nn.Module) -> int:

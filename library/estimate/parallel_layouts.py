@@ -120,9 +120,10 @@ class LayoutFinder:
             if problem not in self._known_rejections:
                 yield f"--{problem[0][0]}: {problem[1]}"
         yield from validate_parallelism(layout.config, self._build_world(layout.config.parallel))
-        is_replicated = layout.sharding is None and layout.zero is None
+        is_replicated = layout.sharding is None and (layout.zero is None or layout.zero.stage < 3)
         has_whole_model = is_replicated and layout.dims.cp == layout.dims.model_parallel_size
-        yield from validate_quantize_offload(layout.config.model, layout.config.train, has_whole_model)
+        can_quantize = layout.zero is None or layout.zero.stage < 3
+        yield from validate_quantize_offload(layout.config.model, layout.config.train, has_whole_model, can_quantize)
         if layout.zero is not None:
             yield from validate_elementwise_optimizer(layout.config.optim, DeepSpeedStrategy.optimizer_sharding_engine)
 

@@ -37,7 +37,6 @@ class DeepSpeedStrategy(Strategy):
     """
 
     optimizer_sharding_engine = "DeepSpeed"
-    has_full_model = False
 
     def __init__(self, comm: Communicator, settings: StrategySettings):
         super().__init__(comm, settings)
@@ -47,6 +46,7 @@ class DeepSpeedStrategy(Strategy):
         self._engine: Any = None
         self._has_set_local_rank = False
         self.has_collective_forward = zero.stage == 3
+        self.has_full_model = self.can_quantize_base = zero.stage < 3
         if zero.stage == 3:
             self.base_load_device = HOST  # no device has to hold the full model
         self._nvme: NVMeOffload | None = None

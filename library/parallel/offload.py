@@ -123,9 +123,13 @@ def is_quantized_or_offloaded(model: ModelConfig, train: TrainConfig) -> bool:
 
 
 def quantize_and_offload_base(
-    denoiser: nn.Module, device: torch.device, model: ModelConfig, train: TrainConfig
+    denoiser: nn.Module, devices: tuple[torch.device, torch.device], model: ModelConfig, train: TrainConfig
 ) -> OffloadedBytes:
-    """Quantize the frozen weights of all blocks, and offload some blocks, evenly spread so that copies overlap."""
+    """Quantize the frozen weights of all blocks, and offload some blocks, evenly spread so that copies overlap.
+
+    ``devices``: where weights are quantized, and where they are kept until the strategy distributes the model.
+    """
+    device, base_device = devices
     blocks, quant_type, offloader = find_innermost_blocks(denoiser), model.quantize_base, WeightOffloader(device)
     swapped = set(select_spread_indices(len(blocks), train.blocks_to_swap))
     bytes_before = bytes_on_device = 0
@@ -141,13 +145,13 @@ def quantize_and_offload_base(
                 convert_frozen_layer(layer, offloader.offload(weight))
                 offloaded[index] += weight.nbytes
             else:
-                convert_frozen_layer(layer, weight.get)
+                convert_frozen_layer(layer, weight.map_tensors(lambda tensor: tensor.to(base_device)))
                 bytes_on_device += weight.nbytes
     largest_block = max(offloaded.values(), default=0)
     offloader.window_bytes = train.block_swap_window_mb * 2**20 or max(MIN_WINDOW_BYTES, largest_block)
     result = OffloadedBytes(sum(offloaded.values()), largest_block, offloader.window_bytes)
     logger.info(
-        "base model: frozen weights of %d blocks: %.2f GB -> %.2f GB on the device (%s), %d blocks offloaded (%.2f GB)",
+        "base model: frozen weights of %d blocks: %.2f GB -> %.2f GB (%s), %d blocks offloaded (%.2f GB)",
         len(blocks),
         bytes_before / 1e9,
         bytes_on_device / 1e9,

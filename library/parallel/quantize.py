@@ -1,16 +1,22 @@
 """Quantized frozen weights (fp8, int8, nf4) and the layers that dequantize them in forward and backward.
 
 fp8 and int8 have one scale per output row, nf4 has one per block of 64 values (QLoRA, arXiv 2305.14314).
+Quantized weights are frozen parameters of bytes, so that FSDP, tensor and pipeline parallelism shard them like others.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import zip_longest
+from math import gcd
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_input
+
+Ranges = tuple[tuple[int, int], ...]
+"""(start, length) of each slice; not an index tensor, whose copy to a device the host would wait for."""
 
 FP8_DTYPE = torch.float8_e4m3fn
 NF4_BLOCK_SIZE = 64
@@ -27,12 +33,12 @@ NF4_LEVELS = (
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A frozen weight as plain tensors, which may be moved between devices and are no parameters."""
+    """A frozen weight as plain tensors, which may be moved between devices."""
 
     quant_type: str  # none, fp8, int8 or nf4
     shape: torch.Size
     dtype: torch.dtype  # of the original weight
-    tensors: tuple[Tensor, ...]  # values; row scales; the levels of nf4
+    tensors: tuple[Tensor, ...]  # values (fp8 as bytes, which no cast of a module changes); row scales; nf4's levels
 
     @classmethod
     def quantize(cls, weight: Tensor, quant_type: str) -> "QuantizedWeight":
@@ -46,7 +52,7 @@ class QuantizedWeight:
             indices = torch.bucketize(rows, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
             return cls(quant_type, weight.shape, weight.dtype, (indices[:, ::2] << 4 | indices[:, 1::2], scale, levels))
         scale, rows = _scale_rows(rows.flatten(1), 127.0 if quant_type == "int8" else torch.finfo(FP8_DTYPE).max)
-        values = rows.round().to(torch.int8) if quant_type == "int8" else rows.to(FP8_DTYPE)
+        values = rows.round().to(torch.int8) if quant_type == "int8" else rows.to(FP8_DTYPE).view(torch.uint8)
         return cls(quant_type, weight.shape, weight.dtype, (values, scale))
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -61,11 +67,32 @@ class QuantizedWeight:
             pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
             rows = F.embedding(values.int(), pairs).flatten(1) * scale.to(dtype)
             return rows.flatten()[: self.shape.numel()].view(self.shape)
+        values = values.view(FP8_DTYPE) if self.quant_type == "fp8" else values
         return (values.to(dtype) * scale.to(dtype)).view(self.shape)
 
-    def get(self, in_backward: bool = False, has_backward: bool = False) -> "QuantizedWeight":
-        """Return this weight: the ``FetchWeight`` of one that stays on the device."""
-        return self
+    def take_ranges(self, dim: int, ranges: Ranges) -> "QuantizedWeight":
+        """Return slices of the rows (0) or columns (1) of a matrix, with the values of the whole matrix to the bit."""
+        if self.quant_type == "nf4":
+            return self._take_nf4_ranges(dim, ranges)
+        values, *scale = self.tensors
+        shard = take_ranges(values, dim, ranges)
+        scale = [take_ranges(item, 0, ranges) if dim == 0 else item for item in scale]
+        return replace(self, shape=shard.shape, tensors=(shard, *scale))
+
+    def _take_nf4_ranges(self, dim: int, ranges: Ranges) -> "QuantizedWeight":
+        """Slices that do not consist of whole blocks get smaller blocks, so that each has one scale."""
+        bytes_, scale, levels = self.tensors
+        count, stride = self.shape.numel(), self.shape[1] if dim == 0 else 1
+        sizes = (size * stride for start, length in ranges for size in (start, length))
+        block_size = gcd(2 * bytes_.shape[1], *sizes, *([self.shape[1]] if dim == 1 else []))
+        if block_size % 2:
+            weight = take_ranges(self.dequantize(self.dtype), dim, ranges)
+            return QuantizedWeight("none", weight.shape, weight.dtype, (weight,))
+        indices = torch.stack([bytes_ >> 4, bytes_ & 15], dim=2).flatten()[:count].view(self.shape)
+        scales = scale.expand(-1, 2 * bytes_.shape[1]).flatten()[:count].view(self.shape)
+        indices, scales = (take_ranges(item, dim, ranges) for item in (indices, scales))
+        rows, scale = indices.reshape(-1, block_size), scales.reshape(-1, block_size)[:, :1].contiguous()
+        return replace(self, shape=indices.shape, tensors=(rows[:, ::2] << 4 | rows[:, 1::2], scale, levels))
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +100,12 @@ class QuantizedWeight:
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
         return replace(self, tensors=tuple(map(function, self.tensors)))
+
+
+def take_ranges(tensor: Tensor, dim: int, ranges: Ranges) -> Tensor:
+    """Return slices of a tensor as one tensor."""
+    slices = [tensor.narrow(dim, start, length) for start, length in ranges]
+    return slices[0] if len(slices) == 1 else torch.cat(slices, dim=dim)
 
 
 def _scale_rows(rows: Tensor, max_value: float) -> tuple[Tensor, Tensor]:
@@ -90,10 +123,29 @@ class FetchWeight(Protocol):
     def __call__(self, in_backward: bool = False, has_backward: bool = False) -> QuantizedWeight: ...
 
 
-class FrozenLayer(nn.Module):
-    """A layer without a weight parameter: forward and backward each fetch and dequantize the weight."""
+STORED_NAMES = "quantized_weight", "weight_scale", "weight_levels"
 
-    fetch_weight: FetchWeight
+
+class FrozenLayer(nn.Module):
+    """A layer whose forward and backward each fetch and dequantize the weight."""
+
+    stored_weight: QuantizedWeight
+    """The weight in this layer's own parameters, without its tensors."""
+    quantized_weight: nn.Parameter
+    weight_scale: nn.Parameter | None
+    weight_levels: nn.Parameter | None
+
+    def fetch_weight(self, in_backward: bool = False, has_backward: bool = False) -> QuantizedWeight:
+        """Return the stored weight; the ``FetchWeight`` of an offloaded weight replaces this method."""
+        parameters = self.quantized_weight, self.weight_scale, self.weight_levels
+        return replace(self.stored_weight, tensors=tuple(item for item in parameters if item is not None))
+
+    def store_weight(self, weight: QuantizedWeight) -> None:
+        """Store the weight in frozen parameters."""
+        self.stored_weight = replace(weight, tensors=())
+        for name, tensor in zip_longest(STORED_NAMES, weight.tensors):
+            parameter = None if tensor is None else nn.Parameter(tensor.contiguous(), requires_grad=False)
+            self.register_parameter(name, parameter)
 
     @property
     def weight(self) -> Any:
@@ -107,7 +159,7 @@ class FrozenLayer(nn.Module):
 
 
 class FrozenLinear(FrozenLayer, nn.Linear):  # type: ignore[override]
-    """A linear layer whose only parameter is its bias."""
+    """A linear layer with a quantized or offloaded weight."""
 
     def compute_output(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(input, weight, bias)
@@ -161,8 +213,12 @@ def can_convert_frozen_layer(layer: nn.Module) -> bool:
     return all(not parameter.requires_grad for parameter in layer.parameters())
 
 
-def convert_frozen_layer(layer: nn.Module, fetch_weight: FetchWeight) -> None:
-    """Replace the layer's weight parameter by ``fetch_weight``, in place."""
+def convert_frozen_layer(layer: nn.Module, weight: QuantizedWeight | FetchWeight) -> None:
+    """Replace the layer's weight parameter by a quantized weight, or by a function that fetches it, in place."""
     del layer._parameters["weight"]
     layer.__class__ = FROZEN_CLASSES[type(layer)]
-    layer.fetch_weight = fetch_weight  # type: ignore[assignment]
+    frozen: Any = layer
+    if isinstance(weight, QuantizedWeight):
+        frozen.store_weight(weight)
+    else:
+        frozen.fetch_weight = weight

@@ -69,6 +69,8 @@ class Strategy(ABC):
     """Whether a forward contains collectives, so that all ranks have to run each of them."""
     has_full_model = True
     """Whether every rank holds all frozen weights."""
+    can_quantize_base = True
+    """Whether the frozen weights may be bytes with scales."""
     has_replicated_adapter = True
     """Whether every rank holds all trainable parameters, equal to the bit."""
 

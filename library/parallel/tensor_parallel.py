@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .parallel_plan import TensorParallelPlan
-
-Ranges = tuple[tuple[int, int], ...]
-"""(start, length) of each slice; not an index tensor, whose copy to a device the host would wait for."""
+from .quantize import FrozenLayer, Ranges, take_ranges
 
 
 class TensorParallel:
@@ -76,20 +74,20 @@ class TensorParallel:
 
     def _shard_colwise(self, layer: nn.Module, ranges: Ranges) -> None:
         base = _get_base_layer(layer)
-        _set_frozen_parameter(base, "weight", _take_ranges(base.weight, 0, ranges))
+        _shard_weight(base, 0, ranges)
         if base.bias is not None:
-            _set_frozen_parameter(base, "bias", _take_ranges(base.bias, 0, ranges))
+            _set_frozen_parameter(base, "bias", take_ranges(base.bias, 0, ranges))
         layer.register_forward_pre_hook(lambda _, inputs: self._copy_input(inputs))
 
         def shard_output(_: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-            return output if self._is_bypassed else _take_ranges(output, -1, ranges)
+            return output if self._is_bypassed else take_ranges(output, -1, ranges)
 
         for lora_b in _get_adapter_layers(layer, "lora_B"):
             lora_b.register_forward_hook(shard_output)
 
     def _shard_rowwise(self, layer: nn.Module, ranges: Ranges) -> None:
         base = _get_base_layer(layer)
-        _set_frozen_parameter(base, "weight", _take_ranges(base.weight, 1, ranges))
+        _shard_weight(base, 1, ranges)
         if base.bias is not None and self.rank:  # rank 0 adds the bias
             _set_frozen_parameter(base, "bias", torch.zeros_like(base.bias))
         layer.register_forward_hook(lambda _, inputs, output: self._all_reduce_output(output))
@@ -102,7 +100,7 @@ class TensorParallel:
         def forward(input: Tensor) -> Tensor:
             if self._is_bypassed:
                 return full_forward(input)  # type: ignore[no-any-return]
-            return functional.linear(input, _take_ranges(lora_a.weight, 1, ranges))
+            return functional.linear(input, take_ranges(lora_a.weight, 1, ranges))
 
         return forward
 
@@ -164,9 +162,11 @@ def _get_adapter_layers(layer: nn.Module, name: str) -> list[Any]:
     return list(getattr(layer, name, {}).values())
 
 
-def _take_ranges(tensor: Tensor, dim: int, ranges: Ranges) -> Tensor:
-    slices = [tensor.narrow(dim, start, length) for start, length in ranges]
-    return slices[0] if len(slices) == 1 else torch.cat(slices, dim=dim)
+def _shard_weight(base: Any, dim: int, ranges: Ranges) -> None:
+    if isinstance(base, FrozenLayer):
+        base.store_weight(base.fetch_weight().take_ranges(dim, ranges))
+    else:
+        _set_frozen_parameter(base, "weight", take_ranges(base.weight, dim, ranges))
 
 
 def _set_frozen_parameter(layer: nn.Module, name: str, shard: Tensor) -> None:

@@ -13,6 +13,8 @@ package and add a line here.
 """
 
 import itertools
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +41,7 @@ class RunFacts:
     family: "Family"
     detected: "DetectedModel"
     has_full_model: bool = True
+    can_quantize_base: bool = True
     is_compile_enabled: bool = False
     optimizer_sharding_engine: str = ""
 
@@ -48,6 +51,7 @@ class RunFacts:
             family,
             detected,
             strategy.has_full_model,
+            strategy.can_quantize_base,
             strategy.is_compile_enabled,
             strategy.optimizer_sharding_engine,
         )
@@ -103,7 +107,7 @@ def list_run_checks() -> Sequence[RunCheck]:
             lambda: validate_model.load_denoiser_on_meta(facts.family, facts.detected),
         ),
         lambda config, facts: validate_model.validate_quantize_offload(
-            config.model, config.train, facts.has_full_model
+            config.model, config.train, facts.has_full_model, facts.can_quantize_base
         ),
         lambda config, facts: validate_prompts(
             load_preview_prompts(config.preview), config.preview.sample_sampler, facts.detected
@@ -165,10 +169,16 @@ def _validate_upload(save: SaveConfig) -> Iterator[str]:
 
 
 def load_settings(argv: Sequence[str]) -> ParsedConfig:
-    """Parse a command line and its run TOML, without the options that have no effect on this model."""
+    """Parse a command line and its run TOML, without the options that have no effect on this model.
+
+    Keys and tokens become environment variables, as the model may need one, and leave ``sys.argv``.
+    """
     from ..models.preflight import drop_unused_model_options
 
-    return drop_unused_model_options(parse_config(argv))
+    parsed = parse_config(argv)
+    os.environ.update(parsed.secrets)
+    sys.argv[:] = [word for word in sys.argv if word.rpartition("=")[2] not in parsed.secrets.values()]
+    return drop_unused_model_options(parsed)
 
 
 def find_settings_problems(loaded: ParsedConfig) -> list[str]:

@@ -77,13 +77,10 @@ def load_training_pipeline(
 
     Trained components go where the strategy wants them. A VAE that only previews need stays on the CPU in between.
     """
-    needed = [
-        name
-        for name in family.components
-        if name == family.denoiser_name
-        or name.startswith("tokenizer")
-        or (cache_readers.latent_reader is None if name == "vae" else cache_readers.text_reader is None)
-    ]
+    cached = set() if cache_readers.latent_reader is None else {"vae"}
+    if cache_readers.text_reader is not None:
+        cached |= {*family.list_cached_text_components(config.adapter, config.optim)}
+    needed = [name for name in family.components if name not in cached or name.startswith("tokenizer")]
     dtype = MIXED_PRECISION_DTYPES[strategy.mixed_precision]
     encoders = select_trained_text_encoders(config.adapter, config.optim, family.facts)
     trained = {family.denoiser_name, *encoders}
@@ -129,7 +126,8 @@ def build_run(
     for line in format_trainable_summary(trained, adapter):
         logger.info("%s", line)
     if is_quantized_or_offloaded(config.model, config.train):
-        quantize_and_offload_base(trained.denoiser, strategy.device, config.model, config.train)
+        devices = strategy.device, strategy.base_load_device
+        quantize_and_offload_base(trained.denoiser, devices, config.model, config.train)
     groups = build_param_groups(trained, adapter, config.adapter, config.optim, family.facts)
     optimizer = _build_optimizer(config.optim, groups)
     compilation = _compile(config.distributed, config.train, config.cache, strategy, trained, prepared)

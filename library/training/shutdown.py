@@ -147,7 +147,7 @@ def suggest_oom_fixes(config: RunConfig, phase: str, batch_size: int) -> Iterato
         yield "--cpu_offload_checkpointing, which offloads checkpointed activations to host memory"
     if has_full_model and not train.blocks_to_swap and not config.distributed.torch_compile:
         yield "--blocks_to_swap N, which offloads the frozen weights of N blocks to host memory"
-    if has_full_model and config.model.quantize_base == "none":
+    if config.model.quantize_base == "none" and config.deepspeed.zero_stage != 3:
         yield "--quantize_base int8, which halves the memory of the frozen weights compared to bf16"
     if config.optim.optimizer_type.lower() in ("adamw", "adam"):
         yield "--optimizer_type AdamW8bit"

@@ -17,7 +17,7 @@ from ..models.facts import select_trained_text_encoders
 from ..models.loading import load_components_on_meta
 from ..models.preflight import validate_attention_mode
 from ..optim.optimizers import resolve_optimizer
-from ..parallel.offload import find_innermost_blocks, is_quantized_or_offloaded
+from ..parallel.offload import find_innermost_blocks
 from ..parallel.parallel_plan import build_block_sequence, build_tensor_parallel_plan
 from ..parallel.preflight import validate_device_map
 from .trainable import select_target_components
@@ -107,11 +107,14 @@ def _validate_attention_heads(parallel: ParallelConfig, denoiser: Any) -> Iterat
         yield f"{options}: {indivisible[0]} attention heads are not divisible{by}; {fix}{in_total}"
 
 
-def validate_quantize_offload(model: ModelConfig, train: TrainConfig, has_full_model: bool) -> Iterator[str]:
-    """Quantizing and offloading the base need all frozen weights in one process."""
-    if not has_full_model and is_quantized_or_offloaded(model, train):
-        name = "blocks_to_swap" if train.blocks_to_swap else "quantize_base"
-        yield f"--{name}: not available in runs that shard the frozen weights over processes; use one of the two"
+def validate_quantize_offload(
+    model: ModelConfig, train: TrainConfig, has_full_model: bool, can_quantize_base: bool
+) -> Iterator[str]:
+    """Block swap needs all frozen weights in one process; ZeRO 3 shards only weights that it can cast."""
+    if train.blocks_to_swap and not has_full_model:
+        yield "--blocks_to_swap: not available in runs that shard the frozen weights over processes; use one of the two"
+    if model.quantize_base != "none" and not can_quantize_base:
+        yield "--quantize_base: not available with ZeRO 3; use --fsdp, which shards quantized weights, or ZeRO 1 or 2"
 
 
 def validate_block_swap(

@@ -485,6 +485,7 @@ def test_wandb_writes_inside_the_logging_folder(tmp_path):
     assert (wandb_folder, log_with) == (folder, ["wandb"]) and Path(folder).is_dir()
 
 
+@pytest.mark.slow
 def test_a_tracker_that_cannot_start_stops_all_processes_with_the_same_line():
     lines = run_on_ranks(2, prepare_and_return_error, "--log_with", "mlflow")
 

@@ -98,9 +98,11 @@ def measure_memory(parts: int, *flags: str) -> tuple[int, int, int]:
     """Return the bytes of all frozen weights, of those on this rank, and of the adapter."""
     from library.distributed.accelerator import prepare_accelerator
     from library.distributed.communicator import Communicator
+    from library.distributed.devices import HOST
     from library.distributed.fsdp_settings import FSDPSettings
     from library.models.families import FAMILIES
     from library.parallel.fsdp import FSDPStrategy
+    from library.parallel.offload import quantize_and_offload_base
     from library.parallel.strategy import StrategySettings
     from library.training.trainable import build_trainable_modules
 
@@ -109,6 +111,8 @@ def measure_memory(parts: int, *flags: str) -> tuple[int, int, int]:
     family = FAMILIES.get("sdxl")()
     trained, _ = build_trainable_modules(config, family, family.load("random:sdxl:tiny", torch.float32))
     trainable = [parameter for parameter in trained.parameters() if parameter.requires_grad]
+    if config.model.quantize_base != "none":
+        quantize_and_offload_base(trained.denoiser, (HOST, HOST), config.model, config.train)
     total = sum(parameter.nbytes for parameter in trained.parameters() if not parameter.requires_grad)
     strategy.wrap(trained, torch.optim.SGD(trainable))
     frozen = [parameter.to_local() for parameter in trained.parameters() if not parameter.requires_grad]
@@ -120,8 +124,16 @@ def measure_memory(parts: int, *flags: str) -> tuple[int, int, int]:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("parts", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_each_rank_holds_its_shard_of_the_frozen_model_and_the_full_adapter(parts):
+@pytest.mark.parametrize(
+    ("parts", "flags"),
+    [
+        (1, ()),
+        (2, ("--quantize_base", "nf4")),
+        pytest.param(2, (), marks=pytest.mark.slow),
+        pytest.param(4, (), marks=pytest.mark.slow),
+    ],
+)
+def test_each_rank_holds_its_shard_of_the_frozen_model_and_the_full_adapter(parts, flags):
     single = {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -129,7 +141,7 @@ def test_each_rank_holds_its_shard_of_the_frozen_model_and_the_full_adapter(part
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(find_free_port()),
     }
-    actual = run_on_ranks(parts, measure_memory, parts, environment=single if parts == 1 else None)
+    actual = run_on_ranks(parts, measure_memory, parts, *flags, environment=single if parts == 1 else None)
     total, _, trainable = actual[0]
 
     assert {(total_here, same) for total_here, _, same in actual} == {(total, trainable)} and trainable > 0

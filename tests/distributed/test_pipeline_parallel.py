@@ -179,11 +179,13 @@ def test_oom_advice_for_context_parallel_includes_offload_and_quantization():
     assert "--blocks_to_swap" in message and "--quantize_base" in message and "--on_oom" not in message
 
 
-@pytest.mark.parametrize("flags", [("--pp_size", "2"), ("--tp_size", "2"), ("--fsdp",), ("--deepspeed",)])
+@pytest.mark.parametrize(
+    "flags", [("--pp_size", "2"), ("--tp_size", "2"), ("--fsdp",), ("--deepspeed", "--zero_stage", "3")]
+)
 def test_oom_advice_omits_options_that_would_be_refused(flags):
     config = parse_config(["--dataset_config", __file__, "--gradient_checkpointing", *flags]).config
     message = " ".join(suggest_oom_fixes(config, "forward", 4))
-    assert "--blocks_to_swap" not in message and "--quantize_base" not in message
+    assert "--blocks_to_swap" not in message and ("--quantize_base" in message) is ("--deepspeed" not in flags)
     assert "--on_oom" not in message and "--cpu_offload_checkpointing" in message
 
 

@@ -27,6 +27,7 @@ from library.parallel.quantize import (
     QuantizedWeight,
     can_convert_frozen_layer,
     convert_frozen_layer,
+    take_ranges,
 )
 from library.training import activation_checkpointing
 
@@ -101,7 +102,7 @@ def test_a_frozen_layer_equals_a_layer_with_the_dequantized_weight(kind, autocas
             output = layer(inputs)
         expected_gradient = torch.autograd.grad(output.float().square().sum(), inputs)[0]
         assert can_convert_frozen_layer(layer)
-        convert_frozen_layer(layer, quantized.get)
+        convert_frozen_layer(layer, quantized)
         saved_tensors = []
         with (
             torch.autocast("cpu", torch.bfloat16, enabled=autocast),
@@ -111,8 +112,26 @@ def test_a_frozen_layer_equals_a_layer_with_the_dequantized_weight(kind, autocas
         assert (
             torch.equal(actual, output) and not saved_tensors and not can_convert_frozen_layer(layer)
         )  # no tensor is saved for backward
-        assert [name for name, _ in layer.named_parameters()] == ["bias"][: layer.bias is not None]
+        assert "weight" not in layer._parameters and not any(item.requires_grad for item in layer.parameters())
         torch.testing.assert_close(torch.autograd.grad(actual.float().square().sum(), inputs)[0], expected_gradient)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", KINDS)
+def test_slices_of_a_quantized_weight_have_the_values_of_the_whole(kind):
+    for shape, dim, ranges in (
+        ((256, 192), 0, ((64, 64),)),
+        ((64, 384), 1, ((0, 64), (192, 128))),  # whole blocks of nf4
+        ((32, 96), 1, ((48, 48),)),  # parts of blocks, and rows that end inside of one
+        ((6, 10), 0, ((2, 2),)),
+        ((4, 9), 1, ((3, 3),)),  # an odd number of values, which no bytes can hold
+    ):
+        quantized = QuantizedWeight.quantize(torch.randn(shape), kind)
+        shard = quantized.take_ranges(dim, ranges)
+        expected = take_ranges(quantized.dequantize(torch.float32), dim, ranges)
+        assert torch.equal(shard.dequantize(torch.float32), expected) and shard.shape == expected.shape
+        if shape[1] % 64 == 0 and kind != "none":
+            assert shard.nbytes < quantized.nbytes * (expected.numel() / quantized.shape.numel() + 0.02)
 
 
 class CopyCounter:

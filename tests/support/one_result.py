@@ -1,7 +1,7 @@
 """The same training with every strategy, and the largest difference between the adapters.
 
 ``PYTHONPATH=. python tests/support/one_result.py`` prints the whole table; arguments select rows, such as
-``flux FSDP HSDP``.  The optimizer is SGD: Adam divides by the gradient's size and would hide a wrong scale.
+``flux FSDP HSDP``, and options after them are those of all runs, such as ``--quantize_base nf4``.  The optimizer is SGD: Adam divides by the gradient's size and would hide a wrong scale.
 """
 
 import sys
@@ -140,11 +140,12 @@ def compare_layouts(model: str, kinds: Collection[str], *flags: str) -> Iterator
 
 
 if __name__ == "__main__":
-    words = set(sys.argv[1:])
+    first_option = next((index for index, word in enumerate(sys.argv) if word.startswith("--")), len(sys.argv))
+    words, options = set(sys.argv[1:first_option]), sys.argv[first_option:]
     for precision in BOUNDS:
         for model in [model for model in MODELS if model in words] or MODELS:
             for twice in (False, True):
-                flags = ("--mixed_precision", precision, *(["--gradient_checkpointing"] if twice else []))
+                flags = ("--mixed_precision", precision, *(["--gradient_checkpointing"] if twice else []), *options)
                 for name, max_difference in compare_layouts(model, words - {*MODELS}, *flags):
                     row = (model, precision, "twice" if twice else "once", name, max_difference)
                     sys.stdout.write(f"| {' | '.join(row)} |\n")

@@ -283,6 +283,7 @@ def test_the_peaks_of_parts_add_up_to_the_peak_of_the_step():
     assert (one + two) + one == one + (two + one)
 
 
+@pytest.mark.slow
 def test_pipeline_stages_together_have_the_flops_of_the_model_and_a_tp_rank_more_than_half():
     whole, halves, cut = (
         run_on_meta_device(*RUN, *more, world_size=size)
@@ -330,6 +331,7 @@ ZERO = {f"ZeRO-{stage} 2" for stage in (1, 2, 3)} | {f"ZeRO-{stage} 2, optimizer
 ZERO |= {"ZeRO-3 2, full offload"}
 DATA_PARALLEL = {"DDP 2", "FSDP 2", "FSDP 2, CPU offload"}
 MODEL_PARALLEL = {"PP 2", "TP 2", "CP 2", "device map 2"}
+EVERY_LAYOUT = DATA_PARALLEL | ZERO | MODEL_PARALLEL
 LOHA = ("--network_module", "lycoris.kohya", "--network_args", "algo=loha")
 COMPILED = ("--torch_compile", "--cp_size", "2")
 NVME = ("--deepspeed", "--zero_stage", "3", "--offload_optimizer_device", "nvme")
@@ -347,12 +349,13 @@ def find_layouts(world_size: int, *flags: str) -> tuple[set[str], list[str]]:
     [
         (1, (), {"one device", "ZeRO-3 1, full offload"}),
         (1, ("--fsdp",), set()),
-        (2, (), DATA_PARALLEL | ZERO | MODEL_PARALLEL),
+        (2, (), EVERY_LAYOUT),
         (2, ("--tp_size", "2"), {"TP 2"}),
         (2, ("--fsdp",), {"FSDP 2", "FSDP 2, CPU offload"}),
         (2, ("--cp_size", "2"), {"CP 2"}),
         (2, ("--device_map", "sequential"), {"device map 2"}),
-        (2, ("--quantize_base", "int8"), {"DDP 2", "CP 2"}),
+        (2, ("--quantize_base", "int8"), {name for name in EVERY_LAYOUT if "ZeRO-3" not in name}),
+        (2, ("--blocks_to_swap", "1"), {name for name in ZERO if "ZeRO-3" not in name} | {"DDP 2", "CP 2"}),
         (2, COMPILED, {"CP 2"}),
         (2, (*COMPILED, "--dynamo_mode", "max-autotune"), set()),
         (2, (*COMPILED, *BUDGET), set()),
@@ -382,10 +385,10 @@ def test_layouts_are_combined_and_follow_the_model():
 
 
 def test_reasons_against_layouts_are_given_once_with_their_names():
-    (reason,) = find_layouts(2, *SD3, "--tp_size", "2", "--quantize_base", "nf4")[1]
-    assert reason.startswith("--quantize_base: not available in runs that shard the frozen weights over processes")
-    sharded, compiled = find_layouts(2, *SD3, "--deepspeed", "--quantize_base", "nf4", "--torch_compile")[1]
-    assert sharded.startswith("ZeRO-1 2, ZeRO-1 2, optimizer offload, ZeRO-2 2,") and "torch_compile" in compiled
+    (reason,) = find_layouts(2, *SD3, "--tp_size", "2", "--blocks_to_swap", "1")[1]
+    assert reason.startswith("--blocks_to_swap: not available in runs that shard the frozen weights over processes")
+    _, device_map = find_layouts(2, *SD3, "--blocks_to_swap", "1")[1]
+    assert device_map == "device map 2: --device_map: cannot be combined with blocks_to_swap; remove one of them"
 
 
 @pytest.mark.slow

@@ -171,7 +171,7 @@ def train_with_device_map_on_cpu(*flags: str) -> str:
     ("model", "text", "more"),
     [
         pytest.param("sdxl", '{"": 0, "up_blocks": 1}', ("--gradient_checkpointing",), marks=pytest.mark.slow),
-        ("flux", '{"": 0, "single_transformer_blocks": 1}', ("--sample_at_first",)),
+        ("flux", '{"": 0, "single_transformer_blocks": 1}', ("--sample_at_first", "--quantize_base", "nf4")),
         pytest.param("sd3", '{"": 0, "transformer_blocks.1": 1}', (), marks=pytest.mark.slow),
     ],
 )

@@ -117,6 +117,7 @@ def test_a_package_that_crashes_the_interpreter_is_reported(tmp_path, monkeypatc
 # real checks
 
 
+@pytest.mark.slow
 def test_the_training_step_check_reports_the_compute_precision():
     steps = {precision: doctor_checks.check_training_step for precision in ("no", "bf16")}
     losses = {name: float(run_in_child(step, "cpu", name, timeout=240).split()[1]) for name, step in steps.items()}

@@ -391,8 +391,8 @@ def test_sizes_and_speeds_of_devices_are_read_and_belong_together(dataset):
             "--device_map: there is no device 2; this process sees devices 0 to 1 --device_map: 'nowhere' is no module",
         ),
         (
-            ("--gpu_memory", "24GB", "--world_size", "2", "--fsdp", "--quantize_base", "nf4"),
-            "--quantize_base: not available in runs that shard the frozen weights over processes",
+            ("--gpu_memory", "24GB", "--world_size", "2", "--fsdp", "--blocks_to_swap", "1"),
+            "--blocks_to_swap: not available in runs that shard the frozen weights over processes",
         ),
     ],
 )

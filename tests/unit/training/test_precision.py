@@ -77,6 +77,7 @@ def test_flags_of_sd_scripts_select_an_attention_mode(flag, mode, tmp_path):
     assert parse_config([*DATA, flag, "3"]).problems == [f"{flag}: takes no value"]
 
 
+@pytest.mark.slow
 def test_unsupported_attention_is_refused_before_a_model_is_loaded(even_dataset, tmp_path):
     with pytest.raises(AssertionError, match=r"--attn_mode xformers: not installed.*\n.*needs a CUDA"):
         run_on_ranks(1, train, "--dataset_config", str(even_dataset), "--output_dir", str(tmp_path), "--xformers")
@@ -110,7 +111,10 @@ def train_and_read_dtypes(*flags: str) -> tuple[set, set, set]:
     return dtypes["base"], dtypes["adapter"], dtypes["gradients"]
 
 
-@pytest.mark.parametrize(("options", "adapter"), [((), torch.float32), (("--full_bf16",), torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("options", "adapter"),
+    [pytest.param((), torch.float32, marks=pytest.mark.slow), (("--full_bf16",), torch.bfloat16)],
+)
 def test_the_base_is_in_bf16_and_the_adapter_only_with_full_bf16(options, adapter, even_dataset, tmp_path):
     ((base, weights, gradients),) = run_on_ranks(
         1,
@@ -133,6 +137,7 @@ def test_the_base_is_in_bf16_and_the_adapter_only_with_full_bf16(options, adapte
     assert {tensor.dtype for name, tensor in saved.items() if not name.endswith("alpha")} == {adapter}
 
 
+@pytest.mark.slow
 def test_bf16_adapters_train_equally_on_two_ranks_and_close_to_float32(even_dataset, tmp_path):
     flags = ("--optimizer_type", "SGD", "--mixed_precision", "bf16")
     float32_adapter = train_adapter(tmp_path / "whole", 1, 4, 1, *flags, dataset=even_dataset)
@@ -149,6 +154,7 @@ def test_bf16_adapters_train_equally_on_two_ranks_and_close_to_float32(even_data
         )
 
 
+@pytest.mark.slow
 def test_full_bf16_without_mixed_precision_bf16_is_refused(even_dataset, tmp_path):
     assert parse_config([*DATA, "--full_bf16", "--mixed_precision", "no"]).problems == [
         "--full_bf16: needs mixed_precision bf16, not no"
