@@ -17,6 +17,7 @@ import itertools
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,10 +213,16 @@ def _validate_upload(save: SaveConfig) -> Iterator[str]:
 
 
 def load_settings(argv: Sequence[str]) -> ParsedConfig:
-    """Parse a command line and its run TOML, without the options that have no effect on this model."""
+    """Parse a command line and its run TOML, without the options that have no effect on this model.
+
+    Keys and tokens become environment variables, as the model may need one, and leave ``sys.argv``.
+    """
     from ..models.preflight import drop_unused_model_options
 
-    return drop_unused_model_options(parse_config(argv))
+    parsed = parse_config(argv)
+    os.environ.update(parsed.secrets)
+    sys.argv[:] = [word for word in sys.argv if word.rpartition("=")[2] not in parsed.secrets.values()]
+    return drop_unused_model_options(parsed)
 
 
 def find_settings_problems(loaded: ParsedConfig) -> list[str]:

@@ -94,9 +94,10 @@ def _prepare_and_train(
     logger.info("%s", describe_trained_components(config.adapter, config.optim, get_family_facts(detected.family)))
     family: Family = FAMILIES.get(detected.family)(config.model)
     check_run_settings(config, RunFacts.from_strategy(strategy, family, detected))
-    initial_weights = read_initial_weights(
-        config.adapter, family, detected, caches_text_outputs=config.cache.caches_text_outputs
-    )
+    text_components = family.list_cached_text_components(config.adapter, config.optim)
+    encoders = FrozenEncoders(strategy, family, detected, config.model, config.cache, text_components)
+    cached = text_components if config.cache.caches_text_outputs else ()
+    initial_weights = read_initial_weights(config.adapter, family, detected, cached_components=cached)
     prompts = load_preview_prompts(config.preview)
     comm.assert_equal_across_ranks(_compute_input_fingerprints(config.adapter, detected, prompts))
     prepared = prepare_dataset(config.data, config.cache, comm, detected.size_multiple)
@@ -118,7 +119,6 @@ def _prepare_and_train(
         return
 
     num_images = len(prepared.manifest.samples)
-    encoders = FrozenEncoders(strategy, family, detected, config.model, config.cache)
     prepared, latents = cache_latents(encoders, prepared)
     if len(prepared.manifest.samples) < num_images:  # images that could not be read were dropped
         plan = build_plan()

@@ -146,12 +146,16 @@ def test_an_upload_needs_a_token_at_the_start(monkeypatch, tmp_path):
     ]
 
 
-def test_a_problem_that_is_found_after_the_image_scan_has_its_line(tmp_path, capsys):
+def test_what_is_found_after_the_image_scan_is_reported(tmp_path, capsys):
     path = tmp_path / "run.toml"
     path.write_text("max_train_epochs = 1\nlr_scheduler = 'cosine'\nlr_warmup_steps = 999\n")
 
+    assert cli.main([*DEMO, "--config_file", str(path), "--output_dir", str(tmp_path), "--dry_run"]) == 0
+    warning = "lr_warmup_steps 999: the run has 10 steps, so the learning rate never reaches its peak"
+    assert warning in capsys.readouterr().err, "sd-scripts cuts the warmup off as well"
+    path.write_text("max_train_epochs = 1\nresolution_schedule = '32:50,64'\n")
     assert cli.main([*DEMO, "--config_file", str(path), "--output_dir", str(tmp_path), "--dry_run"]) == 2
-    assert f"  {path}:3: lr_warmup_steps: 999 warmup steps, but the run has 10 steps" in capsys.readouterr().err
+    assert f"  {path}:1: max_train_epochs: 1, which is 8 steps: the last stage starts at" in capsys.readouterr().err
 
 
 def test_every_problem_of_a_run_file_has_its_line(tmp_path):
