@@ -107,7 +107,8 @@ def _assemble_run(config: RunConfig, strategy: "Strategy", directory: Path) -> "
     plan = RunPlan.from_config(
         prepared.build_batch_plan(strategy.data_parallel_size, config.train), config.train, config.optim
     )
-    encoders = FrozenEncoders(strategy, family, detected, config.model, config.cache)
+    text_components = family.list_cached_text_components(config.adapter, config.optim)
+    encoders = FrozenEncoders(strategy, family, detected, config.model, config.cache, text_components)
     prepared, latents = cache_latents(encoders, prepared)
     cached = CacheReaders(latents, cache_text_encoder_outputs(encoders, prepared, plan, ()))
     pipe = load_training_pipeline(config, strategy, family, detected, cached, ())

@@ -4,9 +4,9 @@ Checks that need the model, such as sizes, are in ``validate_file``.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,11 +15,13 @@ from torch import Tensor
 from ..errors import UserError
 from .peft_metadata import PEFT_METADATA_KEY, read_peft_config
 from .state_dict import ALPHA
-from .validate_file import describe_foreign_keys
+from .validate_file import describe_foreign_keys, join_messages
 
-MAX_PROBLEMS_SHOWN = 3
 MAX_HEADER_BYTES = 100_000_000
 """As safetensors limits it."""
+
+MAX_MAPPED_BYTES = 2**26
+"""Of a file whose tensors are read one by one."""
 
 PICKLE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 _FOREIGN_STARTS: Mapping[bytes, str] = {
@@ -42,7 +44,7 @@ class InvalidAdapterFileError(UserError):
 
 def read_safetensors(path: Path, name: object = None) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read all tensors and the metadata of a safetensors file; messages call it ``name``, by default its path."""
-    read_tensor_names(path, name)
+    read_header(path, name)
     try:
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}
@@ -50,45 +52,64 @@ def read_safetensors(path: Path, name: object = None) -> tuple[dict[str, Tensor]
         raise InvalidAdapterFileError(f"{name or path}: cannot be read as safetensors: {error}") from None
 
 
-def read_tensor_names(path: Path, name: object = None) -> list[str]:
-    """Read the names of the tensors from the header of a file that is complete."""
-    names, problem = _inspect_container(path)
-    if problem is not None:
-        raise InvalidAdapterFileError(f"{name or path}: {problem}")
-    return names
+@dataclass(frozen=True)
+class FileHeader:
+    """The header of a safetensors file that is complete."""
+
+    ends: Mapping[str, int]
+    """Where the bytes of each tensor end."""
+    metadata: Mapping[str, str]
 
 
-def _inspect_container(path: Path) -> tuple[list[str], str | None]:
-    """The names of the tensors, or why it is no complete safetensors file, from its first bytes and its header."""
+def read_header(path: Path, name: object = None) -> FileHeader:
+    """Read the header of a safetensors file, or raise with why it is none."""
+    header = _inspect_container(path)
+    if isinstance(header, str):
+        raise InvalidAdapterFileError(f"{name or path}: {header}")
+    return header
+
+
+def iter_tensors(path: Path, name: object = None) -> Iterator[tuple[str, Tensor]]:
+    """Read the tensors one by one; at most ``MAX_MAPPED_BYTES`` of the file are in memory."""
+    groups: dict[int, list[str]] = {}
+    for key, end in read_header(path, name).ends.items():
+        groups.setdefault(end // MAX_MAPPED_BYTES, []).append(key)
+    try:
+        for keys in groups.values():
+            with safe_open(path, framework="pt") as file:  # the mapping of the group before ends
+                yield from ((key, file.get_tensor(key)) for key in keys)
+    except (SafetensorError, OSError) as error:
+        raise InvalidAdapterFileError(f"{name or path}: cannot be read as safetensors: {error}") from None
+
+
+def _inspect_container(path: Path) -> FileHeader | str:
+    """The header, or why it is no complete safetensors file, from its first bytes and its header."""
     if path.suffix.lower() in PICKLE_SUFFIXES:
-        return [], "is a pickle; only .safetensors files are read, since unpickling can run code"
+        return "is a pickle; only .safetensors files are read, since unpickling can run code"
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(32)
             length = int.from_bytes(start[:8], "little")
             if size == 0:
-                return [], "is empty"
+                return "is empty"
             for first, problem in _FOREIGN_STARTS.items():
                 if start.lstrip().startswith(first) and (size < 8 or length > size):
-                    return [], problem
+                    return problem
             if size < 8 or length > MAX_HEADER_BYTES:
-                return [], "cannot be read as safetensors: it does not begin with a safetensors header"
+                return "cannot be read as safetensors: it does not begin with a safetensors header"
             if size < 8 + length:
-                return [], _describe_truncation(size, 8 + length)
+                return _describe_truncation(size, 8 + length)
             file.seek(8)
             header = json.loads(file.read(length))
-            end = 8 + length + _find_end_of_data(header)
+            ends = {key: int(entry["data_offsets"][1]) for key, entry in header.items() if key != "__metadata__"}
+            metadata = dict(header.get("__metadata__") or {})
+            end = 8 + length + max(ends.values(), default=0)
     except OSError as error:
-        return [], f"cannot be read: {error.strerror}"
+        return f"cannot be read: {error.strerror}"
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError):
-        return [], "cannot be read as safetensors: its header is damaged; download or save it again"
-    names = [key for key in header if key != "__metadata__"]
-    return names, _describe_truncation(size, end) if size < end else None
-
-
-def _find_end_of_data(header: Mapping[str, Any]) -> int:
-    return max((int(entry["data_offsets"][1]) for key, entry in header.items() if key != "__metadata__"), default=0)
+        return "cannot be read as safetensors: its header is damaged; download or save it again"
+    return _describe_truncation(size, end) if size < end else FileHeader(ends, metadata)
 
 
 def _describe_truncation(size: int, expected: int) -> str:
@@ -100,7 +121,7 @@ def read_adapter_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
     Tensors in float8 are cast to bfloat16, which holds each of their values.
     """
-    if problem := describe_foreign_keys(read_tensor_names(path)):  # a whole model has gigabytes
+    if problem := describe_foreign_keys(list(read_header(path).ends)):  # a whole model has gigabytes
         raise InvalidAdapterFileError(f"{path}: {problem}")
     tensors, metadata = read_safetensors(path)
     tensors = {key: each.bfloat16() if each.dtype in _FLOAT8_DTYPES else each for key, each in tensors.items()}
@@ -136,10 +157,3 @@ def find_damaged_tensors(tensors: Mapping[str, Tensor]) -> Iterator[str]:
 def _is_rotation(module: str, tensors: Mapping[str, Tensor]) -> bool:
     """Whether alpha is the constraint of an OFT, which may be 0."""
     return any(f"{module}.{name}" in tensors for name in ("oft_blocks", "oft_blocks.0"))
-
-
-def join_messages(problems: Iterable[str]) -> str:
-    """The first problems in one line, and how many there are more."""
-    found = list(problems)
-    more = f" (and {len(found) - MAX_PROBLEMS_SHOWN} more)" if len(found) > MAX_PROBLEMS_SHOWN else ""
-    return "; ".join(found[:MAX_PROBLEMS_SHOWN]) + more

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from ..atomic_files import fsync_dir, fsync_file
 from ..errors import UserError
-from .file_reader import InvalidAdapterFileError, read_safetensors
+from .file_reader import InvalidAdapterFileError, iter_tensors, read_header
 from .formats import EMBEDDING_PREFIX, TYPES_WITHOUT_ALPHA
 from .key_names import find_wrapper_names
-from .state_dict import ALPHA, COMFY_SUFFIXES, DOWN, KOHYA_SUFFIXES, UP, ModuleAdapter, parse_tensor_key
+from .state_dict import ALPHA, UP, ModuleAdapter, parse_tensor_key
+from .validate_tensors import find_tensor_problems
 
 SAVE_DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -63,19 +65,6 @@ def write_adapter_file(
             part.unlink()
 
 
-REQUIRED_TENSORS: Mapping[str, tuple[str, ...]] = {
-    "lora": (DOWN, UP),
-    "dora": (DOWN, UP),
-    "loha": ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),
-    "oft": ("oft_R",),
-    "boft": ("boft_R", "boft_s"),
-    "glora": ("a1", "a2", "b1", "b2"),
-    "diag-oft": ("oft_blocks",),
-    "norm": (),
-    "full": (),
-}
-"""Required tensors of each adapter type; both factors of a LoKr may be full or decomposed."""
-
 ZERO_INIT_TENSORS = (UP, "hada_w2_b", "lokr_w1", "lokr_w1_a", "oft_R", "boft_R")
 """Tensors that are zero at the start of training."""
 
@@ -95,39 +84,50 @@ def verify_adapter_file(
     Pass ``is_trained`` False for files that may have zero updates: before the first step, or of other programs.
     Messages call the file ``name``, by default its path.
     """
-    tensors, file_metadata = read_safetensors(path, name)
-    problems = [*_compare_tensors(tensors, expected), *_find_invalid_tensors(tensors, is_trained)]
-    if not problems and is_trained and not _has_nonzero_update(tensors):
+    facts: dict[str, TensorFacts] = {}
+    header = read_header(path, name)
+    problems = [f"{key} is missing" for key in sorted(expected.keys() - header.ends.keys())]
+    for key, tensor in iter_tensors(path, name):
+        facts[key] = TensorFacts(tensor.to("meta"), bool(tensor.isfinite().all()), not bool(tensor.any()))
+        problems += _compare_tensor(key, tensor, expected.get(key))
+    problems += _find_invalid_tensors(facts, is_trained)
+    if not problems and is_trained and not _has_nonzero_update(facts):
         problems.append("every lora_up or lora_B is zero: the LoRA does nothing")
-    if file_metadata != metadata:
-        keys = sorted(key for key in {*file_metadata, *metadata} if file_metadata.get(key) != metadata.get(key))
+    if header.metadata != metadata:
+        keys = sorted(key for key in {*header.metadata, *metadata} if header.metadata.get(key) != metadata.get(key))
         problems.append(f"metadata differs: {', '.join(keys[:3])}")
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
         raise InvalidAdapterFileError(f"{name or path} failed its verification: {'; '.join(problems[:5])}{more}")
 
 
-def _compare_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Iterator[str]:
-    for key in sorted(expected.keys() - tensors.keys()):
-        yield f"{key} is missing"
-    for key in sorted(tensors.keys() - expected.keys()):
+@dataclass(frozen=True)
+class TensorFacts:
+    """What is to know about a tensor of a file."""
+
+    shape: Tensor
+    """On the meta device."""
+    is_finite: bool
+    is_zero: bool
+
+
+def _compare_tensor(key: str, actual: Tensor, wanted: Tensor | None) -> Iterator[str]:
+    if wanted is None:
         yield f"{key} is unexpected"
-    for key in sorted(tensors.keys() & expected.keys()):
-        actual, wanted = tensors[key], expected[key]
-        if actual.shape != wanted.shape or actual.dtype != wanted.dtype:
-            yield f"{key} is {_format_shape(actual)} instead of {_format_shape(wanted)}"
-        elif not torch.equal(actual, wanted) and bool(wanted.isfinite().all()):
-            yield f"{key} has other values than the model in memory"
+    elif actual.shape != wanted.shape or actual.dtype != wanted.dtype:
+        yield f"{key} is {_format_shape(actual)} instead of {_format_shape(wanted)}"
+    elif not torch.equal(actual, wanted) and bool(wanted.isfinite().all()):
+        yield f"{key} has other values than the model in memory"
 
 
-def _find_invalid_tensors(tensors: Mapping[str, Tensor], is_trained: bool) -> Iterator[str]:
+def _find_invalid_tensors(facts: Mapping[str, TensorFacts], is_trained: bool) -> Iterator[str]:
     """What a loader would reject or ignore."""
-    if not tensors:
+    if not facts:
         yield "it has no tensors"
-    for key in find_wrapper_names(tensors):
+    for key in find_wrapper_names(facts):
         yield f"{key}: no loader knows this key"
     modules: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
+    for key, fact in facts.items():
         if key.startswith(EMBEDDING_PREFIX):
             continue
         parsed = parse_tensor_key(key)
@@ -135,21 +135,22 @@ def _find_invalid_tensors(tensors: Mapping[str, Tensor], is_trained: bool) -> It
             yield f"{key}: no loader knows this key"
             continue
         module, name = parsed
-        modules.setdefault(module, {})[name] = tensor
-        if not bool(tensor.isfinite().all()):
+        modules.setdefault(module, {})[name] = fact.shape
+        if not fact.is_finite:
             yield f"{key} has non-finite values"
-        elif not bool(tensor.any()) and (
-            (name == ALPHA and f"{module}.oft_blocks" not in tensors)
+        elif fact.is_zero and (
+            (name == ALPHA and f"{module}.oft_blocks" not in facts)
             or (is_trained and name not in (ALPHA, *ZERO_INIT_TENSORS, *LYCORIS_ZERO_INIT_TENSORS))
         ):
             yield f"{key} is zero"
     # ComfyUI's files have alphas for some components only.
-    has_kohya = any(key.endswith(".lora_down.weight") for key in tensors)
-    suffixes = KOHYA_SUFFIXES if has_kohya else COMFY_SUFFIXES
+    has_kohya = any(key.endswith(".lora_down.weight") for key in facts)
     heads_with_alpha = {_get_component_part(module) for module, names in modules.items() if ALPHA in names}
-    for module, module_tensors in sorted(modules.items()):
+    for module, tensors in sorted(modules.items()):
+        yield from (f"{module}: {problem}" for problem in find_tensor_problems(tensors))
         has_alpha = has_kohya or _get_component_part(module) in heads_with_alpha
-        yield from _find_missing_tensors(module, module_tensors, suffixes, has_alpha)
+        if has_alpha and ALPHA not in tensors and ModuleAdapter(tensors, 0).adapter_type not in TYPES_WITHOUT_ALPHA:
+            yield f"{module} has no {ALPHA}"
 
 
 def _get_component_part(module: str) -> str:
@@ -157,29 +158,10 @@ def _get_component_part(module: str) -> str:
     return module.partition(".")[0] if "." in module else "_".join(module.split("_")[:2])
 
 
-def _find_missing_tensors(
-    module: str, tensors: Mapping[str, Tensor], suffixes: Mapping[str, str], has_alphas: bool
-) -> Iterator[str]:
-    adapter_type = ModuleAdapter(tensors, 0).adapter_type
-    required: list[str] = []
-    if adapter_type == "lokr":
-        for factor in ("lokr_w1", "lokr_w2"):
-            required += [factor] if factor in tensors else [f"{factor}_a", f"{factor}_b"]
-    else:
-        required += REQUIRED_TENSORS[adapter_type]
-    for name in (*required, *([ALPHA] if has_alphas and adapter_type not in TYPES_WITHOUT_ALPHA else [])):
-        if name not in tensors:
-            yield f"{module} has no {suffixes.get(name, name)}"
-    down, up = tensors.get(DOWN), tensors.get(UP)
-    if down is not None and up is not None and down.shape[:1] != up.shape[1:2]:
-        first, second = (suffixes[name].partition(".")[0] for name in (DOWN, UP))
-        yield f"{module}: rank {down.shape[0]} in {first}, {up.shape[1]} in {second}"
-
-
-def _has_nonzero_update(tensors: Mapping[str, Tensor]) -> bool:
+def _has_nonzero_update(facts: Mapping[str, TensorFacts]) -> bool:
     """Whether any tensor with zero initialization has changed."""
-    parsed = ((parse_tensor_key(key), tensor) for key, tensor in tensors.items())
-    return any(name is not None and name[1] in ZERO_INIT_TENSORS and bool(tensor.any()) for name, tensor in parsed)
+    parsed = ((parse_tensor_key(key), fact) for key, fact in facts.items())
+    return any(name is not None and name[1] in ZERO_INIT_TENSORS and not fact.is_zero for name, fact in parsed)
 
 
 def _format_shape(tensor: Tensor) -> str:

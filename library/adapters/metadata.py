@@ -6,12 +6,14 @@ Paths are never written: only their last component.
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save
 from torch import Tensor
 
@@ -21,6 +23,7 @@ from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.schema_output import SaveConfig
 from ..config.types import split_keyword_args
 from ..config.validate import THUMBNAIL_TYPES
+from .state_dict import ALPHA, ModuleAdapter, parse_tensor_key
 
 
 @dataclass(frozen=True)
@@ -90,15 +93,77 @@ def build_metadata(config: RunConfig, model: BaseModelMetadata, run: RunMetadata
 
 
 def add_model_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
-    """Add sd-scripts' two hashes of the tensors as they will be saved."""
+    """Add sd-scripts' two hashes of the tensors as they will be saved, and renew that of ModelSpec if there is one."""
+    model_hash, legacy_hash, position = hashlib.sha256(), hashlib.sha256(), 0
     # Only ss_ keys are hashed: titles and the like may be edited later.
-    payload = save(dict(tensors), {key: value for key, value in metadata.items() if key.startswith("ss_")})
-    start = 8 + int.from_bytes(payload[:8], "little")
-    return {
-        **metadata,
-        "sshs_model_hash": hashlib.sha256(memoryview(payload)[start:]).hexdigest(),
-        "sshs_legacy_hash": hashlib.sha256(payload[0x100000:0x110000]).hexdigest()[:8],
-    }
+    parts = _iter_file_parts(tensors, {key: value for key, value in metadata.items() if key.startswith("ss_")})
+    for part in parts:
+        legacy_hash.update(part[max(0, 0x100000 - position) : max(0, 0x110000 - position)])
+        if position:  # after the header
+            model_hash.update(part)
+        position += len(part)
+    hashes = {"sshs_model_hash": model_hash.hexdigest(), "sshs_legacy_hash": legacy_hash.hexdigest()[:8]}
+    if MODELSPEC_HASH_KEY in metadata:
+        hashes[MODELSPEC_HASH_KEY] = f"0x{model_hash.hexdigest()}"
+    return {**metadata, **hashes}
+
+
+MODELSPEC_HASH_KEY = "modelspec.hash_sha256"
+"""Hash of all tensors, which some programs write."""
+
+
+def _iter_file_parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[memoryview]:
+    """The header of a safetensors file and the bytes of its tensors, which are not copied."""
+    # In which order safetensors writes keys depends on their names and types.
+    small = save({key: torch.zeros(1, dtype=tensor.dtype) for key, tensor in tensors.items()}, dict(metadata))
+    header = json.loads(small[8 : 8 + int.from_bytes(small[:8], "little")])
+    names = sorted(header.keys() - {"__metadata__"}, key=lambda name: int(header[name]["data_offsets"][0]))
+    end = 0
+    for name in names:
+        start, end = end, end + tensors[name].nbytes
+        header[name] |= {"shape": list(tensors[name].shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for name in names:
+        yield tensors[name].contiguous().flatten().view(torch.uint8).numpy().data
+
+
+@dataclass(frozen=True)
+class NetworkSizes:
+    """All ranks and alphas in a file; where a layer has no alpha, it is the rank."""
+
+    dim: frozenset[int]
+    alpha: frozenset[float]
+
+
+def list_network_sizes(tensors: Mapping[str, Tensor]) -> NetworkSizes:
+    """List the ranks and alphas of the layers in a file of any format."""
+    layers: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        if (parsed := parse_tensor_key(key)) is not None:
+            layers.setdefault(parsed[0], {})[parsed[1]] = tensor
+    ranks = {name: ModuleAdapter(own, 0).rank for name, own in layers.items()}
+    alphas = frozenset(float(own.get(ALPHA, ranks[name])) for name, own in layers.items())
+    return NetworkSizes(frozenset(ranks.values()), alphas)
+
+
+def update_network_metadata(metadata: Mapping[str, str], before: NetworkSizes, now: NetworkSizes) -> dict[str, str]:
+    """Change sd-scripts' keys for ranks and alphas where a conversion, such as folding or fusing, has changed these."""
+    changed = dict(metadata)
+    for name, old, new in (("dim", before.dim, now.dim), ("alpha", before.alpha, now.alpha)):
+        if old == new or not new:
+            continue
+        if f"ss_network_{name}" in metadata:
+            changed[f"ss_network_{name}"] = str(next(iter(new))) if len(new) == 1 else "Dynamic"
+        try:
+            arguments = json.loads(changed.get("ss_network_args", "{}"))
+            kept = {key: value for key, value in arguments.items() if not re.search(rf"{name}s?$", key)}
+        except (ValueError, AttributeError):
+            continue
+        if len(kept) < len(arguments):  # conv_alpha, block_dims
+            changed["ss_network_args"] = json.dumps(kept)
+    return changed
 
 
 def _build_minimum_metadata(config: AdapterConfig, model: BaseModelMetadata, run: RunMetadata) -> dict[str, Any]:

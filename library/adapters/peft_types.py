@@ -22,7 +22,7 @@ ADAPTER_WEIGHT_PATTERN = (
 
 RANDOM_INIT_WEIGHTS = (
     *("lora_A", "hada_w1_a", "hada_w1_b", "hada_w2_a"),
-    *("lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b"),
+    *("lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "hada_t1", "hada_t2", "lokr_t2"),
 )
 """Weights with random initialization; another weight of the adapter is zero, so that the update is zero."""
 
@@ -174,4 +174,4 @@ def _read_rank_alpha(layer: Any, adapter_type: str, requested: RankAlpha) -> Ran
         # Two full matrices have no rank, and no loader scales them.
         layer.scaling["default"] = 1.0
         return RankAlpha(1, 1.0)
-    return RankAlpha(requested.rank, float(layer.scaling["default"] * requested.rank))
+    return RankAlpha(requested.rank, float(layer.scaling["default"] * requested.rank), requested.is_tucker)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..config.network_args import (
+    TUCKER_TYPES,
     UNET_FAMILIES,
     LycorisPreset,
     NetworkArgs,
@@ -166,7 +167,8 @@ def _resolve_rank_alpha(layer: TargetLayer, config: AdapterConfig, network_args:
             break
     if any(matches_full_name(pattern, layer) for pattern in network_args.exclude_patterns):
         rank = rank if any(matches_full_name(pattern, layer) for pattern in network_args.include_patterns) else 0
-    return RankAlpha(rank, float(alpha or rank))  # as in sd-scripts, alpha 0 means the rank
+    is_tucker = layer.is_spatial_conv and network_args.uses_tucker and get_adapter_type(config) in TUCKER_TYPES
+    return RankAlpha(rank, float(alpha or rank), is_tucker)  # as in sd-scripts, alpha 0 means the rank
 
 
 def _resolve_block_rank_alpha(

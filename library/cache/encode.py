@@ -14,7 +14,7 @@ from torch import Tensor
 from ..config.schema import ModelConfig
 from ..config.schema_data import CacheConfig
 from ..data.augment import Augmenter
-from ..data.batch import normalize_pixels
+from ..data.batch import Cond, normalize_pixels
 from ..data.images import BadSample, load_sample_pixels
 from ..data.worker_pool import prefetch_in_threads
 from ..dataset.image_inspection import Pixels
@@ -49,6 +49,17 @@ class FrozenEncoders:
     model: DetectedModel
     model_config: ModelConfig
     cache: CacheConfig
+    text_components: tuple[str, ...]
+    """The components that encode texts: those of T5 alone where CLIP is trained."""
+
+    @property
+    def is_t5_only(self) -> bool:
+        return self.text_components != self.family.text_components
+
+    def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        """Encode texts with the text components."""
+        encode = self.family.encode_t5_prompts if self.is_t5_only else self.family.encode_prompts
+        return encode(pipe, prompts)
 
     def load(self, components: Sequence[str], dtype: torch.dtype) -> Any:
         """Load a pipeline with these components, frozen and on the device."""
@@ -173,14 +184,14 @@ class CaptionEncoder:
 
     def encode_batches(self, batches: Iterator[list[int]]) -> Iterator[tuple[int, list[EncodedEntry]]]:
         """Encode batches in the dtype and autocast that training without a cache uses."""
-        strategy, family, pipe = self.encoders.strategy, self.encoders.family, None
+        strategy, pipe = self.encoders.strategy, None
         for batch in batches:
             if pipe is None:
                 dtype = MIXED_PRECISION_DTYPES[strategy.mixed_precision]
-                pipe = self.encoders.load(family.text_components, dtype)
+                pipe = self.encoders.load(self.encoders.text_components, dtype)
             captions = [self.text_keys.captions[index] for index in batch]
             with torch.no_grad(), strategy.accelerator.autocast():
-                rows = split_cond(family.encode_prompts(pipe, captions), len(captions))
+                rows = split_cond(self.encoders.encode_prompts(pipe, captions), len(captions))
             for caption, row in zip(captions, rows, strict=True):
                 if not all(bool(tensor.isfinite().all()) for tensor in row.values()):
                     raise UserError(f"the text encoder returns NaN or Inf for the caption {caption!r}")

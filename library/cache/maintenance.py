@@ -141,7 +141,8 @@ def open_run_caches(config: RunConfig) -> Iterator[RunCaches]:
         model = detect_model(config.model)
         family: Family = FAMILIES.get(model.family)(config.model)
         prepared = prepare_data(config.data, model.size_multiple, config.cache.cache_dir)
-        encoders = FrozenEncoders(strategy, family, model, config.model, config.cache)
+        text_components = family.list_cached_text_components(config.adapter, config.optim)
+        encoders = FrozenEncoders(strategy, family, model, config.model, config.cache, text_components)
         caches = [_build_latent_cache(encoders, prepared)] if config.cache.caches_latents else []
         if config.cache.caches_text_outputs:
             batch_plan = prepared.build_batch_plan(strategy.data_parallel_size, config.train)

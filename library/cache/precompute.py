@@ -146,12 +146,13 @@ def compute_vae_fingerprint(encoders: FrozenEncoders, cache_dir: Path) -> str:
 
 def compute_text_encoder_fingerprint(encoders: FrozenEncoders, cache_dir: Path) -> str:
     """Hash everything that decides which outputs the text encoders make of a given caption."""
-    weights = _compute_weight_hashes(encoders, encoders.family.text_components, cache_dir)
+    weights = _compute_weight_hashes(encoders, encoders.text_components, cache_dir)
     # models of one family may have different sequence lengths, which only their scheduler configs tell apart
     scheduler = json.dumps(get_config_reader(encoders.model)("scheduler/scheduler_config.json"), sort_keys=True)
     precision = str(MIXED_PRECISION_DTYPES[encoders.strategy.mixed_precision])
     options = _list_model_options(encoders.model_config)
-    return compute_encoder_fingerprint(type(encoders.family).__name__, precision, scheduler, *options, *weights)
+    parts = ["T5 only"] if encoders.is_t5_only else []
+    return compute_encoder_fingerprint(type(encoders.family).__name__, *parts, precision, scheduler, *options, *weights)
 
 
 def _compute_weight_hashes(encoders: FrozenEncoders, components: Sequence[str], cache_dir: Path) -> list[str]:

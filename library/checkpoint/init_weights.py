@@ -1,7 +1,7 @@
 """LoRA files a run starts from: ``base_weights``, merged into the model, and ``network_weights``, for the adapter."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class InitialWeights:
 
 
 def read_initial_weights(
-    adapter: AdapterConfig, family: Family, detected: DetectedModel, *, caches_text_outputs: bool = False
+    adapter: AdapterConfig, family: Family, detected: DetectedModel, *, cached_components: Collection[str] = ()
 ) -> InitialWeights:
     """Read all files before the model is loaded; all problems are reported at once."""
     if not adapter.base_weights and adapter.network_weights is None:
@@ -71,7 +71,7 @@ def read_initial_weights(
     for path, multiplier in zip(adapter.base_weights, multipliers, strict=False):
         content = _read_contents("base_weights", path, components, shapes, problems)
         if content is not None:
-            problems += _inspect_base_file(path, content, family, pipe, caches_text_outputs)
+            problems += _inspect_base_file(path, content, pipe, cached_components)
             bases.append((Path(path).name, content, multiplier))
     idle, independent = None, frozenset[str]()
     if adapter.network_weights is not None:
@@ -107,10 +107,10 @@ def _read_contents(
 
 
 def _inspect_base_file(
-    path: str, content: AdapterFileContents, family: Family, pipe: Any, caches_text_outputs: bool
+    path: str, content: AdapterFileContents, pipe: Any, cached_components: Collection[str]
 ) -> Iterator[str]:
-    encoders = sorted({module.partition(".")[0] for module in content.alphas} - {family.denoiser_name})
-    if encoders and caches_text_outputs:
+    encoders = sorted({module.partition(".")[0] for module in content.alphas} & set(cached_components))
+    if encoders:
         yield (
             f"--base_weights: {path}: changes {encoders[0]}, but cached text encoder outputs are encoded"
             " without it; remove cache_text_encoder_outputs"

@@ -3,8 +3,9 @@
 An option of sd-scripts is an alias of one of ours, changes nothing here, or is refused with a reason.
 """
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -21,6 +22,8 @@ class NoEffectOption:
     """An option that cannot change the result; accepted with any value, and named in one notice with all others."""
 
     reason: str
+    is_explained: bool = False
+    """Whether the notice gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,17 @@ class UnsupportedOption:
 
 class NotYetSupported(UnsupportedOption):
     """An option that is planned."""
+
+
+class OtherScriptOption(UnsupportedOption):
+    """An option of other training scripts: refused as a flag, ignored in a run file, both as in sd-scripts."""
+
+
+@dataclass(frozen=True)
+class SecretOption:
+    """A key or token; it becomes an environment variable of this process, and is written nowhere."""
+
+    variable: str
 
 
 RENAMED_OPTIONS = {
@@ -96,8 +110,8 @@ _TEXT_DROPOUT = _define_planned("dropout of single text encoders; use caption_dr
 _POSITION_CROP = _define_planned(
     "random crops of SD3's position embedding; the center crop of inference is used", 0, 0.0
 )
-_OTHER_FAMILY = UnsupportedOption("for a model family that is not supported")
-_FULL_TRAINING = UnsupportedOption("for full fine-tuning or textual inversion; only LoRA adapters are trained here")
+_OTHER_FAMILY = OtherScriptOption("for a model family that is not supported")
+_FULL_TRAINING = OtherScriptOption("for full fine-tuning or textual inversion; only LoRA adapters are trained here")
 _BROKEN_IN_KOHYA = NoEffectOption("no effect in sd-scripts either")
 
 _OTHER_FAMILY_OPTIONS = """
@@ -105,11 +119,11 @@ _OTHER_FAMILY_OPTIONS = """
     llm_adapter_lr self_attn_lr cross_attn_lr mlp_lr mod_lr t5_tokenizer_path qwen3_max_token_length t5_max_token_length
     vae_disable_cache
 """.split()
+_TEXT_RATE = OtherScriptOption("for full fine-tuning; the rate of a LoRA of text encoders is text_encoder_lr")
 _FULL_TRAINING_OPTIONS = """
-    block_lr learning_rate_te learning_rate_te1 learning_rate_te2 learning_rate_te3 train_text_encoder train_t5xxl
-    stop_text_encoder_training no_token_padding fused_optimizer_groups blockwise_fused_optimizers mem_eff_save
-    num_last_block_to_freeze diffusers_xformers use_safetensors token_string init_word num_vectors_per_token weights
-    use_object_template use_style_template
+    block_lr train_text_encoder stop_text_encoder_training no_token_padding fused_optimizer_groups
+    blockwise_fused_optimizers mem_eff_save num_last_block_to_freeze diffusers_xformers use_safetensors token_string
+    init_word num_vectors_per_token weights use_object_template use_style_template
 """.split()
 
 GUI_KEYS = frozenset(
@@ -126,7 +140,13 @@ GUI_KEYS = frozenset(
 )
 """Keys that GUIs of sd-scripts write for themselves; sd-scripts does not read them."""
 
-KOHYA_OPTIONS: dict[str, OptionAlias | NoEffectOption | UnsupportedOption] = {
+KOHYA_VALUES: dict[str, dict[Any, str]] = {"dynamo_backend": {"tensort": "tensorrt"}}
+"""Values that sd-scripts spells in another way."""
+
+OPTIONS_WITHOUT_INFLUENCE = frozenset(["attn_mode", "blocks_to_swap", "cpu_offload_checkpointing"])
+"""Options of speed and memory: a switch that sets one of them yields to the option itself."""
+
+KOHYA_OPTIONS: dict[str, OptionAlias | NoEffectOption | UnsupportedOption | SecretOption] = {
     "caption_extention": OptionAlias("caption_extension"),
     "training_shift": OptionAlias("discrete_flow_shift"),
     "fp8_base": OptionAlias("quantize_base", "fp8"),
@@ -155,10 +175,12 @@ KOHYA_OPTIONS: dict[str, OptionAlias | NoEffectOption | UnsupportedOption] = {
     "disable_mmap_load_safetensors": NoEffectOption("only how a file is read"),
     "text_encoder_cpu": NoEffectOption("text encoders run on the training device"),
     # secrets
-    "wandb_api_key": UnsupportedOption("a key in a flag ends up in logs; run `wandb login` or set WANDB_API_KEY"),
-    "huggingface_token": UnsupportedOption("a token in a flag ends up in logs; run `hf auth login` or set HF_TOKEN"),
+    "wandb_api_key": SecretOption("WANDB_API_KEY"),
+    "huggingface_token": SecretOption("HF_TOKEN"),
     # dataset
-    "conditioning_data_dir": UnsupportedOption(f"{_USE_DATASET_TOML}; sd-scripts ignores this option, too"),
+    "conditioning_data_dir": NoEffectOption(
+        "not read in sd-scripts either; set it in a subset of a dataset TOML", is_explained=True
+    ),
     "dataset_class": UnsupportedOption(f"dataset classes of sd-scripts cannot run here; {_USE_DATASET_TOML}"),
     "debug_dataset": UnsupportedOption("use --dry_run, or python -m library plan --preview"),
     "weighted_captions": UnsupportedOption("not supported: (tag:1.3) is passed to the text encoder as text"),
@@ -195,9 +217,102 @@ KOHYA_OPTIONS: dict[str, OptionAlias | NoEffectOption | UnsupportedOption] = {
     **dict.fromkeys(("save_clip", "save_t5xxl", "t5xxl_device", "t5xxl_dtype"), _BROKEN_IN_KOHYA),
     **dict.fromkeys(_OTHER_FAMILY_OPTIONS, _OTHER_FAMILY),
     **dict.fromkeys(_FULL_TRAINING_OPTIONS, _FULL_TRAINING),
+    **dict.fromkeys([f"learning_rate_te{number}" for number in ("", 1, 2, 3)], _TEXT_RATE),
+    "train_t5xxl": OtherScriptOption("for full fine-tuning; a LoRA of T5 needs train_t5xxl=True in network_args"),
     # options of this program that were removed
     "replay": UnsupportedOption(
         "removed; OUTPUT_NAME.nan-step*.json lists the images, timesteps and losses of a skipped step"
     ),
     "pp_cut": UnsupportedOption("removed: stages are always balanced by weights"),
 }
+
+
+@dataclass(frozen=True)
+class RawSetting:
+    """An option as it was written, before its value is converted."""
+
+    name: str
+    value: Any  # the words after a flag, or a TOML value
+    location: str  # "--network_dim" or "run.toml:3: network_dim"
+    is_flag: bool
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """An option as it was set under one of its names."""
+
+    name: str
+    location: str
+    value: Any
+
+    def contradicts(self, other: "Spelling") -> bool:
+        """Whether another name of the same option has another value; names of optimizers may be in any case."""
+        values = [value.lower() if isinstance(value, str) else value for value in (self.value, other.value)]
+        return self.name != other.name and values[0] != values[1]
+
+    def describe_conflict(self, other: "Spelling") -> str:
+        """Describe another value of the same option, whose location stands before the message."""
+        line = self.location.removesuffix(f": {self.name}").rpartition(":")[2]
+        where = self.location if self.location.startswith("--") else f"{self.name} in line {line}"
+        ours, theirs = (
+            " ".join(map(str, each)) if isinstance(each, tuple) else each for each in (self.value, other.value)
+        )
+        return f"{theirs} contradicts {where}, another name of this option, which is {ours}; remove one of them"
+
+
+def find_no_effect(setting: RawSetting) -> str | None:
+    """Return why an option that is not ours cannot change the result; an empty string where that needs no words."""
+    verdict = KOHYA_OPTIONS.get(setting.name)
+    if isinstance(verdict, NoEffectOption):
+        return verdict.reason if verdict.is_explained else ""
+    if isinstance(verdict, OtherScriptOption) and not setting.is_flag and not verdict.accepts(setting.value):
+        return verdict.reason
+    if setting.name == "dynamo_backend":
+        backend = str(setting.value[0] if setting.is_flag else setting.value).lower()
+        if backend == "no" and not setting.is_flag:
+            return "nothing is compiled"
+        if backend == "ipex":
+            return "accelerate has no such backend; torch_compile uses inductor"
+    if setting.name in GUI_KEYS and not setting.is_flag:
+        value = setting.value if setting.name == "additional_parameters" else None
+        return f"the GUI adds it to the command line: {_mask_secrets(str(value))}" if value else ""
+    return None
+
+
+def _mask_secrets(command: str) -> str:
+    names = "|".join(name for name, verdict in KOHYA_OPTIONS.items() if isinstance(verdict, SecretOption))
+    return re.sub(rf"(--(?:{names})[= ]\s*)\S+", r"\1...", command)
+
+
+def read_secret(setting: RawSetting, variable: str, notices: list[str]) -> dict[str, str]:
+    """Return the environment variable of a key or token; its value is in no message."""
+    value = setting.value if not setting.is_flag else setting.value[0] if len(setting.value) == 1 else None
+    if value in ("", False):
+        return {}
+    if not isinstance(value, str):
+        raise ValueError("expects one value" if setting.is_flag else "expected text in quotes")
+    if setting.is_flag:
+        notices.append(
+            f"{setting.location}: flags appear in process lists and shell histories; set {variable}, or write it in the"
+            " run file"
+        )
+    return {variable: value.strip()}
+
+
+def rename_kohya_value(setting: RawSetting, names: Mapping[Any, str]) -> RawSetting:
+    """Replace a value that sd-scripts spells in another way, or in capitals."""
+    words = setting.value if setting.is_flag else [setting.value]
+    words = [names.get(word.lower(), word.lower()) if isinstance(word, str) else word for word in words]
+    return replace(setting, value=words if setting.is_flag else words[0])
+
+
+def get_toml_value(setting: RawSetting) -> Any:
+    """Return the value as TOML would have it: a flag without a value is true, a number in a flag is a number."""
+    if not setting.is_flag:
+        return setting.value
+    if not setting.value:
+        return True
+    try:
+        return float(setting.value[0])
+    except ValueError:
+        return setting.value[0]

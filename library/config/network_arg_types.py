@@ -19,15 +19,9 @@ def parse_bool(text: str) -> bool:
     return values[text.lower()]
 
 
-def make_off_parser(reason: str) -> Callable[[str], bool]:
-    """Make a parser of an argument that is not supported, but may be written to be off."""
-
-    def parse(text: str) -> bool:
-        if text.lower() not in ("false", "0", "0.0", "no", "none", ""):
-            raise ValueError(f"not supported: {reason}; leave it out")
-        return False
-
-    return parse
+def parse_switch(text: str) -> bool:
+    """Parse an argument that may be a switch or a number, which is off at 0."""
+    return text.lower() not in ("false", "0", "0.0", "no", "none", "")
 
 
 def make_number_parser(

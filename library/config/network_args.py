@@ -19,6 +19,9 @@ UNET_OUTER_BLOCK_COUNTS = {"sdxl": (1, 1)}
 UNET_FAMILIES = tuple(UNET_BLOCK_COUNTS)
 LORA_TYPES = ("lora", "dora")
 RANKED_TYPES = ("lora", "dora", "loha", "lokr")
+ROTATION_TYPES = ("oft", "boft")
+ADAPTER_TYPES = (*RANKED_TYPES, *ROTATION_TYPES)
+TUCKER_ARGS, TUCKER_TYPES = ("use_tucker", "use_cp", "use_conv_cp"), ("loha", "lokr")
 
 LYCORIS_ALGORITHMS = {
     "lora": "lora",
@@ -82,6 +85,7 @@ UNSUPPORTED_ARGS = {
     "ggpo_sigma": "not yet: weight perturbation (GGPO)",
     "ggpo_beta": "not yet: weight perturbation (GGPO)",
     "unit": "only for networks.dylora, which is not supported",
+    "disable_conv_cp": "LyCORIS reads it as use_tucker; write use_tucker instead",
 }
 """Arguments of network modules of sd-scripts or LyCORIS that are not accepted here."""
 
@@ -93,6 +97,12 @@ def _define_arg(
     return field(default=default, metadata=metadata)
 
 
+def _define_lycoris_switch(effective_types: Sequence[str], reason: str = "") -> Any:
+    """An argument of LyCORIS that changes the result of these adapter types only; refused there, if it is on."""
+    item = _define_arg(types.parse_switch, False)
+    return field(default=False, metadata={**item.metadata, "effective_types": tuple(effective_types), "reason": reason})
+
+
 def _define_unet_arg(parse: Callable[[str], Any], default: Any = None, adapter_types: Sequence[str] = ()) -> Any:
     return _define_arg(parse, default, UNET_FAMILIES, adapter_types)
 
@@ -101,28 +111,34 @@ def _define_unet_arg(parse: Callable[[str], Any], default: Any = None, adapter_t
 class NetworkArgs:
     """A field for each argument; the metadata lists the families and adapter types that it applies to."""
 
-    algo: str = _define_arg(types.make_choice_parser(*LYCORIS_ALGORITHMS), "lora")
+    algo: str = _define_arg(lambda text: types.make_choice_parser(*LYCORIS_ALGORITHMS)(text.lower() or "lora"), "lora")
     use_dora: bool = _define_arg(types.parse_bool, False, adapter_types=LORA_TYPES)
     dora_wd: bool = _define_arg(types.parse_bool, False, adapter_types=LORA_TYPES)
     use_rslora: bool = _define_arg(types.parse_bool, False, adapter_types=LORA_TYPES)
     rs_lora: bool = _define_arg(types.parse_bool, False, adapter_types=LORA_TYPES)
     factor: int = _define_arg(types.parse_lokr_factor, -1, adapter_types=("lokr",))
     decompose_both: bool = _define_arg(types.parse_bool, False, adapter_types=("lokr",))
-    conv_dim: int | None = _define_unet_arg(types.make_number_parser(1, number_type=int), adapter_types=RANKED_TYPES)
+    conv_dim: int | None = _define_unet_arg(types.parse_rank, adapter_types=RANKED_TYPES)
     conv_alpha: float = _define_unet_arg(types.parse_alpha, 1.0, RANKED_TYPES)
     rank_dropout: float = _define_arg(types.parse_dropout_rate, 0.0, adapter_types=("lora",))
     module_dropout: float = _define_arg(types.parse_dropout_rate, 0.0, adapter_types=("lora",))
     preset: str | None = _define_arg(types.make_choice_parser(*LYCORIS_PRESETS))
-    use_tucker: bool = _define_arg(types.make_off_parser("convolutions are not decomposed"), False)
-    use_cp: bool = _define_arg(types.make_off_parser("convolutions are not decomposed"), False)
-    use_scalar: bool = _define_arg(types.make_off_parser("there is no trained scalar"), False)
-    train_norm: bool = _define_arg(types.make_off_parser("norms are not trained"), False)
-    full_matrix: bool = _define_arg(types.make_off_parser("network_dim=100000 has the same effect"), False)
-    bypass_mode: bool = _define_arg(types.make_off_parser("weights are always merged in memory"), False)
-    rescaled: bool = _define_arg(types.make_off_parser("rotations are not rescaled"), False)
-    constraint: bool = _define_arg(types.make_off_parser("rotations are not constrained"), False)
-    unbalanced_factorization: bool = _define_arg(types.make_off_parser("factors are balanced"), False)
-    dropout: bool = _define_arg(types.make_off_parser("use --network_dropout"), False)
+    use_tucker: bool = _define_lycoris_switch(RANKED_TYPES)
+    use_cp: bool = _define_lycoris_switch(RANKED_TYPES)
+    use_conv_cp: bool = _define_lycoris_switch(RANKED_TYPES)
+    use_scalar: bool = _define_lycoris_switch(RANKED_TYPES, "there is no trained scalar")
+    train_norm: bool = _define_lycoris_switch(ADAPTER_TYPES, "norms are not trained")
+    full_matrix: bool = _define_lycoris_switch(("lokr",), "network_dim=100000 has the same effect")
+    bypass_mode: bool = _define_lycoris_switch(("dora",), "DoRA needs the merged weight")
+    rescaled: bool = _define_lycoris_switch(ROTATION_TYPES, "rotations are not rescaled")
+    constraint: bool = _define_lycoris_switch(ROTATION_TYPES, "rotations are not constrained")
+    constrain: bool = _define_lycoris_switch(ROTATION_TYPES, "rotations are not constrained")
+    unbalanced_factorization: bool = _define_lycoris_switch(("lokr",), "factors are balanced")
+    wd_on_output: bool = _define_arg(types.parse_switch, True)
+    rank_dropout_scale: bool = _define_lycoris_switch(())
+    train_on_input: bool = _define_lycoris_switch(())
+    block_size: bool = _define_lycoris_switch(())
+    dropout: float | None = _define_arg(types.parse_dropout_rate)
     block_dims: tuple[int, ...] | None = _define_unet_arg(types.parse_ranks)
     block_alphas: tuple[float, ...] | None = _define_unet_arg(types.parse_alphas, adapter_types=RANKED_TYPES)
     conv_block_dims: tuple[int, ...] | None = _define_unet_arg(types.parse_ranks, adapter_types=RANKED_TYPES)
@@ -164,6 +180,11 @@ class NetworkArgs:
     x_mod_dim: int | None = _define_arg(types.parse_rank, families=("sd3",))
     emb_dims: tuple[int, ...] | None = _define_arg(types.make_list_parser(types.parse_rank, 6), families=("sd3",))
 
+    @property
+    def uses_tucker(self) -> bool:
+        """Whether LoHa and LoKr decompose convolutions into three."""
+        return self.use_tucker or self.use_cp or self.use_conv_cp
+
 
 def parse_network_args(args: Sequence[str]) -> tuple[NetworkArgs, list[str]]:
     """Parse ``name=value`` arguments; return them and all problems."""
@@ -194,7 +215,8 @@ def get_network_args(adapter: AdapterConfig) -> NetworkArgs:
         return arguments
     given = list_arg_names(adapter.network_args)
     alpha = arguments.conv_alpha if "conv_alpha" in given else adapter.network_alpha
-    return replace(arguments, conv_dim=arguments.conv_dim or adapter.network_dim, conv_alpha=alpha)
+    conv_dim = adapter.network_dim if arguments.conv_dim is None else arguments.conv_dim
+    return replace(arguments, conv_dim=conv_dim, conv_alpha=alpha)
 
 
 def get_lycoris_preset(adapter: AdapterConfig) -> LycorisPreset | None:
@@ -238,7 +260,30 @@ def find_args_of_other_types(adapter: AdapterConfig) -> list[str]:
     ]
     if adapter.network_module != "lycoris.kohya":
         problems += [f"{name}: only for network_module lycoris.kohya" for name in ("algo", "preset") if name in names]
-    return problems
+    if drops_in_bypass_mode(adapter):
+        problems.append("bypass_mode: drops other values than here; remove it or the dropout, or use networks.lora")
+    return [*problems, *_find_unsupported_switches(arguments, names, adapter_type)]
+
+
+def drops_in_bypass_mode(adapter: AdapterConfig) -> bool:
+    """Whether LyCORIS applies dropout, which it does in its bypass mode only."""
+    arguments = parse_network_args(adapter.network_args)[0]
+    has_dropout = bool(adapter.network_dropout or arguments.dropout)
+    return has_dropout and arguments.bypass_mode and adapter.network_module == "lycoris.kohya"
+
+
+def _find_unsupported_switches(arguments: NetworkArgs, names: Sequence[str], adapter_type: str) -> Iterator[str]:
+    """Say which arguments of LyCORIS are on and would change the result."""
+    for item in fields(NetworkArgs):
+        is_effective = adapter_type in item.metadata.get("effective_types", ())
+        if not is_effective or not getattr(arguments, item.name) or item.name not in names:
+            continue
+        if item.name not in TUCKER_ARGS:
+            yield f"{item.name}: not supported: {item.metadata['reason']}; leave it out"
+        elif adapter_type not in TUCKER_TYPES:
+            yield f"{item.name}: only for algo loha and lokr; convolutions of {adapter_type} are not decomposed"
+    if not arguments.wd_on_output and adapter_type == "dora":
+        yield "wd_on_output: not supported: DoRA has a magnitude for each output; leave it out"
 
 
 def find_args_of_other_families(adapter: AdapterConfig, family: str, title: str) -> list[str]:

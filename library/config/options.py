@@ -16,7 +16,7 @@ ExplicitOptions = frozenset[str]
 
 OFF_AT_ZERO = frozenset(
     "scale_weight_norms sample_every_n_steps sample_every_n_epochs save_last_n_steps save_last_n_epochs"
-    " save_last_n_steps_state save_last_n_epochs_state".split()
+    " save_last_n_steps_state save_last_n_epochs_state vae_batch_size".split()
 )
 """Options that sd-scripts takes for not set at 0."""
 

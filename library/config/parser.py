@@ -6,7 +6,7 @@ Every problem is collected with its file and line, so that the user sees all of 
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,32 @@ from ..registry import suggest_name
 from .kohya_compat import (
     GUI_KEYS,
     KOHYA_OPTIONS,
+    KOHYA_VALUES,
+    OPTIONS_WITHOUT_INFLUENCE,
     RENAMED_OPTIONS,
     RENAMED_VALUES,
-    NoEffectOption,
     OptionAlias,
+    RawSetting,
+    SecretOption,
+    Spelling,
     UnsupportedOption,
+    find_no_effect,
     format_rename_notice,
+    get_toml_value,
+    read_secret,
+    rename_kohya_value,
 )
-from .options import Option, build_config, iter_options
+from .options import OFF_AT_ZERO, Option, build_config, iter_options
 from .schema import RunConfig
 from .toml_positions import read_toml_with_lines
-from .unused_options import find_unused_options, reset_options, resolve_trained_components
+from .unused_options import (
+    find_unused_args,
+    find_unused_options,
+    remove_args,
+    reset_options,
+    resolve_lycoris_preset,
+    resolve_trained_components,
+)
 from .validate import validate_config
 
 COMMAND_OPTIONS = {"config_file": True, "output_config": False}
@@ -35,16 +50,6 @@ _UNSET: Any = object()
 """The value of an option that the run TOML mentions and leaves unset."""
 
 _FLAG_PATTERN = re.compile(r"--|-[A-Za-z]")  # -1 and - are values
-
-
-@dataclass(frozen=True)
-class RawSetting:
-    """An option as it was written, before its value is converted."""
-
-    name: str
-    value: Any  # the words after a flag, or a TOML value
-    location: str  # "--network_dim" or "run.toml:3: network_dim"
-    is_flag: bool
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,8 @@ class ParsedConfig:
     """Whether there are options that only sd-scripts has, or those that it always needs."""
     kohya_defaults: tuple[str, ...] = ()
     """Options that are not set and whose defaults differ from sd-scripts', with both values."""
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Environment variables for the keys and tokens that were given."""
 
     def require_valid(self) -> RunConfig:
         """Return the configuration, or raise a ``ConfigError`` with all problems."""
@@ -79,6 +86,12 @@ class ParsedConfig:
         locations = {name: location for name, location in self.locations.items() if name not in reasons}
         config = reset_options(self.config, reasons)
         return replace(self, config=config, locations=locations, unused=(*self.unused, *unused))
+
+    def without_args(self, reasons: Mapping[str, str]) -> "ParsedConfig":
+        """Remove ``network_args`` without effect; ``reasons`` says why of each."""
+        unused = tuple((f"{self.locations['network_args']} {name}", reason) for name, reason in reasons.items())
+        adapter = remove_args(self.config.adapter, reasons.keys())
+        return replace(self, config=replace(self.config, adapter=adapter), unused=(*self.unused, *unused))
 
     def locate_problems(self, problems: Iterable[str]) -> list[str]:
         """Replace ``--option`` or ``option`` at the start of a problem by the flag or the line that sets it."""
@@ -122,7 +135,7 @@ def _locate_problem(problem: str, locations: Mapping[str, str]) -> str:
 def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedConfig:
     """Parse flags, and the TOML file of ``--config_file``."""
     options = {option.name: option for option in iter_options(config_class)}
-    problems, notices, invalid_options = list[str](), list[str](), set[str]()
+    problems, invalid_options = list[str](), set[str]()
     flags = list(_parse_flags(argv, options, problems, invalid_options))
     commands = {setting.name: setting for setting in flags if setting.name in COMMAND_OPTIONS}
     path = _resolve_config_file(commands, problems)
@@ -134,39 +147,82 @@ def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedC
             problems += error.problems
             invalid_options |= options.keys() - {setting.name for setting in settings}  # the file may set them
 
-    values, locations, unused = dict[str, Any](), dict[str, str](), list[tuple[str, str]]()
+    reader = _SettingsReader(options, problems, invalid_options)
     for setting in _sort_switch_aliases_first(settings):
+        reader.read(setting)
+    has_kohya_options = "network_module" in reader.locations or any(
+        setting.name in KOHYA_OPTIONS or setting.name in GUI_KEYS for setting in settings
+    )
+    parsed = ParsedConfig(
+        build_config(config_class, reader.values),
+        reader.locations,
+        problems,
+        reader.notices,
+        path,
+        "output_config" in commands,
+        frozenset(invalid_options),
+        tuple(reader.unused),
+        has_kohya_options,
+        secrets=reader.secrets,
+    )
+    return _resolve_run_config(parsed) if config_class is RunConfig else parsed
+
+
+@dataclass
+class _SettingsReader:
+    """Converts settings one after another; later ones replace earlier ones."""
+
+    options: dict[str, Option]
+    problems: list[str]
+    invalid_options: set[str]
+    values: dict[str, Any] = field(default_factory=dict)
+    locations: dict[str, str] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+    unused: list[tuple[str, str]] = field(default_factory=list)
+    secrets: dict[str, str] = field(default_factory=dict)
+    spellings: dict[tuple[str, bool], Spelling] = field(default_factory=dict)
+    """The first setting of each option, in the file and in flags."""
+
+    def read(self, setting: RawSetting) -> None:
+        spelled_name = setting.name
         setting, notice = _rename_deprecated(setting)
         if notice is not None:
-            notices.append(notice)
+            self.notices.append(notice)
+        if (reason := find_no_effect(setting)) is not None:
+            self.unused.append((setting.location, reason))
+            return
+        option, verdict = self.options.get(setting.name), KOHYA_OPTIONS.get(setting.name)
         try:
-            option = options.get(setting.name)
-            if (reason := _find_no_effect(setting)) is not None:
-                unused.append((setting.location, reason))
-                continue
+            if isinstance(verdict, SecretOption):
+                self.secrets |= read_secret(setting, verdict.variable, self.notices)
+                return
             name, value = (
                 (setting.name, _convert_value(setting, option))
                 if option is not None
-                else _translate_kohya_option(setting, options)
+                else _translate_kohya_option(setting, self.options)
             )
         except ValueError as error:
-            problems.append(f"{setting.location}: {error}")
-            invalid_options.add(setting.name)
-            continue
+            self.problems.append(f"{setting.location}: {error}")
+            self.invalid_options.add(setting.name)
+            return
         if name and value is not _UNSET:
-            values[name], locations[name] = value, setting.location
+            self._set_value(name, Spelling(spelled_name, setting.location, value), is_flag=setting.is_flag)
         elif name and option is None:  # sd-scripts' own option, with the value of what happens anyway
-            locations[name] = setting.location
-    config = build_config(config_class, values)
-    has_kohya_options = "network_module" in locations or any(
-        setting.name in KOHYA_OPTIONS or setting.name in GUI_KEYS for setting in settings
-    )
-    is_output = "output_config" in commands
-    invalid = frozenset(invalid_options)
-    parsed = ParsedConfig(
-        config, locations, problems, notices, path, is_output, invalid, tuple(unused), has_kohya_options
-    )
-    return _resolve_run_config(parsed) if config_class is RunConfig else parsed
+            self.locations[name] = setting.location
+        elif name and setting.is_flag:  # a zero turns off what the file has set
+            self.values.pop(name, None)
+            self.locations.pop(name, None)
+
+    def _set_value(self, name: str, spelling: Spelling, *, is_flag: bool) -> None:
+        first = self.spellings.setdefault((name, is_flag), spelling)
+        if first.contradicts(spelling):
+            if name not in OPTIONS_WITHOUT_INFLUENCE:
+                self.problems.append(f"{spelling.location}: {first.describe_conflict(spelling)}")
+            elif spelling.value is False:  # sd-scripts has two switches, either of which turns it on
+                return
+            else:
+                self.unused.append((first.location, f"{name} is set"))
+        self.values[name], self.locations[name] = spelling.value, spelling.location
 
 
 def _parse_flags(
@@ -276,20 +332,10 @@ def _sort_switch_aliases_first(settings: Sequence[RawSetting]) -> list[RawSettin
     return sorted(settings, key=lambda setting: (setting.is_flag, not is_switch_alias(setting)))
 
 
-def _find_no_effect(setting: RawSetting) -> str | None:
-    """Return why an option that is not ours cannot change the result; an empty string where that needs no words."""
-    if isinstance(KOHYA_OPTIONS.get(setting.name), NoEffectOption):
-        return ""
-    if setting.name == "dynamo_backend" and str(setting.value).lower() == "no" and not setting.is_flag:
-        return "nothing is compiled"
-    if setting.name in GUI_KEYS and not setting.is_flag:
-        value = setting.value if setting.name == "additional_parameters" else None
-        return f"the GUI adds it to the command line: {value}" if value else ""
-    return None
-
-
 def _resolve_run_config(parsed: ParsedConfig) -> ParsedConfig:
     """Resolve learning rates of 0, drop options without effect, and check the options against each other."""
+    adapter = resolve_lycoris_preset(parsed.config.adapter)
+    parsed = replace(parsed, config=replace(parsed.config, adapter=adapter)).without_args(find_unused_args(adapter))
     reasons = find_unused_options(parsed.config, frozenset(parsed.locations))
     parsed = parsed.without_unused(reasons)
     adapter, optim = resolve_trained_components(parsed.config.adapter, parsed.config.optim)
@@ -303,8 +349,12 @@ def _resolve_run_config(parsed: ParsedConfig) -> ParsedConfig:
 
 
 def _convert_value(setting: RawSetting, option: Option) -> Any:
+    if option.name in KOHYA_VALUES:
+        setting = rename_kohya_value(setting, KOHYA_VALUES[option.name])
     if not setting.is_flag:
         return _UNSET if option.is_unset_by(setting.value) else option.parse_lenient_toml_value(setting.value)
+    if option.name in OFF_AT_ZERO and setting.value == ["0"]:
+        return _UNSET
     return bool(setting.value[0]) if option.value_type is bool else option.parse_words(setting.value)
 
 
@@ -318,14 +368,14 @@ def _translate_kohya_option(setting: RawSetting, options: dict[str, Option]) -> 
         raise ValueError(f"unknown option; did you mean {prefix}{underscored}?")
     verdict = KOHYA_OPTIONS.get(setting.name)
     if isinstance(verdict, UnsupportedOption):
-        if not verdict.accepts(_get_toml_value(setting)):
+        if not verdict.accepts(get_toml_value(setting)):
             raise ValueError(verdict.reason)
         return setting.name, _UNSET
     if not isinstance(verdict, OptionAlias):
         names = [*options, *KOHYA_OPTIONS, *COMMAND_OPTIONS]
         raise ValueError(f"unknown option{suggest_name(setting.name, names, prefix)}")
     if verdict.value is not None:
-        is_on = _get_toml_value(setting)
+        is_on = get_toml_value(setting)
         is_on = bool(is_on) if is_on in (0, 1, "") else {"true": True, "false": False}.get(str(is_on).lower())
         if is_on is None or (setting.is_flag and setting.value):
             raise ValueError("takes no value" if setting.is_flag else "expected true or false")
@@ -333,15 +383,3 @@ def _translate_kohya_option(setting: RawSetting, options: dict[str, Option]) -> 
     if setting.is_flag and len(setting.value) != 1:
         raise ValueError("expects one value")
     return verdict.option, _convert_value(setting, options[verdict.option])
-
-
-def _get_toml_value(setting: RawSetting) -> Any:
-    """Return the value as TOML would have it: a flag without a value is true, a number in a flag is a number."""
-    if not setting.is_flag:
-        return setting.value
-    if not setting.value:
-        return True
-    try:
-        return float(setting.value[0])
-    except ValueError:
-        return setting.value[0]

@@ -16,6 +16,9 @@ else:
 KeyPath = tuple[str | int, ...]
 """Keys and array indices from the root: ``("datasets", 0, "subsets", 1, "image_dir")``."""
 
+SECRET_KEYS = ("wandb_api_key", "huggingface_token")
+"""Keys whose values are in no message."""
+
 _BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
 _SPACES = re.compile(r"[ \t]*")
 _KEY = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'[^'\n]*'|[A-Za-z0-9_-]+")
@@ -73,6 +76,8 @@ def _hint_toml_fix(line: str) -> str:
         return "; TOML has no None: remove the line"
     if value.startswith('"') and "\\" in value:
         return "; write paths with backslashes in single quotes: " + value.replace('"', "'")
+    if key.strip() in SECRET_KEYS:
+        value = re.sub(r"\w+", "...", value)
     if value and re.fullmatch(r"[A-Za-z/~.][^\"'\[\]{}]*", value):
         return f'; text needs quotes: {key.strip()} = "{value}"'
     return ""

@@ -6,9 +6,19 @@ ignored cannot be read by accident.
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
-from .network_args import get_lycoris_preset, parse_network_args, validate_network_module
+from .network_args import (
+    ROTATION_TYPES,
+    TUCKER_ARGS,
+    NetworkArgs,
+    drops_in_bypass_mode,
+    get_adapter_type,
+    get_lycoris_preset,
+    list_arg_names,
+    parse_network_args,
+    validate_network_module,
+)
 from .options import ExplicitOptions
 from .schema import AdapterConfig, OptimConfig, RunConfig, TrainConfig
 from .schema_data import CacheConfig, DataConfig
@@ -37,6 +47,8 @@ SCHEDULER_OPTIONS = (
 
 _UPLOAD_OPTIONS = ("huggingface_repo_type", "huggingface_path_in_repo", "huggingface_repo_visibility", "async_upload")
 _TRACKER_OPTIONS = ("log_prefix", "log_tracker_name", "log_tracker_config", "wandb_run_name", "log_config")
+_DROPOUT_OF_LYCORIS = "LyCORIS drops nothing without bypass_mode; networks.lora does"
+_NO_CONVOLUTIONS = "convolutions are not trained"
 _RATE_OPTIONS = ("learning_rate", "unet_lr", "text_encoder_lr")
 
 
@@ -71,14 +83,19 @@ def reset_options(config: RunConfig, names: Iterable[str]) -> RunConfig:
     return RunConfig(**groups)
 
 
-def resolve_trained_components(adapter: AdapterConfig, optim: OptimConfig) -> tuple[AdapterConfig, OptimConfig]:
-    """A learning rate of 0, or a preset of LyCORIS without text encoders, stands for not training them."""
+def resolve_lycoris_preset(adapter: AdapterConfig) -> AdapterConfig:
+    """A preset of LyCORIS without text encoders stands for not training them."""
     is_valid = (
         validate_network_module(adapter.network_module) is None and not parse_network_args(adapter.network_args)[1]
     )
     preset = get_lycoris_preset(adapter) if is_valid else None
     if preset is not None and preset.text_pattern is None and adapter.trains_denoiser:
-        adapter = dataclasses.replace(adapter, network_train_unet_only=True)
+        return dataclasses.replace(adapter, network_train_unet_only=True)
+    return adapter
+
+
+def resolve_trained_components(adapter: AdapterConfig, optim: OptimConfig) -> tuple[AdapterConfig, OptimConfig]:
+    """A learning rate of 0 stands for not training the denoiser or the text encoders."""
     if optim.text_encoder_lr and not any(optim.text_encoder_lr) and adapter.trains_denoiser:
         adapter = dataclasses.replace(adapter, network_train_unet_only=True)
         optim = dataclasses.replace(optim, text_encoder_lr=())
@@ -86,6 +103,57 @@ def resolve_trained_components(adapter: AdapterConfig, optim: OptimConfig) -> tu
         adapter = dataclasses.replace(adapter, network_train_text_encoder_only=True)
         optim = dataclasses.replace(optim, unet_lr=None)
     return adapter, optim
+
+
+def find_unused_args(adapter: AdapterConfig) -> dict[str, str]:
+    """Find valid arguments without effect on this adapter, and why; they have none in sd-scripts either."""
+    arguments, problems = parse_network_args(adapter.network_args)
+    if problems or validate_network_module(adapter.network_module) is not None:
+        return {}
+    adapter_type, preset = get_adapter_type(adapter), get_lycoris_preset(adapter)
+    has_convolutions = preset.has_convolutions if preset is not None else bool(arguments.conv_dim)
+    unused = dict[str, str]()
+    if not has_convolutions or arguments.conv_dim == 0:
+        unused |= dict.fromkeys(TUCKER_ARGS, _NO_CONVOLUTIONS)
+    if preset is None:
+        switches = (item.name for item in dataclasses.fields(NetworkArgs) if "effective_types" in item.metadata)
+        unused |= dict.fromkeys([*switches, "wd_on_output"], "only for network_module lycoris.kohya")
+        unused["dropout"] = "network_dropout is the option for it"
+        if arguments.algo == "lora":
+            unused["algo"] = f"the type is that of {adapter.network_module}"
+        if arguments.conv_dim is None:
+            unused["conv_alpha"] = _NO_CONVOLUTIONS
+    else:
+        unused |= _find_args_without_effect(adapter_type)
+        if not preset.has_convolutions:
+            unused |= dict.fromkeys(("conv_dim", "conv_alpha"), _NO_CONVOLUTIONS)
+    if drops_in_bypass_mode(adapter):
+        unused = {name: reason for name, reason in unused.items() if name not in ("dropout", "bypass_mode")}
+    names, defaults = list_arg_names(adapter.network_args), NetworkArgs()
+    is_on = {name: name == "algo" or getattr(arguments, name) != getattr(defaults, name) for name in unused}
+    return {name: reason for name, reason in unused.items() if name in names and is_on[name]}
+
+
+def _find_args_without_effect(adapter_type: str) -> dict[str, str]:
+    """Find the arguments that LyCORIS does not read for an adapter type."""
+    unused = {"dropout": _DROPOUT_OF_LYCORIS}
+    for item in dataclasses.fields(NetworkArgs):
+        types = item.metadata.get("effective_types")
+        if (types is not None and adapter_type not in types) or (
+            item.metadata["adapter_types"] == ("lokr",) and adapter_type != "lokr"
+        ):
+            unused[item.name] = f"not for {adapter_type}" if types else "not read by LyCORIS"
+    if adapter_type != "dora":
+        unused |= {"wd_on_output": "only for DoRA", "bypass_mode": "the result is the same"}
+    if adapter_type in ROTATION_TYPES:
+        unused |= dict.fromkeys(("dora_wd", "rs_lora"), f"not for {adapter_type}")
+    return unused
+
+
+def remove_args(adapter: AdapterConfig, names: Collection[str]) -> AdapterConfig:
+    return dataclasses.replace(
+        adapter, network_args=tuple(arg for arg in adapter.network_args if list_arg_names([arg])[0] not in names)
+    )
 
 
 def is_self_tuning_adafactor(optim: OptimConfig) -> bool:
@@ -130,6 +198,9 @@ def _find_unused_scheduler_options(optim: OptimConfig) -> Iterator[UnusedOption]
 
 
 def _find_unused_adapter_options(adapter: AdapterConfig) -> Iterator[UnusedOption]:
+    arguments = parse_network_args(adapter.network_args)[0]
+    if adapter.network_module == "lycoris.kohya" and adapter.network_dropout and not arguments.bypass_mode:
+        yield "network_dropout", _DROPOUT_OF_LYCORIS
     if adapter.dim_from_weights and adapter.network_weights:
         for name in ("network_dim", "network_alpha"):
             yield name, "dim_from_weights takes it from network_weights"

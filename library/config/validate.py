@@ -37,7 +37,7 @@ def validate_config(config: RunConfig, explicit: ExplicitOptions) -> Iterator[Op
         validate_dataset_path(config.data),
         validate_max_token_length(config.model),
         validate_adapter_options(config.adapter, config.optim, explicit),
-        validate_lr_scheduler(config.optim, config.train),
+        validate_lr_scheduler(config.optim),
         validate_self_tuning_optimizers(config.optim, config.adapter),
         validate_learning_rates(config.optim, config.adapter),
         validate_data_options(config.data),

@@ -72,11 +72,8 @@ def _validate_adapter_type(
     if arguments.train_t5xxl and not adapter.trains_text_encoders:
         problem = f"train_t5xxl: text encoders are not trained; remove {UNET_ONLY}"
         yield ("network_args", UNET_ONLY), problem
-    if arguments.conv_dim is None:
-        if "conv_alpha" in list_arg_names(adapter.network_args):
-            yield ("network_args",), "conv_alpha: convolutions are not trained; add conv_dim"
-        if arguments.conv_block_dims or arguments.conv_block_alphas:
-            yield ("network_args",), "conv_block_dims: convolutions are not trained; add conv_dim"
+    if arguments.conv_dim is None and (arguments.conv_block_dims or arguments.conv_block_alphas):
+        yield ("network_args",), "conv_block_dims: convolutions are not trained; add conv_dim"
 
 
 def validate_initial_weights(adapter: AdapterConfig) -> Iterator[OptionConflict]:
@@ -141,14 +138,17 @@ def validate_adapter_for_model(
 
 
 def validate_text_caching(
-    adapter: AdapterConfig, cache: CacheConfig, text_encoders: Sequence[str]
+    adapter: AdapterConfig, cache: CacheConfig, trained_encoders: Sequence[str], t5: str | None
 ) -> Iterator[OptionConflict]:
-    """Outputs of text encoders that are trained change with each step; ``text_encoders`` are those that can be."""
-    if not text_encoders or not adapter.trains_text_encoders:
+    """Outputs of text encoders that are trained change with each step; those of a T5 that is not are cached."""
+    if not trained_encoders or (t5 is not None and t5 not in trained_encoders):
         return
-    name = TEXT_ENCODER_ONLY if adapter.network_train_text_encoder_only else UNET_ONLY
-    fix = f"set {name} to train the denoiser only" if name == UNET_ONLY else f"remove {name}"
+    what, name, fix = "text encoders are trained, so their", UNET_ONLY, f"set {UNET_ONLY} to train the denoiser only"
+    if t5 is not None:
+        what, name, fix = "T5 is trained, so its", "network_args", "remove train_t5xxl from network_args"
+    elif adapter.network_train_text_encoder_only:
+        name, fix = TEXT_ENCODER_ONLY, f"remove {TEXT_ENCODER_ONLY}"
     for option in ("cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"):
         if getattr(cache, option):
-            yield (option, name), f"text encoders are trained, so their outputs change; {fix}, or remove {option}"
+            yield (option, name), f"{what} outputs change; {fix}, or remove {option}"
             return

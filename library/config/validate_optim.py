@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from .network_args import list_arg_names
 from .options import OptionConflict
-from .schema import AdapterConfig, OptimConfig, TrainConfig
+from .schema import AdapterConfig, OptimConfig
 from .unused_options import is_self_tuning_adafactor
 
 PER_MODULE_LR_ARGS = {
@@ -14,7 +14,7 @@ PER_MODULE_LR_ARGS = {
 """network_args that give some modules a learning rate of their own."""
 
 
-def validate_lr_scheduler(optim: OptimConfig, train: TrainConfig) -> Iterator[OptionConflict]:
+def validate_lr_scheduler(optim: OptimConfig) -> Iterator[OptionConflict]:
     scheduler, warmup = optim.lr_scheduler, optim.lr_warmup_steps
     if optim.lr_scheduler_type:
         if warmup.value:
@@ -30,19 +30,18 @@ def validate_lr_scheduler(optim: OptimConfig, train: TrainConfig) -> Iterator[Op
     if scheduler == "cosine_with_min_lr" and optim.lr_scheduler_min_lr_ratio is None:
         problem = "cosine_with_min_lr needs lr_scheduler_min_lr_ratio, such as 0.1"
         yield ("lr_scheduler", "lr_scheduler_min_lr_ratio"), problem
-    if train.max_train_epochs is None:
-        yield from validate_schedule_length(optim, train.max_train_steps)
 
 
-def validate_schedule_length(optim: OptimConfig, total_steps: int) -> Iterator[OptionConflict]:
-    """Check that warmup and decay fit into the run; with max_train_epochs its steps are known after the image scan."""
+def find_schedule_overflow(optim: OptimConfig, total_steps: int) -> str | None:
+    """Describe a warmup or decay that does not fit into the run; the schedule is cut off, as in sd-scripts."""
+    if optim.lr_scheduler_type:
+        return None
     warmup, decay = optim.lr_warmup_steps, optim.lr_decay_steps
-    if not warmup.is_ratio and warmup.value >= total_steps:
-        problem = f"{warmup} warmup steps, but the run has {total_steps} steps"
-        yield ("lr_warmup_steps", "max_train_steps"), problem
-    elif warmup.to_steps(total_steps) + decay.to_steps(total_steps) > total_steps:
-        problem = f"warmup ({warmup}) and decay ({decay}) are longer than the run ({total_steps} steps)"
-        yield ("lr_decay_steps", "lr_warmup_steps", "max_train_steps"), problem
+    if warmup.to_steps(total_steps) >= total_steps:
+        return f"lr_warmup_steps {warmup}: the run has {total_steps} steps, so the learning rate never reaches its peak"
+    if warmup.to_steps(total_steps) + decay.to_steps(total_steps) > total_steps:
+        return f"lr_decay_steps {decay}: begins before the warmup ({warmup}) ends, as the run has {total_steps} steps"
+    return None
 
 
 def validate_self_tuning_optimizers(optim: OptimConfig, adapter: AdapterConfig) -> Iterator[OptionConflict]:

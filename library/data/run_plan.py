@@ -1,9 +1,10 @@
 """The length of a run in optimizer steps, and at which steps its epochs end."""
 
+import logging
 from dataclasses import dataclass
 
 from ..config.schema import OptimConfig, TrainConfig
-from ..config.validate_optim import validate_schedule_length
+from ..config.validate_optim import find_schedule_overflow
 from ..dataset.validate import validate_run_length
 from ..errors import ConfigError
 from .batch_plan import AnyBatchPlan, get_planned_stages
@@ -18,16 +19,17 @@ class RunPlan:
 
     @classmethod
     def from_config(cls, batch_plan: AnyBatchPlan, train: TrainConfig, optim: OptimConfig) -> "RunPlan":
-        """Resolve ``max_train_epochs`` to steps; ``ConfigError`` if stages or the LR schedule do not fit the run."""
+        """Resolve ``max_train_epochs`` to steps; ``ConfigError`` if stages do not fit the run."""
         steps, location = train.max_train_steps, "steps of datasets"
         if train.max_train_epochs is not None:  # otherwise preflight has checked this
             steps = batch_plan.count_steps_for_epochs(train.max_train_epochs)
             location = f"--max_train_epochs {train.max_train_epochs}, which is {steps} steps"
         last = get_planned_stages(batch_plan)[-1]
         problems = list(validate_run_length(last.first_step, last.end_step, steps, location))
-        problems += [f"--{names[0]}: {problem}" for names, problem in validate_schedule_length(optim, steps)]
         if problems:
             raise ConfigError(problems)
+        if overflow := find_schedule_overflow(optim, steps):
+            logging.getLogger(__name__).warning("%s", overflow)
         return cls(batch_plan, steps)
 
     @property

@@ -97,7 +97,9 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
         from ..models.families import FAMILIES
 
         family = FAMILIES.get(detected.family)(config.model)
-        read_initial_weights(config.adapter, family, detected, caches_text_outputs=config.cache.caches_text_outputs)
+        text_components = family.list_cached_text_components(config.adapter, config.optim)
+        cached = text_components if config.cache.caches_text_outputs else ()
+        read_initial_weights(config.adapter, family, detected, cached_components=cached)
     prepared = prepare_data(config.data, detected.size_multiple, config.cache.cache_dir, detected.short_name)
     notes = (
         list(find_sizes_for_some_models(prepared.manifest.datasets, list_size_multiples()))

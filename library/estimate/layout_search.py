@@ -6,12 +6,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from ..config.schema import AdapterConfig
 from ..config.schema_data import CacheConfig
 from ..config.schema_distributed import DeepSpeedConfig, ParallelConfig, ShardingConfig
 from ..data.batch_plan import AnyBatchPlan
 from ..errors import ConfigError
 from ..models.detect import DetectedModel
-from ..models.facts import select_trained_text_encoders
+from ..models.facts import caches_only_t5, select_trained_text_encoders
 from ..models.families import FAMILIES
 from ..models.loading import load_components_on_meta
 from ..parallel.offload import find_innermost_blocks
@@ -163,7 +164,9 @@ def estimate_layouts(
     runs, estimates = {} if runs is None else runs, list[LayoutEstimate]()
     optimizer_state, numbers = 0, dict[Partition, int]()
     for layout, partition in zip(layouts, partitions, strict=True):
-        settings = repr((batch, replace(layout.config, cache=CacheConfig(), **_NO_LAYOUT)))
+        cache = _get_step_cache(layout.config.cache, layout.config.adapter)
+        step_config = replace(layout.config, cache=cache, **_NO_LAYOUT)
+        settings = repr((batch, step_config))
         key = settings, partition
         if key not in runs:
             number, count = numbers.setdefault(partition, len(numbers) + 1), len(set(partitions))
@@ -179,6 +182,11 @@ def estimate_layouts(
         speed = estimate_images_per_second(layout, run, parts, len(batch.captions), devices)
         estimates.append(LayoutEstimate(layout, memory, speed, savings or {}))
     return sorted(estimates, key=lambda estimate: (-estimate.images_per_second, estimate.memory.total))
+
+
+def _get_step_cache(cache: CacheConfig, adapter: AdapterConfig) -> CacheConfig:
+    """The cache settings that change a step: where CLIP is trained, the step runs T5 as well, unless it is cached."""
+    return CacheConfig(cache_text_encoder_outputs=cache.caches_text_outputs and adapter.trains_text_encoders)
 
 
 def get_partition(layout: ParallelLayout, model: DetectedModel) -> Partition:
@@ -246,8 +254,8 @@ def suggest_savings(
         return None
     savings = dict[str, Any]()
     adapter, optim, facts = finder.config.adapter, finder.config.optim, FAMILIES.get(finder.model.family).facts
-    trains_texts = bool(select_trained_text_encoders(adapter, optim, facts))
-    for options in _list_savings(finder.model, trains_texts):
+    can_cache_texts = not select_trained_text_encoders(adapter, optim, facts) or caches_only_t5(adapter, optim, facts)
+    for options in _list_savings(finder.model, can_cache_texts):
         changed = finder.add_options(options)
         if changed is None:
             continue
@@ -271,10 +279,10 @@ def _is_plain(layout: ParallelLayout) -> bool:
     )
 
 
-def _list_savings(model: DetectedModel, trains_texts: bool) -> Iterator[dict[str, Any]]:
+def _list_savings(model: DetectedModel, can_cache_texts: bool) -> Iterator[dict[str, Any]]:
     """Yield options that save memory: first those that cost nothing, last those that change the trained LoRA."""
     yield {"cache_latents": True}
-    if not trains_texts:
+    if can_cache_texts:
         yield {"cache_text_encoder_outputs": True}
     yield {"mixed_precision": "bf16"}
     yield {"gradient_checkpointing": True}

@@ -250,7 +250,7 @@ class MetaRun:
         """To tensor- and context-parallel ranks, per micro-batch."""
 
     def replace_cache_settings(self, config: RunConfig) -> "MetaRun":
-        """Return the same run with other outputs of encoders cached, which do not change the step."""
+        """Return the same run with other outputs of frozen encoders cached, which do not change the step."""
         other = copy.copy(self)
         other.config = config
         return other
@@ -269,10 +269,10 @@ class MetaRun:
     @property
     def frozen_encoders(self) -> list[nn.Module]:
         """Frozen VAE and text encoders that stay on the device, as their outputs are not cached."""
-        cache, trained = self.config.cache, self.trained_encoders
+        cache, adapter, optim = self.config.cache, self.config.adapter, self.config.optim
         names = [] if cache.caches_latents else ["vae"]
-        if not cache.caches_text_outputs:
-            names += [name for name in self.family.text_components if name not in trained]
+        cached = self.family.list_cached_text_components(adapter, optim) if cache.caches_text_outputs else ()
+        names += [name for name in self.family.text_components if name not in (*self.trained_encoders, *cached)]
         return [part for name in names if isinstance(part := getattr(self.pipe, name), nn.Module)]
 
     def build_param_groups(self) -> list[ParamGroup]:
@@ -338,7 +338,9 @@ class MetaRun:
         (width, height), count, cache = batch.size, len(batch.captions), self.config.cache
         cond: Cond | None = self.family.encode_prompts_on_meta(self.pipe, batch.captions)
         if self.trained_encoders:
-            cond = None
+            with torch.no_grad():
+                texts = self.pipe, batch.captions
+                cond = self.family.encode_t5_prompts(*texts) if cache.caches_text_outputs else None
         elif not cache.caches_text_outputs and not self.family.has_variable_text_length:
             with self._measure(self._models, self._dtype) as meter:
                 self.family.encode_prompts_on_meta(self.pipe, batch.captions[: cache.text_encoder_batch_size])

@@ -16,12 +16,12 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from ..config.schema import ModelConfig
+from ..config.schema import AdapterConfig, ModelConfig, OptimConfig
 from ..data.batch import Batch, Cond, Moments
 from ..data.prompts import Prompt
 from ..diffusion.process import FlowMatchingProcess, NoiseProcess
 from .detect import DetectedModel
-from .facts import FamilyFacts
+from .facts import FamilyFacts, caches_only_t5
 from .loading import load_pipeline
 from .sampling import sample_image
 from .schedulers import build_ddpm_process
@@ -102,6 +102,13 @@ class Family(ABC):
         """All components that ``load`` can load, apart from the scheduler."""
         return (*self.text_components, "vae", self.denoiser_name)
 
+    def list_cached_text_components(self, adapter: AdapterConfig, optim: OptimConfig) -> tuple[str, ...]:
+        """The text components whose outputs do not change during training: all, or those of T5."""
+        if not caches_only_t5(adapter, optim, self.facts):
+            return self.text_components
+        encoder = self.facts.t5_encoder or ""
+        return encoder, encoder.replace("text_encoder", "tokenizer")
+
     def load(
         self,
         model: DetectedModel | str | None,
@@ -152,6 +159,14 @@ class Family(ABC):
         A row, including its length, must not depend on the other prompts: values of variable length are lists.
         Gradients stay enabled: text encoders may be trained.
         """
+
+    def encode_t5_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        """The part of ``encode_prompts`` that T5 alone makes; for families with ``facts.t5_encoder``."""
+        raise NotImplementedError
+
+    def encode_clip_prompts(self, pipe: Any, prompts: Sequence[str], t5_cond: Cond) -> Cond:
+        """Complete ``encode_t5_prompts`` of the same texts to what ``encode_prompts`` returns, without running T5."""
+        raise NotImplementedError
 
     def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         """The shapes that ``encode_prompts`` returns, from a pipeline on the meta device."""

@@ -71,7 +71,7 @@ def get_component_lr(component: str, config: OptimConfig, facts: FamilyFacts) ->
     if component not in facts.text_encoders:
         return config.learning_rate if config.unet_lr is None else config.unet_lr
     rates = config.text_encoder_lr or (config.learning_rate,)
-    return rates[0] if len(rates) == 1 else rates[facts.text_encoders.index(component)]
+    return rates[min(facts.text_encoders.index(component), len(rates) - 1)]
 
 
 def select_trained_text_encoders(config: AdapterConfig, optim: OptimConfig, facts: FamilyFacts) -> tuple[str, ...]:
@@ -81,6 +81,12 @@ def select_trained_text_encoders(config: AdapterConfig, optim: OptimConfig, fact
     with_t5 = get_network_args(config).train_t5xxl
     parts = [part for part in facts.text_encoders if with_t5 or part != facts.t5_encoder]
     return tuple(part for part in parts if not optim.text_encoder_lr or get_component_lr(part, optim, facts))
+
+
+def caches_only_t5(config: AdapterConfig, optim: OptimConfig, facts: FamilyFacts) -> bool:
+    """Whether cached text-encoder outputs are those of T5 alone, because CLIP is trained."""
+    trained = select_trained_text_encoders(config, optim, facts)
+    return bool(trained) and facts.t5_encoder is not None and facts.t5_encoder not in trained
 
 
 def describe_trained_components(config: AdapterConfig, optim: OptimConfig, facts: FamilyFacts) -> str:

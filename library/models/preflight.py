@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..config import ParsedConfig, RunConfig, validate_adapter, validate_objective
+from ..config.network_args import UNET_FAMILIES, list_arg_names
 from ..config.options import OptionConflict
 from ..config.schema import AdapterConfig, ModelConfig
 from ..config.schema_data import DataConfig
@@ -37,7 +38,12 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> I
                 config.adapter, config.optim, facts.name, facts.title, facts.text_encoders, facts.t5_encoder
             ),
             *_validate_text_mask(config.model, config.distributed.attn_mode, config.parallel.cp_size, detected),
-            *validate_adapter.validate_text_caching(config.adapter, config.cache, facts.text_encoders),
+            *validate_adapter.validate_text_caching(
+                config.adapter,
+                config.cache,
+                select_trained_text_encoders(config.adapter, config.optim, facts),
+                facts.t5_encoder,
+            ),
             *((("attn_mode",), line) for line in validate_attention_mode(config.distributed.attn_mode, detected)),
         ]
         yield from (f"{locations.get(names[0], f'--{names[0]}')}: {problem}" for names, problem in conflicts)
@@ -125,6 +131,10 @@ def drop_unused_model_options(loaded: ParsedConfig) -> ParsedConfig:
     reasons = find_unused_model_options(config.adapter, config.noise, config.loss, detected)
     reasons |= _find_unavailable_xformers(loaded, detected)
     loaded = loaded.without_unused({name: why for name, why in reasons.items() if name in loaded.locations})
+    facts, adapter = get_family_facts(detected.family), loaded.config.adapter
+    if facts.name not in UNET_FAMILIES:
+        names = [name for name in list_arg_names(adapter.network_args) if name in ("conv_dim", "conv_alpha")]
+        loaded = loaded.without_args(dict.fromkeys(names, f"{facts.title} has no convolutions"))
     loaded = _round_bucket_steps(loaded, detected)
     return replace(loaded, kohya_defaults=tuple(_find_other_defaults(loaded, detected)))
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -87,6 +87,20 @@ def mask_padding(encoder: Any, pad_token_id: int) -> Iterator[list[Tensor]]:
         yield masks
     finally:
         handle.remove()
+
+
+def encode_with_t5(
+    pipe: Any, prompts: Sequence[str], encoder_name: str, max_tokens: int, *, masks_padding: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Encode prompts with the T5 of a pipeline, whose other encoders may be missing; also return its padding mask."""
+    encoder, tokenizer = getattr(pipe, encoder_name), getattr(pipe, encoder_name.replace("text_encoder", "tokenizer"))
+    with ExitStack() as stack:
+        stack.enter_context(suppress_truncation_warnings(pipe, tokenizer))
+        masks = stack.enter_context(mask_padding(encoder, tokenizer.pad_token_id)) if masks_padding else []
+        embeds: Tensor = pipe._get_t5_prompt_embeds(
+            list(prompts), max_sequence_length=max_tokens, device=encoder.device, dtype=encoder.dtype
+        )
+    return embeds, masks[0].to(embeds.dtype) if masks else None
 
 
 def build_meta_text_embeds(

@@ -4,7 +4,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from ..config.schema import AdapterConfig, ModelConfig, OptimConfig
 from ..config.schema_data import CacheConfig
+from ..errors import ConfigError
+from ..models.detect import detect_model, get_family_facts
+from ..models.facts import caches_only_t5
 from ..training.preflight import load_settings
 from .preflight import check_cache_arguments, check_cache_command
 
@@ -27,7 +31,9 @@ def run_cache(argv: Sequence[str]) -> tuple[str, int]:
     check_cache_command(command, COMMANDS)
     loaded = load_settings([word for word in training_argv if word != CONFIRM_FLAG])
     config = replace(loaded.config, cache=_enable_disk_cache(loaded.config.cache))
-    if config.cache.caches_text_outputs:  # nothing is trained here
+    if config.cache.caches_text_outputs and not _caches_only_t5(
+        config.model, config.adapter, config.optim
+    ):  # nothing is trained here
         config = replace(config, adapter=replace(config.adapter, network_train_unet_only=True))
     check_cache_arguments(command, CONFIRM_FLAG, replace(loaded, config=config), training_argv)
     is_confirmed = CONFIRM_FLAG in training_argv
@@ -55,6 +61,15 @@ def _enable_disk_cache(cache: CacheConfig) -> CacheConfig:
     texts = cache.caches_text_outputs
     latents = cache.caches_latents or not texts
     return replace(cache, cache_latents_to_disk=latents, cache_text_encoder_outputs_to_disk=texts)
+
+
+def _caches_only_t5(model: ModelConfig, adapter: AdapterConfig, optim: OptimConfig) -> bool:
+    """Whether a run with these settings caches the outputs of T5 alone, because it trains CLIP."""
+    try:
+        facts = get_family_facts(detect_model(model).family)
+    except ConfigError:  # reported with the other problems
+        return False
+    return caches_only_t5(adapter, optim, facts)
 
 
 def _format_help() -> str:

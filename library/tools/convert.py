@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # torch is imported only after the arguments were checked
 
     from ..adapters.formats import AdapterFileContents
     from ..adapters.key_names import ComponentKeys
+    from ..adapters.metadata import NetworkSizes
     from ..checkpoint.known_models import KnownModel
 
 USAGE = "usage: python -m library convert IN.safetensors OUT.safetensors --to kohya|diffusers|comfy"
@@ -54,7 +55,7 @@ def convert_lora_file(source: Path, target: Path, file_format: Any) -> str:
     from ..adapters.alpha_folding import ALPHA_METADATA_KEYS, is_fold_exact
     from ..adapters.client_support import format_client_losses, list_client_losses
     from ..adapters.formats import convert_to_file_format
-    from ..adapters.metadata import add_model_hashes
+    from ..adapters.metadata import add_model_hashes, list_network_sizes, update_network_metadata
     from ..adapters.peft_metadata import PEFT_METADATA_KEY
 
     lora = read_lora_file(source)
@@ -71,13 +72,15 @@ def convert_lora_file(source: Path, target: Path, file_format: Any) -> str:
     # diffusers takes rank and alpha from peft's settings if there are any; here they are in the tensors.
     replaced = {*ALPHA_METADATA_KEYS, PEFT_METADATA_KEY}
     metadata = {key: value for key, value in lora.metadata.items() if key not in replaced} | alpha_metadata
+    metadata = update_network_metadata(metadata, lora.sizes, list_network_sizes(tensors))
     lora_file.write_adapter_file(target, tensors, add_model_hashes(tensors, metadata), is_trained=False)
     updates = content.updates
     ranks = sorted({update.rank for update in updates.values()})
+    count = f"{len(updates)} module" + "s" * (len(updates) != 1)
     rank = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
     size = "" if lora.is_known_size else " (of unknown size; detected from the keys)"
     lines = [
-        f"{source.name}: {lora.family}{size}, {len(updates)} modules, rank {rank}, {content.file_format} format",
+        f"{source.name}: {lora.family}{size}, {count}, rank {rank}, {content.file_format} format",
         f"{target}: {file_format} format, {len(tensors)} tensors",
     ]
     if content.num_tucker:
@@ -106,6 +109,8 @@ class IdentifiedLora:
     components: "Sequence[ComponentKeys]"
     metadata: Mapping[str, str]
     is_known_size: bool
+    sizes: "NetworkSizes"
+    """Ranks and alphas of the file."""
 
 
 def read_lora_file(path: Path) -> IdentifiedLora:
@@ -131,6 +136,7 @@ def identify_lora(tensors: "Mapping[str, Tensor]", metadata: Mapping[str, str]) 
     So a file that is damaged is an error of its own model, and not a file of another one.
     """
     from ..adapters.formats import convert_from_file_format
+    from ..adapters.metadata import list_network_sizes
     from ..adapters.validate_file import describe_foreign_keys, describe_origin, describe_unknown_keys
 
     if problem := describe_foreign_keys(list(tensors)):
@@ -144,7 +150,8 @@ def identify_lora(tensors: "Mapping[str, Tensor]", metadata: Mapping[str, str]) 
         raise UserError(text + describe_origin(metadata))
     shapes = model.shapes if fit.is_known_size else None
     content = convert_from_file_format(tensors, metadata, model.components, shapes)
-    return IdentifiedLora(model.family, content, model.components, metadata, fit.is_known_size)
+    sizes = list_network_sizes(tensors)
+    return IdentifiedLora(model.family, content, model.components, metadata, fit.is_known_size, sizes)
 
 
 @dataclass(frozen=True)

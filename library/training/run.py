@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,13 +56,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def run_training(config: RunConfig, locations: Mapping[str, str] | None = None) -> None:
-    """Train a LoRA; ``locations`` says where each option was set, for messages."""
+def run_training(
+    config: RunConfig, locations: Mapping[str, str] | None = None, check_output: Callable[[], None] = lambda: None
+) -> None:
+    """Train a LoRA; ``locations`` says where each option was set, for messages.
+
+    ``check_output`` may raise for the files in ``output_dir``; it is called on the main rank and raises on all.
+    """
     started_at = time.time()
     signals = StopSignals()
     strategy = build_strategy(config, lambda: signals.received is not None)
     with strategy.comm.process_group_scope(), closing(strategy), ExitStack() as stack:
         strategy.comm.run_on_main(lambda: _prepare_output_dir(config.save, config.distributed.compile_cache_dir, stack))
+        strategy.comm.run_on_main(check_output)
         failure_handler = FailureHandler(strategy.comm, config)
         try:
             _prepare_and_train(config, locations or {}, strategy, started_at, failure_handler, signals)
@@ -88,9 +94,10 @@ def _prepare_and_train(
     logger.info("%s", describe_trained_components(config.adapter, config.optim, get_family_facts(detected.family)))
     family: Family = FAMILIES.get(detected.family)(config.model)
     check_run_settings(config, RunFacts.from_strategy(strategy, family, detected))
-    initial_weights = read_initial_weights(
-        config.adapter, family, detected, caches_text_outputs=config.cache.caches_text_outputs
-    )
+    text_components = family.list_cached_text_components(config.adapter, config.optim)
+    encoders = FrozenEncoders(strategy, family, detected, config.model, config.cache, text_components)
+    cached = text_components if config.cache.caches_text_outputs else ()
+    initial_weights = read_initial_weights(config.adapter, family, detected, cached_components=cached)
     prompts = load_preview_prompts(config.preview)
     comm.assert_equal_across_ranks(_compute_input_fingerprints(config.adapter, detected, prompts))
     prepared = prepare_dataset(config.data, config.cache, comm, detected.size_multiple)
@@ -112,7 +119,6 @@ def _prepare_and_train(
         return
 
     num_images = len(prepared.manifest.samples)
-    encoders = FrozenEncoders(strategy, family, detected, config.model, config.cache)
     prepared, latents = cache_latents(encoders, prepared)
     if len(prepared.manifest.samples) < num_images:  # images that could not be read were dropped
         plan = build_plan()

@@ -77,13 +77,10 @@ def load_training_pipeline(
 
     Trained components go where the strategy wants them. A VAE that only previews need stays on the CPU in between.
     """
-    needed = [
-        name
-        for name in family.components
-        if name == family.denoiser_name
-        or name.startswith("tokenizer")
-        or (cache_readers.latent_reader is None if name == "vae" else cache_readers.text_reader is None)
-    ]
+    cached = set() if cache_readers.latent_reader is None else {"vae"}
+    if cache_readers.text_reader is not None:
+        cached |= {*family.list_cached_text_components(config.adapter, config.optim)}
+    needed = [name for name in family.components if name not in cached or name.startswith("tokenizer")]
     dtype = MIXED_PRECISION_DTYPES[strategy.mixed_precision]
     encoders = select_trained_text_encoders(config.adapter, config.optim, family.facts)
     trained = {family.denoiser_name, *encoders}

@@ -117,11 +117,7 @@ class DiffusionTask:
     def encode(self, pixel_batch: PixelBatch, step: int) -> Batch:
         """Encode images to latents and captions to conditioning, unless they are cached."""
         with torch.set_grad_enabled(self.trains_text_encoders and torch.is_grad_enabled()):
-            cond = (
-                self.encode_text(pixel_batch.captions)
-                if pixel_batch.cond is None
-                else map_cond_tensors(pixel_batch.cond, self.to_device)
-            )
+            cond = self._encode_captions(pixel_batch.captions, pixel_batch.cond)
         with torch.no_grad():
             return self._build_batch(pixel_batch, cond, step)
 
@@ -159,9 +155,17 @@ class DiffusionTask:
         return Moments(torch.cat(parts))
 
     def encode_text(self, captions: Sequence[str]) -> Cond:
-        """Return conditioning for captions: from the cache, or ``text_encoder_batch_size`` captions at a time."""
-        if self.text_reader is not None:
-            return map_cond_tensors(self.text_reader.read_cond(captions), self.to_device)
+        """Return conditioning for captions: from the cache, as far as they are cached, or from the text encoders."""
+        cached = None if self.text_reader is None else self.text_reader.read_cond(captions)
+        return self._encode_captions(captions, cached)
+
+    def _encode_captions(self, captions: Sequence[str], cached: Cond | None) -> Cond:
+        """Encode what is not cached; ``cached`` is all, or the part of T5 while CLIP is trained."""
+        if cached is not None:
+            cached = map_cond_tensors(cached, self.to_device)
+            if not self.trains_text_encoders:
+                return cached
+            return self.family.encode_clip_prompts(self.pipe, captions, cached)
         # Trained text encoders keep their graph for the whole batch anyway.
         size = len(captions) if self.trains_text_encoders else self.text_encoder_batch_size
         parts = [

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from library.config import parse_config
-from library.config.kohya_compat import KOHYA_OPTIONS, NoEffectOption, NotYetSupported, OptionAlias
+from library.config.kohya_compat import KOHYA_OPTIONS, NoEffectOption, NotYetSupported, OptionAlias, SecretOption
 from library.config.options import iter_options
 from library.config.schema import RunConfig
 from library.dataset.schema import DATASET_KEYS
@@ -128,6 +128,8 @@ def list_option_status() -> dict[str, tuple[str, str]]:
         elif isinstance(verdict, OptionAlias):
             value = "" if verdict.value in (None, True) else f" {verdict.value}"
             names_read[name] = ("alias", f"the same as `{verdict.option}{value}`")
+        elif isinstance(verdict, SecretOption):
+            names_read[name] = ("supported", f"sets `{verdict.variable}` of this process; stored nowhere")
         elif isinstance(verdict, NoEffectOption):
             names_read[name] = ("no effect", verdict.reason)
         else:

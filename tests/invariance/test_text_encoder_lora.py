@@ -216,3 +216,56 @@ def test_diffusers_loads_the_text_encoder_lora_from_the_file(text_encoder_run):
             expected = family.encode_prompts(diffusers_pipe, ["a red circle"])[name]
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
             assert (actual - base_cond[name]).abs().max() > 1e-2, "the LoRA changes the conditioning"
+
+
+def train_and_record(*flags):
+    """Train; return the losses of the steps and of validation, and the components that training loaded."""
+    from library.models.base import Family
+    from library.parallel.ddp import DDPStrategy
+
+    losses, loads, compute_gradients, load = [], [], DDPStrategy.compute_gradients, Family.load
+
+    def record_loss(self, *arguments):
+        losses.append(float(compute_gradients(self, *arguments)))
+        return losses[-1]
+
+    def record_load(self, model, dtype, components=None, **others):
+        loads.append(components)
+        return load(self, model, dtype, components, **others)
+
+    DDPStrategy.compute_gradients, Family.load = record_loss, record_load
+    train(*flags)
+    return losses, loads
+
+
+@pytest.mark.parametrize(("name", "t5"), [("flux", "text_encoder_2"), ("sd3", "text_encoder_3")])
+def test_caching_t5_while_clip_is_trained_changes_nothing(name, t5, even_dataset, tmp_path):  # noqa: F811
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red circle --w 64 --h 64 --d 1 --s 2\n")
+    flags = (
+        f"--pretrained_model_name_or_path random:{name}:tiny --dataset_config {even_dataset} --no-network_train_unet_only "
+        f"--train_batch_size 2 --max_train_steps 3 --optimizer_type SGD --learning_rate 0.5 --text_encoder_lr 5 "
+        f"--caption_dropout_rate 0.3 --output_dir {tmp_path} --cache_dir {tmp_path / 'cache'} "
+        f"--t5xxl_max_token_length 48 --apply_t5_attn_mask --sample_prompts {prompts} --sample_every_n_steps 3"
+    ).split()
+    cases = {
+        "none": (),
+        "memory": ("--cache_text_encoder_outputs",),
+        "disk": ("--cache_text_encoder_outputs_to_disk",),
+        "again": ("--cache_text_encoder_outputs_to_disk", "--text_encoder_batch_size", "3"),
+    }
+    results = {}
+    for case, more in cases.items():
+        ((losses, loads),) = run_on_ranks(1, train_and_record, *flags, *more, "--output_name", case)
+        assert (t5 in loads[-1]) == (case == "none") and "text_encoder" in loads[-1], "T5 is not kept in memory"
+        results[case] = losses, load_file(tmp_path / f"{case}.safetensors"), loads[0]
+    assert results["memory"][2] == (t5, t5.replace("text_encoder", "tokenizer")), "only T5 is loaded to fill the cache"
+    assert results["again"][2] != results["disk"][2], "the second run finds the outputs on disk"
+    for case in ("memory", "disk", "again"):
+        assert results[case][0] == pytest.approx(results["none"][0], rel=1e-6)
+        assert max_relative_difference(results["none"][1], results[case][1]) < 1e-6
+    assert {key.split(".")[0] for key in results["none"][1] if key.startswith("text_encoder")} or any(
+        "te1" in key for key in results["none"][1]
+    )
+    previews = sorted((tmp_path / "sample").glob("*.png"))
+    assert len(previews) == len(cases) and len({path.read_bytes() for path in previews}) == 1

@@ -383,24 +383,6 @@ def test_an_unknown_tracker_argument_is_a_user_error(even_dataset, tmp_path):
         )
 
 
-def test_more_warmup_steps_than_training_steps_are_refused(even_dataset, tmp_path):
-    with pytest.raises(AssertionError, match="5000 warmup steps, but the run has 12 steps"):
-        run_on_ranks(
-            1,
-            train,
-            "--dataset_config",
-            str(even_dataset),
-            "--output_dir",
-            str(tmp_path),
-            "--max_train_epochs",
-            "1",
-            "--lr_scheduler",
-            "constant_with_warmup",
-            "--lr_warmup_steps",
-            "5000",
-        )
-
-
 def test_max_train_epochs_sets_the_length_and_the_file_names(even_dataset, tmp_path):
     run_on_ranks(
         1,

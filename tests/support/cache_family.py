@@ -94,7 +94,9 @@ class CachedRun:
         self.strategy = strategy or DDPStrategy(Communicator(prepare_accelerator(self.config)), StrategySettings())
         self.prepared: PreparedData = prepare_data(self.config.data, 8)
         model = detect_model(self.config.model)
-        encoders = encode.FrozenEncoders(self.strategy, family, model, self.config.model, self.config.cache)
+        encoders = encode.FrozenEncoders(
+            self.strategy, family, model, self.config.model, self.config.cache, family.text_components
+        )
         self.prepared, self.latents = cache_latents(encoders, self.prepared)
         batches = self.prepared.build_batch_plan(self.strategy.comm.world_size, self.config.train)
         self.plan = RunPlan.from_config(batches, self.config.train, self.config.optim)

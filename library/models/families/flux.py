@@ -4,7 +4,6 @@ dev is guidance-distilled and has a guidance embedding; schnell has none and is 
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -48,16 +47,18 @@ class Flux(Family):
         return BaseModelInfo("flux1", "flux-1-dev" if _has_guidance_embeds(pipe) else "flux-1-schnell")
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
-        with ExitStack() as stack:
-            stack.enter_context(text_encoding.suppress_truncation_warnings(pipe, pipe.tokenizer, pipe.tokenizer_2))
-            masks: list[Tensor] = []
-            if self.model_config.apply_t5_attn_mask:
-                pad_token_id = pipe.tokenizer_2.pad_token_id
-                masks = stack.enter_context(text_encoding.mask_padding(pipe.text_encoder_2, pad_token_id))
-            embeds, pooled, _ = pipe.encode_prompt(
-                list(prompts), device=pipe.text_encoder.device, max_sequence_length=self._get_max_sequence_length(pipe)
-            )
-        return {"embeds": embeds, "pooled": pooled, **({"mask": masks[0].to(embeds.dtype)} if masks else {})}
+        return self.encode_clip_prompts(pipe, prompts, self.encode_t5_prompts(pipe, prompts))
+
+    def encode_t5_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        max_tokens, is_masked = self._get_max_sequence_length(pipe), self.model_config.apply_t5_attn_mask
+        encoder_name = "text_encoder_2"
+        embeds, mask = text_encoding.encode_with_t5(pipe, prompts, encoder_name, max_tokens, masks_padding=is_masked)
+        return {"embeds": embeds} if mask is None else {"embeds": embeds, "mask": mask}
+
+    def encode_clip_prompts(self, pipe: Any, prompts: Sequence[str], t5_cond: Cond) -> Cond:
+        with text_encoding.suppress_truncation_warnings(pipe, pipe.tokenizer):
+            pooled = pipe._get_clip_prompt_embeds(list(prompts), device=pipe.text_encoder.device)
+        return {**t5_cond, "pooled": pooled}
 
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         max_tokens = self._get_max_sequence_length(pipe) - 1  # minus the end token

@@ -1,9 +1,9 @@
 """Stable Diffusion 3 and 3.5: MMDiT with two CLIP text encoders and T5; flow matching."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from ...data.batch import Batch, Cond
@@ -50,20 +50,27 @@ class StableDiffusion3(Family):
         return BaseModelInfo(variant, f"stable-diffusion-3-{variant}")
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
-        with ExitStack() as stack:
-            tokenizers = pipe.tokenizer, pipe.tokenizer_2, pipe.tokenizer_3
-            stack.enter_context(text_encoding.suppress_truncation_warnings(pipe, *tokenizers))
-            if self.model_config.apply_t5_attn_mask:  # in T5 only: the transformer has no mask, as in sd-scripts
-                stack.enter_context(text_encoding.mask_padding(pipe.text_encoder_3, pipe.tokenizer_3.pad_token_id))
-            embeds, _, pooled, _ = pipe.encode_prompt(
-                list(prompts),
-                None,
-                None,
-                pipe.text_encoder.device,
-                do_classifier_free_guidance=False,
-                max_sequence_length=self.max_sequence_length,
+        return self.encode_clip_prompts(pipe, prompts, self.encode_t5_prompts(pipe, prompts))
+
+    def encode_t5_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        length, is_masked = self.max_sequence_length, self.model_config.apply_t5_attn_mask
+        embeds, _ = text_encoding.encode_with_t5(pipe, prompts, "text_encoder_3", length, masks_padding=is_masked)
+        return {"embeds": embeds}  # the transformer has no mask, as in sd-scripts
+
+    def encode_clip_prompts(self, pipe: Any, prompts: Sequence[str], t5_cond: Cond) -> Cond:
+        """CLIP's tokens come before those of T5 and are padded with zeros to their width."""
+        with text_encoding.suppress_truncation_warnings(pipe, pipe.tokenizer, pipe.tokenizer_2):
+            states, pooled = zip(
+                *(
+                    pipe._get_clip_prompt_embeds(list(prompts), device=pipe.text_encoder.device, clip_model_index=index)
+                    for index in range(2)
+                ),
+                strict=True,
             )
-        return {"embeds": embeds, "pooled": pooled}
+        t5_embeds = cast(Tensor, t5_cond["embeds"])
+        clip_embeds = torch.cat(states, dim=-1)
+        clip_embeds = nn.functional.pad(clip_embeds, (0, t5_embeds.shape[-1] - clip_embeds.shape[-1]))
+        return {"embeds": torch.cat([clip_embeds, t5_embeds], dim=-2), "pooled": torch.cat(pooled, dim=-1)}
 
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         max_tokens = self.max_sequence_length - 1  # minus the end token

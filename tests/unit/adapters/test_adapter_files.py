@@ -110,9 +110,9 @@ def damage_tensors(tensors, change):
 
 
 IN_MEMORY = {
-    "lost key": "has no lora_up.weight",
+    "lost key": "lora_up is missing",
     "lost alpha": "has no alpha",
-    "wrong shape": "rank 6 in lora_down, 5 in lora_up",
+    "wrong shape": "lora_down has size 6 and lora_up 5",
     "non-finite": "non-finite",
     "zero alpha": "alpha is zero",
     "zero down": "lora_down.weight is zero",
@@ -261,12 +261,14 @@ PIECES = {
 @pytest.mark.parametrize("kind", PIECES)
 def test_files_of_other_adapter_types_are_verified_by_tensor(kind, tmp_path):
     path = tmp_path / "lora.safetensors"
-    data = {f"lora_unet_a.{end}": torch.ones(2, 2) for end in PIECES[kind]} | {"lora_unet_a.alpha": torch.tensor(1.0)}
+    data = {f"lora_unet_a.{end}": torch.ones(2, 1 if end == "dora_scale" else 2) for end in PIECES[kind]} | {
+        "lora_unet_a.alpha": torch.tensor(1.0)
+    }
     write_adapter_file(path, data, META)
     for end in PIECES[kind]:
         if end == "dora_scale":  # without the magnitudes it is a LoRA
             continue
-        with pytest.raises(InvalidAdapterFileError, match="has no"):
+        with pytest.raises(InvalidAdapterFileError, match="is missing"):
             write_adapter_file(path, {key: tensor for key, tensor in data.items() if not key.endswith(f".{end}")}, META)
     with pytest.raises(InvalidAdapterFileError, match="no loader knows this key"):
         write_adapter_file(path, {**data, "lora_unet_a.hada_w3": torch.ones(1)}, META)

@@ -241,7 +241,13 @@ def test_the_metadata_options_of_the_user_are_written(tmp_path):
 
 
 def test_the_hashes_are_those_of_sd_scripts(tmp_path):
-    tensors = {"lora_unet_a.alpha": torch.tensor(1.0), "lora_unet_a.lora_down.weight": torch.rand(600, 600)}
+    tensors = {
+        "lora_unet_é.alpha": torch.tensor(1.0),
+        "lora_unet_a.lora_down.weight": torch.rand(600, 600),
+        "lora_unet_b.lora_down.weight": torch.rand(60, 60).bfloat16(),
+        "lora_unet_b.lora_up.weight": torch.rand(60, 60).half(),
+        "lora_unet_b.alpha": torch.tensor(1.0, dtype=torch.float64),
+    }
     actual = add_model_hashes(tensors, build_run_metadata())
 
     # The rules anew, on a real file that has only the ss_ keys.

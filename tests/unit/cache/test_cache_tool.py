@@ -138,9 +138,13 @@ def test_settings_that_rule_out_caching_are_rejected_early_with_both_options(tmp
     assert problems(tmp_path, "--cache_latents", "--random_crop")[0].startswith("--random_crop: cannot be used with")
     for switch, name in (("--no-network_train_unet_only", "network_train_unet_only"), (f"--{TEXTS}", TEXTS)):
         loaded = parse_config([*switch.split(), "--cache_text_encoder_outputs"])
-        ((names, problem),) = validate_text_caching(loaded.config.adapter, loaded.config.cache, ["text_encoder"])
+        adapter, cache = loaded.config.adapter, loaded.config.cache
+        ((names, problem),) = validate_text_caching(adapter, cache, ["text_encoder"], None)
         assert names[0] == "cache_text_encoder_outputs" and name in problem
-        assert list(validate_text_caching(loaded.config.adapter, loaded.config.cache, [])) == []
+        assert list(validate_text_caching(adapter, cache, [], None)) == []
+        assert list(validate_text_caching(adapter, cache, ["text_encoder"], "text_encoder_2")) == []
+        ((names, problem),) = validate_text_caching(adapter, cache, ["text_encoder_2"], "text_encoder_2")
+        assert names[1] == "network_args" and "remove train_t5xxl" in problem
 
 
 def test_caching_conflicts_are_reported_without_importing_torch(tmp_path):

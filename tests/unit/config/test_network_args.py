@@ -25,6 +25,7 @@ from library.errors import ConfigError
 from library.models.detect import DetectedModel
 from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.loading import load_components_on_meta
+from library.training.preflight import load_settings
 from library.training.trainable import (
     _get_layer_lr,
     _get_loraplus_ratio,
@@ -330,7 +331,6 @@ def test_parts_of_a_fused_module_cannot_have_two_ranks(sites):
         ("split_qkv=True", "--network_args: split_qkv: not supported: q, k and v share one down matrix"),
         ("factor=0", "--network_args: factor: expected 1 or more, or -1 for the most even factorization"),
         ("factor=4", "--network_args: factor: not supported for lora, only for lokr"),
-        ("conv_alpha=4", "--network_args: conv_alpha: convolutions are not trained; add conv_dim"),
         (
             "train_t5xxl=True",
             "--network_args: train_t5xxl: text encoders are not trained; remove network_train_unet_only",
@@ -445,9 +445,98 @@ def test_without_a_preset_lycoris_trains_all_layers_with_the_rank_of_convolution
     assert get_network_args(adapter).conv_dim is None
 
 
-@pytest.mark.parametrize("name", ["use_tucker", "train_norm", "use_scalar", "bypass_mode"])
-def test_arguments_of_lycoris_may_be_written_to_be_off(name):
-    words = ["--network_module", "lycoris.kohya", "--network_args", "rank_dropout=0", "algo=lokr"]
-    assert parse_config([*DATA, *words, f"{name}=False"]).problems == []
-    (problem,) = parse_config([*DATA, *words, f"{name}=True"]).problems
-    assert problem.startswith(f"--network_args: {name}: not supported: ")
+@pytest.mark.parametrize(
+    ("module", "words", "kept"),
+    [
+        ("lycoris.kohya", "algo=lora rank_dropout_scale=True dropout=0.1 bypass_mode=False", "algo bypass_mode"),
+        ("lycoris.kohya", "algo=LoCon constrain=1e-4 rescaled=True block_size=4 train_on_input=True", "algo"),
+        ("lycoris.kohya", "algo=lora full_matrix=True factor=8 decompose_both=True unbalanced_factorization=1", "algo"),
+        ("lycoris.kohya", "preset=attn-mlp conv_dim=8 conv_alpha=4 use_tucker=True wd_on_output=False", "preset"),
+        ("lycoris.kohya", "conv_dim=0 use_conv_cp=True conv_alpha=2", "conv_dim conv_alpha"),
+        ("lycoris.kohya", "algo=loha constraint=0 wd_on_output=False", "algo constraint"),
+        ("lycoris.kohya", "algo=diag-oft use_scalar=True use_cp=True dora_wd=True rs_lora=True", "algo"),
+        (
+            "lycoris.kohya",
+            "algo=loha use_tucker=True conv_dim=2 use_scalar=False",
+            "algo use_tucker conv_dim use_scalar",
+        ),
+        ("networks.lora", "algo=lora conv_alpha=4 dropout=0.1 use_tucker=True train_norm=True", ""),
+        ("networks.lora", "conv_dim=4 conv_alpha=2 use_scalar=True rank_dropout_scale=1", "conv_dim conv_alpha"),
+    ],
+)
+def test_arguments_of_lycoris_without_effect_are_named_and_removed(module, words, kept):
+    """By https://github.com/KohakuBlueleaf/LyCORIS, kohya.py and modules/: what each algorithm reads."""
+    argv = [*DATA, "--network_module", module, "--network_dropout", "0.1", "--network_args", *words.split()]
+    parsed = parse_config(argv)
+    unused = {location.removeprefix("--network_args ") for location, _ in parsed.unused}
+    names = [word.partition("=")[0] for word in words.split()]
+    assert parsed.problems == []
+    assert [arg.partition("=")[0] for arg in parsed.config.adapter.network_args] == kept.split()
+    assert unused - {"--network_dropout"} == set(names) - set(kept.split())
+    assert ("--network_dropout" in unused) == (module == "lycoris.kohya"), "LyCORIS drops nothing"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("use_tucker=True", "use_tucker: only for algo loha and lokr; convolutions of lora are not decomposed"),
+        ("algo=lokr train_norm=True", "train_norm: not supported: norms are not trained; leave it out"),
+        ("algo=lokr use_scalar=True", "use_scalar: not supported: there is no trained scalar; leave it out"),
+        (
+            "algo=lokr full_matrix=True",
+            "full_matrix: not supported: network_dim=100000 has the same effect; leave it out",
+        ),
+        ("algo=boft constraint=1e-4", "constraint: not supported: rotations are not constrained; leave it out"),
+        ("algo=diag-oft rescaled=True", "rescaled: not supported: rotations are not rescaled; leave it out"),
+        ("dora_wd=True wd_on_output=False", "wd_on_output: not supported: DoRA has a magnitude for each output; leave"),
+        ("dora_wd=True bypass_mode=True", "bypass_mode: not supported: DoRA needs the merged weight; leave it out"),
+        ("bypass_mode=True dropout=0.1", "bypass_mode: drops other values than here; remove it or the dropout"),
+        ("preset=ia3", "preset: expected one of full, full-lin, attn-mlp"),
+        ("disable_conv_cp=True", "disable_conv_cp: LyCORIS reads it as use_tucker"),
+    ],
+)
+def test_arguments_of_lycoris_that_change_the_result_are_refused(words, problem):
+    words = ["--network_module", "lycoris.kohya", "--network_args", *words.split()]
+    (actual,) = parse_config([*DATA, *words]).problems
+    assert actual.startswith(f"--network_args: {problem}")
+
+
+def test_arguments_of_convolutions_have_no_effect_on_models_without_them():
+    argv = [
+        *DATA,
+        "--pretrained_model_name_or_path",
+        "random:flux:tiny",
+        "--network_args",
+        "conv_dim=4",
+        "conv_alpha=1",
+    ]
+    loaded = load_settings([*argv, "loraplus_lr_ratio=2"])
+    assert loaded.config.adapter.network_args == ("loraplus_lr_ratio=2",)
+    assert dict(loaded.unused) == {
+        "--network_args conv_dim": "FLUX.1 has no convolutions",
+        "--network_args conv_alpha": "FLUX.1 has no convolutions",
+    }
+
+
+def test_a_conv_dim_of_0_trains_the_small_convolutions_as_in_sd_scripts(sites):
+    config = build_config("conv_dim=0")
+    layers, _ = lora.select_target_layers(match_sites("sd1", config), config.adapter, "sd1")
+    assert [layer.name for layer in layers] == [layer.name for layer in sites["sd1"]], (
+        "those between the blocks as well"
+    )
+    assert set(get_ranks(sites, "sd1", "conv_dim=0")) == {layer.name for layer in layers if not layer.is_spatial_conv}
+    lycoris = AdapterConfig(network_module="lycoris.kohya", network_args=("conv_dim=0",))
+    assert get_network_args(lycoris).conv_dim == 0
+
+
+@pytest.mark.parametrize("algo", ["loha", "lokr"])
+def test_use_tucker_decomposes_spatial_convolutions(algo):
+    words = ["--network_module", "lycoris.kohya", "--network_args", f"algo={algo}", "use_tucker=True", "factor=2"]
+    config = parse_config([*DATA, "--network_dim", "2", *words]).require_valid()
+    family = FAMILIES.get("sd1")()
+    model, adapter = build_trainable_modules(config, family, family.load("random:sd1:tiny", torch.float32))
+    tucker = {name for name, size in adapter.rank_alphas.items() if size.is_tucker}
+    assert tucker == {layer.name for layer in adapter.target_layers if layer.is_spatial_conv} and tucker
+    cores = {name: weight for name, weight in model.named_parameters() if "_t" in name.split(".")[-2]}
+    assert cores and all(weight.ndim == 4 and bool(weight.any()) for weight in cores.values())
+    assert {name.split(".hada")[0].split(".lokr")[0] for name in cores} <= tucker

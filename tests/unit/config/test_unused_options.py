@@ -1,12 +1,17 @@
 """Settings that cannot change the result are accepted, named in one line, and set back to their defaults."""
 
+import os
+import sys
+
 import pytest
 from data_paths import DATA
 
 from library.config import parse_config
+from library.config.help import format_config_as_toml
 from library.config.options import flatten_config
 from library.config.parser import format_unused_settings
 from library.models.preflight import drop_unused_model_options
+from library.training.preflight import find_settings_problems, load_settings
 
 
 @pytest.mark.parametrize(
@@ -135,7 +140,21 @@ def test_a_learning_rate_of_0_for_text_encoders_trains_the_denoiser_only():
         ("resume = false", "resume", None),
         ("network_args = ''", "network_args", ()),
         ("use_8bit_adam = true", "optimizer_type", "AdamW8bit"),
-        ("use_8bit_adam = true\noptimizer_type = 'Lion'", "optimizer_type", "Lion"),
+        ("use_8bit_adam = true\noptimizer_type = 'adamw8bit'", "optimizer_type", "adamw8bit"),
+        ("split_mode = true\nblocks_to_swap = 3", "blocks_to_swap", 3),
+        (
+            "gradient_checkpointing = true\nunsloth_offload_checkpointing = true\ncpu_offload_checkpointing = false",
+            "cpu_offload_checkpointing",
+            True,
+        ),
+        ("training_shift = 3\ndiscrete_flow_shift = 3.0", "discrete_flow_shift", 3.0),
+        ("caption_extention = ''\ncaption_extension = '.txt'", "caption_extension", (".txt",)),
+        ("vae_batch_size = 0", "vae_batch_size", 1),
+        ("torch_compile = true\ndynamo_backend = 'tensort'", "dynamo_backend", "tensorrt"),
+        ("torch_compile = true\ndynamo_backend = 'OFI'", "dynamo_backend", "ofi"),
+        ("torch_compile = true\ndynamo_backend = 'ipex'", "dynamo_backend", "inductor"),
+        ("dynamo_backend = 'tensorrt'", "dynamo_backend", "inductor"),
+        ("lr_warmup_steps = 9\nmax_train_steps = 3\nlr_scheduler = 'cosine'", "max_train_steps", 3),
         ("lr_restart_cycles = 3\nlr_scheduler = 'cosine_with_restarts'", "lr_scheduler_num_cycles", 3),
         ("dynamo_backend = 'no'", "dynamo_backend", "inductor"),
         ("no_half_vae = false", "seed", 42),
@@ -169,3 +188,90 @@ def test_what_is_often_wrong_in_toml_has_a_hint(tmp_path, line, hint):
 
     (problem,) = parse_config([*DATA, "--config_file", str(path)]).problems
     assert problem.startswith(f"{path}:2: not valid TOML: ") and problem.endswith(hint)
+
+
+def parse_file(folder, text, *flags):
+    path = folder / "run.toml"
+    path.write_text(text)
+    return parse_config([*DATA, "--config_file", str(path), *flags]), f"{path}:"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "option", "values"),
+    [
+        ("training_shift = 3", "discrete_flow_shift = 1", "discrete_flow_shift", "1.0 3.0"),
+        ("discrete_flow_shift = 1", "training_shift = 3", "training_shift", "3.0 1.0"),
+        ("lr_restart_cycles = 2", "lr_scheduler_num_cycles = 3", "lr_scheduler_num_cycles", "3 2"),
+        ("caption_extension = '.txt'", "caption_extention = '.tags'", "caption_extention", ".tags .txt"),
+        ("use_8bit_adam = true", "optimizer_type = 'Lion'", "optimizer_type", "Lion AdamW8bit"),
+        ("use_8bit_adam = true", "use_lion_optimizer = true", "use_lion_optimizer", "Lion AdamW8bit"),
+        ("fp8_base = true", "quantize_base = 'nf4'", "quantize_base", "nf4 fp8"),
+    ],
+)
+def test_two_names_of_one_option_with_different_values_are_an_error(tmp_path, first, second, option, values):
+    parsed, start = parse_file(tmp_path, f"seed = 1\n{first}\n{second}\n")
+    new, old = values.split()
+    name = first.partition(" ")[0]
+    assert parsed.problems == [
+        f"{start}3: {option}: {new} contradicts {name} in line 2, another name of this option, which is {old};"
+        " remove one of them"
+    ]
+    flags = [f"--{line.split()[0]}" + ("" if "true" in line else f"={line.split()[2]}") for line in (first, second)]
+    (problem,) = parse_config([*DATA, *(flag.replace("'", "") for flag in flags)]).problems
+    assert problem.startswith(f"--{option}: ") and f"contradicts --{name}, another" in problem
+    assert parse_file(tmp_path, f"{first}\n", flags[1].replace("'", ""))[0].problems == [], "flags win over the file"
+
+
+def test_flags_without_a_value_turn_off_what_the_file_sets(tmp_path):
+    parsed, _ = parse_file(tmp_path, "vae_batch_size = 4\nscale_weight_norms = 2", *"--vae_batch_size 0".split())
+    assert (parsed.problems, parsed.config.cache.vae_batch_size) == ([], 1)
+    parsed, _ = parse_file(tmp_path, "scale_weight_norms = 2", "--scale_weight_norms", "0")
+    assert parsed.config.adapter.scale_weight_norms is None
+
+
+def test_keys_and_tokens_become_environment_variables_and_are_shown_nowhere(tmp_path, monkeypatch, capsys):
+    for name in ("WANDB_API_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, "old")
+    parsed, start = parse_file(tmp_path, "wandb_api_key = 'key-1'\nhuggingface_token = 'hf_2'\n")
+    assert (parsed.problems, parsed.notices, parsed.unused) == ([], [], ())
+    assert parsed.secrets == {"WANDB_API_KEY": "key-1", "HF_TOKEN": "hf_2"}
+    assert not any(secret in f"{parsed}{format_config_as_toml(parsed.config)}" for secret in ("key-1", "hf_2"))
+
+    argv = [*DATA, "--config_file", str(tmp_path / "run.toml"), "--huggingface_token=hf_3"]
+    monkeypatch.setattr("sys.argv", ["train_lora.py", *argv])
+    loaded = load_settings(argv)
+    assert (os.environ["WANDB_API_KEY"], os.environ["HF_TOKEN"]) == ("key-1", "hf_3")
+    assert not any("hf_3" in word for word in sys.argv)
+    (notice,) = loaded.notices
+    assert notice == (
+        "--huggingface_token: flags appear in process lists and shell histories; set HF_TOKEN, or write it in the run"
+        " file"
+    )
+    assert parse_file(tmp_path, "wandb_api_key = ''\nhuggingface_token = false")[0].secrets == {}
+    assert parse_file(tmp_path, "wandb_api_key = 5")[0].problems == [
+        f"{start}1: wandb_api_key: expected text in quotes"
+    ]
+    (problem,) = parse_file(tmp_path, "wandb_api_key = abcdef")[0].problems
+    assert "abcdef" not in problem and problem.endswith('; text needs quotes: wandb_api_key = "..."')
+    parsed, _ = parse_file(
+        tmp_path, "additional_parameters = '--lowram --wandb_api_key=key-1 --huggingface_token  hf_2'"
+    )
+    assert "key-1" not in f"{parsed.unused}" and "hf_2" not in f"{parsed.unused}" and "--lowram" in f"{parsed.unused}"
+
+
+def test_only_the_syntax_error_of_a_run_file_is_told(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("dataset_config = 'data.toml'\nseed = \n")
+    loaded = load_settings(["--config_file", str(path)])
+    (problem,) = find_settings_problems(loaded)
+    assert problem.startswith(f"{path}:2: not valid TOML: ")
+    (problem,) = find_settings_problems(load_settings(["--config_file", str(tmp_path / "absent.toml")]))
+    assert "no such file" in problem
+
+
+def test_a_preset_without_text_encoders_names_their_learning_rate():
+    argv = [*DATA, "--network_module", "lycoris.kohya", "--network_args", "preset=unet-only"]
+    parsed = parse_config([*argv, "--text_encoder_lr", "1e-5"])
+    assert parsed.problems == [] and parsed.config.adapter.network_train_unet_only
+    assert dict(parsed.unused) == {"--text_encoder_lr": "text encoders are not trained"}
+    assert parsed.config.optim.text_encoder_lr == ()

@@ -1,19 +1,23 @@
 """The converter imports little, and its table of known models is that of the models themselves."""
 
+import hashlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from adapter_states import build_random_state
 from safetensors.torch import load_file, save_file
 
+from library.adapters.file_reader import read_header
 from library.adapters.formats import convert_to_file_format
 from library.checkpoint.known_models import TABLE_PATH, iter_known_models, pack_known_model
 from library.cli import run_tool
 from scripts.known_models import build_known_model, iter_model_sources
 
+DATA = Path(__file__).resolve().parents[2] / "data"
 SOURCES = dict(iter_model_sources())
 COUNT_IMPORTS = """
 import sys
@@ -64,3 +68,63 @@ def test_a_lora_of_another_size_is_converted_by_its_names(tmp_path, capsys):
 
     assert "of unknown size" in capsys.readouterr().out
     assert len(load_file(tmp_path / "out.safetensors")) == 3
+
+
+def test_metadata_of_a_converted_file_is_that_of_its_tensors(tmp_path):
+    """diffusers' files have alpha = rank, and other tensors than the file before."""
+    source, there, back = (tmp_path / f"{name}.safetensors" for name in ("in", "there", "back"))
+    state, alphas, parts = build_random_state("sd1")  # ranks 2 and 3
+    arguments = json.dumps({"conv_dim": "2", "conv_alpha": "1.5", "verbose": "True"})
+    stated = {"ss_network_dim": "3", "ss_network_alpha": "1.5", "ss_network_args": arguments, "ss_steps": "7"}
+    hashes = {"modelspec.hash_sha256": "0xdead", "sshs_model_hash": "dead", "sshs_legacy_hash": "dead"}
+    save_file(convert_to_file_format(state, alphas, parts, "kohya")[0], source, {**stated, **hashes})
+
+    assert run_tool(["convert", str(source), str(there), "--to", "diffusers"]) == 0
+    assert run_tool(["convert", str(there), str(back), "--to", "kohya"]) == 0
+
+    found = read_header(there).metadata
+    assert (found["ss_network_dim"], found["ss_network_alpha"], found["ss_steps"]) == ("3", "Dynamic", "7")
+    assert json.loads(found["ss_network_args"]) == {"conv_dim": "2", "verbose": "True"}
+    content = there.read_bytes()
+    digest = hashlib.sha256(content[8 + int.from_bytes(content[:8], "little") :]).hexdigest()
+    assert (found["modelspec.hash_sha256"], found["sshs_model_hash"]) == (f"0x{digest}", digest)
+    assert read_header(back).metadata["ss_network_alpha"] == "1.5"
+
+
+@pytest.mark.parametrize("file_format", ["kohya", "comfy"])
+def test_metadata_stays_where_ranks_and_alphas_do(file_format, tmp_path):
+    source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    state, alphas, parts = build_random_state("sd1")
+    stated = {"ss_network_dim": "3", "ss_network_alpha": "1.50", "ss_network_args": '{"conv_alpha": "1"}'}
+    save_file(convert_to_file_format(state, alphas, parts, "kohya")[0], source, stated)
+
+    assert run_tool(["convert", str(source), str(target), "--to", file_format]) == 0
+
+    assert stated.items() <= read_header(target).metadata.items()
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+import library.adapters.formats, library.adapters.lora_file
+from library.tools.convert import convert_lora_file
+start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+convert_lora_file(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start) * 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file_format", ["kohya", "diffusers"])
+def test_a_conversion_needs_at_most_twice_the_memory_of_the_file(file_format, tmp_path):
+    """And 150 MB, for the table of models and a part of the written file."""
+    source, tensors = tmp_path / "in.safetensors", {}
+    for key, shape in json.loads((DATA / "kohya_keys_sdxl.json").read_text()).items():
+        small = [32 if axis == ("lora_up" in key) else size for axis, size in enumerate(shape)]
+        tensors[key] = torch.randn(small).bfloat16() if shape else torch.tensor(16.0)
+    save_file(tensors, source)
+    words = (str(source), str(tmp_path / "out.safetensors"), file_format)
+
+    ran = subprocess.run([sys.executable, "-c", MEASURE, *words], capture_output=True, text=True, check=True)
+
+    assert int(ran.stdout.splitlines()[-1]) < 2 * source.stat().st_size + 150e6
