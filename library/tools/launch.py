@@ -17,10 +17,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import psutil
 
@@ -150,8 +148,10 @@ class MeetingPoint:
             if not self.machine_rank:
                 advice = "--main_process_ip or --master_addr must be an address of this machine"
             return f"{here}: nothing answers at {self.address}:{self.port} ({error.strerror or error}); {advice}"
+        from ..distributed.rendezvous import count_joined_launchers
+
         addresses = self._list_joined_addresses()
-        joined = max(self._count_joined(), len(addresses))
+        joined = max(count_joined_launchers(self.address, self.port), len(addresses))
         if not joined or joined >= self.num_machines:
             return None
         missing = self.num_machines - joined
@@ -162,18 +162,6 @@ class MeetingPoint:
             f"{here} waits at {self.address}:{self.port}: {which} not joined yet{names}; start the same command there,"
             " with its own --machine_rank or --node_rank"
         )
-
-    def _count_joined(self) -> int:
-        """How many launchers have joined the store of a static rendezvous; 0 if it is of another kind."""
-        import torch.distributed
-
-        dist: Any = torch.distributed
-        timeout = timedelta(seconds=5)
-        try:
-            store = dist.TCPStore(self.address, self.port, is_master=False, timeout=timeout, wait_for_workers=False)
-            return int(store.add("init/", 0))  # the count for which torch's store waits
-        except (dist.DistError, OSError):
-            return 0
 
     def _list_joined_addresses(self) -> list[str]:
         """The machines that are connected to the store, if it is on this one."""
