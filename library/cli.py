@@ -91,7 +91,12 @@ def run_tool(argv: Sequence[str]) -> int:
 def _run_training(argv: Sequence[str]) -> int:
     from .config.help import format_config_as_toml
     from .log import configure_logging
-    from .training.preflight import find_installation_problems, find_settings_problems, load_settings
+    from .training.preflight import (
+        check_output_files,
+        find_installation_problems,
+        find_settings_problems,
+        load_settings,
+    )
 
     loaded = load_settings(argv)
     if loaded.output_config:
@@ -123,7 +128,12 @@ def _run_training(argv: Sequence[str]) -> int:
         with _pause_garbage_collection():
             from .training.run import run_training
 
-        run_training(config, loaded.locations)
+        has_ema = config.optim.ema_decay is not None
+        run_training(
+            config,
+            loaded.locations,
+            lambda: check_output_files(config.save, config.state, config.train, has_ema),
+        )
     except ConfigError as error:  # found later, such as warmup steps beyond the run: name the line of the run TOML
         error.problems = loaded.locate_problems(error.problems)
         error.args = ("\n".join(error.problems),)

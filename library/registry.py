@@ -12,8 +12,9 @@ Entry = TypeVar("Entry")
 
 def suggest_name(name: str, known_names: Iterable[str], prefix: str = "") -> str:
     """Return ``"; did you mean network_dim?"``, or an empty string if no known name is close."""
-    near = get_close_matches(name, list(known_names), n=1, cutoff=0.7)
-    return f"; did you mean {prefix}{near[0]}?" if near else ""
+    by_lower_case = {known.lower(): known for known in known_names}
+    near = get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.7)
+    return f"; did you mean {prefix}{by_lower_case[near[0]]}?" if near else ""
 
 
 class Registry(Generic[Entry]):

@@ -4,7 +4,7 @@ Checks that need the model, such as sizes, are in ``validate_file``.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +15,8 @@ from torch import Tensor
 from ..errors import UserError
 from .peft_metadata import PEFT_METADATA_KEY, read_peft_config
 from .state_dict import ALPHA
-from .validate_file import describe_foreign_keys
+from .validate_file import describe_foreign_keys, join_messages
 
-MAX_PROBLEMS_SHOWN = 3
 MAX_HEADER_BYTES = 100_000_000
 """As safetensors limits it."""
 
@@ -158,10 +157,3 @@ def find_damaged_tensors(tensors: Mapping[str, Tensor]) -> Iterator[str]:
 def _is_rotation(module: str, tensors: Mapping[str, Tensor]) -> bool:
     """Whether alpha is the constraint of an OFT, which may be 0."""
     return any(f"{module}.{name}" in tensors for name in ("oft_blocks", "oft_blocks.0"))
-
-
-def join_messages(problems: Iterable[str]) -> str:
-    """The first problems in one line, and how many there are more."""
-    found = list(problems)
-    more = f" (and {len(found) - MAX_PROBLEMS_SHOWN} more)" if len(found) > MAX_PROBLEMS_SHOWN else ""
-    return "; ".join(found[:MAX_PROBLEMS_SHOWN]) + more

@@ -13,7 +13,6 @@ from torch import Tensor
 from ..config.validate_adapter import validate_save_format
 from ..errors import UserError
 from .alpha_folding import build_alpha_metadata, fold_alpha, read_alpha_dtype, unfold_alphas
-from .file_reader import join_messages
 from .fused_layers import FusionError, fuse_adapters, split_adapter, swap_magnitude
 from .key_names import ComponentKeys, build_kohya_name, find_wrapper_names
 from .merge import compose_tucker_down
@@ -34,7 +33,13 @@ from .state_dict import (
     iter_named_tensors,
     parse_tensor_key,
 )
-from .validate_file import describe_origin, describe_size_problems, describe_unknown_keys, find_size_problems
+from .validate_file import (
+    describe_origin,
+    describe_size_problems,
+    describe_unknown_keys,
+    find_size_problems,
+    join_messages,
+)
 from .validate_tensors import find_tensor_problems
 
 FileFormat = Literal["kohya", "diffusers", "comfy"]

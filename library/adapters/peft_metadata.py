@@ -8,7 +8,7 @@ Without them alpha would be taken for the rank.
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from ..errors import UserError
 from .alpha_folding import ALPHAS_KEY, fold_alpha
 from .state_dict import ModuleAdapter
+from .validate_file import join_messages
 
 PEFT_METADATA_KEY = "lora_adapter_metadata"
 PEFT_CONFIG_NAME = "adapter_config.json"
@@ -34,6 +35,40 @@ def read_peft_config(path: Path, keys: Iterable[str]) -> str | None:
         raise UserError(f"{config}: cannot be read: {error}") from None
 
 
+BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Values of ``init_lora_weights``, or their beginnings, with which peft changes the weights of the base model."""
+
+UNREAD_SETTINGS: Mapping[str, object] = {
+    **dict.fromkeys(("lora_bias", "fan_in_fan_out", "use_qalora", "coft", "block_share"), False),
+    **dict.fromkeys(("modules_to_save", "layer_replication", "trainable_token_indices", "target_parameters"), None),
+    **dict.fromkeys(
+        ("alora_invocation_tokens", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config"), None
+    ),
+    "bias": "none",
+    "use_cayley_neumann": True,
+    "num_cayley_neumann_terms": 5,
+}
+"""Settings that change what a file does -> the value that is read, peft's default."""
+
+_READ_TYPES = ("LORA", "LOHA", "LOKR", "OFT", "BOFT")
+
+
+def find_unread_settings(values: Mapping[str, Any]) -> Iterator[str]:
+    """Settings of peft with which the weights have another effect than they have alone."""
+    kind, init = str(values.get("peft_type") or "LORA").rpartition(".")[2], values.get("init_lora_weights")
+    if kind not in _READ_TYPES:
+        yield f"peft_type {kind} is not supported"
+    if isinstance(init, str) and init.lower().startswith(BASE_CHANGING_INITS):
+        yield (
+            f"init_lora_weights {init} changed the base model, which the file does not have; convert it with peft's"
+            " save_pretrained(path_initial_model_for_weight_conversion=...)"
+        )
+    for name, default in UNREAD_SETTINGS.items():
+        value = values.get(name)
+        if value is not None and value != default and (value or default):
+            yield f"{name} = {str(value)[:60]} is not supported"
+
+
 @dataclass(frozen=True)
 class PeftSettings:
     """The settings of one component."""
@@ -43,6 +78,7 @@ class PeftSettings:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     use_rslora: bool
+    use_dora: bool = False
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "PeftSettings":
@@ -54,6 +90,7 @@ class PeftSettings:
             {str(key): int(value) for key, value in (values.get("rank_pattern") or {}).items()},
             {str(key): float(value) for key, value in (values.get("alpha_pattern") or {}).items()},
             bool(values.get("use_rslora")),
+            bool(values.get("use_dora")),
         )
         for pattern in (*settings.rank_pattern, *settings.alpha_pattern):
             re.compile(pattern)
@@ -72,31 +109,34 @@ class PeftSettings:
 
 
 def _get_by_pattern(values: Mapping[str, float], module: str, default: float) -> float:
-    """The value of the first pattern that matches the end of a name, as peft looks it up.
+    """The value of the first pattern that matches the end of a name, as peft looks it up."""
+    return next((value for pattern, value in values.items() if _matches(pattern, module)), default)
 
-    Names of text encoders in files begin with text_model, which transformers 5 no longer has.
-    """
-    name = module if module.startswith("text_model.") else f"text_model.{module}"
-    for pattern, value in values.items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
-            return value
-    return default
+
+def _matches(pattern: str, module: str) -> bool:
+    """Names of text encoders in files begin with text_model, which transformers 5 no longer has."""
+    names = {module, module if module.startswith("text_model.") else f"text_model.{module}"}
+    return any(re.match(rf"(.*\.)?({pattern})$", name) for name in names)
 
 
 def parse_peft_settings(text: str, components: Iterable[str], denoiser: str) -> dict[str, PeftSettings]:
     """The settings by component; those without a component are the denoiser's."""
     try:
         values = json.loads(text)
-        settings = {}
+        settings, problems = {}, list[str]()
         for component in components:
             own = {key.removeprefix(f"{component}."): each for key, each in values.items() if _is_of(key, component)}
             if "r" in own:
+                problems += find_unread_settings(own)
                 settings[component] = PeftSettings.from_values(own)
         if not settings and values.get("r") is not None:
+            problems += find_unread_settings(values)
             settings[denoiser] = PeftSettings.from_values(values)
-        return settings
     except (ValueError, TypeError, AttributeError, KeyError, OverflowError, re.error):
         raise UserError(f"{PEFT_METADATA_KEY} or {PEFT_CONFIG_NAME} is no valid LoRA config: {text[:60]!r}") from None
+    if problems:
+        raise UserError(f"{PEFT_METADATA_KEY} or {PEFT_CONFIG_NAME}: {join_messages(dict.fromkeys(problems))}")
+    return settings
 
 
 def _is_of(key: str, component: str) -> bool:
@@ -115,6 +155,12 @@ def apply_peft_alphas(
     if text is None or ALPHAS_KEY in metadata:
         return dict(updates)
     settings, excluded = parse_peft_settings(text, components, denoiser), set(modules_with_alpha)
+    for component, each in settings.items():
+        modules = [name.partition(".")[2] for name in updates if name.startswith(f"{component}.")]
+        for pattern in each.alpha_pattern if modules else ():
+            if not any(_matches(pattern, module) for module in modules):
+                source = f"{PEFT_METADATA_KEY} or {PEFT_CONFIG_NAME}"
+                raise UserError(f"{source}: alpha_pattern {pattern} matches no layer of {component}")
     changed = {}
     for name, update in updates.items():
         component, _, module = name.partition(".")
@@ -130,6 +176,10 @@ def _apply_settings(name: str, module: str, update: ModuleAdapter, settings: Pef
         return fold_alpha(replace(update, alpha=scale))
     if update.adapter_type not in ("lora", "dora", "loha", "lokr"):
         return update
+    if settings.use_dora and update.adapter_type == "lora":
+        raise UserError(
+            f"{name} has no DoRA magnitudes, but its {PEFT_METADATA_KEY} or {PEFT_CONFIG_NAME} says use_dora"
+        )
     if update.rank != settings.get_rank(module):
         raise UserError(
             f"{name} has rank {update.rank}, but its {PEFT_METADATA_KEY} or {PEFT_CONFIG_NAME} says"

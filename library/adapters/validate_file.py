@@ -14,6 +14,8 @@ from .original_layouts import ModuleGroup
 from .state_dict import ModuleAdapter, parse_tensor_key
 from .validate_tensors import find_tensor_problems
 
+MAX_PROBLEMS_SHOWN = 3
+
 UNREAD_KINDS: Mapping[str, str] = {
     r"\.on_input$": "(IA)3",
     r"\.lora_embedding_[AB]$|\.lora_embedding_[AB]\.": "LoRA of embeddings",
@@ -125,3 +127,10 @@ def list_layer_shapes(named_weights: Iterable[tuple[str, object]]) -> dict[str, 
     """Layer -> shape of its weight, from the layers of a model."""
     found = ((name, getattr(layer, "weight", None)) for name, layer in named_weights)
     return {name: tuple(weight.shape) for name, weight in found if weight is not None}
+
+
+def join_messages(problems: Iterable[str]) -> str:
+    """The first problems in one line, and how many there are more."""
+    found = list(problems)
+    more = f" (and {len(found) - MAX_PROBLEMS_SHOWN} more)" if len(found) > MAX_PROBLEMS_SHOWN else ""
+    return "; ".join(found[:MAX_PROBLEMS_SHOWN]) + more

@@ -98,6 +98,16 @@ class PixelBatch:
             cond=cond,
         )
 
+    def crop_first_image(self, max_size: int) -> "PixelBatch":
+        """The first image, without its mask and at most ``max_size`` wide and high."""
+        height, width = self.size_conditioning[0, 4:].int().tolist()
+        crop = self.build_dummy_batch((min(width, max_size), min(height, max_size)), 1)
+        if crop.pixels is not None and self.pixels is not None:
+            _copy_corner(self.pixels, crop.pixels)
+        if crop.moments is not None and self.moments is not None:
+            _copy_corner(self.moments.mean_and_std, crop.moments.mean_and_std)
+        return crop
+
     def vary_text_lengths(self, lengths: Sequence[TextLength]) -> "PixelBatch":
         """Give every sample the first text, made longer or shorter where the family's texts vary in length."""
         cond: Cond | None = None
@@ -133,6 +143,10 @@ def _resize_text(text: Tensor, length: TextLength) -> Tensor:
     if length == "longer":
         return torch.cat([text, text[:1].expand(EXTRA_TEXT_TOKENS, *text.shape[1:])])
     return text[:2] if length == "shorter" else text
+
+
+def _copy_corner(images: Tensor, target: Tensor) -> None:
+    target.copy_(images[: len(target), ..., : target.shape[-2], : target.shape[-1]])
 
 
 def _select_rows(value: Tensor | list[Tensor], rows: Sequence[int]) -> Tensor | list[Tensor]:

@@ -69,6 +69,18 @@ def open_rendezvous_store(world: World, timeout: timedelta) -> Any:
     return torch_dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
+def count_joined_launchers(address: str, port: int) -> int:
+    """Count the launchers that have joined the store of a static rendezvous; 0 if it is of another kind."""
+    torch_dist: Any = dist
+    try:
+        store = torch_dist.TCPStore(
+            address, port, is_master=False, timeout=timedelta(seconds=5), wait_for_workers=False
+        )
+        return int(store.add("init/", 0))  # the count for which torch's store waits
+    except (dist.DistError, OSError):
+        return 0
+
+
 def connect_process_group(world: World, timeout_minutes: int | None, store: Any, hostnames: list[str]) -> PartialState:
     """Initialize the process group and all-reduce once; a failure is reported after a minute, not after the timeout."""
     key_value_store = KeyValueStore("connect", store)

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from ..errors import FileError
 from .detect import DetectedModel, detect_model, get_config_reader
 from .facts import TORCH_ATTENTION_MODES
-from .model_configs import ConfigReader, JsonDict, read_required
+from .model_configs import ConfigReader, JsonDict, is_hub_reachable, read_required
 from .single_file import load_single_file_component
 from .tokenizers import build_byte_tokenizer, load_cached_tokenizer, load_pretrained_tokenizer
 from .weights import build_empty_model, build_random_component
@@ -27,14 +27,19 @@ if TYPE_CHECKING:
 
 
 def load_pretrained_component(
-    component_class: Any, path_or_id: str, subfolder: str, dtype: torch.dtype, device: torch.device | None
+    component_class: Any,
+    path_or_id: str,
+    subfolder: str,
+    dtype: torch.dtype,
+    device: torch.device | None,
+    local_files_only: bool,
 ) -> Any:
     """Load the component in ``subfolder`` of a folder or hub repository."""
     if not issubclass(component_class, nn.Module):
-        return load_pretrained_tokenizer(component_class, path_or_id, subfolder)
+        return load_pretrained_tokenizer(component_class, path_or_id, subfolder, local_files_only=local_files_only)
     options: dict[str, Any] = {"dtype": dtype, **({} if device is None else {"device_map": {"": device}})}
     # Safetensors only: unpickling can run code from the file.
-    options |= {"subfolder": subfolder, "use_safetensors": True}
+    options |= {"subfolder": subfolder, "use_safetensors": True, "local_files_only": local_files_only}
     if Path(path_or_id).is_dir():
         variant = _detect_variant(Path(path_or_id, subfolder))
         return component_class.from_pretrained(path_or_id, variant=variant, **options).eval()
@@ -72,13 +77,16 @@ def load_pipeline(
     read = get_config_reader(model)
     index = read_required(read, "model_index.json")
     loaded: dict[str, Any] = {}
+    local_files_only = _uses_hub(model) and not is_hub_reachable()
     logger.info("loading %s of %s", ", ".join(components), model.path_or_id)
     for name in components:
         with _raise_config_error(model, name), _disable_progress_bars():
             # The VAEs of SD 1.x and SDXL overflow in half precision; they are small and run once per image.
             precision = torch.float32 if name == "vae" else dtype
             component_class = import_model_class(*index[name])
-            loaded[name] = _load_component(family, model, read, component_class, name, precision, device)
+            loaded[name] = _load_component(
+                family, model, read, component_class, name, precision, device, local_files_only
+            )
     with _raise_config_error(model, "scheduler"):
         loaded["scheduler"] = _load_scheduler(model, read, index)
     return _merge_into_pipeline(pipe, _build_pipeline(family.facts.pipeline_class, index, loaded))
@@ -89,11 +97,14 @@ def load_pipeline_on_meta(family: "Family", model: DetectedModel, dtype: torch.d
     read = get_config_reader(model)
     index = read_required(read, "model_index.json")
     loaded: dict[str, Any] = {"scheduler": _load_scheduler(model, read, index)}
+    local_files_only = _uses_hub(model) and not is_hub_reachable()
     for name in family.components:
         component_class = import_model_class(*index[name])
         with _raise_config_error(model, name), _disable_progress_bars():
             if name.startswith("tokenizer"):
-                loaded[name] = _load_component(family, model, read, component_class, name, dtype, None)
+                loaded[name] = _load_component(
+                    family, model, read, component_class, name, dtype, None, local_files_only
+                )
                 continue
             component = build_empty_model(component_class, read_required(read, f"{name}/config.json"))
         for parameter in component.parameters():
@@ -115,6 +126,12 @@ def load_components_on_meta(model: DetectedModel, components: Sequence[str]) -> 
     return SimpleNamespace(**loaded)
 
 
+def _uses_hub(model: DetectedModel) -> bool:
+    """Whether the hub may be asked: single files contain no tokenizer."""
+    sources = model.component_sources.values()
+    return model.source_type in ("hub", "file") or any(source.source_type == "hub" for source in sources)
+
+
 def _load_scheduler(model: DetectedModel, read: ConfigReader, index: JsonDict) -> Any:
     config = {**read_required(read, "scheduler/scheduler_config.json"), **model.scheduler_overrides}
     return import_model_class(*index["scheduler"]).from_config(config)
@@ -128,13 +145,16 @@ def _load_component(
     component: str,
     dtype: torch.dtype,
     device: torch.device | None,
+    local_files_only: bool,
 ) -> Any:
     """Load one component from its own source, the model's single file, the model's folder, or at random."""
     separate = model.component_sources.get(component)
     if separate is not None and separate.source_type != "file":
-        return load_pretrained_component(component_class, separate.path_or_id, separate.subfolder, dtype, device)
+        return load_pretrained_component(
+            component_class, separate.path_or_id, separate.subfolder, dtype, device, local_files_only
+        )
     if separate is None and model.bundled_config is None:
-        return load_pretrained_component(component_class, model.path_or_id, component, dtype, device)
+        return load_pretrained_component(component_class, model.path_or_id, component, dtype, device, local_files_only)
     if component.startswith("tokenizer"):
         if model.source_type == "random":
             return build_byte_tokenizer(component_class, read_required(read, f"{component}/tokenizer_config.json"))
@@ -142,7 +162,9 @@ def _load_component(
             read_required(read, f"{component}/tokenizer_config.json"),
             family.model_config.tokenizer_cache_dir,
         )
-        return load_cached_tokenizer(component_class, settings, family.tokenizer_repo_ids[component], cache_dir)
+        return load_cached_tokenizer(
+            component_class, settings, family.tokenizer_repo_ids[component], cache_dir, local_files_only
+        )
     config = read_required(read, f"{component}/config.json")
     if separate is None and model.source_type == "random":
         return build_random_component(component_class, config, component, dtype, device)

@@ -47,7 +47,7 @@ def build_folder_reader(directory: Path) -> ConfigReader:
 
 def build_hub_reader(repo_id: str) -> ConfigReader:
     """Reader of a hub repository; files are downloaded on demand."""
-    cache_only = not _is_hub_reachable()
+    cache_only = not is_hub_reachable()
     return lambda name: _read_hub_json(repo_id, name, cache_only)
 
 
@@ -108,7 +108,7 @@ def _read_hub_json(repo_id: str, name: str, cache_only: bool) -> JsonDict | None
         raise ModelError(f"no such folder, and the hub says: {str(error).strip().splitlines()[0]}") from None
 
 
-def _is_hub_reachable() -> bool:
+def is_hub_reachable() -> bool:
     """Ask once; hf_hub_download retries each file for half a minute before it looks into its cache."""
     from huggingface_hub import constants, get_session
 

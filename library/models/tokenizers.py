@@ -29,7 +29,9 @@ def load_pretrained_tokenizer(tokenizer_class: Any, path_or_id: str, subfolder: 
     return tokenizer
 
 
-def load_cached_tokenizer(tokenizer_class: Any, config: Mapping[str, Any], repo_id: str, cache_dir: str | None) -> Any:
+def load_cached_tokenizer(
+    tokenizer_class: Any, config: Mapping[str, Any], repo_id: str, cache_dir: str | None, local_files_only: bool
+) -> Any:
     """Load a published tokenizer from ``tokenizer_cache_dir`` as sd-scripts does, or from the hub and cache it there.
 
     ``repo_id`` may have a subfolder: ``owner/name:tokenizer``.  Padding and length are taken from ``config``.
@@ -41,7 +43,9 @@ def load_cached_tokenizer(tokenizer_class: Any, config: Mapping[str, Any], repo_
     if cached is not None and cached.is_dir():
         return load_pretrained_tokenizer(tokenizer_class, str(cached), **options)
     try:
-        tokenizer = load_pretrained_tokenizer(tokenizer_class, repository, subfolder, **options)
+        tokenizer = load_pretrained_tokenizer(
+            tokenizer_class, repository, subfolder, local_files_only=local_files_only, **options
+        )
     except (OSError, ValueError):
         raise OSError(
             f"a single file contains no tokenizer, and {repository} cannot be downloaded from the hub; without "

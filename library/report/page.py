@@ -66,7 +66,7 @@ def _render_header(context: ReportContext, lines: MetricLines) -> str:
     started = time.strftime("%Y-%m-%d %H:%M", time.localtime(context.started_at))
     loss = f", loss {losses[-1][1]:.4f} (mean of the last 100 steps)" if losses else ""
     num_skipped = sum(line.get("loss/current", 0.0) is None for line in lines)
-    skipped = f"; {num_skipped} steps skipped (NaN or Inf)" if num_skipped else ""
+    skipped = f"; {num_skipped} step{'s' * (num_skipped > 1)} skipped (NaN or Inf)" if num_skipped else ""
     return (
         f"<h1>{escape(context.name)}</h1><p class=facts>step {step} of {context.steps}{loss}; started {started},"
         f" {context.num_processes} process{'es' if context.num_processes > 1 else ''}, precision"

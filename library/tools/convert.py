@@ -76,10 +76,11 @@ def convert_lora_file(source: Path, target: Path, file_format: Any) -> str:
     lora_file.write_adapter_file(target, tensors, add_model_hashes(tensors, metadata), is_trained=False)
     updates = content.updates
     ranks = sorted({update.rank for update in updates.values()})
+    count = f"{len(updates)} module" + "s" * (len(updates) != 1)
     rank = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
     size = "" if lora.is_known_size else " (of unknown size; detected from the keys)"
     lines = [
-        f"{source.name}: {lora.family}{size}, {len(updates)} modules, rank {rank}, {content.file_format} format",
+        f"{source.name}: {lora.family}{size}, {count}, rank {rank}, {content.file_format} format",
         f"{target}: {file_format} format, {len(tensors)} tensors",
     ]
     if content.num_tucker:

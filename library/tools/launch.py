@@ -3,14 +3,20 @@
 ``accelerate launch`` and ``torchrun`` kill their processes 30 s after SIGTERM, die of SIGUSR1, restart processes that
 ended as they were asked to, and return 1 for every exit code.  So signals go past them, straight to the training
 processes, which end with 0 and leave their exit code in a directory (``distributed/signals.py``).
+
+Launchers of several machines wait in silence for machines that never come, and start no process that could tell, so
+this is told here.
 """
 
+import logging
 import os
 import signal
+import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -27,10 +33,15 @@ from ..distributed.signals import (
 )
 from ..errors import UserError
 
+logger = logging.getLogger(__name__)
+WATCH_INTERVAL_SECONDS = 30.0
+DEFAULT_PORT = 29500  # of accelerate and torchrun
+
 USAGE = """usage: python -m library launch LAUNCHER ...
 
 Starts accelerate launch, torchrun or the like.  SIGTERM, SIGINT and SIGUSR1 are forwarded to the training processes;
-if the run stops because of a signal, its exit code (--requeue_exit_code) is returned:
+if the run stops because of a signal, its exit code (--requeue_exit_code) is returned.  While machines are missing, a
+line every half minute says so:
 
   python -m library launch accelerate launch --multi_gpu --num_processes 8 train_lora.py ... --requeue_exit_code 75"""
 
@@ -65,10 +76,23 @@ class Supervisor:
                 raise UserError(f"{command[0]}: cannot be started: {error.strerror}") from None
             if hasattr(signal, "SIGUSR1"):
                 signal.signal(signal.SIGUSR1, self._forward)
-            code = self.launcher.wait()
+            code = self._wait(command)
         if (reported := read_number(self.folder / EXIT_CODE_FILE)) is not None:
             return reported
         return 128 + self.received[-1] if self.received else 128 - code if code < 0 else code
+
+    def _wait(self, command: Sequence[str]) -> int:
+        """Wait for the launcher; until it starts training processes, report the machines that it waits for."""
+        assert self.launcher is not None
+        meeting_point = None
+        while not any(self.folder.glob(f"{PROCESS_PREFIX}*")):
+            with suppress(subprocess.TimeoutExpired):
+                return self.launcher.wait(WATCH_INTERVAL_SECONDS)
+            if (meeting_point := meeting_point or find_meeting_point(command)) is None:
+                break
+            if message := meeting_point.describe_missing_machines():
+                logger.warning("%s", message)
+        return self.launcher.wait()
 
     @contextmanager
     def _forwarding(self) -> Iterator[None]:
@@ -103,3 +127,62 @@ class Supervisor:
             return []
         registered = [int(path.name.removeprefix(PROCESS_PREFIX)) for path in self.folder.glob(f"{PROCESS_PREFIX}*")]
         return [children[pid] for pid in registered if pid in children]
+
+
+@dataclass(frozen=True)
+class MeetingPoint:
+    """Where the launchers of several machines find each other."""
+
+    address: str
+    port: int
+    machine_rank: int
+    num_machines: int
+
+    def describe_missing_machines(self) -> str | None:
+        """Say what this machine waits for; ``None`` if all machines have joined."""
+        here = f"machine {self.machine_rank} of {self.num_machines}"
+        try:
+            socket.create_connection((self.address, self.port), timeout=5).close()
+        except OSError as error:
+            advice = "is machine 0 started, the address right, and the port open in its firewall?"
+            if not self.machine_rank:
+                advice = "--main_process_ip or --master_addr must be an address of this machine"
+            return f"{here}: nothing answers at {self.address}:{self.port} ({error.strerror or error}); {advice}"
+        from ..distributed.rendezvous import count_joined_launchers
+
+        addresses = self._list_joined_addresses()
+        joined = max(count_joined_launchers(self.address, self.port), len(addresses))
+        if not joined or joined >= self.num_machines:
+            return None
+        missing = self.num_machines - joined
+        which = f"{missing} machine has" if missing == 1 else f"{missing} machines have"
+        which = f"machine {1 - self.machine_rank} has" if self.num_machines == 2 else which
+        names = f" (joined: {', '.join(addresses)})" if addresses else ""
+        return (
+            f"{here} waits at {self.address}:{self.port}: {which} not joined yet{names}; start the same command there,"
+            " with its own --machine_rank or --node_rank"
+        )
+
+    def _list_joined_addresses(self) -> list[str]:
+        """The machines that are connected to the store, if it is on this one."""
+        with suppress(psutil.Error, OSError):
+            connections = psutil.net_connections("tcp")
+            is_host = any(each.status == psutil.CONN_LISTEN and each.laddr.port == self.port for each in connections)
+            established = (each for each in connections if each.status == psutil.CONN_ESTABLISHED and is_host)
+            found = {each.raddr.ip.removeprefix("::ffff:") for each in established if each.laddr.port == self.port}
+            return sorted(found)
+        return []
+
+
+def find_meeting_point(command: Sequence[str]) -> MeetingPoint | None:
+    """Where the launchers of this command meet; ``None`` for one machine and unknown launchers."""
+    from ..distributed.launch_command import parse_launch_command, predict_script_environment
+
+    try:
+        parsed = parse_launch_command(command, os.environ)
+        environment = {} if parsed is None else predict_script_environment(parsed)
+        count, rank = int(environment.get("GROUP_WORLD_SIZE", 1)), int(environment.get("GROUP_RANK", 0))
+        port = int(environment.get("MASTER_PORT") or DEFAULT_PORT)
+    except (UserError, ValueError):
+        return None
+    return MeetingPoint(environment["MASTER_ADDR"], port, rank, count) if count > 1 else None

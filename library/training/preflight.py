@@ -12,8 +12,11 @@ package and add a line here.
 - ``list_run_checks``: optimizer, adapter targets and parallelism on a model without weights, as the strategy needs it.
 """
 
+import glob
 import itertools
+import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from ..atomic_files import find_write_error
 from ..config import ParsedConfig, RunConfig, parse_config
+from ..config.schema import TrainConfig
 from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.schema_output import SaveConfig, StateConfig
 from ..config.validate_objective import validate_objective_for_model
@@ -140,23 +144,64 @@ def list_installation_checks() -> Sequence[SettingsCheck]:
             else []
         ),
         lambda loaded: validate_attention_package(loaded.config.distributed.attn_mode),
-        lambda loaded: validate_output_file(loaded.config.save, loaded.config.state),
+        _validate_output_files_here,
         lambda loaded: _validate_upload(loaded.config.save),
     )
 
 
-def validate_output_file(save: SaveConfig, state: StateConfig) -> Iterator[str]:
-    """A finished LoRA is not overwritten by the same command; a run that resumes ends with its own file."""
-    path = Path(save.output_dir) / f"{save.output_name}.safetensors"
-    if save.overwrite or state.resume is not None or not path.is_file():
-        return
-    from ..checkpoint.checkpoint_dir import find_checkpoints
+def _validate_output_files_here(loaded: ParsedConfig) -> Iterator[str]:
+    """Of several processes the main one decides, when they have met, since only its disk is written to."""
+    config = loaded.config
+    if config.train.dry_run or os.environ.get("WORLD_SIZE", "").strip() in ("", "1"):
+        yield from validate_output_files(config.save, config.state, config.train, config.optim.ema_decay is not None)
 
-    if state.auto_resume and any(find_checkpoints(path.parent, save.output_name)):
+
+def check_output_files(save: SaveConfig, state: StateConfig, train: TrainConfig, has_ema: bool) -> None:
+    """Raise if LoRA files of an earlier run would be overwritten; for the rank that writes."""
+    if problems := list(validate_output_files(save, state, train, has_ema)):
+        raise ConfigError(problems)
+
+
+def validate_output_files(save: SaveConfig, state: StateConfig, train: TrainConfig, has_ema: bool) -> Iterator[str]:
+    """LoRA files are not overwritten by the same command; a run that resumes writes its own files again."""
+    if save.overwrite or state.resume is not None:
         return
-    names = (f"{save.output_name}-{number}" for number in itertools.count(2))
-    free = next(name for name in names if not path.with_name(f"{name}.safetensors").exists())
-    yield f"--output_name: {path} exists, from an earlier run; add --overwrite, or --output_name {free}"
+    folder, name = Path(save.output_dir), save.output_name
+    if state.auto_resume:
+        from ..checkpoint.checkpoint_dir import find_checkpoints  # imports torch
+
+        if any(find_checkpoints(folder, name)):
+            return
+    existing = _find_output_files(save, train, has_ema)
+    final = folder / f"{name}.safetensors"
+    if state.auto_resume and final not in existing:  # it was killed before its first checkpoint
+        return
+    if existing:
+        names = (f"{name}-{number}" for number in itertools.count(2))
+        free = next(each for each in names if not any(folder.glob(f"{glob.escape(each)}*.safetensors")))
+        more = f" and {len(existing) - 1} more files, such as {existing[1].name}," if len(existing) > 1 else ""
+        found = f"{existing[0]}{more} exist" if more else f"{existing[0]} exists,"
+        yield f"--output_name: {found} from an earlier run; add --overwrite, or --output_name {free}"
+
+
+def _find_output_files(save: SaveConfig, train: TrainConfig, has_ema: bool) -> list[Path]:
+    """The existing files with names that this run will write, as far as its length is known; the last one first."""
+    pattern = re.compile(rf"{re.escape(save.output_name)}(-(\d{{6,}})|-step(\d{{8,}}))?(-ema)?\.safetensors")
+    epochs = 1 if save.save_n_epoch_ratio else save.save_every_n_epochs
+    steps = save.save_every_n_steps
+    last_epoch = train.max_train_epochs or math.inf
+    last_step = math.inf if train.max_train_epochs else train.max_train_steps
+
+    def is_written(match: re.Match[str]) -> bool:
+        if match[4] and not has_ema:
+            return False
+        if match[2]:
+            return bool(epochs) and int(match[2]) % (epochs or 1) == 0 and int(match[2]) < last_epoch
+        return not match[3] or (bool(steps) and int(match[3]) % (steps or 1) == 0 and int(match[3]) < last_step)
+
+    paths = Path(save.output_dir).glob(f"{glob.escape(save.output_name)}*.safetensors")
+    found = [path for path in paths if (match := pattern.fullmatch(path.name)) and is_written(match)]
+    return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
 def _validate_upload(save: SaveConfig) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,13 +56,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def run_training(config: RunConfig, locations: Mapping[str, str] | None = None) -> None:
-    """Train a LoRA; ``locations`` says where each option was set, for messages."""
+def run_training(
+    config: RunConfig, locations: Mapping[str, str] | None = None, check_output: Callable[[], None] = lambda: None
+) -> None:
+    """Train a LoRA; ``locations`` says where each option was set, for messages.
+
+    ``check_output`` may raise for the files in ``output_dir``; it is called on the main rank and raises on all.
+    """
     started_at = time.time()
     signals = StopSignals()
     strategy = build_strategy(config, lambda: signals.received is not None)
     with strategy.comm.process_group_scope(), closing(strategy), ExitStack() as stack:
         strategy.comm.run_on_main(lambda: _prepare_output_dir(config.save, config.distributed.compile_cache_dir, stack))
+        strategy.comm.run_on_main(check_output)
         failure_handler = FailureHandler(strategy.comm, config)
         try:
             _prepare_and_train(config, locations or {}, strategy, started_at, failure_handler, signals)

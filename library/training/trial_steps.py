@@ -28,8 +28,17 @@ PERTURBATION_STD = 1e-2
 """LoRA B starts at zero, which makes the gradient of A zero; the probe adds noise with this deviation."""
 
 
+MAX_PROBE_SIZE = 128
+"""Pixels; attention over a single token, as in smaller images, gives queries and keys no gradient."""
+
+
 def probe_gradients(run: TrainingRun, batch: PixelBatch) -> None:
-    """Run one forward and backward pass, warn of parameters without a gradient, and restore all parameters."""
+    """Run one forward and backward pass, warn of parameters without a gradient, and restore all parameters.
+
+    One small image is enough, unless it would have to be compiled for.
+    """
+    if run.compilation is None:
+        batch = batch.crop_first_image(MAX_PROBE_SIZE)
     model = run.strategy.unwrap_model(run.model)
     weights = {name: item for name, item in model.named_parameters() if item.requires_grad}
     original = {name: item.detach().clone() for name, item in weights.items()}

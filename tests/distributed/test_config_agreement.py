@@ -47,6 +47,20 @@ def run_with_different_ranks(others: dict[int, list[str]], host: str, *words: st
     return code, text.getvalue(), time.monotonic() - start
 
 
+def test_a_finished_lora_on_the_disk_of_the_main_rank_stops_all_ranks(data, tmp_path):
+    """Other machines may have other disks: a file there is of no interest, and its absence does not start a rank."""
+    folders = [tmp_path / name for name in ("main", "other")]
+    for folder in folders:
+        folder.mkdir()
+    (folders[0] / "mine.safetensors").touch()
+    others = {rank: ["--output_dir", str(folder)] for rank, folder in enumerate(folders)}
+
+    ends = run_on_ranks(2, run_with_different_ranks, others, "gpu-b", *data, "--output_name", "mine")
+
+    assert [code for code, _, _ in ends] == [2, 2], ends
+    assert "mine.safetensors exists, from an earlier run; add --overwrite" in ends[0][1] and ends[1][1] == ""
+
+
 def test_a_different_setting_on_one_rank_stops_all_before_the_model_is_loaded_and_is_reported_once(data, tmp_path):
     others = {2: ["--learning_rate", "2e-4", "--network_dropout", "0.5"]}
     ends = run_on_ranks(

@@ -153,3 +153,71 @@ def test_a_launched_accelerator_has_what_the_doctor_predicts(flag, file, code, s
     # A launch flag may override accelerate's file; our option in addition to either is refused.
     disagree = bool(code) and len({value for _, value in present}) > 1
     assert ([setting.warning] if disagree else []) == results[0]["warnings"]
+
+
+WATCHED = f"""
+import logging, sys
+sys.path.insert(0, {str(ROOT)!r})
+from library.tools import launch
+launch.WATCH_INTERVAL_SECONDS = 2
+logging.basicConfig(format="%(message)s")
+sys.exit(launch.run_launch(sys.argv[1:])[1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "flags"),
+    [
+        (ACCELERATE, "--multi_gpu --num_machines 2 --num_processes 2 --main_process_ip 127.0.0.1 --main_process_port"),
+        (TORCHRUN, "--nnodes 2 --nproc_per_node 1 --master_addr 127.0.0.1 --master_port"),
+    ],
+)
+def test_machines_that_have_not_joined_are_named_until_they_come(launcher, flags, start_watched):
+    port = find_free_port()
+    rank = "machine_rank" if launcher == ACCELERATE else "node_rank"
+    second = start_watched(f"{launcher} {flags} {port} --{rank} 1")
+    line = f"machine 1 of 2: nothing answers at 127.0.0.1:{port} (Connection refused); is machine 0 started"
+    assert second.read_until("machine 1").startswith(line)
+    second.stop()
+    first = start_watched(f"{launcher} {flags} {port} --{rank} 0")
+    line = f"machine 0 of 2 waits at 127.0.0.1:{port}: machine 1 has not joined yet"
+    assert first.read_until("machine 0 of 2 waits").startswith(line)
+    second = start_watched(f"{launcher} {flags} {port} --{rank} 1")
+    assert [machine.process.wait(60) for machine in (first, second)] == [0, 0]
+
+
+class WatchedLauncher:
+    """A launcher under ``library launch``."""
+
+    def __init__(self, words: list[str], environment: dict[str, str]):
+        command = [sys.executable, "-c", WATCHED, *words]
+        self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+    def read_until(self, start: str) -> str:
+        """Return the first line that begins like this."""
+        for line in self.process.stderr:
+            if line.startswith(start):
+                return line
+        raise AssertionError(f"no line starts with {start}")
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+        self.process.communicate(timeout=60)
+
+
+@pytest.fixture
+def start_watched(tmp_path):
+    """Start a launcher of a script that does nothing; stop it at the end."""
+    (tmp_path / "script.py").write_text("")
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "MASTER_"))}
+    environment = {**clean, "HF_HOME": str(tmp_path / "home"), "ACCELERATE_USE_CPU": "true"}
+    started: list[WatchedLauncher] = []
+
+    def start(command: str) -> WatchedLauncher:
+        started.append(WatchedLauncher([*shlex.split(command), str(tmp_path / "script.py")], environment))
+        return started[-1]
+
+    yield start
+    for launcher in started:
+        launcher.stop()

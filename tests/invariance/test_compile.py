@@ -322,3 +322,13 @@ def test_a_dummy_batch_has_the_shapes_of_its_size():
     assert [len(row) for row in dummy.cond["embeds"]] == [5, 9, 5]
     assert [len(row) for row in dummy.vary_text_lengths(["same", "longer", "shorter"]).cond["embeds"]] == [5, 69, 2]
     assert make_batch(pixels=torch.ones(2, 3, 64, 96)).build_dummy_batch((32, 128), 1).pixels.shape == (1, 3, 128, 32)
+
+
+@pytest.mark.quick
+def test_the_gradient_probe_gets_a_corner_of_the_first_image():
+    moments = Moments(torch.randn(2, 2, 4, 8, 12))
+    crop = make_batch(moments=moments).crop_first_image(80)
+    assert torch.equal(crop.moments.mean_and_std, moments.mean_and_std[:1, ..., :10])
+    assert crop.size_conditioning[0].tolist() == [80, 120, 0, 0, 64, 80] and crop.sample_keys == ("x",)
+    pixels = torch.randn(2, 3, 64, 96)
+    assert torch.equal(make_batch(pixels=pixels).crop_first_image(64).pixels, pixels[:1, :, :, :64])

@@ -38,6 +38,8 @@ def test_an_unknown_name_is_a_config_error(name, message):
 
 def test_there_is_no_suggestion_without_a_close_name():
     assert suggest_name("zzz", ["network_dim"]) == ""
+    assert suggest_name("adamw8bitt", ["Adam8bit", "AdamW8bit", "Adam"]) == "; did you mean AdamW8bit?"
+    assert suggest_name("LEARNING_RATES", ["learning_rate"], "--") == "; did you mean --learning_rate?"
 
 
 def test_derived_seeds_never_change():

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from library.adapters.file_reader import InvalidAdapterFileError, read_adapter_file
 from library.adapters.formats import convert_to_file_format
 from library.adapters.lora_file import write_adapter_file
-from library.adapters.peft_metadata import PeftSettings, parse_peft_settings
+from library.adapters.peft_metadata import UNREAD_SETTINGS, PeftSettings, find_unread_settings, parse_peft_settings
 from library.checkpoint.init_weights import read_initial_weights
 from library.cli import run_tool
 from library.config.schema import AdapterConfig
@@ -251,3 +251,44 @@ def test_a_damaged_file_is_an_error_of_its_own_model(damage, name):
         identify_lora(tensors, metadata)
 
     assert damage == "metadata" or key.partition(".")[0] in str(error.value)
+
+
+PEFT = {"r": 4, "lora_alpha": 8, "peft_type": "LORA"}
+UNREAD_PEFT_SETTINGS = {
+    "init_lora_weights pissa_niter_4 changed the base model, which the file does not have": {
+        "init_lora_weights": "pissa_niter_4"
+    },
+    "init_lora_weights OLoRA changed the base model": {"init_lora_weights": "OLoRA"},
+    "lora_bias = True is not supported": {"lora_bias": True},
+    "bias = all is not supported": {"bias": "all"},
+    r"modules_to_save = \['conv_in'\] is not supported": {"modules_to_save": ["conv_in"]},
+    "peft_type RANDLORA is not supported": {"peft_type": "RANDLORA"},
+    "use_cayley_neumann = False is not supported": {"use_cayley_neumann": False},
+    "attn1.to_q has no DoRA magnitudes, but its .* says use_dora": {"use_dora": True},
+    "alpha_pattern attn7.to_q matches no layer of unet": {"alpha_pattern": {"attn1.to_q": 4, "attn7.to_q": 4}},
+    "has rank 4, but its .* says 2": {"rank_pattern": {"to_q": 2}},
+}
+
+
+@pytest.mark.parametrize("message", UNREAD_PEFT_SETTINGS)
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_settings_of_peft_that_change_the_effect_are_refused_by_name(message, is_beside, tmp_path):
+    path, values = tmp_path / "lora.safetensors", PEFT | UNREAD_PEFT_SETTINGS[message]
+    name = f"{'base_model.model' if is_beside else 'unet'}.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+    tensors = {f"{name}.lora_A.weight": torch.ones(4, 64), f"{name}.lora_B.weight": torch.ones(64, 4)}
+    metadata = {"lora_adapter_metadata": json.dumps({f"unet.{key}": value for key, value in values.items()})}
+    save_file(tensors, path, {} if is_beside else metadata)
+    if is_beside:
+        (tmp_path / "adapter_config.json").write_text(json.dumps(values))
+
+    with pytest.raises(ConfigError, match=f"{path}: .*{message}"):
+        read_weights(base_weights=(str(path),))
+
+
+def test_settings_of_peft_without_an_effect_on_the_weights_are_accepted():
+    from peft import LoraConfig, OFTConfig
+
+    for config in (LoraConfig(init_lora_weights="gaussian", lora_dropout=0.1, use_rslora=True), OFTConfig()):
+        values = json.loads(json.dumps(config.to_dict(), default=str))
+        assert not list(find_unread_settings(values))
+        assert all(values[name] == default for name, default in UNREAD_SETTINGS.items() if name in values)

@@ -197,6 +197,7 @@ BROKEN = {
     "is empty": b"",
     "is a pickle (.ckpt, .pt, .bin), which can run code": b"PK\x03\x04" + bytes(100),
     "is a pickle": b"\x80\x02" + bytes(100),
+    "never read; use the .safetensors file of this model, or save it as one in ComfyUI": b"PK\x03\x04" + bytes(99),
     "is a GGUF file": b"GGUF" + bytes(100),
     "is a git-lfs pointer; run": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
     "is a web page": b"<!DOCTYPE html><html>Sign in</html>",

@@ -126,7 +126,7 @@ def test_pickled_weights_are_never_loaded(part, tmp_path):
 
 @pytest.mark.slow
 def test_a_hub_id_is_loaded_from_the_local_hub_cache(tmp_path):
-    """The complete model, and one with fp16 weights only."""
+    """The complete model, and one with fp16 weights only; the hub does not answer."""
     tiny = TINY["sdxl"]()
     commit = "0" * 40
     for name, variant in (("tiny", None), ("half", "fp16")):
@@ -144,7 +144,8 @@ def test_a_hub_id_is_loaded_from_the_local_hub_cache(tmp_path):
     )
     result = subprocess.run(
         [sys.executable, "-c", script],
-        env=os.environ | {"HF_HOME": str(tmp_path)},
+        env=os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"},
+        timeout=120,
         text=True,
         capture_output=True,
         cwd=Path(__file__).resolve().parents[3],

@@ -105,6 +105,18 @@ def test_a_tokenizer_without_network_and_cache_is_reported_with_a_fix(single_fil
         strict.load(str(path), torch.float32, ("tokenizer",))
 
 
+def test_a_hub_that_does_not_answer_is_not_asked_for_each_file_of_a_tokenizer(single_file, monkeypatch):
+    """huggingface_hub retries each of them for half a minute."""
+    family, _, path = single_file
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    retries = []
+    monkeypatch.setattr("time.sleep", retries.append)
+    with pytest.raises(ConfigError, match=r"contains no tokenizer"):
+        type(family)(ModelConfig()).load(str(path), torch.float32, ("tokenizer",))
+    assert retries == []
+
+
 def test_a_file_with_only_the_denoiser_needs_the_other_component_options(tmp_path, tokenizer_cache):
     tiny = TINY["sdxl"]()
     single, vae, clip_l, clip_g = (str(tmp_path / f"{name}.safetensors") for name in ("unet", "vae", "l", "g"))

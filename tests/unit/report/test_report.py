@@ -65,7 +65,7 @@ def test_the_report_has_metrics_previews_and_settings_and_no_external_links(tmp_
         "step 8 of 8",
         "loss 0.1250",
         "2 processes",
-        "1 steps skipped (NaN or Inf)",
+        "; 1 step skipped (NaN or Inf)",
         "a &lt;cat&gt;",
         "before",
         "step 8",

@@ -7,7 +7,13 @@ from data_paths import ROOT
 from PIL import Image
 
 from library import cli
-from library.training.preflight import find_installation_problems, find_settings_problems, load_settings
+from library.errors import ConfigError
+from library.training.preflight import (
+    check_output_files,
+    find_installation_problems,
+    find_settings_problems,
+    load_settings,
+)
 
 DEMO = ["--dataset_config", str(ROOT / "dataset_configs" / "demo.toml")]
 SD1 = "--pretrained_model_name_or_path random:sd1:tiny"
@@ -85,6 +91,51 @@ def test_a_finished_lora_is_not_overwritten_without_being_asked(tmp_path):
     assert len(find_problems(*flags, "--auto_resume")) == 1, "there is no checkpoint to resume from"
     (tmp_path / "mine-000001-state").mkdir()
     assert find_problems(*flags, "--auto_resume") == []
+
+
+def test_files_between_that_the_run_would_write_are_not_overwritten_either(tmp_path):
+    flags = (
+        "--output_dir",
+        str(tmp_path),
+        "--output_name",
+        "my.lora",
+        "--max_train_steps",
+        "400",
+        "--ema_decay",
+        "0.9",
+    )
+    numbers = ("-000002", "-000003", "-000004-ema", "-step00000200", "-step00000300", "-step00000400", "-2", "")
+    paths = {number: tmp_path / f"my.lora{number}.safetensors" for number in numbers}
+    for path in (*paths.values(), tmp_path / "myxlora.safetensors"):
+        path.touch()
+    written = {
+        "--save_every_n_epochs 2": ["", "-000002", "-000004-ema"],
+        "--save_every_n_epochs 2 --max_train_epochs 4": ["", "-000002"],
+        "--save_every_n_steps 100": ["", "-step00000200", "-step00000300"],
+        "--save_n_epoch_ratio 4": ["", "-000002", "-000003", "-000004-ema"],
+    }
+    for words, expected in written.items():
+        (problem,) = find_problems(*flags, *words.split())
+        assert problem == (
+            f"--output_name: {paths['']} and {len(expected) - 1} more files, such as {paths[expected[1]].name}, exist from"
+            " an earlier run; add --overwrite, or --output_name my.lora-3"
+        )
+    paths[""].unlink()
+    assert len(find_problems(*flags, "--save_every_n_epochs", "2")) == 1
+    assert find_problems(*flags, "--save_every_n_epochs", "5") == []
+    assert find_problems(*flags, "--save_every_n_epochs", "2", "--auto_resume") == [], "killed before a checkpoint"
+
+
+def test_of_several_processes_only_the_main_one_decides_about_existing_files(monkeypatch, tmp_path):
+    flags = ("--output_dir", str(tmp_path), "--output_name", "mine")
+    (tmp_path / "mine.safetensors").touch()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    assert find_problems(*flags) == []
+    assert len(find_problems(*flags, "--dry_run")) == 1
+    config = load_settings([*DEMO, *flags]).config
+    with pytest.raises(ConfigError, match=r"mine.safetensors exists, from an earlier run"):
+        check_output_files(config.save, config.state, config.train, has_ema=False)
 
 
 def test_an_upload_needs_a_token_at_the_start(monkeypatch, tmp_path):
