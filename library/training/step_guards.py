@@ -124,6 +124,10 @@ class NanGuard:
         self._snapshot.capture({"parameters": parameters, "ema": ema_params, "optimizer": run.optimizer.state_dict()})
         self._snapshot_state = replace(run.state)
 
+    def count_snapshot_bytes(self) -> int:
+        """Count the bytes of this rank's adapter, EMA and optimizer state."""
+        return self._snapshot.count_bytes()
+
     def restart_timer(self) -> None:
         """Leave the time since the last check, which was no step's, out of the choice of the next interval."""
         self._started_at = time.perf_counter()
