@@ -1,5 +1,6 @@
 """The network of a kohya_ss GUI file: LoRA type, its arguments, and what is trained."""
 
+from ...config.network_args import LYCORIS_PRESETS
 from .equivalents import FULL_LOKR_DIM
 from .imported import KeyReader, is_among, to_integer, to_number, to_positive_number, to_switch
 from .keys import kohya_gui as keys
@@ -52,9 +53,12 @@ def _read_lycoris_args(reader: KeyReader, algorithm: str) -> None:
     elif "conv_dim" in reader and reader.result.family not in FLOW_FAMILIES:
         reader.list_change("conv_dim", "OFT of convolutions is not supported; only linear layers are trained")
     preset = reader.read("LyCORIS_preset", "full")
-    if reader.result.family not in FLOW_FAMILIES or preset != "full":
-        reason = "LyCORIS presets choose the layers; here all layers of the blocks are trained, see docs/adapters.md"
-        reader.list_change("LyCORIS_preset", reason, preset)
+    if preset in LYCORIS_PRESETS and reader.result.family not in FLOW_FAMILIES:
+        if preset != "full":
+            reader.result.add_network_arg("preset", preset)
+    elif preset != "full":
+        reason = "only the presets of LyCORIS for U-Nets are known; all layers of the blocks are trained"
+        reader.list_change("LyCORIS_preset", f"{reason}, see docs/adapters.md", preset)
     if algorithm == "lokr":
         reader.result.add_network_arg("factor", reader.read("factor", -1, to_integer))
         if reader.read("decompose_both", False, to_switch):

@@ -81,6 +81,26 @@ def describe(result):
     )
 
 
+@pytest.mark.parametrize(
+    ("preset", "lora_type", "arguments", "is_listed"),
+    [
+        ("full", "LyCORIS/LoKr", set(), False),
+        ("attn-mlp", "LyCORIS/LoCon", {"preset=attn-mlp"}, False),
+        ("attn-only", "LyCORIS/LoHa", {"preset=attn-only"}, False),
+        ("mine.toml", "LyCORIS/LoCon", set(), True),
+    ],
+)
+def test_presets_of_lycoris_are_taken_over(work, preset, lora_type, arguments, is_listed):
+    content = {**load("kohya_sdxl.json"), "LoRA_type": lora_type, "LyCORIS_preset": preset}
+    Path("preset.json").write_text(json.dumps({key: each for key, each in content.items() if "dropout" not in key}))
+
+    text, loaded, _ = import_file("preset.json")
+
+    assert loaded.problems == [] and loaded.config.adapter.network_module == "lycoris.kohya"
+    assert {each for each in loaded.config.adapter.network_args if each.startswith("preset")} == arguments
+    assert ("LyCORIS_preset" in text) == is_listed
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_the_output_is_accepted_by_our_own_parser(work, name):
     text, loaded, datasets = import_file(name)
