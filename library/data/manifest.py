@@ -68,19 +68,41 @@ class Manifest:
             if dataset.from_step or dataset.to_step is not None:
                 digest.update(ascii((dataset.from_step, dataset.to_step)).encode())
         for name, sample in zip(names, self._all_samples, strict=True):
-            row = (
-                name,
-                sample.content_hash,
-                sample.size,
-                sample.caption,
-                sample.dataset_index,
-                sample.subset_index,
-                sample.repeats,
-                sample.loss_weight,
-            )
-            mask = sample.mask and (sample.mask.is_alpha, sample.mask.content_hash)
-            digest.update(ascii((*row, mask)).encode())
+            digest.update(_format_fingerprint_sample(name, sample))
         return digest.hexdigest()
+
+    def compute_sample_digests(self) -> str:
+        """Compute a short digest of each sample, to find out which differ if the fingerprints do."""
+        rows = (_format_fingerprint_sample(sample.image.name_in_folder, sample) for sample in self._all_samples)
+        return "".join(hashlib.blake2b(row, digest_size=DIGEST_LENGTH // 2).hexdigest() for row in rows)
+
+    def describe_difference(self, digests: str) -> str:
+        """Name the first sample that differs from those with these digests."""
+        own, samples = self.compute_sample_digests(), self._all_samples
+        for number, sample in enumerate(samples):
+            place = slice(number * DIGEST_LENGTH, (number + 1) * DIGEST_LENGTH)
+            if own[place] != digests[place]:
+                return f"the first that differs is {sample.image}, image {number + 1} of {len(samples)}"
+        missing = len(digests) // DIGEST_LENGTH - len(samples)
+        return f"{missing} images fewer than there" if missing else "the images are the same, their settings are not"
+
+
+DIGEST_LENGTH = 8
+
+
+def _format_fingerprint_sample(name: str, sample: Sample) -> bytes:
+    row = (
+        name,
+        sample.content_hash,
+        sample.size,
+        sample.caption,
+        sample.dataset_index,
+        sample.subset_index,
+        sample.repeats,
+        sample.loss_weight,
+    )
+    mask = sample.mask and (sample.mask.is_alpha, sample.mask.content_hash)
+    return ascii((*row, mask)).encode()
 
 
 _FINGERPRINT_EXCLUDED = frozenset(

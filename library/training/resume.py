@@ -3,7 +3,7 @@
 import logging
 import signal
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +69,11 @@ class SettingChange:
     old: Any
     new: Any
     changes_result: bool
+    detail: str = ""
 
     def __str__(self) -> str:
         if self.name in ("model", "data"):
-            return f"{COMPARED_METADATA[self.name]} changed"
+            return f"{COMPARED_METADATA[self.name]} changed{self.detail}"
         return f"{COMPARED_METADATA.get(self.name, self.name)}: {_format_value(self.old)} -> {_format_value(self.new)}"
 
 
@@ -124,6 +125,7 @@ class Resume:
             "settings": serialize_settings(config),
             "model": compute_quick_model_fingerprint(detected),
             "data": prepared.manifest.compute_fingerprint(),
+            "sample_digests": prepared.manifest.compute_sample_digests(),
             "batch": [size * micro_batches for _, size in sorted(batch_sizes.items())],
             "split": [batches.dp_size, batches.accumulation_steps],
             "started_at": started_at,
@@ -247,6 +249,9 @@ def _check_changes(
     if saved_data != current["data"] and saved_data == prepared.manifest.compute_former_fingerprint():
         current = {**current, "data": saved_data}
     changes = list(find_changes(checkpoint.metadata, current))
+    if digests := checkpoint.metadata.get("sample_digests"):
+        detail = f" ({prepared.manifest.describe_difference(digests)})"
+        changes = [replace(change, detail=detail) if change.name == "data" else change for change in changes]
     for change in changes:
         logger.warning("changed since the checkpoint was saved: %s", change)
     check_setting_changes([change for change in changes if change.changes_result], force_resume)

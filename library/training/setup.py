@@ -34,6 +34,7 @@ from ..diffusion.process import FlowMatchingProcess
 from ..distributed.async_copy import CopyStream
 from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST, MIXED_PRECISION_DTYPES
+from ..errors import ConfigError
 from ..models.base import Family
 from ..models.detect import DetectedModel
 from ..models.facts import select_trained_text_encoders
@@ -271,11 +272,14 @@ def build_objective(noise: NoiseConfig, loss: LossConfig, family: Family, pipe: 
 def prepare_dataset(data: DataConfig, cache: CacheConfig, comm: Communicator, size_multiple: int) -> PreparedData:
     """Scan the dataset on one rank per machine; the others read the manifest that it writes next to the images."""
     prepared = comm.run_local_main_first(lambda: prepare_data(data, size_multiple, cache.cache_dir))
-    fingerprint = prepared.manifest.compute_fingerprint()
-    comm.assert_equal_across_ranks(
-        {
-            "number of images": len(prepared.manifest.samples),
-            "images, captions or dataset settings": fingerprint,
-        }
-    )
+    manifest, fingerprint = prepared.manifest, prepared.manifest.compute_fingerprint()
+    try:
+        comm.assert_equal_across_ranks({"images, captions or dataset settings": fingerprint})
+    except ConfigError as error:  # on all ranks
+        reports = comm.all_gather_object((fingerprint, manifest.compute_sample_digests()))
+        other = next(digests for its_fingerprint, digests in reports if its_fingerprint != reports[0][0])
+        difference = comm.run_on_main_and_broadcast(lambda: manifest.describe_difference(other))
+        detailed = ConfigError(f"{problem} ({difference})" for problem in error.problems)
+        detailed.is_reported = error.is_reported
+        raise detailed from None
     return prepared

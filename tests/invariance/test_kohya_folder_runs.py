@@ -98,5 +98,9 @@ def test_a_checkpoint_of_the_last_release_is_resumed(folder):
     path.write_text(json.dumps({**state, "data": "another"}))
     with pytest.raises(AssertionError, match="the images, captions or their settings changed"):
         run_on_ranks(1, train, *resume)
+    digests = state["sample_digests"][:8] + "0" * 8 + state["sample_digests"][16:]
+    path.write_text(json.dumps({**state, "data": "another", "sample_digests": digests}))
+    with pytest.raises(AssertionError, match=f"the first that differs is {manifest.samples[1].image}, image 2 of"):
+        run_on_ranks(1, train, *resume)
     path.write_text(json.dumps({**state, "data": manifest.compute_former_fingerprint()}))
     run_on_ranks(1, train, *resume)
