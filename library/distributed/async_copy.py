@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from .devices import has_device_memory
 
@@ -78,6 +79,10 @@ class HostSnapshot:
         for device in self._devices:  # by name: each thread has its own current device
             torch.accelerator.synchronize(device)
         return self._copy
+
+    def count_bytes(self) -> int:
+        """Count the bytes of the copy."""
+        return sum(leaf.nbytes for leaf in tree_leaves(self._copy) if isinstance(leaf, torch.Tensor))
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:

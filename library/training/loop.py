@@ -14,7 +14,6 @@ from ..data.loader import StepBatches
 from ..distributed.step_phases import record_phase
 from ..optim.optimizers import get_learning_rates, set_learning_rates
 from .state import StepMetrics, StopRequested, TrainingRun
-from .step_guards import CHECK_INTERVAL_STEPS
 from .trial_steps import check_later_stages_fit, probe_gradients, warm_up_compilation
 
 
@@ -34,6 +33,7 @@ def _train_until_roll_back(run: TrainingRun) -> bool:
         run.step_batches, run.pending_callbacks = step_batches, ()
         if not run.is_warmed_up:
             _warm_up(run, step_batches, first_step)
+            run.nan_guard.restart_timer()
         unchecked.append(_run_step(run, step_batches, data_wait_seconds))
         run.bad_samples.add(step_batches.bad_samples)
         run.metric_logger.advance_progress(run)
@@ -41,9 +41,10 @@ def _train_until_roll_back(run: TrainingRun) -> bool:
         is_last = run.state.step >= run.plan.steps
         must_stop = run.strategy.should_stop() and not is_last
         # Reading metrics waits for the device, so they are read only now and then, and before every callback.
-        if due or is_last or must_stop or run.state.step == 1 or len(unchecked) >= CHECK_INTERVAL_STEPS:
+        if due or is_last or must_stop or len(unchecked) >= run.nan_guard.check_interval:
             if not run.nan_guard.check_or_roll_back(run, unchecked):
                 return False
+            run.nan_guard.choose_check_interval(run, len(unchecked))
             run.bad_samples.sync_across_ranks(run.strategy)
             run.metric_logger.log_steps(run, unchecked)
             unchecked = []
@@ -54,6 +55,7 @@ def _train_until_roll_back(run: TrainingRun) -> bool:
             if not (must_stop and callback.is_deferrable):
                 callback(run)
                 run.pending_callbacks = tuple(name for name in run.pending_callbacks if name != callback.id)
+                run.nan_guard.restart_timer()
         if must_stop:
             raise StopRequested(run.pending_callbacks)
         if is_last:

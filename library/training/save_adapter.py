@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import shutil
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from ..adapters.lora import Adapter
 from ..adapters.metadata import BaseModelMetadata, RunMetadata, add_model_hashes, build_metadata
 from ..adapters.state_dict import group_by_module
 from ..atomic_files import compute_sha256
+from ..cache.paths import format_bytes
 from ..checkpoint.component_keys import collect_component_keys
 from ..checkpoint.hub_upload import HubUploader
 from ..checkpoint.init_weights import split_idle_layers
@@ -33,6 +35,7 @@ from ..config.schema_output import SaveConfig
 from ..data.batch_plan import get_planned_stages
 from ..data.metadata import build_dataset_metadata
 from ..data.prepare import PreparedData
+from ..errors import UserError
 from ..models.base import Family
 from ..models.sampling import use_eval_mode
 from ..optim.optimizers import use_eval_weights
@@ -42,6 +45,7 @@ from .state import TrainingRun, is_interval_reached
 logger = logging.getLogger(__name__)
 SOFTWARE = f"lorikeet/{__version__}"
 MAX_DIFFERENCES_SHOWN = 3
+MIN_FREE_BYTES = 2**20  # for the log, the report, and the JSON files of a checkpoint
 T = TypeVar("T")
 
 
@@ -162,6 +166,8 @@ class SaveAdapter:
         # Only the first and the last file are compared with the model in memory; comparing all would take too long.
         is_compared = not self.saved_paths or run.state.step >= run.plan.steps
         # In the first step of a warm-up the learning rate is 0, and a zero update is correct.
+        if run.state.step < run.plan.steps:
+            _reserve_disk_space(path, file.tensors, run)
         lora_file.write_adapter_file(
             path,
             file.tensors,
@@ -285,6 +291,20 @@ def _compute_legacy_hash(path: Path) -> str:
     with path.open("rb") as file:
         file.seek(0x100000)
         return hashlib.sha256(file.read(0x10000)).hexdigest()[:8]
+
+
+def _reserve_disk_space(path: Path, tensors: Mapping[str, Tensor], run: TrainingRun) -> None:
+    """Raise if an intermediate file would take the room of the checkpoint that is due, or of that of a stopped run."""
+    free = shutil.disk_usage(path.parent).free
+    file_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    ranks = run.strategy.comm.world_size if run.strategy.optimizer_sharding_engine else 1
+    count = 1 + run.config.state.save_state
+    needed = file_bytes + count * ranks * run.nan_guard.count_snapshot_bytes() + MIN_FREE_BYTES
+    if 0 < free < needed:  # some network drives always report 0
+        raise UserError(
+            f"{path}: not written, as checkpoints would not fit any more: {format_bytes(free)} free, about"
+            f" {format_bytes(needed)} needed; free some space, then resume"
+        )
 
 
 @dataclass

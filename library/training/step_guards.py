@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -97,6 +98,8 @@ def _find_partial_failure(by_rank: Sequence[Sequence[BadSample]], model_parallel
 
 
 CHECK_INTERVAL_STEPS = 10
+CHECK_INTERVAL_SECONDS = 30.0
+"""At most so many steps and seconds, or one step, are lost if the run ends without warning."""
 
 
 class NanGuard:
@@ -104,6 +107,9 @@ class NanGuard:
 
     def __init__(self, max_nan_steps: int):
         self.max_nan_steps = max_nan_steps
+        self.check_interval = 1
+        """Steps between two checks; the same on all ranks."""
+        self._started_at = time.perf_counter()
         self.skipped_steps: list[SkippedStep] = []
         self.check_each_step_until = 0
         """After a rollback: check every step before this one, to find the bad one."""
@@ -117,6 +123,23 @@ class NanGuard:
         parameters = [parameter.detach() for parameter in run.parameters]
         self._snapshot.capture({"parameters": parameters, "ema": ema_params, "optimizer": run.optimizer.state_dict()})
         self._snapshot_state = replace(run.state)
+
+    def count_snapshot_bytes(self) -> int:
+        """Count the bytes of this rank's adapter, EMA and optimizer state."""
+        return self._snapshot.count_bytes()
+
+    def restart_timer(self) -> None:
+        """Leave the time since the last check, which was no step's, out of the choice of the next interval."""
+        self._started_at = time.perf_counter()
+
+    def choose_check_interval(self, run: TrainingRun, num_steps: int) -> None:
+        """Choose how many steps to take until the next check from the time of the last ones. Collective."""
+        milliseconds = int(1e3 * (time.perf_counter() - self._started_at)) if run.strategy.comm.is_main else 0
+        seconds_per_step = run.strategy.comm.all_reduce_sum(milliseconds) / 1e3 / num_steps
+        self.check_interval = CHECK_INTERVAL_STEPS
+        if seconds_per_step * CHECK_INTERVAL_STEPS > CHECK_INTERVAL_SECONDS:
+            self.check_interval = max(1, int(CHECK_INTERVAL_SECONDS / seconds_per_step))
+        self.restart_timer()
 
     def check_or_roll_back(self, run: TrainingRun, metrics: Sequence[StepMetrics]) -> bool:
         """Wait for the metrics of the steps since the snapshot; roll back and return False if any is NaN or Inf."""

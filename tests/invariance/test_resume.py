@@ -370,6 +370,31 @@ def train_with_failing_checkpoint(error: Exception, *flags: str) -> str:
     return train_and_read_log(*flags)
 
 
+def train_on_a_disk_that_fills_up(num_files: int, *flags: str) -> str:
+    """Train with a disk that has no room for checkpoints once there are so many LoRA files."""
+    from types import SimpleNamespace
+
+    from library.training import save_adapter
+
+    def get_disk_usage(folder: Path) -> SimpleNamespace:
+        is_full = len(list(folder.glob("*.safetensors"))) >= num_files
+        return SimpleNamespace(free=2**20 if is_full else 2**40)
+
+    save_adapter.shutil.disk_usage = get_disk_usage
+    return train(*flags)
+
+
+def test_on_a_full_disk_checkpoints_come_before_lora_files(dataset, uninterrupted_run, tmp_path):
+    flags = build_flags(dataset, tmp_path)
+    with pytest.raises(AssertionError, match=r"not written, as checkpoints would not fit any more: 1\.05 MB free"):
+        run_on_ranks(1, train_on_a_disk_that_fills_up, 2, *flags)
+    (checkpoint,) = [path for path in tmp_path.glob("*-state") if not path.with_suffix(".safetensors").exists()][-1:]
+    assert isinstance(checkpoint_dir.read_checkpoint_info(checkpoint).step, int)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2 and not list(tmp_path.glob(".lora*"))
+    run_on_ranks(1, train, *flags, "--auto_resume")
+    assert_equal_files(uninterrupted_run, tmp_path)
+
+
 def test_resume_on_another_number_of_ranks_gives_equal_weights_up_to_rounding(dataset, tmp_path):
     """Two, one and four ranks with the same number of images per step differ only in the rounding of sums."""
     options = [
