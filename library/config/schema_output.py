@@ -86,9 +86,28 @@ class PreviewConfig:
         None, "generate samples every n epochs; overrides sample_every_n_steps", minimum=1
     )
     sample_at_first: bool = define_option(False, "generate samples before training, too")
-    sample_sampler: Literal["ddim", "euler", "euler_a", "heun", "dpmsolver++", "pndm"] | None = define_option(
-        None, "sampler; default: ddim, or the model's own for flow matching"
-    )
+    sample_sampler: (
+        Literal[
+            "ddim",
+            "ddpm",
+            "pndm",
+            "lms",
+            "euler",
+            "euler_a",
+            "heun",
+            "dpm_2",
+            "dpm_2_a",
+            "dpmsolver",
+            "dpmsolver++",
+            "dpmsingle",
+            "k_lms",
+            "k_euler",
+            "k_euler_a",
+            "k_dpm_2",
+            "k_dpm_2_a",
+        ]
+        | None
+    ) = define_option(None, "sampler; default: ddim; flow matching always samples with euler")
 
 
 @dataclass(frozen=True)

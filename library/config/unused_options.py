@@ -7,6 +7,7 @@ ignored cannot be read by accident.
 import dataclasses
 import os
 from collections.abc import Collection, Iterable, Iterator
+from importlib.util import find_spec
 
 from .network_args import (
     ROTATION_TYPES,
@@ -35,6 +36,7 @@ COMPILE_OPTIONS = (
     *("compile_dynamic", "compile_cache_dir"),
 )
 TIMESTEP_WEIGHTING_SCHEMES = ("logit_normal", "mode")
+SAMPLERS_WITHOUT_ZERO_SNR = ("heun", "pndm", "lms", "dpm_2", "dpm_2_a", "dpmsingle")
 CHECKPOINTING_OPTIONS = ("gradient_checkpointing_every", "activation_memory_budget", "cpu_offload_checkpointing")
 SCHEDULER_OPTIONS = (
     ("lr_scheduler_num_cycles", 1, ("cosine_with_restarts",)),
@@ -61,7 +63,7 @@ def find_unused_options(config: RunConfig, explicit: ExplicitOptions) -> dict[st
         _find_unused_adapter_options(config.adapter),
         _find_unused_data_options(config.data, config.cache),
         _find_unused_log_options(config.log),
-        _find_unused_preview_options(config.preview),
+        _find_unused_preview_options(config.preview, config.noise),
         _find_unused_noise_options(config.noise, config.loss, explicit),
         _find_unused_memory_options(config.distributed, config.train, config.parallel),
         _find_unused_save_options(config.save, config.state),
@@ -233,7 +235,19 @@ def _find_unused_log_options(log: LogConfig) -> Iterator[UnusedOption]:
         yield "wandb_run_name", "wandb is not used"
 
 
-def _find_unused_preview_options(preview: PreviewConfig) -> Iterator[UnusedOption]:
+def find_unusable_sampler(sampler: str | None, noise: NoiseConfig) -> str | None:
+    """Return why previews use ddim instead of a sampler, whatever the model."""
+    name = (sampler or "").removeprefix("k_")
+    if noise.zero_terminal_snr and name in SAMPLERS_WITHOUT_ZERO_SNR:
+        return "it does not support zero_terminal_snr; previews use ddim"
+    if name == "lms" and find_spec("scipy") is None:
+        return "it needs the package scipy, which is not installed; previews use ddim"
+    return None
+
+
+def _find_unused_preview_options(preview: PreviewConfig, noise: NoiseConfig) -> Iterator[UnusedOption]:
+    if reason := find_unusable_sampler(preview.sample_sampler, noise):
+        yield "sample_sampler", reason
     if preview.sample_prompts is None:
         for name in ("sample_every_n_steps", "sample_every_n_epochs", "sample_at_first", "sample_sampler"):
             if getattr(preview, name):

@@ -43,7 +43,7 @@ def validate_config(config: RunConfig, explicit: ExplicitOptions) -> Iterator[Op
         validate_data_options(config.data),
         validate_log_options(config.log, explicit),
         validate_preview_options(config.preview),
-        validate_objective_options(config.noise, config.loss, config.preview),
+        validate_objective_options(config.noise, config.loss),
         validate_device_map_options(config),
         validate_parallel_options(parallel, config.adapter, distributed, deepspeed, explicit),
         validate_resume_options(config.state),

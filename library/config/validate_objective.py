@@ -5,7 +5,6 @@ from dataclasses import fields
 
 from .options import OptionConflict
 from .schema_objective import LossConfig, NoiseConfig
-from .schema_output import PreviewConfig
 
 DIFFUSION_ONLY_OPTIONS = dict.fromkeys(
     """
@@ -24,9 +23,7 @@ FLOW_ONLY_OPTIONS = (
 """Options for flow matching."""
 
 
-def validate_objective_options(
-    noise: NoiseConfig, loss: LossConfig, preview: PreviewConfig
-) -> Iterator[OptionConflict]:
+def validate_objective_options(noise: NoiseConfig, loss: LossConfig) -> Iterator[OptionConflict]:
     """Check the noise, timestep and loss options, whatever the model."""
     yield from _validate_noise(noise)
     yield from _validate_timesteps(noise)
@@ -37,9 +34,6 @@ def validate_objective_options(
     ):
         if value is not None and value <= 0:
             yield (name,), f"must be above 0, got {value:g}"
-    sampler = preview.sample_sampler
-    if noise.zero_terminal_snr and preview.sample_prompts and sampler in ("heun", "pndm"):
-        yield ("sample_sampler", "zero_terminal_snr"), f"{sampler} does not support zero_terminal_snr; use ddim"
 
 
 def _validate_noise(noise: NoiseConfig) -> Iterator[OptionConflict]:

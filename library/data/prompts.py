@@ -104,7 +104,7 @@ def _parse_sampler(value: Any) -> str:
     options = get_args(get_type_hints(PreviewConfig)["sample_sampler"])
     known = [name for option in options for name in get_args(option)]
     if value not in known:
-        raise _InvalidValue(f"{value!r} is not one of {', '.join(known)}")
+        raise _InvalidValue(f"no sampler {value!r}{suggest_name(str(value), known) or '; use ' + ', '.join(known)}")
     return str(value)
 
 

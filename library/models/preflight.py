@@ -11,8 +11,9 @@ from ..config.options import OptionConflict
 from ..config.schema import AdapterConfig, ModelConfig
 from ..config.schema_data import DataConfig
 from ..config.schema_objective import LossConfig, NoiseConfig
-from ..config.unused_options import is_self_tuning_adafactor
-from ..data.prompts import Prompt, load_prompts
+from ..config.schema_output import PreviewConfig
+from ..config.unused_options import find_unusable_sampler, is_self_tuning_adafactor
+from ..data.prompts import Prompt, load_preview_prompts, load_prompts
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
 from ..dataset.validate import validate_resolution_multiple
 from ..errors import ConfigError, FileError
@@ -55,7 +56,7 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> I
         yield from error.problems
         prompts = []
     if detected is not None:
-        yield from validate_prompts(prompts, config.preview.sample_sampler, detected)
+        yield from validate_prompts(prompts, detected)
 
 
 def _validate_text_mask(
@@ -85,11 +86,10 @@ def validate_attention_mode(mode: str, model: DetectedModel) -> Iterator[str]:
         yield f"{mode} is not supported for {facts.title}, only {modes}; sdpa chooses the fastest kernel itself"
 
 
-def validate_prompts(prompts: Sequence[Prompt], sampler: str | None, model: DetectedModel) -> Iterator[str]:
+def validate_prompts(prompts: Sequence[Prompt], model: DetectedModel) -> Iterator[str]:
     """Check that the model supports all settings of the previews."""
     for prompt in prompts:
         yield from _validate_prompt(prompt, model)
-    yield from (f"sample_sampler: {problem}" for problem in _validate_sampler(sampler, model))
 
 
 def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[str]:
@@ -105,14 +105,6 @@ def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[str]:
         yield f"{prompt.locate_key('flow_shift')}: for flow-matching models only, not for {title}; leave it out"
     if prompt.embedded_guidance is not None and not model.has_guidance_embeds:
         yield f"{prompt.locate_key('guidance_scale')}: only FLUX.1 dev has a guidance embedding; use --l for this model"
-    yield from (
-        f"{prompt.locate_key('sample_sampler')}: {problem}" for problem in _validate_sampler(prompt.sampler, model)
-    )
-
-
-def _validate_sampler(sampler: str | None, model: DetectedModel) -> Iterator[str]:
-    if sampler not in (None, "euler") and model.prediction_type == "flow":
-        yield f"{sampler} is not for flow-matching models such as {get_family_facts(model.family).title}; use euler"
 
 
 def _detect_without_options(model: ModelConfig) -> DetectedModel | None:
@@ -135,8 +127,28 @@ def drop_unused_model_options(loaded: ParsedConfig) -> ParsedConfig:
     if facts.name not in UNET_FAMILIES:
         names = [name for name in list_arg_names(adapter.network_args) if name in ("conv_dim", "conv_alpha")]
         loaded = loaded.without_args(dict.fromkeys(names, f"{facts.title} has no convolutions"))
-    loaded = _round_bucket_steps(loaded, detected)
+    unusable = tuple(_find_unusable_samplers(loaded.config.preview, loaded.config.noise, detected))
+    loaded = _round_bucket_steps(replace(loaded, unused=(*loaded.unused, *unusable)), detected)
     return replace(loaded, kohya_defaults=tuple(_find_other_defaults(loaded, detected)))
+
+
+def _find_unusable_samplers(
+    preview: PreviewConfig, noise: NoiseConfig, model: DetectedModel
+) -> Iterator[tuple[str, str]]:
+    """Find the samplers of prompts that previews of this model do not use: the first prompt of each, and why."""
+    try:
+        prompts = load_preview_prompts(preview)
+    except ConfigError:  # reported by validate_model_options
+        return
+    found = dict[str | None, Prompt]()
+    for prompt in prompts:
+        found.setdefault(prompt.sampler, prompt)
+    for sampler, prompt in found.items():
+        reason = find_unusable_sampler(sampler, noise)
+        if model.prediction_type == "flow" and sampler not in (None, "euler", "k_euler"):
+            reason = "flow matching samples with euler"
+        if reason:
+            yield f"{prompt.locate_key('sample_sampler')} {sampler}", reason
 
 
 def _round_bucket_steps(loaded: ParsedConfig, detected: DetectedModel) -> ParsedConfig:
@@ -157,17 +169,17 @@ def _find_other_defaults(loaded: ParsedConfig, detected: DetectedModel) -> Itera
     optim, is_flux = loaded.config.optim, detected.family == "flux"
     text_encoders = select_trained_text_encoders(loaded.config.adapter, optim, get_family_facts(detected.family))
     has_all_rates = optim.unet_lr is not None and (optim.text_encoder_lr or not text_encoders)
-    is_sd3, uses_shift = detected.family == "sd3", loaded.config.noise.flow_timestep_sampling in ("shift", "sigma")
+    is_sd3, sampling = detected.family == "sd3", loaded.config.noise.flow_timestep_sampling
     others = {
         "seed": ("42", "another one for each run", True),
         "learning_rate": ("1e-4", "2e-6", not has_all_rates and not is_self_tuning_adafactor(optim)),
         "v_parameterization": ("true, as the model says", "false", detected.prediction_type == "v"),
         "guidance_scale": ("1", "3.5", detected.has_guidance_embeds),
-        "timestep_sampling": ("shift", "uniform" if is_sd3 else "sigma", is_flux or is_sd3),
+        "timestep_sampling": ("shift", "uniform" if is_sd3 else "sigma", (is_flux or is_sd3) and sampling != "sigma"),
         "discrete_flow_shift": (
             "as in the model's pipeline",
             "training_shift 1" if is_sd3 else "3",
-            (is_flux or is_sd3) and uses_shift,
+            (is_flux or is_sd3) and sampling in ("shift", "sigma"),
         ),
         "model_prediction_type": ("raw", "sigma_scaled", is_flux),
     }

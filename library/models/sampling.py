@@ -38,7 +38,7 @@ def sample_image(
 ) -> Image:
     """Sample one image; ``sampling_kwargs`` are the family's arguments of the pipeline's call."""
     if family.build_noise_process(pipe).prediction_type == "flow":
-        scheduler = build_flow_scheduler(sampler, pipe.scheduler, prompt.flow_shift)
+        scheduler = build_flow_scheduler(pipe.scheduler, prompt.flow_shift)
     else:
         scheduler = build_scheduler(sampler or "ddim", pipe.scheduler)
     sampling_pipe = _build_sampling_pipeline(pipe, scheduler)

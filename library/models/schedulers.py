@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import logging
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,36 +16,48 @@ from ..registry import suggest_name
 
 logger = logging.getLogger(__name__)
 
-SAMPLERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+_SAMPLERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "ddim": ("DDIMScheduler", {"clip_sample": False}),
+    "ddpm": ("DDPMScheduler", {"clip_sample": False}),
+    "pndm": ("PNDMScheduler", {"skip_prk_steps": True}),
+    "lms": ("LMSDiscreteScheduler", {}),
     "euler": ("EulerDiscreteScheduler", {}),
     "euler_a": ("EulerAncestralDiscreteScheduler", {}),
     "heun": ("HeunDiscreteScheduler", {}),
+    "dpm_2": ("KDPM2DiscreteScheduler", {}),
+    "dpm_2_a": ("KDPM2AncestralDiscreteScheduler", {}),
+    "dpmsolver": (
+        "DPMSolverMultistepScheduler",
+        {"algorithm_type": "dpmsolver", "final_sigmas_type": "sigma_min"},  # it cannot sample down to sigma 0
+    ),
     "dpmsolver++": ("DPMSolverMultistepScheduler", {"algorithm_type": "dpmsolver++"}),
-    "pndm": ("PNDMScheduler", {"skip_prk_steps": True}),
+    "dpmsingle": ("DPMSolverSinglestepScheduler", {"algorithm_type": "dpmsolver++"}),
 }
+SAMPLERS = {**_SAMPLERS, **{f"k_{name}": _SAMPLERS[name] for name in ("lms", "euler", "euler_a", "dpm_2", "dpm_2_a")}}
 """Sampler -> diffusers class, and its config where it differs from the model's own scheduler."""
 
 
 def build_scheduler(sampler: str, model_scheduler: Any) -> Any:
-    """Build the scheduler of a sampler with the noise schedule of the model's own."""
+    """Build the scheduler of a sampler with the noise schedule of the model's own; ddim where that is impossible."""
     if sampler not in SAMPLERS:
         raise UserError(f"unknown sampler {sampler!r}{suggest_name(sampler, SAMPLERS)}")
     name, settings = SAMPLERS[sampler]
     scheduler_class = getattr(importlib.import_module("diffusers"), name)
     zero_snr = "rescale_betas_zero_snr"
-    if model_scheduler.config.get(zero_snr) and zero_snr not in inspect.signature(scheduler_class.__init__).parameters:
-        raise UserError(f"sampler {sampler} does not support zero terminal SNR; use ddim")
     try:
-        return scheduler_class.from_config(model_scheduler.config, **settings)
-    except ImportError as error:
-        raise UserError(f"sampler {sampler}: {str(error).strip()}") from None
+        if model_scheduler.config.get(zero_snr):
+            if zero_snr not in inspect.signature(scheduler_class.__init__).parameters:
+                raise ValueError("it does not support zero terminal SNR")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # diffusers recommends dpmsolver++ in place of dpmsolver
+            return scheduler_class.from_config(model_scheduler.config, **settings)
+    except (ImportError, ValueError) as error:
+        logger.info("previews: ddim replaces the sampler %s: %s", sampler, str(error).strip())
+        return build_scheduler("ddim", model_scheduler)
 
 
-def build_flow_scheduler(sampler: str | None, model_scheduler: Any, flow_shift: float | None = None) -> Any:
+def build_flow_scheduler(model_scheduler: Any, flow_shift: float | None = None) -> Any:
     """Build a copy of a flow-matching model's scheduler, with the shift ``flow_shift`` if it is set."""
-    if sampler not in (None, "euler"):
-        raise UserError(f"sampler {sampler}: flow-matching models are sampled with euler; leave it out")
     settings = {} if flow_shift is None else {"shift": flow_shift, "use_dynamic_shifting": False}
     return type(model_scheduler).from_config(model_scheduler.config, **settings)
 

@@ -113,9 +113,7 @@ def list_run_checks() -> Sequence[RunCheck]:
         lambda config, facts: validate_model.validate_quantize_offload(
             config.model, config.train, facts.has_full_model, facts.can_quantize_base
         ),
-        lambda config, facts: validate_prompts(
-            load_preview_prompts(config.preview), config.preview.sample_sampler, facts.detected
-        ),
+        lambda config, facts: validate_prompts(load_preview_prompts(config.preview), facts.detected),
         lambda config, facts: validate_model.validate_block_swap(
             config.train.blocks_to_swap, facts.family, facts.detected, facts.is_compile_enabled
         ),
@@ -168,11 +166,12 @@ def validate_output_files(save: SaveConfig, state: StateConfig, train: TrainConf
     """LoRA files are not overwritten by the same command; a run that resumes writes its own files again."""
     if save.overwrite or state.resume is not None:
         return
-    from ..checkpoint.checkpoint_dir import find_checkpoints
-
     folder, name = Path(save.output_dir), save.output_name
-    if state.auto_resume and any(find_checkpoints(folder, name)):
-        return
+    if state.auto_resume:
+        from ..checkpoint.checkpoint_dir import find_checkpoints  # imports torch
+
+        if any(find_checkpoints(folder, name)):
+            return
     existing = _find_output_files(save, train, has_ema)
     final = folder / f"{name}.safetensors"
     if state.auto_resume and final not in existing:  # it was killed before its first checkpoint

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...config.options import iter_options
+from ...config.schema import RunConfig
 from .imported import (
     OUR_DEFAULTS,
     KeyReader,
@@ -17,9 +19,7 @@ from .keys import kohya_gui as keys
 from .kohya_gui_network import FLOW_FAMILIES
 
 _SECRETS = {"wandb_api_key": "run wandb login", "huggingface_token": "run hf auth login"}
-_SAMPLERS = {"k_euler": "euler", "k_euler_a": "euler_a", "ddim": "ddim", "euler": "euler", "euler_a": "euler_a"} | {
-    name: name for name in ("heun", "dpmsolver++", "pndm")
-}
+_SAMPLERS = {option.name: option.value_type for option in iter_options(RunConfig)}["sample_sampler"]
 
 
 def read_keys(reader: KeyReader, table: Mapping[str, keys.GuiKey], target: dict[str, Any] | None = None) -> None:
@@ -104,7 +104,7 @@ def read_previews_and_logs(reader: KeyReader) -> None:
         for name, value in intervals.items():
             result.set_option(name, value)
         if result.family not in FLOW_FAMILIES and sampler in _SAMPLERS:
-            result.set_option("sample_sampler", _SAMPLERS[sampler])
+            result.set_option("sample_sampler", sampler)
         elif result.family not in FLOW_FAMILIES:
             reader.list_harmless("sample_sampler", "not available for previews; the default sampler is used")
     for name, command in _SECRETS.items():

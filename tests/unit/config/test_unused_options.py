@@ -57,6 +57,10 @@ from library.training.preflight import find_settings_problems, load_settings
             {"discrete_flow_shift": "not for timestep_sampling flux_shift"},
         ),
         ("--lowram", {"lowram": ""}),
+        (
+            "--zero_terminal_snr --v_parameterization --sample_sampler k_dpm_2 --sample_prompts pyproject.toml",
+            {"sample_sampler": "it does not support zero_terminal_snr; previews use ddim"},
+        ),
         ("--no_half_vae", {"no_half_vae": ""}),
     ],
 )
@@ -275,3 +279,37 @@ def test_a_preset_without_text_encoders_names_their_learning_rate():
     assert parsed.problems == [] and parsed.config.adapter.network_train_unet_only
     assert dict(parsed.unused) == {"--text_encoder_lr": "text encoders are not trained"}
     assert parsed.config.optim.text_encoder_lr == ()
+
+
+def test_samplers_of_prompts_that_previews_do_not_use_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("library.config.unused_options.find_spec", lambda name: None)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a --ss k_dpm_2\nb --ss lms\nc --ss lms\nd --ss euler\n")
+    for model, lines in (("flux", {1: "k_dpm_2", 2: "lms"}), ("sd1", {2: "lms"})):
+        argv = [*DATA, "--pretrained_model_name_or_path", f"random:{model}:tiny", "--sample_prompts", str(prompts)]
+        loaded = load_settings([*argv, "--sample_sampler", "k_lms"])
+        assert loaded.problems == [] and loaded.config.preview.sample_sampler is None
+        names = {location for location, _ in loaded.unused}
+        assert names == {"--sample_sampler", *(f"{prompts}:{line}: --ss {name}" for line, name in lines.items())}
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "named"),
+    [
+        ("sd3", "", "seed learning_rate timestep_sampling discrete_flow_shift"),
+        ("sd3", "--weighting_scheme uniform --training_shift 1", "seed learning_rate"),
+        ("sd3", "--weighting_scheme logit_normal", "seed learning_rate discrete_flow_shift"),
+        ("flux", "", "seed learning_rate guidance_scale timestep_sampling discrete_flow_shift model_prediction_type"),
+        (
+            "flux",
+            "--timestep_sampling sigmoid --unet_lr 1 --text_encoder_lr 1",
+            "seed guidance_scale model_prediction_type",
+        ),
+        ("sdxl", "--seed 1", "learning_rate"),
+    ],
+)
+def test_defaults_that_differ_from_sd_scripts_are_named(model, flags, named):
+    """By its train_util.py, flux_train_utils.py and sd3_train_utils.py."""
+    argv = [*DATA, "--network_module", "networks.lora", "--pretrained_model_name_or_path", f"random:{model}:tiny"]
+    loaded = load_settings([*argv, *flags.split()])
+    assert [text.split()[0] for text in loaded.kohya_defaults] == named.split()

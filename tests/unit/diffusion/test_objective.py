@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +15,11 @@ from diffusers.schedulers.scheduling_ddim import rescale_zero_terminal_snr
 from library.config.options import iter_options
 from library.config.schema import RunConfig
 from library.config.schema_objective import LossConfig, NoiseConfig
+from library.config.unused_options import SAMPLERS_WITHOUT_ZERO_SNR
+from library.data.prompts import Prompt
 from library.diffusion.objective import Objective
 from library.diffusion.process import EpsilonProcess, FixedShift, FlowMatchingProcess, VPredictionProcess
-from library.errors import ConfigError, UserError
+from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.models.families.sd1_sd2 import StableDiffusion1
@@ -190,15 +193,30 @@ def test_training_and_every_sampler_follow_the_options(kind, caplog):
     torch.testing.assert_close(process.alphas_cumprod, reference)
     assert process.snr(torch.tensor([999.0])) == 0
     for name in SAMPLERS:
-        if name in ("heun", "pndm"):
-            with pytest.raises(UserError, match=name):
-                build_scheduler(name, scheduler)
-            continue
         artist = build_scheduler(name, scheduler)
+        assert isinstance(artist, DDIMScheduler) or name.removeprefix("k_") not in ("ddim", *SAMPLERS_WITHOUT_ZERO_SNR)
         assert artist.config.prediction_type == "v_prediction"
         assert artist.config.rescale_betas_zero_snr
         artist.set_timesteps(5)
         assert artist.timesteps[0] == 999
+
+
+@torch.no_grad()
+def test_previews_are_sampled_with_every_sampler_of_sd_scripts():
+    (names,) = (option.value_type for option in iter_options(RunConfig) if option.name == "sample_sampler")
+    assert set(names) == set(SAMPLERS) and len(names) == 17
+    family, pipe = StableDiffusion1(), StableDiffusion1().load("random:sd1:tiny", torch.float32)
+    cond, prompt = (
+        family.encode_prompts(pipe, ["a red circle"]),
+        Prompt("a", width=32, height=32, num_inference_steps=5),
+    )
+    images = {}
+    for name in names:
+        images[name] = family.generate_image(pipe, prompt, cond, cond, torch.Generator().manual_seed(0), name).tobytes()
+    others = {name: data for name, data in images.items() if not name.startswith("k_") and name != "lms"}
+    assert len(set(others.values())) == len(others), "each is another sampler"
+    assert all(images[name.removeprefix("k_")] == data for name, data in images.items())
+    assert (images["lms"] == images["ddim"]) == (find_spec("scipy") is None)
 
 
 def test_a_run_trains_and_previews_with_the_prediction_type_of_the_options():

@@ -43,10 +43,6 @@ def list_problems(*flags):
             "--model_prediction_type sigma_scaled",
             "--model_prediction_type: not supported: the loss is computed on the raw prediction",
         ),
-        (
-            f"--zero_terminal_snr --sample_sampler heun --sample_prompts {ROOT / 'pyproject.toml'}",
-            "--sample_sampler: heun does not support zero_terminal_snr; use ddim",
-        ),
     ],
 )
 def test_conflicting_options_are_rejected(flags, problem):

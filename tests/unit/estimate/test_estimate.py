@@ -448,8 +448,11 @@ def test_if_nothing_fits_options_are_added_until_a_layout_fits(world_size, flags
 
 @pytest.mark.slow
 def test_options_that_contradict_the_run_are_not_suggested():
-    suggestion, _ = suggest_options("--no-cache_text_encoder_outputs", "--no-network_train_unet_only")
+    trains_texts = "--no-cache_text_encoder_outputs", "--no-network_train_unet_only"
+    suggestion, _ = suggest_options(*trains_texts, "--network_args", "train_t5xxl=True")
     assert suggestion is not None and "cache_text_encoder_outputs" not in suggestion.savings
+    suggestion, _ = suggest_options(*trains_texts)
+    assert suggestion is not None and suggestion.savings["cache_text_encoder_outputs"], "of T5, which is not trained"
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from tiny_pipelines import HEIGHT, TINY, WIDTH
 
 from library.config.schema import ModelConfig
 from library.data.prompts import Prompt
-from library.errors import ConfigError, UserError
+from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.models.model_configs import load_bundled_config
@@ -83,13 +83,6 @@ def test_a_preview_shifts_its_timesteps_as_the_model_or_the_prompt_sets(name):
         name, scheduler.timesteps / 1000
     )
     assert moved == pytest.approx(times.tolist(), abs=1e-5)
-
-
-def test_a_sampler_that_does_not_support_flow_matching_is_rejected():
-    family, tiny = load_family("flux")
-    cond = family.encode_prompts(tiny.pipe, ["a"])
-    with pytest.raises(UserError, match="sampler ddim: flow-matching models are sampled with euler"):
-        family.generate_image(tiny.pipe, Prompt("a"), cond, cond, torch.Generator(), "ddim")
 
 
 def test_the_metadata_of_a_file_contains_the_base_model():
