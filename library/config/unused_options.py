@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from .network_args import (
     ROTATION_TYPES,
     TUCKER_ARGS,
+    TUCKER_TYPES,
     NetworkArgs,
     drops_in_bypass_mode,
     get_adapter_type,
@@ -118,7 +119,9 @@ def find_unused_args(adapter: AdapterConfig) -> dict[str, str]:
     if not has_convolutions or arguments.conv_dim == 0:
         unused |= dict.fromkeys(TUCKER_ARGS, _NO_CONVOLUTIONS)
     if preset is None:
-        switches = (item.name for item in dataclasses.fields(NetworkArgs) if "effective_types" in item.metadata)
+        switches = {item.name for item in dataclasses.fields(NetworkArgs) if "effective_types" in item.metadata}
+        if adapter_type in TUCKER_TYPES:
+            switches -= {*TUCKER_ARGS}
         unused |= dict.fromkeys([*switches, "wd_on_output"], "only for network_module lycoris.kohya")
         unused["dropout"] = "network_dropout is the option for it"
         if arguments.algo == "lora":
@@ -141,10 +144,10 @@ def _find_args_without_effect(adapter_type: str) -> dict[str, str]:
     unused = {"dropout": _DROPOUT_OF_LYCORIS}
     for item in dataclasses.fields(NetworkArgs):
         types = item.metadata.get("effective_types")
-        if (types is not None and adapter_type not in types) or (
-            item.metadata["adapter_types"] == ("lokr",) and adapter_type != "lokr"
-        ):
+        if types is not None and adapter_type not in types:
             unused[item.name] = f"not for {adapter_type}" if types else "not read by LyCORIS"
+        elif item.metadata["adapter_types"] == ("lokr",) and adapter_type != "lokr":
+            unused[item.name] = "only for lokr"
     if adapter_type != "dora":
         unused |= {"wd_on_output": "only for DoRA", "bypass_mode": "the result is the same"}
     if adapter_type in ROTATION_TYPES:

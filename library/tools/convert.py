@@ -74,6 +74,8 @@ def convert_lora_file(source: Path, target: Path, file_format: Any) -> str:
     metadata = {key: value for key, value in lora.metadata.items() if key not in replaced} | alpha_metadata
     metadata = update_network_metadata(metadata, lora.sizes, list_network_sizes(tensors))
     lora_file.write_adapter_file(target, tensors, add_model_hashes(tensors, metadata), is_trained=False)
+    num_tensors = len(tensors)
+    del tensors  # what follows needs memory, too
     updates = content.updates
     ranks = sorted({update.rank for update in updates.values()})
     count = f"{len(updates)} module" + "s" * (len(updates) != 1)
@@ -81,7 +83,7 @@ def convert_lora_file(source: Path, target: Path, file_format: Any) -> str:
     size = "" if lora.is_known_size else " (of unknown size; detected from the keys)"
     lines = [
         f"{source.name}: {lora.family}{size}, {count}, rank {rank}, {content.file_format} format",
-        f"{target}: {file_format} format, {len(tensors)} tensors",
+        f"{target}: {file_format} format, {num_tensors} tensors",
     ]
     if content.num_tucker:
         lines.append(f"{content.num_tucker} Tucker modules are written as LoRA of the same rank and effect")

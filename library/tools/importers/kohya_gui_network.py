@@ -1,6 +1,6 @@
 """The network of a kohya_ss GUI file: LoRA type, its arguments, and what is trained."""
 
-from ...config.network_args import LYCORIS_PRESETS
+from ...config.network_args import LYCORIS_PRESETS, TUCKER_ARGS, TUCKER_TYPES
 from .equivalents import FULL_LOKR_DIM
 from .imported import KeyReader, is_among, to_integer, to_number, to_positive_number, to_switch
 from .keys import kohya_gui as keys
@@ -73,7 +73,11 @@ def _read_lycoris_args(reader: KeyReader, algorithm: str) -> None:
             )
     _read_dropouts(reader, has_lora_args, algorithm)
     for name in keys.LYCORIS_SWITCHES:
-        if reader.read(name) and not is_among(reader.read(name), (0, False)):
+        if not reader.read(name) or is_among(reader.read(name), (0, False)):
+            continue
+        if name in TUCKER_ARGS and algorithm in TUCKER_TYPES:
+            reader.result.add_network_arg(name, True)
+        else:
             reader.list_change(name, "not supported by the adapter types here; remove it")
 
 
@@ -81,7 +85,7 @@ def _read_native_loha_args(reader: KeyReader, lora_type: str) -> None:
     if reader.read("conv_dim", 1, to_integer) > 0:
         _read_conv_args(reader)
     if reader.read("use_tucker", False, to_switch):
-        reader.list_change("use_tucker", "not supported by the adapter types here; remove it")
+        reader.result.add_network_arg("use_tucker", True)
     factor = reader.read("factor", -1, to_integer)
     if lora_type == "Kohya LoKr" and factor != -1:
         reader.result.add_network_arg("factor", factor)

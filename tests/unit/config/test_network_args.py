@@ -461,12 +461,14 @@ def test_without_a_preset_lycoris_trains_all_layers_with_the_rank_of_convolution
             "algo use_tucker conv_dim use_scalar",
         ),
         ("networks.lora", "algo=lora conv_alpha=4 dropout=0.1 use_tucker=True train_norm=True", ""),
+        ("networks.loha", "conv_dim=4 use_tucker=True use_scalar=True", "conv_dim use_tucker"),
         ("networks.lora", "conv_dim=4 conv_alpha=2 use_scalar=True rank_dropout_scale=1", "conv_dim conv_alpha"),
     ],
 )
 def test_arguments_of_lycoris_without_effect_are_named_and_removed(module, words, kept):
     """By https://github.com/KohakuBlueleaf/LyCORIS, kohya.py and modules/: what each algorithm reads."""
-    argv = [*DATA, "--network_module", module, "--network_dropout", "0.1", "--network_args", *words.split()]
+    dropout = () if module == "networks.loha" else ("--network_dropout", "0.1")
+    argv = [*DATA, "--network_module", module, *dropout, "--network_args", *words.split()]
     parsed = parse_config(argv)
     unused = {location.removeprefix("--network_args ") for location, _ in parsed.unused}
     names = [word.partition("=")[0] for word in words.split()]

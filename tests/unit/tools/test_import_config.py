@@ -91,7 +91,7 @@ def describe(result):
     ],
 )
 def test_presets_of_lycoris_are_taken_over(work, preset, lora_type, arguments, is_listed):
-    content = {**load("kohya_sdxl.json"), "LoRA_type": lora_type, "LyCORIS_preset": preset}
+    content = {**load("kohya_sdxl.json"), "LoRA_type": lora_type, "LyCORIS_preset": preset, "use_tucker": True}
     Path("preset.json").write_text(json.dumps({key: each for key, each in content.items() if "dropout" not in key}))
 
     text, loaded, _ = import_file("preset.json")
@@ -99,6 +99,8 @@ def test_presets_of_lycoris_are_taken_over(work, preset, lora_type, arguments, i
     assert loaded.problems == [] and loaded.config.adapter.network_module == "lycoris.kohya"
     assert {each for each in loaded.config.adapter.network_args if each.startswith("preset")} == arguments
     assert ("LyCORIS_preset" in text) == is_listed
+    assert ("use_tucker=True" in loaded.config.adapter.network_args) == (preset == "full"), "with convolutions"
+    assert ("use_tucker" in text) == (lora_type == "LyCORIS/LoCon")
 
 
 @pytest.mark.parametrize("name", FILES)
