@@ -68,7 +68,7 @@ def test_a_different_setting_on_one_rank_stops_all_before_the_model_is_loaded_an
     )
     assert [code for code, _, _ in ends] == [2, 2, 2], ends
     assert ends[0][1].splitlines()[0] == "train_lora: stopped. 2 problems:"
-    assert "  learning_rate: 0.0002 on rank 2 (on gpu-b), 0.0001 on most others; start all of them" in ends[0][1]
+    assert "  --learning_rate: 0.0002 on rank 2 (on gpu-b), 0.0001 on most others; start all of them" in ends[0][1]
     assert "  network_dropout: 0.5 on rank 2 (on gpu-b), 0.0 on most others" in ends[0][1]
     assert ends[1][1] == ends[2][1] == "" and not list(tmp_path.iterdir())
 
