@@ -133,8 +133,8 @@ def suggest_oom_fixes(config: RunConfig, phase: str, batch_size: int) -> Iterato
     if not cache.caches_latents:
         yield "--cache_latents, which frees the VAE"
     if not cache.caches_text_outputs:
-        more = " (Stable Diffusion: together with --network_train_unet_only)" if config.adapter.trains_text_encoders else ""
-        yield f"--cache_text_encoder_outputs{more}, which frees the text encoders"
+        needed = " (Stable Diffusion: with --network_train_unet_only)" if config.adapter.trains_text_encoders else ""
+        yield f"--cache_text_encoder_outputs{needed}, which frees the text encoders"
     if config.distributed.mixed_precision == "no":
         yield "--mixed_precision bf16"
     is_split = config.parallel.pp_size * config.parallel.tp_size > 1
