@@ -364,3 +364,37 @@ def test_both_programs_reach_their_first_step():
     measurements = run_benchmark("startup", "--repetitions", "1", *SMALL)
     ours, bare = measurements["our first step after"]["median"], measurements["bare first step after"]["median"]
     assert measurements["ours / bare"]["median"] == pytest.approx(ours / bare) and min(ours, bare) > 0.5
+
+
+# beside sd-scripts
+
+OTHER_TRAINER = """
+import argparse, json, pathlib, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("--max_train_steps", type=int)
+for name in ("pretrained_model_name_or_path", "dataset_config", "tokenizer_cache_dir"):
+    parser.add_argument(f"--{name}", type=pathlib.Path, required=True)
+options, others = parser.parse_known_args()
+folder = pathlib.Path(__file__).parent
+json.loads((options.pretrained_model_name_or_path / "unet" / "config.json").read_text())
+assert options.dataset_config.is_file() and "networks.lora" in others
+assert (options.tokenizer_cache_dir / "openai_clip-vit-large-patch14" / "tokenizer.json").is_file()
+with (folder / "runs").open("a") as runs:
+    runs.write(f"{options.max_train_steps} ")
+sum(number * number for number in range(10**6 * options.max_train_steps))
+"""
+
+
+@pytest.mark.slow
+def test_both_trainers_get_the_same_work_in_turn(tmp_path):
+    (tmp_path / "train_network.py").write_text(OTHER_TRAINER)
+    flags = ("--sd_scripts", str(tmp_path), "--bench_steps", "3", "--repetitions", "1", *SMALL)
+    measured = run_benchmark("peers", *flags, "--pretrained_model_name_or_path", "random:sd1:tiny")
+    assert (tmp_path / "runs").read_text().split() == ["2", "2", "5"]  # for warmup, the start, and some steps more
+    assert all(measured[f"{name}: step"]["values"] for name in ("ours", "sd-scripts"))
+    assert measured["step, ours / sd-scripts, processor s"]["at_most"] == 1.0
+
+
+def test_a_folder_without_sd_scripts_is_refused(tmp_path, capsys):
+    assert main(["peers", "--sd_scripts", str(tmp_path)]) == 2
+    assert "has no train_network.py; give the folder of a checkout" in capsys.readouterr().err
