@@ -59,8 +59,9 @@ def compare_file_with_model(
 def _run_layer(layer: nn.Module) -> tuple[Tensor, Tensor]:
     """The outputs of the layer and of its base layer for one random input."""
     with _replace_partial_base(layer) as base, _disable_hooks(layer):
-        generator = torch.Generator().manual_seed(base.weight.numel())
-        inputs = torch.randn((1, *base.weight.shape[1:]), generator=generator).to(base.weight)
+        weight = base.weight
+        generator = torch.Generator().manual_seed(weight.numel())
+        inputs = torch.randn((1, *weight.shape[1:]), generator=generator).to(weight)
         return layer(inputs), base(inputs)
 
 
@@ -83,10 +84,11 @@ def _replace_partial_base(layer: nn.Module) -> Iterator[Any]:
             full: Any = nn.Conv2d(**sizes, bias=base.bias is not None, dtype=dtype)
         else:
             full = nn.Linear(base.in_features, base.out_features, base.bias is not None, dtype=dtype)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     for name, parameter in list(full.named_parameters()):
-        values = torch.randn(parameter.shape, generator=generator).div(parameter.shape[1:].numel() ** 0.5)
-        full.register_parameter(name, nn.Parameter(values.to(device, dtype), requires_grad=False))
+        values = torch.randn(parameter.shape, generator=generator, device=device)
+        values = values.div_(parameter.shape[1:].numel() ** 0.5).to(dtype)
+        full.register_parameter(name, nn.Parameter(values, requires_grad=False))
     layer.base_layer = full
     try:
         yield full
@@ -95,11 +97,14 @@ def _replace_partial_base(layer: nn.Module) -> Iterator[Any]:
 
 
 def _has_full_weight(base: Any) -> bool:
-    """Whether the weight is neither quantized, offloaded nor sharded (tensor or pipeline parallelism, FSDP, ZeRO 3)."""
-    weight = base._parameters.get("weight")
-    if weight is None or weight.is_meta or hasattr(weight, "full_tensor") or hasattr(weight, "ds_shape"):
+    """Whether this process has the whole weight: no part of it (TP, FSDP, ZeRO 3), and not none (PP)."""
+    weight = base._parameters.get("weight", base._parameters.get("quantized_weight"))
+    if weight is None:  # in host memory
+        return True
+    if weight.is_meta or hasattr(weight, "full_tensor") or hasattr(weight, "ds_shape"):
         return False
-    return not isinstance(base, nn.Linear) or weight.shape == (base.out_features, base.in_features)
+    shape = weight.shape if "weight" in base._parameters else base.stored_weight.shape
+    return not isinstance(base, nn.Linear) or shape == (base.out_features, base.in_features)
 
 
 @contextmanager

@@ -155,12 +155,6 @@ def apply_peft_alphas(
     if text is None or ALPHAS_KEY in metadata:
         return dict(updates)
     settings, excluded = parse_peft_settings(text, components, denoiser), set(modules_with_alpha)
-    for component, each in settings.items():
-        modules = [name.partition(".")[2] for name in updates if name.startswith(f"{component}.")]
-        for pattern in each.alpha_pattern if modules else ():
-            if not any(_matches(pattern, module) for module in modules):
-                source = f"{PEFT_METADATA_KEY} or {PEFT_CONFIG_NAME}"
-                raise UserError(f"{source}: alpha_pattern {pattern} matches no layer of {component}")
     changed = {}
     for name, update in updates.items():
         component, _, module = name.partition(".")

@@ -72,22 +72,39 @@ class Manifest:
         return digest.hexdigest()
 
     def compute_sample_digests(self) -> str:
-        """Compute a short digest of each sample, to find out which differ if the fingerprints do."""
+        """Compute a short digest of each sample, to find out which differ if the fingerprints do.
+
+        Empty for more than ``MAX_DIGESTS`` samples, as every checkpoint contains them.
+        """
+        if len(self._all_samples) > MAX_DIGESTS:
+            return ""
         rows = (_format_fingerprint_sample(sample.image.name_in_folder, sample) for sample in self._all_samples)
         return "".join(hashlib.blake2b(row, digest_size=DIGEST_LENGTH // 2).hexdigest() for row in rows)
 
     def describe_difference(self, digests: str) -> str:
-        """Name the first sample that differs from those with these digests."""
-        own, samples = self.compute_sample_digests(), self._all_samples
-        for number, sample in enumerate(samples):
-            place = slice(number * DIGEST_LENGTH, (number + 1) * DIGEST_LENGTH)
-            if own[place] != digests[place]:
-                return f"the first that differs is {sample.image}, image {number + 1} of {len(samples)}"
-        missing = len(digests) // DIGEST_LENGTH - len(samples)
-        return f"{missing} images fewer than there" if missing else "the images are the same, their settings are not"
+        """Name the first sample that differs from those with these digests, or is only on one side."""
+        own, others = _split_digests(self.compute_sample_digests()), _split_digests(digests)
+        if not own or not others:
+            return f"more than {MAX_DIGESTS:,} images, which are not compared one by one"
+        names = [str(sample.image) for sample in self._all_samples]
+        counts = f"{len(own)} images here, {len(others)} there"
+        if own == others:
+            return "the images are the same, their settings are not"
+        length = min(len(own), len(others))
+        number = next((number for number in range(length) if own[number] != others[number]), length)
+        if len(own) < len(others) and (number == len(own) or own[number] in others[number:]):
+            return f"missing here: {'after' if number else 'before'} {names[max(number - 1, 0)]}; {counts}"
+        if len(own) > len(others) and (number == len(others) or others[number] in own[number:]):
+            return f"only here: {names[number]}; {counts}"
+        return f"the first that differs is {names[number]}, image {number + 1}; {counts}"
 
 
 DIGEST_LENGTH = 8
+MAX_DIGESTS = 100_000
+
+
+def _split_digests(digests: str) -> list[str]:
+    return [digests[start : start + DIGEST_LENGTH] for start in range(0, len(digests), DIGEST_LENGTH)]
 
 
 def _format_fingerprint_sample(name: str, sample: Sample) -> bytes:

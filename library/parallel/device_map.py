@@ -41,7 +41,8 @@ def build_device_map(model: nn.Module, device_map: DeviceMap, free_memory: Seque
         problem = (
             f"--device_map {device_map}: {needed:.1f} GiB of weights do not fit into {available} GiB of free memory"
         )
-        raise ConfigError([f"{problem}; use more devices, or --quantize_base or --blocks_to_swap without a device map"])
+        fix = "use more devices, --quantize_base nf4, or --blocks_to_swap instead of the device map"
+        raise ConfigError([f"{problem}; {fix}"])
     return {name: int(device) for name, device in devices.items()}
 
 

@@ -38,7 +38,7 @@ class QuantizedWeight:
     quant_type: str  # none, fp8, int8 or nf4
     shape: torch.Size
     dtype: torch.dtype  # of the original weight
-    tensors: tuple[Tensor, ...]  # values (fp8 as bytes, which no cast of a module changes); row scales; nf4's levels
+    tensors: tuple[Tensor, ...]  # values; row scales; the levels of nf4
 
     @classmethod
     def quantize(cls, weight: Tensor, quant_type: str) -> "QuantizedWeight":
@@ -52,7 +52,7 @@ class QuantizedWeight:
             indices = torch.bucketize(rows, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
             return cls(quant_type, weight.shape, weight.dtype, (indices[:, ::2] << 4 | indices[:, 1::2], scale, levels))
         scale, rows = _scale_rows(rows.flatten(1), 127.0 if quant_type == "int8" else torch.finfo(FP8_DTYPE).max)
-        values = rows.round().to(torch.int8) if quant_type == "int8" else rows.to(FP8_DTYPE).view(torch.uint8)
+        values = rows.round().to(torch.int8) if quant_type == "int8" else rows.to(FP8_DTYPE)
         return cls(quant_type, weight.shape, weight.dtype, (values, scale))
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -67,7 +67,6 @@ class QuantizedWeight:
             pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
             rows = F.embedding(values.int(), pairs).flatten(1) * scale.to(dtype)
             return rows.flatten()[: self.shape.numel()].view(self.shape)
-        values = values.view(FP8_DTYPE) if self.quant_type == "fp8" else values
         return (values.to(dtype) * scale.to(dtype)).view(self.shape)
 
     def take_ranges(self, dim: int, ranges: Ranges) -> "QuantizedWeight":
@@ -131,19 +130,25 @@ class FrozenLayer(nn.Module):
 
     stored_weight: QuantizedWeight
     """The weight in this layer's own parameters, without its tensors."""
+    stored_dtype: torch.dtype
     quantized_weight: nn.Parameter
     weight_scale: nn.Parameter | None
     weight_levels: nn.Parameter | None
 
     def fetch_weight(self, in_backward: bool = False, has_backward: bool = False) -> QuantizedWeight:
         """Return the stored weight; the ``FetchWeight`` of an offloaded weight replaces this method."""
-        parameters = self.quantized_weight, self.weight_scale, self.weight_levels
-        return replace(self.stored_weight, tensors=tuple(item for item in parameters if item is not None))
+        values = self.quantized_weight.view(self.stored_dtype)
+        scales = self.weight_scale, self.weight_levels
+        return replace(self.stored_weight, tensors=(values, *(item for item in scales if item is not None)))
 
     def store_weight(self, weight: QuantizedWeight) -> None:
         """Store the weight in frozen parameters."""
         self.stored_weight = replace(weight, tensors=())
-        for name, tensor in zip_longest(STORED_NAMES, weight.tensors):
+        values, *scales = weight.tensors
+        self.stored_dtype = values.dtype
+        if not values.is_floating_point():  # of which FSDP in torch 2.11 cannot make parameters
+            values = values.view(FP8_DTYPE)
+        for name, tensor in zip_longest(STORED_NAMES, (values, *scales)):
             parameter = None if tensor is None else nn.Parameter(tensor.contiguous(), requires_grad=False)
             self.register_parameter(name, parameter)
 
@@ -191,7 +196,7 @@ class _FrozenLayerFunction(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, layer: Any) -> Tensor:
         ctx.layer, ctx.shape, ctx.dtype = layer, input.shape, input.dtype
         device = input.device.type
-        has_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        has_autocast = not input.is_meta and torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if has_autocast else input.dtype
         bias = None if layer.bias is None else layer.bias.to(dtype)
         weight = layer.fetch_weight(has_backward=ctx.needs_input_grad[0]).dequantize(dtype)

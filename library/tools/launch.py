@@ -135,47 +135,56 @@ class MeetingPoint:
 
     address: str
     port: int
-    machine_rank: int
     num_machines: int
+    machine_rank: int | None
+    """``None`` with torchrun's c10d rendezvous, where machines number themselves."""
 
     def describe_missing_machines(self) -> str | None:
         """Say what this machine waits for; ``None`` if all machines have joined."""
+        from ..distributed.rendezvous import count_joined_launchers
+
+        where = f"{self.address}:{self.port}"
         here = f"machine {self.machine_rank} of {self.num_machines}"
+        if self.machine_rank is None:
+            here = f"one of {self.num_machines} machines"
         try:
             socket.create_connection((self.address, self.port), timeout=5).close()
         except OSError as error:
-            advice = "is machine 0 started, the address right, and the port open in its firewall?"
-            if not self.machine_rank:
-                advice = "--main_process_ip or --master_addr must be an address of this machine"
-            return f"{here}: nothing answers at {self.address}:{self.port} ({error.strerror or error}); {advice}"
-        from ..distributed.rendezvous import count_joined_launchers
-
+            return f"{here}: nothing answers at {where} ({error.strerror or error}); {self._advise_unreachable()}"
         addresses = self._list_joined_addresses()
-        joined = max(count_joined_launchers(self.address, self.port), len(addresses))
-        if not joined or joined >= self.num_machines:
+        joined = max(count_joined_launchers(self.address, self.port), len(addresses or ()))
+        if joined >= self.num_machines:
             return None
+        if not joined:  # a c10d rendezvous on another machine
+            return f"{here} waits at {where} for others; the log of the machine with that address counts them"
         missing = self.num_machines - joined
         which = f"{missing} machine has" if missing == 1 else f"{missing} machines have"
-        which = f"machine {1 - self.machine_rank} has" if self.num_machines == 2 else which
+        if self.num_machines == 2 and self.machine_rank is not None:
+            which = f"machine {1 - self.machine_rank} has"
         names = f" (joined: {', '.join(addresses)})" if addresses else ""
-        return (
-            f"{here} waits at {self.address}:{self.port}: {which} not joined yet{names}; start the same command there,"
-            " with its own --machine_rank or --node_rank"
-        )
+        rank = "" if self.machine_rank is None else ", with its own --machine_rank or --node_rank"
+        return f"{here} waits at {where}: {which} not joined yet{names}; start the same command there{rank}"
 
-    def _list_joined_addresses(self) -> list[str]:
-        """The machines that are connected to the store, if it is on this one."""
+    def _advise_unreachable(self) -> str:
+        if self.machine_rank == 0:
+            return "--main_process_ip or --master_addr must be an address of this machine"
+        first = "the machine with this address" if self.machine_rank is None else "machine 0"
+        return f"is {first} started, the address right, and the port open in its firewall?"
+
+    def _list_joined_addresses(self) -> list[str] | None:
+        """The machines that are connected to the store; ``None`` if it is not on this one."""
         with suppress(psutil.Error, OSError):
             connections = psutil.net_connections("tcp")
-            is_host = any(each.status == psutil.CONN_LISTEN and each.laddr.port == self.port for each in connections)
-            established = (each for each in connections if each.status == psutil.CONN_ESTABLISHED and is_host)
-            found = {each.raddr.ip.removeprefix("::ffff:") for each in established if each.laddr.port == self.port}
-            return sorted(found)
-        return []
+            if any(each.status == psutil.CONN_LISTEN and each.laddr.port == self.port for each in connections):
+                established = (each for each in connections if each.status == psutil.CONN_ESTABLISHED)
+                return sorted(
+                    {each.raddr.ip.removeprefix("::ffff:") for each in established if each.laddr.port == self.port}
+                )
+        return None
 
 
 def find_meeting_point(command: Sequence[str]) -> MeetingPoint | None:
-    """Where the launchers of this command meet; ``None`` for one machine and unknown launchers."""
+    """Where the launchers of this command meet; ``None`` for one machine, other rendezvous and unknown launchers."""
     from ..distributed.launch_command import parse_launch_command, predict_script_environment
 
     try:
@@ -185,4 +194,7 @@ def find_meeting_point(command: Sequence[str]) -> MeetingPoint | None:
         port = int(environment.get("MASTER_PORT") or DEFAULT_PORT)
     except (UserError, ValueError):
         return None
-    return MeetingPoint(environment["MASTER_ADDR"], port, rank, count) if count > 1 else None
+    backend = "static" if parsed is None else parsed.options.get("rdzv_backend", "static")
+    if count < 2 or backend not in ("static", "c10d") or not environment["MASTER_ADDR"]:
+        return None
+    return MeetingPoint(environment["MASTER_ADDR"], port, count, rank if backend == "static" else None)

@@ -166,6 +166,7 @@ def collect_state_metadata(run: TrainingRun) -> dict[str, Any]:
         "step": run.state.step,
         "samples": run.state.samples,
         "has_trained": run.state.has_trained,
+        "check_interval": run.nan_guard.check_interval,
         "skipped_steps": skipped,
         "bad_samples": run.bad_samples.problems,
         "optimizer_defaults": flatten_state(_select_plain_values(run.optimizer.defaults), "", {}),
@@ -203,6 +204,7 @@ def restore_state(run: TrainingRun, metadata: Mapping[str, Any], tensors: Mappin
     run.nan_guard.skipped_steps = [
         SkippedStep(step, float(loss), float(norm)) for step, loss, norm in metadata["skipped_steps"]
     ]
+    run.nan_guard.check_interval = metadata.get("check_interval", run.nan_guard.check_interval)
     run.bad_samples.problems = dict(metadata["bad_samples"])
 
 

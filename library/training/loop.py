@@ -41,7 +41,7 @@ def _train_until_roll_back(run: TrainingRun) -> bool:
         is_last = run.state.step >= run.plan.steps
         must_stop = run.strategy.should_stop() and not is_last
         # Reading metrics waits for the device, so they are read only now and then, and before every callback.
-        if due or is_last or must_stop or len(unchecked) >= run.nan_guard.check_interval:
+        if due or is_last or must_stop or run.state.step == 1 or len(unchecked) >= run.nan_guard.check_interval:
             if not run.nan_guard.check_or_roll_back(run, unchecked):
                 return False
             run.nan_guard.choose_check_interval(run, len(unchecked))

@@ -296,10 +296,9 @@ def _compute_legacy_hash(path: Path) -> str:
 def _reserve_disk_space(path: Path, tensors: Mapping[str, Tensor], run: TrainingRun) -> None:
     """Raise if an intermediate file would take the room of the checkpoint that is due, or of that of a stopped run."""
     free = shutil.disk_usage(path.parent).free
-    file_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    ranks = run.strategy.comm.world_size if run.strategy.optimizer_sharding_engine else 1
-    count = 1 + run.config.state.save_state
-    needed = file_bytes + count * ranks * run.nan_guard.count_snapshot_bytes() + MIN_FREE_BYTES
+    file_bytes = sum(tensor.nbytes for tensor in tensors.values()) * (1 if run.ema is None else 2)
+    num_checkpoints = 1 + run.config.state.save_state
+    needed = file_bytes + num_checkpoints * run.nan_guard.count_snapshot_bytes() + MIN_FREE_BYTES
     if 0 < free < needed:  # some network drives always report 0
         raise UserError(
             f"{path}: not written, as checkpoints would not fit any more: {format_bytes(free)} free, about"

@@ -107,8 +107,8 @@ class NanGuard:
 
     def __init__(self, max_nan_steps: int):
         self.max_nan_steps = max_nan_steps
-        self.check_interval = 1
-        """Steps between two checks; the same on all ranks."""
+        self.check_interval = CHECK_INTERVAL_STEPS
+        """Steps between two checks; the same on all ranks, and kept in checkpoints."""
         self._started_at = time.perf_counter()
         self.skipped_steps: list[SkippedStep] = []
         self.check_each_step_until = 0
@@ -125,7 +125,7 @@ class NanGuard:
         self._snapshot_state = replace(run.state)
 
     def count_snapshot_bytes(self) -> int:
-        """Count the bytes of this rank's adapter, EMA and optimizer state."""
+        """Count the bytes of adapter, EMA and optimizer state, which are complete on every rank."""
         return self._snapshot.count_bytes()
 
     def restart_timer(self) -> None:

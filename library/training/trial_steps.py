@@ -20,6 +20,7 @@ from .state import TrainingRun
 
 if TYPE_CHECKING:
     from ..parallel.compile import Compilation
+    from .task import DiffusionTask
 
 
 logger = logging.getLogger(__name__)
@@ -35,10 +36,13 @@ MAX_PROBE_SIZE = 128
 def probe_gradients(run: TrainingRun, batch: PixelBatch) -> None:
     """Run one forward and backward pass, warn of parameters without a gradient, and restore all parameters.
 
-    One small image is enough, unless it would have to be compiled for.
+    One small image without dropout is enough, unless it would have to be compiled for.
     """
+    task = run.task
     if run.compilation is None:
-        batch = batch.crop_first_image(MAX_PROBE_SIZE)
+        batch, task = batch.crop_first_image(MAX_PROBE_SIZE), replace(task, dropout=None)
+        if run.task.dropout is not None:
+            run.task.dropout.sample_keys = None
     model = run.strategy.unwrap_model(run.model)
     weights = {name: item for name, item in model.named_parameters() if item.requires_grad}
     original = {name: item.detach().clone() for name, item in weights.items()}
@@ -48,7 +52,7 @@ def probe_gradients(run: TrainingRun, batch: PixelBatch) -> None:
             for item in weights.values():
                 if not bool(item.any()):
                     item.copy_(torch.randn(item.shape, generator=generator) * PERTURBATION_STD)
-        loss = run_forward_backward(run, batch)
+        loss = run_forward_backward(run, batch, task)
         _check_gradients(float(loss), {name: item.grad for name, item in weights.items()})
     finally:
         with torch.no_grad():
@@ -93,9 +97,9 @@ def list_batch_shapes(plan: MicroBatchSchedule) -> BatchShapes:
     return sorted(sizes, key=lambda each: (each[0][0] * each[0][1] * each[1], each), reverse=True)
 
 
-def run_forward_backward(run: TrainingRun, batch: PixelBatch) -> torch.Tensor:
+def run_forward_backward(run: TrainingRun, batch: PixelBatch, task: "DiffusionTask | None" = None) -> torch.Tensor:
     """Run forward and backward with all loss weights at 1; return the loss."""
-    task = replace(run.task, denoiser=run.strategy.unwrap_model(run.model), micro_batch_stats=[])
+    task = replace(task or run.task, denoiser=run.strategy.unwrap_model(run.model), micro_batch_stats=[])
     if run.compilation is not None:
         run.compilation.mark_step_begin()
     with record_phase("forward", batch), run.strategy.accelerator.autocast():

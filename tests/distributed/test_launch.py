@@ -186,6 +186,16 @@ def test_machines_that_have_not_joined_are_named_until_they_come(launcher, flags
     assert [machine.process.wait(60) for machine in (first, second)] == [0, 0]
 
 
+def test_machines_of_a_c10d_rendezvous_have_no_number(start_watched):
+    port = find_free_port()
+    flags = f"--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_id 7 --rdzv_endpoint 127.0.0.1:{port}"
+    first = start_watched(f"{TORCHRUN} {flags}")
+    line = first.read_until("one of 2 machines waits")
+    assert "1 machine has not joined yet (joined: 127.0.0.1); start the same command there\n" in line
+    second = start_watched(f"{TORCHRUN} {flags}")
+    assert [machine.process.wait(60) for machine in (first, second)] == [0, 0]
+
+
 class WatchedLauncher:
     """A launcher under ``library launch``."""
 

@@ -99,5 +99,5 @@ def test_machines_with_different_files_are_refused(datasets, tmp_path):
     first, second = run_on_ranks(2, count_decoded_images, *datasets, str(tmp_path))
     assert first[0] == second[0] == 5
     assert first[1] == second[1] and first[1].startswith("images, captions or dataset settings: rank 1 (on")
-    assert f"(the first that differs is {tmp_path}/one/a/3.png, image 4 of 5)" in first[1]
+    assert f"(the first that differs is {tmp_path}/one/a/3.png, image 4; 5 images here, 5 there)" in first[1]
     assert (first[2], second[2]) == (False, True)

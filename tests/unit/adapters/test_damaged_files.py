@@ -265,7 +265,6 @@ UNREAD_PEFT_SETTINGS = {
     "peft_type RANDLORA is not supported": {"peft_type": "RANDLORA"},
     "use_cayley_neumann = False is not supported": {"use_cayley_neumann": False},
     "attn1.to_q has no DoRA magnitudes, but its .* says use_dora": {"use_dora": True},
-    "alpha_pattern attn7.to_q matches no layer of unet": {"alpha_pattern": {"attn1.to_q": 4, "attn7.to_q": 4}},
     "has rank 4, but its .* says 2": {"rank_pattern": {"to_q": 2}},
 }
 

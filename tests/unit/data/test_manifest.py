@@ -406,3 +406,22 @@ def test_the_bucket_table_shows_crops_and_merged_buckets_are_noted(tmp_path):
     losses = [placement.cropped_fraction for placement in joined.assignments]
     assert head.split()[-6:] == ["mean", "crop", "worst", "crop", "worst", "image"]
     assert row.split()[-3:] == [f"{sum(losses) / 4:.1%}", "50.0%", "a/wide.png"] and max(losses) == 0.5
+
+
+def test_the_first_image_that_differs_or_is_on_one_side_only_is_named(tmp_path):
+    for folder, names in (("all", "abcd"), ("short", "acd"), ("start", "ab"), ("changed", "abcd")):
+        for name in names:
+            caption = "another" if (folder, name) == ("changed", "c") else name
+            save(tmp_path / folder / "images" / f"{name}.png", caption=caption)
+    manifests = {path.name: made(path, "image_dir = 'images'").manifest for path in tmp_path.iterdir()}
+
+    def describe(here: str, there: str) -> str:
+        text = manifests[here].describe_difference(manifests[there].compute_sample_digests())
+        return text.replace(f"{tmp_path / here / 'images'}/", "")
+
+    assert describe("all", "changed") == "the first that differs is c.png, image 3; 4 images here, 4 there"
+    assert describe("short", "all") == "missing here: after a.png; 3 images here, 4 there"
+    assert describe("start", "all") == "missing here: after b.png; 2 images here, 4 there"
+    assert describe("all", "short") == "only here: b.png; 4 images here, 3 there"
+    assert describe("all", "start") == "only here: c.png; 4 images here, 2 there"
+    assert describe("all", "all") == "the images are the same, their settings are not"

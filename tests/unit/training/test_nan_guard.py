@@ -209,6 +209,13 @@ def test_at_most_half_a_minute_or_one_step_is_between_two_checks(seconds, interv
     assert guard.check_interval == interval
 
 
+def test_the_gradient_probe_is_without_dropout(dataset, tmp_path):
+    flags = ("--dataset_config", str(dataset), "--max_train_steps", "1", "--output_dir", str(tmp_path), "--quiet")
+    dropout = ("--network_args", "module_dropout=0.8", "rank_dropout=0.5")
+    (log,) = run_on_ranks(1, train_and_read_log, tmp_path, *flags, *dropout)
+    assert "get no gradient" not in log
+
+
 def test_the_gradient_probe_lists_layers_without_or_with_nan_gradients(caplog):
     finite, zero, infinite = torch.ones(2), torch.zeros(2), torch.tensor([1.0, float("inf")])
 
