@@ -112,7 +112,6 @@ def test_zero_3_with_cpu_offload_trains_the_adapter_of_one_process(even_dataset,
     assert any(key.startswith("lora_te") and bool(tensor.any()) for key, tensor in actual.items() if "up" in key)
 
 
-@pytest.mark.quick
 def test_zero_3_with_one_process_trains_the_same_adapter(even_dataset, references, tmp_path):
     actual = train_adapter(
         tmp_path, even_dataset, 1, 4, *OPTIMIZERS["SGD"], environment=launch_with_config_file(tmp_path, **HOST)

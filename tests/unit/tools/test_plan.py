@@ -381,18 +381,23 @@ def test_sizes_and_speeds_of_devices_are_read_and_belong_together(dataset):
             ("--world_size", "3", "--pp_size", "2"),
             "--pp_size 2: the world size 3 is not a multiple of 2; start 4",
         ),
-        (
+        pytest.param(
             ("--optimizer_type", "torch.optim.LBFGS", "--gpu_memory", "24GB"),
             "its step() requires closure: it evaluates",
+            marks=pytest.mark.slow,
         ),
-        (("--gpu_memory", "24GB", "--cp_size", "2"), "--cp_size 2: the world size 1 is not a multiple of 2"),
+        pytest.param(
+            *(("--gpu_memory", "24GB", "--cp_size", "2"), "--cp_size 2: the world size 1 is not a multiple of 2"),
+            marks=pytest.mark.slow,
+        ),
         (
             ("--gpu_memory", "24GB", "--world_size", "2", "--device_map", '{"": 0, "nowhere": 2}'),
             "--device_map: there is no device 2; this process sees devices 0 to 1 --device_map: 'nowhere' is no module",
         ),
-        (
+        pytest.param(
             ("--gpu_memory", "24GB", "--world_size", "2", "--fsdp", "--blocks_to_swap", "1"),
             "--blocks_to_swap: not available in runs that shard the frozen weights over processes",
+            marks=pytest.mark.slow,
         ),
     ],
 )
