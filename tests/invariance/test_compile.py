@@ -54,6 +54,16 @@ def test_12_sizes_at_batch_size_1_need_no_graph_of_their_own(family, graphs, tmp
     assert sorted(result.graph_counts.values()) == graphs and result.recompile_count == 0
 
 
+def test_quantized_layers_do_not_break_the_graphs(tmp_path):
+    data = write_dataset(tmp_path / "data", SIZES[:3])
+    flags = ("--max_train_epochs", "1", "--quantize_base", "nf4", *FAMILIES["flux"])
+    compiled = train_compiled(tmp_path / "compiled", "flux", data, *flags, *COMPILED)
+    eager = train_compiled(tmp_path / "plain", "flux", data, *flags)
+    assert sorted(compiled.graph_counts.values()) == [1, 2] and compiled.recompile_count == 0
+    assert compiled.unique_graphs == sum(compiled.graph_counts.values())
+    assert max_relative_difference(eager.lora, compiled.lora) < 1e-4
+
+
 def test_all_text_lengths_are_compiled_before_the_first_step(tmp_path):
     data = write_dataset(tmp_path / "data", SIZES[:3])
     cudagraph_flags = ("--dynamo_mode", "reduce-overhead", "--gradient_accumulation_steps", "2")
