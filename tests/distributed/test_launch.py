@@ -179,6 +179,7 @@ def test_machines_that_have_not_joined_are_named_until_they_come(launcher, flags
     line = f"machine 1 of 2: nothing answers at 127.0.0.1:{port} (Connection refused); is machine 0 started"
     assert second.read_until("machine 1").startswith(line)
     second.stop()
+    port = find_free_port()  # nothing of the first attempt is left there
     first = start_watched(f"{launcher} {flags} {port} --{rank} 0")
     line = f"machine 0 of 2 waits at 127.0.0.1:{port}: machine 1 has not joined yet"
     assert first.read_until("machine 0 of 2 waits").startswith(line)
@@ -205,10 +206,12 @@ class WatchedLauncher:
 
     def read_until(self, start: str) -> str:
         """Return the first line that begins like this."""
+        lines = []
         for line in self.process.stderr:
             if line.startswith(start):
                 return line
-        raise AssertionError(f"no line starts with {start}")
+            lines.append(line)
+        raise AssertionError(f"no line starts with {start}: {''.join(lines)}")
 
     def stop(self) -> None:
         if self.process.poll() is None:

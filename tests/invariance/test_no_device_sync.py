@@ -87,6 +87,9 @@ def run_on_meta_device(tmp_path, *flags):
         run.nan_guard = SimpleNamespace(
             take_snapshot=lambda run: None,
             check_or_roll_back=lambda run, metrics: True,
+            check_interval=10,
+            choose_check_interval=lambda run, num_steps: None,
+            restart_timer=lambda: None,
             should_step=run.nan_guard.should_step,
         )
         run.bad_samples.sync_across_ranks = lambda strategy: None
