@@ -105,10 +105,10 @@ def format_multi_process_command(command: LaunchCommand, *, on_cpu: bool) -> str
     return f"set ACCELERATE_USE_CPU=true && {line}" if sys.platform == "win32" else f"ACCELERATE_USE_CPU=true {line}"
 
 
-def predict_script_environment(command: LaunchCommand) -> dict[str, str]:
+def predict_script_environment(command: LaunchCommand, *, is_running: bool = False) -> dict[str, str]:
     """Return the environment that the launcher would give to its script, by the launcher's own code.
 
-    What the launcher refuses is a ``ConfigError``.
+    What the launcher refuses is a ``ConfigError``.  With ``is_running`` the launcher itself may hold its port.
     """
     logger = logging.getLogger("accelerate.commands.launch")  # it advises to write every flag
     was_disabled, logger.disabled = logger.disabled, True
@@ -117,7 +117,7 @@ def predict_script_environment(command: LaunchCommand) -> dict[str, str]:
             warnings.simplefilter("ignore")
             args = _build_parser(command.launcher).parse_args([*command.flags, command.script, *command.script_args])
             if command.launcher == ACCELERATE:
-                return _predict_accelerate(args)
+                return _predict_accelerate(args, is_running)
             environment = {**os.environ, **_predict_torchrun(args)}
             if environment["LOCAL_WORLD_SIZE"] != "1":
                 environment.setdefault("OMP_NUM_THREADS", "1")
@@ -128,7 +128,7 @@ def predict_script_environment(command: LaunchCommand) -> dict[str, str]:
         logger.disabled = was_disabled
 
 
-def _predict_accelerate(args: Any) -> dict[str, str]:
+def _predict_accelerate(args: Any, is_running: bool) -> dict[str, str]:
     """Follow ``accelerate.commands.launch.launch_command`` up to where it starts processes."""
     from accelerate.commands.launch import _validate_launch_command
     from accelerate.utils import launch
@@ -136,6 +136,10 @@ def _predict_accelerate(args: Any) -> dict[str, str]:
     options = {**vars(args), "deepspeed_fields_from_accelerate_config": ""}
     args, _, _ = _validate_launch_command(SimpleNamespace(**options))
     port = {"MASTER_PORT": "0"} if args.main_process_port == 0 else {}
+    rank = {}
+    if is_running and args.num_machines > 1:  # as another machine: the first one would refuse a port in use
+        rank = {"GROUP_RANK": str(args.machine_rank)}
+        args.machine_rank = 1
     if args.cpu or not (args.use_deepspeed or args.use_fsdp or args.use_megatron_lm or args.multi_gpu):
         environment: dict[str, str] = launch.prepare_simple_launcher_cmd_env(args)[1]
         return {**environment, **({"WORLD_SIZE": str(args.num_processes)} if args.mpirun_hostfile else {})}
@@ -143,7 +147,12 @@ def _predict_accelerate(args: Any) -> dict[str, str]:
         environment = launch.prepare_deepspeed_cmd_env(args)[1]
     else:
         environment = launch.prepare_multi_gpu_env(args)
-    return {**environment, **_predict_torchrun(args), **port}  # accelerate starts it with what these wrote into args
+    return {
+        **environment,
+        **_predict_torchrun(args),
+        **port,
+        **rank,
+    }  # accelerate starts it with what these wrote into args
 
 
 def _predict_torchrun(args: Any) -> dict[str, str]:

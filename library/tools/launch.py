@@ -184,12 +184,12 @@ class MeetingPoint:
 
 
 def find_meeting_point(command: Sequence[str]) -> MeetingPoint | None:
-    """Where the launchers of this command meet; ``None`` for one machine, other rendezvous and unknown launchers."""
+    """Where running launchers of this command meet; ``None`` for one machine, other rendezvous, unknown launchers."""
     from ..distributed.launch_command import parse_launch_command, predict_script_environment
 
     try:
         parsed = parse_launch_command(command, os.environ)
-        environment = {} if parsed is None else predict_script_environment(parsed)
+        environment = {} if parsed is None else predict_script_environment(parsed, is_running=True)
         count, rank = int(environment.get("GROUP_WORLD_SIZE", 1)), int(environment.get("GROUP_RANK", 0))
         port = int(environment.get("MASTER_PORT") or DEFAULT_PORT)
     except (UserError, ValueError):

@@ -3,13 +3,17 @@
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from launcher_cases import check_launch_command, use_environment, write_accelerate_config
 from rank_processes import find_free_port
+
+from library.tools.launch import MeetingPoint, find_meeting_point
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -187,6 +191,15 @@ def test_machines_that_have_not_joined_are_named_until_they_come(launcher, flags
     assert [machine.process.wait(60) for machine in (first, second)] == [0, 0]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_meeting_point_is_found_while_the_launcher_listens_there(rank):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        flags = f"--multi_gpu --num_machines 3 --num_processes 6 --main_process_ip 127.0.0.1 --main_process_port {port}"
+        command = f"{ACCELERATE} {flags} --machine_rank {rank} train_lora.py"
+        assert find_meeting_point(shlex.split(command)) == MeetingPoint("127.0.0.1", port, 3, rank)
+
+
 def test_machines_of_a_c10d_rendezvous_have_no_number(start_watched):
     port = find_free_port()
     flags = f"--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_id 7 --rdzv_endpoint 127.0.0.1:{port}"
@@ -205,10 +218,13 @@ class WatchedLauncher:
         self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
     def read_until(self, start: str) -> str:
-        """Return the first line that begins like this."""
+        """Return the first line that begins like this; a launcher that prints none is killed after two minutes."""
         lines = []
+        timer = threading.Timer(120, self.process.kill)
+        timer.start()
         for line in self.process.stderr:
             if line.startswith(start):
+                timer.cancel()
                 return line
             lines.append(line)
         raise AssertionError(f"no line starts with {start}: {''.join(lines)}")
