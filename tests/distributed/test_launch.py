@@ -218,9 +218,9 @@ class WatchedLauncher:
         self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
     def read_until(self, start: str) -> str:
-        """Return the first line that begins like this; a launcher that prints none is killed after two minutes."""
+        """Return the first line that begins like this; a launcher that prints none is stopped after two minutes."""
         lines = []
-        timer = threading.Timer(120, self.process.kill)
+        timer = threading.Timer(120, self.process.terminate)
         timer.start()
         for line in self.process.stderr:
             if line.startswith(start):
