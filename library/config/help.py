@@ -63,17 +63,25 @@ def format_config_as_toml(config: RunConfig) -> str:
     """
     import toml
 
-    values = flatten_config(config)
     tables: dict[str, dict[str, Any]] = {}
+    changed = collect_changed_settings(config)
+    for option in iter_options(RunConfig):
+        if option.name in changed:
+            tables.setdefault(option.group, {})[option.name] = changed[option.name]
+    encoder = toml.TomlEncoder()
+    encoder.dump_funcs[str] = lambda text: json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(toml.dumps(tables, encoder))
+
+
+def collect_changed_settings(config: RunConfig) -> dict[str, Any]:
+    """Collect the settings that differ from the defaults, as values of TOML and JSON."""
+    values, changed = flatten_config(config), dict[str, Any]()
     for option in iter_options(RunConfig):
         value = values[option.name]
         if value != option.default:
             value = list(value) if isinstance(value, tuple) else value
-            is_plain = isinstance(value, (bool, int, float, str, list))
-            tables.setdefault(option.group, {})[option.name] = value if is_plain else str(value)
-    encoder = toml.TomlEncoder()
-    encoder.dump_funcs[str] = lambda text: json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return str(toml.dumps(tables, encoder))
+            changed[option.name] = value if isinstance(value, (bool, int, float, str, list)) else str(value)
+    return changed
 
 
 def _iter_groups() -> Iterator[tuple[str, str, list[Option]]]:

@@ -4,7 +4,7 @@ import asyncio
 from urllib.parse import parse_qs
 
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from .sessions import WRONG_TOKEN_DELAY_SECONDS
@@ -34,13 +34,8 @@ async def log_out(request: Request) -> Response:
     return RedirectResponse("/login", 303, headers={"Set-Cookie": cookie})
 
 
-async def show_no_icon(request: Request) -> Response:
-    return PlainTextResponse("", 404)
-
-
 ROUTES = (
     Route("/login", show_login),
     Route("/login", log_in, methods=["POST"]),
     Route("/logout", log_out, methods=["POST"]),
-    Route("/favicon.ico", show_no_icon),
 )

@@ -1,6 +1,7 @@
 """What all pages share: the opened folders, what was read so far, and how a page is rendered."""
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from starlette.responses import HTMLResponse, Response
 from .. import __version__
 from ..report.rendering import build_environment
 from .folders import OpenedFolders
+from .runs import RunReader
 from .sessions import Sessions
 
 SECTIONS = (("runs", "Runs"),)
@@ -25,6 +27,7 @@ class Workbench:
 
     def __post_init__(self) -> None:
         self.templates = build_environment("library.web")
+        self.runs = RunReader(self.folders)
 
 
 def get_workbench(request: Request) -> Workbench:
@@ -42,9 +45,6 @@ def render_page(request: Request, template: str, values: Mapping[str, Any], stat
         section=section,
         has_token=workbench.sessions.token_hash is not None,
         version=__version__,
+        now=time.time(),
     )
     return HTMLResponse(page, status)
-
-
-Handler = Callable[[Request], Response]
-"""Answers a request in a thread of its own, so that reading files holds up nobody."""
