@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, get_type_hints
 
 from .options import Option, flatten_config, iter_options
@@ -64,7 +64,7 @@ def format_config_as_toml(config: RunConfig) -> str:
     import toml
 
     tables: dict[str, dict[str, Any]] = {}
-    changed = collect_changed_settings(config)
+    changed = collect_changed_settings(flatten_config(config))
     for option in iter_options(RunConfig):
         if option.name in changed:
             tables.setdefault(option.group, {})[option.name] = changed[option.name]
@@ -73,9 +73,9 @@ def format_config_as_toml(config: RunConfig) -> str:
     return str(toml.dumps(tables, encoder))
 
 
-def collect_changed_settings(config: RunConfig) -> dict[str, Any]:
-    """Collect the settings that differ from the defaults, as values of TOML and JSON."""
-    values, changed = flatten_config(config), dict[str, Any]()
+def collect_changed_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Select the settings of a flat configuration that differ from the defaults, as values of TOML and JSON."""
+    changed: dict[str, Any] = {}
     for option in iter_options(RunConfig):
         value = values[option.name]
         if value != option.default:

@@ -56,10 +56,10 @@ def write_report(facts: RunSummary, previews: Mapping[int, PreviewRow], metrics_
     """Write the report from all metrics so far, replacing an earlier one; ``previews`` by number of the prompt."""
     table = MetricTable(metrics_file)
     table.read_new_lines()
-    write_atomic(target, format_report(facts, previews, table).encode())
+    write_atomic(target, format_report_page(facts, previews, table).encode())
 
 
-def format_report(facts: RunSummary, previews: Mapping[int, PreviewRow], table: MetricTable) -> str:
+def format_report_page(facts: RunSummary, previews: Mapping[int, PreviewRow], table: MetricTable) -> str:
     """Format the report as HTML."""
     rows = [(facts.prompts[number], previews[number]) for number in sorted(previews) if number < len(facts.prompts)]
     columns: list[str] = max((list(row) for _, row in rows), key=len, default=[])

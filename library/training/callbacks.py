@@ -122,16 +122,17 @@ class SaveReport:
 
     def _collect_facts(self, run: TrainingRun) -> RunSummary:
         config, strategy = run.config, run.strategy
+        settings = flatten_config(config)
         return RunSummary(
             config.save.output_name,
             run.plan.steps,
             self.plan_text,
-            collect_shareable_settings(flatten_config(config)),
+            collect_shareable_settings(settings),
             self.started_at,
             strategy.data_parallel_size,
             strategy.mixed_precision,
             self.prompts,
-            collect_changed_settings(config),
+            collect_changed_settings(settings),
         )
 
 

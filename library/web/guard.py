@@ -87,7 +87,7 @@ class Guard:
         try:
             await self.app(scope, body.receive, send_guarded)
         except _BodyTooLarge:
-            await _refuse_large_body()(scope, receive, send_guarded)
+            await _answer_too_large()(scope, receive, send_guarded)
 
     def _find_refusal(self, scope: Scope, headers: Headers) -> Response | None:
         path, host = scope["path"], headers.get("host", "")
@@ -98,7 +98,7 @@ class Guard:
             return PlainTextResponse("refused: this request came from another page", 403)
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
-            return _refuse_large_body()
+            return _answer_too_large()
         if path.startswith(PUBLIC_PATHS) or self.sessions.is_open(headers.get("cookie", "")):
             return None
         if path.startswith("/api/") or scope["method"] not in ("GET", "HEAD"):
@@ -114,7 +114,7 @@ def _is_same_origin(headers: Headers, host: str) -> bool:
     return origin.scheme in ("http", "https") and origin.netloc.lower() == host.lower() and bool(host)
 
 
-def _refuse_large_body() -> Response:
+def _answer_too_large() -> Response:
     return JSONResponse({"error": f"the request is larger than {MAX_BODY_BYTES // 2**20} MiB"}, 413)
 
 

@@ -14,7 +14,7 @@ from ..report.page import (
     collect_update_norms,
     describe_progress,
     describe_validation,
-    format_report,
+    format_report_page,
 )
 from ..report.preview_grid import format_column_label
 from .runs import Run, RunReader, compare_settings
@@ -105,7 +105,7 @@ def send_report(request: Request) -> Response:
     run = reader.get_run(request.path_params["key"])
     table, _ = reader.read_table(run, float("inf"))
     summary = reader.read_summary(run) or _build_unknown_summary(run)
-    page = format_report(summary, run.read_previews(summary.started_at), table)
+    page = format_report_page(summary, run.read_previews(summary.started_at), table)
     return Response(page, media_type="text/html", headers=_build_download_headers(f"{run.name}.report.html"))
 
 
