@@ -13,7 +13,7 @@ device at ``--block_swap_window_mb``, by default one offloaded block, which leav
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,13 @@ from torch import Tensor, nn
 
 from ..config.schema import ModelConfig, TrainConfig
 from ..distributed.async_copy import CopyStream, copy_to_host
-from .quantize import FetchWeight, QuantizedWeight, can_convert_frozen_layer, convert_frozen_layer
+from .quantize import (
+    FetchWeight,
+    QuantizedWeight,
+    can_convert_frozen_layer,
+    convert_frozen_layer,
+    select_nf4_kernel,
+)
 
 logger = logging.getLogger(__name__)
 AccessHistory = tuple[bool, tuple[int, ...]]
@@ -122,6 +128,11 @@ def is_quantized_or_offloaded(model: ModelConfig, train: TrainConfig) -> bool:
     return bool(train.blocks_to_swap) or model.quantize_base != "none"
 
 
+def resolve_nf4_kernel(model: ModelConfig, device: torch.device) -> str | None:
+    """Return the kernel that dequantizes the base model on the device; ``None`` for other types than nf4."""
+    return select_nf4_kernel(device) if model.quantize_base == "nf4" else None
+
+
 def quantize_and_offload_base(
     denoiser: nn.Module, devices: tuple[torch.device, torch.device], model: ModelConfig, train: TrainConfig
 ) -> OffloadedBytes:
@@ -132,6 +143,7 @@ def quantize_and_offload_base(
     device, base_device = devices
     blocks, quant_type, offloader = find_innermost_blocks(denoiser), model.quantize_base, WeightOffloader(device)
     swapped = set(select_spread_indices(len(blocks), train.blocks_to_swap))
+    nf4_kernel = resolve_nf4_kernel(model, device)
     bytes_before = bytes_on_device = 0
     offloaded = dict.fromkeys(swapped, 0)
     for index, block in enumerate(blocks):
@@ -141,6 +153,7 @@ def quantize_and_offload_base(
             own: Any = layer
             bytes_before += own.weight.nbytes
             weight = QuantizedWeight.quantize(own.weight.to(device), quant_type)
+            weight = weight if nf4_kernel is None else replace(weight, nf4_kernel=nf4_kernel)
             if index in swapped:
                 convert_frozen_layer(layer, offloader.offload(weight))
                 offloaded[index] += weight.nbytes
@@ -151,11 +164,12 @@ def quantize_and_offload_base(
     offloader.window_bytes = train.block_swap_window_mb * 2**20 or max(MIN_WINDOW_BYTES, largest_block)
     result = OffloadedBytes(sum(offloaded.values()), largest_block, offloader.window_bytes)
     logger.info(
-        "base model: frozen weights of %d blocks: %.2f GB -> %.2f GB (%s), %d blocks offloaded (%.2f GB)",
+        "base model: frozen weights of %d blocks: %.2f GB -> %.2f GB (%s%s), %d blocks offloaded (%.2f GB)",
         len(blocks),
         bytes_before / 1e9,
         bytes_on_device / 1e9,
         quant_type,
+        "" if nf4_kernel is None else f", {nf4_kernel} kernel",
         len(swapped),
         result.total / 1e9,
     )

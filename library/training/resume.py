@@ -21,9 +21,12 @@ from ..data.batch_plan import get_planned_stages
 from ..data.prepare import PreparedData
 from ..data.run_plan import RunPlan
 from ..distributed.communicator import Communicator
+from ..distributed.config_agreement import NF4_KERNEL
 from ..distributed.signals import StopSignals
 from ..errors import RunInterrupted, UserError
 from ..models.detect import DetectedModel
+from ..parallel.offload import resolve_nf4_kernel
+from ..parallel.quantize import BUILT_IN_KERNEL
 from .checkpoint import SaveCheckpoint, restore_state
 from .preflight import check_setting_changes
 from .save_adapter import AdapterRetention
@@ -90,6 +93,9 @@ def find_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterat
     for key in COMPARED_METADATA:
         if saved[key] != current[key]:
             yield SettingChange(key, saved[key], current[key], changes_result=True)
+    kernel, saved_kernel = current.get("nf4_kernel"), saved.get("nf4_kernel", BUILT_IN_KERNEL)
+    if kernel != saved_kernel and None not in (kernel, saved_kernel):  # rounds differently, as another torch does
+        yield SettingChange(NF4_KERNEL, saved_kernel, kernel, changes_result=False)
     groups = {option.name: option.group for option in iter_options(RunConfig)}
     defaults = {option.name: option.default for option in iter_options(RunConfig)}
     saved_settings = upgrade_settings(saved["settings"])
@@ -133,6 +139,7 @@ class Resume:
                 lambda: checkpoint_dir.compute_next_run_number(self.output_dir, name)
             ),
             "versions": {"lorikeet": __version__, "torch": torch.__version__},
+            "nf4_kernel": resolve_nf4_kernel(config.model, comm.device),
         }
         self.checkpoint = comm.run_on_main_and_broadcast(lambda: select_checkpoint(config.state, self.output_dir, name))
         if (checkpoint := self.checkpoint) is None:

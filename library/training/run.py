@@ -23,6 +23,7 @@ from ..config.schema_output import SaveConfig
 from ..data.prepare import PreparedData
 from ..data.prompts import Prompt, load_preview_prompts
 from ..data.run_plan import RunPlan
+from ..distributed.config_agreement import NF4_KERNEL
 from ..distributed.launcher_settings import find_overridden_settings
 from ..distributed.signals import StopSignals
 from ..distributed.trackers import Trackers
@@ -33,6 +34,7 @@ from ..models.detect import DetectedModel, detect_model, get_family_facts
 from ..models.facts import describe_trained_components
 from ..models.families import FAMILIES
 from ..optim.schedules import build_lr_schedule
+from ..parallel.offload import resolve_nf4_kernel
 from ..parallel.strategy import Strategy
 from ..parallel.strategy_registry import build_strategy
 from ..report import preview_grid
@@ -99,7 +101,9 @@ def _prepare_and_train(
     cached = text_components if config.cache.caches_text_outputs else ()
     initial_weights = read_initial_weights(config.adapter, family, detected, cached_components=cached)
     prompts = load_preview_prompts(config.preview)
-    comm.assert_equal_across_ranks(_compute_input_fingerprints(config.adapter, detected, prompts))
+    nf4_kernel = resolve_nf4_kernel(config.model, strategy.device)
+    fingerprints = _compute_input_fingerprints(config.adapter, detected, prompts)
+    comm.assert_equal_across_ranks({**fingerprints, NF4_KERNEL: nf4_kernel})
     prepared = prepare_dataset(config.data, config.cache, comm, detected.size_multiple)
 
     def build_plan() -> RunPlan:
