@@ -27,7 +27,6 @@ from .quantize import (
     QuantizedWeight,
     can_convert_frozen_layer,
     convert_frozen_layer,
-    select_nf4_kernel,
 )
 
 logger = logging.getLogger(__name__)
@@ -128,22 +127,21 @@ def is_quantized_or_offloaded(model: ModelConfig, train: TrainConfig) -> bool:
     return bool(train.blocks_to_swap) or model.quantize_base != "none"
 
 
-def resolve_nf4_kernel(model: ModelConfig, device: torch.device) -> str | None:
-    """Return the kernel that dequantizes the base model on the device; ``None`` for other types than nf4."""
-    return select_nf4_kernel(device) if model.quantize_base == "nf4" else None
-
-
 def quantize_and_offload_base(
-    denoiser: nn.Module, devices: tuple[torch.device, torch.device], model: ModelConfig, train: TrainConfig
+    denoiser: nn.Module,
+    devices: tuple[torch.device, torch.device],
+    model: ModelConfig,
+    train: TrainConfig,
+    nf4_kernel: str | None = None,
 ) -> OffloadedBytes:
     """Quantize the frozen weights of all blocks, and offload some blocks, evenly spread so that copies overlap.
 
-    ``devices``: where weights are quantized, and where they are kept until the strategy distributes the model.
+    ``devices``: where weights are quantized, and where they are kept until the strategy distributes the model;
+    ``nf4_kernel``: that of the strategy, which estimates lack.
     """
     device, base_device = devices
     blocks, quant_type, offloader = find_innermost_blocks(denoiser), model.quantize_base, WeightOffloader(device)
     swapped = set(select_spread_indices(len(blocks), train.blocks_to_swap))
-    nf4_kernel = resolve_nf4_kernel(model, device)
     bytes_before = bytes_on_device = 0
     offloaded = dict.fromkeys(swapped, 0)
     for index, block in enumerate(blocks):

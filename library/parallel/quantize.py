@@ -9,7 +9,6 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from importlib import metadata
 from itertools import zip_longest
 from math import gcd
@@ -122,7 +121,6 @@ class QuantizedWeight:
         return replace(self, tensors=tuple(map(function, self.tensors)))
 
 
-@cache
 def select_nf4_kernel(device: torch.device) -> str:
     """Return ``bitsandbytes`` with its version where its kernel works on the device, else ``built-in``.
 

@@ -34,7 +34,6 @@ from ..models.detect import DetectedModel, detect_model, get_family_facts
 from ..models.facts import describe_trained_components
 from ..models.families import FAMILIES
 from ..optim.schedules import build_lr_schedule
-from ..parallel.offload import resolve_nf4_kernel
 from ..parallel.strategy import Strategy
 from ..parallel.strategy_registry import build_strategy
 from ..report import preview_grid
@@ -101,9 +100,8 @@ def _prepare_and_train(
     cached = text_components if config.cache.caches_text_outputs else ()
     initial_weights = read_initial_weights(config.adapter, family, detected, cached_components=cached)
     prompts = load_preview_prompts(config.preview)
-    nf4_kernel = resolve_nf4_kernel(config.model, strategy.device)
     fingerprints = _compute_input_fingerprints(config.adapter, detected, prompts)
-    comm.assert_equal_across_ranks({**fingerprints, NF4_KERNEL: nf4_kernel})
+    comm.assert_equal_across_ranks({**fingerprints, NF4_KERNEL: strategy.nf4_kernel})
     prepared = prepare_dataset(config.data, config.cache, comm, detected.size_multiple)
 
     def build_plan() -> RunPlan:
@@ -118,7 +116,7 @@ def _prepare_and_train(
     for line in prepared.format_summary(plan.batch_plan, plan.steps).splitlines():
         logger.info("%s", line)
     build_lr_schedule(config.optim, plan.steps)  # some schedulers fail for this number of steps
-    resume = Resume(config, comm, detected, prepared, plan, started_at)
+    resume = Resume(config, strategy, detected, prepared, plan, started_at)
     if resume.is_complete(plan):
         return
 

@@ -52,7 +52,7 @@ def check_values(folder):
 
     denoiser = build_unet().requires_grad_(False)
     config = parse_config(["--quantize_base", "nf4", "--blocks_to_swap", "1"]).config
-    quantize_and_offload_base(denoiser, (CPU, CPU), config.model, config.train)
+    quantize_and_offload_base(denoiser, (CPU, CPU), config.model, config.train, kernel)
     layers = [layer for layer in denoiser.modules() if isinstance(layer, FrozenLayer)]
     assert len(layers) > 4 and {layer.fetch_weight().nf4_kernel for layer in layers} == {kernel}
 
