@@ -13,7 +13,7 @@ from starlette.staticfiles import StaticFiles
 
 from ..errors import ConfigError, UserError
 from ..report.rendering import STATIC_DIR
-from . import login_pages, run_pages
+from . import login_pages, picture_pages, run_pages
 from .folders import OpenedFolders, OutsideFolders
 from .guard import Guard, HostNames
 from .sessions import Sessions
@@ -42,6 +42,7 @@ def _list_routes() -> Sequence[Route | Mount]:
         Route("/", _go_to_runs),
         *login_pages.ROUTES,
         *run_pages.ROUTES,
+        *picture_pages.ROUTES,
         Mount("/static/report", StaticFiles(directory=STATIC_DIR)),
         Mount("/static/web", StaticFiles(directory=WEB_STATIC_DIR)),
     ]
