@@ -78,7 +78,10 @@ def edit_tags(request: Request, body: Mapping[str, Any]) -> Response:
     pictures = _open_ready(request)
     editor = get_workbench(request).get_editor(pictures)
     edit = TagEdit(
-        str(body.get("action")), str(body.get("tag", "")), str(body.get("replacement", "")), bool(body.get("is_at_start"))
+        str(body.get("action")),
+        str(body.get("tag", "")),
+        str(body.get("replacement", "")),
+        bool(body.get("is_at_start")),
     )
     planned = editor.plan_tag_edit(edit, _select(pictures, body))
     if body.get("dry_run"):

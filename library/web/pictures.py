@@ -200,14 +200,17 @@ class PictureSet:
     def summarize(self) -> dict[str, Any]:
         """Count pictures by warning and bucket, and tags."""
         counts = Counter(
-            kind for picture, caption in zip(self.pictures, self.captions, strict=True)
+            kind
+            for picture, caption in zip(self.pictures, self.captions, strict=True)
             for kind in picture.list_warnings(caption)
         )
         buckets = Counter(map(format_bucket, self.pictures))
         tags = Counter(tag.strip() for caption in self.captions for tag in caption.split(",") if tag.strip())
         return {
             "total": len(self.pictures),
-            "warnings": [{"id": kind, "text": WARNINGS[kind], "count": counts[kind]} for kind in WARNINGS if counts[kind]],
+            "warnings": [
+                {"id": kind, "text": WARNINGS[kind], "count": counts[kind]} for kind in WARNINGS if counts[kind]
+            ],
             "buckets": [{"id": name, "count": count} for name, count in buckets.most_common()],
             "tags": [{"tag": tag, "count": count} for tag, count in tags.most_common(60)],
             "notes": list(self.notes),

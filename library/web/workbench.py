@@ -33,7 +33,6 @@ class Workbench:
         self.pictures = PictureShelf(self.folders)
         self.editors: dict[int, CaptionEditor] = {}
 
-
     def get_editor(self, pictures: PictureSet) -> CaptionEditor:
         """Return the editor of a picture set; a new scan has a new one, without anything to undo."""
         for key in [key for key, editor in self.editors.items() if not self.pictures.holds(editor.pictures)]:
