@@ -161,7 +161,8 @@ def _round_bucket_steps(loaded: ParsedConfig, detected: DetectedModel) -> Parsed
         return loaded
     notice = f"{location}: {data.bucket_reso_steps} is finer than the model can train; buckets are multiples of {step}"
     config = replace(loaded.config, data=replace(data, bucket_reso_steps=step))
-    return replace(loaded, config=config, notices=[*loaded.notices, notice])
+    adjustments = {**loaded.adjustments, f"bucket_reso_steps {step}": notice}
+    return replace(loaded, config=config, notices=[*loaded.notices, notice], adjustments=adjustments)
 
 
 def _find_other_defaults(loaded: ParsedConfig, detected: DetectedModel) -> Iterator[str]:
