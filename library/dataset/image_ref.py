@@ -1,8 +1,13 @@
 """Where the bytes of an image are: in a file of its own, in a byte range of a tar shard, or in a row of a table."""
 
+import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from ..storage.remote_path import build_remote_path, is_remote, is_remote_url, prefetch_ranges
+from ..storage.remote_store import RemoteStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,5 +95,30 @@ class ImageRef:
             file.seek(self.part.offset)
             return file.read(self.part.length)
 
+    def read_verified(self, content_hash: str) -> bytes:
+        """Read the encoded image; raise ``OSError`` if it is not the one with this hash."""
+        data = self.read_bytes()
+        if hashlib.blake2b(data, digest_size=16).hexdigest() != content_hash:
+            raise OSError("has changed since the start of the run; start again to train on the new file")
+        return data
+
     def __str__(self) -> str:
         return str(self.path) if self.part is None else f"{self.path}:{self.part.name}"
+
+
+def build_image_ref(folder: Path, name: str, remote: RemoteStore) -> ImageRef:
+    """Refer to an image by its path in a folder, or by a URL."""
+    if not is_remote_url(name):
+        return ImageRef(folder, name)
+    path = build_remote_path(name, remote)
+    return ImageRef(path.parent, path.name)
+
+
+def prefetch_images(images: Iterable[ImageRef]) -> None:
+    """Bring the bytes of remote images into the cache, many at once; local images and rows of tables are left alone."""
+    ranges = []
+    for image in images:
+        path, part = image.path, image.part
+        if is_remote(path) and not isinstance(part, TableRow):
+            ranges.append((path, *((None, None) if part is None else (part.offset, part.offset + part.length))))
+    prefetch_ranges(ranges)
