@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..dataset.image_inspection import InspectedImage, build_image_inspector
-from ..dataset.image_ref import ImageRef
+from ..dataset.image_ref import ImageRef, describe_remote_images
 from ..dataset.listing import ListedImage
 from ..dataset.masks import MaskScanResult, find_subsets_without_masks, scan_masks
 from ..dataset.scan import ImageDefect, scan_images
@@ -54,6 +54,7 @@ def build_manifest(
         masks = scan_masks(datasets, found, scan.images, roots)
     except RemoteOutage as error:
         raise FileError([*listing_problems, f"{error}; what was scanned is kept"]) from None
+    notes += describe_remote_images(item.image for item in found)
     samples, assignments, sample_problems = _build_samples(stages, found, scan.images, masks)
     num_unusable, total = len(found) - len(samples) + len(bad), len(found) + len(bad)
     bad += sample_problems

@@ -352,6 +352,8 @@ def describe_missing_url(paths: Sequence[RemotePath]) -> str:
         missing = f"{len(paths)} files not found: {format_first_names(list(map(str, paths)))}"
     if not path.can_list:
         return f"{missing}; check the URL"
+    if path.parent == path:
+        return f"{path} is empty"
     tree = walk_directory(cast(Path, path.parent), recursive=False)
     content = f"{path.parent} contains {tree.format_content(_MAX_NAMES_IN_FOLDER)}"
     content = tree.problems[0] if tree.problems else content

@@ -114,6 +114,29 @@ def build_image_ref(folder: Path, name: str, remote: RemoteStore) -> ImageRef:
     return ImageRef(path.parent, path.name)
 
 
+def describe_remote_images(images: Iterable[ImageRef]) -> list[str]:
+    """Say where copies of remote images are kept, and whether all of them fit there."""
+    sizes: dict[RemoteStore, dict[str, int]] = {}
+    for path in dict.fromkeys(image.path for image in images if is_remote(image.folder)):
+        if is_remote(path) and path.store.knows(path.url):
+            sizes.setdefault(path.store, {})[path.url] = path.get_info().size
+    lines = []
+    for store, by_url in sizes.items():
+        directory, total, limit = store.settings.directory, sum(by_url.values()), store.settings.cache_bytes
+        size, fits = f"{total / 2**30:.3g} GB of remote files", f"{limit / 2**30:.3g} GB"
+        if total > limit:
+            lines.append(
+                f"{size} are more than the {fits} that {directory} may have, so that they are requested again in each"
+                " epoch; raise --remote_cache_size, or use --cache_latents_to_disk"
+            )
+        else:
+            lines.append(
+                f"{size} are kept in {directory} (at most {fits}: --remote_cache_size; elsewhere: --remote_cache_dir),"
+                " and so are scan results and caches on disk unless --cache_dir is set"
+            )
+    return lines
+
+
 def prefetch_images(images: Iterable[ImageRef]) -> None:
     """Bring the bytes of remote images into the cache, many at once; local images and rows of tables are left alone."""
     ranges = []

@@ -46,17 +46,18 @@ class TarIndex:
 
 def load_tar_index(path: Path) -> TarIndex:
     """Read the headers of a tar file; those of a remote one, with its captions, once as long as it does not change."""
-    if not is_remote(path):
+    remote = path if is_remote(path) else None
+    if remote is None:
         return read_tar_index(path)
     try:
-        data = path.read_derived(_INDEX_NAME)
+        data = remote.read_derived(_INDEX_NAME)
         if data is not None:
             return _parse_index(data)
     except OSError as error:
         return TarIndex(problems=[f"{path}: cannot be read: {error}"])
     index = read_tar_index(path, keeps_texts=True)
     if not index.problems:
-        path.write_derived(_INDEX_NAME, _format_index(index))
+        remote.write_derived(_INDEX_NAME, _format_index(index))
     return index
 
 

@@ -3,6 +3,7 @@
 import importlib
 import logging
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -179,10 +180,10 @@ def _get_status(error: BaseException) -> int | None:
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    elif type(error).__name__ == "HttpError":  # of gcsfs; aiohttp gives codes to answers that it cannot read
+        status = getattr(error, "code", None)
     else:
-        status = (
-            getattr(response, "status_code", None) or getattr(error, "status", None) or getattr(error, "code", None)
-        )
+        status = getattr(response, "status_code", None) or getattr(error, "status", None)
     return status if isinstance(status, int) and 100 <= status < 600 else None
 
 
@@ -195,8 +196,7 @@ def _get_code(error: BaseException) -> str | None:
 def _format_reason(chain: list[BaseException]) -> str:
     """Return the first line of the deepest cause, without the query of a URL, which may hold a secret."""
     text = next((str(item) for item in reversed(chain) if str(item)), "") or type(chain[0]).__name__
-    line = " ".join(text.splitlines()[:1])
-    return " ".join(word.partition("?")[0] if "://" in word else word for word in line.split())[:200]
+    return re.sub(r"\?[^\s\"'()]*", "", " ".join(text.splitlines()[:1]))[:200]
 
 
 @dataclass

@@ -113,10 +113,10 @@ class RemoteStore:
         """List the files of a folder, in all its folders or only at the top; raise ``RemoteError``."""
         if (url, recursive) not in self._listings:
             scheme, container = split_server(url)
+            if not container:
+                raise RemoteError(f"names no {get_scheme(scheme).container}")
             if not get_scheme(scheme).can_list:
-                raise RemoteError(
-                    f"a {scheme} server lists no folders; give the URLs of tar, parquet or metadata files"
-                )
+                raise RemoteError(f"{scheme} servers list no folders; give the URLs of tar, parquet or metadata files")
             path = url.partition("://")[2]
 
             def request() -> list[dict[str, Any]]:
@@ -158,6 +158,8 @@ class RemoteStore:
         info = self._infos.get(url)
         if info is None:
             scheme, container = split_server(url)
+            if not container:
+                raise RemoteError(f"names no {get_scheme(scheme).container}")
             get_scheme(scheme)
             try:
                 found = self.retries.call(

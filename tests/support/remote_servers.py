@@ -195,6 +195,7 @@ class S3Server:
 def run_s3_server(environment: dict[str, str]) -> Iterator[S3Server]:
     """Run moto's S3 server and a proxy; ``environment`` gets what makes clients use it."""
     import boto3
+    import s3fs
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
@@ -211,6 +212,7 @@ def run_s3_server(environment: dict[str, str]) -> Iterator[S3Server]:
                 region_name="us-east-1",
             )
             client.create_bucket(Bucket=BUCKET)
+            s3fs.S3FileSystem.clear_instance_cache()  # those of another server
             yield S3Server(proxy, client)
     finally:
         server.stop()
