@@ -44,6 +44,8 @@ class QuantizedWeight:
     def quantize(cls, weight: Tensor, quant_type: str) -> "QuantizedWeight":
         if quant_type == "none":
             return cls(quant_type, weight.shape, weight.dtype, (weight.detach(),))
+        if weight.is_meta:
+            return cls(quant_type, weight.shape, weight.dtype, _build_meta_tensors(weight.shape, quant_type))
         rows = weight.detach().float()
         if quant_type == "nf4":
             rows = F.pad(rows.flatten(), (0, -rows.numel() % NF4_BLOCK_SIZE)).view(-1, NF4_BLOCK_SIZE)
@@ -111,6 +113,18 @@ def _scale_rows(rows: Tensor, max_value: float) -> tuple[Tensor, Tensor]:
     """Return a bf16 scale per row, and the rows divided by it, clamped to ``max_value``."""
     scale = (rows.abs().amax(1, keepdim=True) / max_value).clamp(min=1e-12).bfloat16()
     return scale, (rows / scale.float()).clamp(-max_value, max_value)
+
+
+def _build_meta_tensors(shape: torch.Size, quant_type: str) -> tuple[Tensor, ...]:
+    """Build what ``QuantizedWeight.quantize`` would, without a dozen slow operations."""
+    if quant_type == "nf4":
+        blocks = -(-shape.numel() // NF4_BLOCK_SIZE)
+        values = torch.empty(blocks, NF4_BLOCK_SIZE // 2, dtype=torch.uint8, device="meta")
+        levels = [torch.empty(len(NF4_LEVELS), device="meta")]
+    else:
+        dtype, levels = torch.int8 if quant_type == "int8" else FP8_DTYPE, []
+        values = torch.empty(shape[0], shape[1:].numel(), dtype=dtype, device="meta")
+    return values, torch.empty(len(values), 1, dtype=torch.bfloat16, device="meta"), *levels
 
 
 class FetchWeight(Protocol):

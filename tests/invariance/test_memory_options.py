@@ -3,6 +3,7 @@
 import gc
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,6 +76,16 @@ def test_representable_values_are_dequantized_exactly():
 def test_a_quantized_weight_has_the_size_of_its_type():
     size = {kind: QuantizedWeight.quantize(torch.randn(64, 1024).bfloat16(), kind).nbytes / 65536 for kind in KINDS}
     assert size["none"] == 2 and 1 < size["int8"] == size["fp8"] < 1.01 and 0.5 < size["nf4"] < 0.54
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (7, 33), (4, 3, 3, 3)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_is_packed_on_the_meta_device_as_elsewhere(kind, shape):
+    weight = torch.randn(shape).bfloat16()
+    packed, on_meta = (QuantizedWeight.quantize(each, kind) for each in (weight, weight.to("meta")))
+    assert on_meta == replace(packed, tensors=on_meta.tensors)
+    for tensor, other in zip(on_meta.tensors, packed.tensors, strict=True):
+        assert tensor.is_meta and (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
 
 
 @pytest.mark.parametrize(("kind", "max_bytes_per_weight"), [("fp8", 4.1), ("int8", 4.1), ("nf4", 6.2)])

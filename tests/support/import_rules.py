@@ -11,7 +11,8 @@ LAYERS: list[set[str]] = [
     {"dataset", "diffusion"},
     {"data"},
     {"demo"},
-    {"models", "adapters", "optim", "distributed"},
+    {"adapters", "optim", "distributed"},
+    {"models"},
     {"parallel"},
     {"cache", "report"},
     {"checkpoint"},
@@ -24,7 +25,7 @@ LAYERS: list[set[str]] = [
 PEERS: list[set[str]] = [
     {"config", "storage"},
     {"dataset", "diffusion"},
-    {"models", "adapters", "optim", "distributed"},
+    {"adapters", "optim", "distributed"},
     {"cache", "report"},
 ]
 """Packages of one layer that must not import each other."""
