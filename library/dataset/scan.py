@@ -226,7 +226,8 @@ class _Scan(Generic[T]):
         if result is None:
             result = self.inspector.inspect(data, content, self.large_image_lock)
             facts = self.inspector.pack(result)
-        is_settled = max(stamp[1], stamp[2]) < self.started - SETTLED_AFTER_NS
+        has_tag = is_remote(task.image.folder) and stamp[2] != 0  # which changes with the content
+        is_settled = has_tag or max(stamp[1], stamp[2]) < self.started - SETTLED_AFTER_NS
         return _Outcome(task, result, CachedScan(stamp if is_settled else UNSETTLED, content, facts or []))
 
     def _unpack(self, facts: list[Any], content: str) -> T | None:

@@ -9,7 +9,8 @@ from typing import IO, Any, TypeGuard, cast
 from urllib.parse import quote, unquote
 
 from .filesystems import SCHEMES, RemoteError, RemoteOutage
-from .remote_store import BLOCK_BYTES, FileInfo, RemoteListing, RemoteStore, split_server
+from .remote_info import FileInfo, RemoteListing, split_server
+from .remote_store import BLOCK_BYTES, RemoteStore
 
 _SAFE_IN_NAMES = "!$&'()*+,;=:@~"
 _AHEAD_BYTES = 64 * BLOCK_BYTES

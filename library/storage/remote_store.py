@@ -4,26 +4,23 @@ import hashlib
 import os
 import posixpath
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from datetime import datetime
-from email.utils import parsedate_to_datetime
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 from .block_cache import BlockCache
 from .filesystems import (
     MAX_CONNECTIONS,
-    SCHEMES,
     IncompleteBodyError,
     RemoteError,
     RetryPolicy,
     get_scheme,
     open_filesystem,
 )
+from .remote_info import FileInfo, RemoteListing, build_info, format_address, split_server
 
 BLOCK_BYTES = 2**20
 REQUEST_BYTES = 8 * BLOCK_BYTES
@@ -33,7 +30,6 @@ SMALL_FILE_BYTES = 2**16
 """Smaller files have a part of the cache of their own, so that images do not push out captions."""
 
 _SMALL_FILES_PART = 0.1
-_THREAD_NAME = "remote-files"
 DEFAULT_CACHE_BYTES = 50 * 2**30
 DEFAULT_RETRY_SECONDS = 120.0
 
@@ -55,27 +51,6 @@ class RemoteSettings:
     @property
     def directory(self) -> Path:
         return Path(self.cache_dir).expanduser() if self.cache_dir else get_default_directory()
-
-
-@dataclass(frozen=True, slots=True)
-class FileInfo:
-    """What identifies the content of a remote file: another size, time or tag means that it has changed."""
-
-    size: int
-    changed_ns: int
-    tag: int  # of the server's ETag or hash
-
-    @property
-    def stamp(self) -> tuple[int, int, int]:
-        return self.size, self.changed_ns, self.tag
-
-
-@dataclass
-class RemoteListing:
-    """The files of a folder by their relative path, and the folders at its top."""
-
-    files: dict[str, FileInfo] = field(default_factory=dict)
-    folders: list[str] = field(default_factory=list)
 
 
 class RemoteStore:
@@ -100,6 +75,11 @@ class RemoteStore:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
+        self._in_flight: dict[str, Future[bytes]] = {}
+
+    def _reset_in_fork(self) -> None:
+        if self._process != os.getpid():  # forked, perhaps while another thread held the lock
+            self._reset()
 
     def __reduce__(self) -> tuple[type, tuple[RemoteSettings]]:
         return type(self), (self.settings,)
@@ -195,7 +175,8 @@ class RemoteStore:
     def prefetch_infos(self, files: Iterable[tuple[str, str]]) -> None:
         """Ask for many files at once, each a URL and its query; failures are met again by ``get_info``."""
         unknown = [file for file in dict.fromkeys(files) if file[0] not in self._infos]
-        self._run_in_pool([lambda file=file: self.get_info(*file) for file in unknown])  # type: ignore[misc]
+        if unknown:
+            self._run_in_pool([partial(self.get_info, *file) for file in unknown])
 
     def read_range(self, url: str, query: str, start: int, end: int, ahead: int = 0) -> bytes:
         """Read bytes from ``start`` to ``end``; what the cache lacks is requested, with ``ahead`` more bytes."""
@@ -213,8 +194,8 @@ class RemoteStore:
             count = min(last + 1 + ahead // BLOCK_BYTES, _count_blocks(info)) - (last + 1)
             following = range(last + 1, last + 1 + count)
             missing += [index for index in following if not cache.contains(_make_key(url, info, index))]
-        for fetched in self._fetch(url, query, info, missing):
-            blocks |= {index: block for index, block in fetched.items() if first <= index <= last}
+        fetched = self._fetch(url, query, info, missing) if missing else {}
+        blocks |= {index: block for index, block in fetched.items() if first <= index <= last}
         data = b"".join(blocks[index] or b"" for index in range(first, last + 1))
         return data[start - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
 
@@ -223,16 +204,23 @@ class RemoteStore:
 
         Failures are met again when the range is read.
         """
-
-        def fetch(url: str, query: str, start: int | None, end: int | None) -> None:
+        ranges = list(ranges)
+        self.prefetch_infos((url, query) for url, query, _, _ in ranges)
+        wanted: dict[tuple[str, str], set[int]] = {}
+        for url, query, start, end in ranges:
+            info = self._infos.get(url)
+            if isinstance(info, FileInfo):
+                end = info.size if end is None else min(end, info.size)
+                wanted.setdefault((url, query), set()).update(
+                    range((start or 0) // BLOCK_BYTES, -(-end // BLOCK_BYTES))
+                )
+        tasks: list[Callable[[], object]] = []
+        for (url, query), indices in wanted.items():
             info = self.get_info(url, query)
-            cache, end = self._choose_cache(info), min(info.size if end is None else end, info.size)
-            indices = range((start or 0) // BLOCK_BYTES, -(-end // BLOCK_BYTES))
-            missing = [index for index in indices if not cache.contains(_make_key(url, info, index))]
-            for _ in self._fetch(url, query, info, missing):
-                pass
-
-        self._run_in_pool([lambda item=item: fetch(*item) for item in dict.fromkeys(ranges)])  # type: ignore[misc]
+            cache = self._choose_cache(info)
+            missing = [index for index in sorted(indices) if not cache.contains(_make_key(url, info, index))]
+            tasks += [partial(self._fetch, url, query, info, run, waits=False) for run in _group_runs(missing)]
+        self._run_in_pool(tasks)
 
     def _run_in_pool(self, tasks: Sequence[Callable[[], object]]) -> None:
         """Run tasks in threads; the errors of single ones are dropped."""
@@ -240,20 +228,50 @@ class RemoteStore:
             future.exception()
 
     def _get_pool(self) -> ThreadPoolExecutor:
-        if self._process != os.getpid():  # forked, perhaps while another thread held the lock
-            self._reset()
+        self._reset_in_fork()
         with self._lock:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(MAX_CONNECTIONS, _THREAD_NAME)
+                self._pool = ThreadPoolExecutor(MAX_CONNECTIONS, "remote-files")
             return self._pool
 
     def _choose_cache(self, info: FileInfo) -> BlockCache:
         return self.small_files if info.size <= SMALL_FILE_BYTES else self.blocks
 
-    def _fetch(self, url: str, query: str, info: FileInfo, indices: Sequence[int]) -> Iterator[dict[int, bytes]]:
+    def _fetch(
+        self, url: str, query: str, info: FileInfo, indices: Sequence[int], *, waits: bool = True
+    ) -> dict[int, bytes]:
+        """Request blocks; those that another thread is requesting are waited for, or with ``waits=False`` left to it.
+
+        Threads of the pool never wait for others, whose requests may be behind them in the queue of the pool.
+        """
+        self._reset_in_fork()
+        keys = {index: _make_key(url, info, index) for index in indices}
+        with self._lock:
+            others = {index: self._in_flight[key] for index, key in keys.items() if key in self._in_flight}
+            own: dict[int, Future[bytes]] = {index: Future() for index in indices if index not in others}
+            self._in_flight |= {keys[index]: future for index, future in own.items()}
+        blocks: dict[int, bytes] = {}
+        try:
+            for fetched in self._request_runs(url, query, info, list(own)):
+                blocks |= fetched
+                for index in fetched.keys() & own.keys():
+                    if not own[index].done():  # a server without ranges sends all blocks each time
+                        own[index].set_result(fetched[index])
+        except BaseException as error:
+            for future in own.values():
+                if not future.done():
+                    future.set_exception(error)
+            raise
+        finally:
+            with self._lock:
+                for index in own:
+                    self._in_flight.pop(keys[index], None)
+        return blocks | {index: future.result() for index, future in others.items() if waits}
+
+    def _request_runs(self, url: str, query: str, info: FileInfo, indices: Sequence[int]) -> Iterator[dict[int, bytes]]:
         """Request blocks, several requests at once if they do not fit one."""
         runs = list(_group_runs(indices))
-        if len(runs) < 2 or threading.current_thread().name.startswith(_THREAD_NAME):
+        if len(runs) < 2:
             yield from (self._request(url, query, info, run) for run in runs)
         elif split_server(url)[1] in self._servers_without_ranges:
             yield self._request(url, query, info, indices)  # the whole file
@@ -302,47 +320,6 @@ class RemoteStore:
         for index, block in blocks.items():
             cache.write(_make_key(url, info, index), block)
         return blocks
-
-
-def split_server(url: str) -> tuple[str, str]:
-    """Return the scheme, and what permissions and failures concern: the bucket, repository or host."""
-    scheme, _, rest = url.partition("://")
-    parts = rest.split("/")
-    return scheme, "/".join(parts[:3]) if scheme == "hf" else parts[0]
-
-
-def format_address(url: str, query: str) -> str:
-    """Return what fsspec is given: the URL for https, bucket and key otherwise."""
-    scheme, _, path = url.partition("://")
-    if SCHEMES[scheme].can_list:
-        return path
-    parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc, parts.path, query, ""))
-
-
-def build_info(entry: dict[str, Any]) -> FileInfo:
-    """Build the info of a file from what fsspec returns; servers that tell neither time nor tag are not trusted."""
-    tags = [
-        str(entry[key]) for key in ("ETag", "etag", "md5Hash", "crc32c", "blob_id", "Content-MD5") if entry.get(key)
-    ]
-    times = [entry.get(key) for key in ("LastModified", "mtime", "updated", "Last-Modified")]
-    changed_ns = next((time_ns for value in times if (time_ns := _parse_time(value))), 0)
-    if not tags and not changed_ns:
-        changed_ns = time.time_ns()
-    digest = hashlib.blake2b("\0".join(tags).encode(), digest_size=6).digest()
-    return FileInfo(int(entry.get("size") or 0), changed_ns, int.from_bytes(digest, "big") if tags else 0)
-
-
-def _parse_time(value: object) -> int | None:
-    """Return nanoseconds of a time as one of the file systems gives it."""
-    try:
-        if isinstance(value, str):
-            value = (
-                parsedate_to_datetime(value) if "," in value else datetime.fromisoformat(value.replace("Z", "+00:00"))
-            )
-        return int(value.timestamp()) * 10**9 if isinstance(value, datetime) else None
-    except ValueError:
-        return None
 
 
 def _make_key(url: str, info: FileInfo, index: int) -> str:

@@ -2,6 +2,7 @@
 
 import http.client
 import http.server
+import logging
 import os
 import re
 import socket
@@ -198,6 +199,7 @@ def run_s3_server(environment: dict[str, str]) -> Iterator[S3Server]:
     import s3fs
     from moto.server import ThreadedMotoServer
 
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # one line for each request
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
