@@ -106,7 +106,7 @@ class CaptionEditor:
                     raise UserError(f"{change.file}: changed since by another program; the edit is not undone")
             for change in reversed(changes):
                 _write_bytes(change.file, change.before)
-                self.pictures.captions[change.index] = change.old_caption
+                self.pictures.set_caption(change.index, change.old_caption)
             self._undo.pop()
             self.pictures.version += 1
             return len(changes)
@@ -138,7 +138,7 @@ class CaptionEditor:
 
     def _write(self, change: _Change) -> None:
         _write_bytes(change.file, _encode_caption(change.new_caption))
-        self.pictures.captions[change.index] = change.new_caption
+        self.pictures.set_caption(change.index, change.new_caption)
 
     def _remember(self, changes: Sequence[_Change]) -> None:
         if changes:

@@ -142,6 +142,7 @@ class PictureSet:
     captions: list[str] = field(default_factory=list)
     """As they are now; the manifest has them as they were scanned."""
 
+    warnings: list[tuple[str, ...]] = field(default_factory=list)
     notes: Sequence[str] = ()
     problems: Sequence[str] = ()
     is_ready: bool = False
@@ -180,6 +181,11 @@ class PictureSet:
             first.setdefault(key, sample.key)
         self.pictures, self.notes = pictures, (*links.describe(), *prepared.manifest.notes)
         self.captions = [picture.sample.caption for picture in pictures]
+        self.warnings = [(*picture.list_warnings(picture.sample.caption),) for picture in pictures]
+
+    def set_caption(self, index: int, caption: str) -> None:
+        self.captions[index] = caption
+        self.warnings[index] = (*self.pictures[index].list_warnings(caption),)
 
     def select(self, text: str, warning: str, bucket: str) -> list[int]:
         """Return the positions of the pictures whose name or caption has all words of ``text``."""
@@ -190,7 +196,7 @@ class PictureSet:
                 index
                 for index, (picture, caption) in enumerate(zip(self.pictures, self.captions, strict=True))
                 if all(word in f"{picture.sample.key}\n{caption}".lower() for word in words)
-                and (not warning or warning in picture.list_warnings(caption))
+                and (not warning or warning in self.warnings[index])
                 and (not bucket or bucket == format_bucket(picture))
             ]
             while len(self._selections) > 16:
@@ -199,11 +205,7 @@ class PictureSet:
 
     def summarize(self) -> dict[str, Any]:
         """Count pictures by warning and bucket, and tags."""
-        counts = Counter(
-            kind
-            for picture, caption in zip(self.pictures, self.captions, strict=True)
-            for kind in picture.list_warnings(caption)
-        )
+        counts = Counter(kind for kinds in self.warnings for kind in kinds)
         buckets = Counter(map(format_bucket, self.pictures))
         tags = Counter(tag.strip() for caption in self.captions for tag in caption.split(",") if tag.strip())
         return {

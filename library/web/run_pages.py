@@ -1,5 +1,6 @@
 """Pages of runs: the list, one run with charts, previews, settings, log and files, and several runs compared."""
 
+import glob
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..report.page import (
     format_report_page,
 )
 from ..report.preview_grid import format_column_label
+from .new_run_pages import list_queue
 from .runs import Run, RunReader, compare_settings
 from .workbench import get_workbench, render_page
 
@@ -26,7 +28,8 @@ MAX_COMPARED = 8
 def show_runs(request: Request) -> Response:
     runs = _get_reader(request).list_overviews()
     folders = [str(folder) for folder in get_workbench(request).folders.folders]
-    return render_page(request, "runs.html", {"title": "Runs", "runs": runs, "folders": folders})
+    values = {"title": "Runs", "runs": runs, "folders": folders, "jobs": list_queue(request)}
+    return render_page(request, "runs.html", values)
 
 
 def show_run_rows(request: Request) -> Response:
@@ -45,6 +48,8 @@ def show_run(request: Request) -> Response:
         "summary": reader.read_summary(run),
         "files": files,
         "log_file": reader.find_log(run),
+        "job": get_workbench(request).queue.find_job(run.folder, run.name),
+        "has_state": any(run.folder.glob(f"{glob.escape(run.name)}*-state")),
     }
     return render_page(request, "run.html", values)
 

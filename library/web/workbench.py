@@ -11,12 +11,15 @@ from starlette.responses import HTMLResponse, Response
 from .. import __version__
 from ..report.rendering import build_environment
 from .caption_edits import CaptionEditor
+from .commands import CommandRunner
 from .folders import OpenedFolders
+from .jobs import JobQueue
 from .pictures import PictureSet, PictureShelf
+from .run_form import FormChecker
 from .runs import RunReader
 from .sessions import Sessions
 
-SECTIONS = (("runs", "Runs"), ("pictures", "Pictures"))
+SECTIONS = (("runs", "Runs"), ("pictures", "Pictures"), ("new", "New run"))
 """Address and title of the entries of the navigation."""
 
 
@@ -31,6 +34,9 @@ class Workbench:
         self.templates = build_environment("library.web")
         self.runs = RunReader(self.folders)
         self.pictures = PictureShelf(self.folders)
+        self.forms = FormChecker(self.folders)
+        self.queue = JobQueue(self.folders.folders[0])
+        self.commands = CommandRunner()
         self.editors: dict[int, CaptionEditor] = {}
 
     def get_editor(self, pictures: PictureSet) -> CaptionEditor:
