@@ -73,6 +73,8 @@ class ParsedConfig:
     """Options that are not set and whose defaults differ from sd-scripts', with both values."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Environment variables for the keys and tokens that were given."""
+    adjustments: Mapping[str, str] = field(default_factory=dict)
+    """Values that were set otherwise, as problems name them (``bucket_reso_steps 64``), and why."""
 
     def require_valid(self) -> RunConfig:
         """Return the configuration, or raise a ``ConfigError`` with all problems."""
@@ -94,8 +96,15 @@ class ParsedConfig:
         return replace(self, config=replace(self.config, adapter=adapter), unused=(*self.unused, *unused))
 
     def locate_problems(self, problems: Iterable[str]) -> list[str]:
-        """Replace ``--option`` or ``option`` at the start of a problem by the flag or the line that sets it."""
-        return [_locate_problem(problem, self.locations) for problem in problems]
+        """Replace ``--option`` or ``option`` at the start of a problem by the flag or the line that sets it.
+
+        A value that is not what was set is explained.
+        """
+        located = [_locate_problem(problem, self.locations) for problem in problems]
+        for value, notice in self.adjustments.items():
+            pattern = re.compile(rf"{re.escape(value)}\b")
+            located = [f"{each} ({notice})" if pattern.search(each) else each for each in located]
+        return located
 
     def log_notices(self) -> None:
         logger = logging.getLogger(__name__)

@@ -159,7 +159,7 @@ def test_settings_the_model_does_not_support_are_reported_with_their_location(tm
     ]
     assert [*validate_prompts(prompts, detect_model(None))] == [
         f"{path}:1: --fs: for flow-matching models only, not for Stable Diffusion 1; leave it out",
-        f"{path}:1: --g: only FLUX.1 dev has a guidance embedding; use --l for this model",
+        f"{path}:1: --g: Stable Diffusion 1 has no guidance embedding; use --l",
     ]
     assert [
         line.split(": ")[1] for line in validate_prompts(prompts[:1], detect_model("random:flux:schnell:tiny"))
