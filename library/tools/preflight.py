@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .caption import CaptionOptions
     from .plan import PlanOptions
     from .tags import TagsOptions
+    from .web import WebOptions
 
 PREVIEW_SUFFIXES = (".png", ".jpg", ".webp")
 
@@ -151,6 +152,13 @@ def check_convert_arguments(words: Sequence[str], file_format: str, formats: Col
         problems.append(f"{paths[1]}: expected a file name ending in .safetensors")
     if problems:
         raise ConfigError(problems)
+
+
+def check_web_arguments(options: "WebOptions", problems: Sequence[str]) -> None:
+    """Raise with all problems of ``web``'s options, of which each folder has to exist."""
+    missing = [name for name in options.root if not Path(name).expanduser().is_dir()]
+    if found := [*problems, *(f"--root: {name}: no such folder" for name in missing)]:
+        raise ConfigError(found)
 
 
 def check_doctor_arguments(words: Sequence[str], usage: str) -> None:
