@@ -5,13 +5,24 @@ from importlib import import_module
 from typing import Any
 
 from ...config.options import iter_options
-from ...errors import ConfigError
-from ...registry import suggest_name
 from . import preflight
-from .options import ExtractArguments, MergeArguments, ResizeArguments
+from .options import (
+    BlockArguments,
+    ExtractArguments,
+    InspectArguments,
+    MergeArguments,
+    MetadataArguments,
+    ResizeArguments,
+)
 
 USAGE = "usage: python -m library lora COMMAND FILE ... [--option value ...]"
 COMMANDS: dict[str, tuple[str, str, type, Any]] = {
+    "inspect": (
+        "FILE [FILE ...]",
+        "layers, ranks, update norms by block, training facts, who reads it; two files side by side",
+        InspectArguments,
+        preflight.validate_inspect,
+    ),
     "merge": (
         "FILE FILE ... --output FILE",
         "several LoRAs into one, exactly or by SVD; with --model into the weights of a model",
@@ -24,7 +35,30 @@ COMMANDS: dict[str, tuple[str, str, type, Any]] = {
         ExtractArguments,
         preflight.validate_extract,
     ),
-    "resize": ("FILE --rank N --output FILE", "to a smaller rank; LoHa and LoKr to LoRA", ResizeArguments, preflight.validate_resize),
+    "resize": (
+        "FILE --rank N --output FILE",
+        "to a smaller rank; LoHa and LoKr to LoRA",
+        ResizeArguments,
+        preflight.validate_resize,
+    ),
+    "scale": (
+        "FILE --blocks NAME=FACTOR ... --output FILE",
+        "multiply the updates of blocks",
+        BlockArguments,
+        preflight.validate_scale,
+    ),
+    "prune": (
+        "FILE --blocks NAME ... --output FILE",
+        "remove blocks, or keep only some",
+        BlockArguments,
+        preflight.validate_prune,
+    ),
+    "metadata": (
+        "FILE [--set KEY=VALUE ... --output FILE]",
+        "print the metadata, or write a copy with others",
+        MetadataArguments,
+        preflight.validate_metadata,
+    ),
 }
 
 
@@ -33,9 +67,7 @@ def run_lora(argv: Sequence[str]) -> tuple[str, int] | Generator[str, None, int]
     if not argv or argv[0] in ("--help", "-h"):
         return _format_help(), 0
     command, *rest = argv
-    if command not in COMMANDS:
-        hint = suggest_name(command, COMMANDS) or f"; choose from {', '.join(COMMANDS)}"
-        raise ConfigError([f"lora: unknown command {command!r}{hint}"])
+    preflight.check_command(command, COMMANDS)
     if set(rest) & {"--help", "-h"}:
         return _format_command_help(command), 0
     _, _, arguments, check = COMMANDS[command]
@@ -51,7 +83,9 @@ def _run_command(command: str, files: list[str], options: Any) -> Generator[str,
 def _format_help() -> str:
     lines = [USAGE, ""]
     lines += [f"  {name:<10} {what}" for name, (_, what, _, _) in COMMANDS.items()]
-    return "\n".join([*lines, "", "python -m library lora COMMAND --help lists the options; docs/lora_tools.md explains them."])
+    return "\n".join(
+        [*lines, "", "python -m library lora COMMAND --help lists the options; docs/lora_tools.md explains them."]
+    )
 
 
 def _format_command_help(command: str) -> str:

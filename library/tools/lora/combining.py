@@ -1,5 +1,6 @@
 """Merge several LoRAs into one: exactly, by concatenating their factors, or by SVD to a rank."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -72,7 +73,7 @@ class Term:
     source: LoraFile
 
 
-def find_merge_conflicts(files: Sequence[LoraFile]) -> list[str]:
+def list_merge_obstacles(files: Sequence[LoraFile]) -> list[str]:
     """Why files cannot be merged into one: other models, or types whose effect depends on the base model."""
     first, found = files[0], list[str]()
     for file in files:
@@ -164,9 +165,7 @@ def _add_tensors(terms: Sequence[Term]) -> ModuleAdapter:
     return ModuleAdapter({name: tensor.to(dtype) for name, tensor in total.items()}, terms[0].unit.adapter.alpha)
 
 
-def _merge_terms(
-    terms: Sequence[Term], rule: RankRule | None, dtype: torch.dtype
-) -> tuple[ModuleAdapter, LayerError]:
+def _merge_terms(terms: Sequence[Term], rule: RankRule | None, dtype: torch.dtype) -> tuple[ModuleAdapter, LayerError]:
     first = terms[0]
     module = next(name for name in first.unit.modules if name is not None)
     kernel = get_kernel(module, first.unit.adapter, first.source)
@@ -184,9 +183,7 @@ def _merge_terms(
     )
 
 
-def _concatenate(
-    terms: Sequence[Term], kernel: tuple[int, ...], dtype: torch.dtype, total: Update
-) -> ModuleAdapter:
+def _concatenate(terms: Sequence[Term], kernel: tuple[int, ...], dtype: torch.dtype, total: Update) -> ModuleAdapter:
     """All factors side by side: each file's own weights stay, to the bit where its weight is 1."""
     adapters = [term.unit.adapter for term in terms]
     scale = adapters[0].scale
@@ -200,6 +197,17 @@ def _concatenate(
     up = torch.cat([each.to(dtype) for each in ups], 1)
     down = torch.cat([each.tensors[DOWN].flatten(1).to(dtype) for each in adapters])
     return build_lora(LowRank(up, down), scale, kernel, dtype, is_scaled=False)
+
+
+def find_exact_dtype(files: Sequence[WeightedFile], dtype: torch.dtype) -> torch.dtype:
+    """The type in which concatenated factors are not rounded to less than float32."""
+    for terms in _group_terms(files):
+        scale = terms[0].unit.adapter.scale
+        for term in terms:
+            factor = term.weight * term.unit.adapter.scale / scale
+            if term.unit.adapter.adapter_type != "lora" or (factor and math.frexp(abs(factor))[0] != 0.5):
+                return torch.float32
+    return dtype
 
 
 def _multiply(tensor: torch.Tensor, factor: float) -> torch.Tensor:
@@ -238,6 +246,7 @@ def build_merged_lora(
         metadata,
         first.shapes if known else None,
         NetworkSizes(frozenset(), frozenset()),
+        equalizes_alphas=True,
         embeddings=embeddings,
     )
 
@@ -250,4 +259,3 @@ def select_shared_metadata(sources: Sequence[Mapping[str, str]]) -> dict[str, st
         if len(values) == 1:
             shared[key] = values.pop()
     return shared
-

@@ -1,20 +1,36 @@
 """The commands of ``python -m library lora`` that work on LoRA files: from arguments to lines of text."""
 
+import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ...adapters.lora_file import SAVE_DTYPES
+from ...adapters.state_dict import ModuleAdapter
 from ...errors import ConfigError, FileError, UserError
-from .block_names import find_unused_names
-from .combining import WeightedFile, build_merged_lora, find_merge_conflicts, merge_loras
+from .block_names import find_unused_names, parse_block_factors
+from .block_scaling import prune_blocks, scale_blocks
+from .combining import WeightedFile, build_merged_lora, find_exact_dtype, list_merge_obstacles, merge_loras
 from .extraction import Extraction, ExtractionSettings, build_extracted_lora, extract
+from .inspection import export_json, inspect_lora
+from .inspection_text import compare_loras, format_comparison, format_facts
 from .lora_files import LoraFile, build_result, read_lora_files, write_lora
+from .metadata_editing import edit_metadata, format_metadata
 from .model_merging import merge_into_model
 from .model_weights import ModelFiles, locate_model_weights
-from .options import ExtractArguments, FormatOptions, MergeArguments, MergeOptions, ResizeArguments
+from .options import (
+    BlockArguments,
+    ExtractArguments,
+    FormatOptions,
+    InspectArguments,
+    MergeArguments,
+    MergeOptions,
+    MetadataArguments,
+    ResizeArguments,
+)
 from .preflight import build_rank_rule, resolve_block_factors
 from .resizing import format_errors, format_share, resize_lora
 
@@ -34,7 +50,7 @@ def run_resize(files: Sequence[str], arguments: ResizeArguments) -> Iterator[str
         raise AssertionError("preflight checks the rule")
     resized = resize_lora(file, rule, resolve_dtype(arguments.format, [file]))
     how = f"resized to {rule.describe()}"
-    new = build_result(file, resized.updates, arguments.format.to, how)
+    new = build_result(file, resized.updates, arguments.format.to, how, equalizes_alphas=True)
     written = write_lora(Path(arguments.output.output or "").expanduser(), new, arguments.format.save_precision)
     yield from format_errors(resized.errors, shows_layers=arguments.resize.show_layers)
     for title, count in resized.unchanged.items():
@@ -51,7 +67,12 @@ def weigh_files(files: Sequence[LoraFile], options: MergeOptions) -> list[Weight
         f"--blocks: {name} selects no layer of {file.path.name}; its blocks are listed by lora inspect"
         for file, factors in zip(files, blocks, strict=True)
         for name in find_unused_names(factors, file.list_modules())
-        if not any(find_unused_names([each], other.list_modules()) == [] for other in files for each in factors if each.name == name)
+        if not any(
+            find_unused_names([each], other.list_modules()) == []
+            for other in files
+            for each in factors
+            if each.name == name
+        )
     ]
     if problems:
         raise FileError(list(dict.fromkeys(problems)))
@@ -63,11 +84,15 @@ def run_merge(files: Sequence[str], arguments: MergeArguments) -> Iterator[str]:
     if arguments.merge.model is not None:
         yield from _merge_into_model(loras, arguments)
         return
-    if problems := find_merge_conflicts(loras):
+    if problems := list_merge_obstacles(loras):
         raise FileError(problems)
     weighted = weigh_files(loras, arguments.merge)
     rule = build_rank_rule(arguments.ranks)
-    updates, errors = merge_loras(weighted, rule, resolve_dtype(arguments.format, loras))
+    dtype = resolve_dtype(arguments.format, loras)
+    if rule is None and arguments.format.save_precision is None and dtype != find_exact_dtype(weighted, dtype):
+        yield "written in float32: these weights would round the factors; --save_precision fp16 halves the file"
+        dtype = torch.float32
+    updates, errors = merge_loras(weighted, rule, dtype)
     path = Path(arguments.output.output or "").expanduser()
     how = "concatenated" if rule is None else f"SVD to {rule.describe()}"
     new = build_merged_lora(weighted, updates, path, arguments.format.to, how)
@@ -148,3 +173,57 @@ def _merge_into_model(loras: Sequence[LoraFile], arguments: MergeArguments) -> I
             yield f"{file.path.name}: {len(file.lora.contents.embeddings)} bundled embeddings are not merged"
     yield f"merged {len(loras)} LoRAs into {model.path}: {merged.num_changed} layers of {model.detected.family}"
     yield f"{merged.path}: {merged.num_tensors} tensors, {merged.num_bytes / 1e9:.2f} GB, read back and verified"
+
+
+def run_inspect(files: Sequence[str], arguments: InspectArguments) -> Iterator[str]:
+    options = arguments.inspect
+    facts = [inspect_lora(file) for file in read_lora_files(files)]
+    if options.json:
+        exported: dict[str, Any] = {"files": [export_json(each, with_layers=options.layers) for each in facts]}
+        if len(facts) == 2:
+            exported["comparison"] = compare_loras(*facts)
+        yield json.dumps(exported, indent=1)
+        return
+    for each in facts:
+        yield from format_facts(each, with_layers=options.layers)
+    if len(facts) == 2:
+        yield from format_comparison(*facts)
+
+
+def run_scale(files: Sequence[str], arguments: BlockArguments) -> Iterator[str]:
+    (file,) = read_lora_files(files)
+    texts = arguments.blocks.blocks
+    factors = [factor for text in texts for factor in parse_block_factors(text)]
+    yield from _write_blocks(file, scale_blocks(file, factors), f"scaled by block: {' '.join(texts)}", arguments)
+
+
+def run_prune(files: Sequence[str], arguments: BlockArguments) -> Iterator[str]:
+    (file,) = read_lora_files(files)
+    options = arguments.blocks
+    what = f"removed {' '.join(options.blocks)}" if options.blocks else f"kept {' '.join(options.keep)} only"
+    yield from _write_blocks(file, prune_blocks(file, options.blocks, options.keep), f"pruned: {what}", arguments)
+
+
+def _write_blocks(
+    file: LoraFile, updates: Mapping[str, ModuleAdapter], how: str, arguments: BlockArguments
+) -> Iterator[str]:
+    new = build_result(file, updates, arguments.format.to, how)
+    path = Path(arguments.output.output or "").expanduser()
+    written = write_lora(path, new, arguments.format.save_precision)
+    before = file.updates
+    changed = sum(
+        any(tensor is not before[module].tensors[name] for name, tensor in update.tensors.items())
+        for module, update in updates.items()
+    )
+    yield f"{len(before)} layers: {len(before) - len(updates)} removed, {changed} scaled"
+    yield written.describe()
+
+
+def run_metadata(files: Sequence[str], arguments: MetadataArguments) -> Iterator[str]:
+    options, source = arguments.metadata, Path(files[0]).expanduser()
+    if not options.set and not options.remove:
+        yield from format_metadata(source, as_json=options.json)
+        return
+    path = Path(arguments.output.output or "").expanduser()
+    yield from edit_metadata(source, path, options.set, options.remove)
+    yield f"{path}: the same tensors, {path.stat().st_size / 1e6:.1f} MB"

@@ -65,19 +65,22 @@ class Extraction:
         return math.sqrt(sum(each.norm**2 for each in self.errors))
 
 
-def find_extraction_conflicts(base: ModelFiles, tuned: ModelFiles) -> list[str]:
+def list_extraction_obstacles(base: ModelFiles, tuned: ModelFiles) -> list[str]:
     """Why two models have no difference: other families or sizes."""
     if base.detected.family != tuned.detected.family:
         return [f"{tuned.path}: is a model of {tuned.detected.family}, and {base.path} one of {base.detected.family}"]
     shared = base.weights.keys() & tuned.weights.keys()
     if sizes := [name for name in sorted(shared) if base.shapes[name] != tuned.shapes[name]]:
-        return [f"{tuned.path}: {sizes[0]} is {list(tuned.shapes[sizes[0]])}, and {list(base.shapes[sizes[0]])} in {base.path}"]
+        return [
+            f"{tuned.path}: {sizes[0]} has other sizes than in {base.path}: {list(tuned.shapes[sizes[0]])} and"
+            f" {list(base.shapes[sizes[0]])}"
+        ]
     return [] if shared else [f"{tuned.path}: has no layer in common with {base.path}"]
 
 
 def extract(base: ModelFiles, tuned: ModelFiles, settings: ExtractionSettings, result: Extraction) -> Iterator[str]:
     """Fill ``result``; yield lines of progress."""
-    if problems := find_extraction_conflicts(base, tuned):
+    if problems := list_extraction_obstacles(base, tuned):
         raise FileError(problems)
     skipped = _find_similar_components(base, tuned, settings.min_difference)
     result.skipped_components += sorted(skipped)
@@ -128,7 +131,7 @@ def _list_units(base: ModelFiles, tuned: ModelFiles, settings: ExtractionSetting
 def _read_difference(
     base: ModelFiles, tuned: ModelFiles, modules: Sequence[str], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The tuned weight and its difference to the base weight, of layers that are one in the original below each other."""
+    """The tuned weight and its difference to the base weight; the parts of a fused layer are below each other."""
     new = torch.cat([tuned.weights[module].read(dtype) for module in modules])
     old = torch.cat([base.weights[module].read(dtype) for module in modules])
     return new, new - old
@@ -198,7 +201,9 @@ def _factor_lokr(matrix: Tensor, kernel: tuple[int, ...], settings: ExtractionSe
         rank = settings.rule.choose_rank(parts.values, min(inner), is_conv=area > 1)
         factors, alpha = truncate(parts, rank), float(rank)
         tensors |= {"lokr_w2_a": factors.up, "lokr_w2_b": factors.down}
-    return ModuleAdapter({name: each.cpu().to(settings.save_dtype).contiguous() for name, each in tensors.items()}, alpha)
+    return ModuleAdapter(
+        {name: each.cpu().to(settings.save_dtype).contiguous() for name, each in tensors.items()}, alpha
+    )
 
 
 def _find_divisor(size: int, limit: int) -> int:
@@ -254,4 +259,4 @@ def build_extracted_lora(
     }
     file_format: Any = to or choose_file_format(result.updates, base.components, base.family.lora_format)
     sizes = NetworkSizes(frozenset(), frozenset())
-    return NewLora(result.updates, base.components, file_format, metadata, base.shapes, sizes)
+    return NewLora(result.updates, base.components, file_format, metadata, base.shapes, sizes, equalizes_alphas=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...adapters.alpha_folding import ALPHA_METADATA_KEYS
-from ...adapters.client_support import format_client_losses, list_client_losses
+from ...adapters.alpha_folding import ALPHA_METADATA_KEYS, change_alpha
+from ...adapters.client_support import format_client_losses, list_client_losses, needs_equal_alphas
 from ...adapters.file_reader import read_adapter_file
 from ...adapters.formats import FileFormat, convert_from_file_format, convert_to_file_format
 from ...adapters.fused_layers import FusionError, fuse_adapters, split_adapter
@@ -160,6 +160,8 @@ class NewLora:
     sizes: NetworkSizes
     """The ranks and alphas that the metadata tells of."""
     alpha_dtype: torch.dtype = torch.float32
+    equalizes_alphas: bool = False
+    """Write one alpha for all layers where diffusers would mix up several; the products stay."""
     embeddings: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -181,17 +183,18 @@ class WrittenLora:
 
 def write_lora(path: Path, new: NewLora, precision: str | None = None) -> WrittenLora:
     """Write, verify and read back a LoRA file; the file must be as sound as one that ``convert`` writes."""
-    file_format = new.file_format
+    file_format, updates = new.file_format, dict(new.updates)
+    if new.equalizes_alphas and needs_equal_alphas(updates, new.components, file_format):
+        alpha = max(update.alpha for update in updates.values())
+        updates = {module: change_alpha(update, alpha) for module, update in updates.items()}
     state = {
         key: tensor
-        for module, update in new.updates.items()
+        for module, update in updates.items()
         for key, tensor in iter_named_tensors(module, update, PEFT_SUFFIXES)
     }
-    alphas = {module: update.alpha for module, update in new.updates.items()}
+    alphas = {module: update.alpha for module, update in updates.items()}
     try:
-        tensors, alpha_metadata = convert_to_file_format(
-            state, alphas, new.components, file_format, new.alpha_dtype
-        )
+        tensors, alpha_metadata = convert_to_file_format(state, alphas, new.components, file_format, new.alpha_dtype)
         tensors = cast_tensors(tensors, precision)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
@@ -206,11 +209,18 @@ def write_lora(path: Path, new: NewLora, precision: str | None = None) -> Writte
         convert_from_file_format(read, stored, new.components, new.shapes)
 
     write_adapter_file(path, tensors, add_model_hashes(tensors, metadata), is_trained=False, check=check)
-    losses = format_client_losses(list_client_losses(new.updates, new.components, file_format))
+    losses = format_client_losses(list_client_losses(updates, new.components, file_format))
     return WrittenLora(path, file_format, len(tensors), path.stat().st_size, losses)
 
 
-def build_result(file: LoraFile, updates: Mapping[str, ModuleAdapter], file_format: FileFormat | None, how: str) -> NewLora:
+def build_result(
+    file: LoraFile,
+    updates: Mapping[str, ModuleAdapter],
+    file_format: FileFormat | None,
+    how: str,
+    *,
+    equalizes_alphas: bool = False,
+) -> NewLora:
     """The result of a tool that changes one file: its metadata follow, with new ranks and alphas, and how it was made.
 
     ``how`` is added to ``ss_training_comment``, as by sd-scripts' tools.
@@ -228,6 +238,7 @@ def build_result(file: LoraFile, updates: Mapping[str, ModuleAdapter], file_form
         file.lora.shapes if file.lora.is_known_size else None,
         file.lora.sizes,
         contents.alpha_dtype,
+        equalizes_alphas,
         contents.embeddings,
     )
 
@@ -243,5 +254,3 @@ def format_sources(files: Sequence[LoraFile], how: str, more: Sequence[Mapping[s
         for number, file in enumerate(files)
     ]
     return json.dumps({"made_by": how, "sources": sources})
-
-

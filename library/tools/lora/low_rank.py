@@ -98,9 +98,7 @@ def add_updates(updates: Sequence[Update]) -> Update:
         return updates[0]
     if all(isinstance(each, LowRank) for each in updates):
         factors: list[LowRank] = [each for each in updates if isinstance(each, LowRank)]
-        return _shrink(
-            LowRank(torch.cat([each.up for each in factors], 1), torch.cat([each.down for each in factors]))
-        )
+        return _shrink(LowRank(torch.cat([each.up for each in factors], 1), torch.cat([each.down for each in factors])))
     total = multiply_out(updates[0]).clone()
     for each in updates[1:]:
         total += multiply_out(each)
@@ -158,9 +156,7 @@ def _decompose_matrix(matrix: Tensor) -> Svd:
     limit = _LOW_RANK_RESIDUAL.get(matrix.dtype, 0.0)
     while norm > 0 and columns <= min(matrix.shape) // 8:
         generator = torch.Generator(matrix.device).manual_seed(columns)
-        probe = torch.randn(
-            matrix.shape[1], columns, dtype=matrix.dtype, device=matrix.device, generator=generator
-        )
+        probe = torch.randn(matrix.shape[1], columns, dtype=matrix.dtype, device=matrix.device, generator=generator)
         basis, _ = torch.linalg.qr(matrix @ probe)
         basis, _ = torch.linalg.qr(matrix @ (matrix.T @ basis))  # a step of power iteration
         inner = basis.T @ matrix

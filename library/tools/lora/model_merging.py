@@ -11,14 +11,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...adapters.merge import compute_delta_weight, compute_merged_weight, merge_bias_adapter
 from ...adapters.lora_file import SAVE_DTYPES
+from ...adapters.merge import compute_delta_weight, compute_merged_weight, merge_bias_adapter
 from ...adapters.state_dict import ModuleAdapter
 from ...atomic_files import fsync_dir, fsync_file
 from ...errors import FileError, UserError
 from .combining import WeightedFile
 from .lora_files import SOURCES_KEY, format_sources
-from .model_weights import DTYPES, LayerWeight, ModelFiles, StoredTensor, find_missing_weights, list_stored_tensors, list_weight_files
+from .model_weights import (
+    DTYPES,
+    LayerWeight,
+    ModelFiles,
+    StoredTensor,
+    find_missing_weights,
+    list_stored_tensors,
+    list_weight_files,
+)
 
 UNMERGEABLE_TYPES = ("oft", "boft")
 _COPY_BYTES = 2**24
@@ -58,7 +66,7 @@ class MergedModel:
     num_bytes: int
 
 
-def find_model_conflicts(model: ModelFiles, files: Sequence[WeightedFile]) -> Iterator[str]:
+def iter_model_obstacles(model: ModelFiles, files: Sequence[WeightedFile]) -> Iterator[str]:
     """Why LoRAs cannot be merged into a model."""
     for weighted in files:
         file = weighted.file
@@ -97,7 +105,7 @@ def merge_into_model(
     model: ModelFiles, files: Sequence[WeightedFile], output: Path, dtype: torch.dtype, precision: str | None
 ) -> MergedModel:
     """Write the merged model beside ``output``, verify it, and give it its name."""
-    if problems := list(find_model_conflicts(model, files)):
+    if problems := list(iter_model_obstacles(model, files)):
         raise FileError(problems)
     changes = collect_changes(files, model)
     by_key: dict[tuple[Path, str], list[tuple[LayerWeight, list[Change], bool]]] = {}
@@ -171,9 +179,9 @@ class _Writer:
             size = tensor.num_bytes if dtype == tensor.dtype else _count_bytes(tensor.shape, DTYPES[dtype])
             entries[tensor.key] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [end, end + size]}
             end += size
-        metadata = {
-            key: value for key, value in _read_metadata(source).items() if key != "modelspec.hash_sha256"
-        } | {SOURCES_KEY: self.note}
+        metadata = {key: value for key, value in _read_metadata(source).items() if key != "modelspec.hash_sha256"} | {
+            SOURCES_KEY: self.note
+        }
         text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         digest = hashlib.sha256(text)

@@ -238,7 +238,9 @@ def list_stored_tensors(path: Path) -> list[StoredTensor]:
             if key != "__metadata__"
         ]
     except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError) as error:
-        raise UserError(f"{path}: is no complete safetensors file ({type(error).__name__}); download it again") from None
+        raise UserError(
+            f"{path}: is no complete safetensors file ({type(error).__name__}); download it again"
+        ) from None
     end = max((each.start + each.num_bytes for each in found), default=0)
     if path.stat().st_size < end:
         raise UserError(f"{path}: is truncated: {path.stat().st_size:,} of {end:,} bytes; download or copy it again")
@@ -296,7 +298,7 @@ class _OpenClipPlaces:
     ) -> LayerWeight | None:
         if module == "text_projection":
             tensor = self.stored.get("text_projection") if end == "weight" else None
-            return tensor and LayerWeight(tensor, 0, shape[0], shape, is_transposed=True)
+            return None if tensor is None else LayerWeight(tensor, 0, shape[0], shape, is_transposed=True)
         start, _, rest = module.rpartition("layers.")
         number, _, layer = rest.partition(".")
         if not start or not number.isdecimal():
@@ -330,4 +332,4 @@ def find_missing_weights(model: ModelFiles, modules: Sequence[str]) -> Iterator[
     for component in sorted({name.partition(".")[0] for name in absent} - components):
         yield f"{model.path}: contains no {component}, which the LoRA changes"
     if missing := sorted(name for name in absent if name.partition(".")[0] in components):
-        yield f"{model.path}: {len(missing)} layers of the LoRA have no weights of their size in it, the first is {missing[0]}"
+        yield f"{model.path}: has no weights of their size for {len(missing)} layers, the first is {missing[0]}"

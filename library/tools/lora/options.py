@@ -5,10 +5,6 @@ from typing import Literal
 
 from ...config.options import define_option
 
-OutputFormat = Literal["kohya", "diffusers", "comfy"]
-Precision = Literal["float", "fp16", "bf16"]
-MathPrecision = Literal["float32", "float64"]
-
 
 @dataclass(frozen=True)
 class InspectOptions:
@@ -30,8 +26,10 @@ class OutputOptions:
 class FormatOptions:
     """What all commands that write a LoRA file have."""
 
-    to: OutputFormat | None = define_option(None, "key names of the file (default: those of the first input)")
-    save_precision: Precision | None = define_option(
+    to: Literal["kohya", "diffusers", "comfy"] | None = define_option(
+        None, "key names of the file (default: those of the first input)"
+    )
+    save_precision: Literal["float", "fp16", "bf16"] | None = define_option(
         None, "type of the weights in the file (default: the widest of the inputs)"
     )
 
@@ -52,7 +50,10 @@ class RankOptions:
         None, "keep this share of the sum of singular values, as sd-scripts' resize_lora", minimum=0.0, maximum=1.0
     )
     energy: float | None = define_option(
-        None, "keep this share of the sum of squares of singular values, with the smallest rank", minimum=0.0, maximum=1.0
+        None,
+        "keep this share of the sum of squares of singular values, with the smallest rank",
+        minimum=0.0,
+        maximum=1.0,
     )
     threshold: float | None = define_option(None, "keep singular values above this value", minimum=0.0)
 
@@ -65,13 +66,14 @@ class MergeOptions:
     denoiser_weights: tuple[float, ...] = define_option((), "weight of each file for the U-Net or transformer")
     text_encoder_weights: tuple[float, ...] = define_option((), "weight of each file for the text encoders")
     blocks: tuple[str, ...] = define_option(
-        (), "factors by block: NAME=FACTOR,... or a list of 12, 17, 20 or 26 block weights; 2:NAME=FACTOR for file 2 only"
+        (),
+        "factors by block: NAME=FACTOR,... or a list of 12, 17, 20 or 26 block weights; 2:NAME=FACTOR for file 2 only",
     )
     method: Literal["concat", "svd"] | None = define_option(
         None, "concat: exact, ranks add up (default without a rank); svd: to the rank of --rank or a rule"
     )
     model: str | None = define_option(None, "merge into this model: a diffusers folder or a .safetensors checkpoint")
-    math: MathPrecision = define_option("float32", "precision of the computation with --model")
+    math: Literal["float32", "float64"] = define_option("float32", "precision of the computation with --model")
 
 
 @dataclass(frozen=True)
@@ -79,15 +81,18 @@ class ExtractOptions:
     """``lora extract``."""
 
     type: Literal["lora", "dora", "lokr", "loha", "oft"] = define_option("lora", "adapter type: lora, dora or lokr")
-    factor: int = define_option(8, "lokr: the size of the first factor, reduced where it does not divide a layer", minimum=1)
+    factor: int = define_option(
+        8, "lokr: the size of the first factor, reduced where it does not divide a layer", minimum=1
+    )
     layers: Literal["usual", "all"] = define_option(
-        "usual", "usual: the layers that a LoRA of this family has, and convolutions; all: every linear layer and convolution"
+        "usual",
+        "usual: the layers that a LoRA of this family has, and convolutions; all: every linear layer and convolution",
     )
     no_conv: bool = define_option(False, "leave out convolutions with a kernel, as sd-scripts without --conv_dim")
     min_difference: float = define_option(
         0.0, "leave out a component whose weights differ by no more than this (sd-scripts: 0.01)", minimum=0.0
     )
-    math: MathPrecision = define_option("float32", "precision of the computation")
+    math: Literal["float32", "float64"] = define_option("float32", "precision of the computation")
     device: str | None = define_option(None, "device of the computation (default: the processor)")
     show_layers: bool = define_option(False, "print the error of every layer")
 

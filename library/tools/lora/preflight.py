@@ -1,11 +1,12 @@
 """Checks of the arguments of ``python -m library lora``; all problems are raised together."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...config.parser import parse_config
 from ...errors import ConfigError
+from ...registry import suggest_name
 from .block_names import BlockFactor, parse_block_factors
 from .options import (
     BlockArguments,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 RULES = ("sv_ratio", "sv_fro", "sv_cumulative", "energy", "threshold")
 _LYCORIS_REASONS = {
-    "loha": "a product of two low-rank matrices, element by element, has no best approximation in closed form; use lora",
+    "loha": "the elementwise product of two low-rank matrices has no best approximation in closed form; use lora",
     "oft": "a rotation keeps the length of each neuron's weights, which training changes; use lora or dora",
 }
 
@@ -38,6 +39,13 @@ def parse_arguments(argv: Sequence[str], arguments: type, check: Callable[..., I
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return files, parsed.config
+
+
+def check_command(command: str, commands: Collection[str]) -> None:
+    """Raise unless it is one of the commands of ``lora``."""
+    if command not in commands:
+        hint = suggest_name(command, commands) or f"; choose from {', '.join(commands)}"
+        raise ConfigError([f"lora: unknown command {command!r}{hint}"])
 
 
 def validate_inspect(files: Sequence[str], arguments: InspectArguments) -> Iterator[str]:
@@ -125,7 +133,7 @@ def build_rank_rule(ranks: RankOptions) -> RankRule | None:
 def validate_extract(files: Sequence[str], arguments: ExtractArguments) -> Iterator[str]:
     extract: ExtractOptions = arguments.extract
     if len(files) != 2:
-        yield f"expected two models, got {len(files)}; usage: python -m library lora extract BASE TUNED --rank N --output FILE"
+        yield f"expected two models, got {len(files)}: BASE TUNED"
     for path in files:
         yield from _validate_model_path("extract", path)
     if reason := _LYCORIS_REASONS.get(extract.type):
@@ -138,7 +146,7 @@ def validate_extract(files: Sequence[str], arguments: ExtractArguments) -> Itera
 
 def validate_resize(files: Sequence[str], arguments: ResizeArguments) -> Iterator[str]:
     if len(files) != 1:
-        yield f"expected one LoRA file, got {len(files)}; usage: python -m library lora resize FILE --rank N --output FILE"
+        yield f"expected one LoRA file, got {len(files)}"
     yield from validate_files_exist(files)
     yield from validate_rank_options(arguments.ranks)
     if build_rank_rule(arguments.ranks) is None:
@@ -179,7 +187,7 @@ def validate_metadata(files: Sequence[str], arguments: MetadataArguments) -> Ite
         elif key.startswith("sshs_") or key == "modelspec.hash_sha256":
             yield f"--set: {key} is computed from the weights"
     if len(files) != 1:
-        yield f"expected one file, got {len(files)}; usage: python -m library lora metadata FILE [--set KEY=VALUE --output FILE]"
+        yield f"expected one file, got {len(files)}"
     yield from validate_files_exist(files)
     if changes:
         yield from validate_output(arguments.output, files)
@@ -208,7 +216,7 @@ def validate_files_exist(files: Sequence[str]) -> Iterator[str]:
 def _validate_model_path(option: str, text: str) -> Iterator[str]:
     path = Path(text).expanduser()
     if not path.exists():
-        yield f"{option}: {text}: no such file or folder (looked in {path.absolute().parent}); hub ids are not downloaded"
+        yield f"{option}: {text}: no such file or folder (looked in {path.absolute().parent}); hub ids are not read"
     elif path.is_file() and path.suffix != ".safetensors":
         yield f"{option}: {text}: expected a .safetensors file or a diffusers folder"
 

@@ -1,4 +1,4 @@
-"""Which rank a layer gets from its singular values: fixed, or by a rule; sd-scripts' three rules, and two of our own."""
+"""Which rank a layer gets from its singular values: fixed, or by one of sd-scripts' three rules and two of our own."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -107,7 +107,11 @@ def format_errors(errors: tuple[LayerError, ...], *, shows_layers: bool) -> Iter
     total = math.sqrt(sum(each.norm**2 for each in errors))
     lost = math.sqrt(sum(each.error**2 for each in errors))
     ranks = sorted(each.new_rank for each in errors)
-    text = f"rank {ranks[0]}" if ranks[0] == ranks[-1] else f"ranks {ranks[0]} to {ranks[-1]}, median {ranks[len(ranks) // 2]}"
+    text = (
+        f"rank {ranks[0]}"
+        if ranks[0] == ranks[-1]
+        else f"ranks {ranks[0]} to {ranks[-1]}, median {ranks[len(ranks) // 2]}"
+    )
     share = lost / total if total else 0.0
     yield f"{len(errors)} layers, {text}; error {format_share(share)} of the update norm {total:.4g}"
     if shows_layers:

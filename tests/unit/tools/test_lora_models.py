@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 from tiny_pipelines import TINY
 
 from library.adapters.formats import convert_to_file_format
-from library.checkpoint.known_models import iter_known_models
 from library.cli import run_tool
 from library.tools.convert import read_lora_file
 from library.tools.lora.low_rank import compute_difference, compute_norm, factor_update
@@ -63,7 +62,10 @@ def test_a_merged_model_has_the_weights_of_one_with_the_lora_applied_and_gives_t
     files = [each.relative_to(expected) for each in expected.rglob("*")] if not is_file else ["."]
     for file in files:
         if str(file).endswith(".safetensors") or is_file:
-            wanted, found = load_file(expected / file if not is_file else expected), load_file(merged / file if not is_file else merged)
+            wanted, found = (
+                load_file(expected / file if not is_file else expected),
+                load_file(merged / file if not is_file else merged),
+            )
             assert wanted.keys() == found.keys()
             for key, tensor in wanted.items():
                 assert torch.allclose(found[key], tensor, rtol=0, atol=1e-6), key
