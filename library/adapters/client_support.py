@@ -7,13 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from .formats import FileFormat
 from .key_names import ComponentKeys
+from .key_styles import T5_KEYS
 from .state_dict import DOWN, ModuleAdapter
 
 ModuleAdapters = Mapping[str, ModuleAdapter]
 """By module of the state dict, component included."""
-
-FLUX_WIDTH = 3072
-"""The only width of which diffusers splits the single blocks of a kohya file."""
 
 
 def choose_file_format(
@@ -28,9 +26,9 @@ def choose_file_format(
         return "kohya"
     if "dora" in types:
         return "diffusers"
-    if types & {"loha", "lokr"} and (family_format != "kohya" or denoiser.key_style != "diffusers"):
+    if types & {"loha", "lokr"} and (family_format != "kohya" or not denoiser.key_style.keeps_names):
         return "comfy"  # the adapters of fused modules cannot be fused
-    if denoiser.key_style == "flux" and not _is_flux_convertible(adapters, components):
+    if denoiser.key_style.diffusers_width and not _is_convertible_in_diffusers(adapters, components):
         return "diffusers"
     return family_format
 
@@ -70,11 +68,11 @@ def _iter_losses(
 ) -> Iterator[tuple[str, str]]:
     denoiser = _find_denoiser(components)
     is_unet, is_kohya = denoiser.name == "unet", file_format == "kohya"
-    is_z_image = "z_image" in denoiser.other_key_styles
+    style = denoiser.key_style
     lycoris_types = sorted(types & {"loha", "lokr"})
-    if lycoris_types and not (is_z_image and types == {"lokr"} and file_format == "comfy"):
+    if lycoris_types and not (style.has_lokr_in_diffusers and types == {"lokr"} and file_format == "comfy"):
         yield "diffusers", f"does not load {'/'.join({'loha': 'LoHa', 'lokr': 'LoKr'}[each] for each in lycoris_types)}"
-    elif any(component.key_style == "t5" for component in _list_trained(adapters, components)):
+    elif any(component.key_style == T5_KEYS for component in _list_trained(adapters, components)):
         yield "diffusers", "loads no LoRA of T5"
     if "dora" in types:
         yield "ComfyUI", "normalizes DoRA by the base weights, so images differ a little"
@@ -85,14 +83,17 @@ def _iter_losses(
     attention_alphas = {adapter.alpha for module, adapter in adapters.items() if ".attn" in module}
     if is_unet and file_format != "diffusers" and not equal_alphas and len(attention_alphas) > 1:
         yield "diffusers", "mixes up different alphas of this layout"
-    if is_z_image and is_kohya:
+    if not style.has_kohya_attention_in_comfyui and is_kohya:
         yield "ComfyUI", "loads no attention layers of this layout"
     if lycoris_types or "dora" in types:
         return
-    if denoiser.key_style == "sd3" and file_format != "diffusers":
+    if not style.is_read_by_diffusers and file_format != "diffusers":
         yield "diffusers", "loads nothing of this layout" if is_kohya else "does not load this layout"
-    if denoiser.key_style == "flux" and is_kohya and not _is_flux_convertible(adapters, components):
-        yield "diffusers", f"converts this layout for a width of {FLUX_WIDTH} only, without T5 and outer layers"
+    if style.diffusers_width and is_kohya and not _is_convertible_in_diffusers(adapters, components):
+        yield (
+            "diffusers",
+            f"converts this layout for a width of {style.diffusers_width} only, without T5 and outer layers",
+        )
 
 
 def _find_denoiser(components: Sequence[ComponentKeys]) -> ComponentKeys:
@@ -104,18 +105,20 @@ def _list_trained(adapters: ModuleAdapters, components: Sequence[ComponentKeys])
     return [component for component in components if component.name in names]
 
 
-def _is_flux_convertible(adapters: ModuleAdapters, components: Sequence[ComponentKeys]) -> bool:
-    """Whether diffusers converts all of a kohya file of FLUX.1."""
-    if any(component.key_style == "t5" for component in _list_trained(adapters, components)):
+def _is_convertible_in_diffusers(adapters: ModuleAdapters, components: Sequence[ComponentKeys]) -> bool:
+    """Whether diffusers converts all of a kohya file with fused modules."""
+    if any(component.key_style == T5_KEYS for component in _list_trained(adapters, components)):
         return False
     denoiser = _find_denoiser(components)
     prefix = f"{denoiser.name}."
     own = {module.removeprefix(prefix): each for module, each in adapters.items() if module.startswith(prefix)}
     for group in denoiser.get_key_map().group_modules(own):
         parts = [own[module] for module in group.modules if module is not None]
-        if not group.name.startswith(("double_blocks.", "single_blocks.")):
+        if "{}" not in group.original.name:  # outside of the blocks
             return False
-        if len(group.modules) == 4 and any(part.tensors[DOWN].shape[1] != FLUX_WIDTH for part in parts):
+        if len(group.modules) == 4 and any(
+            part.tensors[DOWN].shape[1] != denoiser.key_style.diffusers_width for part in parts
+        ):
             return False
         if len({part.scale for part in parts}) > 1:  # cannot be fused
             return False

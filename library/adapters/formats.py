@@ -15,8 +15,8 @@ from ..errors import UserError
 from .alpha_folding import build_alpha_metadata, fold_alpha, read_alpha_dtype, unfold_alphas
 from .fused_layers import FusionError, fuse_adapters, split_adapter, swap_magnitude
 from .key_names import ComponentKeys, build_kohya_name, find_wrapper_names
+from .key_styles import T5_KEYS, ModuleGroup
 from .merge import compose_tucker_down
-from .original_layouts import ModuleGroup
 from .peft_metadata import apply_peft_alphas
 from .state_dict import (
     ALPHA,
@@ -176,7 +176,7 @@ def _format_comfy(adapters: Mapping[str, ModuleAdapter], component: ComponentKey
         name, is_lycoris = _build_diffusers_name(group, component), adapter.adapter_type not in ("lora", "dora")
         if component.is_text_encoder and is_lycoris:
             name = build_kohya_name(group.name, component.key_prefix)
-        elif component.key_style == "diffusers":
+        elif component.key_style.keeps_names and not component.is_text_encoder:
             name = f"diffusion_model.{group.name}"  # where diffusers applies alphas
         written = _reshape_dora_scale(swap_magnitude(adapter, group.original))
         yield from iter_named_tensors(name, written, COMFY_SUFFIXES)
@@ -199,7 +199,7 @@ def _iter_modules(
 
 def _build_diffusers_name(group: ModuleGroup, component: ComponentKeys) -> str:
     """The name of a module in diffusers' files, which have none for T5: there it is the one that ComfyUI reads."""
-    if component.key_style == "t5":
+    if component.key_style == T5_KEYS:
         return build_kohya_name(group.name, component.key_prefix)
     return f"{component.name}.{group.name if component.is_text_encoder else group.modules[0]}"
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from .original_layouts import OriginalModule
+from .key_styles import OriginalModule
 from .state_dict import DOWN, MAGNITUDE, UP, ModuleAdapter
 
 

@@ -1,12 +1,12 @@
 """Names of adapter weights: clean parameter names, and the names of each component's modules in LoRA files."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
-from .original_layouts import ORIGINAL_LAYOUTS, KeyMap, ModuleGroup, map_to_ldm_names
+from .key_styles import DIFFUSERS_KEYS, T5_KEYS, KeyMap, KeyStyle, ModuleGroup
 
 _WRAPPER_NAMES = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer", "default"}
 _WRAPPER_PATTERN = re.compile(rf"(?:^|[._])(?:module|{'|'.join(_WRAPPER_NAMES)})(?=[._])")
@@ -29,35 +29,23 @@ NO_KEY_MAP = KeyMap()
 """Modules have the same names in files."""
 
 
-def build_key_map(modules: Iterable[str], key_style: str) -> KeyMap:
-    """The names of all modules of a model in kohya files; for the style see ``Family.lora_key_style``."""
-    if key_style in ORIGINAL_LAYOUTS:
-        return KeyMap(layout=ORIGINAL_LAYOUTS[key_style])
-    return KeyMap(_KEY_STYLES[key_style]([clean_parameter_name(name) for name in modules]))
-
-
-def _keep_names(modules: Iterable[str]) -> Mapping[str, str]:
-    return {name: name for name in modules}
-
-
-def _add_text_model_prefix(modules: Iterable[str]) -> Mapping[str, str]:
-    """Add the ``text_model.`` that ``CLIPTextModel`` of transformers 5 no longer has."""
-    return {
-        name: name if name.startswith(("text_model.", "text_projection")) else f"text_model.{name}" for name in modules
-    }
-
-
-_KEY_STYLES: Mapping[str, Callable[[Iterable[str]], Mapping[str, str]]] = {
-    "diffusers": _keep_names,
-    "ldm": map_to_ldm_names,
-    "clip": _add_text_model_prefix,
-    "t5": _keep_names,
-}
+def build_key_map(modules: Iterable[str], key_style: KeyStyle) -> KeyMap:
+    """The names of all modules of a model in kohya files."""
+    if key_style.layout:
+        return KeyMap(layout=key_style.layout)
+    return KeyMap(key_style.rename([clean_parameter_name(name) for name in modules]))
 
 
 def build_kohya_name(module: str, prefix: str) -> str:
     """``mid_block.attentions.0.proj_in`` -> ``lora_unet_mid_block_attentions_0_proj_in``."""
     return f"{prefix}_{module.replace('.', '_')}"
+
+
+def list_module_names(model: nn.Module) -> tuple[str, ...]:
+    """The names of all modules of a model, wrapped or not, without those of its adapter."""
+    adapters = tuple(f"{name}." for name, module in model.named_modules() if hasattr(module, "base_layer"))
+    names = (name for name, _ in model.named_modules() if name and not name.startswith(adapters))
+    return tuple(dict.fromkeys(clean_parameter_name(name) for name in names))
 
 
 @dataclass(frozen=True)
@@ -70,44 +58,33 @@ class ComponentKeys:
     """Names of all modules, containers included."""
     key_prefix: str
     """Prefix of its keys in kohya files."""
-    key_style: str = "diffusers"
-    """How kohya files name the modules: see ``Family.lora_key_style``; ``clip`` or ``t5`` for text encoders."""
-    other_key_styles: tuple[str, ...] = ()
+    key_style: KeyStyle = DIFFUSERS_KEYS
+    """How kohya files name the modules: see ``Family.lora_key_style``."""
+    other_key_styles: tuple[KeyStyle, ...] = ()
     """Further key styles that are read."""
-
-    @classmethod
-    def from_model(
-        cls,
-        model: nn.Module,
-        name: str,
-        key_prefix: str,
-        key_style: str = "diffusers",
-        other_key_styles: tuple[str, ...] = (),
-    ) -> "ComponentKeys":
-        """Describe ``model``, wrapped or not, with or without an adapter."""
-        adapters = tuple(f"{name}." for name, module in model.named_modules() if hasattr(module, "base_layer"))
-        names = (name for name, _ in model.named_modules() if name and not name.startswith(adapters))
-        modules = dict.fromkeys(clean_parameter_name(name) for name in names)
-        return cls(name, tuple(modules), key_prefix, key_style, other_key_styles)
 
     @property
     def is_text_encoder(self) -> bool:
-        return self.key_style in ("clip", "t5")
+        return self.key_style.is_text_encoder
 
-    def get_key_map(self, key_style: str | None = None) -> KeyMap:
+    def get_key_map(self, key_style: KeyStyle | None = None) -> KeyMap:
         """The names of its modules in kohya files."""
         return build_key_map(self.modules, key_style or self.key_style)
 
     def iter_known_names(self) -> Iterator[tuple[str, ModuleGroup]]:
         """All names of its modules in the files of known programs, the usual ones first."""
         dotted, underscored = self._list_other_prefixes()
-        for style in dict.fromkeys((self.key_style, *self.other_key_styles, "diffusers")):
+        for style in self._list_key_styles():
             for group in self._group_modules(style):
                 yield build_kohya_name(group.name, self.key_prefix), group
                 for prefix in dotted:
                     yield f"{prefix}{group.name}", group
                 for prefix in underscored:
                     yield build_kohya_name(group.name, prefix), group
+
+    def _list_key_styles(self) -> tuple[KeyStyle, ...]:
+        styles = (self.key_style, *self.other_key_styles)
+        return styles if any(style.keeps_names for style in styles) else (*styles, DIFFUSERS_KEYS)
 
     def _list_other_prefixes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Prefixes of other programs: for dotted names, and for names with underscores."""
@@ -116,12 +93,12 @@ class ComponentKeys:
             plain = (f"{self.name}.", "diffusion_model.", "base_model.model.", "")
             return plain, ("lora_transformer", "lycoris", "oft_unet")
         number = self.name.removeprefix("text_encoder").strip("_") or "1"
-        clients = ("t5xxl",) if self.key_style == "t5" else ("clip_l", "clip_h") if number == "1" else ("clip_g",)
+        clients = ("t5xxl",) if self.key_style == T5_KEYS else ("clip_l", "clip_h") if number == "1" else ("clip_g",)
         # OneTrainer numbers encoders, also where sd-scripts writes lora_te for one, or lora_te3 for FLUX.1's T5.
         dotted = (f"{self.name}.", *(f"text_encoders.{client}.transformer." for client in clients))
         return dotted, () if self.key_prefix == f"lora_te{number}" else (f"lora_te{number}",)
 
-    def _group_modules(self, key_style: str) -> list[ModuleGroup]:
+    def _group_modules(self, key_style: KeyStyle) -> list[ModuleGroup]:
         key_map = self.get_key_map(key_style)
         containers = {name.rpartition(".")[0] for name in self.modules}
         layers = [name for name in self.modules if name not in containers]

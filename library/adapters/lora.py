@@ -15,11 +15,17 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, equal, nn
 
-from ..config.network_args import LORA_TYPES, get_adapter_type, get_network_args
+from ..config.network_args import (
+    GENERAL_NETWORK,
+    LORA_TYPES,
+    NetworkFacts,
+    get_adapter_type,
+    get_network_args,
+)
 from ..config.schema import AdapterConfig
 from ..errors import ConfigError, FileError
 from .key_names import clean_parameter_name
-from .original_layouts import ORIGINAL_LAYOUTS, group_by_original_module
+from .key_styles import DIFFUSERS_KEYS, KeyStyle, group_by_original_module
 from .peft_types import ADAPTER_WEIGHT_PATTERN, RankAlpha, inject_peft_layers
 from .preflight import validate_boft_ranks, validate_ranks
 from .state_dict import DOWN, PEFT_SUFFIXES
@@ -77,7 +83,7 @@ def inject_adapters(
     components: Sequence[TargetComponent],
     config: AdapterConfig,
     seed: int,
-    family: str = "",
+    network: NetworkFacts = GENERAL_NETWORK,
     rank_alphas: Mapping[str, RankAlpha] | None = None,
     independent_modules: AbstractSet[str] = frozenset(),
 ) -> Adapter:
@@ -90,7 +96,7 @@ def inject_adapters(
     """
     adapter_type = get_adapter_type(config)
     if rank_alphas is None:
-        layers, assigned = select_target_layers(components, config, family)
+        layers, assigned = select_target_layers(components, config, network)
     else:
         layers = [layer for component in components for layer in find_target_layers(component)]
         if unexpected := sorted(rank_alphas.keys() - {layer.name for layer in layers}):
@@ -105,8 +111,8 @@ def inject_adapters(
         sizes = {module: assigned[name] for module, name in names.items()}
         effective = inject_peft_layers(part.model, adapter_type, get_network_args(config), sizes, seed_names, seed)
         injected |= {names[module]: size for module, size in effective.items()}
-        if adapter_type in LORA_TYPES and part.key_style in ORIGINAL_LAYOUTS:
-            for group in group_by_original_module(names, ORIGINAL_LAYOUTS[part.key_style]):
+        if adapter_type in LORA_TYPES and part.key_style.layout:
+            for group in group_by_original_module(names, part.key_style.layout):
                 if any(names[module] in independent_modules for module in group.modules if module is not None):
                     continue
                 first, *others = (part.model.get_submodule(name) for name in group.modules if name is not None)
@@ -118,11 +124,11 @@ def inject_adapters(
 
 
 def select_target_layers(
-    components: Sequence[TargetComponent], config: AdapterConfig, family: str
+    components: Sequence[TargetComponent], config: AdapterConfig, network: NetworkFacts
 ) -> tuple[list[TargetLayer], dict[str, RankAlpha]]:
     """All target layers, and the ranks of those that get an adapter; mistakes in ``network_args`` are raised."""
     layers = [layer for component in components for layer in find_target_layers(component)]
-    ranks = assign_ranks(layers, config, family)
+    ranks = assign_ranks(layers, config, network)
     problems = [*validate_ranks(layers, ranks, config)]
     for part in components:
         own = {each.module: ranks[each.name] for each in layers if each.component == part.name and each.name in ranks}
@@ -137,7 +143,7 @@ def inject_into_model(
     config: AdapterConfig,
     target_modules: Sequence[str],
     seed: int,
-    key_style: str = "diffusers",
+    key_style: KeyStyle = DIFFUSERS_KEYS,
     unused_layers: Sequence[str] = (),
 ) -> Adapter:
     """Inject adapters into a single model, whose modules then have no component in their names."""

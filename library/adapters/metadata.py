@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,13 @@ from .state_dict import ALPHA, ModuleAdapter, parse_tensor_key
 class BaseModelMetadata:
     """The base model, as its family describes it."""
 
-    base_model_version: str  # sd_v1
-    architecture: str  # stable-diffusion-v1
+    base_model_version: str
+    architecture: str
     prediction_type: str  # epsilon or v
     implementation: str = "diffusers"
+    is_version_2: bool = False
+    metadata: Mapping[str, object] = field(default_factory=dict)
+    """Keys of this family only."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def build_metadata(config: RunConfig, model: BaseModelMetadata, run: RunMetadata
     objective = _build_objective_metadata(config.noise, config.loss)
     if model.prediction_type == "flow":
         objective |= _build_flow_metadata(config.noise)
-    objective |= _build_family_metadata(model.architecture, config.model)
+    objective |= model.metadata
     return _convert_values_to_str(
         {
             **minimum,
@@ -169,7 +172,7 @@ def update_network_metadata(metadata: Mapping[str, str], before: NetworkSizes, n
 def _build_minimum_metadata(config: AdapterConfig, model: BaseModelMetadata, run: RunMetadata) -> dict[str, Any]:
     """What loaders and web UIs need, even with ``no_metadata``."""
     return {
-        "ss_v2": model.base_model_version.startswith("sd_v2"),
+        "ss_v2": model.is_version_2,
         "ss_base_model_version": model.base_model_version,
         "ss_network_module": config.network_module,
         "ss_network_dim": run.rank,
@@ -261,15 +264,6 @@ def _build_objective_metadata(noise: NoiseConfig, loss: LossConfig) -> dict[str,
         "ss_huber_c": loss.huber_c,
         "ss_huber_scale": loss.huber_scale,
     }
-
-
-def _build_family_metadata(architecture: str, model: ModelConfig) -> dict[str, Any]:
-    """What sd-scripts writes for FLUX.1 and SD3 only; padding tokens of texts are attended to here."""
-    if architecture.startswith("flux-1"):
-        return {"ss_model_type": "flux", "ss_apply_t5_attn_mask": False, "ss_guidance_scale": model.guidance_scale}
-    if architecture.startswith("stable-diffusion-3"):
-        return {"ss_apply_lg_attn_mask": False, "ss_apply_t5_attn_mask": False}
-    return {}
 
 
 def _build_flow_metadata(noise: NoiseConfig) -> dict[str, Any]:

@@ -1,16 +1,16 @@
 """The layers that get an adapter, and the LoRA rank and alpha of each, from targets and ``network_args``."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from ..config.network_args import (
     TUCKER_TYPES,
-    UNET_FAMILIES,
     LycorisPreset,
     NetworkArgs,
+    NetworkFacts,
     compute_block_lr_weights,
     get_adapter_type,
     get_lycoris_preset,
@@ -20,6 +20,7 @@ from ..config.network_args import (
 from ..config.schema import AdapterConfig
 from ..errors import UserError
 from .key_names import build_key_map, build_kohya_name
+from .key_styles import DIFFUSERS_KEYS, KeyStyle
 from .peft_types import RankAlpha
 
 
@@ -31,7 +32,7 @@ class TargetComponent:
     """Name in the pipeline, such as ``unet`` or ``text_encoder_2``; the prefix of keys in a state dict."""
     model: nn.Module
     target_modules: Sequence[str]
-    key_style: str = "diffusers"
+    key_style: KeyStyle = DIFFUSERS_KEYS
     """``Family.lora_key_style`` or ``Family.get_text_key_style``."""
     key_prefix: str = "lora_unet"
     """Prefix of its keys in kohya files."""
@@ -40,7 +41,7 @@ class TargetComponent:
 
     @property
     def is_text_encoder(self) -> bool:
-        return self.key_style in ("clip", "t5")
+        return self.key_style.is_text_encoder
 
 
 @dataclass(frozen=True)
@@ -100,40 +101,6 @@ def _matches_suffix(name: str, target: str) -> bool:
     )
 
 
-LAYER_TYPE_RANK_ARGS: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "flux": (
-        ("img_attn_dim", r"double_blocks_\d+_img_attn"),
-        ("txt_attn_dim", r"double_blocks_\d+_txt_attn"),
-        ("img_mlp_dim", r"double_blocks_\d+_img_mlp"),
-        ("txt_mlp_dim", r"double_blocks_\d+_txt_mlp"),
-        ("img_mod_dim", r"double_blocks_\d+_img_mod"),
-        ("txt_mod_dim", r"double_blocks_\d+_txt_mod"),
-        ("single_dim", r"single_blocks_\d+_linear"),
-        ("single_mod_dim", r"single_blocks_\d+_modulation"),
-    ),
-    "sd3": (
-        ("context_attn_dim", "context_block_attn"),
-        ("context_mlp_dim", "context_block_mlp"),
-        ("context_mod_dim", "context_block_adaLN"),
-        ("x_attn_dim", "x_block_attn"),
-        ("x_mlp_dim", "x_block_mlp"),
-        ("x_mod_dim", "x_block_adaLN"),
-    ),
-}
-"""Family -> argument with the rank of a type of layer, and the pattern of their kohya names."""
-
-OUTER_LAYER_RANK_ARGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "flux": ("in_dims", ("img_in", "time_in", "vector_in", "guidance_in", "txt_in")),
-    "sd3": (
-        "emb_dims",
-        (
-            *("context_embedder", "t_embedder", "x_embedder", "y_embedder"),
-            *("final_layer_adaLN_modulation", "final_layer_linear"),
-        ),
-    ),
-}
-"""Family -> argument with the ranks of the layers outside of the blocks, and these layers in order."""
-
 BLOCK_INDEX_ARGS = (
     ("train_double_block_indices", r"double_blocks_(\d+)_"),
     ("train_single_block_indices", r"single_blocks_(\d+)_"),
@@ -141,25 +108,27 @@ BLOCK_INDEX_ARGS = (
 )
 
 
-def assign_ranks(layers: Sequence[TargetLayer], config: AdapterConfig, family: str) -> dict[str, RankAlpha]:
+def assign_ranks(layers: Sequence[TargetLayer], config: AdapterConfig, network: NetworkFacts) -> dict[str, RankAlpha]:
     """Rank and alpha of each layer that gets an adapter, by its name in a state dict."""
     arguments = get_network_args(config)
-    resolved = ((layer.name, _resolve_rank_alpha(layer, config, arguments, family)) for layer in layers)
+    resolved = ((layer.name, _resolve_rank_alpha(layer, config, arguments, network)) for layer in layers)
     return {name: rank_alpha for name, rank_alpha in resolved if rank_alpha.rank}
 
 
-def _resolve_rank_alpha(layer: TargetLayer, config: AdapterConfig, network_args: NetworkArgs, family: str) -> RankAlpha:
+def _resolve_rank_alpha(
+    layer: TargetLayer, config: AdapterConfig, network_args: NetworkArgs, network: NetworkFacts
+) -> RankAlpha:
     rank, alpha = config.network_dim, config.network_alpha
     if get_adapter_type(config) in ("oft", "boft"):
         alpha = 1.0
     if layer.is_spatial_conv and network_args.conv_dim is not None:
         rank, alpha = network_args.conv_dim, network_args.conv_alpha
     if not layer.is_text_encoder:
-        if family in UNET_FAMILIES:
-            rank, alpha = _resolve_block_rank_alpha(layer, network_args, family, rank, alpha)
-        rank = _resolve_layer_type_rank(layer, network_args, family, rank)
+        if network.is_unet:
+            rank, alpha = _resolve_block_rank_alpha(layer, network_args, network, rank, alpha)
+        rank = _resolve_layer_type_rank(layer, network_args, network, rank)
         rank = rank if _is_selected_block(layer, network_args) else 0
-    if (preset := get_lycoris_preset(config)) is not None and not _is_in_preset(layer, preset, family):
+    if (preset := get_lycoris_preset(config)) is not None and not _is_in_preset(layer, preset, network):
         rank = 0
     for pattern, value in network_args.network_reg_dims:
         if matches_pattern(pattern, layer):
@@ -172,39 +141,41 @@ def _resolve_rank_alpha(layer: TargetLayer, config: AdapterConfig, network_args:
 
 
 def _resolve_block_rank_alpha(
-    layer: TargetLayer, network_args: NetworkArgs, family: str, rank: int, alpha: float
+    layer: TargetLayer, network_args: NetworkArgs, network: NetworkFacts, rank: int, alpha: float
 ) -> tuple[int, float]:
-    block = get_unet_block_index(layer.kohya_name, family)
+    block = get_unet_block_index(layer.kohya_name, network)
     if block is None:
         return rank, alpha
     dims, alphas = network_args.block_dims, network_args.block_alphas
     if layer.is_spatial_conv:
         dims, alphas = network_args.conv_block_dims, network_args.conv_block_alphas
-    weights = compute_block_lr_weights(network_args, family)
+    weights = compute_block_lr_weights(network_args, network)
     if weights is not None and weights[block] == 0:
         return 0, alpha
     return rank if dims is None else dims[block], alpha if alphas is None else alphas[block]
 
 
-def _resolve_layer_type_rank(target_layer: TargetLayer, network_args: NetworkArgs, family: str, rank: int) -> int:
-    if family in OUTER_LAYER_RANK_ARGS and not re.search(r"(double|single|joint)_blocks_", target_layer.kohya_name):
-        argument, layers = OUTER_LAYER_RANK_ARGS[family]
+def _resolve_layer_type_rank(
+    target_layer: TargetLayer, network_args: NetworkArgs, network: NetworkFacts, rank: int
+) -> int:
+    if network.outer_layer_ranks and not re.search(r"(double|single|joint)_blocks_", target_layer.kohya_name):
+        argument, layers = network.outer_layer_ranks
         for layer, value in zip(layers, getattr(network_args, argument) or (), strict=False):
             if target_layer.kohya_name.startswith(f"lora_unet_{layer}"):
                 return int(value)
         return 0
-    for argument, pattern in LAYER_TYPE_RANK_ARGS.get(family, ()):
+    for argument, pattern in network.layer_type_ranks:
         value = getattr(network_args, argument)
         if value is not None and re.search(pattern, target_layer.kohya_name):
             return int(value)
     return rank
 
 
-def _is_in_preset(layer: TargetLayer, preset: LycorisPreset, family: str) -> bool:
+def _is_in_preset(layer: TargetLayer, preset: LycorisPreset, network: NetworkFacts) -> bool:
     """Whether a preset of LyCORIS trains the layer; in models without a UNet, it trains all layers of the blocks."""
     if layer.is_text_encoder:
         return preset.text_pattern is not None and re.search(preset.text_pattern, layer.module) is not None
-    if family not in UNET_FAMILIES:
+    if not network.is_unet:
         return True
     if layer.is_spatial_conv and not preset.has_convolutions:
         return False

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import Tensor
 
 from .key_names import ComponentKeys
-from .original_layouts import ModuleGroup
+from .key_styles import ModuleGroup
 from .state_dict import ModuleAdapter, parse_tensor_key
 from .validate_tensors import find_tensor_problems
 

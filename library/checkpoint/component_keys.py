@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..adapters.key_names import ComponentKeys
+from ..adapters.key_names import ComponentKeys, list_module_names
 from ..models.base import Family
 
 
@@ -18,24 +18,23 @@ def list_adaptable_components(family: Family | type[Family]) -> tuple[str, ...]:
 
 
 def collect_component_keys(family: Family | type[Family], pipe: Any) -> list[ComponentKeys]:
-    """Collect the key names of every adaptable component that is loaded."""
+    """Collect the key names of every adaptable component that is loaded.
+
+    Components that were freed after caching are left out: nothing of theirs is saved.
+    """
     components = [(name, getattr(pipe, name, None)) for name in list_adaptable_components(family)]
     return [build_component_keys(family, name, module) for name, module in components if isinstance(module, nn.Module)]
 
 
-def build_component_keys(family: Family | type[Family], component: str, model: nn.Module) -> ComponentKeys:
-    """Build the key names of one component: those of diffusers, sd-scripts and ComfyUI for each of its modules."""
+def build_component_keys(
+    family: Family | type[Family], component: str, model: nn.Module | tuple[str, ...]
+) -> ComponentKeys:
+    """Build the key names of one component: those of diffusers, sd-scripts and ComfyUI for each of its modules.
+
+    ``model`` is the component, wrapped or not, with or without an adapter, or the names of its modules.
+    """
+    modules = list_module_names(model) if isinstance(model, nn.Module) else model
     if component == family.denoiser_name:
-        return ComponentKeys.from_model(
-            model,
-            component,
-            family.lora_prefix,
-            family.lora_key_style,
-            family.lora_other_key_styles,
-        )
-    return ComponentKeys.from_model(
-        model,
-        component,
-        family.text_lora_prefixes[component],
-        family.get_text_key_style(component),
-    )
+        styles = family.lora_key_style, family.lora_other_key_styles
+        return ComponentKeys(component, modules, family.lora_prefix, *styles)
+    return ComponentKeys(component, modules, family.text_lora_prefixes[component], family.get_text_key_style(component))

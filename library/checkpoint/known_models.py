@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ..adapters.key_names import ComponentKeys
+from ..models.families import FAMILIES
+from .component_keys import build_component_keys
 
 TABLE_PATH = Path(__file__).with_name("known_models.json")
 Shape = tuple[int, ...]
@@ -33,15 +35,11 @@ class KnownModel:
 def iter_known_models() -> Iterator[KnownModel]:
     """The published models first, the tiny ones last."""
     for entry in json.loads(TABLE_PATH.read_text(encoding="utf-8")).values():
-        components: list[ComponentKeys] = []
+        components, family = list[ComponentKeys](), FAMILIES.get(entry["family"])
         shapes: dict[str, Shape] = {}
         for name, part in entry["components"].items():
             layers = {module: shape for module, shape in _expand_layers(part["layers"])}
-            components.append(
-                ComponentKeys(
-                    name, tuple(layers), part["key_prefix"], part["key_style"], tuple(part["other_key_styles"])
-                )
-            )
+            components.append(build_component_keys(family, name, tuple(layers)))
             shapes |= {f"{name}.{module}": shape for module, shape in layers.items()}
         yield KnownModel(entry["family"], tuple(components), shapes)
 
@@ -55,9 +53,6 @@ def pack_known_model(model: KnownModel) -> dict[str, Any]:
             if shape := model.shapes.get(f"{part.name}.{module}"):
                 layers.setdefault("x".join(map(str, shape)), []).append(module)
         components[part.name] = {
-            "key_prefix": part.key_prefix,
-            "key_style": part.key_style,
-            "other_key_styles": list(part.other_key_styles),
             "layers": {shape: list(_pack_names(names)) for shape, names in layers.items()},
         }
     return {"family": model.family, "components": components}

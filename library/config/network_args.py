@@ -1,6 +1,7 @@
 """``network_module`` and ``network_args``: adapter type and arguments, by the names of sd-scripts and LyCORIS."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -10,13 +11,6 @@ from . import network_arg_types as types
 from .schema import AdapterConfig
 from .types import split_keyword_args
 
-UNET_BLOCK_COUNTS = {"sd1": (12, 1, 12), "sd2": (12, 1, 12), "sdxl": (9, 3, 9)}
-"""Down, mid and up blocks of each family with a UNet, as sd-scripts counts them."""
-
-UNET_OUTER_BLOCK_COUNTS = {"sdxl": (1, 1)}
-"""Blocks before and after them in which nothing is trained."""
-
-UNET_FAMILIES = tuple(UNET_BLOCK_COUNTS)
 LORA_TYPES = ("lora", "dora")
 RANKED_TYPES = ("lora", "dora", "loha", "lokr")
 ROTATION_TYPES = ("oft", "boft")
@@ -46,7 +40,40 @@ NETWORK_MODULES = {
 }
 """Network modules and their adapter types; for lycoris.kohya, the type without ``algo``."""
 
-FAMILY_OF_MODULE = {"networks.lora_flux": "flux", "networks.oft_flux": "flux", "networks.lora_sd3": "sd3"}
+SPECIAL_MODULES = ("networks.lora_flux", "networks.oft_flux", "networks.lora_sd3")
+"""The network modules of one model family each, which lists them in its ``NetworkFacts``."""
+
+
+@dataclass(frozen=True)
+class NetworkFacts:
+    """Which network modules and arguments a model family has of its own, and the layers that these mean."""
+
+    modules: tuple[str, ...] = ()
+    """Of ``SPECIAL_MODULES``."""
+    args: tuple[str, ...] = ()
+    """Of the arguments that are for some families only; those for ranks are in the next two, too."""
+    layer_type_ranks: tuple[tuple[str, str], ...] = ()
+    """Argument with the rank of a type of layer, and the pattern of their kohya names."""
+    outer_layer_ranks: tuple[str, tuple[str, ...]] | None = None
+    """Argument with the ranks of the layers outside of the blocks, and these layers in order."""
+    unet_blocks: tuple[int, int, int] | None = None
+    """Down, mid and up blocks of a UNet, as sd-scripts counts them."""
+    unet_outer_blocks: tuple[int, int] = (0, 0)
+    """Blocks before and after them in which nothing is trained."""
+
+    @property
+    def is_unet(self) -> bool:
+        return self.unet_blocks is not None
+
+    @property
+    def known_args(self) -> set[str]:
+        """Of the arguments that are for some families only, those that this family has."""
+        outer = () if self.outer_layer_ranks is None else self.outer_layer_ranks[:1]
+        return {*self.args, *(name for name, _ in self.layer_type_ranks), *outer}
+
+
+GENERAL_NETWORK = NetworkFacts()
+"""Of a family without arguments of its own."""
 
 
 @dataclass(frozen=True)
@@ -76,25 +103,12 @@ LYCORIS_PRESETS = {
 }
 """LyCORIS' presets; without one, it trains ``full``."""
 
-UNSUPPORTED_MODULES = {
-    "networks.dylora": "DyLoRA is not supported; use networks.lora",
-    "networks.lora_fa": "LoRA-FA is not supported; use networks.lora",
-}
-UNSUPPORTED_ARGS = {
-    "split_qkv": "not supported: q, k and v share one down matrix (it crashes in sd-scripts)",
-    "ggpo_sigma": "not yet: weight perturbation (GGPO)",
-    "ggpo_beta": "not yet: weight perturbation (GGPO)",
-    "unit": "only for networks.dylora, which is not supported",
-    "disable_conv_cp": "LyCORIS reads it as use_tucker; write use_tucker instead",
-}
-"""Arguments of network modules of sd-scripts or LyCORIS that are not accepted here."""
-
 
 def _define_arg(
-    parse: Callable[[str], Any], default: Any = None, families: Sequence[str] = (), adapter_types: Sequence[str] = ()
+    parse: Callable[[str], Any], default: Any = None, adapter_types: Sequence[str] = (), scope: str = "all"
 ) -> Any:
-    metadata = {"parse": parse, "families": tuple(families), "adapter_types": tuple(adapter_types)}
-    return field(default=default, metadata=metadata)
+    """``scope``: whether it is for ``all`` models, those with a ``unet``, or ``some`` that list it."""
+    return field(default=default, metadata={"parse": parse, "adapter_types": tuple(adapter_types), "scope": scope})
 
 
 def _define_lycoris_switch(effective_types: Sequence[str], reason: str = "") -> Any:
@@ -104,12 +118,16 @@ def _define_lycoris_switch(effective_types: Sequence[str], reason: str = "") -> 
 
 
 def _define_unet_arg(parse: Callable[[str], Any], default: Any = None, adapter_types: Sequence[str] = ()) -> Any:
-    return _define_arg(parse, default, UNET_FAMILIES, adapter_types)
+    return _define_arg(parse, default, adapter_types, "unet")
+
+
+def _define_special_arg(parse: Callable[[str], Any], default: Any = None) -> Any:
+    return _define_arg(parse, default, scope="some")
 
 
 @dataclass(frozen=True)
 class NetworkArgs:
-    """A field for each argument; the metadata lists the families and adapter types that it applies to."""
+    """A field for each argument; the metadata says which models and adapter types it applies to."""
 
     algo: str = _define_arg(lambda text: types.make_choice_parser(*LYCORIS_ALGORITHMS)(text.lower() or "lora"), "lora")
     use_dora: bool = _define_arg(types.parse_bool, False, adapter_types=LORA_TYPES)
@@ -138,6 +156,7 @@ class NetworkArgs:
     rank_dropout_scale: bool = _define_lycoris_switch(())
     train_on_input: bool = _define_lycoris_switch(())
     block_size: bool = _define_lycoris_switch(())
+    unit: bool = _define_lycoris_switch(())
     dropout: float | None = _define_arg(types.parse_dropout_rate)
     block_dims: tuple[int, ...] | None = _define_unet_arg(types.parse_ranks)
     block_alphas: tuple[float, ...] | None = _define_unet_arg(types.parse_alphas, adapter_types=RANKED_TYPES)
@@ -154,31 +173,27 @@ class NetworkArgs:
     network_reg_lrs: tuple[tuple[str, float], ...] = _define_arg(types.make_pattern_parser(types.parse_alpha), ())
     exclude_patterns: tuple[str, ...] = _define_arg(types.parse_patterns, ())
     include_patterns: tuple[str, ...] = _define_arg(types.parse_patterns, ())
-    train_t5xxl: bool = _define_arg(types.parse_bool, False, ("flux", "sd3"))
-    train_blocks: str = _define_arg(types.make_choice_parser("all", "double", "single"), "all", ("flux",))
-    train_double_block_indices: tuple[tuple[int, int], ...] | None = _define_arg(
-        types.parse_block_indices, families=("flux",)
-    )
-    train_single_block_indices: tuple[tuple[int, int], ...] | None = _define_arg(
-        types.parse_block_indices, families=("flux",)
-    )
-    train_block_indices: tuple[tuple[int, int], ...] | None = _define_arg(types.parse_block_indices, families=("sd3",))
-    img_attn_dim: int | None = _define_arg(types.parse_rank, families=("flux",))
-    txt_attn_dim: int | None = _define_arg(types.parse_rank, families=("flux",))
-    img_mlp_dim: int | None = _define_arg(types.parse_rank, families=("flux",))
-    txt_mlp_dim: int | None = _define_arg(types.parse_rank, families=("flux",))
-    img_mod_dim: int | None = _define_arg(types.parse_rank, families=("flux",))
-    txt_mod_dim: int | None = _define_arg(types.parse_rank, families=("flux",))
-    single_dim: int | None = _define_arg(types.parse_rank, families=("flux",))
-    single_mod_dim: int | None = _define_arg(types.parse_rank, families=("flux",))
-    in_dims: tuple[int, ...] | None = _define_arg(types.make_list_parser(types.parse_rank, 5), families=("flux",))
-    context_attn_dim: int | None = _define_arg(types.parse_rank, families=("sd3",))
-    context_mlp_dim: int | None = _define_arg(types.parse_rank, families=("sd3",))
-    context_mod_dim: int | None = _define_arg(types.parse_rank, families=("sd3",))
-    x_attn_dim: int | None = _define_arg(types.parse_rank, families=("sd3",))
-    x_mlp_dim: int | None = _define_arg(types.parse_rank, families=("sd3",))
-    x_mod_dim: int | None = _define_arg(types.parse_rank, families=("sd3",))
-    emb_dims: tuple[int, ...] | None = _define_arg(types.make_list_parser(types.parse_rank, 6), families=("sd3",))
+    train_t5xxl: bool = _define_special_arg(types.parse_bool, False)
+    train_blocks: str = _define_special_arg(types.make_choice_parser("all", "double", "single"), "all")
+    train_double_block_indices: tuple[tuple[int, int], ...] | None = _define_special_arg(types.parse_block_indices)
+    train_single_block_indices: tuple[tuple[int, int], ...] | None = _define_special_arg(types.parse_block_indices)
+    train_block_indices: tuple[tuple[int, int], ...] | None = _define_special_arg(types.parse_block_indices)
+    img_attn_dim: int | None = _define_special_arg(types.parse_rank)
+    txt_attn_dim: int | None = _define_special_arg(types.parse_rank)
+    img_mlp_dim: int | None = _define_special_arg(types.parse_rank)
+    txt_mlp_dim: int | None = _define_special_arg(types.parse_rank)
+    img_mod_dim: int | None = _define_special_arg(types.parse_rank)
+    txt_mod_dim: int | None = _define_special_arg(types.parse_rank)
+    single_dim: int | None = _define_special_arg(types.parse_rank)
+    single_mod_dim: int | None = _define_special_arg(types.parse_rank)
+    in_dims: tuple[int, ...] | None = _define_special_arg(types.make_list_parser(types.parse_rank, 5))
+    context_attn_dim: int | None = _define_special_arg(types.parse_rank)
+    context_mlp_dim: int | None = _define_special_arg(types.parse_rank)
+    context_mod_dim: int | None = _define_special_arg(types.parse_rank)
+    x_attn_dim: int | None = _define_special_arg(types.parse_rank)
+    x_mlp_dim: int | None = _define_special_arg(types.parse_rank)
+    x_mod_dim: int | None = _define_special_arg(types.parse_rank)
+    emb_dims: tuple[int, ...] | None = _define_special_arg(types.make_list_parser(types.parse_rank, 6))
 
     @property
     def uses_tucker(self) -> bool:
@@ -189,17 +204,22 @@ class NetworkArgs:
 def parse_network_args(args: Sequence[str]) -> tuple[NetworkArgs, list[str]]:
     """Parse ``name=value`` arguments; return them and all problems."""
     known = {item.name: item for item in fields(NetworkArgs)}
-    values, problems = dict[str, Any](), list[str]()
+    values, texts, problems = dict[str, Any](), dict[str, str](), list[str]()
     for name, text in split_keyword_args(args):
         if text is None:
             problems.append(f"{name!r}: expected name=value")
-        elif name in UNSUPPORTED_ARGS:
-            problems.append(f"{name}: {UNSUPPORTED_ARGS[name]}")
+        elif name in types.UNSUPPORTED_ARGS:
+            if types.parse_switch(text):
+                problems.append(f"{name}: {types.UNSUPPORTED_ARGS[name]}")
         elif name not in known:
             problems.append(f"{name}: unknown argument{suggest_name(name, known)}")
-        elif name in values:
-            problems.append(f"{name}: duplicate argument")
+        elif name in texts:
+            if text != texts[name]:
+                problems.append(f"{name}: duplicate argument")
+        elif (value := (name, "*.toml" if text.endswith(".toml") else text.lower())) in types.UNSUPPORTED_VALUES:
+            problems.append(types.UNSUPPORTED_VALUES[value])
         else:
+            texts[name] = text
             try:
                 values[name] = known[name].metadata["parse"](text)
             except ValueError as error:
@@ -242,8 +262,10 @@ def list_arg_names(args: Sequence[str]) -> list[str]:
 def validate_network_module(name: str) -> str | None:
     if name in NETWORK_MODULES:
         return None
+    if re.fullmatch(r"networks\.\w+_(lumina|anima|hunyuan_image|flux|sd3)", name):
+        return f"{name} is not supported; use networks.lora, which takes its layers from the model"
     hint = suggest_name(name, NETWORK_MODULES) or f"; expected one of {', '.join(NETWORK_MODULES)}"
-    return UNSUPPORTED_MODULES.get(name, f"unknown network module {name!r}{hint}")
+    return types.UNSUPPORTED_MODULES.get(name, f"unknown network module {name!r}{hint}")
 
 
 def find_args_of_other_types(adapter: AdapterConfig) -> list[str]:
@@ -286,43 +308,42 @@ def _find_unsupported_switches(arguments: NetworkArgs, names: Sequence[str], ada
         yield "wd_on_output: not supported: DoRA has a magnitude for each output; leave it out"
 
 
-def find_args_of_other_families(adapter: AdapterConfig, family: str, title: str) -> list[str]:
+def find_args_of_other_families(adapter: AdapterConfig, network: NetworkFacts, title: str) -> list[str]:
     """Return a problem for each argument that does not apply to this model family."""
-    supported = {item.name: item.metadata["families"] for item in fields(NetworkArgs)}
+    scopes = {item.name: item.metadata["scope"] for item in fields(NetworkArgs)}
     return [
         f"{name}: not applicable to {title}; remove it"
         for name in list_arg_names(adapter.network_args)
-        if supported.get(name) and family not in supported[name]
+        if (scopes.get(name) == "unet" and not network.is_unet)
+        or (scopes.get(name) == "some" and name not in network.known_args)
     ]
 
 
-def count_unet_blocks(family: str) -> int:
-    return sum(UNET_BLOCK_COUNTS[family]) + sum(UNET_OUTER_BLOCK_COUNTS.get(family, (0, 0)))
-
-
-def validate_block_arg_lengths(network_args: NetworkArgs, family: str) -> Iterator[str]:
-    """Check that lists have a value for each block."""
+def validate_block_arg_lengths(network_args: NetworkArgs, network: NetworkFacts) -> Iterator[str]:
+    """Check that lists have a value for each block of a UNet."""
+    if network.unet_blocks is None:
+        return
     names = ("block_dims", "block_alphas", "conv_block_dims", "conv_block_alphas")
-    counts = dict.fromkeys(names, count_unet_blocks(family))
-    counts |= zip(("down_lr_weight", "mid_lr_weight", "up_lr_weight"), UNET_BLOCK_COUNTS[family], strict=True)
+    counts = dict.fromkeys(names, sum(network.unet_blocks) + sum(network.unet_outer_blocks))
+    counts |= zip(("down_lr_weight", "mid_lr_weight", "up_lr_weight"), network.unet_blocks, strict=True)
     for name, count in counts.items():
         values = getattr(network_args, name)
         if isinstance(values, tuple) and len(values) != count:
             yield f"{name}: {len(values)} values, expected {count} (one per block)"
 
 
-def compute_block_lr_weights(network_args: NetworkArgs, family: str) -> list[float] | None:
+def compute_block_lr_weights(network_args: NetworkArgs, network: NetworkFacts) -> list[float] | None:
     """Compute the factor of the learning rate in each block; None if no weights are set."""
     sections = (network_args.down_lr_weight, network_args.mid_lr_weight, network_args.up_lr_weight)
-    if all(values is None for values in sections):
+    if network.unet_blocks is None or all(values is None for values in sections):
         return None
     weights: list[float] = []
-    for values, count in zip(sections, UNET_BLOCK_COUNTS[family], strict=True):
+    for values, count in zip(sections, network.unet_blocks, strict=True):
         if values is None:
             values = (1.0,) * count
         weights += _expand_lr_weight_preset(values, count) if isinstance(values, str) else values
     weights = [0.0 if weight <= network_args.block_lr_zero_threshold else weight for weight in weights]
-    before, after = UNET_OUTER_BLOCK_COUNTS.get(family, (0, 0))
+    before, after = network.unet_outer_blocks
     return [1.0] * before + weights + [1.0] * after
 
 
@@ -339,16 +360,19 @@ def _expand_lr_weight_preset(text: str, count: int) -> list[float]:
     return [value + float(offset or 0) for value in presets[name]]
 
 
-def get_unet_block_index(kohya_name: str, family: str) -> int | None:
-    """Return the index of the UNet block of a module, from its name in sd-scripts' files."""
-    down, middle, _ = UNET_BLOCK_COUNTS[family]
+def get_unet_block_index(kohya_name: str, network: NetworkFacts) -> int | None:
+    """Return the index of the UNet block of a module, from its name in sd-scripts' files; None outside of blocks."""
+    if network.unet_blocks is None:
+        return None
+    down, middle, _ = network.unet_blocks
+    first = network.unet_outer_blocks[0]
     pieces = kohya_name.removeprefix("lora_unet_").split("_")
-    if family == "sdxl":
-        starts = {"input": 1, "middle": 1 + down, "output": 1 + down + middle}
-        return starts[pieces[0]] + int(pieces[2]) if pieces[0] in starts else None
+    starts = {"input": first, "middle": first + down, "output": first + down + middle}  # of the original code
+    if pieces[0] in starts:
+        return starts[pieces[0]] + int(pieces[2])
     if pieces[0] == "mid":
-        return down
+        return first + down
     if pieces[0] not in ("down", "up") or pieces[1] != "blocks":
         return None
     layer = 2 if pieces[3].endswith("samplers") else int(pieces[4])
-    return (1 if pieces[0] == "down" else down + middle) + 3 * int(pieces[2]) + layer
+    return first + (1 if pieces[0] == "down" else down + middle) + 3 * int(pieces[2]) + layer

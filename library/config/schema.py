@@ -28,13 +28,15 @@ class ModelConfig:
     clip_l: str | None = define_option(None, "CLIP-L text encoder: file, folder or hub id")
     clip_g: str | None = define_option(None, "CLIP-G text encoder: file, folder or hub id")
     t5xxl: str | None = define_option(None, "T5-XXL text encoder: file, folder or hub id")
-    text_encoder: str | None = define_option(None, "text encoder of Z-Image or Qwen-Image: file, folder or hub id")
-    ae: str | None = define_option(None, "autoencoder (VAE) of FLUX or Z-Image: file, diffusers folder or hub id")
+    text_encoder: str | None = define_option(None, "text encoder, where it is a language model: file, folder or hub id")
+    ae: str | None = define_option(
+        None, "another name of vae, for flow-matching models: file, diffusers folder or hub id"
+    )
     tokenizer_cache_dir: str | None = define_option(
         None, "folder of the tokenizers that single-file models need; downloaded from the hub if missing"
     )
     clip_skip: int | None = define_option(
-        None, "use the output of CLIP's n-th layer from the end (Stable Diffusion 1 and 2)", minimum=1
+        None, "use the output of CLIP's n-th layer from the end (Stable Diffusion 1 and 2)", minimum=0
     )
     max_token_length: int = define_option(
         75, "maximum length of captions in tokens: 75, 150 or 225 (Stable Diffusion 1, 2, XL)", minimum=1

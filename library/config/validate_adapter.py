@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from .network_args import (
-    FAMILY_OF_MODULE,
-    UNET_FAMILIES,
+    SPECIAL_MODULES,
+    NetworkFacts,
     find_args_of_other_families,
     find_args_of_other_types,
     get_adapter_type,
@@ -115,16 +115,20 @@ def validate_save_format(adapter_types: Iterable[str], file_format: str) -> list
 
 
 def validate_adapter_for_model(
-    adapter: AdapterConfig, optim: OptimConfig, family: str, title: str, text_encoders: Sequence[str], t5: str | None
+    adapter: AdapterConfig,
+    optim: OptimConfig,
+    network: NetworkFacts,
+    title: str,
+    text_encoders: Sequence[str],
+    t5: str | None,
 ) -> Iterator[OptionConflict]:
     """Check the adapter options against a model; ``text_encoders`` are those that can be trained."""
     arguments, problems = parse_network_args(adapter.network_args)
     if not problems:
-        problems = find_args_of_other_families(adapter, family, title)
-        if family in UNET_FAMILIES:
-            problems += validate_block_arg_lengths(arguments, family)
+        problems = find_args_of_other_families(adapter, network, title)
+        problems += validate_block_arg_lengths(arguments, network)
         yield from ((("network_args",), problem) for problem in problems)
-    if FAMILY_OF_MODULE.get(adapter.network_module, family) != family:
+    if adapter.network_module in SPECIAL_MODULES and adapter.network_module not in network.modules:
         yield ("network_module",), f"{adapter.network_module} does not support {title}; use networks.lora"
     if not text_encoders and adapter.network_train_text_encoder_only:
         yield (TEXT_ENCODER_ONLY,), f"the text encoders of {title} cannot be trained; remove this option"

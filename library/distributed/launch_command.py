@@ -139,7 +139,7 @@ def _predict_accelerate(args: Any, is_running: bool) -> dict[str, str]:
     rank = {}
     if is_running and args.num_machines > 1:  # as another machine: the first one would refuse a port in use
         rank = {"GROUP_RANK": str(args.machine_rank)}
-        args.machine_rank = 1
+        args = SimpleNamespace(**{**vars(args), "machine_rank": 1})
     if args.cpu or not (args.use_deepspeed or args.use_fsdp or args.use_megatron_lm or args.multi_gpu):
         environment: dict[str, str] = launch.prepare_simple_launcher_cmd_env(args)[1]
         return {**environment, **({"WORLD_SIZE": str(args.num_processes)} if args.mpirun_hostfile else {})}

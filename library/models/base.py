@@ -1,31 +1,33 @@
 """The interface of a model family: everything that training needs to know about an architecture.
 
-How to add a family: see ``families/__init__.py``.
+How to add a family: see docs/adding_a_family.md.  Facts and class are in one file, which imports no torch: detection
+reads the facts before anything heavy is imported.  So methods import torch, and what needs it, themselves.
 
 A family is stateless apart from its frozen ``ModelConfig``: the modules live in a diffusers pipeline ``pipe`` that is
 passed in and may be loaded in parts.  The denoiser is passed separately, because a parallel strategy may have wrapped
 it: call ``denoiser``, but read its attributes from ``pipe`` only.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
-from PIL.Image import Image
-from torch import Tensor, nn
-
+from ..adapters.key_styles import CLIP_KEYS, DIFFUSERS_KEYS, T5_KEYS, KeyStyle
 from ..config.schema import AdapterConfig, ModelConfig, OptimConfig
-from ..data.batch import Batch, Cond, Moments
-from ..data.prompts import Prompt
-from ..diffusion.process import FlowMatchingProcess, NoiseProcess
-from .detect import DetectedModel
 from .facts import FamilyFacts, caches_only_t5
-from .loading import load_pipeline
-from .sampling import sample_image
-from .schedulers import build_ddpm_process
-from .vae import decode_vae_latents, encode_vae_moments
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+    from torch import Tensor, nn
+
+    from ..data.batch import Batch, Cond, Moments
+    from ..data.prompts import Prompt
+    from ..diffusion.process import NoiseProcess
+    from .detect import DetectedModel
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class BaseModelInfo:
     """``ss_base_model_version``."""
     architecture: str
     """``modelspec.architecture``, without ``/lora``."""
+    metadata: Mapping[str, object] = field(default_factory=dict)
+    """What sd-scripts writes for this family only."""
 
 
 class Family(ABC):
@@ -54,10 +58,9 @@ class Family(ABC):
     """Suffixes of the names of the denoiser's modules that get a LoRA, matched at dots; same choice as sd-scripts."""
     lora_prefix: ClassVar[str] = "lora_unet"
     """Prefix of the denoiser's keys in a kohya file."""
-    lora_key_style: ClassVar[str] = "diffusers"
-    """How a kohya file names the denoiser's modules: ``diffusers``, or as in the original code of ``ldm`` (SDXL),
-    ``flux`` or ``sd3``, where several modules of diffusers are one."""
-    lora_other_key_styles: ClassVar[tuple[str, ...]] = ()
+    lora_key_style: ClassVar[KeyStyle] = DIFFUSERS_KEYS
+    """How a kohya file names the denoiser's modules: as diffusers does, or as the original code."""
+    lora_other_key_styles: ClassVar[tuple[KeyStyle, ...]] = ()
     """Further key styles that are read."""
     lora_format: ClassVar[Literal["kohya", "diffusers"]] = "kohya"
     """The file format that most programs load for this family."""
@@ -79,6 +82,12 @@ class Family(ABC):
     block_token_args: ClassVar[Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]]] = {}
     """Further block arguments with a token axis -> for each of their tensors: that axis, and the
     ``block_activation_args`` whose tokens it covers, in order."""
+
+    single_stream_block_lists: ClassVar[tuple[str, ...]] = ()
+    """Those of ``block_lists`` whose layers get text and image tokens together."""
+    fused_parallel_layers: ClassVar[Mapping[str, tuple[Literal["colwise", "rowwise"], tuple[int, ...]]]] = {}
+    """Pattern of the names of layers with fused parts -> how tensor parallelism splits them, and the ratio of the
+    parts' sizes, each of which is split."""
 
     has_variable_text_length: ClassVar[bool] = False
     """Whether the text conditioning is as long as its caption."""
@@ -123,12 +132,14 @@ class Family(ABC):
         With ``pipe``, the components are added to that pipeline.  So the text encoders can be loaded, used and freed
         (set to None) before the denoiser is loaded.
         """
+        from .loading import load_pipeline
+
         return load_pipeline(self, model, dtype, self.components if components is None else components, pipe, device)
 
     @classmethod
-    def get_text_key_style(cls, component: str) -> str:
-        """How a kohya file names a text encoder's modules: ``clip`` or ``t5``."""
-        return "t5" if component == cls.facts.t5_encoder else "clip"
+    def get_text_key_style(cls, component: str) -> KeyStyle:
+        """How a kohya file names a text encoder's modules."""
+        return T5_KEYS if component == cls.facts.t5_encoder else CLIP_KEYS
 
     def get_non_block_lora_target_modules(self, denoiser: Any) -> tuple[str, ...]:
         """Additional ``lora_target_modules`` when layers outside of the blocks are trained."""
@@ -144,6 +155,9 @@ class Family(ABC):
 
     def build_noise_process(self, pipe: Any) -> NoiseProcess:
         """The noise process of the model, according to its scheduler."""
+        from ..diffusion.process import FlowMatchingProcess
+        from .schedulers import build_ddpm_process
+
         if "FlowMatch" in type(pipe.scheduler).__name__:
             return FlowMatchingProcess.from_scheduler(pipe.scheduler.config)
         return build_ddpm_process(pipe.scheduler)
@@ -170,6 +184,8 @@ class Family(ABC):
 
     def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         """The shapes that ``encode_prompts`` returns, from a pipeline on the meta device."""
+        import torch
+
         with torch.no_grad():
             return self.encode_prompts(pipe, prompts)
 
@@ -183,6 +199,8 @@ class Family(ABC):
         The VAE's shift and scale are applied, so samples are what the denoiser expects.  Nothing is random here, so
         that training on cached moments equals training without a cache.
         """
+        from .vae import encode_vae_moments
+
         return encode_vae_moments(pipe.vae, pixels)
 
     def encode_pixels(self, pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
@@ -191,6 +209,8 @@ class Family(ABC):
 
     def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
         """Decode latents to pixels in -1..1."""
+        from .vae import decode_vae_latents
+
         return decode_vae_latents(pipe.vae, latents)
 
     @abstractmethod
@@ -223,5 +243,7 @@ class Family(ABC):
         ``cond`` and ``negative_cond`` are ``encode_prompts`` of the prompt's two texts, so no text encoder is needed
         here.  All random numbers come from ``generator``.  ``sampler`` None is the family's default.
         """
+        from .sampling import sample_image
+
         sampling_kwargs = self.build_sampling_kwargs(pipe, prompt, cond, negative_cond)
         return sample_image(self, pipe, prompt, sampling_kwargs, generator, sampler)

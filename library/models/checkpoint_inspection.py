@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -35,22 +35,12 @@ _UNSUPPORTED_FILE_PATTERNS: tuple[tuple[str, str], ...] = (
 )
 """Pattern of a key -> what the file is, if it is never usable."""
 
-_UNSUPPORTED_SHAPES: Mapping[tuple[str, int, int], str] = {
-    ("input_blocks.0.0.weight", 1, 9): "an inpainting model; its UNet has 9 input channels instead of 4",
-    ("input_blocks.0.0.weight", 1, 8): "an image editing model; its UNet has 8 input channels instead of 4",
-    ("input_blocks.0.0.weight", 1, 5): "a depth model; its UNet has 5 input channels instead of 4",
-    ("img_in.weight", 1, 384): "FLUX.1 Fill (inpainting); use FLUX.1 dev",
-    ("img_in.weight", 1, 128): "FLUX.1 Depth or Canny; use FLUX.1 dev",
-    ("label_emb.0.0.weight", 1, 2560): "the refiner of Stable Diffusion XL; train a LoRA on the base model",
-}
-"""Key, axis and length -> what the model is, if it cannot be trained."""
-
 
 @dataclass(frozen=True)
 class ComponentSignature:
     """A VAE or text encoder in a file."""
 
-    component_type: str  # vae, clip, t5 or qwen
+    component_type: str  # vae, clip, t5 or language model
     width: int  # latent channels, or hidden size
 
 
@@ -58,7 +48,7 @@ _COMPONENT_SIGNATURES: Mapping[str, tuple[str, str, int]] = {
     "vae": (r"(?:^|\.)decoder\.(?:conv_in|conv1)\.weight$", "VAE with {} latent channels", 1),
     "clip": (r"(?:^|\.)(?:token_embedding\.weight)$", "CLIP text encoder of width {}", 1),
     "t5": (r"(?:^|\.)encoder\.block\.0\.layer\.0\.SelfAttention\.q\.weight$", "T5 text encoder of width {}", 1),
-    "qwen": (r"(?:^|\.)embed_tokens\.weight$", "language model of width {}", 1),
+    "llm": (r"(?:^|\.)embed_tokens\.weight$", "language model of width {}", 1),
 }
 """Component type -> pattern of one of its keys, its description, and the axis of its width."""
 
@@ -117,12 +107,15 @@ def find_component_names(header: SafetensorsHeader, facts: FamilyFacts) -> tuple
     return tuple(names)
 
 
-def reject_unsupported_model(header: SafetensorsHeader) -> None:
-    """Raise if the model is of a type that cannot be trained."""
-    for (key, axis, length), description in _UNSUPPORTED_SHAPES.items():
-        shape = _find_shape(header, key)
-        if shape is not None and len(shape) > axis and shape[axis] == length:
-            raise ModelError(f"is {description}")
+def reject_unsupported_model(header: SafetensorsHeader, families: Iterable[FamilyFacts]) -> None:
+    """Raise if the model is of a type of its family that cannot be trained."""
+    for facts in families:
+        if not has_denoiser(header, facts):
+            continue
+        for (key, axis, length), description in facts.unsupported_shapes.items():
+            shape = _find_shape(header, key)
+            if shape is not None and len(shape) > axis and shape[axis] == length:
+                raise ModelError(f"is {description}")
 
 
 def _iter_shape_checks(
@@ -200,9 +193,9 @@ _SIGNATURE_BY_CLASS: Mapping[str, tuple[str, str]] = {
     "CLIPTextModelWithProjection": ("clip", "hidden_size"),
     "T5EncoderModel": ("t5", "d_model"),
     "T5ForConditionalGeneration": ("t5", "d_model"),
-    "Qwen3Model": ("qwen", "hidden_size"),
-    "Qwen3ForCausalLM": ("qwen", "hidden_size"),
-    "Qwen2_5_VLForConditionalGeneration": ("qwen", "hidden_size"),
+    "Qwen3Model": ("llm", "hidden_size"),
+    "Qwen3ForCausalLM": ("llm", "hidden_size"),
+    "Qwen2_5_VLForConditionalGeneration": ("llm", "hidden_size"),
 }
 """Class of a component -> component type, and the key of its width in the config."""
 

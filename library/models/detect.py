@@ -56,7 +56,7 @@ class DetectedModel:
     prediction_type: str = "epsilon"
     """``epsilon``, ``v`` or ``flow``."""
     has_guidance_embeds: bool = False
-    """Whether the denoiser takes the guidance scale as an input (FLUX.1 dev)."""
+    """Whether the denoiser takes the guidance scale as an input."""
     source_type: SourceType = "folder"
     path_or_id: str = ""
     """The folder, hub id or file."""
@@ -109,12 +109,12 @@ def get_family_facts(family: str) -> FamilyFacts:
 
 def list_size_multiples() -> dict[str, int]:
     """The size multiple of the published model of each family, by title."""
-    found = {}
-    for family, facts in FAMILY_FACTS.items():
-        match = facts.match_configs(build_bundled_reader(load_bundled_config(list_family_configs(family)[0])))
-        if match is not None:
-            found[facts.title] = match.size_multiple
-    return found
+    return {facts.title: get_size_multiple(family) for family, facts in FAMILY_FACTS.items()}
+
+
+def get_size_multiple(family: str) -> int:
+    """Width and height of training images of the published model are multiples of this."""
+    return _match_bundled_config(FAMILY_FACTS[family], list_family_configs(family)[0]).size_multiple
 
 
 def _detect_built_in() -> DetectedModel:
@@ -189,7 +189,7 @@ def _list_family_titles() -> str:
 def _detect_single_file(path: Path, family_option: str | None) -> DetectedModel:
     header = read_safetensors_header(path)
     reject_unsupported_file(header)
-    reject_unsupported_model(header)
+    reject_unsupported_model(header, FAMILY_FACTS.values())
     candidates = [
         family
         for family in ([family_option] if family_option else FAMILY_FACTS)
@@ -221,7 +221,7 @@ def _build_single_file_model(
             prediction_type, overrides = "v", {"prediction_type": "v_prediction"}
         elif declared.startswith("eps"):
             prediction_type, overrides = "epsilon", {"prediction_type": "epsilon"}
-    if "ztsnr" in header.shapes:  # a marker key in SDXL models by NovelAI and others
+    if "ztsnr" in header.shapes:  # a marker key in models by NovelAI and others
         overrides["rescale_betas_zero_snr"] = True
     key = facts.single_file_keys[-1]
     reason = "set by --family" if has_family_option else f"the file has {key} with the shape of {facts.title}"
@@ -290,7 +290,7 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
     problems += [*_find_unsupported_options(model_config, facts), *facts.validate_options(read, model_config)]
     if detected.source_type == "file":
         problems += _find_missing_components(detected, facts, sources)
-    if model_config.v2 and detected.family != "sd2":
+    if model_config.v2 and not facts.is_version_2:
         problems.append(f"v2: the model is {facts.title}; leave this option out")
     if problems:
         raise ConfigError(problems)

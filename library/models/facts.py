@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ..config.network_args import get_network_args
+from ..config.network_args import GENERAL_NETWORK, NetworkFacts, get_network_args
 from ..config.schema import AdapterConfig, ModelConfig, OptimConfig
 from ..config.unused_options import is_self_tuning_adafactor
 from .model_configs import ConfigReader
@@ -22,7 +22,7 @@ class FamilyMatch:
     prediction_type: str
     """``epsilon``, ``v`` or ``flow``."""
     has_guidance_embeds: bool = False
-    """Whether the denoiser takes the guidance scale as an input (FLUX.1 dev)."""
+    """Whether the denoiser takes the guidance scale as an input ."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,16 @@ class FamilyFacts:
     """The T5 among them, which is large and therefore trained only on request."""
     extra_options: tuple[str, ...] = ()
     """Options of ``ModelConfig`` that apply to this family, but not to all."""
+    is_version_2: bool = False
+    """Whether sd-scripts' option ``v2`` stands for this family."""
+    kohya_defaults: Mapping[str, str] = field(default_factory=dict)
+    """Defaults of sd-scripts for this family that differ from those here."""
+    network: NetworkFacts = GENERAL_NETWORK
+    """The family's own network modules and arguments."""
+    modelspec_architecture: str = ""
+    """How ``modelspec.architecture`` in the family's LoRA files begins."""
+    masks_text_in_denoiser: bool = False
+    """Whether ``apply_t5_attn_mask`` masks the denoiser's attention, too."""
     validate_options: Callable[[ConfigReader, ModelConfig], Iterator[str]] = lambda read, options: iter(())
     """Yield a problem for each option that this model does not support."""
     attention_modes: tuple[str, ...] = ("xformers",)
@@ -59,6 +69,10 @@ class FamilyFacts:
     """Keys, without prefix, that identify the denoiser in a single-file checkpoint."""
     diffusers_keys: Mapping[str, str] = field(default_factory=dict)
     """Such a key -> its name in diffusers, which files with only the denoiser may use."""
+    unsupported_shapes: Mapping[tuple[str, int, int], str] = field(default_factory=dict)
+    """Such a key, an axis and its length -> what the model is, if it cannot be trained."""
+    single_file_classes: Mapping[str, str] = field(default_factory=dict)
+    """Component -> the class whose conversion of single files in diffusers it uses, if it has none of its own."""
     shape_checks: Mapping[tuple[str, int | None], tuple[str | int, ...]] = field(default_factory=dict)
     """Such a key and an axis -> path of its length in the bundled config, to tell families and variants apart.
 

@@ -81,7 +81,7 @@ def load_pipeline(
     logger.info("loading %s of %s", ", ".join(components), model.path_or_id)
     for name in components:
         with _raise_config_error(model, name), _disable_progress_bars():
-            # The VAEs of SD 1.x and SDXL overflow in half precision; they are small and run once per image.
+            # Older VAEs overflow in half precision; they are small and run once per image.
             precision = torch.float32 if name == "vae" else dtype
             component_class = import_model_class(*index[name])
             loaded[name] = _load_component(
@@ -170,7 +170,8 @@ def _load_component(
         return build_random_component(component_class, config, component, dtype, device)
     path = model.path_or_id if separate is None else separate.path_or_id
     prefixes = family.facts.single_file_prefixes.get(component, ())
-    return load_single_file_component(component_class, path, config, prefixes, dtype, device)
+    conversion_class = family.facts.single_file_classes.get(component)
+    return load_single_file_component(component_class, path, config, prefixes, dtype, device, conversion_class)
 
 
 def import_model_class(library: str, name: str) -> Any:

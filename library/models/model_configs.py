@@ -73,7 +73,7 @@ def read_scheduler_config(read: ConfigReader) -> JsonDict:
 
 def get_downscale_factor(config: JsonDict) -> int:
     """Downscale factor of a VAE or UNet: every block but the last halves the resolution."""
-    downsamples = config.get("temperal_downsample")  # spelled so by Qwen-Image
+    downsamples = config.get("temperal_downsample")  # spelled so in video VAEs
     if isinstance(downsamples, list):
         return int(2 ** len(downsamples))
     blocks = config.get("block_out_channels")

@@ -6,14 +6,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..config import ParsedConfig, RunConfig, validate_adapter, validate_objective
-from ..config.network_args import UNET_FAMILIES, list_arg_names
+from ..config.network_args import list_arg_names
 from ..config.options import OptionConflict
 from ..config.schema import AdapterConfig, ModelConfig
 from ..config.schema_data import DataConfig
 from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.schema_output import PreviewConfig
+from ..config.types import is_prompt_text
 from ..config.unused_options import find_unusable_sampler, is_self_tuning_adafactor
-from ..data.prompts import Prompt, load_preview_prompts, load_prompts
+from ..data.prompts import Prompt, load_preview_prompts
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
 from ..dataset.validate import validate_resolution_multiple
 from ..errors import ConfigError, FileError
@@ -36,7 +37,7 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> I
                 config.noise, config.loss, facts.title, detected.prediction_type
             ),
             *validate_adapter.validate_adapter_for_model(
-                config.adapter, config.optim, facts.name, facts.title, facts.text_encoders, facts.t5_encoder
+                config.adapter, config.optim, facts.network, facts.title, facts.text_encoders, facts.t5_encoder
             ),
             *_validate_text_mask(config.model, config.distributed.attn_mode, config.parallel.cp_size, detected),
             *validate_adapter.validate_text_caching(
@@ -51,7 +52,8 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> I
         yield from _validate_image_sizes(config.data, detected)
     path = config.preview.sample_prompts
     try:
-        prompts = load_prompts(Path(path)) if path and Path(path).is_file() else []  # a missing file is found earlier
+        is_missing = path is not None and not is_prompt_text(path) and not Path(path).is_file()  # found earlier
+        prompts = [] if is_missing else load_preview_prompts(config.preview)
     except ConfigError as error:
         yield from error.problems
         prompts = []
@@ -62,8 +64,8 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> I
 def _validate_text_mask(
     model: ModelConfig, attn_mode: str, cp_size: int, detected: DetectedModel
 ) -> Iterator[OptionConflict]:
-    """FLUX.1 masks padding tokens in its attention, which not every kernel and layout can."""
-    if not model.apply_t5_attn_mask or detected.family != "flux":
+    """Some families mask padding tokens in the denoiser's attention, which not every kernel and layout can."""
+    if not model.apply_t5_attn_mask or not get_family_facts(detected.family).masks_text_in_denoiser:
         return
     if attn_mode in ("flash", "flash3"):
         yield ("apply_t5_attn_mask", "attn_mode"), f"attn_mode {attn_mode} has no masks; use sdpa"
@@ -104,7 +106,7 @@ def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[str]:
     elif prompt.flow_shift is not None:
         yield f"{prompt.locate_key('flow_shift')}: for flow-matching models only, not for {title}; leave it out"
     if prompt.embedded_guidance is not None and not model.has_guidance_embeds:
-        yield f"{prompt.locate_key('guidance_scale')}: only FLUX.1 dev has a guidance embedding; use --l for this model"
+        yield f"{prompt.locate_key('guidance_scale')}: {title} has no guidance embedding; use --l"
 
 
 def _detect_without_options(model: ModelConfig) -> DetectedModel | None:
@@ -124,7 +126,7 @@ def drop_unused_model_options(loaded: ParsedConfig) -> ParsedConfig:
     reasons |= _find_unavailable_xformers(loaded, detected)
     loaded = loaded.without_unused({name: why for name, why in reasons.items() if name in loaded.locations})
     facts, adapter = get_family_facts(detected.family), loaded.config.adapter
-    if facts.name not in UNET_FAMILIES:
+    if not facts.network.is_unet:
         names = [name for name in list_arg_names(adapter.network_args) if name in ("conv_dim", "conv_alpha")]
         loaded = loaded.without_args(dict.fromkeys(names, f"{facts.title} has no convolutions"))
     unusable = tuple(_find_unusable_samplers(loaded.config.preview, loaded.config.noise, detected))
@@ -159,32 +161,33 @@ def _round_bucket_steps(loaded: ParsedConfig, detected: DetectedModel) -> Parsed
         return loaded
     notice = f"{location}: {data.bucket_reso_steps} is finer than the model can train; buckets are multiples of {step}"
     config = replace(loaded.config, data=replace(data, bucket_reso_steps=step))
-    return replace(loaded, config=config, notices=[*loaded.notices, notice])
+    adjustments = {**loaded.adjustments, f"bucket_reso_steps {step}": notice}
+    return replace(loaded, config=config, notices=[*loaded.notices, notice], adjustments=adjustments)
 
 
 def _find_other_defaults(loaded: ParsedConfig, detected: DetectedModel) -> Iterator[str]:
     """Name the options of sd-scripts that are not set and have another default there; only for its run files."""
     if not loaded.has_kohya_options:
         return
-    optim, is_flux = loaded.config.optim, detected.family == "flux"
-    text_encoders = select_trained_text_encoders(loaded.config.adapter, optim, get_family_facts(detected.family))
+    optim, facts = loaded.config.optim, get_family_facts(detected.family)
+    text_encoders = select_trained_text_encoders(loaded.config.adapter, optim, facts)
     has_all_rates = optim.unet_lr is not None and (optim.text_encoder_lr or not text_encoders)
-    is_sd3, sampling = detected.family == "sd3", loaded.config.noise.flow_timestep_sampling
+    sampling, theirs_of = loaded.config.noise.flow_timestep_sampling, facts.kohya_defaults.get
     others = {
         "seed": ("42", "another one for each run", True),
         "learning_rate": ("1e-4", "2e-6", not has_all_rates and not is_self_tuning_adafactor(optim)),
         "v_parameterization": ("true, as the model says", "false", detected.prediction_type == "v"),
         "guidance_scale": ("1", "3.5", detected.has_guidance_embeds),
-        "timestep_sampling": ("shift", "uniform" if is_sd3 else "sigma", (is_flux or is_sd3) and sampling != "sigma"),
+        "timestep_sampling": ("shift", theirs_of("timestep_sampling"), sampling != "sigma"),
         "discrete_flow_shift": (
             "as in the model's pipeline",
-            "training_shift 1" if is_sd3 else "3",
-            (is_flux or is_sd3) and sampling in ("shift", "sigma"),
+            theirs_of("discrete_flow_shift"),
+            sampling in ("shift", "sigma"),
         ),
-        "model_prediction_type": ("raw", "sigma_scaled", is_flux),
+        "model_prediction_type": ("raw", theirs_of("model_prediction_type"), True),
     }
     for name, (ours, theirs, applies) in others.items():
-        if applies and name not in loaded.locations:
+        if applies and theirs is not None and name not in loaded.locations:
             yield f"{name} {ours} (there {theirs})"
 
 

@@ -18,14 +18,21 @@ def load_single_file_component(
     prefixes: Sequence[str],
     dtype: torch.dtype,
     device: torch.device | None,
+    conversion_class: str | None = None,
 ) -> Any:
-    """Build a component from its config and load its weights; its keys in the file may have one of ``prefixes``."""
+    """Build a component from its config and load its weights; its keys in the file may have one of ``prefixes``.
+
+    ``conversion_class`` is the class whose keys in single files it has, if diffusers does not know those of its own.
+    """
     prefix, tensors = _read_tensors(path, prefixes)
     model = build_empty_model(component_class, config)
     is_text_encoder = component_class.__module__.startswith("transformers.")
-    convert_keys = _convert_text_encoder_keys if is_text_encoder else _convert_diffusers_keys
     try:
-        missing = load_tensors(model, convert_keys(model, tensors, prefix), dtype, device)
+        if is_text_encoder:
+            converted = _convert_text_encoder_keys(model, tensors, prefix)
+        else:
+            converted = _convert_diffusers_keys(model, tensors, prefix, conversion_class)
+        missing = load_tensors(model, converted, dtype, device)
     except KeyError as error:
         missing = [str(error.args[0])]
     if missing:
@@ -46,28 +53,21 @@ def select_component_keys(keys: Iterable[str], prefixes: Sequence[str]) -> tuple
     return prefix, [key for key in keys if key.startswith(prefix)]
 
 
-def _convert_diffusers_keys(model: Any, tensors: dict[str, Tensor], prefix: str) -> Mapping[str, Tensor]:
-    """Convert original keys with diffusers' own mapping, which requires the prefix of UNets."""
+def _convert_diffusers_keys(
+    model: Any, tensors: dict[str, Tensor], prefix: str, class_name: str | None = None
+) -> Mapping[str, Tensor]:
+    """Convert original keys with diffusers' mapping of this class, which requires the prefix of UNets."""
     from diffusers.loaders import single_file_model
 
     bare = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     if model.state_dict().keys() <= bare.keys():
         return bare
-    if "input_blocks.0.0.weight" in tensors:
-        tensors = {DENOISER_PREFIX + name: tensor for name, tensor in tensors.items()}
-    class_name = _CONVERSION_CLASSES.get(type(model).__name__, type(model).__name__)
+    if "input_blocks.0.0.weight" in bare:
+        bare = {DENOISER_PREFIX + name: tensor for name, tensor in bare.items()}
     classes: Any = single_file_model.SINGLE_FILE_LOADABLE_CLASSES
-    convert = classes[class_name]["checkpoint_mapping_fn"]
-    checkpoint = bare if class_name in _PREFIXLESS_CLASSES else tensors
-    converted: Mapping[str, Tensor] = convert(checkpoint=checkpoint, config=dict(model.config))
+    convert = classes[class_name or type(model).__name__]["checkpoint_mapping_fn"]
+    converted: Mapping[str, Tensor] = convert(checkpoint=bare, config=dict(model.config))
     return converted
-
-
-_CONVERSION_CLASSES: Mapping[str, str] = {"AutoencoderKLQwenImage": "AutoencoderKLWan"}
-"""Qwen-Image's VAE has the architecture and the keys of Wan's."""
-
-_PREFIXLESS_CLASSES = {"AutoencoderKLWan", "QwenImageTransformer2DModel"}
-"""Classes whose mapping in diffusers expects keys without a prefix."""
 
 
 def _convert_text_encoder_keys(model: Any, tensors: dict[str, Tensor], prefix: str) -> Mapping[str, Tensor]:

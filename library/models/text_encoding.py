@@ -7,22 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from ..config.schema import ModelConfig
-
-CLIP_LORA_TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
-"""Every linear layer in the attention and MLP of CLIP's layers."""
-
-T5_LORA_TARGET_MODULES = (
-    "SelfAttention.q",
-    "SelfAttention.k",
-    "SelfAttention.v",
-    "SelfAttention.o",
-    "DenseReluDense.wi_0",
-    "DenseReluDense.wi_1",
-    "DenseReluDense.wo",
-)
-"""Every linear layer in the attention and MLP of T5's layers."""
 
 CHUNK_LENGTH = 75
 """Tokens of a caption per CLIP pass, without the start and end token."""
@@ -135,3 +123,11 @@ def get_normed_hidden_states(encoder: Any, output: Any, layers_from_end: int) ->
     # transformers 5: CLIPTextModelWithProjection has a text_model, CLIPTextModel has the layers itself.
     normed: Tensor = getattr(encoder, "text_model", encoder).final_layer_norm(output.hidden_states[-layers_from_end])
     return normed
+
+
+def pad_text_embeds(embeds: Tensor | Sequence[Tensor], multiple: int = 1) -> tuple[Tensor, Tensor]:
+    """Pad texts to the longest, rounded up to ``multiple`` tokens: (B, tokens, width), and the attention mask."""
+    masks = [row.new_ones(len(row), dtype=torch.long) for row in embeds]
+    padded, mask = pad_sequence(list(embeds), batch_first=True), pad_sequence(masks, batch_first=True)
+    padding = -padded.shape[1] % multiple
+    return pad(padded, (0, 0, 0, padding)), pad(mask, (0, padding))

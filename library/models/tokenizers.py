@@ -62,7 +62,7 @@ def build_byte_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any
         "CLIPTokenizer": _build_clip_tokenizer,
         "T5Tokenizer": _build_t5_tokenizer,
         "T5TokenizerFast": _build_t5_tokenizer,
-        "Qwen2Tokenizer": _build_qwen_tokenizer,
+        "Qwen2Tokenizer": _build_chat_tokenizer,
     }
     return builders[tokenizer_class.__name__](tokenizer_class, config)
 
@@ -106,7 +106,7 @@ def _build_t5_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
         return tokenizer_class.from_pretrained(folder)
 
 
-def _build_qwen_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
+def _build_chat_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
     settings = {
         "tokenizer_class": "Qwen2Tokenizer",
         "unk_token": None,

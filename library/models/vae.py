@@ -1,4 +1,4 @@
-"""Encode images to latents and back with the VAEs of Stable Diffusion and FLUX, always in float32."""
+"""Encode images to latents and back, with image VAEs and as one frame with video VAEs, always in float32."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -44,3 +44,24 @@ def get_latent_statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
     statistics = (vae.config.latents_mean, vae.config.latents_std)
     mean, std = (torch.tensor(values).view(1, -1, 1, 1, 1).to(like) for values in statistics)
     return mean, std
+
+
+@torch.no_grad()
+def encode_frame_moments(vae: Any, pixels: Tensor) -> Moments:
+    """Encode pixels with a video VAE as one frame; latents are normalized by channel."""
+    frames = pixels.to(vae.device, vae.dtype).unsqueeze(2)
+    with disable_autocast(vae):
+        latent_dist = vae.encode(frames).latent_dist
+    mean, std = get_latent_statistics(vae, latent_dist.mean)
+    latent_mean, latent_std = (latent_dist.mean - mean) / std, latent_dist.std / std
+    return Moments.from_mean_and_std(latent_mean.squeeze(2), latent_std.squeeze(2))
+
+
+@torch.no_grad()
+def decode_frame_latents(vae: Any, latents: Tensor) -> Tensor:
+    """Decode the latents of one frame with a video VAE to pixels in -1..1."""
+    frames = latents.to(vae.device, vae.dtype).unsqueeze(2)
+    mean, std = get_latent_statistics(vae, frames)
+    with disable_autocast(vae):
+        pixels: Tensor = vae.decode(frames * std + mean, return_dict=False)[0]
+    return pixels.squeeze(2)

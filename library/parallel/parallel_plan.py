@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import BoundArguments
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,11 +17,8 @@ from torch import Tensor, nn
 from ..models.base import Family
 
 TEXT_LAYER_PATTERN = re.compile(r"\.(add_[qkv]_proj|to_add_out|ff_context|norm1_context|txt_)")
-SINGLE_STREAM_PATTERN = re.compile(r"^single_transformer_blocks\.")
 COLWISE_PATTERN = re.compile(r"\.(to_[qkv]|add_[qkv]_proj|proj_mlp|w1|w3|net\.0\.proj)$")
 ROWWISE_PATTERN = re.compile(r"\.(to_out\.0|to_add_out|w2|net\.2)$")
-FUSED_ROWWISE_PATTERN = re.compile(r"single_transformer_blocks\.\d+\.proj_out$")
-"""FLUX.1: one matrix for the output of the attention and of the MLP."""
 
 GATED_ACTIVATIONS = {"GEGLU", "SwiGLU"}
 """diffusers' activations whose projection holds the gate as well."""
@@ -179,39 +177,49 @@ def build_parallel_plan(family: Family, denoiser: nn.Module) -> ParallelPlan:
     """Describe how the denoiser can be split over processes."""
     return ParallelPlan(
         build_block_sequence(family, denoiser),
-        build_tensor_parallel_plan(denoiser),
+        build_tensor_parallel_plan(denoiser, family.fused_parallel_layers),
         family.block_token_args,
-        map_layer_token_streams(denoiser, family.block_lists, family.block_activation_args),
+        map_layer_token_streams(
+            denoiser, family.block_lists, family.block_activation_args, family.single_stream_block_lists
+        ),
         denoiser,
     )
 
 
 def map_layer_token_streams(
-    denoiser: nn.Module, block_lists: Sequence[str], stream_args: Sequence[str]
+    denoiser: nn.Module,
+    block_lists: Sequence[str],
+    stream_args: Sequence[str],
+    single_stream_block_lists: Sequence[str] = (),
 ) -> dict[str, tuple[str, ...]]:
     """Layer -> the block arguments whose tokens it processes; ``stream_args`` has text before image."""
     streams = {}
     for blocks in block_lists:
         for name, _ in denoiser.get_submodule(blocks).named_modules(prefix=blocks):
-            if SINGLE_STREAM_PATTERN.search(name):
+            if blocks in single_stream_block_lists:
                 streams[name] = tuple(stream_args)
             else:
                 streams[name] = (stream_args[0 if TEXT_LAYER_PATTERN.search(name) else -1],)
     return streams
 
 
-def build_tensor_parallel_plan(denoiser: nn.Module) -> TensorParallelPlan:
+def build_tensor_parallel_plan(
+    denoiser: nn.Module, fused_layers: Mapping[str, tuple[str, tuple[int, ...]]] = MappingProxyType({})
+) -> TensorParallelPlan:
     """Layer -> ``colwise`` or ``rowwise`` sharding, and the sizes of the sections that are sharded separately."""
     plan: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, layer in denoiser.named_modules():
         base: Any = getattr(layer, "base_layer", layer)
         if not isinstance(base, nn.Linear):
             continue
-        if COLWISE_PATTERN.search(name):
+        fused = next((value for pattern, value in fused_layers.items() if re.search(pattern, name)), None)
+        if fused is not None:
+            kind, ratios = fused
+            features = base.out_features if kind == "colwise" else base.in_features
+            plan[name] = kind, tuple(features * ratio // sum(ratios) for ratio in ratios)
+        elif COLWISE_PATTERN.search(name):
             parts = 2 if type(denoiser.get_submodule(name.rpartition(".")[0])).__name__ in GATED_ACTIVATIONS else 1
             plan[name] = "colwise", (base.out_features // parts,) * parts
         elif ROWWISE_PATTERN.search(name):
             plan[name] = "rowwise", (base.in_features,)
-        elif FUSED_ROWWISE_PATTERN.search(name):
-            plan[name] = "rowwise", (base.out_features, base.in_features - base.out_features)
     return plan

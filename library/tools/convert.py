@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
+from ..models.families import FAMILY_FACTS
 from .preflight import check_convert_arguments
 
 if TYPE_CHECKING:  # torch is imported only after the arguments were checked
@@ -203,17 +204,7 @@ def _find_best_fit(tensors: "Mapping[str, Tensor]", stated: str | None) -> Model
 
 
 def _find_stated_family(metadata: Mapping[str, str]) -> str | None:
+    """The family that the file names; used only if no known model has these shapes."""
     architecture = metadata.get("modelspec.architecture", "")
-    return next((family for start, family in _MODELSPEC_ARCHITECTURES.items() if architecture.startswith(start)), None)
-
-
-_MODELSPEC_ARCHITECTURES = {
-    "stable-diffusion-v1": "sd1",
-    "stable-diffusion-v2": "sd2",
-    "stable-diffusion-xl": "sdxl",
-    "stable-diffusion-3": "sd3",
-    "flux-1": "flux",
-    "z-image": "z_image",
-    "qwen-image": "qwen_image",
-}
-"""Prefixes of ``modelspec.architecture``; used only if no known model has these shapes."""
+    starts = {facts.modelspec_architecture: family for family, facts in FAMILY_FACTS.items()}
+    return next((family for start, family in starts.items() if start and architecture.startswith(start)), None)

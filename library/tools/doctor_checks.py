@@ -24,7 +24,7 @@ from ..errors import ConfigError, UserError
 
 PRELOAD = (
     *("torch", "accelerate", "diffusers", "transformers", "peft"),
-    *("library.models.families.sd1_sd2", "library.training.task", "library.distributed.accelerator"),
+    *("library.models.loading", "library.training.task", "library.distributed.accelerator"),
     *("diffusers.models.unets.unet_2d_condition", "diffusers.models.autoencoders.autoencoder_kl"),
     *("transformers.models.clip.modeling_clip", "torch._inductor.compile_fx"),
 )
@@ -285,12 +285,13 @@ def check_training_step(device: str, precision: str) -> str:
     from ..data.batch import PixelBatch
     from ..diffusion.objective import Objective
     from ..distributed.async_copy import CopyStream
+    from ..models.detect import detect_model
     from ..models.families import FAMILIES
     from ..training.task import DiffusionTask
     from ..training.trainable import get_trainable_parameters
 
     accelerator, target = _prepare_accelerator(device, "--mixed_precision", precision), torch.device(device)
-    family = FAMILIES.get("sd1")()
+    family = FAMILIES.get(detect_model(None).family)()
     pipe = family.load(None, torch.float32)
     pipe.to(target)
     denoiser = getattr(pipe, family.denoiser_name)

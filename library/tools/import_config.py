@@ -10,6 +10,7 @@ from ..config import parse_config, validate_adapter, validate_objective
 from ..config.options import flatten_config, iter_options
 from ..config.parser import ParsedConfig
 from ..config.schema import RunConfig
+from ..config.types import is_prompt_text
 from ..data.prompts import load_prompts
 from ..dataset.validate import validate_dataset_config
 from ..errors import ConfigError, UserError
@@ -29,7 +30,6 @@ HELP = f"""{USAGE}
   --overwrite   replace files of these names
 
 NAME.toml is for --config_file, and names NAME.dataset.toml. See docs/import.md."""
-FLOW_FAMILIES = ("sd3", "flux", "z_image", "qwen_image")
 TRAINED_PART_OPTIONS = {"network_train_unet_only", "network_train_text_encoder_only"}
 NO_DATASET = "no image folder was found in the file; write a dataset TOML (docs/datasets.md) and set dataset_config"
 _OPTION_OF_KEY = {"batch_size": "train_batch_size", "num_repeats": "dataset_repeats"}
@@ -188,7 +188,7 @@ def check_written_files(run_path: Path, family: str) -> list[str]:
         return [*problems, *validate_model_options(config, loaded.locations)]
     prompts = config.preview.sample_prompts
     try:
-        if prompts and Path(prompts).is_file():
+        if prompts and not is_prompt_text(prompts) and Path(prompts).is_file():
             load_prompts(Path(prompts))
     except ConfigError as error:
         problems += error.problems
@@ -197,11 +197,11 @@ def check_written_files(run_path: Path, family: str) -> list[str]:
 
 def _check_family(loaded: ParsedConfig, family: str) -> list[str]:
     config, facts = loaded.config, get_family_facts(family)
-    prediction = "flow" if family in FLOW_FAMILIES else "v" if config.noise.v_parameterization else "epsilon"
+    prediction = "flow" if not facts.network.is_unet else "v" if config.noise.v_parameterization else "epsilon"
     conflicts = [
         *validate_objective.validate_objective_for_model(config.noise, config.loss, facts.title, prediction),
         *validate_adapter.validate_adapter_for_model(
-            config.adapter, config.optim, facts.name, facts.title, facts.text_encoders, facts.t5_encoder
+            config.adapter, config.optim, facts.network, facts.title, facts.text_encoders, facts.t5_encoder
         ),
     ]
     given = flatten_config(config)

@@ -193,9 +193,11 @@ class SaveAdapter:
             raise InvalidAdapterFileError(f"{path} differs from the trained adapter: {shown}")
 
     def _build_metadata(self, run: TrainingRun) -> dict[str, str]:
-        info = run.task.family.get_base_model_info(run.task.pipe)
+        info, is_v2 = run.task.family.get_base_model_info(run.task.pipe), run.task.family.facts.is_version_2
         prediction_type = run.task.objective.process.prediction_type
-        model = BaseModelMetadata(info.base_model_version, info.architecture, prediction_type)
+        model = BaseModelMetadata(
+            info.base_model_version, info.architecture, prediction_type, is_version_2=is_v2, metadata=info.metadata
+        )
         return build_metadata(run.config, model, self._collect_run_facts(run), SOFTWARE)
 
     def _collect_run_facts(self, run: TrainingRun) -> RunMetadata:

@@ -12,7 +12,6 @@ from ..adapters.dropout_and_norms import LoraDropout
 from ..adapters.peft_types import RankAlpha
 from ..adapters.targets import TargetComponent, TargetLayer, matches_pattern
 from ..config.network_args import (
-    UNET_FAMILIES,
     NetworkArgs,
     compute_block_lr_weights,
     get_lycoris_preset,
@@ -52,9 +51,9 @@ def _get_layer_lr(
     for number, (pattern, pattern_lr) in enumerate(network_args.network_reg_lrs):
         if matches_pattern(pattern, layer):
             return f"{label}_reg{number}", pattern_lr
-    if facts.name in UNET_FAMILIES and not layer.is_text_encoder:
-        weights = compute_block_lr_weights(network_args, facts.name)
-        block = None if weights is None else get_unet_block_index(layer.kohya_name, facts.name)
+    if facts.network.is_unet and not layer.is_text_encoder:
+        weights = compute_block_lr_weights(network_args, facts.network)
+        block = None if weights is None else get_unet_block_index(layer.kohya_name, facts.network)
         if weights is not None and block is not None:
             return f"{label}_block{block}", lr * weights[block]
     return label, lr
@@ -155,7 +154,7 @@ def build_trainable_modules(
     denoiser = getattr(pipe, family.denoiser_name)
     denoiser.requires_grad_(False)
     adapter = lora.inject_adapters(
-        parts, config.adapter, config.train.seed, family.facts.name, rank_alphas, independent_modules
+        parts, config.adapter, config.train.seed, family.facts.network, rank_alphas, independent_modules
     )
     trained = TrainableModules(
         family.denoiser_name, {family.denoiser_name: denoiser, **{part.name: part.model for part in parts}}

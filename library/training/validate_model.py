@@ -32,7 +32,9 @@ def validate_adapter_targets(
 ) -> Iterator[str]:
     """Check the adapter options, and that the patterns of ``network_args`` match layers."""
     facts = family.facts
-    options = validate_adapter_for_model(adapter, optim, facts.name, facts.title, facts.text_encoders, facts.t5_encoder)
+    options = validate_adapter_for_model(
+        adapter, optim, facts.network, facts.title, facts.text_encoders, facts.t5_encoder
+    )
     problems = [f"--{names[0]}: {problem}" for names, problem in options]
     yield from problems
     if not problems and adapter.network_args:
@@ -40,7 +42,7 @@ def validate_adapter_targets(
         pipe = load_components_on_meta(detected, (family.denoiser_name, *encoders))
         components = select_target_components(adapter, optim, family, pipe)
         try:
-            lora.select_target_layers(components, adapter, facts.name)
+            lora.select_target_layers(components, adapter, facts.network)
         except ConfigError as error:
             yield from error.problems
 

@@ -171,7 +171,9 @@ def test_map_layer_token_streams_covers_every_layer(model):
     tiny = TINY[model]()
     family, pipe = FAMILIES.get(model)(), tiny.pipe
     denoiser = getattr(pipe, family.denoiser_name)
-    token_streams = map_layer_token_streams(denoiser, family.block_lists, family.block_activation_args)
+    token_streams = map_layer_token_streams(
+        denoiser, family.block_lists, family.block_activation_args, family.single_stream_block_lists
+    )
     first = BlockSequence.from_lists(denoiser, family.block_lists, family.block_activation_args).blocks[0]
     lengths, token_counts, inputs = {}, {}, {}
 

@@ -13,11 +13,11 @@ from published_configs import build_component_on_meta
 from tiny_denoiser import build_tiny_denoiser
 from torch import nn
 
-from library.adapters import key_names, lora, original_layouts
+from library.adapters import key_names, key_styles, lora
 from library.adapters.formats import convert_from_file_format, convert_to_file_format
 from library.adapters.fused_layers import fuse_adapters, split_adapter
 from library.adapters.key_names import ComponentKeys
-from library.adapters.original_layouts import OriginalModule
+from library.adapters.key_styles import OriginalModule
 from library.adapters.state_dict import ModuleAdapter
 from library.adapters.targets import match_target_modules
 from library.config.schema import AdapterConfig
@@ -25,7 +25,7 @@ from library.errors import UserError
 from library.models.families import FAMILIES
 
 DATA = Path(__file__).resolve().parents[1] / "data"
-NAMES = {style: key_names.build_key_map((), style) for style in ("flux", "sd3")}
+NAMES = {name: key_names.build_key_map((), FAMILIES.get(name).lora_key_style) for name in ("flux", "sd3")}
 GOLDEN = {"flux": "kohya_keys_flux.json", "sd3": "kohya_keys_sd3_medium.json"}
 
 
@@ -132,7 +132,7 @@ def test_diffusers_converts_a_flux_file_to_the_same_updates(shared):
 
     size, family = 3072, FAMILIES.get("flux")
     shapes = {}
-    for part in (*original_layouts.IMAGE_STREAM, *original_layouts.TEXT_STREAM):
+    for part in (*key_styles.IMAGE_STREAM, *key_styles.TEXT_STREAM):
         outputs = {"norm1": 6, "norm1_context": 6, "ff": 4, "ff_context": 4}.get(part.split(".")[0], 1)
         is_outer = part.endswith("net.2")
         shapes[f"transformer_blocks.0.{part}"] = (size if is_outer else size * outputs, size * 4 if is_outer else size)

@@ -13,6 +13,7 @@ from torch import nn
 
 from library.adapters import key_names, lora
 from library.adapters.formats import convert_from_file_format, convert_to_file_format
+from library.adapters.key_styles import CLIP_KEYS, LDM_KEYS
 from library.config.schema import AdapterConfig
 from library.models import single_file
 from library.models.checkpoint_inspection import (
@@ -94,7 +95,7 @@ def export_lora(
     """The state dict of a LoRA in a meta model, and the tensors of its kohya file."""
     adapter = lora.inject_into_model(model, AdapterConfig(network_dim=16, network_alpha=8), targets, seed=1)
     state = {name: torch.zeros(tensor.shape) for name, tensor in lora.get_adapter_state_dict(model).items()}
-    part = key_names.ComponentKeys.from_model(model, "part", prefix, style)
+    part = key_names.ComponentKeys("part", key_names.list_module_names(model), prefix, style)
     named = {f"part.{name}": tensor for name, tensor in state.items()}
     tensors, _ = convert_to_file_format(
         named, {f"part.{name}": adapter.alpha for name in adapter.modules}, [part], "kohya"
@@ -129,7 +130,7 @@ def test_keys_and_shapes_of_the_text_encoders_are_those_of_sd_scripts(family, co
     trained = {part: prefix for part, prefix in family.text_lora_prefixes.items() if part != family.facts.t5_encoder}
     for part, prefix in trained.items():
         _, tensors = export_lora(
-            build_component_on_meta(config, part), family.text_lora_target_modules[part], prefix, "clip"
+            build_component_on_meta(config, part), family.text_lora_target_modules[part], prefix, CLIP_KEYS
         )
         assert {key: list(tensor.shape) for key, tensor in tensors.items()} == filter_prefix(prefix, read_golden(name))
     assert {key.split("_")[1] for key in read_golden(name)} == {
@@ -140,7 +141,7 @@ def test_keys_and_shapes_of_the_text_encoders_are_those_of_sd_scripts(family, co
 def test_original_names_of_convolutions_are_those_of_sd_scripts():
     """Convolutions are the remaining modules of a UNet."""
     model = build_component_on_meta("sdxl", "unet")
-    files = key_names.build_key_map((name for name, _ in model.named_modules()), "ldm")
+    files = key_names.build_key_map((name for name, _ in model.named_modules()), LDM_KEYS)
     golden_names = {key.split(".")[0] for key in filter_prefix("lora_unet", read_golden("sdxl_conv"))}
     ours = {
         key_names.build_kohya_name(files.renames[name], "lora_unet")
@@ -164,7 +165,7 @@ def test_sd2_has_the_modules_of_sd1_and_its_projections_are_linear():
         build_component_on_meta("sd2", "text_encoder"),
         family.text_lora_target_modules["text_encoder"],
         "lora_te",
-        "clip",
+        CLIP_KEYS,
     )
     assert len(text) == 23 * 6 * 3
 
@@ -188,7 +189,7 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
     ):
         header = SafetensorsHeader({prefix + name: tuple(tensor.shape) for name, tensor in tensors.items()}, {})
         reject_unsupported_file(header)
-        reject_unsupported_model(header)
+        reject_unsupported_model(header, FAMILY_FACTS.values())
         assert [name for name, facts in FAMILY_FACTS.items() if has_denoiser(header, facts)] == [family]
         assert match_bundled_config(header, family, FAMILY_FACTS[family]) == config
         assert find_component_names(header, FAMILY_FACTS[family]) == ("transformer",)

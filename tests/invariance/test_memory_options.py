@@ -3,6 +3,7 @@
 import gc
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from training_runs import even_dataset, max_relative_difference, train_adapter
 
 from benchmarks.synthetic_run import build_run, write_dataset
 from library.config import parse_config
+from library.distributed import async_copy
 from library.distributed.async_copy import CopyStream
 from library.errors import ConfigError
 from library.estimate.memory_meter import MemoryMeter
@@ -75,6 +77,16 @@ def test_representable_values_are_dequantized_exactly():
 def test_a_quantized_weight_has_the_size_of_its_type():
     size = {kind: QuantizedWeight.quantize(torch.randn(64, 1024).bfloat16(), kind).nbytes / 65536 for kind in KINDS}
     assert size["none"] == 2 and 1 < size["int8"] == size["fp8"] < 1.01 and 0.5 < size["nf4"] < 0.54
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (7, 33), (4, 3, 3, 3)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_is_packed_on_the_meta_device_as_elsewhere(kind, shape):
+    weight = torch.randn(shape).bfloat16()
+    packed, on_meta = (QuantizedWeight.quantize(each, kind) for each in (weight, weight.to("meta")))
+    assert on_meta == replace(packed, tensors=on_meta.tensors)
+    for tensor, other in zip(on_meta.tensors, packed.tensors, strict=True):
+        assert tensor.is_meta and (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
 
 
 @pytest.mark.parametrize(("kind", "max_bytes_per_weight"), [("fp8", 4.1), ("int8", 4.1), ("nf4", 6.2)])
@@ -315,10 +327,8 @@ def test_memory_options_do_not_change_gradients(model, exact_options, quantizati
 
 
 def test_every_nth_block_is_recomputed_from_offloaded_inputs(monkeypatch):
-    copied, copy_to_host = [], activation_checkpointing.copy_to_host
-    monkeypatch.setattr(
-        activation_checkpointing, "copy_to_host", lambda tensor: copied.append(tensor) or copy_to_host(tensor)
-    )
+    copied, copy_to_host = [], async_copy.copy_to_host
+    monkeypatch.setattr(async_copy, "copy_to_host", lambda tensor: copied.append(tensor) or copy_to_host(tensor))
     for interval, expected_calls, is_offloaded in ((1, [2, 2, 2, 2], False), (2, [2, 1, 2, 1], True)):
         blocks, calls = [nn.Linear(3, 3) for _ in range(4)], [0] * 4
         for number, block in enumerate(blocks):

@@ -154,7 +154,7 @@ def test_a_learning_rate_of_0_excludes_a_text_encoder():
 def find_adapter_problems(name, *flags):
     config, facts = parse_settings(*flags), FAMILIES.get(name)().facts
     problems = validate_adapter_for_model(
-        config.adapter, config.optim, facts.name, facts.title, facts.text_encoders, facts.t5_encoder
+        config.adapter, config.optim, facts.network, facts.title, facts.text_encoders, facts.t5_encoder
     )
     return [problem for _, problem in problems]
 

@@ -3,6 +3,7 @@
 import torch
 from tiny_pipelines import TINY
 
+from library.adapters.key_styles import T5_KEYS
 from library.adapters.targets import match_target_modules
 from library.checkpoint.component_keys import collect_component_keys
 from library.models.families import FAMILIES
@@ -11,7 +12,7 @@ from library.models.families import FAMILIES
 def build_random_state(name, kind="lora", dtype=torch.float32, seed=0, pipe=None, scale=None, with_t5=True):
     """A random state dict with text encoders and several ranks, the alphas, and the key names of the components."""
     pipe, family, generator = pipe or TINY[name]().pipe, FAMILIES.get(name), torch.Generator().manual_seed(seed)
-    parts = [part for part in collect_component_keys(family, pipe) if with_t5 or part.key_style != "t5"]
+    parts = [part for part in collect_component_keys(family, pipe) if with_t5 or part.key_style != T5_KEYS]
     state, alphas = {}, {}
     for part in parts:
         model = getattr(pipe, part.name)

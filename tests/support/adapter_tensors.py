@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from library.adapters import lora
 from library.adapters.formats import FileFormat, convert_to_file_format
-from library.adapters.key_names import ComponentKeys
+from library.adapters.key_names import ComponentKeys, list_module_names
 from library.adapters.state_dict import group_by_module
 from library.models.families import FAMILIES
 
@@ -15,8 +15,12 @@ from library.models.families import FAMILIES
 def build_component_keys(model: nn.Module, family: Any = None) -> ComponentKeys:
     """The key names of a denoiser."""
     family = family or FAMILIES.get("sd1")
-    return ComponentKeys.from_model(
-        model, family.denoiser_name, family.lora_prefix, family.lora_key_style, family.lora_other_key_styles
+    return ComponentKeys(
+        family.denoiser_name,
+        list_module_names(model),
+        family.lora_prefix,
+        family.lora_key_style,
+        family.lora_other_key_styles,
     )
 
 

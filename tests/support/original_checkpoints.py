@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from library.adapters.key_names import build_key_map
-from library.adapters.original_layouts import map_to_ldm_names
+from library.adapters.key_styles import map_to_ldm_names
+from library.models.families.flux import FLUX_KEYS
+from library.models.families.sd3 import SD3_KEYS
 
 _VAE = (
     (r"\bdown_blocks\.", "down."),
@@ -94,7 +96,7 @@ def add_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def convert_sd3_transformer(model: nn.Module) -> dict[str, Tensor]:
     state, tensors = model.state_dict(), {}
     linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
-    for group in build_key_map((), "sd3").group_modules(linear):
+    for group in build_key_map((), SD3_KEYS).group_modules(linear):
         for end in ("weight", "bias"):
             parts = [state[f"{module}.{end}"] for module in group.modules]
             is_pair = (
@@ -122,7 +124,7 @@ def convert_sd3_transformer(model: nn.Module) -> dict[str, Tensor]:
 def convert_flux_transformer(model: nn.Module) -> dict[str, Tensor]:
     state, tensors = model.state_dict(), {}
     linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
-    for group in build_key_map((), "flux").group_modules(linear):
+    for group in build_key_map((), FLUX_KEYS).group_modules(linear):
         for end in ("weight", "bias"):
             tensors[f"{group.name}.{end}"] = torch.cat([state[f"{module}.{end}"] for module in group.modules])
     ends = {

@@ -3,25 +3,160 @@
 dev is guidance-distilled and has a guidance embedding; schnell has none and is sampled in four steps.
 """
 
-from collections.abc import Sequence
-from typing import Any, cast
+from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
-from ...data.batch import Batch, Cond
-from ...data.prompts import Prompt
-from .. import text_encoding
+from ...adapters.key_styles import IMAGE_STREAM, TEXT_STREAM, KeyStyle, OriginalModule, build_stream_modules
+from ...config.network_args import NetworkFacts
+from ...config.schema import ModelConfig
 from ..base import BaseModelInfo, Family
-from ..facts_dit import FLUX_FACTS, JOINT_BLOCK_LORA_TARGET_MODULES
-from ..text_encoding import CLIP_LORA_TARGET_MODULES, T5_LORA_TARGET_MODULES
+from ..facts import FamilyFacts, FamilyMatch
+from ..model_configs import ConfigReader, read_required
+from ..shared_facts import (
+    CLIP_L_PREFIXES,
+    CLIP_L_TOKENIZER,
+    CLIP_LORA_TARGET_MODULES,
+    DENOISER_PREFIXES,
+    JOINT_BLOCK_LORA_TARGET_MODULES,
+    MASKED_ATTENTION_MODES,
+    T5_LORA_TARGET_MODULES,
+    T5_PREFIXES,
+    T5_TOKENIZER,
+    match_flow_model,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ...data.batch import Batch, Cond
+    from ...data.prompts import Prompt
+
+
+def _match_flux(read: ConfigReader) -> FamilyMatch:
+    has_guidance = bool(read_required(read, "transformer/config.json").get("guidance_embeds", False))
+    variant = "has a guidance embedding (dev)" if has_guidance else "has no guidance embedding (schnell)"
+    return replace(match_flow_model(read, 4, f"the transformer {variant}"), has_guidance_embeds=has_guidance)
+
+
+def _validate_flux_guidance(read: ConfigReader, options: ModelConfig) -> Iterator[str]:
+    has_guidance = (read("transformer/config.json") or {}).get("guidance_embeds", False)
+    if not has_guidance and options.guidance_scale != ModelConfig.guidance_scale:
+        yield "guidance_scale: FLUX.1 schnell has no guidance embedding; leave this option out"
+
+
+FACTS = FamilyFacts(
+    name="flux",
+    title="FLUX.1",
+    pipeline_class="FluxPipeline",
+    denoiser_name="transformer",
+    components=("transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
+    match_configs=_match_flux,
+    component_options={"ae": "vae", "vae": "vae", "clip_l": "text_encoder", "t5xxl": "text_encoder_2"},
+    text_encoders=("text_encoder", "text_encoder_2"),
+    t5_encoder="text_encoder_2",
+    extra_options=("t5xxl_max_token_length", "guidance_scale", "apply_t5_attn_mask"),
+    kohya_defaults={
+        "timestep_sampling": "sigma",
+        "discrete_flow_shift": "3",
+        "model_prediction_type": "sigma_scaled",
+    },
+    network=NetworkFacts(
+        modules=("networks.lora_flux", "networks.oft_flux"),
+        args=("train_t5xxl", "train_blocks", "train_double_block_indices", "train_single_block_indices"),
+        layer_type_ranks=(
+            *(
+                (f"{stream}_{part}_dim", rf"double_blocks_\d+_{stream}_{part}")
+                for part in ("attn", "mlp", "mod")
+                for stream in ("img", "txt")
+            ),
+            ("single_dim", r"single_blocks_\d+_linear"),
+            ("single_mod_dim", r"single_blocks_\d+_modulation"),
+        ),
+        outer_layer_ranks=("in_dims", ("img_in", "time_in", "vector_in", "guidance_in", "txt_in")),
+    ),
+    modelspec_architecture="flux-1",
+    masks_text_in_denoiser=True,
+    attention_modes=(*MASKED_ATTENTION_MODES, "flash", "flash3"),
+    validate_options=_validate_flux_guidance,
+    single_file_prefixes={
+        "transformer": DENOISER_PREFIXES,
+        "vae": ("vae.",),
+        "text_encoder": CLIP_L_PREFIXES,
+        "text_encoder_2": T5_PREFIXES,
+    },
+    single_file_keys=("double_blocks.0.img_attn.qkv.weight", "vector_in.in_layer.weight", "img_in.weight"),
+    diffusers_keys={
+        "double_blocks.0.img_attn.qkv.weight": "single_transformer_blocks.0.proj_mlp.weight",
+        "vector_in.in_layer.weight": "time_text_embed.text_embedder.linear_1.weight",
+        "guidance_in.in_layer.weight": "time_text_embed.guidance_embedder.linear_1.weight",
+        "img_in.weight": "x_embedder.weight",
+        "txt_in.weight": "context_embedder.weight",
+    },
+    unsupported_shapes={
+        ("img_in.weight", 1, 384): "FLUX.1 Fill (inpainting); use FLUX.1 dev",
+        ("img_in.weight", 1, 128): "FLUX.1 Depth or Canny; use FLUX.1 dev",
+    },
+    shape_checks={
+        ("img_in.weight", 1): ("transformer", "in_channels"),
+        ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
+        ("vector_in.in_layer.weight", 1): ("transformer", "pooled_projection_dim"),
+        ("guidance_in.in_layer.weight", None): ("transformer", "guidance_embeds"),
+    },
+)
+
+
+_STREAM_NAMES = ("attn.qkv", "attn.proj", "mlp.0", "mlp.2", "mod.lin")
+_SINGLE_BLOCK = "single_transformer_blocks.{}"
+
+_LAYOUT: tuple[OriginalModule, ...] = (
+    *build_stream_modules("double_blocks.{}.img_", "transformer_blocks", IMAGE_STREAM, _STREAM_NAMES),
+    *build_stream_modules("double_blocks.{}.txt_", "transformer_blocks", TEXT_STREAM, _STREAM_NAMES),
+    OriginalModule(
+        "single_blocks.{}.linear1",
+        tuple(f"{_SINGLE_BLOCK}.{part}" for part in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")),
+        output_ratios=(1, 1, 1, 4),
+    ),
+    OriginalModule("single_blocks.{}.linear2", (f"{_SINGLE_BLOCK}.proj_out",)),
+    OriginalModule("single_blocks.{}.modulation.lin", (f"{_SINGLE_BLOCK}.norm.linear",)),
+    OriginalModule("img_in", ("x_embedder",)),
+    OriginalModule("txt_in", ("context_embedder",)),
+    OriginalModule("time_in.in_layer", ("time_text_embed.timestep_embedder.linear_1",)),
+    OriginalModule("time_in.out_layer", ("time_text_embed.timestep_embedder.linear_2",)),
+    OriginalModule("vector_in.in_layer", ("time_text_embed.text_embedder.linear_1",)),
+    OriginalModule("vector_in.out_layer", ("time_text_embed.text_embedder.linear_2",)),
+    OriginalModule("guidance_in.in_layer", ("time_text_embed.guidance_embedder.linear_1",)),
+    OriginalModule("guidance_in.out_layer", ("time_text_embed.guidance_embedder.linear_2",)),
+    OriginalModule("final_layer.adaLN_modulation.1", ("norm_out.linear",), swaps_scale_shift=True),
+    OriginalModule("final_layer.linear", ("proj_out",)),
+)
+
+_XLABS_LAYOUT: tuple[OriginalModule, ...] = (
+    *(
+        OriginalModule(
+            f"double_blocks.{{}}.{kind}_lora{number}", tuple(f"transformer_blocks.{{}}.{part}" for part in parts)
+        )
+        for number, stream in ((1, IMAGE_STREAM), (2, TEXT_STREAM))
+        for kind, parts in (("qkv", stream[:3]), ("proj", stream[3:4]))
+    ),
+    OriginalModule(
+        "single_blocks.{}.qkv_lora", tuple(f"{_SINGLE_BLOCK}.attn.{part}" for part in ("to_q", "to_k", "to_v"))
+    ),
+    OriginalModule("single_blocks.{}.proj_lora", (f"{_SINGLE_BLOCK}.proj_out",)),
+)
+"""The modules that XLabs' trainer adapts, without ``processor.`` in front of their last part; they are read."""
+
+FLUX_KEYS = KeyStyle("flux", _LAYOUT, diffusers_width=3072)
+XLABS_KEYS = KeyStyle("flux_xlabs", _XLABS_LAYOUT)
 
 
 class Flux(Family):
-    facts = FLUX_FACTS
+    facts = FACTS
     denoiser_name = "transformer"
     text_components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-    tokenizer_repo_ids = {"tokenizer": "openai/clip-vit-large-patch14", "tokenizer_2": "google/t5-v1_1-xxl"}
+    tokenizer_repo_ids = {"tokenizer": CLIP_L_TOKENIZER, "tokenizer_2": T5_TOKENIZER}
     # Every linear layer of the double and single blocks; another proj_out lies outside of them.
     lora_target_modules = (
         *JOINT_BLOCK_LORA_TARGET_MODULES,
@@ -29,12 +164,15 @@ class Flux(Family):
         "proj_mlp",
         "single_transformer_blocks.*.proj_out",
     )
-    lora_key_style = "flux"
-    lora_other_key_styles = ("flux_xlabs",)
+    lora_key_style = FLUX_KEYS
+    lora_other_key_styles = (XLABS_KEYS,)
     text_lora_target_modules = {"text_encoder": CLIP_LORA_TARGET_MODULES, "text_encoder_2": T5_LORA_TARGET_MODULES}
     text_lora_prefixes = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te3"}
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     block_token_args = {"image_rotary_emb": ((0, ("encoder_hidden_states", "hidden_states")),) * 2}
+    single_stream_block_lists = ("single_transformer_blocks",)
+    # One matrix for the output of the attention and of the MLP.
+    fused_parallel_layers = {r"single_transformer_blocks\.\d+\.proj_out$": ("rowwise", (1, 4))}
     default_num_inference_steps = 20
     default_guidance_scale = 1.0
 
@@ -44,23 +182,34 @@ class Flux(Family):
         return "x_embedder", "context_embedder", *layers
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
-        return BaseModelInfo("flux1", "flux-1-dev" if _has_guidance_embeds(pipe) else "flux-1-schnell")
+        metadata = {
+            "ss_model_type": "flux",
+            "ss_apply_t5_attn_mask": False,
+            "ss_guidance_scale": self.model_config.guidance_scale,
+        }
+        return BaseModelInfo("flux1", "flux-1-dev" if _has_guidance_embeds(pipe) else "flux-1-schnell", metadata)
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         return self.encode_clip_prompts(pipe, prompts, self.encode_t5_prompts(pipe, prompts))
 
     def encode_t5_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        from .. import text_encoding
+
         max_tokens, is_masked = self._get_max_sequence_length(pipe), self.model_config.apply_t5_attn_mask
         encoder_name = "text_encoder_2"
         embeds, mask = text_encoding.encode_with_t5(pipe, prompts, encoder_name, max_tokens, masks_padding=is_masked)
         return {"embeds": embeds} if mask is None else {"embeds": embeds, "mask": mask}
 
     def encode_clip_prompts(self, pipe: Any, prompts: Sequence[str], t5_cond: Cond) -> Cond:
+        from .. import text_encoding
+
         with text_encoding.suppress_truncation_warnings(pipe, pipe.tokenizer):
             pooled = pipe._get_clip_prompt_embeds(list(prompts), device=pipe.text_encoder.device)
         return {**t5_cond, "pooled": pooled}
 
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        from .. import text_encoding
+
         max_tokens = self._get_max_sequence_length(pipe) - 1  # minus the end token
         return text_encoding.find_truncated_prompts(pipe.tokenizer_2, prompts, max_tokens)
 
@@ -70,11 +219,11 @@ class Flux(Family):
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         count, channels, height, width = noisy_latents.shape
-        embeds = cast(Tensor, batch.cond["embeds"])
+        embeds = cast("Tensor", batch.cond["embeds"])
         # Built on the CPU and copied asynchronously: the pipeline's own copy would synchronize.
         img_ids = pipe._prepare_latent_image_ids(count, height // 2, width // 2, None, noisy_latents.dtype)
         has_guidance, scale = _has_guidance_embeds(pipe), self.model_config.guidance_scale
-        guidance = torch.full_like(timesteps, scale) if has_guidance else None
+        guidance = timesteps.new_full(timesteps.shape, scale) if has_guidance else None
         predicted = denoiser(
             hidden_states=pipe._pack_latents(noisy_latents, count, channels, height, width),
             timestep=timesteps / 1000,
@@ -101,9 +250,11 @@ class Flux(Family):
 
 def _build_attention_kwargs(cond: Cond, num_image_tokens: int) -> dict[str, Tensor] | None:
     """Mask T5's padding tokens in the attention of all blocks (``apply_t5_attn_mask``); text comes before image."""
+    import torch
+
     if "mask" not in cond:
         return None
-    mask = cast(Tensor, cond["mask"]) > 0.5
+    mask = cast("Tensor", cond["mask"]) > 0.5
     image_mask = mask.new_ones(len(mask), num_image_tokens)
     return {"attention_mask": torch.cat([mask, image_mask], dim=1)[:, None, None, :]}
 
@@ -112,8 +263,8 @@ def _drop_padding(cond: Cond) -> Cond:
     """Cut the masked tokens off one text: the pipeline takes no mask, and a masked token has no influence."""
     if "mask" not in cond:
         return cond
-    length = int(cast(Tensor, cond["mask"])[0].sum())
-    return {**cond, "embeds": cast(Tensor, cond["embeds"])[:, :length]}
+    length = int(cast("Tensor", cond["mask"])[0].sum())
+    return {**cond, "embeds": cast("Tensor", cond["embeds"])[:, :length]}
 
 
 def _has_guidance_embeds(pipe: Any) -> bool:

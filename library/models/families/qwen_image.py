@@ -1,26 +1,63 @@
 """Qwen-Image: packed 2 x 2 latent patches, variable-length text of Qwen2.5-VL, a video VAE; flow matching."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
-
-from ...data.batch import Batch, Cond, Moments
-from ...data.prompts import Prompt
-from .. import text_encoding, vae
 from ..base import BaseModelInfo, Family
-from ..facts_dit import JOINT_ATTENTION_LORA_TARGET_MODULES, QWEN_IMAGE_FACTS
-from ..vae import get_latent_statistics
+from ..facts import FamilyFacts, FamilyMatch
+from ..model_configs import ConfigReader, ModelError, read_required
+from ..shared_facts import (
+    DENOISER_PREFIXES,
+    JOINT_ATTENTION_LORA_TARGET_MODULES,
+    MASKED_ATTENTION_MODES,
+    match_flow_model,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ...data.batch import Batch, Cond, Moments
+    from ...data.prompts import Prompt
 
 QWEN_MAX_SEQUENCE_LENGTH = 512
 """Maximum tokens of the prompt, as in diffusers' pipeline."""
 
 
+def _match_qwen_image(read: ConfigReader) -> FamilyMatch:
+    config = read_required(read, "transformer/config.json")
+    if config.get("zero_cond_t") or config.get("use_layer3d_rope") or config.get("use_additional_t_cond"):
+        raise ModelError("it is Qwen-Image-Edit or Qwen-Image-Layered; use Qwen-Image")
+    return match_flow_model(read, 4, f"the transformer has {config.get('num_layers')} blocks")
+
+
+FACTS = FamilyFacts(
+    name="qwen_image",
+    title="Qwen-Image",
+    pipeline_class="QwenImagePipeline",
+    denoiser_name="transformer",
+    components=("transformer", "vae", "text_encoder", "tokenizer"),
+    match_configs=_match_qwen_image,
+    component_options={"vae": "vae", "text_encoder": "text_encoder"},
+    modelspec_architecture="qwen-image",
+    attention_modes=MASKED_ATTENTION_MODES,
+    single_file_prefixes={
+        "transformer": DENOISER_PREFIXES,
+        "vae": ("vae.",),
+        "text_encoder": ("text_encoders.qwen25_7b.transformer.",),
+    },
+    single_file_classes={"vae": "AutoencoderKLWan"},
+    single_file_keys=("transformer_blocks.0.img_mlp.net.0.proj.weight", "transformer_blocks.0.attn.add_q_proj.weight"),
+    shape_checks={
+        ("img_in.weight", 1): ("transformer", "in_channels"),
+        ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
+    },
+)
+
+
 class QwenImage(Family):
-    facts = QWEN_IMAGE_FACTS
+    facts = FACTS
     denoiser_name = "transformer"
     text_components = ("text_encoder", "tokenizer")
     tokenizer_repo_ids = {"tokenizer": "Qwen/Qwen-Image:tokenizer"}
@@ -58,6 +95,8 @@ class QwenImage(Family):
         return {"embeds": [row[:length] for row, length in zip(embeds, lengths, strict=True)]}
 
     def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        from .. import text_encoding
+
         texts = [pipe.prompt_template_encode.format(prompt) for prompt in prompts]
         width, num_prefix_tokens = pipe.transformer.config.joint_attention_dim, pipe.prompt_template_encode_start_idx
         max_length = QWEN_MAX_SEQUENCE_LENGTH
@@ -65,30 +104,27 @@ class QwenImage(Family):
         return {"embeds": embeds}
 
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        from .. import text_encoding
+
         prefix, _, _ = pipe.prompt_template_encode.partition("{}")
         max_tokens = QWEN_MAX_SEQUENCE_LENGTH + pipe.prompt_template_encode_start_idx
         texts = [prefix + prompt for prompt in prompts]
         truncated = set(text_encoding.find_truncated_prompts(pipe.tokenizer, texts, max_tokens))
         return [prompt for prompt in prompts if prefix + prompt in truncated]
 
-    @torch.no_grad()
     def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
-        frames = pixels.to(pipe.vae.device, pipe.vae.dtype).unsqueeze(2)
-        with vae.disable_autocast(pipe.vae):
-            latent_dist = pipe.vae.encode(frames).latent_dist
-        mean, std = get_latent_statistics(pipe.vae, latent_dist.mean)
-        latent_mean, latent_std = (latent_dist.mean - mean) / std, latent_dist.std / std
-        return Moments.from_mean_and_std(latent_mean.squeeze(2), latent_std.squeeze(2))
+        from ..vae import encode_frame_moments
 
-    @torch.no_grad()
+        return encode_frame_moments(pipe.vae, pixels)
+
     def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
-        frames = latents.to(pipe.vae.device, pipe.vae.dtype).unsqueeze(2)
-        mean, std = get_latent_statistics(pipe.vae, frames)
-        with vae.disable_autocast(pipe.vae):
-            pixels: Tensor = pipe.vae.decode(frames * std + mean, return_dict=False)[0]
-        return pixels.squeeze(2)
+        from ..vae import decode_frame_latents
+
+        return decode_frame_latents(pipe.vae, latents)
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        from ..text_encoding import pad_text_embeds
+
         count, channels, height, width = noisy_latents.shape
         embeds, mask = pad_text_embeds(batch.cond["embeds"], batch.text_pad_multiple)
         # Padding to a multiple always passes a mask, even a full one, so that compiled graphs see one signature.
@@ -106,6 +142,8 @@ class QwenImage(Family):
         return frames.squeeze(2)
 
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
+        from ..text_encoding import pad_text_embeds
+
         embeds, mask = pad_text_embeds(cond["embeds"])
         negative_embeds, negative_mask = pad_text_embeds(negative_cond["embeds"])
         scale = self.get_guidance_scale(prompt)
@@ -116,11 +154,3 @@ class QwenImage(Family):
             negative_prompt_embeds=negative_embeds if scale > 1 else None,
             negative_prompt_embeds_mask=negative_mask,
         )
-
-
-def pad_text_embeds(embeds: Tensor | Sequence[Tensor], multiple: int = 1) -> tuple[Tensor, Tensor]:
-    """Pad texts to the longest, rounded up to ``multiple`` tokens: (B, tokens, width), and the attention mask."""
-    masks = [row.new_ones(len(row), dtype=torch.long) for row in embeds]
-    padded, mask = pad_sequence(list(embeds), batch_first=True), pad_sequence(masks, batch_first=True)
-    padding = -padded.shape[1] % multiple
-    return pad(padded, (0, 0, 0, padding)), pad(mask, (0, padding))

@@ -1,31 +1,130 @@
 """Stable Diffusion 3 and 3.5: MMDiT with two CLIP text encoders and T5; flow matching."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
-from torch import Tensor, nn
-
-from ...data.batch import Batch, Cond
-from .. import text_encoding
+from ...adapters.key_styles import IMAGE_STREAM, TEXT_STREAM, KeyStyle, OriginalModule, build_stream_modules
+from ...config.network_args import NetworkFacts
 from ..base import BaseModelInfo, Family
-from ..facts_dit import JOINT_BLOCK_LORA_TARGET_MODULES, SD3_FACTS
-from ..text_encoding import CLIP_LORA_TARGET_MODULES, T5_LORA_TARGET_MODULES
+from ..facts import FamilyFacts, FamilyMatch
+from ..model_configs import ConfigReader, read_required
+from ..shared_facts import (
+    CLIP_G_PREFIXES,
+    CLIP_G_TOKENIZER,
+    CLIP_L_PREFIXES,
+    CLIP_L_TOKENIZER,
+    CLIP_LORA_TARGET_MODULES,
+    DENOISER_PREFIXES,
+    JOINT_BLOCK_LORA_TARGET_MODULES,
+    T5_LORA_TARGET_MODULES,
+    T5_PREFIXES,
+    T5_TOKENIZER,
+    match_flow_model,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ...data.batch import Batch, Cond
+
+
+def _match_sd3(read: ConfigReader) -> FamilyMatch:
+    depth = read_required(read, "transformer/config.json").get("num_layers")
+    return match_flow_model(read, 1, f"the transformer has {depth} joint blocks")
+
+
+_TEXT_COMPONENTS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
+
+FACTS = FamilyFacts(
+    name="sd3",
+    title="Stable Diffusion 3",
+    pipeline_class="StableDiffusion3Pipeline",
+    denoiser_name="transformer",
+    components=("transformer", "vae", *_TEXT_COMPONENTS),
+    match_configs=_match_sd3,
+    component_options={"vae": "vae", "clip_l": "text_encoder", "clip_g": "text_encoder_2", "t5xxl": "text_encoder_3"},
+    text_encoders=("text_encoder", "text_encoder_2", "text_encoder_3"),
+    t5_encoder="text_encoder_3",
+    extra_options=("t5xxl_max_token_length", "apply_t5_attn_mask"),
+    kohya_defaults={"timestep_sampling": "uniform", "discrete_flow_shift": "training_shift 1"},
+    network=NetworkFacts(
+        modules=("networks.lora_sd3",),
+        args=("train_t5xxl", "train_block_indices"),
+        layer_type_ranks=tuple(
+            (f"{stream}_{argument}_dim", f"{stream}_block_{name}")
+            for stream in ("context", "x")
+            for argument, name in (("attn", "attn"), ("mlp", "mlp"), ("mod", "adaLN"))
+        ),
+        outer_layer_ranks=(
+            "emb_dims",
+            (
+                *("context_embedder", "t_embedder", "x_embedder", "y_embedder"),
+                *("final_layer_adaLN_modulation", "final_layer_linear"),
+            ),
+        ),
+    ),
+    modelspec_architecture="stable-diffusion-3",
+    single_file_prefixes={
+        "transformer": DENOISER_PREFIXES,
+        "vae": ("first_stage_model.",),
+        "text_encoder": CLIP_L_PREFIXES,
+        "text_encoder_2": CLIP_G_PREFIXES,
+        "text_encoder_3": T5_PREFIXES,
+    },
+    single_file_keys=("joint_blocks.0.x_block.attn.qkv.weight", "context_embedder.weight", "x_embedder.proj.weight"),
+    diffusers_keys={
+        "joint_blocks.0.x_block.attn.qkv.weight": "transformer_blocks.0.attn.to_q.weight",
+        "joint_blocks.0.x_block.attn.ln_q.weight": "transformer_blocks.0.attn.norm_q.weight",
+        "joint_blocks.0.x_block.attn2.qkv.weight": "transformer_blocks.0.attn2.to_q.weight",
+        "x_embedder.proj.weight": "pos_embed.proj.weight",
+    },
+    shape_checks={
+        ("context_embedder.weight", 0): ("transformer", "caption_projection_dim"),
+        ("context_embedder.weight", 1): ("transformer", "joint_attention_dim"),
+        ("x_embedder.proj.weight", 1): ("transformer", "in_channels"),
+        ("joint_blocks.0.x_block.attn.ln_q.weight", None): ("transformer", "qk_norm"),
+        ("joint_blocks.0.x_block.attn2.qkv.weight", None): ("transformer", "dual_attention_layers"),
+    },
+)
+
+
+_STREAM_NAMES = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2", "adaLN_modulation.1")
+_LAYOUT: tuple[OriginalModule, ...] = (
+    *build_stream_modules("joint_blocks.{}.x_block.", "transformer_blocks", IMAGE_STREAM, _STREAM_NAMES),
+    *build_stream_modules("joint_blocks.{}.context_block.", "transformer_blocks", TEXT_STREAM, _STREAM_NAMES),
+    OriginalModule(
+        "joint_blocks.{}.x_block.attn2.qkv",
+        tuple(f"transformer_blocks.{{}}.attn2.{part}" for part in ("to_q", "to_k", "to_v")),
+    ),
+    OriginalModule("joint_blocks.{}.x_block.attn2.proj", ("transformer_blocks.{}.attn2.to_out.0",)),
+    OriginalModule("x_embedder.proj", ("pos_embed.proj",)),
+    OriginalModule("context_embedder", ("context_embedder",)),
+    OriginalModule("t_embedder.mlp.0", ("time_text_embed.timestep_embedder.linear_1",)),
+    OriginalModule("t_embedder.mlp.2", ("time_text_embed.timestep_embedder.linear_2",)),
+    OriginalModule("y_embedder.mlp.0", ("time_text_embed.text_embedder.linear_1",)),
+    OriginalModule("y_embedder.mlp.2", ("time_text_embed.text_embedder.linear_2",)),
+    OriginalModule("final_layer.adaLN_modulation.1", ("norm_out.linear",), swaps_scale_shift=True),
+    OriginalModule("final_layer.linear", ("proj_out",)),
+)
+
+SD3_KEYS = KeyStyle("sd3", _LAYOUT, is_read_by_diffusers=False)
 
 
 class StableDiffusion3(Family):
-    facts = SD3_FACTS
+    facts = FACTS
     denoiser_name = "transformer"
-    text_components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
+    text_components = _TEXT_COMPONENTS
     tokenizer_repo_ids = {
-        "tokenizer": "openai/clip-vit-large-patch14",
-        "tokenizer_2": "laion/CLIP-ViT-bigG-14-laion2B-39B-b160k",
-        "tokenizer_3": "google/t5-v1_1-xxl",
+        "tokenizer": CLIP_L_TOKENIZER,
+        "tokenizer_2": CLIP_G_TOKENIZER,
+        "tokenizer_3": T5_TOKENIZER,
     }
     # Every linear layer of the joint blocks, including the second attention of 3.5-medium.
     lora_target_modules = JOINT_BLOCK_LORA_TARGET_MODULES
     lora_format = "diffusers"
-    lora_key_style = "sd3"
+    lora_key_style = SD3_KEYS
     text_lora_target_modules = {
         "text_encoder": CLIP_LORA_TARGET_MODULES,
         "text_encoder_2": CLIP_LORA_TARGET_MODULES,
@@ -47,18 +146,26 @@ class StableDiffusion3(Family):
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         variant = _get_sd3_variant(pipe.transformer.config)
-        return BaseModelInfo(variant, f"stable-diffusion-3-{variant}")
+        metadata = {"ss_apply_lg_attn_mask": False, "ss_apply_t5_attn_mask": False}
+        return BaseModelInfo(variant, f"stable-diffusion-3-{variant}", metadata)
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         return self.encode_clip_prompts(pipe, prompts, self.encode_t5_prompts(pipe, prompts))
 
     def encode_t5_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        from .. import text_encoding
+
         length, is_masked = self.max_sequence_length, self.model_config.apply_t5_attn_mask
         embeds, _ = text_encoding.encode_with_t5(pipe, prompts, "text_encoder_3", length, masks_padding=is_masked)
         return {"embeds": embeds}  # the transformer has no mask, as in sd-scripts
 
     def encode_clip_prompts(self, pipe: Any, prompts: Sequence[str], t5_cond: Cond) -> Cond:
         """CLIP's tokens come before those of T5 and are padded with zeros to their width."""
+        import torch
+        from torch.nn.functional import pad
+
+        from .. import text_encoding
+
         with text_encoding.suppress_truncation_warnings(pipe, pipe.tokenizer, pipe.tokenizer_2):
             states, pooled = zip(
                 *(
@@ -67,12 +174,14 @@ class StableDiffusion3(Family):
                 ),
                 strict=True,
             )
-        t5_embeds = cast(Tensor, t5_cond["embeds"])
+        t5_embeds = cast("Tensor", t5_cond["embeds"])
         clip_embeds = torch.cat(states, dim=-1)
-        clip_embeds = nn.functional.pad(clip_embeds, (0, t5_embeds.shape[-1] - clip_embeds.shape[-1]))
+        clip_embeds = pad(clip_embeds, (0, t5_embeds.shape[-1] - clip_embeds.shape[-1]))
         return {"embeds": torch.cat([clip_embeds, t5_embeds], dim=-2), "pooled": torch.cat(pooled, dim=-1)}
 
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        from .. import text_encoding
+
         max_tokens = self.max_sequence_length - 1  # minus the end token
         return text_encoding.find_truncated_prompts(pipe.tokenizer_3, prompts, max_tokens)
 

@@ -1,30 +1,87 @@
 """Stable Diffusion XL: UNet with size conditioning and two CLIP text encoders; epsilon or v prediction."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
-from ...data.batch import Batch, Cond
-from .. import text_encoding
+from ...adapters.key_styles import LDM_KEYS
+from ...config.network_args import NetworkFacts
 from ..base import BaseModelInfo, Family
-from ..facts_unet import SDXL_FACTS, UNET_CONV_LORA_TARGET_MODULES, UNET_LORA_TARGET_MODULES
-from ..text_encoding import CHUNK_LENGTH, CLIP_LORA_TARGET_MODULES, join_chunks, tokenize_in_chunks
+from ..facts import FamilyFacts, FamilyMatch
+from ..model_configs import ConfigReader, ModelError, read_required
+from ..shared_facts import (
+    CLIP_G_TOKENIZER,
+    CLIP_L_TOKENIZER,
+    CLIP_LORA_TARGET_MODULES,
+    DENOISER_PREFIXES,
+    UNET_CONV_LORA_TARGET_MODULES,
+    UNET_LORA_TARGET_MODULES,
+    UNET_UNSUPPORTED_SHAPES,
+    UNET_VAE_PREFIXES,
+    match_unet_model,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ...data.batch import Batch, Cond
+
+
+def _match_sdxl(read: ConfigReader) -> FamilyMatch | None:
+    unet = read_required(read, "unet/config.json")
+    if unet.get("addition_embed_type") != "text_time":
+        raise ModelError(
+            "its UNet has no size conditioning (addition_embed_type text_time), as Stable Diffusion XL has"
+        )
+    if unet.get("projection_class_embeddings_input_dim") == 2560:
+        raise ModelError("it is the refiner of Stable Diffusion XL; train a LoRA on the base model")
+    return match_unet_model(read)
+
+
+FACTS = FamilyFacts(
+    name="sdxl",
+    title="Stable Diffusion XL",
+    pipeline_class="StableDiffusionXLPipeline",
+    denoiser_name="unet",
+    components=("unet", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
+    match_configs=_match_sdxl,
+    component_options={"vae": "vae", "clip_l": "text_encoder", "clip_g": "text_encoder_2"},
+    text_encoders=("text_encoder", "text_encoder_2"),
+    extra_options=("max_token_length",),
+    network=NetworkFacts(unet_blocks=(9, 3, 9), unet_outer_blocks=(1, 1)),
+    modelspec_architecture="stable-diffusion-xl",
+    single_file_prefixes={
+        "unet": DENOISER_PREFIXES,
+        "vae": UNET_VAE_PREFIXES,
+        "text_encoder": ("conditioner.embedders.0.transformer.",),
+        "text_encoder_2": ("conditioner.embedders.1.model.",),
+    },
+    single_file_keys=("input_blocks.0.0.weight", "label_emb.0.0.weight"),
+    unsupported_shapes={
+        **UNET_UNSUPPORTED_SHAPES,
+        ("label_emb.0.0.weight", 1, 2560): "the refiner of Stable Diffusion XL; train a LoRA on the base model",
+    },
+    shape_checks={
+        ("input_blocks.0.0.weight", 0): ("unet", "block_out_channels", 0),
+        ("input_blocks.0.0.weight", 1): ("unet", "in_channels"),
+        ("label_emb.0.0.weight", 1): ("unet", "projection_class_embeddings_input_dim"),
+    },
+)
 
 
 class StableDiffusionXL(Family):
-    facts = SDXL_FACTS
+    facts = FACTS
     denoiser_name = "unet"
     has_skip_connections = True
     text_components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     tokenizer_repo_ids = {
-        "tokenizer": "openai/clip-vit-large-patch14",
-        "tokenizer_2": "laion/CLIP-ViT-bigG-14-laion2B-39B-b160k",
+        "tokenizer": CLIP_L_TOKENIZER,
+        "tokenizer_2": CLIP_G_TOKENIZER,
     }
     lora_target_modules = UNET_LORA_TARGET_MODULES
     conv_lora_target_modules = UNET_CONV_LORA_TARGET_MODULES
-    lora_key_style = "ldm"
+    lora_key_style = LDM_KEYS
     text_lora_target_modules = dict.fromkeys(("text_encoder", "text_encoder_2"), CLIP_LORA_TARGET_MODULES)
     text_lora_prefixes = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}
     default_num_inference_steps = 30
@@ -34,6 +91,10 @@ class StableDiffusionXL(Family):
         return BaseModelInfo("sdxl_base_v1-0", "stable-diffusion-xl-v1-base")
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        import torch
+
+        from ..text_encoding import CHUNK_LENGTH, join_chunks, tokenize_in_chunks
+
         length = self.model_config.max_token_length
         states = []
         for tokenizer, encoder in ((pipe.tokenizer, pipe.text_encoder), (pipe.tokenizer_2, pipe.text_encoder_2)):
@@ -44,10 +105,14 @@ class StableDiffusionXL(Family):
         return {"embeds": torch.cat(states, dim=-1), "pooled": pooled}
 
     def get_unused_text_layers(self, encoder: Any, component: str) -> tuple[str, ...]:
+        from .. import text_encoding
+
         # Only the second encoder's last layer is used, for the pooled embedding.
         return text_encoding.get_last_layer_names(encoder, 1) if component == "text_encoder" else ()
 
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        from .. import text_encoding
+
         return text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, self.model_config.max_token_length)
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:

@@ -1,22 +1,79 @@
 """Z-Image: single-stream transformer with variable-length text of Qwen3; flow matching with reversed time."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
-from ...data.batch import Batch, Cond
-from .. import text_encoding
+from ...adapters.key_styles import KeyStyle, OriginalModule
 from ..base import BaseModelInfo, Family
-from ..facts_dit import Z_IMAGE_FACTS
+from ..facts import FamilyFacts, FamilyMatch
+from ..model_configs import ConfigReader, ModelError, read_required
+from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ...data.batch import Batch, Cond
 
 Z_IMAGE_MAX_SEQUENCE_LENGTH = 512
 """Maximum tokens of the prompt with the chat template, as in diffusers' pipeline."""
 
 
+def _match_z_image(read: ConfigReader) -> FamilyMatch:
+    config = read_required(read, "transformer/config.json")
+    if config.get("siglip_feat_dim") is not None:
+        raise ModelError("it is Z-Image-Omni, which takes images as input; use Z-Image or Z-Image-Turbo")
+    return match_flow_model(read, 1, f"the transformer has {config.get('n_layers')} blocks")
+
+
+FACTS = FamilyFacts(
+    name="z_image",
+    title="Z-Image",
+    pipeline_class="ZImagePipeline",
+    denoiser_name="transformer",
+    components=("transformer", "vae", "text_encoder", "tokenizer"),
+    match_configs=_match_z_image,
+    component_options={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
+    modelspec_architecture="z-image",
+    attention_modes=MASKED_ATTENTION_MODES,
+    single_file_prefixes={
+        "transformer": DENOISER_PREFIXES,
+        "vae": ("vae.",),
+        "text_encoder": ("text_encoders.qwen3_4b.transformer.",),
+    },
+    single_file_keys=(
+        "noise_refiner.0.attention.qkv.weight",
+        "cap_embedder.1.weight",
+        "layers.0.adaLN_modulation.0.weight",
+    ),
+    diffusers_keys={"noise_refiner.0.attention.qkv.weight": "noise_refiner.0.attention.to_q.weight"},
+    shape_checks={
+        ("cap_embedder.1.weight", 0): ("transformer", "dim"),
+        ("cap_embedder.1.weight", 1): ("transformer", "cap_feat_dim"),
+    },
+)
+
+
+_LAYOUT: tuple[OriginalModule, ...] = tuple(
+    original
+    for blocks in ("layers", "noise_refiner", "context_refiner")
+    for original in (
+        OriginalModule(
+            f"{blocks}.{{}}.attention.qkv",
+            tuple(f"{blocks}.{{}}.attention.{part}" for part in ("to_q", "to_k", "to_v")),
+        ),
+        OriginalModule(f"{blocks}.{{}}.attention.out", (f"{blocks}.{{}}.attention.to_out.0",)),
+    )
+)
+"""The modules with other names in the original Z-Image."""
+
+ORIGINAL_KEYS = KeyStyle("z_image", _LAYOUT)
+Z_IMAGE_KEYS = KeyStyle("diffusers", has_lokr_in_diffusers=True, has_kohya_attention_in_comfyui=False)
+
+
 class ZImage(Family):
-    facts = Z_IMAGE_FACTS
+    facts = FACTS
     denoiser_name = "transformer"
     text_components = ("text_encoder", "tokenizer")
     tokenizer_repo_ids = {"tokenizer": "Tongyi-MAI/Z-Image-Turbo:tokenizer"}
@@ -25,7 +82,8 @@ class ZImage(Family):
         *(f"layers.*.attention.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
         *(f"layers.*.feed_forward.{layer}" for layer in ("w1", "w2", "w3")),
     )
-    lora_other_key_styles = ("z_image",)
+    lora_key_style = Z_IMAGE_KEYS
+    lora_other_key_styles = (ORIGINAL_KEYS,)
     lora_format = "diffusers"
     block_lists = ("layers",)
     block_activation_args = ("x",)
@@ -48,11 +106,15 @@ class ZImage(Family):
         return {"embeds": embeds}
 
     def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        from .. import text_encoding
+
         texts = [_apply_chat_template(pipe, prompt, add_generation_prompt=True) for prompt in prompts]
         width, max_length = pipe.transformer.config.cap_feat_dim, Z_IMAGE_MAX_SEQUENCE_LENGTH
         return {"embeds": text_encoding.build_meta_text_embeds(pipe.tokenizer, texts, width, max_length)}
 
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        from .. import text_encoding
+
         by_text = {}
         for prompt in prompts:
             text = _apply_chat_template(pipe, prompt)
@@ -63,6 +125,8 @@ class ZImage(Family):
         return [by_text[text] for text in truncated]
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        import torch
+
         frames = list(noisy_latents.unsqueeze(2).unbind(0))  # each (C, 1, H, W)
         predicted = denoiser(frames, 1 - timesteps / 1000, batch.cond["embeds"], return_dict=False)[0]
         return -torch.stack(predicted).squeeze(2)  # the model's time, and so its velocity, runs from noise to image

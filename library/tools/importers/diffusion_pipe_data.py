@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .equivalents import BUCKET_STEPS
+from ...models.detect import get_size_multiple
 from .imported import ImportedConfig, KeyReader, to_integer, to_number, to_switch, to_text
 from .keys import diffusion_pipe as keys
 
@@ -41,7 +41,7 @@ def read_directories(content: dict[str, Any], result: ImportedConfig, batch_size
 
 
 def round_size(size: int, family: str) -> int:
-    step = BUCKET_STEPS[family]
+    step = get_size_multiple(family)
     return max(step, round(size / step) * step)
 
 
@@ -73,7 +73,7 @@ def _describe_buckets(ratios: tuple[float, float] | None, size: int, family: str
     """Symmetric buckets whose sides have aspect ratios in the range; none train squares."""
     if ratios is None:
         return {}
-    step = BUCKET_STEPS[family]
+    step = get_size_multiple(family)
     widest = max(ratios[1], 1 / ratios[0])
     longest = math.ceil(size * math.sqrt(widest) / step) * step
     shortest = math.floor(size / math.sqrt(widest) / step) * step

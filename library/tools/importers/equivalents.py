@@ -5,17 +5,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...models.detect import get_size_multiple
+from ...models.families import FAMILY_FACTS
 from .imported import ImportedConfig
 
-FLOW_FAMILIES = ("sd3", "flux", "z_image", "qwen_image")
-UNET_FAMILIES = ("sd1", "sd2", "sdxl")
-SUPPORTED = "Stable Diffusion 1, 2, XL and 3, FLUX.1, Z-Image and Qwen-Image"
-BUCKET_STEPS: Mapping[str, int] = {
-    **{"sd1": 64, "sd2": 64, "sdxl": 32},
-    **dict.fromkeys(FLOW_FAMILIES, 16),
-}
-"""Sides of buckets have to be multiples of these."""
-
+UNET_FAMILIES = tuple(name for name, facts in FAMILY_FACTS.items() if facts.network.is_unet)
+FLOW_FAMILIES = tuple(name for name in FAMILY_FACTS if name not in UNET_FAMILIES)
+SUPPORTED = ", ".join(facts.title for facts in FAMILY_FACTS.values())
 FULL_LOKR_DIM = 10_000
 """From this rank on, every layer of a LoKr is a full matrix, which has no scale: alpha counts as the rank."""
 
@@ -45,7 +41,7 @@ def match_last_parts(names: Iterable[str]) -> str:
 
 def find_bucket_steps(family: str, steps: int) -> int:
     """The smallest multiple of what the family needs that is not below ``steps``."""
-    needed = BUCKET_STEPS[family]
+    needed = get_size_multiple(family)
     return -(-steps // needed) * needed
 
 

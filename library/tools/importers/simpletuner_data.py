@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from .equivalents import BUCKET_STEPS, find_bucket_steps, round_preview_side
+from ...models.detect import get_size_multiple
+from .equivalents import find_bucket_steps, round_preview_side
 from .imported import KeyReader, to_integer, to_number, to_positive_integer, to_switch, to_text
 from .keys import simpletuner as keys
 
@@ -93,7 +94,8 @@ def _read_sizes(reader: KeyReader) -> tuple[dict[str, Any], bool]:
     is_cropped = reader.read("crop", False, to_switch)
     aspect = reader.read("crop_aspect", "square") if is_cropped else ""
     side = round(math.sqrt(size * 1e6)) if unit == "area" else int(size)
-    side = max(64, round(side / BUCKET_STEPS[family]) * BUCKET_STEPS[family])
+    step = get_size_multiple(family)
+    side = max(64, round(side / step) * step)
     if unit == "pixel" and aspect != "square":
         reader.list_change(
             "resolution_type", "the shorter side there; here the area is that of a square of this side", unit

@@ -11,6 +11,7 @@ from library.adapters.formats import convert_to_file_format
 from library.adapters.key_names import ComponentKeys
 from library.adapters.state_dict import group_by_module
 from library.errors import UserError
+from library.models.families import FAMILIES
 from library.training.save_adapter import build_adapter_file
 
 QUICK_KINDS = ("LoRA", "LoRA, block_alphas", "LoRA, T5", "DoRA")
@@ -100,7 +101,11 @@ def build_flux_state(width):
             state[f"transformer.{block}.{other}.lora_A.weight"] = state[f"transformer.{block}.{first}.lora_A.weight"]
     modules = {key.rpartition(".lora_")[0]: 1.5 for key in state}
     names = [module.removeprefix("transformer.") for module in modules]
-    return state, modules, [ComponentKeys("transformer", tuple(names), "lora_unet", "flux")]
+    return (
+        state,
+        modules,
+        [ComponentKeys("transformer", tuple(names), "lora_unet", FAMILIES.get("flux").lora_key_style)],
+    )
 
 
 def test_flux_of_the_published_width_gets_sd_scripts_keys_which_diffusers_converts_to_the_same_layers():

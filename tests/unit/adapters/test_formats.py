@@ -307,7 +307,7 @@ def test_the_magnitudes_of_a_transformers_dora_are_there_for_diffusers_and_for_c
 def test_t5_has_the_names_that_comfyui_and_sd_scripts_read(name, prefix, file_format):
     state, alphas, parts = build_random_state(name, scale=1)
     tensors, _ = convert_to_file_format(state, alphas, parts, file_format)
-    (t5,) = (part.name for part in parts if part.key_style == "t5")
+    (t5,) = (part.name for part in parts if part.key_style.name == "t5")
     expected = {f"{prefix}{module.removeprefix(t5).replace('.', '_')}" for module in alphas if module.startswith(t5)}
     assert expected == {key.partition(".")[0] for key in tensors if key.startswith(prefix)}
     assert any(key.startswith(f"{prefix}_encoder_block_0_layer_0_SelfAttention_q.") for key in tensors)

@@ -16,6 +16,7 @@ from library.adapters.formats import convert_from_file_format, convert_to_file_f
 from library.adapters.key_names import ComponentKeys
 from library.adapters.merge import merge_adapter, merge_bias_adapter
 from library.errors import UserError
+from library.models.families.flux import FLUX_KEYS
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "lycoris_layers.safetensors"
 COMPONENT = ComponentKeys("unet", ("layer",), "lora_unet")
@@ -111,7 +112,7 @@ FUSED_SHAPES = {
 @pytest.mark.parametrize("kind", FUSED_SHAPES)
 def test_a_fused_layer_is_split_into_query_key_and_value_and_fused_again(kind):
     modules = tuple(f"transformer_blocks.0.attn.to_{part}" for part in "qkv")
-    component = ComponentKeys("transformer", modules, "lora_unet", "flux")
+    component = ComponentKeys("transformer", modules, "lora_unet", FLUX_KEYS)
     draw = torch.Generator().manual_seed(3)
     name = "lora_unet_double_blocks_0_img_attn_qkv"
     tensors = {f"{name}.{key}": torch.randn(shape, generator=draw) for key, shape in FUSED_SHAPES[kind].items()}

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from library.adapters.metadata import (
 from library.config.schema import AdapterConfig, ModelConfig, RunConfig, TrainConfig
 from library.config.schema_objective import LossConfig, NoiseConfig
 from library.config.schema_output import SaveConfig
+from library.models.families import FAMILIES, FAMILY_FACTS
 from library.training.save_adapter import build_model_metadata
 
 MODEL = BaseModelMetadata("sd_v1", "stable-diffusion-v1", "epsilon")
@@ -128,7 +130,12 @@ OURS_TOO = {
 @pytest.mark.parametrize("architecture", SD_SCRIPTS_KEYS)
 def test_the_keys_are_those_that_sd_scripts_writes(architecture):
     kind = "epsilon" if "stable-diffusion-v1" in architecture or "xl" in architecture else "flow"
-    actual = build_metadata(CONFIG, BaseModelMetadata("x", architecture, kind), RUN, "x")
+    transformer = SimpleNamespace(config=SimpleNamespace(guidance_embeds=True, qk_norm=None))
+    family = next(name for name, facts in FAMILY_FACTS.items() if architecture.startswith(facts.modelspec_architecture))
+    info = FAMILIES.get(family)().get_base_model_info(SimpleNamespace(transformer=transformer))
+    assert info.architecture == architecture
+    model = BaseModelMetadata(info.base_model_version, architecture, kind, metadata=info.metadata)
+    actual = build_metadata(CONFIG, model, RUN, "x")
     written = {key.removeprefix("ss_") for key in actual if key.startswith("ss_")}
     expected = set(SD_SCRIPTS_KEYS[architecture])
     assert expected - written == set()

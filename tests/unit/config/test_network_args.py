@@ -63,14 +63,16 @@ def sites():
         "sd3": ["emb_dims=0,0,0,0,0,0"],
     }
     return {
-        name: lora.select_target_layers(match_sites(name, build_config(*words)), build_config(*words).adapter, name)[0]
+        name: lora.select_target_layers(
+            match_sites(name, build_config(*words)), build_config(*words).adapter, FAMILY_FACTS[name].network
+        )[0]
         for name, words in more.items()
     }
 
 
 def get_ranks(sites, name, *words, **options):
     config = build_config(*words, **options).adapter
-    ranks = assign_ranks(sites[name], config, name)
+    ranks = assign_ranks(sites[name], config, FAMILY_FACTS[name].network)
     if problems := [*validate_ranks(sites[name], ranks, config)]:
         raise ConfigError(problems)
     return ranks
@@ -115,7 +117,9 @@ def test_modules_and_ranks_with_conv_dim_equal_those_of_sd_scripts(sites, name, 
 def test_modules_without_conv_dim_equal_those_of_sd_scripts(name, file):
     actual = {
         site.kohya_name
-        for site in lora.select_target_layers(match_sites(name, build_config()), build_config().adapter, name)[0]
+        for site in lora.select_target_layers(
+            match_sites(name, build_config()), build_config().adapter, FAMILY_FACTS[name].network
+        )[0]
     }
     assert actual == {module for module in load_golden_ranks(file) if not module.startswith(UNUSED_LAYERS[name])}
 
@@ -123,7 +127,7 @@ def test_modules_without_conv_dim_equal_those_of_sd_scripts(name, file):
 def test_blocks_are_numbered_as_in_sd_scripts(sites):
     numbers = {
         name: {
-            site.kohya_name: get_unet_block_index(site.kohya_name, name)
+            site.kohya_name: get_unet_block_index(site.kohya_name, FAMILY_FACTS[name].network)
             for site in sites[name]
             if not site.is_text_encoder
         }
@@ -187,7 +191,7 @@ def test_block_lr_weights_multiply_the_learning_rate_and_0_excludes_a_block(site
 
 def test_block_lr_weight_curves_have_the_expected_end_values():
     def weights(**weights):
-        return compute_block_lr_weights(NetworkArgs(**weights), "sdxl")
+        return compute_block_lr_weights(NetworkArgs(**weights), FAMILY_FACTS["sdxl"].network)
 
     assert weights() is None
     assert weights(down_lr_weight="linear")[1:10] == pytest.approx([number / 8 for number in range(9)])
@@ -372,7 +376,12 @@ def test_arguments_that_do_not_apply_to_a_family_are_reported(name, words, probl
     assert [
         text
         for _, text in validate_adapter_for_model(
-            build_config(*words).adapter, OptimConfig(), name, facts.title, facts.text_encoders, facts.t5_encoder
+            build_config(*words).adapter,
+            OptimConfig(),
+            facts.network,
+            facts.title,
+            facts.text_encoders,
+            facts.t5_encoder,
         )
     ] == [problem]
 
@@ -386,7 +395,7 @@ def test_network_modules_of_other_families_are_refused_and_those_of_lycoris_are_
     assert [
         text
         for _, text in validate_adapter_for_model(
-            config.adapter, config.optim, "sdxl", facts.title, facts.text_encoders, facts.t5_encoder
+            config.adapter, config.optim, facts.network, facts.title, facts.text_encoders, facts.t5_encoder
         )
     ] == ["networks.lora_flux does not support Stable Diffusion XL; use networks.lora"]
     for algorithm, kind in {"locon": "lora", "diag-oft": "oft", "boft": "boft", "lokr": "lokr"}.items():
@@ -522,7 +531,7 @@ def test_arguments_of_convolutions_have_no_effect_on_models_without_them():
 
 def test_a_conv_dim_of_0_trains_the_small_convolutions_as_in_sd_scripts(sites):
     config = build_config("conv_dim=0")
-    layers, _ = lora.select_target_layers(match_sites("sd1", config), config.adapter, "sd1")
+    layers, _ = lora.select_target_layers(match_sites("sd1", config), config.adapter, FAMILY_FACTS["sd1"].network)
     assert [layer.name for layer in layers] == [layer.name for layer in sites["sd1"]], (
         "those between the blocks as well"
     )
@@ -542,3 +551,21 @@ def test_use_tucker_decomposes_spatial_convolutions(algo):
     cores = {name: weight for name, weight in model.named_parameters() if "_t" in name.split(".")[-2]}
     assert cores and all(weight.ndim == 4 and bool(weight.any()) for weight in cores.values())
     assert {name.split(".hada")[0].split(".lokr")[0] for name in cores} <= tucker
+
+
+def test_arguments_may_be_repeated_as_guis_do_and_those_that_are_off_need_no_support():
+    arguments, problems = parse_network_args(["use_tucker=False", "conv_dim=4", "use_tucker=False", "split_qkv=False"])
+    assert (arguments.use_tucker, arguments.conv_dim, problems) == (False, 4, [])
+    assert parse_network_args(["conv_dim=4", "conv_dim=8"])[1] == ["conv_dim: duplicate argument"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "problem"),
+    [
+        ("algo=IA3", "algo: (IA)^3 is not supported; the nearest is algo=lora with a small network_dim"),
+        ("preset=layers.toml", "preset: files are not supported; use include_patterns"),
+        ("split_qkv=True", "split_qkv: not supported: q, k and v share one down matrix (it crashes in sd-scripts)"),
+    ],
+)
+def test_what_is_not_supported_names_the_nearest(argument, problem):
+    assert parse_network_args([argument])[1] == [problem]

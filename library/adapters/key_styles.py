@@ -1,10 +1,11 @@
-"""The module names of the original model code, and which of its fused modules diffusers has split.
+"""How LoRA files name the modules of a component: the original model's names and its fused modules, ``KeyStyle``.
 
-sd-scripts names LoRA weights after the original modules, with one LoRA for a fused qkv.
+sd-scripts names LoRA weights after the original modules, with one LoRA for a fused qkv.  The styles of one model family
+only are in its file in ``models/families/``.  No torch here.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -30,7 +31,9 @@ class ModuleGroup:
     original: OriginalModule
 
 
-def _build_stream(original: str, blocks: str, parts: Sequence[str], names: Sequence[str]) -> tuple[OriginalModule, ...]:
+def build_stream_modules(
+    original: str, blocks: str, parts: Sequence[str], names: Sequence[str]
+) -> tuple[OriginalModule, ...]:
     """The image or text stream of double-stream blocks: attention, its output, the MLP, and the modulation."""
     *attention, out, mlp_in, mlp_out, modulation = (f"{blocks}.{{}}.{part}" for part in parts)
     qkv, proj, first, second, original_modulation = (f"{original}{name}" for name in names)
@@ -49,86 +52,6 @@ TEXT_STREAM = (
     *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
     *("ff_context.net.0.proj", "ff_context.net.2", "norm1_context.linear"),
 )
-
-_FLUX_STREAM_NAMES = ("attn.qkv", "attn.proj", "mlp.0", "mlp.2", "mod.lin")
-_SD3_STREAM_NAMES = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2", "adaLN_modulation.1")
-_FLUX_SINGLE_BLOCK = "single_transformer_blocks.{}"
-
-FLUX_LAYOUT: tuple[OriginalModule, ...] = (
-    *_build_stream("double_blocks.{}.img_", "transformer_blocks", IMAGE_STREAM, _FLUX_STREAM_NAMES),
-    *_build_stream("double_blocks.{}.txt_", "transformer_blocks", TEXT_STREAM, _FLUX_STREAM_NAMES),
-    OriginalModule(
-        "single_blocks.{}.linear1",
-        tuple(f"{_FLUX_SINGLE_BLOCK}.{part}" for part in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")),
-        output_ratios=(1, 1, 1, 4),
-    ),
-    OriginalModule("single_blocks.{}.linear2", (f"{_FLUX_SINGLE_BLOCK}.proj_out",)),
-    OriginalModule("single_blocks.{}.modulation.lin", (f"{_FLUX_SINGLE_BLOCK}.norm.linear",)),
-    OriginalModule("img_in", ("x_embedder",)),
-    OriginalModule("txt_in", ("context_embedder",)),
-    OriginalModule("time_in.in_layer", ("time_text_embed.timestep_embedder.linear_1",)),
-    OriginalModule("time_in.out_layer", ("time_text_embed.timestep_embedder.linear_2",)),
-    OriginalModule("vector_in.in_layer", ("time_text_embed.text_embedder.linear_1",)),
-    OriginalModule("vector_in.out_layer", ("time_text_embed.text_embedder.linear_2",)),
-    OriginalModule("guidance_in.in_layer", ("time_text_embed.guidance_embedder.linear_1",)),
-    OriginalModule("guidance_in.out_layer", ("time_text_embed.guidance_embedder.linear_2",)),
-    OriginalModule("final_layer.adaLN_modulation.1", ("norm_out.linear",), swaps_scale_shift=True),
-    OriginalModule("final_layer.linear", ("proj_out",)),
-)
-
-XLABS_FLUX_LAYOUT: tuple[OriginalModule, ...] = (
-    *(
-        OriginalModule(
-            f"double_blocks.{{}}.{kind}_lora{number}", tuple(f"transformer_blocks.{{}}.{part}" for part in parts)
-        )
-        for number, stream in ((1, IMAGE_STREAM), (2, TEXT_STREAM))
-        for kind, parts in (("qkv", stream[:3]), ("proj", stream[3:4]))
-    ),
-    OriginalModule(
-        "single_blocks.{}.qkv_lora", tuple(f"{_FLUX_SINGLE_BLOCK}.attn.{part}" for part in ("to_q", "to_k", "to_v"))
-    ),
-    OriginalModule("single_blocks.{}.proj_lora", (f"{_FLUX_SINGLE_BLOCK}.proj_out",)),
-)
-"""The modules that XLabs' trainer adapts, without ``processor.`` in front of their last part; they are read."""
-
-SD3_LAYOUT: tuple[OriginalModule, ...] = (
-    *_build_stream("joint_blocks.{}.x_block.", "transformer_blocks", IMAGE_STREAM, _SD3_STREAM_NAMES),
-    *_build_stream("joint_blocks.{}.context_block.", "transformer_blocks", TEXT_STREAM, _SD3_STREAM_NAMES),
-    OriginalModule(
-        "joint_blocks.{}.x_block.attn2.qkv",
-        tuple(f"transformer_blocks.{{}}.attn2.{part}" for part in ("to_q", "to_k", "to_v")),
-    ),
-    OriginalModule("joint_blocks.{}.x_block.attn2.proj", ("transformer_blocks.{}.attn2.to_out.0",)),
-    OriginalModule("x_embedder.proj", ("pos_embed.proj",)),
-    OriginalModule("context_embedder", ("context_embedder",)),
-    OriginalModule("t_embedder.mlp.0", ("time_text_embed.timestep_embedder.linear_1",)),
-    OriginalModule("t_embedder.mlp.2", ("time_text_embed.timestep_embedder.linear_2",)),
-    OriginalModule("y_embedder.mlp.0", ("time_text_embed.text_embedder.linear_1",)),
-    OriginalModule("y_embedder.mlp.2", ("time_text_embed.text_embedder.linear_2",)),
-    OriginalModule("final_layer.adaLN_modulation.1", ("norm_out.linear",), swaps_scale_shift=True),
-    OriginalModule("final_layer.linear", ("proj_out",)),
-)
-
-Z_IMAGE_LAYOUT: tuple[OriginalModule, ...] = tuple(
-    original
-    for blocks in ("layers", "noise_refiner", "context_refiner")
-    for original in (
-        OriginalModule(
-            f"{blocks}.{{}}.attention.qkv",
-            tuple(f"{blocks}.{{}}.attention.{part}" for part in ("to_q", "to_k", "to_v")),
-        ),
-        OriginalModule(f"{blocks}.{{}}.attention.out", (f"{blocks}.{{}}.attention.to_out.0",)),
-    )
-)
-"""The modules with other names in the original Z-Image."""
-
-ORIGINAL_LAYOUTS: Mapping[str, tuple[OriginalModule, ...]] = {
-    "flux": FLUX_LAYOUT,
-    "flux_xlabs": XLABS_FLUX_LAYOUT,
-    "sd3": SD3_LAYOUT,
-    "z_image": Z_IMAGE_LAYOUT,
-}
-"""Key style -> the modules of the original model, where diffusers has split some."""
 
 
 @dataclass(frozen=True)
@@ -243,3 +166,48 @@ def _rename_to_ldm(name: str, block_names: Mapping[str, str]) -> str:
     if ".resnets." in match[1]:
         rest = _LDM_RESNET_NAMES.get(rest, rest)
     return f"{start}.{'op' if '.downsamplers.' in match[1] else rest}"
+
+
+def keep_names(modules: Iterable[str]) -> Mapping[str, str]:
+    """Names in files are those of the model."""
+    return {name: name for name in modules}
+
+
+def _add_text_model_prefix(modules: Iterable[str]) -> Mapping[str, str]:
+    """Add the ``text_model.`` that ``CLIPTextModel`` of transformers 5 no longer has."""
+    return {
+        name: name if name.startswith(("text_model.", "text_projection")) else f"text_model.{name}" for name in modules
+    }
+
+
+@dataclass(frozen=True)
+class KeyStyle:
+    """The names of a component's modules in kohya files, and which of these files other programs read."""
+
+    name: str
+    layout: tuple[OriginalModule, ...] = ()
+    """The modules of the original model, where diffusers has split some."""
+    rename: Callable[[Iterable[str]], Mapping[str, str]] = keep_names
+    """Without a layout: module names -> their names in files."""
+    is_text_encoder: bool = False
+    is_read_by_diffusers: bool = True
+    """Whether diffusers converts kohya files of this style."""
+    diffusers_width: int | None = None
+    """The only width of which diffusers splits the fused modules of a kohya file."""
+    has_lokr_in_diffusers: bool = False
+    """Whether diffusers loads LoKr in ComfyUI's format."""
+    has_kohya_attention_in_comfyui: bool = True
+    """Whether ComfyUI knows the names of attention layers in kohya files."""
+
+    @property
+    def keeps_names(self) -> bool:
+        """Whether modules have the same names in files."""
+        return not self.layout and self.rename is keep_names
+
+
+DIFFUSERS_KEYS = KeyStyle("diffusers")
+LDM_KEYS = KeyStyle("ldm", rename=map_to_ldm_names)
+"""A UNet as in the original code of Stable Diffusion."""
+
+CLIP_KEYS = KeyStyle("clip", rename=_add_text_model_prefix, is_text_encoder=True)
+T5_KEYS = KeyStyle("t5", is_text_encoder=True)

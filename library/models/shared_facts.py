@@ -1,0 +1,91 @@
+"""What several model families share: checks of their JSON files, layers that get a LoRA, key prefixes; no torch."""
+
+from .facts import FamilyMatch
+from .model_configs import ConfigReader, ModelError, get_downscale_factor, read_required, read_scheduler_config
+
+CLIP_LORA_TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
+"""Every linear layer in the attention and MLP of CLIP's layers."""
+
+T5_LORA_TARGET_MODULES = (
+    *(f"SelfAttention.{name}" for name in "qkvo"),
+    *(f"DenseReluDense.{name}" for name in ("wi_0", "wi_1", "wo")),
+)
+"""Every linear layer in the attention and MLP of T5's layers."""
+
+UNET_LORA_TARGET_MODULES = ("proj_in", "proj_out", "to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")
+"""Every linear layer and 1x1 convolution inside the UNet's Transformer2DModel blocks."""
+
+UNET_CONV_LORA_TARGET_MODULES = (
+    "resnets.*.conv1",
+    "resnets.*.conv2",
+    "resnets.*.conv_shortcut",
+    "resnets.*.time_emb_proj",
+    "downsamplers.*.conv",
+    "upsamplers.*.conv",
+)
+"""The remaining layers, trained when convolutions get a LoRA, too: resnets and samplers."""
+
+JOINT_ATTENTION_LORA_TARGET_MODULES = (
+    *("to_q", "to_k", "to_v", "to_out.0"),
+    *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+)
+"""The linear layers of an attention over image and text tokens."""
+
+JOINT_BLOCK_LORA_TARGET_MODULES = (
+    *JOINT_ATTENTION_LORA_TARGET_MODULES,
+    *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+    *("norm1.linear", "norm1_context.linear"),
+)
+"""Every linear layer of double-stream blocks with a modulation of their own."""
+
+MASKED_ATTENTION_MODES = ("xformers", "efficient", "cudnn", "math")
+"""Attention backends that support masks, as padded texts need."""
+
+DENOISER_PREFIXES, UNET_VAE_PREFIXES = ("model.diffusion_model.",), ("first_stage_model.",)
+"""Prefixes of full checkpoints; files with only the denoiser have none."""
+
+UNET_UNSUPPORTED_SHAPES = {
+    ("input_blocks.0.0.weight", 1, channels): f"{kind} model; its UNet has {channels} input channels instead of 4"
+    for channels, kind in ((9, "an inpainting"), (8, "an image editing"), (5, "a depth"))
+}
+
+CLIP_L_PREFIXES, CLIP_G_PREFIXES = ("text_encoders.clip_l.transformer.",), ("text_encoders.clip_g.transformer.",)
+T5_PREFIXES = ("text_encoders.t5xxl.transformer.",)
+
+CLIP_L_TOKENIZER, CLIP_G_TOKENIZER = "openai/clip-vit-large-patch14", "laion/CLIP-ViT-bigG-14-laion2B-39B-b160k"
+T5_TOKENIZER = "google/t5-v1_1-xxl"
+
+
+def match_flow_model(read: ConfigReader, channels_per_latent: int, reason: str, patch_size: int = 2) -> FamilyMatch:
+    """Check a flow-matching transformer, whose input has ``channels_per_latent`` for each latent channel."""
+    transformer, vae = read_required(read, "transformer/config.json"), read_required(read, "vae/config.json")
+    channels, latent_channels = transformer.get("in_channels"), vae.get("latent_channels", vae.get("z_dim"))
+    if isinstance(channels, int) and isinstance(latent_channels, int):
+        expected = latent_channels * channels_per_latent
+        if channels != expected:
+            raise ModelError(
+                f"its transformer has {channels} input channels instead of {expected}; inpainting, editing and control "
+                "models cannot be trained"
+            )
+    name = read_scheduler_config(read).get("_class_name", "")
+    if "FlowMatch" not in name:
+        raise ModelError(f"its scheduler is {name}; only flow matching is supported for this model")
+    return FamilyMatch(reason, get_downscale_factor(vae) * patch_size, "flow")
+
+
+def match_unet_model(read: ConfigReader) -> FamilyMatch:
+    """Check a UNet that predicts epsilon or v."""
+    unet, vae = read_required(read, "unet/config.json"), read_required(read, "vae/config.json")
+    if unet.get("in_channels", 4) != 4:
+        raise ModelError(
+            f"its UNet has {unet['in_channels']} input channels instead of 4; inpainting and editing models cannot be "
+            "trained"
+        )
+    prediction = read_scheduler_config(read).get("prediction_type", "epsilon")
+    if prediction not in ("epsilon", "v_prediction"):
+        raise ModelError(
+            f"its scheduler has prediction_type {prediction!r}; only epsilon and v_prediction are supported"
+        )
+    reason = f"the UNet has cross_attention_dim {unet.get('cross_attention_dim')}"
+    size_multiple = get_downscale_factor(vae) * get_downscale_factor(unet)
+    return FamilyMatch(reason, size_multiple, "v" if prediction == "v_prediction" else "epsilon")
