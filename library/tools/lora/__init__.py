@@ -67,7 +67,7 @@ def run_lora(argv: Sequence[str]) -> tuple[str, int] | Generator[str, None, int]
     if not argv or argv[0] in ("--help", "-h"):
         return _format_help(), 0
     command, *rest = argv
-    preflight.check_command(command, COMMANDS)
+    preflight.check_lora_command(command, COMMANDS)
     if set(rest) & {"--help", "-h"}:
         return _format_command_help(command), 0
     _, _, arguments, check = COMMANDS[command]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ...adapters.client_support import choose_file_format
+from ...adapters.key_styles import OriginalModule
 from ...adapters.merge import compute_delta_weight, compute_merged_weight
 from ...adapters.metadata import NetworkSizes
-from ...adapters.original_layouts import OriginalModule
 from ...adapters.state_dict import MAGNITUDE, ModuleAdapter
 from ...errors import FileError
 from .lora_files import SOURCES_KEY, NewLora, Unit, build_single_unit

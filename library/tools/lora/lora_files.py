@@ -14,9 +14,9 @@ from ...adapters.file_reader import read_adapter_file
 from ...adapters.formats import FileFormat, convert_from_file_format, convert_to_file_format
 from ...adapters.fused_layers import FusionError, fuse_adapters, split_adapter
 from ...adapters.key_names import ComponentKeys
+from ...adapters.key_styles import OriginalModule
 from ...adapters.lora_file import cast_tensors, write_adapter_file
 from ...adapters.metadata import NetworkSizes, add_model_hashes, list_network_sizes, update_network_metadata
-from ...adapters.original_layouts import OriginalModule
 from ...adapters.peft_metadata import PEFT_METADATA_KEY
 from ...adapters.state_dict import DOWN, PEFT_SUFFIXES, ModuleAdapter, iter_named_tensors
 from ...errors import FileError, UserError
@@ -74,7 +74,7 @@ def read_lora_files(paths: Sequence[str]) -> list[LoraFile]:
 
 @dataclass(frozen=True)
 class Unit:
-    """What is decomposed as one: a layer, or the parts of a fused layer that share their ``lora_A``."""
+    """What is decomposed as one: a layer, or the parts of a fused layer, as sd-scripts' tools see it."""
 
     modules: tuple[str | None, ...]
     """Modules of the state dict; None for a part without an update."""
@@ -98,7 +98,7 @@ class Unit:
 
 
 def iter_units(file: LoraFile) -> Iterator[Unit]:
-    """All updates of a file; parts of a fused layer with one ``lora_A`` together, as sd-scripts' tools see them."""
+    """All updates of a file; the parts of a fused layer together if they are one in the file, or share ``lora_A``."""
     updates, contents = file.updates, file.lora.contents
     for fused in contents.fused.values():
         modules = tuple(module and f"{fused.component}.{module}" for module in fused.group.modules)
@@ -108,7 +108,7 @@ def iter_units(file: LoraFile) -> Iterator[Unit]:
         own = {name.removeprefix(prefix): each for name, each in updates.items() if name.startswith(prefix)}
         for group in component.get_key_map().group_modules(own):
             parts = [None if module is None else own[module] for module in group.modules]
-            if len(parts) > 1 and _shares_down(parts):
+            if len(parts) > 1 and (contents.file_format == "kohya" or _shares_down(parts)):
                 try:
                     fused_adapter = fuse_adapters(parts, group.original)
                 except FusionError:

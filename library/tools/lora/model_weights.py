@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...adapters.key_names import ComponentKeys
-from ...adapters.original_layouts import OriginalModule
+from ...adapters.key_styles import DIFFUSERS_KEYS, OriginalModule
 from ...adapters.targets import match_target_modules
 from ...adapters.validate_file import list_layer_shapes
 from ...checkpoint.component_keys import collect_component_keys, list_adaptable_components
@@ -187,7 +187,7 @@ def _detect_denoiser(path: Path) -> DetectedModel | None:
     try:
         header = read_safetensors_header(path)
         reject_unsupported_file(header)
-        reject_unsupported_model(header)
+        reject_unsupported_model(header, FAMILY_FACTS.values())
     except ModelError:
         return None
     for family, facts in FAMILY_FACTS.items():
@@ -255,9 +255,8 @@ class _NamedPlaces:
         self.stored = {strip(key): tensor for key, tensor in stored.items()}
         self.strip = strip
         self.owners: dict[str, list[tuple[str, OriginalModule, tuple[str | None, ...]]]] = {}
-        for style in dict.fromkeys((component.key_style, *component.other_key_styles, "diffusers")):
-            if component.is_text_encoder and style != "diffusers":
-                continue  # only wrappers differ
+        styles = (component.key_style, *component.other_key_styles)
+        for style in (DIFFUSERS_KEYS,) if component.is_text_encoder else (*styles, DIFFUSERS_KEYS):
             key_map = component.get_key_map(style)
             modules = key_map.filter_known_modules(component.modules) if key_map.layout else component.modules
             for group in key_map.group_modules(modules):

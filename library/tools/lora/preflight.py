@@ -41,7 +41,7 @@ def parse_arguments(argv: Sequence[str], arguments: type, check: Callable[..., I
     return files, parsed.config
 
 
-def check_command(command: str, commands: Collection[str]) -> None:
+def check_lora_command(command: str, commands: Collection[str]) -> None:
     """Raise unless it is one of the commands of ``lora``."""
     if command not in commands:
         hint = suggest_name(command, commands) or f"; choose from {', '.join(commands)}"
