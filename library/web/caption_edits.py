@@ -6,40 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..atomic_files import open_atomic_path
+from ..captioning.tag_edits import TagEdit
 from ..dataset.caption_files import FALLBACK_EXTENSION, JSON_EXTENSION, CaptionFiles, split_lines
 from ..errors import UserError
 from .pictures import Picture, PictureSet
 
 MAX_UNDO = 50
 MAX_CAPTION_LENGTH = 20_000
-
-
-@dataclass(frozen=True)
-class TagEdit:
-    """An edit of the tags of captions: add, remove or replace one."""
-
-    action: str
-    tag: str
-    replacement: str = ""
-    is_at_start: bool = False
-
-    def apply(self, caption: str, separator: str) -> str:
-        """Return the caption with the edit, line by line; tags that stay keep their order."""
-        return "\n".join(self._apply_to_line(line, separator) for line in caption.split("\n"))
-
-    def _apply_to_line(self, line: str, separator: str) -> str:
-        tags = [tag.strip() for tag in line.split(separator) if tag.strip()]
-        if self.action == "add":
-            if self.tag in tags:
-                return line
-            tags = [self.tag, *tags] if self.is_at_start else [*tags, self.tag]
-        elif self.tag not in tags:
-            return line
-        else:
-            new = [self.replacement.strip()] if self.action == "replace" and self.replacement.strip() else []
-            tags = [part for tag in tags for part in (new if tag == self.tag else [tag])]
-            tags = list(dict.fromkeys(tags)) if new else tags
-        return f"{separator} ".join(tags)
 
 
 @dataclass(frozen=True)
@@ -81,18 +54,27 @@ class CaptionEditor:
             self._remember(changes)
             return len(changes)
 
-    def plan_tag_edit(self, edit: TagEdit, indices: Sequence[int]) -> dict[int, str]:
-        """Return the captions that an edit changes."""
-        if edit.action not in ("add", "remove", "replace") or not edit.tag.strip():
+    def plan_tag_edit(
+        self, action: str, tag: str, replacement: str, indices: Sequence[int], *, is_at_start: bool = False
+    ) -> dict[int, str]:
+        """Return the captions that an edit of one tag changes; ``remove`` takes patterns with ``*`` and ``?``."""
+        tag = tag.strip()
+        if action not in ("add", "remove", "replace") or not tag:
             raise UserError("give a tag to add, remove or replace")
-        edit = TagEdit(edit.action, edit.tag.strip(), edit.replacement, edit.is_at_start)
         planned = {}
         for index in indices:
             picture, caption = self.pictures.pictures[index], self.pictures.captions[index]
-            if picture.is_editable:
-                changed = edit.apply(caption, picture.subset.caption_separator.strip() or ",")
-                if changed != caption:
-                    planned[index] = changed
+            separator = picture.subset.caption_separator.strip() or ","
+            edit = {
+                "add": TagEdit(prepend=[tag], separator=separator)
+                if is_at_start
+                else TagEdit(append=[tag], separator=separator),
+                "remove": TagEdit(remove=[tag], separator=separator),
+                "replace": TagEdit(replace={tag: replacement}, deduplicate=True, separator=separator),
+            }[action]
+            changed = edit.apply(caption or " ").strip()
+            if picture.is_editable and changed != caption:
+                planned[index] = changed
         return planned
 
     def undo(self) -> int:

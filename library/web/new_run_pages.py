@@ -102,7 +102,7 @@ def resume_run(request: Request, body: Mapping[str, Any]) -> Response:
     summary = workbench.runs.read_summary(run)
     if summary is None:
         raise UserError(f"{run.name}: its settings are unknown; it was started by an older version")
-    values = summary.all_settings | {"output_dir": str(run.folder), "output_name": run.name}
+    values = {**summary.all_settings, "output_dir": str(run.folder), "output_name": run.name}
     form = workbench.forms.check(values, is_resumed=True)
     if form.problems:
         raise UserError("\n".join(form.problems))

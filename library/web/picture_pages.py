@@ -9,7 +9,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..errors import UserError
-from .caption_edits import TagEdit
 from .pictures import WARNINGS, PictureSet
 from .thumbnails import load_thumbnail
 from .workbench import get_workbench, render_page
@@ -77,13 +76,9 @@ def edit_tags(request: Request, body: Mapping[str, Any]) -> Response:
     """Add, remove or replace a tag in all pictures that the filter selects; ``dry_run`` shows examples only."""
     pictures = _open_ready(request)
     editor = get_workbench(request).get_editor(pictures)
-    edit = TagEdit(
-        str(body.get("action")),
-        str(body.get("tag", "")),
-        str(body.get("replacement", "")),
-        bool(body.get("is_at_start")),
-    )
-    planned = editor.plan_tag_edit(edit, _select(pictures, body))
+    action, tag, replacement = (str(body.get(name, "")) for name in ("action", "tag", "replacement"))
+    selected, is_at_start = _select(pictures, body), bool(body.get("is_at_start"))
+    planned = editor.plan_tag_edit(action, tag, replacement, selected, is_at_start=is_at_start)
     if body.get("dry_run"):
         examples = [
             {"name": pictures.pictures[index].sample.key, "before": pictures.captions[index], "after": text}

@@ -27,8 +27,8 @@ def find_path_problems(folders: OpenedFolders, settings: Mapping[str, Any]) -> I
     output_dir, output_name = settings.get("output_dir"), settings.get("output_name")
     if isinstance(output_dir, str) and not _is_path(output_dir) and not folders.contains(output_dir):
         yield f"--output_dir: {output_dir}: outside of the opened folders"
-    if isinstance(output_name, str) and (output_name != Path(output_name).name or output_name.startswith(".")):
-        yield f"--output_name: {output_name!r}: expected a name without folders that does not begin with a dot"
+    if isinstance(output_name, str) and output_name.startswith(".") and "/" not in output_name:
+        yield f"--output_name: {output_name!r}: begins with a dot, so this page would not list the run"
 
 
 def find_dataset_path_problems(folders: OpenedFolders, config: DataConfig) -> Iterator[str]:

@@ -151,6 +151,8 @@ def test_the_queue_starts_one_run_after_another_and_survives_the_page(tmp_path):
     write_job(queue, "fourth", "pass")
 
     first = wait_for(queue, "first", RUNNING)
+    while "hello" not in first.log_path.read_text():
+        time.sleep(0.05)
     assert [job.status for job in queue.jobs] == [RUNNING, WAITING, WAITING, WAITING]
     assert queue.stop("fourth").status == STOPPED
     other = JobQueue(tmp_path)  # of a page that was started again

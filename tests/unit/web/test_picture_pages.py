@@ -7,8 +7,6 @@ import pytest
 from PIL import Image
 from web_pages import open_page
 
-from library.web.caption_edits import TagEdit
-
 KEY = "0/set.toml"
 SIZES = {"wide": (400, 60), "plain": (64, 64), "small": (20, 20), "tall": (70, 100)}
 
@@ -119,20 +117,6 @@ def test_tags_of_many_pictures_are_edited_and_undone_together(dataset):
     for _ in range(2):
         page.post(f"/api/pictures/undo/{KEY}", json={})
     assert {path.name: path.read_bytes() for path in dataset.glob("*.txt")} == before
-
-
-@pytest.mark.parametrize(
-    ("edit", "caption", "expected"),
-    [
-        (TagEdit("add", "x"), "a, b\nc", "a, b, x\nc, x"),
-        (TagEdit("add", "a"), "b,a", "b,a"),
-        (TagEdit("remove", "a"), "a, ab, a", "ab"),
-        (TagEdit("replace", "a", "b"), "a, b, c", "b, c"),
-        (TagEdit("replace", "a", ""), "a, c", "c"),
-    ],
-)
-def test_tag_edits(edit, caption, expected):
-    assert edit.apply(caption, ",") == expected
 
 
 def test_pictures_and_captions_behind_links_out_of_the_folder_stay_hidden(dataset, tmp_path):
