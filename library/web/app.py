@@ -14,7 +14,7 @@ from starlette.staticfiles import StaticFiles
 
 from ..errors import ConfigError, UserError
 from ..report.rendering import STATIC_DIR
-from . import login_pages, new_run_pages, picture_pages, run_pages
+from . import login_pages, lora_pages, new_run_pages, picture_pages, run_pages
 from .folders import OpenedFolders, OutsideFolders
 from .guard import Guard, HostNames
 from .sessions import Sessions
@@ -53,6 +53,7 @@ def _list_routes() -> Sequence[Route | Mount]:
         *run_pages.ROUTES,
         *picture_pages.ROUTES,
         *new_run_pages.ROUTES,
+        *lora_pages.ROUTES,
         Mount("/static/report", StaticFiles(directory=STATIC_DIR)),
         Mount("/static/web", StaticFiles(directory=WEB_STATIC_DIR)),
     ]

@@ -1,5 +1,6 @@
 """The form of a new run, generated from the schema of the options, and what its values mean."""
 
+import re
 import shlex
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from ..config import RunConfig
 from ..config.help import collect_changed_settings, format_config_as_toml, format_default, iter_option_groups
 from ..config.options import Option, flatten_config, iter_options
 from ..config.parser import ParsedConfig, format_unused_settings, parse_config
+from ..errors import UserError
 from ..training.preflight import find_installation_problems, find_settings_problems, load_settings
 from .folders import OpenedFolders
 from .preflight import find_dataset_path_problems, find_path_problems
@@ -114,9 +116,9 @@ class FormChecker:
         return CheckedForm(loaded, list(dict.fromkeys(problems)), [*loaded.notices, *unused])
 
 
-def build_arguments(values: Mapping[str, Any]) -> list[str]:
+def build_arguments(values: Mapping[str, Any], config_class: type = RunConfig) -> list[str]:
     """Turn the values of a form into flags; empty ones keep their default."""
-    return [word for option in iter_options(RunConfig) for word in _build_flag(option, values.get(option.name))]
+    return [word for option in iter_options(config_class) for word in _build_flag(option, values.get(option.name))]
 
 
 def _build_flag(option: Option, value: Any) -> Iterator[str]:
@@ -127,8 +129,10 @@ def _build_flag(option: Option, value: Any) -> Iterator[str]:
         if is_on != option.default:
             yield f"--{option.name}" if is_on else f"--no-{option.name}"
     elif option.is_list:
-        yield f"--{option.name}"
-        yield from _split_words(value)
+        words = _split_words(value)
+        if flags := [word for word in words if re.match(r"--|-[A-Za-z]", word)]:
+            raise UserError(f"--{option.name}: {flags[0]!r} begins with a dash, which would be another option")
+        yield from (f"--{option.name}", *words)
     else:
         yield f"--{option.name}={value}"
 

@@ -19,7 +19,7 @@ from .run_form import FormChecker
 from .runs import RunReader
 from .sessions import Sessions
 
-SECTIONS = (("runs", "Runs"), ("pictures", "Pictures"), ("new", "New run"))
+SECTIONS = (("runs", "Runs"), ("pictures", "Pictures"), ("new", "New run"), ("lora", "LoRA files"))
 """Address and title of the entries of the navigation."""
 
 
