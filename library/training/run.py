@@ -100,7 +100,7 @@ def _prepare_and_train(
     initial_weights = read_initial_weights(config.adapter, family, detected, cached_components=cached)
     prompts = load_preview_prompts(config.preview)
     comm.assert_equal_across_ranks(_compute_input_fingerprints(config.adapter, detected, prompts))
-    prepared = prepare_dataset(config.data, config.cache, comm, detected.size_multiple)
+    prepared = prepare_dataset(config.data, config.cache, comm, detected)
 
     def build_plan() -> RunPlan:
         batch_plan = prepared.build_batch_plan(strategy.data_parallel_size, config.train)

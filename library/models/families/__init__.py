@@ -22,6 +22,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "sdxl": ".sdxl:StableDiffusionXL",
         "sd3": ".sd3:StableDiffusion3",
         "flux": ".flux:Flux",
+        "flux_kontext": ".flux_kontext:FluxKontext",
         "z_image": ".z_image:ZImage",
         "qwen_image": ".qwen_image:QwenImage",
     },
