@@ -5,7 +5,6 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from ..config.types import Resolution
 from ..dataset.controls import CONTROL_SIZE_STEP
@@ -182,7 +181,6 @@ def assign_controls(
     return tuple(assigned)
 
 
-@lru_cache(maxsize=4096)
 def assign_control_size(width: int, height: int, resolution: Resolution | None, keeps_size: bool) -> BucketAssignment:
     """Assign a control image to a bucket of ``resolution``, or crop it to whole steps where it keeps its size."""
     step = CONTROL_SIZE_STEP

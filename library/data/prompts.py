@@ -9,10 +9,12 @@ from typing import Any, get_args, get_type_hints
 
 from ..config.schema_output import PreviewConfig
 from ..config.toml_positions import read_toml_with_lines
+from ..config.types import is_prompt_text
 from ..dataset.image_inspection import inspect_image
 from ..dataset.schema import resolve_path
 from ..errors import FileError
 from ..registry import suggest_name
+from ..storage.remote_store import RemoteStore
 
 IMAGE_SIZE_MULTIPLE = 8
 """Every VAE downsamples by 8 or more."""
@@ -47,17 +49,21 @@ def load_prompts(path: Path) -> list[Prompt]:
     if path.suffix.lower() not in readers:
         raise FileError([f"{path}: not a .txt, .toml or .json file"])
     problems: list[str] = []
-    prompts = [_resolve_controls(each, path, problems) for each in readers[path.suffix.lower()](path, problems)]
+    prompts = readers[path.suffix.lower()](path, problems)
+    return _require_prompts([_resolve_controls(each, path, problems) for each in prompts], str(path), problems)
+
+
+def _require_prompts(prompts: list[Prompt], source: str, problems: list[str]) -> list[Prompt]:
     if not prompts and not problems:
-        problems.append(f"{path}: no prompts")
+        problems.append(f"{source}: no prompts")
     if problems:
         raise FileError(problems)
     return prompts
 
 
-def _resolve_controls(prompt: Prompt, path: Path, problems: list[str]) -> Prompt:
+def _resolve_controls(prompt: Prompt, path: Path | None, problems: list[str]) -> Prompt:
     """Find the control images of a prompt, from the working directory or next to the file, and check them."""
-    found = tuple(resolve_path(path, str(image)) for image in prompt.control_images)
+    found = tuple(resolve_path(path, str(image), RemoteStore()) for image in prompt.control_images)
     for image in found:
         defect = inspect_image(image).problem if image.is_file() else "no such file"
         if defect:
@@ -66,8 +72,13 @@ def _resolve_controls(prompt: Prompt, path: Path, problems: list[str]) -> Prompt
 
 
 def load_preview_prompts(preview: PreviewConfig) -> list[Prompt]:
-    """Load ``--sample_prompts``, if set."""
-    return load_prompts(Path(preview.sample_prompts)) if preview.sample_prompts else []
+    """Load ``--sample_prompts``, a file or the prompts themselves, if set."""
+    value = preview.sample_prompts
+    if not value or not is_prompt_text(value):
+        return load_prompts(Path(value)) if value else []
+    problems: list[str] = []
+    prompts = [_resolve_controls(each, None, problems) for each in _parse_lines(value, "--sample_prompts", problems)]
+    return _require_prompts(prompts, "--sample_prompts", problems)
 
 
 def _parse_int(value: Any, minimum: int, maximum: int | None = None) -> int:
@@ -160,9 +171,14 @@ _UNSUPPORTED_KEYS: Mapping[str, str] = {
 
 
 def _load_txt(path: Path, problems: list[str]) -> Iterator[Prompt]:
-    for number, line in enumerate(_read_text(path).splitlines(), start=1):
+    return _parse_lines(_read_text(path), f"{path}:", problems)
+
+
+def _parse_lines(text: str, source: str, problems: list[str]) -> Iterator[Prompt]:
+    """Parse a prompt for each line; a ``source`` that ends in ``:`` gets the number of the line."""
+    for number, line in enumerate(text.splitlines(), start=1):
         if line.strip() and not line.lstrip().startswith("#"):
-            if prompt := _parse_line(line, f"{path}:{number}", problems):
+            if prompt := _parse_line(line, f"{source}{number if source.endswith(':') else ''}", problems):
                 yield prompt
 
 

@@ -1,12 +1,12 @@
 """Control images, the references of editing models: match them to their pictures by name, and inspect them."""
 
-import os
 import re
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 
+from ..storage.remote_path import resolve_links
 from .image_inspection import InspectedImage, build_image_inspector
 from .image_ref import ImageRef
 from .listing import ListedImage, format_count, format_first_names
@@ -90,9 +90,9 @@ class ControlMatches:
 def match_controls(images: Sequence[ImageRef], image_dir: Path, control_dir: Path) -> ControlMatches:
     """Match each picture to the files named as it is, or with ``_0``, ``_1`` ... added; opens no file."""
     matches = ControlMatches()
-    by_parent: defaultdict[Path, list[ImageRef]] = defaultdict(list)
+    by_parent: defaultdict[PurePath, list[ImageRef]] = defaultdict(list)
     for image in images:
-        by_parent[Path(get_relative_path(image, image_dir).parent)].append(image)
+        by_parent[get_relative_path(image, image_dir).parent].append(image)
     for parent, members in by_parent.items():
         _match_in_dir(matches, members, image_dir / parent, control_dir / parent)
     return matches
@@ -202,7 +202,7 @@ def _inspect_subset(
     subset = dataset.subsets[subset_key[1]]
     by_folder: defaultdict[Path, dict[ImageRef, None]] = defaultdict(dict)
     for file in (file for files in found.values() for file in files):
-        by_folder[Path(os.path.realpath(file.folder))][file] = None
+        by_folder[resolve_links(file.folder)][file] = None
     cache_directory = subset.resolve_cache_directory()
     scan = scan_images(build_image_inspector(), by_folder, lambda root: cache_directory or roots.get_cache_dir(root))
     result.notes += scan.notes

@@ -7,7 +7,6 @@ family and a variant: ``sdxl``, ``sdxl_tiny``.
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ def list_family_configs(family: str) -> list[str]:
     return [name for name in names if _read_pipeline_class(name) == _read_pipeline_class(names[0])]
 
 
-@cache
 def _read_pipeline_class(name: str) -> object:
     return load_bundled_config(name)["model_index.json"].get("_class_name")
 

@@ -25,6 +25,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "flux_kontext": ".flux_kontext:FluxKontext",
         "z_image": ".z_image:ZImage",
         "qwen_image": ".qwen_image:QwenImage",
+        "aura_flow": ".aura_flow:AuraFlow",
     },
 )
 
