@@ -250,8 +250,8 @@ def _train_and_save(
         metrics_file = MetricsFile(metrics_path, first_step) if is_main else None
         metric_logger = TrainingLogger(progress, metrics_file, trackers, run.state.samples)
         run = replace(run, metric_logger=metric_logger, callbacks=callbacks.list_all())
-        for callback in run.callbacks:
-            callback.on_train_begin(run)
+        for callback in sorted(run.callbacks, key=lambda callback: callback.id != callbacks.save_report.id):
+            callback.on_train_begin(run)  # the facts of the run are there before its first previews
         resume.run_pending_callbacks(run)
         try:
             _train_and_check_sync(run, callbacks.weight_sync_check)
