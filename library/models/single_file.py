@@ -66,8 +66,8 @@ def _convert_diffusers_keys(
         bare = {DENOISER_PREFIX + name: tensor for name, tensor in bare.items()}
     classes: Any = single_file_model.SINGLE_FILE_LOADABLE_CLASSES
     convert = classes[class_name or type(model).__name__]["checkpoint_mapping_fn"]
-    converted: Mapping[str, Tensor] = convert(checkpoint=bare, config=dict(model.config))
-    return converted
+    converted: Mapping[str, Tensor | None] = convert(checkpoint=bare, config=dict(model.config))
+    return {name: tensor for name, tensor in converted.items() if tensor is not None}  # None: the file lacks it
 
 
 def _convert_text_encoder_keys(model: Any, tensors: dict[str, Tensor], prefix: str) -> Mapping[str, Tensor]:

@@ -24,6 +24,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "flux": ".flux:Flux",
         "z_image": ".z_image:ZImage",
         "qwen_image": ".qwen_image:QwenImage",
+        "aura_flow": ".aura_flow:AuraFlow",
     },
 )
 
