@@ -324,12 +324,15 @@ BLOCKS = {
     "QwenImageTransformerBlock",
     "AuraFlowJointTransformerBlock",
     "AuraFlowSingleTransformerBlock",
+    "OvisImageTransformerBlock",
+    "OvisImageSingleTransformerBlock",
 }
 """Block classes of diffusers in which the reference trainer of a family trains the linear layers."""
 EXCLUDED = {
     "z_image": r"_modulation|_refiner",
     "qwen_image": r"_mod\.",
     "aura_flow": r"norm1|\.ff",
+    "ovis_image": r"norm|\.ff|\.proj_",
 }
 """Layers in these blocks that it does not train."""
 
