@@ -59,6 +59,7 @@ COUNTS = {
     ("qwen_image", "vae"): 126_892_531,
     ("qwen_image", "text_encoder"): 8_292_166_656,
     ("aura_flow", "transformer"): 6_858_605_568,
+    ("longcat_image", "transformer"): 6_270_668_864,
     ("ovis_image", "transformer"): 7_370_449_728,
     ("ovis_image", "text_encoder"): 1_720_574_976,
     ("aura_flow_v0_2", "transformer"): 6_842_876_928,
@@ -182,6 +183,7 @@ TRANSFORMERS = {
     "qwen_image": nn.Module.state_dict,
     "aura_flow": original_checkpoints.convert_aura_flow_transformer,
     "ovis_image": nn.Module.state_dict,
+    "longcat_image": nn.Module.state_dict,
 }
 
 

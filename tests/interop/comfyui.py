@@ -29,6 +29,7 @@ MODEL_CLASSES = {
     "qwen_image": "QwenImage",
     "aura_flow": "AuraFlow",
     "ovis_image": "Flux",
+    "longcat_image": "LongCatImage",
 }
 
 

@@ -22,7 +22,7 @@ from library.training.save_adapter import AdapterFile, build_adapter_file
 from library.training.trainable import build_trainable_modules
 
 WIDE_FLUX = "flux (published width)"
-EVERY = ("sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image", "aura_flow", "ovis_image")
+EVERY = ("sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image", "aura_flow", "ovis_image", "longcat_image")
 WITH_TEXT = ("sd1", "sd2", "sdxl", "sd3", "flux")
 UNETS = ("sd1", "sd2", "sdxl")
 _BLOCKS = {"sd1": 25, "sd2": 25, "sdxl": 23}

@@ -156,6 +156,12 @@ def convert_ovis_image_transformer(model: nn.Module) -> dict[str, Tensor]:
             tensors[f"{mlp}.down_proj.{end}"] = tensor
         else:
             tensors[f"{mlp}.up_proj.{end}"], tensors[f"{mlp}.gate_proj.{end}"] = tensor.chunk(2)
+    return tensors | convert_longcat_image_transformer(state)
+
+
+def convert_longcat_image_transformer(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The linear layers of the blocks, with FLUX.1's names."""
+    state, tensors = model.state_dict() if isinstance(model, nn.Module) else model, {}
     linear = [name.removesuffix(".weight") for name in state if name.endswith(".weight") and "norm_" not in name]
     linear = [name for name in linear if name.startswith(("transformer_blocks", "single_transformer_blocks"))]
     for group in build_key_map((), FLUX_KEYS).group_modules(linear):

@@ -26,6 +26,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "qwen_image": ".qwen_image:QwenImage",
         "aura_flow": ".aura_flow:AuraFlow",
         "ovis_image": ".ovis_image:OvisImage",
+        "longcat_image": ".longcat_image:LongCatImage",
     },
 )
 
