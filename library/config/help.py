@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, get_type_hints
 
 from .options import Option, flatten_config, iter_options
@@ -63,17 +63,25 @@ def format_config_as_toml(config: RunConfig) -> str:
     """
     import toml
 
-    values = flatten_config(config)
     tables: dict[str, dict[str, Any]] = {}
+    changed = collect_changed_settings(flatten_config(config))
+    for option in iter_options(RunConfig):
+        if option.name in changed:
+            tables.setdefault(option.group, {})[option.name] = changed[option.name]
+    encoder = toml.TomlEncoder()
+    encoder.dump_funcs[str] = lambda text: json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(toml.dumps(tables, encoder))
+
+
+def collect_changed_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Select the settings of a flat configuration that differ from the defaults, as values of TOML and JSON."""
+    changed: dict[str, Any] = {}
     for option in iter_options(RunConfig):
         value = values[option.name]
         if value != option.default:
             value = list(value) if isinstance(value, tuple) else value
-            is_plain = isinstance(value, (bool, int, float, str, list))
-            tables.setdefault(option.group, {})[option.name] = value if is_plain else str(value)
-    encoder = toml.TomlEncoder()
-    encoder.dump_funcs[str] = lambda text: json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return str(toml.dumps(tables, encoder))
+            changed[option.name] = value if isinstance(value, (bool, int, float, str, list)) else str(value)
+    return changed
 
 
 def _iter_groups() -> Iterator[tuple[str, str, list[Option]]]:

@@ -4,9 +4,12 @@ An option of sd-scripts is an alias of one of ours, changes nothing here, or is 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any
+
+from ..registry import suggest_name
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,8 @@ _TEXT_RATE = OtherScriptOption("for full fine-tuning; the rate of a LoRA of text
 _FULL_TRAINING_OPTIONS = """
     block_lr train_text_encoder stop_text_encoder_training no_token_padding fused_optimizer_groups
     blockwise_fused_optimizers mem_eff_save num_last_block_to_freeze diffusers_xformers use_safetensors token_string
-    init_word num_vectors_per_token weights use_object_template use_style_template
+    init_word num_vectors_per_token weights use_object_template use_style_template skip_latents_validity_check
+    double_blocks_to_swap single_blocks_to_swap use_t5xxl_cache_only
 """.split()
 
 GUI_KEYS = frozenset(
@@ -140,7 +144,16 @@ GUI_KEYS = frozenset(
 )
 """Keys that GUIs of sd-scripts write for themselves; sd-scripts does not read them."""
 
-KOHYA_VALUES: dict[str, dict[Any, str]] = {"dynamo_backend": {"tensort": "tensorrt"}}
+KEYS_OF_OTHER_FILES = {
+    "batch_size": "the option is train_batch_size",
+    **dict.fromkeys(("num_repeats", "image_dir", "class_tokens", "is_reg"), "it belongs in a dataset file"),
+}
+"""Keys that are often in run files, where sd-scripts does not read them."""
+
+KOHYA_VALUES: dict[str, dict[Any, str]] = {
+    "dynamo_backend": {"tensort": "tensorrt"},
+    "save_precision": {"fp32": "float", "float32": "float"},
+}
 """Values that sd-scripts spells in another way."""
 
 OPTIONS_WITHOUT_INFLUENCE = frozenset(["attn_mode", "blocks_to_swap", "cpu_offload_checkpointing"])
@@ -235,6 +248,13 @@ class RawSetting:
     value: Any  # the words after a flag, or a TOML value
     location: str  # "--network_dim" or "run.toml:3: network_dim"
     is_flag: bool
+    replaces: str = ""
+    """File and line of the same key with another value, in an earlier section of the run TOML."""
+
+    @property
+    def line(self) -> str:
+        """The line in the run TOML."""
+        return self.location.rpartition(": ")[0].rpartition(":")[2]
 
 
 @dataclass(frozen=True)
@@ -258,6 +278,38 @@ class Spelling:
             " ".join(map(str, each)) if isinstance(each, tuple) else each for each in (self.value, other.value)
         )
         return f"{theirs} contradicts {where}, another name of this option, which is {ours}; remove one of them"
+
+
+def is_from_kohya(settings: Collection[RawSetting]) -> bool:
+    """Whether there are options that only sd-scripts or its GUIs have, or the one that it always needs."""
+    return any(
+        each.name == "network_module" or each.name in KOHYA_OPTIONS or each.name in GUI_KEYS for each in settings
+    )
+
+
+def explain_ignored_key(name: str, known_names: Collection[str]) -> str | None:
+    """Say that sd-scripts does not know a key of its run file either; None for what looks like a typing error."""
+    near = get_close_matches(name.lower(), known_names, n=1, cutoff=0.88)
+    if near and abs(len(near[0]) - len(name)) <= 2:
+        return None
+    hint = KEYS_OF_OTHER_FILES.get(name) or suggest_name(name, known_names, cutoff=0.8).removeprefix("; ")
+    return f"unknown key; {hint}" if hint else "unknown key"
+
+
+def take_unchecked_value(setting: RawSetting, samplers: Collection[str]) -> tuple[Any, str]:
+    """Return a value of a run file as sd-scripts takes it, which checks none, and what there is to say about it.
+
+    None leaves the option unset.
+    """
+    name, value = setting.name, setting.value
+    if name == "max_token_length" and str(value).isdecimal() and int(value) > 75 and int(value) % 75:
+        length = int(value) // 75 * 75
+        return length, f"{value} means {length}, as in sd-scripts: captions are encoded in chunks of 75 tokens"
+    if name == "max_train_epochs" and value == 0 and not isinstance(value, bool):
+        return None, "0 is not set; max_train_steps counts"
+    if name == "sample_sampler" and isinstance(value, str) and value and value not in samplers:
+        return None, f"no sampler {value!r}; previews use ddim"
+    return value, ""
 
 
 def find_no_effect(setting: RawSetting) -> str | None:

@@ -1,4 +1,7 @@
-"""Parsers of the values in ``network_args``; each raises a ``ValueError`` that says what it expects."""
+"""Parsers of the values in ``network_args``; each raises a ``ValueError`` that says what it expects.
+
+And the modules, arguments and values of sd-scripts and LyCORIS that are not supported.
+"""
 
 import ast
 import re
@@ -10,6 +13,30 @@ LR_WEIGHT_PRESETS = ("cosine", "sine", "linear", "reverse_linear", "zeros")
 
 LAST_BLOCK = 10**6
 """Stands for the last block of a model, whatever its index."""
+
+UNSUPPORTED_MODULES = {
+    "networks.dylora": "DyLoRA is not supported; use networks.lora",
+    "networks.lora_fa": "LoRA-FA is not supported; use networks.lora",
+}
+UNSUPPORTED_ARGS = {
+    "split_qkv": "not supported: q, k and v share one down matrix (it crashes in sd-scripts)",
+    "ggpo_sigma": "not yet: weight perturbation (GGPO)",
+    "ggpo_beta": "not yet: weight perturbation (GGPO)",
+    "disable_conv_cp": "LyCORIS reads it as use_tucker; write use_tucker instead",
+}
+"""Arguments of network modules of sd-scripts or LyCORIS that are not accepted here, unless they are off."""
+UNSUPPORTED_VALUES = {("preset", "*.toml"): "preset: files are not supported; use include_patterns"} | {
+    ("algo", name): f"algo: {title} is not supported; the nearest is algo={nearest}"
+    for name, title, nearest in (
+        ("ia3", "(IA)^3", "lora with a small network_dim"),
+        ("full", "training of full matrices", "lokr with network_dim=100000"),
+        ("dylora", "DyLoRA", "lora"),
+        ("glora", "GLoRA", "lora"),
+        ("tlora", "T-LoRA", "lora"),
+        ("abba", "ABBA", "loha"),
+    )
+}
+"""Presets and algorithms of LyCORIS that are not accepted here."""
 
 
 def parse_bool(text: str) -> bool:

@@ -1,6 +1,7 @@
 """``network_module`` and ``network_args``: adapter type and arguments, by the names of sd-scripts and LyCORIS."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -102,19 +103,6 @@ LYCORIS_PRESETS = {
 }
 """LyCORIS' presets; without one, it trains ``full``."""
 
-UNSUPPORTED_MODULES = {
-    "networks.dylora": "DyLoRA is not supported; use networks.lora",
-    "networks.lora_fa": "LoRA-FA is not supported; use networks.lora",
-}
-UNSUPPORTED_ARGS = {
-    "split_qkv": "not supported: q, k and v share one down matrix (it crashes in sd-scripts)",
-    "ggpo_sigma": "not yet: weight perturbation (GGPO)",
-    "ggpo_beta": "not yet: weight perturbation (GGPO)",
-    "unit": "only for networks.dylora, which is not supported",
-    "disable_conv_cp": "LyCORIS reads it as use_tucker; write use_tucker instead",
-}
-"""Arguments of network modules of sd-scripts or LyCORIS that are not accepted here."""
-
 
 def _define_arg(
     parse: Callable[[str], Any], default: Any = None, adapter_types: Sequence[str] = (), scope: str = "all"
@@ -168,6 +156,7 @@ class NetworkArgs:
     rank_dropout_scale: bool = _define_lycoris_switch(())
     train_on_input: bool = _define_lycoris_switch(())
     block_size: bool = _define_lycoris_switch(())
+    unit: bool = _define_lycoris_switch(())
     dropout: float | None = _define_arg(types.parse_dropout_rate)
     block_dims: tuple[int, ...] | None = _define_unet_arg(types.parse_ranks)
     block_alphas: tuple[float, ...] | None = _define_unet_arg(types.parse_alphas, adapter_types=RANKED_TYPES)
@@ -215,17 +204,22 @@ class NetworkArgs:
 def parse_network_args(args: Sequence[str]) -> tuple[NetworkArgs, list[str]]:
     """Parse ``name=value`` arguments; return them and all problems."""
     known = {item.name: item for item in fields(NetworkArgs)}
-    values, problems = dict[str, Any](), list[str]()
+    values, texts, problems = dict[str, Any](), dict[str, str](), list[str]()
     for name, text in split_keyword_args(args):
         if text is None:
             problems.append(f"{name!r}: expected name=value")
-        elif name in UNSUPPORTED_ARGS:
-            problems.append(f"{name}: {UNSUPPORTED_ARGS[name]}")
+        elif name in types.UNSUPPORTED_ARGS:
+            if types.parse_switch(text):
+                problems.append(f"{name}: {types.UNSUPPORTED_ARGS[name]}")
         elif name not in known:
             problems.append(f"{name}: unknown argument{suggest_name(name, known)}")
-        elif name in values:
-            problems.append(f"{name}: duplicate argument")
+        elif name in texts:
+            if text != texts[name]:
+                problems.append(f"{name}: duplicate argument")
+        elif (value := (name, "*.toml" if text.endswith(".toml") else text.lower())) in types.UNSUPPORTED_VALUES:
+            problems.append(types.UNSUPPORTED_VALUES[value])
         else:
+            texts[name] = text
             try:
                 values[name] = known[name].metadata["parse"](text)
             except ValueError as error:
@@ -268,8 +262,10 @@ def list_arg_names(args: Sequence[str]) -> list[str]:
 def validate_network_module(name: str) -> str | None:
     if name in NETWORK_MODULES:
         return None
+    if re.fullmatch(r"networks\.\w+_(lumina|anima|hunyuan_image|flux|sd3)", name):
+        return f"{name} is not supported; use networks.lora, which takes its layers from the model"
     hint = suggest_name(name, NETWORK_MODULES) or f"; expected one of {', '.join(NETWORK_MODULES)}"
-    return UNSUPPORTED_MODULES.get(name, f"unknown network module {name!r}{hint}")
+    return types.UNSUPPORTED_MODULES.get(name, f"unknown network module {name!r}{hint}")
 
 
 def find_args_of_other_types(adapter: AdapterConfig) -> list[str]:

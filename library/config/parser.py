@@ -13,7 +13,6 @@ from typing import Any
 from ..errors import ConfigError
 from ..registry import suggest_name
 from .kohya_compat import (
-    GUI_KEYS,
     KOHYA_OPTIONS,
     KOHYA_VALUES,
     OPTIONS_WITHOUT_INFLUENCE,
@@ -24,15 +23,18 @@ from .kohya_compat import (
     SecretOption,
     Spelling,
     UnsupportedOption,
+    explain_ignored_key,
     find_no_effect,
     format_rename_notice,
     get_toml_value,
+    is_from_kohya,
     read_secret,
     rename_kohya_value,
+    take_unchecked_value,
 )
 from .options import OFF_AT_ZERO, Option, build_config, iter_options
 from .schema import RunConfig
-from .toml_positions import read_toml_with_lines
+from .toml_positions import read_run_toml
 from .unused_options import (
     find_unused_args,
     find_unused_options,
@@ -73,6 +75,8 @@ class ParsedConfig:
     """Options that are not set and whose defaults differ from sd-scripts', with both values."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Environment variables for the keys and tokens that were given."""
+    adjustments: Mapping[str, str] = field(default_factory=dict)
+    """Values that were set otherwise, as problems name them (``bucket_reso_steps 64``), and why."""
 
     def require_valid(self) -> RunConfig:
         """Return the configuration, or raise a ``ConfigError`` with all problems."""
@@ -94,8 +98,15 @@ class ParsedConfig:
         return replace(self, config=replace(self.config, adapter=adapter), unused=(*self.unused, *unused))
 
     def locate_problems(self, problems: Iterable[str]) -> list[str]:
-        """Replace ``--option`` or ``option`` at the start of a problem by the flag or the line that sets it."""
-        return [_locate_problem(problem, self.locations) for problem in problems]
+        """Replace ``--option`` or ``option`` at the start of a problem by the flag or the line that sets it.
+
+        A value that is not what was set is explained.
+        """
+        located = [_locate_problem(problem, self.locations) for problem in problems]
+        for value, notice in self.adjustments.items():
+            pattern = re.compile(rf"{re.escape(value)}\b")
+            located = [f"{each} ({notice})" if pattern.search(each) else each for each in located]
+        return located
 
     def log_notices(self) -> None:
         logger = logging.getLogger(__name__)
@@ -142,17 +153,15 @@ def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedC
     settings = [setting for setting in flags if setting.name not in COMMAND_OPTIONS]
     if path is not None and "output_config" not in commands:
         try:
-            settings = [*_read_config_file(path, problems), *settings]
+            settings = [*read_run_toml(path, COMMAND_OPTIONS, problems), *settings]
         except ConfigError as error:
             problems += error.problems
             invalid_options |= options.keys() - {setting.name for setting in settings}  # the file may set them
 
-    reader = _SettingsReader(options, problems, invalid_options)
+    has_kohya_options = is_from_kohya(settings)
+    reader = _SettingsReader(options, problems, invalid_options, has_kohya_options)
     for setting in _sort_switch_aliases_first(settings):
         reader.read(setting)
-    has_kohya_options = "network_module" in reader.locations or any(
-        setting.name in KOHYA_OPTIONS or setting.name in GUI_KEYS for setting in settings
-    )
     parsed = ParsedConfig(
         build_config(config_class, reader.values),
         reader.locations,
@@ -175,6 +184,8 @@ class _SettingsReader:
     options: dict[str, Option]
     problems: list[str]
     invalid_options: set[str]
+    is_from_kohya: bool
+    """Whether unknown keys and values of the run TOML are taken as sd-scripts takes them."""
     values: dict[str, Any] = field(default_factory=dict)
     locations: dict[str, str] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
@@ -192,7 +203,18 @@ class _SettingsReader:
             self.unused.append((setting.location, reason))
             return
         option, verdict = self.options.get(setting.name), KOHYA_OPTIONS.get(setting.name)
+        if self.is_from_kohya and not setting.is_flag:
+            taken = self._take_as_kohya(setting)
+            if taken is None:
+                return
+            setting = taken
+        elif setting.replaces:
+            line = setting.replaces.rpartition(":")[2]
+            self.problems.append(f"{setting.location}: duplicate key, first set in line {line}")
+            return
         try:
+            if isinstance(setting.value, dict):
+                raise ValueError("expected a value, got a table")
             if isinstance(verdict, SecretOption):
                 self.secrets |= read_secret(setting, verdict.variable, self.notices)
                 return
@@ -212,6 +234,26 @@ class _SettingsReader:
         elif name and setting.is_flag:  # a zero turns off what the file has set
             self.values.pop(name, None)
             self.locations.pop(name, None)
+
+    def _take_as_kohya(self, setting: RawSetting) -> RawSetting | None:
+        """Return a setting of the run TOML as sd-scripts takes it; None where it reads nothing."""
+        if setting.replaces:
+            self.unused.append((f"{setting.replaces}: {setting.name}", f"line {setting.line} sets it again"))
+        option = self.options.get(setting.name)
+        if option is None and setting.name not in KOHYA_OPTIONS:
+            known = [*self.options, *KOHYA_OPTIONS, *COMMAND_OPTIONS]
+            if (reason := explain_ignored_key(setting.name, known)) is None:
+                return setting
+            self.unused.append((setting.location, reason))
+            return None
+        samplers = self.options["sample_sampler"].value_type if "sample_sampler" in self.options else ()
+        value, note = take_unchecked_value(setting, samplers)
+        if value is None:
+            self.unused.append((setting.location, note))
+            return None
+        if note:
+            self.notices.append(f"{setting.location}: {note}")
+        return replace(setting, value=value)
 
     def _set_value(self, name: str, spelling: Spelling, *, is_flag: bool) -> None:
         first = self.spellings.setdefault((name, is_flag), spelling)
@@ -279,33 +321,6 @@ def _resolve_config_file(commands: dict[str, RawSetting], problems: list[str]) -
         problems.append(f"--config_file: {text!r} is not a file; give the run TOML")
         return None
     return path if path.suffix else path.with_suffix(".toml")
-
-
-def _read_config_file(path: Path, problems: list[str]) -> Iterator[RawSetting]:
-    """Read the keys of a run TOML; as in sd-scripts, section names have no meaning."""
-    data, lines = read_toml_with_lines(path)
-    first: dict[str, tuple[int, Any]] = {}
-    for key, item in data.items():
-        members = {(key, name): value for name, value in item.items()} if isinstance(item, dict) else {(key,): item}
-        for key_path, value in members.items():
-            name, line = str(key_path[-1]), lines[key_path]
-            current_name, location = RENAMED_OPTIONS.get(name, name), f"{path}:{line}: {name}"
-            if current_name in first:
-                first_line, first_value = first[current_name]
-                if value != first_value:
-                    problems.append(f"{location}: duplicate key, first set in line {first_line}")
-            elif name in COMMAND_OPTIONS:
-                problems.append(f"{location}: only allowed on the command line")
-            elif isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict) for v in value)):
-                problems.append(f"{location}: expected a value, got a table{_suggest_dataset_config(key_path)}")
-            else:
-                yield RawSetting(name, value, location, is_flag=False)
-            first.setdefault(current_name, (line, value))
-
-
-def _suggest_dataset_config(key_path: tuple[str, ...]) -> str:
-    is_dataset = "datasets" in key_path or "subsets" in key_path
-    return "; this looks like a dataset TOML: give it with --dataset_config" if is_dataset else ""
 
 
 def _rename_deprecated(setting: RawSetting) -> tuple[RawSetting, str | None]:

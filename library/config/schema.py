@@ -36,7 +36,7 @@ class ModelConfig:
         None, "folder of the tokenizers that single-file models need; downloaded from the hub if missing"
     )
     clip_skip: int | None = define_option(
-        None, "use the output of CLIP's n-th layer from the end (Stable Diffusion 1 and 2)", minimum=1
+        None, "use the output of CLIP's n-th layer from the end (Stable Diffusion 1 and 2)", minimum=0
     )
     max_token_length: int = define_option(
         75, "maximum length of captions in tokens: 75, 150 or 225 (Stable Diffusion 1, 2, XL)", minimum=1

@@ -80,7 +80,9 @@ class StateConfig:
 class PreviewConfig:
     """Sample images during training."""
 
-    sample_prompts: str | None = define_option(None, "file of prompts: .txt (one per line), .toml or .json")
+    sample_prompts: str | None = define_option(
+        None, "file of prompts: .txt (one per line), .toml or .json; or a prompt"
+    )
     sample_every_n_steps: int | None = define_option(None, "generate samples every n steps", minimum=1)
     sample_every_n_epochs: int | None = define_option(
         None, "generate samples every n epochs; overrides sample_every_n_steps", minimum=1

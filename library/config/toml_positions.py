@@ -1,12 +1,13 @@
-"""Read TOML with the line of every key, so that messages can point to it."""
+"""Read TOML with the line of every key, so that messages can point to it; read the keys of a run TOML."""
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from .kohya_compat import RENAMED_OPTIONS, RawSetting
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -185,3 +186,33 @@ class _KeyScanner:
 
     def record_line(self, path: KeyPath, offset: int) -> None:
         self.lines.setdefault(path, self.text.count("\n", 0, offset) + 1)
+
+
+def read_run_toml(path: Path, command_options: Container[str], problems: list[str]) -> Iterator[RawSetting]:
+    """Read the keys of a run TOML; as in sd-scripts, section names have no meaning."""
+    data, lines = read_toml_with_lines(path)
+    first: dict[str, tuple[int, Any]] = {}
+    if "general_args" in data and "subsets" in data:
+        program = "LoRA_Easy_Training_Scripts"
+        raise ConfigError([f"{path}: a file of {program}' window; give runtime_store/config.toml, its run file"])
+    for key, item in data.items():
+        members = {(key, name): value for name, value in item.items()} if isinstance(item, dict) else {(key,): item}
+        for key_path, value in members.items():
+            name, line = str(key_path[-1]), lines[key_path]
+            current_name, location = RENAMED_OPTIONS.get(name, name), f"{path}:{line}: {name}"
+            if current_name in first:
+                first_line, first_value = first[current_name]
+                if value != first_value:
+                    yield RawSetting(name, value, location, is_flag=False, replaces=f"{path}:{first_line}")
+            elif name in command_options:
+                problems.append(f"{location}: only allowed on the command line")
+            elif isinstance(value, list) and any(isinstance(v, dict) for v in value):
+                problems.append(f"{location}: expected a value, got a table{_suggest_dataset_config(key_path)}")
+            else:
+                yield RawSetting(name, value, location, is_flag=False)
+            first.setdefault(current_name, (line, value))
+
+
+def _suggest_dataset_config(key_path: tuple[str, ...]) -> str:
+    is_dataset = "datasets" in key_path or "subsets" in key_path
+    return "; this looks like a dataset TOML: give it with --dataset_config" if is_dataset else ""

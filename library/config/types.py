@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 NATIVE = "native"
@@ -18,6 +19,12 @@ def split_keyword_args(args: Sequence[str]) -> list[tuple[str, str | None]]:
     """Split each ``name=value`` of an option such as ``network_args``; the value is None where there is no ``=``."""
     parts = (arg.partition("=") for arg in args)
     return [(name.strip(), value.strip() if equals else None) for name, equals, value in parts]
+
+
+def is_prompt_text(value: str) -> bool:
+    """Whether ``sample_prompts`` is the prompts themselves, one per line, instead of a file of prompts."""
+    is_text = len(value.split()) > 1 and not value.strip().lower().endswith((".txt", ".toml", ".json"))
+    return is_text and ("\n" in value or not Path(value).is_file())
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,7 @@ def find_unused_args(adapter: AdapterConfig) -> dict[str, str]:
         unused |= _find_args_without_effect(adapter_type)
         if not preset.has_convolutions:
             unused |= dict.fromkeys(("conv_dim", "conv_alpha"), _NO_CONVOLUTIONS)
+    unused["unit"] = "only for networks.dylora"
     if drops_in_bypass_mode(adapter):
         unused = {name: reason for name, reason in unused.items() if name not in ("dropout", "bypass_mode")}
     names, defaults = list_arg_names(adapter.network_args), NetworkArgs()

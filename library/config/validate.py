@@ -13,6 +13,7 @@ from .schema import AdapterConfig, ModelConfig, RunConfig
 from .schema_data import DataConfig
 from .schema_output import LogConfig, PreviewConfig, SaveConfig, StateConfig
 from .toml_positions import read_toml_with_lines
+from .types import is_prompt_text
 from .validate_adapter import validate_adapter_options, validate_initial_weights, validate_save_format
 from .validate_distributed import (
     validate_checkpointing,
@@ -111,9 +112,9 @@ def _validate_tracker_config(tracker: str, path: str) -> Iterator[str]:
 
 
 def validate_preview_options(preview: PreviewConfig) -> Iterator[OptionConflict]:
-    if preview.sample_prompts is not None:
-        if not Path(preview.sample_prompts).is_file():
-            yield ("sample_prompts",), f"{preview.sample_prompts}: no such file"
+    prompts = preview.sample_prompts
+    if prompts is not None and not is_prompt_text(prompts) and not Path(prompts).is_file():
+        yield ("sample_prompts",), f"{prompts}: no such file"
 
 
 def validate_resume_options(state: StateConfig) -> Iterator[OptionConflict]:

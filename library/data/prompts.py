@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 from ..config.schema_output import PreviewConfig
 from ..config.toml_positions import read_toml_with_lines
+from ..config.types import is_prompt_text
 from ..errors import FileError
 from ..registry import suggest_name
 
@@ -44,17 +45,24 @@ def load_prompts(path: Path) -> list[Prompt]:
     if path.suffix.lower() not in readers:
         raise FileError([f"{path}: not a .txt, .toml or .json file"])
     problems: list[str] = []
-    prompts = list(readers[path.suffix.lower()](path, problems))
+    return _require_prompts(list(readers[path.suffix.lower()](path, problems)), str(path), problems)
+
+
+def _require_prompts(prompts: list[Prompt], source: str, problems: list[str]) -> list[Prompt]:
     if not prompts and not problems:
-        problems.append(f"{path}: no prompts")
+        problems.append(f"{source}: no prompts")
     if problems:
         raise FileError(problems)
     return prompts
 
 
 def load_preview_prompts(preview: PreviewConfig) -> list[Prompt]:
-    """Load ``--sample_prompts``, if set."""
-    return load_prompts(Path(preview.sample_prompts)) if preview.sample_prompts else []
+    """Load ``--sample_prompts``, a file or the prompts themselves, if set."""
+    value = preview.sample_prompts
+    if not value or not is_prompt_text(value):
+        return load_prompts(Path(value)) if value else []
+    problems: list[str] = []
+    return _require_prompts(list(_parse_lines(value, "--sample_prompts", problems)), "--sample_prompts", problems)
 
 
 def _parse_int(value: Any, minimum: int, maximum: int | None = None) -> int:
@@ -138,9 +146,14 @@ _UNSUPPORTED_KEYS: Mapping[str, str] = {
 
 
 def _load_txt(path: Path, problems: list[str]) -> Iterator[Prompt]:
-    for number, line in enumerate(_read_text(path).splitlines(), start=1):
+    return _parse_lines(_read_text(path), f"{path}:", problems)
+
+
+def _parse_lines(text: str, source: str, problems: list[str]) -> Iterator[Prompt]:
+    """Parse a prompt for each line; a ``source`` that ends in ``:`` gets the number of the line."""
+    for number, line in enumerate(text.splitlines(), start=1):
         if line.strip() and not line.lstrip().startswith("#"):
-            if prompt := _parse_line(line, f"{path}:{number}", problems):
+            if prompt := _parse_line(line, f"{source}{number if source.endswith(':') else ''}", problems):
                 yield prompt
 
 

@@ -50,6 +50,10 @@ HASH_MISMATCH_FIXES = {
 }
 """Fixes for values that are compared by hash, which the message does not show."""
 
+NF4_KERNEL = "nf4 kernel"
+MISMATCH_FIXES = {NF4_KERNEL: "install the same version of bitsandbytes on every machine, or remove it from all"}
+"""Fixes for values that no option sets."""
+
 
 @dataclass(frozen=True)
 class RankReport:
@@ -184,9 +188,9 @@ def find_disagreements(reports: Sequence[RankReport]) -> list[str]:
             if name in HASH_MISMATCH_FIXES:
                 problems.append(f"{name}: {ranks}: not the same as on {reference}; {HASH_MISMATCH_FIXES[name]}")
             else:
+                fix = MISMATCH_FIXES.get(name, "start all of them with the same value")
                 problems.append(
-                    f"{name}: {_format_value(value)} on {ranks}, {_format_value(common)} on {reference}; start all of"
-                    " them with the same value"
+                    f"{name}: {_format_value(value)} on {ranks}, {_format_value(common)} on {reference}; {fix}"
                 )
     return problems
 

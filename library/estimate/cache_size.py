@@ -11,9 +11,10 @@ import numpy as np
 from ..cache.keys import build_latent_keys, collect_run_captions
 from ..cache.paths import format_bytes, resolve_cache_dirs
 from ..config.schema_data import CacheConfig
+from ..config.schema_output import PreviewConfig
 from ..data.augment import Augmenter
 from ..data.prepare import PreparedData
-from ..data.prompts import load_prompts
+from ..data.prompts import load_preview_prompts
 from ..data.run_plan import RunPlan
 from ..models.model_configs import EncodedSizes
 
@@ -65,14 +66,13 @@ def estimate_caption_cache(
     seed: int,
     run_plan: RunPlan,
     sizes: EncodedSizes | None,
-    sample_prompts: str | None,
+    preview: PreviewConfig,
     mixed_precision: str | None,
 ) -> CacheEstimate:
     """Estimate the text-encoder outputs of every caption and preview prompt of the run."""
     prepared = prepared.merge_validation()
     augmenter = Augmenter(prepared.manifest, prepared.assignments, seed, run_plan.steps)
-    prompts = load_prompts(Path(sample_prompts)) if sample_prompts else []
-    texts = [text for prompt in prompts for text in (prompt.text, prompt.negative_prompt)]
+    texts = [text for prompt in load_preview_prompts(preview) for text in (prompt.text, prompt.negative_prompt)]
     count = len(collect_run_captions(augmenter, run_plan.batch_plan, run_plan.steps, texts))
     precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     num_bytes = None if sizes is None else count * sizes.text_elements * (4 if precision == "no" else 2)

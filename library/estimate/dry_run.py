@@ -110,7 +110,6 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
     arguments = config.cache, prepared, config.train.seed, plan, read_encoded_sizes(get_config_reader(detected))
     estimates = [estimate_latent_cache(*arguments)] if config.cache.caches_latents else []
     if config.cache.caches_text_outputs:
-        prompts, precision = config.preview.sample_prompts, config.distributed.mixed_precision
-        estimates.append(estimate_caption_cache(*arguments, prompts, precision))
+        estimates.append(estimate_caption_cache(*arguments, config.preview, config.distributed.mixed_precision))
     trained = describe_trained_components(config.adapter, config.optim, get_family_facts(detected.family))
     return DryRun(detected, prepared, plan, estimates, notes, trained)

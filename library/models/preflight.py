@@ -12,8 +12,9 @@ from ..config.schema import AdapterConfig, ModelConfig
 from ..config.schema_data import DataConfig
 from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.schema_output import PreviewConfig
+from ..config.types import is_prompt_text
 from ..config.unused_options import find_unusable_sampler, is_self_tuning_adafactor
-from ..data.prompts import Prompt, load_preview_prompts, load_prompts
+from ..data.prompts import Prompt, load_preview_prompts
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
 from ..dataset.validate import validate_resolution_multiple
 from ..errors import ConfigError, FileError
@@ -51,7 +52,8 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> I
         yield from _validate_image_sizes(config.data, detected)
     path = config.preview.sample_prompts
     try:
-        prompts = load_prompts(Path(path)) if path and Path(path).is_file() else []  # a missing file is found earlier
+        is_missing = path is not None and not is_prompt_text(path) and not Path(path).is_file()  # found earlier
+        prompts = [] if is_missing else load_preview_prompts(config.preview)
     except ConfigError as error:
         yield from error.problems
         prompts = []
@@ -159,7 +161,8 @@ def _round_bucket_steps(loaded: ParsedConfig, detected: DetectedModel) -> Parsed
         return loaded
     notice = f"{location}: {data.bucket_reso_steps} is finer than the model can train; buckets are multiples of {step}"
     config = replace(loaded.config, data=replace(data, bucket_reso_steps=step))
-    return replace(loaded, config=config, notices=[*loaded.notices, notice])
+    adjustments = {**loaded.adjustments, f"bucket_reso_steps {step}": notice}
+    return replace(loaded, config=config, notices=[*loaded.notices, notice], adjustments=adjustments)
 
 
 def _find_other_defaults(loaded: ParsedConfig, detected: DetectedModel) -> Iterator[str]:

@@ -63,6 +63,17 @@ OPTIMIZERS: Mapping[str, OptimizerInfo] = {
 }
 
 
+PIP_PACKAGES = {
+    "prodigyplus": "prodigy-plus-schedule-free",
+    "prodigyopt": "prodigyopt",
+    "lion_pytorch": "lion-pytorch",
+    "came_pytorch": "came-pytorch",
+    "schedulefree": "schedulefree",
+    "dadaptation": "dadaptation",
+}
+"""Packages of optimizers that are often named with their module in sd-scripts."""
+
+
 def validate_optimizer_name(optimizer_type: str) -> Iterator[str]:
     """Check that the name is one of ours, of torch.optim, or a class with its package."""
     name = optimizer_type or "AdamW"
@@ -84,9 +95,14 @@ def find_missing_package(optimizer_type: str) -> str:
     package = str(info.import_path if info else name).replace(":", ".").partition(".")[0]
     if find_spec(package) is not None:
         return ""
-    install = f"; pip install {info.pip_package}" if info and info.pip_package else ""
-    other = ", or use --optimizer_type AdamW" if package == "bitsandbytes" else ""
-    return f"{name} needs the package {package}, which is not installed{install}{other}"
+    pip_package = info.pip_package if info else PIP_PACKAGES.get(package)
+    install = f"; pip install {pip_package}" if pip_package else ""
+    other = "AdamW" if package == "bitsandbytes" else ""
+    if info is None:
+        class_name = name.replace(":", ".").rpartition(".")[2].lower()
+        other = next((known for known in OPTIMIZERS if known.lower() == class_name), "")
+    hint = f"{', or' if install else ';'} use --optimizer_type {other}" if other else ""
+    return f"{name} needs the package {package}, which is not installed{install}{hint}"
 
 
 def _find_optimizer(name: str) -> Any:

@@ -13,7 +13,7 @@ device at ``--block_swap_window_mb``, by default one offloaded block, which leav
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,12 @@ from torch import Tensor, nn
 
 from ..config.schema import ModelConfig, TrainConfig
 from ..distributed.async_copy import CopyStream, copy_to_host
-from .quantize import FetchWeight, QuantizedWeight, can_convert_frozen_layer, convert_frozen_layer
+from .quantize import (
+    FetchWeight,
+    QuantizedWeight,
+    can_convert_frozen_layer,
+    convert_frozen_layer,
+)
 
 logger = logging.getLogger(__name__)
 AccessHistory = tuple[bool, tuple[int, ...]]
@@ -123,11 +128,16 @@ def is_quantized_or_offloaded(model: ModelConfig, train: TrainConfig) -> bool:
 
 
 def quantize_and_offload_base(
-    denoiser: nn.Module, devices: tuple[torch.device, torch.device], model: ModelConfig, train: TrainConfig
+    denoiser: nn.Module,
+    devices: tuple[torch.device, torch.device],
+    model: ModelConfig,
+    train: TrainConfig,
+    nf4_kernel: str | None = None,
 ) -> OffloadedBytes:
     """Quantize the frozen weights of all blocks, and offload some blocks, evenly spread so that copies overlap.
 
-    ``devices``: where weights are quantized, and where they are kept until the strategy distributes the model.
+    ``devices``: where weights are quantized, and where they are kept until the strategy distributes the model;
+    ``nf4_kernel``: that of the strategy, which estimates lack.
     """
     device, base_device = devices
     blocks, quant_type, offloader = find_innermost_blocks(denoiser), model.quantize_base, WeightOffloader(device)
@@ -141,6 +151,7 @@ def quantize_and_offload_base(
             own: Any = layer
             bytes_before += own.weight.nbytes
             weight = QuantizedWeight.quantize(own.weight.to(device), quant_type)
+            weight = weight if nf4_kernel is None else replace(weight, nf4_kernel=nf4_kernel)
             if index in swapped:
                 convert_frozen_layer(layer, offloader.offload(weight))
                 offloaded[index] += weight.nbytes
@@ -151,11 +162,12 @@ def quantize_and_offload_base(
     offloader.window_bytes = train.block_swap_window_mb * 2**20 or max(MIN_WINDOW_BYTES, largest_block)
     result = OffloadedBytes(sum(offloaded.values()), largest_block, offloader.window_bytes)
     logger.info(
-        "base model: frozen weights of %d blocks: %.2f GB -> %.2f GB (%s), %d blocks offloaded (%.2f GB)",
+        "base model: frozen weights of %d blocks: %.2f GB -> %.2f GB (%s%s), %d blocks offloaded (%.2f GB)",
         len(blocks),
         bytes_before / 1e9,
         bytes_on_device / 1e9,
         quant_type,
+        "" if nf4_kernel is None else f", {nf4_kernel} kernel",
         len(swapped),
         result.total / 1e9,
     )

@@ -1,11 +1,15 @@
 """Quantized frozen weights (fp8, int8, nf4) and the layers that dequantize them in forward and backward.
 
 fp8 and int8 have one scale per output row, nf4 has one per block of 64 values (QLoRA, arXiv 2305.14314).
+nf4 has the bytes of bitsandbytes, whose kernel dequantizes them on CUDA where it is installed.
 Quantized weights are frozen parameters of bytes, so that FSDP, tensor and pipeline parallelism shard them like others.
 """
 
+import importlib.util
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import metadata
 from itertools import zip_longest
 from math import gcd
 from typing import Any, Protocol
@@ -15,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_input
 
+logger = logging.getLogger(__name__)
 Ranges = tuple[tuple[int, int], ...]
 """(start, length) of each slice; not an index tensor, whose copy to a device the host would wait for."""
 
@@ -30,6 +35,10 @@ NF4_LEVELS = (
 # fmt: on
 """Quantiles of the normal distribution."""
 
+BUILT_IN_KERNEL = "built-in"
+BITSANDBYTES_DEVICES = {"cuda"}
+"""Device types (CUDA and ROCm) on which bitsandbytes' kernel is used."""
+
 
 @dataclass(frozen=True)
 class QuantizedWeight:
@@ -39,6 +48,7 @@ class QuantizedWeight:
     shape: torch.Size
     dtype: torch.dtype  # of the original weight
     tensors: tuple[Tensor, ...]  # values; row scales; the levels of nf4
+    nf4_kernel: str = BUILT_IN_KERNEL  # of ``select_nf4_kernel``
 
     @classmethod
     def quantize(cls, weight: Tensor, quant_type: str) -> "QuantizedWeight":
@@ -60,9 +70,17 @@ class QuantizedWeight:
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         if self.quant_type == "none":
             return self.tensors[0].to(dtype)
-        if dtype is torch.float16:  # in which the smallest scales underflow
-            return self.dequantize(torch.float32).to(dtype)
         values, scale = self.tensors[:2]
+        uses_bitsandbytes = self.nf4_kernel != BUILT_IN_KERNEL and values.device.type in BITSANDBYTES_DEVICES
+        if uses_bitsandbytes and 2 * values.shape[1] == NF4_BLOCK_SIZE:
+            packed = values.reshape(-1, 1)[: (self.shape.numel() + 1) // 2]  # without the padding of the last block
+            arguments = packed, scale.float().flatten(), NF4_BLOCK_SIZE, "nf4", list(self.shape), dtype
+            weight: Tensor = torch.ops.bitsandbytes.dequantize_4bit(*arguments)
+            return weight
+        # In float16 the smallest scales underflow.  bitsandbytes multiplies in float32, and slices of smaller blocks,
+        # which it does not take, have to get its values.
+        if dtype is torch.float16 or (uses_bitsandbytes and dtype is not torch.float32):
+            return self.dequantize(torch.float32).to(dtype)
         if self.quant_type == "nf4":
             # Look up both values of a byte at once, with 32-bit indices: torch would index single values with 64 bits.
             levels = self.tensors[2].to(dtype)
@@ -101,6 +119,27 @@ class QuantizedWeight:
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
         return replace(self, tensors=tuple(map(function, self.tensors)))
+
+
+def select_nf4_kernel(device: torch.device) -> str:
+    """Return ``bitsandbytes`` with its version where its kernel works on the device, else ``built-in``.
+
+    The kernel is tried: bitsandbytes imports without its CUDA library, too, and some GPUs lack blocks of 64.
+    """
+    if device.type not in BITSANDBYTES_DEVICES or importlib.util.find_spec("bitsandbytes") is None:
+        return BUILT_IN_KERNEL
+    weight = QuantizedWeight.quantize(torch.linspace(-1, 1, 4 * NF4_BLOCK_SIZE, device=device).view(4, -1), "nf4")
+    try:
+        kernel = f"bitsandbytes {metadata.version('bitsandbytes')}"
+        importlib.import_module("bitsandbytes")
+        values = replace(weight, nf4_kernel=kernel).dequantize(torch.float32)
+        if torch.allclose(values, weight.dequantize(torch.float32), rtol=1e-5):
+            return kernel
+        reason = "its values are wrong"
+    except Exception as error:  # of its library, its version or the device
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    logger.warning("nf4: bitsandbytes' kernel does not work here (%s); using the built-in one, which is slower", reason)
+    return BUILT_IN_KERNEL
 
 
 def take_ranges(tensor: Tensor, dim: int, ranges: Ranges) -> Tensor:

@@ -74,6 +74,9 @@ class Strategy(ABC):
     has_replicated_adapter = True
     """Whether every rank holds all trainable parameters, equal to the bit."""
 
+    nf4_kernel: str | None = None
+    """What dequantizes a base model in nf4 (``select_nf4_kernel``)."""
+
     model: nn.Module
     """The wrapped model, after ``wrap``."""
 

@@ -10,6 +10,7 @@ from ..distributed.deepspeed_settings import resolve_deepspeed
 from ..distributed.fsdp_settings import find_ignored_fsdp_settings, resolve_fsdp
 from ..distributed.world import World, build_parallel_dims
 from ..registry import Registry
+from .quantize import select_nf4_kernel
 from .strategy import Strategy, StrategySettings
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,10 @@ def build_strategy(config: RunConfig, is_stop_requested: Callable[[], bool] = la
         config.parallel.pp_schedule,
         is_stop_requested,
     )
-    return STRATEGIES.get(select_strategy(settings))(comm, settings)
+    strategy = STRATEGIES.get(select_strategy(settings))(comm, settings)
+    if config.model.quantize_base == "nf4":
+        strategy.nf4_kernel = select_nf4_kernel(comm.device)
+    return strategy
 
 
 def select_strategy(settings: StrategySettings) -> str:

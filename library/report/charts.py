@@ -1,116 +1,158 @@
-"""Line and bar charts as inline SVG, for the self-contained HTML report."""
+"""The charts of a run as data, which ``static/charts.js`` draws with uPlot in the report and on the web page."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from html import escape
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-WIDTH, HEIGHT = 640, 240
-LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 30
-MAX_POINTS = 1500
-Points = Sequence[tuple[float, float]]
+from .metric_series import MetricSeries, MetricTable, Points
+
+LINES, BARS = "lines", "bars"
+TIMESTEP_PREFIX = "validation/time/"
+GROUPS = (
+    ("loss/time/", "Loss by noise level"),
+    ("loss/bucket/", "Loss by bucket"),
+    ("loss/dataset/", "Loss by dataset"),
+)
+MAX_BARS = 24
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One curve of a chart."""
+    """One curve, or one bar of each group."""
 
     name: str
-    points: Points
-    is_faint: bool = False  # drawn in grey, in the background
+    x: Sequence[float]
+    y: Sequence[float | None]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    """The band around the curve: extremes of neighbouring steps, or a confidence interval."""
+    is_faint: bool = False
+
+    @classmethod
+    def from_series(cls, name: str, series: MetricSeries, *, is_faint: bool = False) -> "Curve":
+        low, high = series.bounds or ([], [])
+        return cls(name, series.steps, series.means, low, high, is_faint)
 
 
-def render_line_chart(curves: Sequence[Curve], x_label: str = "step") -> str:
-    """Draw curves over a common x axis; empty without points."""
-    curves = [Curve(line.name, _downsample(line.points), line.is_faint) for line in curves if line.points]
-    if not curves:
-        return ""
-    xs = [x for line in curves for x, _ in line.points]
-    ys = [y for line in curves for _, y in line.points]
-    to_x, x_ticks = _build_scale(min(xs), max(xs), LEFT, WIDTH - RIGHT, is_tight=True)
-    to_y, y_ticks = _build_scale(min(ys), max(ys), HEIGHT - BOTTOM, TOP)
-    parts = [*_render_grid(x_ticks, y_ticks, to_x, to_y), _render_text(WIDTH - RIGHT, HEIGHT - 2, x_label, "end")]
-    for number, line in enumerate(curves):
-        path = " ".join(f"{to_x(x):.1f},{to_y(y):.1f}" for x, y in line.points)
-        style = "faint" if line.is_faint else f"line colour{number % 5}"
-        parts.append(f'<polyline class="{style}" points="{path}"><title>{escape(line.name)}</title></polyline>')
-    legend = ""
-    if len(curves) > 1:
-        legend = " ".join(
-            f'<span class="key {"faint" if line.is_faint else f"colour{number % 5}"}">{escape(line.name)}</span>'
-            for number, line in enumerate(curves)
-        )
-    return _render_figure(parts, legend)
+@dataclass(frozen=True)
+class Chart:
+    """One chart; bars have a label for each group, lines the step as x."""
+
+    title: str
+    curves: Sequence[Curve]
+    kind: str = LINES
+    labels: Sequence[str] = ()
+
+    def export_json(self) -> dict[str, Any]:
+        return {
+            "title": self.title,
+            "kind": self.kind,
+            "labels": list(self.labels),
+            "curves": [*map(asdict, self.curves)],
+        }
 
 
-def render_bar_chart(groups: Mapping[str, Sequence[float | None]], names: Sequence[str]) -> str:
-    """Draw one bar for each of ``names`` in each group; empty without values."""
-    values = [value for row in groups.values() for value in row if value is not None]
-    if not values:
-        return ""
-    to_y, ticks = _build_scale(0.0, max(values), HEIGHT - BOTTOM, TOP)
-    parts = _render_grid([], ticks, float, to_y)
-    bottom, group_width = to_y(0.0), (WIDTH - LEFT - RIGHT) / len(groups)
-    bar_width = group_width * 0.8 / len(names)
-    for position, (name, row) in enumerate(groups.items()):
-        left = LEFT + group_width * (position + 0.1)
-        for number, value in enumerate(row):
-            if value is not None:
-                top = to_y(value)
-                x, size = left + number * bar_width, f'width="{bar_width:.1f}" height="{bottom - top:.1f}"'
-                title = f"<title>{escape(name)}: {value:.4g}</title>"
-                parts.append(f'<rect class="bar{number}" x="{x:.1f}" y="{top:.1f}" {size}>{title}</rect>')
-        parts.append(_render_text(left + group_width * 0.4, HEIGHT - BOTTOM + 16, name, "middle"))
-    legend = " ".join(f'<span class="key bar{number}">{escape(name)}</span>' for number, name in enumerate(names))
-    return _render_figure(parts, legend)
+def build_curves(table: MetricTable) -> list[Chart]:
+    """Build the charts of everything that changes with the steps."""
+    rates = [(name.removeprefix("lr/"), name) for name in table.find_names("lr/")]
+    by_time = [(name.removeprefix("loss/time/"), name) for name in table.find_names("loss/time/")]
+    charts = [
+        _build_loss_chart(table),
+        _build_chart(table, "Learning rate", rates),
+        _build_chart(table, "Loss by noise level over the steps", by_time),
+        _build_chart(table, "Samples per second", [("samples/s", "speed/samples_per_second")]),
+        _build_chart(table, "Peak memory (GB)", [("GB", "memory/peak_gb")]),
+        _build_chart(table, "Gradient norm", [("gradient norm", "gradient_norm")]),
+        _build_chart(table, "Update norm", [("all layers", "update/norm")]),
+        _build_chart(table, "Data wait (s)", [("seconds per step", "data_wait_seconds")]),
+    ]
+    return [chart for chart in charts if chart.curves]
 
 
-def _render_figure(parts: Sequence[str], legend: str) -> str:
-    drawing = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(parts)}</svg>'
-    return f"<figure>{drawing}<figcaption>{legend}</figcaption></figure>"
+def build_validation_charts(table: MetricTable) -> list[Chart]:
+    """Build the charts of the validation loss; none without one."""
+    if "validation/loss" not in table.series:
+        return []
+    losses = [("with the LoRA", "validation/loss"), ("base model", "validation/base")]
+    datasets = [(name.removeprefix("validation/"), name) for name in table.find_names("validation/dataset/")]
+    times = table.find_names(TIMESTEP_PREFIX)
+    bars = [
+        ("base model", [table.get_last(name.replace("validation/", "validation/base/")) for name in times]),
+        ("with the LoRA", [table.get_last(name) for name in times]),
+    ]
+    charts = [
+        _build_chart(table, "Loss on validation images", losses),
+        _build_gain_chart(table),
+        _build_bars("By timestep quantile", [name.removeprefix(TIMESTEP_PREFIX) for name in times], bars),
+        _build_chart(table, "By dataset", datasets),
+    ]
+    return [chart for chart in charts if chart.curves]
 
 
-Scale = Callable[[float], float]
-"""Maps a value to an SVG coordinate."""
+def build_group_charts(table: MetricTable) -> list[Chart]:
+    """Compare the mean losses of the first and second half of the run by noise level, bucket and dataset."""
+    middle, charts = table.last_step / 2, []
+    for prefix, title in GROUPS:
+        labels = [name.removeprefix(prefix) for name in table.find_names(prefix)]
+        labels = sorted(labels, key=_get_sort_key)[:MAX_BARS]
+        if len(labels) > 1:
+            series = [table.series[f"{prefix}{label}"] for label in labels]
+            first = [each.compute_mean(0, middle) for each in series]
+            second = [each.compute_mean(middle, float("inf")) for each in series]
+            charts.append(_build_bars(title, labels, [("first half", first), ("second half", second)]))
+    return charts
 
 
-def _build_scale(
-    lowest: float, highest: float, start: float, end: float, *, is_tight: bool = False
-) -> tuple[Scale, list[float]]:
-    """Build the scale of an axis, and its ticks at round values; ``is_tight`` does not extend it to the next tick."""
-    if highest <= lowest:
-        lowest, highest = lowest - (abs(lowest) * 0.1 or 0.5), highest + (abs(highest) * 0.1 or 0.5)
-    step = _round_tick_step((highest - lowest) / 5)
-    if not is_tight:
-        lowest, highest = math.floor(lowest / step) * step, math.ceil(highest / step) * step
-    ticks = [step * number for number in range(math.ceil(lowest / step - 1e-9), math.floor(highest / step + 1e-9) + 1)]
-    return lambda value: start + (value - lowest) / (highest - lowest) * (end - start), ticks
+def build_comparison_charts(tables: Mapping[str, MetricTable]) -> list[Chart]:
+    """Lay several runs over each other, a curve for each run."""
+    metrics = [
+        ("Loss (mean of 100 steps)", "loss/average"),
+        ("Loss on validation images", "validation/loss"),
+        ("Gain over the base model", "validation/gain"),
+        ("Learning rate", "lr/unet"),
+        ("Samples per second", "speed/samples_per_second"),
+        ("Peak memory (GB)", "memory/peak_gb"),
+        ("Gradient norm", "gradient_norm"),
+        ("Update norm", "update/norm"),
+    ]
+    charts = []
+    for title, metric in metrics:
+        found = {name: table.series[metric] for name, table in tables.items() if metric in table.series}
+        curves = [Curve(name, series.steps, series.means) for name, series in found.items()]
+        charts += [Chart(title, curves)] if curves else []
+    return charts
 
 
-def _round_tick_step(minimum: float) -> float:
-    """Return 1, 2 or 5 times a power of ten that is at least ``minimum``."""
-    power = 10.0 ** math.floor(math.log10(minimum))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= minimum * (1 - 1e-9))
+def _build_loss_chart(table: MetricTable) -> Chart:
+    curves = []
+    if "loss/current" in table.series:
+        curves.append(Curve.from_series("each step", table.series["loss/current"], is_faint=True))
+    if "loss/average" in table.series:
+        average = table.series["loss/average"]
+        curves.append(Curve("mean of 100 steps", average.steps, average.means))
+    return Chart("Loss", curves)
 
 
-def _render_grid(x_ticks: Sequence[float], y_ticks: Sequence[float], to_x: Scale, to_y: Scale) -> list[str]:
-    parts = []
-    for value in y_ticks:
-        y = to_y(value)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(_render_text(LEFT - 6, y + 4, f"{value:.4g}", "end"))
-    parts += [_render_text(to_x(value), HEIGHT - BOTTOM + 16, f"{value:.6g}", "middle") for value in x_ticks]
-    return parts
+def _build_gain_chart(table: MetricTable) -> Chart:
+    gains: Points = table.series["validation/gain"].points if "validation/gain" in table.series else []
+    series = table.series.get("validation/gain_interval")
+    margins = dict(series.points) if series is not None else {}
+    low, high = ([gain + sign * margins.get(step, 0.0) for step, gain in gains] for sign in (-1, 1))
+    curve = Curve("gain", [step for step, _ in gains], [gain for _, gain in gains], low, high)
+    return Chart("Gain over the base model, with 95 % confidence interval", [curve] if gains else [])
 
 
-def _render_text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+def _build_chart(table: MetricTable, title: str, names: Sequence[tuple[str, str]]) -> Chart:
+    return Chart(title, [Curve.from_series(name, table.series[key]) for name, key in names if key in table.series])
 
 
-def _downsample(points: Points) -> Points:
-    """Reduce to at most ``MAX_POINTS`` means of neighbouring points, so that the page stays small."""
-    if len(points) <= MAX_POINTS:
-        return points
-    size = math.ceil(len(points) / MAX_POINTS)
-    groups = [points[start : start + size] for start in range(0, len(points), size)]
-    return [(group[-1][0], sum(y for _, y in group) / len(group)) for group in groups]
+def _build_bars(title: str, labels: Sequence[str], rows: Sequence[tuple[str, Sequence[float | None]]]) -> Chart:
+    positions = [float(number) for number in range(len(labels))]
+    curves = [Curve(name, positions, values) for name, values in rows]
+    return Chart(title, curves if labels else [], BARS, labels)
+
+
+def _get_sort_key(name: str) -> tuple[float, str]:
+    """Sort sizes by area, ranges by their start, and names without numbers alphabetically."""
+    numbers = [float(part) for part in name.replace("-", "x").split("x") if part.replace(".", "", 1).isdigit()]
+    return (numbers[0] * (numbers[1] if "x" in name else 1.0) if numbers else 0.0, name)

@@ -10,6 +10,7 @@ from ..config import parse_config, validate_adapter, validate_objective
 from ..config.options import flatten_config, iter_options
 from ..config.parser import ParsedConfig
 from ..config.schema import RunConfig
+from ..config.types import is_prompt_text
 from ..data.prompts import load_prompts
 from ..dataset.validate import validate_dataset_config
 from ..errors import ConfigError, UserError
@@ -187,7 +188,7 @@ def check_written_files(run_path: Path, family: str) -> list[str]:
         return [*problems, *validate_model_options(config, loaded.locations)]
     prompts = config.preview.sample_prompts
     try:
-        if prompts and Path(prompts).is_file():
+        if prompts and not is_prompt_text(prompts) and Path(prompts).is_file():
             load_prompts(Path(prompts))
     except ConfigError as error:
         problems += error.problems

@@ -14,6 +14,7 @@ from ..training.preflight import find_settings_problems
 if TYPE_CHECKING:
     from ..distributed.launch_command import LaunchCommand
     from .plan import PlanOptions
+    from .web import WebOptions
 
 PREVIEW_SUFFIXES = (".png", ".jpg", ".webp")
 
@@ -107,6 +108,13 @@ def check_convert_arguments(words: Sequence[str], file_format: str, formats: Col
         problems.append(f"{paths[1]}: expected a file name ending in .safetensors")
     if problems:
         raise ConfigError(problems)
+
+
+def check_web_arguments(options: "WebOptions", problems: Sequence[str]) -> None:
+    """Raise with all problems of ``web``'s options, of which each folder has to exist."""
+    missing = [name for name in options.root if not Path(name).expanduser().is_dir()]
+    if found := [*problems, *(f"--root: {name}: no such folder" for name in missing)]:
+        raise ConfigError(found)
 
 
 def check_doctor_arguments(words: Sequence[str], usage: str) -> None:

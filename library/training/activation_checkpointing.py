@@ -1,22 +1,20 @@
 """Activation checkpointing: every n-th block, offloaded to the host, or selective with a memory budget."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from ..config.schema import TrainConfig
-from ..distributed.async_copy import copy_to_host
+from ..distributed.async_copy import CheckpointOffload
 from ..distributed.step_phases import is_out_of_memory
 from ..parallel.compile import is_compiled
 
@@ -41,7 +39,7 @@ class BlockCheckpointing:
     """The checkpointing function of diffusers models: calls a block with ``torch.utils.checkpoint``."""
 
     def __init__(self, every: int, *, offload: bool, budget: float = 0.0):
-        self.every, self._context = every, _offload_saved_tensors if offload else nullcontext
+        self.every, self._context = every, CheckpointOffload().offload_saved_tensors if offload else nullcontext
         self._selection = OpSelection(budget) if budget else None
         self._numbers: dict[Any, int] = {}
 
@@ -55,24 +53,6 @@ class BlockCheckpointing:
             kwargs["context_fn"] = self._selection.build_context_fn(block, (args, kwargs))
         with self._context():
             return checkpoint(block.__call__, *args, use_reentrant=False, **kwargs)
-
-
-@contextmanager
-def _offload_saved_tensors() -> Iterator[None]:
-    """Offload tensors saved for the backward pass to pinned host memory with asynchronous copies.
-
-    torch 2.11's ``save_on_cpu`` synchronizes after each copy.
-    """
-
-    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
-        return tensor.device, copy_to_host(tensor)
-
-    def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
-        device, tensor = packed
-        return tensor.to(device, non_blocking=True)
-
-    with saved_tensors_hooks(pack, unpack):
-        yield
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ..adapters.dropout_and_norms import compute_update_norms
+from ..config.help import collect_changed_settings
 from ..config.options import flatten_config
 from ..distributed.config_agreement import find_majority
 from ..distributed.trackers import collect_shareable_settings
@@ -18,7 +19,7 @@ from ..distributed.world import format_ranks
 from ..errors import UserError
 from ..optim.optimizers import use_eval_weights
 from ..report import preview_grid
-from ..report.page import ReportContext, write_report
+from ..report.page import RunSummary, write_report
 from .save_adapter import SaveAdapter
 from .state import Callback, TrainingRun
 
@@ -95,32 +96,44 @@ class SaveReport:
         # Users share the page, so it must not show where their home directory is.
         self.plan_text = plan_text.replace(f"{Path.cwd()}/", "").replace(f"{Path.home()}/", "~/")
         self.started_at = started_at
-        self.path = metrics_path.with_name(f"{metrics_path.name.removesuffix('.metrics.jsonl')}.report.html")
+        stem = metrics_path.name.removesuffix(".metrics.jsonl")
+        self.path, self.facts_path = (metrics_path.with_name(f"{stem}.{end}") for end in ("report.html", "run.json"))
 
     def should_run(self, run: TrainingRun) -> bool:
         return self.save_adapter.should_run(run)
 
-    def on_train_begin(self, run: TrainingRun) -> None: ...
+    def on_train_begin(self, run: TrainingRun) -> None:
+        """Write what the web page needs to know of a run before its first file."""
+        if run.strategy.comm.is_main:
+            try:
+                self._collect_facts(run).write(self.facts_path)
+            except OSError as error:
+                logger.warning("%s: cannot be written: %s", self.facts_path, error)
 
     def __call__(self, run: TrainingRun) -> None:
         if not run.strategy.comm.is_main:
             return
-        save, strategy = run.config.save, run.strategy
+        save = run.config.save
         try:
             rows = preview_grid.find_preview_files(Path(save.output_dir) / "sample", save.output_name, self.started_at)
-            context = ReportContext(
-                save.output_name,
-                run.plan.steps,
-                self.plan_text,
-                collect_shareable_settings(flatten_config(run.config)),
-                self.started_at,
-                strategy.data_parallel_size,
-                strategy.mixed_precision,
-                [(self.prompts[number], rows[number]) for number in sorted(rows)],
-            )
-            write_report(context, self.metrics_path, self.path)
+            write_report(self._collect_facts(run), rows, self.metrics_path, self.path)
         except OSError as error:  # a missing report is no reason to end a run
             logger.warning("%s: cannot be written: %s", self.path, error)
+
+    def _collect_facts(self, run: TrainingRun) -> RunSummary:
+        config, strategy = run.config, run.strategy
+        settings = flatten_config(config)
+        return RunSummary(
+            config.save.output_name,
+            run.plan.steps,
+            self.plan_text,
+            collect_shareable_settings(settings),
+            self.started_at,
+            strategy.data_parallel_size,
+            strategy.mixed_precision,
+            self.prompts,
+            collect_changed_settings(settings),
+        )
 
 
 class WeightsDiverged(UserError):

@@ -20,10 +20,12 @@ from ..config.schema_output import StateConfig
 from ..data.batch_plan import get_planned_stages
 from ..data.prepare import PreparedData
 from ..data.run_plan import RunPlan
-from ..distributed.communicator import Communicator
+from ..distributed.config_agreement import NF4_KERNEL
 from ..distributed.signals import StopSignals
 from ..errors import RunInterrupted, UserError
 from ..models.detect import DetectedModel
+from ..parallel.quantize import BUILT_IN_KERNEL
+from ..parallel.strategy import Strategy
 from .checkpoint import SaveCheckpoint, restore_state
 from .preflight import check_setting_changes
 from .save_adapter import AdapterRetention
@@ -90,6 +92,9 @@ def find_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterat
     for key in COMPARED_METADATA:
         if saved[key] != current[key]:
             yield SettingChange(key, saved[key], current[key], changes_result=True)
+    kernel, saved_kernel = current.get("nf4_kernel"), saved.get("nf4_kernel", BUILT_IN_KERNEL)
+    if kernel != saved_kernel and None not in (kernel, saved_kernel):  # rounds differently, as another torch does
+        yield SettingChange(NF4_KERNEL, saved_kernel, kernel, changes_result=False)
     groups = {option.name: option.group for option in iter_options(RunConfig)}
     defaults = {option.name: option.default for option in iter_options(RunConfig)}
     saved_settings = upgrade_settings(saved["settings"])
@@ -110,13 +115,13 @@ class Resume:
     def __init__(
         self,
         config: RunConfig,
-        comm: Communicator,
+        strategy: Strategy,
         detected: DetectedModel,
         prepared: PreparedData,
         plan: RunPlan,
         started_at: float,
     ):
-        self.comm, self.save_config, self.state_config = comm, config.save, config.state
+        self.comm, self.save_config, self.state_config = strategy.comm, config.save, config.state
         self.output_dir, name = Path(config.save.output_dir), config.save.output_name
         batches = plan.batch_plan
         batch_sizes = {bucket.dataset_index_in_file: bucket.batch_size for bucket in batches.buckets}
@@ -129,16 +134,19 @@ class Resume:
             "batch": [size * micro_batches for _, size in sorted(batch_sizes.items())],
             "split": [batches.dp_size, batches.accumulation_steps],
             "started_at": started_at,
-            "run": comm.run_on_main_and_broadcast(
+            "run": self.comm.run_on_main_and_broadcast(
                 lambda: checkpoint_dir.compute_next_run_number(self.output_dir, name)
             ),
             "versions": {"lorikeet": __version__, "torch": torch.__version__},
+            "nf4_kernel": strategy.nf4_kernel,
         }
-        self.checkpoint = comm.run_on_main_and_broadcast(lambda: select_checkpoint(config.state, self.output_dir, name))
+        self.checkpoint = self.comm.run_on_main_and_broadcast(
+            lambda: select_checkpoint(config.state, self.output_dir, name)
+        )
         if (checkpoint := self.checkpoint) is None:
             return
         self.metadata["started_at"] = checkpoint.metadata["started_at"]
-        comm.run_on_main(lambda: _check_changes(checkpoint, self.metadata, prepared, config.state.force_resume))
+        self.comm.run_on_main(lambda: _check_changes(checkpoint, self.metadata, prepared, config.state.force_resume))
         saved_split = checkpoint.metadata.get("split", self.metadata["split"])
         has_remainders = any(stage.batch_plan.has_remainders for stage in get_planned_stages(batches))
         if saved_split[1] != batches.accumulation_steps and has_remainders:

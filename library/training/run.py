@@ -23,6 +23,7 @@ from ..config.schema_output import SaveConfig
 from ..data.prepare import PreparedData
 from ..data.prompts import Prompt, load_preview_prompts
 from ..data.run_plan import RunPlan
+from ..distributed.config_agreement import NF4_KERNEL
 from ..distributed.launcher_settings import find_overridden_settings
 from ..distributed.signals import StopSignals
 from ..distributed.trackers import Trackers
@@ -99,7 +100,8 @@ def _prepare_and_train(
     cached = text_components if config.cache.caches_text_outputs else ()
     initial_weights = read_initial_weights(config.adapter, family, detected, cached_components=cached)
     prompts = load_preview_prompts(config.preview)
-    comm.assert_equal_across_ranks(_compute_input_fingerprints(config.adapter, detected, prompts))
+    fingerprints = _compute_input_fingerprints(config.adapter, detected, prompts)
+    comm.assert_equal_across_ranks({**fingerprints, NF4_KERNEL: strategy.nf4_kernel})
     prepared = prepare_dataset(config.data, config.cache, comm, detected.size_multiple)
 
     def build_plan() -> RunPlan:
@@ -114,7 +116,7 @@ def _prepare_and_train(
     for line in prepared.format_summary(plan.batch_plan, plan.steps).splitlines():
         logger.info("%s", line)
     build_lr_schedule(config.optim, plan.steps)  # some schedulers fail for this number of steps
-    resume = Resume(config, comm, detected, prepared, plan, started_at)
+    resume = Resume(config, strategy, detected, prepared, plan, started_at)
     if resume.is_complete(plan):
         return
 
@@ -248,8 +250,8 @@ def _train_and_save(
         metrics_file = MetricsFile(metrics_path, first_step) if is_main else None
         metric_logger = TrainingLogger(progress, metrics_file, trackers, run.state.samples)
         run = replace(run, metric_logger=metric_logger, callbacks=callbacks.list_all())
-        for callback in run.callbacks:
-            callback.on_train_begin(run)
+        for callback in sorted(run.callbacks, key=lambda callback: callback.id != callbacks.save_report.id):
+            callback.on_train_begin(run)  # the facts of the run are there before its first previews
         resume.run_pending_callbacks(run)
         try:
             _train_and_check_sync(run, callbacks.weight_sync_check)

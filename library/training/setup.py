@@ -128,7 +128,7 @@ def build_run(
         logger.info("%s", line)
     if is_quantized_or_offloaded(config.model, config.train):
         devices = strategy.device, strategy.base_load_device
-        quantize_and_offload_base(trained.denoiser, devices, config.model, config.train)
+        quantize_and_offload_base(trained.denoiser, devices, config.model, config.train, strategy.nf4_kernel)
     groups = build_param_groups(trained, adapter, config.adapter, config.optim, family.facts)
     optimizer = _build_optimizer(config.optim, groups)
     compilation = _compile(config.distributed, config.train, config.cache, strategy, trained, prepared)

@@ -270,6 +270,71 @@ def test_each_rank_holds_its_shard_of_the_frozen_model(size):
         assert surplus < 0.01 * total
 
 
+# DeepSpeed's public functions, as the truth about parameters and state
+
+
+def compare_with_public_functions(stage: int) -> list[str]:
+    """Step, write the parameters and load a state dict; return where DeepSpeed's functions see other values."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    from library.distributed.accelerator import prepare_accelerator
+    from library.distributed.communicator import Communicator
+    from library.distributed.deepspeed_settings import DeepSpeedSettings
+    from library.parallel.deepspeed import DeepSpeedStrategy
+    from library.parallel.strategy import StrategySettings
+
+    comm = Communicator(prepare_accelerator(parse_config([]).config))
+    strategy = DeepSpeedStrategy(comm, StrategySettings(deepspeed=DeepSpeedSettings(stage)))
+    model = torch.nn.Module()
+    shapes = [(4, 6), (5, 3), (1,), (7, 2), (3, 3)]  # sizes that two ranks do not divide, and one that a rank lacks
+    torch.manual_seed(0)
+    model.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(shape)) for shape in shapes)
+    model.forward = lambda factor: sum((weight.square().sum() for weight in model.weights), factor)
+    groups = [{"params": list(model.weights[:2])}, {"params": list(model.weights[2:]), "lr": 0.1}]
+    wrapped, optimizer = strategy.wrap(model, torch.optim.AdamW(groups))
+    differences = []
+
+    def compare(moment: str) -> None:
+        state, zero = optimizer.state_dict()["state"], strategy._engine.optimizer
+        if stage < 3:  # DeepSpeed links the state when only the first group has stepped, and not after a load
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()
+        for index, weight in enumerate(optimizer.parameters):
+            pairs = {"fp32": (weight.detach(), safe_get_full_fp32_param(weight))}
+            for name in ("exp_avg", "exp_avg_sq"):
+                pairs[name] = state[index][name], safe_get_full_optimizer_state(weight, name)
+            for name, (ours, theirs) in pairs.items():
+                if not (ours.any() and torch.equal(ours, theirs.view_as(ours))):
+                    differences.append(f"{moment}: {name} of {tuple(weight.shape)}")
+
+    def run_step() -> None:
+        strategy._engine.set_gradient_accumulation_boundary(True)
+        strategy._engine.backward(wrapped(torch.ones(())))
+        optimizer.compute_grad_norm(1.0)
+        optimizer.step()
+
+    run_step()
+    compare("after a step")
+    saved = optimizer.state_dict()
+    with torch.no_grad():
+        for weight in optimizer.parameters:
+            weight.mul_(3)
+    strategy.sync_master_weights()
+    compare("after writing parameters")
+    run_step()
+    optimizer.load_state_dict(saved)
+    run_step()
+    compare("after loading state")
+    strategy.close()
+    comm.destroy_process_group()
+    return differences
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_parameters_and_state_are_those_that_deepspeeds_public_functions_return(stage):
+    assert run_on_ranks(2, compare_with_public_functions, stage) == [[], []]
+
+
 # optimizer offload
 
 

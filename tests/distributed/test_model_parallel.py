@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -56,6 +57,30 @@ def test_model_parallel_trains_the_adapter_of_one_process(model, name, precision
     sharded = train_layout(name, model, data, tmp_path, *more, *flags)
 
     assert max_relative_difference(one, sharded) < BOUNDS[precision]
+
+
+def train_and_read_log(*flags):
+    """Train as ``train_lora.py`` does; return what it prints."""
+    import contextlib
+    import io
+
+    from library.cli import main
+
+    with contextlib.redirect_stderr(io.StringIO()) as text:
+        assert main([*flags]) == 0, text.getvalue()
+    return text.getvalue()
+
+
+def test_the_log_confirms_tensor_parallelism_with_the_bytes_of_the_shard(tmp_path):
+    data = write_even_dataset(tmp_path)
+    flags = ["--pretrained_model_name_or_path", "random:flux:tiny", "--dataset_config", str(data), "--tp_size", "2"]
+    flags += ["--network_train_unet_only", "--max_train_steps", "1", "--output_dir", str(tmp_path), "--network_dim"]
+    log, other = run_on_ranks(2, train_and_read_log, *flags, "2", "--max_data_loader_n_workers", "0")
+    pattern = r"tensor parallel: rank 0 of 2 holds its shard of (\d+) linear layers, (\S+) of (\S+) MiB of the denoiser"
+    (line,) = re.findall(pattern, log)
+    layers, shard, full = map(float, line)
+    assert layers > 10 and 0.4 * full < shard < full, line
+    assert "tensor parallel" not in other
 
 
 # previews, validation, EMA and checkpoints

@@ -21,6 +21,8 @@ from library.training.preflight import load_settings
 
 FOLDER = ROOT / "tests" / "data" / "run_files"
 EXPECTED = json.loads((FOLDER / "expected.json").read_text("utf-8"))["files"]
+FOUND = json.loads((FOLDER / "found" / "expected.json").read_text("utf-8"))
+"""Further files of notebooks, scripts and GUIs: what has no effect, what is said, or why a file is refused."""
 OPTIONS = {option.name: option for option in iter_options(RunConfig)}
 UNUSED = {
     "a_sd1.toml": "lowram sample_every_n_epochs sample_sampler",
@@ -73,6 +75,29 @@ def test_a_run_file_is_accepted_unchanged(name, folder, bitsandbytes, capsys):
     assert "the run: " in output
     (trained,) = [line for line in output.splitlines() if line.startswith("training: ")]
     assert trained.count("text encoder") == TEXT_ENCODERS[name.partition("_")[0]]
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_found_run_file_is_accepted_or_refused_with_its_reasons(name, folder, bitsandbytes, capsys):
+    """Unknown keys, which sd-scripts ignores, are named; what it cannot train or would train differently is refused."""
+    path, expected = FOLDER / "found" / name, FOUND[name]
+    text = path.read_text("utf-8")
+    argv = ["--config_file", str(path)]
+    argv += [] if '\ntrain_data_dir = "i' in text else ["--train_data_dir", "images"]
+    argv += [] if "\nresolution" in text else ["--resolution", "64"]
+
+    code, output = cli.main([*argv, "--dry_run"]), capsys.readouterr()
+
+    problems = [line.strip().replace(str(path), name) for line in output.err.splitlines() if line.startswith("  ")]
+    assert (code, problems) == (2 if "problems" in expected else 0, expected.get("problems", []))
+    if code:
+        return
+    loaded = load_settings(argv)
+    unused = [location.removeprefix(f"{path}:").split(": ")[-1] for location, _ in loaded.unused]
+    (trained,) = [line for line in output.out.splitlines() if line.startswith("training: ")]
+    assert " ".join(key for key in unused if key != "xformers") == expected["no_effect"]
+    assert trained.count("text encoder") == expected["text_encoders"]
+    assert [notice.replace(str(path), name) for notice in loaded.notices] == expected["notices"]
 
 
 @pytest.mark.parametrize("name", EXPECTED)

@@ -18,6 +18,7 @@ from training_runs import even_dataset, max_relative_difference, train_adapter
 
 from benchmarks.synthetic_run import build_run, write_dataset
 from library.config import parse_config
+from library.distributed import async_copy
 from library.distributed.async_copy import CopyStream
 from library.errors import ConfigError
 from library.estimate.memory_meter import MemoryMeter
@@ -326,10 +327,8 @@ def test_memory_options_do_not_change_gradients(model, exact_options, quantizati
 
 
 def test_every_nth_block_is_recomputed_from_offloaded_inputs(monkeypatch):
-    copied, copy_to_host = [], activation_checkpointing.copy_to_host
-    monkeypatch.setattr(
-        activation_checkpointing, "copy_to_host", lambda tensor: copied.append(tensor) or copy_to_host(tensor)
-    )
+    copied, copy_to_host = [], async_copy.copy_to_host
+    monkeypatch.setattr(async_copy, "copy_to_host", lambda tensor: copied.append(tensor) or copy_to_host(tensor))
     for interval, expected_calls, is_offloaded in ((1, [2, 2, 2, 2], False), (2, [2, 1, 2, 1], True)):
         blocks, calls = [nn.Linear(3, 3) for _ in range(4)], [0] * 4
         for number, block in enumerate(blocks):

@@ -18,7 +18,7 @@ LAYERS: list[set[str]] = [
     {"checkpoint"},
     {"training"},
     {"estimate"},
-    {"tools", "cli", "__main__"},
+    {"tools", "web", "cli", "__main__"},
 ]
 """A module imports from its own layer or from lower ones, never upwards."""
 
@@ -31,16 +31,19 @@ ENTRY_POINTS: dict[str, set[str]] = {
     "deepspeed": {"distributed", "parallel"},
     "diffusers": {"models"},
     "filelock": {"checkpoint"},
+    "jinja2": {"report"},
     "huggingface_hub": {"cache", "checkpoint", "models"},
     "peft": {"adapters"},
-    "psutil": {"distributed", "tools"},
+    "psutil": {"distributed", "tools", "web"},
     "pyarrow": {"dataset"},
     "toml": {"config"},
     "tomli": {"config"},
     "tomllib": {"config"},
     "torch.distributed": {"distributed", "parallel"},
     "transformers": {"models"},
+    "starlette": {"web", "tools"},
     "tqdm": {"log"},
+    "uvicorn": {"tools"},
     "wandb": {"distributed"},
     "yaml": {"distributed", "tools"},
 }

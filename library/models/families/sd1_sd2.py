@@ -44,7 +44,9 @@ def _is_sd2(read: ConfigReader) -> bool:
 
 def _validate_clip_skip(read: ConfigReader, options: ModelConfig) -> Iterator[str]:
     layers = (read("text_encoder/config.json") or {}).get("num_hidden_layers", 12)
-    if (options.clip_skip or 1) > layers:
+    if options.clip_skip == 0:
+        yield "clip_skip: 0 is the input of the first layer in sd-scripts; 1 is the last layer, 2 the one before it"
+    elif (options.clip_skip or 1) > layers:
         yield f"clip_skip: {options.clip_skip}; the text encoder has {layers} layers, and 1 or 2 are usual"
 
 

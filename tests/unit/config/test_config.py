@@ -106,6 +106,28 @@ def test_a_problem_of_a_flag_is_reported(argv, problem):
     assert parse_config([*DATA, *argv]).problems == [problem]
 
 
+def test_keys_of_a_run_file_of_sd_scripts_are_read_as_there(tmp_path):
+    """Its argparse ignores what it does not know, and the last section wins; a typing error is still an error."""
+    lines = ["network_module = 'networks.lora'", "keep_tokens = 3", "[x]", "keep_tokens = 1", "batch_size = 4"]
+    lines += ["network_dimm = 8", "sample_sampler = 'dpmpp_2m'", "max_train_epochs = 0", "max_token_length = 255"]
+    lines += ["save_precision = 'fp32'", "[x.deeper]", "network_alpha = 3"]
+    path = write_run_file(tmp_path, "\n".join(lines))
+
+    parsed = parse_config([*DATA, "--config_file", path])
+
+    assert parsed.problems == [f"{path}:6: network_dimm: unknown option; did you mean network_dim?"]
+    assert dict(parsed.unused) == {
+        f"{path}:2: keep_tokens": "line 4 sets it again",
+        f"{path}:5: batch_size": "unknown key; the option is train_batch_size",
+        f"{path}:7: sample_sampler": "no sampler 'dpmpp_2m'; previews use ddim",
+        f"{path}:8: max_train_epochs": "0 is not set; max_train_steps counts",
+        f"{path}:11: deeper": "unknown key",
+    }
+    assert "max_token_length: 255 means 225" in " ".join(parsed.notices)
+    config = parsed.config
+    assert (config.data.keep_tokens, config.model.max_token_length, config.save.save_precision) == (1, 225, "float")
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [

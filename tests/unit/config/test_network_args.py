@@ -551,3 +551,21 @@ def test_use_tucker_decomposes_spatial_convolutions(algo):
     cores = {name: weight for name, weight in model.named_parameters() if "_t" in name.split(".")[-2]}
     assert cores and all(weight.ndim == 4 and bool(weight.any()) for weight in cores.values())
     assert {name.split(".hada")[0].split(".lokr")[0] for name in cores} <= tucker
+
+
+def test_arguments_may_be_repeated_as_guis_do_and_those_that_are_off_need_no_support():
+    arguments, problems = parse_network_args(["use_tucker=False", "conv_dim=4", "use_tucker=False", "split_qkv=False"])
+    assert (arguments.use_tucker, arguments.conv_dim, problems) == (False, 4, [])
+    assert parse_network_args(["conv_dim=4", "conv_dim=8"])[1] == ["conv_dim: duplicate argument"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "problem"),
+    [
+        ("algo=IA3", "algo: (IA)^3 is not supported; the nearest is algo=lora with a small network_dim"),
+        ("preset=layers.toml", "preset: files are not supported; use include_patterns"),
+        ("split_qkv=True", "split_qkv: not supported: q, k and v share one down matrix (it crashes in sd-scripts)"),
+    ],
+)
+def test_what_is_not_supported_names_the_nearest(argument, problem):
+    assert parse_network_args([argument])[1] == [problem]

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from library.data.prompts import Prompt, load_prompts
+from library.config.schema_output import PreviewConfig
+from library.data.prompts import Prompt, load_preview_prompts, load_prompts
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.preflight import validate_prompts
@@ -35,6 +36,17 @@ def test_a_line_is_a_prompt_followed_by_its_options(tmp_path):
 def test_options_are_case_insensitive_and_prompts_may_have_dashes_or_be_empty(tmp_path):
     text = "a well-lit cat -- at night --W 64\n--w 64\n"
     assert read(tmp_path, "p.txt", text) == [Prompt("a well-lit cat -- at night", width=64), Prompt("", width=64)]
+
+
+def test_the_option_may_be_the_prompts_themselves():
+    """GUIs of sd-scripts write them so; a name with spaces that ends as a file is one."""
+    text = "a cat, red --n a dog - or two --w 512 --h 768 --d 7 --s 20 --l 3.5 --ss euler_a\nplain words"
+
+    assert load_preview_prompts(PreviewConfig(text)) == [FULL, Prompt("plain words")]
+    with pytest.raises(ConfigError, match="--sample_prompts: --x: unknown option"):
+        load_preview_prompts(PreviewConfig("a cat --x 3"))
+    with pytest.raises(ConfigError, match=r"my prompts\.txt: no such file"):
+        load_preview_prompts(PreviewConfig("my prompts.txt"))
 
 
 def test_a_toml_file_has_common_settings_and_a_table_for_each_prompt(tmp_path):

@@ -158,6 +158,24 @@ def test_what_is_found_after_the_image_scan_is_reported(tmp_path, capsys):
     assert f"  {path}:1: max_train_epochs: 1, which is 8 steps: the last stage starts at" in capsys.readouterr().err
 
 
+def test_a_problem_with_bucket_steps_that_the_model_changed_says_why(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "pretrained_model_name_or_path = 'random:sd1:tiny'\nenable_bucket = true\nbucket_reso_steps = 1\n"
+        "resolution = 512\nmin_bucket_reso = 8\n"
+    )
+    (tmp_path / "1_a").mkdir()
+    Image.new("RGB", (64, 64)).save(tmp_path / "1_a" / "1.png")
+
+    loaded = load_settings(["--train_data_dir", str(tmp_path), "--config_file", str(path)])
+
+    problems = [each for each in find_settings_problems(loaded) if "min_bucket_reso" in each]
+    assert problems == [
+        f"{path}:5: min_bucket_reso: 8 is below bucket_reso_steps 16; at least 16 ({path}:3: bucket_reso_steps: 1 is"
+        " finer than the model can train; buckets are multiples of 16)"
+    ]
+
+
 def test_every_problem_of_a_run_file_has_its_line(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(

@@ -1,0 +1,65 @@
+"""Templates, style and charts that the report of a run and the web page share."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..log import format_duration
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+STATIC_DIR = Path(__file__).parent / "static"
+STYLES = ("uplot.min.css", "shared.css")
+SCRIPTS = ("uplot.min.js", "charts.js")
+"""In this order, in the report and on every page with charts.  uPlot 1.6.32 is vendored; its licence is beside it."""
+
+
+def build_environment(*packages: str) -> "Environment":
+    """Build the templates of this package, and of ``packages`` above it; everything is escaped."""
+    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=ChoiceLoader([PackageLoader(name) for name in (*packages, "library.report")]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number"] = format_number
+    environment.filters["duration"] = format_duration
+    environment.filters["bytes"] = format_size
+    environment.filters["age"] = format_age
+    return environment
+
+
+def format_number(value: float | None) -> str:
+    """Format with four digits; a dash for nothing."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if float(value).is_integer() and abs(value) < 1e9 else f"{value:.4g}"
+
+
+def format_size(num_bytes: float) -> str:
+    """Format the size of a file."""
+    for unit in ("bytes", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} GB"
+
+
+def format_age(seconds: float) -> str:
+    """Say how long ago something was."""
+    for unit, length in (("day", 86_400), ("hour", 3600), ("minute", 60)):
+        if seconds >= length:
+            count = int(seconds // length)
+            return f"{count} {unit}{'s' * (count > 1)} ago"
+    return "now"
+
+
+def read_assets() -> dict[str, str]:
+    """Read the style sheets and scripts, for a page that must stand alone."""
+    styles, scripts = (
+        "\n".join((STATIC_DIR / name).read_text("utf-8") for name in names) for names in (STYLES, SCRIPTS)
+    )
+    return {"styles": styles, "scripts": scripts}

@@ -1,0 +1,133 @@
+// Draws charts that library/report/charts.py describes, with uPlot: in the report of a run and on the web page.
+"use strict";
+const Charts = (() => {
+  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const seriesColour = (curve, number) => colour(curve.is_faint ? "--faint" : `--series-${number % 10}`);
+
+  function formatValue(value) {
+    if (value == null) return "–";
+    const size = Math.abs(value);
+    if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2);
+    return String(+value.toPrecision(4));
+  }
+
+  // The value at the cursor, or before it where this curve has none; without a cursor, the last one.
+  function showNearest(plot, value, number, index) {
+    const values = plot.data[number];
+    let at = index ?? values.length - 1;
+    while (at > 0 && values[at] == null) at -= 1;
+    return formatValue(values[at]);
+  }
+
+  // Curves have steps of their own: lay them over one list of steps, with the band of each as two more columns.
+  function align(chart) {
+    const tables = chart.curves.map((curve) => {
+      const hasBand = curve.low.length > 0;
+      return hasBand ? [curve.x, curve.y, curve.low, curve.high] : [curve.x, curve.y];
+    });
+    return tables.length ? uPlot.join(tables) : [[]];
+  }
+
+  function buildSeries(chart) {
+    const series = [{ label: chart.kind === "bars" ? "group" : "step",
+                      value: (plot, x) => (chart.kind === "bars" ? chart.labels[x] ?? "" : x ?? plot.data[0].at(-1)) }];
+    const bands = [];
+    let number = 0;
+    chart.curves.forEach((curve, index) => {
+      const stroke = seriesColour(curve, number);
+      number += curve.is_faint ? 0 : 1;
+      const entry = { label: curve.name, stroke, width: curve.is_faint ? 1 : 1.7, spanGaps: true,
+                      points: { show: curve.x.length < 3, size: 5 }, value: showNearest };
+      if (chart.kind === "bars") {
+        const side = chart.curves.length === 1 ? 0 : index === 0 ? -1 : 1;
+        Object.assign(entry, { paths: uPlot.paths.bars({ size: [side ? 0.38 : 0.7, 40], align: side }),
+                               fill: index === 0 && side ? colour("--faint") : colour("--series-0"),
+                               stroke: "transparent", width: 0, points: { show: false } });
+      }
+      series.push(entry);
+      if (curve.low.length) {
+        const first = series.length;
+        for (const edge of ["low", "high"]) {
+          series.push({ label: `${curve.name}, ${edge}`, stroke: "transparent", width: 0, spanGaps: true,
+                        points: { show: false }, isEdge: true });
+        }
+        bands.push({ series: [first + 1, first], fill: stroke + "33" });
+      }
+    });
+    return { series, bands };
+  }
+
+  function buildAxes(chart) {
+    const common = { stroke: colour("--soft"), grid: { stroke: colour("--grid"), width: 1 }, ticks: { show: false },
+                     font: "11px system-ui, sans-serif" };
+    const x = { ...common, space: 60, size: 26 };
+    if (chart.kind === "bars") {
+      x.grid = { show: false };
+      x.splits = (plot) => chart.labels.map((_, index) => index).filter((index) =>
+        index % Math.ceil(chart.labels.length / Math.max(1, plot.width / 70)) === 0);
+      x.values = (_, splits) => splits.map((index) => chart.labels[index] ?? "");
+    }
+    return [x, { ...common, size: 62, values: (_, ticks) => ticks.map(formatValue) }];
+  }
+
+  function draw(holder, chart, sync) {
+    const { series, bands } = buildSeries(chart);
+    const isBars = chart.kind === "bars";
+    const size = () => ({ width: Math.max(holder.clientWidth, 200), height: 210 });
+    const scales = { x: { time: false } };
+    if (isBars) {
+      scales.x.range = () => [-0.5, chart.labels.length - 0.5];
+      scales.y = { range: (_, low, high) => [Math.min(0, low ?? 0), (high || 1) * 1.05] };
+    }
+    const plot = new uPlot({
+      ...size(), series, bands, scales, axes: buildAxes(chart), legend: { live: true },
+      cursor: isBars ? { drag: { x: false }, points: { show: false } }
+                     : { drag: { x: true, y: false }, sync: sync ? { key: sync } : undefined },
+    }, align(chart), holder);
+    plot.root.querySelectorAll(".u-legend .u-series").forEach((row, number) => { row.hidden = !!series[number].isEdge; });
+    new ResizeObserver(() => plot.width !== Math.max(holder.clientWidth, 200) && plot.setSize(size())).observe(holder);
+    return { plot, shape: shapeOf(chart) };
+  }
+
+  const shapeOf = (chart) => chart.kind + chart.curves.map((c) => `|${c.name}:${c.low.length > 0}`).join("")
+    + chart.labels.join(",");
+
+  // Draw into a grid, or only replace the data where a chart is there already, so that zoom and cursor stay.
+  function show(grid, charts, sync) {
+    grid.drawn ??= new Map();
+    const titles = new Set(charts.map((chart) => chart.title));
+    for (const [title, entry] of grid.drawn) {
+      if (!titles.has(title)) { entry.card.remove(); entry.plot.destroy(); grid.drawn.delete(title); }
+    }
+    for (const chart of charts) {
+      let entry = grid.drawn.get(chart.title);
+      if (entry && entry.shape === shapeOf(chart)) {
+        const scale = entry.plot.scales.x, data = entry.plot.data[0];
+        const isZoomed = data.length > 1 && (scale.min > data[0] || scale.max < data[data.length - 1]);
+        entry.plot.setData(align(chart), !isZoomed);
+        if (isZoomed) entry.plot.redraw();
+        continue;
+      }
+      const card = entry?.card ?? document.createElement("section");
+      card.className = "card chart";
+      card.replaceChildren();
+      const title = document.createElement("h3"), holder = document.createElement("div");
+      title.textContent = chart.title;
+      holder.className = "plot";
+      card.append(title, holder);
+      if (!entry) grid.append(card);
+      grid.drawn.set(chart.title, { card, ...draw(holder, chart, sync) });
+    }
+    grid.charts = charts;
+  }
+
+  // Colours are read when a chart is drawn, so all are drawn again when dark and light change.
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    for (const grid of document.querySelectorAll(".charts")) {
+      const charts = grid.charts;
+      if (charts) { show(grid, []); show(grid, charts, "run"); }
+    }
+  });
+
+  return { show };
+})();

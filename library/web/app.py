@@ -1,0 +1,71 @@
+"""The web application: routes, errors, and the guard around them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from ..errors import ConfigError, UserError
+from ..report.rendering import STATIC_DIR
+from . import login_pages, run_pages
+from .folders import OpenedFolders, OutsideFolders
+from .guard import Guard, HostNames
+from .sessions import Sessions
+from .workbench import Workbench, render_page
+
+WEB_STATIC_DIR = Path(__file__).parent / "static"
+
+
+def build_app(folders: OpenedFolders, sessions: Sessions, hosts: HostNames) -> Starlette:
+    """Build the application; nothing is read before the first request."""
+    app = Starlette(
+        routes=_list_routes(),
+        middleware=[Middleware(Guard, hosts=hosts, sessions=sessions)],
+        exception_handlers={
+            OutsideFolders: _answer_outside,
+            UserError: _answer_user_error,
+            HTTPException: _answer_http_error,
+        },
+    )
+    app.state.workbench = Workbench(folders, sessions)
+    return app
+
+
+def _list_routes() -> Sequence[Route | Mount]:
+    return [
+        Route("/", _go_to_runs),
+        *login_pages.ROUTES,
+        *run_pages.ROUTES,
+        Mount("/static/report", StaticFiles(directory=STATIC_DIR)),
+        Mount("/static/web", StaticFiles(directory=WEB_STATIC_DIR)),
+    ]
+
+
+async def _go_to_runs(request: Request) -> Response:
+    return RedirectResponse("/runs", 303)
+
+
+async def _answer_outside(request: Request, error: Exception) -> Response:
+    return _answer_error(request, [str(error)], 403)
+
+
+async def _answer_user_error(request: Request, error: Exception) -> Response:
+    return _answer_error(request, error.problems if isinstance(error, ConfigError) else [str(error)], 400)
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _answer_error(request, [error.detail], error.status_code)
+
+
+def _answer_error(request: Request, problems: Sequence[str], status: int) -> Response:
+    """Answer with JSON to the page's script, and with a page otherwise."""
+    if request.url.path.startswith("/api/"):
+        return JSONResponse({"error": "\n".join(problems), "problems": list(problems)}, status)
+    return render_page(request, "error.html", {"problems": problems, "title": "Not possible"}, status)

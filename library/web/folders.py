@@ -1,0 +1,98 @@
+"""The folders that were opened on the command line: nothing outside of them is read, written or listed."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import UserError
+
+MAX_DEPTH = 8
+SKIPPED_FOLDERS = {"node_modules", "__pycache__", "site-packages"}
+"""Besides hidden ones."""
+
+
+class OutsideFolders(UserError):
+    """A path that is not below an opened folder."""
+
+
+@dataclass(frozen=True)
+class OpenedFolders:
+    """Resolved folders.  A path in an address is ``NUMBER/path below that folder``, so none begins with a slash."""
+
+    folders: tuple[Path, ...]
+
+    @classmethod
+    def open(cls, names: Sequence[str]) -> "OpenedFolders":
+        return cls(tuple(dict.fromkeys(Path(name).expanduser().resolve() for name in names)))
+
+    def resolve(self, path: str | Path) -> Path:
+        """Follow symbolic links and ``..``; raise ``OutsideFolders`` unless the result is below an opened folder."""
+        try:
+            resolved = Path(path).expanduser().resolve()
+        except (OSError, RuntimeError, ValueError):  # a loop of links, a zero byte
+            raise OutsideFolders(f"{str(path)!r}: not a path") from None
+        if not any(resolved.is_relative_to(folder) for folder in self.folders):
+            raise OutsideFolders(f"{path}: outside of the opened folders; restart with --root {resolved.parent}")
+        return resolved
+
+    def contains(self, path: str | Path) -> bool:
+        try:
+            self.resolve(path)
+        except OutsideFolders:
+            return False
+        return True
+
+    def resolve_key(self, key: str) -> Path:
+        """Return the path of an address."""
+        number, _, rest = key.partition("/")
+        if not number.isdecimal() or int(number) >= len(self.folders):
+            raise OutsideFolders(f"{key!r}: no such folder is open")
+        return self.resolve(self.folders[int(number)] / rest)
+
+    def make_key(self, path: Path) -> str:
+        """Return the path as it stands in addresses: below the deepest opened folder."""
+        inside = [(len(folder.parts), number) for number, folder in enumerate(self.folders) if _is_below(path, folder)]
+        if not inside:
+            raise OutsideFolders(f"{path}: outside of the opened folders")
+        number = max(inside)[1]
+        return f"{number}/{path.relative_to(self.folders[number]).as_posix()}"
+
+    def format_path(self, path: Path) -> str:
+        """Format a path for people: below its opened folder, with that folder's name if there are several."""
+        for folder in sorted(self.folders, key=lambda folder: -len(folder.parts)):
+            if _is_below(path, folder):
+                below = path.relative_to(folder).as_posix()
+                return below if len(self.folders) == 1 else f"{folder.name}/{below}"
+        return str(path)
+
+    def walk(self) -> Iterator[tuple[Path, list[os.DirEntry[str]]]]:
+        """Iterate over all folders with their entries; hidden folders and links to folders are not entered."""
+        seen = set[Path]()
+        pending = [(folder, 0) for folder in reversed(self.folders)]
+        while pending:
+            folder, depth = pending.pop()
+            if folder in seen:
+                continue
+            seen.add(folder)
+            try:
+                with os.scandir(folder) as opened:
+                    entries = list(opened)
+            except OSError:
+                continue
+            yield folder, entries
+            if depth < MAX_DEPTH:
+                pending += [(folder / entry.name, depth + 1) for entry in entries if _is_entered(entry)]
+
+
+def _is_entered(entry: os.DirEntry[str]) -> bool:
+    if entry.name.startswith(".") or entry.name in SKIPPED_FOLDERS:
+        return False
+    try:
+        return entry.is_dir(follow_symlinks=False)
+    except OSError:
+        return False
+
+
+def _is_below(path: Path, folder: Path) -> bool:
+    return path.is_relative_to(folder)

@@ -1,0 +1,187 @@
+"""Pages of runs: the list, one run with charts, previews, settings, log and files, and several runs compared."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from ..errors import UserError
+from ..report.charts import Chart, build_comparison_charts, build_curves, build_group_charts, build_validation_charts
+from ..report.page import (
+    RunSummary,
+    collect_update_norms,
+    describe_progress,
+    describe_validation,
+    format_report_page,
+)
+from ..report.preview_grid import format_column_label
+from .runs import Run, RunReader, compare_settings
+from .workbench import get_workbench, render_page
+
+MAX_COMPARED = 8
+
+
+def show_runs(request: Request) -> Response:
+    runs = _get_reader(request).list_overviews()
+    folders = [str(folder) for folder in get_workbench(request).folders.folders]
+    return render_page(request, "runs.html", {"title": "Runs", "runs": runs, "folders": folders})
+
+
+def show_run_rows(request: Request) -> Response:
+    """The rows of the list, for the page to replace its own."""
+    return render_page(request, "run_rows.html", {"runs": _get_reader(request).list_overviews()})
+
+
+def show_run(request: Request) -> Response:
+    key, reader = request.path_params["key"], _get_reader(request)
+    run = reader.get_run(key)
+    folders = get_workbench(request).folders
+    files = [(path, folders.make_key(path), path.stat().st_size) for path in run.list_files() if folders.contains(path)]
+    values = {
+        "title": run.name,
+        "run": reader.describe(key, run),
+        "summary": reader.read_summary(run),
+        "files": files,
+        "log_file": reader.find_log(run),
+    }
+    return render_page(request, "run.html", values)
+
+
+def send_charts(request: Request) -> Response:
+    """Charts of a run; ``is_complete`` says whether to ask again at once for the rest of a long file."""
+    key, reader = request.path_params["key"], _get_reader(request)
+    run = reader.get_run(key)
+    table, is_complete = reader.read_table(run)
+    overview, summary = reader.describe(key, run), reader.read_summary(run)
+    return JSONResponse(
+        {
+            "is_complete": is_complete,
+            "read": table.offset / max(table.size, 1),
+            "status": overview.status,
+            "facts": describe_progress(summary or _build_unknown_summary(run), table) if table.num_lines else "",
+            "curves": _export_charts(build_curves(table)),
+            "validation": _export_charts(build_validation_charts(table)),
+            "verdict": describe_validation(table),
+            "groups": _export_charts(build_group_charts(table)),
+            "norms": collect_update_norms(table),
+        }
+    )
+
+
+def send_previews(request: Request) -> Response:
+    """The files of the previews, by prompt and by step or epoch."""
+    run = _get_reader(request).get_run(request.path_params["key"])
+    summary, folders = _get_reader(request).read_summary(run), get_workbench(request).folders
+    rows = run.read_previews(summary.started_at if summary is not None else 0.0)
+    prompts = summary.prompts if summary is not None else ()
+    columns = sorted(
+        {column for row in rows.values() for column in row}, key=lambda name: (int(name.lstrip("e")), name)
+    )
+    return JSONResponse(
+        {
+            "columns": [{"id": column, "label": format_column_label(column)} for column in columns],
+            "rows": [
+                {
+                    "prompt": prompts[number] if number < len(prompts) else f"prompt {number + 1}",
+                    "images": {column: f"/image/{folders.make_key(path)}" for column, path in rows[number].items()},
+                }
+                for number in sorted(rows)
+            ],
+        }
+    )
+
+
+def send_log(request: Request) -> Response:
+    run = _get_reader(request).get_run(request.path_params["key"])
+    path = _get_reader(request).find_log(run)
+    return PlainTextResponse(run.read_log(path) if path is not None else "")
+
+
+def send_report(request: Request) -> Response:
+    """The one-file report of now, to download: a page of its own must not be shown within this one."""
+    reader = _get_reader(request)
+    run = reader.get_run(request.path_params["key"])
+    table, _ = reader.read_table(run, float("inf"))
+    summary = reader.read_summary(run) or _build_unknown_summary(run)
+    page = format_report_page(summary, run.read_previews(summary.started_at), table)
+    return Response(page, media_type="text/html", headers=_build_download_headers(f"{run.name}.report.html"))
+
+
+def show_comparison(request: Request) -> Response:
+    reader, keys = _get_reader(request), _get_compared(request)
+    runs = [reader.get_run(key) for key in keys]
+    summaries = [reader.read_summary(run) for run in runs]
+    rows = compare_settings([{} if each is None else each.all_settings for each in summaries])
+    values = {"title": "Compare", "runs": [reader.describe(key, run) for key, run in zip(keys, runs, strict=True)]}
+    missing = [run.name for run, summary in zip(runs, summaries, strict=True) if summary is None]
+    return render_page(request, "compare.html", {**values, "settings": rows, "missing": missing})
+
+
+def send_comparison(request: Request) -> Response:
+    reader, tables, is_complete = _get_reader(request), {}, True
+    for key in _get_compared(request):
+        run = reader.get_run(key)
+        table, has_all = reader.read_table(run)
+        name = run.name if run.name not in tables else f"{run.name} ({run.folder.name})"
+        tables[name if name not in tables else key], is_complete = table, is_complete and has_all
+    return JSONResponse({"is_complete": is_complete, "curves": _export_charts(build_comparison_charts(tables))})
+
+
+def send_image(request: Request) -> Response:
+    """A preview, as it is on disk."""
+    path = get_workbench(request).folders.resolve_key(request.path_params["key"])
+    kinds = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
+    if path.suffix.lower() not in kinds or not path.is_file():
+        raise UserError(f"{path.name}: no such image")
+    return FileResponse(path, media_type=kinds[path.suffix.lower()], headers={"Cache-Control": "private, max-age=3600"})
+
+
+def send_file(request: Request) -> Response:
+    """A file of a run, to download."""
+    folders, reader = get_workbench(request).folders, _get_reader(request)
+    path = folders.resolve_key(request.path_params["key"])
+    run = reader.get_run(request.query_params.get("run", ""))
+    if path not in [folders.resolve(file) for file in run.list_files() if folders.contains(file)]:
+        raise UserError(f"{path.name}: no file of this run")
+    return FileResponse(path, media_type="application/octet-stream", headers=_build_download_headers(path.name))
+
+
+def _build_download_headers(name: str) -> dict[str, str]:
+    plain = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "-_.") else "_" for letter in name)
+    return {"Content-Disposition": f'attachment; filename="{plain}"'}
+
+
+def _get_reader(request: Request) -> RunReader:
+    return get_workbench(request).runs
+
+
+def _get_compared(request: Request) -> list[str]:
+    keys = list(dict.fromkeys(request.query_params.getlist("run")))
+    if not 1 <= len(keys) <= MAX_COMPARED:
+        raise UserError(f"choose 2 to {MAX_COMPARED} runs to compare")
+    return keys
+
+
+def _build_unknown_summary(run: Run) -> RunSummary:
+    return RunSummary(run.name, 0, "", {}, run.metrics_time, 1, "unknown")
+
+
+def _export_charts(charts: Sequence[Chart]) -> list[dict[str, Any]]:
+    return [chart.export_json() for chart in charts]
+
+
+ROUTES = (
+    Route("/runs", show_runs),
+    Route("/runs/compare", show_comparison),
+    Route("/runs/{key:path}", show_run),
+    Route("/api/runs/rows", show_run_rows),
+    Route("/api/compare", send_comparison),
+    Route("/api/charts/{key:path}", send_charts),
+    Route("/api/previews/{key:path}", send_previews),
+    Route("/api/log/{key:path}", send_log),
+    Route("/image/{key:path}", send_image),
+    Route("/file/{key:path}", send_file),
+    Route("/report/{key:path}", send_report),
+)

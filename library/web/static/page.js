@@ -1,0 +1,77 @@
+// What all pages use: requests, elements, tabs, polling.  All text goes into the page as text, never as HTML of ours.
+"use strict";
+const byId = (id) => document.getElementById(id);
+
+function make(tag, properties = {}, ...children) {
+  const element = Object.assign(document.createElement(tag), properties);
+  element.append(...children);
+  return element;
+}
+
+// A path in an address: slashes stay.
+const encodeKey = (key) => key.split("/").map(encodeURIComponent).join("/");
+
+async function ask(path, body) {
+  const options = body === undefined ? {} : {
+    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
+  const answer = await fetch(path, options);
+  const isJson = (answer.headers.get("Content-Type") || "").startsWith("application/json");
+  const value = isJson ? await answer.json() : await answer.text();
+  if (!answer.ok) throw new Error(isJson ? value.error : `${answer.status}: ${value}`);
+  return value;
+}
+
+// Calls an action again and again while the page is seen; the action returns the milliseconds to wait, or null to end.
+function poll(action) {
+  let failures = 0;
+  const run = async () => {
+    let wait = 3000;
+    if (!document.hidden) {
+      try { wait = await action(); failures = 0; showConnection(true); }
+      catch (error) { failures += 1; wait = Math.min(30000, 2000 * failures); showConnection(false, error); }
+    }
+    if (wait !== null) setTimeout(run, wait);
+  };
+  run();
+}
+
+function showConnection(isUp, error) {
+  let line = byId("connection");
+  if (isUp) { line?.remove(); return; }
+  if (!line) {
+    line = make("p", { id: "connection", className: "problem" });
+    line.setAttribute("role", "status");
+    byId("content").prepend(line);
+  }
+  line.textContent = error instanceof TypeError ? "The server does not answer. Is it still running?" : error.message;
+}
+
+function showProblems(holder, problems) {
+  holder.replaceChildren(...problems.map((text) => make("p", { className: "problem", textContent: text })));
+}
+
+function setUpTabs(onShow) {
+  const tabs = [...document.querySelectorAll("[role=tab]")];
+  const show = (name) => {
+    for (const tab of tabs) {
+      const isShown = tab.dataset.tab === name;
+      tab.setAttribute("aria-selected", isShown);
+      tab.tabIndex = isShown ? 0 : -1;
+      document.querySelector(`[data-panel="${tab.dataset.tab}"]`).hidden = !isShown;
+    }
+    history.replaceState(null, "", `#${name}`);
+    onShow?.(name);
+  };
+  tabs.forEach((tab, index) => {
+    tab.addEventListener("click", () => show(tab.dataset.tab));
+    tab.addEventListener("keydown", (event) => {
+      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (!step) return;
+      const next = tabs[(index + step + tabs.length) % tabs.length];
+      next.focus();
+      show(next.dataset.tab);
+    });
+  });
+  const named = tabs.find((tab) => tab.dataset.tab === location.hash.slice(1));
+  show((named ?? tabs[0]).dataset.tab);
+}
