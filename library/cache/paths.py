@@ -7,8 +7,9 @@ from pathlib import Path
 from ..atomic_files import find_write_error
 from ..config.schema_data import CacheConfig
 from ..data.manifest import Manifest
-from ..dataset.scan_cache import CACHE_FOLDER
+from ..dataset.scan_cache import get_cache_folder
 from ..errors import UserError
+from ..storage.remote_path import is_remote
 
 LATENTS_DIR_NAME, TEXTS_DIR_NAME = "latents", "texts"
 
@@ -23,7 +24,7 @@ def resolve_cache_dirs(manifest: Manifest, config: CacheConfig) -> list[Path]:
             subset = manifest.datasets[sample.dataset_index].subsets[sample.subset_index]
             metadata = subset.resolve_metadata_file()
             images = subset.resolve_image_dir() or (metadata.parent if metadata is not None else sample.image.folder)
-            default = (images if images.is_dir() else images.parent) / CACHE_FOLDER
+            default = get_cache_folder(images if is_remote(images) or images.is_dir() else images.parent)
             by_subset[key] = subset.resolve_cache_directory() or cache_dir or default
     return [by_subset[sample.dataset_index, sample.subset_index] for sample in manifest.samples]
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .options import define_option
-from .types import MAX_SIDE, Resolution, ResolutionSchedule
+from .types import MAX_SIDE, MemorySize, Resolution, ResolutionSchedule
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,15 @@ class DataConfig:
         8, "maximum number of data loader workers; never more than CPU cores; 0: load in the main process", minimum=0
     )
     prefetch_factor: int = define_option(2, "batches that each data loader worker loads in advance", minimum=1)
+    remote_cache_dir: str | None = define_option(
+        None, "folder for copies of remote files (s3://, gs://, hf://, https://); default: ~/.cache/lorikeet/remote"
+    )
+    remote_cache_size: MemorySize = define_option(
+        MemorySize(50 * 2**30), "maximum size of these copies; the ones not used for longest are deleted"
+    )
+    remote_retry_seconds: float = define_option(
+        120.0, "how long a failed request to a remote server is repeated before the run stops", minimum=0
+    )
 
     @property
     def dataset_option(self) -> str | None:

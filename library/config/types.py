@@ -204,7 +204,7 @@ class StepRange:
 
 @dataclass(frozen=True)
 class MemorySize:
-    """Memory of a GPU, in GiB as vendors count: ``24GB``, ``24GiB`` and ``24`` are the same."""
+    """A size of memory, in GiB as vendors count: ``24GB``, ``24GiB`` and ``24`` are the same."""
 
     num_bytes: int
 

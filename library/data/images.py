@@ -8,7 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dataset.image_inspection import Pixels
-from ..dataset.masks import Mask, MaskPixels, load_alpha_channel, load_image_and_mask, load_red_channel
+from ..dataset.masks import (
+    Mask,
+    MaskPixels,
+    load_alpha_channel,
+    load_image_and_mask,
+    load_red_channel,
+    verify_remote_image,
+)
+from ..errors import UserError
+from ..storage.filesystems import RemoteOutage
 from .augment import augment_color
 from .buckets import BucketAssignment
 from .manifest import Sample
@@ -39,11 +48,13 @@ def load_sample_pixels(
 ) -> tuple[Pixels, MaskPixels | None] | BadSample:
     """Load the pixels of the bucket and of the mask; ``color_rng`` enables ``color_aug``."""
     try:
-        image, values = load_image_and_mask(sample.image, sample.mask)
+        image, values = load_image_and_mask(verify_remote_image(sample.image, sample.content_hash), sample.mask)
         mask = None
         if sample.mask is not None and values is not None:
             left_top, is_flipped = crop_params.left_top, crop_params.is_flipped
             mask = resize_and_crop_mask(sample.mask, values, assignment, left_top, is_flipped=is_flipped)
+    except RemoteOutage as error:  # no fault of the image
+        raise UserError(f"{sample.image}: {error}") from error
     except Exception as error:  # Pillow's decoders raise almost anything on damaged data
         return BadSample(str(sample.image), f"was readable at the start of the run, cannot be read now: {error}")
     if image.size != sample.size:

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ..dataset.image_inspection import Pixels
+from ..dataset.image_ref import prefetch_images
 from ..dataset.masks import MaskPixels
 from ..randomness import Purpose, derive_rng, derive_seed
 from .augment import Augmenter, SampleView
@@ -193,6 +194,7 @@ class MicroBatchDataset(Dataset[PixelBatch | WorkerFailure]):
     def __getitem__(self, position: int) -> PixelBatch:
         batch = self.batch_plan.get_micro_batch(position).shard(self.rank, self.batch_plan.dp_size)
         views = self.augmenter.list_views(batch, position // self.batch_plan.accumulation_steps)
+        prefetch_images(self.augmenter.manifest.samples[view.sample_index].image for view in views)
         rows = [self._load_view(view) for view in views]
         replacements = [_find_replacement(rows, row) for row in range(len(rows))]
         views = [views[row] for row in replacements]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..dataset.image_inspection import InspectedImage, build_image_inspector
-from ..dataset.image_ref import ImageRef
+from ..dataset.image_ref import ImageRef, describe_remote_images
 from ..dataset.listing import ListedImage
 from ..dataset.masks import MaskScanResult, find_subsets_without_masks, scan_masks
 from ..dataset.scan import ImageDefect, scan_images
@@ -17,6 +17,7 @@ from ..dataset.sources import list_all_images
 from ..dataset.stages import build_stages, expand_resolution_schedule
 from ..dataset.validate import find_unused_keys, validate_epoch_length, validate_stages_not_empty
 from ..errors import ConfigError, FileError
+from ..storage.filesystems import RemoteOutage
 from .buckets import BucketAssignment, build_bucket_assigner, merge_small_buckets
 from .manifest import Manifest, Sample
 from .repeats import apply_dataset_weights, balance_regularization_images, compute_weight_factors
@@ -48,8 +49,12 @@ def build_manifest(
     found = [image for listing in listings for image in listing.images]
     bad = [DataProblem("missing", line) for listing in listings for line in listing.missing]
     roots = ScanRoots(datasets, cache_dir)
-    scan = scan_images(build_image_inspector(), roots.group_by_root(found), roots.get_cache_dir)
-    masks = scan_masks(datasets, found, scan.images, roots)
+    try:
+        scan = scan_images(build_image_inspector(), roots.group_by_root(found), roots.get_cache_dir)
+        masks = scan_masks(datasets, found, scan.images, roots)
+    except RemoteOutage as error:
+        raise FileError([*listing_problems, f"{error}; what was scanned is kept"]) from None
+    notes += describe_remote_images(item.image for item in found)
     samples, assignments, sample_problems = _build_samples(stages, found, scan.images, masks)
     num_unusable, total = len(found) - len(samples) + len(bad), len(found) + len(bad)
     bad += sample_problems

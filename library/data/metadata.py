@@ -7,6 +7,7 @@ from pathlib import PureWindowsPath
 from typing import Any
 
 from ..dataset.schema import DatasetConfig, SubsetConfig
+from ..storage.remote_path import strip_query
 from .buckets import BucketAssignment
 from .manifest import Manifest, Sample
 
@@ -46,7 +47,7 @@ def build_dataset_metadata(manifest: Manifest, assignments: Sequence[BucketAssig
 def _get_source_name(subset: SubsetConfig) -> str:
     """Return the last part of the path of the images; metadata never has whole paths."""
     first = (subset.parquet or subset.webdataset or (str(subset.metadata_file or subset.image_dir),))[0]
-    return PureWindowsPath(first).name or "images"
+    return PureWindowsPath(strip_query(first)).name or "images"
 
 
 def _make_unique_name(name: str, taken_names: dict[str, Any]) -> str:

@@ -40,6 +40,19 @@ Key = TypeVar("Key")
 Loaded = TypeVar("Loaded")
 
 
+class _ReportingDataset(Dataset[Item | WorkerFailure]):
+    """Returns what the user has to know instead of raising it, to which DataLoader would add its traceback."""
+
+    def __init__(self, dataset: "Dataset[Item | WorkerFailure]"):
+        self.dataset = dataset
+
+    def __getitem__(self, position: int) -> Item | WorkerFailure:
+        try:
+            return self.dataset[position]
+        except UserError as error:
+            return WorkerFailure(str(error))
+
+
 class PrefetchIterator(Generic[Item]):
     """``dataset[first_position]``, ``dataset[first_position + 1]`` ..., in order for any number of workers."""
 
@@ -57,7 +70,7 @@ class PrefetchIterator(Generic[Item]):
             f"--max_data_loader_n_workers (now {num_workers}) or --prefetch_factor (now {prefetch_factor})"
         )
         loader: DataLoader[Item | WorkerFailure] = DataLoader(
-            dataset,
+            _ReportingDataset(dataset),
             batch_size=None,  # the batch plan has made the batches
             sampler=_PositionSampler(first_position),
             num_workers=num_workers,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..registry import suggest_name
+from ..storage.remote_path import is_remote
 
 DEFAULT_EXTENSION, FALLBACK_EXTENSION, JSON_EXTENSION = ".caption", ".txt", ".json"
 """sd-scripts looks for .caption files by default; without any, .txt may be read, which most datasets have."""
@@ -93,6 +94,8 @@ def read_caption_file(path: str | Path) -> list[str]:
 
 def _read_small_file(path: str | Path) -> bytes:
     """Read a file in half the time of ``open``; a named pipe is empty instead of blocking."""
+    if is_remote(path):
+        return path.read_bytes()
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
     try:
         chunks = [os.read(handle, _CHUNK_BYTES)]

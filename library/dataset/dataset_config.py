@@ -16,6 +16,7 @@ from ..config.schema_data import DataConfig
 from ..config.toml_positions import KeyPath, read_text_file, read_toml_with_lines
 from ..config.types import Resolution, ResolutionSchedule
 from ..errors import ConfigError
+from ..storage.remote_store import RemoteStore
 from .caption_files import DEFAULT_EXTENSION
 from .kohya_folders import read_kohya_dataset
 from .schema import (
@@ -25,6 +26,7 @@ from .schema import (
     SUBSET_TABLE,
     DatasetConfig,
     SubsetConfig,
+    build_remote_store,
     collect_flag_defaults,
 )
 from .validate_keys import (
@@ -47,7 +49,7 @@ _EXTRA_DATASET_KEYS = (
     "bucket_mode bucket_max_crop bucket_min_images weight resolution_schedule from_step to_step".split()
 )
 _EXTRA_SUBSET_KEYS = "parquet webdataset recursive include exclude image_column caption_column cache_directory".split()
-_INTERNAL_FIELDS = ("kind", "subsets", "locations", "dataset_file", "join_caption_lines", "dataset_index_in_file")
+_INTERNAL_FIELDS = "kind subsets locations dataset_file join_caption_lines dataset_index_in_file remote".split()
 
 
 @dataclass(frozen=True)
@@ -76,29 +78,33 @@ def load_dataset_config(config: DataConfig, invalid_flags: Set[str] = frozenset(
     """Parse the run's datasets with the run's options as defaults; reads no image."""
     flag_defaults = collect_flag_defaults(config)
     if config.dataset_config is None:
-        dataset = read_kohya_dataset(config)
-        parser = _DatasetConfigParser(dataset.locate, None, flag_defaults, invalid_flags)
+        remote = build_remote_store(config)
+        dataset = read_kohya_dataset(config, remote)
+        parser = _DatasetConfigParser(dataset.locate, None, flag_defaults, invalid_flags, remote)
         parser.problems += dataset.problems
         parser.notices += dataset.notices
         if dataset.subsets:
             return parser.parse(dataset.document)
         settings_problems = validate_dataset_keys(parser.apply_flag_defaults({}), [], dataset.locate(()))
         return ParsedDatasetConfig((), [*dataset.problems, *settings_problems])
-    return parse_dataset_config(Path(config.dataset_config), flag_defaults, invalid_flags)
+    return parse_dataset_config(Path(config.dataset_config), flag_defaults, invalid_flags, build_remote_store(config))
 
 
 def parse_dataset_config(
-    path: Path, flag_defaults: Mapping[str, Any], invalid_flags: Set[str] = frozenset()
+    path: Path,
+    flag_defaults: Mapping[str, Any],
+    invalid_flags: Set[str] = frozenset(),
+    remote: RemoteStore | None = None,
 ) -> ParsedDatasetConfig:
     """Parse the file; ``flag_defaults`` (see ``collect_flag_defaults``) supply keys that it does not set.
 
-    ``invalid_flags`` are options of the run that could not be parsed and are reported already.
+    ``invalid_flags`` are options of the run that could not be parsed and are reported already; ``remote`` reads URLs.
     """
     try:
         document, locate = (_read_json if path.suffix.lower() == ".json" else _read_toml)(path)
     except ConfigError as error:
         return ParsedDatasetConfig((), error.problems)
-    return _DatasetConfigParser(locate, path, flag_defaults, invalid_flags).parse(document)
+    return _DatasetConfigParser(locate, path, flag_defaults, invalid_flags, remote or RemoteStore()).parse(document)
 
 
 def _read_toml(path: Path) -> tuple[dict[str, Any], _Locate]:
@@ -162,8 +168,9 @@ class _DatasetConfigParser:
         dataset_file: Path | None,
         flag_defaults: Mapping[str, Any],
         invalid_flags: Set[str],
+        remote: RemoteStore,
     ):
-        self.format_location, self.dataset_file = format_location, dataset_file
+        self.format_location, self.dataset_file, self.remote = format_location, dataset_file, remote
         self.flag_defaults, self.invalid_flags = flag_defaults, invalid_flags
         self.problems: list[str] = []
         self.notices: list[str] = []
@@ -293,6 +300,7 @@ class _DatasetConfigParser:
         return SubsetConfig(
             dataset_file=self.dataset_file,
             join_caption_lines="join_caption_lines" in values,
+            remote=self.remote,
             **_collect_fields(SubsetConfig, values, values[""].location or ""),
         )
 

@@ -8,8 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
+from typing import cast
 
 from ..registry import suggest_name
+from ..storage.filesystems import RemoteError
+from ..storage.remote_path import RemotePath, is_remote, strip_query
 from .listing import SHOWN_NAMES, format_first_names
 from .schema import SubsetConfig, resolve_path
 
@@ -41,6 +44,8 @@ class DirectoryTree:
 
 def walk_directory(folder: Path, *, recursive: bool) -> DirectoryTree:
     """List the files of a folder; follow links, but search no folder twice, neither by a loop nor by a second link."""
+    if is_remote(folder):
+        return _list_remote_tree(folder, recursive=recursive)
     tree = DirectoryTree()
     root = os.path.realpath(folder)
     visited = {root}
@@ -55,6 +60,21 @@ def walk_directory(folder: Path, *, recursive: bool) -> DirectoryTree:
             visited.add(target)
             links += _walk(folder, path, tree, visited, recursive)
     for names in (tree.files, tree.folders, tree.loops):
+        names.sort(key=_split_path)
+    return tree
+
+
+def _list_remote_tree(folder: RemotePath, *, recursive: bool) -> DirectoryTree:
+    """List a remote folder in the same order as a local one."""
+    tree = DirectoryTree()
+    try:
+        listing = folder.list_folder(recursive=recursive)
+    except RemoteError as error:
+        tree.problems.append(f"{folder}: cannot be listed: {error}")
+        return tree
+    tree.files = [name for name in listing.files if not any(part.startswith(".") for part in name.split("/"))]
+    tree.folders = [name for name in listing.folders if not name.startswith(".")]
+    for names in (tree.files, tree.folders):
         names.sort(key=_split_path)
     return tree
 
@@ -226,13 +246,14 @@ def resolve_shards(subset: SubsetConfig) -> Shards:
             setting = subset.format_location(key)
             try:
                 files = list(_resolve_name(name, key, subset))
-            except ValueError as error:
-                shards.problems.append(f"{setting}: {error}")
+            except (ValueError, RemoteError) as error:
+                where = f"{setting}: {strip_query(name)}" if isinstance(error, RemoteError) else setting
+                shards.problems.append(f"{where}: {error}")
                 continue
             duplicates = [str(path) for path in files if path in listed]
             if duplicates:
                 shards.problems.append(
-                    f"{setting}: {name!r} matches files listed before: {format_first_names(duplicates)}"
+                    f"{setting}: {strip_query(name)!r} matches files listed before: {format_first_names(duplicates)}"
                 )
             shards.files += files
             listed.update(files)
@@ -241,21 +262,34 @@ def resolve_shards(subset: SubsetConfig) -> Shards:
 
 def _resolve_name(name: str, key: str, subset: SubsetConfig) -> Iterator[Path]:
     """Yield the files of one name; raise ``ValueError`` if there are none."""
-    if "://" in name or name.startswith("pipe:"):
-        raise ValueError(f"{name!r} is a URL; download the files and give their folder")
-    missing = []
+    if name.startswith("pipe:"):
+        raise ValueError(f"{name!r} is a command; give the URL or path that it reads")
+    missing, missing_urls = list[str](), list[RemotePath]()
     for pattern in expand_braces(name):
-        path = resolve_path(subset.dataset_file, pattern)
+        path = resolve_path(subset.dataset_file, pattern, subset.remote)
         if path.is_dir():
             yield from _list_shards(path, key, recursive=subset.recursive)
         elif path.is_file():
-            yield path
+            yield _require_readable(path)
+        elif is_remote(path):
+            files = _glob_remote_files(path)
+            missing_urls += [] if files else [path]
+            yield from files
         elif files := _glob_files(pattern, (subset.dataset_file or Path()).parent):
             yield from files
         else:
             missing.append(pattern)
+    if missing_urls:
+        raise ValueError(describe_missing_url(missing_urls))
     if missing:
         raise ValueError(describe_missing_path(missing, subset.dataset_file))
+
+
+def _require_readable(path: Path) -> Path:
+    """Return the path; raise ``ValueError`` for a remote file that has to be on a disk."""
+    if is_remote(path) and path.suffix.lower() == ".arrow":
+        raise ValueError(f"{path}: .arrow files are memory-mapped; download them, or save the dataset as parquet")
+    return path
 
 
 def _list_shards(folder: Path, key: str, *, recursive: bool) -> list[Path]:
@@ -264,7 +298,7 @@ def _list_shards(folder: Path, key: str, *, recursive: bool) -> list[Path]:
         raise ValueError(tree.problems[0])
     files = [folder / name for name in tree.files if name.lower().endswith(SHARD_EXTENSIONS[key])]
     if not files and key == "parquet":
-        files = _list_saved_dataset(folder, tree.files)
+        files = list(map(_require_readable, _list_saved_dataset(folder, tree.files)))
     if not files:
         hint = "; set recursive = true to search its folders" if tree.folders and not recursive else ""
         kinds = f"{SHARD_EXTENSIONS[key][0]} files" + (" or save_to_disk datasets" if key == "parquet" else "")
@@ -286,6 +320,22 @@ def _list_saved_dataset(folder: Path, names: Sequence[str]) -> list[Path]:
     return files
 
 
+def _glob_remote_files(pattern: RemotePath) -> list[Path]:
+    """List the remote files that match a pattern with ``*``, ``?``, ``[a-c]`` or ``**``; none without these."""
+    parts = str(pattern).split("/")
+    first = next((number for number, part in enumerate(parts) if number > 2 and glob.has_magic(part)), None)
+    if first is None or not pattern.can_list:
+        return []
+    folder, rest = pattern, "/".join(parts[first:])
+    for _ in parts[first:]:
+        folder = folder.parent
+    tree = walk_directory(cast(Path, folder), recursive="/" in rest or "**" in rest)
+    if tree.problems:
+        raise ValueError(tree.problems[0])
+    regex = re.compile("".join(_translate_token(token[0]) for token in _PATTERN_TOKEN.finditer(rest)), re.DOTALL)
+    return [_require_readable(cast(Path, folder / name)) for name in tree.files if regex.fullmatch(name)]
+
+
 def _glob_files(pattern: str, config_folder: Path) -> list[Path]:
     if not glob.has_magic(pattern):
         return []
@@ -293,6 +343,21 @@ def _glob_files(pattern: str, config_folder: Path) -> list[Path]:
     matches = [Path(name) for name in glob.glob(path, recursive=True)]
     matches = matches or [config_folder / name for name in glob.glob(path, root_dir=config_folder, recursive=True)]
     return sorted((path for path in matches if path.is_file()), key=lambda path: _split_path(path.as_posix()))
+
+
+def describe_missing_url(paths: Sequence[RemotePath]) -> str:
+    """Report remote files or folders that do not exist, with the content of the folder of the first one."""
+    path, missing = paths[0], f"{paths[0]} does not exist"
+    if len(paths) > 1:
+        missing = f"{len(paths)} files not found: {format_first_names(list(map(str, paths)))}"
+    if not path.can_list:
+        return f"{missing}; check the URL"
+    if path.parent == path:
+        return f"{path} is empty"
+    tree = walk_directory(cast(Path, path.parent), recursive=False)
+    content = f"{path.parent} contains {tree.format_content(_MAX_NAMES_IN_FOLDER)}"
+    content = tree.problems[0] if tree.problems else content
+    return f"{missing}; {content}{suggest_name(path.name, [*tree.files, *tree.folders])}"
 
 
 def describe_missing_path(names: Sequence[str], dataset_file: Path | None = None) -> str:

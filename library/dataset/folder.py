@@ -6,8 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, cast
 
+from ..storage.remote_path import is_remote, prefetch_files
 from .caption_files import (
     CAPTION_COLUMNS,
     JSON_EXTENSION,
@@ -101,6 +102,8 @@ def _add_images(
     listing: SubsetListing,
 ) -> None:
     json_reader = JsonCaptionReader(listing.subset.caption_column)
+    if is_remote(folder):
+        prefetch_files(cast(Path, folder / file[0]) for file in caption_files.values() if file is not None)
     for image, file in caption_files.items():
         try:
             if file is None:
@@ -117,10 +120,10 @@ def _add_images(
 
 
 def _read_caption(folder: Path, name: str, extension: str, json_reader: JsonCaptionReader) -> ImageCaption:
-    path = os.path.join(folder, name)
+    path = cast(Path, folder / name) if is_remote(folder) else os.path.join(folder, name)
     if extension.lower() == JSON_EXTENSION:
         try:
-            return ImageCaption(json_reader.read_lines(read_utf8_file(Path(path)), path), extension)
+            return ImageCaption(json_reader.read_lines(read_utf8_file(path), str(path)), extension)
         except ValueError as error:
             return ImageCaption((), extension, str(error))
     try:
@@ -274,5 +277,7 @@ def _list_image_folders(folder: Path, names: Sequence[str]) -> list[str]:
 
 
 def _count_images(folder: Path) -> int:
+    if is_remote(folder):
+        return sum(map(is_image_file, folder.list_folder(recursive=False).files))
     with os.scandir(folder) as entries:
         return sum(is_image_file(entry.name) for entry in entries)

@@ -1,8 +1,13 @@
 """Where the bytes of an image are: in a file of its own, in a byte range of a tar shard, or in a row of a table."""
 
+import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from ..storage.remote_path import build_remote_path, is_remote, is_remote_url, prefetch_ranges
+from ..storage.remote_store import RemoteStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,5 +95,53 @@ class ImageRef:
             file.seek(self.part.offset)
             return file.read(self.part.length)
 
+    def read_verified(self, content_hash: str) -> bytes:
+        """Read the encoded image; raise ``OSError`` if it is not the one with this hash."""
+        data = self.read_bytes()
+        if hashlib.blake2b(data, digest_size=16).hexdigest() != content_hash:
+            raise OSError("has changed since the start of the run; start again to train on the new file")
+        return data
+
     def __str__(self) -> str:
         return str(self.path) if self.part is None else f"{self.path}:{self.part.name}"
+
+
+def build_image_ref(folder: Path, name: str, remote: RemoteStore) -> ImageRef:
+    """Refer to an image by its path in a folder, or by a URL."""
+    if not is_remote_url(name):
+        return ImageRef(folder, name)
+    path = build_remote_path(name, remote)
+    return ImageRef(path.parent, path.name)
+
+
+def describe_remote_images(images: Iterable[ImageRef]) -> list[str]:
+    """Say where copies of remote images are kept, and whether all of them fit there."""
+    sizes: dict[RemoteStore, dict[str, int]] = {}
+    for path in dict.fromkeys(image.path for image in images if is_remote(image.folder)):
+        if is_remote(path) and path.store.knows(path.url):
+            sizes.setdefault(path.store, {})[path.url] = path.get_info().size
+    lines = []
+    for store, by_url in sizes.items():
+        directory, total, limit = store.settings.directory, sum(by_url.values()), store.settings.cache_bytes
+        size, fits = f"{total / 2**30:.3g} GB of remote files", f"{limit / 2**30:.3g} GB"
+        if total > limit:
+            lines.append(
+                f"{size} are more than the {fits} that {directory} may have, so that they are requested again in each"
+                " epoch; raise --remote_cache_size, or use --cache_latents_to_disk"
+            )
+        else:
+            lines.append(
+                f"{size} are kept in {directory} (at most {fits}: --remote_cache_size; elsewhere: --remote_cache_dir),"
+                " and so are scan results and caches on disk unless --cache_dir is set"
+            )
+    return lines
+
+
+def prefetch_images(images: Iterable[ImageRef]) -> None:
+    """Bring the bytes of remote images into the cache, many at once; local images and rows of tables are left alone."""
+    ranges = []
+    for image in images:
+        path, part = image.path, image.part
+        if is_remote(path) and not isinstance(part, TableRow):
+            ranges.append((path, *((None, None) if part is None else (part.offset, part.offset + part.length))))
+    prefetch_ranges(ranges)

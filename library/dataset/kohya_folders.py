@@ -11,8 +11,12 @@ from typing import Any
 
 from ..config.schema_data import DataConfig
 from ..config.toml_positions import KeyPath
-from .file_discovery import describe_missing_path
+from ..storage.filesystems import RemoteError
+from ..storage.remote_path import is_remote
+from ..storage.remote_store import RemoteStore
+from .file_discovery import describe_missing_path, describe_missing_url
 from .listing import SubsetListing, format_count, format_first_names, is_image_file
+from .schema import resolve_path
 
 _MAX_PLAUSIBLE_REPEATS = 1000
 _SUBSETS: KeyPath = ("datasets", 0, "subsets")
@@ -102,7 +106,7 @@ def _parse_plausible_name(name: str) -> tuple[int, str] | None:
     return parsed if parsed is not None and 0 < parsed[0] < _MAX_PLAUSIBLE_REPEATS else None
 
 
-def read_kohya_dataset(config: DataConfig) -> KohyaDataset:
+def read_kohya_dataset(config: DataConfig, remote: RemoteStore) -> KohyaDataset:
     """Build the dataset of ``train_data_dir`` and ``reg_data_dir``, or of ``in_json``."""
     dataset = KohyaDataset()
     if config.in_json:
@@ -112,8 +116,8 @@ def read_kohya_dataset(config: DataConfig) -> KohyaDataset:
     if not config.train_data_dir:
         dataset.problems.append("--reg_data_dir: no images to train on; give their folder with --train_data_dir")
         return dataset
-    train, reg = (_resolve_folder(name, config, dataset) for name in ("train_data_dir", "reg_data_dir"))
-    if train is not None and reg is not None and train.samefile(reg):
+    train, reg = (_resolve_folder(name, config, dataset, remote) for name in ("train_data_dir", "reg_data_dir"))
+    if train is not None and reg is not None and is_remote(train) == is_remote(reg) and train.samefile(reg):
         dataset.problems.append("--reg_data_dir: is the same folder as --train_data_dir; remove one of the two")
         reg = None
     for option, folder in (("train_data_dir", train), ("reg_data_dir", reg)):
@@ -130,12 +134,19 @@ def _add_metadata_file(in_json: str, config: DataConfig, dataset: KohyaDataset) 
         dataset.problems.append("--reg_data_dir: not used with in_json, in sd-scripts neither; remove one of the two")
 
 
-def _resolve_folder(option: str, config: DataConfig, dataset: KohyaDataset) -> Path | None:
+def _resolve_folder(option: str, config: DataConfig, dataset: KohyaDataset, remote: RemoteStore) -> Path | None:
     """Return the folder of an option; None, and a problem, if it does not exist."""
     name = getattr(config, option)
-    folder = Path(name).expanduser() if name else None
-    if folder is None or folder.is_dir():
-        return folder
+    folder = resolve_path(None, name, remote) if name else None
+    try:
+        if folder is None or folder.is_dir():
+            return folder
+        if is_remote(folder):
+            dataset.problems.append(f"--{option}: {describe_missing_url([folder])}")
+            return None
+    except RemoteError as error:
+        dataset.problems.append(f"--{option}: {folder}: {error}")
+        return None
     if folder.exists():
         dataset.problems.append(f"--{option}: {folder} is a file, not a folder")
     else:
@@ -190,6 +201,8 @@ def _describe_unusable_folder(option: str, folder: Path, found: Sequence[Repeats
 
 
 def _list_folder_names(folder: Path) -> list[str]:
+    if is_remote(folder):
+        return [name for name in folder.list_folder(recursive=False).folders if not name.startswith(".")]
     with os.scandir(folder) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
@@ -207,6 +220,9 @@ def has_images(folder: Path) -> bool:
 
 
 def _iter_images(folder: Path) -> Iterator[str]:
+    if is_remote(folder):
+        yield from filter(is_image_file, folder.list_folder(recursive=False).files)
+        return
     with os.scandir(folder) as entries:
         for entry in entries:
             if is_image_file(entry.name) and not entry.name.startswith("."):

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ..storage.filesystems import RemoteOutage
+from ..storage.remote_path import is_remote, resolve_links
 from .image_inspection import (
     ImageSource,
     InMemoryImage,
@@ -67,7 +69,7 @@ def get_mask_source(subset: SubsetConfig) -> MaskSource | None:
     return "alpha" if subset.alpha_mask else None
 
 
-def load_image_and_mask(image: ImageRef, mask: Mask | None) -> "tuple[Image, MaskPixels | None]":
+def load_image_and_mask(image: ImageSource, mask: Mask | None) -> "tuple[Image, MaskPixels | None]":
     """Load an image in RGB and its mask; with an alpha mask, the colors stored under transparent parts."""
     if mask is None:
         return load_rgb_image(image), None
@@ -76,9 +78,16 @@ def load_image_and_mask(image: ImageRef, mask: Mask | None) -> "tuple[Image, Mas
         return rgb, np.asarray(alpha)
     rgb = load_rgb_image(image)
     try:
-        return rgb, load_red_channel(mask.image)
+        return rgb, load_red_channel(verify_remote_image(mask.image, mask.content_hash))
+    except RemoteOutage:
+        raise
     except Exception as error:  # decoders raise all kinds of exceptions, without the name of the file
         raise ValueError(f"its mask {mask.image}: {error}") from error
+
+
+def verify_remote_image(image: ImageRef, content_hash: str) -> ImageSource:
+    """Read a remote image and compare it with its hash, as files on servers are replaced; leave a local one alone."""
+    return InMemoryImage(image.read_verified(content_hash)) if is_remote(image.folder) else image
 
 
 def load_red_channel(image: ImageSource) -> MaskPixels:
@@ -143,7 +152,10 @@ def _get_relative_path(image: ImageRef, image_dir: Path) -> PurePath:
 
 def _list_image_names(directory: Path) -> list[str]:
     try:
-        names = sorted(entry.name for entry in os.scandir(directory) if not entry.is_dir())
+        if is_remote(directory):
+            names = sorted(name for name in directory.list_folder(recursive=False).files)
+        else:
+            names = sorted(entry.name for entry in os.scandir(directory) if not entry.is_dir())
     except OSError:
         return []
     return [name for name in names if not name.startswith(".") and is_image_file(name)]
@@ -239,7 +251,7 @@ def _scan_mask_dir(
     if image_dir is None or mask_dir is None:
         raise AssertionError("a subset with a folder of masks has an image_dir too")
     matches = match_masks(images, image_dir, mask_dir)
-    mask_files = {Path(os.path.realpath(mask_dir)): dict.fromkeys(matches.masks.values())}
+    mask_files = {resolve_links(mask_dir): dict.fromkeys(matches.masks.values())}
     cache_directory = subset.resolve_cache_directory()
     inspected_masks = _inspect_masks(
         result, "masks", inspect_mask, mask_files, lambda root: cache_directory or roots.get_cache_dir(root)

@@ -2,11 +2,12 @@
 
 import csv
 import io
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..storage.remote_path import build_remote_path, is_remote, is_remote_url, prefetch_infos
 from .caption_files import (
     CAPTION_COLUMNS,
     decode_utf8,
@@ -55,10 +56,10 @@ def read_metadata_table(path: Path, wanted: Collection[str]) -> MetadataTable:
     return table
 
 
-def read_utf8_file(path: Path) -> str:
+def read_utf8_file(path: str | Path) -> str:
     """Read a UTF-8 file; raise ``ValueError`` with the path if that fails."""
     try:
-        return decode_utf8(path.read_bytes())
+        return decode_utf8((Path(path) if isinstance(path, str) else path).read_bytes())
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -119,8 +120,10 @@ def list_metadata_images(subset: SubsetConfig, path: Path, dataset: int, index: 
         return listing
     if not metadata.entries:
         listing.add_problem("metadata_file", f"{path}: no images listed")
+    if any(map(is_remote, metadata.folders)) or any(is_remote_url(entry.name) for entry in metadata.entries):
+        prefetch_infos(path for entry in metadata.entries for path in _iter_candidates(entry.name, metadata, subset))
     for entry in metadata.entries:
-        image = _find_image(entry.name, metadata.folders)
+        image = _find_image(_iter_candidates(entry.name, metadata, subset))
         if image is None:
             searched = ", ".join(dict.fromkeys(str(folder.absolute()) for folder in metadata.folders))
             listing.missing.append(f"{entry.location}: {entry.name!r} not found in {searched}")
@@ -194,10 +197,17 @@ def _read_table_entries(table: MetadataTable, column: str) -> Iterator[_Entry]:
         yield _Entry(name, values, location)
 
 
-def _find_image(name: str, folders: Sequence[Path]) -> Path | None:
-    """Find the file of a path with or without its extension, relative to each of the folders in turn."""
-    for folder in folders:
-        path = folder / name
+def _iter_candidates(name: str, metadata: _Metadata, subset: SubsetConfig) -> Iterator[Path]:
+    """Yield where the file of a path may be: relative to each of the folders in turn."""
+    if is_remote_url(name):
+        yield build_remote_path(name, subset.remote)
+    else:
+        yield from (folder / name for folder in metadata.folders)
+
+
+def _find_image(candidates: Iterable[Path]) -> Path | None:
+    """Find the first file that exists, with or without its extension."""
+    for path in candidates:
         if path.is_file():
             return path
         for extension in IMAGE_EXTENSIONS:

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ..log import ProgressBar
-from .image_ref import ImageRef
+from ..storage.filesystems import RemoteError, RemoteOutage
+from ..storage.remote_path import is_remote, prefetch_infos
+from .image_ref import ImageRef, prefetch_images
 from .scan_cache import SETTLED_AFTER_NS, UNSETTLED, CachedScan, FileStamp, ScanCache
 
 MAX_FILE_BYTES = 2**30
@@ -52,6 +54,16 @@ def stat_file(path: str) -> FileStamp | ImageDefect:
         kind = kinds.get(stat.S_IFMT(status.st_mode), "a device")
         return ImageDefect("unreadable", f"is {kind}, not a file; remove it")
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def stat_remote_file(path: Path) -> FileStamp | ImageDefect:
+    """Return the stamp of a remote file, as it was listed."""
+    try:
+        return path.get_info().stamp if is_remote(path) else UNSETTLED
+    except RemoteOutage:
+        raise
+    except RemoteError as error:
+        return describe_read_error(error)
 
 
 def hash_bytes(data: bytes) -> str:
@@ -172,11 +184,22 @@ class _Scan(Generic[T]):
 
     def _scan_batch(self, tasks: Sequence[_Task]) -> list[_Outcome[T]]:
         stamps: dict[str, FileStamp | ImageDefect] = {}  # a shard or table holds many images
+        remote = [task for task in tasks if is_remote(task.image.folder)]
+        if remote:
+            prefetch_infos(task.image.path for task in remote)
+            prefetch_images(task.image for task in remote if not self._is_unchanged(task))
         return [self._scan_image(task, stamps) for task in tasks]
+
+    def _is_unchanged(self, task: _Task) -> bool:
+        """Whether the cached result of a remote file holds."""
+        return task.cached is not None and task.cached.stamp == stat_remote_file(task.image.path)
 
     def _scan_image(self, task: _Task, stamps: dict[str, FileStamp | ImageDefect]) -> _Outcome[T]:
         path = os.path.join(task.image.folder, task.image.file)
-        stamp = stamps[path] if path in stamps else stamps.setdefault(path, stat_file(path))
+        if path not in stamps:
+            remote = task.image.path if is_remote(task.image.folder) else None
+            stamps[path] = stat_file(path) if remote is None else stat_remote_file(remote)
+        stamp = stamps[path]
         if isinstance(stamp, ImageDefect):
             return _Outcome(task, self.inspector.fail(stamp), None)
         cached = task.cached
@@ -190,6 +213,8 @@ class _Scan(Generic[T]):
         try:
             with self.large_image_lock if length > LARGE_FILE_BYTES else nullcontext():
                 return self._read_image(task, stamp)
+        except RemoteOutage as error:  # no fault of the image
+            raise RemoteOutage(f"{task.image}: {error}") from error
         except (OSError, MemoryError) as error:
             return _Outcome(task, self.inspector.fail(describe_read_error(error)), None)
 
@@ -201,7 +226,8 @@ class _Scan(Generic[T]):
         if result is None:
             result = self.inspector.inspect(data, content, self.large_image_lock)
             facts = self.inspector.pack(result)
-        is_settled = max(stamp[1], stamp[2]) < self.started - SETTLED_AFTER_NS
+        has_tag = is_remote(task.image.folder) and stamp[2] != 0  # which changes with the content
+        is_settled = has_tag or max(stamp[1], stamp[2]) < self.started - SETTLED_AFTER_NS
         return _Outcome(task, result, CachedScan(stamp if is_settled else UNSETTLED, content, facts or []))
 
     def _unpack(self, facts: list[Any], content: str) -> T | None:

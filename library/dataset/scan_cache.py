@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..atomic_files import write_atomic
+from ..storage.remote_path import is_remote, resolve_links
 from .image_ref import ImageRef
 from .listing import ListedImage
 from .schema import DatasetConfig
@@ -49,7 +50,7 @@ class ScanCache:
 
     def __init__(self, root: Path, cache_dir: Path | None, name: str, version: str):
         """Load the results named ``name`` of this ``version`` of the scan, from the newest of the possible files."""
-        self._root, self._version = Path(os.path.realpath(root)), version
+        self._root, self._version = resolve_links(root), version
         self._candidates = _list_candidates(root, cache_dir, name)
         newest = max(self._candidates, key=_read_mtime)
         self._loaded = _read_entries(newest, version) if _read_mtime(newest) else {}
@@ -66,7 +67,7 @@ class ScanCache:
         """Return the key of an image and note that it is requested."""
         if image.folder is not self._last_folder:
             self._last_folder = image.folder
-            self._is_last_in_root = os.path.realpath(image.folder) == str(self._root)
+            self._is_last_in_root = resolve_links(image.folder) == self._root
         key = image.file if self._is_last_in_root else os.path.abspath(image.path)
         if image.part is not None:
             key = f"{key}\0{image.part.position}"
@@ -75,6 +76,8 @@ class ScanCache:
 
     def drop_deleted_files(self) -> None:
         """Drop the entries of deleted files; files that are not requested this time may be requested the next time."""
+        if is_remote(self._root):  # would be a request for each
+            return
         for key in self._loaded.keys() - self._requested:
             if not os.path.exists(self._root / key.partition("\0")[0]):
                 self.update(key, None)
@@ -115,12 +118,17 @@ class ScanCache:
         return None, f"{'; '.join(reasons)}; all images will be scanned again at the next start" if reasons else None
 
 
+def get_cache_folder(root: Path) -> Path:
+    """Return the folder of the caches of a folder of images: in it, or a local one if it is remote."""
+    return root.store.get_folder(root.url) if is_remote(root) else root / CACHE_FOLDER
+
+
 def _list_candidates(root: Path, cache_dir: Path | None, name: str) -> tuple[Path, ...]:
     """List where the file may be: next to the images or in ``cache_dir``; else in the user's cache directory."""
-    real_path = os.path.realpath(root)
+    real_path = str(resolve_links(root))
     unique_name = f"{root.name}-{hashlib.blake2b(os.fsencode(real_path), digest_size=6).hexdigest()}.{name}.json"
     if cache_dir is None:
-        first = root / CACHE_FOLDER / SCAN_FOLDER / f"{name}.json"
+        first = get_cache_folder(root) / SCAN_FOLDER / f"{name}.json"
     else:
         first = cache_dir / SCAN_FOLDER / unique_name
     try:
@@ -176,7 +184,7 @@ class ScanRoots:
             subset = self._datasets[item.dataset].subsets[item.subset]
             metadata = subset.resolve_metadata_file()
             root = subset.resolve_image_dir() or (metadata.parent if metadata is not None else item.image.folder)
-            self._roots[key] = Path(os.path.realpath(root if root.is_dir() else root.parent))
+            self._roots[key] = resolve_links(root if is_remote(root) or root.is_dir() else root.parent)
             if (cache_dir := subset.resolve_cache_directory()) is not None:
                 self._cache_dirs.setdefault(self._roots[key], cache_dir)
         return self._roots[key]

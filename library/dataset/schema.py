@@ -9,6 +9,8 @@ from ..config.options import Option, define_option, iter_options
 from ..config.schema import RunConfig
 from ..config.schema_data import DataConfig
 from ..config.types import Resolution, ResolutionSchedule
+from ..storage.remote_path import build_remote_path, is_remote_url, strip_query
+from ..storage.remote_store import RemoteSettings, RemoteStore
 from .caption_files import DEFAULT_EXTENSION
 
 GENERAL_TABLE, DATASET_TABLE, SUBSET_TABLE = "[general]", "[[datasets]]", "[[datasets.subsets]]"
@@ -73,6 +75,7 @@ class SubsetConfig(_LocatedKeys):
     dataset_file: Path | None = field(compare=False)
     locations: Mapping[str, str] = field(compare=False, repr=False)  # "file:line" of each key; "" for the subset itself
     join_caption_lines: bool = False  # musubi-tuner joins the lines of a caption; not a key of the file
+    remote: RemoteStore = field(default_factory=RemoteStore, compare=False, repr=False)  # reads URLs; not a key
 
     def resolve_image_dir(self) -> Path | None:
         return self._resolve(self.image_dir)
@@ -87,7 +90,7 @@ class SubsetConfig(_LocatedKeys):
         return self._resolve(self.conditioning_data_dir)
 
     def _resolve(self, name: str | None) -> Path | None:
-        return None if name is None else resolve_path(self.dataset_file, name)
+        return None if name is None else resolve_path(self.dataset_file, name, self.remote)
 
     @property
     def normalized_caption_extensions(self) -> tuple[str, ...]:
@@ -110,7 +113,7 @@ class SubsetConfig(_LocatedKeys):
     def source(self) -> str:
         """The source of the images as written in the file."""
         shards = self.parquet or self.webdataset
-        return ", ".join(shards) if shards else str(self.metadata_file or self.image_dir)
+        return ", ".join(map(strip_query, shards or (str(self.metadata_file or self.image_dir),)))
 
 
 @dataclass(frozen=True)
@@ -142,8 +145,13 @@ class DatasetConfig(_LocatedKeys):
     dataset_index_in_file: int = 0  # index in the file
 
 
-def resolve_path(dataset_file: Path | None, name: str) -> Path:
-    """Resolve relative to the working directory, as sd-scripts does, or else to the folder of the dataset file."""
+def resolve_path(dataset_file: Path | None, name: str, remote: RemoteStore) -> Path:
+    """Resolve relative to the working directory, as sd-scripts does, or else to the folder of the dataset file.
+
+    For a URL the result is a ``RemotePath``.
+    """
+    if is_remote_url(name):
+        return build_remote_path(name, remote)
     path = Path(name).expanduser()
     if dataset_file is None:
         return path
@@ -253,6 +261,13 @@ def _build_keys() -> dict[str, DatasetKey]:
 
 
 DATASET_KEYS: Mapping[str, DatasetKey] = _build_keys()
+
+
+def build_remote_store(config: DataConfig) -> RemoteStore:
+    """Build what reads the URLs of a run; a new one sees what the servers have now."""
+    return RemoteStore(
+        RemoteSettings(config.remote_cache_dir, config.remote_cache_size.num_bytes, config.remote_retry_seconds)
+    )
 
 
 def collect_flag_defaults(config: DataConfig) -> dict[str, Any]:

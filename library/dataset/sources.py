@@ -4,6 +4,8 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ..storage.filesystems import RemoteError
+from ..storage.remote_path import resolve_links
 from .file_discovery import resolve_shards
 from .folder import list_folder_images
 from .listing import SubsetListing, format_count, format_first_names
@@ -36,10 +38,19 @@ def list_images(subset: SubsetConfig, dataset: int, index: int) -> SubsetListing
     return list_folder_images(subset, folder, dataset, index)
 
 
+def _list_or_report(subset: SubsetConfig, dataset: int, index: int) -> SubsetListing:
+    try:
+        return list_images(subset, dataset, index)
+    except RemoteError as error:
+        listing = SubsetListing(subset, dataset, index)
+        listing.add_problem(subset.source_key, f"{subset.source}: {error}")
+        return listing
+
+
 def list_all_images(datasets: Sequence[DatasetConfig]) -> list[SubsetListing]:
     """List the images of every subset of every dataset."""
     listings = [
-        [list_images(subset, number, index) for index, subset in enumerate(dataset.subsets)]
+        [_list_or_report(subset, number, index) for index, subset in enumerate(dataset.subsets)]
         for number, dataset in enumerate(datasets)
     ]
     flat = [listing for members in listings for listing in members]
@@ -81,7 +92,7 @@ def _find_overlaps(dataset: DatasetConfig, listings: Sequence[SubsetListing]) ->
 def _list_roots(listing: SubsetListing) -> set[str]:
     """List the real paths of the folders of images, or of the files that contain them."""
     roots = {(item.image.folder, "" if item.image.part is None else item.image.file) for item in listing.images}
-    return {os.path.realpath(folder / file) for folder, file in roots}
+    return {str(resolve_links(folder / file)) for folder, file in roots}
 
 
 def _is_inside(roots: set[str], other: SubsetConfig, other_roots: set[str]) -> bool:
@@ -97,6 +108,6 @@ def _list_real_names(listing: SubsetListing) -> Iterator[tuple[str, str]]:
     for item in listing.images:
         image = item.image
         if image.folder not in real_paths:
-            real_paths[image.folder] = os.path.realpath(image.folder)
+            real_paths[image.folder] = str(resolve_links(image.folder))
         part = "" if image.part is None else f":{image.part.name}"
         yield os.path.join(real_paths[image.folder], image.file) + part, str(image)

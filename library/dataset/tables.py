@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..storage.filesystems import RemoteOutage
+from ..storage.remote_path import is_remote
 from .caption_files import parse_caption_cell, require_column, resolve_caption_column
 from .file_discovery import resolve_shards
-from .image_ref import ImageRef, TableRow
+from .image_ref import ImageRef, TableRow, build_image_ref
 from .listing import ImageCaption, SubsetListing, format_count, format_first_names
 from .schema import SubsetConfig
 
@@ -63,7 +65,8 @@ class ParquetTable:
         self.path = path
 
     def _open(self) -> Any:
-        return _import_pyarrow("pyarrow.parquet").ParquetFile(self.path)
+        source = self.path.open("rb") if is_remote(self.path) else self.path
+        return _import_pyarrow("pyarrow.parquet").ParquetFile(source)
 
     def read_schema(self) -> Any:
         with self._open() as file:
@@ -158,6 +161,8 @@ class RowReader:
         try:
             with self._lock:
                 cell = self._read_cell(path, row)
+        except RemoteOutage:
+            raise
         except _list_read_errors() as error:
             raise _make_read_error(f"{path}: row {row}: {_format_error(error)}") from error
         return _read_image_cell(cell, path)
@@ -227,7 +232,8 @@ def list_table_images(subset: SubsetConfig, dataset: int, index: int) -> SubsetL
         large += [f"{path} ({largest / 2**20:.0f} MiB)"] if largest > LARGE_ROW_GROUP_BYTES else []
         reader, folder = readers.setdefault(columns.image, RowReader(columns.image)), path.parent
         for row, (caption, name) in enumerate(rows):
-            image = ImageRef(folder, path.name, TableRow(reader, row)) if name is None else ImageRef(folder, name)
+            image = ImageRef(folder, path.name, TableRow(reader, row))
+            image = image if name is None else build_image_ref(folder, name, subset.remote)
             listing.add_image(image, f"{path.name} row {row}", caption)
     if not listing.images and not listing.problems and not listing.missing:
         listing.add_problem("parquet", f"no rows in {format_count(len(shards.files), 'file')}")
@@ -258,11 +264,6 @@ def _resolve_columns(
                 f"column {caption!r} has type {types[caption]}, not text; set caption_column to another column"
             )
         has_paths = "binary" not in types[image] and not types[image].startswith("struct<")
-        if has_paths:
-            first = next((batch for batch in table.read_batches([image]) if len(batch)), None)
-            name = str(first.column(0)[0].as_py()) if first else ""
-            if "://" in name:
-                raise ValueError(f"column {image!r} holds URLs, such as {name!r}; download the images")
     except ValueError as error:
         listing.add_problem("parquet", f"{path}: {_format_error(error)}")
         return None

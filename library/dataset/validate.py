@@ -6,8 +6,10 @@ from dataclasses import fields
 from ..config.schema import TrainConfig
 from ..config.schema_data import CacheConfig, DataConfig, ValidateConfig
 from ..registry import suggest_name
+from ..storage.filesystems import RemoteError
+from ..storage.remote_path import RemotePath, is_remote
 from .dataset_config import can_load_datasets, load_dataset_config
-from .file_discovery import describe_missing_path
+from .file_discovery import describe_missing_path, describe_missing_url
 from .masks import get_mask_source
 from .schema import DatasetConfig, SubsetConfig
 from .sources import find_missing_sources
@@ -63,6 +65,9 @@ def validate_paths(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
         )
         for key, path, expected in paths:
             where = subset.format_location(key)
+            if is_remote(path):
+                yield from (f"{where}: {problem}" for problem in _validate_remote_path(path, expected))
+                continue
             if path is None or (path.is_dir() if expected == "folder" else path.is_file()):
                 continue
             if path.exists():
@@ -70,6 +75,19 @@ def validate_paths(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
             else:
                 yield f"{where}: {describe_missing_path([str(path)], subset.dataset_file)}"
         yield from find_missing_sources(subset)
+
+
+def _validate_remote_path(path: RemotePath, expected: str) -> Iterator[str]:
+    """Yield why a remote folder or file cannot be used: the server, the credentials, or what is there."""
+    try:
+        if expected == "folder" and not path.can_list:
+            path.list_folder(recursive=False)  # says what to give instead
+        elif not (path.is_dir() if expected == "folder" else path.is_file()):
+            is_other_kind = path.is_file() if expected == "folder" else path.is_dir()
+            other = "file" if expected == "folder" else "folder"
+            yield f"{path} is a {other}, not a {expected}" if is_other_kind else describe_missing_url([path])
+    except RemoteError as error:
+        yield f"{path}: {error}"
 
 
 def _iter_subsets(datasets: Iterable[DatasetConfig]) -> Iterator[SubsetConfig]:
@@ -149,7 +167,9 @@ def _validate_mask_dir(subset: SubsetConfig, config: DataConfig) -> Iterator[str
     where = subset.format_location("conditioning_data_dir")
     if not config.masked_loss:
         yield f"{where}: a folder of masks needs --masked_loss; set it for the run"
-    if image_dir is None or mask_dir is None or not image_dir.is_dir() or not mask_dir.is_dir():
+    if image_dir is None or mask_dir is None or is_remote(image_dir) != is_remote(mask_dir):
+        return
+    if not is_remote(image_dir) and not (image_dir.is_dir() and mask_dir.is_dir()):
         return  # reported by validate_paths
     if image_dir.samefile(mask_dir):
         yield f"{where}: is the same folder as image_dir; put the masks into a folder of their own"

@@ -1,13 +1,16 @@
 """Images and captions in tar shards, as webdataset and img2dataset write them; read in place, nothing is unpacked."""
 
+import json
 import re
 import tarfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from ..storage.remote_path import is_remote
 from .caption_files import (
     FALLBACK_EXTENSION,
     JSON_EXTENSION,
@@ -18,7 +21,7 @@ from .caption_files import (
 )
 from .file_discovery import resolve_shards
 from .image_ref import ByteRange, ImageRef
-from .listing import IMAGE_EXTENSIONS, ImageCaption, SubsetListing, format_count
+from .listing import IMAGE_EXTENSIONS, ImageCaption, SubsetListing, format_count, is_image_file
 from .schema import SubsetConfig
 
 _COMPRESSIONS = {
@@ -27,6 +30,8 @@ _COMPRESSIONS = {
     b"\xfd7zXZ": ("xz", "unxz"),
     b"(\xb5/\xfd": ("zstd", "unzstd"),
 }
+_INDEX_NAME = "tar index 1"
+_MAX_TEXT_BYTES = 2**16
 _WINDOWS_DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 
 
@@ -36,10 +41,40 @@ class TarIndex:
 
     members: list[ByteRange] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    texts: dict[int, bytes] = field(default_factory=dict)  # small members of a remote file, by their offset
 
 
-def read_tar_index(path: Path) -> TarIndex:
-    """Read the headers of a tar file."""
+def load_tar_index(path: Path) -> TarIndex:
+    """Read the headers of a tar file; those of a remote one, with its captions, once as long as it does not change."""
+    remote = path if is_remote(path) else None
+    if remote is None:
+        return read_tar_index(path)
+    try:
+        data = remote.read_derived(_INDEX_NAME)
+        if data is not None:
+            return _parse_index(data)
+    except OSError as error:
+        return TarIndex(problems=[f"{path}: cannot be read: {error}"])
+    index = read_tar_index(path, keeps_texts=True)
+    if not index.problems:
+        remote.write_derived(_INDEX_NAME, _format_index(index))
+    return index
+
+
+def _format_index(index: TarIndex) -> bytes:
+    members = [[member.name, member.offset, member.length] for member in index.members]
+    texts = {offset: data.decode("latin-1") for offset, data in index.texts.items()}
+    return zlib.compress(json.dumps([members, texts]).encode())
+
+
+def _parse_index(data: bytes) -> TarIndex:
+    members, texts = json.loads(zlib.decompress(data))
+    ranges = [ByteRange(*member) for member in members]
+    return TarIndex(ranges, texts={int(offset): text.encode("latin-1") for offset, text in texts.items()})
+
+
+def read_tar_index(path: Path, *, keeps_texts: bool = False) -> TarIndex:
+    """Read the headers of a tar file, and with ``keeps_texts`` its small members that are not images."""
     index = TarIndex()
     try:
         with path.open("rb") as file:
@@ -51,9 +86,13 @@ def read_tar_index(path: Path) -> TarIndex:
                 f" {names[1]} {path.name}"
             )
             return index
-        with tarfile.open(path, "r:") as tar:
+        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
             for info in _iterate_headers(tar, path, index):
                 _add_member(info, path, index)
+                is_text = info.isreg() and info.size <= _MAX_TEXT_BYTES and not is_image_file(info.name)
+                if keeps_texts and is_text:
+                    file.seek(info.offset_data)
+                    index.texts[info.offset_data] = file.read(info.size)
     except tarfile.ReadError as error:
         index.problems.append(f"{path}: is not a tar file: {error}" if start else f"{path}: is empty")
     except OSError as error:
@@ -121,12 +160,12 @@ def list_webdataset_images(subset: SubsetConfig, dataset: int, index: int) -> Su
     json_reader = JsonCaptionReader(subset.caption_column)
     unused: Counter[str] = Counter()
     for path in shards.files:
-        tar_index = read_tar_index(path)
+        tar_index = load_tar_index(path)
         listing.missing += tar_index.problems
         samples = _group_by_key(tar_index.members, path, listing)
         try:
             with path.open("rb") as file:
-                unused += _add_samples(path, file, samples, json_reader, listing)
+                unused += _add_samples(path, file, tar_index.texts, samples, json_reader, listing)
         except OSError as error:
             listing.missing.append(f"{path}: cannot be read: {error.strerror}")
         except CaptionColumnError as error:
@@ -167,7 +206,12 @@ def _find_extensions(sample: Sample, wanted: Sequence[str]) -> list[str]:
 
 
 def _add_samples(
-    path: Path, file: BinaryIO, samples: Mapping[str, Sample], json_reader: JsonCaptionReader, listing: SubsetListing
+    path: Path,
+    file: BinaryIO,
+    texts: Mapping[int, bytes],
+    samples: Mapping[str, Sample],
+    json_reader: JsonCaptionReader,
+    listing: SubsetListing,
 ) -> Counter[str]:
     """Add the images of one shard; return the extensions of the members that are not used."""
     caption_extensions = _choose_caption_extensions(listing.subset, samples)
@@ -188,7 +232,10 @@ def _add_samples(
         if len(images) != 1:
             continue
         image = sample[images[0]]
-        caption = ImageCaption() if text is None else _read_caption(sample[text], wanted, file, path, json_reader)
+        caption = ImageCaption()
+        if text is not None:
+            data = _read_member(sample[text], file, texts)
+            caption = _parse_caption(data, f"{path}: member {sample[text].name!r}", wanted, json_reader)
         listing.add_image(ImageRef(folder, path.name, image), image.name, caption)
     return unused
 
@@ -203,12 +250,14 @@ def _choose_caption_extensions(subset: SubsetConfig, samples: Mapping[str, Sampl
     return extensions
 
 
-def _read_caption(
-    member: ByteRange, extension: str, file: BinaryIO, path: Path, json_reader: JsonCaptionReader
-) -> ImageCaption:
-    location = f"{path}: member {member.name!r}"
+def _read_member(member: ByteRange, file: BinaryIO, texts: Mapping[int, bytes]) -> bytes:
+    if member.offset in texts:
+        return texts[member.offset]
     file.seek(member.offset)
-    data = file.read(member.length)
+    return file.read(member.length)
+
+
+def _parse_caption(data: bytes, location: str, extension: str, json_reader: JsonCaptionReader) -> ImageCaption:
     try:
         text = decode_utf8(data)
     except ValueError as error:

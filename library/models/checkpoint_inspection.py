@@ -193,6 +193,7 @@ _SIGNATURE_BY_CLASS: Mapping[str, tuple[str, str]] = {
     "CLIPTextModelWithProjection": ("clip", "hidden_size"),
     "T5EncoderModel": ("t5", "d_model"),
     "T5ForConditionalGeneration": ("t5", "d_model"),
+    "UMT5EncoderModel": ("t5", "d_model"),
     "Qwen3Model": ("llm", "hidden_size"),
     "Qwen3ForCausalLM": ("llm", "hidden_size"),
     "Qwen2_5_VLForConditionalGeneration": ("llm", "hidden_size"),

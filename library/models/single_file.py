@@ -77,8 +77,9 @@ def _convert_diffusers_keys(
     classes: Any = single_file_model.SINGLE_FILE_LOADABLE_CLASSES
     convert = classes[class_name or type(model).__name__]["checkpoint_mapping_fn"]
     own = {name: bare[name] for name in model.state_dict() if name in bare}
-    converted: Mapping[str, Tensor] = convert(checkpoint=bare, config=dict(model.config))
-    return {**own, **converted}
+    converted: Mapping[str, Tensor | None] = convert(checkpoint=bare, config=dict(model.config))
+    found = {name: tensor for name, tensor in converted.items() if tensor is not None}  # None: the file lacks it
+    return {**own, **found}
 
 
 def _convert_text_encoder_keys(model: Any, tensors: dict[str, Tensor], prefix: str) -> Mapping[str, Tensor]:

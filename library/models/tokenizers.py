@@ -67,6 +67,7 @@ def build_byte_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any
         "T5TokenizerFast": _build_t5_tokenizer,
         "Qwen2Tokenizer": _build_chat_tokenizer,
         "PixtralProcessor": _build_chat_tokenizer,
+        "LlamaTokenizer": _build_llama_tokenizer,
     }
     return builders[tokenizer_class.__name__](tokenizer_class, config)
 
@@ -108,6 +109,15 @@ def _build_t5_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
         tokenizer.save(str(Path(folder, "tokenizer.json")))
         _write_json(folder, "tokenizer_config.json", settings)
         return tokenizer_class.from_pretrained(folder)
+
+
+def _build_llama_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
+    """One token per byte, of a model that falls back to bytes for all letters that it does not know."""
+    pieces = ["<unk>", "<pad>", "</s>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    settings = ("pad_token", "model_max_length", "add_bos_token", "add_eos_token", "padding_side")
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    options = {name: config[name] for name in settings if name in config}
+    return tokenizer_class(vocab=vocabulary, merges=[], **options)
 
 
 def _build_chat_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:

@@ -51,7 +51,7 @@ RESULT_NEUTRAL_OPTIONS = {
     *("gradient_accumulation_steps", "train_batch_size", "dataset_config", "train_data_dir", "reg_data_dir", "in_json"),
     # The model, too, wherever its files are.
     *("pretrained_model_name_or_path", "family", "v2", "vae", "clip_l", "clip_g", "t5xxl", "text_encoder", "ae"),
-    "tokenizer_cache_dir",
+    *("tokenizer_cache_dir", "remote_cache_dir", "remote_cache_size", "remote_retry_seconds"),
 }
 """Options of other groups that do not change the result, or are compared by content."""
 

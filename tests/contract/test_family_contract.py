@@ -331,10 +331,16 @@ BLOCKS = {
     "FluxSingleTransformerBlock",
     "ZImageTransformerBlock",
     "QwenImageTransformerBlock",
+    "AuraFlowJointTransformerBlock",
+    "AuraFlowSingleTransformerBlock",
 }
-"""Block classes of diffusers in which sd-scripts and musubi-tuner train the linear layers."""
-EXCLUDED = {"z_image": r"_modulation|_refiner", "qwen_image": r"_mod\."}
-"""Layers in these blocks that musubi-tuner does not train."""
+"""Block classes of diffusers in which the reference trainer of a family trains the linear layers."""
+EXCLUDED = {
+    "z_image": r"_modulation|_refiner",
+    "qwen_image": r"_mod\.",
+    "aura_flow": r"norm1|\.ff",
+}
+"""Layers in these blocks that it does not train."""
 
 
 def test_lora_targets_are_the_layers_that_sd_scripts_trains(case):

@@ -64,6 +64,8 @@ COUNTS = {
     ("qwen_image", "transformer"): 20_430_401_088,
     ("qwen_image", "vae"): 126_892_531,
     ("qwen_image", "text_encoder"): 8_292_166_656,
+    ("aura_flow", "transformer"): 6_858_605_568,
+    ("aura_flow_v0_2", "transformer"): 6_842_876_928,
 }
 """Parameters of the published models."""
 
@@ -192,6 +194,7 @@ TRANSFORMERS = {
     "flux2_klein": original_checkpoints.convert_flux2_transformer,
     "z_image": original_checkpoints.convert_z_image_transformer,
     "qwen_image": nn.Module.state_dict,
+    "aura_flow": original_checkpoints.convert_aura_flow_transformer,
 }
 
 
@@ -221,7 +224,7 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
 
 
 @pytest.mark.parametrize(
-    "config", ["sd3", "sd3_5_medium", "flux", "flux_schnell", "flux2_dev", "flux2_klein_4b", "z_image"]
+    "config", ["sd3", "sd3_5_medium", "flux", "flux_schnell", "flux2_dev", "flux2_klein_4b", "z_image", "aura_flow"]
 )
 def test_original_weights_of_published_size_are_converted_to_those_of_diffusers(config):
     """Keys and shapes on the meta device: diffusers' conversion of FLUX supports no other size."""

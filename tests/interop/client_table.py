@@ -49,6 +49,7 @@ ORIGINAL_WRITERS: Mapping[str, Callable[[Any], Mapping[str, Tensor]]] = {
     "flux": original_checkpoints.convert_flux_transformer,
     "z_image": original_checkpoints.convert_z_image_transformer,
     "qwen_image": nn.Module.state_dict,
+    "aura_flow": original_checkpoints.convert_aura_flow_transformer,
 }
 SD_SCRIPTS_BLOCKS = {
     "flux": {"double_blocks.{}": "DoubleStreamBlock", "single_blocks.{}": "SingleStreamBlock"},
@@ -194,6 +195,9 @@ def detect_unet_config(family: str, pipe: Any) -> dict[str, Any]:
             "depth_single_blocks": config.num_single_layers,
             "hidden_size": config.num_attention_heads * config.attention_head_dim,
         }
+    if family == "aura_flow":
+        layers = config.num_mmdit_layers + config.num_single_dit_layers
+        return {"n_double_layers": config.num_mmdit_layers, "n_layers": layers}
     if family == "z_image":
         return {"n_layers": config.n_layers, "n_refiner_layers": config.n_refiner_layers, "dim": config.dim}
     return {}

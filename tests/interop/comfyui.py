@@ -27,6 +27,7 @@ MODEL_CLASSES = {
     "flux": "Flux",
     "z_image": "Lumina2",
     "qwen_image": "QwenImage",
+    "aura_flow": "AuraFlow",
 }
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import client_cases
 import pytest
 import torch
 from adapter_tensors import convert_adapter_to_kohya
@@ -46,6 +47,15 @@ def test_diffusers_predicts_the_same_with_the_file_as_the_model_in_memory(name, 
     assert (with_lora - base).abs().max() > 1e-2, "the LoRA changes the prediction"
     loaded = [each for each, _ in getattr(reference, family.denoiser_name).named_parameters() if ".lora_B." in each]
     assert len(loaded) == len(adapter.modules)
+
+
+@pytest.mark.parametrize("name", ["aura_flow"])
+def test_diffusers_loads_every_key_of_the_file_of_a_run(name, tmp_path):
+    case = client_cases.build_trained_case(name, "LoRA")
+    file = client_cases.write_file(case, tmp_path / "lora.safetensors")
+    loaded = client_cases.load_in_diffusers(case, tmp_path / "lora.safetensors")
+    assert client_cases.measure_errors(case, loaded)["denoiser"] < 1e-4
+    assert len(file.tensors) == 2 * len(case.adapter.modules)
 
 
 VERSIONS = {

@@ -190,6 +190,39 @@ def convert_z_image_transformer(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+_AURA_FLOW = (
+    (r"^joint_transformer_blocks\.(.*\.attn)\.to_([qkv])\.", r"double_layers.\1.w2\2."),
+    (r"^joint_transformer_blocks\.(.*\.attn)\.to_out\.0\.", r"double_layers.\1.w2o."),
+    (r"^joint_transformer_blocks\.(.*\.attn)\.add_([qkv])_proj\.", r"double_layers.\1.w1\2."),
+    (r"^joint_transformer_blocks\.(.*\.attn)\.to_add_out\.", r"double_layers.\1.w1o."),
+    (r"^joint_transformer_blocks\.(\d+)\.norm1_context\.linear\.", r"double_layers.\1.modC.1."),
+    (r"^joint_transformer_blocks\.(\d+)\.norm1\.linear\.", r"double_layers.\1.modX.1."),
+    (r"^joint_transformer_blocks\.(\d+)\.ff_context\.", r"double_layers.\1.mlpC."),
+    (r"^joint_transformer_blocks\.(\d+)\.ff\.", r"double_layers.\1.mlpX."),
+    (r"^single_transformer_blocks\.(.*\.attn)\.to_([qkv])\.", r"single_layers.\1.w1\2."),
+    (r"^single_transformer_blocks\.(.*\.attn)\.to_out\.0\.", r"single_layers.\1.w1o."),
+    (r"^single_transformer_blocks\.(\d+)\.norm1\.linear\.", r"single_layers.\1.modCX.1."),
+    (r"^single_transformer_blocks\.(\d+)\.ff\.", r"single_layers.\1.mlp."),
+    (r"\.linear_([12])\.weight$", r".c_fc\1.weight"),
+    (r"\.out_projection\.", ".c_proj."),
+    (r"^time_step_proj\.c_fc1\.", "t_embedder.mlp.0."),
+    (r"^time_step_proj\.linear_1\.", "t_embedder.mlp.0."),
+    (r"^time_step_proj\.c_fc2\.", "t_embedder.mlp.2."),
+    (r"^time_step_proj\.linear_2\.", "t_embedder.mlp.2."),
+    (r"^context_embedder\.", "cond_seq_linear."),
+    (r"^proj_out\.", "final_linear."),
+    (r"^norm_out\.linear\.", "modF.1."),
+    (r"^pos_embed\.pos_embed$", "positional_encoding"),
+    (r"^pos_embed\.proj\.", "init_x_linear."),
+)
+
+
+def convert_aura_flow_transformer(model: nn.Module) -> dict[str, Tensor]:
+    tensors = {_apply_replacements(name, _AURA_FLOW): tensor for name, tensor in model.state_dict().items()}
+    scale, shift = tensors["modF.1.weight"].chunk(2)
+    return {**tensors, "modF.1.weight": torch.cat([shift, scale])}
+
+
 _Z_IMAGE = (
     (r"all_(final_layer|x_embedder)\.2-1\.", r"\1."),
     (r"\.attention\.to_out\.0\.", ".attention.out."),
@@ -238,6 +271,11 @@ def build_flow_checkpoint(family: str, pipe: Any) -> dict[str, Tensor]:
             convert_z_image_transformer,
             ("vae.", convert_vae_to_ldm),
             {"qwen3_4b.transformer.": pipe.text_encoder},
+        ),
+        "aura_flow": (
+            convert_aura_flow_transformer,
+            ("vae.", convert_vae_to_ldm),
+            {"pile_t5xl.transformer.": pipe.text_encoder},
         ),
         "qwen_image": (nn.Module.state_dict, ("vae.", convert_wan_vae), {"qwen25_7b.transformer.": pipe.text_encoder}),
     }[family]

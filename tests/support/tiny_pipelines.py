@@ -91,6 +91,18 @@ def _build_inpaint_encoder(name: str, **others: Any) -> Callable[[Any, Tensor, S
     return encode
 
 
+def _build_vae_encoder(name: str) -> Callable[[Any, Tensor, Sequence[torch.Generator]], Tensor]:
+    """The same with a pipeline of another family that has this kind of VAE."""
+
+    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        pipeline_class = getattr(diffusers, name)
+        modules, _ = pipeline_class._get_signature_keys(pipeline_class)
+        encode_reference = pipeline_class(**{**dict.fromkeys(modules), "vae": pipe.vae})
+        return encode_reference._encode_vae_image(pixels, list(generators))
+
+    return encode
+
+
 def _build_single_encoder_case(family: str, source: str, pipe: Any, width: int) -> TinyCase:
     embeds, latents = _draw_tensors((77, width), (4, HEIGHT // 8, WIDTH // 8))
     return TinyCase(
@@ -281,6 +293,19 @@ def qwen_image() -> TinyCase:
     )
 
 
+def aura_flow() -> TinyCase:
+    embeds, latents = _draw_tensors((9, 24), (4, HEIGHT // 8, WIDTH // 8))
+    return TinyCase(
+        "aura_flow",
+        _load("random:aura_flow:tiny"),
+        build_batch(latents, {"embeds": embeds}),
+        {"prompt_embeds": embeds, "prompt_attention_mask": torch.ones(2, 9)},
+        {},
+        _build_vae_encoder("StableDiffusionXLInpaintPipeline"),
+        "random:aura_flow:tiny",
+    )
+
+
 TINY: dict[str, Callable[[], TinyCase]] = {
     "built_in": built_in,
     "sd1": sd1,
@@ -296,6 +321,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "flux2_klein": flux2_klein,
     "z_image": z_image,
     "qwen_image": qwen_image,
+    "aura_flow": aura_flow,
 }
 
 

@@ -26,6 +26,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "flux2_klein": ".flux2:Flux2Klein",
         "z_image": ".z_image:ZImage",
         "qwen_image": ".qwen_image:QwenImage",
+        "aura_flow": ".aura_flow:AuraFlow",
     },
 )
 

@@ -148,7 +148,10 @@ def test_shards_are_given_by_braces_glob_folder_or_list(tmp_path):
         "set.toml:4: webdataset: 2 files not found (also searched next to set.toml): s/003.tar, s/004.tar; s contains"
         " 000.tar, 001.tar, 002.tar"
     ]
-    assert "is a URL" in find_missing(tmp_path, "webdataset = 'pipe:cat s/000.tar'")[0]
+    assert (
+        "is a command; give the URL or path that it reads"
+        in find_missing(tmp_path, "webdataset = 'pipe:cat s/000.tar'")[0]
+    )
 
 
 def test_the_same_name_in_two_shards_is_two_images(tmp_path):

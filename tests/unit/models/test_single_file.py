@@ -34,7 +34,7 @@ def tokenizer_cache(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=["sd1", "sd2", "sdxl", "sd3", "z_image", "qwen_image"])
+@pytest.fixture(params=["sd1", "sd2", "sdxl", "sd3", "z_image", "qwen_image", "aura_flow"])
 def single_file(request, tokenizer_cache, tmp_path):
     """A family, a model in memory, and the same model as a single file."""
     tiny = TINY[request.param]()
@@ -91,10 +91,14 @@ def test_a_file_with_missing_weights_is_reported(single_file):
     save_file(tensors, path)
     with pytest.raises(ConfigError, match=f"its {family.denoiser_name} cannot be loaded: the file lacks 1 weights"):
         family.load(detect_model(str(path)), torch.float32, (family.denoiser_name,))
-    text = next(name for name in tensors if re.search(r"(ln_1|layer_norm1|post_attention_layernorm).weight", name))
+    text = next(
+        name
+        for name in tensors
+        if re.search(r"(ln_1|layer_norm1|post_attention_layernorm|layer\.1\.layer_norm).weight", name)
+    )
     del tensors[text]
     save_file(tensors, path)
-    with pytest.raises(ConfigError, match=r"the file lacks .* weights, for example .*(norm1|layernorm)"):
+    with pytest.raises(ConfigError, match=r"the file lacks .* weights, for example .*(norm1|layernorm|layer_norm)"):
         family.load(detect_model(str(path)), torch.float32, ("text_encoder",))
 
 

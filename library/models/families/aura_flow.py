@@ -1,0 +1,111 @@
+"""AuraFlow (and Pony V7): a few double-stream and many single-stream blocks, text of Pile-T5; flow matching."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..base import BaseModelInfo, Family
+from ..facts import FamilyFacts, FamilyMatch
+from ..model_configs import ConfigReader, read_required
+from ..shared_facts import DENOISER_PREFIXES, JOINT_ATTENTION_LORA_TARGET_MODULES, match_flow_model
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ...data.batch import Batch, Cond
+    from ...data.prompts import Prompt
+
+AURA_FLOW_MAX_SEQUENCE_LENGTH = 256
+"""Tokens of the padded prompt, as in diffusers' pipeline."""
+
+
+def _match_aura_flow(read: ConfigReader) -> FamilyMatch:
+    positions = read_required(read, "transformer/config.json").get("pos_embed_max_size")
+    return match_flow_model(read, 1, f"the transformer has {positions} image positions")
+
+
+FACTS = FamilyFacts(
+    name="aura_flow",
+    title="AuraFlow",
+    pipeline_class="AuraFlowPipeline",
+    denoiser_name="transformer",
+    components=("transformer", "vae", "text_encoder", "tokenizer"),
+    num_parameters=6_858_605_568,
+    lora_targets_of="SimpleTuner",
+    match_configs=_match_aura_flow,
+    component_options={"vae": "vae", "text_encoder": "text_encoder"},
+    modelspec_architecture="auraflow",
+    single_file_prefixes={
+        "transformer": DENOISER_PREFIXES,
+        "vae": ("vae.",),
+        "text_encoder": ("text_encoders.pile_t5xl.transformer.",),
+    },
+    single_file_keys=("double_layers.0.attn.w2q.weight", "cond_seq_linear.weight", "positional_encoding"),
+    diffusers_keys={
+        "double_layers.0.attn.w2q.weight": "joint_transformer_blocks.0.attn.to_q.weight",
+        "cond_seq_linear.weight": "context_embedder.weight",
+        "positional_encoding": "pos_embed.pos_embed",
+    },
+    shape_checks={
+        ("positional_encoding", 1): ("transformer", "pos_embed_max_size"),
+        ("cond_seq_linear.weight", 0): ("transformer", "caption_projection_dim"),
+        ("cond_seq_linear.weight", 1): ("transformer", "joint_attention_dim"),
+    },
+)
+
+
+class AuraFlow(Family):
+    facts = FACTS
+    denoiser_name = "transformer"
+    text_components = ("text_encoder", "tokenizer")
+    tokenizer_repo_ids = {"tokenizer": "fal/AuraFlow-v0.3:tokenizer"}
+    # The attention of all blocks.
+    lora_target_modules = JOINT_ATTENTION_LORA_TARGET_MODULES
+    lora_format = "diffusers"
+    # Text and image are one stream after the four double-stream blocks, which every pipeline stage computes.
+    block_lists = ("single_transformer_blocks",)
+    block_activation_args = ("hidden_states",)
+    fused_parallel_layers = {
+        r"\.ff(_context)?\.linear_[12]$": ("colwise", (1,)),
+        r"\.ff(_context)?\.out_projection$": ("rowwise", (1,)),
+    }
+    default_num_inference_steps = 50
+    default_guidance_scale = 3.5
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        return BaseModelInfo("auraflow", "auraflow")
+
+    def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        from .. import text_encoding
+
+        with text_encoding.suppress_truncation_warnings(pipe, pipe.tokenizer):
+            embeds, *_ = pipe.encode_prompt(
+                list(prompts),
+                do_classifier_free_guidance=False,
+                device=pipe.text_encoder.device,
+                max_sequence_length=AURA_FLOW_MAX_SEQUENCE_LENGTH,
+            )
+        return {"embeds": embeds}  # padding is zero; the transformer has no mask
+
+    def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        from .. import text_encoding
+
+        max_tokens = AURA_FLOW_MAX_SEQUENCE_LENGTH - 1  # minus the end token
+        return text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, max_tokens)
+
+    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        predicted: Tensor = denoiser(
+            noisy_latents, encoder_hidden_states=batch.cond["embeds"], timestep=timesteps / 1000, return_dict=False
+        )[0]
+        return predicted
+
+    def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
+        import torch
+
+        kwargs = super().build_sampling_kwargs(pipe, prompt, cond, negative_cond)
+        masks = {
+            f"{prefix}prompt_attention_mask": torch.ones(kwargs[f"{prefix}prompt_embeds"].shape[:2])
+            for prefix in ("", "negative_")
+        }
+        return {**kwargs, **masks}  # required, and unused
