@@ -24,6 +24,12 @@ def merge_bias_adapter(bias: Tensor | None, adapter: ModuleAdapter, multiplier: 
             bias.add_(multiplier * adapter.tensors[name].to(bias).reshape(bias.shape))
 
 
+def compute_delta_weight(adapter: ModuleAdapter, dtype: torch.dtype) -> Tensor:
+    """What an adapter adds to the weight, before scaling by alpha / rank, of a type that needs no base weights."""
+    tensors = {name: tensor.to(dtype) for name, tensor in adapter.tensors.items()}
+    return _compute_delta_weight(torch.zeros((), dtype=dtype), adapter.adapter_type, tensors)
+
+
 def compute_merged_weight(base: Tensor, adapter: ModuleAdapter) -> Tensor:
     """The weight of a layer with an adapter at full strength."""
     tensors = {name: tensor.to(base) for name, tensor in adapter.tensors.items()}

@@ -25,6 +25,7 @@ TOOLS: dict[str, tuple[str, Tool]] = {
     "plan": ("print buckets, steps, samples and estimated memory, without training", partial(_run_tool, "plan")),
     "cache": ("cached latents and captions: build, verify, repair, prune, info", partial(_run_tool, "cache")),
     "convert": ("convert a LoRA file to another program's key names", partial(_run_tool, "convert")),
+    "lora": ("inspect, merge, extract, resize, scale and prune LoRA files", partial(_run_tool, "lora")),
     "import": (
         "turn another program's configuration into a run and a dataset file",
         partial(_run_tool, "import_config"),

@@ -114,10 +114,15 @@ class IdentifiedLora:
     is_known_size: bool
     sizes: "NetworkSizes"
     """Ranks and alphas of the file."""
+    shapes: "Mapping[str, tuple[int, ...]]"
+    """Of the weights of the known model that fits best, by layer; of a LoRA of unknown size only the kernels hold."""
 
 
-def read_lora_file(path: Path) -> IdentifiedLora:
-    """Read a LoRA file in any supported format, and detect its model."""
+def read_lora_file(path: Path, *, can_be_fused: bool = False) -> IdentifiedLora:
+    """Read a LoRA file in any supported format, and detect its model.
+
+    ``can_be_fused``: also files with updates of fused layers that cannot be split into their parts.
+    """
     if not path.is_file():
         raise UserError(f"{path}: no such file (looked in {path.absolute().parent})")
     from ..adapters.file_reader import read_adapter_file
@@ -127,7 +132,7 @@ def read_lora_file(path: Path) -> IdentifiedLora:
         lora = identify_lora(tensors, metadata)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    if lora.contents.fused:
+    if lora.contents.fused and not can_be_fused:
         name, fused = next(iter(lora.contents.fused.items()))
         raise UserError(f"{path}: {name}: {fused.reason}; --base_weights can merge it")
     return lora
@@ -154,7 +159,7 @@ def identify_lora(tensors: "Mapping[str, Tensor]", metadata: Mapping[str, str]) 
     shapes = model.shapes if fit.is_known_size else None
     content = convert_from_file_format(tensors, metadata, model.components, shapes)
     sizes = list_network_sizes(tensors)
-    return IdentifiedLora(model.family, content, model.components, metadata, fit.is_known_size, sizes)
+    return IdentifiedLora(model.family, content, model.components, metadata, fit.is_known_size, sizes, model.shapes)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,97 @@
+"""``python -m library lora COMMAND``: inspect, merge, extract, resize, scale and prune LoRA files, edit metadata."""
+
+from collections.abc import Generator, Sequence
+from importlib import import_module
+from typing import Any
+
+from ...config.options import iter_options
+from . import preflight
+from .options import (
+    BlockArguments,
+    ExtractArguments,
+    InspectArguments,
+    MergeArguments,
+    MetadataArguments,
+    ResizeArguments,
+)
+
+USAGE = "usage: python -m library lora COMMAND FILE ... [--option value ...]"
+COMMANDS: dict[str, tuple[str, str, type, Any]] = {
+    "inspect": (
+        "FILE [FILE ...]",
+        "layers, ranks, update norms by block, training facts, who reads it; two files side by side",
+        InspectArguments,
+        preflight.validate_inspect,
+    ),
+    "merge": (
+        "FILE FILE ... --output FILE",
+        "several LoRAs into one, exactly or by SVD; with --model into the weights of a model",
+        MergeArguments,
+        preflight.validate_merge,
+    ),
+    "extract": (
+        "BASE TUNED --rank N --output FILE",
+        "a LoRA, DoRA or LoKr from two models",
+        ExtractArguments,
+        preflight.validate_extract,
+    ),
+    "resize": (
+        "FILE --rank N --output FILE",
+        "to a smaller rank; LoHa and LoKr to LoRA",
+        ResizeArguments,
+        preflight.validate_resize,
+    ),
+    "scale": (
+        "FILE --blocks NAME=FACTOR ... --output FILE",
+        "multiply the updates of blocks",
+        BlockArguments,
+        preflight.validate_scale,
+    ),
+    "prune": (
+        "FILE --blocks NAME ... --output FILE",
+        "remove blocks, or keep only some",
+        BlockArguments,
+        preflight.validate_prune,
+    ),
+    "metadata": (
+        "FILE [--set KEY=VALUE ... --output FILE]",
+        "print the metadata, or write a copy with others",
+        MetadataArguments,
+        preflight.validate_metadata,
+    ),
+}
+
+
+def run_lora(argv: Sequence[str]) -> tuple[str, int] | Generator[str, None, int]:
+    """Run one command."""
+    if not argv or argv[0] in ("--help", "-h"):
+        return _format_help(), 0
+    command, *rest = argv
+    preflight.check_lora_command(command, COMMANDS)
+    if set(rest) & {"--help", "-h"}:
+        return _format_command_help(command), 0
+    _, _, arguments, check = COMMANDS[command]
+    return _run_command(command, *preflight.parse_arguments(rest, arguments, check))
+
+
+def _run_command(command: str, files: list[str], options: Any) -> Generator[str, None, int]:
+    commands = import_module(f"{__name__}.commands")  # imports torch
+    yield from getattr(commands, f"run_{command}")(files, options)
+    return 0
+
+
+def _format_help() -> str:
+    lines = [USAGE, ""]
+    lines += [f"  {name:<10} {what}" for name, (_, what, _, _) in COMMANDS.items()]
+    return "\n".join(
+        [*lines, "", "python -m library lora COMMAND --help lists the options; docs/lora_tools.md explains them."]
+    )
+
+
+def _format_command_help(command: str) -> str:
+    words, what, arguments, _ = COMMANDS[command]
+    lines = [f"usage: python -m library lora {command} {words}", "", f"{command}: {what}", ""]
+    for option in iter_options(arguments):
+        value = "" if option.value_type is bool else f" {option.syntax}"
+        lines.append(f"  {'--' + option.name + value:<36} {option.help}")
+    return "\n".join(lines)
