@@ -124,7 +124,11 @@ def convert_sd3_transformer(model: nn.Module) -> dict[str, Tensor]:
 
 def convert_flux_transformer(model: nn.Module) -> dict[str, Tensor]:
     state, tensors = model.state_dict(), {}
-    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    linear = [
+        name
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Linear) and not name.startswith("distilled_guidance_layer.")  # Chroma's own
+    ]
     for group in build_key_map((), FLUX_KEYS).group_modules(linear):
         for end in ("weight", "bias"):
             tensors[f"{group.name}.{end}"] = torch.cat([state[f"{module}.{end}"] for module in group.modules])
@@ -141,6 +145,22 @@ def convert_flux_transformer(model: nn.Module) -> dict[str, Tensor]:
             blocks = "single_blocks" if kind.startswith("single") else "double_blocks"
             tensors[f"{blocks}.{number}.{end}.scale"] = tensor
     return tensors
+
+
+_CHROMA = (
+    (r"(layers\.\d+)\.linear_1", r"\1.in_layer"),
+    (r"(layers\.\d+)\.linear_2", r"\1.out_layer"),
+    (r"(norms\.\d+)\.weight", r"\1.scale"),
+)
+
+
+def convert_chroma_transformer(model: nn.Module) -> dict[str, Tensor]:
+    state = model.state_dict()
+    approximator = {name: tensor for name, tensor in state.items() if name.startswith("distilled_guidance_layer.")}
+    return {
+        **convert_flux_transformer(model),
+        **{_apply_replacements(name, _CHROMA): tensor for name, tensor in approximator.items()},
+    }
 
 
 _FLUX2_OUTER = (
