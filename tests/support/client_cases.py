@@ -176,5 +176,8 @@ def measure_errors(case: TrainedCase, outputs: Mapping[str, Tensor]) -> dict[str
 def load_in_diffusers(case: TrainedCase, path: Path) -> dict[str, Tensor]:
     """The outputs of the family's diffusers pipeline with the file."""
     pipe = load_tiny_pipeline(case.name)
-    pipe.load_lora_weights(str(path.parent), weight_name=path.name)
+    if hasattr(pipe, "load_lora_weights"):
+        pipe.load_lora_weights(str(path.parent), weight_name=path.name)
+    else:
+        pipe.transformer.load_lora_adapter(str(path.parent), weight_name=path.name, prefix="transformer")
     return compute_outputs(case.name, pipe)
