@@ -142,6 +142,34 @@ def convert_flux_transformer(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+def convert_ovis_image_transformer(model: nn.Module) -> dict[str, Tensor]:
+    """FLUX.1's names; the projections of the gated MLPs are two modules, the gate second in diffusers."""
+    state, tensors = dict(model.state_dict()), {}
+    for name in [name for name in state if ".net.0.proj." in name or ".net.2." in name]:
+        block, stream, *_, end = (
+            re.sub(r"^transformer_blocks", "double_blocks", name).rpartition(".ff")[0],
+            *name.split(".")[2:],
+        )
+        mlp = f"{block}.{'txt' if stream == 'ff_context' else 'img'}_mlp"
+        tensor = state.pop(name)
+        if ".net.2." in name:
+            tensors[f"{mlp}.down_proj.{end}"] = tensor
+        else:
+            tensors[f"{mlp}.up_proj.{end}"], tensors[f"{mlp}.gate_proj.{end}"] = tensor.chunk(2)
+    return tensors | convert_longcat_image_transformer(state)
+
+
+def convert_longcat_image_transformer(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The linear layers of the blocks, with FLUX.1's names."""
+    state, tensors = model.state_dict() if isinstance(model, nn.Module) else model, {}
+    linear = [name.removesuffix(".weight") for name in state if name.endswith(".weight") and "norm_" not in name]
+    linear = [name for name in linear if name.startswith(("transformer_blocks", "single_transformer_blocks"))]
+    for group in build_key_map((), FLUX_KEYS).group_modules(linear):
+        for end in ("weight", "bias"):
+            tensors[f"{group.name}.{end}"] = torch.cat([state[f"{module}.{end}"] for module in group.modules])
+    return tensors
+
+
 def convert_z_image_transformer(model: nn.Module) -> dict[str, Tensor]:
     state, tensors = model.state_dict(), {}
     for name, tensor in state.items():

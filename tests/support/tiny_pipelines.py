@@ -247,6 +247,37 @@ def aura_flow() -> TinyCase:
     )
 
 
+def ovis_image() -> TinyCase:
+    embeds, latents = _draw_tensors((9, 32), (4, HEIGHT // 8, WIDTH // 8))
+    return TinyCase(
+        "ovis_image",
+        _load("random:ovis_image:tiny"),
+        build_batch(latents, {"embeds": embeds}),
+        {"prompt_embeds": embeds},
+        {},
+        _build_vae_encoder("FluxInpaintPipeline"),
+        "random:ovis_image:tiny",
+        _pack_patches,
+        _unpack_patches,
+    )
+
+
+def longcat_image() -> TinyCase:
+    embeds, latents = _draw_tensors((9, 32), (16, HEIGHT // 8, WIDTH // 8))  # 16 channels are fixed in the pipeline
+    return TinyCase(
+        "longcat_image",
+        _load("random:longcat_image:tiny"),
+        build_batch(latents, {"embeds": embeds}),
+        {"prompt_embeds": embeds, "enable_prompt_rewrite": False},
+        {},
+        _build_vae_encoder("FluxInpaintPipeline"),
+        "random:longcat_image:tiny",
+        _pack_patches,
+        _unpack_patches,
+        texts={"enable_prompt_rewrite": False},
+    )
+
+
 TINY: dict[str, Callable[[], TinyCase]] = {
     "built_in": built_in,
     "sd1": sd1,
@@ -261,6 +292,8 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "z_image": z_image,
     "qwen_image": qwen_image,
     "aura_flow": aura_flow,
+    "ovis_image": ovis_image,
+    "longcat_image": longcat_image,
 }
 
 

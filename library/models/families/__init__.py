@@ -25,6 +25,8 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "z_image": ".z_image:ZImage",
         "qwen_image": ".qwen_image:QwenImage",
         "aura_flow": ".aura_flow:AuraFlow",
+        "ovis_image": ".ovis_image:OvisImage",
+        "longcat_image": ".longcat_image:LongCatImage",
     },
 )
 

@@ -1,20 +1,21 @@
-"""Z-Image: single-stream transformer with variable-length text of Qwen3; flow matching with reversed time."""
+"""Z-Image and its Turbo: single-stream, with variable-length text of Qwen3; flow matching with reversed time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.key_styles import KeyStyle, OriginalModule
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
-from ..model_configs import ConfigReader, ModelError, read_required
+from ..model_configs import ConfigReader, ModelError, read_required, read_scheduler_config
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond
+    from ...data.prompts import Prompt
 
 Z_IMAGE_MAX_SEQUENCE_LENGTH = 512
 """Maximum tokens of the prompt with the chat template, as in diffusers' pipeline."""
@@ -24,7 +25,15 @@ def _match_z_image(read: ConfigReader) -> FamilyMatch:
     config = read_required(read, "transformer/config.json")
     if config.get("siglip_feat_dim") is not None:
         raise ModelError("it is Z-Image-Omni, which takes images as input; use Z-Image or Z-Image-Turbo")
-    return match_flow_model(read, 1, f"the transformer has {config.get('n_layers')} blocks")
+    variant = "Turbo" if _is_turbo(read_scheduler_config(read)) else "base"
+    return match_flow_model(
+        read, 1, f"the transformer has {config.get('n_layers')} blocks, its scheduler is of {variant}"
+    )
+
+
+def _is_turbo(scheduler_config: Mapping[str, Any]) -> bool:
+    """The two have the same transformer; Turbo is sampled in few steps with shift 3, the base model with shift 6."""
+    return float(scheduler_config.get("shift", 3.0)) <= 3.0
 
 
 FACTS = FamilyFacts(
@@ -130,6 +139,16 @@ class ZImage(Family):
         frames = list(noisy_latents.unsqueeze(2).unbind(0))  # each (C, 1, H, W)
         predicted = denoiser(frames, 1 - timesteps / 1000, batch.cond["embeds"], return_dict=False)[0]
         return -torch.stack(predicted).squeeze(2)  # the model's time, and so its velocity, runs from noise to image
+
+    def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
+        kwargs = super().build_sampling_kwargs(pipe, prompt, cond, negative_cond)
+        if _is_turbo(pipe.scheduler.config):
+            return kwargs
+        return {
+            **kwargs,
+            "num_inference_steps": prompt.num_inference_steps or 50,
+            "guidance_scale": 4.0 if prompt.cfg_scale is None else prompt.cfg_scale,
+        }
 
 
 def _apply_chat_template(pipe: Any, prompt: str, add_generation_prompt: bool = False) -> str:
