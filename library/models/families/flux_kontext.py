@@ -21,6 +21,7 @@ FACTS = replace(
     FLUX_FACTS,
     name="flux_kontext",
     title="FLUX.1 Kontext",
+    kind="edit",
     pipeline_class="FluxKontextPipeline",
     control_images=(0, 1),
     # Its weights have the names and shapes of FLUX.1 dev's, so a single file needs --family.
