@@ -37,7 +37,7 @@ class BlockCache:
     def __init__(self, directory: Path, limit: int):
         self.directory, self.limit = directory, limit
         self._added: int | None = None  # bytes since the folder was measured; None: never
-        self._has_warned = False
+        self.is_failing = False
 
     def _get_path(self, key: str) -> Path:
         name = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=20).hexdigest()
@@ -73,12 +73,13 @@ class BlockCache:
                 file.write(data)
                 file.write(zlib.crc32(data).to_bytes(_CHECKSUM_BYTES, "little"))
             os.replace(temporary, path)
+            self.is_failing = False
         except OSError as error:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             self._added = None  # measured again, and trimmed to what the disk has
-            if not self._has_warned:
-                self._has_warned = True
+            if not self.is_failing:
+                self.is_failing = True
                 logger.warning(
                     "%s: remote files cannot be kept here (%s) and are read from the server each time; free disk space,"
                     " or set another folder with --remote_cache_dir",
