@@ -63,9 +63,9 @@ def test_a_folder_on_s3_is_trained_as_a_local_copy(server, tmp_path):
     local = prepare_subsets(tmp_path, f"image_dir = '{folder}'\n{keys}")
     remote = prepare_subsets(tmp_path, f"image_dir = '{url}'\n{keys}")
     assert_same_training(local, remote)
-    assert [note.replace(url, str(folder)) for note in remote.manifest.notes if "of remote files are kept in" not in note] == [
-        *local.manifest.notes
-    ]
+    assert [
+        note.replace(url, str(folder)) for note in remote.manifest.notes if "of remote files are kept in" not in note
+    ] == [*local.manifest.notes]
     server.proxy.requests.clear()
     prepare_subsets(tmp_path, f"image_dir = '{url}'\n{keys}")
     assert server.proxy.count("list-type=2") == 2 and server.proxy.count("bytes=") == 0  # everything else is cached
