@@ -52,9 +52,10 @@ class BlockCache:
             if len(data) < _CHECKSUM_BYTES or zlib.crc32(data[:-_CHECKSUM_BYTES]) != _read_checksum(data):
                 path.unlink(missing_ok=True)
                 return None
-            os.utime(path)  # the blocks used last are kept
         except OSError:
             return None
+        with suppress(OSError):  # of another user
+            os.utime(path)  # the blocks used last are kept
         return data[:-_CHECKSUM_BYTES]
 
     def contains(self, key: str) -> bool:
@@ -80,7 +81,7 @@ class BlockCache:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             self._added = None  # measured again, and trimmed to what the disk has
-            self._report_failure(error.strerror)
+            self._report_failure(error.strerror or str(error))
 
     def _report_failure(self, reason: str) -> None:
         if not self.is_failing:
