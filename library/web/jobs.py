@@ -102,6 +102,7 @@ class JobQueue:
             write_atomic(settings_file, (HEADER + form.toml).encode())
             command = build_command(settings_file, processes, form.precision, is_resumed=is_resumed)
             job = Job(uuid.uuid4().hex[:12], form.output_name, str(folder), command, added_at=time.time())
+            job.log_path.touch()  # from now on the run has a page
             self.jobs.append(job)
             self._save()
             self._watch()

@@ -28,6 +28,8 @@ MODEL_CLASSES = {
     "z_image": "Lumina2",
     "qwen_image": "QwenImage",
     "aura_flow": "AuraFlow",
+    "ovis_image": "Flux",
+    "longcat_image": "LongCatImage",
 }
 
 
