@@ -1,4 +1,4 @@
-"""The page of LoRA files: the commands of ``python -m library lora`` and ``convert``, as processes that can be stopped."""
+"""The page of LoRA files: ``python -m library lora`` and ``convert`` as processes that can be stopped."""
 
 import os
 import sys
@@ -31,17 +31,19 @@ MAX_FILES = 500
 
 
 @dataclass(frozen=True)
-class ConvertArguments:
-    """The option of ``convert``, whose formats are explained by the tool."""
-
-    convert: "ConvertOptions" = field(default_factory=lambda: ConvertOptions())
-
-
-@dataclass(frozen=True)
 class ConvertOptions:
+    """The option of ``convert``."""
+
     to: str | None = define_option(
         None, "; ".join(f"{name}: {what}" for name, what in FORMAT_DESCRIPTIONS.items()) + " (required)"
     )
+
+
+@dataclass(frozen=True)
+class ConvertArguments:
+    """The option of ``convert``, whose formats are explained by the tool."""
+
+    convert: ConvertOptions = field(default_factory=ConvertOptions)
 
 
 @dataclass(frozen=True)
