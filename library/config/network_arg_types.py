@@ -16,6 +16,7 @@ LAST_BLOCK = 10**6
 
 UNSUPPORTED_MODULES = {
     "networks.dylora": "DyLoRA is not supported; use networks.lora",
+    "locon.locon_kohya": "LoCon is part of LyCORIS now; use lycoris.kohya, or networks.lora with conv_dim",
     "networks.lora_fa": "LoRA-FA is not supported; use networks.lora",
 }
 UNSUPPORTED_ARGS = {

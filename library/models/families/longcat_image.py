@@ -31,6 +31,7 @@ FACTS = FamilyFacts(
     pipeline_class="LongCatImagePipeline",
     denoiser_name="transformer",
     components=("transformer", "vae", "text_encoder", "tokenizer"),
+    num_parameters=6_270_668_864,
     match_configs=_match_longcat_image,
     component_options={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
     modelspec_architecture="longcat-image",

@@ -37,6 +37,7 @@ FACTS = FamilyFacts(
     pipeline_class="OvisImagePipeline",
     denoiser_name="transformer",
     components=("transformer", "vae", "text_encoder", "tokenizer"),
+    num_parameters=7_370_449_728,
     match_configs=_match_ovis_image,
     component_options={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
     modelspec_architecture="ovis-image",

@@ -120,7 +120,7 @@ def test_keys_of_a_run_file_of_sd_scripts_are_read_as_there(tmp_path):
     """Its argparse ignores what it does not know, and the last section wins; a typing error is still an error."""
     lines = ["network_module = 'networks.lora'", "keep_tokens = 3", "[x]", "keep_tokens = 1", "batch_size = 4"]
     lines += ["network_dimm = 8", "sample_sampler = 'dpmpp_2m'", "max_train_epochs = 0", "max_token_length = 255"]
-    lines += ["save_precision = 'fp32'", "[x.deeper]", "network_alpha = 3"]
+    lines += ["save_precision = 'fp32'", "[x.deeper]", "network_alpha = 3", "[[prompt.subset]]", "prompt = 'a cat'"]
     path = write_run_file(tmp_path, "\n".join(lines))
 
     parsed = parse_config([*DATA, "--config_file", path])
@@ -132,6 +132,7 @@ def test_keys_of_a_run_file_of_sd_scripts_are_read_as_there(tmp_path):
         f"{path}:7: sample_sampler": "no sampler 'dpmpp_2m'; previews use ddim",
         f"{path}:8: max_train_epochs": "0 is not set; max_train_steps counts",
         f"{path}:11: deeper": "unknown key",
+        f"{path}:13: subset": "unknown key",
     }
     assert "max_token_length: 255 means 225" in " ".join(parsed.notices)
     config = parsed.config
