@@ -6,7 +6,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -225,6 +225,8 @@ def list_table_images(subset: SubsetConfig, dataset: int, index: int) -> SubsetL
                 continue
             rows = list(_read_rows(table, path, columns))
             largest = 0 if columns.has_paths else table.compute_largest_group_bytes(columns.image)
+        except RemoteOutage as error:  # no fault of the file, whose images are not left out
+            raise RemoteOutage(f"{path}: {error}") from error
         except read_errors as error:
             kind = "an Arrow stream of save_to_disk" if path.suffix.lower() == _ARROW_EXTENSION else "parquet"
             listing.missing.append(f"{path}: cannot be read as {kind}: {_format_error(error)}")
@@ -327,7 +329,7 @@ def _read_text_cell(cell: Any) -> Any:
         return cell.as_buffer().to_pybytes() if hasattr(cell, "as_buffer") else b""
 
 
-def read_parquet_metadata(path: Path, wanted: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_parquet_metadata(path: Path, wanted: Container[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number and the values of each row; columns that are not ``wanted`` are None."""
     try:
         read_errors = _list_read_errors()

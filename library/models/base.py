@@ -89,6 +89,9 @@ class Family(ABC):
     """Pattern of the names of layers with fused parts -> how tensor parallelism splits them, and the ratio of the
     parts' sizes, each of which is split."""
 
+    unsupported_strategies: ClassVar[Mapping[str, str]] = {}
+    """``tp``, ``pp`` or ``cp`` -> why the denoiser cannot be split so."""
+
     has_variable_text_length: ClassVar[bool] = False
     """Whether the text conditioning is as long as its caption."""
     denoiser_text_pad_multiple: ClassVar[int] = 1
@@ -140,6 +143,14 @@ class Family(ABC):
     def get_text_key_style(cls, component: str) -> KeyStyle:
         """How a kohya file names a text encoder's modules."""
         return T5_KEYS if component == cls.facts.t5_encoder else CLIP_KEYS
+
+    @classmethod
+    def list_strategies(cls) -> tuple[str, ...]:
+        """How training can be distributed, and whether blocks can wait in host memory."""
+        blocks = ("pp",) if cls.has_skip_connections or cls.block_lists else ()
+        tokens = ("cp",) if cls.block_lists else ()
+        names = ("ddp", "fsdp", "deepspeed", "tp", *blocks, *tokens, "block_swap")
+        return tuple(name for name in names if name not in cls.unsupported_strategies)
 
     def get_non_block_lora_target_modules(self, denoiser: Any) -> tuple[str, ...]:
         """Additional ``lora_target_modules`` when layers outside of the blocks are trained."""
@@ -213,6 +224,13 @@ class Family(ABC):
 
         return decode_vae_latents(pipe.vae, latents)
 
+    def decode_sampled_latents(self, pipe: Any, latents: Tensor, height: int, width: int) -> Tensor:
+        """Decode what the pipeline returns for ``output_type="latent"`` to pixels in -1..1; the size is in pixels."""
+        if latents.ndim == 3:  # packed into patches
+            latents = pipe._unpack_latents(latents, height, width, pipe.vae_scale_factor)
+            latents = latents.squeeze(2) if latents.ndim == 5 else latents  # the frame axis of a video VAE
+        return self.decode_latents(pipe, latents)
+
     @abstractmethod
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         """Run the denoiser; the result has the shape of the latents and is compared with the process's target."""
@@ -229,6 +247,10 @@ class Family(ABC):
         """The classifier-free guidance of a preview."""
         return self.default_guidance_scale if prompt.cfg_scale is None else prompt.cfg_scale
 
+    def build_control_kwargs(self, pipe: Any, images: Sequence[Image]) -> dict[str, Any]:
+        """The arguments of the diffusers pipeline's call for the control images of a preview."""
+        return {"image": list(images)} if images else {}
+
     def generate_image(
         self,
         pipe: Any,
@@ -243,7 +265,9 @@ class Family(ABC):
         ``cond`` and ``negative_cond`` are ``encode_prompts`` of the prompt's two texts, so no text encoder is needed
         here.  All random numbers come from ``generator``.  ``sampler`` None is the family's default.
         """
+        from ..dataset.image_inspection import load_rgb_image
         from .sampling import sample_image
 
         sampling_kwargs = self.build_sampling_kwargs(pipe, prompt, cond, negative_cond)
+        sampling_kwargs |= self.build_control_kwargs(pipe, [load_rgb_image(path) for path in prompt.control_images])
         return sample_image(self, pipe, prompt, sampling_kwargs, generator, sampler)

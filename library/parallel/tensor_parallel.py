@@ -63,6 +63,8 @@ class TensorParallel:
 
     def _shard_attention_heads(self, model: nn.Module, plan: TensorParallelPlan) -> None:
         for name, module in model.named_modules():
+            if f"{name}.proj_mlp" in plan and hasattr(module, "mlp_hidden_dim"):
+                module.mlp_hidden_dim = module.mlp_hidden_dim // self.size  # where gate and value are split at it
             heads = getattr(module, "heads", None)
             if heads is None or f"{name}.to_q" not in plan:
                 continue

@@ -28,6 +28,10 @@ class RemoteError(OSError):
         self.strerror = reason
 
 
+class MissingFileError(RemoteError):
+    """There is no such file or folder."""
+
+
 class RemoteOutage(RemoteError):
     """The server or the credentials fail, so that no other file can be read either."""
 
@@ -152,7 +156,7 @@ def judge_error(error: Exception, scheme: str, container: str) -> Verdict:
     if isinstance(error, PermissionError) or 403 in statuses:
         return Verdict(RemoteError(f"access denied ({reason}); check the permissions, or {info.credentials}"))
     if 404 in statuses or 410 in statuses or (isinstance(error, FileNotFoundError) and not _has_transport_cause(chain)):
-        return Verdict(RemoteError("does not exist"))
+        return Verdict(MissingFileError("does not exist"))
     if 416 in statuses:
         return Verdict(RemoteError("has fewer bytes than when it was listed; it has changed on the server"))
     if names & _RETRIED_TYPES and not statuses:
@@ -206,6 +210,7 @@ class RetryPolicy:
     seconds: float
     has_answered: set[str] = field(default_factory=set)  # servers
     is_down: set[str] = field(default_factory=set)
+    is_announced: set[str] = field(default_factory=set)  # in the log
 
     def call(self, request: Callable[[], T], scheme: str, container: str, shown: str) -> T:
         """Return the result of ``request``; raise ``RemoteError`` when it cannot succeed or has failed for too long."""
@@ -224,11 +229,13 @@ class RetryPolicy:
                     raise RemoteOutage(
                         f"{verdict.error}, tried for {patience:.0f} seconds; --remote_retry_seconds sets for how long"
                     ) from error
-                if wait > 1:
-                    logger.warning("%s: %s; trying again in %.0f seconds", shown, verdict.error, wait)
+                if wait > 1 and server not in self.is_announced:
+                    self.is_announced.add(server)
+                    logger.warning("%s: %s; trying again for up to %.0f seconds", shown, verdict.error, patience)
                 time.sleep(wait * random.uniform(0.75, 1.25))  # so that processes do not come back at once
                 wait = min(2 * wait, MAX_WAIT_SECONDS)
                 continue
             self.has_answered.add(server)
             self.is_down.discard(server)
+            self.is_announced.discard(server)
             return result

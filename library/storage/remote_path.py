@@ -21,7 +21,7 @@ _SEQUENTIAL_BYTES = 4 * BLOCK_BYTES
 def is_remote_url(name: str) -> bool:
     """Whether a name in the settings or in a table is a URL."""
     scheme, separator, _ = name.partition("://")
-    return bool(separator) and scheme.replace("+", "").isalnum()
+    return bool(separator) and len(scheme) > 1 and scheme.replace("+", "").isalnum()
 
 
 def is_remote(path: object) -> "TypeGuard[RemotePath]":
@@ -153,11 +153,8 @@ class RemotePath:
         return self.store.list_folder(self.url, recursive=recursive)
 
     def is_dir(self) -> bool:
-        """Whether the server lists something below; raise ``RemoteOutage`` if it cannot be asked."""
-        if not self.can_list:
-            return False
-        listing = self.list_folder(recursive=False)
-        return bool(listing.files or listing.folders)
+        """Whether something is below; raise ``RemoteError`` if the server cannot tell."""
+        return self.can_list and self.store.is_folder(self.url)
 
     def is_file(self) -> bool:
         """Whether there is such a file; raise ``RemoteOutage`` if the server cannot be asked."""

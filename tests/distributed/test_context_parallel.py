@@ -43,6 +43,8 @@ TRANSFORMERS = ("sd3", "flux", "z_image", "qwen_image")
         pytest.param("flux", "PP 2 x CP 2", "no", ("--gradient_checkpointing", "--network_dropout", "0.3"), marks=LONG),
         pytest.param("qwen_image", "CP 2", "no", UNET, marks=LONG),
         pytest.param("aura_flow", "CP 2", "no", UNET, marks=LONG),
+        pytest.param("ovis_image", "CP 2", "no", UNET, marks=LONG),
+        pytest.param("longcat_image", "CP 2", "no", UNET, marks=LONG),
     ],
 )
 def test_context_parallel_trains_the_adapter_of_one_process(model, name, precision, flags, tmp_path):

@@ -48,6 +48,8 @@ LONG = pytest.mark.slow
         pytest.param("z_image", "PP 2 x DP 2", "no", ("--network_train_unet_only",), marks=LONG),
         ("qwen_image", "TP 2", "no", ("--network_train_unet_only",)),
         pytest.param("aura_flow", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
+        pytest.param("ovis_image", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
+        pytest.param("longcat_image", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
         pytest.param("sd3", "PP 2, gpipe", "bf16", (), marks=LONG),
     ],
 )

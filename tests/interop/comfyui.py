@@ -25,9 +25,14 @@ MODEL_CLASSES = {
     "sdxl": "SDXL",
     "sd3": "SD3",
     "flux": "Flux",
+    "chroma": "Chroma",
+    "flux2_dev": "Flux2",
+    "flux2_klein": "Flux2",
     "z_image": "Lumina2",
     "qwen_image": "QwenImage",
     "aura_flow": "AuraFlow",
+    "ovis_image": "Flux",
+    "longcat_image": "LongCatImage",
 }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import diffusers
 import tiny_sd1
 import torch
+from PIL import Image
 from torch import Tensor
 
 from library.data.batch import Batch, Cond
@@ -44,12 +45,28 @@ class TinyCase:
     """Latents of the family -> latents of the diffusers pipeline and its scheduler."""
     unpack_latents: Callable[[Tensor], Tensor] = _return_unchanged
     """The inverse of ``pack_latents``."""
+    pack_prediction: Callable[[Tensor], Tensor] | None = None
+    """Latents of the family -> what the diffusers scheduler gets, if it is not what the pipeline takes."""
     scale: str = "guidance_scale"
     """The diffusers pipeline's argument for classifier-free guidance."""
     guidance_off: float = 1.0
     """The value that disables guidance."""
     texts: dict[str, Any] = field(default_factory=dict)
     """Arguments that make the diffusers pipeline encode prompts as the family does."""
+    build_negative: Callable[[Any, str], dict[str, Any]] = lambda pipe, text: {"negative_prompt": text}
+    """Arguments for a negative prompt: (pipe, text)."""
+    build_prompt: Callable[[Any, str, str], dict[str, Any]] | None = None
+    """Arguments for a prompt and a negative one, if these are not texts: (pipe, text, negative text)."""
+
+    blocks: tuple[str, ...] = ()
+    """Classes of diffusers in which the reference trainer trains the linear layers."""
+    untrained: str = "$^"
+    """Pattern of the names of linear layers in these blocks that it does not train."""
+
+    @property
+    def latent_factor(self) -> int:
+        """Pixels per latent of the family."""
+        return HEIGHT // self.batch.latents.shape[2]
 
 
 def build_batch(latents: torch.Tensor, cond: Cond) -> Batch:
@@ -193,6 +210,101 @@ def flux_schnell() -> TinyCase:
     return replace(flux("random:flux:schnell:tiny"), texts={"max_sequence_length": 256})
 
 
+def flux_kontext() -> TinyCase:
+    tiny = flux_kontext_without_reference()
+    (control,) = _draw_tensors((4, 6, 10))
+    batch = replace(tiny.batch, control_latents=(control,))
+    image = {"image": control}
+    return replace(tiny, batch=batch, call={**tiny.call, **image}, sizes={**tiny.sizes, **image})
+
+
+def flux_kontext_without_reference() -> TinyCase:
+    tiny, area = flux("random:flux_kontext:tiny"), {"max_area": HEIGHT * WIDTH}
+    return replace(tiny, family="flux_kontext", call={**tiny.call, **area}, texts=area)
+
+
+def chroma() -> TinyCase:
+    embeds, latents = _draw_tensors((9, 48), (4, HEIGHT // 8, WIDTH // 8))
+    # The pipeline makes a mask of numbers, which are added to the attention; it takes one of booleans, too.
+    mask = torch.tensor([[1] * 9, [1] * 6 + [0] * 3]).bool()
+    call = {"prompt_embeds": embeds, "prompt_attention_mask": mask}
+
+    @torch.no_grad()
+    def encode_texts(pipe: Any, text: str, negative: str) -> dict[str, Any]:
+        encoded = {"": pipe._get_t5_prompt_embeds(text), "negative_": pipe._get_t5_prompt_embeds(negative)}
+        embeds = {f"{name}prompt_embeds": states for name, (states, _) in encoded.items()}
+        return embeds | {f"{name}prompt_attention_mask": mask.bool() for name, (_, mask) in encoded.items()}
+
+    return TinyCase(
+        "chroma",
+        _load("random:chroma:tiny"),
+        build_batch(latents, {"embeds": embeds, "mask": mask.float()}),
+        call,
+        {},
+        _build_inpaint_encoder("ChromaInpaintPipeline"),
+        "random:chroma:tiny",
+        _pack_patches,
+        _unpack_patches,
+        build_prompt=encode_texts,
+        blocks=("ChromaTransformerBlock", "ChromaSingleTransformerBlock"),
+    )
+
+
+def _build_flux2_case(family: str, **options: Any) -> TinyCase:
+    source = f"random:{family}:tiny"
+    pipe = _load(source)
+    generator = torch.Generator().manual_seed(5)
+    pipe.vae.bn.running_mean = torch.randn(16, generator=generator)
+    pipe.vae.bn.running_var = torch.rand(16, generator=generator) + 0.5
+    embeds, latents = _draw_tensors((9, 48), (16, HEIGHT // 16, WIDTH // 16))
+
+    def normalize(latents: Tensor) -> Tensor:
+        """What the pipeline returns as latents -> the family's; independent of it."""
+        patches = _pack_patches(latents).transpose(1, 2).unflatten(2, (HEIGHT // 16, WIDTH // 16))
+        statistics = pipe.vae.bn.running_mean, (pipe.vae.bn.running_var + 1e-4).sqrt()
+        mean, std = (values.view(1, -1, 1, 1) for values in statistics)
+        return (patches - mean) / std
+
+    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        return normalize(pipe.vae.encode(pixels).latent_dist.mode())
+
+    return TinyCase(
+        family,
+        pipe,
+        build_batch(latents, {"embeds": embeds}),
+        {"prompt_embeds": embeds},
+        {},
+        encode,
+        source,
+        unpack_latents=normalize,
+        blocks=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),
+        pack_prediction=lambda latents: latents.flatten(2).transpose(1, 2),
+        **options,
+    )
+
+
+def flux2_klein() -> TinyCase:
+    return _build_flux2_case(
+        "flux2_klein", build_negative=lambda pipe, text: {"negative_prompt_embeds": pipe.encode_prompt([text])[0]}
+    )
+
+
+def flux2_klein_with_references() -> TinyCase:
+    tiny = flux2_klein()
+    images = [Image.radial_gradient("L").resize(size).convert("RGB") for size in ((64, 96), (80, 64))]
+    pixels = [tiny.pipe.image_processor.preprocess(image) for image in images]
+    with torch.no_grad():
+        controls = [tiny.pipe._encode_vae_image(each, torch.Generator()) for each in pixels]
+    batch = replace(tiny.batch, control_latents=tuple(latents.expand(2, -1, -1, -1) for latents in controls))
+    return replace(tiny, batch=batch, call={**tiny.call, "image": images}, sizes={**tiny.sizes, "image": images})
+
+
+def flux2_dev() -> TinyCase:
+    tiny = _build_flux2_case("flux2_dev", build_negative=lambda pipe, text: {})
+    grid = HEIGHT // 16, WIDTH // 16
+    return replace(tiny, unpack_latents=lambda rows: rows.transpose(1, 2).unflatten(2, grid))
+
+
 def z_image() -> TinyCase:
     texts, latents = _draw_tensors((43, 32), (4, HEIGHT // 8, WIDTH // 8))
     embeds = [texts[0], texts[1, :17]]
@@ -247,6 +359,37 @@ def aura_flow() -> TinyCase:
     )
 
 
+def ovis_image() -> TinyCase:
+    embeds, latents = _draw_tensors((9, 32), (4, HEIGHT // 8, WIDTH // 8))
+    return TinyCase(
+        "ovis_image",
+        _load("random:ovis_image:tiny"),
+        build_batch(latents, {"embeds": embeds}),
+        {"prompt_embeds": embeds},
+        {},
+        _build_vae_encoder("FluxInpaintPipeline"),
+        "random:ovis_image:tiny",
+        _pack_patches,
+        _unpack_patches,
+    )
+
+
+def longcat_image() -> TinyCase:
+    embeds, latents = _draw_tensors((9, 32), (16, HEIGHT // 8, WIDTH // 8))  # 16 channels are fixed in the pipeline
+    return TinyCase(
+        "longcat_image",
+        _load("random:longcat_image:tiny"),
+        build_batch(latents, {"embeds": embeds}),
+        {"prompt_embeds": embeds, "enable_prompt_rewrite": False},
+        {},
+        _build_vae_encoder("FluxInpaintPipeline"),
+        "random:longcat_image:tiny",
+        _pack_patches,
+        _unpack_patches,
+        texts={"enable_prompt_rewrite": False},
+    )
+
+
 TINY: dict[str, Callable[[], TinyCase]] = {
     "built_in": built_in,
     "sd1": sd1,
@@ -258,9 +401,17 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "sd3": sd3,
     "flux": flux,
     "flux_schnell": flux_schnell,
+    "flux_kontext": flux_kontext,
+    "flux_kontext_without_reference": flux_kontext_without_reference,
+    "chroma": chroma,
+    "flux2_dev": flux2_dev,
+    "flux2_klein": flux2_klein,
+    "flux2_klein_with_references": flux2_klein_with_references,
     "z_image": z_image,
     "qwen_image": qwen_image,
     "aura_flow": aura_flow,
+    "ovis_image": ovis_image,
+    "longcat_image": longcat_image,
 }
 
 

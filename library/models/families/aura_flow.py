@@ -31,6 +31,7 @@ FACTS = FamilyFacts(
     pipeline_class="AuraFlowPipeline",
     denoiser_name="transformer",
     components=("transformer", "vae", "text_encoder", "tokenizer"),
+    num_parameters=6_858_605_568,
     match_configs=_match_aura_flow,
     component_options={"vae": "vae", "text_encoder": "text_encoder"},
     modelspec_architecture="auraflow",

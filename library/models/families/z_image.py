@@ -1,20 +1,21 @@
-"""Z-Image: single-stream transformer with variable-length text of Qwen3; flow matching with reversed time."""
+"""Z-Image and its Turbo: single-stream, with variable-length text of Qwen3; flow matching with reversed time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.key_styles import KeyStyle, OriginalModule
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
-from ..model_configs import ConfigReader, ModelError, read_required
+from ..model_configs import ConfigReader, ModelError, read_required, read_scheduler_config
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond
+    from ...data.prompts import Prompt
 
 Z_IMAGE_MAX_SEQUENCE_LENGTH = 512
 """Maximum tokens of the prompt with the chat template, as in diffusers' pipeline."""
@@ -24,7 +25,15 @@ def _match_z_image(read: ConfigReader) -> FamilyMatch:
     config = read_required(read, "transformer/config.json")
     if config.get("siglip_feat_dim") is not None:
         raise ModelError("it is Z-Image-Omni, which takes images as input; use Z-Image or Z-Image-Turbo")
-    return match_flow_model(read, 1, f"the transformer has {config.get('n_layers')} blocks")
+    variant = "Turbo" if _is_turbo(read_scheduler_config(read)) else "base"
+    return match_flow_model(
+        read, 1, f"the transformer has {config.get('n_layers')} blocks, its scheduler is of {variant}"
+    )
+
+
+def _is_turbo(scheduler_config: Mapping[str, Any]) -> bool:
+    """The two have the same transformer; Turbo is sampled in few steps with shift 3, the base model with shift 6."""
+    return float(scheduler_config.get("shift", 3.0)) <= 3.0
 
 
 FACTS = FamilyFacts(
@@ -33,6 +42,8 @@ FACTS = FamilyFacts(
     pipeline_class="ZImagePipeline",
     denoiser_name="transformer",
     components=("transformer", "vae", "text_encoder", "tokenizer"),
+    num_parameters=6_154_908_736,
+    lora_targets_of="musubi-tuner",
     match_configs=_match_z_image,
     component_options={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
     modelspec_architecture="z-image",
@@ -108,21 +119,14 @@ class ZImage(Family):
     def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         from .. import text_encoding
 
-        texts = [_apply_chat_template(pipe, prompt, add_generation_prompt=True) for prompt in prompts]
+        texts = [_apply_chat_template(pipe, prompt) for prompt in prompts]
         width, max_length = pipe.transformer.config.cap_feat_dim, Z_IMAGE_MAX_SEQUENCE_LENGTH
         return {"embeds": text_encoding.build_meta_text_embeds(pipe.tokenizer, texts, width, max_length)}
 
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         from .. import text_encoding
 
-        by_text = {}
-        for prompt in prompts:
-            text = _apply_chat_template(pipe, prompt)
-            end = text.rfind(prompt)
-            by_text[text[: end + len(prompt)] if end >= 0 else text] = prompt
-        max_length = Z_IMAGE_MAX_SEQUENCE_LENGTH
-        truncated = text_encoding.find_truncated_prompts(pipe.tokenizer, list(by_text), max_length)
-        return [by_text[text] for text in truncated]
+        return text_encoding.find_truncated_chats(pipe.tokenizer, prompts, Z_IMAGE_MAX_SEQUENCE_LENGTH)
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         import torch
@@ -131,10 +135,20 @@ class ZImage(Family):
         predicted = denoiser(frames, 1 - timesteps / 1000, batch.cond["embeds"], return_dict=False)[0]
         return -torch.stack(predicted).squeeze(2)  # the model's time, and so its velocity, runs from noise to image
 
+    def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
+        kwargs = super().build_sampling_kwargs(pipe, prompt, cond, negative_cond)
+        if _is_turbo(pipe.scheduler.config):
+            return kwargs
+        return {
+            **kwargs,
+            "num_inference_steps": prompt.num_inference_steps or 50,
+            "guidance_scale": 4.0 if prompt.cfg_scale is None else prompt.cfg_scale,
+        }
 
-def _apply_chat_template(pipe: Any, prompt: str, add_generation_prompt: bool = False) -> str:
+
+def _apply_chat_template(pipe: Any, prompt: str) -> str:
     messages = [{"role": "user", "content": prompt}]
     text: str = pipe.tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=add_generation_prompt, enable_thinking=True
+        messages, tokenize=False, add_generation_prompt=True, enable_thinking=True
     )
     return text

@@ -52,6 +52,15 @@ def test_flux_dev_is_sampled_with_guidance_and_schnell_in_four_steps():
         assert guidance_arg is None if guidance is None else guidance_arg.tolist() == [guidance]
 
 
+def test_z_image_turbo_is_sampled_in_9_steps_and_the_base_model_in_50_with_guidance():
+    for shift, steps in ((3.0, 9), (6.0, 100)):
+        family, tiny = load_family("z_image")
+        tiny.pipe.scheduler.register_to_config(shift=shift)
+        record = Recorder(tiny.pipe.transformer)
+        sample_preview(family, tiny.pipe)
+        assert sum(len(call["x"]) for call in record.calls) == steps
+
+
 def test_the_negative_prompt_is_evaluated_only_with_guidance():
     for name, scale, looks in (("flux", None, 1), ("flux", 2.0, 2), ("qwen_image", None, 2), ("qwen_image", 1.0, 1)):
         family, tiny = load_family(name)

@@ -1,0 +1,137 @@
+"""LongCat-Image: FLUX.1's blocks, text of Qwen2.5-VL padded to 512 tokens; flow matching."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from ..base import BaseModelInfo, Family
+from ..facts import FamilyFacts, FamilyMatch
+from ..model_configs import ConfigReader, read_required
+from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from ...data.batch import Batch, Cond
+    from ...data.prompts import Prompt
+    from ..detect import DetectedModel
+
+
+def _match_longcat_image(read: ConfigReader) -> FamilyMatch:
+    config = read_required(read, "transformer/config.json")
+    blocks = f"{config.get('num_layers')} double and {config.get('num_single_layers')} single blocks"
+    return match_flow_model(read, 4, f"the transformer has {blocks}")
+
+
+FACTS = FamilyFacts(
+    name="longcat_image",
+    title="LongCat-Image",
+    pipeline_class="LongCatImagePipeline",
+    denoiser_name="transformer",
+    components=("transformer", "vae", "text_encoder", "tokenizer"),
+    num_parameters=6_270_668_864,
+    match_configs=_match_longcat_image,
+    component_options={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
+    modelspec_architecture="longcat-image",
+    attention_modes=(*MASKED_ATTENTION_MODES, "flash", "flash3"),
+    single_file_prefixes={
+        "transformer": DENOISER_PREFIXES,
+        "vae": ("vae.",),
+        "text_encoder": ("text_encoders.qwen25_7b.transformer.",),
+    },
+    # Of files with diffusers' keys: diffusers does not convert the original ones.
+    single_file_keys=("time_embed.timestep_embedder.linear_1.weight", "single_transformer_blocks.0.proj_mlp.weight"),
+    shape_checks={
+        ("x_embedder.weight", 1): ("transformer", "in_channels"),
+        ("context_embedder.weight", 1): ("transformer", "joint_attention_dim"),
+    },
+)
+
+
+class LongCatImage(Family):
+    facts = FACTS
+    denoiser_name = "transformer"
+    text_components = ("text_encoder", "tokenizer")
+    tokenizer_repo_ids = {"tokenizer": "meituan-longcat/LongCat-Image:tokenizer"}
+    # The attention of the image stream and of the single blocks.
+    lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
+    lora_format = "diffusers"
+    block_lists = ("transformer_blocks", "single_transformer_blocks")
+    block_token_args = {"image_rotary_emb": ((0, ("encoder_hidden_states", "hidden_states")),) * 2}
+    single_stream_block_lists = ("single_transformer_blocks",)
+    fused_parallel_layers = {r"single_transformer_blocks\.\d+\.proj_out$": ("rowwise", (1, 4))}
+    default_num_inference_steps = 50
+    default_guidance_scale = 4.5
+
+    def load(
+        self,
+        model: DetectedModel | str | None,
+        dtype: torch.dtype,
+        components: Sequence[str] | None = None,
+        *,
+        pipe: Any = None,
+        device: torch.device | None = None,
+    ) -> Any:
+        loaded = super().load(model, dtype, components, pipe=pipe, device=device)
+        loaded.__class__ = _build_pipeline_class()
+        return loaded
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        return BaseModelInfo("longcat_image", "longcat-image")
+
+    def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        from .. import text_encoding
+
+        with text_encoding.suppress_truncation_warnings(pipe, pipe.tokenizer):
+            return {"embeds": pipe._encode_prompt(list(prompts))}  # padded; the transformer has no mask
+
+    def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        from .. import text_encoding
+
+        return text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, pipe.tokenizer_max_length)
+
+    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        import torch
+
+        count, channels, height, width = noisy_latents.shape
+        embeds = cast("Tensor", batch.cond["embeds"])
+        # Positions are (stream, row, column): text on the diagonal, the image after the longest text.
+        text = torch.arange(embeds.shape[1], dtype=torch.float32)
+        rows, columns = (torch.arange(side // 2, dtype=torch.float32) + 512 for side in (height, width))
+        grid = torch.stack(torch.meshgrid(torch.ones(1), rows, columns, indexing="ij"), dim=-1)
+        ids = torch.stack([torch.zeros_like(text), text, text], dim=1), grid.flatten(0, 2)
+        txt_ids, img_ids = (each.to(noisy_latents.device, non_blocking=True) for each in ids)
+        predicted = denoiser(
+            hidden_states=pipe._pack_latents(noisy_latents, count, channels, height, width),
+            timestep=timesteps / 1000,
+            encoder_hidden_states=embeds,
+            txt_ids=txt_ids,
+            img_ids=img_ids,
+            return_dict=False,
+        )[0]
+        unpacked: Tensor = pipe._unpack_latents(predicted, height, width, vae_scale_factor=1)
+        return unpacked
+
+    def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
+        return {**super().build_sampling_kwargs(pipe, prompt, cond, negative_cond), "enable_prompt_rewrite": False}
+
+
+def _build_pipeline_class() -> Any:
+    """diffusers' pipeline, which as of 0.42 fails with ``prompt_embeds``: it counts the prompts, which are None then.
+
+    It also has the text encoder's inputs on the device of whichever component comes first.
+    """
+    from diffusers import LongCatImagePipeline
+
+    def encode_prompt(self: Any, prompt: Any = None, num_images_per_prompt: int = 1, prompt_embeds: Any = None) -> Any:
+        prompts = [""] * len(prompt_embeds) if prompt_embeds is not None else prompt
+        return LongCatImagePipeline.encode_prompt(self, prompts, num_images_per_prompt, prompt_embeds)
+
+    def get_device(self: Any) -> Any:
+        encoder = getattr(self, "text_encoder", None)
+        return super(LongCatImagePipeline, self).device if encoder is None else encoder.device
+
+    attributes = {"encode_prompt": encode_prompt, "device": property(get_device), "__module__": __name__}
+    return type("LongCatImagePipeline", (LongCatImagePipeline,), attributes)
