@@ -15,6 +15,7 @@ from family_cases import (
     make_generators,
     make_pixels,
 )
+from PIL import Image
 from tiny_pipelines import HEIGHT, TINY, WIDTH
 from torch import nn
 
@@ -143,7 +144,8 @@ def test_a_sample_does_not_depend_on_the_other_prompts_of_its_batch(case):
         alone = family.encode_prompts(pipe, [text])
         for name, value in alone.items():
             torch.testing.assert_close(value[0], batched[name][number], rtol=1e-4, atol=1e-5)
-        single = replace(batch, cond=alone, size_conditioning=batch.size_conditioning[row])
+        controls = tuple(latents[row] for latents in batch.control_latents)
+        single = replace(batch, cond=alone, size_conditioning=batch.size_conditioning[row], control_latents=controls)
         predicted = family.predict(pipe, denoiser, batch.latents[row], t[row], single)
         torch.testing.assert_close(predicted, pair[row], rtol=1e-3, atol=1e-4)
 
@@ -279,6 +281,35 @@ def test_a_preview_is_the_image_that_the_diffusers_pipeline_samples(case):
     assert ours.size == (WIDTH, HEIGHT)
     assert ours.tobytes() == reference.tobytes()
     assert ours.tobytes() != generate(family, tiny.pipe, cfg_scale=5.0).tobytes()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "count"), [("flux_kontext", 1), ("flux2_klein", 2)])
+def test_a_preview_with_a_control_image_is_the_image_that_the_diffusers_pipeline_samples(
+    build_case, name, count, tmp_path
+):
+    family, tiny = build_case(name)
+    reference = tmp_path / "reference.png"
+    make_image((150, 90)).save(reference)
+    theirs = tiny.pipe(
+        image=[Image.open(reference)] * count,
+        prompt="a red circle",
+        **tiny.build_negative(tiny.pipe, "blue"),
+        **SIZE,
+        **tiny.texts,
+        num_inference_steps=2,
+        **{tiny.scale: 3.0},
+        generator=torch.Generator().manual_seed(1),
+    ).images[0]
+    ours = generate(family, tiny.pipe, num_inference_steps=2, control_images=(reference,) * count)
+    assert ours.tobytes() == theirs.tobytes()
+    assert ours.tobytes() != generate(family, tiny.pipe, num_inference_steps=2).tobytes()
+
+
+def make_image(size):
+    """A picture in which a flip, a swap of sides or another crop would show."""
+    gradient = Image.linear_gradient("L").resize(size)
+    return Image.merge("RGB", [gradient, gradient.rotate(90, expand=True).resize(size), Image.new("L", size, 90)])
 
 
 def test_a_preview_changes_no_state(case):

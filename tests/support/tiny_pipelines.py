@@ -12,6 +12,7 @@ from typing import Any
 import diffusers
 import tiny_sd1
 import torch
+from PIL import Image
 from torch import Tensor
 
 from library.data.batch import Batch, Cond
@@ -209,6 +210,19 @@ def flux_schnell() -> TinyCase:
     return replace(flux("random:flux:schnell:tiny"), texts={"max_sequence_length": 256})
 
 
+def flux_kontext() -> TinyCase:
+    tiny = flux_kontext_without_reference()
+    (control,) = _draw_tensors((4, 6, 10))
+    batch = replace(tiny.batch, control_latents=(control,))
+    image = {"image": control}
+    return replace(tiny, batch=batch, call={**tiny.call, **image}, sizes={**tiny.sizes, **image})
+
+
+def flux_kontext_without_reference() -> TinyCase:
+    tiny, area = flux("random:flux_kontext:tiny"), {"max_area": HEIGHT * WIDTH}
+    return replace(tiny, family="flux_kontext", call={**tiny.call, **area}, texts=area)
+
+
 def chroma() -> TinyCase:
     embeds, latents = _draw_tensors((9, 48), (4, HEIGHT // 8, WIDTH // 8))
     # The pipeline makes a mask of numbers, which are added to the attention; it takes one of booleans, too.
@@ -273,6 +287,16 @@ def flux2_klein() -> TinyCase:
     return _build_flux2_case(
         "flux2_klein", build_negative=lambda pipe, text: {"negative_prompt_embeds": pipe.encode_prompt([text])[0]}
     )
+
+
+def flux2_klein_with_references() -> TinyCase:
+    tiny = flux2_klein()
+    images = [Image.radial_gradient("L").resize(size).convert("RGB") for size in ((64, 96), (80, 64))]
+    pixels = [tiny.pipe.image_processor.preprocess(image) for image in images]
+    with torch.no_grad():
+        controls = [tiny.pipe._encode_vae_image(each, torch.Generator()) for each in pixels]
+    batch = replace(tiny.batch, control_latents=tuple(latents.expand(2, -1, -1, -1) for latents in controls))
+    return replace(tiny, batch=batch, call={**tiny.call, "image": images}, sizes={**tiny.sizes, "image": images})
 
 
 def flux2_dev() -> TinyCase:
@@ -377,9 +401,12 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "sd3": sd3,
     "flux": flux,
     "flux_schnell": flux_schnell,
+    "flux_kontext": flux_kontext,
+    "flux_kontext_without_reference": flux_kontext_without_reference,
     "chroma": chroma,
     "flux2_dev": flux2_dev,
     "flux2_klein": flux2_klein,
+    "flux2_klein_with_references": flux2_klein_with_references,
     "z_image": z_image,
     "qwen_image": qwen_image,
     "aura_flow": aura_flow,

@@ -1,0 +1,57 @@
+"""FLUX.1 Kontext: FLUX.1 dev trained to edit; the reference image is further tokens behind those of the picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..base import BaseModelInfo
+from .flux import FACTS as FLUX_FACTS
+from .flux import Flux
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from ...data.batch import Cond
+    from ...data.prompts import Prompt
+
+FACTS = replace(
+    FLUX_FACTS,
+    name="flux_kontext",
+    title="FLUX.1 Kontext",
+    kind="edit",
+    pipeline_class="FluxKontextPipeline",
+    control_images=(0, 1),
+    # Its weights have the names and shapes of FLUX.1 dev's, so a single file needs --family.
+    unsupported_shapes={},
+)
+
+
+class FluxKontext(Flux):
+    facts = FACTS
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        # musubi-tuner's names: other programs know it as FLUX.1 dev.
+        return replace(super().get_base_model_info(pipe), base_model_version="flux_kontext")
+
+    def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
+        width, height = (
+            own or size for own, size in zip((prompt.width, prompt.height), self.default_image_size, strict=True)
+        )
+        # The pipeline scales every size to an area of one megapixel unless it is told another one.
+        return super().build_sampling_kwargs(pipe, prompt, cond, negative_cond) | {"max_area": width * height}
+
+    def build_control_kwargs(self, pipe: Any, images: Sequence[Image]) -> dict[str, Any]:
+        """Resize and encode the reference as the pipeline does, but in float32; it takes latents as they are."""
+        from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
+
+        if not images:
+            return {}
+        processor, step = pipe.image_processor, pipe.vae_scale_factor * 2
+        height, width = processor.get_default_height_width(images[0])
+        ratio = width / height
+        _, width, height = min((abs(ratio - wide / high), wide, high) for wide, high in PREFERRED_KONTEXT_RESOLUTIONS)
+        width, height = width // step * step, height // step * step
+        pixels = processor.preprocess(processor.resize(images[0], height, width), height, width)
+        return {"image": self.encode_moments(pipe, pixels.float()).mean_and_std[:, 0]}
