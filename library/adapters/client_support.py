@@ -89,6 +89,8 @@ def _iter_losses(
         return
     if not style.is_read_by_diffusers and file_format != "diffusers":
         yield "diffusers", "loads nothing of this layout" if is_kohya else "does not load this layout"
+    if not style.is_comfy_format_in_diffusers and file_format == "comfy":
+        yield "diffusers", "does not load this layout"
     if style.diffusers_width and is_kohya and not _is_convertible_in_diffusers(adapters, components):
         yield (
             "diffusers",

@@ -192,6 +192,8 @@ class KeyStyle:
     is_text_encoder: bool = False
     is_read_by_diffusers: bool = True
     """Whether diffusers converts kohya files of this style."""
+    is_comfy_format_in_diffusers: bool = True
+    """Whether diffusers loads LoRA in ComfyUI's format, which has alphas."""
     diffusers_width: int | None = None
     """The only width of which diffusers splits the fused modules of a kohya file."""
     has_lokr_in_diffusers: bool = False

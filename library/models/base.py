@@ -89,6 +89,9 @@ class Family(ABC):
     """Pattern of the names of layers with fused parts -> how tensor parallelism splits them, and the ratio of the
     parts' sizes, each of which is split."""
 
+    unsupported_strategies: ClassVar[Mapping[str, str]] = {}
+    """``tp``, ``pp`` or ``cp`` -> why the denoiser cannot be split so."""
+
     has_variable_text_length: ClassVar[bool] = False
     """Whether the text conditioning is as long as its caption."""
     denoiser_text_pad_multiple: ClassVar[int] = 1
@@ -140,6 +143,14 @@ class Family(ABC):
     def get_text_key_style(cls, component: str) -> KeyStyle:
         """How a kohya file names a text encoder's modules."""
         return T5_KEYS if component == cls.facts.t5_encoder else CLIP_KEYS
+
+    @classmethod
+    def list_strategies(cls) -> tuple[str, ...]:
+        """How training can be distributed, and whether blocks can wait in host memory."""
+        blocks = ("pp",) if cls.has_skip_connections or cls.block_lists else ()
+        tokens = ("cp",) if cls.block_lists else ()
+        names = ("ddp", "fsdp", "deepspeed", "tp", *blocks, *tokens, "block_swap")
+        return tuple(name for name in names if name not in cls.unsupported_strategies)
 
     def get_non_block_lora_target_modules(self, denoiser: Any) -> tuple[str, ...]:
         """Additional ``lora_target_modules`` when layers outside of the blocks are trained."""
@@ -212,6 +223,13 @@ class Family(ABC):
         from .vae import decode_vae_latents
 
         return decode_vae_latents(pipe.vae, latents)
+
+    def decode_sampled_latents(self, pipe: Any, latents: Tensor, height: int, width: int) -> Tensor:
+        """Decode what the pipeline returns for ``output_type="latent"`` to pixels in -1..1; the size is in pixels."""
+        if latents.ndim == 3:  # packed into patches
+            latents = pipe._unpack_latents(latents, height, width, pipe.vae_scale_factor)
+            latents = latents.squeeze(2) if latents.ndim == 5 else latents  # the frame axis of a video VAE
+        return self.decode_latents(pipe, latents)
 
     @abstractmethod
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ..config.network_args import GENERAL_NETWORK, NetworkFacts, get_network_args
 from ..config.schema import AdapterConfig, ModelConfig, OptimConfig
@@ -39,6 +40,13 @@ class FamilyFacts:
     """Subfolders of a complete model, apart from the scheduler's."""
     match_configs: Callable[[ConfigReader], FamilyMatch | None]
     """Detect the model from its JSON files; None for another family with the same pipeline class."""
+    num_parameters: int = 0
+    """Of the published denoiser; the largest of its sizes."""
+    kind: Literal["image", "edit", "video"] = "image"
+    lora_targets_of: str = ""
+    """The program that trains the same layers by default."""
+    notes: str = ""
+    """What users of this family have to know, in a few words."""
     component_options: Mapping[str, str] = field(default_factory=dict)
     """Option that sets the file or folder of one component -> that component."""
     name: str = ""
@@ -73,6 +81,8 @@ class FamilyFacts:
     """Such a key, an axis and its length -> what the model is, if it cannot be trained."""
     single_file_classes: Mapping[str, str] = field(default_factory=dict)
     """Component -> the class whose conversion of single files in diffusers it uses, if it has none of its own."""
+    single_file_renames: Mapping[str, str] = field(default_factory=dict)
+    """Beginning of a key in single files, without prefix -> that which the conversion expects."""
     shape_checks: Mapping[tuple[str, int | None], tuple[str | int, ...]] = field(default_factory=dict)
     """Such a key and an axis -> path of its length in the bundled config, to tell families and variants apart.
 

@@ -171,7 +171,8 @@ def _load_component(
     path = model.path_or_id if separate is None else separate.path_or_id
     prefixes = family.facts.single_file_prefixes.get(component, ())
     conversion_class = family.facts.single_file_classes.get(component)
-    return load_single_file_component(component_class, path, config, prefixes, dtype, device, conversion_class)
+    renames = family.facts.single_file_renames
+    return load_single_file_component(component_class, path, config, prefixes, dtype, device, conversion_class, renames)
 
 
 def import_model_class(library: str, name: str) -> Any:

@@ -47,11 +47,8 @@ def sample_image(
     kwargs = {"num_inference_steps": steps, **sampling_kwargs, "width": width, "height": height}
     with use_eval_mode(getattr(sampling_pipe, family.denoiser_name)):
         latents = sampling_pipe(generator=generator, output_type="latent", **kwargs).images
-    if latents.ndim == 3:  # packed into patches
-        latents = sampling_pipe._unpack_latents(latents, height, width, sampling_pipe.vae_scale_factor)
-        latents = latents.squeeze(2) if latents.ndim == 5 else latents  # the frame axis of a video VAE
     # Decode outside of the pipeline, which would cast the float32 VAE to the denoiser's dtype.
-    pixels = family.decode_latents(sampling_pipe, latents)
+    pixels = family.decode_sampled_latents(sampling_pipe, latents, height, width)
     image: Image = sampling_pipe.image_processor.postprocess(pixels, output_type="pil")[0]
     return image
 

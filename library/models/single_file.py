@@ -1,6 +1,7 @@
 """Load a component from a single .safetensors file with diffusers or original keys."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ def load_single_file_component(
     dtype: torch.dtype,
     device: torch.device | None,
     conversion_class: str | None = None,
+    renames: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
     """Build a component from its config and load its weights; its keys in the file may have one of ``prefixes``.
 
-    ``conversion_class`` is the class whose keys in single files it has, if diffusers does not know those of its own.
+    ``conversion_class`` is the class whose keys in single files it has, if diffusers does not know those of its own;
+    ``renames`` are applied to the beginnings of keys before.
     """
     prefix, tensors = _read_tensors(path, prefixes)
     model = build_empty_model(component_class, config)
@@ -31,6 +34,7 @@ def load_single_file_component(
         if is_text_encoder:
             converted = _convert_text_encoder_keys(model, tensors, prefix)
         else:
+            tensors = {_rename_start(name, renames, prefix): tensor for name, tensor in tensors.items()}
             converted = _convert_diffusers_keys(model, tensors, prefix, conversion_class)
         missing = load_tensors(model, converted, dtype, device)
     except KeyError as error:
@@ -38,6 +42,12 @@ def load_single_file_component(
     if missing:
         raise ValueError(f"the file lacks {len(missing)} weights, for example {missing[0]}")
     return model
+
+
+def _rename_start(name: str, renames: Mapping[str, str], prefix: str) -> str:
+    bare = name.removeprefix(prefix)
+    start = next((old for old in renames if bare.startswith(old)), None)
+    return name if start is None else f"{name[: len(name) - len(bare)]}{renames[start]}{bare[len(start) :]}"
 
 
 def _read_tensors(path: str, prefixes: Sequence[str]) -> tuple[str, dict[str, Tensor]]:
@@ -66,8 +76,10 @@ def _convert_diffusers_keys(
         bare = {DENOISER_PREFIX + name: tensor for name, tensor in bare.items()}
     classes: Any = single_file_model.SINGLE_FILE_LOADABLE_CLASSES
     convert = classes[class_name or type(model).__name__]["checkpoint_mapping_fn"]
+    own = {name: bare[name] for name in model.state_dict() if name in bare}
     converted: Mapping[str, Tensor | None] = convert(checkpoint=bare, config=dict(model.config))
-    return {name: tensor for name, tensor in converted.items() if tensor is not None}  # None: the file lacks it
+    found = {name: tensor for name, tensor in converted.items() if tensor is not None}  # None: the file lacks it
+    return {**own, **found}
 
 
 def _convert_text_encoder_keys(model: Any, tensors: dict[str, Tensor], prefix: str) -> Mapping[str, Tensor]:

@@ -43,6 +43,20 @@ def find_truncated_prompts(tokenizer: Any, prompts: Sequence[str], max_tokens: i
     return [prompt for prompt, ids in zip(prompts, input_ids, strict=True) if len(ids) > max_tokens]
 
 
+def find_truncated_chats(
+    tokenizer: Any, prompts: Sequence[str], max_tokens: int, system_message: str | None = None
+) -> list[str]:
+    """The prompts that end after ``max_tokens`` tokens of a chat with them as the user's message."""
+    system = [] if system_message is None else [{"role": "system", "content": system_message}]
+    by_text = {}
+    for prompt in prompts:
+        messages = [*system, {"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, enable_thinking=True)
+        end = text.rfind(prompt)
+        by_text[text[: end + len(prompt)] if end >= 0 else text] = prompt
+    return [by_text[text] for text in find_truncated_prompts(tokenizer, list(by_text), max_tokens)]
+
+
 @contextmanager
 def suppress_truncation_warnings(pipe: Any, *tokenizers: Any) -> Iterator[None]:
     """Suppress the warnings of pipeline and tokenizers about captions longer than CLIP's 77 tokens.

@@ -8,12 +8,15 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from tokenizers.pre_tokenizers import ByteLevel
+from transformers import Qwen2Tokenizer
 
 START_TOKEN, END_TOKEN = "<|startoftext|>", "<|endoftext|>"
 _METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 _CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% for message in messages %}"
+    "{% set text = message.content if message.content is string else message.content[0].text %}"
+    "{{ '<|im_start|>' + message.role + '\n' + text + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
@@ -24,7 +27,7 @@ _MIN_VOCAB_SIZE = 150
 def load_pretrained_tokenizer(tokenizer_class: Any, path_or_id: str, subfolder: str = "", **options: Any) -> Any:
     """Load a tokenizer from a folder or the hub, and check that it has a vocabulary."""
     tokenizer = tokenizer_class.from_pretrained(path_or_id, subfolder=subfolder, **options)
-    if len(tokenizer) < _MIN_VOCAB_SIZE:
+    if len(getattr(tokenizer, "tokenizer", tokenizer)) < _MIN_VOCAB_SIZE:
         raise OSError("it has no vocabulary (vocab.json and merges.txt, or tokenizer.json)")
     return tokenizer
 
@@ -63,6 +66,7 @@ def build_byte_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any
         "T5Tokenizer": _build_t5_tokenizer,
         "T5TokenizerFast": _build_t5_tokenizer,
         "Qwen2Tokenizer": _build_chat_tokenizer,
+        "PixtralProcessor": _build_chat_tokenizer,
         "LlamaTokenizer": _build_llama_tokenizer,
     }
     return builders[tokenizer_class.__name__](tokenizer_class, config)
@@ -117,6 +121,7 @@ def _build_llama_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> A
 
 
 def _build_chat_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
+    """A tokenizer of this class; a processor's place is taken by one without images."""
     settings = {
         "tokenizer_class": "Qwen2Tokenizer",
         "unk_token": None,
@@ -132,6 +137,8 @@ def _build_chat_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> An
         )
         Path(folder, "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
         _write_json(folder, "tokenizer_config.json", settings)
+        if tokenizer_class.__name__.endswith("Processor"):
+            tokenizer_class = Qwen2Tokenizer
         return tokenizer_class.from_pretrained(folder)
 
 

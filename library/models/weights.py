@@ -37,7 +37,11 @@ def load_tensors(
             raise ValueError(
                 f"{name} has shape {list(tensor.shape)} in the file and {list(own[name].shape)} in the model"
             )
-    state_dict = {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors.items() if name in own}
+    state_dict = {
+        name: tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+        for name, tensor in tensors.items()
+        if name in own
+    }
     model.load_state_dict(state_dict, strict=False, assign=True)
     if hasattr(model, "tie_weights"):
         model.tie_weights()

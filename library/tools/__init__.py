@@ -31,6 +31,7 @@ TOOLS: dict[str, tuple[str, Tool]] = {
         partial(_run_tool, "import_config"),
     ),
     "launch": ("accelerate launch or torchrun with signal forwarding and exit codes", partial(_run_tool, "launch")),
+    "models": ("list the models that can be trained", partial(_run_tool, "models")),
     "web": ("a page in the browser: runs, pictures, new runs, LoRA files", partial(_run_tool, "web")),
     "options": ("print docs/options.md", _run_options),
 }

@@ -62,6 +62,11 @@ def validate_model_parallel(
                 " devices; use another optimizer, or --pp_size"
             )
     yield from _validate_pipeline(parallel, family, denoiser)
+    for name, size in parallel.model_parallel_sizes.items():
+        reason = family.unsupported_strategies.get(name.removesuffix("_size"))
+        if size > 1 and reason:
+            yield f"--{name} {size}: {reason}; use --fsdp"
+            return
     if parallel.cp_size > 1 and not family.block_lists:
         size = parallel.cp_size
         yield (

@@ -82,7 +82,8 @@ def test_the_denoiser_is_called_as_the_diffusers_pipeline_calls_it(case):
     assert wrapped.calls == 1, "predict calls the given denoiser once"
     assert_same_call(record.calls[-1], record.calls[0])
     assert ours.shape == batch.latents.shape
-    torch.testing.assert_close(tiny.pack_latents(ours).double(), reference.double())
+    pack = tiny.pack_prediction or tiny.pack_latents
+    torch.testing.assert_close(pack(ours).double(), reference.double())
 
 
 @torch.no_grad()
@@ -111,7 +112,7 @@ def test_prompts_are_encoded_as_the_diffusers_pipeline_encodes_them(case):
     record = Recorder(denoiser)
     texts = ["a red circle on white ground", "Blau, 7"]
     pipe(
-        list(texts),
+        prompt=list(texts),
         **tiny.sizes,
         **tiny.texts,
         **disable_guidance(tiny),
@@ -150,15 +151,14 @@ def test_a_sample_does_not_depend_on_the_other_prompts_of_its_batch(case):
 @torch.no_grad()
 def test_the_size_multiple_is_the_smallest_that_the_model_supports(case):
     family, tiny = case
-    step = (
-        family.facts.match_configs(build_bundled_reader(load_bundled_config(get_config_name(tiny)))).size_multiple // 8
-    )
+    match = family.facts.match_configs(build_bundled_reader(load_bundled_config(get_config_name(tiny))))
+    step = match.size_multiple // tiny.latent_factor
     pipe, denoiser, batch = tiny.pipe, getattr(tiny.pipe, family.denoiser_name), tiny.batch
     t, channels = torch.tensor([700.0, 250.0]), batch.latents.shape[1]
     for height, width in ((step, 3 * step), (5 * step, 2 * step)):
         noisy = torch.zeros(2, channels, height, width)
         assert family.predict(pipe, denoiser, noisy, t, batch).shape == noisy.shape
-    if family.build_noise_process(pipe).prediction_type == "flow":
+    if family.build_noise_process(pipe).prediction_type == "flow" and step > 1:
         with pytest.raises((RuntimeError, AssertionError)):
             noisy = torch.zeros(2, channels, step, 3 * step // 2)
             assert family.predict(pipe, denoiser, noisy, t, batch).shape == noisy.shape
@@ -207,7 +207,11 @@ def test_decoding_inverts_encoding_up_to_the_error_of_the_vae(case):
     restored = family.decode_latents(tiny.pipe, family.encode_pixels(tiny.pipe, make_pixels(1), make_generators(1)))
     is_video_vae = "temperal_downsample" in vae.config
     vae_input = make_pixels(1).unsqueeze(2) if is_video_vae else make_pixels(1)
-    single = vae.decode(vae.encode(vae_input).latent_dist.sample(make_generators(1)[0])).sample
+    latent_dist, std = (
+        vae.encode(vae_input).latent_dist,
+        family.encode_moments(tiny.pipe, make_pixels(1)).mean_and_std[0, 1],
+    )
+    single = vae.decode(latent_dist.sample(make_generators(1)[0]) if std.any() else latent_dist.mode()).sample
     torch.testing.assert_close(restored, single.squeeze(2) if is_video_vae else single, rtol=1e-3, atol=1e-4)
 
 
@@ -229,6 +233,11 @@ def test_latents_are_sampled_with_their_mean_and_standard_deviation(case):
     family, tiny = case
     corner = make_pixels(1)[:, :, :32, :48]
     moments = family.encode_moments(tiny.pipe, corner)
+    if not moments.mean_and_std[0, 1].any():  # the model was trained on the mean
+        torch.testing.assert_close(
+            family.encode_pixels(tiny.pipe, corner, make_generators(1))[0], moments.mean_and_std[0, 0]
+        )
+        return
     draws = family.encode_pixels(tiny.pipe, corner.expand(400, -1, -1, -1), make_generators(400))
     mean, std = moments.mean_and_std[0]
     assert float(std.min()) > 0
@@ -256,8 +265,8 @@ def generate(family, pipe, sampler=None, **options):
 def test_a_preview_is_the_image_that_the_diffusers_pipeline_samples(case):
     family, tiny = case
     reference = tiny.pipe(
-        "a red circle",
-        negative_prompt="blue",
+        prompt="a red circle",
+        **tiny.build_negative(tiny.pipe, "blue"),
         **SIZE,
         **tiny.texts,
         num_inference_steps=3,
@@ -348,12 +357,12 @@ def test_lora_targets_are_the_layers_that_sd_scripts_trains(case):
 
     family, tiny = case
     denoiser = getattr(tiny.pipe, family.denoiser_name)
-    blocks = [name for name, module in denoiser.named_modules() if type(module).__name__ in BLOCKS]
+    blocks = [name for name, module in denoiser.named_modules() if type(module).__name__ in (tiny.blocks or BLOCKS)]
     expected = {
         name
         for name, module in denoiser.named_modules()
         if any(name.startswith(f"{block}.") for block in blocks)
         and (isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1)))
-        and not (tiny.family in EXCLUDED and re.search(EXCLUDED[tiny.family], name))
+        and not re.search(EXCLUDED.get(tiny.family, tiny.untrained), name)
     }
     assert set(match_target_modules(denoiser, family.lora_target_modules)) == expected

@@ -53,6 +53,12 @@ COUNTS = {
     ("flux", "text_encoder"): 123_060_480,
     ("flux", "text_encoder_2"): 4_762_310_656,
     ("flux_schnell", "transformer"): 11_891_178_560,
+    ("flux2_dev", "transformer"): 32_223_281_152,
+    ("flux2_dev", "vae"): 84_046_115,
+    ("flux2_dev", "text_encoder"): 24_011_361_280,
+    ("flux2_klein", "transformer"): 9_078_581_248,
+    ("flux2_klein", "text_encoder"): 8_190_735_360,
+    ("flux2_klein_4b", "transformer"): 3_875_544_576,
     ("z_image", "transformer"): 6_154_908_736,
     ("z_image", "text_encoder"): 4_022_468_096,
     ("qwen_image", "transformer"): 20_430_401_088,
@@ -73,6 +79,15 @@ def test_a_bundled_config_has_as_many_parameters_as_the_published_model(config, 
     assert (
         sum(parameter.numel() for parameter in build_component_on_meta(config, part).parameters())
         == COUNTS[config, part]
+    )
+
+
+@pytest.mark.parametrize("family", FAMILY_FACTS)
+def test_a_family_states_the_parameters_of_its_largest_model(family):
+    assert FAMILY_FACTS[family].num_parameters == max(
+        COUNTS[config, part]
+        for config, part in COUNTS
+        if get_family_name(config) == family and part == FAMILY_FACTS[family].denoiser_name
     )
 
 
@@ -179,6 +194,8 @@ def test_sd2_has_the_modules_of_sd1_and_its_projections_are_linear():
 TRANSFORMERS = {
     "sd3": original_checkpoints.convert_sd3_transformer,
     "flux": original_checkpoints.convert_flux_transformer,
+    "flux2_dev": original_checkpoints.convert_flux2_transformer,
+    "flux2_klein": original_checkpoints.convert_flux2_transformer,
     "z_image": original_checkpoints.convert_z_image_transformer,
     "qwen_image": nn.Module.state_dict,
     "aura_flow": original_checkpoints.convert_aura_flow_transformer,
@@ -191,12 +208,16 @@ SAME_SIZES = ("z_image_base",)
 """Configurations that differ from another in their schedulers only, which files do not contain."""
 
 
+def get_family_name(config: str) -> str | None:
+    return next((name for name in FAMILY_FACTS if config == name or config.startswith(f"{name}_")), None)
+
+
 @pytest.mark.parametrize(
     "config",
-    [name for name in list_bundled_configs() if name.startswith(tuple(TRANSFORMERS)) and name not in SAME_SIZES],
+    [name for name in list_bundled_configs() if get_family_name(name) in TRANSFORMERS and name not in SAME_SIZES],
 )
 def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(config):
-    family = next(name for name in TRANSFORMERS if config.startswith(name))
+    family = get_family_name(config)
     model = build_component_on_meta(config, "transformer")
     for prefix, tensors in (
         ("", TRANSFORMERS[family](model)),
@@ -206,15 +227,21 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
         header = SafetensorsHeader({prefix + name: tuple(tensor.shape) for name, tensor in tensors.items()}, {})
         reject_unsupported_file(header)
         reject_unsupported_model(header, FAMILY_FACTS.values())
-        assert [name for name, facts in FAMILY_FACTS.items() if has_denoiser(header, facts)] == [family]
-        assert match_bundled_config(header, family, FAMILY_FACTS[family]) == config
+        candidates = {
+            name: match_bundled_config(header, name, facts)
+            for name, facts in FAMILY_FACTS.items()
+            if has_denoiser(header, facts)
+        }
+        assert {name: found for name, found in candidates.items() if found is not None} == {family: config}
         assert find_component_names(header, FAMILY_FACTS[family]) == ("transformer",)
 
 
-@pytest.mark.parametrize("config", ["sd3", "sd3_5_medium", "flux", "flux_schnell", "z_image", "aura_flow"])
+@pytest.mark.parametrize(
+    "config", ["sd3", "sd3_5_medium", "flux", "flux_schnell", "flux2_dev", "flux2_klein_4b", "z_image", "aura_flow"]
+)
 def test_original_weights_of_published_size_are_converted_to_those_of_diffusers(config):
     """Keys and shapes on the meta device: diffusers' conversion of FLUX supports no other size."""
-    family = next(name for name in TRANSFORMERS if config.startswith(name))
+    family = get_family_name(config)
     model = build_component_on_meta(config, "transformer")
     renamed = _convert_diffusers_keys(model, TRANSFORMERS[family](model), "")
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}

@@ -17,12 +17,12 @@ from library.adapters import lora
 from library.adapters.lora_file import ZERO_INIT_TENSORS
 from library.adapters.state_dict import MAGNITUDE, parse_tensor_key
 from library.config import parse_config
-from library.models.families import FAMILIES
+from library.models.families import FAMILIES, FAMILY_FACTS
 from library.training.save_adapter import AdapterFile, build_adapter_file
 from library.training.trainable import build_trainable_modules
 
 WIDE_FLUX = "flux (published width)"
-EVERY = ("sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image", "aura_flow", "ovis_image", "longcat_image")
+EVERY = tuple(FAMILY_FACTS)
 WITH_TEXT = ("sd1", "sd2", "sdxl", "sd3", "flux")
 UNETS = ("sd1", "sd2", "sdxl")
 _BLOCKS = {"sd1": 25, "sd2": 25, "sdxl": 23}

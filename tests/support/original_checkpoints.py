@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from library.adapters.key_names import build_key_map
 from library.adapters.key_styles import map_to_ldm_names
 from library.models.families.flux import FLUX_KEYS
+from library.models.families.flux2 import FLUX2_KEYS
 from library.models.families.sd3 import SD3_KEYS
 
 _VAE = (
@@ -167,6 +168,41 @@ def convert_longcat_image_transformer(model: nn.Module | Mapping[str, Tensor]) -
     for group in build_key_map((), FLUX_KEYS).group_modules(linear):
         for end in ("weight", "bias"):
             tensors[f"{group.name}.{end}"] = torch.cat([state[f"{module}.{end}"] for module in group.modules])
+    return tensors
+
+
+_FLUX2_OUTER = (
+    ("x_embedder", "img_in"),
+    ("context_embedder", "txt_in"),
+    ("time_guidance_embed.timestep_embedder.linear_1", "time_in.in_layer"),
+    ("time_guidance_embed.timestep_embedder.linear_2", "time_in.out_layer"),
+    ("time_guidance_embed.guidance_embedder.linear_1", "guidance_in.in_layer"),
+    ("time_guidance_embed.guidance_embedder.linear_2", "guidance_in.out_layer"),
+    ("modulation_img.linear", "modulation_img.lin"),
+    ("modulation_txt.linear", "modulation_txt.lin"),
+    ("single_stream_modulation.linear", "single_stream_modulation.lin"),
+    ("norm_out.linear", "final_layer.adaLN_modulation.1"),
+    ("proj_out", "final_layer.linear"),
+)
+
+
+def convert_flux2_transformer(model: nn.Module) -> dict[str, Tensor]:
+    state, tensors = model.state_dict(), {}
+    linear = [
+        name for name, part in model.named_modules() if isinstance(part, nn.Linear) and "transformer_blocks" in name
+    ]
+    for group in build_key_map((), FLUX2_KEYS).group_modules(linear):
+        tensors[f"{group.name}.weight"] = torch.cat([state[f"{module}.weight"] for module in group.modules])
+    norms = {"norm_q": "query_norm", "norm_k": "key_norm", "norm_added_q": "query_norm", "norm_added_k": "key_norm"}
+    for name, tensor in state.items():
+        parts = name.split(".")
+        if "transformer_blocks" not in name:
+            new = _apply_replacements(name, _FLUX2_OUTER)
+            tensors[new] = torch.cat(tensor.chunk(2)[::-1]) if "norm_out" in name else tensor
+        elif parts[-2] in norms:
+            stream = "" if parts[0].startswith("single") else "txt_attn." if "added" in name else "img_attn."
+            blocks = "single_blocks" if parts[0].startswith("single") else "double_blocks"
+            tensors[f"{blocks}.{parts[1]}.{stream}norm.{norms[parts[-2]]}.scale"] = tensor
     return tensors
 
 

@@ -44,12 +44,26 @@ class TinyCase:
     """Latents of the family -> latents of the diffusers pipeline and its scheduler."""
     unpack_latents: Callable[[Tensor], Tensor] = _return_unchanged
     """The inverse of ``pack_latents``."""
+    pack_prediction: Callable[[Tensor], Tensor] | None = None
+    """Latents of the family -> what the diffusers scheduler gets, if it is not what the pipeline takes."""
     scale: str = "guidance_scale"
     """The diffusers pipeline's argument for classifier-free guidance."""
     guidance_off: float = 1.0
     """The value that disables guidance."""
     texts: dict[str, Any] = field(default_factory=dict)
     """Arguments that make the diffusers pipeline encode prompts as the family does."""
+    build_negative: Callable[[Any, str], dict[str, Any]] = lambda pipe, text: {"negative_prompt": text}
+    """Arguments for a negative prompt: (pipe, text)."""
+
+    blocks: tuple[str, ...] = ()
+    """Classes of diffusers in which the reference trainer trains the linear layers."""
+    untrained: str = "$^"
+    """Pattern of the names of linear layers in these blocks that it does not train."""
+
+    @property
+    def latent_factor(self) -> int:
+        """Pixels per latent of the family."""
+        return HEIGHT // self.batch.latents.shape[2]
 
 
 def build_batch(latents: torch.Tensor, cond: Cond) -> Batch:
@@ -193,6 +207,51 @@ def flux_schnell() -> TinyCase:
     return replace(flux("random:flux:schnell:tiny"), texts={"max_sequence_length": 256})
 
 
+def _build_flux2_case(family: str, **options: Any) -> TinyCase:
+    source = f"random:{family}:tiny"
+    pipe = _load(source)
+    generator = torch.Generator().manual_seed(5)
+    pipe.vae.bn.running_mean = torch.randn(16, generator=generator)
+    pipe.vae.bn.running_var = torch.rand(16, generator=generator) + 0.5
+    embeds, latents = _draw_tensors((9, 48), (16, HEIGHT // 16, WIDTH // 16))
+
+    def normalize(latents: Tensor) -> Tensor:
+        """What the pipeline returns as latents -> the family's; independent of it."""
+        patches = _pack_patches(latents).transpose(1, 2).unflatten(2, (HEIGHT // 16, WIDTH // 16))
+        statistics = pipe.vae.bn.running_mean, (pipe.vae.bn.running_var + 1e-4).sqrt()
+        mean, std = (values.view(1, -1, 1, 1) for values in statistics)
+        return (patches - mean) / std
+
+    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        return normalize(pipe.vae.encode(pixels).latent_dist.mode())
+
+    return TinyCase(
+        family,
+        pipe,
+        build_batch(latents, {"embeds": embeds}),
+        {"prompt_embeds": embeds},
+        {},
+        encode,
+        source,
+        unpack_latents=normalize,
+        blocks=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),
+        pack_prediction=lambda latents: latents.flatten(2).transpose(1, 2),
+        **options,
+    )
+
+
+def flux2_klein() -> TinyCase:
+    return _build_flux2_case(
+        "flux2_klein", build_negative=lambda pipe, text: {"negative_prompt_embeds": pipe.encode_prompt([text])[0]}
+    )
+
+
+def flux2_dev() -> TinyCase:
+    tiny = _build_flux2_case("flux2_dev", build_negative=lambda pipe, text: {})
+    grid = HEIGHT // 16, WIDTH // 16
+    return replace(tiny, unpack_latents=lambda rows: rows.transpose(1, 2).unflatten(2, grid))
+
+
 def z_image() -> TinyCase:
     texts, latents = _draw_tensors((43, 32), (4, HEIGHT // 8, WIDTH // 8))
     embeds = [texts[0], texts[1, :17]]
@@ -289,6 +348,8 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "sd3": sd3,
     "flux": flux,
     "flux_schnell": flux_schnell,
+    "flux2_dev": flux2_dev,
+    "flux2_klein": flux2_klein,
     "z_image": z_image,
     "qwen_image": qwen_image,
     "aura_flow": aura_flow,

@@ -42,6 +42,8 @@ FACTS = FamilyFacts(
     pipeline_class="ZImagePipeline",
     denoiser_name="transformer",
     components=("transformer", "vae", "text_encoder", "tokenizer"),
+    num_parameters=6_154_908_736,
+    lora_targets_of="musubi-tuner",
     match_configs=_match_z_image,
     component_options={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
     modelspec_architecture="z-image",
@@ -117,21 +119,14 @@ class ZImage(Family):
     def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         from .. import text_encoding
 
-        texts = [_apply_chat_template(pipe, prompt, add_generation_prompt=True) for prompt in prompts]
+        texts = [_apply_chat_template(pipe, prompt) for prompt in prompts]
         width, max_length = pipe.transformer.config.cap_feat_dim, Z_IMAGE_MAX_SEQUENCE_LENGTH
         return {"embeds": text_encoding.build_meta_text_embeds(pipe.tokenizer, texts, width, max_length)}
 
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         from .. import text_encoding
 
-        by_text = {}
-        for prompt in prompts:
-            text = _apply_chat_template(pipe, prompt)
-            end = text.rfind(prompt)
-            by_text[text[: end + len(prompt)] if end >= 0 else text] = prompt
-        max_length = Z_IMAGE_MAX_SEQUENCE_LENGTH
-        truncated = text_encoding.find_truncated_prompts(pipe.tokenizer, list(by_text), max_length)
-        return [by_text[text] for text in truncated]
+        return text_encoding.find_truncated_chats(pipe.tokenizer, prompts, Z_IMAGE_MAX_SEQUENCE_LENGTH)
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         import torch
@@ -151,9 +146,9 @@ class ZImage(Family):
         }
 
 
-def _apply_chat_template(pipe: Any, prompt: str, add_generation_prompt: bool = False) -> str:
+def _apply_chat_template(pipe: Any, prompt: str) -> str:
     messages = [{"role": "user", "content": prompt}]
     text: str = pipe.tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=add_generation_prompt, enable_thinking=True
+        messages, tokenize=False, add_generation_prompt=True, enable_thinking=True
     )
     return text

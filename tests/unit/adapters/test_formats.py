@@ -20,13 +20,13 @@ from library.cli import run_tool
 from library.config.validate_adapter import validate_save_format
 from library.errors import UserError
 from library.models.detect import detect_model
-from library.models.families import FAMILIES
+from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.loading import load_components_on_meta
 from library.models.weights import build_empty_model
 from library.tools.convert import identify_lora
 
 DATA = Path(__file__).resolve().parents[2] / "data"
-EVERY = ("sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image")
+EVERY = tuple(FAMILY_FACTS)
 FORMATS = ("kohya", "diffusers", "comfy")
 
 

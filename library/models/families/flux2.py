@@ -1,0 +1,258 @@
+"""FLUX.2: dev with Mistral and an embedded guidance, klein (4B and 9B, base and distilled) with Qwen3; flow matching.
+
+Latents are patches of 2 x 2, normalized by the running statistics of the VAE; one of them is one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from ...adapters.key_styles import KeyStyle, OriginalModule
+from ..base import BaseModelInfo, Family
+from ..facts import FamilyFacts, FamilyMatch
+from ..model_configs import ConfigReader, read_required
+from ..shared_facts import (
+    DENOISER_PREFIXES,
+    JOINT_ATTENTION_LORA_TARGET_MODULES,
+    MASKED_ATTENTION_MODES,
+    match_flow_model,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ...data.batch import Batch, Cond, Moments
+    from ...data.prompts import Prompt
+    from ...diffusion.process import NoiseProcess
+
+FLUX2_MAX_SEQUENCE_LENGTH = 512
+"""Texts are padded to this many tokens, and padding is attended to, as in diffusers' pipeline."""
+
+SHIFT_STEPS = 50
+"""Sampling steps for which the pipeline's shift is taken in training; it depends on them."""
+
+
+def _match_flux2(read: ConfigReader) -> FamilyMatch:
+    config = read_required(read, "transformer/config.json")
+    has_guidance = bool(config.get("guidance_embeds", True))
+    blocks = f"{config.get('num_layers', 8)} double and {config.get('num_single_layers', 48)} single blocks"
+    return replace(match_flow_model(read, 4, f"the transformer has {blocks}"), has_guidance_embeds=has_guidance)
+
+
+_KLEIN_KEYS = ("double_stream_modulation_img.lin.weight", "double_blocks.0.img_attn.qkv.weight", "img_in.weight")
+
+DEV_FACTS = FamilyFacts(
+    name="flux2_dev",
+    title="FLUX.2 dev",
+    pipeline_class="Flux2Pipeline",
+    denoiser_name="transformer",
+    components=("transformer", "vae", "text_encoder", "tokenizer"),
+    num_parameters=32_223_281_152,
+    lora_targets_of="musubi-tuner",
+    match_configs=_match_flux2,
+    component_options={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
+    extra_options=("guidance_scale",),
+    modelspec_architecture="flux-2-dev",
+    attention_modes=(*MASKED_ATTENTION_MODES, "flash", "flash3"),
+    single_file_prefixes={
+        "transformer": DENOISER_PREFIXES,
+        "vae": ("vae.",),
+        "text_encoder": ("text_encoders.mistral3_24b.transformer.",),
+    },
+    single_file_keys=("guidance_in.in_layer.weight", *_KLEIN_KEYS),
+    single_file_classes={"vae": "AutoencoderKL"},
+    single_file_renames={"encoder.quant_conv.": "quant_conv.", "decoder.post_quant_conv.": "post_quant_conv."},
+    diffusers_keys={
+        "guidance_in.in_layer.weight": "time_guidance_embed.guidance_embedder.linear_1.weight",
+        "double_stream_modulation_img.lin.weight": "double_stream_modulation_img.linear.weight",
+        "double_blocks.0.img_attn.qkv.weight": "single_transformer_blocks.0.attn.to_qkv_mlp_proj.weight",
+        "img_in.weight": "x_embedder.weight",
+        "txt_in.weight": "context_embedder.weight",
+    },
+    shape_checks={
+        ("img_in.weight", 1): ("transformer", "in_channels"),
+        ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
+        ("guidance_in.in_layer.weight", None): ("transformer", "guidance_embeds"),
+    },
+)
+
+KLEIN_FACTS = replace(
+    DEV_FACTS,
+    name="flux2_klein",
+    title="FLUX.2 klein",
+    pipeline_class="Flux2KleinPipeline",
+    num_parameters=9_078_581_248,
+    extra_options=(),
+    modelspec_architecture="flux-2-klein",
+    notes="train on the base models; distilled ones lose their few steps",
+    single_file_prefixes={**DEV_FACTS.single_file_prefixes, "text_encoder": ("text_encoders.qwen3_4b.transformer.",)},
+    single_file_keys=_KLEIN_KEYS,
+)
+
+
+def _build_stream(stream: str, attention: Sequence[str], out: str, mlp: str) -> tuple[OriginalModule, ...]:
+    original, block = f"double_blocks.{{}}.{stream}", "transformer_blocks.{}"
+    return (
+        OriginalModule(f"{original}_attn.qkv", tuple(f"{block}.attn.{name}" for name in attention)),
+        OriginalModule(f"{original}_attn.proj", (f"{block}.attn.{out}",)),
+        OriginalModule(f"{original}_mlp.0", (f"{block}.{mlp}.linear_in",)),
+        OriginalModule(f"{original}_mlp.2", (f"{block}.{mlp}.linear_out",)),
+    )
+
+
+_LAYOUT = (
+    *_build_stream("img", ("to_q", "to_k", "to_v"), "to_out.0", "ff"),
+    *_build_stream("txt", ("add_q_proj", "add_k_proj", "add_v_proj"), "to_add_out", "ff_context"),
+    OriginalModule("single_blocks.{}.linear1", ("single_transformer_blocks.{}.attn.to_qkv_mlp_proj",)),
+    OriginalModule("single_blocks.{}.linear2", ("single_transformer_blocks.{}.attn.to_out",)),
+)
+FLUX2_KEYS = KeyStyle("flux2", _LAYOUT, has_lokr_in_diffusers=True, is_comfy_format_in_diffusers=False)
+
+
+class Flux2Klein(Family):
+    """Sampled with classifier-free guidance, unless it is distilled."""
+
+    facts = KLEIN_FACTS
+    denoiser_name = "transformer"
+    text_components = ("text_encoder", "tokenizer")
+    tokenizer_repo_ids = {"tokenizer": "black-forest-labs/FLUX.2-klein-base-4B:tokenizer"}
+    # Every linear layer of the blocks; the modulation is outside of them.
+    lora_target_modules = (
+        *(f"transformer_blocks.*.attn.{name}" for name in JOINT_ATTENTION_LORA_TARGET_MODULES if "to_out" not in name),
+        "transformer_blocks.*.attn.to_out.0",
+        *(f"{mlp}.{layer}" for mlp in ("ff", "ff_context") for layer in ("linear_in", "linear_out")),
+        *(f"single_transformer_blocks.*.attn.{name}" for name in ("to_qkv_mlp_proj", "to_out")),
+    )
+    lora_key_style = FLUX2_KEYS
+    lora_format = "diffusers"
+    block_lists = ("transformer_blocks", "single_transformer_blocks")
+    fused_parallel_layers = {
+        r"\.linear_in$": ("colwise", (1, 1)),
+        r"\.linear_out$": ("rowwise", (1,)),
+        r"\.to_qkv_mlp_proj$": ("colwise", (1, 1, 1, 3, 3)),
+        r"^single_transformer_blocks\.\d+\.attn\.to_out$": ("rowwise", (1, 3)),
+    }
+    unsupported_strategies = {
+        name: "the double and the single blocks pass on different tensors" for name in ("pp", "cp")
+    }
+    default_num_inference_steps = 50
+    default_guidance_scale = 4.0
+
+    def get_unused_layers(self, denoiser: Any) -> tuple[str, ...]:
+        return ()  # the text goes on through the single blocks
+
+    def build_noise_process(self, pipe: Any) -> NoiseProcess:
+        """The shift of the pipeline, which is linear in the number of tokens up to 4300."""
+        from ...diffusion.process import DynamicShift, FlowMatchingProcess
+
+        first, last = ((tokens, _compute_shift_exponent(tokens)) for tokens in (256, 4096))
+        return FlowMatchingProcess(DynamicShift(first, last), patch_size=1)
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        size = "9b" if pipe.transformer.config.num_layers == 8 else "4b"
+        return BaseModelInfo(f"flux2_klein_{size}", f"flux-2-klein-{size}")
+
+    def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        return {"embeds": pipe.encode_prompt(list(prompts), pipe.text_encoder.device)[0]}
+
+    def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        import torch
+
+        width = pipe.transformer.config.joint_attention_dim
+        return {"embeds": torch.empty(len(prompts), FLUX2_MAX_SEQUENCE_LENGTH, width, device="meta")}
+
+    def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        from .. import text_encoding
+
+        return text_encoding.find_truncated_chats(pipe.tokenizer, prompts, FLUX2_MAX_SEQUENCE_LENGTH)
+
+    def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
+        """The mean only: the model was trained on it, without noise of the VAE."""
+        import torch
+
+        from ...data.batch import Moments
+        from ..vae import disable_autocast
+
+        with torch.no_grad(), disable_autocast(pipe.vae):
+            latents = pipe.vae.encode(pixels.to(pipe.vae.device, pipe.vae.dtype)).latent_dist.mode()
+            mean, std = _get_statistics(pipe.vae)
+            latents = (pipe._patchify_latents(latents) - mean) / std
+        return Moments.from_mean_and_std(latents, torch.zeros_like(latents))
+
+    def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
+        mean, std = _get_statistics(pipe.vae)
+        latents = latents.to(pipe.vae.device, pipe.vae.dtype) * std + mean
+        return self.decode_sampled_latents(pipe, pipe._unpatchify_latents(latents), 0, 0)
+
+    def decode_sampled_latents(self, pipe: Any, latents: Tensor, height: int, width: int) -> Tensor:
+        """klein's pipeline returns latents without their normalization, dev's tokens."""
+        import torch
+
+        from ..vae import disable_autocast
+
+        if latents.ndim == 3:
+            side = pipe.vae_scale_factor * 2
+            grid = latents.transpose(1, 2).reshape(len(latents), -1, height // side, width // side)
+            return self.decode_latents(pipe, grid)
+        with torch.no_grad(), disable_autocast(pipe.vae):
+            pixels: Tensor = pipe.vae.decode(latents.to(pipe.vae.device, pipe.vae.dtype), return_dict=False)[0]
+        return pixels
+
+    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        embeds, device = cast("Tensor", batch.cond["embeds"]), noisy_latents.device
+        predicted: Tensor = denoiser(
+            hidden_states=pipe._pack_latents(noisy_latents),
+            timestep=timesteps / 1000,
+            guidance=self._build_guidance(timesteps),
+            encoder_hidden_states=embeds,
+            txt_ids=pipe._prepare_text_ids(embeds).to(device, non_blocking=True),
+            img_ids=pipe._prepare_latent_ids(noisy_latents).to(device, non_blocking=True),
+            joint_attention_kwargs=None,
+            return_dict=False,
+        )[0]
+        return predicted.transpose(1, 2).reshape(noisy_latents.shape)
+
+    def _build_guidance(self, timesteps: Tensor) -> Tensor | None:
+        return None
+
+    def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
+        embeds = {"prompt_embeds": cond["embeds"], "negative_prompt_embeds": negative_cond["embeds"]}
+        steps = prompt.num_inference_steps or (4 if pipe.config.is_distilled else self.default_num_inference_steps)
+        return {**embeds, "guidance_scale": self.get_guidance_scale(prompt), "num_inference_steps": steps}
+
+
+class Flux2Dev(Flux2Klein):
+    """Guidance-distilled: the guidance scale is an input, and there is no negative prompt."""
+
+    facts = DEV_FACTS
+    tokenizer_repo_ids = {"tokenizer": "black-forest-labs/FLUX.2-dev:tokenizer"}
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        return BaseModelInfo("flux2_dev", "flux-2-dev")
+
+    def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        from .. import text_encoding
+
+        tokenizer, max_tokens = getattr(pipe.tokenizer, "tokenizer", pipe.tokenizer), FLUX2_MAX_SEQUENCE_LENGTH
+        return text_encoding.find_truncated_chats(tokenizer, prompts, max_tokens, pipe.system_message)
+
+    def _build_guidance(self, timesteps: Tensor) -> Tensor | None:
+        return timesteps.new_full(timesteps.shape, self.model_config.guidance_scale)
+
+    def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
+        scale = self.get_guidance_scale(prompt) if prompt.embedded_guidance is None else prompt.embedded_guidance
+        return {"prompt_embeds": cond["embeds"], "guidance_scale": scale}
+
+
+def _compute_shift_exponent(num_tokens: int) -> float:
+    from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+
+    return float(compute_empirical_mu(num_tokens, SHIFT_STEPS))
+
+
+def _get_statistics(vae: Any) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each channel of a patch."""
+    mean, variance = (values.view(1, -1, 1, 1) for values in (vae.bn.running_mean, vae.bn.running_var))
+    return mean, (variance + vae.config.batch_norm_eps).sqrt()

@@ -1,0 +1,80 @@
+"""``python -m library models``: every model family, its size, where it is loaded from, and how it can be trained."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import UserError
+from ..models.families import FAMILIES, FAMILY_FACTS
+from ..registry import suggest_name
+
+USAGE = "usage: python -m library models [--json | --markdown]"
+HELP = f"""{USAGE}
+
+  --json      a list of objects with name, title, kind, parameters, sources, strategies, notes
+  --markdown  the table of docs/models.md
+
+parameters are those of the published denoiser, the largest where there are several sizes. --family NAME and
+random:NAME take the name."""
+
+
+def run_models(argv: Sequence[str]) -> tuple[str, int]:
+    """List the families as text, JSON or Markdown."""
+    forms = {"--json": format_json, "--markdown": format_markdown}
+    if set(argv) & {"--help", "-h"}:
+        return HELP, 0
+    for word in argv:
+        if word not in forms:
+            raise UserError(f"{word}: unknown option{suggest_name(word, forms) or f'; {USAGE}'}")
+    if len(argv) > 1:
+        raise UserError(f"one of --json and --markdown; {USAGE}")
+    return (forms[argv[0]] if argv else format_text)(list_models()), 0
+
+
+def list_models() -> list[dict[str, Any]]:
+    """An object for each family, in the order of the table."""
+    return [
+        {
+            "name": name,
+            "title": facts.title,
+            "kind": facts.kind,
+            "parameters": facts.num_parameters,
+            "sources": ["folder", "hub", *(("file",) if facts.single_file_keys else ()), "random"],
+            "strategies": list(FAMILIES.get(name).list_strategies()),
+            "lora_targets": facts.lora_targets_of,
+            "notes": facts.notes,
+        }
+        for name, facts in FAMILY_FACTS.items()
+    ]
+
+
+def format_text(models: Sequence[dict[str, Any]]) -> str:
+    """Format a line for each family."""
+    rows = [(model["name"], model["title"], _format_count(model["parameters"]), model["kind"]) for model in models]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    notes = (f"  ({model['notes']})" if model["notes"] else "" for model in models)
+    return "\n".join(line + note for line, note in zip(lines, notes, strict=True))
+
+
+def format_json(models: Sequence[dict[str, Any]]) -> str:
+    """Format the list as JSON."""
+    return json.dumps(models, indent=1, ensure_ascii=False)
+
+
+def format_markdown(models: Sequence[dict[str, Any]]) -> str:
+    """Format the table of docs/models.md."""
+    lines = [
+        "| model | `--family` | parameters | single file | layers trained as in | besides DDP, FSDP and DeepSpeed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for model in models:
+        title = model["title"] + (f" ({model['notes']})" if model["notes"] else "")
+        count, file = _format_count(model["parameters"]), "yes" if "file" in model["sources"] else "no"
+        others = ", ".join(name for name in model["strategies"] if name not in ("ddp", "fsdp", "deepspeed"))
+        lines.append(f"| {title} | `{model['name']}` | {count} | {file} | {model['lora_targets']} | {others} |")
+    return "\n".join(lines)
+
+
+def _format_count(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} B"
