@@ -68,6 +68,7 @@ def build_byte_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any
         "Qwen2Tokenizer": _build_chat_tokenizer,
         "PixtralProcessor": _build_chat_tokenizer,
         "LlamaTokenizer": _build_llama_tokenizer,
+        "TokenizersBackend": _build_fast_tokenizer,  # PreTrainedTokenizerFast of transformers 5
     }
     return builders[tokenizer_class.__name__](tokenizer_class, config)
 
@@ -118,6 +119,12 @@ def _build_llama_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> A
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
     options = {name: config[name] for name in settings if name in config}
     return tokenizer_class(vocab=vocabulary, merges=[], **options)
+
+
+def _build_fast_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
+    tokenizer = _build_chat_tokenizer(Qwen2Tokenizer, config)
+    options = {"pad_token": END_TOKEN, "model_max_length": tokenizer.model_max_length}
+    return tokenizer_class(tokenizer_object=tokenizer.backend_tokenizer, **options)
 
 
 def _build_chat_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:

@@ -49,6 +49,7 @@ ORIGINAL_WRITERS: Mapping[str, Callable[[Any], Mapping[str, Tensor]]] = {
     "flux": original_checkpoints.convert_flux_transformer,
     "z_image": original_checkpoints.convert_z_image_transformer,
     "qwen_image": nn.Module.state_dict,
+    "ernie_image": nn.Module.state_dict,
     "aura_flow": original_checkpoints.convert_aura_flow_transformer,
     "ovis_image": original_checkpoints.convert_ovis_image_transformer,
     "longcat_image": original_checkpoints.convert_longcat_image_transformer,
