@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..config.network_args import (
+    OFT_MODULES,
     TUCKER_TYPES,
     LycorisPreset,
     NetworkArgs,
@@ -130,6 +131,9 @@ def _resolve_rank_alpha(
         rank = rank if _is_selected_block(layer, network_args) else 0
     if (preset := get_lycoris_preset(config)) is not None and not _is_in_preset(layer, preset, network):
         rank = 0
+    is_of_flux, is_attention = config.network_module == "networks.oft_flux", re.search(r"\.attn\d?\.", layer.name)
+    if config.network_module in OFT_MODULES and (network.is_unet or is_of_flux) and not network_args.enable_all_linear:
+        rank = rank if is_attention and "_single_blocks_" not in layer.kohya_name else 0
     for pattern, value in network_args.network_reg_dims:
         if matches_pattern(pattern, layer):
             rank = value

@@ -16,12 +16,14 @@ LAST_BLOCK = 10**6
 
 UNSUPPORTED_MODULES = {
     "networks.dylora": "DyLoRA is not supported; use networks.lora",
+    "locon.locon_kohya": "LoCon is part of LyCORIS now; use lycoris.kohya, or networks.lora with conv_dim",
     "networks.lora_fa": "LoRA-FA is not supported; use networks.lora",
 }
 UNSUPPORTED_ARGS = {
     "split_qkv": "not supported: q, k and v share one down matrix (it crashes in sd-scripts)",
     "ggpo_sigma": "not yet: weight perturbation (GGPO)",
     "ggpo_beta": "not yet: weight perturbation (GGPO)",
+    "enable_conv": "not supported: OFT is for linear layers",
     "disable_conv_cp": "LyCORIS reads it as use_tucker; write use_tucker instead",
 }
 """Arguments of network modules of sd-scripts or LyCORIS that are not accepted here, unless they are off."""

@@ -40,6 +40,9 @@ NETWORK_MODULES = {
 }
 """Network modules and their adapter types; for lycoris.kohya, the type without ``algo``."""
 
+OFT_MODULES = ("networks.oft", "networks.oft_flux")
+"""sd-scripts' OFT, which trains no text encoder, and the layers of attention only without ``enable_all_linear``."""
+
 SPECIAL_MODULES = ("networks.lora_flux", "networks.oft_flux", "networks.lora_sd3")
 """The network modules of one model family each, which lists them in its ``NetworkFacts``."""
 
@@ -157,6 +160,7 @@ class NetworkArgs:
     train_on_input: bool = _define_lycoris_switch(())
     block_size: bool = _define_lycoris_switch(())
     unit: bool = _define_lycoris_switch(())
+    enable_all_linear: bool = _define_arg(types.parse_bool, False, adapter_types=("oft",))
     dropout: float | None = _define_arg(types.parse_dropout_rate)
     block_dims: tuple[int, ...] | None = _define_unet_arg(types.parse_ranks)
     block_alphas: tuple[float, ...] | None = _define_unet_arg(types.parse_alphas, adapter_types=RANKED_TYPES)
@@ -273,8 +277,11 @@ def find_args_of_other_types(adapter: AdapterConfig) -> list[str]:
     adapter_type, names = get_adapter_type(adapter), list_arg_names(adapter.network_args)
     supported = {item.name: item.metadata["adapter_types"] for item in fields(NetworkArgs)}
     arguments, defaults = parse_network_args(adapter.network_args)[0], NetworkArgs()
+    is_rotation = adapter_type in ROTATION_TYPES
     problems = [
-        f"{name}: not supported for {adapter_type}, only for {', '.join(supported[name])}"
+        f"{name}: {adapter_type} is for linear layers only; remove it and write preset=full-lin"
+        if is_rotation and name == "conv_dim"
+        else f"{name}: not supported for {adapter_type}, only for {', '.join(supported[name])}"
         for name in names
         if supported.get(name)
         and adapter_type not in supported[name]

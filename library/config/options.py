@@ -16,7 +16,7 @@ ExplicitOptions = frozenset[str]
 
 OFF_AT_ZERO = frozenset(
     "scale_weight_norms sample_every_n_steps sample_every_n_epochs save_last_n_steps save_last_n_epochs"
-    " save_last_n_steps_state save_last_n_epochs_state vae_batch_size".split()
+    " save_last_n_steps_state save_last_n_epochs_state vae_batch_size ddp_timeout".split()
 )
 """Options that sd-scripts takes for not set at 0."""
 
@@ -97,7 +97,8 @@ class Option:
         if isinstance(value, bool):
             value = str(value).lower()  # compile_dynamic = true
         if value not in self.value_type:
-            raise ValueError(f"{_format_value(value)} is not one of {', '.join(self.value_type)}")
+            hint = f"; write {value.lower()}" if isinstance(value, str) and value.lower() in self.value_type else ""
+            raise ValueError(f"{_format_value(value)} is not one of {', '.join(self.value_type)}{hint}")
         return str(value)
 
     def _parse_custom(self, value: Any) -> Any:

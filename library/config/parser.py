@@ -34,7 +34,7 @@ from .kohya_compat import (
 )
 from .options import OFF_AT_ZERO, Option, build_config, iter_options
 from .schema import RunConfig
-from .toml_positions import read_run_toml
+from .toml_positions import is_table, read_run_toml
 from .unused_options import (
     find_unused_args,
     find_unused_options,
@@ -213,7 +213,7 @@ class _SettingsReader:
             self.problems.append(f"{setting.location}: duplicate key, first set in line {line}")
             return
         try:
-            if isinstance(setting.value, dict):
+            if is_table(setting.value) and not setting.is_flag:
                 raise ValueError("expected a value, got a table")
             if isinstance(verdict, SecretOption):
                 self.secrets |= read_secret(setting, verdict.variable, self.notices)

@@ -138,7 +138,7 @@ class OptimConfig:
     lr_decay_steps: StepsOrRatio = define_option(
         StepsOrRatio(0, False), "warmup_stable_decay: decay steps at the end: a number, a ratio of the run, or N%"
     )
-    lr_scheduler_num_cycles: int = define_option(1, "cosine_with_restarts: number of cycles", minimum=1)
+    lr_scheduler_num_cycles: int = define_option(1, "cosine_with_restarts: number of cycles", minimum=0)
     lr_scheduler_power: float = define_option(1.0, "polynomial: power", minimum=0)
     lr_scheduler_timescale: int | None = define_option(
         None, "inverse_sqrt: time scale in steps, larger decays slower; default: lr_warmup_steps", minimum=1
@@ -167,7 +167,7 @@ class OptimConfig:
 class TrainConfig:
     """Length of training, memory savings and error handling."""
 
-    max_train_steps: int = define_option(1600, "number of optimizer steps, whatever the number of GPUs", minimum=1)
+    max_train_steps: int = define_option(1600, "number of optimizer steps, whatever the number of GPUs", minimum=0)
     max_train_epochs: int | None = define_option(None, "number of epochs, instead of max_train_steps", minimum=1)
     gradient_accumulation_steps: int = define_option(1, "micro-batches per optimizer step", minimum=1)
     gradient_checkpointing: bool = define_option(False, "recompute activations in backward: less memory, slower steps")

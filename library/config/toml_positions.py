@@ -206,13 +206,14 @@ def read_run_toml(path: Path, command_options: Container[str], problems: list[st
                     yield RawSetting(name, value, location, is_flag=False, replaces=f"{path}:{first_line}")
             elif name in command_options:
                 problems.append(f"{location}: only allowed on the command line")
-            elif isinstance(value, list) and any(isinstance(v, dict) for v in value):
-                problems.append(f"{location}: expected a value, got a table{_suggest_dataset_config(key_path)}")
+            elif is_table(value) and ("datasets" in key_path or "subsets" in key_path):
+                hint = "this looks like a dataset TOML: give it with --dataset_config"
+                problems.append(f"{location}: expected a value, got a table; {hint}")
             else:
                 yield RawSetting(name, value, location, is_flag=False)
             first.setdefault(current_name, (line, value))
 
 
-def _suggest_dataset_config(key_path: tuple[str, ...]) -> str:
-    is_dataset = "datasets" in key_path or "subsets" in key_path
-    return "; this looks like a dataset TOML: give it with --dataset_config" if is_dataset else ""
+def is_table(value: Any) -> bool:
+    """Whether a TOML value is a table or a list with tables."""
+    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))

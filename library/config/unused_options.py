@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterable, Iterator
 from importlib.util import find_spec
 
 from .network_args import (
+    LYCORIS_ALGORITHMS,
+    OFT_MODULES,
     ROTATION_TYPES,
     TUCKER_ARGS,
     TUCKER_TYPES,
@@ -87,12 +89,13 @@ def reset_options(config: RunConfig, names: Iterable[str]) -> RunConfig:
 
 
 def resolve_lycoris_preset(adapter: AdapterConfig) -> AdapterConfig:
-    """A preset of LyCORIS without text encoders stands for not training them."""
+    """A preset of LyCORIS without text encoders, or sd-scripts' OFT, stands for not training them."""
     is_valid = (
         validate_network_module(adapter.network_module) is None and not parse_network_args(adapter.network_args)[1]
     )
     preset = get_lycoris_preset(adapter) if is_valid else None
-    if preset is not None and preset.text_pattern is None and adapter.trains_denoiser:
+    has_no_text = adapter.network_module in OFT_MODULES or (preset is not None and preset.text_pattern is None)
+    if has_no_text and adapter.trains_denoiser:
         return dataclasses.replace(adapter, network_train_unet_only=True)
     return adapter
 
@@ -205,6 +208,8 @@ def _find_unused_scheduler_options(optim: OptimConfig) -> Iterator[UnusedOption]
 
 def _find_unused_adapter_options(adapter: AdapterConfig) -> Iterator[UnusedOption]:
     arguments = parse_network_args(adapter.network_args)[0]
+    if adapter.network_module == "lycoris.kohya" and LYCORIS_ALGORITHMS.get(arguments.algo) in ROTATION_TYPES:
+        yield "network_alpha", f"{arguments.algo} has no alpha"
     if adapter.network_module == "lycoris.kohya" and adapter.network_dropout and not arguments.bypass_mode:
         yield "network_dropout", _DROPOUT_OF_LYCORIS
     if adapter.dim_from_weights and adapter.network_weights:

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..errors import ConfigError
 from .network_args import get_adapter_type, parse_network_args
 from .options import ExplicitOptions, OptionConflict
-from .schema import AdapterConfig, ModelConfig, RunConfig
+from .schema import AdapterConfig, ModelConfig, RunConfig, TrainConfig
 from .schema_data import DataConfig
 from .schema_output import LogConfig, PreviewConfig, SaveConfig, StateConfig
 from .toml_positions import read_toml_with_lines
@@ -37,6 +37,7 @@ def validate_config(config: RunConfig, explicit: ExplicitOptions) -> Iterator[Op
     checks = (
         validate_dataset_path(config.data),
         validate_max_token_length(config.model),
+        validate_step_count(config.train),
         validate_adapter_options(config.adapter, config.optim, explicit),
         validate_lr_scheduler(config.optim),
         validate_self_tuning_optimizers(config.optim, config.adapter),
@@ -68,6 +69,11 @@ def validate_dataset_path(data: DataConfig) -> Iterator[OptionConflict]:
         yield ("dataset_config",), f"{path} is a folder; give the dataset TOML that points to it, or --train_data_dir"
     elif not Path(path).is_file():
         yield ("dataset_config",), f"{path}: no such file (looked in {Path(path).resolve().parent})"
+
+
+def validate_step_count(train: TrainConfig) -> Iterator[OptionConflict]:
+    if train.max_train_steps < 1 and train.max_train_epochs is None:
+        yield ("max_train_steps", "max_train_epochs"), "0 trains nothing; write 1 or more, or set max_train_epochs"
 
 
 def validate_max_token_length(model: ModelConfig) -> Iterator[OptionConflict]:

@@ -27,6 +27,9 @@ def validate_lr_scheduler(optim: OptimConfig) -> Iterator[OptionConflict]:
             ("lr_scheduler_args", "lr_scheduler"),
             "only used by lr_scheduler_type and lr_scheduler piecewise_constant",
         )
+    if scheduler == "cosine_with_restarts" and not optim.lr_scheduler_num_cycles and not optim.lr_scheduler_type:
+        problem = "0 cycles keep the learning rate constant; write 1 or more, or use lr_scheduler constant"
+        yield ("lr_scheduler_num_cycles", "lr_scheduler"), problem
     if scheduler == "cosine_with_min_lr" and optim.lr_scheduler_min_lr_ratio is None:
         problem = "cosine_with_min_lr needs lr_scheduler_min_lr_ratio, such as 0.1"
         yield ("lr_scheduler", "lr_scheduler_min_lr_ratio"), problem

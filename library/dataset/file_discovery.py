@@ -267,10 +267,12 @@ def _resolve_name(name: str, key: str, subset: SubsetConfig) -> Iterator[Path]:
     missing, missing_urls = list[str](), list[RemotePath]()
     for pattern in expand_braces(name):
         path = resolve_path(subset.dataset_file, pattern, subset.remote)
-        if path.is_dir():
+        if is_remote(path) and path.is_file():  # one listing for all files of a folder
+            yield _require_readable(cast(Path, path))
+        elif path.is_dir():
             yield from _list_shards(path, key, recursive=subset.recursive)
-        elif path.is_file():
-            yield _require_readable(path)
+        elif not is_remote(path) and path.is_file():
+            yield path
         elif is_remote(path):
             files = _glob_remote_files(path)
             missing_urls += [] if files else [path]

@@ -266,7 +266,7 @@ def validate_stages(datasets: Sequence[DatasetConfig], train: TrainConfig | None
         if all(subset.is_reg for subset in _iter_subsets(stage.datasets)):
             steps = f"from step {stage.first_step} {'on' if stage.end_step is None else f'to {stage.end_step}'}"
             yield f"{location}: no dataset to train on {steps}"
-    if train is not None and train.max_train_epochs is None:
+    if train is not None and train.max_train_epochs is None and train.max_train_steps:
         yield from validate_run_length(stages[-1].first_step, stages[-1].end_step, train.max_train_steps, location)
 
 

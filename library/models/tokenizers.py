@@ -26,9 +26,15 @@ _MIN_VOCAB_SIZE = 150
 
 def load_pretrained_tokenizer(tokenizer_class: Any, path_or_id: str, subfolder: str = "", **options: Any) -> Any:
     """Load a tokenizer from a folder or the hub, and check that it has a vocabulary."""
-    tokenizer = tokenizer_class.from_pretrained(path_or_id, subfolder=subfolder, **options)
+    missing = OSError("it has no vocabulary (vocab.json and merges.txt, or tokenizer.json)")
+    try:
+        tokenizer = tokenizer_class.from_pretrained(path_or_id, subfolder=subfolder, **options)
+    except ValueError as error:
+        if "backend tokenizer" in str(error):  # of a class that reads tokenizer.json only
+            raise missing from None
+        raise
     if len(getattr(tokenizer, "tokenizer", tokenizer)) < _MIN_VOCAB_SIZE:
-        raise OSError("it has no vocabulary (vocab.json and merges.txt, or tokenizer.json)")
+        raise missing
     return tokenizer
 
 

@@ -28,6 +28,10 @@ class RemoteError(OSError):
         self.strerror = reason
 
 
+class MissingFileError(RemoteError):
+    """There is no such file or folder."""
+
+
 class RemoteOutage(RemoteError):
     """The server or the credentials fail, so that no other file can be read either."""
 
@@ -152,7 +156,7 @@ def judge_error(error: Exception, scheme: str, container: str) -> Verdict:
     if isinstance(error, PermissionError) or 403 in statuses:
         return Verdict(RemoteError(f"access denied ({reason}); check the permissions, or {info.credentials}"))
     if 404 in statuses or 410 in statuses or (isinstance(error, FileNotFoundError) and not _has_transport_cause(chain)):
-        return Verdict(RemoteError("does not exist"))
+        return Verdict(MissingFileError("does not exist"))
     if 416 in statuses:
         return Verdict(RemoteError("has fewer bytes than when it was listed; it has changed on the server"))
     if names & _RETRIED_TYPES and not statuses:

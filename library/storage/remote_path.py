@@ -153,11 +153,8 @@ class RemotePath:
         return self.store.list_folder(self.url, recursive=recursive)
 
     def is_dir(self) -> bool:
-        """Whether the server lists something below; raise ``RemoteOutage`` if it cannot be asked."""
-        if not self.can_list:
-            return False
-        listing = self.list_folder(recursive=False)
-        return bool(listing.files or listing.folders)
+        """Whether something is below; raise ``RemoteError`` if the server cannot tell."""
+        return self.can_list and self.store.is_folder(self.url)
 
     def is_file(self) -> bool:
         """Whether there is such a file; raise ``RemoteOutage`` if the server cannot be asked."""

@@ -15,7 +15,9 @@ from .block_cache import BlockCache
 from .filesystems import (
     MAX_CONNECTIONS,
     IncompleteBodyError,
+    MissingFileError,
     RemoteError,
+    RemoteOutage,
     RetryPolicy,
     get_scheme,
     open_filesystem,
@@ -68,6 +70,7 @@ class RemoteStore:
         self.blocks = BlockCache(self.settings.directory / "blocks", self.settings.cache_bytes - small)
         self._infos: dict[str, FileInfo | RemoteError] = {}
         self._listings: dict[tuple[str, bool], RemoteListing] = {}
+        self._folders: dict[str, bool] = {}
         self._servers_without_ranges: set[str] = set()
         self._reset()
 
@@ -133,29 +136,52 @@ class RemoteStore:
         listing.folders = sorted(folders)
         return listing
 
+    def is_folder(self, url: str) -> bool:
+        """Whether something is below a URL, without listing all of it; raise ``RemoteError`` if that is unknown."""
+        scheme, container = split_server(url)
+        if not container or not get_scheme(scheme).can_list:
+            raise RemoteError(f"names no {get_scheme(scheme).container}")
+        if url not in self._folders and "/" not in format_address(url, ""):  # a bucket, which may be empty
+            listing = self.list_folder(url, recursive=False)
+            self._folders[url] = bool(listing.files or listing.folders)
+        elif url not in self._folders:
+            try:
+                found = self.retries.call(
+                    lambda: open_filesystem(scheme).info(format_address(url, "")), scheme, container, url
+                )
+                self._folders[url] = found.get("type") == "directory"
+                if not self._folders[url]:
+                    self._infos[url] = build_info(found)
+            except MissingFileError:
+                self._folders[url] = False
+        return self._folders[url]
+
     def get_info(self, url: str, query: str = "") -> FileInfo:
         """Return size and stamp of a file; raise ``RemoteError`` if there is none."""
         info = self._infos.get(url)
         if info is None:
-            scheme, container = split_server(url)
-            if not container:
-                raise RemoteError(f"names no {get_scheme(scheme).container}")
-            get_scheme(scheme)
             try:
-                found = self.retries.call(
-                    lambda: open_filesystem(scheme).info(format_address(url, query)), scheme, container, url
-                )
-                if found.get("type") == "directory":
-                    raise RemoteError("is a folder, not a file")
-                info = build_info(found) if found.get("size") is not None else self._measure_by_reading(url, query)
+                info = self._request_info(url, query)
+            except RemoteOutage:  # may pass
+                raise
             except RemoteError as error:
-                info = RemoteError(str(error)) if type(error) is RemoteError else error
-            if type(info) is not RemoteError and isinstance(info, RemoteError):
-                raise info  # an outage, which may pass
+                info = error
             self._infos[url] = info
         if isinstance(info, RemoteError):
-            raise RemoteError(str(info))
+            raise type(info)(str(info))
         return info
+
+    def _request_info(self, url: str, query: str) -> FileInfo:
+        scheme, container = split_server(url)
+        if not container:
+            raise RemoteError(f"names no {get_scheme(scheme).container}")
+        get_scheme(scheme)
+        found = self.retries.call(
+            lambda: open_filesystem(scheme).info(format_address(url, query)), scheme, container, url
+        )
+        if found.get("type") == "directory":
+            raise RemoteError("is a folder, not a file")
+        return build_info(found) if found.get("size") is not None else self._measure_by_reading(url, query)
 
     def _measure_by_reading(self, url: str, query: str) -> FileInfo:
         """Read a whole file whose server does not tell the size beforehand."""

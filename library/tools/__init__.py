@@ -24,6 +24,8 @@ TOOLS: dict[str, tuple[str, Tool]] = {
     "doctor": ("check packages, devices and a launch command", partial(_run_tool, "doctor")),
     "plan": ("print buckets, steps, samples and estimated memory, without training", partial(_run_tool, "plan")),
     "cache": ("cached latents and captions: build, verify, repair, prune, info", partial(_run_tool, "cache")),
+    "caption": ("write captions or tags with a model", partial(_run_tool, "caption")),
+    "tags": ("count and edit tags, find images that are alike", partial(_run_tool, "tags")),
     "convert": ("convert a LoRA file to another program's key names", partial(_run_tool, "convert")),
     "lora": ("inspect, merge, extract, resize, scale and prune LoRA files", partial(_run_tool, "lora")),
     "import": (

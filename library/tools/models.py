@@ -72,7 +72,9 @@ def format_markdown(models: Sequence[dict[str, Any]]) -> str:
         title = model["title"] + (f" ({model['notes']})" if model["notes"] else "")
         count, file = _format_count(model["parameters"]), "yes" if "file" in model["sources"] else "no"
         others = ", ".join(name for name in model["strategies"] if name not in ("ddp", "fsdp", "deepspeed"))
-        lines.append(f"| {title} | `{model['name']}` | {count} | {file} | {model['lora_targets']} | {others} |")
+        lines.append(
+            f"| {title} | `{model['name']}` | {count} | {file} | {model['lora_targets'] or 'own choice'} | {others} |"
+        )
     return "\n".join(lines)
 
 

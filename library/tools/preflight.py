@@ -13,7 +13,9 @@ from ..training.preflight import find_settings_problems
 
 if TYPE_CHECKING:
     from ..distributed.launch_command import LaunchCommand
+    from .caption import CaptionOptions
     from .plan import PlanOptions
+    from .tags import TagsOptions
     from .web import WebOptions
 
 PREVIEW_SUFFIXES = (".png", ".jpg", ".webp")
@@ -89,6 +91,48 @@ def check_cache_arguments(command: str, confirm_flag: str, loaded: ParsedConfig,
         problems.append(f"{confirm_flag}: only with prune")
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
+
+
+def check_caption_arguments(options: "CaptionOptions", folders: Sequence[Path], own: ParsedConfig, usage: str) -> None:
+    """Raise with all problems of ``caption``'s arguments."""
+    problems = [*own.problems, *_find_folder_problems(folders, options.caption_extension, usage)]
+    if options.model is None and "model" not in own.invalid_options:
+        problems.append("--model: missing; a folder, a hub id, or with --api_base the name of the server's model")
+    if options.api_base is not None and not options.api_base.startswith(("http://", "https://")):
+        problems.append(f"--api_base: {options.api_base}: expected an address such as http://127.0.0.1:8080/v1")
+    if "api_timeout" in own.locations and options.api_base is None:
+        problems.append("--api_timeout: no effect without --api_base")
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_tags_arguments(
+    command: str,
+    commands: Collection[str],
+    options: "TagsOptions",
+    folders: Sequence[Path],
+    own: ParsedConfig,
+    usage: str,
+) -> None:
+    """Raise with all problems of ``tags``'s arguments."""
+    problems = [*own.problems, *_find_folder_problems(folders, options.caption_extension, usage)]
+    if command not in commands:
+        problems.insert(0, f"tags: unknown command {command!r}{suggest_name(command, commands)}; {usage}")
+    problems += [f'--replace: {text!r}: expected "old=new"' for text in options.replace if "=" not in text]
+    edits = ("replace", "remove", "prepend", "append", "deduplicate", "sort")
+    if command == "edit" and not own.problems and not any(name in own.locations for name in edits):
+        problems.append(f"tags edit: nothing to do; give one of {', '.join(f'--{name}' for name in edits)}")
+    if not options.caption_separator.strip():
+        problems.append("--caption_separator: expected a character other than a space")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _find_folder_problems(folders: Sequence[Path], extension: str, usage: str) -> Iterator[str]:
+    if not folders:
+        yield f"no folder given; {usage}"
+    if not extension.startswith(".") or len(extension) < 2:
+        yield f"--caption_extension: {extension!r}: expected an extension such as .txt"
 
 
 def check_convert_arguments(words: Sequence[str], file_format: str, formats: Collection[str], usage: str) -> None:

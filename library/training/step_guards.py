@@ -145,8 +145,13 @@ class NanGuard:
         """Wait for the metrics of the steps since the snapshot; roll back and return False if any is NaN or Inf."""
         if all(item.is_skipped or is_finite(run, item) for item in metrics):
             return True
-        self.check_each_step_until = run.state.step
+        self.check_each_step_until = last_step = run.state.step
         self.roll_back(run)
+        logger.warning(
+            "loss or gradient is NaN or Inf in steps %d to %d: rolled back to step %d; these steps are trained again,"
+            " one by one, without the bad one",
+            *(run.state.step + 1, last_step, run.state.step),
+        )
         return False
 
     def roll_back(self, run: TrainingRun) -> None:

@@ -264,9 +264,11 @@ def generate(family, pipe, sampler=None, **options):
 
 def test_a_preview_is_the_image_that_the_diffusers_pipeline_samples(case):
     family, tiny = case
+    texts = {"prompt": "a red circle", **tiny.build_negative(tiny.pipe, "blue")}
+    if tiny.build_prompt is not None:
+        texts = tiny.build_prompt(tiny.pipe, "a red circle", "blue")
     reference = tiny.pipe(
-        prompt="a red circle",
-        **tiny.build_negative(tiny.pipe, "blue"),
+        **texts,
         **SIZE,
         **tiny.texts,
         num_inference_steps=3,

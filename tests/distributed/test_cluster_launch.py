@@ -102,8 +102,9 @@ def test_tasks_without_a_launcher_train_the_lora_of_torchrun(
 
 
 @pytest.mark.quick
-def test_the_dry_run_plans_the_processes_of_the_step_and_is_printed_once(dataset_config):
+@pytest.mark.parametrize("build_variables", [build_slurm_variables, build_mpi_variables])
+def test_the_dry_run_plans_the_processes_of_the_step_and_is_printed_once(build_variables, dataset_config):
     command = [sys.executable, "train_lora.py", "--dataset_config", dataset_config, *OPTIONS, "--dry_run"]
-    first, second = run_processes(command, [build_slurm_variables(rank) for rank in range(2)])
+    first, second = run_processes(command, [build_variables(rank) for rank in range(2)])
 
     assert "batch 1 x 2 processes" in first and second == ""

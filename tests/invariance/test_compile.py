@@ -34,23 +34,30 @@ def test_24_sizes_need_two_graphs_per_block_class_and_no_recompiles(family, tmp_
     )
 
 
+GRAPHS = {
+    "sd1": [1, 1],
+    "sdxl": [1],
+    "sd3": [1, 1],
+    "flux": [1, 2],
+    "z_image": [1, 1, 2],
+    "qwen_image": [1, 1],
+}
+"""Graphs of each block class for any number of image sizes."""
+GRAPHS_WITH_MASKS = {"z_image": [1, 2, 4], "qwen_image": [2, 2]}
+"""Batches whose texts differ in length have masks, and others have none."""
+
+
+@pytest.mark.parametrize("batch_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("family", "graphs"),
-    [
-        ("flux", [1, 2]),
-        *(
-            pytest.param(family, graphs, marks=pytest.mark.slow)
-            for family, graphs in {"sd1": [1, 1], "sdxl": [1], "sd3": [1, 1], "z_image": [1, 1, 2]}.items()
-        ),
-        pytest.param("qwen_image", [1, 1], marks=pytest.mark.slow),
-    ],
+    "family", ["flux", *(pytest.param(name, marks=pytest.mark.slow) for name in GRAPHS if name != "flux")]
 )
-def test_12_sizes_at_batch_size_1_need_no_graph_of_their_own(family, graphs, tmp_path):
-    """Dynamo guards the stride of a dimension of size 1, which differs between slices of joined tokens."""
-    data = write_dataset(tmp_path / "data", SIZES[:12], counts=(1,), batch_size=1)
+def test_12_sizes_need_no_graph_of_their_own(family, batch_size, tmp_path):
+    """At batch size 1, dynamo guards the stride of that dimension, which differs between slices of joined tokens."""
+    data = write_dataset(tmp_path / "data", SIZES[:12], counts=(batch_size,), batch_size=batch_size)
     result = train_compiled(
         tmp_path / "out", family, data, "--max_train_epochs", "1", *FAMILIES.get(family, ()), *COMPILED
     )
+    graphs = (GRAPHS if batch_size == 1 else {**GRAPHS, **GRAPHS_WITH_MASKS})[family]
     assert sorted(result.graph_counts.values()) == graphs and result.recompile_count == 0
 
 

@@ -1,7 +1,9 @@
 """Memory options do not change gradients, or only by the rounding of quantization."""
 
 import gc
+import tempfile
 import weakref
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -12,17 +14,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rank_processes import run_on_ranks
+from small_unet import build_unet
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from training_runs import even_dataset, max_relative_difference, train_adapter
 
-from benchmarks.synthetic_run import build_run, write_dataset
+from benchmarks.memory import count_blocks
+from benchmarks.synthetic_run import build_run, load_training_options, write_dataset
 from library.config import parse_config
 from library.distributed import async_copy
 from library.distributed.async_copy import CopyStream
+from library.distributed.devices import HOST
 from library.errors import ConfigError
 from library.estimate.memory_meter import MemoryMeter
-from library.parallel.offload import WeightOffloader, select_spread_indices
+from library.parallel import offload
+from library.parallel.offload import WeightOffloader, quantize_and_offload_base, select_spread_indices
 from library.parallel.quantize import (
     NF4_BLOCK_SIZE,
     NF4_LEVELS,
@@ -254,6 +260,60 @@ def test_fetched_weights_in_flight_are_bounded(max_bytes_ahead, waits, max_in_fl
     assert bool(device.waits) == waits
     assert max(bytes_in_flight) <= max_in_flight + 2 * 64, bytes_in_flight
     assert offloader.prefetch_hits > 12
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("options", "window"), [((), 2**28), (("--block_swap_window_mb", "700"), 700 * 2**20)])
+def test_the_window_is_an_option_and_by_default_holds_the_largest_block(options, window, monkeypatch):
+    config = parse_config(["--blocks_to_swap", "2", *options]).config
+    for limit in (offload.MIN_WINDOW_BYTES, 4):
+        monkeypatch.setattr(offload, "MIN_WINDOW_BYTES", limit)
+        denoiser = build_unet().requires_grad_(False)
+        offloaded = quantize_and_offload_base(denoiser, (HOST, HOST), config.model, config.train)
+        default = max(limit, offloaded.largest_block)
+        assert offloaded.window == (window if options else default) and 4 < offloaded.largest_block < offloaded.total
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("device", ["cuda", "xpu", "cpu", "mps"])
+def test_host_memory_is_pinned_where_the_device_has_memory_of_its_own(device, monkeypatch):
+    """Pinning needs a device, so calls of ``empty_like`` are recorded."""
+    calls = []
+    monkeypatch.setattr(
+        torch, "empty_like", lambda tensor, device, pin_memory: calls.append((device, pin_memory)) or torch.empty(3)
+    )
+    fake = SimpleNamespace(is_meta=False, device=torch.device(device), detach=lambda: torch.ones(3))
+    assert torch.equal(async_copy.copy_to_host(fake), torch.ones(3))
+    assert calls == [("cpu", device in ("cuda", "xpu"))]
+
+
+def count_copies(name, *options):
+    """Train with all blocks swapped; return the copies of each weight in the third step, when the order is known."""
+    copies, weights, init = Counter(), [], WeightOffloader.__init__
+
+    def init_and_count(offloader, device):
+        init(offloader, device, lambda tensor: copies.update([id(tensor)]) or tensor.clone())
+        weights.append(offloader.host_weights)
+
+    WeightOffloader.__init__ = init_and_count
+    flags = ["--pretrained_model_name_or_path", f"random:{name}:tiny", "--resolution", "64", "--network_dim", "2"]
+    folder = Path(tempfile.mkdtemp())
+    blocks = str(count_blocks(load_training_options(flags)[0]))
+    with build_run(write_dataset([*flags, "--blocks_to_swap", blocks, *options], folder, 3), folder) as run:
+        steps = run.loader.iter_steps(0)
+        for step in range(3):
+            copies.clear()
+            run.oom_recovery.compute_gradients(run.strategy, run.task, next(steps), step)
+    return sum(len(weight.tensors) for weight in weights[0]), dict(Counter(copies.values()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sd1", "sdxl", "sd3", "flux", "z_image", "qwen_image"])
+def test_swapped_weights_of_every_family_are_copied_at_most_twice_per_step(name):
+    """Modulation layers, whose input needs no gradient, are copied once without checkpointing."""
+    for options in ((), ("--gradient_checkpointing",)):
+        ((count, by_copies),) = run_on_ranks(1, count_copies, name, *options)
+        assert sum(by_copies.values()) == count > 8 and set(by_copies) <= {1, 2}, (options, by_copies)
 
 
 def test_blocks_are_spread_evenly():

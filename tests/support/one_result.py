@@ -22,7 +22,7 @@ BOUNDS = {"no": 1e-4, "bf16": 0.1}
 """Allowed difference of two adapters, relative to the largest value of a tensor; bf16 has three digits."""
 DEEP = "sd3_deep"
 """A model with enough blocks for longer pipelines."""
-MODELS = ("sdxl", "sd3", "flux", "flux2_klein", DEEP)
+MODELS = ("sdxl", "sd3", "flux", "flux2_klein", "chroma", DEEP)
 TEXTS = ("--no-network_train_unet_only",)
 
 

@@ -33,12 +33,15 @@ class Proxy:
     faults: list[str] = field(default_factory=list)  # "503", "cut", "slow" or "reset", with " PATTERN" of the request
     seconds: float = 0.0  # that each answer takes
     max_at_once: int = 0
+    failing_after: tuple[str, int] | None = None  # from the nth request of a pattern on, 503
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def take_fault(self, request: str) -> str | None:
+        if self.failing_after and self.count(self.failing_after[0]) > self.failing_after[1]:
+            return "503"
         for fault in self.faults:
             kind, _, pattern = fault.partition(" ")
             if re.search(pattern, request):

@@ -54,6 +54,8 @@ class TinyCase:
     """Arguments that make the diffusers pipeline encode prompts as the family does."""
     build_negative: Callable[[Any, str], dict[str, Any]] = lambda pipe, text: {"negative_prompt": text}
     """Arguments for a negative prompt: (pipe, text)."""
+    build_prompt: Callable[[Any, str, str], dict[str, Any]] | None = None
+    """Arguments for a prompt and a negative one, if these are not texts: (pipe, text, negative text)."""
 
     blocks: tuple[str, ...] = ()
     """Classes of diffusers in which the reference trainer trains the linear layers."""
@@ -205,6 +207,33 @@ def flux(source: str = "random:flux:tiny") -> TinyCase:
 
 def flux_schnell() -> TinyCase:
     return replace(flux("random:flux:schnell:tiny"), texts={"max_sequence_length": 256})
+
+
+def chroma() -> TinyCase:
+    embeds, latents = _draw_tensors((9, 48), (4, HEIGHT // 8, WIDTH // 8))
+    # The pipeline makes a mask of numbers, which are added to the attention; it takes one of booleans, too.
+    mask = torch.tensor([[1] * 9, [1] * 6 + [0] * 3]).bool()
+    call = {"prompt_embeds": embeds, "prompt_attention_mask": mask}
+
+    @torch.no_grad()
+    def encode_texts(pipe: Any, text: str, negative: str) -> dict[str, Any]:
+        encoded = {"": pipe._get_t5_prompt_embeds(text), "negative_": pipe._get_t5_prompt_embeds(negative)}
+        embeds = {f"{name}prompt_embeds": states for name, (states, _) in encoded.items()}
+        return embeds | {f"{name}prompt_attention_mask": mask.bool() for name, (_, mask) in encoded.items()}
+
+    return TinyCase(
+        "chroma",
+        _load("random:chroma:tiny"),
+        build_batch(latents, {"embeds": embeds, "mask": mask.float()}),
+        call,
+        {},
+        _build_inpaint_encoder("ChromaInpaintPipeline"),
+        "random:chroma:tiny",
+        _pack_patches,
+        _unpack_patches,
+        build_prompt=encode_texts,
+        blocks=("ChromaTransformerBlock", "ChromaSingleTransformerBlock"),
+    )
 
 
 def _build_flux2_case(family: str, **options: Any) -> TinyCase:
@@ -372,6 +401,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "sd3": sd3,
     "flux": flux,
     "flux_schnell": flux_schnell,
+    "chroma": chroma,
     "flux2_dev": flux2_dev,
     "flux2_klein": flux2_klein,
     "z_image": z_image,

@@ -127,15 +127,16 @@ class Flux2Klein(Family):
     )
     lora_key_style = FLUX2_KEYS
     lora_format = "diffusers"
-    block_lists = ("transformer_blocks", "single_transformer_blocks")
+    # The double blocks pass on two streams, the single ones their concatenation: only the latter are split.
+    block_lists = ("single_transformer_blocks",)
+    block_activation_args = ("hidden_states",)
+    block_token_args = {"image_rotary_emb": ((0, ("hidden_states",)),) * 2}
+    single_stream_block_lists = ("single_transformer_blocks",)
     fused_parallel_layers = {
         r"\.linear_in$": ("colwise", (1, 1)),
         r"\.linear_out$": ("rowwise", (1,)),
         r"\.to_qkv_mlp_proj$": ("colwise", (1, 1, 1, 3, 3)),
         r"^single_transformer_blocks\.\d+\.attn\.to_out$": ("rowwise", (1, 3)),
-    }
-    unsupported_strategies = {
-        name: "the double and the single blocks pass on different tensors" for name in ("pp", "cp")
     }
     default_num_inference_steps = 50
     default_guidance_scale = 4.0

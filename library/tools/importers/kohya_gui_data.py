@@ -7,6 +7,7 @@ from typing import Any
 
 from ...config.options import iter_options
 from ...config.schema import RunConfig
+from ...models.detect import get_size_multiple
 from .imported import (
     OUR_DEFAULTS,
     KeyReader,
@@ -43,6 +44,10 @@ def _read_key(reader: KeyReader, name: str, key: keys.GuiKey) -> Any:
 def read_dataset(reader: KeyReader) -> None:
     result = reader.result
     read_keys(reader, keys.DATASET_KEYS, result.general)
+    step, multiple = result.general.get("bucket_reso_steps", 0), get_size_multiple(result.family)
+    if 0 < step < multiple and multiple % step == 0:
+        result.general["bucket_reso_steps"] = multiple
+        reader.list_change("bucket_reso_steps", f"finer than the model can train; buckets are multiples of {multiple}")
     config = reader.read("dataset_config", None, to_text)
     folder, reg_folder = (reader.read(name, None, to_text) for name in ("train_data_dir", "reg_data_dir"))
     if config:

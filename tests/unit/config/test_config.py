@@ -97,6 +97,16 @@ dataset_config = '{DATA[1]}'
         (["--no-network_dim", "3"], "--no-network_dim: unknown option; did you mean --network_dim?"),
         (["--config_file"], "--config_file: expects a path"),
         (["--log_with", "tensorboard"], "--log_with: tensorboard needs logging_dir"),
+        (
+            ["--lr_scheduler", "cosine_with_restarts", "--lr_scheduler_num_cycles", "0"],
+            "--lr_scheduler_num_cycles: 0 cycles keep the learning rate constant; write 1 or more, or use lr_scheduler"
+            " constant",
+        ),
+        (["--max_train_steps", "0"], "--max_train_steps: 0 trains nothing; write 1 or more, or set max_train_epochs"),
+        (
+            ["--mixed_precision", "BF16"],
+            "--mixed_precision: 'BF16' is not one of no, fp16, bf16, fp8; write bf16",
+        ),
         (["--learning_rate", "0"], "--learning_rate: 0 trains nothing; set a learning rate such as 1e-4"),
         (["--output_name", "a/b"], "--output_name: 'a/b' is not a file name; folders belong in output_dir"),
         (["--wandb_api_key", "k", "l"], "--wandb_api_key: expects one value"),
@@ -110,7 +120,7 @@ def test_keys_of_a_run_file_of_sd_scripts_are_read_as_there(tmp_path):
     """Its argparse ignores what it does not know, and the last section wins; a typing error is still an error."""
     lines = ["network_module = 'networks.lora'", "keep_tokens = 3", "[x]", "keep_tokens = 1", "batch_size = 4"]
     lines += ["network_dimm = 8", "sample_sampler = 'dpmpp_2m'", "max_train_epochs = 0", "max_token_length = 255"]
-    lines += ["save_precision = 'fp32'", "[x.deeper]", "network_alpha = 3"]
+    lines += ["save_precision = 'fp32'", "[x.deeper]", "network_alpha = 3", "[[prompt.subset]]", "prompt = 'a cat'"]
     path = write_run_file(tmp_path, "\n".join(lines))
 
     parsed = parse_config([*DATA, "--config_file", path])
@@ -122,10 +132,22 @@ def test_keys_of_a_run_file_of_sd_scripts_are_read_as_there(tmp_path):
         f"{path}:7: sample_sampler": "no sampler 'dpmpp_2m'; previews use ddim",
         f"{path}:8: max_train_epochs": "0 is not set; max_train_steps counts",
         f"{path}:11: deeper": "unknown key",
+        f"{path}:13: subset": "unknown key",
     }
     assert "max_token_length: 255 means 225" in " ".join(parsed.notices)
     config = parsed.config
     assert (config.data.keep_tokens, config.model.max_token_length, config.save.save_precision) == (1, 225, "float")
+
+
+def test_zeros_of_notebooks_have_no_effect_where_another_option_counts(tmp_path):
+    lines = ["lr_scheduler = 'cosine'", "lr_scheduler_num_cycles = 0", "lr_scheduler_power = 0", "ddp_timeout = 0"]
+    path = write_run_file(tmp_path, "\n".join([*lines, "max_train_steps = 0", "max_train_epochs = 3"]))
+
+    parsed = parse_config([*DATA, "--config_file", path])
+
+    assert parsed.problems == []
+    names = {location.rpartition(": ")[2] for location, _ in parsed.unused}
+    assert names == {"lr_scheduler_num_cycles", "lr_scheduler_power", "max_train_steps"}
 
 
 @pytest.mark.parametrize(

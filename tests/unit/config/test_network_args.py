@@ -569,3 +569,32 @@ def test_arguments_may_be_repeated_as_guis_do_and_those_that_are_off_need_no_sup
 )
 def test_what_is_not_supported_names_the_nearest(argument, problem):
     assert parse_network_args([argument])[1] == [problem]
+
+
+def test_oft_of_sd_scripts_trains_no_text_encoder():
+    parsed = parse_config(["--network_module", "networks.oft", "--text_encoder_lr", "1e-5"])
+
+    assert parsed.config.adapter.network_train_unet_only
+    assert ("--text_encoder_lr", "text encoders are not trained") in parsed.unused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "module", "count"), [("sd1", "networks.oft", 128), ("flux", "networks.oft_flux", 152)]
+)
+def test_oft_of_sd_scripts_trains_attention_layers_unless_enable_all_linear_is_set(sites, name, module, count):
+    """Of FLUX.1 those of the double blocks: q, k and v are one layer there and three here."""
+    options = {"network_module": module, "network_train_unet_only": True}
+    denoiser = [site for site in sites[name] if not site.is_text_encoder]
+    ranks = get_ranks(sites, name, **options)
+    names = [site.name for site in denoiser if site.name in ranks]
+    assert len(names) == count and all(".attn" in each and ".single_" not in each for each in names)
+    everything = get_ranks(sites, name, "enable_all_linear=True", **options)
+    assert len([site for site in denoiser if site.name in everything and not site.is_spatial_conv]) > count
+
+
+def test_oft_of_lycoris_has_no_alpha_and_no_convolutions():
+    flags = ["--network_module", "lycoris.kohya", "--network_alpha", "4", "--network_args", "algo=diag-oft"]
+    assert ("--network_alpha", "diag-oft has no alpha") in parse_config(flags).unused
+    (problem,) = [each for each in parse_config([*flags, "conv_dim=2"]).problems if "conv_dim" in each]
+    assert "oft is for linear layers only; remove it and write preset=full-lin" in problem

@@ -1,5 +1,6 @@
 """bitsandbytes' kernel for nf4: chosen where it works, equal to the built-in one, and told between runs and ranks."""
 
+import importlib.util
 import logging
 import os
 from dataclasses import replace
@@ -73,9 +74,10 @@ def check_graphs(folder):
     assert any("bitsandbytes.dequantize_4bit" in name for name in names), names
 
 
-def check_slices(kernel):
+def check_slices(kernel, device=CPU):
     """Slices of other blocks than 64 values, which bitsandbytes does not take, have its values, in bf16, too."""
-    is_exact = kernel == "bitsandbytes 9.9"  # the AVX-512 kernel of the real one rounds differently from that for CUDA
+    # The AVX-512 kernel of the real one rounds differently from that for CUDA.
+    is_exact = kernel == "bitsandbytes 9.9" or device != CPU
     for shape, dim, ranges in (
         ((256, 192), 0, ((64, 64),)),
         ((64, 384), 1, ((0, 64), (192, 128))),
@@ -83,7 +85,7 @@ def check_slices(kernel):
         ((6, 10), 0, ((2, 2),)),
         ((4, 9), 1, ((3, 3),)),
     ):
-        whole = replace(QuantizedWeight.quantize(torch.randn(shape), "nf4"), nf4_kernel=kernel)
+        whole = replace(QuantizedWeight.quantize(torch.randn(shape, device=device), "nf4"), nf4_kernel=kernel)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             values = whole.take_ranges(dim, ranges).dequantize(dtype)
             whole_values = whole.dequantize(torch.float32).to(dtype)
@@ -99,6 +101,21 @@ def test_the_kernel_has_the_values_of_the_built_in_one_also_in_slices(tmp_path):
 @pytest.mark.slow
 def test_the_kernel_is_part_of_compiled_graphs(tmp_path):
     run_on_ranks(1, check_graphs, tmp_path)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or importlib.util.find_spec("bitsandbytes") is None,
+    reason="needs a GPU and bitsandbytes",
+)
+def test_the_kernel_on_a_gpu_has_the_float32_values_of_the_built_in_one():
+    device = torch.device("cuda")
+    kernel = select_nf4_kernel(device)
+    assert kernel.startswith("bitsandbytes ")
+    for shape in ((6, 128), (5, 7), (4, 3, 3, 3), (3072, 3072)):
+        weight = QuantizedWeight.quantize(torch.randn(shape, device=device), "nf4")
+        values = replace(weight, nf4_kernel=kernel).dequantize(torch.float32)
+        assert torch.equal(values, weight.dequantize(torch.float32))
+    check_slices(kernel, device)
 
 
 def select_with_warnings(folder, source):

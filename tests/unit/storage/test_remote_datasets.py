@@ -68,7 +68,7 @@ def test_a_folder_on_s3_is_trained_as_a_local_copy(server, tmp_path):
     ]
     server.proxy.requests.clear()
     prepare_subsets(tmp_path, f"image_dir = '{url}'\n{keys}")
-    assert all("list-type" in request for request in server.proxy.requests)  # everything else is cached
+    assert server.proxy.count("list-type=2") == 2 and server.proxy.count("bytes=") == 0  # everything else is cached
 
 
 def test_tars_and_parquet_files_are_read_by_ranges(server, tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from remote_servers import Proxy, run_file_server, run_proxy
 
-from library.storage.filesystems import RemoteError, RemoteOutage
+from library.storage.filesystems import MissingFileError, RemoteError, RemoteOutage
 from library.storage.remote_path import RemotePath, build_remote_path, prefetch_files, strip_query
 from library.storage.remote_store import BLOCK_BYTES, RemoteSettings, RemoteStore
 
@@ -84,7 +84,7 @@ def test_files_that_are_missing_forbidden_or_changed(tmp_path):
     with run_file_server(tmp_path / "files", statuses={"secret": 403, "login": 401}) as url:
         store = make_store(tmp_path)
         for name, kind, message in (
-            ("gone", RemoteError, "does not exist"),
+            ("gone", MissingFileError, "does not exist"),
             ("secret", RemoteError, "access denied"),
             ("login", RemoteOutage, "credentials are missing or not valid"),
         ):

@@ -103,6 +103,13 @@ def test_presets_of_lycoris_are_taken_over(work, preset, lora_type, arguments, i
     assert ("use_tucker" in text) == (lora_type == "LyCORIS/LoCon")
 
 
+def test_bucket_steps_that_the_model_cannot_train_become_those_that_it_needs(work):
+    result = import_content("gui.json", {**load("kohya_sdxl.json"), "bucket_reso_steps": 1})
+
+    assert result.general["bucket_reso_steps"] == 32
+    assert "bucket_reso_steps = 1: finer than the model can train" in "\n".join(format_untaken(result, ""))
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_the_output_is_accepted_by_our_own_parser(work, name):
     text, loaded, datasets = import_file(name)

@@ -168,6 +168,7 @@ def test_a_skipped_step_is_logged_with_its_images_and_report_file(dataset, tmp_p
     report = tmp_path / "lora.nan-step00000003-rank0.json"
     images = ", ".join(image["image"] for image in json.loads(report.read_text("utf-8"))["images"])
     assert "step 3 skipped: loss nan, gradient norm nan" in line
+    assert log.count("NaN or Inf in steps 2 to 11: rolled back to step 1; these steps are trained again") == 1
     assert "loss nan, gradient norm nan. " in line and images.count(", ") == 1
     assert f"Images on this rank: {images}. Details: {report}" in line
 

@@ -1,0 +1,87 @@
+"""Images of a folder with the caption files beside them, which are replaced atomically."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..atomic_files import write_atomic
+from ..dataset.caption_files import CaptionFiles, decode_utf8
+from ..dataset.file_discovery import walk_directory
+from ..dataset.listing import IMAGE_EXTENSIONS, is_image_file
+from ..errors import FileError
+from ..registry import suggest_name
+
+
+@dataclass(frozen=True)
+class CaptionedImage:
+    """An image, and its caption file, which may not exist yet."""
+
+    image: Path
+    caption_file: Path
+    text: str | None
+    """Content of the file; ``None`` if there is none."""
+
+    @property
+    def has_caption(self) -> bool:
+        return bool(self.text and self.text.strip())
+
+
+def list_captioned_images(folders: Sequence[Path], extension: str, *, recursive: bool) -> list[CaptionedImage]:
+    """List the images of the folders; raise with all problems."""
+    found, problems = list[CaptionedImage](), list[str]()
+    for folder in folders:
+        if not folder.is_dir():
+            problems.append(_describe_missing_folder(folder))
+            continue
+        tree = walk_directory(folder, recursive=recursive)
+        names = list(filter(is_image_file, tree.files))
+        problems += tree.problems
+        if not names and not tree.problems:
+            hint = "; add --recursive to search its folders" if tree.folders and not recursive else ""
+            problems.append(f"{folder}: no images ({' '.join(IMAGE_EXTENSIONS)}){hint}")
+        found += _read_captions(folder, names, CaptionFiles(tree.files, (extension,)), extension, problems)
+    problems += _find_shared_files(found)
+    if problems:
+        raise FileError(dict.fromkeys(problems))
+    return found
+
+
+def _describe_missing_folder(folder: Path) -> str:
+    if folder.exists():
+        return f"{folder}: is a file; give the folder of the images"
+    siblings = [path.name for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
+    return f"{folder}: no such folder{suggest_name(folder.name, siblings)}"
+
+
+def _read_captions(
+    folder: Path, names: Sequence[str], files: CaptionFiles, extension: str, problems: list[str]
+) -> Iterator[CaptionedImage]:
+    for name in names:
+        image = folder / name
+        match = files.find(name)
+        if match is None:
+            yield CaptionedImage(image, image.with_suffix(extension), None)
+            continue
+        path = folder / match[0]
+        try:
+            yield CaptionedImage(image, path, decode_utf8(path.read_bytes()))
+        except OSError as error:
+            problems.append(f"{path}: cannot be read: {error.strerror}")
+        except ValueError as error:
+            problems.append(f"{path}: {error}")
+
+
+def _find_shared_files(images: Sequence[CaptionedImage]) -> Iterator[str]:
+    first: dict[Path, Path] = {}
+    for each in images:
+        other = first.setdefault(each.caption_file, each.image)
+        if other != each.image:
+            yield f"{each.caption_file}: is the caption file of {other.name} and {each.image.name}; rename one of them"
+
+
+def write_caption(path: Path, text: str) -> None:
+    """Replace a caption file; readers see the old text or the new one."""
+    try:
+        write_atomic(path, f"{text}\n".encode())
+    except OSError as error:
+        raise FileError([f"{path}: cannot be written: {error.strerror or error}"]) from None

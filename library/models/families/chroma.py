@@ -1,0 +1,140 @@
+"""Chroma1: FLUX.1's blocks without modulation layers, T5 with masked padding, no guidance embedding; flow matching."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from ..base import BaseModelInfo, Family
+from ..facts import FamilyFacts, FamilyMatch
+from ..model_configs import ConfigReader, read_required
+from ..shared_facts import (
+    DENOISER_PREFIXES,
+    JOINT_ATTENTION_LORA_TARGET_MODULES,
+    MASKED_ATTENTION_MODES,
+    T5_PREFIXES,
+    T5_TOKENIZER,
+    match_flow_model,
+)
+from .flux import FLUX_KEYS
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ...data.batch import Batch, Cond
+    from ...data.prompts import Prompt
+
+
+def _match_chroma(read: ConfigReader) -> FamilyMatch:
+    config = read_required(read, "transformer/config.json")
+    depth = f"{config.get('num_layers', 19)} double and {config.get('num_single_layers', 38)} single blocks"
+    return match_flow_model(read, 4, f"the transformer has {depth}")
+
+
+FACTS = FamilyFacts(
+    name="chroma",
+    title="Chroma",
+    pipeline_class="ChromaPipeline",
+    denoiser_name="transformer",
+    components=("transformer", "vae", "text_encoder", "tokenizer"),
+    num_parameters=8_899_983_424,
+    lora_targets_of="sd-scripts",
+    match_configs=_match_chroma,
+    component_options={"ae": "vae", "vae": "vae", "t5xxl": "text_encoder"},
+    extra_options=("t5xxl_max_token_length",),
+    kohya_defaults={
+        "timestep_sampling": "sigma",
+        "discrete_flow_shift": "3",
+        "model_prediction_type": "sigma_scaled",
+    },
+    modelspec_architecture="chroma",
+    attention_modes=MASKED_ATTENTION_MODES,
+    single_file_prefixes={"transformer": DENOISER_PREFIXES, "vae": ("vae.",), "text_encoder": T5_PREFIXES},
+    single_file_keys=(
+        "distilled_guidance_layer.in_proj.weight",
+        "double_blocks.0.img_attn.qkv.weight",
+        "img_in.weight",
+    ),
+    diffusers_keys={
+        "double_blocks.0.img_attn.qkv.weight": "single_transformer_blocks.0.proj_mlp.weight",
+        "img_in.weight": "x_embedder.weight",
+        "txt_in.weight": "context_embedder.weight",
+    },
+    shape_checks={
+        ("img_in.weight", 1): ("transformer", "in_channels"),
+        ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
+        ("distilled_guidance_layer.in_proj.weight", 0): ("transformer", "approximator_hidden_dim"),
+    },
+)
+
+
+class Chroma(Family):
+    facts = FACTS
+    denoiser_name = "transformer"
+    text_components = ("text_encoder", "tokenizer")
+    tokenizer_repo_ids = {"tokenizer": T5_TOKENIZER}
+    # Every linear layer of the double and single blocks; another proj_out lies outside of them.
+    lora_target_modules = (
+        *JOINT_ATTENTION_LORA_TARGET_MODULES,
+        *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+        *("proj_mlp", "single_transformer_blocks.*.proj_out"),
+    )
+    lora_key_style = FLUX_KEYS
+    # The double blocks pass on two streams, the single ones their concatenation: only the latter are split.
+    block_lists = ("single_transformer_blocks",)
+    block_activation_args = ("hidden_states",)
+    block_token_args = {"image_rotary_emb": ((0, ("hidden_states",)),) * 2}
+    single_stream_block_lists = ("single_transformer_blocks",)
+    fused_parallel_layers = {r"single_transformer_blocks\.\d+\.proj_out$": ("rowwise", (1, 4))}
+    unsupported_strategies = {"cp": "its attention masks the padding of the text, token by token"}
+    default_num_inference_steps = 35
+    default_guidance_scale = 5.0
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        metadata = {"ss_model_type": "chroma", "ss_apply_t5_attn_mask": True, "ss_guidance_scale": 0.0}
+        return BaseModelInfo("chroma", "chroma", metadata)
+
+    def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        from ..text_encoding import suppress_truncation_warnings
+
+        with suppress_truncation_warnings(pipe, pipe.tokenizer):
+            embeds, mask = pipe._get_t5_prompt_embeds(
+                list(prompts), max_sequence_length=self._max_tokens, device=pipe.text_encoder.device
+            )
+        return {"embeds": embeds, "mask": mask}
+
+    def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        from .. import text_encoding
+
+        return text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, self._max_tokens - 1)  # minus the end
+
+    @property
+    def _max_tokens(self) -> int:
+        return self.model_config.t5xxl_max_token_length or 512
+
+    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        import torch
+
+        count, channels, height, width = noisy_latents.shape
+        embeds, mask = cast("Tensor", batch.cond["embeds"]), cast("Tensor", batch.cond["mask"]) > 0.5
+        img_ids = pipe._prepare_latent_image_ids(count, height // 2, width // 2, None, noisy_latents.dtype)
+        image_mask = mask.new_ones(count, height // 2 * (width // 2))
+        predicted = denoiser(
+            hidden_states=pipe._pack_latents(noisy_latents, count, channels, height, width),
+            timestep=timesteps / 1000,
+            encoder_hidden_states=embeds,
+            txt_ids=noisy_latents.new_zeros(embeds.shape[1], 3),
+            img_ids=img_ids.to(noisy_latents.device, non_blocking=True),
+            # Booleans hide padding, as in the model's own code; the pipeline's numbers only add to the attention.
+            attention_mask=torch.cat([mask, image_mask], dim=1),
+            joint_attention_kwargs=None,
+            return_dict=False,
+        )[0]
+        unpacked: Tensor = pipe._unpack_latents(predicted, height, width, vae_scale_factor=1)
+        return unpacked
+
+    def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
+        return super().build_sampling_kwargs(pipe, prompt, cond, negative_cond) | {
+            "prompt_attention_mask": cast("Tensor", cond["mask"]) > 0.5,
+            "negative_prompt_attention_mask": cast("Tensor", negative_cond["mask"]) > 0.5,
+        }
