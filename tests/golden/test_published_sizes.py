@@ -53,6 +53,7 @@ COUNTS = {
     ("flux", "text_encoder"): 123_060_480,
     ("flux", "text_encoder_2"): 4_762_310_656,
     ("flux_schnell", "transformer"): 11_891_178_560,
+    ("chroma", "transformer"): 8_899_983_424,
     ("flux2_dev", "transformer"): 32_223_281_152,
     ("flux2_dev", "vae"): 84_046_115,
     ("flux2_dev", "text_encoder"): 24_011_361_280,
@@ -196,6 +197,7 @@ def test_sd2_has_the_modules_of_sd1_and_its_projections_are_linear():
 TRANSFORMERS = {
     "sd3": original_checkpoints.convert_sd3_transformer,
     "flux": original_checkpoints.convert_flux_transformer,
+    "chroma": original_checkpoints.convert_chroma_transformer,
     "flux2_dev": original_checkpoints.convert_flux2_transformer,
     "flux2_klein": original_checkpoints.convert_flux2_transformer,
     "z_image": original_checkpoints.convert_z_image_transformer,
@@ -207,12 +209,12 @@ TRANSFORMERS = {
 }
 
 
-SAME_SIZES = ("z_image_base",)
-"""Configurations that differ from another in their schedulers only, which files do not contain."""
-
-
 def get_family_name(config: str) -> str | None:
     return next((name for name in FAMILY_FACTS if config == name or config.startswith(f"{name}_")), None)
+
+
+SAME_SIZES = ("z_image_base",)
+"""Configurations that differ from another in their schedulers only, which files do not contain."""
 
 
 @pytest.mark.parametrize(
@@ -240,7 +242,8 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
 
 
 @pytest.mark.parametrize(
-    "config", ["sd3", "sd3_5_medium", "flux", "flux_schnell", "flux2_dev", "flux2_klein_4b", "z_image", "aura_flow"]
+    "config",
+    ["sd3", "sd3_5_medium", "flux", "flux_schnell", "chroma", "flux2_dev", "flux2_klein_4b", "z_image", "aura_flow"],
 )
 def test_original_weights_of_published_size_are_converted_to_those_of_diffusers(config):
     """Keys and shapes on the meta device: diffusers' conversion of FLUX supports no other size."""

@@ -124,7 +124,11 @@ def convert_sd3_transformer(model: nn.Module) -> dict[str, Tensor]:
 
 def convert_flux_transformer(model: nn.Module) -> dict[str, Tensor]:
     state, tensors = model.state_dict(), {}
-    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    linear = [
+        name
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Linear) and not name.startswith("distilled_guidance_layer.")  # Chroma's own
+    ]
     for group in build_key_map((), FLUX_KEYS).group_modules(linear):
         for end in ("weight", "bias"):
             tensors[f"{group.name}.{end}"] = torch.cat([state[f"{module}.{end}"] for module in group.modules])
@@ -143,32 +147,20 @@ def convert_flux_transformer(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def convert_ovis_image_transformer(model: nn.Module) -> dict[str, Tensor]:
-    """FLUX.1's names; the projections of the gated MLPs are two modules, the gate second in diffusers."""
-    state, tensors = dict(model.state_dict()), {}
-    for name in [name for name in state if ".net.0.proj." in name or ".net.2." in name]:
-        block, stream, *_, end = (
-            re.sub(r"^transformer_blocks", "double_blocks", name).rpartition(".ff")[0],
-            *name.split(".")[2:],
-        )
-        mlp = f"{block}.{'txt' if stream == 'ff_context' else 'img'}_mlp"
-        tensor = state.pop(name)
-        if ".net.2." in name:
-            tensors[f"{mlp}.down_proj.{end}"] = tensor
-        else:
-            tensors[f"{mlp}.up_proj.{end}"], tensors[f"{mlp}.gate_proj.{end}"] = tensor.chunk(2)
-    return tensors | convert_longcat_image_transformer(state)
+_CHROMA = (
+    (r"(layers\.\d+)\.linear_1", r"\1.in_layer"),
+    (r"(layers\.\d+)\.linear_2", r"\1.out_layer"),
+    (r"(norms\.\d+)\.weight", r"\1.scale"),
+)
 
 
-def convert_longcat_image_transformer(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The linear layers of the blocks, with FLUX.1's names."""
-    state, tensors = model.state_dict() if isinstance(model, nn.Module) else model, {}
-    linear = [name.removesuffix(".weight") for name in state if name.endswith(".weight") and "norm_" not in name]
-    linear = [name for name in linear if name.startswith(("transformer_blocks", "single_transformer_blocks"))]
-    for group in build_key_map((), FLUX_KEYS).group_modules(linear):
-        for end in ("weight", "bias"):
-            tensors[f"{group.name}.{end}"] = torch.cat([state[f"{module}.{end}"] for module in group.modules])
-    return tensors
+def convert_chroma_transformer(model: nn.Module) -> dict[str, Tensor]:
+    state = model.state_dict()
+    approximator = {name: tensor for name, tensor in state.items() if name.startswith("distilled_guidance_layer.")}
+    return {
+        **convert_flux_transformer(model),
+        **{_apply_replacements(name, _CHROMA): tensor for name, tensor in approximator.items()},
+    }
 
 
 _FLUX2_OUTER = (
@@ -203,6 +195,33 @@ def convert_flux2_transformer(model: nn.Module) -> dict[str, Tensor]:
             stream = "" if parts[0].startswith("single") else "txt_attn." if "added" in name else "img_attn."
             blocks = "single_blocks" if parts[0].startswith("single") else "double_blocks"
             tensors[f"{blocks}.{parts[1]}.{stream}norm.{norms[parts[-2]]}.scale"] = tensor
+
+
+def convert_ovis_image_transformer(model: nn.Module) -> dict[str, Tensor]:
+    """FLUX.1's names; the projections of the gated MLPs are two modules, the gate second in diffusers."""
+    state, tensors = dict(model.state_dict()), {}
+    for name in [name for name in state if ".net.0.proj." in name or ".net.2." in name]:
+        block, stream, *_, end = (
+            re.sub(r"^transformer_blocks", "double_blocks", name).rpartition(".ff")[0],
+            *name.split(".")[2:],
+        )
+        mlp = f"{block}.{'txt' if stream == 'ff_context' else 'img'}_mlp"
+        tensor = state.pop(name)
+        if ".net.2." in name:
+            tensors[f"{mlp}.down_proj.{end}"] = tensor
+        else:
+            tensors[f"{mlp}.up_proj.{end}"], tensors[f"{mlp}.gate_proj.{end}"] = tensor.chunk(2)
+    return tensors | convert_longcat_image_transformer(state)
+
+
+def convert_longcat_image_transformer(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The linear layers of the blocks, with FLUX.1's names."""
+    state, tensors = model.state_dict() if isinstance(model, nn.Module) else model, {}
+    linear = [name.removesuffix(".weight") for name in state if name.endswith(".weight") and "norm_" not in name]
+    linear = [name for name in linear if name.startswith(("transformer_blocks", "single_transformer_blocks"))]
+    for group in build_key_map((), FLUX_KEYS).group_modules(linear):
+        for end in ("weight", "bias"):
+            tensors[f"{group.name}.{end}"] = torch.cat([state[f"{module}.{end}"] for module in group.modules])
     return tensors
 
 
