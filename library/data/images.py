@@ -131,7 +131,8 @@ def load_resized_mask(
     mask: Mask, assignment: BucketAssignment, crop_left_top: tuple[int, int], *, is_flipped: bool
 ) -> MaskPixels:
     """Load a mask, resized, cropped and flipped like its image; ``ValueError`` if its size has changed."""
-    values = load_alpha_channel(mask.image) if mask.is_alpha else load_red_channel(mask.image)
+    image = verify_remote_image(mask.image, mask.content_hash)
+    values = load_alpha_channel(image) if mask.is_alpha else load_red_channel(image)
     return resize_and_crop_mask(mask, values, assignment, crop_left_top, is_flipped=is_flipped)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..registry import suggest_name
+from ..storage.filesystems import RemoteOutage
 from ..storage.remote_path import is_remote
 
 DEFAULT_EXTENSION, FALLBACK_EXTENSION, JSON_EXTENSION = ".caption", ".txt", ".json"
@@ -84,6 +85,8 @@ def read_caption_file(path: str | Path) -> list[str]:
     """Read the lines of a text file that are not blank; raise ``ValueError`` with the reason if there are none."""
     try:
         data = _read_small_file(path)
+    except RemoteOutage as error:
+        raise RemoteOutage(f"{path}: {error}") from error
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}; fix or delete the file") from None
     lines = split_lines(decode_utf8(data))

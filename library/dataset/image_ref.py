@@ -123,7 +123,7 @@ def describe_remote_images(images: Iterable[ImageRef]) -> list[str]:
     lines = []
     for store, by_url in sizes.items():
         directory, total, limit = store.settings.directory, sum(by_url.values()), store.settings.cache_bytes
-        size, fits = f"{total / 2**30:.3g} GB of remote files", f"{limit / 2**30:.3g} GB"
+        size, fits = f"{_format_size(total)} of remote files", _format_size(limit)
         if total > limit:
             lines.append(
                 f"{size} are more than the {fits} that {directory} may have, so that they are requested again in each"
@@ -135,6 +135,10 @@ def describe_remote_images(images: Iterable[ImageRef]) -> list[str]:
                 " and so are scan results and caches on disk unless --cache_dir is set"
             )
     return lines
+
+
+def _format_size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g} GB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MB"
 
 
 def prefetch_images(images: Iterable[ImageRef]) -> None:

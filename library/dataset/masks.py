@@ -156,6 +156,8 @@ def _list_image_names(directory: Path) -> list[str]:
             names = sorted(name for name in directory.list_folder(recursive=False).files)
         else:
             names = sorted(entry.name for entry in os.scandir(directory) if not entry.is_dir())
+    except RemoteOutage:
+        raise
     except OSError:
         return []
     return [name for name in names if not name.startswith(".") and is_image_file(name)]

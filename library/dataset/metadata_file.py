@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..storage.filesystems import RemoteOutage
 from ..storage.remote_path import build_remote_path, is_remote, is_remote_url, prefetch_infos
 from .caption_files import (
     CAPTION_COLUMNS,
@@ -60,6 +61,8 @@ def read_utf8_file(path: str | Path) -> str:
     """Read a UTF-8 file; raise ``ValueError`` with the path if that fails."""
     try:
         return decode_utf8((Path(path) if isinstance(path, str) else path).read_bytes())
+    except RemoteOutage as error:
+        raise RemoteOutage(f"{path}: {error}") from error
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:

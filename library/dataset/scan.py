@@ -60,8 +60,8 @@ def stat_remote_file(path: Path) -> FileStamp | ImageDefect:
     """Return the stamp of a remote file, as it was listed."""
     try:
         return path.get_info().stamp if is_remote(path) else UNSETTLED
-    except RemoteOutage:
-        raise
+    except RemoteOutage as error:
+        raise RemoteOutage(f"{path}: {error}") from error
     except RemoteError as error:
         return describe_read_error(error)
 

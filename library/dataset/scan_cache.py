@@ -68,7 +68,8 @@ class ScanCache:
         if image.folder is not self._last_folder:
             self._last_folder = image.folder
             self._is_last_in_root = resolve_links(image.folder) == self._root
-        key = image.file if self._is_last_in_root else os.path.abspath(image.path)
+        elsewhere = os.path.abspath if not is_remote(image.folder) else str
+        key = image.file if self._is_last_in_root else elsewhere(image.path)
         if image.part is not None:
             key = f"{key}\0{image.part.position}"
         self._requested.add(key)

@@ -43,7 +43,7 @@ def _list_or_report(subset: SubsetConfig, dataset: int, index: int) -> SubsetLis
         return list_images(subset, dataset, index)
     except RemoteError as error:
         listing = SubsetListing(subset, dataset, index)
-        listing.add_problem(subset.source_key, f"{subset.source}: {error}")
+        listing.add_problem(subset.source_key, str(error))
         return listing
 
 

@@ -225,6 +225,8 @@ def list_table_images(subset: SubsetConfig, dataset: int, index: int) -> SubsetL
                 continue
             rows = list(_read_rows(table, path, columns))
             largest = 0 if columns.has_paths else table.compute_largest_group_bytes(columns.image)
+        except RemoteOutage as error:  # no fault of the file, whose images are not left out
+            raise RemoteOutage(f"{path}: {error}") from error
         except read_errors as error:
             kind = "an Arrow stream of save_to_disk" if path.suffix.lower() == _ARROW_EXTENSION else "parquet"
             listing.missing.append(f"{path}: cannot be read as {kind}: {_format_error(error)}")

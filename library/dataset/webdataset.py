@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from ..storage.filesystems import RemoteOutage
 from ..storage.remote_path import is_remote
 from .caption_files import (
     FALLBACK_EXTENSION,
@@ -53,6 +54,8 @@ def load_tar_index(path: Path) -> TarIndex:
         data = remote.read_derived(_INDEX_NAME)
         if data is not None:
             return _parse_index(data)
+    except RemoteOutage:
+        raise
     except OSError as error:
         return TarIndex(problems=[f"{path}: cannot be read: {error}"])
     index = read_tar_index(path, keeps_texts=True)
@@ -93,6 +96,8 @@ def read_tar_index(path: Path, *, keeps_texts: bool = False) -> TarIndex:
                 if keeps_texts and is_text:
                     file.seek(info.offset_data)
                     index.texts[info.offset_data] = file.read(info.size)
+    except RemoteOutage as error:  # no fault of the file, whose images are not left out
+        raise RemoteOutage(f"{path}: {error}") from error
     except tarfile.ReadError as error:
         index.problems.append(f"{path}: is not a tar file: {error}" if start else f"{path}: is empty")
     except OSError as error:
@@ -166,6 +171,8 @@ def list_webdataset_images(subset: SubsetConfig, dataset: int, index: int) -> Su
         try:
             with path.open("rb") as file:
                 unused += _add_samples(path, file, tar_index.texts, samples, json_reader, listing)
+        except RemoteOutage:
+            raise
         except OSError as error:
             listing.missing.append(f"{path}: cannot be read: {error.strerror}")
         except CaptionColumnError as error:

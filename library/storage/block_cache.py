@@ -37,7 +37,8 @@ class BlockCache:
     def __init__(self, directory: Path, limit: int):
         self.directory, self.limit = directory, limit
         self._added: int | None = None  # bytes since the folder was measured; None: never
-        self._has_warned = False
+        self.is_failing = False
+        self._has_room = True
 
     def _get_path(self, key: str) -> Path:
         name = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=20).hexdigest()
@@ -51,9 +52,10 @@ class BlockCache:
             if len(data) < _CHECKSUM_BYTES or zlib.crc32(data[:-_CHECKSUM_BYTES]) != _read_checksum(data):
                 path.unlink(missing_ok=True)
                 return None
-            os.utime(path)  # the blocks used last are kept
         except OSError:
             return None
+        with suppress(OSError):  # of another user
+            os.utime(path)  # the blocks used last are kept
         return data[:-_CHECKSUM_BYTES]
 
     def contains(self, key: str) -> bool:
@@ -64,7 +66,8 @@ class BlockCache:
         """Write a block; without space it is not kept, with a warning."""
         if len(data) > self.limit:
             return
-        self._make_room(len(data))
+        if not self._make_room(len(data)):
+            return self._report_failure("the disk is nearly full")
         path = self._get_path(key)
         temporary = path.with_name(f".{path.name}-{os.getpid()}-{os.urandom(4).hex()}")
         try:
@@ -73,39 +76,44 @@ class BlockCache:
                 file.write(data)
                 file.write(zlib.crc32(data).to_bytes(_CHECKSUM_BYTES, "little"))
             os.replace(temporary, path)
+            self.is_failing = False
         except OSError as error:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             self._added = None  # measured again, and trimmed to what the disk has
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning(
-                    "%s: remote files cannot be kept here (%s) and are read from the server each time; free disk space,"
-                    " or set another folder with --remote_cache_dir",
-                    self.directory,
-                    error.strerror,
-                )
+            self._report_failure(error.strerror or str(error))
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Delete old blocks now and then, in one process at a time."""
+    def _report_failure(self, reason: str) -> None:
+        if not self.is_failing:
+            self.is_failing = True
+            logger.warning(
+                "%s: remote files cannot be kept here (%s) and are read from the server each time; free disk space,"
+                " or set another folder with --remote_cache_dir",
+                self.directory,
+                reason,
+            )
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Delete old blocks now and then, in one process at a time; return whether the disk has room."""
         if self._added is not None and self._added + num_bytes < self.limit // _CHECKS_PER_LIMIT:
             self._added += num_bytes
-            return
+            return self._has_room
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with FileLock(self.directory / ".lock", timeout=0):
-                self._delete_oldest(num_bytes)
+                self._has_room = self._delete_oldest(num_bytes)
         except (OSError, Timeout):  # another process is deleting; a folder that cannot be written is reported by write
             pass
         self._added = num_bytes
+        return self._has_room
 
-    def _delete_oldest(self, num_bytes: int) -> None:
+    def _delete_oldest(self, num_bytes: int) -> bool:
         files = [file for file in _iter_files(self.directory) if not _delete_if_abandoned(*file)]
         total = sum(size for _, size, _ in files)
         disk = shutil.disk_usage(self.directory)
         allowed = min(self.limit, total + disk.free - int(_MIN_FREE_PART * disk.total))
         if total + num_bytes <= allowed:
-            return
+            return True
         for _, size, path in sorted(files):
             if total + num_bytes <= max(0, _FILL_AFTER_DELETING * allowed):
                 break
@@ -113,6 +121,7 @@ class BlockCache:
                 with suppress(OSError):
                     os.unlink(path)
                 total -= size
+        return num_bytes <= allowed
 
 
 def _read_checksum(data: bytes) -> int:

@@ -210,6 +210,7 @@ class RetryPolicy:
     seconds: float
     has_answered: set[str] = field(default_factory=set)  # servers
     is_down: set[str] = field(default_factory=set)
+    is_announced: set[str] = field(default_factory=set)  # in the log
 
     def call(self, request: Callable[[], T], scheme: str, container: str, shown: str) -> T:
         """Return the result of ``request``; raise ``RemoteError`` when it cannot succeed or has failed for too long."""
@@ -228,11 +229,13 @@ class RetryPolicy:
                     raise RemoteOutage(
                         f"{verdict.error}, tried for {patience:.0f} seconds; --remote_retry_seconds sets for how long"
                     ) from error
-                if wait > 1:
-                    logger.warning("%s: %s; trying again in %.0f seconds", shown, verdict.error, wait)
+                if wait > 1 and server not in self.is_announced:
+                    self.is_announced.add(server)
+                    logger.warning("%s: %s; trying again for up to %.0f seconds", shown, verdict.error, patience)
                 time.sleep(wait * random.uniform(0.75, 1.25))  # so that processes do not come back at once
                 wait = min(2 * wait, MAX_WAIT_SECONDS)
                 continue
             self.has_answered.add(server)
             self.is_down.discard(server)
+            self.is_announced.discard(server)
             return result

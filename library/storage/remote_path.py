@@ -21,7 +21,7 @@ _SEQUENTIAL_BYTES = 4 * BLOCK_BYTES
 def is_remote_url(name: str) -> bool:
     """Whether a name in the settings or in a table is a URL."""
     scheme, separator, _ = name.partition("://")
-    return bool(separator) and scheme.replace("+", "").isalnum()
+    return bool(separator) and len(scheme) > 1 and scheme.replace("+", "").isalnum()
 
 
 def is_remote(path: object) -> "TypeGuard[RemotePath]":

@@ -232,6 +232,8 @@ class RemoteStore:
         """
         ranges = list(ranges)
         self.prefetch_infos((url, query) for url, query, _, _ in ranges)
+        if self.blocks.is_failing or self.small_files.is_failing:  # nothing would be kept
+            return
         wanted: dict[tuple[str, str], set[int]] = {}
         for url, query, start, end in ranges:
             info = self._infos.get(url)

@@ -40,8 +40,9 @@ class Proxy:
         return f"http://127.0.0.1:{self.port}"
 
     def take_fault(self, request: str) -> str | None:
-        if self.failing_after and self.count(self.failing_after[0]) > self.failing_after[1]:
-            return "503"
+        if self.failing_after and re.search(self.failing_after[0], request):
+            if self.count(self.failing_after[0]) > self.failing_after[1]:
+                return "503"
         for fault in self.faults:
             kind, _, pattern = fault.partition(" ")
             if re.search(pattern, request):

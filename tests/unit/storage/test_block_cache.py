@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -80,3 +81,20 @@ def test_a_folder_that_cannot_be_written_is_named_once(tmp_path, caplog):
         assert cache.read(str(number)) is None
     (message,) = caplog.messages
     assert "remote files cannot be kept here (Not a directory)" in message and "--remote_cache_dir" in message
+
+
+def test_the_disk_is_never_filled_to_the_end(tmp_path, caplog, monkeypatch):
+    cache = BlockCache(tmp_path, 1000 * BLOCK)
+    for number in range(10):
+        cache.write(str(number), bytes(BLOCK))
+    total = 1000 * BLOCK
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(total, total, 0))
+    for number in range(10, 20):
+        cache.write(str(number), bytes(BLOCK))
+    assert count_bytes(tmp_path) == 0  # there is less room than the part of the disk that is left to others
+    (message,) = caplog.messages
+    assert "the disk is nearly full" in message and cache.is_failing
+    monkeypatch.undo()
+    for number in range(20, 30):
+        cache.write(str(number), bytes(BLOCK))
+    assert cache.read("29") is not None and not cache.is_failing

@@ -63,9 +63,9 @@ def test_a_folder_on_s3_is_trained_as_a_local_copy(server, tmp_path):
     local = prepare_subsets(tmp_path, f"image_dir = '{folder}'\n{keys}")
     remote = prepare_subsets(tmp_path, f"image_dir = '{url}'\n{keys}")
     assert_same_training(local, remote)
-    assert [note.replace(url, str(folder)) for note in remote.manifest.notes if "GB of remote files" not in note] == [
-        *local.manifest.notes
-    ]
+    assert [
+        note.replace(url, str(folder)) for note in remote.manifest.notes if "of remote files are kept in" not in note
+    ] == [*local.manifest.notes]
     server.proxy.requests.clear()
     prepare_subsets(tmp_path, f"image_dir = '{url}'\n{keys}")
     assert server.proxy.count("list-type=2") == 2 and server.proxy.count("bytes=") == 0  # everything else is cached
@@ -275,3 +275,43 @@ def test_ten_thousand_pictures(server, tmp_path):
     )
     assert len(prepared["S3 tars again"].manifest.samples) == count
     assert server.proxy.max_at_once > 16
+
+
+def test_a_server_that_fails_is_no_fault_of_the_images(server, tmp_path):
+    """With --on_invalid_images skip, nothing is left out because the server could not be asked."""
+    import pyarrow
+    import pyarrow.parquet
+
+    folder = tmp_path / "local"
+    write_files(folder / "images", {"1.png": encode_image(1), "1.txt": "one", "2.png": encode_image(2), "2.txt": "two"})
+    write_files(folder / "masks", ["1.png", "2.png"])
+    pyarrow.parquet.write_table(
+        pyarrow.table({"image": [encode_image(1)] * 2, "text": ["one", "two"]}), folder / "a.parquet"
+    )
+    with tarfile.open(folder / "a.tar", "w") as tar:
+        tar.add(folder / "images", ".")
+    for name in ("tar", "parquet"):
+        (folder / f"b.{name}").write_bytes((folder / f"a.{name}").read_bytes())
+    url = server.upload_folder(folder, "failing")
+    for number, (subset, pattern) in enumerate(
+        {
+            f"image_dir = '{url}/images'": "1[.]txt",
+            f"image_dir = '{url}/images' ": "2[.]png",
+            f"image_dir = '{url}/images'\nconditioning_data_dir = '{url}/masks'": "list-type.*masks.*delimiter=/",
+            f"webdataset = ['{url}/a.tar', '{url}/b.tar']": "a[.]tar bytes",
+            f"parquet = ['{url}/a.parquet', '{url}/b.parquet']": "a[.]parquet bytes",
+            f"metadata_file = '{url}/a.parquet'": "a[.]parquet bytes",
+        }.items()
+    ):
+        options = {
+            "remote_cache_dir": str(tmp_path / f"cache {number}"),
+            "remote_retry_seconds": 0.3,
+            "masked_loss": "masks" in subset,
+        }
+        server.proxy.failing_after = pattern, 0
+        server.proxy.requests.clear()
+        try:
+            with pytest.raises((ConfigError, FileError), match=r"s3://\S+: .*the server fails .*SlowDown"):
+                prepare_subsets(tmp_path, subset, on_invalid_images="skip", **options)
+        finally:
+            server.proxy.failing_after = None
