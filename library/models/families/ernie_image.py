@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ..base import BaseModelInfo, Family
@@ -11,6 +12,7 @@ from ..model_configs import ConfigReader, read_required
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond, Moments
@@ -32,7 +34,7 @@ FACTS = FamilyFacts(
     components=("transformer", "vae", "text_encoder", "tokenizer"),
     num_parameters=8_033_490_048,
     lora_targets_of="ai-toolkit",
-    notes="not the Turbo, which loses its few steps",
+    notes="train on the base model; the Turbo loses its few steps",
     match_configs=_match_ernie_image,
     component_options={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
     modelspec_architecture="ernie-image",
@@ -120,10 +122,26 @@ class ErnieImage(Family):
         from ..text_encoding import pad_text_embeds
 
         embeds, mask = pad_text_embeds(batch.cond["embeds"], batch.text_pad_multiple)
-        predicted: Tensor = denoiser(
-            hidden_states=noisy_latents, timestep=timesteps, text_bth=embeds, text_lens=mask.sum(1), return_dict=False
-        )[0]
+        lengths = mask.sum(1)
+        with _ignore_autocast_on_meta(noisy_latents.device):
+            predicted: Tensor = denoiser(
+                hidden_states=noisy_latents, timestep=timesteps, text_bth=embeds, text_lens=lengths, return_dict=False
+            )[0]
         return predicted
+
+
+@contextmanager
+def _ignore_autocast_on_meta(device: torch.device) -> Iterator[None]:
+    """The model disables autocast for its positions, which torch refuses on the meta device of memory estimates."""
+    import torch
+
+    autocast = torch.autocast
+    if device.type == "meta":
+        setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(torch, "autocast", autocast)  # noqa: B010
 
 
 def _get_statistics(vae: Any) -> tuple[Tensor, Tensor]:

@@ -83,6 +83,12 @@ class OvisImage(Family):
         embeds = pipe._get_ovis_prompt_embeds(list(prompts), max_sequence_length=max_length, device=device)
         return {"embeds": embeds}  # padding is zero; the transformer has no mask
 
+    def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        import torch
+
+        shape = len(prompts), OVIS_MAX_SEQUENCE_LENGTH, pipe.transformer.config.joint_attention_dim
+        return {"embeds": torch.empty(shape, device="meta")}
+
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         from .. import text_encoding
 
