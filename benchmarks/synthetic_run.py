@@ -103,7 +103,7 @@ def _assemble_run(config: RunConfig, strategy: "Strategy", directory: Path) -> "
     family = FAMILIES.get(detected.family)(config.model)
     check_run_settings(config, RunFacts.from_strategy(strategy, family, detected))
     starts = read_initial_weights(config.adapter, family, detected)
-    prepared = prepare_dataset(config.data, config.cache, strategy.comm, detected.size_multiple)
+    prepared = prepare_dataset(config.data, config.cache, strategy.comm, detected)
     plan = RunPlan.from_config(
         prepared.build_batch_plan(strategy.data_parallel_size, config.train), config.train, config.optim
     )

@@ -15,7 +15,7 @@ from ..config.schema import ModelConfig
 from ..config.schema_data import CacheConfig
 from ..data.augment import Augmenter
 from ..data.batch import Cond, normalize_pixels
-from ..data.images import BadSample, load_sample_pixels
+from ..data.images import BadSample, load_control_pixels, load_sample_pixels
 from ..data.worker_pool import prefetch_in_threads
 from ..dataset.image_inspection import Pixels
 from ..dataset.masks import MaskPixels
@@ -27,7 +27,7 @@ from ..models.detect import DetectedModel
 from ..parallel.strategy import Strategy
 from .build import EncodedEntry
 from .keys import LatentKeys, TextKeys, get_cached_crop
-from .readers import MASK_TENSOR, MOMENTS_TENSOR, split_cond
+from .readers import CONTROL_TENSOR, MASK_TENSOR, MOMENTS_TENSOR, split_cond
 
 logger = logging.getLogger(__name__)
 CACHE_DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -37,7 +37,8 @@ MAX_CAPTION_CHARACTERS = 80
 PREFETCH_PER_THREAD = 2
 """Images."""
 
-ImageAndMask = tuple[Pixels, MaskPixels | None]
+LoadedEntry = tuple[Pixels, MaskPixels | None, tuple[Pixels, ...]]
+"""An image, its mask and its control images."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class LatentEncoder:
 
     def _load_batches(
         self, batches: Iterable[list[int]], num_threads: int
-    ) -> Iterator[dict[int, ImageAndMask | BadSample]]:
+    ) -> Iterator[dict[int, LoadedEntry | BadSample]]:
         """Load single images in threads, so that all of them work whatever the batch size, and regroup to batches."""
         requested: deque[list[int]] = deque()
 
@@ -119,7 +120,7 @@ class LatentEncoder:
                 yield from batch
 
         depth = max(PREFETCH_PER_THREAD * num_threads, self.encoders.cache.vae_batch_size)
-        loaded: dict[int, ImageAndMask | BadSample] = {}
+        loaded: dict[int, LoadedEntry | BadSample] = {}
         for image in prefetch_in_threads(self._load_image, iter_indices(), depth=depth, num_threads=num_threads):
             loaded[requested[0][len(loaded)]] = image
             if len(loaded) == len(requested[0]):
@@ -127,18 +128,23 @@ class LatentEncoder:
                 yield loaded
                 loaded = {}
 
-    def _load_image(self, entry_index: int) -> ImageAndMask | BadSample:
+    def _load_image(self, entry_index: int) -> LoadedEntry | BadSample:
         index = int(self.latent_keys.sample_indices[entry_index])
         crop = get_cached_crop(self.augmenter, index, is_flipped=bool(self.latent_keys.flipped[entry_index]))
-        return load_sample_pixels(self.augmenter.manifest.samples[index], self.augmenter.assignments[index], crop)
+        sample, assignment = self.augmenter.manifest.samples[index], self.augmenter.assignments[index]
+        loaded = load_sample_pixels(sample, assignment, crop)
+        if isinstance(loaded, BadSample):
+            return loaded
+        controls = load_control_pixels(sample, assignment, self.augmenter.get_dataset(index), crop)
+        return controls if isinstance(controls, BadSample) else (*loaded, controls)
 
-    def _encode_images(self, pipe: Any, images: Mapping[int, ImageAndMask]) -> list[EncodedEntry]:
-        pixels = torch.from_numpy(np.stack([image.transpose(2, 0, 1) for image, _ in images.values()]))
+    def _encode_images(self, pipe: Any, images: Mapping[int, LoadedEntry]) -> list[EncodedEntry]:
+        pixels = torch.from_numpy(np.stack([image.transpose(2, 0, 1) for image, _, _ in images.values()]))
         moments = self._encode_moments(pipe, pixels)
         finite = moments.isfinite().flatten(1).all(1).tolist()
         dtype = CACHE_DTYPES[self.encoders.cache.cache_precision]
         entries = []
-        for row, (index, (_, mask)) in enumerate(images.items()):
+        for row, (index, (_, mask, controls)) in enumerate(images.items()):
             sample = self.augmenter.manifest.samples[int(self.latent_keys.sample_indices[index])]
             value = moments[row] if finite[row] else self._reencode_in_float32(pipe, pixels[row], sample.key)
             if value is None:
@@ -147,8 +153,24 @@ class LatentEncoder:
             tensors = {MOMENTS_TENSOR: value.to(dtype).cpu()}
             if mask is not None:
                 tensors[MASK_TENSOR] = self._resize_mask(mask, (value.shape[-2], value.shape[-1]))
-            entries.append(EncodedEntry(index, tensors, sample.key))
+            for number, control in enumerate(controls):
+                latents = self._encode_control(pipe, control, sample.controls[number].image.key)
+                if latents is None:
+                    self.failures[index] = f"{sample.controls[number].image}: the VAE returns NaN or Inf"
+                    break
+                tensors[CONTROL_TENSOR.format(number)] = latents.to(dtype).cpu()
+            else:
+                entries.append(EncodedEntry(index, tensors, sample.key))
         return entries
+
+    def _encode_control(self, pipe: Any, control: Pixels, name: str) -> Tensor | None:
+        """Encode one control image, of which only the mean is used; None if the VAE fails."""
+        pixels = torch.from_numpy(np.ascontiguousarray(control.transpose(2, 0, 1)))
+        moments = self._encode_moments(pipe, pixels[None])[0]
+        if not bool(moments.isfinite().all()):
+            reencoded = self._reencode_in_float32(pipe, pixels, name)
+            return None if reencoded is None else reencoded[0]
+        return moments[0]
 
     def _encode_moments(self, pipe: Any, pixels: Tensor) -> Tensor:
         values = normalize_pixels(pixels.to(self.encoders.strategy.device))

@@ -1,7 +1,7 @@
 """Cache keys: a hash of everything that decides the latents of an image or the text-encoder output of a caption."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,9 +72,17 @@ TEXT_KEY_VERSION = 1
 
 
 def compute_latent_key(
-    sample: Sample, assignment: BucketAssignment, crop_params: CropParams, *, encoder_fingerprint: str
+    sample: Sample,
+    assignment: BucketAssignment,
+    crop_params: CropParams,
+    *,
+    encoder_fingerprint: str,
+    controls: Sequence[BucketAssignment] = (),
 ) -> bytes:
-    """Hash one crop of an image and its mask; the fingerprint stands for the VAE and ``--cache_precision``."""
+    """Hash one crop of an image with its mask and control images, given the assignments of these.
+
+    The fingerprint stands for the VAE and ``--cache_precision``.
+    """
     mask = () if sample.mask is None else ("alpha" if sample.mask.is_alpha else "mask", sample.mask.content_hash)
     return _hash_facts(
         "latents",
@@ -87,7 +95,13 @@ def compute_latent_key(
         "mirrored" if crop_params.is_flipped else "",
         encoder_fingerprint,
         *mask,
+        *_list_control_facts(sample, controls),
     )
+
+
+def _list_control_facts(sample: Sample, assignments: Sequence[BucketAssignment]) -> Iterator[str | int]:
+    for control, own in zip(sample.controls, assignments, strict=True):
+        yield from ("control", control.content_hash, *own.resized_size, *own.crop_left_top, *own.bucket_resolution)
 
 
 def compute_text_key(caption: str, encoder_fingerprint: str) -> bytes:
@@ -140,6 +154,7 @@ def build_latent_keys(augmenter: Augmenter, encoder_fingerprint: str) -> LatentK
             augmenter.assignments[index],
             get_cached_crop(augmenter, index, is_flipped=is_flipped),
             encoder_fingerprint=encoder_fingerprint,
+            controls=augmenter.assign_controls(index),
         )
         for index, is_flipped in views
     ]

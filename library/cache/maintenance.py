@@ -15,7 +15,7 @@ from ..data.prompts import load_preview_prompts
 from ..data.run_plan import RunPlan
 from ..distributed.communicator import Communicator
 from ..models.base import Family
-from ..models.detect import detect_model
+from ..models.detect import build_control_limits, detect_model
 from ..models.families import FAMILIES
 from ..parallel.strategy_registry import build_strategy
 from .build import CacheEncoder, CacheSpec, fill_cache
@@ -140,7 +140,9 @@ def open_run_caches(config: RunConfig) -> Iterator[RunCaches]:
     with strategy.comm.process_group_scope(), closing(strategy):
         model = detect_model(config.model)
         family: Family = FAMILIES.get(model.family)(config.model)
-        prepared = prepare_data(config.data, model.size_multiple, config.cache.cache_dir)
+        prepared = prepare_data(
+            config.data, model.size_multiple, config.cache.cache_dir, control_limits=build_control_limits(model)
+        )
         text_components = family.list_cached_text_components(config.adapter, config.optim)
         encoders = FrozenEncoders(strategy, family, model, config.model, config.cache, text_components)
         caches = [_build_latent_cache(encoders, prepared)] if config.cache.caches_latents else []

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..config.schema import ModelConfig
 from ..config.schema_data import CacheConfig
+from ..data.augment import Augmenter
 from ..data.prepare import PreparedData
 from ..data.prompts import Prompt
 from ..data.run_plan import RunPlan
@@ -98,18 +99,25 @@ def build_latent_cache(
     augmenter = merged.build_static_augmenter()
     latent_keys = build_latent_keys(augmenter, encoder_fingerprint)
     option = "cache_latents_to_disk" if encoders.cache.cache_latents_to_disk else "cache_latents"
-    sizes = [merged.assignments[sample].bucket_resolution for sample in latent_keys.sample_indices]
+    sizes = [count_encoded_pixels(augmenter, int(sample)) for sample in latent_keys.sample_indices]
     spec = CacheSpec(
         name="latents",
         unit="image",
         option=option,
         keys=latent_keys.keys,
         directories=[cache_dirs[sample] / LATENTS_DIR_NAME for sample in latent_keys.sample_indices],
-        relative_sizes=[width * height for width, height in sizes],
+        relative_sizes=sizes,
         disk_full_hint="free disk space, set another directory with --cache_dir, use --cache_precision fp16 (half the"
         f" size), or encode images during training without --{option}",
     )
     return spec, LatentEncoder(encoders, augmenter, latent_keys, merged.config.max_data_loader_n_workers)
+
+
+def count_encoded_pixels(augmenter: Augmenter, sample_index: int) -> int:
+    """Pixels of an image and its control images, of which half as much is stored."""
+    own, *controls = (augmenter.assignments[sample_index], *augmenter.assign_controls(sample_index))
+    areas = [each.bucket_resolution[0] * each.bucket_resolution[1] for each in (own, *controls)]
+    return 2 * areas[0] + sum(areas[1:])
 
 
 def build_text_cache(

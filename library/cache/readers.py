@@ -28,8 +28,9 @@ from .format import ByteArray, deserialize_tensors, read_tensor_spans, stack_ten
 from .keys import LatentKeys, compute_text_key, stack_keys
 from .store import CacheStore
 
-MOMENTS_TENSOR, MASK_TENSOR = "moments", "mask"
-"""Tensors of a latent entry: (2, C, H, W), and for an image with a mask (1, H, W) in 0..1 at latent resolution."""
+MOMENTS_TENSOR, MASK_TENSOR, CONTROL_TENSOR = "moments", "mask", "control_{}"
+"""Tensors of a latent entry: (2, C, H, W); for an image with a mask (1, H, W) in 0..1 at latent resolution; the mean
+of each control image (C, H, W)."""
 
 PREFETCH_STEPS = 2
 _VARIABLE_LENGTH_SUFFIX = "*"
@@ -63,6 +64,14 @@ class LatentReader:
             for blob, span in zip(blobs, spans, strict=True)
         ]
         return torch.stack(masks)
+
+    def read_controls(
+        self, sample_indices: Sequence[int], flipped: Sequence[bool], num_controls: int
+    ) -> tuple[Tensor, ...]:
+        """Read the latents of the control images of samples of one bucket."""
+        blobs = self._read_blobs(sample_indices, flipped) if num_controls else []
+        found = [stack_tensors(blobs, CONTROL_TENSOR.format(number)) for number in range(num_controls)]
+        return tuple(latents for latents in found if isinstance(latents, Tensor))
 
     def _read_blobs(self, sample_indices: Sequence[int], flipped: Sequence[bool]) -> list[ByteArray]:
         rows = self._rows[list(sample_indices), [int(is_flipped) for is_flipped in flipped]].tolist()
@@ -136,6 +145,7 @@ class CachedLatentLoader:
             moments=self.latent_reader.read_moments(shard.sample_indices, flipped),
             latent_mask=self.latent_reader.read_masks(shard.sample_indices, flipped) if has_mask else None,
             cond=None if self.text_reader is None else self.text_reader.read_cond(captions),
+            control_latents=self.latent_reader.read_controls(shard.sample_indices, flipped, len(samples[0].controls)),
         )
         return batch.pin_memory() if self.pin_memory else batch
 

@@ -21,10 +21,10 @@ def format_help(program: str) -> str:
     )
     parser.add_argument("--config_file", metavar="FILE", help="TOML file with any of the options below")
     parser.add_argument("--output_config", action="store_true", help="write the settings to config_file and exit")
-    for name, title, options in _iter_groups():
+    for name, title, options in iter_option_groups():
         section = parser.add_argument_group(f"{name}: {title}")
         for option in options:
-            default = "" if option.value_type is bool else _format_default(option.default)
+            default = "" if option.value_type is bool else format_default(option.default)
             text = f"{option.help}{f' (default: {default})' if default else ''}".replace("%", "%%")
             kwargs: dict[str, Any] = {"metavar": _format_syntax(option)}
             if option.value_type is bool:
@@ -45,11 +45,11 @@ def format_options_page() -> str:
         "A switch is turned on by `--name` and off by `--no-name`.",
         "",
     ]
-    for name, title, options in _iter_groups():
+    for name, title, options in iter_option_groups():
         lines += [f"## {name}", "", title, "", "| option | value | default | meaning |", "|---|---|---|---|"]
         for option in options:
             syntax, text = (cell.replace("|", r"\|") for cell in (_format_syntax(option), option.help))
-            default = _format_default(option.default)
+            default = format_default(option.default)
             lines.append(f"| `{option.name}` | {syntax} | {f'`{default}`' if default else ''} | {text} |")
         lines.append("")
     return "\n".join(lines)
@@ -84,7 +84,7 @@ def collect_changed_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def _iter_groups() -> Iterator[tuple[str, str, list[Option]]]:
+def iter_option_groups() -> Iterator[tuple[str, str, list[Option]]]:
     """Iterate over the groups with their titles and options."""
     hints = get_type_hints(RunConfig)
     for group in dataclasses.fields(RunConfig):
@@ -96,7 +96,7 @@ def _format_syntax(option: Option) -> str:
     return f"{option.syntax} ..." if option.is_list else option.syntax
 
 
-def _format_default(value: Any) -> str:
+def format_default(value: Any) -> str:
     """Format a default; empty if there is none."""
     if value is None or value in ((), ""):
         return ""

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dataset.image_inspection import Pixels
-from ..dataset.schema import SubsetConfig
+from ..dataset.schema import DatasetConfig, SubsetConfig
 from ..randomness import Purpose, derive_rng
 from .batch_plan import MicroBatch
-from .buckets import BucketAssignment
+from .buckets import BucketAssignment, assign_controls
 from .captions import process_caption
 from .manifest import Manifest
 
@@ -91,6 +91,15 @@ class Augmenter:
         """Return the subset of a sample."""
         entry = self.manifest.samples[sample_index]
         return self.manifest.datasets[entry.dataset_index].subsets[entry.subset_index]
+
+    def get_dataset(self, sample_index: int) -> DatasetConfig:
+        """Return the dataset of a sample."""
+        return self.manifest.datasets[self.manifest.samples[sample_index].dataset_index]
+
+    def assign_controls(self, sample_index: int) -> tuple[BucketAssignment, ...]:
+        """Assign the control images of a sample to their sizes."""
+        sample = self.manifest.samples[sample_index]
+        return assign_controls(sample, self.assignments[sample_index], self.get_dataset(sample_index))
 
     def draw_crop(self, view: SampleView) -> tuple[int, int]:
         """Draw (left, top) of the crop in the resized image."""

@@ -56,6 +56,8 @@ class PixelBatch:
     moments: Moments | None = None
     latent_mask: Tensor | None = None  # (B, 1, H, W), 0..1: the cached mask at latent resolution
     cond: Cond | None = None
+    control_pixels: tuple[Tensor, ...] = ()  # for each control image (B, 3, height, width), 0..255
+    control_latents: tuple[Tensor, ...] = ()  # cached ones, instead: (B, C, H, W)
 
     def __len__(self) -> int:
         return len(self.sample_keys)
@@ -72,7 +74,9 @@ class PixelBatch:
         """Split into batches of at most ``batch_size`` samples."""
         return [self._slice(slice(first, first + batch_size)) for first in range(0, len(self), batch_size)]
 
-    def build_dummy_batch(self, image_size: tuple[int, int], batch_size: int) -> "PixelBatch":
+    def build_dummy_batch(
+        self, image_size: tuple[int, int], batch_size: int, control_sizes: Sequence[tuple[int, int]] = ()
+    ) -> "PixelBatch":
         """Build a batch of black images of this (width, height), without masks, with these captions repeated."""
         width, height = image_size
         rows = [number % len(self) for number in range(batch_size)]
@@ -86,6 +90,13 @@ class PixelBatch:
             sides = zip(latents.shape[-2:], (height, width), old_sides, strict=True)
             shape = [side * new // old for side, new, old in sides]
             moments = Moments(latents.new_zeros(batch_size, *latents.shape[1:3], *shape))
+        black = self.pixels if self.moments is None else self.moments.mean_and_std[:, 0]
+        if black is None:
+            raise AssertionError("a batch has pixels or moments")
+        factor = 1 if self.moments is None else old_sides[0] // black.shape[-2]
+        controls = tuple(
+            black.new_zeros(batch_size, black.shape[1], high // factor, wide // factor) for wide, high in control_sizes
+        )
         cond = None if self.cond is None else {name: _select_rows(value, rows) for name, value in self.cond.items()}
         return PixelBatch(
             pixels,
@@ -96,16 +107,24 @@ class PixelBatch:
             tuple(self.sample_keys[row] for row in rows),
             moments=moments,
             cond=cond,
+            control_pixels=controls if self.moments is None else (),
+            control_latents=() if self.moments is None else controls,
         )
 
     def crop_first_image(self, max_size: int) -> "PixelBatch":
         """The first image, without its mask and at most ``max_size`` wide and high."""
         height, width = self.size_conditioning[0, 4:].int().tolist()
-        crop = self.build_dummy_batch((min(width, max_size), min(height, max_size)), 1)
+        factor = 1 if self.moments is None else height // self.moments.mean_and_std.shape[-2]
+        controls = self.control_pixels or self.control_latents
+        control_sizes = [(image.shape[-1] * factor, image.shape[-2] * factor) for image in controls]
+        smaller = [(min(width, max_size), min(height, max_size)) for width, height in [(width, height), *control_sizes]]
+        crop = self.build_dummy_batch(smaller[0], 1, smaller[1:])
         if crop.pixels is not None and self.pixels is not None:
             _copy_corner(self.pixels, crop.pixels)
         if crop.moments is not None and self.moments is not None:
             _copy_corner(self.moments.mean_and_std, crop.moments.mean_and_std)
+        for image, target in zip(controls, crop.control_pixels or crop.control_latents, strict=True):
+            _copy_corner(image, target)
         return crop
 
     def vary_text_lengths(self, lengths: Sequence[TextLength]) -> "PixelBatch":
@@ -134,6 +153,8 @@ class PixelBatch:
     def _map_tensors(self, fn: Callable[[Tensor], Tensor]) -> "PixelBatch":
         values = [(item.name, getattr(self, item.name)) for item in fields(self)]
         changed: dict[str, Any] = {name: fn(value) for name, value in values if isinstance(value, Tensor)}
+        for name in ("control_pixels", "control_latents"):
+            changed[name] = tuple(map(fn, getattr(self, name)))
         moments = None if self.moments is None else Moments(fn(self.moments.mean_and_std))
         cond = None if self.cond is None else map_cond_tensors(self.cond, fn)
         return replace(self, moments=moments, cond=cond, **changed)
@@ -194,6 +215,7 @@ class Batch:
     sample_keys: tuple[str, ...]
     mask: Tensor | None = None  # (B, 1, H, W), 0..1: weight of the loss
     text_pad_multiple: int = 1  # texts of varying length are padded to a multiple of this, and masked
+    control_latents: tuple[Tensor, ...] = ()  # of each control image (B, C, H, W), without noise
 
     def __len__(self) -> int:
         return len(self.sample_keys)

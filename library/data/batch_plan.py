@@ -32,6 +32,7 @@ class Bucket:
     repeats: Sequence[float]
     batch_size: int
     dataset_index_in_file: int = 0
+    control_resolutions: tuple[tuple[int, int], ...] = ()  # of the control images of each sample
 
 
 @dataclass(frozen=True)

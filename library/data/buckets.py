@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..config.types import Resolution
+from ..dataset.controls import CONTROL_SIZE_STEP
+from ..dataset.masks import has_same_aspect_ratio
 from ..dataset.schema import DatasetConfig
 from .manifest import Sample
 
@@ -161,6 +163,34 @@ def _assign_single_resolution(width: int, height: int, resolution: Resolution) -
     return BucketAssignment.center_crop(
         bucket, _compute_covering_size_kohya(width, height, bucket, width / height > bucket[0] / bucket[1])
     )
+
+
+def assign_controls(
+    sample: Sample, assignment: BucketAssignment, dataset: DatasetConfig
+) -> tuple[BucketAssignment, ...]:
+    """Assign the control images of a sample: to the bucket of their picture, or each to a size of its own."""
+    assigned = []
+    for control in sample.controls:
+        if dataset.has_own_control_size:
+            size = assign_control_size(*control.size, dataset.control_resolution, dataset.no_resize_control)
+            assigned.append(size)
+        elif has_same_aspect_ratio(control.size, sample.size):
+            assigned.append(assignment)
+        else:
+            assigned.append(_assign_single_resolution(*control.size, Resolution(*assignment.bucket_resolution)))
+    return tuple(assigned)
+
+
+def assign_control_size(width: int, height: int, resolution: Resolution | None, keeps_size: bool) -> BucketAssignment:
+    """Assign a control image to a bucket of ``resolution``, or crop it to whole steps where it keeps its size."""
+    step = CONTROL_SIZE_STEP
+    area = math.inf if resolution is None else resolution.width * resolution.height
+    if resolution is None or (keeps_size and width * height <= area):
+        bucket = (width - width % step, height - height % step)
+        return BucketAssignment.center_crop(bucket, (width, height))
+    side = int(math.sqrt(area))
+    buckets = make_bucket_resolutions(resolution, max(step, side // 2), 2 * side, step)
+    return _assign_nearest_bucket(width, height, buckets, [each[0] / each[1] for each in buckets])
 
 
 def merge_small_buckets(

@@ -14,7 +14,7 @@ from ..dataset.masks import MaskPixels, load_image_and_mask
 from ..errors import UserError
 from .buckets import BucketAssignment
 from .contact_sheet_text import TEXT_COLOR, TextRenderer
-from .images import resize_and_crop, resize_and_crop_mask
+from .images import BadSample, CropParams, load_control_pixels, resize_and_crop, resize_and_crop_mask
 from .manifest import Manifest
 from .summary import BucketSummary
 
@@ -28,7 +28,7 @@ SHEET_WIDTH = 1600
 THUMBNAIL_AREA, MAX_THUMBNAIL_SIDE = 200 * 200, 420
 TITLE_WIDTH = 480
 MIN_CELL_WIDTH = 160  # for the text
-CELL_GAP, MARGIN, ROW_GAP = 14, 24, 30
+CELL_GAP, MARGIN, ROW_GAP, CONTROL_GAP = 14, 24, 30, 4
 LINE_HEIGHT, HEADING_HEIGHT, TITLE_HEIGHT = 17, 56, 56
 CAPTION_LINES = 2
 BACKGROUND_COLOR, MUTED_COLOR, WARNING_COLOR = (250, 250, 248), (105, 105, 105), (190, 40, 20)
@@ -47,10 +47,12 @@ class Cell:
     thumbnail_size: tuple[int, int]
     num_shown: int  # of the bucket
     is_first: bool
+    control_sizes: tuple[tuple[int, int], ...] = ()  # of thumbnails as high as the image's, to its right
 
     @property
     def size(self) -> tuple[int, int]:
         width, height = self.thumbnail_size
+        width += sum(CONTROL_GAP + control_width for control_width, _ in self.control_sizes)
         return max(width, MIN_CELL_WIDTH), HEADING_HEIGHT + height + 6 + LINE_HEIGHT * (2 + CAPTION_LINES)
 
 
@@ -69,7 +71,8 @@ def build_cells(
     for bucket in sorted(shown, key=get_sort_key):
         indices = sorted(bucket.sample_indices, key=lambda index: (-assignments[index].cropped_fraction, index))
         indices, size = indices[:max_per_bucket], compute_thumbnail_size(bucket.resolution)
-        cells += [Cell(bucket, index, size, len(indices), index == indices[0]) for index in indices]
+        controls = tuple((max(size[1] * wide // high, 1), size[1]) for wide, high in bucket.control_resolutions)
+        cells += [Cell(bucket, index, size, len(indices), index == indices[0], controls) for index in indices]
     return cells
 
 
@@ -145,6 +148,11 @@ def _draw_cell(
         renderer.draw_text((x, y + 29), text, width, color=MUTED_COLOR)
     pixels, masked = _load_as_trained(manifest, assignment, cell.sample_index)
     sheet.paste(_make_thumbnail(pixels, cell.thumbnail_size), (x, y + HEADING_HEIGHT))
+    left = x + cell.thumbnail_size[0] + CONTROL_GAP
+    controls = _load_controls_as_trained(manifest, assignment, cell.sample_index)
+    for pixels, size in zip(controls, cell.control_sizes, strict=True):
+        sheet.paste(_make_thumbnail(pixels, size), (left, y + HEADING_HEIGHT))
+        left += size[0] + CONTROL_GAP
     lines = _format_labels(manifest, assignment, cell.sample_index, masked)
     lines += renderer.wrap_text(lines.pop(), width, CAPTION_LINES)
     crop_color = WARNING_COLOR if assignment.cropped_fraction > CROP_HIGHLIGHT_FRACTION else MUTED_COLOR
@@ -175,6 +183,8 @@ def _format_labels(
     label = f"{cropped:.1%} cropped" if cropped else "not cropped"
     label += " at random" if subset.random_crop and cropped else ""
     label += f", {masked_fraction:.0%} masked" if sample.mask is not None else ""
+    if sample.controls:
+        label += f", right: {len(sample.controls)} control image{'s' * (len(sample.controls) > 1)}"
     label += ", regularization" if sample.is_reg else ""
     return [sample.image.name, label, sample.caption.replace("\n", " | ") or "(no caption)"]
 
@@ -189,6 +199,19 @@ def _load_as_trained(manifest: Manifest, assignment: BucketAssignment, sample_in
         return pixels, 0.0
     mask = resize_and_crop_mask(sample.mask, values, assignment, assignment.crop_left_top, is_flipped=False)
     return overlay_mask(pixels, mask), 1 - float(mask.mean(dtype=np.float64)) / 255
+
+
+def _load_controls_as_trained(
+    manifest: Manifest, assignment: BucketAssignment, sample_index: int
+) -> tuple[Pixels, ...]:
+    sample = manifest.samples[sample_index]
+    dataset = manifest.datasets[sample.dataset_index]
+    interpolation = dataset.subsets[sample.subset_index].resize_interpolation
+    crop = CropParams(assignment.crop_left_top, is_flipped=False, interpolation=interpolation)
+    controls = load_control_pixels(sample, assignment, dataset, crop)
+    if isinstance(controls, BadSample):
+        raise UserError(f"{controls.name}: {controls.problem}")
+    return controls
 
 
 def overlay_mask(pixels: Pixels, mask: MaskPixels) -> Pixels:

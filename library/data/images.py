@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ..dataset.image_inspection import Pixels
+from ..dataset.image_inspection import Pixels, load_rgb_image
 from ..dataset.masks import (
     Mask,
     MaskPixels,
@@ -16,10 +16,11 @@ from ..dataset.masks import (
     load_red_channel,
     verify_remote_image,
 )
+from ..dataset.schema import DatasetConfig
 from ..errors import UserError
 from ..storage.filesystems import RemoteOutage
 from .augment import augment_color
-from .buckets import BucketAssignment
+from .buckets import BucketAssignment, assign_controls
 from .manifest import Sample
 
 if TYPE_CHECKING:
@@ -63,6 +64,28 @@ def load_sample_pixels(
     if color_rng is not None:
         pixels = augment_color(pixels, color_rng)
     return np.ascontiguousarray(pixels[:, ::-1] if crop_params.is_flipped else pixels), mask
+
+
+def load_control_pixels(
+    sample: Sample, assignment: BucketAssignment, dataset: DatasetConfig, crop_params: CropParams
+) -> tuple[Pixels, ...] | BadSample:
+    """Load the control images of a sample, resized, cropped and flipped like it, or to sizes of their own."""
+    found = []
+    for control, own in zip(sample.controls, assign_controls(sample, assignment, dataset), strict=True):
+        name = f"its control image {control.image}"
+        try:
+            image = load_rgb_image(verify_remote_image(control.image, control.content_hash))
+        except RemoteOutage as error:  # no fault of the image
+            raise UserError(f"{control.image}: {error}") from error
+        except Exception as error:  # Pillow's decoders raise almost anything on damaged data
+            reason = f"{name} was readable at the start of the run, cannot be read now: {error}"
+            return BadSample(str(sample.image), reason)
+        if image.size != control.size:
+            return BadSample(str(sample.image), f"{name} was {control.size} at the start, is {image.size} now")
+        left_top = crop_params.left_top if own == assignment else own.crop_left_top
+        pixels = resize_and_crop(image, own, left_top, crop_params.interpolation)
+        found.append(np.ascontiguousarray(pixels[:, ::-1] if crop_params.is_flipped else pixels))
+    return tuple(found)
 
 
 _PILLOW_FILTERS = {

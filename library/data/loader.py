@@ -18,8 +18,8 @@ from ..randomness import Purpose, derive_rng, derive_seed
 from .augment import Augmenter, SampleView
 from .batch import PixelBatch
 from .batch_plan import Bucket, MicroBatch, MicroBatchSchedule
-from .buckets import BucketAssignment
-from .images import BadSample, CropParams, load_sample_pixels
+from .buckets import BucketAssignment, assign_controls
+from .images import BadSample, CropParams, load_control_pixels, load_sample_pixels
 from .manifest import Manifest
 from .worker_pool import PrefetchIterator, WorkerFailure, prefetch_in_threads
 
@@ -63,13 +63,15 @@ def build_validation_batches(
     Of more than ``max_batches``, a hash of the first image of each chooses.  A sample's global position, which seeds
     its noise, is a hash of its image, so that it does not depend on the other images.
     """
-    members: defaultdict[tuple[int, tuple[int, int]], list[int]] = defaultdict(list)
-    for index in range(len(manifest.samples)):
-        members[manifest.samples[index].dataset_index, assignments[index].bucket_resolution].append(index)
+    members: defaultdict[tuple[int, tuple[int, int], tuple[tuple[int, int], ...]], list[int]] = defaultdict(list)
+    for index, sample in enumerate(manifest.samples):
+        dataset = manifest.datasets[sample.dataset_index]
+        controls = tuple(each.bucket_resolution for each in assign_controls(sample, assignments[index], dataset))
+        members[sample.dataset_index, assignments[index].bucket_resolution, controls].append(index)
     buckets, batches = [], []
-    for number, ((dataset, size), samples) in enumerate(sorted(members.items())):
-        batch_size = manifest.datasets[dataset].batch_size
-        buckets.append(Bucket(size, samples, [1.0] * len(samples), batch_size, dataset))
+    for number, ((dataset_index, size, controls), samples) in enumerate(sorted(members.items())):
+        batch_size = manifest.datasets[dataset_index].batch_size
+        buckets.append(Bucket(size, samples, [1.0] * len(samples), batch_size, dataset_index, controls))
         batches += [
             _build_micro_batch(manifest, number, samples[start : start + batch_size], first_index)
             for start in range(0, len(samples), batch_size)
@@ -169,6 +171,7 @@ class LoadedImage:
     pixels: Pixels
     mask: MaskPixels | None
     size_conditioning: tuple[int, ...]  # original height, width; crop top, left; target height, width
+    controls: tuple[Pixels, ...] = ()
 
 
 class MicroBatchDataset(Dataset[PixelBatch | WorkerFailure]):
@@ -217,6 +220,7 @@ class MicroBatchDataset(Dataset[PixelBatch | WorkerFailure]):
             sample_keys=tuple(sample.key for sample in samples),
             mask=_stack_masks([image.mask for image in images], resolution),
             bad_samples=tuple(row for row in rows if isinstance(row, BadSample)),
+            control_pixels=_stack_controls([image.controls for image in images]),
         )
 
     def load_image(self, epoch: int, sample_index: int, repeat_index: int) -> LoadedImage | BadSample:
@@ -234,27 +238,40 @@ class MicroBatchDataset(Dataset[PixelBatch | WorkerFailure]):
         color_rng = None
         if subset.color_aug:
             color_rng = derive_rng(augmenter.seed, Purpose.COLOR, view.epoch, index, view.repeat_index)
-        loaded = load_sample_pixels(augmenter.manifest.samples[index], augmenter.assignments[index], crop, color_rng)
+        sample, assignment = augmenter.manifest.samples[index], augmenter.assignments[index]
+        loaded = load_sample_pixels(sample, assignment, crop, color_rng)
         if isinstance(loaded, BadSample):
             return loaded
+        controls = load_control_pixels(sample, assignment, augmenter.get_dataset(index), crop)
+        if isinstance(controls, BadSample):
+            return controls
         conditioning = augmenter.compute_size_conditioning(index, crop.left_top, is_flipped=crop.is_flipped)
-        return LoadedImage(*loaded, conditioning)
+        return LoadedImage(*loaded, conditioning, controls)
 
     def _replace_bad_with_black(self, item: LoadedImage | BadSample, sample_index: int) -> LoadedImage:
         if isinstance(item, LoadedImage):
             return item
         assignment = self.augmenter.assignments[sample_index]
-        width, height = assignment.bucket_resolution
         conditioning = self.augmenter.compute_size_conditioning(
             sample_index, assignment.crop_left_top, is_flipped=False
         )
-        return LoadedImage(np.zeros((height, width, 3), np.uint8), None, conditioning)
+        sizes = [assignment, *self.augmenter.assign_controls(sample_index)]
+        black, *controls = (np.zeros((*each.bucket_resolution[::-1], 3), np.uint8) for each in sizes)
+        return LoadedImage(black, None, conditioning, tuple(controls))
 
 
 def _find_replacement(items: Sequence[LoadedImage | BadSample], index: int) -> int:
     """Find the nearest usable row, ``index`` itself if it is usable or none is."""
     usable = [other for other, item in enumerate(items) if isinstance(item, LoadedImage)]
     return min(usable, key=lambda other: abs(other - index), default=index)
+
+
+def _stack_controls(controls: Sequence[tuple[Pixels, ...]]) -> tuple[torch.Tensor, ...]:
+    """Stack the first control images of all samples, the second ones, and so on; in a bucket they have one size."""
+    return tuple(
+        torch.from_numpy(np.stack([image.transpose(2, 0, 1) for image in images]))
+        for images in zip(*controls, strict=True)
+    )
 
 
 def _stack_masks(masks: Sequence[MaskPixels | None], resolution: tuple[int, int]) -> torch.Tensor | None:

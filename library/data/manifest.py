@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from ..config.types import Resolution
+from ..dataset.controls import ControlImage
 from ..dataset.image_ref import ImageRef
 from ..dataset.masks import Mask
 from ..dataset.schema import DatasetConfig, SubsetConfig
@@ -25,6 +26,7 @@ class Sample:
     is_reg: bool
     content_hash: str  # hash of the file
     mask: Mask | None = None
+    controls: tuple[ControlImage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -119,16 +121,20 @@ def _format_fingerprint_sample(name: str, sample: Sample) -> bytes:
         sample.loss_weight,
     )
     mask = sample.mask and (sample.mask.is_alpha, sample.mask.content_hash)
-    return ascii((*row, mask)).encode()
+    return ascii((*row, mask, *(control.content_hash for control in sample.controls))).encode()
 
 
 _FINGERPRINT_EXCLUDED = frozenset(
     "subsets locations dataset_file batch_size dataset_index_in_file resolution_schedule from_step to_step image_dir"
-    " metadata_file conditioning_data_dir parquet webdataset recursive include exclude image_column caption_column"
+    " metadata_file conditioning_data_dir control_directory conditioning_is_control parquet webdataset recursive"
+    " include exclude image_column caption_column"
     " caption_extension class_tokens cache_info cache_directory weight num_repeats is_reg prior_loss_weight"
     " remote".split()
 )
 """Fields of datasets and subsets whose effect is in the samples already."""
+
+_FINGERPRINT_ADDED = {"control_resolution": None, "no_resize_control": False}
+"""Fields that are in the fingerprint only where they are set: checkpoints of the last release do not know them."""
 
 _FINGERPRINT_NAMES = {"bucket_min_images": "bucket_min_pictures", "join_caption_lines": "joins_lines"}
 """Former names of fields, which stay in the fingerprint so that checkpoints of the last release can be resumed."""
@@ -138,6 +144,8 @@ def _format_fingerprint_settings(table: DatasetConfig | SubsetConfig) -> str:
     pairs = []
     for name in (item.name for item in fields(table) if item.name not in _FINGERPRINT_EXCLUDED):
         value = getattr(table, name)
+        if name in _FINGERPRINT_ADDED and value == _FINGERPRINT_ADDED[name]:
+            continue
         is_resolution = isinstance(value, Resolution)  # called Size in the last release
         text = f"Size(width={value.width}, height={value.height})" if is_resolution else ascii(value)
         pairs.append(f"({_FINGERPRINT_NAMES.get(name, name)!r}, {text})")

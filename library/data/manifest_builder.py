@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from ..dataset.controls import ControlScanResult, scan_controls
 from ..dataset.image_inspection import InspectedImage, build_image_inspector
 from ..dataset.image_ref import ImageRef, describe_remote_images
 from ..dataset.listing import ListedImage
@@ -52,25 +53,28 @@ def build_manifest(
     try:
         scan = scan_images(build_image_inspector(), roots.group_by_root(found), roots.get_cache_dir)
         masks = scan_masks(datasets, found, scan.images, roots)
+        controls = scan_controls(datasets, found, scan.images, roots)
     except RemoteOutage as error:
         raise FileError([*listing_problems, f"{error}; what was scanned is kept"]) from None
     notes += describe_remote_images(item.image for item in found)
-    samples, assignments, sample_problems = _build_samples(stages, found, scan.images, masks)
+    listing_problems += dict.fromkeys(controls.settings)
+    unmatched = [*masks.unmatched, *controls.unmatched]
+    samples, assignments, sample_problems = _build_samples(stages, found, scan.images, masks, controls)
     num_unusable, total = len(found) - len(samples) + len(bad), len(found) + len(bad)
     bad += sample_problems
-    if listing_problems or ((bad or masks.unmatched) and on_invalid_images == "fail"):  # folders are not skipped
-        bad_data = _format_bad_data(bad, masks.unmatched, num_unusable, total, scan.cache_folders)
+    if listing_problems or ((bad or unmatched) and on_invalid_images == "fail"):  # folders are not skipped
+        bad_data = _format_bad_data(bad, unmatched, num_unusable, total, scan.cache_folders)
         raise FileError([*listing_problems, *bad_data])
     notices = collect_notices(datasets, samples, assignments, scan.images)
     notes = list(dict.fromkeys(notes))  # two datasets may use the same folder
-    notes += dict.fromkeys([*scan.notes, *masks.notes, *(notice.text for notice in notices)])
+    notes += dict.fromkeys([*scan.notes, *masks.notes, *controls.notes, *(notice.text for notice in notices)])
     if is_summary_truncated(bad, notices) and (location := write_full_report(bad, notices, scan.cache_folders)):
         notes.append(f"not all names are listed above{location}")
     if bad:
         skipped = f"{_count_images(num_unusable)} skipped ({format_problem_counts(bad)}):"
         notes.append("\n  ".join([skipped, *summarize_bad_data(bad)]))
     split = split_validation_samples(samples, datasets)
-    notes += [*masks.unmatched, *split.notes]
+    notes += [*unmatched, *split.notes]
     samples = list(split.train_samples)
     for number in range(len(datasets)):
         samples, balance_notes = balance_regularization_images(samples, number)
@@ -96,6 +100,7 @@ def _build_samples(
     found_images: Iterable[ListedImage],
     inspected: Mapping[ImageRef, InspectedImage],
     mask_scan: MaskScanResult,
+    control_scan: ControlScanResult,
 ) -> tuple[list[Sample], list[BucketAssignment], list[DataProblem]]:
     """Build the samples with their bucket assignments; also return the problems of unusable images."""
     samples, assignments, problems = list[Sample](), list[BucketAssignment](), list[DataProblem]()
@@ -117,9 +122,11 @@ def _build_samples(
         mask_key = (item.dataset, item.subset, item.image)
         if mask_problem := mask_scan.problems.get(mask_key):
             problems.append(DataProblem("mask", f"{item.image}: {mask_problem}"))
+        if control_problem := control_scan.problems.get(mask_key):
+            problems.append(DataProblem("control image", f"{item.image}: {control_problem}"))
         if item.problem:
             problems.append(DataProblem("caption", item.problem))
-        if assignment is None or mask_problem or item.problem:
+        if assignment is None or mask_problem or control_problem or item.problem:
             continue
         dataset = dataset_stages[item.dataset][-1]
         subset = dataset.subsets[item.subset]
@@ -137,6 +144,7 @@ def _build_samples(
             is_reg=subset.is_reg,
             content_hash=image.content_hash,
             mask=mask_scan.masks.get(mask_key),
+            controls=control_scan.controls.get(mask_key, ()),
         )
         samples.append(sample)
         assignments.append(assignment)
@@ -145,21 +153,21 @@ def _build_samples(
 
 def _format_bad_data(
     problems: Sequence[DataProblem],
-    unmatched_masks: Sequence[str],
+    unmatched: Sequence[str],
     num_unusable: int,
     total: int,
     directories: Sequence[Path],
 ) -> list[str]:
     """Format the error of a run that does not start."""
     if not problems:
-        return list(unmatched_masks)
+        return list(unmatched)
     end = (
         f"{num_unusable} of {_count_images(total)} cannot be used; fix or remove them, or skip them with"
         " --on_invalid_images skip"
     )
     if is_summary_truncated(problems, []):
         end += f" ({format_problem_counts(problems)}){write_full_report(problems, [], directories)}"
-    return [*summarize_bad_data(problems), *unmatched_masks, end]
+    return [*summarize_bad_data(problems), *unmatched, end]
 
 
 def _count_images(count: int) -> str:

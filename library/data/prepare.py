@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING
 
 from ..config.schema import TrainConfig
 from ..config.schema_data import DataConfig
+from ..dataset.controls import ControlLimits
 from ..dataset.dataset_config import ParsedDatasetConfig, load_dataset_config
+from ..dataset.listing import format_first_names
 from ..dataset.validate import validate_dataset_config, validate_resolution_multiple, validate_stages_not_empty
 from ..errors import ConfigError, FileError
 from ..randomness import Purpose, derive_seed
 from .augment import Augmenter, SampleView
 from .batch_plan import AnyBatchPlan, BatchPlan, Bucket, StagedBatchPlan
-from .buckets import BucketAssignment, build_bucket_assigner
+from .buckets import BucketAssignment, assign_controls, build_bucket_assigner
 from .manifest import Manifest
 from .manifest_builder import assign_buckets, build_manifest
 from .summary import JsonObject, export_datasets, format_data_summary, summarize_buckets
@@ -148,7 +150,11 @@ class PreparedData:
 
 
 def prepare_data(
-    config: DataConfig, size_multiple: int, cache_dir: str | None = None, model: str = "this model"
+    config: DataConfig,
+    size_multiple: int,
+    cache_dir: str | None = None,
+    model: str = "this model",
+    control_limits: ControlLimits | None = None,
 ) -> PreparedData:
     """Scan all images and assign them to buckets, with sides that are multiples of ``size_multiple``.
 
@@ -162,7 +168,25 @@ def prepare_data(
     if problems or parsed.problems:
         raise ConfigError(list(dict.fromkeys(problems or parsed.problems)))
     with _pause_garbage_collection():
-        return _build_prepared_data(config, parsed, Path(cache_dir).expanduser() if cache_dir else None)
+        prepared = _build_prepared_data(config, parsed, Path(cache_dir).expanduser() if cache_dir else None)
+    if control_limits is not None:
+        _check_control_counts(prepared.merge_validation().manifest, control_limits)
+    return prepared
+
+
+def _check_control_counts(manifest: Manifest, limits: ControlLimits) -> None:
+    """Raise ``FileError`` for pictures with more or fewer control images than the model takes, by subset."""
+    found: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for sample in manifest.samples:
+        if problem := limits.describe_problem(len(sample.controls)):
+            subset = manifest.datasets[sample.dataset_index].subsets[sample.subset_index]
+            found[subset.format_location(subset.control_key or subset.source_key), problem].append(sample.image.name)
+    if found:
+        lines = (
+            f"{where}: {problem}: {format_first_names(list(dict.fromkeys(names)))}"
+            for (where, problem), names in found.items()
+        )
+        raise FileError(list(lines))
 
 
 @contextmanager
@@ -196,13 +220,15 @@ def _build_prepared_data(config: DataConfig, parsed: ParsedDatasetConfig, cache_
 
 
 def _build_buckets(manifest: Manifest, assignments: Sequence[BucketAssignment]) -> tuple[Bucket, ...]:
-    members: defaultdict[tuple[int, tuple[int, int]], list[int]] = defaultdict(list)
+    members: defaultdict[tuple[int, tuple[int, int], tuple[tuple[int, int], ...]], list[int]] = defaultdict(list)
     for index, (sample, assignment) in enumerate(zip(manifest.samples, assignments, strict=True)):
-        members[sample.dataset_index, assignment.bucket_resolution].append(index)
+        dataset = manifest.datasets[sample.dataset_index]
+        controls = tuple(each.bucket_resolution for each in assign_controls(sample, assignment, dataset))
+        members[sample.dataset_index, assignment.bucket_resolution, controls].append(index)
     buckets = []
-    for (dataset_index, resolution), indices in sorted(members.items()):
+    for (dataset_index, resolution, controls), indices in sorted(members.items()):
         dataset = manifest.datasets[dataset_index]
         repeats = array("d", [manifest.samples[index].repeats for index in indices])
         number = dataset.dataset_index_in_file
-        buckets.append(Bucket(resolution, array("q", indices), repeats, dataset.batch_size, number))
+        buckets.append(Bucket(resolution, array("q", indices), repeats, dataset.batch_size, number, controls))
     return tuple(buckets)

@@ -3,15 +3,18 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from ..config.schema_output import PreviewConfig
 from ..config.toml_positions import read_toml_with_lines
 from ..config.types import is_prompt_text
+from ..dataset.image_inspection import inspect_image
+from ..dataset.schema import resolve_path
 from ..errors import FileError
 from ..registry import suggest_name
+from ..storage.remote_store import RemoteStore
 
 IMAGE_SIZE_MULTIPLE = 8
 """Every VAE downsamples by 8 or more."""
@@ -31,6 +34,7 @@ class Prompt:
     embedded_guidance: float | None = None
     flow_shift: float | None = None
     sampler: str | None = None
+    control_images: tuple[Path, ...] = ()
     locate_key: Callable[[str], str] = field(default=str, compare=False, repr=False)
     """Return the location of a key in the file, for messages."""
 
@@ -45,7 +49,8 @@ def load_prompts(path: Path) -> list[Prompt]:
     if path.suffix.lower() not in readers:
         raise FileError([f"{path}: not a .txt, .toml or .json file"])
     problems: list[str] = []
-    return _require_prompts(list(readers[path.suffix.lower()](path, problems)), str(path), problems)
+    prompts = readers[path.suffix.lower()](path, problems)
+    return _require_prompts([_resolve_controls(each, path, problems) for each in prompts], str(path), problems)
 
 
 def _require_prompts(prompts: list[Prompt], source: str, problems: list[str]) -> list[Prompt]:
@@ -56,13 +61,24 @@ def _require_prompts(prompts: list[Prompt], source: str, problems: list[str]) ->
     return prompts
 
 
+def _resolve_controls(prompt: Prompt, path: Path | None, problems: list[str]) -> Prompt:
+    """Find the control images of a prompt, from the working directory or next to the file, and check them."""
+    found = tuple(resolve_path(path, str(image), RemoteStore()) for image in prompt.control_images)
+    for image in found:
+        defect = inspect_image(image).problem if image.is_file() else "no such file"
+        if defect:
+            problems.append(f"{prompt.locate_key('control_image_path')}: {image}: {defect}")
+    return replace(prompt, control_images=found)
+
+
 def load_preview_prompts(preview: PreviewConfig) -> list[Prompt]:
     """Load ``--sample_prompts``, a file or the prompts themselves, if set."""
     value = preview.sample_prompts
     if not value or not is_prompt_text(value):
         return load_prompts(Path(value)) if value else []
     problems: list[str] = []
-    return _require_prompts(list(_parse_lines(value, "--sample_prompts", problems)), "--sample_prompts", problems)
+    prompts = [_resolve_controls(each, None, problems) for each in _parse_lines(value, "--sample_prompts", problems)]
+    return _require_prompts(prompts, "--sample_prompts", problems)
 
 
 def _parse_int(value: Any, minimum: int, maximum: int | None = None) -> int:
@@ -116,6 +132,13 @@ def _parse_sampler(value: Any) -> str:
     return str(value)
 
 
+def _parse_paths(value: Any) -> tuple[Path, ...]:
+    names = value if isinstance(value, list) else [value]
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise _InvalidValue(f"expected a path or a list of paths, got {value!r}")
+    return tuple(map(Path, names))
+
+
 _PROMPT_FIELDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "prompt": ("text", _parse_text),
     "negative_prompt": ("negative_prompt", _parse_text),
@@ -127,19 +150,21 @@ _PROMPT_FIELDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "guidance_scale": ("embedded_guidance", _parse_non_negative),
     "flow_shift": ("flow_shift", _parse_positive),
     "sample_sampler": ("sampler", _parse_sampler),
+    "control_image_path": ("control_images", _parse_paths),
 }
 """Key in the file -> field of ``Prompt``, and the parser of its values."""
 
-_TEXT_KEYS = frozenset({"prompt", "negative_prompt", "sample_sampler"})
+_CONTROL_KEY = "control_image_path"
+_TEXT_KEYS = frozenset({"prompt", "negative_prompt", "sample_sampler", _CONTROL_KEY})
 
 _SHORT_OPTIONS: Mapping[str, str] = {
     **{"n": "negative_prompt", "w": "width", "h": "height", "d": "seed", "s": "sample_steps", "l": "scale"},
     **{"ss": "sample_sampler", "g": "guidance_scale", "cn": "controlnet_image", "ctr": "cfg_trunc_ratio"},
-    **{"rcfg": "renorm_cfg", "fs": "flow_shift"},
+    **{"rcfg": "renorm_cfg", "fs": "flow_shift", "ci": _CONTROL_KEY},
 }
 
 _UNSUPPORTED_KEYS: Mapping[str, str] = {
-    "controlnet_image": "ControlNet images are not supported",
+    "controlnet_image": "ControlNet images are not supported; control images of editing models are set with --ci",
     "cfg_trunc_ratio": "for Lumina only; remove it",
     "renorm_cfg": "for Lumina only; remove it",
 }
@@ -170,12 +195,13 @@ def _parse_line(line: str, location: str, problems: list[str]) -> Prompt | None:
             known = ", ".join(f"--{short} {key}" for short, key in supported.items())
             hint = suggest_name(name, _SHORT_OPTIONS, "--") or f"; use {known}"
             line_problems.append(f"{location}: --{name}: unknown option{hint}")
-        elif key in values:
+        elif key in values and key != _CONTROL_KEY:
             line_problems.append(f"{location}: --{name}: duplicate option")
         elif not value.strip():
             line_problems.append(f"{location}: --{name}: value missing")
         else:
-            values[key] = value.strip() if key in _TEXT_KEYS else _parse_number(value.strip())
+            parsed = value.strip() if key in _TEXT_KEYS else _parse_number(value.strip())
+            values[key] = [*values.get(key, []), parsed] if key == _CONTROL_KEY else parsed
     return _build_prompt(values, lambda key: f"{location}: {_format_short_option(key)}", line_problems, problems)
 
 

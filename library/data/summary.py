@@ -28,6 +28,7 @@ class BucketSummary:
     most_cropped_sample: int  # position in the manifest
     max_cropped_fraction: float
     from_step: int = 0  # of its stage
+    control_resolutions: tuple[tuple[int, int], ...] = ()
 
 
 def summarize_buckets(assignments: Sequence[BucketAssignment], batch_plan: AnyBatchPlan) -> list[BucketSummary]:
@@ -46,6 +47,7 @@ def summarize_stage_buckets(assignments: Sequence[BucketAssignment], stage: Plan
                 dataset_index_in_file=bucket.dataset_index_in_file,
                 from_step=stage.first_step,
                 resolution=bucket.resolution,
+                control_resolutions=bucket.control_resolutions,
                 sample_indices=tuple(bucket.sample_indices),
                 samples_per_epoch=shown,
                 batch_size=bucket.batch_size,
@@ -64,6 +66,7 @@ def export_bucket(manifest: Manifest, summary: BucketSummary) -> dict[str, objec
     """Export a bucket as JSON."""
     return {
         "size": list(summary.resolution),
+        "controls": [list(size) for size in summary.control_resolutions],
         "images": len(summary.sample_indices),
         "samples": summary.samples_per_epoch,
         "batch_size": summary.batch_size,
@@ -99,15 +102,18 @@ def format_data_summary(
 def _format_subsets(manifest: Manifest) -> str:
     repeats: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     masks: Counter[tuple[int, int]] = Counter()
+    controls: Counter[tuple[int, int]] = Counter()
     for sample in manifest.samples:
         repeats[sample.dataset_index, sample.subset_index].append(sample.repeats)
         masks[sample.dataset_index, sample.subset_index] += sample.mask is not None
+        controls[sample.dataset_index, sample.subset_index] += len(sample.controls)
     lines = []
     for number, index, ending, captions, found in manifest.caption_counts:
         subset = manifest.datasets[number].subsets[index]
         mine = repeats[number, index]
         kind = "regularization image" if subset.is_reg else "image"
         masked = f", masks {masks[number, index]}/{len(mine)}" if get_mask_source(subset) else ""
+        masked += f", control images {controls[number, index]}" if controls[number, index] else ""
         name = f"dataset {manifest.datasets[number].dataset_index_in_file + 1}"
         lines.append(
             f"{name}, {subset.source}: {_format_count(len(mine), kind)}{_format_repeats(mine)}, captions"
@@ -145,7 +151,7 @@ def _format_bucket_table(manifest: Manifest, buckets: Sequence[BucketSummary]) -
     for bucket in buckets:
         cells = (
             bucket.dataset_index_in_file + 1,
-            f"{bucket.resolution[0]}x{bucket.resolution[1]}",
+            " + ".join(f"{width}x{height}" for width, height in (bucket.resolution, *bucket.control_resolutions)),
             len(bucket.sample_indices),
             bucket.samples_per_epoch,
             bucket.batch_size,
@@ -240,6 +246,7 @@ def _export_sample(manifest: Manifest, assignments: Sequence[BucketAssignment], 
         "is_reg": sample.is_reg,
         "weight": sample.loss_weight,
         "mask": None if sample.mask is None else _export_mask(sample.mask),
+        "controls": [str(control.image) for control in sample.controls],
     }
 
 

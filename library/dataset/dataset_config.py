@@ -6,7 +6,7 @@ All problems are reported at once.
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from .schema import (
 )
 from .validate_keys import (
     MUSUBI_SUBSET_KEYS,
+    RENAMED_DATASET_KEYS,
     UNSUPPORTED_KEYS_BY_KIND,
     LocatedValue,
     explain_misplaced_key,
@@ -46,10 +47,16 @@ Values = dict[str, LocatedValue]
 _Locate = Callable[[KeyPath], str]
 _PLACEHOLDER_RESOLUTION = Resolution(1, 1)  # keeps the config complete when the resolution is missing or invalid
 _EXTRA_DATASET_KEYS = (
-    "bucket_mode bucket_max_crop bucket_min_images weight resolution_schedule from_step to_step".split()
+    "bucket_mode bucket_max_crop bucket_min_images weight resolution_schedule from_step to_step control_resolution"
+    " no_resize_control".split()
 )
-_EXTRA_SUBSET_KEYS = "parquet webdataset recursive include exclude image_column caption_column cache_directory".split()
-_INTERNAL_FIELDS = "kind subsets locations dataset_file join_caption_lines dataset_index_in_file remote".split()
+_EXTRA_SUBSET_KEYS = (
+    "parquet webdataset recursive include exclude image_column caption_column cache_directory control_directory".split()
+)
+_INTERNAL_FIELDS = (
+    *("kind", "subsets", "locations", "dataset_file", "join_caption_lines", "dataset_index_in_file"),
+    *("conditioning_is_control", "remote"),
+)
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,22 @@ def can_load_datasets(config: DataConfig) -> bool:
 
 def load_dataset_config(config: DataConfig, invalid_flags: Set[str] = frozenset()) -> ParsedDatasetConfig:
     """Parse the run's datasets with the run's options as defaults; reads no image."""
+    parsed = _parse_run_datasets(config, invalid_flags)
+    if config.masked_loss:
+        return parsed
+    datasets = [
+        replace(dataset, subsets=tuple(map(_read_conditioning_as_control, dataset.subsets)))
+        for dataset in parsed.datasets
+    ]
+    return replace(parsed, datasets=tuple(datasets))
+
+
+def _read_conditioning_as_control(subset: SubsetConfig) -> SubsetConfig:
+    """sd-scripts' folder of conditioning images holds masks only with ``--masked_loss``."""
+    return replace(subset, conditioning_is_control=subset.conditioning_data_dir is not None)
+
+
+def _parse_run_datasets(config: DataConfig, invalid_flags: Set[str]) -> ParsedDatasetConfig:
     flag_defaults = collect_flag_defaults(config)
     if config.dataset_config is None:
         remote = build_remote_store(config)
@@ -258,7 +281,7 @@ class _DatasetConfigParser:
             self.add_problem(key_path, f"expected the table {table_name}, got {table!r}")
             return values
         for written_name, value in table.items():
-            name = str(RENAMED_OPTIONS.get(written_name, written_name))
+            name = str({**RENAMED_OPTIONS, **RENAMED_DATASET_KEYS}.get(written_name, written_name))
             value_path = (*key_path, written_name)
             key = DATASET_KEYS.get(name)
             if key is None or table_name not in key.tables:

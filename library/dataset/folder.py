@@ -21,6 +21,7 @@ from .caption_files import (
     read_caption_file,
     resolve_caption_column,
 )
+from .controls import is_control_column
 from .file_discovery import DirectoryTree, select_paths, walk_directory
 from .image_ref import ImageRef
 from .kohya_folders import find_unused_folder_names, has_images, parse_folder_name
@@ -185,6 +186,8 @@ def _read_folder_table(
     subset = listing.subset
     options = filter(None, (subset.image_column, subset.caption_column))
     table = read_metadata_table(folder / path, {_FILE_COLUMN, *CAPTION_COLUMNS, *options})
+    if controls := [name for name in table.columns if is_control_column(name)]:
+        raise ValueError(f"{table.path}: column {controls[0]}: read only from a metadata_file; set it instead")
     if subset.image_column is None and _FILE_COLUMN not in table.columns:
         hint = "set metadata_file to read other formats"
         listing.notes.append(f"{table.path}: not used: no column {_FILE_COLUMN}; {hint}")

@@ -20,6 +20,7 @@ class ListedImage:
     dataset: int
     subset: int
     problem: str | None = None  # with the caption: a complete message
+    controls: tuple[ImageRef, ...] = ()  # control images that a metadata file lists
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,14 @@ class SubsetListing:
             return next(iter(self.caption_sources), self.expected_source)
         return ", ".join(f"{count} {source}" for source, count in self.caption_sources.most_common())
 
-    def add_image(self, image: ImageRef, name: str, caption: ImageCaption) -> None:
+    def add_image(self, image: ImageRef, name: str, caption: ImageCaption, controls: tuple[ImageRef, ...] = ()) -> None:
         """Add an image; messages about it use ``name``."""
         text = self.subset.class_tokens or ""
         if caption.lines:
             text = self._choose_text(caption)
         elif caption.problem is None:
             self.uncaptioned.append(name)
-        self.images.append(ListedImage(image, text, self.dataset, self.index, caption.problem))
+        self.images.append(ListedImage(image, text, self.dataset, self.index, caption.problem, controls))
 
     def _choose_text(self, caption: ImageCaption) -> str:
         self.caption_sources[caption.source] += 1

@@ -64,7 +64,7 @@ class Mask:
 
 def get_mask_source(subset: SubsetConfig) -> MaskSource | None:
     """Return where the masks of a subset come from; a folder has priority over ``alpha_mask``, as in sd-scripts."""
-    if subset.conditioning_data_dir is not None:
+    if subset.conditioning_data_dir is not None and not subset.conditioning_is_control:
         return "folder"
     return "alpha" if subset.alpha_mask else None
 
@@ -112,7 +112,7 @@ def match_masks(images: Sequence[ImageRef], image_dir: Path, mask_dir: Path) -> 
     """Match each image to the file of the same path in ``mask_dir``, whatever its extension; opens no file."""
     by_parent: defaultdict[PurePath, list[ImageRef]] = defaultdict(list)
     for image in images:
-        by_parent[_get_relative_path(image, image_dir).parent].append(image)
+        by_parent[get_relative_path(image, image_dir).parent].append(image)
     matches = MaskMatches()
     for parent, members in by_parent.items():
         _match_masks_in_dir(matches, members, image_dir / parent, mask_dir / parent)
@@ -121,11 +121,11 @@ def match_masks(images: Sequence[ImageRef], image_dir: Path, mask_dir: Path) -> 
 
 def _match_masks_in_dir(matches: MaskMatches, images: Sequence[ImageRef], image_dir: Path, mask_dir: Path) -> None:
     masks_by_stem: defaultdict[str, list[str]] = defaultdict(list)
-    for name in _list_image_names(mask_dir):
-        masks_by_stem[_normalize_stem(name)].append(name)
+    for name in list_image_names(mask_dir):
+        masks_by_stem[normalize_stem(name)].append(name)
     matched: set[str] = set()
     for image in images:
-        names = masks_by_stem.get(_normalize_stem(image.name), [])
+        names = masks_by_stem.get(normalize_stem(image.name), [])
         names = [image.name] if image.name in names else names
         matched.update(names)
         if len(names) == 1:
@@ -137,11 +137,11 @@ def _match_masks_in_dir(matches: MaskMatches, images: Sequence[ImageRef], image_
             matches.missing[image] = f"has no mask: no {stem}.png, or with another image extension, in {mask_dir}"
     unmatched = [name for names in masks_by_stem.values() for name in names if name not in matched]
     if unmatched:  # the mask of an image that exists but is not selected is no problem
-        unselected = set(map(_normalize_stem, _list_image_names(image_dir))) - set(map(_normalize_stem, matched))
-        matches.unmatched += [mask_dir / name for name in unmatched if _normalize_stem(name) not in unselected]
+        unselected = set(map(normalize_stem, list_image_names(image_dir))) - set(map(normalize_stem, matched))
+        matches.unmatched += [mask_dir / name for name in unmatched if normalize_stem(name) not in unselected]
 
 
-def _get_relative_path(image: ImageRef, image_dir: Path) -> PurePath:
+def get_relative_path(image: ImageRef, image_dir: Path) -> PurePath:
     if image.part is not None:
         return PurePath(image.part.name)
     try:
@@ -150,7 +150,7 @@ def _get_relative_path(image: ImageRef, image_dir: Path) -> PurePath:
         return PurePath(image.name)
 
 
-def _list_image_names(directory: Path) -> list[str]:
+def list_image_names(directory: Path) -> list[str]:
     try:
         if is_remote(directory):
             names = sorted(name for name in directory.list_folder(recursive=False).files)
@@ -163,7 +163,7 @@ def _list_image_names(directory: Path) -> list[str]:
     return [name for name in names if not name.startswith(".") and is_image_file(name)]
 
 
-def _normalize_stem(name: str) -> str:
+def normalize_stem(name: str) -> str:
     """Remove the extension; macOS decomposes accented letters in file names, and masks may come from elsewhere."""
     return unicodedata.normalize("NFC", name.rpartition(".")[0])
 
@@ -345,15 +345,15 @@ def _is_orientation_ambiguous(image: InspectedImage, mask: InspectedMask) -> boo
 
 def _describe_size_mismatch(mask_size: tuple[int, int], image: InspectedImage) -> str | None:
     """Describe a mask of another shape; another size is fine, up to rounding to whole pixels."""
-    if image.problem or _has_same_aspect_ratio(mask_size, image.size):
+    if image.problem or has_same_aspect_ratio(mask_size, image.size):
         return None
     hint = ""
-    if _has_same_aspect_ratio(mask_size[::-1], image.size):
+    if has_same_aspect_ratio(mask_size[::-1], image.size):
         hint = "; it is rotated, as if made without applying the EXIF orientation of the image"
     return f"is {mask_size[0]}x{mask_size[1]} pixels, the image {image.size[0]}x{image.size[1]}{hint}"
 
 
-def _has_same_aspect_ratio(mask_size: tuple[int, int], image_size: tuple[int, int]) -> bool:
+def has_same_aspect_ratio(mask_size: tuple[int, int], image_size: tuple[int, int]) -> bool:
     """Whether one scale maps both sides of the image to those of the mask with less than a pixel of error."""
     lower = max((mask - 1) / image for mask, image in zip(mask_size, image_size, strict=True))
     upper = min((mask + 1) / image for mask, image in zip(mask_size, image_size, strict=True))

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from .caption_files import (
     resolve_column,
     split_lines,
 )
+from .controls import CONTROL_COLUMN, ColumnsWithControls, is_control_column, sort_control_columns
 from .image_ref import ImageRef
 from .listing import IMAGE_EXTENSIONS, ImageCaption, SubsetListing
 from .schema import SubsetConfig
@@ -28,7 +29,7 @@ FILE_COLUMNS = ("image_path", "file_name")
 """Columns of image paths: of sd-scripts and musubi-tuner, and of HF datasets."""
 
 _KOHYA_COLUMNS = ("caption", "tags")
-_UNSUPPORTED_COLUMNS = ("control_path", "image_path_0", "video_path")
+_UNSUPPORTED_COLUMNS = ("image_path_0", "video_path")
 """Columns of musubi-tuner that change what is trained."""
 
 
@@ -45,7 +46,7 @@ class MetadataTable:
         return f"{self.path}: row {number}" if self.path.suffix.lower() == ".parquet" else f"{self.path}:{number}"
 
 
-def read_metadata_table(path: Path, wanted: Collection[str]) -> MetadataTable:
+def read_metadata_table(path: Path, wanted: Container[str]) -> MetadataTable:
     """Read the ``wanted`` columns that exist; raise ``ValueError`` if the file is not valid."""
     table = MetadataTable(path)
     readers = {".csv": _read_csv_rows, ".parquet": read_parquet_metadata}
@@ -69,13 +70,13 @@ def read_utf8_file(path: str | Path) -> str:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _read_jsonl_rows(path: Path, wanted: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_jsonl_rows(path: Path, wanted: Container[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(read_utf8_file(path).split("\n"), start=1):
         if line.strip():
             yield number, parse_json_object(line, f"{path}:{number}")
 
 
-def _read_csv_rows(path: Path, wanted: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_csv_rows(path: Path, wanted: Container[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     reader = csv.reader(io.StringIO(read_utf8_file(path), newline=""), strict=True)
     try:
         header = [name.strip() for name in next(reader, [])]
@@ -111,6 +112,7 @@ class _Metadata:
     entries: Sequence[_Entry]
     folders: Sequence[Path]
     caption_column: str | None  # None: caption followed by tags
+    has_controls: bool = False  # entries list control images
 
 
 def list_metadata_images(subset: SubsetConfig, path: Path, dataset: int, index: int) -> SubsetListing:
@@ -132,11 +134,16 @@ def list_metadata_images(subset: SubsetConfig, path: Path, dataset: int, index: 
             listing.missing.append(f"{entry.location}: {entry.name!r} not found in {searched}")
             continue
         try:
+            controls = _find_controls(entry, metadata, subset) if metadata.has_controls else ()
+        except ValueError as error:
+            listing.missing.append(f"{entry.location}: {entry.name!r}: {error}")
+            continue
+        try:
             lines = _parse_caption(entry.values, metadata.caption_column, subset)
             caption = ImageCaption(lines, listing.expected_source)
         except ValueError as error:
             caption = ImageCaption(problem=f"{entry.location}: {entry.name!r}: {error}")
-        listing.add_image(ImageRef(image.parent, image.name), entry.name, caption)
+        listing.add_image(ImageRef(image.parent, image.name), entry.name, caption, controls)
     listing.add_caption_notes(str(path))
     return listing
 
@@ -150,9 +157,11 @@ def _read_metadata(subset: SubsetConfig, path: Path) -> _Metadata:
             raise ValueError(f"{path}: image_column has no effect for .json, whose keys are the images")
         entries = list(_read_json_entries(path))
         columns = dict.fromkeys(name for entry in entries for name in entry.values)
-        return _Metadata(entries, [Path(), *folders], _resolve_captions(list(columns), subset, path))
+        caption_column = _resolve_captions(list(columns), subset, path)
+        return _Metadata(entries, [Path(), *folders], caption_column, any(map(is_control_column, columns)))
     options = filter(None, (subset.image_column, subset.caption_column))
-    table = read_metadata_table(path, {*FILE_COLUMNS, *CAPTION_COLUMNS, *_KOHYA_COLUMNS, *options})
+    names = {*FILE_COLUMNS, *CAPTION_COLUMNS, *_KOHYA_COLUMNS, *options}
+    table = read_metadata_table(path, ColumnsWithControls(names))
     if not table.rows:
         return _Metadata([], folders, None)
     name = resolve_file_column(table, subset.image_column)
@@ -162,7 +171,8 @@ def _read_metadata(subset: SubsetConfig, path: Path) -> _Metadata:
     entries = list(_read_table_entries(table, name))
     # sd-scripts resolves paths from the working directory, HF datasets from the file
     folders = folders if name == "file_name" else [Path(), *folders]
-    return _Metadata(entries, folders, _resolve_captions(table.columns, subset, path))
+    has_controls = any(map(is_control_column, table.columns))
+    return _Metadata(entries, folders, _resolve_captions(table.columns, subset, path), has_controls)
 
 
 def resolve_file_column(table: MetadataTable, image_column: str | None) -> str:
@@ -198,6 +208,23 @@ def _read_table_entries(table: MetadataTable, column: str) -> Iterator[_Entry]:
         if not isinstance(name, str) or not name:
             raise ValueError(f"{location}: no {column}")
         yield _Entry(name, values, location)
+
+
+def _find_controls(entry: _Entry, metadata: _Metadata, subset: SubsetConfig) -> tuple[ImageRef, ...]:
+    """Find the control images of an entry; ``ValueError`` if one is missing."""
+    cells = {name: entry.values[name] for name in entry.values if is_control_column(name) and entry.values[name]}
+    if not cells:
+        raise ValueError(f"no {CONTROL_COLUMN}, which other images of the file have; list those without it elsewhere")
+    found = []
+    for column in sort_control_columns(cells):
+        if not isinstance(cells[column], str):
+            raise ValueError(f"{column}: expected a path, got {cells[column]!r}")
+        path = _find_image(_iter_candidates(cells[column], metadata, subset))
+        if path is None:
+            searched = ", ".join(dict.fromkeys(str(folder.absolute()) for folder in metadata.folders))
+            raise ValueError(f"{column}: {cells[column]!r} not found in {searched}")
+        found.append(ImageRef(path.parent, path.name))
+    return tuple(found)
 
 
 def _iter_candidates(name: str, metadata: _Metadata, subset: SubsetConfig) -> Iterator[Path]:

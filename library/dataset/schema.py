@@ -15,7 +15,7 @@ from .caption_files import DEFAULT_EXTENSION
 
 GENERAL_TABLE, DATASET_TABLE, SUBSET_TABLE = "[general]", "[[datasets]]", "[[datasets.subsets]]"
 DatasetKind = Literal["dreambooth", "finetuning", "controlnet"]
-"""Captions in files next to the images, captions in a metadata file, or images with a folder of masks."""
+"""Captions in files next to the images, captions in a metadata file, or ``conditioning_data_dir`` is set."""
 
 
 class _LocatedKeys:
@@ -45,6 +45,7 @@ class SubsetConfig(_LocatedKeys):
     image_column: str | None
     caption_column: str | None
     conditioning_data_dir: str | None
+    control_directory: str | None
     is_reg: bool
     alpha_mask: bool
     num_repeats: int
@@ -75,6 +76,7 @@ class SubsetConfig(_LocatedKeys):
     dataset_file: Path | None = field(compare=False)
     locations: Mapping[str, str] = field(compare=False, repr=False)  # "file:line" of each key; "" for the subset itself
     join_caption_lines: bool = False  # musubi-tuner joins the lines of a caption; not a key of the file
+    conditioning_is_control: bool = False  # without --masked_loss, conditioning_data_dir has control images
     remote: RemoteStore = field(default_factory=RemoteStore, compare=False, repr=False)  # reads URLs; not a key
 
     def resolve_image_dir(self) -> Path | None:
@@ -87,7 +89,17 @@ class SubsetConfig(_LocatedKeys):
         return self._resolve(self.cache_directory)
 
     def resolve_mask_dir(self) -> Path | None:
-        return self._resolve(self.conditioning_data_dir)
+        return None if self.conditioning_is_control else self._resolve(self.conditioning_data_dir)
+
+    @property
+    def control_key(self) -> str | None:
+        """The key that sets the folder of control images."""
+        if self.control_directory is not None:
+            return "control_directory"
+        return "conditioning_data_dir" if self.conditioning_is_control else None
+
+    def resolve_control_dir(self) -> Path | None:
+        return None if self.control_key is None else self._resolve(getattr(self, self.control_key))
 
     def _resolve(self, name: str | None) -> Path | None:
         return None if name is None else resolve_path(self.dataset_file, name, self.remote)
@@ -143,6 +155,13 @@ class DatasetConfig(_LocatedKeys):
     from_step: int = 0  # first step that trains this dataset, counted from 0
     to_step: int | None = None  # end of these steps, exclusive
     dataset_index_in_file: int = 0  # index in the file
+    control_resolution: Resolution | None = None  # of control images; None: that of their pictures
+    no_resize_control: bool = False
+
+    @property
+    def has_own_control_size(self) -> bool:
+        """Whether control images have sizes of their own, not those of their pictures."""
+        return self.no_resize_control or self.control_resolution is not None
 
 
 def resolve_path(dataset_file: Path | None, name: str, remote: RemoteStore) -> Path:
@@ -198,6 +217,12 @@ class _DatasetKeys:
     weight: float | None = define_option(None, "share of an epoch relative to the weights of the other datasets")
     from_step: int = define_option(0, "train the dataset from this step on", minimum=0)
     to_step: int | None = define_option(None, "train the dataset up to this step", minimum=1)
+    control_resolution: Resolution | None = define_option(  # noqa: RUF009
+        None, "resolution of control images; without it, that of their pictures"
+    )
+    no_resize_control: bool = define_option(
+        False, "keep the size of control images; with control_resolution, shrink only the larger ones"
+    )
 
 
 @dataclass(frozen=True)
@@ -220,7 +245,10 @@ class _SubsetKeys:
     metadata_file: str | None = define_option(None, ".json, .jsonl, .csv or .parquet file of image paths and captions")
     parquet: tuple[str, ...] = define_option((), "parquet files that contain the images")
     webdataset: tuple[str, ...] = define_option((), "tar shards that contain the images")
-    conditioning_data_dir: str | None = define_option(None, "folder of masks")
+    conditioning_data_dir: str | None = define_option(
+        None, "folder of control images; with --masked_loss, folder of masks"
+    )
+    control_directory: str | None = define_option(None, "folder of control images, for editing models")
     is_reg: bool = define_option(False, "regularization images")
 
 

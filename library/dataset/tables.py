@@ -6,7 +6,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -329,7 +329,7 @@ def _read_text_cell(cell: Any) -> Any:
         return cell.as_buffer().to_pybytes() if hasattr(cell, "as_buffer") else b""
 
 
-def read_parquet_metadata(path: Path, wanted: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_parquet_metadata(path: Path, wanted: Container[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number and the values of each row; columns that are not ``wanted`` are None."""
     try:
         read_errors = _list_read_errors()

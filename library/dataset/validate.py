@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields
+from pathlib import Path
 
 from ..config.schema import TrainConfig
 from ..config.schema_data import CacheConfig, DataConfig, ValidateConfig
@@ -48,6 +49,7 @@ def validate_dataset_config(
         *validate_supported_features(datasets),
         *validate_repeats(datasets),
         *validate_masks(datasets, config),
+        *validate_control_settings(datasets),
         *validate_latent_caching(datasets, cache or CacheConfig()),
         *validate_validation_options(datasets, validate or ValidateConfig()),
         *validate_stages(datasets, train),
@@ -61,6 +63,7 @@ def validate_paths(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
         paths = (
             ("image_dir", subset.resolve_image_dir(), "folder"),
             ("conditioning_data_dir", subset.resolve_mask_dir(), "folder"),
+            (subset.control_key or "control_directory", subset.resolve_control_dir(), "folder"),
             ("metadata_file", subset.resolve_metadata_file(), "file"),
         )
         for key, path, expected in paths:
@@ -151,8 +154,8 @@ def validate_masks(datasets: Sequence[DatasetConfig], config: DataConfig) -> Ite
     """Yield problems of mask settings; as in sd-scripts mask folders need ``masked_loss``, ``alpha_mask`` does not."""
     subsets = list(_iter_subsets(datasets))
     for subset in subsets:
-        if subset.conditioning_data_dir is not None:
-            yield from _validate_mask_dir(subset, config)
+        if get_mask_source(subset) == "folder":
+            yield from _validate_second_dir(subset, "conditioning_data_dir", subset.resolve_mask_dir(), "masks")
     sources = {get_mask_source(subset) for subset in subsets}
     for name in ("masked_loss", "masked_loss_normalize"):
         if getattr(config, name) and sources == {None}:
@@ -162,21 +165,39 @@ def validate_masks(datasets: Sequence[DatasetConfig], config: DataConfig) -> Ite
         yield "--alpha_mask: all subsets have their masks in conditioning_data_dir; remove one of the two"
 
 
-def _validate_mask_dir(subset: SubsetConfig, config: DataConfig) -> Iterator[str]:
-    image_dir, mask_dir = subset.resolve_image_dir(), subset.resolve_mask_dir()
-    where = subset.format_location("conditioning_data_dir")
-    if not config.masked_loss:
-        yield f"{where}: a folder of masks needs --masked_loss; set it for the run"
-    if image_dir is None or mask_dir is None or is_remote(image_dir) != is_remote(mask_dir):
+def validate_control_settings(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
+    """Yield problems of the folders and sizes of control images."""
+    for subset in _iter_subsets(datasets):
+        if (key := subset.control_key) is not None:
+            yield from _validate_second_dir(subset, key, subset.resolve_control_dir(), "control images")
+        if subset.control_directory is not None and subset.conditioning_is_control:
+            where = subset.format_location("conditioning_data_dir")
+            yield f"{where}: control_directory is set too; remove one of the two, or set --masked_loss if it has masks"
+    for key in ("control_resolution", "no_resize_control"):
+        used, unused = set[str](), dict[str, None]()
+        for dataset in datasets:
+            if any(subset.control_key or subset.metadata_file for subset in dataset.subsets):
+                used.add(dataset.format_location(key))
+            elif getattr(dataset, key):
+                unused[dataset.format_location(key)] = None
+        for where in unused:
+            if where not in used:
+                yield f"{where}: no subset here has control images; set control_directory, or remove this"
+
+
+def _validate_second_dir(subset: SubsetConfig, key: str, folder: Path | None, content: str) -> Iterator[str]:
+    """Yield problems of a folder of masks or control images next to ``image_dir``."""
+    image_dir, where = subset.resolve_image_dir(), subset.format_location(key)
+    if image_dir is None or folder is None or is_remote(image_dir) != is_remote(folder):
         return
-    if not is_remote(image_dir) and not (image_dir.is_dir() and mask_dir.is_dir()):
+    if not is_remote(image_dir) and not (image_dir.is_dir() and folder.is_dir()):
         return  # reported by validate_paths
-    if image_dir.samefile(mask_dir):
-        yield f"{where}: is the same folder as image_dir; put the masks into a folder of their own"
-    elif subset.recursive and not subset.exclude and mask_dir.resolve().is_relative_to(image_dir.resolve()):
-        pattern = mask_dir.resolve().relative_to(image_dir.resolve()).as_posix() + "/**"
+    if image_dir.samefile(folder):
+        yield f"{where}: is the same folder as image_dir; put the {content} into a folder of their own"
+    elif subset.recursive and not subset.exclude and folder.resolve().is_relative_to(image_dir.resolve()):
+        pattern = folder.resolve().relative_to(image_dir.resolve()).as_posix() + "/**"
         yield (
-            f"{where}: is inside image_dir, so that recursive lists the masks as images; move it, or set"
+            f"{where}: is inside image_dir, so that recursive lists the {content} as images; move it, or set"
             f" exclude = ['{pattern}']"
         )
 

@@ -25,23 +25,36 @@ class LocatedValue:
 
 
 UNSUPPORTED_KEYS_BY_KIND: Mapping[DatasetKind, tuple[str, ...]] = {
-    "finetuning": ("is_reg", "class_tokens", "caption_extension", "cache_info", "conditioning_data_dir"),
+    "finetuning": (
+        "is_reg",
+        "class_tokens",
+        "caption_extension",
+        "cache_info",
+        "conditioning_data_dir",
+        "control_directory",
+    ),
     "controlnet": ("is_reg", "class_tokens", "alpha_mask", "metadata_file"),
     "dreambooth": ("metadata_file", "conditioning_data_dir"),
 }
 """Subset keys that sd-scripts rejects for a kind of dataset."""
 
-MUSUBI_SUBSET_KEYS: Mapping[str, str] = {"image_directory": "image_dir", "image_jsonl_file": "metadata_file"}
+MUSUBI_SUBSET_KEYS: Mapping[str, str] = {
+    "image_directory": "image_dir",
+    "image_jsonl_file": "metadata_file",
+    "control_directory": "control_directory",
+}
 """musubi-tuner's names of subset keys; its datasets have no subsets and contain these keys themselves."""
+
+RENAMED_DATASET_KEYS: Mapping[str, str] = {
+    "flux_kontext_no_resize_control": "no_resize_control",
+    "qwen_image_edit_no_resize_control": "no_resize_control",
+    "qwen_image_edit_control_resolution": "control_resolution",
+}
+"""Former names of keys in musubi-tuner."""
 
 _UNSUPPORTED_MUSUBI_KEYS: Mapping[str, str] = {
     "skip_corrupted_cache": "this key of musubi-tuner",
     "multiple_target": "several target images, for layered models",
-    **dict.fromkeys(
-        "control_directory no_resize_control control_resolution flux_kontext_no_resize_control"
-        " qwen_image_edit_no_resize_control qwen_image_edit_control_resolution".split(),
-        "control images, for editing models",
-    ),
     **dict.fromkeys(
         "fp_latent_window_size fp_1f_clean_indices fp_1f_target_index fp_1f_no_post".split(),
         "one-frame training of FramePack",
@@ -59,8 +72,8 @@ _SYMMETRIC_DEFAULTS = {"bucket_max_crop": 1, "bucket_min_images": 1}
 _SOURCE_KEYS = ("image_dir", "parquet", "webdataset")
 _UNSUPPORTED_KEYS_BY_SOURCE: Mapping[str, tuple[str, ...]] = {
     "image_dir": (),
-    "parquet": ("metadata_file", "conditioning_data_dir", "cache_info", "caption_extension"),
-    "webdataset": ("metadata_file", "conditioning_data_dir", "cache_info"),
+    "parquet": ("metadata_file", "conditioning_data_dir", "control_directory", "cache_info", "caption_extension"),
+    "webdataset": ("metadata_file", "conditioning_data_dir", "control_directory", "cache_info"),
 }
 """sd-scripts' keys that a source cannot use: an error in the subset itself, ignored in the tables above it."""
 
@@ -80,7 +93,7 @@ def explain_misplaced_key(name: str, table_name: str) -> str | None:
     """Explain a key that exists but is not supported, or not in this table."""
     if name in _UNSUPPORTED_MUSUBI_KEYS:
         return f"not supported yet: {_UNSUPPORTED_MUSUBI_KEYS[name]}; remove it"
-    if name in MUSUBI_SUBSET_KEYS:
+    if name in MUSUBI_SUBSET_KEYS and name not in DATASET_KEYS:
         return (
             f"only valid in {DATASET_TABLE} without subsets (musubi-tuner); in a subset use {MUSUBI_SUBSET_KEYS[name]}"
         )

@@ -54,8 +54,12 @@ def estimate_latent_cache(
     distinct = np.unique(latent_keys.keys, return_index=True)[1]
     num_bytes = None
     if sizes is not None:
-        resolutions = [prepared.assignments[index].bucket_resolution for index in latent_keys.sample_indices[distinct]]
-        num_bytes = BYTES_PER_ELEMENT[cache.cache_precision] * sum(map(sizes.count_moment_elements, resolutions))
+        indices, augmenter = latent_keys.sample_indices[distinct].tolist(), prepared.build_static_augmenter()
+        resolutions = [prepared.assignments[index].bucket_resolution for index in indices]
+        controls = [each.bucket_resolution for index in indices for each in augmenter.assign_controls(index)]
+        elements = sum(map(sizes.count_moment_elements, resolutions))
+        elements += sum(map(sizes.count_moment_elements, controls)) // 2  # only their mean
+        num_bytes = BYTES_PER_ELEMENT[cache.cache_precision] * elements
     directories = _list_directories(cache, prepared) if cache.cache_latents_to_disk else ()
     return CacheEstimate("latents", len(distinct), num_bytes, False, directories)
 

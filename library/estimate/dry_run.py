@@ -14,6 +14,7 @@ from ..data.run_plan import RunPlan
 from ..dataset.validate import find_sizes_for_some_models
 from ..models.detect import (
     DetectedModel,
+    build_control_limits,
     detect_model,
     get_config_reader,
     get_family_facts,
@@ -100,7 +101,8 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
         text_components = family.list_cached_text_components(config.adapter, config.optim)
         cached = text_components if config.cache.caches_text_outputs else ()
         read_initial_weights(config.adapter, family, detected, cached_components=cached)
-    prepared = prepare_data(config.data, detected.size_multiple, config.cache.cache_dir, detected.short_name)
+    limits = build_control_limits(detected)
+    prepared = prepare_data(config.data, detected.size_multiple, config.cache.cache_dir, detected.short_name, limits)
     notes = (
         list(find_sizes_for_some_models(prepared.manifest.datasets, list_size_multiples()))
         if detected.is_built_in

@@ -143,12 +143,14 @@ def search_layouts(finder: LayoutFinder, batch: LargestBatch, devices: Devices) 
 
 def find_largest_batch(plan: AnyBatchPlan, captions: Iterable[str]) -> LargestBatch:
     """Combine the bucket with the most pixels per micro-batch and the longest captions."""
-    shapes = {(bucket.batch_size, *bucket.resolution) for bucket in plan.buckets if len(bucket.sample_indices)}
-    pixels = sorted((count * width * height for count, width, height in shapes), reverse=True)
-    count, width, height = max(shapes, key=lambda shape: shape[0] * shape[1] * shape[2])
+    buckets = [bucket for bucket in plan.buckets if len(bucket.sample_indices)]
+    shapes = {(bucket.batch_size, (bucket.resolution, *bucket.control_resolutions)) for bucket in buckets}
+    pixels_by_shape = {shape: shape[0] * sum(width * height for width, height in shape[1]) for shape in shapes}
+    pixels = sorted(pixels_by_shape.values(), reverse=True)
+    count, (size, *control_sizes) = max(shapes, key=pixels_by_shape.__getitem__)
     longest = sorted(set(captions), key=len, reverse=True)
     buffered_shapes = sum(pixels[:MAX_BUFFERED_SHAPES]) / pixels[0]
-    return LargestBatch((width, height), tuple((longest * count)[:count]), buffered_shapes)
+    return LargestBatch(size, tuple((longest * count)[:count]), buffered_shapes, tuple(control_sizes))
 
 
 def estimate_layouts(

@@ -50,6 +50,8 @@ class LargestBatch:
     captions: tuple[str, ...]
     buffered_shapes: float = 1.0
     """Sum over all image sizes in units of the largest; a pipeline has buffers for each."""
+    control_sizes: tuple[tuple[int, int], ...] = ()
+    """Width and height of each control image."""
 
 
 @dataclass(frozen=True)
@@ -353,7 +355,12 @@ class MetaRun:
         size_conditioning, loss_weights = torch.zeros(count, 6, device=META), torch.ones(count, device=META)
         positions, keys = tuple(range(count)), tuple(map(str, range(count)))
         fields = (None, batch.captions, size_conditioning, loss_weights, positions, keys)
-        return PixelBatch(*fields, moments=moments, cond=cond)
+        factor = height // latents.shape[-2]
+        controls = tuple(
+            latents.new_empty(count, latents.shape[2], high // factor, wide // factor)
+            for wide, high in batch.control_sizes
+        )
+        return PixelBatch(*fields, moments=moments, cond=cond, control_latents=controls)
 
     def _cast_inputs_of_frozen_layers(self) -> None:
         """Cast here, as those layers ask the device for its autocast dtype, and the meta device has none."""

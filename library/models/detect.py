@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..config.schema import ModelConfig
+from ..dataset.controls import ControlLimits
 from ..demo import BUILT_IN_MODEL_DIR
 from ..errors import ConfigError, FileError
 from ..registry import suggest_name
@@ -34,7 +35,6 @@ from .model_configs import (
     build_bundled_reader,
     build_folder_reader,
     build_hub_reader,
-    list_bundled_configs,
     list_family_configs,
     load_bundled_config,
     read_required,
@@ -105,6 +105,13 @@ def get_family_facts(family: str) -> FamilyFacts:
     if not isinstance(facts, FamilyFacts):
         raise ConfigError([f"family: {family} is not a model family; subclass library.models.base.Family"])
     return facts
+
+
+def build_control_limits(model: DetectedModel) -> ControlLimits:
+    """How many control images a model takes, and the models that take some."""
+    facts = get_family_facts(model.family)
+    others = ", ".join(each.title for each in FAMILY_FACTS.values() if each.control_images[1])
+    return ControlLimits(*facts.control_images, facts.title, others)
 
 
 def list_size_multiples() -> dict[str, int]:
@@ -257,7 +264,7 @@ def _detect_random(model_name: str, family_option: str | None) -> DetectedModel:
     family_and_variant = model_name.removeprefix("random:")
     config = family_and_variant.replace(":", "_")
     family = family_and_variant.partition(":")[0]
-    if config not in list_bundled_configs() or family not in FAMILY_FACTS:
+    if family not in FAMILY_FACTS or config not in list_family_configs(family):
         known = [
             f"random:{name}"
             for family in FAMILY_FACTS

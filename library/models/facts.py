@@ -65,6 +65,8 @@ class FamilyFacts:
     """The family's own network modules and arguments."""
     modelspec_architecture: str = ""
     """How ``modelspec.architecture`` in the family's LoRA files begins."""
+    control_images: tuple[int, int] = (0, 0)
+    """The fewest and the most control images of a picture: references of editing models."""
     masks_text_in_denoiser: bool = False
     """Whether ``apply_t5_attn_mask`` masks the denoiser's attention, too."""
     validate_options: Callable[[ConfigReader, ModelConfig], Iterator[str]] = lambda read, options: iter(())

@@ -28,8 +28,13 @@ def list_bundled_configs() -> list[str]:
 
 
 def list_family_configs(family: str) -> list[str]:
-    """The names of one family, the main config first."""
-    return [name for name in list_bundled_configs() if name == family or name.startswith(f"{family}_")]
+    """The names of one family, the main config first; those of flux_kontext are none of flux."""
+    names = [name for name in list_bundled_configs() if name == family or name.startswith(f"{family}_")]
+    return [name for name in names if _read_pipeline_class(name) == _read_pipeline_class(names[0])]
+
+
+def _read_pipeline_class(name: str) -> object:
+    return load_bundled_config(name)["model_index.json"].get("_class_name")
 
 
 def load_bundled_config(name: str) -> BundledConfig:

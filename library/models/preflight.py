@@ -18,7 +18,7 @@ from ..data.prompts import Prompt, load_preview_prompts
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
 from ..dataset.validate import validate_resolution_multiple
 from ..errors import ConfigError, FileError
-from .detect import COMPONENT_OPTIONS, DetectedModel, detect_model, get_family_facts
+from .detect import COMPONENT_OPTIONS, DetectedModel, build_control_limits, detect_model, get_family_facts
 from .facts import TORCH_ATTENTION_MODES, select_trained_text_encoders
 from .families import FAMILY_FACTS
 
@@ -49,7 +49,7 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> I
             *((("attn_mode",), line) for line in validate_attention_mode(config.distributed.attn_mode, detected)),
         ]
         yield from (f"{locations.get(names[0], f'--{names[0]}')}: {problem}" for names, problem in conflicts)
-        yield from _validate_image_sizes(config.data, detected)
+        yield from _validate_datasets(config.data, detected)
     path = config.preview.sample_prompts
     try:
         is_missing = path is not None and not is_prompt_text(path) and not Path(path).is_file()  # found earlier
@@ -73,11 +73,17 @@ def _validate_text_mask(
         yield ("apply_t5_attn_mask", "cp_size"), "not supported with cp_size; use tp_size or fsdp"
 
 
-def _validate_image_sizes(data: DataConfig, model: DetectedModel) -> Iterator[str]:
-    """Check bucket steps and resolutions, if the datasets themselves are valid."""
+def _validate_datasets(data: DataConfig, model: DetectedModel) -> Iterator[str]:
+    """Check bucket steps, resolutions and control images, if the datasets themselves are valid."""
     parsed = load_dataset_config(data) if can_load_datasets(data) else None
-    if parsed is not None and not parsed.problems:
-        yield from validate_resolution_multiple(parsed.datasets, model.size_multiple, model.short_name)
+    if parsed is None or parsed.problems:
+        return
+    yield from validate_resolution_multiple(parsed.datasets, model.size_multiple, model.short_name)
+    limits = build_control_limits(model)
+    for subset in (subset for dataset in parsed.datasets for subset in dataset.subsets):
+        if subset.control_key is not None and not limits.most:
+            hint = "; if these are masks, set --masked_loss" if subset.conditioning_is_control else ""
+            yield f"{subset.format_location(subset.control_key)}: {limits.describe_problem(1)}{hint}"
 
 
 def validate_attention_mode(mode: str, model: DetectedModel) -> Iterator[str]:
@@ -96,6 +102,8 @@ def validate_prompts(prompts: Sequence[Prompt], model: DetectedModel) -> Iterato
 
 def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[str]:
     title = get_family_facts(model.family).title
+    if problem := build_control_limits(model).describe_problem(len(prompt.control_images)):
+        yield f"{prompt.locate_key('control_image_path')}: {problem}"
     if model.prediction_type == "flow":
         step = model.size_multiple
         for key, side in (("width", prompt.width), ("height", prompt.height)):

@@ -72,9 +72,8 @@ def format_markdown(models: Sequence[dict[str, Any]]) -> str:
         title = model["title"] + (f" ({model['notes']})" if model["notes"] else "")
         count, file = _format_count(model["parameters"]), "yes" if "file" in model["sources"] else "no"
         others = ", ".join(name for name in model["strategies"] if name not in ("ddp", "fsdp", "deepspeed"))
-        lines.append(
-            f"| {title} | `{model['name']}` | {count} | {file} | {model['lora_targets'] or 'own choice'} | {others} |"
-        )
+        layers = model["lora_targets"] or "own choice"
+        lines.append(f"| {title} | `{model['name']}` | {count} | {file} | {layers} | {others} |")
     return "\n".join(lines)
 
 

@@ -102,7 +102,7 @@ def _prepare_and_train(
     prompts = load_preview_prompts(config.preview)
     fingerprints = _compute_input_fingerprints(config.adapter, detected, prompts)
     comm.assert_equal_across_ranks({**fingerprints, NF4_KERNEL: strategy.nf4_kernel})
-    prepared = prepare_dataset(config.data, config.cache, comm, detected.size_multiple)
+    prepared = prepare_dataset(config.data, config.cache, comm, detected)
 
     def build_plan() -> RunPlan:
         batch_plan = prepared.build_batch_plan(strategy.data_parallel_size, config.train)

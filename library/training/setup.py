@@ -36,7 +36,7 @@ from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST, MIXED_PRECISION_DTYPES
 from ..errors import ConfigError
 from ..models.base import Family
-from ..models.detect import DetectedModel
+from ..models.detect import DetectedModel, build_control_limits
 from ..models.facts import select_trained_text_encoders
 from ..models.loading import set_attention_mode
 from ..models.schedulers import override_scheduler
@@ -269,9 +269,12 @@ def build_objective(noise: NoiseConfig, loss: LossConfig, family: Family, pipe: 
     return Objective(process, noise, loss)
 
 
-def prepare_dataset(data: DataConfig, cache: CacheConfig, comm: Communicator, size_multiple: int) -> PreparedData:
+def prepare_dataset(data: DataConfig, cache: CacheConfig, comm: Communicator, model: DetectedModel) -> PreparedData:
     """Scan the dataset on one rank per machine; the others read the manifest that it writes next to the images."""
-    prepared = comm.run_local_main_first(lambda: prepare_data(data, size_multiple, cache.cache_dir))
+    limits = build_control_limits(model)
+    prepared = comm.run_local_main_first(
+        lambda: prepare_data(data, model.size_multiple, cache.cache_dir, control_limits=limits)
+    )
     manifest, fingerprint = prepared.manifest, prepared.manifest.compute_fingerprint()
     try:
         comm.assert_equal_across_ranks({"images, captions or dataset settings": fingerprint})

@@ -97,7 +97,9 @@ class DiffusionTask:
     def get_shape_key(self, pixel_batch: PixelBatch) -> Hashable:
         """Return a key that is equal for batches whose tensors have equal shapes."""
         text = self._compute_text_length(pixel_batch) if self.family.has_variable_text_length else None
-        return len(pixel_batch), tuple(pixel_batch.size_conditioning[0, -2:].tolist()), pixel_batch.mask is None, text
+        size = tuple(pixel_batch.size_conditioning[0, -2:].tolist())
+        controls = [each.shape[-2:] for each in pixel_batch.control_pixels or pixel_batch.control_latents]
+        return len(pixel_batch), size, tuple(controls), pixel_batch.mask is None, text
 
     def _compute_text_length(self, pixel_batch: PixelBatch) -> int:
         """Compute the padded length of the longest text, without encoding it."""
@@ -141,7 +143,14 @@ class DiffusionTask:
             pixel_batch.sample_keys,
             mask,
             self._text_pad_multiple,
+            self._encode_controls(pixel_batch),
         )
+
+    def _encode_controls(self, pixel_batch: PixelBatch) -> tuple[Tensor, ...]:
+        """Encode control images, unless they are cached; diffusers' pipelines draw no samples of them either."""
+        if pixel_batch.control_latents:
+            return tuple(self.to_device(latents).float() for latents in pixel_batch.control_latents)
+        return tuple(self.encode_moments(pixels).mean_and_std[:, 0] for pixels in pixel_batch.control_pixels)
 
     def encode_moments(self, pixels: Tensor | None) -> Moments:
         """Encode images with the VAE, ``vae_batch_size`` at a time."""

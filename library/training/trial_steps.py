@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -87,14 +87,25 @@ def _format_names(names: Sequence[str]) -> str:
     return f" {', '.join(names[:MAX_PARAMETERS_SHOWN])}{more}" if names else ""
 
 
-BatchShapes = list[tuple[tuple[int, int], int]]
-"""Width and height of images, and the batch size."""
+class BatchShape(NamedTuple):
+    """The arguments of ``build_dummy_batch``."""
+
+    size: tuple[int, int]
+    batch_size: int
+    control_sizes: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_pixels(self) -> int:
+        return sum(width * height for width, height in (self.size, *self.control_sizes)) * self.batch_size
+
+
+BatchShapes = list[BatchShape]
 
 
 def list_batch_shapes(plan: MicroBatchSchedule) -> BatchShapes:
     """List the batch shapes of a plan, the largest first, so that out of memory shows at once."""
-    sizes = {(bucket.resolution, bucket.batch_size) for bucket in plan.buckets}
-    return sorted(sizes, key=lambda each: (each[0][0] * each[0][1] * each[1], each), reverse=True)
+    shapes = {BatchShape(bucket.resolution, bucket.batch_size, bucket.control_resolutions) for bucket in plan.buckets}
+    return sorted(shapes, key=lambda each: (each.num_pixels, each), reverse=True)
 
 
 def run_forward_backward(run: TrainingRun, batch: PixelBatch, task: "DiffusionTask | None" = None) -> torch.Tensor:
@@ -132,17 +143,16 @@ def check_later_stages_fit(run: TrainingRun, first_batch: PixelBatch) -> None:
     largest = max(later, key=_count_pixels, default=now)
     if _count_pixels(largest) <= _count_pixels(now) or not has_device_memory(run.strategy.device):
         return
-    (size, count), *_ = list_batch_shapes(largest.batch_plan)
+    shape = list_batch_shapes(largest.batch_plan)[0]
     try:
-        run_trial_step(run, first_batch.build_dummy_batch(size, count))
+        run_trial_step(run, first_batch.build_dummy_batch(*shape))
     except OutOfMemory as error:
         when = f"{error.reason}; this batch shape comes from step {largest.first_step + 1} on and was tried in advance"
         raise OutOfMemory(error.phase, error.batch, when.removeprefix("; ")) from None
 
 
 def _count_pixels(stage: PlannedStage) -> int:
-    (width, height), count = list_batch_shapes(stage.batch_plan)[0]
-    return width * height * count
+    return list_batch_shapes(stage.batch_plan)[0].num_pixels
 
 
 RECORDING_BATCH_SIZE = 2
@@ -156,9 +166,7 @@ def warm_up_compilation(run: TrainingRun, compilation: "Compilation", first_batc
     started, sizes = time.perf_counter(), list_batch_shapes(run.plan.batch_plan)
     texts_vary = _record_input_shapes(run, compilation, first_batch, sizes)
     batches = [
-        batch
-        for size, count in sizes
-        for batch in _vary_text_lengths(first_batch.build_dummy_batch(size, count), texts_vary)
+        batch for shape in sizes for batch in _vary_text_lengths(first_batch.build_dummy_batch(*shape), texts_vary)
     ]
     with ProgressBar(
         len(batches), 0, "compiling", enabled=run.strategy.comm.is_main, unit="size", log_first_and_last=False
@@ -179,12 +187,13 @@ def _record_input_shapes(
     count = min(len(first_batch), RECORDING_BATCH_SIZE)
     with torch.no_grad(), run.strategy.accelerator.autocast(), compilation.record_shapes():
         task = replace(run.task, denoiser=run.strategy.unwrap_model(run.model), micro_batch_stats=[])
-        small = first_batch.build_dummy_batch(shapes[-1][0], count)
+        controls = {shape.size: shape.control_sizes for shape in shapes}
+        small = first_batch.build_dummy_batch(shapes[-1].size, count, shapes[-1].control_sizes)
         texts_vary = any(isinstance(value, list) for value in task.encode(small, run.state.step).cond.values())
         batches = [
             batch
-            for size in _select_extreme_sizes([size for size, _ in shapes])
-            for batch in _vary_text_lengths(first_batch.build_dummy_batch(size, count), texts_vary)
+            for size in _select_extreme_sizes(list(controls))
+            for batch in _vary_text_lengths(first_batch.build_dummy_batch(size, count, controls[size]), texts_vary)
         ]
         batches += [small.vary_text_lengths([length] * count) for length in TEXT_LENGTHS if texts_vary]
         for batch in batches:

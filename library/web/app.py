@@ -1,6 +1,7 @@
 """The web application: routes, errors, and the guard around them."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -13,7 +14,7 @@ from starlette.staticfiles import StaticFiles
 
 from ..errors import ConfigError, UserError
 from ..report.rendering import STATIC_DIR
-from . import login_pages, run_pages
+from . import login_pages, lora_pages, new_run_pages, picture_pages, run_pages
 from .folders import OpenedFolders, OutsideFolders
 from .guard import Guard, HostNames
 from .sessions import Sessions
@@ -24,7 +25,15 @@ WEB_STATIC_DIR = Path(__file__).parent / "static"
 
 def build_app(folders: OpenedFolders, sessions: Sessions, hosts: HostNames) -> Starlette:
     """Build the application; nothing is read before the first request."""
+    workbench = Workbench(folders, sessions)
+
+    @asynccontextmanager
+    async def end_commands(app: Starlette) -> AsyncIterator[None]:
+        yield
+        workbench.commands.stop_all()
+
     app = Starlette(
+        lifespan=end_commands,
         routes=_list_routes(),
         middleware=[Middleware(Guard, hosts=hosts, sessions=sessions)],
         exception_handlers={
@@ -33,7 +42,7 @@ def build_app(folders: OpenedFolders, sessions: Sessions, hosts: HostNames) -> S
             HTTPException: _answer_http_error,
         },
     )
-    app.state.workbench = Workbench(folders, sessions)
+    app.state.workbench = workbench
     return app
 
 
@@ -42,6 +51,9 @@ def _list_routes() -> Sequence[Route | Mount]:
         Route("/", _go_to_runs),
         *login_pages.ROUTES,
         *run_pages.ROUTES,
+        *picture_pages.ROUTES,
+        *new_run_pages.ROUTES,
+        *lora_pages.ROUTES,
         Mount("/static/report", StaticFiles(directory=STATIC_DIR)),
         Mount("/static/web", StaticFiles(directory=WEB_STATIC_DIR)),
     ]

@@ -1,5 +1,6 @@
 """Pages of runs: the list, one run with charts, previews, settings, log and files, and several runs compared."""
 
+import glob
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,8 @@ from ..report.page import (
     format_report_page,
 )
 from ..report.preview_grid import format_column_label
-from .runs import Run, RunReader, compare_settings
+from .new_run_pages import list_queue
+from .runs import Run, RunOverview, RunReader, compare_settings
 from .workbench import get_workbench, render_page
 
 MAX_COMPARED = 8
@@ -26,7 +28,8 @@ MAX_COMPARED = 8
 def show_runs(request: Request) -> Response:
     runs = _get_reader(request).list_overviews()
     folders = [str(folder) for folder in get_workbench(request).folders.folders]
-    return render_page(request, "runs.html", {"title": "Runs", "runs": runs, "folders": folders})
+    values = {"title": "Runs", "runs": runs, "folders": folders, "jobs": list_queue(request)}
+    return render_page(request, "runs.html", values)
 
 
 def show_run_rows(request: Request) -> Response:
@@ -37,14 +40,17 @@ def show_run_rows(request: Request) -> Response:
 def show_run(request: Request) -> Response:
     key, reader = request.path_params["key"], _get_reader(request)
     run = reader.get_run(key)
-    folders = get_workbench(request).folders
+    folders, overview = get_workbench(request).folders, reader.describe(key, run)
     files = [(path, folders.make_key(path), path.stat().st_size) for path in run.list_files() if folders.contains(path)]
     values = {
         "title": run.name,
-        "run": reader.describe(key, run),
+        "run": overview,
         "summary": reader.read_summary(run),
         "files": files,
         "log_file": reader.find_log(run),
+        "job": get_workbench(request).queue.find_job(run.folder, run.name),
+        "state": _describe_state(request, run, overview),
+        "has_state": any(run.folder.glob(f"{glob.escape(run.name)}*-state")),
     }
     return render_page(request, "run.html", values)
 
@@ -60,6 +66,7 @@ def send_charts(request: Request) -> Response:
             "is_complete": is_complete,
             "read": table.offset / max(table.size, 1),
             "status": overview.status,
+            "state": _describe_state(request, run, overview),
             "facts": describe_progress(summary or _build_unknown_summary(run), table) if table.num_lines else "",
             "curves": _export_charts(build_curves(table)),
             "validation": _export_charts(build_validation_charts(table)),
@@ -146,6 +153,14 @@ def send_file(request: Request) -> Response:
     if path not in [folders.resolve(file) for file in run.list_files() if folders.contains(file)]:
         raise UserError(f"{path.name}: no file of this run")
     return FileResponse(path, media_type="application/octet-stream", headers=_build_download_headers(path.name))
+
+
+def _describe_state(request: Request, run: Run, overview: RunOverview) -> str:
+    """Describe what the buttons of a run depend on."""
+    queue = get_workbench(request).queue
+    queue.list_jobs()
+    job = queue.find_job(run.folder, run.name)
+    return f"{overview.status}, {job.status if job is not None else 'not started here'}"
 
 
 def _build_download_headers(name: str) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Runs below the opened folders, read from the files that a run writes, wherever and however it was started."""
 
+import glob
 import json
 import re
 import threading
@@ -18,7 +19,7 @@ from ..report.page import RunSummary
 from ..report.preview_grid import PreviewRow, find_preview_files
 from .folders import OpenedFolders
 
-METRICS_END, SUMMARY_END = ".metrics.jsonl", ".run.json"
+METRICS_END, SUMMARY_END, LOG_END = ".metrics.jsonl", ".run.json", ".log"
 TAIL_BYTES = 16_384
 LOG_BYTES = 200_000
 MAX_TABLES = 24
@@ -54,7 +55,7 @@ class Run:
     @property
     def log_path(self) -> Path:
         """Where the page writes the console of runs that it starts."""
-        return self.folder / f"{self.name}.log"
+        return self.folder / f"{self.name}{LOG_END}"
 
     def list_files(self) -> list[Path]:
         """The files to download, the newest first."""
@@ -124,10 +125,10 @@ class RunReader:
     def get_run(self, key: str) -> Run:
         """Return one run, which need not have been listed before; raise ``UserError`` if it has no files."""
         path = self.folders.resolve_key(key)
-        files = [path.with_name(f"{path.name}{end}") for end in (METRICS_END, SUMMARY_END)]
+        files = [path.with_name(f"{path.name}{end}") for end in (METRICS_END, SUMMARY_END, LOG_END)]
         if not any(self.folders.contains(file) and file.is_file() for file in files):
             raise UserError(f"{self.folders.format_path(path)}: no run of this name")
-        lock, errors = path.with_name(f".{path.name}.lock"), path.parent.glob(f"{_escape_glob(path.name)}.error-rank*")
+        lock, errors = path.with_name(f".{path.name}.lock"), path.parent.glob(f"{glob.escape(path.name)}.error-rank*")
         error_time = max(map(_get_time, errors), default=0.0)
         return Run(path.parent, path.name, _get_time(files[0]), _get_time(lock), error_time)
 
@@ -239,10 +240,6 @@ def _get_entry_time(entry: Any) -> float:
         return float(entry.stat().st_mtime) if entry is not None else 0.0
     except OSError:
         return 0.0
-
-
-def _escape_glob(name: str) -> str:
-    return re.sub(r"([*?[])", r"[\1]", name)
 
 
 def compare_settings(summaries: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:

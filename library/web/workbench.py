@@ -10,11 +10,16 @@ from starlette.responses import HTMLResponse, Response
 
 from .. import __version__
 from ..report.rendering import build_environment
+from .caption_edits import CaptionEditor
+from .commands import CommandRunner
 from .folders import OpenedFolders
+from .jobs import JobQueue
+from .pictures import PictureSet, PictureShelf
+from .run_form import FormChecker
 from .runs import RunReader
 from .sessions import Sessions
 
-SECTIONS = (("runs", "Runs"),)
+SECTIONS = (("runs", "Runs"), ("pictures", "Pictures"), ("new", "New run"), ("lora", "LoRA files"))
 """Address and title of the entries of the navigation."""
 
 
@@ -28,6 +33,17 @@ class Workbench:
     def __post_init__(self) -> None:
         self.templates = build_environment("library.web")
         self.runs = RunReader(self.folders)
+        self.pictures = PictureShelf(self.folders)
+        self.forms = FormChecker(self.folders)
+        self.queue = JobQueue(self.folders.folders[0])
+        self.commands = CommandRunner()
+        self.editors: dict[int, CaptionEditor] = {}
+
+    def get_editor(self, pictures: PictureSet) -> CaptionEditor:
+        """Return the editor of a picture set; a new scan has a new one, without anything to undo."""
+        for key in [key for key, editor in self.editors.items() if not self.pictures.holds(editor.pictures)]:
+            self.editors.pop(key, None)
+        return self.editors.setdefault(id(pictures), CaptionEditor(pictures))
 
 
 def get_workbench(request: Request) -> Workbench:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -99,6 +100,31 @@ def test_tasks_without_a_launcher_train_the_lora_of_torchrun(
     weights = load_file(tmp_path / "lora.safetensors")
     assert weights.keys() == torchrun_weights.keys()
     assert all(weights[name].equal(torchrun_weights[name]) for name in weights)
+
+
+CLUSTERS = {
+    "srun": (["srun", "--ntasks", "2"], ["sinfo", "--noheader", "--states", "idle"], "idle"),
+    "mpirun": (
+        ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"],
+        ["mpirun", "--version"],
+        "Open MPI",
+    ),
+}
+"""The start of the command; a command whose output contains a word where it can run."""
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_real_cluster_trains_the_lora_of_torchrun(name, tmp_path, dataset_config, torchrun_weights):
+    command, probe, word = CLUSTERS[name]
+    if shutil.which(name) is None or word not in subprocess.run(probe, capture_output=True, text=True).stdout:
+        pytest.skip(f"needs {name}")
+    options = ["--dataset_config", dataset_config, *OPTIONS, "--output_dir", str(tmp_path)]
+    (output,) = run_processes([*command, sys.executable, "train_lora.py", *options], [{}])
+
+    assert output.count("2 processes on 1 machine") == output.count("LoRA file: ") == 1, output
+    weights = load_file(tmp_path / "lora.safetensors")
+    assert weights.keys() == torchrun_weights.keys()
+    assert all(weights[key].equal(torchrun_weights[key]) for key in weights)
 
 
 @pytest.mark.quick

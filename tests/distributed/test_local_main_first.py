@@ -59,6 +59,7 @@ def count_decoded_images(dataset: str, other: str, folder: str) -> tuple[int, st
     """Prepare the data of a run and count decoded images; rank 1 may be on another machine with other files."""
     from library.config import parse_config
     from library.dataset import image_inspection, scan
+    from library.models.detect import detect_model
     from library.training.setup import prepare_dataset
 
     comm = build_communicator(20)
@@ -69,7 +70,7 @@ def count_decoded_images(dataset: str, other: str, folder: str) -> tuple[int, st
     if dataset != other:
         comm.run_local_main_first = lambda work: work()  # each has local rank 0
     try:
-        prepare_dataset(config.data, config.cache, comm, 8)
+        prepare_dataset(config.data, config.cache, comm, detect_model(config.model))
         return len(count), "", False
     except UserError as error:
         return len(count), str(error), error.is_reported

@@ -336,8 +336,8 @@ def test_a_json_file_that_does_not_exist_is_reported(tmp_path):
         "[[datasets]]\nresolution = 512\nimage_directory = 3": "3: image_directory: expected a string, got 3",
         "[[datasets]]\nresolution = 512\nvideo_directory = 'v'": "3: video_directory: not supported yet:"
         " videos; remove it",
-        "[[datasets]]\nresolution = 512\nimage_directory = 'a'\ncontrol_directory = 'c'": "4: control_directory: not"
-        " supported yet: control images, for editing models; remove it",
+        "[[datasets]]\nresolution = 512\nimage_directory = 'a'\nmultiple_target = true": "4: multiple_target: not"
+        " supported yet: several target images, for layered models; remove it",
     }.items(),
 )
 def test_each_mistake_in_our_own_keys_is_reported_with_a_fix(tmp_path, text: str, expected: str):
@@ -394,10 +394,7 @@ caption_extension = ".cap"
     assert (dataset.batch_size, dataset.enable_bucket, dataset.bucket_no_upscale) == (3, False, True)
     assert (subset.num_repeats, subset.normalized_caption_extensions, subset.join_caption_lines) == (4, (".cap",), True)
     unsupported = (
-        "control_directory",
         "multiple_target",
-        "no_resize_control",
-        "control_resolution",
         "fp_latent_window_size",
         "fp_1f_clean_indices",
         "fp_1f_target_index",

@@ -25,7 +25,7 @@ from library.models.checkpoint_inspection import (
     reject_unsupported_model,
 )
 from library.models.families import FAMILIES, FAMILY_FACTS
-from library.models.model_configs import list_bundled_configs, load_bundled_config
+from library.models.model_configs import list_bundled_configs, list_family_configs, load_bundled_config
 from library.models.single_file import _convert_diffusers_keys
 
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -53,6 +53,7 @@ COUNTS = {
     ("flux", "text_encoder"): 123_060_480,
     ("flux", "text_encoder_2"): 4_762_310_656,
     ("flux_schnell", "transformer"): 11_891_178_560,
+    ("flux_kontext", "transformer"): 11_901_408_320,
     ("chroma", "transformer"): 8_899_983_424,
     ("flux2_dev", "transformer"): 32_223_281_152,
     ("flux2_dev", "vae"): 84_046_115,
@@ -97,7 +98,7 @@ def test_a_family_states_the_parameters_of_its_largest_model(family):
 def test_every_bundled_config_belongs_to_a_family_and_is_complete():
     for name in list_bundled_configs():
         data = load_bundled_config(name)
-        (family,) = [family for family in FAMILY_FACTS if name == family or name.startswith(f"{family}_")]
+        (family,) = [family for family in FAMILY_FACTS if name in list_family_configs(family)]
         facts = FAMILY_FACTS[family]
         index = data["model_index.json"]
         assert index["_class_name"] == facts.pipeline_class

@@ -49,6 +49,9 @@ ORIGINAL_WRITERS: Mapping[str, Callable[[Any], Mapping[str, Tensor]]] = {
     "flux": original_checkpoints.convert_flux_transformer,
     "z_image": original_checkpoints.convert_z_image_transformer,
     "qwen_image": nn.Module.state_dict,
+    "chroma": original_checkpoints.convert_chroma_transformer,
+    "flux2_dev": original_checkpoints.convert_flux2_transformer,
+    "flux2_klein": original_checkpoints.convert_flux2_transformer,
     "ernie_image": nn.Module.state_dict,
     "aura_flow": original_checkpoints.convert_aura_flow_transformer,
     "ovis_image": original_checkpoints.convert_ovis_image_transformer,
@@ -192,7 +195,7 @@ def detect_unet_config(family: str, pipe: Any) -> dict[str, Any]:
     config = pipe.transformer.config
     if family == "sd3":
         return {"depth": config.num_layers}
-    if family in ("flux", "ovis_image", "longcat_image"):
+    if family in ("flux", "chroma", "flux2_dev", "flux2_klein", "ovis_image", "longcat_image"):
         return {
             "depth": config.num_layers,
             "depth_single_blocks": config.num_single_layers,

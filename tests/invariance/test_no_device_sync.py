@@ -97,8 +97,8 @@ def run_on_meta_device(tmp_path, *flags):
         yield run
 
 
-def train_on_meta_device(model, folder):
-    flags = ["--pretrained_model_name_or_path", model, "--resolution", "64", "--network_dim", "2"]
+def train_on_meta_device(model, folder, *options):
+    flags = ["--pretrained_model_name_or_path", model, "--resolution", "64", "--network_dim", "2", *options]
     with run_on_meta_device(folder, *flags) as run:
         plan, run.plan = run.plan, replace(run.plan, steps=1)
         loop.train(run)  # some models cache tensors in their first step
@@ -111,6 +111,11 @@ def train_on_meta_device(model, folder):
 @pytest.mark.parametrize("model", MODELS)
 def test_a_step_never_waits_for_the_device(model, tmp_path):
     assert run_on_ranks(1, train_on_meta_device, model, tmp_path) == [(4, "meta")]
+
+
+def test_a_step_with_checkpoints_on_the_host_and_a_quantized_base_never_waits_for_the_device(tmp_path):
+    options = ("--gradient_checkpointing", "--cpu_offload_checkpointing", "--quantize_base", "nf4")
+    assert run_on_ranks(1, train_on_meta_device, "random:flux:tiny", tmp_path, *options) == [(4, "meta")]
 
 
 @pytest.mark.parametrize("name", ["sd1", "sdxl"])

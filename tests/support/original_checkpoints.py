@@ -195,6 +195,7 @@ def convert_flux2_transformer(model: nn.Module) -> dict[str, Tensor]:
             stream = "" if parts[0].startswith("single") else "txt_attn." if "added" in name else "img_attn."
             blocks = "single_blocks" if parts[0].startswith("single") else "double_blocks"
             tensors[f"{blocks}.{parts[1]}.{stream}norm.{norms[parts[-2]]}.scale"] = tensor
+    return tensors
 
 
 def convert_ovis_image_transformer(model: nn.Module) -> dict[str, Tensor]:

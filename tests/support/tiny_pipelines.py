@@ -209,6 +209,19 @@ def flux_schnell() -> TinyCase:
     return replace(flux("random:flux:schnell:tiny"), texts={"max_sequence_length": 256})
 
 
+def flux_kontext() -> TinyCase:
+    tiny = flux_kontext_without_reference()
+    (control,) = _draw_tensors((4, 6, 10))
+    batch = replace(tiny.batch, control_latents=(control,))
+    image = {"image": control}
+    return replace(tiny, batch=batch, call={**tiny.call, **image}, sizes={**tiny.sizes, **image})
+
+
+def flux_kontext_without_reference() -> TinyCase:
+    tiny, area = flux("random:flux_kontext:tiny"), {"max_area": HEIGHT * WIDTH}
+    return replace(tiny, family="flux_kontext", call={**tiny.call, **area}, texts=area)
+
+
 def chroma() -> TinyCase:
     embeds, latents = _draw_tensors((9, 48), (4, HEIGHT // 8, WIDTH // 8))
     # The pipeline makes a mask of numbers, which are added to the attention; it takes one of booleans, too.
@@ -401,6 +414,8 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "sd3": sd3,
     "flux": flux,
     "flux_schnell": flux_schnell,
+    "flux_kontext": flux_kontext,
+    "flux_kontext_without_reference": flux_kontext_without_reference,
     "chroma": chroma,
     "flux2_dev": flux2_dev,
     "flux2_klein": flux2_klein,

@@ -22,6 +22,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "sdxl": ".sdxl:StableDiffusionXL",
         "sd3": ".sd3:StableDiffusion3",
         "flux": ".flux:Flux",
+        "flux_kontext": ".flux_kontext:FluxKontext",
         "chroma": ".chroma:Chroma",
         "flux2_dev": ".flux2:Flux2Dev",
         "flux2_klein": ".flux2:Flux2Klein",

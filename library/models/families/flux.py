@@ -223,21 +223,25 @@ class Flux(Family):
         count, channels, height, width = noisy_latents.shape
         embeds = cast("Tensor", batch.cond["embeds"])
         # Built on the CPU and copied asynchronously: the pipeline's own copy would synchronize.
+        tokens = pipe._pack_latents(noisy_latents, count, channels, height, width)
+        num_tokens = tokens.shape[1]
         img_ids = pipe._prepare_latent_image_ids(count, height // 2, width // 2, None, noisy_latents.dtype)
+        if batch.control_latents:
+            tokens, img_ids = _append_controls(pipe, tokens, img_ids, batch.control_latents)
         has_guidance, scale = _has_guidance_embeds(pipe), self.model_config.guidance_scale
         guidance = timesteps.new_full(timesteps.shape, scale) if has_guidance else None
         predicted = denoiser(
-            hidden_states=pipe._pack_latents(noisy_latents, count, channels, height, width),
+            hidden_states=tokens,
             timestep=timesteps / 1000,
             guidance=guidance,
             encoder_hidden_states=embeds,
             pooled_projections=batch.cond["pooled"],
             txt_ids=noisy_latents.new_zeros(embeds.shape[1], 3),
             img_ids=img_ids.to(noisy_latents.device, non_blocking=True),
-            joint_attention_kwargs=_build_attention_kwargs(batch.cond, height // 2 * (width // 2)),
+            joint_attention_kwargs=_build_attention_kwargs(batch.cond, tokens.shape[1]),
             return_dict=False,
         )[0]
-        unpacked: Tensor = pipe._unpack_latents(predicted, height, width, vae_scale_factor=1)
+        unpacked: Tensor = pipe._unpack_latents(predicted[:, :num_tokens], height, width, vae_scale_factor=1)
         return unpacked
 
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
@@ -248,6 +252,21 @@ class Flux(Family):
             true_cfg_scale=self.get_guidance_scale(prompt),
             guidance_scale=3.5 if prompt.embedded_guidance is None else prompt.embedded_guidance,
         )
+
+
+def _append_controls(
+    pipe: Any, tokens: Tensor, img_ids: Tensor, control_latents: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Append the tokens of control images; the first coordinate of their positions is 1, 2 ... instead of 0."""
+    import torch
+
+    parts, positions = [tokens], [img_ids]
+    for number, latents in enumerate(control_latents, start=1):
+        count, channels, height, width = latents.shape
+        parts.append(pipe._pack_latents(latents.to(tokens.dtype), count, channels, height, width))
+        positions.append(pipe._prepare_latent_image_ids(count, height // 2, width // 2, None, img_ids.dtype))
+        positions[-1][..., 0] = number
+    return torch.cat(parts, dim=1), torch.cat(positions)
 
 
 def _build_attention_kwargs(cond: Cond, num_image_tokens: int) -> dict[str, Tensor] | None:

@@ -2,15 +2,18 @@
 "use strict";
 (() => {
   const key = encodeKey(byId("run").dataset.key);
+  const state = byId("run").dataset.state;
   let shown = "";
+
+  // The buttons of a run are made by the server for its state.
+  function showHead(answer) {
+    if (answer.state !== state) location.reload();
+    byId("facts").textContent = answer.facts || byId("facts").textContent;
+  }
 
   function showCharts(answer) {
     byId("reading").hidden = answer.is_complete;
     byId("read").value = answer.read;
-    byId("facts").textContent = answer.facts || byId("facts").textContent;
-    const status = byId("status");
-    status.textContent = answer.status;
-    status.className = `tag ${answer.status}`;
     byId("no-steps").hidden = answer.curves.length > 0;
     Charts.show(byId("curves"), answer.curves, "run");
     byId("validation-part").hidden = !answer.validation.length;
@@ -35,6 +38,7 @@
   });
   poll(async () => {
     const answer = await ask(`/api/charts/${key}`);
+    showHead(answer);
     if (shown === "charts" || !answer.is_complete) showCharts(answer);
     if (shown === "previews") await Previews.load(key);
     if (shown === "log") await showLog();

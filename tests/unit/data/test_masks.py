@@ -398,11 +398,6 @@ def test_the_fingerprint_changes_with_masks(tmp_path):
 @pytest.mark.parametrize(
     ("subset", "options", "expected"),
     [
-        (
-            FOLDER,
-            {},
-            "set.toml:9: conditioning_data_dir: a folder of masks needs --masked_loss; set it for the",
-        ),
         ("image_dir = 'p'", {"masked_loss": True}, "--masked_loss: no subset has masks; set conditioning_data_dir or"),
         ("image_dir = 'p'", {"masked_loss_normalize": True}, "--masked_loss_normalize: no subset has masks; set"),
         (

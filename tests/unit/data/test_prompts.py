@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from library.config.schema_output import PreviewConfig
 from library.data.prompts import Prompt, load_preview_prompts, load_prompts
@@ -100,10 +101,10 @@ def test_all_errors_of_a_text_file_are_reported_at_once_with_line_numbers(tmp_pa
         ":2: --w: 100 is not a multiple of 8; use 96 or 104",
         ":2: --d: expected at least 0, got -1",
         ":3: --widht: unknown option; use --n negative_prompt, --w width, --h height, --d seed, "
-        "--s sample_steps, --l scale, --ss sample_sampler, --g guidance_scale, --fs flow_shift",
+        "--s sample_steps, --l scale, --ss sample_sampler, --g guidance_scale, --fs flow_shift, --ci control_image_path",
         ":4: --s: expected an integer, got 'many'",
         ":4: --l: expected a number of at least 0, got inf",
-        ":5: --cn: ControlNet images are not supported",
+        ":5: --cn: ControlNet images are not supported; control images of editing models are set with --ci",
         ":5: --fs: expected a number above 0, got 0",
         ":5: --g: expected a number of at least 0, got -3.5",
         ":6: --ss: no sampler 'eular'; did you mean euler?",
@@ -111,6 +112,18 @@ def test_all_errors_of_a_text_file_are_reported_at_once_with_line_numbers(tmp_pa
         ":7: --h: value missing",
         ":8: --rcg: unknown option; did you mean --rcfg?",
     ]
+
+
+def test_control_images_are_found_next_to_the_file_and_checked(tmp_path):
+    Image.new("RGB", (32, 16)).save(tmp_path / "a.png")
+    (tmp_path / "b.png").write_text("no image")
+    (tmp_path / "p.txt").write_text("one --ci a.png --ci a.png\n")
+    assert load_prompts(tmp_path / "p.txt")[0].control_images == (tmp_path / "a.png",) * 2
+    (tmp_path / "p.json").write_text('[{"prompt": "one", "control_image_path": "a.png"}]')
+    assert load_prompts(tmp_path / "p.json")[0].control_images == (tmp_path / "a.png",)
+    first, second = problems(tmp_path, "p.txt", "one --ci none.png --ci b.png")
+    assert first == ":1: --ci: none.png: no such file"
+    assert "b.png: is not an image" in second
 
 
 def test_errors_in_toml_and_json_files_are_reported_with_their_location(tmp_path):

@@ -263,8 +263,8 @@ def test_paths_of_sd_scripts_start_at_the_working_directory_and_those_of_hf_at_t
     ("rows", "expected"),
     [
         (
-            [{"image_path": "a.png", "caption": "x", "control_path": "c.png"}],
-            "m.jsonl: column control_path of musubi-tuner is not supported yet; remove it",
+            [{"image_path": "a.png", "caption": "x", "image_path_0": "c.png"}],
+            "m.jsonl: column image_path_0 of musubi-tuner is not supported yet; remove it",
         ),
         (
             [{"image_path": "a.png", "file_name": "a.png", "text": "x"}],

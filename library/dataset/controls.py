@@ -1,0 +1,243 @@
+"""Control images, the references of editing models: match them to their pictures by name, and inspect them."""
+
+import re
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+
+from ..storage.remote_path import resolve_links
+from .image_inspection import InspectedImage, build_image_inspector
+from .image_ref import ImageRef
+from .listing import ListedImage, format_count, format_first_names
+from .masks import MaskKey, get_relative_path, has_same_aspect_ratio, list_image_names, normalize_stem
+from .scan import scan_images
+from .scan_cache import ScanRoots
+from .schema import DatasetConfig, SubsetConfig
+
+CONTROL_COLUMN = "control_path"
+"""Column of metadata files, as in musubi-tuner; further control images are in ``control_path_1`` and so on."""
+
+_NUMBERED_COLUMN = re.compile(rf"{CONTROL_COLUMN}(?:_(\d+))?")
+_NUMBERED_STEM = re.compile(r"(.+)_(\d+)")
+_KEYS_THAT_CHANGE_THE_PICTURE = {"color_aug": "recolors the picture and not its control images"}
+
+
+@dataclass(frozen=True, slots=True)
+class ControlImage:
+    """A control image, as inspected at the start of the run."""
+
+    image: ImageRef
+    size: tuple[int, int]  # (width, height) in EXIF orientation
+    content_hash: str  # of the file
+
+
+@dataclass(frozen=True)
+class ControlLimits:
+    """How many control images a model takes for a picture."""
+
+    fewest: int
+    most: int
+    title: str
+    editing_models: str
+    """The models that take control images."""
+
+    def describe_problem(self, count: int) -> str | None:
+        """Say what is wrong with this number of control images."""
+        if count < self.fewest:
+            return f"{self.title} needs {format_count(self.fewest, 'control image')} for each picture, not {count}"
+        if count <= self.most:
+            return None
+        if not self.most:
+            return f"{self.title} takes no control images; {self.editing_models} do"
+        return f"{self.title} takes at most {format_count(self.most, 'control image')} for a picture, not {count}"
+
+
+@dataclass(frozen=True)
+class ColumnsWithControls(Container[str]):
+    """These columns and those of control images, whose number is not known before the file is read."""
+
+    names: Container[str]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names or is_control_column(str(name))
+
+
+def is_control_column(name: str) -> bool:
+    return _NUMBERED_COLUMN.fullmatch(name) is not None
+
+
+def sort_control_columns(names: Iterable[str]) -> list[str]:
+    """The columns of control images in the order of their numbers; ``ValueError`` if two have the same."""
+    by_number: dict[int, str] = {}
+    for name in names:
+        if match := _NUMBERED_COLUMN.fullmatch(name):
+            first = by_number.setdefault(int(match[1] or 0), name)
+            if first != name:
+                raise ValueError(f"columns {first} and {name} are the same control image; remove one of them")
+    return [by_number[number] for number in sorted(by_number)]
+
+
+@dataclass
+class ControlMatches:
+    """The control images of each picture in the order of their numbers, and what could not be matched."""
+
+    controls: dict[ImageRef, tuple[ImageRef, ...]] = field(default_factory=dict)
+    missing: dict[ImageRef, str] = field(default_factory=dict)  # why a picture has none
+    unmatched: list[Path] = field(default_factory=list)  # control images without a picture
+
+
+def match_controls(images: Sequence[ImageRef], image_dir: Path, control_dir: Path) -> ControlMatches:
+    """Match each picture to the files named as it is, or with ``_0``, ``_1`` ... added; opens no file."""
+    matches = ControlMatches()
+    by_parent: defaultdict[PurePath, list[ImageRef]] = defaultdict(list)
+    for image in images:
+        by_parent[get_relative_path(image, image_dir).parent].append(image)
+    for parent, members in by_parent.items():
+        _match_in_dir(matches, members, image_dir / parent, control_dir / parent)
+    return matches
+
+
+def _match_in_dir(matches: ControlMatches, images: Sequence[ImageRef], image_dir: Path, control_dir: Path) -> None:
+    all_stems = set(map(normalize_stem, [*list_image_names(image_dir), *(image.name for image in images)]))
+    numbered: defaultdict[str, list[tuple[int, str]]] = defaultdict(list)
+    for name in list_image_names(control_dir):
+        stem = normalize_stem(name)
+        match = _NUMBERED_STEM.fullmatch(stem)
+        # a.png and a_1.png may be two pictures: a file belongs to the picture of the longest name
+        if stem in all_stems or match is None or match[1] not in all_stems:
+            numbered[stem].append((-1, name))
+        else:
+            numbered[match[1]].append((int(match[2]), name))
+    for image in images:
+        members = sorted(numbered.get(normalize_stem(image.name), []))
+        same = [name for number, name in members if [other for other, _ in members].count(number) > 1]
+        if same:
+            reason = f"has several control images of one number in {control_dir}: {', '.join(same)}; keep one of them"
+            matches.missing[image] = reason
+        elif members:
+            matches.controls[image] = tuple(ImageRef(control_dir, name) for _, name in members)
+        else:
+            stem = image.name.rpartition(".")[0]
+            matches.missing[image] = (
+                f"has no control image: no {stem}.png, {stem}_0.png, or with another image extension, in {control_dir}"
+            )
+    strays = [name for stem, members in numbered.items() if stem not in all_stems for _, name in members]
+    matches.unmatched += [control_dir / name for name in sorted(strays)]
+
+
+@dataclass
+class ControlScanResult:
+    """The control images of all pictures, with problems and notes."""
+
+    controls: dict[MaskKey, tuple[ControlImage, ...]] = field(default_factory=dict)
+    problems: dict[MaskKey, str] = field(default_factory=dict)  # without the name of the picture
+    settings: list[str] = field(default_factory=list)  # settings of subsets that control images do not allow
+    unmatched: list[str] = field(default_factory=list)  # a line for each subset with control images of no picture
+    notes: list[str] = field(default_factory=list)
+
+
+CONTROL_SIZE_STEP = 16
+"""Sides of control images with sizes of their own are multiples of this, which every editing model supports."""
+
+
+def scan_controls(
+    datasets: Sequence[DatasetConfig],
+    listed: Sequence[ListedImage],
+    inspected: Mapping[ImageRef, InspectedImage],
+    roots: ScanRoots,
+) -> ControlScanResult:
+    """Match and inspect the control images of all listed pictures."""
+    result = ControlScanResult()
+    by_subset: defaultdict[tuple[int, int], list[ListedImage]] = defaultdict(list)
+    for item in listed:
+        by_subset[item.dataset, item.subset].append(item)
+    for (number, index), members in by_subset.items():
+        dataset = datasets[number]
+        subset = dataset.subsets[index]
+        found = {item.image: item.controls for item in members if item.controls}
+        if subset.control_key is not None:
+            found = _match_subset(result, subset, (number, index), [item.image for item in members])
+        if found:
+            result.settings += _find_unusable_settings(dataset, subset)
+            _inspect_subset(result, dataset, (number, index), found, inspected, roots)
+    return result
+
+
+def _match_subset(
+    result: ControlScanResult, subset: SubsetConfig, subset_key: tuple[int, int], images: Sequence[ImageRef]
+) -> dict[ImageRef, tuple[ImageRef, ...]]:
+    image_dir, control_dir = subset.resolve_image_dir(), subset.resolve_control_dir()
+    if image_dir is None or control_dir is None:
+        raise AssertionError("a subset with a folder of control images has an image_dir too")
+    matches = match_controls(images, image_dir, control_dir)
+    result.problems |= {(*subset_key, image): reason for image, reason in matches.missing.items()}
+    if matches.unmatched:
+        names = format_first_names([path.name for path in matches.unmatched])
+        result.unmatched.append(
+            f"{control_dir}: {format_count(len(matches.unmatched), 'control image')} without an image of the same name"
+            f" in {image_dir}: {names}; remove them, or ignore them with --on_invalid_images skip"
+        )
+    return matches.controls
+
+
+def _find_unusable_settings(dataset: DatasetConfig, subset: SubsetConfig) -> Iterable[str]:
+    for key, reason in _KEYS_THAT_CHANGE_THE_PICTURE.items():
+        if getattr(subset, key):
+            yield f"{subset.format_location(key)}: {reason}; remove one of the two"
+    if subset.random_crop and dataset.has_own_control_size:
+        key = "no_resize_control" if dataset.no_resize_control else "control_resolution"
+        where = subset.format_location("random_crop")
+        yield f"{where}: control images with {key} are not cropped like their picture; remove one of the two"
+
+
+def _inspect_subset(
+    result: ControlScanResult,
+    dataset: DatasetConfig,
+    subset_key: tuple[int, int],
+    found: Mapping[ImageRef, tuple[ImageRef, ...]],
+    inspected: Mapping[ImageRef, InspectedImage],
+    roots: ScanRoots,
+) -> None:
+    subset = dataset.subsets[subset_key[1]]
+    by_folder: defaultdict[Path, dict[ImageRef, None]] = defaultdict(dict)
+    for file in (file for files in found.values() for file in files):
+        by_folder[resolve_links(file.folder)][file] = None
+    cache_directory = subset.resolve_cache_directory()
+    scan = scan_images(build_image_inspector(), by_folder, lambda root: cache_directory or roots.get_cache_dir(root))
+    result.notes += scan.notes
+    other_shape = []
+    for image, files in found.items():
+        defects = [
+            f"its control image {file} {problem}"
+            for file in files
+            if (problem := scan.images[file].problem or _describe_too_small(scan.images[file].size, dataset))
+        ]
+        shapes = [
+            f"its control image {file} is {scan.images[file].size[0]}x{scan.images[file].size[1]} pixels, the image"
+            f" {inspected[image].size[0]}x{inspected[image].size[1]}"
+            for file in files
+            if not (defects or inspected[image].problem or dataset.has_own_control_size)
+            and not has_same_aspect_ratio(scan.images[file].size, inspected[image].size)
+        ]
+        if shapes and subset.random_crop:
+            defects.append(f"{shapes[0]}: they cannot be cropped alike with random_crop")
+        elif shapes:
+            other_shape.append(image.name)
+        if defects:
+            result.problems[(*subset_key, image)] = "; ".join(defects)
+        else:
+            result.controls[(*subset_key, image)] = tuple(
+                ControlImage(file, scan.images[file].size, scan.images[file].content_hash) for file in files
+            )
+    if other_shape:
+        result.notes.append(
+            f"{subset.source}: {format_count(len(other_shape), 'image')} with control images of another shape, which"
+            f" are cropped to it: {format_first_names(other_shape)}; set control_resolution to keep their shape"
+        )
+
+
+def _describe_too_small(size: tuple[int, int], dataset: DatasetConfig) -> str | None:
+    if not dataset.no_resize_control or min(size) >= CONTROL_SIZE_STEP:
+        return None
+    return f"is {size[0]}x{size[1]} pixels; with no_resize_control each side needs {CONTROL_SIZE_STEP}"

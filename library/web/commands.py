@@ -1,0 +1,96 @@
+"""Commands of the project that the page runs and waits for, such as ``plan``: each a process that can be stopped."""
+
+import os
+import subprocess
+import tempfile
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from .preflight import TRAINING_SCRIPT
+
+MAX_KEPT, MAX_RUNNING = 16, 2
+MAX_OUTPUT_BYTES = 200_000
+
+
+@dataclass
+class Command:
+    """One process and what it has printed; its settings and output are in a temporary folder."""
+
+    process: "subprocess.Popen[bytes]"
+    folder: "tempfile.TemporaryDirectory[str]"
+    started_at: float
+    is_stopped: bool = False
+
+    def read_output(self) -> str:
+        with (Path(self.folder.name) / "output").open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - MAX_OUTPUT_BYTES))
+            return file.read().decode("utf-8", "replace").replace(f"{self.folder.name}{os.sep}", "")
+
+
+@dataclass
+class CommandRunner:
+    """The commands that were started last."""
+
+    _commands: "OrderedDict[str, Command]" = field(default_factory=OrderedDict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def start(self, words: Sequence[str], settings: str | None = None) -> str:
+        """Start a command, with these settings as its ``--config_file``; return the id to ask for it."""
+        with self._lock:
+            if sum(command.process.poll() is None for command in self._commands.values()) >= MAX_RUNNING:
+                raise UserError(f"{MAX_RUNNING} plans are being made already; wait for one or stop it")
+            folder = tempfile.TemporaryDirectory(prefix="lorikeet-web-")
+            words = list(words)
+            if settings is not None:
+                (Path(folder.name) / "run.toml").write_text(settings, "utf-8")
+                words += ["--config_file", str(Path(folder.name) / "run.toml")]
+            root, own = str(TRAINING_SCRIPT.parent), os.environ.get("PYTHONPATH", "")
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, own]))}
+            with (Path(folder.name) / "output").open("wb") as output:
+                process = subprocess.Popen(
+                    words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
+                )
+            name = uuid.uuid4().hex[:12]
+            self._commands[name] = Command(process, folder, time.monotonic())
+            while len(self._commands) > MAX_KEPT:
+                _, oldest = self._commands.popitem(last=False)
+                oldest.process.kill()
+                oldest.folder.cleanup()
+            return name
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """Say whether it is running, how long, and what it has printed."""
+        command = self._get(name)
+        code = command.process.poll()
+        return {
+            "is_running": code is None,
+            "is_stopped": command.is_stopped,
+            "code": code,
+            "seconds": time.monotonic() - command.started_at,
+            "output": command.read_output(),
+        }
+
+    def stop(self, name: str) -> None:
+        command = self._get(name)
+        command.is_stopped = True
+        command.process.terminate()
+
+    def stop_all(self) -> None:
+        """End what nobody waits for any more; for the end of the page."""
+        for command in self._commands.values():
+            command.process.kill()
+            command.process.wait()
+            command.folder.cleanup()
+
+    def _get(self, name: str) -> Command:
+        command = self._commands.get(name)
+        if command is None:
+            raise UserError("this result is no longer kept; ask again")
+        return command

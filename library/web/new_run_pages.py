@@ -1,0 +1,187 @@
+"""Pages of new runs: the form, its checks while one types, plan and memory estimate, and the queue."""
+
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from ..config.types import MemorySize
+from ..errors import UserError
+from .commands import CommandRunner
+from .jobs import JobQueue, build_command
+from .picture_pages import take_json
+from .preflight import HEADER
+from .presets import list_presets
+from .run_form import CheckedForm, export_values, list_field_groups, read_settings_file
+from .workbench import get_workbench, render_page
+
+MAX_PROCESSES = 64
+
+
+def show_form(request: Request) -> Response:
+    """The form, empty or with the settings of a run (``run``) or of a run TOML (``file``)."""
+    workbench, query = get_workbench(request), request.query_params
+    values: dict[str, Any] = {}
+    if "run" in query:
+        summary = workbench.runs.read_summary(workbench.runs.get_run(query["run"]))
+        if summary is None:
+            raise UserError("this run was started by an older version: its settings are unknown")
+        values = export_values(summary.all_settings)
+    elif "file" in query:
+        path = workbench.folders.resolve_key(query["file"])
+        if path.suffix != ".toml" or not path.is_file():
+            raise UserError(f"{path.name}: no run TOML")
+        values = export_values(read_settings_file(path))
+    elif "dataset" in query:
+        values = {"dataset_config": str(workbench.folders.resolve_key(query["dataset"]))}
+    page = {
+        "title": "New run",
+        "groups": list_field_groups(),
+        "start": {"values": values, "presets": list_presets()},
+        "datasets": [_format_setting_path(path) for path in workbench.pictures.find_dataset_files()],
+        "files": _list_settings_files(request),
+    }
+    return render_page(request, "new_run.html", page)
+
+
+def check_form(request: Request, body: Mapping[str, Any]) -> Response:
+    form, processes = _check(request, body)
+    settings_file = form.output_dir / f"{form.output_name}.toml"
+    return JSONResponse(
+        {
+            "problems": form.export_problems(),
+            "notices": list(form.notices),
+            "toml": form.toml,
+            "command": shlex.join(["python", *build_command(settings_file, processes, form.precision)[1:]]),
+        }
+    )
+
+
+def start_plan(request: Request, body: Mapping[str, Any]) -> Response:
+    """Start ``plan`` on the form: steps and buckets, and with ``memory`` the estimate for a GPU of that size."""
+    form, processes = _check(request, body)
+    if form.problems:
+        raise UserError("\n".join(form.problems))
+    words = [sys.executable, "-m", "library", "plan", "--world_size", str(processes)]
+    if memory := str(body.get("memory", "")).strip():
+        try:
+            words += ["--gpu_memory", str(MemorySize.parse(memory))]
+        except ValueError as error:
+            raise UserError(f"memory: {error}") from None
+    return JSONResponse({"id": _get_runner(request).start(words, form.toml)})
+
+
+def send_plan(request: Request) -> Response:
+    return JSONResponse(_get_runner(request).describe(request.path_params["id"]))
+
+
+def stop_plan(request: Request, body: Mapping[str, Any]) -> Response:
+    _get_runner(request).stop(request.path_params["id"])
+    return JSONResponse({})
+
+
+def add_job(request: Request, body: Mapping[str, Any]) -> Response:
+    """Queue a run, which starts at once if no other one is running."""
+    form, processes = _check(request, body)
+    if form.problems:
+        raise UserError("\n".join(form.problems))
+    job = _get_queue(request).add(form, processes)
+    key = get_workbench(request).folders.make_key(Path(job.folder) / job.name)
+    return JSONResponse({"id": job.id, "run": key})
+
+
+def resume_run(request: Request, body: Mapping[str, Any]) -> Response:
+    """Queue a stopped run again, to go on from its state."""
+    workbench = get_workbench(request)
+    run = workbench.runs.get_run(str(body.get("run", "")))
+    summary = workbench.runs.read_summary(run)
+    if summary is None:
+        raise UserError(f"{run.name}: its settings are unknown; it was started by an older version")
+    values = {**summary.all_settings, "output_dir": str(run.folder), "output_name": run.name}
+    form = workbench.forms.check(values, is_resumed=True)
+    if form.problems:
+        raise UserError("\n".join(form.problems))
+    return JSONResponse({"id": _get_queue(request).add(form, summary.num_processes, is_resumed=True).id})
+
+
+def stop_job(request: Request, body: Mapping[str, Any]) -> Response:
+    return JSONResponse({"status": _get_queue(request).stop(request.path_params["id"]).status})
+
+
+def remove_job(request: Request, body: Mapping[str, Any]) -> Response:
+    _get_queue(request).remove(request.path_params["id"])
+    return JSONResponse({})
+
+
+def show_queue(request: Request) -> Response:
+    """The queue as part of the page of runs."""
+    return render_page(request, "queue.html", {"jobs": list_queue(request)})
+
+
+def list_queue(request: Request) -> list[dict[str, Any]]:
+    """List the queue with the address of each run."""
+    folders = get_workbench(request).folders
+    jobs = [job for job in _get_queue(request).list_jobs() if folders.contains(job.folder)]
+    return [{"job": job, "key": folders.make_key(Path(job.folder) / job.name)} for job in jobs]
+
+
+def _check(request: Request, body: Mapping[str, Any]) -> tuple[CheckedForm, int]:
+    values = body.get("values")
+    if not isinstance(values, dict):
+        raise UserError("expected the values of the form")
+    text = str(body.get("processes", "1"))
+    if not text.isdecimal() or not 1 <= int(text[:4]) <= MAX_PROCESSES:
+        raise UserError(f"processes: {text!r}: expected a number from 1 to {MAX_PROCESSES}")
+    return get_workbench(request).forms.check(values), int(text[:4])
+
+
+def _list_settings_files(request: Request) -> list[tuple[str, str]]:
+    """Run TOMLs below the opened folders: those that this page wrote, and those that look like one."""
+    folders, found = get_workbench(request).folders, []
+    for folder, entries in folders.walk():
+        for name in sorted(entry.name for entry in entries if entry.name.endswith(".toml")):
+            path = folder / name
+            if not path.is_symlink() and _is_settings_file(path):
+                found.append((folders.make_key(path), folders.format_path(path)))
+    return found
+
+
+def _is_settings_file(path: Path) -> bool:
+    try:
+        with path.open("r", encoding="utf-8", errors="replace") as file:
+            text = file.read(20_000)
+    except OSError:
+        return False
+    return text.startswith(HEADER) or ("max_train_" in text and "datasets]]" not in text)
+
+
+def _format_setting_path(path: Path) -> str:
+    """Write a path relative to the working directory, as users do, if it is below it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _get_queue(request: Request) -> JobQueue:
+    return get_workbench(request).queue
+
+
+def _get_runner(request: Request) -> CommandRunner:
+    return get_workbench(request).commands
+
+
+ROUTES = (
+    Route("/new", show_form),
+    Route("/api/new/check", take_json(check_form), methods=["POST"]),
+    Route("/api/new/plan", take_json(start_plan), methods=["POST"]),
+    Route("/api/commands/{id}", send_plan),
+    Route("/api/commands/{id}/stop", take_json(stop_plan), methods=["POST"]),
+    Route("/api/queue", show_queue),
+    Route("/api/jobs", take_json(add_job), methods=["POST"]),
+    Route("/api/jobs/resume", take_json(resume_run), methods=["POST"]),
+    Route("/api/jobs/{id}/stop", take_json(stop_job), methods=["POST"]),
+    Route("/api/jobs/{id}/remove", take_json(remove_job), methods=["POST"]),
+)

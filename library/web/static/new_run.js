@@ -1,0 +1,145 @@
+// The form of a new run: presets, checks while one types, plan and memory, start.
+"use strict";
+(() => {
+  const start = JSON.parse(byId("start-values").textContent);
+  const fields = [...document.querySelectorAll(".field")];
+  const controls = new Map(fields.map((field) => [field.dataset.name, field.querySelector("input, select")]));
+  let checked = 0, planId = null;
+
+  const isSet = (control) => (control.type === "checkbox" ? control.checked !== control.defaultChecked : control.value.trim() !== "");
+
+  function collect() {
+    const values = {};
+    for (const [name, control] of controls) {
+      if (isSet(control)) values[name] = control.type === "checkbox" ? control.checked : control.value.trim();
+    }
+    return { values, processes: byId("processes").value };
+  }
+
+  function fill(values) {
+    for (const [name, control] of controls) {
+      const value = values[name];
+      if (control.type === "checkbox") control.checked = value === undefined ? control.defaultChecked : value === true || value === "true";
+      else {
+        control.value = value === undefined ? "" : String(value);
+        if (control.tagName === "SELECT" && control.selectedIndex < 0) control.value = "";
+      }
+    }
+    check();
+  }
+
+  function showChanged() {
+    for (const field of fields) field.classList.toggle("set", isSet(controls.get(field.dataset.name)));
+    for (const group of document.querySelectorAll(".group")) {
+      const count = group.querySelectorAll(".field.set").length;
+      group.querySelector(".changed").textContent = count ? `${count} set` : "";
+    }
+  }
+
+  function showCheck(answer) {
+    const wrong = new Map(), others = [];
+    for (const { field, text } of answer.problems) {
+      if (controls.has(field)) wrong.set(field, [...(wrong.get(field) ?? []), text]);
+      else others.push(text);
+    }
+    for (const field of fields) {
+      const texts = wrong.get(field.dataset.name), line = field.querySelector(".wrong");
+      field.classList.toggle("bad", !!texts);
+      controls.get(field.dataset.name).setAttribute("aria-invalid", !!texts);
+      line.hidden = !texts;
+      line.textContent = (texts ?? []).join("\n");
+    }
+    const count = answer.problems.length, state = byId("state");
+    state.className = `notice ${count ? "bad" : "good"}`;
+    state.textContent = count ? `${count} ${count === 1 ? "problem" : "problems"}` : "No problems: this run can start.";
+    showProblems(byId("problems"), [...others, ...[...wrong.values()].flat()].slice(0, 12));
+    byId("notices").replaceChildren(...answer.notices.map((text) => make("p", { textContent: text })));
+    byId("toml").textContent = answer.toml || "(all as by default)";
+    byId("command").textContent = answer.command;
+    byId("start").disabled = count > 0;
+  }
+
+  async function check() {
+    showChanged();
+    const number = ++checked;
+    try {
+      const answer = await ask("/api/new/check", collect());
+      if (number === checked) showCheck(answer);  // an older answer may come later
+    } catch (error) { if (number === checked) showFailure(error); }
+  }
+
+  function showFailure(error) {
+    byId("state").className = "notice bad";
+    byId("state").textContent = "Not possible";
+    byId("start").disabled = true;
+    showProblems(byId("problems"), error.message.split("\n"));
+  }
+
+  let timer;
+  byId("form").addEventListener("input", (event) => {
+    if (event.target.id === "memory") return;
+    clearTimeout(timer);
+    timer = setTimeout(check, 250);
+  });
+
+  // Steps and buckets, and the memory estimate.
+  async function plan(memory) {
+    const output = byId("plan-output"), line = byId("plan-state");
+    try {
+      planId = (await ask("/api/new/plan", { ...collect(), memory })).id;
+      byId("stop-plan").hidden = false;
+      const mine = planId;
+      while (mine === planId) {
+        const answer = await ask(`/api/commands/${mine}`);
+        output.hidden = !answer.output;
+        output.textContent = answer.output;
+        const seconds = answer.seconds.toFixed(0);
+        line.textContent = answer.is_running ? `working for ${seconds} s…` : answer.is_stopped ? "stopped" : answer.code ? "failed" : "";
+        if (!answer.is_running) break;
+        await new Promise((done) => setTimeout(done, 400));
+      }
+    } catch (error) { line.textContent = error.message; }
+    byId("stop-plan").hidden = true;
+  }
+  byId("plan").addEventListener("click", () => plan(""));
+  byId("estimate").addEventListener("click", () => plan(byId("memory").value || "24GB"));
+  byId("stop-plan").addEventListener("click", () => ask(`/api/commands/${planId}/stop`, {}));
+
+  byId("form").addEventListener("submit", async (event) => {
+    event.preventDefault();
+    byId("start").disabled = true;
+    try {
+      const answer = await ask("/api/jobs", collect());
+      location.href = `/runs/${encodeKey(answer.run)}`;
+    } catch (error) { showFailure(error); }
+  });
+
+  // Presets, files, and options found by name or help.
+  const models = document.querySelector("#preset optgroup");
+  models.append(...start.presets.map((preset, number) => make("option", { value: `preset:${number}`, textContent: preset.name })));
+  byId("preset").addEventListener("change", (event) => {
+    const [kind, ...rest] = event.target.value.split(":");
+    if (kind === "file") location.href = `/new?${new URLSearchParams({ file: rest.join(":") })}`;
+    if (kind === "preset") {
+      const own = ["dataset_config", "output_dir", "output_name"].map((name) => [name, controls.get(name).value]);
+      fill({ ...start.presets[+rest[0]].values, ...Object.fromEntries(own.filter(([, value]) => value)) });
+    }
+  });
+  const opened = new Map();
+  byId("find").addEventListener("input", (event) => {
+    const words = event.target.value.toLowerCase().split(/\s+/).filter(Boolean);
+    for (const group of document.querySelectorAll(".group")) {
+      if (!opened.has(group)) opened.set(group, group.open);
+      let count = 0;
+      for (const field of group.querySelectorAll(".field")) {
+        const text = field.textContent.toLowerCase();
+        field.hidden = !words.every((word) => text.includes(word));
+        count += !field.hidden;
+      }
+      group.hidden = !count;
+      group.open = words.length ? count > 0 : opened.get(group);
+    }
+    if (!words.length) opened.clear();
+  });
+  fill(start.values);
+})();

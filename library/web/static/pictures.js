@@ -1,0 +1,150 @@
+// The pictures of a dataset: filters, bulk edits of tags, and the editor of one caption.
+"use strict";
+(() => {
+  const key = encodeKey(byId("dataset").dataset.key), editor = byId("editor"), caption = byId("caption");
+  const grid = new PictureGrid(byId("grid"), key, (position) => openEditor(position));
+  let opened = null;
+
+  const filter = () => ({ text: byId("text").value, warning: byId("warning").value, bucket: byId("bucket").value });
+
+  async function applyFilter() {
+    await grid.select(new URLSearchParams(filter()).toString());
+    byId("count").textContent = `${grid.total.toLocaleString()} ${grid.total === 1 ? "picture" : "pictures"}`;
+  }
+
+  function fill(select, first, options) {
+    const chosen = select.value;
+    select.replaceChildren(make("option", { value: "", textContent: first }),
+      ...options.map(([value, text]) => make("option", { value, textContent: text })));
+    select.value = chosen;
+    if (select.selectedIndex < 0) select.value = "";
+    select.hidden = !options.length;
+  }
+
+  function showState(state) {
+    byId("summary").textContent = `${state.total.toLocaleString()} pictures, scanned in ${state.seconds.toFixed(1)} s`;
+    fill(byId("warning"), "all, with and without warnings", state.warnings.map((w) => [w.id, `${w.text}: ${w.count}`]));
+    fill(byId("bucket"), "all buckets", state.buckets.map((b) => [b.id, `${b.id}: ${b.count}`]));
+    byId("known-tags").replaceChildren(...state.tags.map((t) => make("option", { value: t.tag, textContent: `${t.count}` })));
+    byId("notes").replaceChildren(...state.notes.map((text) => make("li", { textContent: text })));
+    byId("notes-part").hidden = !state.notes.length;
+    showUndo(state.num_undo);
+  }
+
+  function showUndo(count) {
+    byId("undo").disabled = !count;
+    byId("undo").textContent = count ? `Undo (${count})` : "Undo";
+  }
+
+  async function start() {
+    byId("scanning").hidden = false;
+    byId("workspace").hidden = true;
+    poll(async () => {
+      const state = await ask(`/api/pictures/state/${key}`);
+      if (!state.is_ready) return 400;
+      byId("scanning").hidden = true;
+      showProblems(byId("problems"), state.problems);
+      byId("workspace").hidden = !state.total;
+      showState(state);
+      if (state.total) await applyFilter();
+      return null;
+    });
+  }
+
+  async function refresh() {
+    showState(await ask(`/api/pictures/state/${key}`));
+    await applyFilter();
+  }
+
+  async function attempt(action, holder = byId("problems")) {
+    try { holder.replaceChildren(); return await action(); }
+    catch (error) { showProblems(holder, error.message.split("\n")); return null; }
+  }
+
+  // Tags of all pictures that the filter selects.
+  const edit = (isDry) => ({ ...filter(), action: byId("tag-action").value, tag: byId("tag").value, dry_run: isDry,
+                             replacement: byId("replacement").value, is_at_start: byId("at-start").checked });
+
+  byId("tag-action").addEventListener("change", (event) => {
+    byId("replacement").hidden = event.target.value !== "replace";
+    byId("start-part").hidden = event.target.value !== "add";
+  });
+  byId("try-tags").addEventListener("click", () => attempt(async () => {
+    const answer = await ask(`/api/pictures/tags/${key}`, edit(true));
+    byId("tags-result").textContent = `${answer.count.toLocaleString()} captions would change`;
+    byId("examples").replaceChildren(...answer.examples.map((each) => make("div", {},
+      make("strong", { textContent: each.name }), " ", make("del", { textContent: each.before }), " ",
+      make("ins", { textContent: each.after }))));
+  }));
+  byId("tags-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    attempt(async () => {
+      byId("tags-result").textContent = "writing…";
+      byId("apply-tags").disabled = true;
+      try {
+        const answer = await ask(`/api/pictures/tags/${key}`, edit(false));
+        byId("tags-result").textContent = `${answer.count.toLocaleString()} captions changed`;
+        byId("examples").replaceChildren();
+        await refresh();
+      } finally { byId("apply-tags").disabled = false; }
+    });
+  });
+  byId("undo").addEventListener("click", () => attempt(async () => {
+    await ask(`/api/pictures/undo/${key}`, {});
+    await refresh();
+  }));
+  byId("rescan").addEventListener("click", () => attempt(async () => { await ask(`/api/pictures/scan/${key}`, {}); start(); }));
+
+  // One picture.
+  async function openEditor(position) {
+    if (position < 0 || position >= grid.total) return;
+    const row = await grid.getRow(position);
+    opened = { position, row };
+    byId("editor-name").textContent = row.name;
+    const crop = row.is_random_crop ? "cropped at random" : "cropped in the middle";
+    byId("editor-facts").textContent = `${row.size.join("×")}, trained at ${row.bucket.join("×")}`
+      + (row.crop[2] < 0.999 || row.crop[3] < 0.999 ? `, ${crop}` : "") + `, ${row.repeats} times per epoch`
+      + (row.is_reg ? ", regularization" : "");
+    byId("editor-warnings").replaceChildren(...Object.values(row.warnings).map((text) => make("span", { className: "tag", textContent: text })));
+    caption.value = row.caption;
+    caption.readOnly = !row.is_editable;
+    byId("save").disabled = !row.is_editable;
+    byId("editor-problems").replaceChildren();
+    if (!editor.open) editor.showModal();
+    const holder = byId("editor-picture");
+    holder.replaceChildren(buildShot(row, key, holder.clientWidth, Math.min(innerHeight * 0.75, 900), true));
+    grid.choose(position);
+    caption.focus();
+  }
+
+  async function save() {
+    const { position, row } = opened, text = caption.value;
+    if (text === row.caption || !row.is_editable) return true;
+    return attempt(async () => {
+      const answer = await ask(`/api/pictures/captions/${key}`, { captions: { [row.index]: text }, known: { [row.index]: row.caption } });
+      showUndo(answer.num_undo);
+      const page = await ask(`/api/pictures/rows/${key}?${new URLSearchParams({ ...filter(), from: position, count: 1 })}`);
+      if (page.rows[0]?.index === row.index) grid.update(position, page.rows[0]);
+      else await applyFilter();  // it is no longer selected
+      opened.row = { ...row, caption: text };
+      return true;
+    }, byId("editor-problems"));
+  }
+
+  const go = async (by) => { if (await save()) await openEditor(opened.position + by); };
+  byId("save").addEventListener("click", async () => { if (await save()) editor.close(); });
+  byId("close").addEventListener("click", () => editor.close());
+  byId("previous").addEventListener("click", () => go(-1));
+  byId("next").addEventListener("click", () => go(1));
+  editor.addEventListener("close", () => byId("grid").focus({ preventScroll: true }));
+  editor.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); go(1); }
+    if (event.altKey && event.key === "ArrowLeft") { event.preventDefault(); go(-1); }
+    if (event.altKey && event.key === "ArrowRight") { event.preventDefault(); go(1); }
+  });
+
+  let timer;
+  byId("text").addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(applyFilter, 200); });
+  for (const id of ["warning", "bucket"]) byId(id).addEventListener("change", applyFilter);
+  start();
+})();

@@ -1,0 +1,54 @@
+"""Thumbnails, cached on disk beside the scan of the pictures, by the hash of the file: none can be stale."""
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..atomic_files import open_atomic_path
+from ..dataset.image_inspection import load_rgb_image
+from ..dataset.scan_cache import CACHE_FOLDER
+from .folders import OpenedFolders
+from .pictures import Picture
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+THUMBNAIL_SIDE, LARGE_SIDE = 320, 1600
+FOLDER = "thumbnails"
+
+
+def load_thumbnail(folders: OpenedFolders, picture: Picture, *, is_large: bool = False) -> bytes:
+    """Return a WebP file of the picture; raise ``OutsideFolders`` if a link leads out of the opened folders."""
+    folders.resolve(picture.sample.image.path)
+    side = LARGE_SIDE if is_large else THUMBNAIL_SIDE
+    cached = None if is_large else _find_cache_file(folders, picture)
+    if cached is not None and cached.is_file():
+        return cached.read_bytes()
+    data = _encode(_load_reduced(picture, side))
+    if cached is not None:
+        try:
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            with open_atomic_path(cached) as temporary:
+                temporary.write_bytes(data)
+        except OSError:  # a read-only disk: it is made again the next time
+            pass
+    return data
+
+
+def _find_cache_file(folders: OpenedFolders, picture: Picture) -> Path | None:
+    folder = picture.subset.resolve_cache_directory() or picture.sample.image.folder / CACHE_FOLDER
+    name = picture.sample.content_hash
+    path = folder / FOLDER / name[:2] / f"{name}-{THUMBNAIL_SIDE}.webp"
+    return path if folders.contains(path) else None
+
+
+def _load_reduced(picture: Picture, side: int) -> "Image":
+    image = load_rgb_image(picture.sample.image)
+    image.thumbnail((side, side), reducing_gap=2.0)
+    return image
+
+
+def _encode(image: "Image") -> bytes:
+    data = io.BytesIO()
+    image.save(data, "WEBP", quality=80, method=1)
+    return data.getvalue()

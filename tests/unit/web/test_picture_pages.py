@@ -1,0 +1,180 @@
+"""Pages of pictures show what will be trained; captions are edited in their files, and every edit can be undone."""
+
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from web_pages import open_page
+
+KEY = "0/set.toml"
+SIZES = {"wide": (400, 60), "plain": (64, 64), "small": (20, 20), "tall": (70, 100)}
+
+
+@pytest.fixture
+def dataset(tmp_path) -> Path:
+    folder = tmp_path / "open" / "images"
+    folder.mkdir(parents=True)
+    for number, (name, size) in enumerate(SIZES.items()):
+        Image.new("RGB", size, (60 * number, 200, 10)).save(folder / f"{name}.png")
+        (folder / f"{name}.txt").write_text(f"{name} picture, a tag, b")
+    (folder / "twin.png").write_bytes((folder / "plain.png").read_bytes())
+    (folder / "plain.txt").write_text(" ".join(["word"] * 80))
+    write_dataset(tmp_path / "open" / "set.toml", folder)
+    return folder
+
+
+def write_dataset(path: Path, folder: Path, **keys: str) -> None:
+    more = "".join(f"{name} = {value}\n" for name, value in keys.items())
+    path.write_text(
+        f"[[datasets]]\nresolution = 64\nenable_bucket = true\nmin_bucket_reso = 32\nmax_bucket_reso = 128\n"
+        f"bucket_reso_steps = 16\n[[datasets.subsets]]\nimage_dir = '{folder}'\ncaption_extension = '.txt'\n{more}"
+    )
+
+
+def wait_for_scan(page, key: str = KEY) -> dict:
+    for _ in range(400):
+        state = page.get(f"/api/pictures/state/{key}").json()
+        if state.get("is_ready", True):
+            return state
+        time.sleep(0.05)
+    raise AssertionError("the scan does not end")
+
+
+def get_rows(page, **query: object) -> dict[str, dict]:
+    answer = page.get(f"/api/pictures/rows/{KEY}", params=query).json()
+    return {row["name"].split("/")[1].split(".")[0]: row for row in answer["rows"]}
+
+
+def test_pictures_are_shown_with_buckets_crops_and_warnings(dataset):
+    page = open_page(dataset.parent)
+    assert "set.toml" in page.get("/pictures").text and "set.toml" in page.get(f"/pictures/{KEY}").text
+    state = wait_for_scan(page)
+    rows = get_rows(page)
+
+    assert (state["total"], state["problems"]) == (5, [])
+    assert {each["id"]: each["count"] for each in state["warnings"]} == {
+        "cropped": 1,
+        "enlarged": 1,
+        "duplicate": 1,
+        "no caption": 1,
+        "long": 1,
+    }
+    assert rows["twin"]["warnings"] == {"duplicate": "the same file as images/plain.png", "no caption": "no caption"}
+    assert rows["small"]["warnings"] == {"enlarged": "enlarged 3.2 times"}
+    left, top, width, height = rows["wide"]["crop"]
+    assert 0 < left < 0.5 and top == 0 and height == 1 and left + width / 2 == pytest.approx(0.5, abs=0.02)
+    assert list(get_rows(page, warning="long")) == ["plain"] and list(get_rows(page, text="WIDE tag")) == ["wide"]
+    assert list(get_rows(page, bucket="64x64", count=1)) == ["plain"]
+    answer = page.get(f"/thumbnail/{rows['wide']['index']}/{KEY}")
+    assert answer.headers["content-type"] == "image/webp" and answer.content[8:12] == b"WEBP"
+    assert len(list(dataset.rglob(".cache-lorikeet/thumbnails/*/*.webp"))) == 1
+
+
+def test_a_caption_is_edited_in_its_file_and_the_edit_undone(dataset):
+    page = open_page(dataset.parent)
+    wait_for_scan(page)
+    rows = get_rows(page)
+    wide, twin = rows["wide"], rows["twin"]
+
+    def save(row: dict, text: str, known: str):
+        body = {"captions": {row["index"]: text}, "known": {row["index"]: known}}
+        return page.post(f"/api/pictures/captions/{KEY}", json=body)
+
+    assert save(wide, "a new one\r\n\r\n second ", wide["caption"]).json() == {"count": 1, "num_undo": 1}
+    assert (dataset / "wide.txt").read_bytes() == b"a new one\nsecond\n"
+    assert get_rows(page)["wide"]["caption"] == "a new one\nsecond"
+    assert save(twin, "now captioned", "").json()["num_undo"] == 2
+    assert (dataset / "twin.txt").read_text() == "now captioned\n" and not list(dataset.glob(".*.txt"))
+    assert save(wide, "stale", "what another window showed").status_code == 400
+    (dataset / "tall.txt").write_text("written by an editor")
+    answer = save(rows["tall"], "overwritten", rows["tall"]["caption"])
+    assert answer.status_code == 400 and "changed by another program" in answer.json()["error"]
+    assert (dataset / "tall.txt").read_text() == "written by an editor"
+
+    for _ in range(2):
+        assert page.post(f"/api/pictures/undo/{KEY}", json={}).status_code == 200
+    assert not (dataset / "twin.txt").exists() and (dataset / "wide.txt").read_text() == "wide picture, a tag, b"
+    assert page.post(f"/api/pictures/undo/{KEY}", json={}).json()["count"] == 0
+
+
+def test_tags_of_many_pictures_are_edited_and_undone_together(dataset):
+    page = open_page(dataset.parent)
+    wait_for_scan(page)
+    before = {path.name: path.read_bytes() for path in dataset.glob("*.txt")}
+
+    def edit(**values: object):
+        return page.post(f"/api/pictures/tags/{KEY}", json=values)
+
+    planned = edit(action="replace", tag="a tag", replacement="c", dry_run=True).json()
+    assert planned["count"] == 3 and planned["examples"][0]["after"].endswith("picture, c, b")
+    assert {path.name: path.read_bytes() for path in dataset.glob("*.txt")} == before
+    assert edit(action="remove", tag="b", text="wide").json()["count"] == 1
+    assert (dataset / "wide.txt").read_text() == "wide picture, a tag\n"
+    assert edit(action="add", tag="mika", is_at_start=True).json()["count"] == 5
+    assert (dataset / "small.txt").read_text().startswith("mika, small") and (dataset / "twin.txt").exists()
+    assert edit(action="add", tag=" ").status_code == 400 == edit(action="shell", tag="a").status_code
+    for _ in range(2):
+        page.post(f"/api/pictures/undo/{KEY}", json={})
+    assert {path.name: path.read_bytes() for path in dataset.glob("*.txt")} == before
+
+
+def test_pictures_and_captions_behind_links_out_of_the_folder_stay_hidden(dataset, tmp_path):
+    (tmp_path / "secret.png").write_bytes((dataset / "wide.png").read_bytes() + b"x")
+    (tmp_path / "secret.txt").write_text("secret")
+    (dataset / "link.png").symlink_to(tmp_path / "secret.png")
+    (dataset / "small.txt").unlink()
+    (dataset / "small.txt").symlink_to(tmp_path / "secret.txt")
+    page = open_page(dataset.parent)
+    state = wait_for_scan(page)
+
+    assert state["total"] == 4 and "2 pictures are not shown" in state["notes"][0]
+    assert "secret" not in page.get(f"/api/pictures/rows/{KEY}").text and {"link", "small"}.isdisjoint(get_rows(page))
+    assert "secret" not in page.get(f"/api/pictures/state/{KEY}").text
+
+
+def test_a_link_that_is_made_after_the_scan_is_not_followed(dataset, tmp_path):
+    (tmp_path / "secret.txt").write_text("wide picture, a tag, b")
+    (tmp_path / "secret.png").write_bytes((dataset / "wide.png").read_bytes())
+    page = open_page(dataset.parent)
+    wait_for_scan(page)
+    index = get_rows(page)["wide"]["index"]
+    for name in ("wide.txt", "wide.png"):
+        (dataset / name).unlink()
+        (dataset / name).symlink_to(tmp_path / name.replace("wide", "secret"))
+
+    body = {"captions": {index: "new"}}
+    assert page.post(f"/api/pictures/captions/{KEY}", json=body).status_code == 403
+    assert page.get(f"/thumbnail/{index}/{KEY}").status_code == 403
+    assert (tmp_path / "secret.txt").read_text() == "wide picture, a tag, b"
+
+
+def test_a_dataset_with_folders_elsewhere_is_refused(dataset, tmp_path):
+    (tmp_path / "other").mkdir()
+    Image.new("RGB", (64, 64)).save(tmp_path / "other" / "a.png")
+    write_dataset(dataset.parent / "set.toml", tmp_path / "other")
+    state = wait_for_scan(open_page(dataset.parent))
+
+    assert state["total"] == 0 and "restart with --root" in state["problems"][0]
+
+
+def test_captions_and_names_are_shown_as_text(dataset):
+    (dataset / "wide.txt").write_text("<script>alert(1)</script>")
+    (dataset / "plain.png").rename(dataset / "<img src=x onerror=alert(2)>.png")
+    page = open_page(dataset.parent)
+    state = wait_for_scan(page)
+
+    answer = page.get(f"/api/pictures/rows/{KEY}")
+    assert answer.headers["content-type"] == "application/json" and state["problems"] == []
+    assert any(row["caption"] == "<script>alert(1)</script>" for row in answer.json()["rows"])
+    assert "<script>alert" not in page.get(f"/pictures/{KEY}").text
+
+
+def test_wrong_requests_are_refused(dataset):
+    page = open_page(dataset.parent)
+    wait_for_scan(page)
+
+    assert page.get("/api/pictures/state/0/images/wide.png").status_code == 400
+    assert page.get(f"/thumbnail/99/{KEY}").status_code == 400 == page.get(f"/thumbnail/x/{KEY}").status_code
+    assert page.post(f"/api/pictures/captions/{KEY}", content=b"[1]").status_code == 400
+    assert page.post(f"/api/pictures/captions/{KEY}", json={"captions": {"77": "a"}}).status_code == 400
