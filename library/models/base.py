@@ -247,13 +247,9 @@ class Family(ABC):
         """The classifier-free guidance of a preview."""
         return self.default_guidance_scale if prompt.cfg_scale is None else prompt.cfg_scale
 
-    def preprocess_preview_control(self, pipe: Any, image: Image, number_of_images: int) -> Tensor:
-        """Resize a control image of a preview as the diffusers pipeline does: (1, 3, height, width) in -1..1."""
-        raise NotImplementedError
-
-    def build_control_kwargs(self, control_latents: Sequence[Tensor]) -> dict[str, Any]:
-        """The arguments of the diffusers pipeline's call for control images, given their latents."""
-        return {}
+    def build_control_kwargs(self, pipe: Any, images: Sequence[Image]) -> dict[str, Any]:
+        """The arguments of the diffusers pipeline's call for the control images of a preview."""
+        return {"image": list(images)} if images else {}
 
     def generate_image(
         self,
@@ -269,8 +265,9 @@ class Family(ABC):
         ``cond`` and ``negative_cond`` are ``encode_prompts`` of the prompt's two texts, so no text encoder is needed
         here.  All random numbers come from ``generator``.  ``sampler`` None is the family's default.
         """
-        from .sampling import encode_preview_controls, sample_image
+        from ..dataset.image_inspection import load_rgb_image
+        from .sampling import sample_image
 
         sampling_kwargs = self.build_sampling_kwargs(pipe, prompt, cond, negative_cond)
-        sampling_kwargs |= self.build_control_kwargs(encode_preview_controls(self, pipe, prompt))
+        sampling_kwargs |= self.build_control_kwargs(pipe, [load_rgb_image(path) for path in prompt.control_images])
         return sample_image(self, pipe, prompt, sampling_kwargs, generator, sampler)

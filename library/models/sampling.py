@@ -9,7 +9,6 @@ from PIL.Image import Image
 from torch import nn
 
 from ..data.prompts import Prompt
-from ..dataset.image_inspection import load_rgb_image
 from .schedulers import build_flow_scheduler, build_scheduler
 
 if TYPE_CHECKING:
@@ -52,14 +51,6 @@ def sample_image(
     pixels = family.decode_sampled_latents(sampling_pipe, latents, height, width)
     image: Image = sampling_pipe.image_processor.postprocess(pixels, output_type="pil")[0]
     return image
-
-
-@torch.no_grad()
-def encode_preview_controls(family: "Family", pipe: Any, prompt: Prompt) -> list[torch.Tensor]:
-    """Encode the control images of a prompt to latents (1, C, H, W)."""
-    images = [load_rgb_image(path) for path in prompt.control_images]
-    pixels = [family.preprocess_preview_control(pipe, image, len(images)) for image in images]
-    return [family.encode_moments(pipe, each.float()).mean_and_std[:, 0] for each in pixels]
 
 
 def _build_sampling_pipeline(pipe: Any, scheduler: Any) -> Any:

@@ -306,22 +306,24 @@ def test_a_preview_is_the_image_that_the_diffusers_pipeline_samples(case):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["flux_kontext"])
-def test_a_preview_with_a_control_image_is_the_image_that_the_diffusers_pipeline_samples(build_case, name, tmp_path):
+@pytest.mark.parametrize(("name", "count"), [("flux_kontext", 1), ("flux2_klein", 2)])
+def test_a_preview_with_a_control_image_is_the_image_that_the_diffusers_pipeline_samples(
+    build_case, name, count, tmp_path
+):
     family, tiny = build_case(name)
     reference = tmp_path / "reference.png"
     make_image((150, 90)).save(reference)
     theirs = tiny.pipe(
-        image=Image.open(reference),
+        image=[Image.open(reference)] * count,
         prompt="a red circle",
-        negative_prompt="blue",
+        **tiny.build_negative(tiny.pipe, "blue"),
         **SIZE,
         **tiny.texts,
         num_inference_steps=2,
         **{tiny.scale: 3.0},
         generator=torch.Generator().manual_seed(1),
     ).images[0]
-    ours = generate(family, tiny.pipe, num_inference_steps=2, control_images=(reference,))
+    ours = generate(family, tiny.pipe, num_inference_steps=2, control_images=(reference,) * count)
     assert ours.tobytes() == theirs.tobytes()
     assert ours.tobytes() != generate(family, tiny.pipe, num_inference_steps=2).tobytes()
 

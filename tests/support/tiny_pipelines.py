@@ -12,6 +12,7 @@ from typing import Any
 import diffusers
 import tiny_sd1
 import torch
+from PIL import Image
 from torch import Tensor
 
 from library.data.batch import Batch, Cond
@@ -288,6 +289,16 @@ def flux2_klein() -> TinyCase:
     )
 
 
+def flux2_klein_with_references() -> TinyCase:
+    tiny = flux2_klein()
+    images = [Image.radial_gradient("L").resize(size).convert("RGB") for size in ((64, 96), (80, 64))]
+    pixels = [tiny.pipe.image_processor.preprocess(image) for image in images]
+    with torch.no_grad():
+        controls = [tiny.pipe._encode_vae_image(each, torch.Generator()) for each in pixels]
+    batch = replace(tiny.batch, control_latents=tuple(latents.expand(2, -1, -1, -1) for latents in controls))
+    return replace(tiny, batch=batch, call={**tiny.call, "image": images}, sizes={**tiny.sizes, "image": images})
+
+
 def flux2_dev() -> TinyCase:
     tiny = _build_flux2_case("flux2_dev", build_negative=lambda pipe, text: {})
     grid = HEIGHT // 16, WIDTH // 16
@@ -419,6 +430,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "chroma": chroma,
     "flux2_dev": flux2_dev,
     "flux2_klein": flux2_klein,
+    "flux2_klein_with_references": flux2_klein_with_references,
     "z_image": z_image,
     "qwen_image": qwen_image,
     "aura_flow": aura_flow,

@@ -46,6 +46,7 @@ _KLEIN_KEYS = ("double_stream_modulation_img.lin.weight", "double_blocks.0.img_a
 DEV_FACTS = FamilyFacts(
     name="flux2_dev",
     title="FLUX.2 dev",
+    control_images=(0, 10),
     pipeline_class="Flux2Pipeline",
     denoiser_name="transformer",
     components=("transformer", "vae", "text_encoder", "tokenizer"),
@@ -203,17 +204,21 @@ class Flux2Klein(Family):
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         embeds, device = cast("Tensor", batch.cond["embeds"]), noisy_latents.device
+        tokens, positions = pipe._pack_latents(noisy_latents), pipe._prepare_latent_ids(noisy_latents)
+        num_tokens = tokens.shape[1]
+        if batch.control_latents:
+            tokens, positions = _append_controls(pipe, tokens, positions, batch.control_latents)
         predicted: Tensor = denoiser(
-            hidden_states=pipe._pack_latents(noisy_latents),
+            hidden_states=tokens,
             timestep=timesteps / 1000,
             guidance=self._build_guidance(timesteps),
             encoder_hidden_states=embeds,
             txt_ids=pipe._prepare_text_ids(embeds).to(device, non_blocking=True),
-            img_ids=pipe._prepare_latent_ids(noisy_latents).to(device, non_blocking=True),
+            img_ids=positions.to(device, non_blocking=True),
             joint_attention_kwargs=None,
             return_dict=False,
         )[0]
-        return predicted.transpose(1, 2).reshape(noisy_latents.shape)
+        return predicted[:, :num_tokens].transpose(1, 2).reshape(noisy_latents.shape)
 
     def _build_guidance(self, timesteps: Tensor) -> Tensor | None:
         return None
@@ -245,6 +250,17 @@ class Flux2Dev(Flux2Klein):
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
         scale = self.get_guidance_scale(prompt) if prompt.embedded_guidance is None else prompt.embedded_guidance
         return {"prompt_embeds": cond["embeds"], "guidance_scale": scale}
+
+
+def _append_controls(
+    pipe: Any, tokens: Tensor, positions: Tensor, control_latents: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Append the tokens of control images; the first coordinate of their positions is 10, 20 ... instead of 0."""
+    import torch
+
+    parts = [pipe._pack_latents(latents.to(tokens.dtype)) for latents in control_latents]
+    own = pipe._prepare_image_ids([latents[:1] for latents in control_latents])
+    return torch.cat([tokens, *parts], dim=1), torch.cat([positions, own.expand(len(positions), -1, -1)], dim=1)
 
 
 def _compute_shift_exponent(num_tokens: int) -> float:

@@ -25,6 +25,8 @@ from .rank_rule import RankRule
 from .resizing import LayerError, measure_error
 
 _PROGRESS_SECONDS = 30.0
+_ROUNDING_SHARE = 3e-5
+"""What the weights' float32 rounding may leave of a difference of low rank: its square is what a rank is chosen by."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,8 @@ def _extract_unit(
     if not bool(difference.isfinite().all()):
         raise FileError([f"{tuned.path}: {modules[0]}: NaN or infinite values; the file is damaged"])
     kernel = tuple(difference.shape[2:])
-    matrix = difference.flatten(1).to(settings.device)
+    matrix = (_scale_rows(new, new - difference) if settings.adapter_type == "dora" else difference).flatten(1)
+    matrix = matrix.to(settings.device)
     if settings.adapter_type == "lokr":
         adapter = _factor_lokr(matrix, kernel, settings)
         error = float(torch.linalg.vector_norm(_compute_update(adapter) - difference.double().flatten(1)))
@@ -154,7 +157,7 @@ def _extract_unit(
         rule = settings.rule
         if rule is None:
             raise AssertionError("preflight asks for a rank")
-        svd = decompose(matrix)
+        svd = decompose(matrix, _ROUNDING_SHARE if rule.name in ("fixed", "energy", "sv_fro") else 0.0)
         is_conv = math.prod(kernel) > 1
         rank = rule.choose_rank(svd.values, min(matrix.shape), is_conv=is_conv)
         adapter = build_lora(truncate(svd, rank), 1.0, kernel, torch.float64)
@@ -174,6 +177,14 @@ def _extract_unit(
         ratios = tuple(count // base.shapes[modules[0]][1] for count in rows)
         unit = Unit(tuple(modules), adapter, OriginalModule(modules[0], tuple(modules), ratios))
     return unit.split(adapter), LayerError(unit.title, 0, adapter.rank, norm, error)
+
+
+def _scale_rows(new: Tensor, old: Tensor) -> Tensor:
+    """DoRA: the smallest difference that gives each row its direction; its length is the magnitude's."""
+    rows, others = new.flatten(1), old.flatten(1)
+    scales = (rows * others).sum(1) / rows.square().sum(1).clamp_min(torch.finfo(rows.dtype).tiny)
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    return (rows * scales[:, None] - others).reshape(new.shape)
 
 
 def _add_magnitude(adapter: ModuleAdapter, new: Tensor) -> ModuleAdapter:

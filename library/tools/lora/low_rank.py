@@ -140,20 +140,22 @@ def compute_difference(one: Update, other: Update) -> float:
     return compute_norm(add_updates([one, scale_update(other, -1.0)]))
 
 
-def decompose(update: Update) -> Svd:
-    """The singular value decomposition, of a product by QR of its factors."""
+def decompose(update: Update, tolerance: float = 0.0) -> Svd:
+    """The singular value decomposition, of a product by QR of its factors.
+
+    ``tolerance``: what may be left out of a matrix of nearly low rank, as a share of its norm.
+    """
     if isinstance(update, LowRank):
         left_basis, left = torch.linalg.qr(update.up)
         right_basis, right = torch.linalg.qr(update.down.T)
         inner, values, inner_right = torch.linalg.svd(left @ right.T, full_matrices=False)
         return Svd(left_basis @ inner, values, inner_right @ right_basis.T)
-    return _decompose_matrix(update)
+    return _decompose_matrix(update, max(tolerance, _LOW_RANK_RESIDUAL.get(update.dtype, 0.0)))
 
 
-def _decompose_matrix(matrix: Tensor) -> Svd:
+def _decompose_matrix(matrix: Tensor, limit: float) -> Svd:
     """The SVD of a full matrix; of one that is of low rank but for rounding, by its range."""
     columns, norm = _PROBE_COLUMNS, torch.linalg.matrix_norm(matrix)
-    limit = _LOW_RANK_RESIDUAL.get(matrix.dtype, 0.0)
     while norm > 0 and columns <= min(matrix.shape) // 8:
         generator = torch.Generator(matrix.device).manual_seed(columns)
         probe = torch.randn(matrix.shape[1], columns, dtype=matrix.dtype, device=matrix.device, generator=generator)

@@ -70,9 +70,10 @@ class StoredTensor:
         """Read it, or some of its rows."""
         count = self.shape[0] - first_row if num_rows is None and self.shape else num_rows or 0
         row_bytes = self.num_bytes // max(1, self.shape[0]) if self.shape else self.num_bytes
+        data = bytearray(row_bytes * (count if self.shape else 1))
         with self.path.open("rb") as file:
             file.seek(self.start + first_row * row_bytes)
-            data = bytearray(file.read(row_bytes * (count if self.shape else 1)))
+            file.readinto(data)
         return torch.frombuffer(data, dtype=DTYPES[self.dtype]).reshape(count, *self.shape[1:])
 
 
