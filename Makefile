@@ -1,5 +1,6 @@
 # make install    the environment in .venv
 # make demo       train a LoRA on the built-in model
+# make web        the page in the browser
 # make test       linter, types and the quick tests: before every commit
 # make test-slow  the other tests
 # make test-all   both
@@ -7,7 +8,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test lint test-quick test-slow test-all clean
+.PHONY: install demo web test lint test-quick test-slow test-all clean
 
 install: $(VENV)/installed
 
@@ -16,7 +17,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "No virtual environment could be made; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,web]"
 	@touch $@
 
 demo: install
@@ -26,6 +27,13 @@ demo: install
 	@echo "Open output/demo/demo.before_after.png: the model before, and with the LoRA after more and more steps."
 	@echo "Next: other prompts in dataset_configs/demo_prompts.txt, other settings in dataset_configs/demo_run.toml,"
 	@echo "or your own images and a real model: see \"Train\" in README.md."
+	@echo
+	@echo "To look at this run in a browser, with its charts and previews, and to start others:"
+	@echo "  $(BIN)/python -m library web"
+	@echo "then open http://127.0.0.1:7860/runs/0/output/demo/demo"
+
+web: install
+	$(BIN)/python -m library web
 
 test: install
 	@$(MAKE) --no-print-directory -j 2 lint test-quick  # the type checker has one thread

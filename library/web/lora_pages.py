@@ -111,7 +111,12 @@ def find_lora_files(folders: OpenedFolders) -> Iterator[tuple[Path, os.stat_resu
     for folder, entries in folders.walk():
         for entry in entries:
             path = folder / entry.name
-            if path.suffix == ".safetensors" and folders.contains(path) and _holds_adapter(path):
+            if (
+                path.suffix == ".safetensors"
+                and not folder.name.endswith("-state")
+                and folders.contains(path)
+                and _holds_adapter(path)
+            ):
                 yield path, path.stat()
 
 

@@ -44,6 +44,7 @@
 
   async function follow(name) {
     byId("result").hidden = false;
+    byId("result-state").textContent = "starting…";
     byId("result-title").textContent = name;
     byId("stop").hidden = false;
     byId("output").textContent = "";

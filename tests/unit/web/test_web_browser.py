@@ -146,7 +146,7 @@ def test_a_newcomer_finds_the_way(browser, address, tmp_path):
     page.wait_for_selector("#status:text-is('finished')", timeout=300_000)
     page.click("text=Runs")
     for name in ("first", "second"):
-        page.check(f"tr:has-text('{name}') input")
+        page.check(f"[aria-label='Compare {name}']")
     take_picture(page, "web_runs", height=480)
     page.click("#compare")
     page.wait_for_selector("#curves .chart")
