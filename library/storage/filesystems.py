@@ -112,6 +112,7 @@ _RETRIED_CODES = {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavail
 _RETRIED_TYPES = {
     *("IncompleteBodyError", "ConnectionError", "TimeoutError", "TransportError", "HTTPClientError", "ClientError"),
     *("ResponseParserError", "ClientConnectionError", "ClientPayloadError", "ChunkedEncodingError", "ProtocolError"),
+    *("IncompleteReadError", "IncompleteRead", "Timeout"),
 }
 """Names of exceptions, with those of base classes, that mean a failed connection: the packages may be missing.
 
@@ -134,6 +135,7 @@ class Verdict:
 
     error: RemoteError
     is_transient: bool = False
+    is_answer: bool = True  # of the server
 
 
 def judge_error(error: Exception, scheme: str, container: str) -> Verdict:
@@ -160,7 +162,7 @@ def judge_error(error: Exception, scheme: str, container: str) -> Verdict:
     if 416 in statuses:
         return Verdict(RemoteError("has fewer bytes than when it was listed; it has changed on the server"))
     if names & _RETRIED_TYPES and not statuses:
-        return Verdict(RemoteOutage(f"no answer from the server ({reason})"), True)
+        return Verdict(RemoteOutage(f"no answer from the server ({reason})"), True, is_answer=False)
     return Verdict(RemoteError(reason))
 
 
@@ -215,16 +217,18 @@ class RetryPolicy:
     def call(self, request: Callable[[], T], scheme: str, container: str, shown: str) -> T:
         """Return the result of ``request``; raise ``RemoteError`` when it cannot succeed or has failed for too long."""
         server = f"{scheme}://{container}"
-        patience = self.seconds if server in self.has_answered else min(self.seconds, FIRST_CONTACT_SECONDS)
-        end, wait = time.monotonic() + (0 if server in self.is_down else patience), FIRST_WAIT_SECONDS
+        started, wait = time.monotonic(), FIRST_WAIT_SECONDS
         while True:
             try:
                 result = request()
             except Exception as error:  # each package raises exceptions of its own
                 verdict = judge_error(error, scheme, container)
+                if verdict.is_answer:
+                    self.has_answered.add(server)
                 if not verdict.is_transient:
                     raise verdict.error from error
-                if time.monotonic() + wait > end:
+                patience = self.seconds if server in self.has_answered else min(self.seconds, FIRST_CONTACT_SECONDS)
+                if server in self.is_down or time.monotonic() - started + wait > patience:
                     self.is_down.add(server)
                     raise RemoteOutage(
                         f"{verdict.error}, tried for {patience:.0f} seconds; --remote_retry_seconds sets for how long"

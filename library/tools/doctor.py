@@ -44,7 +44,7 @@ NEEDED = {
 """Oldest releases, as in pyproject.toml."""
 ANY_RELEASE = {"numpy": "numpy", "PIL": "pillow", "psutil": "psutil", "toml": "toml", "tqdm": "tqdm", "yaml": "pyyaml"}
 """Module and package; any release will do."""
-OPTIONAL = ("deepspeed", "bitsandbytes", "nvidia-ml-py", "torchao", "pyarrow")
+OPTIONAL = ("deepspeed", "bitsandbytes", "nvidia-ml-py", "torchao", "pyarrow", "s3fs", "gcsfs")
 PYTHONS = ((3, 10), (3, 13))
 MIN_FREE_DISK = 2 * 2**30
 

@@ -107,16 +107,11 @@ def run_command(request: Request, body: Mapping[str, Any]) -> Response:
 
 
 def find_lora_files(folders: OpenedFolders) -> Iterator[tuple[Path, os.stat_result]]:
-    """Find the .safetensors files that hold an adapter, by the names in their headers."""
+    """Find the .safetensors files that hold an adapter, by the names in their headers; states are none."""
     for folder, entries in folders.walk():
-        for entry in entries:
-            path = folder / entry.name
-            if (
-                path.suffix == ".safetensors"
-                and not folder.name.endswith("-state")
-                and folders.contains(path)
-                and _holds_adapter(path)
-            ):
+        names = [] if folder.name.endswith("-state") else [entry.name for entry in entries]
+        for path in (folder / name for name in names if name.endswith(".safetensors")):
+            if folders.contains(path) and _holds_adapter(path):
                 yield path, path.stat()
 
 

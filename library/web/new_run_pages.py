@@ -38,7 +38,7 @@ def show_form(request: Request) -> Response:
             raise UserError(f"{path.name}: no run TOML")
         values = export_values(read_settings_file(path))
     elif "dataset" in query:
-        values = {"dataset_config": str(workbench.folders.resolve_key(query["dataset"]))}
+        values = {"dataset_config": _format_setting_path(workbench.folders.resolve_key(query["dataset"]))}
     page = {
         "title": "New run",
         "groups": list_field_groups(),
