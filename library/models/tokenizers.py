@@ -26,9 +26,15 @@ _MIN_VOCAB_SIZE = 150
 
 def load_pretrained_tokenizer(tokenizer_class: Any, path_or_id: str, subfolder: str = "", **options: Any) -> Any:
     """Load a tokenizer from a folder or the hub, and check that it has a vocabulary."""
-    tokenizer = tokenizer_class.from_pretrained(path_or_id, subfolder=subfolder, **options)
+    missing = OSError("it has no vocabulary (vocab.json and merges.txt, or tokenizer.json)")
+    try:
+        tokenizer = tokenizer_class.from_pretrained(path_or_id, subfolder=subfolder, **options)
+    except ValueError as error:
+        if "backend tokenizer" in str(error):  # of a class that reads tokenizer.json only
+            raise missing from None
+        raise
     if len(getattr(tokenizer, "tokenizer", tokenizer)) < _MIN_VOCAB_SIZE:
-        raise OSError("it has no vocabulary (vocab.json and merges.txt, or tokenizer.json)")
+        raise missing
     return tokenizer
 
 
@@ -68,6 +74,7 @@ def build_byte_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any
         "Qwen2Tokenizer": _build_chat_tokenizer,
         "PixtralProcessor": _build_chat_tokenizer,
         "LlamaTokenizer": _build_llama_tokenizer,
+        "TokenizersBackend": _build_fast_tokenizer,  # PreTrainedTokenizerFast of transformers 5
     }
     return builders[tokenizer_class.__name__](tokenizer_class, config)
 
@@ -118,6 +125,12 @@ def _build_llama_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> A
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
     options = {name: config[name] for name in settings if name in config}
     return tokenizer_class(vocab=vocabulary, merges=[], **options)
+
+
+def _build_fast_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
+    tokenizer = _build_chat_tokenizer(Qwen2Tokenizer, config)
+    options = {"pad_token": END_TOKEN, "model_max_length": tokenizer.model_max_length}
+    return tokenizer_class(tokenizer_object=tokenizer.backend_tokenizer, **options)
 
 
 def _build_chat_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:

@@ -22,7 +22,9 @@ from torch import nn
 from library.config.schema import AdapterConfig, ModelConfig
 from library.data.prompts import Prompt
 from library.models.base import Family
+from library.models.detect import detect_model
 from library.models.families import FAMILIES, FAMILY_FACTS
+from library.models.loading import load_pipeline_on_meta
 from library.models.model_configs import build_bundled_reader, load_bundled_config
 
 __all__ = ["build_case", "case"]  # fixtures
@@ -148,6 +150,26 @@ def test_a_sample_does_not_depend_on_the_other_prompts_of_its_batch(case):
         single = replace(batch, cond=alone, size_conditioning=batch.size_conditioning[row], control_latents=controls)
         predicted = family.predict(pipe, denoiser, batch.latents[row], t[row], single)
         torch.testing.assert_close(predicted, pair[row], rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def test_memory_estimates_see_the_shapes_of_a_real_step(case):
+    """On the meta device, where nothing may look at values."""
+    family, tiny = case
+    if family.facts.kind == "edit":
+        return  # the batch has further images
+    if tiny.family == "chroma":
+        pytest.xfail("its pipeline looks at the values of the mask when it encodes prompts")
+    pipe = load_pipeline_on_meta(family, detect_model(tiny.source), torch.float32)
+    texts = ["a red circle on white ground", "Blau, 7"]
+    cond, real = family.encode_prompts_on_meta(pipe, texts), family.encode_prompts(tiny.pipe, texts)
+    assert {name: [row.shape for row in rows] for name, rows in cond.items()} == {
+        name: [row.shape for row in rows] for name, rows in real.items()
+    }
+    sizes, latents = tiny.batch.size_conditioning.to("meta"), tiny.batch.latents.to("meta")
+    batch = replace(tiny.batch, latents=latents, cond=cond, size_conditioning=sizes)
+    denoiser = getattr(pipe, family.denoiser_name)
+    assert family.predict(pipe, denoiser, latents, torch.empty(2, device="meta"), batch).shape == latents.shape
 
 
 @torch.no_grad()

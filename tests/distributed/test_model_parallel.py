@@ -50,6 +50,7 @@ LONG = pytest.mark.slow
         pytest.param("aura_flow", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
         pytest.param("ovis_image", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
         pytest.param("longcat_image", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
+        pytest.param("ernie_image", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
         pytest.param("sd3", "PP 2, gpipe", "bf16", (), marks=LONG),
     ],
 )

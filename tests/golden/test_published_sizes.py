@@ -67,6 +67,8 @@ COUNTS = {
     ("qwen_image", "vae"): 126_892_531,
     ("qwen_image", "text_encoder"): 8_292_166_656,
     ("aura_flow", "transformer"): 6_858_605_568,
+    ("ernie_image", "transformer"): 8_033_490_048,
+    ("ernie_image", "text_encoder"): 3_849_090_048,
     ("longcat_image", "transformer"): 6_270_668_864,
     ("ovis_image", "transformer"): 7_370_449_728,
     ("ovis_image", "text_encoder"): 1_720_574_976,
@@ -204,6 +206,7 @@ TRANSFORMERS = {
     "aura_flow": original_checkpoints.convert_aura_flow_transformer,
     "ovis_image": nn.Module.state_dict,
     "longcat_image": nn.Module.state_dict,
+    "ernie_image": nn.Module.state_dict,
 }
 
 

@@ -52,6 +52,7 @@ ORIGINAL_WRITERS: Mapping[str, Callable[[Any], Mapping[str, Tensor]]] = {
     "chroma": original_checkpoints.convert_chroma_transformer,
     "flux2_dev": original_checkpoints.convert_flux2_transformer,
     "flux2_klein": original_checkpoints.convert_flux2_transformer,
+    "ernie_image": nn.Module.state_dict,
     "aura_flow": original_checkpoints.convert_aura_flow_transformer,
     "ovis_image": original_checkpoints.convert_ovis_image_transformer,
     "longcat_image": original_checkpoints.convert_longcat_image_transformer,

@@ -33,6 +33,7 @@ MODEL_CLASSES = {
     "aura_flow": "AuraFlow",
     "ovis_image": "Flux",
     "longcat_image": "LongCatImage",
+    "ernie_image": "ErnieImage",
 }
 
 

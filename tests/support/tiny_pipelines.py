@@ -390,6 +390,30 @@ def longcat_image() -> TinyCase:
     )
 
 
+def ernie_image() -> TinyCase:
+    pipe, generator = _load("random:ernie_image:tiny"), torch.Generator().manual_seed(5)
+    pipe.vae.bn.running_mean = torch.randn(16, generator=generator)
+    pipe.vae.bn.running_var = torch.rand(16, generator=generator) + 0.5
+    texts, latents = _draw_tensors((13, 16), (16, HEIGHT // 16, WIDTH // 16))
+    embeds = [texts[0], texts[1, :7]]
+
+    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        rows = _pack_patches(pipe.vae.encode(pixels).latent_dist.mode())
+        normed = (rows - pipe.vae.bn.running_mean) / (pipe.vae.bn.running_var + 1e-5).sqrt()
+        return normed.transpose(1, 2).unflatten(2, (HEIGHT // 16, WIDTH // 16))
+
+    return TinyCase(
+        "ernie_image",
+        pipe,
+        build_batch(latents, {"embeds": embeds}),
+        {"prompt_embeds": embeds},
+        {},
+        encode,
+        "random:ernie_image:tiny",
+        blocks=("ErnieImageSharedAdaLNBlock",),
+    )
+
+
 TINY: dict[str, Callable[[], TinyCase]] = {
     "built_in": built_in,
     "sd1": sd1,
@@ -412,6 +436,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "aura_flow": aura_flow,
     "ovis_image": ovis_image,
     "longcat_image": longcat_image,
+    "ernie_image": ernie_image,
 }
 
 

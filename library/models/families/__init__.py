@@ -31,6 +31,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "aura_flow": ".aura_flow:AuraFlow",
         "ovis_image": ".ovis_image:OvisImage",
         "longcat_image": ".longcat_image:LongCatImage",
+        "ernie_image": ".ernie_image:ErnieImage",
     },
 )
 

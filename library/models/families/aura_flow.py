@@ -87,6 +87,12 @@ class AuraFlow(Family):
             )
         return {"embeds": embeds}  # padding is zero; the transformer has no mask
 
+    def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        import torch
+
+        shape = len(prompts), AURA_FLOW_MAX_SEQUENCE_LENGTH, pipe.transformer.config.joint_attention_dim
+        return {"embeds": torch.empty(shape, device="meta")}
+
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         from .. import text_encoding
 

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from ..detect import DetectedModel
 
 
+LONGCAT_MAX_SEQUENCE_LENGTH = 512
+"""Tokens of the padded prompt, as in diffusers' pipeline; the positions of the image begin after them."""
+
+
 def _match_longcat_image(read: ConfigReader) -> FamilyMatch:
     config = read_required(read, "transformer/config.json")
     blocks = f"{config.get('num_layers')} double and {config.get('num_single_layers')} single blocks"
@@ -32,6 +36,8 @@ FACTS = FamilyFacts(
     denoiser_name="transformer",
     components=("transformer", "vae", "text_encoder", "tokenizer"),
     num_parameters=6_270_668_864,
+    lora_targets_of="SimpleTuner",
+    notes="single files with diffusers' keys; LoRA in diffusers: `transformer.load_lora_adapter`",
     match_configs=_match_longcat_image,
     component_options={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
     modelspec_architecture="longcat-image",
@@ -87,10 +93,16 @@ class LongCatImage(Family):
         with text_encoding.suppress_truncation_warnings(pipe, pipe.tokenizer):
             return {"embeds": pipe._encode_prompt(list(prompts))}  # padded; the transformer has no mask
 
+    def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        import torch
+
+        shape = len(prompts), LONGCAT_MAX_SEQUENCE_LENGTH, pipe.transformer.config.joint_attention_dim
+        return {"embeds": torch.empty(shape, device="meta")}
+
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         from .. import text_encoding
 
-        return text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, pipe.tokenizer_max_length)
+        return text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, LONGCAT_MAX_SEQUENCE_LENGTH)
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         import torch
@@ -99,7 +111,9 @@ class LongCatImage(Family):
         embeds = cast("Tensor", batch.cond["embeds"])
         # Positions are (stream, row, column): text on the diagonal, the image after the longest text.
         text = torch.arange(embeds.shape[1], dtype=torch.float32)
-        rows, columns = (torch.arange(side // 2, dtype=torch.float32) + 512 for side in (height, width))
+        rows, columns = (
+            torch.arange(side // 2, dtype=torch.float32) + LONGCAT_MAX_SEQUENCE_LENGTH for side in (height, width)
+        )
         grid = torch.stack(torch.meshgrid(torch.ones(1), rows, columns, indexing="ij"), dim=-1)
         ids = torch.stack([torch.zeros_like(text), text, text], dim=1), grid.flatten(0, 2)
         txt_ids, img_ids = (each.to(noisy_latents.device, non_blocking=True) for each in ids)

@@ -38,6 +38,7 @@ FACTS = FamilyFacts(
     denoiser_name="transformer",
     components=("transformer", "vae", "text_encoder", "tokenizer"),
     num_parameters=7_370_449_728,
+    notes="single files with diffusers' keys; LoRA in diffusers: `transformer.load_lora_adapter`",
     match_configs=_match_ovis_image,
     component_options={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
     modelspec_architecture="ovis-image",
@@ -81,6 +82,12 @@ class OvisImage(Family):
         device, max_length = pipe.text_encoder.device, OVIS_MAX_SEQUENCE_LENGTH
         embeds = pipe._get_ovis_prompt_embeds(list(prompts), max_sequence_length=max_length, device=device)
         return {"embeds": embeds}  # padding is zero; the transformer has no mask
+
+    def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        import torch
+
+        shape = len(prompts), OVIS_MAX_SEQUENCE_LENGTH, pipe.transformer.config.joint_attention_dim
+        return {"embeds": torch.empty(shape, device="meta")}
 
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         from .. import text_encoding

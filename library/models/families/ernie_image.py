@@ -1,0 +1,150 @@
+"""ERNIE-Image: single-stream, with variable-length text of Ministral 3 after the image; FLUX.2's VAE; flow matching."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from ..base import BaseModelInfo, Family
+from ..facts import FamilyFacts, FamilyMatch
+from ..model_configs import ConfigReader, read_required
+from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from ...data.batch import Batch, Cond, Moments
+
+BATCH_NORM_EPS = 1e-5
+"""Of the latents' statistics, as in diffusers' pipeline; the VAE's config has another."""
+
+
+def _match_ernie_image(read: ConfigReader) -> FamilyMatch:
+    config = read_required(read, "transformer/config.json")
+    return match_flow_model(read, 4, f"the transformer has {config.get('num_layers')} blocks")
+
+
+FACTS = FamilyFacts(
+    name="ernie_image",
+    title="ERNIE-Image",
+    pipeline_class="ErnieImagePipeline",
+    denoiser_name="transformer",
+    components=("transformer", "vae", "text_encoder", "tokenizer"),
+    num_parameters=8_033_490_048,
+    lora_targets_of="ai-toolkit",
+    notes="train on the base model; the Turbo loses its few steps",
+    match_configs=_match_ernie_image,
+    component_options={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
+    modelspec_architecture="ernie-image",
+    attention_modes=MASKED_ATTENTION_MODES,
+    single_file_prefixes={
+        "transformer": DENOISER_PREFIXES,
+        "vae": ("vae.",),
+        "text_encoder": ("text_encoders.ministral3_3b.transformer.",),
+    },
+    single_file_keys=("layers.0.self_attention.to_q.weight", "layers.0.mlp.linear_fc2.weight"),
+    single_file_classes={"vae": "AutoencoderKL"},
+    single_file_renames={"encoder.quant_conv.": "quant_conv.", "decoder.post_quant_conv.": "post_quant_conv."},
+    shape_checks={
+        ("layers.0.mlp.linear_fc2.weight", 0): ("transformer", "hidden_size"),
+        ("layers.0.mlp.linear_fc2.weight", 1): ("transformer", "ffn_hidden_size"),
+    },
+)
+
+
+class ErnieImage(Family):
+    facts = FACTS
+    denoiser_name = "transformer"
+    text_components = ("text_encoder", "tokenizer")
+    tokenizer_repo_ids = {"tokenizer": "baidu/ERNIE-Image:tokenizer"}
+    # Every linear layer of the blocks; the modulation is outside of them.
+    lora_target_modules = (
+        *(f"layers.*.self_attention.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
+        *(f"layers.*.mlp.{layer}" for layer in ("gate_proj", "up_proj", "linear_fc2")),
+    )
+    lora_format = "diffusers"
+    block_lists = ("layers",)
+    block_activation_args = ("x",)
+    fused_parallel_layers = {
+        r"\.mlp\.(gate|up)_proj$": ("colwise", (1,)),
+        r"\.mlp\.linear_fc2$": ("rowwise", (1,)),
+    }
+    unsupported_strategies = {"cp": "the blocks of ERNIE-Image have their tokens before the batch"}
+    has_variable_text_length = True
+    text_pad_multiple = 64
+    default_num_inference_steps = 50
+    default_guidance_scale = 4.0
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        return BaseModelInfo("ernie_image", "ernie-image")
+
+    def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        return {"embeds": pipe.encode_prompt(list(prompts), pipe.text_encoder.device)}
+
+    def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        from .. import text_encoding
+
+        width, max_length = pipe.transformer.config.text_in_dim, pipe.tokenizer.model_max_length
+        return {"embeds": text_encoding.build_meta_text_embeds(pipe.tokenizer, prompts, width, max_length)}
+
+    def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        from .. import text_encoding
+
+        return text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, pipe.tokenizer.model_max_length)
+
+    def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
+        """The mean only, as for FLUX.2, whose VAE it is."""
+        import torch
+
+        from ...data.batch import Moments
+        from ..vae import disable_autocast
+
+        with torch.no_grad(), disable_autocast(pipe.vae):
+            latents = pipe.vae.encode(pixels.to(pipe.vae.device, pipe.vae.dtype)).latent_dist.mode()
+        mean, std = _get_statistics(pipe.vae)
+        latents = (pipe._patchify_latents(latents) - mean) / std
+        return Moments.from_mean_and_std(latents, torch.zeros_like(latents))
+
+    def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
+        import torch
+
+        from ..vae import disable_autocast
+
+        mean, std = _get_statistics(pipe.vae)
+        patches = latents.to(pipe.vae.device, pipe.vae.dtype) * std + mean
+        with torch.no_grad(), disable_autocast(pipe.vae):
+            pixels: Tensor = pipe.vae.decode(pipe._unpatchify_latents(patches), return_dict=False)[0]
+        return pixels
+
+    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        from ..text_encoding import pad_text_embeds
+
+        embeds, mask = pad_text_embeds(batch.cond["embeds"], batch.text_pad_multiple)
+        lengths = mask.sum(1)
+        with _ignore_autocast_on_meta(noisy_latents.device):
+            predicted: Tensor = denoiser(
+                hidden_states=noisy_latents, timestep=timesteps, text_bth=embeds, text_lens=lengths, return_dict=False
+            )[0]
+        return predicted
+
+
+@contextmanager
+def _ignore_autocast_on_meta(device: torch.device) -> Iterator[None]:
+    """The model disables autocast for its positions, which torch refuses on the meta device of memory estimates."""
+    import torch
+
+    autocast = torch.autocast
+    if device.type == "meta":
+        setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(torch, "autocast", autocast)  # noqa: B010
+
+
+def _get_statistics(vae: Any) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each channel of a patch."""
+    mean, variance = (values.view(1, -1, 1, 1) for values in (vae.bn.running_mean, vae.bn.running_var))
+    return mean, (variance + BATCH_NORM_EPS).sqrt()
