@@ -37,6 +37,7 @@ PATH_OPTIONS = {
 PER_MACHINE_OPTIONS = {
     *("max_data_loader_n_workers", "prefetch_factor"),
     *("quiet", "console_log_level", "console_log_file", "console_log_simple"),
+    *("remote_cache_dir", "remote_cache_size", "remote_retry_seconds"),
 }
 """Settings that may differ between machines."""
 

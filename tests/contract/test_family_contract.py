@@ -167,7 +167,8 @@ def test_memory_estimates_see_the_shapes_of_a_real_step(case):
         name: [row.shape for row in rows] for name, rows in real.items()
     }
     sizes, latents = tiny.batch.size_conditioning.to("meta"), tiny.batch.latents.to("meta")
-    batch = replace(tiny.batch, latents=latents, cond=cond, size_conditioning=sizes)
+    controls = tuple(each.to("meta") for each in tiny.batch.control_latents)
+    batch = replace(tiny.batch, latents=latents, cond=cond, size_conditioning=sizes, control_latents=controls)
     denoiser = getattr(pipe, family.denoiser_name)
     assert family.predict(pipe, denoiser, latents, torch.empty(2, device="meta"), batch).shape == latents.shape
 

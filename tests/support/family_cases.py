@@ -56,13 +56,34 @@ def build_case():
     return lambda name: copy.deepcopy(build(name))
 
 
-@pytest.fixture(params=TINY)
+QUICK = (
+    "built_in",
+    "sd1",
+    "sd2",
+    "sdxl",
+    "sd3",
+    "flux",
+    "flux_kontext",
+    "chroma",
+    "flux2_klein",
+    "z_image",
+    "qwen_image",
+)
+"""The families that ``make test`` runs: one of each architecture.  The others, and variants, run with the slow tests."""
+
+
+def list_cases(names):
+    """Parameters of a fixture."""
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.fixture(params=list_cases(TINY))
 def case(request, build_case):
     """Every family, and each variant with a different denoiser call or different target modules."""
     return build_case(request.param)
 
 
-@pytest.fixture(params=[name for name in TINY if name in FAMILIES.list_names()])
+@pytest.fixture(params=list_cases(name for name in TINY if name in FAMILIES.list_names()))
 def each_family(request, build_case):
     """Every family once."""
     return build_case(request.param)

@@ -30,6 +30,7 @@ def compute_loss(case, texts=("a red circle", "two, blue squares")):
     batch = SimpleNamespace(
         cond={name: value if isinstance(value, list) else value.to(dtype) for name, value in cond.items()},
         size_conditioning=batch.size_conditioning.to(dtype),
+        control_latents=(),
     )
     t = torch.tensor([700.0, 250.0], dtype=dtype)
     return case.family.predict(case.pipe, case.model, case.tiny.batch.latents.to(dtype), t, batch).square().mean()

@@ -322,7 +322,7 @@ def test_masks_are_listed_counted_and_drawn(tmp_path):
     expected = overlay_mask(pixels, mask).repeat(3, axis=0).repeat(3, axis=1)
     assert contains_image(np.asarray(Image.open(tmp_path / "sheet.png")), expected)
     without = run_plan("--dataset_config", tmp_path / "set.toml")
-    assert without.returncode == 2 and "a folder of masks needs --masked_loss" in without.stderr
+    assert without.returncode == 2 and "if these are masks, set --masked_loss" in without.stderr
 
 
 def contains_image(sheet: np.ndarray, image: np.ndarray) -> bool:
