@@ -138,7 +138,7 @@ def test_names_prompts_and_settings_are_shown_as_text(tmp_path):
     assert page.get(f"/api/previews/0/{name}").headers["content-type"] == "application/json"
 
 
-def test_two_hundred_runs_are_listed_within_a_second(tmp_path):
+def test_two_hundred_runs_are_listed(tmp_path):
     for number in range(200):
         write_run(tmp_path / f"run{number:03d}", "lora", steps=50)
     page = open_page(tmp_path)
