@@ -307,7 +307,9 @@ def test_a_preview_is_the_image_that_the_diffusers_pipeline_samples(case):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "count"), [("flux_kontext", 1), ("flux2_klein", 2)])
+@pytest.mark.parametrize(
+    ("name", "count"), [pytest.param("flux_kontext", 1, marks=pytest.mark.slow), ("flux2_klein", 2)]
+)
 def test_a_preview_with_a_control_image_is_the_image_that_the_diffusers_pipeline_samples(
     build_case, name, count, tmp_path
 ):

@@ -47,6 +47,7 @@ def run_with_different_ranks(others: dict[int, list[str]], host: str, *words: st
     return code, text.getvalue(), time.monotonic() - start
 
 
+@pytest.mark.slow
 def test_a_finished_lora_on_the_disk_of_the_main_rank_stops_all_ranks(data, tmp_path):
     """Other machines may have other disks: a file there is of no interest, and its absence does not start a rank."""
     folders = [tmp_path / name for name in ("main", "other")]

@@ -129,6 +129,7 @@ def test_a_server_without_ranges_is_asked_once(tmp_path, has_stamps: bool):
             open_path(f"{proxy.url}/b", small).open().read(100)
 
 
+@pytest.mark.slow
 def test_many_files_are_requested_at_once(tmp_path):
     (tmp_path / "files").mkdir()
     for number in range(60):
