@@ -59,7 +59,6 @@ def build_case():
 QUICK = (
     "built_in",
     "sd1",
-    "sd2",
     "sdxl",
     "sd3",
     "flux",
