@@ -65,3 +65,29 @@ def decode_frame_latents(vae: Any, latents: Tensor) -> Tensor:
     with disable_autocast(vae):
         pixels: Tensor = vae.decode(frames * std + mean, return_dict=False)[0]
     return pixels.squeeze(2)
+
+
+def get_patch_statistics(vae: Any, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each channel of a patch of FLUX.2's VAE."""
+    mean, variance = (values.view(1, -1, 1, 1) for values in (vae.bn.running_mean, vae.bn.running_var))
+    return mean, (variance + epsilon).sqrt()
+
+
+@torch.no_grad()
+def encode_patch_moments(pipe: Any, pixels: Tensor, epsilon: float) -> Moments:
+    """Encode pixels with FLUX.2's VAE to its mean only: models are trained on it, without noise of the VAE."""
+    with disable_autocast(pipe.vae):
+        latents = pipe.vae.encode(pixels.to(pipe.vae.device, pipe.vae.dtype)).latent_dist.mode()
+        mean, std = get_patch_statistics(pipe.vae, epsilon)
+        latents = (pipe._patchify_latents(latents) - mean) / std
+    return Moments.from_mean_and_std(latents, torch.zeros_like(latents))
+
+
+@torch.no_grad()
+def decode_patch_latents(pipe: Any, latents: Tensor, epsilon: float) -> Tensor:
+    """Decode normalized patches to pixels in -1..1."""
+    mean, std = get_patch_statistics(pipe.vae, epsilon)
+    patches = latents.to(pipe.vae.device, pipe.vae.dtype) * std + mean
+    with disable_autocast(pipe.vae):
+        pixels: Tensor = pipe.vae.decode(pipe._unpatchify_latents(patches), return_dict=False)[0]
+    return pixels

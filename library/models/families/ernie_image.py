@@ -95,28 +95,14 @@ class ErnieImage(Family):
         return text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, pipe.tokenizer.model_max_length)
 
     def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
-        """The mean only, as for FLUX.2, whose VAE it is."""
-        import torch
+        from ..vae import encode_patch_moments
 
-        from ...data.batch import Moments
-        from ..vae import disable_autocast
-
-        with torch.no_grad(), disable_autocast(pipe.vae):
-            latents = pipe.vae.encode(pixels.to(pipe.vae.device, pipe.vae.dtype)).latent_dist.mode()
-        mean, std = _get_statistics(pipe.vae)
-        latents = (pipe._patchify_latents(latents) - mean) / std
-        return Moments.from_mean_and_std(latents, torch.zeros_like(latents))
+        return encode_patch_moments(pipe, pixels, BATCH_NORM_EPS)
 
     def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
-        import torch
+        from ..vae import decode_patch_latents
 
-        from ..vae import disable_autocast
-
-        mean, std = _get_statistics(pipe.vae)
-        patches = latents.to(pipe.vae.device, pipe.vae.dtype) * std + mean
-        with torch.no_grad(), disable_autocast(pipe.vae):
-            pixels: Tensor = pipe.vae.decode(pipe._unpatchify_latents(patches), return_dict=False)[0]
-        return pixels
+        return decode_patch_latents(pipe, latents, BATCH_NORM_EPS)
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         from ..text_encoding import pad_text_embeds
@@ -142,9 +128,3 @@ def _ignore_autocast_on_meta(device: torch.device) -> Iterator[None]:
         yield
     finally:
         setattr(torch, "autocast", autocast)  # noqa: B010
-
-
-def _get_statistics(vae: Any) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel of a patch."""
-    mean, variance = (values.view(1, -1, 1, 1) for values in (vae.bn.running_mean, vae.bn.running_var))
-    return mean, (variance + BATCH_NORM_EPS).sqrt()

@@ -171,22 +171,14 @@ class Flux2Klein(Family):
         return text_encoding.find_truncated_chats(pipe.tokenizer, prompts, FLUX2_MAX_SEQUENCE_LENGTH)
 
     def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
-        """The mean only: the model was trained on it, without noise of the VAE."""
-        import torch
+        from ..vae import encode_patch_moments
 
-        from ...data.batch import Moments
-        from ..vae import disable_autocast
-
-        with torch.no_grad(), disable_autocast(pipe.vae):
-            latents = pipe.vae.encode(pixels.to(pipe.vae.device, pipe.vae.dtype)).latent_dist.mode()
-            mean, std = _get_statistics(pipe.vae)
-            latents = (pipe._patchify_latents(latents) - mean) / std
-        return Moments.from_mean_and_std(latents, torch.zeros_like(latents))
+        return encode_patch_moments(pipe, pixels, pipe.vae.config.batch_norm_eps)
 
     def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
-        mean, std = _get_statistics(pipe.vae)
-        latents = latents.to(pipe.vae.device, pipe.vae.dtype) * std + mean
-        return self.decode_sampled_latents(pipe, pipe._unpatchify_latents(latents), 0, 0)
+        from ..vae import decode_patch_latents
+
+        return decode_patch_latents(pipe, latents, pipe.vae.config.batch_norm_eps)
 
     def decode_sampled_latents(self, pipe: Any, latents: Tensor, height: int, width: int) -> Tensor:
         """klein's pipeline returns latents without their normalization, dev's tokens."""
@@ -267,9 +259,3 @@ def _compute_shift_exponent(num_tokens: int) -> float:
     from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
     return float(compute_empirical_mu(num_tokens, SHIFT_STEPS))
-
-
-def _get_statistics(vae: Any) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel of a patch."""
-    mean, variance = (values.view(1, -1, 1, 1) for values in (vae.bn.running_mean, vae.bn.running_var))
-    return mean, (variance + vae.config.batch_norm_eps).sqrt()
