@@ -208,6 +208,9 @@ class KeyStyle:
 
 
 DIFFUSERS_KEYS = KeyStyle("diffusers")
+DIFFUSERS_ONLY_KEYS = KeyStyle("diffusers_only", is_read_by_diffusers=False)
+"""The names of diffusers, of a family whose LoRA diffusers loads in its own layout only."""
+
 LDM_KEYS = KeyStyle("ldm", rename=map_to_ldm_names)
 """A UNet as in the original code of Stable Diffusion."""
 

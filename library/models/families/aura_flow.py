@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...adapters.key_styles import DIFFUSERS_ONLY_KEYS
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, read_required
@@ -62,6 +63,7 @@ class AuraFlow(Family):
     # The attention of all blocks.
     lora_target_modules = JOINT_ATTENTION_LORA_TARGET_MODULES
     lora_format = "diffusers"
+    lora_key_style = DIFFUSERS_ONLY_KEYS
     # Text and image are one stream after the four double-stream blocks, which every pipeline stage computes.
     block_lists = ("single_transformer_blocks",)
     block_activation_args = ("hidden_states",)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from ...adapters.key_styles import DIFFUSERS_ONLY_KEYS
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, read_required
@@ -65,6 +66,7 @@ class ErnieImage(Family):
         *(f"layers.*.mlp.{layer}" for layer in ("gate_proj", "up_proj", "linear_fc2")),
     )
     lora_format = "diffusers"
+    lora_key_style = DIFFUSERS_ONLY_KEYS
     block_lists = ("layers",)
     block_activation_args = ("x",)
     fused_parallel_layers = {
