@@ -19,6 +19,7 @@ from ..data.run_plan import RunPlan
 from ..distributed.communicator import Communicator
 from ..distributed.devices import MIXED_PRECISION_DTYPES
 from ..errors import FileError
+from ..models.base import Family
 from ..models.detect import get_config_reader
 from .build import CacheSpec, fill_cache
 from .encode import CaptionEncoder, FrozenEncoders, LatentEncoder
@@ -129,7 +130,7 @@ def build_text_cache(
     encoder_fingerprint: str,
 ) -> tuple[CacheSpec, CaptionEncoder]:
     """Build the spec of the cache of text-encoder outputs and its encoder."""
-    captions = _collect_captions(prepared, run_plan, prompts)
+    captions = _collect_captions(prepared, run_plan, prompts, encoders.family)
     logger.info("%d different captions in %d steps", len(captions), run_plan.steps)
     text_keys = build_text_keys(captions, encoder_fingerprint)
     to_disk = encoders.cache.cache_text_encoder_outputs_to_disk
@@ -225,7 +226,10 @@ def _suggest_fewer_captions(prepared: PreparedData, option: str) -> str:
     )
 
 
-def _collect_captions(prepared: PreparedData, run_plan: RunPlan, prompts: Sequence[Prompt]) -> dict[str, int]:
+def _collect_captions(
+    prepared: PreparedData, run_plan: RunPlan, prompts: Sequence[Prompt], family: Family
+) -> dict[str, int]:
     augmenter = prepared.merge_validation().build_augmenter(run_plan.batch_plan, run_plan.steps)
-    texts = [text for prompt in prompts for text in (prompt.text, prompt.negative_prompt)]
+    pairs = ((prompt.text, family.mark_negative_prompt(prompt.negative_prompt)) for prompt in prompts)
+    texts = [text for pair in pairs for text in pair]
     return collect_run_captions(augmenter, run_plan.batch_plan, run_plan.steps, texts)
