@@ -18,6 +18,8 @@ FIRST_CONTACT_SECONDS = 10.0
 
 _CONNECT_SECONDS, _READ_SECONDS = 10, 60
 MAX_CONNECTIONS = 32
+_opened: dict[int, Any] = {}
+"""All file systems of this process and of those it was forked from, so that none is ever finalized."""
 
 
 class RemoteError(OSError):
@@ -85,7 +87,9 @@ def get_scheme(name: str) -> Scheme:
 def open_filesystem(scheme: str) -> Any:
     """Return fsspec's file system for URLs of a scheme, without retries of its own: these are ``RetryPolicy``'s.
 
-    fsspec keeps one instance for each process, so that forked workers get one of their own.
+    fsspec keeps one instance for each process, so that forked workers get one of their own.  It then drops the one of
+    the parent, whose finalizer closes the connections in the epoll instance that both share: the parent would wait in
+    vain for answers (fsspec 2026.9).
     """
     info = get_scheme(scheme)
     try:
@@ -104,7 +108,7 @@ def open_filesystem(scheme: str) -> Any:
     filesystem = fsspec.filesystem("s3" if scheme == "s3a" else scheme, **options)
     if info in (_S3, _GS):
         filesystem.retries = 1
-    return filesystem
+    return _opened.setdefault(id(filesystem), filesystem)
 
 
 _RETRIED_STATUSES = {408, 425, 429, 500, 502, 503, 504, 509}

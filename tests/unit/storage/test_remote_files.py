@@ -1,5 +1,6 @@
 """Remote files over HTTP: ranges, retries, failures in one line, and nothing half-read."""
 
+import gc
 import os
 import pickle
 import random
@@ -127,6 +128,23 @@ def test_a_server_without_ranges_is_asked_once(tmp_path, has_stamps: bool):
             RemoteError, match=r"no byte ranges, only all 0.0 GiB, which do not fit into --remote_cache"
         ):
             open_path(f"{proxy.url}/b", small).open().read(100)
+
+
+def test_a_forked_worker_does_not_disturb_the_connections_of_its_parent(tmp_path, proxy):
+    """The finalizer of the parent's file system would close them in the worker too; both share one epoll instance."""
+    (tmp_path / "files" / "b").write_bytes(DATA)
+    store = make_store(tmp_path)
+    assert (open_path(proxy.url, store) / NAME).read_bytes() == DATA
+    pid = os.fork()
+    if pid == 0:
+        is_equal = open_path(f"{proxy.url}/b", make_store(tmp_path / "worker")).read_bytes() == DATA
+        gc.collect()
+        is_equal &= open_path(f"{proxy.url}/b", make_store(tmp_path / "again")).read_bytes() == DATA
+        os._exit(not is_equal)
+    assert os.waitpid(pid, 0)[1] == 0
+    started = time.monotonic()
+    assert open_path(f"{proxy.url}/b", store).read_bytes() == DATA
+    assert time.monotonic() - started < 5
 
 
 @pytest.mark.slow
