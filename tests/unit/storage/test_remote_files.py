@@ -147,6 +147,24 @@ def test_a_forked_worker_does_not_disturb_the_connections_of_its_parent(tmp_path
     assert time.monotonic() - started < 5
 
 
+def count_requested_bytes(proxy: Proxy) -> int:
+    ranges = [request.rpartition("bytes=")[2].partition("-") for request in proxy.requests if "bytes=" in request]
+    return sum(int(last) - int(first) + 1 for first, _, last in ranges)
+
+
+@pytest.mark.parametrize("cache_bytes", [2 * BLOCK_BYTES, 1000])
+def test_what_does_not_fit_into_the_cache_is_not_requested_ahead(tmp_path, proxy, cache_bytes: int):
+    (tmp_path / "files" / "large").write_bytes(DATA * 4)
+    folder = open_path(proxy.url, make_store(tmp_path, cache_bytes=cache_bytes))
+    with (folder / "large").open() as file:
+        while len(data := file.read(100_000)):
+            assert data == (DATA * 4)[file.tell() - len(data) : file.tell()]
+    assert count_requested_bytes(proxy) < 2.1 * 4 * len(DATA)  # a read across two blocks requests both
+    proxy.requests.clear()
+    prefetch_files([folder / "large", folder / NAME])
+    assert proxy.count("GET") == 0
+
+
 @pytest.mark.slow
 def test_many_files_are_requested_at_once(tmp_path):
     (tmp_path / "files").mkdir()
@@ -169,6 +187,20 @@ def test_many_files_are_requested_at_once(tmp_path):
             prefetch_files(folder / str(number) for number in range(60, 70))
             os._exit((folder / "7").read_bytes() != bytes([7]) * 100)
         assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_large_file_of_a_server_without_ranges_is_sent_once(tmp_path):
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "a").write_bytes(DATA * 8)
+    with (
+        run_file_server(tmp_path / "files", has_ranges=False) as url,
+        run_proxy(("127.0.0.1", int(url.rpartition(":")[2]))) as proxy,
+    ):
+        assert open_path(f"{proxy.url}/a", make_store(tmp_path)).read_bytes() == DATA * 8
+        assert proxy.count("GET") == 1
+        path = open_path(f"{proxy.url}/a", make_store(tmp_path / "other"))
+        prefetch_files([path])
+        assert proxy.count("GET") == 2 and path.read_bytes() == DATA * 8 and proxy.count("GET") == 2
 
 
 def test_a_process_killed_while_it_downloads_leaves_nothing_half_written(tmp_path, proxy):
