@@ -204,9 +204,11 @@ def _get_code(error: BaseException) -> str | None:
 
 
 def _format_reason(chain: list[BaseException]) -> str:
-    """Return the first line of the deepest cause, without the query of a URL, which may hold a secret."""
+    """Return the first line of the deepest cause, or two if it ends with a colon, without the secrets of a URL."""
     text = next((str(item) for item in reversed(chain) if str(item)), "") or type(chain[0]).__name__
-    return re.sub(r"\?[^\s\"'()]*", "", " ".join(text.splitlines()[:1]))[:200]
+    lines = text.splitlines()[:2]
+    line = " ".join(lines if lines[0].endswith(":") else lines[:1])
+    return re.sub(r"\?[^\s\"'()]*|(?<=://)[^\s/@]*@", "", line)[:200]
 
 
 @dataclass

@@ -33,9 +33,7 @@ SMALL_FILE_BYTES = 2**16
 """Smaller files have a part of the cache of their own, so that images do not push out captions."""
 
 _SMALL_FILES_PART = 0.1
-_AHEAD_PART, _PREFETCH_PART = 4, 16
-"""What is requested ahead, or at once, is at most one of so many parts of the cache: threads and processes share it."""
-
+_AHEAD_PART, _PREFETCH_PART = 4, 16  # of the cache, which threads and processes share
 DEFAULT_CACHE_BYTES = 50 * 2**30
 DEFAULT_RETRY_SECONDS = 120.0
 
@@ -73,6 +71,7 @@ class RemoteStore:
         self.small_files = BlockCache(self.settings.directory / "small", small)
         self.blocks = BlockCache(self.settings.directory / "blocks", self.settings.cache_bytes - small)
         self._infos: dict[str, FileInfo | RemoteError] = {}
+        self._queries: dict[str, str] = {}
         self._listings: dict[tuple[str, bool], RemoteListing] = {}
         self._folders: dict[str, bool] = {}
         self._sends_ranges: dict[str, bool] = {}  # web servers
@@ -90,6 +89,11 @@ class RemoteStore:
 
     def __reduce__(self) -> tuple[type, tuple[RemoteSettings]]:
         return type(self), (self.settings,)
+
+    def note_query(self, url: str, query: str) -> None:
+        """Remember the query of a URL; with another one it may be another file, which would be read as the first."""
+        if self._queries.setdefault(url, query) != query:
+            self._infos[url] = RemoteError("has several queries (?...); list each file once, or download the files")
 
     def get_folder(self, url: str) -> Path:
         """Return the local folder that stands for ``.cache-lorikeet`` in a remote folder."""

@@ -10,11 +10,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from remote_servers import Proxy, run_file_server, run_proxy
 
 from library.storage.filesystems import MissingFileError, RemoteError, RemoteOutage
+from library.storage.remote_info import format_address
 from library.storage.remote_path import RemotePath, build_remote_path, prefetch_files, strip_query
 from library.storage.remote_store import BLOCK_BYTES, RemoteSettings, RemoteStore
 
@@ -103,6 +105,24 @@ def test_files_that_are_missing_forbidden_or_changed(tmp_path):
     with pytest.raises(RemoteError, match="http servers list no folders"):
         open_path(url, store).list_folder(recursive=False)
     assert strip_query("https://a/b.tar?x=y") == "https://a/b.tar" and strip_query("s3://a/b?c") == "s3://a/b?c"
+
+
+def test_urls_with_a_password_an_encoded_slash_or_several_queries(tmp_path, proxy):
+    """As of Firebase, whose names have slashes, and of scripts, whose query is the name."""
+    store = make_store(tmp_path)
+    path = open_path(f"{proxy.url.replace('//', '//me:geheim@')}/{quote(NAME)}?x=y", store)
+    assert "geheim" not in f"{path}{path!r}{strip_query('https://me:geheim@host/a?x=y')}"
+    assert path.read_bytes() == DATA and (path.parent / path.name).read_bytes() == DATA
+    assert format_address(path.url, path.query).startswith("http://me:geheim@127.0.0.1")
+    (tmp_path / "files" / "a").mkdir()
+    (tmp_path / "files" / "a" / "b c").write_bytes(b"1")
+    path = open_path(f"{proxy.url}/a%2fb%20c?alt=media", store)
+    again = path.parent / path.name
+    assert path.name == "a%2Fb c" and again.read_bytes() == b"1" and again.url.endswith("/a%2Fb%20c")
+    first = open_path(f"{proxy.url}/{quote(NAME)}?id=1", store)
+    assert first == open_path(f"{proxy.url}/{quote(NAME)}?id=2", store)
+    with pytest.raises(RemoteError, match="has several queries"):
+        first.read_bytes()
 
 
 @pytest.mark.parametrize("has_stamps", [True, False])
