@@ -224,9 +224,7 @@ class RetryPolicy:
     is_down: set[str] = field(default_factory=set)
     is_announced: set[str] = field(default_factory=set)  # in the log
 
-    def call(
-        self, request: Callable[[], T], scheme: str, container: str, shown: str, *, may_expire: bool = False
-    ) -> T:
+    def call(self, request: Callable[[], T], scheme: str, container: str, shown: str, *, may_expire: bool = False) -> T:
         """Return the result of ``request``; raise ``RemoteError`` when it cannot succeed or has failed for too long.
 
         ``may_expire``: access was given by a signed URL; that it is denied now is no fault of the file.

@@ -135,7 +135,7 @@ def test_a_signed_url_that_expires_is_no_fault_of_the_file(tmp_path):
         signed, other = open_path(f"{url}/a?signature=geheim", store), open_path(f"{url}/b", store)
         assert signed.is_file() and other.is_file()
         statuses |= {"a": 403, "b": 403}
-        with pytest.raises(RemoteOutage, match="access denied .*; the signed URL may have expired$"):
+        with pytest.raises(RemoteOutage, match=r"access denied .*; the signed URL may have expired$"):
             signed.read_bytes()
         with pytest.raises(RemoteError, match="access denied") as caught:
             other.read_bytes()
