@@ -21,6 +21,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "data": ("benchmarks.data", "scanning a dataset, planning batches, reading cached latents"),
     "saves": ("benchmarks.saves", "time that training waits for LoRA files and checkpoints"),
     "peers": ("benchmarks.peers", "start, step and memory of training beside sd-scripts, on the same model and images"),
+    "lora": ("benchmarks.lora", "the LoRA tools: time, peak memory, and how exact their results are"),
     "pipeline": ("benchmarks.pipeline", "bubble fraction of the pipeline schedules, compared to the formula"),
 }
 """Name: (module, description). A module has ``add_arguments(parser)`` and ``run(options, training_options,

@@ -149,7 +149,7 @@ def identify_lora(tensors: "Mapping[str, Tensor]", metadata: Mapping[str, str]) 
 
     if problem := describe_foreign_keys(list(tensors)):
         raise UserError(problem)
-    fit = _find_best_fit(tensors, _find_stated_family(metadata))
+    fit = _find_best_fit(tensors, find_stated_family(metadata))
     model, unknown = fit.model, fit.unknown
     if unknown:
         text = describe_unknown_keys(unknown, len(tensors), f"{model.family}, which fits the others best")
@@ -181,17 +181,16 @@ class ModelFit:
 
 def _find_best_fit(tensors: "Mapping[str, Tensor]", stated: str | None) -> ModelFit:
     """The model with the most names and shapes of the file, of equal ones the stated family, else the first."""
-    from ..adapters.formats import build_key_lookup, group_by_file_module
+    from ..adapters.formats import group_by_file_module
     from ..adapters.validate_file import find_size_problems
     from ..adapters.validate_tensors import find_tensor_problems
-    from ..checkpoint.known_models import iter_known_models
+    from ..checkpoint.known_models import load_known_models
 
     fits: list[ModelFit] = []
-    for model in iter_known_models():
-        lookup = build_key_lookup(model.components)
-        modules, unknown, _ = group_by_file_module(tensors, lookup)
+    for model in load_known_models():
+        modules, unknown, _ = group_by_file_module(tensors, model.lookup)
         whole = {name: own for name, own in modules.items() if not any(find_tensor_problems(own))}
-        fit = ModelFit(model, unknown, len(list(find_size_problems(whole, lookup, model.shapes))), len(whole))
+        fit = ModelFit(model, unknown, len(list(find_size_problems(whole, model.lookup, model.shapes))), len(whole))
         if whole and not unknown and not fit.num_misfits and stated in (None, model.family):
             return fit
         fits.append(fit)
@@ -203,8 +202,8 @@ def _find_best_fit(tensors: "Mapping[str, Tensor]", stated: str | None) -> Model
     return min(fits, key=rank)
 
 
-def _find_stated_family(metadata: Mapping[str, str]) -> str | None:
-    """The family that the file names; used only if no known model has these shapes."""
+def find_stated_family(metadata: Mapping[str, str]) -> str | None:
+    """The family that the file names."""
     architecture = metadata.get("modelspec.architecture", "")
     starts = {facts.modelspec_architecture: family for family, facts in FAMILY_FACTS.items()}
     return next((family for start, family in starts.items() if start and architecture.startswith(start)), None)
