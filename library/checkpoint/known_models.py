@@ -36,11 +36,10 @@ class KnownModel:
 
     @functools.cached_property
     def lookup(self) -> dict[str, tuple[ComponentKeys, ModuleGroup]]:
-        """All names of its modules in files, which take long to build: several files are looked up in one run."""
+        """All names of its modules in files, which take long to build: several files may be looked up."""
         return build_key_lookup(self.components)
 
 
-@functools.cache
 def load_known_models() -> tuple[KnownModel, ...]:
     """The published models first, the tiny ones last."""
     return tuple(_iter_known_models())

@@ -19,6 +19,7 @@ from ...adapters.lora_file import cast_tensors, write_adapter_file
 from ...adapters.metadata import NetworkSizes, add_model_hashes, list_network_sizes, update_network_metadata
 from ...adapters.peft_metadata import PEFT_METADATA_KEY
 from ...adapters.state_dict import DOWN, PEFT_SUFFIXES, ModuleAdapter, iter_named_tensors
+from ...checkpoint.known_models import load_known_models
 from ...errors import FileError, UserError
 from ...models.families import FAMILY_FACTS
 from ..convert import IdentifiedLora, find_stated_family, identify_lora, read_lora_file
@@ -62,11 +63,11 @@ class LoraFile:
 
 def read_lora_files(paths: Sequence[str]) -> list[LoraFile]:
     """Read all files, or raise with the problems of all."""
-    files, problems = [], list[str]()
+    files, problems, models = [], list[str](), load_known_models()
     for text in paths:
         path = Path(text).expanduser()
         try:
-            files.append(LoraFile(path, read_lora_file(path, can_be_fused=True)))
+            files.append(LoraFile(path, read_lora_file(path, can_be_fused=True, models=models)))
         except UserError as error:
             problems.append(str(error))
     if problems:

@@ -9,14 +9,27 @@ from safetensors.torch import load_file, save_file
 from tiny_pipelines import TINY
 
 from library.adapters.formats import convert_to_file_format
+from library.checkpoint import known_models as known_models_module
+from library.checkpoint.known_models import load_known_models
 from library.cli import run_tool
 from library.models.families import FAMILIES
 from library.tools.convert import read_lora_file
+from library.tools.lora import lora_files
 from library.tools.lora.low_rank import add_updates, compute_difference, compute_norm, factor_update
 
 FILE_FAMILIES = ["sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image"]
 """Families whose original single-file layout the tests can write."""
 FORMATS = {"sd3": "diffusers", "z_image": "diffusers"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def known_models():
+    """The table of known models is read once and not in each command."""
+    models = load_known_models()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (known_models_module, lora_files):
+            patch.setattr(module, "load_known_models", lambda: models)
+        yield
 
 
 def save_model(name, pipe, path):
