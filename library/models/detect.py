@@ -28,7 +28,7 @@ from .checkpoint_inspection import (
     resolve_component_source,
 )
 from .facts import FamilyFacts, FamilyMatch
-from .families import FAMILIES, FAMILY_FACTS
+from .families import CONTROL_FAMILIES, FAMILIES, FAMILY_FACTS
 from .model_configs import (
     ConfigReader,
     ModelError,
@@ -110,8 +110,9 @@ def get_family_facts(family: str) -> FamilyFacts:
 def build_control_limits(model: DetectedModel) -> ControlLimits:
     """How many control images a model takes, and the models that take some."""
     facts = get_family_facts(model.family)
-    others = ", ".join(each.title for each in FAMILY_FACTS.values() if each.control_images[1])
-    return ControlLimits(*facts.control_images, facts.title, others)
+    titles = [each.title for each in FAMILY_FACTS.values() if each.control_images[1]]
+    titles += [f"{FAMILY_FACTS[name].title} with --control" for name in CONTROL_FAMILIES]
+    return ControlLimits(*facts.control_images, facts.title, ", ".join(titles))
 
 
 def list_size_multiples() -> dict[str, int]:
@@ -280,6 +281,7 @@ def _detect_random(model_name: str, family_option: str | None) -> DetectedModel:
 
 def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> DetectedModel:
     """Resolve the component options and check the options of the family; all problems are raised together."""
+    detected = _select_control_family(detected, model_config.control)
     facts, problems, read = get_family_facts(detected.family), list[str](), get_config_reader(detected)
     sources = {}
     for option in COMPONENT_OPTIONS:
@@ -302,6 +304,21 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
     if problems:
         raise ConfigError(problems)
     return replace(detected, component_sources=sources)
+
+
+def _select_control_family(detected: DetectedModel, control: str) -> DetectedModel:
+    """Select the family that trains control by LoRA on this model."""
+    if control == "none":
+        return detected
+    families = CONTROL_FAMILIES.get(detected.family, {})
+    if control in families:
+        return replace(detected, family=families[control])
+    title, known = (
+        get_family_facts(detected.family).title,
+        [name for name, each in CONTROL_FAMILIES.items() if control in each],
+    )
+    others = f"only for {', '.join(FAMILY_FACTS[name].title for name in known)}"
+    raise ConfigError([f"control: {control} is not supported for {title}, {others}"])
 
 
 def _find_unsupported_options(model_config: ModelConfig, facts: FamilyFacts) -> list[str]:
