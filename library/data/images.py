@@ -19,9 +19,8 @@ from ..dataset.masks import (
 from ..dataset.schema import DatasetConfig
 from ..errors import UserError
 from ..storage.filesystems import RemoteOutage
-from .augment import augment_color
+from .augment import augment_color, make_condition
 from .buckets import BucketAssignment, assign_controls
-from .conditions import make_condition
 from .manifest import Sample
 
 if TYPE_CHECKING:

@@ -3,22 +3,22 @@
 Text and image tokens pass through the base weights at their timestep.  Condition tokens pass through the same layers
 with LoRA, at timestep 0 and guidance 1, and never pass to the output: they act through the keys and values that image
 and text attend to.  diffusers' transformer has one modulation and one set of weights for all tokens of a block, so its
-blocks get forwards of their own here; without condition tokens they are diffusers'.
+blocks get forwards of their own here; without condition tokens they are diffusers'.  The classes have diffusers' names,
+by which FSDP, block swap and regional compilation know them.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from diffusers import FluxTransformer2DModel
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.embeddings import apply_rotary_emb
-from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock, FluxTransformerBlock
-from peft.tuners.tuners_utils import BaseTunerLayer
+from diffusers.models.transformers import transformer_flux
 from torch import Tensor, nn
+
+from ..adapters.lora import bypass_lora
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values (B, tokens, heads, channels) of some tokens."""
@@ -56,27 +56,13 @@ class ConditionCache:
         return self.entries[-1][1]
 
 
-@contextmanager
-def bypass_lora(*layers: nn.Module) -> Iterator[None]:
-    """Inside the context, these layers compute with their base weights."""
-    adapted = [layer for layer in layers if isinstance(layer, BaseTunerLayer)]
-    before = [layer._disable_adapters for layer in adapted]
-    for layer in adapted:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer, is_disabled in zip(adapted, before, strict=True):
-            layer._disable_adapters = is_disabled
-
-
 def add_condition_branch(transformer: Any) -> None:
     """Let the transformer and its blocks take condition tokens; their names and weights stay as they are."""
-    transformer.__class__ = ConditionedTransformer
+    transformer.__class__ = FluxTransformer2DModel
     for block in transformer.transformer_blocks:
-        block.__class__ = ConditionedBlock
+        block.__class__ = FluxTransformerBlock
     for block in transformer.single_transformer_blocks:
-        block.__class__ = ConditionedSingleBlock
+        block.__class__ = FluxSingleTransformerBlock
 
 
 def _project(attn: Any, tokens: Tensor, rotary: Any, prefix: str = "to_") -> Heads:
@@ -118,7 +104,7 @@ def _attend_all(
     return output, torch.cat(outputs, dim=1)
 
 
-class ConditionedBlock(FluxTransformerBlock):
+class FluxTransformerBlock(transformer_flux.FluxTransformerBlock):
     """A double-stream block with a third stream of condition tokens, through the layers of the image stream."""
 
     attn: Any
@@ -186,7 +172,7 @@ def _clip_half(states: Tensor) -> Tensor:
     return states.clip(-65504, 65504) if states.dtype == torch.float16 else states
 
 
-class ConditionedSingleBlock(FluxSingleTransformerBlock):
+class FluxSingleTransformerBlock(transformer_flux.FluxSingleTransformerBlock):
     """A single-stream block in which condition tokens have LoRA and a modulation of their own."""
 
     attn: Any
@@ -231,7 +217,7 @@ class ConditionedSingleBlock(FluxSingleTransformerBlock):
         return _clip_half(states + gate.unsqueeze(1) * self.proj_out(joined))
 
 
-class ConditionedTransformer(FluxTransformer2DModel):
+class FluxTransformer2DModel(transformer_flux.FluxTransformer2DModel):
     """FLUX.1 with condition tokens, which come as ``control`` in ``joint_attention_kwargs``, also from pipelines."""
 
     x_embedder: Any
@@ -296,8 +282,3 @@ class ConditionedTransformer(FluxTransformer2DModel):
         given = () if guidance is None else (guidance.to(timestep.dtype) * 1000,)
         result: Tensor = self.time_text_embed(timestep, *given, pooled)
         return result
-
-
-for _conditioned in (ConditionedTransformer, ConditionedBlock, ConditionedSingleBlock):
-    # FSDP, block swap and regional compilation know diffusers' classes by name.
-    _conditioned.__name__ = _conditioned.__mro__[1].__name__

@@ -281,7 +281,8 @@ def _detect_random(model_name: str, family_option: str | None) -> DetectedModel:
 
 def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> DetectedModel:
     """Resolve the component options and check the options of the family; all problems are raised together."""
-    detected = _select_control_family(detected, model_config.control)
+    control, controls = model_config.control, CONTROL_FAMILIES.get(detected.family, {})
+    detected = replace(detected, family=controls.get(control, detected.family))
     facts, problems, read = get_family_facts(detected.family), list[str](), get_config_reader(detected)
     sources = {}
     for option in COMPONENT_OPTIONS:
@@ -299,26 +300,14 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
     problems += [*_find_unsupported_options(model_config, facts), *facts.validate_options(read, model_config)]
     if detected.source_type == "file":
         problems += _find_missing_components(detected, facts, sources)
+    if control not in ("none", *controls):
+        others = ", ".join(FAMILY_FACTS[name].title for name, each in CONTROL_FAMILIES.items() if control in each)
+        problems.append(f"control: {control} is not supported for {facts.title}, only for {others}")
     if model_config.v2 and not facts.is_version_2:
         problems.append(f"v2: the model is {facts.title}; leave this option out")
     if problems:
         raise ConfigError(problems)
     return replace(detected, component_sources=sources)
-
-
-def _select_control_family(detected: DetectedModel, control: str) -> DetectedModel:
-    """Select the family that trains control by LoRA on this model."""
-    if control == "none":
-        return detected
-    families = CONTROL_FAMILIES.get(detected.family, {})
-    if control in families:
-        return replace(detected, family=families[control])
-    title, known = (
-        get_family_facts(detected.family).title,
-        [name for name, each in CONTROL_FAMILIES.items() if control in each],
-    )
-    others = f"only for {', '.join(FAMILY_FACTS[name].title for name in known)}"
-    raise ConfigError([f"control: {control} is not supported for {title}, {others}"])
 
 
 def _find_unsupported_options(model_config: ModelConfig, facts: FamilyFacts) -> list[str]:
