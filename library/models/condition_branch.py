@@ -236,8 +236,8 @@ class FluxTransformer2DModel(transformer_flux.FluxTransformer2DModel):
         attention_kwargs = dict(kwargs.pop("joint_attention_kwargs", None) or {})
         control = attention_kwargs.pop("control", None)
         if control is None:  # LoRA is for condition tokens
-            with bypass_lora(*self.modules()):  # type: ignore[attr-defined]
-                forward: Any = super().forward  # type: ignore[misc]
+            with bypass_lora(*self.modules()):
+                forward: Any = super().forward
                 return forward(hidden_states, *args, joint_attention_kwargs=attention_kwargs or None, **kwargs)
         return self._forward_conditioned(hidden_states, control, **kwargs)
 
