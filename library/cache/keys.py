@@ -102,6 +102,8 @@ def compute_latent_key(
 def _list_control_facts(sample: Sample, assignments: Sequence[BucketAssignment]) -> Iterator[str | int]:
     for control, own in zip(sample.controls, assignments, strict=True):
         yield from ("control", control.content_hash, *own.resized_size, *own.crop_left_top, *own.bucket_resolution)
+        if control.made:
+            yield control.made
 
 
 def compute_text_key(caption: str, encoder_fingerprint: str) -> bytes:

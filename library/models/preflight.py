@@ -81,9 +81,10 @@ def _validate_datasets(data: DataConfig, model: DetectedModel) -> Iterator[str]:
     yield from validate_resolution_multiple(parsed.datasets, model.size_multiple, model.short_name)
     limits = build_control_limits(model)
     for subset in (subset for dataset in parsed.datasets for subset in dataset.subsets):
-        if subset.control_key is not None and not limits.most:
+        key = subset.control_key or ("control_from_image" if subset.control_from_image else None)
+        if key is not None and not limits.most:
             hint = "; if these are masks, set --masked_loss" if subset.conditioning_is_control else ""
-            yield f"{subset.format_location(subset.control_key)}: {limits.describe_problem(1)}{hint}"
+            yield f"{subset.format_location(key)}: {limits.describe_problem(1)}{hint}"
 
 
 def validate_attention_mode(mode: str, model: DetectedModel) -> Iterator[str]:
