@@ -29,6 +29,7 @@ class AveragePoolFamily:
 
     text_components = ("text_encoder",)
     lora_prefix = ""
+    facts = FAMILY_FACTS["sd1"]
 
     def __init__(self, vae_dtype: torch.dtype = torch.float32):
         self.vae_dtype = vae_dtype
