@@ -220,13 +220,16 @@ KOHYA_OPTIONS: dict[str, OptionAlias | NoEffectOption | UnsupportedOption | Secr
     # model families
     "controlnet_model_name_or_path": UnsupportedOption("not supported: only LoRA adapters are trained here"),
     "apply_lg_attn_mask": _define_planned("masking the padding tokens of CLIP; as in diffusers, they are attended to"),
-    "model_type": UnsupportedOption("detected from the model files; Chroma is not supported", ("flux",)),
+    "model_type": UnsupportedOption("not needed: detected from the model files", ("flux", "chroma")),
     "clip_l_dropout_rate": _TEXT_DROPOUT,
     "clip_g_dropout_rate": _TEXT_DROPOUT,
     "t5_dropout_rate": _TEXT_DROPOUT,
     "pos_emb_random_crop_rate": _POSITION_CROP,
     "enable_scaled_pos_embed": _POSITION_CROP,
-    "model_prediction_type": UnsupportedOption("not supported: the loss is computed on the raw prediction", ("raw",)),
+    "model_prediction_type": UnsupportedOption(
+        "not supported: sd-scripts compares estimated clean latents with noise minus latents, which is wrong; use raw",
+        ("raw",),
+    ),
     **dict.fromkeys(("save_clip", "save_t5xxl", "t5xxl_device", "t5xxl_dtype"), _BROKEN_IN_KOHYA),
     **dict.fromkeys(_OTHER_FAMILY_OPTIONS, _OTHER_FAMILY),
     **dict.fromkeys(_FULL_TRAINING_OPTIONS, _FULL_TRAINING),

@@ -332,7 +332,6 @@ def validate_block_arg_lengths(network_args: NetworkArgs, network: NetworkFacts)
         return
     names = ("block_dims", "block_alphas", "conv_block_dims", "conv_block_alphas")
     counts = dict.fromkeys(names, sum(network.unet_blocks) + sum(network.unet_outer_blocks))
-    counts |= zip(("down_lr_weight", "mid_lr_weight", "up_lr_weight"), network.unet_blocks, strict=True)
     for name, count in counts.items():
         values = getattr(network_args, name)
         if isinstance(values, tuple) and len(values) != count:
@@ -348,10 +347,22 @@ def compute_block_lr_weights(network_args: NetworkArgs, network: NetworkFacts) -
     for values, count in zip(sections, network.unet_blocks, strict=True):
         if values is None:
             values = (1.0,) * count
-        weights += _expand_lr_weight_preset(values, count) if isinstance(values, str) else values
+        weights += _expand_lr_weight_preset(values, count) if isinstance(values, str) else values[:count]
+        weights += [1.0] * (count - len(values) if isinstance(values, tuple) else 0)
     weights = [0.0 if weight <= network_args.block_lr_zero_threshold else weight for weight in weights]
     before, after = network.unet_outer_blocks
     return [1.0] * before + weights + [1.0] * after
+
+
+def find_block_lr_weight_lengths(network_args: NetworkArgs, network: NetworkFacts) -> Iterator[str]:
+    """Say which weights a UNet with fewer or more blocks leaves out or fills up, as sd-scripts does."""
+    names = ("down_lr_weight", "mid_lr_weight", "up_lr_weight")
+    for name, count in zip(names, network.unet_blocks or (), strict=False):
+        values = getattr(network_args, name)
+        if isinstance(values, tuple) and len(values) != count:
+            rest = f"the first {count} are used" if len(values) > count else "the others are 1"
+            given, blocks = (f"{n} {word}{'s' * (n != 1)}" for n, word in ((len(values), "value"), (count, "block")))
+            yield f"{name}: {given} for {blocks}; {rest}"
 
 
 def _expand_lr_weight_preset(text: str, count: int) -> list[float]:

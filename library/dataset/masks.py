@@ -201,20 +201,15 @@ def scan_masks(
 
 
 def find_subsets_without_masks(datasets: Sequence[DatasetConfig], masks: Sequence[Mask | None]) -> list[str]:
-    """List the subsets that should have masks, if no image of the run has one."""
+    """List the subsets with a folder of masks, if no image of the run has a mask."""
     if any(mask is not None for mask in masks):
         return []
-    problems = []
-    for subset in (subset for dataset in datasets for subset in dataset.subsets):
-        if get_mask_source(subset) == "alpha":
-            problems.append(
-                f"{subset.format_location('alpha_mask')}: no image has transparent parts; remove alpha_mask, or use"
-                " images with transparency"
-            )
-        elif get_mask_source(subset) == "folder":
-            where = subset.format_location("conditioning_data_dir")
-            problems.append(f"{where}: none of the usable images has a mask")
-    return problems
+    return [
+        f"{subset.format_location('conditioning_data_dir')}: none of the usable images has a mask"
+        for dataset in datasets
+        for subset in dataset.subsets
+        if get_mask_source(subset) == "folder"
+    ]
 
 
 def _scan_alpha_masks(

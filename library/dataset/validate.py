@@ -157,10 +157,9 @@ def validate_masks(datasets: Sequence[DatasetConfig], config: DataConfig) -> Ite
         if get_mask_source(subset) == "folder":
             yield from _validate_second_dir(subset, "conditioning_data_dir", subset.resolve_mask_dir(), "masks")
     sources = {get_mask_source(subset) for subset in subsets}
-    for name in ("masked_loss", "masked_loss_normalize"):
-        if getattr(config, name) and sources == {None}:
-            fix = "set conditioning_data_dir or alpha_mask in a subset, or remove this option"
-            yield f"--{name}: no subset has masks; {fix}"
+    if config.masked_loss_normalize and sources == {None}:
+        fix = "set conditioning_data_dir or alpha_mask in a subset, or remove this option"
+        yield f"--masked_loss_normalize: no subset has masks; {fix}"
     if config.alpha_mask and sources == {"folder"}:
         yield "--alpha_mask: all subsets have their masks in conditioning_data_dir; remove one of the two"
 

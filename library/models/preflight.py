@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..config import ParsedConfig, RunConfig, validate_adapter, validate_objective
-from ..config.network_args import list_arg_names
+from ..config.network_args import find_block_lr_weight_lengths, list_arg_names, parse_network_args
 from ..config.options import OptionConflict
 from ..config.schema import AdapterConfig, ModelConfig
 from ..config.schema_data import CacheConfig, DataConfig
@@ -151,6 +151,9 @@ def drop_unused_model_options(loaded: ParsedConfig) -> ParsedConfig:
         loaded = loaded.without_args(dict.fromkeys(names, f"{facts.title} has no convolutions"))
     unusable = tuple(_find_unusable_samplers(loaded.config.preview, loaded.config.noise, detected))
     loaded = _round_bucket_steps(replace(loaded, unused=(*loaded.unused, *unusable)), detected)
+    lengths = find_block_lr_weight_lengths(parse_network_args(adapter.network_args)[0], facts.network)
+    where = loaded.locations.get("network_args", "")
+    loaded = replace(loaded, notices=[*loaded.notices, *(f"{where}: {line}" for line in lengths)])
     return replace(loaded, kohya_defaults=tuple(_find_other_defaults(loaded, detected)))
 
 

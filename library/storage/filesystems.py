@@ -18,6 +18,8 @@ FIRST_CONTACT_SECONDS = 10.0
 
 _CONNECT_SECONDS, _READ_SECONDS = 10, 60
 MAX_CONNECTIONS = 32
+_opened: dict[int, Any] = {}
+"""All file systems of this process and of those it was forked from, so that none is ever finalized."""
 
 
 class RemoteError(OSError):
@@ -85,7 +87,9 @@ def get_scheme(name: str) -> Scheme:
 def open_filesystem(scheme: str) -> Any:
     """Return fsspec's file system for URLs of a scheme, without retries of its own: these are ``RetryPolicy``'s.
 
-    fsspec keeps one instance for each process, so that forked workers get one of their own.
+    fsspec keeps one instance for each process, so that forked workers get one of their own.  It then drops the one of
+    the parent, whose finalizer closes the connections in the epoll instance that both share: the parent would wait in
+    vain for answers (fsspec 2026.9).
     """
     info = get_scheme(scheme)
     try:
@@ -104,7 +108,7 @@ def open_filesystem(scheme: str) -> Any:
     filesystem = fsspec.filesystem("s3" if scheme == "s3a" else scheme, **options)
     if info in (_S3, _GS):
         filesystem.retries = 1
-    return filesystem
+    return _opened.setdefault(id(filesystem), filesystem)
 
 
 _RETRIED_STATUSES = {408, 425, 429, 500, 502, 503, 504, 509}
@@ -200,9 +204,11 @@ def _get_code(error: BaseException) -> str | None:
 
 
 def _format_reason(chain: list[BaseException]) -> str:
-    """Return the first line of the deepest cause, without the query of a URL, which may hold a secret."""
+    """Return the first line of the deepest cause, or two if it ends with a colon, without the secrets of a URL."""
     text = next((str(item) for item in reversed(chain) if str(item)), "") or type(chain[0]).__name__
-    return re.sub(r"\?[^\s\"'()]*", "", " ".join(text.splitlines()[:1]))[:200]
+    lines = text.splitlines()[:2]
+    line = " ".join(lines if lines[0].endswith(":") else lines[:1])
+    return re.sub(r"\?[^\s\"'()]*|(?<=://)[^\s/@]*@", "", line)[:200]
 
 
 @dataclass

@@ -29,6 +29,8 @@ from ..config.schema import TrainConfig
 from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.schema_output import SaveConfig, StateConfig
 from ..config.validate_objective import validate_objective_for_model
+from ..dataset.dataset_config import can_load_datasets, load_dataset_config
+from ..dataset.masks import get_mask_source
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
@@ -221,7 +223,19 @@ def load_settings(argv: Sequence[str]) -> ParsedConfig:
     parsed = parse_config(argv)
     os.environ.update(parsed.secrets)
     sys.argv[:] = [word for word in sys.argv if word.rpartition("=")[2] not in parsed.secrets.values()]
-    return drop_unused_model_options(parsed)
+    return drop_unused_model_options(_drop_masked_loss_without_masks(parsed))
+
+
+def _drop_masked_loss_without_masks(parsed: ParsedConfig) -> ParsedConfig:
+    """Nothing is masked where no subset has masks, in sd-scripts as well."""
+    data = parsed.config.data
+    if not data.masked_loss or not can_load_datasets(data):
+        return parsed
+    loaded = load_dataset_config(data)
+    subsets = [subset for dataset in loaded.datasets for subset in dataset.subsets]
+    if loaded.problems or any(get_mask_source(subset) for subset in subsets):
+        return parsed
+    return parsed.without_unused({"masked_loss": "no subset has masks (conditioning_data_dir or alpha_mask)"})
 
 
 def find_settings_problems(loaded: ParsedConfig) -> list[str]:

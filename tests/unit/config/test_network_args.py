@@ -16,6 +16,7 @@ from library.config import parse_config
 from library.config.network_args import (
     NetworkArgs,
     compute_block_lr_weights,
+    find_block_lr_weight_lengths,
     get_network_args,
     get_unet_block_index,
     parse_network_args,
@@ -200,6 +201,18 @@ def test_block_lr_weight_curves_have_the_expected_end_values():
     assert len(weights(mid_lr_weight=(1.0, 2.0, 3.0))) == 23
 
 
+def test_block_lr_weights_for_another_number_of_blocks_are_cut_or_filled_with_1_as_in_sd_scripts():
+    """SDXL has 9, 3 and 9 blocks; GUIs write the 12 values of Stable Diffusion 1."""
+    values = tuple(number / 10 for number in range(1, 13))
+    network, arguments = FAMILY_FACTS["sdxl"].network, NetworkArgs(down_lr_weight=values, mid_lr_weight=(0.5,))
+    expected = [1.0, *values[:9], 0.5, 1.0, 1.0, *[1.0] * 9, 1.0]
+    assert compute_block_lr_weights(arguments, network) == expected
+    assert list(find_block_lr_weight_lengths(arguments, network)) == [
+        "down_lr_weight: 12 values for 9 blocks; the first 9 are used",
+        "mid_lr_weight: 1 value for 3 blocks; the others are 1",
+    ]
+
+
 def test_layer_type_and_block_ranks_of_flux(sites):
     actual = get_ranks_by_original_name(
         sites,
@@ -366,7 +379,6 @@ def test_an_unsupported_network_module_is_refused_with_a_reason(name, problem):
         ("sdxl", ["img_attn_dim=4"], "img_attn_dim: not applicable to Stable Diffusion XL; remove it"),
         ("flux", ["conv_dim=4"], "conv_dim: not applicable to FLUX.1; remove it"),
         ("sdxl", ["block_dims=4,4"], "block_dims: 2 values, expected 23 (one per block)"),
-        ("sd1", ["mid_lr_weight=1,1"], "mid_lr_weight: 2 values, expected 1 (one per block)"),
     ],
 )
 def test_arguments_that_do_not_apply_to_a_family_are_reported(name, words, problem):

@@ -233,6 +233,18 @@ def test_flags_without_a_value_turn_off_what_the_file_sets(tmp_path):
     assert parsed.config.adapter.scale_weight_norms is None
 
 
+def test_masked_loss_without_masks_is_one_line_of_notice_as_nothing_is_masked(tmp_path):
+    (tmp_path / "images").mkdir()
+    file = tmp_path / "set.toml"
+    subset = "[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = 'images'\n"
+    for text, is_used in ((subset, False), (f"{subset}conditioning_data_dir = 'masks'\n", True)):
+        file.write_text(text)
+        loaded = load_settings(["--dataset_config", str(file), "--masked_loss"])
+        assert loaded.config.data.masked_loss == is_used
+        reason = "no subset has masks (conditioning_data_dir or alpha_mask)"
+        assert loaded.unused == (() if is_used else (("--masked_loss", reason),))
+
+
 def test_keys_and_tokens_become_environment_variables_and_are_shown_nowhere(tmp_path, monkeypatch, capsys):
     for name in ("WANDB_API_KEY", "HF_TOKEN"):
         monkeypatch.setenv(name, "old")

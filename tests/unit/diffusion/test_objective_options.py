@@ -41,7 +41,8 @@ def list_problems(*flags):
         ),
         (
             "--model_prediction_type sigma_scaled",
-            "--model_prediction_type: not supported: the loss is computed on the raw prediction",
+            "--model_prediction_type: not supported: sd-scripts compares estimated clean latents with noise minus"
+            " latents, which is wrong; use raw",
         ),
     ],
 )
