@@ -37,6 +37,7 @@ def validate_config(config: RunConfig, explicit: ExplicitOptions) -> Iterator[Op
     checks = (
         validate_dataset_path(config.data),
         validate_max_token_length(config.model),
+        validate_control_options(config.model),
         validate_step_count(config.train),
         validate_adapter_options(config.adapter, config.optim, explicit),
         validate_lr_scheduler(config.optim),
@@ -79,6 +80,12 @@ def validate_step_count(train: TrainConfig) -> Iterator[OptionConflict]:
 def validate_max_token_length(model: ModelConfig) -> Iterator[OptionConflict]:
     if model.max_token_length not in (75, 150, 225):
         yield ("max_token_length",), f"expected 75, 150 or 225, got {model.max_token_length}"
+
+
+def validate_control_options(model: ModelConfig) -> Iterator[OptionConflict]:
+    for name in ("control_position", "control_independent", "control_scale"):
+        if model.control != "omini" and getattr(model, name) != getattr(ModelConfig, name):
+            yield (name,), "has an effect with control omini only; set control, or remove this"
 
 
 def validate_data_options(data: DataConfig) -> Iterator[OptionConflict]:

@@ -185,6 +185,8 @@ def list_control_facts(sample: Sample, assignments: Sequence[BucketAssignment]) 
     """What decides the pixels of the control images of a sample, given their assignments, besides flip and filter."""
     for control, own in zip(sample.controls, assignments, strict=True):
         yield from ("control", control.content_hash, *own.resized_size, *own.crop_left_top, *own.bucket_resolution)
+        if control.made:
+            yield control.made
 
 
 def assign_control_size(width: int, height: int, resolution: Resolution | None, keeps_size: bool) -> BucketAssignment:

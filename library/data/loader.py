@@ -243,7 +243,8 @@ class MicroBatchDataset(Dataset[PixelBatch | WorkerFailure]):
         loaded = load_sample_pixels(sample, assignment, crop, color_rng)
         if isinstance(loaded, BadSample):
             return loaded
-        controls = load_control_pixels(sample, assignment, augmenter.get_dataset(index), crop)
+        control_rng = derive_rng(augmenter.seed, Purpose.CONTROL, view.epoch, index, view.repeat_index)
+        controls = load_control_pixels(sample, assignment, augmenter.get_dataset(index), crop, control_rng)
         if isinstance(controls, BadSample):
             return controls
         conditioning = augmenter.compute_size_conditioning(index, crop.left_top, is_flipped=crop.is_flipped)

@@ -145,6 +145,11 @@ class Family(ABC):
         return T5_KEYS if component == cls.facts.t5_encoder else CLIP_KEYS
 
     @classmethod
+    def prepare_denoiser(cls, denoiser: nn.Module) -> None:
+        """Change the denoiser after loading, also on the meta device, where training needs more than diffusers has."""
+        return
+
+    @classmethod
     def list_strategies(cls) -> tuple[str, ...]:
         """How training can be distributed, and whether blocks can wait in host memory."""
         blocks = ("pp",) if cls.has_skip_connections or cls.block_lists else ()

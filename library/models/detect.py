@@ -28,7 +28,7 @@ from .checkpoint_inspection import (
     resolve_component_source,
 )
 from .facts import FamilyFacts, FamilyMatch
-from .families import FAMILIES, FAMILY_FACTS
+from .families import CONTROL_FAMILIES, FAMILIES, FAMILY_FACTS
 from .model_configs import (
     ConfigReader,
     ModelError,
@@ -111,8 +111,9 @@ def get_family_facts(family: str) -> FamilyFacts:
 def build_control_limits(model: DetectedModel) -> ControlLimits:
     """How many control images a model takes, and the models that take some."""
     facts = get_family_facts(model.family)
-    others = ", ".join(each.title for each in FAMILY_FACTS.values() if each.control_images[1])
-    return ControlLimits(*facts.control_images, facts.title, others)
+    titles = [each.title for each in FAMILY_FACTS.values() if each.control_images[1]]
+    titles += [f"{FAMILY_FACTS[name].title} with --control" for name in CONTROL_FAMILIES]
+    return ControlLimits(*facts.control_images, facts.title, ", ".join(titles))
 
 
 def list_size_multiples() -> dict[str, int]:
@@ -281,6 +282,8 @@ def _detect_random(model_name: str, family_option: str | None) -> DetectedModel:
 
 def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> DetectedModel:
     """Resolve the component options and check the options of the family; all problems are raised together."""
+    control, controls = model_config.control, CONTROL_FAMILIES.get(detected.family, {})
+    detected = replace(detected, family=controls.get(control, detected.family))
     facts, problems, read = get_family_facts(detected.family), list[str](), get_config_reader(detected)
     sources = {}
     for option in COMPONENT_OPTIONS:
@@ -298,6 +301,9 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
     problems += [*_find_unsupported_options(model_config, facts), *facts.validate_options(read, model_config)]
     if detected.source_type == "file":
         problems += _find_missing_components(detected, facts, sources)
+    if control not in ("none", *controls):
+        others = ", ".join(FAMILY_FACTS[name].title for name, each in CONTROL_FAMILIES.items() if control in each)
+        problems.append(f"control: {control} is not supported for {facts.title}, only for {others}")
     if model_config.v2 and not facts.is_version_2:
         problems.append(f"v2: the model is {facts.title}; leave this option out")
     if problems:

@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from ..errors import FileError
 from .detect import DetectedModel, detect_model, get_config_reader
 from .facts import TORCH_ATTENTION_MODES
+from .families import FAMILIES
 from .model_configs import ConfigReader, JsonDict, is_hub_reachable, is_tokenizer, read_required
 from .single_file import load_single_file_component
 from .tokenizers import build_byte_tokenizer, load_cached_tokenizer, load_pretrained_tokenizer
@@ -87,6 +88,8 @@ def load_pipeline(
             loaded[name] = _load_component(
                 family, model, read, component_class, name, precision, device, local_files_only
             )
+            if name == family.denoiser_name:
+                family.prepare_denoiser(loaded[name])
     with _raise_config_error(model, "scheduler"):
         loaded["scheduler"] = _load_scheduler(model, read, index)
     return _merge_into_pipeline(pipe, _build_pipeline(family.facts.pipeline_class, index, loaded))
@@ -107,6 +110,8 @@ def load_pipeline_on_meta(family: "Family", model: DetectedModel, dtype: torch.d
                 )
                 continue
             component = build_empty_model(component_class, read_required(read, f"{name}/config.json"))
+        if name == family.denoiser_name:
+            family.prepare_denoiser(component)
         for parameter in component.parameters():
             parameter.data = parameter.data.to(torch.float32 if name == "vae" else dtype)
         loaded[name] = component.to("meta")
@@ -115,7 +120,7 @@ def load_pipeline_on_meta(family: "Family", model: DetectedModel, dtype: torch.d
 
 def load_components_on_meta(model: DetectedModel, components: Sequence[str]) -> Any:
     """Build these components on the meta device, as attributes of a namespace."""
-    read = get_config_reader(model)
+    family, read = FAMILIES.get(model.family), get_config_reader(model)
     index = read_required(read, "model_index.json")
     loaded = {}
     for name in components:
@@ -123,6 +128,8 @@ def load_components_on_meta(model: DetectedModel, components: Sequence[str]) -> 
         if "pos_embed_max_size" in config:
             config["pos_embed_max_size"] = 8  # avoids computing a large position table, which affects no module
         loaded[name] = build_empty_model(import_model_class(*index[name]), config)
+    if family.denoiser_name in loaded:
+        family.prepare_denoiser(loaded[family.denoiser_name])
     return SimpleNamespace(**loaded)
 
 

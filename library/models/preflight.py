@@ -15,7 +15,9 @@ from ..config.schema_output import PreviewConfig
 from ..config.types import is_prompt_text
 from ..config.unused_options import find_unusable_sampler, is_self_tuning_adafactor
 from ..data.prompts import Prompt, load_preview_prompts
+from ..dataset.controls import CONTROLS_FROM_IMAGE
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
+from ..dataset.schema import SubsetConfig
 from ..dataset.validate import validate_resolution_multiple
 from ..errors import ConfigError, FileError
 from .detect import COMPONENT_OPTIONS, DetectedModel, build_control_limits, detect_model, get_family_facts
@@ -88,14 +90,23 @@ def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedMode
     yield from validate_resolution_multiple(parsed.datasets, model.size_multiple, model.short_name)
     limits = build_control_limits(model)
     for subset in (subset for dataset in parsed.datasets for subset in dataset.subsets):
-        if subset.control_key is not None and not limits.most:
+        key = subset.control_key or ("control_from_image" if subset.control_from_image else None)
+        if key is not None and not limits.most:
             hint = "; if these are masks, set --masked_loss" if subset.conditioning_is_control else ""
-            yield f"{subset.format_location(subset.control_key)}: {limits.describe_problem(1)}{hint}"
-        if reads_controls and cache.caches_text_outputs and subset.random_crop:
-            yield (
-                f"{subset.format_location('random_crop')}: cannot be used with cache_text_encoder_outputs, because"
-                " control images, which the text encoder reads, are cropped at random each time; remove one of the two"
-            )
+            yield f"{subset.format_location(key)}: {limits.describe_problem(1)}{hint}"
+        if reads_controls and cache.caches_text_outputs:
+            yield from _find_random_controls(subset)
+
+
+def _find_random_controls(subset: SubsetConfig) -> Iterator[str]:
+    """Find what draws other control images each time, which cached captions cannot contain."""
+    made = subset.control_from_image
+    is_random = {"random_crop": subset.random_crop, "control_from_image": bool(made and CONTROLS_FROM_IMAGE[made])}
+    for key in (key for key, value in is_random.items() if value):
+        yield (
+            f"{subset.format_location(key)}: cannot be used with cache_text_encoder_outputs, because the text encoder"
+            " reads control images, which are others each time; remove one of the two"
+        )
 
 
 def validate_attention_mode(mode: str, model: DetectedModel) -> Iterator[str]:

@@ -38,3 +38,8 @@ FAMILIES: "Registry[type[Family]]" = Registry(
 )
 
 FAMILY_FACTS: Mapping[str, FamilyFacts] = {name: FAMILIES.get(name).facts for name in FAMILIES.entries}
+
+CONTROL_FAMILIES: Mapping[str, Mapping[str, str]] = {
+    "flux": {"omini": f"{__package__}.flux_omini:FluxOmini"},
+}
+"""Family -> each value of ``--control`` that it supports, and the family that trains it."""
