@@ -3,7 +3,8 @@
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
 
@@ -73,6 +74,10 @@ class _LogFormatter(logging.Formatter):
         return f"{color}{text}\033[0m" if color else text
 
 
+PROGRESS_LISTENER: ContextVar[Callable[[str, int, int], None] | None] = ContextVar("progress_listener", default=None)
+"""Gets description, completed and total of the progress bars of its thread; what it raises ends their work."""
+
+
 class ProgressBar:
     """A progress bar on a terminal, and log lines elsewhere.
 
@@ -114,6 +119,8 @@ class ProgressBar:
         """Advance by ``count``, and show the metrics next to the bar."""
         if not count:
             return
+        if (listener := PROGRESS_LISTENER.get()) is not None:
+            listener(self.description, self.completed + count, self.total)
         is_end = self.completed == self.initial or self.completed + count == self.total
         self.completed += count
         if self.draws_bar:

@@ -12,7 +12,7 @@ class Purpose:
     """What is drawn, so that a new draw never shifts the others.  Part of each seed: never change a string."""
 
     # Data, by epoch, sample and repeat.
-    CROP, FLIP, CAPTION, COLOR = "crop", "flip", "caption", "colour"
+    CROP, FLIP, CAPTION, COLOR, CONTROL = "crop", "flip", "caption", "colour", "control"
 
     # The batch plan, by epoch and bucket; the plan of a later resolution stage has a seed of its own.
     STAGE = "stage"

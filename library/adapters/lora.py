@@ -207,3 +207,17 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
         for parameter, value in requires_grad.items():
             parameter.requires_grad_(value)
+
+
+@contextmanager
+def bypass_lora(*layers: nn.Module) -> Iterator[None]:
+    """Inside the context, these layers compute with their base weights."""
+    adapted = [layer for layer in layers if isinstance(layer, BaseTunerLayer)]
+    before = [layer._disable_adapters for layer in adapted]
+    for layer in adapted:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, is_disabled in zip(adapted, before, strict=True):
+            layer._disable_adapters = is_disabled

@@ -19,7 +19,6 @@ from ..data.run_plan import RunPlan
 from ..distributed.communicator import Communicator
 from ..distributed.devices import MIXED_PRECISION_DTYPES
 from ..errors import FileError
-from ..models.base import Family
 from ..models.detect import get_config_reader
 from .build import CacheSpec, fill_cache
 from .encode import CaptionEncoder, FrozenEncoders, LatentEncoder
@@ -89,7 +88,7 @@ def cache_text_encoder_outputs(
         spec, encoder = build_text_cache(encoders, prepared, run_plan, prompts, directories, fingerprint)
         store, _ = fill_cache(comm, spec, encoder, verify_existing=to_disk and not cache.skip_cache_check)
         _open_shards(store, comm, to_disk=to_disk)
-        return TextReader(store, fingerprint)
+        return TextReader(store, fingerprint, encoders.reads_controls)
 
 
 def build_latent_cache(
@@ -130,9 +129,13 @@ def build_text_cache(
     encoder_fingerprint: str,
 ) -> tuple[CacheSpec, CaptionEncoder]:
     """Build the spec of the cache of text-encoder outputs and its encoder."""
-    captions = _collect_captions(prepared, run_plan, prompts, encoders.family)
-    logger.info("%d different captions in %d steps", len(captions), run_plan.steps)
-    text_keys = build_text_keys(captions, encoder_fingerprint)
+    merged, with_controls = prepared.merge_validation(), encoders.reads_controls
+    augmenter, plan = merged.build_augmenter(run_plan.batch_plan, run_plan.steps), run_plan.batch_plan
+    mark = encoders.family.mark_negative_prompt
+    texts = collect_run_captions(augmenter, plan, run_plan.steps, prompts, mark, with_controls=with_controls)
+    extent = " with their control images" if with_controls else ""
+    logger.info("%d different captions%s in %d steps", len(texts), extent, run_plan.steps)
+    text_keys = build_text_keys(texts, encoder_fingerprint)
     to_disk = encoders.cache.cache_text_encoder_outputs_to_disk
     option = "cache_text_encoder_outputs_to_disk" if to_disk else "cache_text_encoder_outputs"
     spec = CacheSpec(
@@ -140,11 +143,11 @@ def build_text_cache(
         unit="caption",
         option=option,
         keys=text_keys.keys,
-        directories=[cache_dirs[owner] / TEXTS_DIR_NAME for owner in text_keys.owner_indices],
+        directories=[cache_dirs[source.sample_index] / TEXTS_DIR_NAME for source in text_keys.sources],
         relative_sizes=[1] * len(text_keys),
-        disk_full_hint=_suggest_fewer_captions(prepared.merge_validation(), option),
+        disk_full_hint=_suggest_fewer_captions(merged, option),
     )
-    return spec, CaptionEncoder(encoders, text_keys)
+    return spec, CaptionEncoder(encoders, augmenter, text_keys)
 
 
 def compute_vae_fingerprint(encoders: FrozenEncoders, cache_dir: Path) -> str:
@@ -224,12 +227,3 @@ def _suggest_fewer_captions(prepared: PreparedData, option: str) -> str:
         f"{fewer}free disk space, set another directory with --cache_dir, or encode captions during training without"
         f" --{option}"
     )
-
-
-def _collect_captions(
-    prepared: PreparedData, run_plan: RunPlan, prompts: Sequence[Prompt], family: Family
-) -> dict[str, int]:
-    augmenter = prepared.merge_validation().build_augmenter(run_plan.batch_plan, run_plan.steps)
-    pairs = ((prompt.text, family.mark_negative_prompt(prompt.negative_prompt)) for prompt in prompts)
-    texts = [text for pair in pairs for text in pair]
-    return collect_run_captions(augmenter, run_plan.batch_plan, run_plan.steps, texts)

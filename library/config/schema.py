@@ -56,6 +56,22 @@ class ModelConfig:
         "quantize the frozen weights of the denoiser's blocks; each matmul dequantizes them to mixed_precision's dtype",
     )
     guidance_scale: float = define_option(1.0, "guidance embedding while training FLUX.1 dev", minimum=0)
+    control: Literal["none", "omini"] = define_option(
+        "none",
+        "train control by condition images: omini is OminiControl, further tokens with LoRA on them alone (FLUX.1)",
+    )
+    control_position: Literal["aligned", "offset"] = define_option(
+        "aligned",
+        "positions of condition tokens (control omini): those of the image, for edges, masks, colours; or left of it, "
+        "for subjects",
+    )
+    control_independent: bool = define_option(
+        False,
+        "condition tokens attend to themselves alone (control omini): previews compute their keys and values once",
+    )
+    control_scale: float = define_option(
+        1.0, "strength of the condition in previews (control omini): a factor of its attention weights", minimum=0
+    )
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ def validate_config(config: RunConfig, explicit: ExplicitOptions) -> Iterator[Op
     checks = (
         validate_dataset_path(config.data),
         validate_max_token_length(config.model),
+        validate_control_options(config.model),
         validate_step_count(config.train),
         validate_adapter_options(config.adapter, config.optim, explicit),
         validate_lr_scheduler(config.optim),
@@ -51,6 +52,12 @@ def validate_config(config: RunConfig, explicit: ExplicitOptions) -> Iterator[Op
         validate_resume_options(config.state),
         validate_precision(distributed),
         validate_save_options(config.save, config.adapter),
+        validate_written_folders(
+            output_dir=config.save.output_dir,
+            logging_dir=config.log.logging_dir,
+            cache_dir=config.cache.cache_dir,
+            remote_cache_dir=config.data.remote_cache_dir,
+        ),
         validate_initial_weights(config.adapter),
         validate_upload_options(config.save),
         validate_checkpointing(config.train, distributed),
@@ -79,6 +86,12 @@ def validate_step_count(train: TrainConfig) -> Iterator[OptionConflict]:
 def validate_max_token_length(model: ModelConfig) -> Iterator[OptionConflict]:
     if model.max_token_length not in (75, 150, 225):
         yield ("max_token_length",), f"expected 75, 150 or 225, got {model.max_token_length}"
+
+
+def validate_control_options(model: ModelConfig) -> Iterator[OptionConflict]:
+    for name in ("control_position", "control_independent", "control_scale"):
+        if model.control != "omini" and getattr(model, name) != getattr(ModelConfig, name):
+            yield (name,), "has an effect with control omini only; set control, or remove this"
 
 
 def validate_data_options(data: DataConfig) -> Iterator[OptionConflict]:
@@ -145,6 +158,12 @@ def validate_save_options(save: SaveConfig, adapter: AdapterConfig) -> Iterator[
     if save.metadata_thumbnail is not None:
         for problem in _validate_thumbnail(Path(save.metadata_thumbnail).expanduser()):
             yield ("metadata_thumbnail",), problem
+
+
+def validate_written_folders(**folders: str | None) -> Iterator[OptionConflict]:
+    for name, folder in folders.items():
+        if folder is not None and "://" in folder:
+            yield (name,), f"{folder} is a URL; files are written to folders only, such as one that mounts the bucket"
 
 
 def _validate_thumbnail(path: Path) -> Iterator[str]:

@@ -19,7 +19,7 @@ from ..dataset.masks import (
 from ..dataset.schema import DatasetConfig
 from ..errors import UserError
 from ..storage.filesystems import RemoteOutage
-from .augment import augment_color
+from .augment import augment_color, make_condition
 from .buckets import BucketAssignment, assign_controls
 from .manifest import Sample
 
@@ -67,9 +67,17 @@ def load_sample_pixels(
 
 
 def load_control_pixels(
-    sample: Sample, assignment: BucketAssignment, dataset: DatasetConfig, crop_params: CropParams
+    sample: Sample,
+    assignment: BucketAssignment,
+    dataset: DatasetConfig,
+    crop_params: CropParams,
+    rng: random.Random | None = None,
 ) -> tuple[Pixels, ...] | BadSample:
-    """Load the control images of a sample, resized, cropped and flipped like it, or to sizes of their own."""
+    """Load the control images of a sample, resized, cropped and flipped like it, or to sizes of their own.
+
+    ``rng`` draws what varies where they are made from the image itself; without it, they are the same each time.
+    """
+    rng = rng or random.Random(sample.content_hash)
     found = []
     for control, own in zip(sample.controls, assign_controls(sample, assignment, dataset), strict=True):
         name = f"its control image {control.image}"
@@ -84,6 +92,8 @@ def load_control_pixels(
             return BadSample(str(sample.image), f"{name} was {control.size} at the start, is {image.size} now")
         left_top = crop_params.left_top if own == assignment else own.crop_left_top
         pixels = resize_and_crop(image, own, left_top, crop_params.interpolation)
+        if control.made:
+            pixels = make_condition(control.made, pixels, rng)
         found.append(np.ascontiguousarray(pixels[:, ::-1] if crop_params.is_flipped else pixels))
     return tuple(found)
 

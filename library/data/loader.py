@@ -221,6 +221,7 @@ class MicroBatchDataset(Dataset[PixelBatch | WorkerFailure]):
             mask=_stack_masks([image.mask for image in images], resolution),
             bad_samples=tuple(row for row in rows if isinstance(row, BadSample)),
             control_pixels=_stack_controls([image.controls for image in images]),
+            control_keys=tuple(map(self.augmenter.identify_controls, views)),
         )
 
     def load_image(self, epoch: int, sample_index: int, repeat_index: int) -> LoadedImage | BadSample:
@@ -242,7 +243,8 @@ class MicroBatchDataset(Dataset[PixelBatch | WorkerFailure]):
         loaded = load_sample_pixels(sample, assignment, crop, color_rng)
         if isinstance(loaded, BadSample):
             return loaded
-        controls = load_control_pixels(sample, assignment, augmenter.get_dataset(index), crop)
+        control_rng = derive_rng(augmenter.seed, Purpose.CONTROL, view.epoch, index, view.repeat_index)
+        controls = load_control_pixels(sample, assignment, augmenter.get_dataset(index), crop, control_rng)
         if isinstance(controls, BadSample):
             return controls
         conditioning = augmenter.compute_size_conditioning(index, crop.left_top, is_flipped=crop.is_flipped)

@@ -133,7 +133,7 @@ _FINGERPRINT_EXCLUDED = frozenset(
 )
 """Fields of datasets and subsets whose effect is in the samples already."""
 
-_FINGERPRINT_ADDED = {"control_resolution": None, "no_resize_control": False}
+_FINGERPRINT_ADDED = {"control_resolution": None, "no_resize_control": False, "control_from_image": None}
 """Fields that are in the fingerprint only where they are set: checkpoints of the last release do not know them."""
 
 _FINGERPRINT_NAMES = {"bucket_min_images": "bucket_min_pictures", "join_caption_lines": "joins_lines"}

@@ -18,6 +18,14 @@ from .schema import DatasetConfig, SubsetConfig
 CONTROL_COLUMN = "control_path"
 """Column of metadata files, as in musubi-tuner; further control images are in ``control_path_1`` and so on."""
 
+CONTROLS_FROM_IMAGE: Mapping[str, bool] = {
+    "canny": False,
+    "inpainting": True,
+    "colorization": False,
+    "deblurring": True,
+}
+"""Values of ``control_from_image``, and whether the control image is another one each time."""
+
 _NUMBERED_COLUMN = re.compile(rf"{CONTROL_COLUMN}(?:_(\d+))?")
 _NUMBERED_STEM = re.compile(r"(.+)_(\d+)")
 _KEYS_THAT_CHANGE_THE_PICTURE = {"color_aug": "recolors the picture and not its control images"}
@@ -30,6 +38,8 @@ class ControlImage:
     image: ImageRef
     size: tuple[int, int]  # (width, height) in EXIF orientation
     content_hash: str  # of the file
+    made: str = ""
+    """What is made of the image, which is the picture itself: a key of ``CONTROLS_FROM_IMAGE``."""
 
 
 @dataclass(frozen=True)
@@ -158,10 +168,28 @@ def scan_controls(
         found = {item.image: item.controls for item in members if item.controls}
         if subset.control_key is not None:
             found = _match_subset(result, subset, (number, index), [item.image for item in members])
-        if found:
+        if found or subset.control_from_image:
             result.settings += _find_unusable_settings(dataset, subset)
+        if found:
             _inspect_subset(result, dataset, (number, index), found, inspected, roots)
+        if subset.control_from_image:
+            _add_own_images(result, (number, index), subset.control_from_image, members, inspected)
     return result
+
+
+def _add_own_images(
+    result: ControlScanResult,
+    subset_key: tuple[int, int],
+    kind: str,
+    members: Sequence[ListedImage],
+    inspected: Mapping[ImageRef, InspectedImage],
+) -> None:
+    """Give each picture a control image that is made from it, behind those in files."""
+    for item in members:
+        image, key = inspected[item.image], (*subset_key, item.image)
+        if image.problem is None:
+            own = ControlImage(item.image, image.size, image.content_hash, kind)
+            result.controls[key] = (*result.controls.get(key, ()), own)
 
 
 def _match_subset(

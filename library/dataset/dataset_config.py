@@ -51,7 +51,8 @@ _EXTRA_DATASET_KEYS = (
     " no_resize_control".split()
 )
 _EXTRA_SUBSET_KEYS = (
-    "parquet webdataset recursive include exclude image_column caption_column cache_directory control_directory".split()
+    "parquet webdataset recursive include exclude image_column caption_column cache_directory control_directory"
+    " control_from_image".split()
 )
 _INTERNAL_FIELDS = (
     *("kind", "subsets", "locations", "dataset_file", "join_caption_lines", "dataset_index_in_file"),

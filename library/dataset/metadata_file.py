@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..storage.filesystems import RemoteOutage
-from ..storage.remote_path import build_remote_path, is_remote, is_remote_url, prefetch_infos
+from ..storage.filesystems import RemoteError, RemoteOutage
+from ..storage.remote_path import build_remote_path, is_remote, is_remote_url, prefetch_infos, strip_query
 from .caption_files import (
     CAPTION_COLUMNS,
     decode_utf8,
@@ -104,6 +104,10 @@ class _Entry:
     values: Mapping[str, Any]
     location: str
 
+    @property
+    def shown_name(self) -> str:
+        return repr(strip_query(self.name))
+
 
 @dataclass(frozen=True)
 class _Metadata:
@@ -130,20 +134,19 @@ def list_metadata_images(subset: SubsetConfig, path: Path, dataset: int, index: 
     for entry in metadata.entries:
         image = _find_image(_iter_candidates(entry.name, metadata, subset))
         if image is None:
-            searched = ", ".join(dict.fromkeys(str(folder.absolute()) for folder in metadata.folders))
-            listing.missing.append(f"{entry.location}: {entry.name!r} not found in {searched}")
+            listing.missing.append(f"{entry.location}: {_describe_missing(entry.name, metadata, subset)}")
             continue
         try:
             controls = _find_controls(entry, metadata, subset) if metadata.has_controls else ()
         except ValueError as error:
-            listing.missing.append(f"{entry.location}: {entry.name!r}: {error}")
+            listing.missing.append(f"{entry.location}: {entry.shown_name}: {error}")
             continue
         try:
             lines = _parse_caption(entry.values, metadata.caption_column, subset)
             caption = ImageCaption(lines, listing.expected_source)
         except ValueError as error:
-            caption = ImageCaption(problem=f"{entry.location}: {entry.name!r}: {error}")
-        listing.add_image(ImageRef(image.parent, image.name), entry.name, caption, controls)
+            caption = ImageCaption(problem=f"{entry.location}: {entry.shown_name}: {error}")
+        listing.add_image(ImageRef(image.parent, image.name), strip_query(entry.name), caption, controls)
     listing.add_caption_notes(str(path))
     return listing
 
@@ -221,8 +224,7 @@ def _find_controls(entry: _Entry, metadata: _Metadata, subset: SubsetConfig) -> 
             raise ValueError(f"{column}: expected a path, got {cells[column]!r}")
         path = _find_image(_iter_candidates(cells[column], metadata, subset))
         if path is None:
-            searched = ", ".join(dict.fromkeys(str(folder.absolute()) for folder in metadata.folders))
-            raise ValueError(f"{column}: {cells[column]!r} not found in {searched}")
+            raise ValueError(f"{column}: {_describe_missing(cells[column], metadata, subset)}")
         found.append(ImageRef(path.parent, path.name))
     return tuple(found)
 
@@ -240,10 +242,22 @@ def _find_image(candidates: Iterable[Path]) -> Path | None:
     for path in candidates:
         if path.is_file():
             return path
-        for extension in IMAGE_EXTENSIONS:
+        for extension in [] if is_remote(path) and not path.can_list else IMAGE_EXTENSIONS:  # each a request
             if (longer := path.with_name(path.name + extension)).is_file():
                 return longer
     return None
+
+
+def _describe_missing(name: str, metadata: _Metadata, subset: SubsetConfig) -> str:
+    """Return why no file was found: what the server says of a URL, or where a path was searched."""
+    path = next(iter(_iter_candidates(name, metadata, subset)))
+    if is_remote_url(name) and is_remote(path):
+        try:
+            path.get_info()
+        except RemoteError as error:
+            return f"{path}: {error}"
+    searched = ", ".join(dict.fromkeys(str(folder.absolute()) for folder in metadata.folders))
+    return f"{name!r} not found in {searched}"
 
 
 def _parse_caption(values: Mapping[str, Any], column: str | None, subset: SubsetConfig) -> list[str]:

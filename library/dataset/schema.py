@@ -75,6 +75,7 @@ class SubsetConfig(_LocatedKeys):
     validation_split: float
     dataset_file: Path | None = field(compare=False)
     locations: Mapping[str, str] = field(compare=False, repr=False)  # "file:line" of each key; "" for the subset itself
+    control_from_image: str | None = None
     join_caption_lines: bool = False  # musubi-tuner joins the lines of a caption; not a key of the file
     conditioning_is_control: bool = False  # without --masked_loss, conditioning_data_dir has control images
     remote: RemoteStore = field(default_factory=RemoteStore, compare=False, repr=False)  # reads URLs; not a key
@@ -228,6 +229,9 @@ class _DatasetKeys:
 @dataclass(frozen=True)
 class _SharedKeys:
     class_tokens: str | None = define_option(None, "caption of images without one")
+    control_from_image: str | None = define_option(
+        None, "make the control image from the image itself: canny, inpainting, colorization or deblurring"
+    )
     face_crop_aug_range: _FloatRange | None = define_option(None, "crop around faces")  # noqa: RUF009
     custom_attributes: _FreeTable | None = define_option(None, "free table")  # noqa: RUF009
     cache_info: bool = define_option(False, "cache sizes and captions in a file")

@@ -9,6 +9,7 @@ from ..config.schema_data import CacheConfig, DataConfig, ValidateConfig
 from ..registry import suggest_name
 from ..storage.filesystems import RemoteError
 from ..storage.remote_path import RemotePath, is_remote
+from .controls import CONTROLS_FROM_IMAGE
 from .dataset_config import can_load_datasets, load_dataset_config
 from .file_discovery import describe_missing_path, describe_missing_url
 from .masks import get_mask_source
@@ -60,6 +61,9 @@ def validate_dataset_config(
 def validate_paths(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
     """Yield folders and files of the dataset file that do not exist, with what is there instead."""
     for subset in _iter_subsets(datasets):
+        if is_remote(cache_directory := subset.resolve_cache_directory()):
+            where = f"{subset.format_location('cache_directory')}: {cache_directory}"
+            yield f"{where} is a URL; files are written to folders only, such as one that mounts the bucket"
         paths = (
             ("image_dir", subset.resolve_image_dir(), "folder"),
             ("conditioning_data_dir", subset.resolve_mask_dir(), "folder"),
@@ -169,19 +173,31 @@ def validate_control_settings(datasets: Sequence[DatasetConfig]) -> Iterator[str
     for subset in _iter_subsets(datasets):
         if (key := subset.control_key) is not None:
             yield from _validate_second_dir(subset, key, subset.resolve_control_dir(), "control images")
+        yield from _validate_control_from_image(subset)
         if subset.control_directory is not None and subset.conditioning_is_control:
             where = subset.format_location("conditioning_data_dir")
             yield f"{where}: control_directory is set too; remove one of the two, or set --masked_loss if it has masks"
     for key in ("control_resolution", "no_resize_control"):
         used, unused = set[str](), dict[str, None]()
         for dataset in datasets:
-            if any(subset.control_key or subset.metadata_file for subset in dataset.subsets):
+            if any(
+                subset.control_key or subset.metadata_file or subset.control_from_image for subset in dataset.subsets
+            ):
                 used.add(dataset.format_location(key))
             elif getattr(dataset, key):
                 unused[dataset.format_location(key)] = None
         for where in unused:
             if where not in used:
                 yield f"{where}: no subset here has control images; set control_directory, or remove this"
+
+
+def _validate_control_from_image(subset: SubsetConfig) -> Iterator[str]:
+    kind, where = subset.control_from_image, subset.format_location("control_from_image")
+    if kind == "depth":
+        yield f"{where}: no depth model is part of this program; set control_directory to depth maps made elsewhere"
+    elif kind is not None and kind not in CONTROLS_FROM_IMAGE:
+        hint = suggest_name(kind, CONTROLS_FROM_IMAGE)
+        yield f"{where}: expected {', '.join(CONTROLS_FROM_IMAGE)}, got {kind!r}{hint}"
 
 
 def _validate_second_dir(subset: SubsetConfig, key: str, folder: Path | None, content: str) -> Iterator[str]:
@@ -213,6 +229,9 @@ def validate_latent_caching(datasets: Iterable[DatasetConfig], cache: CacheConfi
                     f"{subset.format_location(key)}: cannot be used with {option}, because images are {change} at"
                     " random each time; remove one of the two"
                 )
+        if CONTROLS_FROM_IMAGE.get(subset.control_from_image or ""):
+            where = f"{subset.format_location('control_from_image')}: {subset.control_from_image}"
+            yield f"{where} cannot be used with {option}, because it is drawn anew each time; remove {option}"
 
 
 def validate_validation_options(datasets: Sequence[DatasetConfig], validate: ValidateConfig) -> Iterator[str]:

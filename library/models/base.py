@@ -149,6 +149,11 @@ class Family(ABC):
         return T5_KEYS if component == cls.facts.t5_encoder else CLIP_KEYS
 
     @classmethod
+    def prepare_denoiser(cls, denoiser: nn.Module) -> None:
+        """Change the denoiser after loading, also on the meta device, where training needs more than diffusers has."""
+        return
+
+    @classmethod
     def list_strategies(cls) -> tuple[str, ...]:
         """How training can be distributed, and whether blocks can wait in host memory."""
         blocks = ("pp",) if cls.has_skip_connections or cls.block_lists else ()
@@ -189,6 +194,12 @@ class Family(ABC):
         Gradients stay enabled: text encoders may be trained.
         """
 
+    def encode_prompts_with_controls(
+        self, pipe: Any, prompts: Sequence[str], controls: Sequence[Sequence[Image]]
+    ) -> Cond:
+        """``encode_prompts`` together with the control images of each; for families whose text encoder reads them."""
+        return self.encode_prompts(pipe, prompts)
+
     def encode_t5_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         """The part of ``encode_prompts`` that T5 alone makes; for families with ``facts.t5_encoder``."""
         raise NotImplementedError
@@ -203,6 +214,12 @@ class Family(ABC):
 
         with torch.no_grad():
             return self.encode_prompts(pipe, prompts)
+
+    def encode_prompts_with_controls_on_meta(
+        self, pipe: Any, prompts: Sequence[str], control_sizes: Sequence[tuple[int, int]]
+    ) -> Cond:
+        """The same for ``encode_prompts_with_controls``; each prompt has control images of these (width, height)."""
+        return self.encode_prompts_on_meta(pipe, prompts)
 
     def mark_negative_prompt(self, text: str) -> str:
         """The text from which ``encode_prompts`` makes the conditioning of a preview's negative prompt."""
@@ -259,6 +276,10 @@ class Family(ABC):
         """The arguments of the diffusers pipeline's call for the control images of a preview."""
         return {"image": list(images)} if images else {}
 
+    def adapt_sampling_pipeline(self, sampling_pipe: Any) -> Any:
+        """Adapt the pipeline of one preview, whose modules are shared with training, before it is called."""
+        return sampling_pipe
+
     def generate_image(
         self,
         pipe: Any,
@@ -270,8 +291,8 @@ class Family(ABC):
     ) -> Image:
         """Sample one preview image with the diffusers pipeline and the modules in memory.
 
-        ``cond`` and ``negative_cond`` are ``encode_prompts`` of the prompt's two texts, so no text encoder is needed
-        here.  All random numbers come from ``generator``.  ``sampler`` None is the family's default.
+        ``cond`` and ``negative_cond`` are the encoded texts of the prompt, so no text encoder is needed here.  All
+        random numbers come from ``generator``.  ``sampler`` None is the family's default.
         """
         from ..dataset.image_inspection import load_rgb_image
         from .sampling import sample_image

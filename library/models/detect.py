@@ -28,13 +28,14 @@ from .checkpoint_inspection import (
     resolve_component_source,
 )
 from .facts import FamilyFacts, FamilyMatch
-from .families import FAMILIES, FAMILY_FACTS
+from .families import CONTROL_FAMILIES, FAMILIES, FAMILY_FACTS
 from .model_configs import (
     ConfigReader,
     ModelError,
     build_bundled_reader,
     build_folder_reader,
     build_hub_reader,
+    is_tokenizer,
     list_family_configs,
     load_bundled_config,
     read_required,
@@ -112,8 +113,9 @@ def get_family_facts(family: str) -> FamilyFacts:
 def build_control_limits(model: DetectedModel) -> ControlLimits:
     """How many control images a model takes, and the models that take some."""
     facts = get_family_facts(model.family)
-    others = ", ".join(each.title for each in FAMILY_FACTS.values() if each.control_images[1])
-    return ControlLimits(*facts.control_images, facts.title, others)
+    titles = [each.title for each in FAMILY_FACTS.values() if each.control_images[1]]
+    titles += [f"{FAMILY_FACTS[name].title} with --control" for name in CONTROL_FAMILIES]
+    return ControlLimits(*facts.control_images, facts.title, ", ".join(titles))
 
 
 def list_size_multiples() -> dict[str, int]:
@@ -167,7 +169,7 @@ def _detect_from_configs(
         if match is None:
             continue
         for component in facts.components:
-            file = "tokenizer_config.json" if component.startswith("tokenizer") else "config.json"
+            file = "tokenizer_config.json" if is_tokenizer(component) else "config.json"
             read_required(read, f"{component}/{file}")
         reason = f"model_index.json has {name}, and {match.reason}"
         return _build_detected(
@@ -282,6 +284,8 @@ def _detect_random(model_name: str, family_option: str | None) -> DetectedModel:
 
 def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> DetectedModel:
     """Resolve the component options and check the options of the family; all problems are raised together."""
+    control, controls = model_config.control, CONTROL_FAMILIES.get(detected.family, {})
+    detected = replace(detected, family=controls.get(control, detected.family))
     facts, problems, read = get_family_facts(detected.family), list[str](), get_config_reader(detected)
     sources = {}
     for option in COMPONENT_OPTIONS:
@@ -299,6 +303,9 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
     problems += [*_find_unsupported_options(model_config, facts), *facts.validate_options(read, model_config)]
     if detected.source_type == "file":
         problems += _find_missing_components(detected, facts, sources)
+    if control not in ("none", *controls):
+        others = ", ".join(FAMILY_FACTS[name].title for name, each in CONTROL_FAMILIES.items() if control in each)
+        problems.append(f"control: {control} is not supported for {facts.title}, only for {others}")
     if model_config.v2 and not facts.is_version_2:
         problems.append(f"v2: the model is {facts.title}; leave this option out")
     if problems:
@@ -321,7 +328,7 @@ def _find_missing_components(
 ) -> list[str]:
     options = {component: option for option, component in facts.component_options.items()}
     available = {*detected.single_file_components, *component_sources}
-    missing = [name for name in facts.components if name not in available and not name.startswith("tokenizer")]
+    missing = [name for name in facts.components if name not in available and not is_tokenizer(name)]
     return [
         f"pretrained_model_name_or_path: {detected.path_or_id}: the file has no {name}"
         + (f"; give one with --{options[name]}" if name in options else "")

@@ -17,7 +17,8 @@ from transformers.utils import logging as transformers_logging
 from ..errors import FileError
 from .detect import DetectedModel, detect_model, get_config_reader
 from .facts import TORCH_ATTENTION_MODES
-from .model_configs import ConfigReader, JsonDict, is_component, is_hub_reachable, read_required
+from .families import FAMILIES
+from .model_configs import ConfigReader, JsonDict, is_component, is_hub_reachable, is_tokenizer, read_required
 from .single_file import load_single_file_component
 from .tokenizers import build_byte_tokenizer, load_cached_tokenizer, load_pretrained_tokenizer
 from .weights import build_empty_model, build_random_component
@@ -87,6 +88,8 @@ def load_pipeline(
             loaded[name] = _load_component(
                 family, model, read, component_class, name, precision, device, local_files_only
             )
+            if name == family.denoiser_name:
+                family.prepare_denoiser(loaded[name])
     with _raise_config_error(model, "scheduler"):
         loaded["scheduler"] = _load_scheduler(model, read, index)
     return _merge_into_pipeline(pipe, _build_pipeline(family.facts.pipeline_class, index, loaded))
@@ -101,12 +104,14 @@ def load_pipeline_on_meta(family: "Family", model: DetectedModel, dtype: torch.d
     for name in family.components:
         component_class = import_model_class(*index[name])
         with _raise_config_error(model, name), _disable_progress_bars():
-            if name.startswith("tokenizer"):
+            if is_tokenizer(name):
                 loaded[name] = _load_component(
                     family, model, read, component_class, name, dtype, None, local_files_only
                 )
                 continue
             component = build_empty_model(component_class, read_required(read, f"{name}/config.json"))
+        if name == family.denoiser_name:
+            family.prepare_denoiser(component)
         for parameter in component.parameters():
             parameter.data = parameter.data.to(torch.float32 if name == "vae" else dtype)
         loaded[name] = component.to("meta")
@@ -115,7 +120,7 @@ def load_pipeline_on_meta(family: "Family", model: DetectedModel, dtype: torch.d
 
 def load_components_on_meta(model: DetectedModel, components: Sequence[str]) -> Any:
     """Build these components on the meta device, as attributes of a namespace."""
-    read = get_config_reader(model)
+    family, read = FAMILIES.get(model.family), get_config_reader(model)
     index = read_required(read, "model_index.json")
     loaded = {}
     for name in components:
@@ -123,6 +128,8 @@ def load_components_on_meta(model: DetectedModel, components: Sequence[str]) -> 
         if "pos_embed_max_size" in config:
             config["pos_embed_max_size"] = 8  # avoids computing a large position table, which affects no module
         loaded[name] = build_empty_model(import_model_class(*index[name]), config)
+    if family.denoiser_name in loaded:
+        family.prepare_denoiser(loaded[family.denoiser_name])
     return SimpleNamespace(**loaded)
 
 
@@ -155,7 +162,7 @@ def _load_component(
         )
     if separate is None and model.bundled_config is None:
         return load_pretrained_component(component_class, model.path_or_id, component, dtype, device, local_files_only)
-    if component.startswith("tokenizer"):
+    if is_tokenizer(component):
         if model.source_type == "random":
             return build_byte_tokenizer(component_class, read_required(read, f"{component}/tokenizer_config.json"))
         settings, cache_dir = (

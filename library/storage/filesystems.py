@@ -18,6 +18,8 @@ FIRST_CONTACT_SECONDS = 10.0
 
 _CONNECT_SECONDS, _READ_SECONDS = 10, 60
 MAX_CONNECTIONS = 32
+_opened: dict[int, Any] = {}
+"""All file systems of this process and of those it was forked from, so that none is ever finalized."""
 
 
 class RemoteError(OSError):
@@ -30,6 +32,10 @@ class RemoteError(OSError):
 
 class MissingFileError(RemoteError):
     """There is no such file or folder."""
+
+
+class AccessDeniedError(RemoteError):
+    """The file may not be read."""
 
 
 class RemoteOutage(RemoteError):
@@ -85,7 +91,9 @@ def get_scheme(name: str) -> Scheme:
 def open_filesystem(scheme: str) -> Any:
     """Return fsspec's file system for URLs of a scheme, without retries of its own: these are ``RetryPolicy``'s.
 
-    fsspec keeps one instance for each process, so that forked workers get one of their own.
+    fsspec keeps one instance for each process, so that forked workers get one of their own.  It then drops the one of
+    the parent, whose finalizer closes the connections in the epoll instance that both share: the parent would wait in
+    vain for answers (fsspec 2026.9).
     """
     info = get_scheme(scheme)
     try:
@@ -104,7 +112,7 @@ def open_filesystem(scheme: str) -> Any:
     filesystem = fsspec.filesystem("s3" if scheme == "s3a" else scheme, **options)
     if info in (_S3, _GS):
         filesystem.retries = 1
-    return filesystem
+    return _opened.setdefault(id(filesystem), filesystem)
 
 
 _RETRIED_STATUSES = {408, 425, 429, 500, 502, 503, 504, 509}
@@ -156,7 +164,7 @@ def judge_error(error: Exception, scheme: str, container: str) -> Verdict:
         hint = f"; {info.credentials}, if it is private" if info is _HF else ""
         return Verdict(RemoteOutage(f"the {info.container} {container!r} does not exist; check its name{hint}"))
     if isinstance(error, PermissionError) or 403 in statuses:
-        return Verdict(RemoteError(f"access denied ({reason}); check the permissions, or {info.credentials}"))
+        return Verdict(AccessDeniedError(f"access denied ({reason}); check the permissions, or {info.credentials}"))
     if 404 in statuses or 410 in statuses or (isinstance(error, FileNotFoundError) and not _has_transport_cause(chain)):
         return Verdict(MissingFileError("does not exist"))
     if 416 in statuses:
@@ -200,9 +208,11 @@ def _get_code(error: BaseException) -> str | None:
 
 
 def _format_reason(chain: list[BaseException]) -> str:
-    """Return the first line of the deepest cause, without the query of a URL, which may hold a secret."""
+    """Return the first line of the deepest cause, or two if it ends with a colon, without the secrets of a URL."""
     text = next((str(item) for item in reversed(chain) if str(item)), "") or type(chain[0]).__name__
-    return re.sub(r"\?[^\s\"'()]*", "", " ".join(text.splitlines()[:1]))[:200]
+    lines = text.splitlines()[:2]
+    line = " ".join(lines if lines[0].endswith(":") else lines[:1])
+    return re.sub(r"\?[^\s\"'()]*|(?<=://)[^\s/@]*@", "", line)[:200]
 
 
 @dataclass
@@ -214,8 +224,11 @@ class RetryPolicy:
     is_down: set[str] = field(default_factory=set)
     is_announced: set[str] = field(default_factory=set)  # in the log
 
-    def call(self, request: Callable[[], T], scheme: str, container: str, shown: str) -> T:
-        """Return the result of ``request``; raise ``RemoteError`` when it cannot succeed or has failed for too long."""
+    def call(self, request: Callable[[], T], scheme: str, container: str, shown: str, *, may_expire: bool = False) -> T:
+        """Return the result of ``request``; raise ``RemoteError`` when it cannot succeed or has failed for too long.
+
+        ``may_expire``: access was given by a signed URL; that it is denied now is no fault of the file.
+        """
         server = f"{scheme}://{container}"
         started, wait = time.monotonic(), FIRST_WAIT_SECONDS
         while True:
@@ -225,6 +238,8 @@ class RetryPolicy:
                 verdict = judge_error(error, scheme, container)
                 if verdict.is_answer:
                     self.has_answered.add(server)
+                if may_expire and isinstance(verdict.error, AccessDeniedError):
+                    raise RemoteOutage(f"{verdict.error}; the signed URL may have expired") from error
                 if not verdict.is_transient:
                     raise verdict.error from error
                 patience = self.seconds if server in self.has_answered else min(self.seconds, FIRST_CONTACT_SECONDS)

@@ -40,12 +40,12 @@ def split_server(url: str) -> tuple[str, str]:
 
 
 def format_address(url: str, query: str) -> str:
-    """Return what fsspec is given: the URL for https, bucket and key otherwise."""
+    """Return what fsspec is given: the URL for https, with its login and query, bucket and key otherwise."""
     scheme, _, path = url.partition("://")
     if SCHEMES[scheme].can_list:
         return path
-    parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc, parts.path, query, ""))
+    parts, (login, _, query) = urlsplit(url), query.partition("?")
+    return urlunsplit((parts.scheme, login + parts.netloc, parts.path, query, ""))
 
 
 def build_info(entry: dict[str, Any]) -> FileInfo:

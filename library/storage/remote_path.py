@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -13,6 +14,9 @@ from .remote_info import FileInfo, RemoteListing, split_server
 from .remote_store import BLOCK_BYTES, RemoteStore
 
 _SAFE_IN_NAMES = "!$&'()*+,;=:@~"
+_SLASH_IN_NAME = "%2F"
+"""Part of a name in an https URL; a slash would be one of its folders."""
+
 _AHEAD_BYTES = 64 * BLOCK_BYTES
 _SEQUENTIAL_BYTES = 4 * BLOCK_BYTES
 """A jump forward by less than this continues to read a file from its start to its end, as the headers of a tar do."""
@@ -35,6 +39,9 @@ def build_remote_path(url: str, store: RemoteStore) -> Path:
     scheme, query = scheme.lower(), ""
     if scheme in SCHEMES and not SCHEMES[scheme].can_list:  # elsewhere, ? and # are part of a key
         rest, _, query = rest.partition("#")[0].partition("?")
+        login, at, rest = rest.rpartition("@") if "@" in rest.partition("/")[0] else ("", "", rest)
+        query = f"{login}{at}?{query}" if login or query else ""
+        store.note_query(f"{scheme}://{rest.rstrip('/')}", query)
     return cast(Path, RemotePath(f"{scheme}://{rest.rstrip('/')}", store, query))
 
 
@@ -44,8 +51,10 @@ def resolve_links(path: Path) -> Path:
 
 
 def strip_query(name: str) -> str:
-    """Return a name without the query of an https URL, which may be a signature."""
-    return name.partition("?")[0] if name.lower().startswith(("https://", "http://")) else name
+    """Return a name without the query of an https URL, which may be a signature, and without a password."""
+    if not name.lower().startswith(("https://", "http://")):
+        return name
+    return re.sub(r"(://)[^/]*@", r"\1", name.partition("?")[0])
 
 
 def prefetch_files(paths: Iterable[Path]) -> None:
@@ -74,7 +83,10 @@ def prefetch_ranges(ranges: Iterable[tuple["RemotePath", int | None, int | None]
 
 @dataclass(frozen=True)
 class RemotePath:
-    """A remote file or folder; the query of its URL, which may be a signature, is in no message."""
+    """A remote file or folder; the query of its URL, which may be a signature, is in no message.
+
+    ``query`` is what https URLs have besides ``url``: ``USER:PASSWORD@?QUERY``.
+    """
 
     url: str
     store: RemoteStore = field(compare=False, repr=False)
@@ -93,7 +105,7 @@ class RemotePath:
             if part == "..":
                 parts = parts[: max(3, len(parts) - 1)]
             elif part != ".":
-                parts.append(part if self.can_list else quote(part, safe=_SAFE_IN_NAMES))
+                parts.append(part if self.can_list else _quote_name(part))
         return RemotePath("/".join(parts), self.store, self.query)
 
     @property
@@ -104,7 +116,7 @@ class RemotePath:
     @property
     def name(self) -> str:
         name = self.url.rpartition("/")[2]
-        return name if self.can_list else unquote(name)
+        return name if self.can_list else _unquote_name(name)
 
     @property
     def stem(self) -> str:
@@ -206,6 +218,14 @@ class RemotePath:
         if mode != "rb":
             raise ValueError(f"remote files are only read, not opened with {mode!r}")
         return cast(IO[bytes], RemoteFile(self))
+
+
+def _quote_name(name: str) -> str:
+    return quote(name, safe=_SAFE_IN_NAMES).replace(quote(_SLASH_IN_NAME), _SLASH_IN_NAME)
+
+
+def _unquote_name(name: str) -> str:
+    return _SLASH_IN_NAME.join(map(unquote, re.split(_SLASH_IN_NAME, name, flags=re.IGNORECASE)))
 
 
 class RemoteFile(io.RawIOBase):

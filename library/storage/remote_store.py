@@ -4,6 +4,7 @@ import hashlib
 import os
 import posixpath
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ SMALL_FILE_BYTES = 2**16
 """Smaller files have a part of the cache of their own, so that images do not push out captions."""
 
 _SMALL_FILES_PART = 0.1
+_AHEAD_PART, _PREFETCH_PART = 4, 16  # of the cache, which threads and processes share
 DEFAULT_CACHE_BYTES = 50 * 2**30
 DEFAULT_RETRY_SECONDS = 120.0
 
@@ -69,9 +71,10 @@ class RemoteStore:
         self.small_files = BlockCache(self.settings.directory / "small", small)
         self.blocks = BlockCache(self.settings.directory / "blocks", self.settings.cache_bytes - small)
         self._infos: dict[str, FileInfo | RemoteError] = {}
+        self._queries: dict[str, str] = {}
         self._listings: dict[tuple[str, bool], RemoteListing] = {}
         self._folders: dict[str, bool] = {}
-        self._servers_without_ranges: set[str] = set()
+        self._sends_ranges: dict[str, bool] = {}  # web servers
         self._reset()
 
     def _reset(self) -> None:
@@ -86,6 +89,11 @@ class RemoteStore:
 
     def __reduce__(self) -> tuple[type, tuple[RemoteSettings]]:
         return type(self), (self.settings,)
+
+    def note_query(self, url: str, query: str) -> None:
+        """Remember the query of a URL; with another one it may be another file, which would be read as the first."""
+        if self._queries.setdefault(url, query) != query:
+            self._infos[url] = RemoteError("has several queries (?...); list each file once, or download the files")
 
     def get_folder(self, url: str) -> Path:
         """Return the local folder that stands for ``.cache-lorikeet`` in a remote folder."""
@@ -217,6 +225,7 @@ class RemoteStore:
         }
         missing = [index for index, block in blocks.items() if block is None]
         if missing and ahead:
+            ahead = 0 if cache.is_failing else min(ahead, cache.limit // _AHEAD_PART)
             count = min(last + 1 + ahead // BLOCK_BYTES, _count_blocks(info)) - (last + 1)
             following = range(last + 1, last + 1 + count)
             missing += [index for index in following if not cache.contains(_make_key(url, info, index))]
@@ -228,7 +237,7 @@ class RemoteStore:
     def prefetch(self, ranges: Iterable[tuple[str, str, int | None, int | None]]) -> None:
         """Bring many ranges (URL, query, start, end; without start and end whole files) into the cache at once.
 
-        Failures are met again when the range is read.
+        Failures are met again when the range is read, and so is what would push out the rest of the cache.
         """
         ranges = list(ranges)
         self.prefetch_infos((url, query) for url, query, _, _ in ranges)
@@ -242,12 +251,20 @@ class RemoteStore:
                 wanted.setdefault((url, query), set()).update(
                     range((start or 0) // BLOCK_BYTES, -(-end // BLOCK_BYTES))
                 )
-        tasks: list[Callable[[], object]] = []
+        files: list[tuple[str, str, FileInfo, list[int]]] = []
+        num_bytes = {self.blocks: 0, self.small_files: 0}
         for (url, query), indices in wanted.items():
             info = self.get_info(url, query)
             cache = self._choose_cache(info)
             missing = [index for index in sorted(indices) if not cache.contains(_make_key(url, info, index))]
-            tasks += [partial(self._fetch, url, query, info, run, waits=False) for run in _group_runs(missing)]
+            files.append((url, query, info, missing))
+            num_bytes[cache] += min(len(missing) * BLOCK_BYTES, info.size)
+        tasks: list[Callable[[], object]] = []
+        for url, query, info, missing in files:
+            cache = self._choose_cache(info)
+            if num_bytes[cache] <= cache.limit // _PREFETCH_PART:
+                runs = _group_runs(missing) if self._has_ranges(url) else [missing]
+                tasks += [partial(self._fetch, url, query, info, run, waits=False) for run in runs]
         self._run_in_pool(tasks)
 
     def _run_in_pool(self, tasks: Sequence[Callable[[], object]]) -> None:
@@ -280,7 +297,7 @@ class RemoteStore:
             self._in_flight |= {keys[index]: future for index, future in own.items()}
         blocks: dict[int, bytes] = {}
         try:
-            for fetched in self._request_runs(url, query, info, list(own)):
+            for fetched in self._request_runs(url, query, info, list(own), at_once=waits):
                 blocks |= fetched
                 for index in fetched.keys() & own.keys():
                     if not own[index].done():  # a server without ranges sends all blocks each time
@@ -296,16 +313,26 @@ class RemoteStore:
                     self._in_flight.pop(keys[index], None)
         return blocks | {index: future.result() for index, future in others.items() if waits}
 
-    def _request_runs(self, url: str, query: str, info: FileInfo, indices: Sequence[int]) -> Iterator[dict[int, bytes]]:
-        """Request blocks, several requests at once if they do not fit one."""
-        runs = list(_group_runs(indices))
-        if len(runs) < 2:
-            yield from (self._request(url, query, info, run) for run in runs)
-        elif split_server(url)[1] in self._servers_without_ranges:
-            yield self._request(url, query, info, indices)  # the whole file
-        else:
-            for future in [self._get_pool().submit(self._request, url, query, info, run) for run in runs]:
-                yield future.result()
+    def _has_ranges(self, url: str) -> bool:
+        """Whether the server is known to send parts of files."""
+        scheme, container = split_server(url)
+        return get_scheme(scheme).can_list or self._sends_ranges.get(container, False)
+
+    def _request_runs(
+        self, url: str, query: str, info: FileInfo, indices: Sequence[int], *, at_once: bool
+    ) -> Iterator[dict[int, bytes]]:
+        """Request blocks: the first alone from a server that may send the whole file each time, the others at once."""
+        runs, done = deque(_group_runs(indices)), set[int]()
+        while runs:
+            if at_once and len(runs) > 1 and self._has_ranges(url):
+                for future in [self._get_pool().submit(self._request, url, query, info, run) for run in runs]:
+                    yield future.result()
+                return
+            run = runs.popleft()
+            if not done.issuperset(run):
+                fetched = self._request(url, query, info, run)
+                done |= fetched.keys()
+                yield fetched
 
     def _request(self, url: str, query: str, info: FileInfo, run: Sequence[int]) -> dict[int, bytes]:
         """Request the blocks of one run, and keep them."""
@@ -320,12 +347,14 @@ class RemoteStore:
                 raise IncompleteBodyError(f"{len(data)} of {end - start} bytes")
             return data
 
-        data = self.retries.call(request, scheme, container, url)
+        data = self.retries.call(request, scheme, container, url, may_expire=bool(query))
         if len(data) == end - start:
+            if len(data) < info.size:
+                self._sends_ranges[container] = True
             return self._keep(url, info, start, data)
         if len(data) != info.size:
             raise RemoteError(f"has {len(data)} bytes, not {info.size} as when the run started; it has changed")
-        self._servers_without_ranges.add(container)  # it sent the whole file
+        self._sends_ranges[container] = False  # it sent the whole file
         if info.size > self.blocks.limit:
             raise RemoteError(
                 f"its server sends no byte ranges, only all {info.size / 2**30:.1f} GiB, which do not fit into"

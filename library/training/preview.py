@@ -13,6 +13,7 @@ from torch import nn
 
 from ..config.schema_output import PreviewConfig
 from ..data.prompts import Prompt
+from ..dataset.image_inspection import load_rgb_image
 from ..models.sampling import use_eval_mode
 from ..optim.optimizers import use_eval_weights
 from ..randomness import Purpose, derive_seed
@@ -99,8 +100,9 @@ class Preview:
         if seed is None:
             seed = derive_seed(run.config.train.seed, Purpose.PREVIEW, index) % 2**32
         with run.strategy.accelerator.autocast():
+            controls = [[load_rgb_image(path) for path in prompt.control_images]]
             texts = prompt.text, task.family.mark_negative_prompt(prompt.negative_prompt)
-            cond, negative = (task.encode_text([text]) for text in texts)
+            cond, negative = (task.encode_text([text], controls) for text in texts)
             generator = torch.Generator().manual_seed(seed)
             sampler = prompt.sampler or self.config.sample_sampler
             with move_temporarily(task.pipe.vae, task.to_device.device):

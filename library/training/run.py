@@ -91,8 +91,9 @@ def _prepare_and_train(
     for line in find_overridden_settings(config, locations):
         logger.warning("%s", line)
     detected = detect_model(config.model)
-    logger.info("model family %s: %s", detected.family, detected.reason)
-    logger.info("%s", describe_trained_components(config.adapter, config.optim, get_family_facts(detected.family)))
+    facts = get_family_facts(detected.family)
+    logger.info("model family %s: %s", facts.name or detected.family, detected.reason)
+    logger.info("%s", describe_trained_components(config.adapter, config.optim, facts))
     family: Family = FAMILIES.get(detected.family)(config.model)
     check_run_settings(config, RunFacts.from_strategy(strategy, family, detected))
     text_components = family.list_cached_text_components(config.adapter, config.optim)

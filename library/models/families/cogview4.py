@@ -184,7 +184,8 @@ def _build_attention_processor() -> Any:
 
             def rotate(part: Tensor, norm: Any) -> Tensor:
                 text, image = torch.split(norm(part).to(value.dtype), sizes, dim=2)
-                return torch.cat([text, apply_rotary_emb(image, image_rotary_emb, use_real_unbind_dim=-2)], dim=2)
+                rotated: Any = apply_rotary_emb(image, image_rotary_emb, use_real_unbind_dim=-2)
+                return torch.cat([text, rotated], dim=2)
 
             mask = None if text_mask is None else pad(text_mask, (0, sizes[1]), value=True)[:, None, None]
             states = scaled_dot_product_attention(

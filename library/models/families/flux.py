@@ -5,9 +5,9 @@ dev is guidance-distilled and has a guidance embedding; schnell has none and is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from ...adapters.key_styles import IMAGE_STREAM, TEXT_STREAM, KeyStyle, OriginalModule, build_stream_modules
 from ...config.network_args import NetworkFacts
@@ -160,16 +160,19 @@ class Flux(Family):
     text_components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     tokenizer_repo_ids = {"tokenizer": CLIP_L_TOKENIZER, "tokenizer_2": T5_TOKENIZER}
     # Every linear layer of the double and single blocks; another proj_out lies outside of them.
-    lora_target_modules = (
+    lora_target_modules: ClassVar[tuple[str, ...]] = (
         *JOINT_BLOCK_LORA_TARGET_MODULES,
         "norm.linear",
         "proj_mlp",
         "single_transformer_blocks.*.proj_out",
     )
     lora_key_style = FLUX_KEYS
-    lora_other_key_styles = (XLABS_KEYS,)
-    text_lora_target_modules = {"text_encoder": CLIP_LORA_TARGET_MODULES, "text_encoder_2": T5_LORA_TARGET_MODULES}
-    text_lora_prefixes = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te3"}
+    lora_other_key_styles: ClassVar[tuple[KeyStyle, ...]] = (XLABS_KEYS,)
+    text_lora_target_modules: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "text_encoder": CLIP_LORA_TARGET_MODULES,
+        "text_encoder_2": T5_LORA_TARGET_MODULES,
+    }
+    text_lora_prefixes: ClassVar[Mapping[str, str]] = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te3"}
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     block_token_args = {"image_rotary_emb": ((0, ("encoder_hidden_states", "hidden_states")),) * 2}
     single_stream_block_lists = ("single_transformer_blocks",)

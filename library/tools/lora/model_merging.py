@@ -70,9 +70,6 @@ def iter_model_obstacles(model: ModelFiles, files: Sequence[WeightedFile]) -> It
     """Why LoRAs cannot be merged into a model."""
     for weighted in files:
         file = weighted.file
-        if file.family != model.detected.family:
-            yield f"{file.path}: is a LoRA of {file.family}, and {model.path.name} a model of {model.detected.family}"
-            continue
         yield from (f"{file.path}: {each}" for each in find_missing_weights(model, file.list_modules()))
         for name, update in file.updates.items():
             if update.adapter_type in UNMERGEABLE_TYPES:

@@ -38,7 +38,9 @@ def test_auraflow_refuses_images_without_positions(tmp_path):
         return prepare_data(config, model.size_multiple, model="AuraFlow", max_side=max_side)
 
     for resolution, bucket, key in ((320, "false", "resolution"), (256, "true", "max_bucket_reso")):
-        with pytest.raises(FileError, match=rf"(set\.toml:\d+: |--){key}: AuraFlow has positions for sides of up to 256"):
+        with pytest.raises(
+            FileError, match=rf"(set\.toml:\d+: |--){key}: AuraFlow has positions for sides of up to 256"
+        ):
             prepare(resolution, bucket)
         assert prepare(resolution, bucket, max_side=None).manifest.samples
     assert prepare(256, "false").manifest.samples

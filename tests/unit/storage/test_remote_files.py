@@ -1,5 +1,6 @@
 """Remote files over HTTP: ranges, retries, failures in one line, and nothing half-read."""
 
+import gc
 import os
 import pickle
 import random
@@ -9,11 +10,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from remote_servers import Proxy, run_file_server, run_proxy
 
-from library.storage.filesystems import MissingFileError, RemoteError, RemoteOutage
+from library.storage.filesystems import AccessDeniedError, MissingFileError, RemoteError, RemoteOutage
+from library.storage.remote_info import format_address
 from library.storage.remote_path import RemotePath, build_remote_path, prefetch_files, strip_query
 from library.storage.remote_store import BLOCK_BYTES, RemoteSettings, RemoteStore
 
@@ -85,7 +88,7 @@ def test_files_that_are_missing_forbidden_or_changed(tmp_path):
         store = make_store(tmp_path)
         for name, kind, message in (
             ("gone", MissingFileError, "does not exist"),
-            ("secret", RemoteError, "access denied"),
+            ("secret", AccessDeniedError, "access denied"),
             ("login", RemoteOutage, "credentials are missing or not valid"),
         ):
             with pytest.raises(kind, match=message) as caught:
@@ -102,6 +105,41 @@ def test_files_that_are_missing_forbidden_or_changed(tmp_path):
     with pytest.raises(RemoteError, match="http servers list no folders"):
         open_path(url, store).list_folder(recursive=False)
     assert strip_query("https://a/b.tar?x=y") == "https://a/b.tar" and strip_query("s3://a/b?c") == "s3://a/b?c"
+
+
+def test_urls_with_a_password_an_encoded_slash_or_several_queries(tmp_path, proxy):
+    """As of Firebase, whose names have slashes, and of scripts, whose query is the name."""
+    store = make_store(tmp_path)
+    path = open_path(f"{proxy.url.replace('//', '//me:geheim@')}/{quote(NAME)}?x=y", store)
+    assert "geheim" not in f"{path}{path!r}{strip_query('https://me:geheim@host/a?x=y')}"
+    assert path.read_bytes() == DATA and (path.parent / path.name).read_bytes() == DATA
+    assert format_address(path.url, path.query).startswith("http://me:geheim@127.0.0.1")
+    (tmp_path / "files" / "a").mkdir()
+    (tmp_path / "files" / "a" / "b c").write_bytes(b"1")
+    path = open_path(f"{proxy.url}/a%2fb%20c?alt=media", store)
+    again = path.parent / path.name
+    assert path.name == "a%2Fb c" and again.read_bytes() == b"1" and again.url.endswith("/a%2Fb%20c")
+    first = open_path(f"{proxy.url}/{quote(NAME)}?id=1", store)
+    assert first == open_path(f"{proxy.url}/{quote(NAME)}?id=2", store)
+    with pytest.raises(RemoteError, match="has several queries"):
+        first.read_bytes()
+
+
+def test_a_signed_url_that_expires_is_no_fault_of_the_file(tmp_path):
+    (tmp_path / "files").mkdir()
+    for name in "ab":
+        (tmp_path / "files" / name).write_bytes(DATA)
+    statuses = {"c": 403}
+    with run_file_server(tmp_path / "files", statuses=statuses) as url:
+        store = make_store(tmp_path)
+        signed, other = open_path(f"{url}/a?signature=geheim", store), open_path(f"{url}/b", store)
+        assert signed.is_file() and other.is_file()
+        statuses |= {"a": 403, "b": 403}
+        with pytest.raises(RemoteOutage, match=r"access denied .*; the signed URL may have expired$"):
+            signed.read_bytes()
+        with pytest.raises(RemoteError, match="access denied") as caught:
+            other.read_bytes()
+        assert not isinstance(caught.value, RemoteOutage)
 
 
 @pytest.mark.parametrize("has_stamps", [True, False])
@@ -129,6 +167,41 @@ def test_a_server_without_ranges_is_asked_once(tmp_path, has_stamps: bool):
             open_path(f"{proxy.url}/b", small).open().read(100)
 
 
+def test_a_forked_worker_does_not_disturb_the_connections_of_its_parent(tmp_path, proxy):
+    """The finalizer of the parent's file system would close them in the worker too; both share one epoll instance."""
+    (tmp_path / "files" / "b").write_bytes(DATA)
+    store = make_store(tmp_path)
+    assert (open_path(proxy.url, store) / NAME).read_bytes() == DATA
+    pid = os.fork()
+    if pid == 0:
+        is_equal = open_path(f"{proxy.url}/b", make_store(tmp_path / "worker")).read_bytes() == DATA
+        gc.collect()
+        is_equal &= open_path(f"{proxy.url}/b", make_store(tmp_path / "again")).read_bytes() == DATA
+        os._exit(not is_equal)
+    assert os.waitpid(pid, 0)[1] == 0
+    started = time.monotonic()
+    assert open_path(f"{proxy.url}/b", store).read_bytes() == DATA
+    assert time.monotonic() - started < 5
+
+
+def count_requested_bytes(proxy: Proxy) -> int:
+    ranges = [request.rpartition("bytes=")[2].partition("-") for request in proxy.requests if "bytes=" in request]
+    return sum(int(last) - int(first) + 1 for first, _, last in ranges)
+
+
+@pytest.mark.parametrize("cache_bytes", [2 * BLOCK_BYTES, 1000])
+def test_what_does_not_fit_into_the_cache_is_not_requested_ahead(tmp_path, proxy, cache_bytes: int):
+    (tmp_path / "files" / "large").write_bytes(DATA * 4)
+    folder = open_path(proxy.url, make_store(tmp_path, cache_bytes=cache_bytes))
+    with (folder / "large").open() as file:
+        while len(data := file.read(100_000)):
+            assert data == (DATA * 4)[file.tell() - len(data) : file.tell()]
+    assert count_requested_bytes(proxy) < 2.1 * 4 * len(DATA)  # a read across two blocks requests both
+    proxy.requests.clear()
+    prefetch_files([folder / "large", folder / NAME])
+    assert proxy.count("GET") == 0
+
+
 @pytest.mark.slow
 def test_many_files_are_requested_at_once(tmp_path):
     (tmp_path / "files").mkdir()
@@ -151,6 +224,20 @@ def test_many_files_are_requested_at_once(tmp_path):
             prefetch_files(folder / str(number) for number in range(60, 70))
             os._exit((folder / "7").read_bytes() != bytes([7]) * 100)
         assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_large_file_of_a_server_without_ranges_is_sent_once(tmp_path):
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "a").write_bytes(DATA * 8)
+    with (
+        run_file_server(tmp_path / "files", has_ranges=False) as url,
+        run_proxy(("127.0.0.1", int(url.rpartition(":")[2]))) as proxy,
+    ):
+        assert open_path(f"{proxy.url}/a", make_store(tmp_path)).read_bytes() == DATA * 8
+        assert proxy.count("GET") == 1
+        path = open_path(f"{proxy.url}/a", make_store(tmp_path / "other"))
+        prefetch_files([path])
+        assert proxy.count("GET") == 2 and path.read_bytes() == DATA * 8 and proxy.count("GET") == 2
 
 
 def test_a_process_killed_while_it_downloads_leaves_nothing_half_written(tmp_path, proxy):

@@ -154,7 +154,7 @@ def test_too_many_nan_steps_end_the_run_with_the_last_good_weights(dataset, tmp_
     assert are_files_equal(
         str(tmp_path / "stopped-step00000008.safetensors"), str(tmp_path / "good-step00000006.safetensors")
     )
-    assert [path.name for path in sorted(tmp_path.glob("*.json"))] == [
+    assert [path.name for path in sorted(tmp_path.glob("*.nan-*"))] == [
         f"stopped.nan-step{step:08d}-rank0.json" for step in (7, 8, 9)
     ]
 

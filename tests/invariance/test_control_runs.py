@@ -1,0 +1,103 @@
+"""Runs with ``--control``: one result with every strategy, from caches, and after a resume; previews; rejections."""
+
+import pytest
+import torch
+from rank_processes import run_on_ranks
+from safetensors.torch import load_file
+from training_runs import max_relative_difference, train, write_images
+
+from library.config import parse_config
+from library.dataset.validate import validate_dataset_config
+from library.errors import ConfigError
+from library.models.detect import detect_model
+from library.models.families import FAMILIES
+from library.models.preflight import validate_model_options
+from library.training.preflight import RunFacts, check_run_settings
+
+OMINI = ("--pretrained_model_name_or_path", "random:flux:tiny", "--control", "omini")
+SGD = ("--optimizer_type", "SGD", "--learning_rate", "0.1", "--network_alpha", "4", "--network_dim", "4")
+
+
+@pytest.fixture
+def write_data(tmp_path):
+    """Write a dataset of two buckets, with a condition image made from each picture."""
+
+    path = write_images(tmp_path, {(96, 64): 8, (64, 96): 4})
+    text = path.read_text()
+
+    def write(kind="canny"):
+        path.write_text(f"{text}\ncontrol_from_image = '{kind}'\n")
+        return path
+
+    return write
+
+
+def run(data, folder, name, *flags, ranks=1):
+    words = (*OMINI, *SGD, "--dataset_config", str(data), "--output_dir", str(folder), "--output_name", name)
+    words += ("--max_train_steps", "4", "--seed", "3", *flags)
+    if ranks == 1:
+        train(*words)
+    else:
+        run_on_ranks(ranks, train, *words)
+    return load_file(folder / f"{name}.safetensors")
+
+
+def test_strategies_caches_and_checkpointing_train_the_adapter_of_one_process(write_data, tmp_path):
+    data = write_data()
+    one = run(data, tmp_path, "one", "--train_batch_size", "4")
+    assert len(one) == 2 * 22 and all(name.startswith("transformer.") for name in one)
+    more = ("--gradient_checkpointing", "--blocks_to_swap", "1")
+    assert max_relative_difference(one, run(data, tmp_path, "less", "--train_batch_size", "4", *more)) < 1e-5
+    for name, flags in {"ddp": (), "fsdp": ("--fsdp", "--gradient_checkpointing")}.items():
+        two = run(data, tmp_path, name, "--train_batch_size", "2", *flags, ranks=2)
+        assert max_relative_difference(one, two) < 1e-5
+
+
+def test_cached_condition_images_train_the_same_adapter_and_those_of_another_kind_another_one(write_data, tmp_path):
+    runs = {}
+    for kind in ("canny", "colorization"):
+        data = write_data(kind)
+        runs[kind] = run(data, tmp_path, kind)
+        # The gradients of keys nearly cancel, which magnifies the rounding of other batches in the VAE.
+        assert max_relative_difference(runs[kind], run(data, tmp_path, "disk", "--cache_latents_to_disk")) < 1e-3
+    assert max_relative_difference(*runs.values()) > 1e-2
+
+
+def test_a_resumed_run_draws_the_holes_of_the_run_that_went_through(write_data, tmp_path):
+    data = write_data("inpainting")
+    through = run(data, tmp_path, "through", "--flip_aug")
+    flags = ("--flip_aug", "--save_state", "--save_every_n_steps", "2")
+    run(data, tmp_path, "half", *flags)
+    state = tmp_path / "half-step00000002-state"
+    resumed = run(data, tmp_path, "resumed", "--flip_aug", "--resume", str(state))
+    assert all(torch.equal(through[name], resumed[name]) for name in through)
+
+
+@pytest.mark.quick
+def test_what_control_does_not_support_is_refused(write_data, tmp_path):
+    data = ("--dataset_config", str(write_data("inpainting")))
+
+    def list_problems(*words, model=OMINI):
+        parsed = parse_config([*data, *words, *model])
+        config = parsed.config
+        problems = [*parsed.problems, *validate_dataset_config(config.data, config.cache)]
+        return "\n".join([*problems, *validate_model_options(config, {})])
+
+    plain = OMINI[:2]
+    assert list_problems() == ""
+    assert "inpainting cannot be used with cache_latents" in list_problems("--cache_latents")
+    assert "control_from_image: FLUX.1 takes no control images" in list_problems(model=plain)
+    assert "FLUX.1 with --control do" in list_problems(model=plain)
+    assert "has an effect with control omini only" in list_problems("--control_scale", "0.5", model=plain)
+    assert "apply_t5_attn_mask: does not apply to FLUX.1 with control omini" in list_problems("--apply_t5_attn_mask")
+    others = list_problems(model=("--pretrained_model_name_or_path", "random:sd3:tiny", "--control", "omini"))
+    assert "control: omini is not supported for Stable Diffusion 3, only for FLUX.1" in others
+    write_data("depth")
+    assert "control_from_image: no depth model is part of this program" in list_problems()
+    write_data("cany")
+    assert "got 'cany'; did you mean canny?" in list_problems()
+    config = parse_config([*data, *OMINI, "--cp_size", "2"]).config
+    with pytest.raises(ConfigError, match="control omini has tokens of its own kind"):
+        check_run_settings(
+            config, RunFacts(FAMILIES.get(detect_model(config.model).family)(), detect_model(config.model))
+        )
