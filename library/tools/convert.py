@@ -209,4 +209,5 @@ def find_stated_family(metadata: Mapping[str, str]) -> str | None:
     """The family that the file names."""
     architecture = metadata.get("modelspec.architecture", "")
     starts = {facts.modelspec_architecture: family for family, facts in FAMILY_FACTS.items()}
-    return next((family for start, family in starts.items() if start and architecture.startswith(start)), None)
+    found = [start for start in starts if start and architecture.startswith(start)]
+    return starts[max(found, key=len)] if found else None
