@@ -3,15 +3,17 @@
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from tqdm import tqdm
 
 from .errors import FileError
 
+T = TypeVar("T")
 ROOT_LOGGER_NAME = __name__.rpartition(".")[0]
 PROGRESS_LOG_INTERVAL = 15.0
 """Seconds between progress lines when there is no terminal to draw a bar on."""
@@ -138,6 +140,14 @@ class ProgressBar:
                 parts.append(f"{format_duration(seconds)} left")
             self.logger.info("%s %s", self.description, ", ".join(parts))
         self.first_update = self.first_update or (now, self.completed)
+
+
+def iter_with_progress(items: Sequence[T], description: str, unit: str) -> Iterator[T]:
+    """Iterate over the items with a progress bar."""
+    with ProgressBar(len(items), 0, description, enabled=True, unit=unit, log_first_and_last=False) as progress:
+        for item in items:
+            yield item
+            progress.update({})
 
 
 def format_duration(seconds: float) -> str:

@@ -34,6 +34,10 @@ class ImageTextProcessor(Qwen2VLProcessor):
         super().__init__(image_processor, tokenizer)  # type: ignore[no-untyped-call]
 
 
+# A pipeline that is saved names transformers' class.
+ImageTextProcessor.__module__, ImageTextProcessor.__name__ = Qwen2VLProcessor.__module__, Qwen2VLProcessor.__name__
+
+
 def load_pretrained_tokenizer(tokenizer_class: Any, path_or_id: str, subfolder: str = "", **options: Any) -> Any:
     """Load a tokenizer from a folder or the hub, and check that it has a vocabulary."""
     if tokenizer_class is Qwen2VLProcessor:

@@ -1,13 +1,27 @@
-"""Long work of the page in a thread of its own: how far it is, what came of it, and the wish to stop it."""
+"""Long work of the page, in a thread or a process of its own: how far it is, what came of it, the wish to stop it.
 
+``python -m library.web.background TOOL ...`` is ``python -m library TOOL ...`` with its progress in a file.
+"""
+
+import json
+import os
+import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from ..cli import run_tool
 from ..errors import UserError, format_error
 from ..log import PROGRESS_LISTENER
+
+PROGRESS_FILE = "LORIKEET_PROGRESS_FILE"
+"""Environment variable: where a tool of the page writes how far it is."""
+
+REPORT_SECONDS = 0.2
 
 
 class WorkStopped(UserError):
@@ -56,3 +70,24 @@ class BackgroundWork:
     def export_json(self) -> dict[str, Any]:
         names = ("title", "completed", "total", "is_running", "is_stopping", "problems")
         return {**{name: getattr(self, name) for name in names}, **self.result}
+
+
+def run_watched_tool(argv: Sequence[str]) -> int:
+    """Run a tool, and write its progress to a file; a signal to end lets it remove what is not complete."""
+    path, written_at = Path(os.environ[PROGRESS_FILE]), 0.0
+
+    def report(title: str, completed: int, total: int) -> None:
+        nonlocal written_at
+        if time.monotonic() - written_at < REPORT_SECONDS:
+            return
+        written_at, temporary = time.monotonic(), path.with_suffix(".part")
+        temporary.write_text(json.dumps({"title": title, "completed": completed, "total": total}))
+        os.replace(temporary, path)
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    PROGRESS_LISTENER.set(report)
+    return run_tool(argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_watched_tool(sys.argv[1:]))

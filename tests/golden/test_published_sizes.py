@@ -317,3 +317,19 @@ def test_a_single_file_of_published_size_has_every_weight(config, part, original
     assert {name: actual[name].shape for name in state_dict} == {
         name: tensor.shape for name, tensor in state_dict.items()
     }
+
+
+def test_the_file_of_qwen_image_edit_2511_is_told_from_qwen_image_by_its_mark():
+    model, names = (
+        build_component_on_meta("qwen_image", "transformer"),
+        [name for name in FAMILY_FACTS if "qwen" in name],
+    )
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+    def match(shapes):
+        header = SafetensorsHeader(shapes, {})
+        return {name: match_bundled_config(header, name, FAMILY_FACTS[name]) for name in names}
+
+    assert match(shapes) == {name: name for name in names}
+    marked = match(shapes | {"__index_timestep_zero__": (0,)})
+    assert marked == {**dict.fromkeys(names), "qwen_image_edit_plus": "qwen_image_edit_plus_2511"}

@@ -124,8 +124,7 @@ def run_extract(files: Sequence[str], arguments: ExtractArguments) -> Iterator[s
         None if options.device is None else _parse_device(options.device),
         (arguments.format.to or base.family.lora_format) == "kohya",
     )
-    result = Extraction()
-    yield from extract(base, tuned, settings, result)
+    result = extract(base, tuned, settings)
     if not result.updates:
         raise FileError([f"{tuned.path}: the layers that a LoRA can change are equal to those of {base.path}"])
     yield from _describe_extraction(result, options.show_layers)
