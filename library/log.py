@@ -3,14 +3,17 @@
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from tqdm import tqdm
 
 from .errors import FileError
 
+T = TypeVar("T")
 ROOT_LOGGER_NAME = __name__.rpartition(".")[0]
 PROGRESS_LOG_INTERVAL = 15.0
 """Seconds between progress lines when there is no terminal to draw a bar on."""
@@ -73,6 +76,10 @@ class _LogFormatter(logging.Formatter):
         return f"{color}{text}\033[0m" if color else text
 
 
+PROGRESS_LISTENER: ContextVar[Callable[[str, int, int], None] | None] = ContextVar("progress_listener", default=None)
+"""Gets description, completed and total of the progress bars of its thread; what it raises ends their work."""
+
+
 class ProgressBar:
     """A progress bar on a terminal, and log lines elsewhere.
 
@@ -114,6 +121,8 @@ class ProgressBar:
         """Advance by ``count``, and show the metrics next to the bar."""
         if not count:
             return
+        if (listener := PROGRESS_LISTENER.get()) is not None:
+            listener(self.description, self.completed + count, self.total)
         is_end = self.completed == self.initial or self.completed + count == self.total
         self.completed += count
         if self.draws_bar:
@@ -131,6 +140,14 @@ class ProgressBar:
                 parts.append(f"{format_duration(seconds)} left")
             self.logger.info("%s %s", self.description, ", ".join(parts))
         self.first_update = self.first_update or (now, self.completed)
+
+
+def iter_with_progress(items: Sequence[T], description: str, unit: str) -> Iterator[T]:
+    """Iterate over the items with a progress bar."""
+    with ProgressBar(len(items), 0, description, enabled=True, unit=unit, log_first_and_last=False) as progress:
+        for item in items:
+            yield item
+            progress.update({})
 
 
 def format_duration(seconds: float) -> str:

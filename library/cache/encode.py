@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL.Image import Image, fromarray
 from torch import Tensor
 
 from ..config.schema import ModelConfig
@@ -17,7 +18,7 @@ from ..data.augment import Augmenter
 from ..data.batch import Cond, normalize_pixels
 from ..data.images import BadSample, load_control_pixels, load_sample_pixels
 from ..data.worker_pool import prefetch_in_threads
-from ..dataset.image_inspection import Pixels
+from ..dataset.image_inspection import Pixels, load_rgb_image
 from ..dataset.masks import MaskPixels
 from ..diffusion.losses import resize_mask_to_latents
 from ..distributed.devices import MIXED_PRECISION_DTYPES
@@ -57,8 +58,15 @@ class FrozenEncoders:
     def is_t5_only(self) -> bool:
         return self.text_components != self.family.text_components
 
-    def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
-        """Encode texts with the text components."""
+    @property
+    def reads_controls(self) -> bool:
+        """Whether the text encoder reads control images together with captions."""
+        return self.family.facts.text_tokens_per_control > 0
+
+    def encode_prompts(self, pipe: Any, prompts: Sequence[str], controls: Sequence[Sequence[Image]] = ()) -> Cond:
+        """Encode texts with the text components; ``controls`` are the control images of each, if they are read."""
+        if self.reads_controls:
+            return self.family.encode_prompts_with_controls(pipe, prompts, controls)
         encode = self.family.encode_t5_prompts if self.is_t5_only else self.family.encode_prompts
         return encode(pipe, prompts)
 
@@ -197,6 +205,7 @@ class CaptionEncoder:
     """Encodes captions; the text encoders are loaded for the first batch and freed after the last."""
 
     encoders: FrozenEncoders
+    augmenter: Augmenter
     text_keys: TextKeys
     failures: dict[int, str] = field(default_factory=dict)
 
@@ -212,8 +221,9 @@ class CaptionEncoder:
                 dtype = MIXED_PRECISION_DTYPES[strategy.mixed_precision]
                 pipe = self.encoders.load(self.encoders.text_components, dtype)
             captions = [self.text_keys.captions[index] for index in batch]
+            controls = [self._load_controls(index) for index in batch] if self.encoders.reads_controls else []
             with torch.no_grad(), strategy.accelerator.autocast():
-                rows = split_cond(self.encoders.encode_prompts(pipe, captions), len(captions))
+                rows = split_cond(self.encoders.encode_prompts(pipe, captions, controls), len(captions))
             for caption, row in zip(captions, rows, strict=True):
                 if not all(bool(tensor.isfinite().all()) for tensor in row.values()):
                     raise UserError(f"the text encoder returns NaN or Inf for the caption {caption!r}")
@@ -221,6 +231,18 @@ class CaptionEncoder:
             yield len(batch), list(map(EncodedEntry, batch, rows, names))
         del pipe
         strategy.empty_device_cache()
+
+    def _load_controls(self, entry_index: int) -> list[Image]:
+        source = self.text_keys.sources[entry_index]
+        if source.prompt is not None:
+            return [load_rgb_image(path) for path in source.prompt.control_images]
+        augmenter, index = self.augmenter, source.sample_index
+        crop = get_cached_crop(augmenter, index, is_flipped=source.is_flipped)
+        sample, assignment = augmenter.manifest.samples[index], augmenter.assignments[index]
+        loaded = load_control_pixels(sample, assignment, augmenter.get_dataset(index), crop)
+        if isinstance(loaded, BadSample):
+            raise UserError(f"{loaded.name}: {loaded.problem}")
+        return list(map(fromarray, loaded))
 
 
 def _split_into_batches(indices: Sequence[int], batch_size: int) -> list[list[int]]:

@@ -1,18 +1,24 @@
 """Cache keys: a hash of everything that decides the latents of an image or the text-encoder output of a caption."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..data.augment import Augmenter, SampleView
 from ..data.batch_plan import MicroBatchSchedule
-from ..data.buckets import BucketAssignment
+from ..data.buckets import BucketAssignment, list_control_facts
 from ..data.images import CropParams
 from ..data.manifest import Sample
+from ..data.prompts import Prompt
+from ..dataset.image_inspection import load_rgb_image
 from ..dataset.schema import SubsetConfig
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 KeyArray = NDArray[np.bytes_]
 KEY_BYTES = 16
@@ -28,26 +34,74 @@ def get_key_bytes(key: np.bytes_) -> bytes:
     return bytes(key).ljust(KEY_BYTES, b"\0")
 
 
+@dataclass(frozen=True)
+class EncodedText:
+    """A caption as the text encoder gets it."""
+
+    caption: str
+    control_key: str = ""  # of the control images that the text encoder reads with it
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Where a caption was found first, and its control images."""
+
+    sample_index: int = 0  # decides about the directory
+    is_flipped: bool = False
+    prompt: Prompt | None = None  # of a preview, instead of a sample
+
+    def count_controls(self, augmenter: Augmenter) -> int:
+        owner = augmenter.manifest.samples[self.sample_index].controls
+        return len(owner if self.prompt is None else self.prompt.control_images)
+
+
 def collect_run_captions(
-    augmenter: Augmenter, batch_plan: MicroBatchSchedule, total_steps: int, extra_captions: Iterable[str] = ()
-) -> dict[str, int]:
+    augmenter: Augmenter,
+    batch_plan: MicroBatchSchedule,
+    total_steps: int,
+    prompts: Iterable[Prompt] = (),
+    *,
+    with_controls: bool = False,
+) -> dict[EncodedText, TextSource]:
     """Collect every caption of ``total_steps`` steps on any rank, the empty one included, each with a sample using it.
 
     Captions are drawn by a stateless generator, so the batch plan tells them before training.  Only samples whose
-    captions vary need a walk through the plan.
+    captions vary need a walk through the plan.  ``with_controls``: the text encoder reads control images as well.
     """
-    captions = dict.fromkeys(["", *extra_captions], 0)
+    texts = {} if with_controls else {EncodedText(""): TextSource()}
+    for prompt in prompts:
+        controls = map(load_rgb_image, prompt.control_images) if with_controls else ()
+        key = hash_controls(list(controls))
+        for text in (prompt.text, prompt.negative_prompt):
+            texts.setdefault(EncodedText(text, key), TextSource(prompt=prompt))
+
+    def add_view(view: SampleView, *, is_flipped: bool) -> None:
+        key = augmenter.get_control_key(view.sample_index, is_flipped=is_flipped) if with_controls else ""
+        texts.setdefault(EncodedText(augmenter.draw_caption(view), key), TextSource(view.sample_index, is_flipped))
+
     samples = range(len(augmenter.manifest.samples))
     varying = {index for index in samples if find_varying_caption_keys(augmenter.get_subset(index))}
     for index in samples:
         if index not in varying:
-            captions.setdefault(augmenter.draw_caption(SampleView(0, 0, index, 0)), index)
+            for is_flipped in (False, True) if with_controls and augmenter.get_subset(index).flip_aug else (False,):
+                add_view(SampleView(0, 0, index, 0), is_flipped=is_flipped)
     for position in range(total_steps * batch_plan.accumulation_steps if varying else 0):
         step = position // batch_plan.accumulation_steps
         for view in augmenter.list_views(batch_plan.get_micro_batch(position), step):
             if view.sample_index in varying:
-                captions.setdefault(augmenter.draw_caption(view), view.sample_index)
-    return captions
+                add_view(view, is_flipped=augmenter.is_flipped(view))
+    return texts
+
+
+def hash_controls(images: Sequence["Image"]) -> str:
+    """Identify control images that are given themselves, as those of previews; empty without any."""
+    if not images:
+        return ""
+    digest = hashlib.sha256()
+    for image in images:
+        digest.update(f"{image.mode} {image.size}".encode())
+        digest.update(image.tobytes())
+    return digest.hexdigest()
 
 
 def find_varying_caption_keys(subset: SubsetConfig) -> tuple[str, ...]:
@@ -95,20 +149,14 @@ def compute_latent_key(
         "mirrored" if crop_params.is_flipped else "",
         encoder_fingerprint,
         *mask,
-        *_list_control_facts(sample, controls),
+        *list_control_facts(sample, controls),
     )
 
 
-def _list_control_facts(sample: Sample, assignments: Sequence[BucketAssignment]) -> Iterator[str | int]:
-    for control, own in zip(sample.controls, assignments, strict=True):
-        yield from ("control", control.content_hash, *own.resized_size, *own.crop_left_top, *own.bucket_resolution)
-        if control.made:
-            yield control.made
-
-
-def compute_text_key(caption: str, encoder_fingerprint: str) -> bytes:
+def compute_text_key(text: EncodedText, encoder_fingerprint: str) -> bytes:
     """Hash one caption as the text encoder gets it."""
-    return _hash_facts("text", TEXT_KEY_VERSION, encoder_fingerprint, caption)
+    controls = (text.control_key,) if text.control_key else ()
+    return _hash_facts("text", TEXT_KEY_VERSION, encoder_fingerprint, text.caption, *controls)
 
 
 def compute_encoder_fingerprint(*facts: str) -> str:
@@ -135,10 +183,10 @@ class LatentKeys:
 
 @dataclass(frozen=True)
 class TextKeys:
-    """Cached text-encoder outputs: one entry for each caption."""
+    """Cached text-encoder outputs: one entry for each caption, or for each with its control images."""
 
     captions: tuple[str, ...]
-    owner_indices: tuple[int, ...]  # a sample with this caption, which decides about the directory
+    sources: tuple[TextSource, ...]
     keys: KeyArray
 
     def __len__(self) -> int:
@@ -173,7 +221,7 @@ def get_cached_crop(augmenter: Augmenter, sample_index: int, *, is_flipped: bool
     )
 
 
-def build_text_keys(captions: dict[str, int], encoder_fingerprint: str) -> TextKeys:
-    """Build the keys of captions, each given with a sample that uses it."""
-    keys = stack_keys(compute_text_key(caption, encoder_fingerprint) for caption in captions)
-    return TextKeys(tuple(captions), tuple(captions.values()), keys)
+def build_text_keys(texts: dict[EncodedText, TextSource], encoder_fingerprint: str) -> TextKeys:
+    """Build the keys of captions, each given with its source."""
+    keys = stack_keys(compute_text_key(text, encoder_fingerprint) for text in texts)
+    return TextKeys(tuple(text.caption for text in texts), tuple(texts.values()), keys)

@@ -18,6 +18,7 @@ from ..dataset.scan_cache import SETTLED_AFTER_NS
 from ..errors import FileError
 from ..models.base import Family
 from ..models.detect import DetectedModel, get_config_reader
+from ..models.model_configs import is_tokenizer
 from ..models.single_file import select_component_keys
 
 
@@ -111,7 +112,7 @@ def _iter_component_fingerprints(
     path_or_id = model.path_or_id if separate is None else separate.path_or_id
     if separate is None and model.source_type == "random":
         yield path_or_id
-    elif is_in_file and component.startswith("tokenizer"):
+    elif is_in_file and is_tokenizer(component):
         yield _hash_loaded_component(getattr(family.load(model, torch.float32, (component,)), component))
     elif is_in_file:
         prefixes = family.facts.single_file_prefixes.get(component, ())
@@ -155,7 +156,9 @@ def _hash_loaded_component(component: Any) -> str:
     """Hash the weights and config of a module in memory, or the vocabulary of a tokenizer."""
     digest = hashlib.sha256()
     if not isinstance(component, nn.Module):
-        digest.update(str(sorted(component.get_vocab().items())).encode())
+        tokenizer, images = getattr(component, "tokenizer", component), getattr(component, "image_processor", None)
+        digest.update(str(sorted(tokenizer.get_vocab().items())).encode())
+        digest.update(_format_config(images.to_dict()).encode() if images is not None else b"")
         return digest.hexdigest()
     config: Any = component.config
     digest.update(_format_config(dict(config) if isinstance(config, dict) else config.to_dict()).encode())

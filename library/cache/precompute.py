@@ -88,7 +88,7 @@ def cache_text_encoder_outputs(
         spec, encoder = build_text_cache(encoders, prepared, run_plan, prompts, directories, fingerprint)
         store, _ = fill_cache(comm, spec, encoder, verify_existing=to_disk and not cache.skip_cache_check)
         _open_shards(store, comm, to_disk=to_disk)
-        return TextReader(store, fingerprint)
+        return TextReader(store, fingerprint, encoders.reads_controls)
 
 
 def build_latent_cache(
@@ -129,9 +129,12 @@ def build_text_cache(
     encoder_fingerprint: str,
 ) -> tuple[CacheSpec, CaptionEncoder]:
     """Build the spec of the cache of text-encoder outputs and its encoder."""
-    captions = _collect_captions(prepared, run_plan, prompts)
-    logger.info("%d different captions in %d steps", len(captions), run_plan.steps)
-    text_keys = build_text_keys(captions, encoder_fingerprint)
+    merged, with_controls = prepared.merge_validation(), encoders.reads_controls
+    augmenter, plan = merged.build_augmenter(run_plan.batch_plan, run_plan.steps), run_plan.batch_plan
+    texts = collect_run_captions(augmenter, plan, run_plan.steps, prompts, with_controls=with_controls)
+    extent = " with their control images" if with_controls else ""
+    logger.info("%d different captions%s in %d steps", len(texts), extent, run_plan.steps)
+    text_keys = build_text_keys(texts, encoder_fingerprint)
     to_disk = encoders.cache.cache_text_encoder_outputs_to_disk
     option = "cache_text_encoder_outputs_to_disk" if to_disk else "cache_text_encoder_outputs"
     spec = CacheSpec(
@@ -139,11 +142,11 @@ def build_text_cache(
         unit="caption",
         option=option,
         keys=text_keys.keys,
-        directories=[cache_dirs[owner] / TEXTS_DIR_NAME for owner in text_keys.owner_indices],
+        directories=[cache_dirs[source.sample_index] / TEXTS_DIR_NAME for source in text_keys.sources],
         relative_sizes=[1] * len(text_keys),
-        disk_full_hint=_suggest_fewer_captions(prepared.merge_validation(), option),
+        disk_full_hint=_suggest_fewer_captions(merged, option),
     )
-    return spec, CaptionEncoder(encoders, text_keys)
+    return spec, CaptionEncoder(encoders, augmenter, text_keys)
 
 
 def compute_vae_fingerprint(encoders: FrozenEncoders, cache_dir: Path) -> str:
@@ -223,9 +226,3 @@ def _suggest_fewer_captions(prepared: PreparedData, option: str) -> str:
         f"{fewer}free disk space, set another directory with --cache_dir, or encode captions during training without"
         f" --{option}"
     )
-
-
-def _collect_captions(prepared: PreparedData, run_plan: RunPlan, prompts: Sequence[Prompt]) -> dict[str, int]:
-    augmenter = prepared.merge_validation().build_augmenter(run_plan.batch_plan, run_plan.steps)
-    texts = [text for prompt in prompts for text in (prompt.text, prompt.negative_prompt)]
-    return collect_run_captions(augmenter, run_plan.batch_plan, run_plan.steps, texts)

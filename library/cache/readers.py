@@ -25,7 +25,7 @@ from ..data.prepare import PreparedData
 from ..data.worker_pool import prefetch_in_threads
 from ..errors import UserError
 from .format import ByteArray, deserialize_tensors, read_tensor_spans, stack_tensors
-from .keys import LatentKeys, compute_text_key, stack_keys
+from .keys import EncodedText, LatentKeys, compute_text_key, stack_keys
 from .store import CacheStore
 
 MOMENTS_TENSOR, MASK_TENSOR, CONTROL_TENSOR = "moments", "mask", "control_{}"
@@ -81,12 +81,14 @@ class LatentReader:
 class TextReader:
     """Cached text-encoder outputs of the captions of a run."""
 
-    def __init__(self, store: CacheStore, encoder_fingerprint: str):
-        self.store, self.encoder_fingerprint = store, encoder_fingerprint
+    def __init__(self, store: CacheStore, encoder_fingerprint: str, reads_controls: bool = False):
+        self.store, self.encoder_fingerprint, self.reads_controls = store, encoder_fingerprint, reads_controls
 
-    def read_cond(self, captions: Sequence[str]) -> Cond:
-        """Return what ``Family.encode_prompts`` returns for these captions."""
-        keys = stack_keys(compute_text_key(caption, self.encoder_fingerprint) for caption in captions)
+    def read_cond(self, captions: Sequence[str], control_keys: Sequence[str] = ()) -> Cond:
+        """Return what the family's text encoders return for these captions, each with its control images if read."""
+        used_keys = control_keys if self.reads_controls else [""] * len(captions)
+        texts = map(EncodedText, captions, used_keys)
+        keys = stack_keys(compute_text_key(text, self.encoder_fingerprint) for text in texts)
         rows = self.store.find_rows(keys)
         if (rows < 0).any():
             missing = captions[int((rows < 0).argmax())]
@@ -134,6 +136,7 @@ class CachedLatentLoader:
         samples = [self.augmenter.manifest.samples[index] for index in shard.sample_indices]
         weights = [sample.loss_weight * is_real for sample, is_real in zip(samples, shard.is_real, strict=True)]
         captions = tuple(map(self.augmenter.draw_caption, views))
+        control_keys = tuple(map(self.augmenter.identify_controls, views))
         has_mask = any(sample.mask for sample in samples)
         batch = PixelBatch(
             pixels=None,
@@ -144,8 +147,9 @@ class CachedLatentLoader:
             sample_keys=tuple(sample.key for sample in samples),
             moments=self.latent_reader.read_moments(shard.sample_indices, flipped),
             latent_mask=self.latent_reader.read_masks(shard.sample_indices, flipped) if has_mask else None,
-            cond=None if self.text_reader is None else self.text_reader.read_cond(captions),
+            cond=None if self.text_reader is None else self.text_reader.read_cond(captions, control_keys),
             control_latents=self.latent_reader.read_controls(shard.sample_indices, flipped, len(samples[0].controls)),
+            control_keys=control_keys,
         )
         return batch.pin_memory() if self.pin_memory else batch
 
@@ -162,8 +166,13 @@ class CachedTextLoader:
             yield replace(step_batches, micro_batches=tuple(map(self._add_cond, step_batches.micro_batches)))
 
     def _add_cond(self, batch: PixelBatch) -> PixelBatch:
-        batch = replace(batch, cond=self.text_reader.read_cond(batch.captions))
+        batch = add_cached_cond(batch, self.text_reader)
         return batch.pin_memory() if self.image_loader.pin_memory else batch
+
+
+def add_cached_cond(batch: PixelBatch, text_reader: TextReader) -> PixelBatch:
+    """Add the cached text-encoder outputs of its captions."""
+    return replace(batch, cond=text_reader.read_cond(batch.captions, batch.control_keys))
 
 
 def build_step_loader(
@@ -197,7 +206,10 @@ def build_validation_reader(
     merged = prepared.merge_validation()
     batches = build_validation_batches(validation.manifest, validation.assignments, first_index, max_batches)
     if latent_reader is None:
-        return batches, MicroBatchDataset(merged.manifest, merged.assignments, batches, 0, 0, 0).__getitem__
+        read_pixels = MicroBatchDataset(merged.manifest, merged.assignments, batches, 0, 0, 0).__getitem__
+        if text_reader is None:
+            return batches, read_pixels
+        return batches, lambda number: add_cached_cond(read_pixels(number), text_reader)
     augmenter = merged.build_static_augmenter()
     loader = CachedLatentLoader(augmenter, batches, 0, latent_reader, text_reader, pin_memory=False)
     return batches, loader.load_micro_batch

@@ -5,6 +5,7 @@ are ranges: ``blocks.{0-2,5}.proj``.  ``python -m scripts.known_models`` writes 
 models.
 """
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +14,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from ..adapters.formats import build_key_lookup
 from ..adapters.key_names import ComponentKeys
+from ..adapters.key_styles import ModuleGroup
 from ..models.families import FAMILIES
 from .component_keys import build_component_keys
 
@@ -31,9 +34,18 @@ class KnownModel:
     shapes: Mapping[str, Shape]
     """By the layer's name, component included."""
 
+    @functools.cached_property
+    def lookup(self) -> dict[str, tuple[ComponentKeys, ModuleGroup]]:
+        """All names of its modules in files, which take long to build: several files may be looked up."""
+        return build_key_lookup(self.components)
 
-def iter_known_models() -> Iterator[KnownModel]:
+
+def load_known_models() -> tuple[KnownModel, ...]:
     """The published models first, the tiny ones last."""
+    return tuple(_iter_known_models())
+
+
+def _iter_known_models() -> Iterator[KnownModel]:
     for entry in json.loads(TABLE_PATH.read_text(encoding="utf-8")).values():
         components, family = list[ComponentKeys](), FAMILIES.get(entry["family"])
         shapes: dict[str, Shape] = {}

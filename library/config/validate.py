@@ -52,6 +52,12 @@ def validate_config(config: RunConfig, explicit: ExplicitOptions) -> Iterator[Op
         validate_resume_options(config.state),
         validate_precision(distributed),
         validate_save_options(config.save, config.adapter),
+        validate_written_folders(
+            output_dir=config.save.output_dir,
+            logging_dir=config.log.logging_dir,
+            cache_dir=config.cache.cache_dir,
+            remote_cache_dir=config.data.remote_cache_dir,
+        ),
         validate_initial_weights(config.adapter),
         validate_upload_options(config.save),
         validate_checkpointing(config.train, distributed),
@@ -152,6 +158,12 @@ def validate_save_options(save: SaveConfig, adapter: AdapterConfig) -> Iterator[
     if save.metadata_thumbnail is not None:
         for problem in _validate_thumbnail(Path(save.metadata_thumbnail).expanduser()):
             yield ("metadata_thumbnail",), problem
+
+
+def validate_written_folders(**folders: str | None) -> Iterator[OptionConflict]:
+    for name, folder in folders.items():
+        if folder is not None and "://" in folder:
+            yield (name,), f"{folder} is a URL; files are written to folders only, such as one that mounts the bucket"
 
 
 def _validate_thumbnail(path: Path) -> Iterator[str]:

@@ -11,7 +11,7 @@ from ..dataset.image_inspection import Pixels
 from ..dataset.schema import DatasetConfig, SubsetConfig
 from ..randomness import Purpose, derive_rng
 from .batch_plan import MicroBatch
-from .buckets import BucketAssignment, assign_controls
+from .buckets import BucketAssignment, assign_controls, list_control_facts
 from .captions import process_caption
 from .manifest import Manifest
 
@@ -202,6 +202,19 @@ class Augmenter:
         """Assign the control images of a sample to their sizes."""
         sample = self.manifest.samples[sample_index]
         return assign_controls(sample, self.assignments[sample_index], self.get_dataset(sample_index))
+
+    def get_control_key(self, sample_index: int, *, is_flipped: bool) -> str:
+        """Identify the pixels of the control images of a sample without random crop; empty if it has none."""
+        sample = self.manifest.samples[sample_index]
+        if not sample.controls:
+            return ""
+        facts = list_control_facts(sample, self.assign_controls(sample_index))
+        interpolation = self.get_subset(sample_index).resize_interpolation or ""
+        return " ".join(map(str, [*facts, interpolation, "mirrored" if is_flipped else ""]))
+
+    def identify_controls(self, view: SampleView) -> str:
+        """``get_control_key`` of a view."""
+        return self.get_control_key(view.sample_index, is_flipped=self.is_flipped(view))
 
     def draw_crop(self, view: SampleView) -> tuple[int, int]:
         """Draw (left, top) of the crop in the resized image."""

@@ -58,6 +58,7 @@ class PixelBatch:
     cond: Cond | None = None
     control_pixels: tuple[Tensor, ...] = ()  # for each control image (B, 3, height, width), 0..255
     control_latents: tuple[Tensor, ...] = ()  # cached ones, instead: (B, C, H, W)
+    control_keys: tuple[str, ...] = ()  # of each sample: what identifies its control images
 
     def __len__(self) -> int:
         return len(self.sample_keys)
@@ -147,6 +148,7 @@ class PixelBatch:
             captions=self.captions[rows],
             global_positions=self.global_positions[rows],
             sample_keys=self.sample_keys[rows],
+            control_keys=self.control_keys[rows],
             bad_samples=self.bad_samples if rows.start == 0 else (),
         )
 

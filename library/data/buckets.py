@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..config.types import Resolution
@@ -179,6 +179,14 @@ def assign_controls(
         else:
             assigned.append(_assign_single_resolution(*control.size, Resolution(*assignment.bucket_resolution)))
     return tuple(assigned)
+
+
+def list_control_facts(sample: Sample, assignments: Sequence[BucketAssignment]) -> Iterator[str | int]:
+    """What decides the pixels of the control images of a sample, given their assignments, besides flip and filter."""
+    for control, own in zip(sample.controls, assignments, strict=True):
+        yield from ("control", control.content_hash, *own.resized_size, *own.crop_left_top, *own.bucket_resolution)
+        if control.made:
+            yield control.made
 
 
 def assign_control_size(width: int, height: int, resolution: Resolution | None, keeps_size: bool) -> BucketAssignment:

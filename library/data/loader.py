@@ -221,6 +221,7 @@ class MicroBatchDataset(Dataset[PixelBatch | WorkerFailure]):
             mask=_stack_masks([image.mask for image in images], resolution),
             bad_samples=tuple(row for row in rows if isinstance(row, BadSample)),
             control_pixels=_stack_controls([image.controls for image in images]),
+            control_keys=tuple(map(self.augmenter.identify_controls, views)),
         )
 
     def load_image(self, epoch: int, sample_index: int, repeat_index: int) -> LoadedImage | BadSample:

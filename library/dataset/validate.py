@@ -61,6 +61,9 @@ def validate_dataset_config(
 def validate_paths(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
     """Yield folders and files of the dataset file that do not exist, with what is there instead."""
     for subset in _iter_subsets(datasets):
+        if is_remote(cache_directory := subset.resolve_cache_directory()):
+            where = f"{subset.format_location('cache_directory')}: {cache_directory}"
+            yield f"{where} is a URL; files are written to folders only, such as one that mounts the bucket"
         paths = (
             ("image_dir", subset.resolve_image_dir(), "folder"),
             ("conditioning_data_dir", subset.resolve_mask_dir(), "folder"),

@@ -72,16 +72,22 @@ def estimate_caption_cache(
     sizes: EncodedSizes | None,
     preview: PreviewConfig,
     mixed_precision: str | None,
+    text_tokens_per_control: int = 0,
 ) -> CacheEstimate:
     """Estimate the text-encoder outputs of every caption and preview prompt of the run."""
     prepared = prepared.merge_validation()
     augmenter = Augmenter(prepared.manifest, prepared.assignments, seed, run_plan.steps)
-    texts = [text for prompt in load_preview_prompts(preview) for text in (prompt.text, prompt.negative_prompt)]
-    count = len(collect_run_captions(augmenter, run_plan.batch_plan, run_plan.steps, texts))
+    prompts, with_controls = load_preview_prompts(preview), text_tokens_per_control > 0
+    plan, steps = run_plan.batch_plan, run_plan.steps
+    texts = collect_run_captions(augmenter, plan, steps, prompts, with_controls=with_controls)
     precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    num_bytes = None if sizes is None else count * sizes.text_elements * (4 if precision == "no" else 2)
+    num_bytes = None
+    if sizes is not None:
+        num_controls = sum(source.count_controls(augmenter) for source in texts.values()) if with_controls else 0
+        elements = len(texts) * sizes.text_elements + num_controls * text_tokens_per_control * sizes.text_width
+        num_bytes = elements * (4 if precision == "no" else 2)
     directories = _list_directories(cache, prepared) if cache.cache_text_encoder_outputs_to_disk else ()
-    return CacheEstimate("captions", count, num_bytes, True, directories)
+    return CacheEstimate("captions", len(texts), num_bytes, True, directories)
 
 
 def _list_directories(cache: CacheConfig, prepared: PreparedData) -> list[Path]:

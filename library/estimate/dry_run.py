@@ -111,7 +111,9 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
     plan = RunPlan.from_config(prepared.build_batch_plan(data_parallel_size, config.train), config.train, config.optim)
     arguments = config.cache, prepared, config.train.seed, plan, read_encoded_sizes(get_config_reader(detected))
     estimates = [estimate_latent_cache(*arguments)] if config.cache.caches_latents else []
+    facts = get_family_facts(detected.family)
     if config.cache.caches_text_outputs:
-        estimates.append(estimate_caption_cache(*arguments, config.preview, config.distributed.mixed_precision))
-    trained = describe_trained_components(config.adapter, config.optim, get_family_facts(detected.family))
+        settings = config.preview, config.distributed.mixed_precision, facts.text_tokens_per_control
+        estimates.append(estimate_caption_cache(*arguments, *settings))
+    trained = describe_trained_components(config.adapter, config.optim, facts)
     return DryRun(detected, prepared, plan, estimates, notes, trained)

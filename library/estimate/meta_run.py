@@ -338,7 +338,8 @@ class MetaRun:
     def _build_batch(self, batch: LargestBatch) -> PixelBatch:
         """Build the encoded batch, and measure the encoders."""
         (width, height), count, cache = batch.size, len(batch.captions), self.config.cache
-        cond: Cond | None = self.family.encode_prompts_on_meta(self.pipe, batch.captions)
+        encode = self.family.encode_prompts_with_controls_on_meta
+        cond: Cond | None = encode(self.pipe, batch.captions, batch.control_sizes)
         if self.trained_encoders:
             with torch.no_grad():
                 texts = self.pipe, batch.captions

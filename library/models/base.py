@@ -190,6 +190,12 @@ class Family(ABC):
         Gradients stay enabled: text encoders may be trained.
         """
 
+    def encode_prompts_with_controls(
+        self, pipe: Any, prompts: Sequence[str], controls: Sequence[Sequence[Image]]
+    ) -> Cond:
+        """``encode_prompts`` together with the control images of each; for families whose text encoder reads them."""
+        return self.encode_prompts(pipe, prompts)
+
     def encode_t5_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         """The part of ``encode_prompts`` that T5 alone makes; for families with ``facts.t5_encoder``."""
         raise NotImplementedError
@@ -204,6 +210,12 @@ class Family(ABC):
 
         with torch.no_grad():
             return self.encode_prompts(pipe, prompts)
+
+    def encode_prompts_with_controls_on_meta(
+        self, pipe: Any, prompts: Sequence[str], control_sizes: Sequence[tuple[int, int]]
+    ) -> Cond:
+        """The same for ``encode_prompts_with_controls``; each prompt has control images of these (width, height)."""
+        return self.encode_prompts_on_meta(pipe, prompts)
 
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         """The prompts that ``encode_prompts`` truncates."""
@@ -256,6 +268,10 @@ class Family(ABC):
         """The arguments of the diffusers pipeline's call for the control images of a preview."""
         return {"image": list(images)} if images else {}
 
+    def adapt_sampling_pipeline(self, sampling_pipe: Any) -> Any:
+        """Adapt the pipeline of one preview, whose modules are shared with training, before it is called."""
+        return sampling_pipe
+
     def generate_image(
         self,
         pipe: Any,
@@ -267,8 +283,8 @@ class Family(ABC):
     ) -> Image:
         """Sample one preview image with the diffusers pipeline and the modules in memory.
 
-        ``cond`` and ``negative_cond`` are ``encode_prompts`` of the prompt's two texts, so no text encoder is needed
-        here.  All random numbers come from ``generator``.  ``sampler`` None is the family's default.
+        ``cond`` and ``negative_cond`` are the encoded texts of the prompt, so no text encoder is needed here.  All
+        random numbers come from ``generator``.  ``sampler`` None is the family's default.
         """
         from ..data.images import load_preview_controls
         from .sampling import sample_image

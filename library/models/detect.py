@@ -35,6 +35,7 @@ from .model_configs import (
     build_bundled_reader,
     build_folder_reader,
     build_hub_reader,
+    is_tokenizer,
     list_family_configs,
     load_bundled_config,
     read_required,
@@ -166,7 +167,7 @@ def _detect_from_configs(
         if match is None:
             continue
         for component in facts.components:
-            file = "tokenizer_config.json" if component.startswith("tokenizer") else "config.json"
+            file = "tokenizer_config.json" if is_tokenizer(component) else "config.json"
             read_required(read, f"{component}/{file}")
         reason = f"model_index.json has {name}, and {match.reason}"
         return _build_detected(
@@ -325,7 +326,7 @@ def _find_missing_components(
 ) -> list[str]:
     options = {component: option for option, component in facts.component_options.items()}
     available = {*detected.single_file_components, *component_sources}
-    missing = [name for name in facts.components if name not in available and not name.startswith("tokenizer")]
+    missing = [name for name in facts.components if name not in available and not is_tokenizer(name)]
     return [
         f"pretrained_model_name_or_path: {detected.path_or_id}: the file has no {name}"
         + (f"; give one with --{options[name]}" if name in options else "")

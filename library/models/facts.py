@@ -67,6 +67,8 @@ class FamilyFacts:
     """How ``modelspec.architecture`` in the family's LoRA files begins."""
     control_images: tuple[int, int] = (0, 0)
     """The fewest and the most control images of a picture: references of editing models."""
+    text_tokens_per_control: int = 0
+    """Text tokens of a control image, at most, where the text encoder reads it together with the caption; else 0."""
     masks_text_in_denoiser: bool = False
     """Whether ``apply_t5_attn_mask`` masks the denoiser's attention, too."""
     validate_options: Callable[[ConfigReader, ModelConfig], Iterator[str]] = lambda read, options: iter(())

@@ -18,7 +18,7 @@ from ..errors import FileError
 from .detect import DetectedModel, detect_model, get_config_reader
 from .facts import TORCH_ATTENTION_MODES
 from .families import FAMILIES
-from .model_configs import ConfigReader, JsonDict, is_hub_reachable, read_required
+from .model_configs import ConfigReader, JsonDict, is_hub_reachable, is_tokenizer, read_required
 from .single_file import load_single_file_component
 from .tokenizers import build_byte_tokenizer, load_cached_tokenizer, load_pretrained_tokenizer
 from .weights import build_empty_model, build_random_component
@@ -104,7 +104,7 @@ def load_pipeline_on_meta(family: "Family", model: DetectedModel, dtype: torch.d
     for name in family.components:
         component_class = import_model_class(*index[name])
         with _raise_config_error(model, name), _disable_progress_bars():
-            if name.startswith("tokenizer"):
+            if is_tokenizer(name):
                 loaded[name] = _load_component(
                     family, model, read, component_class, name, dtype, None, local_files_only
                 )
@@ -162,7 +162,7 @@ def _load_component(
         )
     if separate is None and model.bundled_config is None:
         return load_pretrained_component(component_class, model.path_or_id, component, dtype, device, local_files_only)
-    if component.startswith("tokenizer"):
+    if is_tokenizer(component):
         if model.source_type == "random":
             return build_byte_tokenizer(component_class, read_required(read, f"{component}/tokenizer_config.json"))
         settings, cache_dir = (

@@ -60,6 +60,11 @@ def build_bundled_reader(config: Mapping[str, JsonDict]) -> ConfigReader:
     return config.get
 
 
+def is_tokenizer(component: str) -> bool:
+    """Whether a component has no weights: a tokenizer, or a processor of texts and images with one."""
+    return component.startswith(("tokenizer", "processor", "text_processor"))
+
+
 def read_required(read: ConfigReader, name: str) -> JsonDict:
     """Read a JSON file, or raise ``ModelError`` if it is missing."""
     data = read(name)
@@ -131,6 +136,7 @@ class EncodedSizes:
     latent_channels: int
     vae_scale_factor: int
     text_elements: int  # of one caption, at most
+    text_width: int  # elements of one token
 
     def count_moment_elements(self, size: tuple[int, int]) -> int:
         """Elements of the mean and standard deviation of an image of this size in pixels."""
@@ -149,13 +155,14 @@ def read_encoded_sizes(read: Callable[[str], JsonDict | None]) -> EncodedSizes |
     text = sum(map(_count_token_elements, encoders))
     if len(encoders) > 1:  # only models with several text encoders use pooled embeddings
         text += sum(int(config.get("projection_dim", 0)) for config in encoders)
-    return EncodedSizes(channels, 2 ** (len(blocks) - 1), text)
+    return EncodedSizes(channels, 2 ** (len(blocks) - 1), text, max(map(_read_text_width, encoders), default=0))
+
+
+def _read_text_width(config: JsonDict) -> int:
+    text_config = config.get("text_config", config)
+    return int(text_config.get("hidden_size", text_config.get("d_model", 0)))
 
 
 def _count_token_elements(config: JsonDict) -> int:
-    text_config = config.get("text_config", config)
-    width, tokens = (
-        text_config.get("hidden_size", text_config.get("d_model", 0)),
-        text_config.get("max_position_embeddings"),
-    )
-    return int(width) * min(int(tokens or MAX_TEXT_TOKENS), MAX_TEXT_TOKENS)
+    tokens = config.get("text_config", config).get("max_position_embeddings")
+    return _read_text_width(config) * min(int(tokens or MAX_TEXT_TOKENS), MAX_TEXT_TOKENS)

@@ -9,13 +9,15 @@ from ..config import ParsedConfig, RunConfig, validate_adapter, validate_objecti
 from ..config.network_args import find_block_lr_weight_lengths, list_arg_names, parse_network_args
 from ..config.options import OptionConflict
 from ..config.schema import AdapterConfig, ModelConfig
-from ..config.schema_data import DataConfig
+from ..config.schema_data import CacheConfig, DataConfig
 from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.schema_output import PreviewConfig
 from ..config.types import is_prompt_text
 from ..config.unused_options import find_unusable_sampler, is_self_tuning_adafactor
 from ..data.prompts import Prompt, load_preview_prompts
+from ..dataset.controls import CONTROLS_FROM_IMAGE
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
+from ..dataset.schema import SubsetConfig
 from ..dataset.validate import validate_resolution_multiple
 from ..errors import ConfigError, FileError
 from .detect import COMPONENT_OPTIONS, DetectedModel, build_control_limits, detect_model, get_family_facts
@@ -49,7 +51,7 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> I
             *((("attn_mode",), line) for line in validate_attention_mode(config.distributed.attn_mode, detected)),
         ]
         yield from (f"{locations.get(names[0], f'--{names[0]}')}: {problem}" for names, problem in conflicts)
-        yield from _validate_datasets(config.data, detected)
+        yield from _validate_datasets(config.data, config.cache, detected)
     path = config.preview.sample_prompts
     try:
         is_missing = path is not None and not is_prompt_text(path) and not Path(path).is_file()  # found earlier
@@ -73,8 +75,15 @@ def _validate_text_mask(
         yield ("apply_t5_attn_mask", "cp_size"), "not supported with cp_size; use tp_size or fsdp"
 
 
-def _validate_datasets(data: DataConfig, model: DetectedModel) -> Iterator[str]:
+def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedModel) -> Iterator[str]:
     """Check bucket steps, resolutions and control images, if the datasets themselves are valid."""
+    reads_controls = get_family_facts(model.family).text_tokens_per_control > 0
+    if reads_controls and cache.caches_latents and not cache.caches_text_outputs:
+        title = get_family_facts(model.family).title
+        yield (
+            f"cache_latents: {title} encodes captions together with the pixels of control images, which are not read"
+            " then; set cache_text_encoder_outputs as well"
+        )
     parsed = load_dataset_config(data) if can_load_datasets(data) else None
     if parsed is None or parsed.problems:
         return
@@ -85,6 +94,19 @@ def _validate_datasets(data: DataConfig, model: DetectedModel) -> Iterator[str]:
         if key is not None and not limits.most:
             hint = "; if these are masks, set --masked_loss" if subset.conditioning_is_control else ""
             yield f"{subset.format_location(key)}: {limits.describe_problem(1)}{hint}"
+        if reads_controls and cache.caches_text_outputs:
+            yield from _find_random_controls(subset)
+
+
+def _find_random_controls(subset: SubsetConfig) -> Iterator[str]:
+    """Find what draws other control images each time, which cached captions cannot contain."""
+    made = subset.control_from_image
+    is_random = {"random_crop": subset.random_crop, "control_from_image": bool(made and CONTROLS_FROM_IMAGE[made])}
+    for key in (key for key, value in is_random.items() if value):
+        yield (
+            f"{subset.format_location(key)}: cannot be used with cache_text_encoder_outputs, because the text encoder"
+            " reads control images, which are others each time; remove one of the two"
+        )
 
 
 def validate_attention_mode(mode: str, model: DetectedModel) -> Iterator[str]:

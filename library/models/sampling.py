@@ -41,7 +41,7 @@ def sample_image(
         scheduler = build_flow_scheduler(pipe.scheduler, prompt.flow_shift)
     else:
         scheduler = build_scheduler(sampler or "ddim", pipe.scheduler)
-    sampling_pipe = _build_sampling_pipeline(pipe, scheduler)
+    sampling_pipe = family.adapt_sampling_pipeline(_build_sampling_pipeline(pipe, scheduler))
     width, height = prompt.width or family.default_image_size[0], prompt.height or family.default_image_size[1]
     steps = prompt.num_inference_steps or family.default_num_inference_steps
     kwargs = {"num_inference_steps": steps, **sampling_kwargs, "width": width, "height": height}

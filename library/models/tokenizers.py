@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import Qwen2Tokenizer
+from transformers import Qwen2Tokenizer, Qwen2VLImageProcessorPil, Qwen2VLProcessor
 
 START_TOKEN, END_TOKEN = "<|startoftext|>", "<|endoftext|>"
 _METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -24,8 +24,22 @@ _MIN_VOCAB_SIZE = 150
 """transformers silently builds an empty vocabulary where files are missing; every real one is larger than this."""
 
 
+class ImageTextProcessor(Qwen2VLProcessor):
+    """Qwen's processor with images resized by Pillow, whatever is installed, and without videos.
+
+    transformers' own (as of 5.23) fails without a processor of videos, which needs torchvision.
+    """
+
+    def __init__(self, image_processor: Any, tokenizer: Any) -> None:
+        super().__init__(image_processor, tokenizer)  # type: ignore[no-untyped-call]
+
+
 def load_pretrained_tokenizer(tokenizer_class: Any, path_or_id: str, subfolder: str = "", **options: Any) -> Any:
     """Load a tokenizer from a folder or the hub, and check that it has a vocabulary."""
+    if tokenizer_class is Qwen2VLProcessor:
+        tokenizer = load_pretrained_tokenizer(Qwen2Tokenizer, path_or_id, subfolder, **options)
+        files = {"subfolder": subfolder, "local_files_only": options.get("local_files_only", False)}
+        return ImageTextProcessor(Qwen2VLImageProcessorPil.from_pretrained(path_or_id, **files), tokenizer)
     missing = OSError("it has no vocabulary (vocab.json and merges.txt, or tokenizer.json)")
     try:
         tokenizer = tokenizer_class.from_pretrained(path_or_id, subfolder=subfolder, **options)
@@ -73,6 +87,7 @@ def build_byte_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any
         "T5TokenizerFast": _build_t5_tokenizer,
         "Qwen2Tokenizer": _build_chat_tokenizer,
         "PixtralProcessor": _build_chat_tokenizer,
+        "Qwen2VLProcessor": _build_image_text_processor,
         "LlamaTokenizer": _build_llama_tokenizer,
         "TokenizersBackend": _build_fast_tokenizer,  # PreTrainedTokenizerFast of transformers 5
     }
@@ -135,7 +150,7 @@ def _build_fast_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> An
 
 def _build_chat_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
     """A tokenizer of this class; a processor's place is taken by one without images."""
-    settings = {
+    settings: dict[str, Any] = {
         "tokenizer_class": "Qwen2Tokenizer",
         "unk_token": None,
         "pad_token": END_TOKEN,
@@ -144,15 +159,21 @@ def _build_chat_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> An
         "chat_template": _CHAT_TEMPLATE,
         "model_max_length": config.get("model_max_length", 4096),
     }
+    letters = {letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    added = {token["content"]: int(number) for number, token in config.get("added_tokens_decoder", {}).items()}
+    settings["additional_special_tokens"] += added
     with tempfile.TemporaryDirectory() as folder:
-        _write_json(
-            folder, "vocab.json", {letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()))}
-        )
+        _write_json(folder, "vocab.json", letters | added)
         Path(folder, "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
         _write_json(folder, "tokenizer_config.json", settings)
         if tokenizer_class.__name__.endswith("Processor"):
             tokenizer_class = Qwen2Tokenizer
         return tokenizer_class.from_pretrained(folder)
+
+
+def _build_image_text_processor(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
+    images = Qwen2VLImageProcessorPil(size={"shortest_edge": 3136, "longest_edge": 12845056})  # of Qwen2.5-VL
+    return ImageTextProcessor(images, _build_chat_tokenizer(Qwen2Tokenizer, config))
 
 
 def _write_json(directory: str, name: str, data: Any) -> None:

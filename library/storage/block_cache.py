@@ -24,8 +24,8 @@ _FILL_AFTER_DELETING = 0.9
 _CHECKS_PER_LIMIT = 200
 """The folder is measured again after each writer has added this part of the limit."""
 
-_MIN_FREE_PART = 0.02
-"""Of the disk, which is left to others."""
+_MIN_FREE_PART, _MIN_FREE_BYTES = 0.02, 10 * 2**30
+"""Of the disk, which is left to others; the smaller of both, as a cluster's has thousands of gigabytes free at 99 %."""
 
 _ABANDONED_SECONDS = 3600
 """Unfinished files of writers that were killed are deleted after this."""
@@ -111,7 +111,8 @@ class BlockCache:
         files = [file for file in _iter_files(self.directory) if not _delete_if_abandoned(*file)]
         total = sum(size for _, size, _ in files)
         disk = shutil.disk_usage(self.directory)
-        allowed = min(self.limit, total + disk.free - int(_MIN_FREE_PART * disk.total))
+        reserved = min(int(_MIN_FREE_PART * disk.total), _MIN_FREE_BYTES)
+        allowed = min(self.limit, total + disk.free - reserved)
         if total + num_bytes <= allowed:
             return True
         for _, size, path in sorted(files):

@@ -34,6 +34,10 @@ class MissingFileError(RemoteError):
     """There is no such file or folder."""
 
 
+class AccessDeniedError(RemoteError):
+    """The file may not be read."""
+
+
 class RemoteOutage(RemoteError):
     """The server or the credentials fail, so that no other file can be read either."""
 
@@ -160,7 +164,7 @@ def judge_error(error: Exception, scheme: str, container: str) -> Verdict:
         hint = f"; {info.credentials}, if it is private" if info is _HF else ""
         return Verdict(RemoteOutage(f"the {info.container} {container!r} does not exist; check its name{hint}"))
     if isinstance(error, PermissionError) or 403 in statuses:
-        return Verdict(RemoteError(f"access denied ({reason}); check the permissions, or {info.credentials}"))
+        return Verdict(AccessDeniedError(f"access denied ({reason}); check the permissions, or {info.credentials}"))
     if 404 in statuses or 410 in statuses or (isinstance(error, FileNotFoundError) and not _has_transport_cause(chain)):
         return Verdict(MissingFileError("does not exist"))
     if 416 in statuses:
@@ -220,8 +224,11 @@ class RetryPolicy:
     is_down: set[str] = field(default_factory=set)
     is_announced: set[str] = field(default_factory=set)  # in the log
 
-    def call(self, request: Callable[[], T], scheme: str, container: str, shown: str) -> T:
-        """Return the result of ``request``; raise ``RemoteError`` when it cannot succeed or has failed for too long."""
+    def call(self, request: Callable[[], T], scheme: str, container: str, shown: str, *, may_expire: bool = False) -> T:
+        """Return the result of ``request``; raise ``RemoteError`` when it cannot succeed or has failed for too long.
+
+        ``may_expire``: access was given by a signed URL; that it is denied now is no fault of the file.
+        """
         server = f"{scheme}://{container}"
         started, wait = time.monotonic(), FIRST_WAIT_SECONDS
         while True:
@@ -231,6 +238,8 @@ class RetryPolicy:
                 verdict = judge_error(error, scheme, container)
                 if verdict.is_answer:
                     self.has_answered.add(server)
+                if may_expire and isinstance(verdict.error, AccessDeniedError):
+                    raise RemoteOutage(f"{verdict.error}; the signed URL may have expired") from error
                 if not verdict.is_transient:
                     raise verdict.error from error
                 patience = self.seconds if server in self.has_answered else min(self.seconds, FIRST_CONTACT_SECONDS)

@@ -347,7 +347,7 @@ class RemoteStore:
                 raise IncompleteBodyError(f"{len(data)} of {end - start} bytes")
             return data
 
-        data = self.retries.call(request, scheme, container, url)
+        data = self.retries.call(request, scheme, container, url, may_expire=bool(query))
         if len(data) == end - start:
             if len(data) < info.size:
                 self._sends_ranges[container] = True

@@ -118,10 +118,11 @@ class IdentifiedLora:
     """Of the weights of the known model that fits best, by layer; of a LoRA of unknown size only the kernels hold."""
 
 
-def read_lora_file(path: Path, *, can_be_fused: bool = False) -> IdentifiedLora:
+def read_lora_file(path: Path, *, can_be_fused: bool = False, models: "Sequence[KnownModel]" = ()) -> IdentifiedLora:
     """Read a LoRA file in any supported format, and detect its model.
 
-    ``can_be_fused``: also files with updates of fused layers that cannot be split into their parts.
+    ``can_be_fused``: also files with updates of fused layers that cannot be split into their parts.  ``models``: the
+    known models, for one file after another.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file (looked in {path.absolute().parent})")
@@ -129,7 +130,7 @@ def read_lora_file(path: Path, *, can_be_fused: bool = False) -> IdentifiedLora:
 
     tensors, metadata = read_adapter_file(path)
     try:
-        lora = identify_lora(tensors, metadata)
+        lora = identify_lora(tensors, metadata, models)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     if lora.contents.fused and not can_be_fused:
@@ -138,7 +139,9 @@ def read_lora_file(path: Path, *, can_be_fused: bool = False) -> IdentifiedLora:
     return lora
 
 
-def identify_lora(tensors: "Mapping[str, Tensor]", metadata: Mapping[str, str]) -> IdentifiedLora:
+def identify_lora(
+    tensors: "Mapping[str, Tensor]", metadata: Mapping[str, str], models: "Sequence[KnownModel]" = ()
+) -> IdentifiedLora:
     """Find the model that has layers of these names and shapes, or else of these names; only then read the contents.
 
     So a file that is damaged is an error of its own model, and not a file of another one.
@@ -146,10 +149,11 @@ def identify_lora(tensors: "Mapping[str, Tensor]", metadata: Mapping[str, str]) 
     from ..adapters.formats import convert_from_file_format
     from ..adapters.metadata import list_network_sizes
     from ..adapters.validate_file import describe_foreign_keys, describe_origin, describe_unknown_keys
+    from ..checkpoint.known_models import load_known_models
 
     if problem := describe_foreign_keys(list(tensors)):
         raise UserError(problem)
-    fit = _find_best_fit(tensors, _find_stated_family(metadata))
+    fit = _find_best_fit(tensors, find_stated_family(metadata), models or load_known_models())
     model, unknown = fit.model, fit.unknown
     if unknown:
         text = describe_unknown_keys(unknown, len(tensors), f"{model.family}, which fits the others best")
@@ -179,19 +183,17 @@ class ModelFit:
         return self.num_misfits <= self.num_layers / 2
 
 
-def _find_best_fit(tensors: "Mapping[str, Tensor]", stated: str | None) -> ModelFit:
+def _find_best_fit(tensors: "Mapping[str, Tensor]", stated: str | None, models: "Sequence[KnownModel]") -> ModelFit:
     """The model with the most names and shapes of the file, of equal ones the stated family, else the first."""
-    from ..adapters.formats import build_key_lookup, group_by_file_module
+    from ..adapters.formats import group_by_file_module
     from ..adapters.validate_file import find_size_problems
     from ..adapters.validate_tensors import find_tensor_problems
-    from ..checkpoint.known_models import iter_known_models
 
     fits: list[ModelFit] = []
-    for model in iter_known_models():
-        lookup = build_key_lookup(model.components)
-        modules, unknown, _ = group_by_file_module(tensors, lookup)
+    for model in models:
+        modules, unknown, _ = group_by_file_module(tensors, model.lookup)
         whole = {name: own for name, own in modules.items() if not any(find_tensor_problems(own))}
-        fit = ModelFit(model, unknown, len(list(find_size_problems(whole, lookup, model.shapes))), len(whole))
+        fit = ModelFit(model, unknown, len(list(find_size_problems(whole, model.lookup, model.shapes))), len(whole))
         if whole and not unknown and not fit.num_misfits and stated in (None, model.family):
             return fit
         fits.append(fit)
@@ -203,8 +205,9 @@ def _find_best_fit(tensors: "Mapping[str, Tensor]", stated: str | None) -> Model
     return min(fits, key=rank)
 
 
-def _find_stated_family(metadata: Mapping[str, str]) -> str | None:
-    """The family that the file names; used only if no known model has these shapes."""
+def find_stated_family(metadata: Mapping[str, str]) -> str | None:
+    """The family that the file names."""
     architecture = metadata.get("modelspec.architecture", "")
     starts = {facts.modelspec_architecture: family for family, facts in FAMILY_FACTS.items()}
-    return next((family for start, family in starts.items() if start and architecture.startswith(start)), None)
+    found = [start for start in starts if start and architecture.startswith(start)]
+    return starts[max(found, key=len)] if found else None

@@ -39,6 +39,7 @@ from ..models.base import Family
 from ..models.detect import DetectedModel, build_control_limits
 from ..models.facts import select_trained_text_encoders
 from ..models.loading import set_attention_mode
+from ..models.model_configs import is_tokenizer
 from ..models.schedulers import override_scheduler
 from ..optim import optimizers, schedules
 from ..optim.ema import AdapterEMA
@@ -81,7 +82,7 @@ def load_training_pipeline(
     cached = set() if cache_readers.latent_reader is None else {"vae"}
     if cache_readers.text_reader is not None:
         cached |= {*family.list_cached_text_components(config.adapter, config.optim)}
-    needed = [name for name in family.components if name not in cached or name.startswith("tokenizer")]
+    needed = [name for name in family.components if name not in cached or is_tokenizer(name)]
     dtype = MIXED_PRECISION_DTYPES[strategy.mixed_precision]
     encoders = select_trained_text_encoders(config.adapter, config.optim, family.facts)
     trained = {family.denoiser_name, *encoders}

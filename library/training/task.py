@@ -7,9 +7,11 @@ from math import lcm
 from typing import Any
 
 import torch
+from PIL.Image import Image, fromarray
 from torch import Tensor, nn
 
 from ..adapters.dropout_and_norms import LoraDropout
+from ..cache.keys import hash_controls
 from ..cache.readers import TextReader
 from ..data.batch import Batch, Cond, Moments, PixelBatch, concatenate_cond, map_cond_tensors, normalize_pixels
 from ..diffusion.losses import reduce_loss_per_sample, resize_mask_to_latents
@@ -103,7 +105,10 @@ class DiffusionTask:
 
     def _compute_text_length(self, pixel_batch: PixelBatch) -> int:
         """Compute the padded length of the longest text, without encoding it."""
-        cond = pixel_batch.cond or self.family.encode_prompts_on_meta(self.pipe, pixel_batch.captions)
+        sizes = [(pixels.shape[-1], pixels.shape[-2]) for pixels in pixel_batch.control_pixels]
+        cond = pixel_batch.cond or self.family.encode_prompts_with_controls_on_meta(
+            self.pipe, pixel_batch.captions, sizes
+        )
         longest = max(len(text) for texts in cond.values() for text in texts)
         multiple = lcm(self.family.denoiser_text_pad_multiple, self._text_pad_multiple)
         return -(-longest // multiple) * multiple
@@ -119,7 +124,8 @@ class DiffusionTask:
     def encode(self, pixel_batch: PixelBatch, step: int) -> Batch:
         """Encode images to latents and captions to conditioning, unless they are cached."""
         with torch.set_grad_enabled(self.trains_text_encoders and torch.is_grad_enabled()):
-            cond = self._encode_captions(pixel_batch.captions, pixel_batch.cond)
+            controls = self._list_control_images(pixel_batch) if pixel_batch.cond is None else ()
+            cond = self._encode_captions(pixel_batch.captions, pixel_batch.cond, controls)
         with torch.no_grad():
             return self._build_batch(pixel_batch, cond, step)
 
@@ -163,12 +169,22 @@ class DiffusionTask:
             ]
         return Moments(torch.cat(parts))
 
-    def encode_text(self, captions: Sequence[str]) -> Cond:
-        """Return conditioning for captions: from the cache, as far as they are cached, or from the text encoders."""
-        cached = None if self.text_reader is None else self.text_reader.read_cond(captions)
-        return self._encode_captions(captions, cached)
+    def encode_text(self, captions: Sequence[str], controls: Sequence[Sequence[Image]] = ()) -> Cond:
+        """Return conditioning for captions, each with its control images: from the cache, or from the text encoders."""
+        keys = list(map(hash_controls, controls))
+        cached = None if self.text_reader is None else self.text_reader.read_cond(captions, keys)
+        return self._encode_captions(captions, cached, controls)
 
-    def _encode_captions(self, captions: Sequence[str], cached: Cond | None) -> Cond:
+    def _list_control_images(self, pixel_batch: PixelBatch) -> list[list[Image]]:
+        """The control images of each sample, if the text encoder reads them."""
+        if not self.family.facts.text_tokens_per_control:
+            return []
+        rows = zip(*(pixels.permute(0, 2, 3, 1).numpy() for pixels in pixel_batch.control_pixels), strict=True)
+        return [list(map(fromarray, row)) for row in rows]
+
+    def _encode_captions(
+        self, captions: Sequence[str], cached: Cond | None, controls: Sequence[Sequence[Image]] = ()
+    ) -> Cond:
         """Encode what is not cached; ``cached`` is all, or the part of T5 while CLIP is trained."""
         if cached is not None:
             cached = map_cond_tensors(cached, self.to_device)
@@ -177,11 +193,11 @@ class DiffusionTask:
             return self.family.encode_clip_prompts(self.pipe, captions, cached)
         # Trained text encoders keep their graph for the whole batch anyway.
         size = len(captions) if self.trains_text_encoders else self.text_encoder_batch_size
-        parts = [
-            self.family.encode_prompts(self.pipe, list(captions[first : first + size]))
-            for first in range(0, len(captions), size)
-        ]
-        return concatenate_cond(parts)
+        parts = [slice(first, first + size) for first in range(0, len(captions), size)]
+        if self.family.facts.text_tokens_per_control:
+            encode = self.family.encode_prompts_with_controls
+            return concatenate_cond([encode(self.pipe, captions[part], controls[part]) for part in parts])
+        return concatenate_cond([self.family.encode_prompts(self.pipe, list(captions[part])) for part in parts])
 
     def build_generators(self, purpose: str, step: int, global_positions: tuple[int, ...]) -> list[torch.Generator]:
         """Build one generator per sample, seeded by (seed, purpose, step, position in the step).

@@ -1,97 +1,139 @@
 """Edits of caption files: of one picture, or of the tags of many, each of which can be undone."""
 
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..atomic_files import open_atomic_path
 from ..captioning.tag_edits import TagEdit
 from ..dataset.caption_files import FALLBACK_EXTENSION, JSON_EXTENSION, CaptionFiles, split_lines
+from ..dataset.image_ref import ImageRef
 from ..errors import UserError
+from .background import BackgroundWork
 from .pictures import Picture, PictureSet
 
 MAX_UNDO = 50
 MAX_CAPTION_LENGTH = 20_000
+BUSY = "captions are being written; wait for the end, or stop it"
+WRITTEN, UNDONE = "Undo puts back what was written", "Undo goes on"
+"""What is said of a stopped edit, and of a stopped undo."""
+
+Report = Callable[[str, int, int], None]
+"""Takes what is done, how far it is, and how much there is; raises if it is to stop."""
+
+
+def ignore_progress(*progress: object) -> None:
+    """Tell nobody."""
 
 
 @dataclass(frozen=True)
 class _Change:
-    index: int
+    image: ImageRef
     file: Path
     before: bytes | None  # None: there was no file
     old_caption: str
     new_caption: str
 
 
+UndoHistory = list[list[_Change]]
+"""The last edits of a dataset file, the oldest first; it outlives a scan."""
+
+
 @dataclass
 class CaptionEditor:
-    """Edits the captions of one picture set; the last edits can be undone as long as the page runs."""
+    """Edits the captions of one picture set, one edit at a time; the last ones can be undone while the page runs."""
 
     pictures: PictureSet
-    _undo: list[list[_Change]] = field(default_factory=list)
+    history: UndoHistory = field(default_factory=list)
+    work: BackgroundWork | None = None
+    """The last edit of many captions, or the last undo."""
+
     _extensions: dict[tuple[Path, tuple[str, ...]], Sequence[str]] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _turn: threading.Lock = field(default_factory=threading.Lock)
+    """Of whom is writing."""
 
     @property
     def num_undo(self) -> int:
-        return len(self._undo)
+        return len(self.history)
 
-    def edit(self, captions: Mapping[int, str], known: Mapping[int, str]) -> int:
-        """Write captions; return how many files changed.  ``known`` is what the user saw before."""
-        with self._lock:
-            changes = [
-                self._plan_change(index, text, known.get(index))
-                for index, text in captions.items()
-                if normalize_caption(text) != self.pictures.captions[index]
-            ]
-            for number, change in enumerate(changes):
-                try:
+    @property
+    def is_busy(self) -> bool:
+        return self._turn.locked() or (self.work is not None and self.work.is_running)
+
+    def start_tag_edit(self, plan: Callable[[], Mapping[int, str]]) -> BackgroundWork:
+        """Write the captions that ``plan`` returns, in the background."""
+        return self._start("writing captions", WRITTEN, lambda report: self.edit(plan(), {}, report))
+
+    def start_undo(self) -> BackgroundWork:
+        """Put back the files of the last edit, in the background."""
+        return self._start("undoing", UNDONE, self.undo)
+
+    def _start(self, title: str, if_stopped: str, run: Callable[[Report], int]) -> BackgroundWork:
+        if self.is_busy:
+            raise UserError(BUSY)
+        self.work = BackgroundWork(title, if_stopped)
+        return self.work.start(lambda work: {"count": run(work.report)})
+
+    @contextmanager
+    def _take_turn(self) -> Iterator[None]:
+        if not self._turn.acquire(blocking=False):
+            raise UserError(BUSY)
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def edit(self, captions: Mapping[int, str], known: Mapping[int, str], report: Report = ignore_progress) -> int:
+        """Write captions; return how many files changed.  ``known`` is what the user saw before.
+
+        All files are looked at before the first is written; what is written until an error or a stop can be undone.
+        """
+        with self._take_turn():
+            changes, written = self._plan_changes(captions, known, report), 0
+            try:
+                for change in changes:
+                    report("writing captions", written, len(changes))
                     self._write(change)
-                except OSError as error:
-                    self._remember(changes[:number])
-                    raise UserError(f"{change.file}: cannot be written: {error.strerror}") from None
-            self._remember(changes)
+                    written += 1
+            finally:
+                self._remember(changes[:written])
             return len(changes)
 
-    def plan_tag_edit(
-        self, action: str, tag: str, replacement: str, indices: Sequence[int], *, is_at_start: bool = False
-    ) -> dict[int, str]:
-        """Return the captions that an edit of one tag changes; ``remove`` takes patterns with ``*`` and ``?``."""
-        tag = tag.strip()
-        if action not in ("add", "remove", "replace") or not tag:
-            raise UserError("give a tag to add, remove or replace")
-        planned = {}
-        for index in indices:
-            picture, caption = self.pictures.pictures[index], self.pictures.captions[index]
-            separator = picture.subset.caption_separator.strip() or ","
-            edit = {
-                "add": TagEdit(prepend=[tag], separator=separator)
-                if is_at_start
-                else TagEdit(append=[tag], separator=separator),
-                "remove": TagEdit(remove=[tag], separator=separator),
-                "replace": TagEdit(replace={tag: replacement}, deduplicate=True, separator=separator),
-            }[action]
-            changed = edit.apply(caption or " ").strip()
-            if picture.is_editable and changed != caption:
-                planned[index] = changed
-        return planned
-
-    def undo(self) -> int:
+    def undo(self, report: Report = ignore_progress) -> int:
         """Put back the files of the last edit, unless another program has changed them since."""
-        with self._lock:
-            if not self._undo:
-                return 0
-            changes = self._undo[-1]
-            for change in changes:
-                if _read_bytes(change.file) != _encode_caption(change.new_caption):
-                    raise UserError(f"{change.file}: changed since by another program; the edit is not undone")
-            for change in reversed(changes):
+        with self._take_turn():
+            return self._undo(self.history[-1], report) if self.history else 0
+
+    def _undo(self, changes: list[_Change], report: Report) -> int:
+        for number, change in enumerate(changes):
+            report("looking at the files", number, len(changes))
+            if _read_bytes(change.file) != _encode_caption(change.new_caption):
+                raise UserError(f"{change.file}: changed since by another program; the edit is not undone")
+        count = len(changes)
+        try:
+            while changes:
+                report("undoing", count - len(changes), count)
+                change = changes[-1]
                 _write_bytes(change.file, change.before)
-                self.pictures.set_caption(change.index, change.old_caption)
-            self._undo.pop()
+                self.pictures.set_caption(change.image, change.new_caption, change.old_caption)
+                changes.pop()
+            self.history.pop()
+        finally:
             self.pictures.version += 1
-            return len(changes)
+        return count
+
+    def _plan_changes(self, captions: Mapping[int, str], known: Mapping[int, str], report: Report) -> list[_Change]:
+        changed = {
+            index: text for index, text in captions.items() if normalize_caption(text) != self.pictures.captions[index]
+        }
+        planned: dict[Path, _Change] = {}  # two datasets may have the same picture
+        for index, text in changed.items():
+            report("looking at the files", len(planned), len(changed))
+            change = self._plan_change(index, text, known.get(index))
+            planned.setdefault(change.file, change)
+        return list(planned.values())
 
     def _plan_change(self, index: int, text: str, known: str | None) -> _Change:
         picture, now = self.pictures.pictures[index], self.pictures.captions[index]
@@ -106,7 +148,7 @@ class CaptionEditor:
         on_disk = "" if before is None else "\n".join(split_lines(before.decode("utf-8-sig", "replace")))
         if (known is not None and known != now) or (before is not None and on_disk != now):
             raise UserError(f"{file}: changed by another program since it was read; scan the dataset again")
-        return _Change(index, file, before, now, normalize_caption(text))
+        return _Change(picture.sample.image, file, before, now, normalize_caption(text))
 
     def _find_extensions(self, picture: Picture) -> Sequence[str]:
         """Return the extensions of caption files that training reads in this folder."""
@@ -120,12 +162,35 @@ class CaptionEditor:
 
     def _write(self, change: _Change) -> None:
         _write_bytes(change.file, _encode_caption(change.new_caption))
-        self.pictures.set_caption(change.index, change.new_caption)
+        self.pictures.set_caption(change.image, change.old_caption, change.new_caption)
 
     def _remember(self, changes: Sequence[_Change]) -> None:
         if changes:
-            self._undo = [*self._undo, list(changes)][-MAX_UNDO:]
+            self.history.append(list(changes))
+            del self.history[:-MAX_UNDO]
             self.pictures.version += 1
+
+
+def build_tag_edit(action: str, tag: str, replacement: str, *, is_at_start: bool = False) -> TagEdit:
+    """Build the edit of one tag; ``remove`` takes patterns with ``*`` and ``?``."""
+    tag = tag.strip()
+    if action not in ("add", "remove", "replace") or not tag:
+        raise UserError("give a tag to add, remove or replace")
+    if action == "add":
+        return TagEdit(prepend=[tag]) if is_at_start else TagEdit(append=[tag])
+    return TagEdit(remove=[tag]) if action == "remove" else TagEdit(replace={tag: replacement}, deduplicate=True)
+
+
+def plan_tag_edit(pictures: PictureSet, edit: TagEdit, indices: Sequence[int]) -> dict[int, str]:
+    """Return the captions that an edit changes, by position."""
+    planned = {}
+    for index in indices:
+        picture, caption = pictures.pictures[index], pictures.captions[index]
+        separator = picture.subset.caption_separator.strip() or ","
+        changed = replace(edit, separator=separator).apply(caption or " ").strip()
+        if picture.is_editable and changed != caption:
+            planned[index] = changed
+    return planned
 
 
 def find_caption_file(picture: Picture, extensions: Sequence[str]) -> Path:
@@ -157,8 +222,11 @@ def _read_bytes(file: Path) -> bytes | None:
 
 
 def _write_bytes(file: Path, data: bytes | None) -> None:
-    if data is None:
-        file.unlink(missing_ok=True)
-        return
-    with open_atomic_path(file) as temporary:
-        temporary.write_bytes(data)
+    try:
+        if data is None:
+            file.unlink(missing_ok=True)
+            return
+        with open_atomic_path(file) as temporary:
+            temporary.write_bytes(data)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be written: {error.strerror}") from None

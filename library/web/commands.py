@@ -1,5 +1,6 @@
 """Commands of the project that the page runs and waits for, such as ``plan``: each a process that can be stopped."""
 
+import json
 import os
 import subprocess
 import tempfile
@@ -7,16 +8,20 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from .background import PROGRESS_FILE
 from .preflight import TRAINING_SCRIPT
 
+PROGRESS_NAME = "progress.json"
 MAX_KEPT, MAX_RUNNING = 16, 2
 MAX_OUTPUT_BYTES = 200_000
+END_SECONDS = 10.0
+"""For removing what is not complete."""
 
 
 @dataclass
@@ -27,6 +32,14 @@ class Command:
     folder: "tempfile.TemporaryDirectory[str]"
     started_at: float
     is_stopped: bool = False
+
+    def read_progress(self) -> Mapping[str, Any] | None:
+        """How far it is; None where it does not tell."""
+        try:
+            progress: Mapping[str, Any] = json.loads((Path(self.folder.name) / PROGRESS_NAME).read_text("utf-8"))
+        except (OSError, ValueError):
+            return None
+        return progress
 
     def read_output(self) -> str:
         with (Path(self.folder.name) / "output").open("rb") as file:
@@ -45,7 +58,7 @@ class CommandRunner:
         """Start a command, with these settings as its ``--config_file``; return the id to ask for it."""
         with self._lock:
             if sum(command.process.poll() is None for command in self._commands.values()) >= MAX_RUNNING:
-                raise UserError(f"{MAX_RUNNING} plans are being made already; wait for one or stop it")
+                raise UserError(f"{MAX_RUNNING} commands are running already; wait for one or stop it")
             folder = tempfile.TemporaryDirectory(prefix="lorikeet-web-")
             words = list(words)
             if settings is not None:
@@ -53,6 +66,7 @@ class CommandRunner:
                 words += ["--config_file", str(Path(folder.name) / "run.toml")]
             root, own = str(TRAINING_SCRIPT.parent), os.environ.get("PYTHONPATH", "")
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, own]))}
+            environment[PROGRESS_FILE] = str(Path(folder.name) / PROGRESS_NAME)
             with (Path(folder.name) / "output").open("wb") as output:
                 process = subprocess.Popen(
                     words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
@@ -75,6 +89,7 @@ class CommandRunner:
             "code": code,
             "seconds": time.monotonic() - command.started_at,
             "output": command.read_output(),
+            "progress": command.read_progress() if code is None else None,
         }
 
     def stop(self, name: str) -> None:
@@ -85,8 +100,13 @@ class CommandRunner:
     def stop_all(self) -> None:
         """End what nobody waits for any more; for the end of the page."""
         for command in self._commands.values():
-            command.process.kill()
-            command.process.wait()
+            command.process.terminate()
+        for command in self._commands.values():
+            try:
+                command.process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                command.process.kill()
+                command.process.wait()
             command.folder.cleanup()
 
     def _get(self, name: str) -> Command:

@@ -15,15 +15,33 @@ from ..config.options import define_option, iter_options
 from ..errors import UserError
 from ..tools.convert import FORMAT_DESCRIPTIONS
 from ..tools.lora import COMMANDS
+from ..tools.lora.preflight import RULES
 from .folders import OpenedFolders
 from .picture_pages import take_json
 from .preflight import find_path_problems
 from .run_form import FormField, build_arguments
 from .workbench import get_workbench, render_page
 
-SHOWN = ("inspect", "convert", "merge", "resize", "scale", "prune", "metadata")
-HIDDEN = {"json", "output", "device", "model", "math"}
-"""Options that the page sets itself, or that are for models rather than files."""
+SHOWN = {"inspect": 1, "convert": 1, "merge": 2, "merge into a model": 1, "extract": 0, "resize": 1, "scale": 1} | {
+    "prune": 1,
+    "metadata": 1,
+}
+"""The commands, and how many LoRA files each needs."""
+
+HIDDEN = {"json", "output", "model"}
+"""Options that the page sets itself."""
+
+MODEL_CHOICES: Mapping[str, Mapping[str, str]] = {
+    "merge into a model": {"model": "the model whose weights get the LoRAs"},
+    "extract": {"base": "the model before", "tuned": "the model after"},
+}
+"""Commands that read models, and what each is for."""
+
+WITHOUT: Mapping[str, frozenset[str]] = {
+    "merge": frozenset({"math"}),
+    "merge into a model": frozenset({"to", "method", "rank", "conv_rank", *RULES}),
+}
+"""Options without an effect in a command."""
 
 ADAPTER_KEYS = (b"lora_", b"lokr_", b"hada_", b"oft_", b"dora_scale", b".diff", b"glora")
 HEADER_BYTES = 2**16
@@ -55,19 +73,31 @@ class LoraCommand:
     fields: list[FormField]
     writes: bool
     arguments: type
+    num_files: int = 1
+    """LoRA files that are needed."""
+
+    @property
+    def models(self) -> Mapping[str, str]:
+        """The models that are needed."""
+        return MODEL_CHOICES.get(self.name, {})
 
 
 def list_commands() -> list[LoraCommand]:
     """List the commands that the page offers."""
     tools = {name: (what, arguments) for name, (_, what, arguments, _) in COMMANDS.items()}
-    tools["convert"] = ("another program's key names", ConvertArguments)
+    tools |= {
+        "convert": ("another program's key names", ConvertArguments),
+        "merge": ("several LoRAs into one, exactly or by SVD", tools["merge"][1]),
+        "merge into a model": ("into a copy of the weights of a model", tools["merge"][1]),
+    }
     commands = []
-    for name in SHOWN:
+    for name, num_files in SHOWN.items():
         what, arguments = tools[name]
         options = list(iter_options(arguments))
-        fields = [FormField(option) for option in options if option.name not in HIDDEN]
+        hidden = HIDDEN | WITHOUT.get(name, set())
+        fields = [FormField(option) for option in options if option.name not in hidden]
         writes = name == "convert" or any(option.name == "output" for option in options)
-        commands.append(LoraCommand(name, what, fields, writes, arguments))
+        commands.append(LoraCommand(name, what, fields, writes, arguments, num_files))
     return commands
 
 
@@ -79,7 +109,8 @@ def show_files(request: Request) -> Response:
         | {"size": status.st_size, "changed_at": status.st_mtime}
         for path, status in files[:MAX_FILES]
     ]
-    values = {"title": "LoRA files", "files": rows, "num_hidden": max(0, len(files) - MAX_FILES)}
+    models = [(folders.make_key(path), folders.format_path(path)) for path in find_models(folders)]
+    values = {"title": "LoRA files", "files": rows, "num_hidden": max(0, len(files) - MAX_FILES), "models": models}
     return render_page(request, "lora.html", {**values, "commands": list_commands()})
 
 
@@ -88,21 +119,33 @@ def run_command(request: Request, body: Mapping[str, Any]) -> Response:
     workbench = get_workbench(request)
     commands = {command.name: command for command in list_commands()}
     command, keys, values = commands.get(str(body.get("command"))), body.get("files"), body.get("values")
-    if command is None or not isinstance(keys, list) or not keys or not isinstance(values, dict):
+    if command is None or not isinstance(keys, list) or not isinstance(values, dict):
         raise UserError("choose one or more files, and what to do")
-    files = [workbench.folders.resolve_key(str(key)) for key in keys]
+    if command.num_files and not keys:
+        raise UserError("choose one or more files, and what to do")
+    chosen_models = body.get("models") or {}
+    if not isinstance(chosen_models, dict) or not all(chosen_models.get(name) for name in command.models):
+        raise UserError(f"choose {' and '.join(command.models.values())}")
+    files = [workbench.folders.resolve_key(str(key)) for key in (keys if command.num_files else ())]
+    models = {name: workbench.folders.resolve_key(str(chosen_models[name])) for name in command.models}
     known = {field.option.name for field in command.fields}
     chosen = {name: value for name, value in values.items() if name in known}
     problems = list(find_path_problems(workbench.folders, chosen))
     if problems:
         raise UserError("\n".join(problems))
     flags = build_arguments(chosen, command.arguments)
-    output = [_resolve_output(workbench.folders, files[0], str(body.get("output", "")))] if command.writes else []
-    words = [sys.executable, "-m", "library"]
+    words = [sys.executable, "-m", "library.web.background"]
+    if command.writes:
+        first = [*files, *models.values()][-1 if models else 0]
+        output = _resolve_output(workbench.folders, first, str(body.get("output", "")), is_model="model" in models)
     if command.name == "convert":
-        words += ["convert", *map(str, [*files, *output]), *(word for flag in flags for word in flag.split("=", 1))]
+        words += ["convert", *map(str, [*files, output]), *(word for flag in flags for word in flag.split("=", 1))]
     else:
-        words += ["lora", command.name, *map(str, files), *flags, *(f"--output={path}" for path in output)]
+        tool = "merge" if "model" in models else command.name
+        inputs = [*files, *(path for name, path in models.items() if name != "model")]
+        words += ["lora", tool, *map(str, inputs), *flags]
+        words += [f"--model={models['model']}"] if "model" in models else []
+        words += [f"--output={output}"] if command.writes else []
     return JSONResponse({"id": workbench.commands.start(words)})
 
 
@@ -115,20 +158,36 @@ def find_lora_files(folders: OpenedFolders) -> Iterator[tuple[Path, os.stat_resu
                 yield path, path.stat()
 
 
-def _holds_adapter(path: Path) -> bool:
+def find_models(folders: OpenedFolders) -> list[Path]:
+    """Find diffusers folders, and .safetensors files elsewhere that hold no adapter."""
+    found = list[Path]()
+    for folder, entries in folders.walk():
+        names = {entry.name for entry in entries}
+        if "model_index.json" in names:
+            found.append(folder)
+        elif not folder.name.endswith("-state") and not any(parent in found for parent in folder.parents):
+            paths = [folder / name for name in sorted(names) if name.endswith(".safetensors")]
+            found += [path for path in paths if folders.contains(path) and _holds_adapter(path) is False]
+    return found[:MAX_FILES]
+
+
+def _holds_adapter(path: Path) -> bool | None:
+    """Whether the header has names of an adapter; None if it is no safetensors file."""
     try:
         with path.open("rb") as file:
             header = file.read(HEADER_BYTES)
     except OSError:
-        return False
-    return header[8:9] == b"{" and any(key in header for key in ADAPTER_KEYS)
+        return None
+    return any(key in header for key in ADAPTER_KEYS) if header[8:9] == b"{" else None
 
 
-def _resolve_output(folders: OpenedFolders, first: Path, name: str) -> Path:
-    """The new file, beside the first one; the tool itself refuses to overwrite."""
-    if not name.strip():
+def _resolve_output(folders: OpenedFolders, first: Path, name: str, *, is_model: bool) -> Path:
+    """The new file, beside the first one, or the new folder of a model; the tool itself refuses to overwrite."""
+    file_name = name.strip()
+    if not file_name:
         raise UserError("give a name for the new file")
-    file_name = name.strip() if name.strip().endswith(".safetensors") else f"{name.strip()}.safetensors"
+    if not file_name.endswith(".safetensors") and not (is_model and first.is_dir()):
+        file_name += ".safetensors"
     if file_name != Path(file_name).name or file_name.startswith((".", "-")):
         raise UserError(f"{file_name!r}: expected a file name without folders; it is written beside {first.name}")
     return folders.resolve(first.parent / file_name)

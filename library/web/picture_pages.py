@@ -9,6 +9,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..errors import UserError
+from .background import BackgroundWork
+from .caption_edits import BUSY, build_tag_edit, plan_tag_edit
 from .pictures import WARNINGS, PictureSet
 from .thumbnails import load_thumbnail
 from .workbench import get_workbench, render_page
@@ -39,8 +41,26 @@ def send_state(request: Request) -> Response:
     if not pictures.is_ready:
         return JSONResponse({"is_ready": False})
     editor = get_workbench(request).get_editor(pictures)
-    state = {"is_ready": True, "problems": list(pictures.problems), "num_undo": editor.num_undo}
+    state = {"is_ready": True, "problems": pictures.work.problems, "num_undo": editor.num_undo}
     return JSONResponse({**state, "version": pictures.version, **pictures.summarize()})
+
+
+def send_work(request: Request) -> Response:
+    """Say how far the scan is, or the last edit of many captions."""
+    work = _find_work(request)
+    return JSONResponse({"is_running": False} if work is None else work.export_json())
+
+
+def stop_work(request: Request, body: Mapping[str, Any]) -> Response:
+    """Stop the scan or the edit; what was done until then stays."""
+    if (work := _find_work(request)) is not None:
+        work.is_stopping = True
+    return JSONResponse({})
+
+
+def _find_work(request: Request) -> BackgroundWork | None:
+    pictures = _open(request)
+    return get_workbench(request).get_editor(pictures).work if pictures.is_ready else pictures.work
 
 
 def send_rows(request: Request) -> Response:
@@ -77,24 +97,27 @@ def edit_tags(request: Request, body: Mapping[str, Any]) -> Response:
     pictures = _open_ready(request)
     editor = get_workbench(request).get_editor(pictures)
     action, tag, replacement = (str(body.get(name, "")) for name in ("action", "tag", "replacement"))
-    selected, is_at_start = _select(pictures, body), bool(body.get("is_at_start"))
-    planned = editor.plan_tag_edit(action, tag, replacement, selected, is_at_start=is_at_start)
+    edit = build_tag_edit(action, tag, replacement, is_at_start=bool(body.get("is_at_start")))
+    selected = _select(pictures, body)
     if body.get("dry_run"):
+        planned = plan_tag_edit(pictures, edit, selected)
         examples = [
             {"name": pictures.pictures[index].sample.key, "before": pictures.captions[index], "after": text}
             for index, text in list(planned.items())[:MAX_EXAMPLES]
         ]
         return JSONResponse({"count": len(planned), "examples": examples})
-    return JSONResponse({"count": editor.edit(planned, {}), "num_undo": editor.num_undo})
+    return JSONResponse(editor.start_tag_edit(lambda: plan_tag_edit(pictures, edit, selected)).export_json())
 
 
 def undo_edit(request: Request, body: Mapping[str, Any]) -> Response:
     editor = get_workbench(request).get_editor(_open_ready(request))
-    return JSONResponse({"count": editor.undo(), "num_undo": editor.num_undo})
+    return JSONResponse(editor.start_undo().export_json())
 
 
 def scan_again(request: Request, body: Mapping[str, Any]) -> Response:
     workbench = get_workbench(request)
+    if workbench.get_editor(_open(request)).is_busy:
+        raise UserError(BUSY)
     workbench.pictures.open(workbench.folders.resolve_key(request.path_params["key"]), is_again=True)
     return JSONResponse({})
 
@@ -150,6 +173,8 @@ ROUTES = (
     Route("/pictures", show_datasets),
     Route("/pictures/{key:path}", show_pictures),
     Route("/api/pictures/state/{key:path}", send_state),
+    Route("/api/pictures/work/{key:path}", send_work),
+    Route("/api/pictures/stop/{key:path}", take_json(stop_work), methods=["POST"]),
     Route("/api/pictures/rows/{key:path}", send_rows),
     Route("/api/pictures/captions/{key:path}", take_json(save_captions), methods=["POST"]),
     Route("/api/pictures/tags/{key:path}", take_json(edit_tags), methods=["POST"]),

@@ -3,10 +3,10 @@
 import os
 import re
 import threading
-import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,16 @@ from ..data.manifest import Sample
 from ..data.prepare import prepare_data
 from ..data.report import CROP_WARNING_FRACTION, UPSCALE_WARNING_FACTOR
 from ..dataset.dataset_config import load_dataset_config
+from ..dataset.image_ref import ImageRef
 from ..dataset.schema import DatasetConfig, SubsetConfig
-from ..errors import UserError, format_error
+from ..errors import UserError
+from .background import BackgroundWork
 from .folders import OpenedFolders
 
 SIZE_MULTIPLE = 8
 """The least that any model needs; checks of a run use the multiple of its model."""
 
+KEPT = "what was scanned is kept, and scanning again goes on from there"
 CLIP_TOKENS = 75
 MAX_DATASETS = 4
 MAX_DATASET_FILE_BYTES = 2**18
@@ -144,28 +147,23 @@ class PictureSet:
 
     warnings: list[tuple[str, ...]] = field(default_factory=list)
     notes: Sequence[str] = ()
-    problems: Sequence[str] = ()
-    is_ready: bool = False
-    started_at: float = field(default_factory=time.monotonic)
-    seconds: float = 0.0
+    work: BackgroundWork = field(default_factory=lambda: BackgroundWork("listing the pictures", KEPT))
+    """The scan."""
+
     version: int = 0
     """Changes with every edit."""
 
     _selections: "OrderedDict[tuple[int, str, str, str], list[int]]" = field(default_factory=OrderedDict)
 
+    @property
+    def is_ready(self) -> bool:
+        return not self.work.is_running
+
     def start(self) -> None:
-        threading.Thread(target=self._load, name=f"scan of {self.path.name}", daemon=True).start()
+        """Scan in the background."""
+        self.work.start(self._scan)
 
-    def _load(self) -> None:
-        try:
-            self._scan()
-        except UserError as error:
-            self.problems = str(error).splitlines()
-        except Exception as error:  # a thread has nobody to raise to
-            self.problems = [format_error(error)]
-        self.seconds, self.is_ready = time.monotonic() - self.started_at, True
-
-    def _scan(self) -> None:
+    def _scan(self, work: BackgroundWork) -> Mapping[str, Any]:
         config = DataConfig(dataset_config=str(self.path), on_invalid_images="skip")
         for dataset in load_dataset_config(config).datasets:
             check_folders(self.folders, dataset)
@@ -182,10 +180,21 @@ class PictureSet:
         self.pictures, self.notes = pictures, (*links.describe(), *prepared.manifest.notes)
         self.captions = [picture.sample.caption for picture in pictures]
         self.warnings = [(*picture.list_warnings(picture.sample.caption),) for picture in pictures]
+        return {}
 
-    def set_caption(self, index: int, caption: str) -> None:
-        self.captions[index] = caption
-        self.warnings[index] = (*self.pictures[index].list_warnings(caption),)
+    def set_caption(self, image: ImageRef, old: str, new: str) -> None:
+        """Take over the caption of a file that was written, in all datasets and subsets that have the picture."""
+        for index in self._positions.get(image, ()):
+            if self.captions[index] == old:
+                self.captions[index] = new
+                self.warnings[index] = (*self.pictures[index].list_warnings(new),)
+
+    @cached_property
+    def _positions(self) -> dict[ImageRef, list[int]]:
+        positions: dict[ImageRef, list[int]] = {}
+        for index, picture in enumerate(self.pictures):
+            positions.setdefault(picture.sample.image, []).append(index)
+        return positions
 
     def select(self, text: str, warning: str, bucket: str) -> list[int]:
         """Return the positions of the pictures whose name or caption has all words of ``text``."""
@@ -216,7 +225,7 @@ class PictureSet:
             "buckets": [{"id": name, "count": count} for name, count in buckets.most_common()],
             "tags": [{"tag": tag, "count": count} for tag, count in tags.most_common(60)],
             "notes": list(self.notes),
-            "seconds": self.seconds,
+            "seconds": self.work.seconds,
         }
 
 

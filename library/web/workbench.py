@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
@@ -10,7 +11,7 @@ from starlette.responses import HTMLResponse, Response
 
 from .. import __version__
 from ..report.rendering import build_environment
-from .caption_edits import CaptionEditor
+from .caption_edits import CaptionEditor, UndoHistory
 from .commands import CommandRunner
 from .folders import OpenedFolders
 from .jobs import JobQueue
@@ -38,12 +39,14 @@ class Workbench:
         self.queue = JobQueue(self.folders.folders[0])
         self.commands = CommandRunner()
         self.editors: dict[int, CaptionEditor] = {}
+        self.histories: dict[Path, UndoHistory] = {}
 
     def get_editor(self, pictures: PictureSet) -> CaptionEditor:
-        """Return the editor of a picture set; a new scan has a new one, without anything to undo."""
+        """Return the editor of a picture set; a new scan has a new one, which can undo the edits of the one before."""
         for key in [key for key, editor in self.editors.items() if not self.pictures.holds(editor.pictures)]:
             self.editors.pop(key, None)
-        return self.editors.setdefault(id(pictures), CaptionEditor(pictures))
+        history = self.histories.setdefault(pictures.path, [])
+        return self.editors.setdefault(id(pictures), CaptionEditor(pictures, history))
 
 
 def get_workbench(request: Request) -> Workbench:

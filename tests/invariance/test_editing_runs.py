@@ -1,10 +1,13 @@
 """Runs with control images: one result with every strategy, from caches, and after a resume; previews; rejections."""
 
+import json
+
 import pytest
 import torch
 from PIL import Image, ImageChops
 from rank_processes import run_on_ranks
 from safetensors.torch import load_file
+from tiny_pipelines import shrink_references
 from training_runs import max_relative_difference, train, write_images
 
 from library.config import parse_config
@@ -12,6 +15,8 @@ from library.errors import ConfigError
 from library.models.preflight import validate_model_options
 
 MODEL = ("--pretrained_model_name_or_path", "random:flux_kontext:tiny", "--network_train_unet_only")
+EDIT = ("--pretrained_model_name_or_path", "random:qwen_image_edit_plus:2511:tiny")
+CACHES = ("--cache_latents", "--cache_text_encoder_outputs")
 SGD = ("--optimizer_type", "SGD", "--learning_rate", "0.1", "--network_alpha", "4")
 
 
@@ -86,6 +91,53 @@ def test_previews_show_their_control_images(data, tmp_path):
     run(data, tmp_path, "p", "--sample_prompts", str(tmp_path / "prompts.txt"), "--sample_every_n_steps", "4")
     first, second = (image.read_bytes() for image in sorted((tmp_path / "sample").glob("p_*.png")))
     assert first != second
+
+
+def test_captions_are_cached_together_with_the_control_images_that_the_text_encoder_reads(data, tmp_path, monkeypatch):
+    """All captions are the same, so only the control images, flipped or not, tell their embeddings apart."""
+    shrink_references(monkeypatch)
+    for caption in (tmp_path / "images").glob("*.txt"):
+        caption.write_text("make it red")
+    control = next((tmp_path / "controls").glob("*.png"))
+    (tmp_path / "prompts.txt").write_text(f"make it red --w 64 --h 64 --s 2 --d 1 --l 3 --ci {control} --ci {control}")
+    previews = ("--sample_prompts", str(tmp_path / "prompts.txt"), "--sample_every_n_steps", "4")
+    flags = (*EDIT, "--flip_aug", "--validation_split", "0.2", *previews)
+
+    plain = run(data, tmp_path / "plain", "p", *flags)
+    on_disk = [f"{cache}_to_disk" for cache in CACHES]
+    for name, caches in {"texts": CACHES[1:], "disk": on_disk}.items():
+        assert max_relative_difference(plain, run(data, tmp_path / name, "p", *flags, *caches)) < 1e-5
+    pictures = [path.read_bytes() for path in tmp_path.glob("*/sample/p_*.png")]
+    losses = [read_validation_losses(tmp_path / name) for name in ("plain", "texts", "disk")]
+    assert losses[0] and losses == [losses[0]] * 3 and pictures == [pictures[0]] * 3
+    for image in (tmp_path / "controls").glob("*.png"):
+        ImageChops.invert(Image.open(image)).save(image)
+    others = run(data, tmp_path / "others", "p", *flags, *on_disk)
+    assert max_relative_difference(plain, others) > 1e-3
+
+
+def read_validation_losses(folder):
+    lines = [json.loads(line) for line in (folder / "p.metrics.jsonl").read_text("utf-8").splitlines()]
+    return tuple(round(line["validation/loss"], 5) for line in lines if "validation/loss" in line)
+
+
+@pytest.mark.parametrize("flags", [("--tp_size", "2"), ("--cp_size", "2")], ids=["TP", "CP"])
+def test_references_without_noise_levels_are_distributed(data, tmp_path, flags):
+    """Edit-2511's layers get a noise level for each token."""
+    one = run(data, tmp_path, "one", *EDIT, *CACHES, "--train_batch_size", "4")
+    two = run(data, tmp_path, "two", *EDIT, *CACHES, "--train_batch_size", "4", *flags, ranks=2)
+    assert max_relative_difference(one, two) < 1e-5
+
+
+def test_what_the_text_encoder_cannot_read_is_reported(data, tmp_path):
+    words = [*EDIT, "--dataset_config", str(data), "--random_crop", "--sample_prompts", "a red circle"]
+    problems = [
+        list(validate_model_options(parse_config([*words, *caches]).require_valid(), {}))
+        for caches in (CACHES[:1], CACHES[1:])
+    ]
+    assert ["encodes captions together with the pixels of control images" in problems[0][0]] == [True]
+    assert "random_crop: cannot be used with cache_text_encoder_outputs" in problems[1][0]
+    assert all("Qwen-Image-Edit-Plus needs" in lines[-1] for lines in problems)
 
 
 @pytest.mark.parametrize("key", ["control_directory", "conditioning_data_dir"])

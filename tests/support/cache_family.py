@@ -20,6 +20,7 @@ from library.data.run_plan import RunPlan
 from library.distributed.accelerator import prepare_accelerator
 from library.distributed.communicator import Communicator
 from library.models.detect import detect_model
+from library.models.families import FAMILY_FACTS
 from library.parallel.ddp import DDPStrategy
 from library.parallel.strategy import Strategy, StrategySettings
 
@@ -29,6 +30,7 @@ class AveragePoolFamily:
 
     text_components = ("text_encoder",)
     lora_prefix = ""
+    facts = FAMILY_FACTS["sd1"]
 
     def __init__(self, vae_dtype: torch.dtype = torch.float32):
         self.vae_dtype = vae_dtype

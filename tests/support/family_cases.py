@@ -3,10 +3,11 @@
 import copy
 import functools
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
-from tiny_pipelines import HEIGHT, TINY, WIDTH
+from tiny_pipelines import HEIGHT, TINY, WIDTH, shrink_references
 from torch import nn
 
 from library.models.families import FAMILIES
@@ -77,14 +78,16 @@ def list_cases(names):
 
 
 @pytest.fixture(params=list_cases(TINY))
-def case(request, build_case):
+def case(request, build_case, monkeypatch):
     """Every family, and each variant with a different denoiser call or different target modules."""
+    shrink_references(monkeypatch)
     return build_case(request.param)
 
 
 @pytest.fixture(params=list_cases(name for name in TINY if name in FAMILIES.list_names()))
-def each_family(request, build_case):
+def each_family(request, build_case, monkeypatch):
     """Every family once."""
+    shrink_references(monkeypatch)
     return build_case(request.param)
 
 
@@ -92,6 +95,15 @@ def _build_case(name):
     tiny = TINY[name]()
     tiny.pipe.set_progress_bar_config(disable=True)
     return FAMILIES.get(tiny.family)(), tiny
+
+
+def take_rows(batch, count):
+    """The first samples of a batch."""
+    cond = {name: value[:count] for name, value in batch.cond.items()}
+    controls = tuple(latents[:count] for latents in batch.control_latents)
+    names = ("latents", "size_conditioning", "loss_weights", "global_positions", "sample_keys")
+    rows = {name: getattr(batch, name)[:count] for name in names}
+    return replace(batch, cond=cond, control_latents=controls, **rows)
 
 
 def get_modules(family, pipe):

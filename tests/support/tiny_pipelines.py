@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import pytest
 import tiny_sd1
 import torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
 from torch import Tensor
 
 from library.data.batch import Batch, Cond
+from library.models.base import Family
 from library.models.families import FAMILIES
 
 HEIGHT, WIDTH = 64, 96  # not square, and FRAME not symmetric, so that a swap is detected
@@ -58,10 +61,19 @@ class TinyCase:
     build_prompt: Callable[[Any, str, str], dict[str, Any]] | None = None
     """Arguments for a prompt and a negative one, if these are not texts: (pipe, text, negative text)."""
 
+    controls: tuple[Image.Image, ...] = ()
+    """The control images that the text encoder reads with each prompt."""
+    max_rows: int = 2
+    """How many rows of the batch the diffusers pipeline takes at once."""
+
     blocks: tuple[str, ...] = ()
     """Classes of diffusers in which the reference trainer trains the linear layers."""
     untrained: str = "$^"
     """Pattern of the names of linear layers in these blocks that it does not train."""
+
+    def encode_prompts(self, family: Family, pipe: Any, texts: Sequence[str]) -> Cond:
+        """Encode texts, each with the control images."""
+        return family.encode_prompts_with_controls(pipe, list(texts), [self.controls] * len(texts))
 
     @property
     def latent_factor(self) -> int:
@@ -94,13 +106,17 @@ def _build_inpaint_encoder(name: str, **others: Any) -> Callable[[Any, Tensor, S
     return encode
 
 
-def _build_vae_encoder(name: str) -> Callable[[Any, Tensor, Sequence[torch.Generator]], Tensor]:
+def _build_vae_encoder(
+    name: str, *, is_video: bool = False
+) -> Callable[[Any, Tensor, Sequence[torch.Generator]], Tensor]:
     """The same with a pipeline of another family that has this kind of VAE."""
 
     def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
         pipeline_class = getattr(diffusers, name)
         modules, _ = pipeline_class._get_signature_keys(pipeline_class)
         encode_reference = pipeline_class(**{**dict.fromkeys(modules), "vae": pipe.vae})
+        if is_video:
+            return encode_reference._encode_vae_image(pixels.unsqueeze(2), list(generators)).squeeze(2)
         return encode_reference._encode_vae_image(pixels, list(generators))
 
     return encode
@@ -327,23 +343,80 @@ def qwen_image() -> TinyCase:
     embeds = [texts[0], texts[1, :7]]
     mask = torch.tensor([[1] * 13, [1] * 7 + [0] * 6])
     call = {"prompt_embeds": texts * mask.unsqueeze(2), "prompt_embeds_mask": mask}
-    inpainting = _build_inpaint_encoder("QwenImageInpaintPipeline")
-
-    def encode_reference(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        return inpainting(pipe, pixels.unsqueeze(2), generators).squeeze(2)
-
     return TinyCase(
         "qwen_image",
         _load("random:qwen_image:tiny"),
         build_batch(latents, {"embeds": embeds}),
         call,
         {},
-        encode_reference,
+        _build_vae_encoder("QwenImageInpaintPipeline", is_video=True),
         "random:qwen_image:tiny",
         _pack_patches,
         _unpack_patches,
         scale="true_cfg_scale",
     )
+
+
+def _compute_reference_size(area: int, ratio: float) -> tuple[int, int]:
+    """Width and height as in the pipelines of Qwen-Image-Edit."""
+    width = (area * ratio) ** 0.5
+    return round(width / 32) * 32, round(width / ratio / 32) * 32
+
+
+REFERENCE_AREA = 128 * 128
+"""Of references in tests, instead of a megapixel."""
+
+
+def shrink_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the pipelines of Qwen-Image-Edit resize references to ``REFERENCE_AREA``."""
+    monkeypatch.setattr(
+        pipeline_qwenimage_edit,
+        "calculate_dimensions",
+        lambda area, ratio: (*_compute_reference_size(REFERENCE_AREA, ratio), None),
+    )
+    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", REFERENCE_AREA)
+
+
+def _build_edit_case(source: str, *sizes: tuple[int, int]) -> TinyCase:
+    tiny, name = qwen_image(), source.split(":")[1]
+    pipe = _load(source)
+    gradient = Image.linear_gradient("L").rotate(30)
+    controls = tuple(
+        Image.merge("RGB", [gradient, gradient.rotate(90), gradient.rotate(50)]).resize(each) for each in sizes
+    )
+    latents = []
+    for image in controls:
+        width, height = _compute_reference_size(REFERENCE_AREA, image.width / image.height)
+        pixels = pipe.image_processor.preprocess(image, height, width).unsqueeze(2)
+        with torch.no_grad():
+            latents.append(pipe._encode_vae_image(pixels, torch.Generator()).squeeze(2).expand(2, -1, -1, -1))
+    images = {"image": list(controls) if "plus" in name else controls[0]}
+    embeds = tiny.batch.cond["embeds"][0]
+    return replace(
+        tiny,
+        family=name,
+        pipe=pipe,
+        batch=replace(tiny.batch, control_latents=tuple(latents)),
+        call={"prompt_embeds": embeds[None], "prompt_embeds_mask": torch.ones(1, len(embeds)).long(), **images},
+        sizes=images,
+        texts=images,
+        encode=_build_vae_encoder("QwenImageInpaintPipeline", is_video=True),
+        source=source,
+        controls=controls,
+        max_rows=1,
+    )
+
+
+def qwen_image_edit() -> TinyCase:
+    return _build_edit_case("random:qwen_image_edit:tiny", (150, 100))
+
+
+def qwen_image_edit_plus() -> TinyCase:
+    return _build_edit_case("random:qwen_image_edit_plus:tiny", (150, 100), (90, 120))
+
+
+def qwen_image_edit_plus_2511() -> TinyCase:
+    return _build_edit_case("random:qwen_image_edit_plus:2511:tiny", (150, 100), (90, 120))
 
 
 def aura_flow() -> TinyCase:
@@ -433,6 +506,9 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "flux2_klein_with_references": flux2_klein_with_references,
     "z_image": z_image,
     "qwen_image": qwen_image,
+    "qwen_image_edit": qwen_image_edit,
+    "qwen_image_edit_plus": qwen_image_edit_plus,
+    "qwen_image_edit_plus_2511": qwen_image_edit_plus_2511,
     "aura_flow": aura_flow,
     "ovis_image": ovis_image,
     "longcat_image": longcat_image,

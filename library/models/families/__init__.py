@@ -28,6 +28,8 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "flux2_klein": ".flux2:Flux2Klein",
         "z_image": ".z_image:ZImage",
         "qwen_image": ".qwen_image:QwenImage",
+        "qwen_image_edit": ".qwen_image_edit:QwenImageEdit",
+        "qwen_image_edit_plus": ".qwen_image_edit:QwenImageEditPlus",
         "aura_flow": ".aura_flow:AuraFlow",
         "ovis_image": ".ovis_image:OvisImage",
         "longcat_image": ".longcat_image:LongCatImage",

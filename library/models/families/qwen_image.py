@@ -28,7 +28,7 @@ QWEN_MAX_SEQUENCE_LENGTH = 512
 def _match_qwen_image(read: ConfigReader) -> FamilyMatch:
     config = read_required(read, "transformer/config.json")
     if config.get("zero_cond_t") or config.get("use_layer3d_rope") or config.get("use_additional_t_cond"):
-        raise ModelError("it is Qwen-Image-Edit or Qwen-Image-Layered; use Qwen-Image")
+        raise ModelError("its transformer is that of Qwen-Image-Edit-2511 or Qwen-Image-Layered; use the whole model")
     return match_flow_model(read, 4, f"the transformer has {config.get('num_layers')} blocks")
 
 
@@ -54,6 +54,7 @@ FACTS = FamilyFacts(
     shape_checks={
         ("img_in.weight", 1): ("transformer", "in_channels"),
         ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
+        ("__index_timestep_zero__", None): ("transformer", "zero_cond_t"),  # of 2511, in files for ComfyUI
     },
 )
 
@@ -125,6 +126,8 @@ class QwenImage(Family):
         return decode_frame_latents(pipe.vae, latents)
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        import torch
+
         from ..text_encoding import pad_text_embeds
 
         count, channels, height, width = noisy_latents.shape
@@ -132,14 +135,20 @@ class QwenImage(Family):
         # Padding to a multiple always passes a mask, even a full one, so that compiled graphs see one signature.
         is_unpadded = all(len(row) == embeds.shape[1] for row in batch.cond["embeds"])
         needs_mask = batch.text_pad_multiple > 1 or not is_unpadded
+        tokens, grids = pipe._pack_latents(noisy_latents, count, channels, height, width), [(height, width)]
+        num_tokens = tokens.shape[1]
+        if batch.control_latents:
+            controls = [latents.to(tokens.dtype) for latents in batch.control_latents]
+            tokens = torch.cat([tokens, *(pipe._pack_latents(each, *each.shape) for each in controls)], dim=1)
+            grids += [(each.shape[2], each.shape[3]) for each in controls]
         predicted = denoiser(
-            hidden_states=pipe._pack_latents(noisy_latents, count, channels, height, width),
+            hidden_states=tokens,
             timestep=timesteps / 1000,
             encoder_hidden_states=embeds,
             encoder_hidden_states_mask=mask if needs_mask else None,
-            img_shapes=[[(1, height // 2, width // 2)]] * count,
+            img_shapes=[[(1, high // 2, wide // 2) for high, wide in grids]] * count,
             return_dict=False,
-        )[0]
+        )[0][:, :num_tokens]
         frames: Tensor = pipe._unpack_latents(predicted, height, width, vae_scale_factor=1)
         return frames.squeeze(2)
 

@@ -5,6 +5,7 @@ from importlib import import_module
 from typing import Any
 
 from ...config.options import iter_options
+from ...log import configure_logging
 from . import preflight
 from .options import (
     BlockArguments,
@@ -75,6 +76,7 @@ def run_lora(argv: Sequence[str]) -> tuple[str, int] | Generator[str, None, int]
 
 
 def _run_command(command: str, files: list[str], options: Any) -> Generator[str, None, int]:
+    configure_logging(simple=True)
     commands = import_module(f"{__name__}.commands")  # imports torch
     yield from getattr(commands, f"run_{command}")(files, options)
     return 0

@@ -12,6 +12,7 @@ from ...adapters.formats import FileFormat
 from ...adapters.metadata import NetworkSizes
 from ...adapters.state_dict import DOWN, UP, ModuleAdapter
 from ...errors import FileError
+from ...log import iter_with_progress
 from .block_names import BlockFactor, get_factor, is_text_encoder
 from .lora_files import SOURCES_KEY, LoraFile, NewLora, Unit, build_single_unit, format_sources, get_kernel, iter_units
 from .low_rank import (
@@ -104,7 +105,7 @@ def merge_loras(
     updates: dict[str, ModuleAdapter] = {}
     errors: list[LayerError] = []
     problems: list[str] = []
-    for terms in _group_terms(files):
+    for terms in iter_with_progress(list(_group_terms(files)), "merging", "layer"):
         terms = [term for term in terms if term.weight]
         if not terms:
             continue

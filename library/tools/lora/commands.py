@@ -17,7 +17,14 @@ from .combining import WeightedFile, build_merged_lora, find_exact_dtype, list_m
 from .extraction import Extraction, ExtractionSettings, build_extracted_lora, extract
 from .inspection import export_json, inspect_lora
 from .inspection_text import compare_loras, format_comparison, format_facts
-from .lora_files import LoraFile, build_result, read_lora_files, write_lora
+from .lora_files import (
+    LoraFile,
+    build_result,
+    describe_other_family,
+    read_lora_files,
+    read_lora_files_for_model,
+    write_lora,
+)
 from .metadata_editing import edit_metadata, format_metadata
 from .model_merging import merge_into_model
 from .model_weights import ModelFiles, locate_model_weights
@@ -80,10 +87,10 @@ def weigh_files(files: Sequence[LoraFile], options: MergeOptions) -> list[Weight
 
 
 def run_merge(files: Sequence[str], arguments: MergeArguments) -> Iterator[str]:
-    loras = read_lora_files(files)
     if arguments.merge.model is not None:
-        yield from _merge_into_model(loras, arguments)
+        yield from _merge_into_model(files, arguments)
         return
+    loras = read_lora_files(files)
     if problems := list_merge_obstacles(loras):
         raise FileError(problems)
     weighted = weigh_files(loras, arguments.merge)
@@ -117,8 +124,7 @@ def run_extract(files: Sequence[str], arguments: ExtractArguments) -> Iterator[s
         None if options.device is None else _parse_device(options.device),
         (arguments.format.to or base.family.lora_format) == "kohya",
     )
-    result = Extraction()
-    yield from extract(base, tuned, settings, result)
+    result = extract(base, tuned, settings)
     if not result.updates:
         raise FileError([f"{tuned.path}: the layers that a LoRA can change are equal to those of {base.path}"])
     yield from _describe_extraction(result, options.show_layers)
@@ -162,13 +168,16 @@ def _parse_device(name: str) -> torch.device:
         raise FileError([f"--device {name}: cannot be used: {str(error).splitlines()[0]}"]) from None
 
 
-def _merge_into_model(loras: Sequence[LoraFile], arguments: MergeArguments) -> Iterator[str]:
+def _merge_into_model(files: Sequence[str], arguments: MergeArguments) -> Iterator[str]:
     (model,) = _locate_models([arguments.merge.model or ""])
+    loras = read_lora_files_for_model(files, model)
     weighted = weigh_files(loras, arguments.merge)
     dtype = getattr(torch, arguments.merge.math)
     path = Path(arguments.output.output or "").expanduser()
     merged = merge_into_model(model, weighted, path, dtype, arguments.format.save_precision)
     for file in loras:
+        if notice := describe_other_family(file):
+            yield notice
         if file.lora.contents.embeddings:
             yield f"{file.path.name}: {len(file.lora.contents.embeddings)} bundled embeddings are not merged"
     yield f"merged {len(loras)} LoRAs into {model.path}: {merged.num_changed} layers of {model.detected.family}"

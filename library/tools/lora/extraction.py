@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -18,13 +17,13 @@ from ...adapters.merge import compute_delta_weight, compute_merged_weight
 from ...adapters.metadata import NetworkSizes
 from ...adapters.state_dict import MAGNITUDE, ModuleAdapter
 from ...errors import FileError
+from ...log import iter_with_progress
 from .lora_files import SOURCES_KEY, NewLora, Unit, build_single_unit
 from .low_rank import build_lora, decompose, truncate
 from .model_weights import ModelFiles
 from .rank_rule import RankRule
 from .resizing import LayerError, measure_error
 
-_PROGRESS_SECONDS = 30.0
 _ROUNDING_SHARE = 3e-5
 """What the weights' float32 rounding may leave of a difference of low rank: its square is what a rank is chosen by."""
 
@@ -80,25 +79,22 @@ def list_extraction_obstacles(base: ModelFiles, tuned: ModelFiles) -> list[str]:
     return [] if shared else [f"{tuned.path}: has no layer in common with {base.path}"]
 
 
-def extract(base: ModelFiles, tuned: ModelFiles, settings: ExtractionSettings, result: Extraction) -> Iterator[str]:
-    """Fill ``result``; yield lines of progress."""
+def extract(base: ModelFiles, tuned: ModelFiles, settings: ExtractionSettings) -> Extraction:
+    """Extract layer by layer."""
     if problems := list_extraction_obstacles(base, tuned):
         raise FileError(problems)
     skipped = _find_similar_components(base, tuned, settings.min_difference)
-    result.skipped_components += sorted(skipped)
+    result = Extraction(skipped_components=sorted(skipped))
     units = [unit for unit in _list_units(base, tuned, settings) if unit[0].partition(".")[0] not in skipped]
     covered = {module for unit in units for module in unit}
-    last = time.monotonic()
-    for number, modules in enumerate(units):
+    for modules in iter_with_progress(units, "extracting", "layer"):
         if (extracted := _extract_unit(base, tuned, modules, settings)) is None:
             result.num_equal += 1
         else:
             result.updates |= extracted[0]
             result.errors.append(extracted[1])
-        if time.monotonic() - last > _PROGRESS_SECONDS:
-            last = time.monotonic()
-            yield f"{number + 1} of {len(units)} layers"
     _measure_left_out(base, tuned, covered, skipped, result)
+    return result
 
 
 def _find_similar_components(base: ModelFiles, tuned: ModelFiles, limit: float) -> set[str]:

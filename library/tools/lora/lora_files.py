@@ -19,8 +19,11 @@ from ...adapters.lora_file import cast_tensors, write_adapter_file
 from ...adapters.metadata import NetworkSizes, add_model_hashes, list_network_sizes, update_network_metadata
 from ...adapters.peft_metadata import PEFT_METADATA_KEY
 from ...adapters.state_dict import DOWN, PEFT_SUFFIXES, ModuleAdapter, iter_named_tensors
+from ...checkpoint.known_models import load_known_models
 from ...errors import FileError, UserError
-from ..convert import IdentifiedLora, read_lora_file
+from ...models.families import FAMILY_FACTS
+from ..convert import IdentifiedLora, find_stated_family, identify_lora, read_lora_file
+from .model_weights import ModelFiles
 
 SOURCES_KEY = "lorikeet.sources"
 """Metadata key: the files that a file was made from, and how."""
@@ -60,16 +63,60 @@ class LoraFile:
 
 def read_lora_files(paths: Sequence[str]) -> list[LoraFile]:
     """Read all files, or raise with the problems of all."""
-    files, problems = [], list[str]()
+    files, problems, models = [], list[str](), load_known_models()
     for text in paths:
         path = Path(text).expanduser()
         try:
-            files.append(LoraFile(path, read_lora_file(path, can_be_fused=True)))
+            files.append(LoraFile(path, read_lora_file(path, can_be_fused=True, models=models)))
         except UserError as error:
             problems.append(str(error))
     if problems:
         raise FileError(problems)
     return files
+
+
+def read_lora_files_for_model(paths: Sequence[str], model: ModelFiles) -> list[LoraFile]:
+    """Read files as LoRAs of a model, or raise with the problems of all.
+
+    Keys and sizes decide, as with ``base_weights``: families share them, so that the file alone does not tell which of
+    them it is for.
+    """
+    files, problems = [], list[str]()
+    for text in paths:
+        path = Path(text).expanduser()
+        try:
+            files.append(LoraFile(path, _read_lora_for_model(path, model)))
+        except UserError as error:
+            problems.append(str(error) if str(error).startswith(str(path)) else f"{path}: {error}")
+    if problems:
+        raise FileError(problems)
+    return files
+
+
+def _read_lora_for_model(path: Path, model: ModelFiles) -> IdentifiedLora:
+    tensors, metadata = read_adapter_file(path)
+    family, components = model.detected.family, model.all_components
+    try:
+        contents = convert_from_file_format(tensors, metadata, components, model.shapes)
+    except UserError:
+        other = identify_lora(tensors, metadata).family  # raises if the file is damaged
+        if other == family:
+            raise
+        raise UserError(f"is a LoRA of {other}, and {model.path.name} a model of {family}") from None
+    return IdentifiedLora(family, contents, components, metadata, True, list_network_sizes(tensors), model.shapes)
+
+
+def describe_other_family(file: LoraFile) -> str | None:
+    """The notice for a file that fits, although its metadata name another family; None if they do not."""
+    stated = find_stated_family(file.lora.metadata)
+    if (
+        stated is None
+        or FAMILY_FACTS[stated].modelspec_architecture == FAMILY_FACTS[file.family].modelspec_architecture
+    ):
+        return None
+    return (
+        f"{file.path.name}: its metadata say that it is for {stated}; its layers and sizes are those of {file.family}"
+    )
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from ...adapters.merge import compute_delta_weight, compute_merged_weight, merge
 from ...adapters.state_dict import ModuleAdapter
 from ...atomic_files import fsync_dir, fsync_file
 from ...errors import FileError, UserError
+from ...log import ProgressBar
 from .combining import WeightedFile
 from .lora_files import SOURCES_KEY, format_sources
 from .model_weights import (
@@ -70,9 +71,6 @@ def iter_model_obstacles(model: ModelFiles, files: Sequence[WeightedFile]) -> It
     """Why LoRAs cannot be merged into a model."""
     for weighted in files:
         file = weighted.file
-        if file.family != model.detected.family:
-            yield f"{file.path}: is a LoRA of {file.family}, and {model.path.name} a model of {model.detected.family}"
-            continue
         yield from (f"{file.path}: {each}" for each in find_missing_weights(model, file.list_modules()))
         for name, update in file.updates.items():
             if update.adapter_type in UNMERGEABLE_TYPES:
@@ -119,14 +117,19 @@ def merge_into_model(
         return None if places is None else _compute_merged_tensor(tensor, places, dtype)
 
     note = format_sources([each.file for each in files], "merged into a model", [each.describe() for each in files])
-    writer = _Writer(compute, note, precision)
+    sources = [model.path]
+    if model.is_folder:
+        sources = [path for part in model.components for path in list_weight_files(model.path / part.name)]
     temporary = output.with_name(f".{output.name}.{os.getpid()}.part")
+    num_megabytes = sum(_count_megabytes(path) for path in sources)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        if model.is_folder:
-            _write_folder(model, temporary, writer)
-        else:
-            writer.write(model.path, temporary)
+        with ProgressBar(num_megabytes, 0, "merging", enabled=True, unit="MB", log_first_and_last=False) as progress:
+            writer = _Writer(compute, note, precision, progress)
+            if model.is_folder:
+                _write_folder(model, temporary, writer)
+            else:
+                writer.write(model.path, temporary)
         _replace(temporary, output)
     except OSError as error:
         raise UserError(f"{output}: cannot be written: {error}") from error
@@ -165,10 +168,16 @@ def _compute_merged_tensor(
 class _Writer:
     """Copies safetensors files with some tensors replaced, and verifies the copies."""
 
-    def __init__(self, compute: Callable[[StoredTensor], Tensor | None], note: str, precision: str | None):
-        self.compute, self.note = compute, note
+    def __init__(
+        self,
+        compute: Callable[[StoredTensor], Tensor | None],
+        note: str,
+        precision: str | None,
+        progress: ProgressBar,
+    ):
+        self.compute, self.note, self.progress = compute, note, progress
         self.dtype = None if precision is None else SAVE_DTYPES[precision]
-        self.num_tensors = self.num_bytes = 0
+        self.num_tensors = self.num_bytes = self.read_megabytes = 0
 
     def write(self, source: Path, target: Path) -> None:
         """Copy ``source`` tensor by tensor, then read the copy back and compare its hash."""
@@ -188,14 +197,22 @@ class _Writer:
         with target.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for tensor in tensors:
+                self._advance(source, tensor.start / source.stat().st_size)
                 for part in self._iter_bytes(tensor, str(entries[tensor.key]["dtype"])):
                     digest.update(part)
                     file.write(part)
         fsync_file(target)
         if _hash_content(target) != digest.digest():
             raise UserError(f"{target}: reads back other bytes than were written; the disk may be faulty")
+        self._advance(source, 1.0)
+        self.read_megabytes += _count_megabytes(source)
         self.num_tensors += len(tensors)
         self.num_bytes += target.stat().st_size
+
+    def _advance(self, source: Path, share: float) -> None:
+        """Show that this share of a file is done."""
+        done = self.read_megabytes + int(share * _count_megabytes(source))
+        self.progress.update({}, done - self.progress.completed)
 
     def _choose_dtype(self, tensor: StoredTensor) -> str:
         if self.dtype is None or tensor.dtype not in DTYPES:
@@ -211,6 +228,10 @@ class _Writer:
         if not bool(values.float().isfinite().all()):
             raise UserError(f"{tensor.path}: {tensor.key}: the merged weight overflows {dtype}, or is not finite")
         yield values.contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def _count_megabytes(path: Path) -> int:
+    return max(1, path.stat().st_size // 10**6)
 
 
 def _count_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -110,8 +110,10 @@ class ModelFiles:
     family: Family
     components: tuple[ComponentKeys, ...]
     """Those that the files contain."""
+    all_components: tuple[ComponentKeys, ...]
+    """Those that a LoRA of the model can change, also text encoders that the files lack."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Of all layers of these components, by name in a state dict."""
+    """Of all layers of all components, by name in a state dict."""
     weights: Mapping[str, LayerWeight]
     biases: Mapping[str, LayerWeight]
     info: BaseModelInfo
@@ -139,10 +141,6 @@ def locate_model_weights(text: str) -> ModelFiles:
     weights: dict[str, LayerWeight] = {}
     biases: dict[str, LayerWeight] = {}
     for component in components:
-        stored = _list_component_tensors(path, detected, component)
-        if not stored:
-            continue
-        found.append(component)
         layers = {
             f"{component.name}.{name}": layer
             for name, layer in getattr(pipe, component.name).named_modules()
@@ -150,6 +148,9 @@ def locate_model_weights(text: str) -> ModelFiles:
         }
         own = list_layer_shapes(layers.items())
         shapes |= own
+        if not (stored := _list_component_tensors(path, detected, component)):
+            continue
+        found.append(component)
         all_targets |= {name for name, layer in layers.items() if isinstance(layer, nn.Linear | nn.Conv2d)}
         usual = match_target_modules(getattr(pipe, component.name), _list_usual_targets(family, component.name))
         targets |= {f"{component.name}.{module}" for module in usual}
@@ -163,8 +164,8 @@ def locate_model_weights(text: str) -> ModelFiles:
     prediction_type = "v_prediction" if detected.prediction_type == "v" else "epsilon"
     pipe.scheduler = SimpleNamespace(config=SimpleNamespace(prediction_type=prediction_type))
     info = family().get_base_model_info(pipe)
-    chosen = frozenset(targets), frozenset(all_targets)
-    return ModelFiles(path, detected, family(), tuple(found), shapes, weights, biases, info, *chosen)
+    parts, chosen = (tuple(found), tuple(components)), (frozenset(targets), frozenset(all_targets))
+    return ModelFiles(path, detected, family(), *parts, shapes, weights, biases, info, *chosen)
 
 
 def _list_usual_targets(family: type[Family], component: str) -> tuple[str, ...]:

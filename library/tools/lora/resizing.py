@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ...adapters.state_dict import DOWN, MAGNITUDE, UP, ModuleAdapter
+from ...log import iter_with_progress
 from .lora_files import LoraFile, Unit, get_kernel, iter_units
 from .low_rank import (
     LowRank,
@@ -56,7 +57,7 @@ def resize_lora(file: LoraFile, rule: RankRule, dtype: torch.dtype) -> Resized:
     updates: dict[str, ModuleAdapter] = {}
     errors: list[LayerError] = []
     unchanged: dict[str, int] = {}
-    for unit in iter_units(file):
+    for unit in iter_with_progress(list(iter_units(file)), "resizing", "layer"):
         if unit.adapter.adapter_type not in RESIZABLE_TYPES or _has_magnitude_of_lycoris(unit.adapter):
             unchanged[unit.adapter.title] = unchanged.get(unit.adapter.title, 0) + 1
             updates |= unit.split(unit.adapter)

@@ -8,12 +8,21 @@
   function showChosen() {
     byId("chosen").textContent = chosen.size ? [...chosen.values()].join(", ") : "no file chosen";
     for (const form of forms) {
-      const needed = form.dataset.form === "merge" ? 2 : 1;
-      form.querySelector("button.main").disabled = chosen.size < needed || running !== null;
-      const output = form.querySelector("[data-output]");
-      const first = [...chosen.values()][0];
-      if (output && first && !output.dataset.typed) output.value = first.replace(/\.safetensors$/, `-${form.dataset.form}.safetensors`);
+      const models = [...form.querySelectorAll("[data-model]")];
+      const isReady = chosen.size >= +form.dataset.files && models.every((select) => select.value);
+      form.querySelector("button.main").disabled = !isReady || running !== null;
+      suggestOutput(form, models);
     }
+  }
+
+  // A name for the new file, from the first input, until one is typed.
+  function suggestOutput(form, models) {
+    const output = form.querySelector("[data-output]"), model = models.at(-1);
+    if (!output || output.dataset.typed) return;
+    const first = (model ? model.selectedOptions[0].value && model.selectedOptions[0].text : [...chosen.values()][0]) || "";
+    const name = first.split("/").at(-1), stem = name.replace(/\.safetensors$/, "");
+    const end = form.dataset.form === "extract" || stem !== name || !model ? ".safetensors" : "";
+    output.value = name ? `${stem}-${form.dataset.form.replace(" into a model", "d")}${end}` : "";
   }
 
   files.addEventListener("change", (event) => {
@@ -21,6 +30,7 @@
     if (box.checked) chosen.set(box.value, box.dataset.name); else chosen.delete(box.value);
     showChosen();
   });
+  for (const select of document.querySelectorAll("[data-model]")) select.addEventListener("change", showChosen);
   byId("filter").addEventListener("input", (event) => {
     const words = event.target.value.toLowerCase().split(/\s+/);
     for (const row of files.rows) row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
@@ -39,7 +49,16 @@
       if (control.type === "checkbox") { if (control.checked) values[field.dataset.name] = true; }
       else if (control.value.trim()) values[field.dataset.name] = control.value.trim();
     }
-    return { command: form.dataset.form, files: [...chosen.keys()], values, output: form.querySelector("[data-output]")?.value ?? "" };
+    const models = Object.fromEntries([...form.querySelectorAll("[data-model]")].map((select) => [select.dataset.model, select.value]));
+    return { command: form.dataset.form, models, files: [...chosen.keys()], values, output: form.querySelector("[data-output]")?.value ?? "" };
+  }
+
+  function showProgress(progress) {
+    const holder = byId("result-progress"), [bar, text] = holder.children;
+    holder.hidden = !progress;
+    if (!progress) return;
+    Object.assign(bar, { max: progress.total, value: progress.completed });
+    text.textContent = `${progress.title}: ${progress.completed.toLocaleString()} of ${progress.total.toLocaleString()}`;
   }
 
   async function follow(name) {
@@ -55,6 +74,7 @@
       const seconds = `${answer.seconds.toFixed(1)} s`;
       byId("result-state").textContent = answer.is_running ? `working for ${seconds}…`
         : answer.is_stopped ? "stopped" : answer.code ? "not done" : `done in ${seconds}`;
+      showProgress(answer.progress);
       if (!answer.is_running) return;
       await new Promise((done) => setTimeout(done, 300));
     }
@@ -68,7 +88,8 @@
         byId("problems").replaceChildren();
         running = (await ask("/api/lora", collect(form))).id;
         showChosen();
-        await follow(`${form.dataset.form}: ${[...chosen.values()].join(", ")}`);
+        const inputs = +form.dataset.files ? [...chosen.values()] : [...form.querySelectorAll("[data-model]")].map((select) => select.selectedOptions[0].text);
+        await follow(`${form.dataset.form}: ${inputs.join(", ")}`);
       } catch (error) { showProblems(byId("problems"), error.message.split("\n")); }
       running = null;
       byId("stop").hidden = true;

@@ -37,19 +37,43 @@
   }
 
   async function start() {
-    byId("scanning").hidden = false;
     byId("workspace").hidden = true;
-    poll(async () => {
-      const state = await ask(`/api/pictures/state/${key}`);
-      if (!state.is_ready) return 400;
-      byId("scanning").hidden = true;
-      showProblems(byId("problems"), state.problems);
-      byId("workspace").hidden = !state.total;
-      showState(state);
-      if (state.total) await applyFilter();
-      return null;
-    });
+    await follow();
+    const state = await ask(`/api/pictures/state/${key}`);
+    showProblems(byId("problems"), state.problems);
+    byId("workspace").hidden = !state.total;
+    showState(state);
+    if (state.total) await applyFilter();
+    const work = await ask(`/api/pictures/work/${key}`);
+    if (work.is_running) await finish(work);  // an edit that another tab began
   }
+
+  // Show how far the scan or an edit is until it ends; return what came of it.
+  function follow() {
+    const buttons = [...document.querySelectorAll("#undo, #rescan, #apply-tags")];
+    return new Promise((done) => poll(async () => {
+      const work = await ask(`/api/pictures/work/${key}`), bar = byId("work-bar");
+      byId("work").hidden = !work.is_running;
+      for (const button of buttons) button.disabled = work.is_running;
+      if (!work.is_running) { done(work); return null; }
+      if (work.total) { bar.max = work.total; bar.value = work.completed; } else bar.removeAttribute("value");
+      byId("work-text").textContent = work.title + (work.total ? `: ${work.completed.toLocaleString()} of ${work.total.toLocaleString()}` : "…");
+      byId("work-stop").disabled = work.is_stopping;
+      return 300;
+    }));
+  }
+
+  async function finish(work) {
+    const end = work.is_running ? await follow() : work;
+    await refresh();
+    if (end.problems.length) throw new Error(end.problems.join("\n"));
+    return end;
+  }
+
+  byId("work-stop").addEventListener("click", () => attempt(async () => {
+    byId("work-stop").disabled = true;
+    await ask(`/api/pictures/stop/${key}`, {});
+  }));
 
   async function refresh() {
     showState(await ask(`/api/pictures/state/${key}`));
@@ -79,21 +103,14 @@
   byId("tags-form").addEventListener("submit", (event) => {
     event.preventDefault();
     attempt(async () => {
-      byId("tags-result").textContent = "writing…";
-      byId("apply-tags").disabled = true;
-      try {
-        const answer = await ask(`/api/pictures/tags/${key}`, edit(false));
-        byId("tags-result").textContent = `${answer.count.toLocaleString()} captions changed`;
-        byId("examples").replaceChildren();
-        await refresh();
-      } finally { byId("apply-tags").disabled = false; }
+      byId("tags-result").textContent = "";
+      byId("examples").replaceChildren();
+      const { count } = await finish(await ask(`/api/pictures/tags/${key}`, edit(false)));
+      byId("tags-result").textContent = `${count.toLocaleString()} ${count === 1 ? "caption" : "captions"} changed`;
     });
   });
-  byId("undo").addEventListener("click", () => attempt(async () => {
-    await ask(`/api/pictures/undo/${key}`, {});
-    await refresh();
-  }));
-  byId("rescan").addEventListener("click", () => attempt(async () => { await ask(`/api/pictures/scan/${key}`, {}); start(); }));
+  byId("undo").addEventListener("click", () => attempt(async () => finish(await ask(`/api/pictures/undo/${key}`, {}))));
+  byId("rescan").addEventListener("click", () => attempt(async () => { await ask(`/api/pictures/scan/${key}`, {}); await start(); }));
 
   // One picture.
   async function openEditor(position) {
@@ -146,5 +163,5 @@
   let timer;
   byId("text").addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(applyFilter, 200); });
   for (const id of ["warning", "bucket"]) byId(id).addEventListener("change", applyFilter);
-  start();
+  attempt(start);
 })();

@@ -453,6 +453,14 @@ def test_falsy_values_disable_an_option_as_in_sd_scripts(tmp_path):
             ["--lr_scheduler", "adafactor"],
             "--lr_scheduler: adafactor is for optimizer_type Adafactor with relative_step; use lr_scheduler constant",
         ),
+        *(
+            (
+                [f"--{name}", "s3://bucket/runs"],
+                f"--{name}: s3://bucket/runs is a URL; files are written to folders only, such as one that mounts the"
+                " bucket",
+            )
+            for name in ("output_dir", "logging_dir", "cache_dir", "remote_cache_dir")
+        ),
         (
             ["--dataset_config", str(ROOT)],
             f"--dataset_config: {ROOT} is a folder; give the dataset TOML that points to it, or --train_data_dir",

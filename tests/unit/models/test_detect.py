@@ -13,7 +13,7 @@ from library.config.schema import ModelConfig
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES, FAMILY_FACTS
-from library.models.model_configs import list_bundled_configs, list_family_configs, load_bundled_config
+from library.models.model_configs import is_tokenizer, list_bundled_configs, list_family_configs, load_bundled_config
 
 
 def write_model_folder(folder, name="StableDiffusionPipeline", unet=None, vae=None, scheduler=None, config=None):
@@ -147,7 +147,7 @@ def test_a_single_file_is_detected_by_its_keys_and_shapes(shapes, family, config
     actual = detect_model(write_sparse_file(tmp_path / "model.safetensors", shapes))
     assert (actual.family, actual.bundled_config, actual.source_type) == (family, config, "file")
     assert {*actual.single_file_components} == {
-        part for part in FAMILY_FACTS[family].components if not part.startswith("tokenizer")
+        part for part in FAMILY_FACTS[family].components if not is_tokenizer(part)
     }
     assert FAMILY_FACTS[family].title in actual.reason
 

@@ -169,6 +169,7 @@ def test_every_problem_is_one_line_with_the_key_the_url_and_what_to_do(server, t
         f"image_dir = 's3://{BUCKET}/sett'": f"{url}t does not exist; s3://{BUCKET} contains ",
         "image_dir = 's3://empty-bucket'": "s3://empty-bucket is empty",
         "image_dir = 's3://'": "s3://: names no bucket",
+        f"cache_directory = 's3://cache'\nimage_dir = '{url}'": "s3://cache is a URL; files are written to folders only",
         "image_dir = 'https://host/x'": "https://host/x: https servers list no folders; give the URLs of tar",
         "image_dir = 'ftp://host/x'": "ftp://host/x: ftp:// is not supported; use s3://, gs://, hf://, https://",
         f"image_dir = '{url}/c#d.png'": f"{url}/c#d.png is a file, not a folder",

@@ -15,7 +15,7 @@ from urllib.parse import quote
 import pytest
 from remote_servers import Proxy, run_file_server, run_proxy
 
-from library.storage.filesystems import MissingFileError, RemoteError, RemoteOutage
+from library.storage.filesystems import AccessDeniedError, MissingFileError, RemoteError, RemoteOutage
 from library.storage.remote_info import format_address
 from library.storage.remote_path import RemotePath, build_remote_path, prefetch_files, strip_query
 from library.storage.remote_store import BLOCK_BYTES, RemoteSettings, RemoteStore
@@ -88,7 +88,7 @@ def test_files_that_are_missing_forbidden_or_changed(tmp_path):
         store = make_store(tmp_path)
         for name, kind, message in (
             ("gone", MissingFileError, "does not exist"),
-            ("secret", RemoteError, "access denied"),
+            ("secret", AccessDeniedError, "access denied"),
             ("login", RemoteOutage, "credentials are missing or not valid"),
         ):
             with pytest.raises(kind, match=message) as caught:
@@ -123,6 +123,23 @@ def test_urls_with_a_password_an_encoded_slash_or_several_queries(tmp_path, prox
     assert first == open_path(f"{proxy.url}/{quote(NAME)}?id=2", store)
     with pytest.raises(RemoteError, match="has several queries"):
         first.read_bytes()
+
+
+def test_a_signed_url_that_expires_is_no_fault_of_the_file(tmp_path):
+    (tmp_path / "files").mkdir()
+    for name in "ab":
+        (tmp_path / "files" / name).write_bytes(DATA)
+    statuses = {"c": 403}
+    with run_file_server(tmp_path / "files", statuses=statuses) as url:
+        store = make_store(tmp_path)
+        signed, other = open_path(f"{url}/a?signature=geheim", store), open_path(f"{url}/b", store)
+        assert signed.is_file() and other.is_file()
+        statuses |= {"a": 403, "b": 403}
+        with pytest.raises(RemoteOutage, match=r"access denied .*; the signed URL may have expired$"):
+            signed.read_bytes()
+        with pytest.raises(RemoteError, match="access denied") as caught:
+            other.read_bytes()
+        assert not isinstance(caught.value, RemoteOutage)
 
 
 @pytest.mark.parametrize("has_stamps", [True, False])

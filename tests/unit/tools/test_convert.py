@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from library.adapters.file_reader import read_header
 from library.adapters.formats import convert_to_file_format
-from library.checkpoint.known_models import TABLE_PATH, iter_known_models, pack_known_model
+from library.checkpoint.known_models import TABLE_PATH, load_known_models, pack_known_model
 from library.cli import run_tool
 from scripts.known_models import build_known_model, iter_model_sources
 
@@ -54,7 +54,7 @@ def test_the_table_has_the_layers_of_the_model(name):
 
 
 def test_the_packed_names_are_the_names_of_the_layers():
-    found = dict(zip(SOURCES, iter_known_models(), strict=True))["sd1_tiny"]
+    found = dict(zip(SOURCES, load_known_models(), strict=True))["sd1_tiny"]
     built = build_known_model(SOURCES["sd1_tiny"])
 
     assert found.shapes == built.shapes

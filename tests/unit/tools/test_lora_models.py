@@ -9,12 +9,27 @@ from safetensors.torch import load_file, save_file
 from tiny_pipelines import TINY
 
 from library.adapters.formats import convert_to_file_format
+from library.checkpoint import known_models as known_models_module
+from library.checkpoint.known_models import load_known_models
 from library.cli import run_tool
+from library.models.families import FAMILIES
 from library.tools.convert import read_lora_file
+from library.tools.lora import lora_files
 from library.tools.lora.low_rank import add_updates, compute_difference, compute_norm, factor_update
 
-FAMILIES = ["sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image"]
+FILE_FAMILIES = ["sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image"]
+"""Families whose original single-file layout the tests can write."""
 FORMATS = {"sd3": "diffusers", "z_image": "diffusers"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def known_models():
+    """The table of known models is read once and not in each command."""
+    models = load_known_models()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (known_models_module, lora_files):
+            patch.setattr(module, "load_known_models", lambda: models)
+        yield
 
 
 def save_model(name, pipe, path):
@@ -49,8 +64,9 @@ def run(*words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_file", [False, True], ids=["folder", "file"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "is_file"), [*((name, False) for name in FAMILIES.entries), *((name, True) for name in FILE_FAMILIES)]
+)
 def test_a_merged_model_has_the_weights_of_one_with_the_lora_applied_and_gives_the_lora_back(name, is_file, tmp_path):
     pipe, end = TINY[name]().pipe, ".safetensors" if is_file else ""
     base, merged, expected = (tmp_path / f"{each}{end}" for each in ("base", "merged", "expected"))
@@ -162,7 +178,7 @@ def test_every_kind_of_lycoris_is_inspected_merged_into_a_model_and_resized_wher
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES.entries)
 def test_every_tool_works_on_every_family(name, tmp_path, capsys):
     """What they write is checked as converted files are; the merged one is their sum."""
     one, two, loha, out = (tmp_path / f"{each}.safetensors" for each in ("one", "two", "loha", "out"))
@@ -219,5 +235,18 @@ def test_a_merge_into_a_model_stops_before_writing_if_a_lora_does_not_fit(tmp_pa
     assert run_tool(["lora", "merge", *map(str, [tmp_path / "cut.safetensors", *words])]) == 2
     assert "is truncated" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+    save_lora(tmp_path / "lora.safetensors", "sd1", pipe)
+    for architecture, is_told in {"stable-diffusion-v1/lora": False, "stable-diffusion-v2-768-v/lora": True}.items():
+        run(
+            "metadata",
+            tmp_path / "lora.safetensors",
+            "--set",
+            f"modelspec.architecture={architecture}",
+            "--output",
+            tmp_path / "stated.safetensors",
+            "--overwrite",
+        )
+        run("merge", tmp_path / "stated.safetensors", *words, "--overwrite")
+        assert ("its metadata say that it is for sd2" in capsys.readouterr().out) == is_told
     assert run_tool(["lora", "extract", str(tmp_path / "base"), str(tmp_path / "flux.safetensors"), "--rank", "4"]) == 2
     assert "--output: missing" in capsys.readouterr().err

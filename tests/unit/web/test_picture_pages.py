@@ -7,6 +7,11 @@ import pytest
 from PIL import Image
 from web_pages import open_page
 
+from library.web.background import WorkStopped
+from library.web.caption_edits import CaptionEditor, build_tag_edit, plan_tag_edit
+from library.web.folders import OpenedFolders
+from library.web.pictures import PictureSet
+
 KEY = "0/set.toml"
 SIZES = {"wide": (400, 60), "plain": (64, 64), "small": (20, 20), "tall": (70, 100)}
 
@@ -39,6 +44,27 @@ def wait_for_scan(page, key: str = KEY) -> dict:
             return state
         time.sleep(0.05)
     raise AssertionError("the scan does not end")
+
+
+def wait_for_work(page) -> dict:
+    """The end of an edit of many captions, or of an undo."""
+    for _ in range(400):
+        work = page.get(f"/api/pictures/work/{KEY}").json()
+        if not work["is_running"]:
+            return work
+        time.sleep(0.05)
+    raise AssertionError("the work does not end")
+
+
+def scan(pictures: PictureSet) -> None:
+    pictures.start()
+    while pictures.work.is_running:
+        time.sleep(0.02)
+
+
+def undo(page) -> dict:
+    assert page.post(f"/api/pictures/undo/{KEY}", json={}).status_code == 200
+    return wait_for_work(page)
 
 
 def get_rows(page, **query: object) -> dict[str, dict]:
@@ -93,30 +119,74 @@ def test_a_caption_is_edited_in_its_file_and_the_edit_undone(dataset):
     assert (dataset / "tall.txt").read_text() == "written by an editor"
 
     for _ in range(2):
-        assert page.post(f"/api/pictures/undo/{KEY}", json={}).status_code == 200
+        assert undo(page)["count"] == 1
     assert not (dataset / "twin.txt").exists() and (dataset / "wide.txt").read_text() == "wide picture, a tag, b"
-    assert page.post(f"/api/pictures/undo/{KEY}", json={}).json()["count"] == 0
+    assert undo(page)["count"] == 0
 
 
-def test_tags_of_many_pictures_are_edited_and_undone_together(dataset):
+def test_tags_of_many_pictures_are_edited_and_undone_together_also_after_another_scan(dataset):
     page = open_page(dataset.parent)
     wait_for_scan(page)
     before = {path.name: path.read_bytes() for path in dataset.glob("*.txt")}
 
     def edit(**values: object):
-        return page.post(f"/api/pictures/tags/{KEY}", json=values)
+        answer = page.post(f"/api/pictures/tags/{KEY}", json=values)
+        return wait_for_work(page) if answer.status_code == 200 and not values.get("dry_run") else answer.json()
 
-    planned = edit(action="replace", tag="a tag", replacement="c", dry_run=True).json()
+    planned = edit(action="replace", tag="a tag", replacement="c", dry_run=True)
     assert planned["count"] == 3 and planned["examples"][0]["after"].endswith("picture, c, b")
     assert {path.name: path.read_bytes() for path in dataset.glob("*.txt")} == before
-    assert edit(action="remove", tag="b", text="wide").json()["count"] == 1
+    assert edit(action="remove", tag="b", text="wide")["count"] == 1
     assert (dataset / "wide.txt").read_text() == "wide picture, a tag\n"
-    assert edit(action="add", tag="mika", is_at_start=True).json()["count"] == 5
+    assert edit(action="add", tag="mika", is_at_start=True)["count"] == 5
     assert (dataset / "small.txt").read_text().startswith("mika, small") and (dataset / "twin.txt").exists()
-    assert edit(action="add", tag=" ").status_code == 400 == edit(action="shell", tag="a").status_code
-    for _ in range(2):
-        page.post(f"/api/pictures/undo/{KEY}", json={})
+    assert (
+        "give a tag" in edit(action="add", tag=" ")["error"] and "give a tag" in edit(action="shell", tag="a")["error"]
+    )
+
+    page.post(f"/api/pictures/scan/{KEY}", json={})
+    assert wait_for_scan(page)["num_undo"] == 2
+    assert undo(page)["count"] == 5 and get_rows(page)["small"]["caption"] == "small picture, a tag, b"
+    (dataset / "wide.txt").write_text("mended elsewhere")
+    assert "changed since by another program" in undo(page)["problems"][0]
+    (dataset / "wide.txt").write_text("wide picture, a tag\n")
+    assert undo(page)["count"] == 1 and get_rows(page)["wide"]["caption"] == "wide picture, a tag, b"
     assert {path.name: path.read_bytes() for path in dataset.glob("*.txt")} == before
+
+
+def test_a_stopped_scan_goes_on_and_a_stopped_edit_is_undone(dataset):
+    path, folders = dataset.parent / "set.toml", OpenedFolders.open([str(dataset.parent)])
+    stopped = PictureSet(path, folders)
+    stopped.work.is_stopping = True
+    scan(stopped)
+    assert "stopped after" in stopped.work.problems[0] and not stopped.pictures
+
+    pictures = PictureSet(path, folders)
+    scan(pictures)
+    before = {path.name: path.read_bytes() for path in dataset.glob("*.txt")}
+    editor = CaptionEditor(pictures)
+
+    def stop_at(wanted: str, number: int):
+        def report(title: str, completed: int, total: int) -> None:
+            if (title, completed) == (wanted, number):
+                raise WorkStopped("stopped")
+
+        return report
+
+    captions = plan_tag_edit(pictures, build_tag_edit("add", "mika", ""), range(5))
+    with pytest.raises(WorkStopped):
+        editor.edit(captions, {}, stop_at("looking at the files", 4))
+    assert not editor.history and {path.name: path.read_bytes() for path in dataset.glob("*.txt")} == before
+    with pytest.raises(WorkStopped):
+        editor.edit(captions, {}, stop_at("writing captions", 3))
+    assert sum(b"mika" in path.read_bytes() for path in dataset.glob("*.txt")) == 3 == len(editor.history[0])
+    assert sum("mika" in caption for caption in pictures.captions) == 3
+    with pytest.raises(WorkStopped):
+        editor.undo(stop_at("undoing", 1))
+    assert sum(b"mika" in path.read_bytes() for path in dataset.glob("*.txt")) == 2
+    assert editor.undo() == 2 and not editor.history
+    assert {path.name: path.read_bytes() for path in dataset.glob("*.txt")} == before
+    assert editor.edit(captions, {}) == 5
 
 
 def test_pictures_and_captions_behind_links_out_of_the_folder_stay_hidden(dataset, tmp_path):

@@ -92,6 +92,25 @@ def test_a_newcomer_finds_the_way(browser, address, tmp_path):
     assert "<script>" in caption_file.read_text()
     caption_file.write_text("a lorikeet\n")
 
+    # A tag is added to all captions, the folder is scanned again, and the edit undone.
+    folders = ("demo", "demo_regularisation")
+    files = [path for name in folders for path in (tmp_path / "dataset_configs" / name).glob("*.txt")]
+    captions = {path: path.read_text() for path in files}
+    page.click("#rescan")
+    page.wait_for_selector(".cell >> text=a lorikeet")
+    page.click("#tags-part summary")
+    page.fill("#tag", "emoji")
+    page.click("#try-tags")
+    page.wait_for_selector("#examples ins >> text=emoji >> nth=0")
+    page.click("#apply-tags")
+    page.wait_for_selector(f"text={len(captions)} captions changed")
+    assert all(path.read_text() == f"{text.strip()}, emoji\n" for path, text in captions.items())
+    page.click("#rescan")
+    page.wait_for_selector("#undo:text-is('Undo (1)'):not([disabled])")
+    page.click("#undo")
+    page.wait_for_selector("#undo:text-is('Undo')")
+    assert all(path.read_text() == text for path, text in captions.items())
+
     # A new run: a wrong value is refused at its field.
     page.click("a:has-text('New run') >> nth=-1")
     page.wait_for_selector("text=No problems")
