@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from .detect import DetectedModel
 
 
+NEGATIVE_MARK = "\0"
+"""Before the text of a negative prompt, in families that encode these in another way than captions."""
+
+
 @dataclass(frozen=True)
 class BaseModelInfo:
     """How the metadata of a LoRA file names the base model."""
@@ -174,7 +178,7 @@ class Family(ABC):
         from ..diffusion.process import FlowMatchingProcess
         from .schedulers import build_ddpm_process
 
-        if "FlowMatch" in type(pipe.scheduler).__name__:
+        if "FlowMatch" in type(pipe.scheduler).__name__ or pipe.scheduler.config.get("use_flow_sigmas"):
             return FlowMatchingProcess.from_scheduler(pipe.scheduler.config)
         return build_ddpm_process(pipe.scheduler)
 
@@ -216,6 +220,10 @@ class Family(ABC):
     ) -> Cond:
         """The same for ``encode_prompts_with_controls``; each prompt has control images of these (width, height)."""
         return self.encode_prompts_on_meta(pipe, prompts)
+
+    def mark_negative_prompt(self, text: str) -> str:
+        """The text from which ``encode_prompts`` makes the conditioning of a preview's negative prompt."""
+        return text
 
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         """The prompts that ``encode_prompts`` truncates."""

@@ -34,6 +34,10 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "ovis_image": ".ovis_image:OvisImage",
         "longcat_image": ".longcat_image:LongCatImage",
         "ernie_image": ".ernie_image:ErnieImage",
+        "lumina2": ".lumina2:Lumina2",
+        "krea2": ".krea2:Krea2",
+        "sana": ".sana:Sana",
+        "cogview4": ".cogview4:CogView4",
     },
 )
 
