@@ -294,9 +294,9 @@ class Family(ABC):
         ``cond`` and ``negative_cond`` are the encoded texts of the prompt, so no text encoder is needed here.  All
         random numbers come from ``generator``.  ``sampler`` None is the family's default.
         """
-        from ..dataset.image_inspection import load_rgb_image
+        from ..data.images import load_preview_controls
         from .sampling import sample_image
 
         sampling_kwargs = self.build_sampling_kwargs(pipe, prompt, cond, negative_cond)
-        sampling_kwargs |= self.build_control_kwargs(pipe, [load_rgb_image(path) for path in prompt.control_images])
+        sampling_kwargs |= self.build_control_kwargs(pipe, load_preview_controls(prompt))
         return sample_image(self, pipe, prompt, sampling_kwargs, generator, sampler)

@@ -44,6 +44,10 @@ FAMILIES: "Registry[type[Family]]" = Registry(
 FAMILY_FACTS: Mapping[str, FamilyFacts] = {name: FAMILIES.get(name).facts for name in FAMILIES.entries}
 
 CONTROL_FAMILIES: Mapping[str, Mapping[str, str]] = {
-    "flux": {"omini": f"{__package__}.flux_omini:FluxOmini"},
+    "flux": {
+        "omini": f"{__package__}.flux_omini:FluxOmini",
+        "channels": f"{__package__}.channel_control:FluxChannelControl",
+    },
+    "sd1": {"channels": f"{__package__}.channel_control:StableDiffusion1ChannelControl"},
 }
 """Family -> each value of ``--control`` that it supports, and the family that trains it."""
