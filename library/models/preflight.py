@@ -127,7 +127,11 @@ def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[str]:
     title = get_family_facts(model.family).title
     if problem := build_control_limits(model).describe_problem(len(prompt.control_images)):
         yield f"{prompt.locate_key('control_image_path')}: {problem}"
-    if model.prediction_type == "flow":
+    if get_family_facts(model.family).is_preview_size_of_control:
+        problem = f"previews of {title} have the shape of their control image; leave it out"
+        sides = {"width": prompt.width, "height": prompt.height}
+        yield from (f"{prompt.locate_key(key)}: {problem}" for key, side in sides.items() if side is not None)
+    elif model.prediction_type == "flow":
         step = model.size_multiple
         for key, side in (("width", prompt.width), ("height", prompt.height)):
             if side is not None and side % step:
