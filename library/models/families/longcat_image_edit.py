@@ -145,9 +145,9 @@ class LongCatImageEdit(LongCatImage):
         sampler: str | None,
     ) -> Image:
         """Sample in the size that the pipeline takes from the control image; it takes no other one."""
-        from ...dataset.image_inspection import load_rgb_image
+        from ...data.images import load_preview_controls
 
-        width, height = _compute_size(load_rgb_image(prompt.control_images[0]).size)
+        width, height = _compute_size(load_preview_controls(prompt)[0].size)
         sized = replace(prompt, width=width, height=height)
         return super().generate_image(pipe, sized, cond, negative_cond, generator, sampler)
 
