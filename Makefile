@@ -1,5 +1,6 @@
 # make install    the environment in .venv
 # make demo       train a LoRA on the built-in model
+# make demo-control  train control by a condition image on it
 # make web        the page in the browser
 # make test       linter, types and the quick tests: before every commit
 # make test-slow  the other tests
@@ -8,7 +9,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo web test lint test-quick test-slow test-all clean
+.PHONY: install demo demo-control web test lint test-quick test-slow test-all clean
 
 install: $(VENV)/installed
 
@@ -31,6 +32,15 @@ demo: install
 	@echo "To look at this run in a browser, with its charts and previews, and to start others:"
 	@echo "  $(BIN)/python -m library web"
 	@echo "then open http://127.0.0.1:7860/runs/0/output/demo/demo"
+
+demo-control: install
+	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+	  train_lora.py --dataset_config dataset_configs/demo_control.toml \
+	  --config_file dataset_configs/demo_control_run.toml --overwrite
+	$(BIN)/python -m scripts.demo_control output/demo_control output/demo_control/conditions.png
+	@echo
+	@echo "Open output/demo_control/conditions.png: the conditions, the model before, and with the LoRA."
+	@echo "What this is, and the same for FLUX.1: docs/control.md"
 
 web: install
 	$(BIN)/python -m library web

@@ -36,7 +36,7 @@ def fuse_adapters(adapters: Sequence[ModuleAdapter | None], original: OriginalMo
         raise FusionError("DoRA has to train all parts of a fused module, or none")
     down = first.tensors[DOWN]
     ups = [
-        _get_up_rows(part, down.shape[1] * size, first)
+        _get_up_rows(part, down.shape[1] * size // original.input_ratio, first)
         for part, size in zip(adapters, original.output_ratios, strict=True)
     ]
     if all(part is first or (torch.equal(part.tensors[DOWN], down) and part.alpha == first.alpha) for part in parts):
@@ -59,7 +59,7 @@ def split_adapter(fused: ModuleAdapter, original: OriginalModule) -> list[Module
     if fused.adapter_type not in ("lora", "dora"):
         return list(_split_by_rows(fused, original))
     down = fused.tensors[DOWN]
-    sizes = [down.shape[1] * size for size in original.output_ratios]
+    sizes = [down.shape[1] * size // original.input_ratio for size in original.output_ratios]
     if sum(sizes) != len(fused.tensors[UP]):
         raise FusionError(f"it has {len(fused.tensors[UP])} outputs instead of {sum(sizes)}")
     ups = _split_rows(fused.tensors[UP], sizes)

@@ -17,7 +17,8 @@ class OriginalModule:
     diffusers_modules: tuple[str, ...]
     """Its modules in diffusers, in the order of their outputs."""
     output_ratios: tuple[int, ...] = (1, 1, 1)
-    """Output features of each part as a multiple of the inputs, for fused modules."""
+    """Output features of each part, for fused modules, in units of which the inputs have ``input_ratio``."""
+    input_ratio: int = 1
     swaps_scale_shift: bool = False
     """If it has two outputs per input, these are shift and scale, but scale and shift in diffusers."""
 

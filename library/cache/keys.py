@@ -1,7 +1,7 @@
 """Cache keys: a hash of everything that decides the latents of an image or the text-encoder output of a caption."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,6 +60,7 @@ def collect_run_captions(
     batch_plan: MicroBatchSchedule,
     total_steps: int,
     prompts: Iterable[Prompt] = (),
+    mark_negative_prompt: Callable[[str], str] = str,
     *,
     with_controls: bool = False,
 ) -> dict[EncodedText, TextSource]:
@@ -72,7 +73,7 @@ def collect_run_captions(
     for prompt in prompts:
         controls = map(load_rgb_image, prompt.control_images) if with_controls else ()
         key = hash_controls(list(controls))
-        for text in (prompt.text, prompt.negative_prompt):
+        for text in (prompt.text, mark_negative_prompt(prompt.negative_prompt)):
             texts.setdefault(EncodedText(text, key), TextSource(prompt=prompt))
 
     def add_view(view: SampleView, *, is_flipped: bool) -> None:

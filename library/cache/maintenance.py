@@ -141,7 +141,11 @@ def open_run_caches(config: RunConfig) -> Iterator[RunCaches]:
         model = detect_model(config.model)
         family: Family = FAMILIES.get(model.family)(config.model)
         prepared = prepare_data(
-            config.data, model.size_multiple, config.cache.cache_dir, control_limits=build_control_limits(model)
+            config.data,
+            model.size_multiple,
+            config.cache.cache_dir,
+            control_limits=build_control_limits(model),
+            max_side=model.max_side,
         )
         text_components = family.list_cached_text_components(config.adapter, config.optim)
         encoders = FrozenEncoders(strategy, family, model, config.model, config.cache, text_components)

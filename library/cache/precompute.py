@@ -131,7 +131,8 @@ def build_text_cache(
     """Build the spec of the cache of text-encoder outputs and its encoder."""
     merged, with_controls = prepared.merge_validation(), encoders.reads_controls
     augmenter, plan = merged.build_augmenter(run_plan.batch_plan, run_plan.steps), run_plan.batch_plan
-    texts = collect_run_captions(augmenter, plan, run_plan.steps, prompts, with_controls=with_controls)
+    mark = encoders.family.mark_negative_prompt
+    texts = collect_run_captions(augmenter, plan, run_plan.steps, prompts, mark, with_controls=with_controls)
     extent = " with their control images" if with_controls else ""
     logger.info("%d different captions%s in %d steps", len(texts), extent, run_plan.steps)
     text_keys = build_text_keys(texts, encoder_fingerprint)

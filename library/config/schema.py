@@ -56,9 +56,10 @@ class ModelConfig:
         "quantize the frozen weights of the denoiser's blocks; each matmul dequantizes them to mixed_precision's dtype",
     )
     guidance_scale: float = define_option(1.0, "guidance embedding while training FLUX.1 dev", minimum=0)
-    control: Literal["none", "omini"] = define_option(
+    control: Literal["none", "omini", "channels"] = define_option(
         "none",
-        "train control by condition images: omini is OminiControl, further tokens with LoRA on them alone (FLUX.1)",
+        "train control by condition images: omini is OminiControl, further tokens with LoRA on them alone (FLUX.1); "
+        "channels are further input channels, diffusers' control LoRA (FLUX.1, Stable Diffusion 1)",
     )
     control_position: Literal["aligned", "offset"] = define_option(
         "aligned",

@@ -26,6 +26,8 @@ from .manifest import Sample
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from .prompts import Prompt
+
 
 @dataclass(frozen=True)
 class BadSample:
@@ -96,6 +98,17 @@ def load_control_pixels(
             pixels = make_condition(control.made, pixels, rng)
         found.append(np.ascontiguousarray(pixels[:, ::-1] if crop_params.is_flipped else pixels))
     return tuple(found)
+
+
+def load_preview_controls(prompt: "Prompt") -> "list[Image]":
+    """Load the control images of a preview, or what is made of them, drawn by the seed of the prompt."""
+    from PIL import Image
+
+    images = [load_rgb_image(path) for path in prompt.control_images]
+    if prompt.control_from_image is None:
+        return images
+    rng = random.Random(prompt.seed or 0)
+    return [Image.fromarray(make_condition(prompt.control_from_image, np.asarray(image), rng)) for image in images]
 
 
 _PILLOW_FILTERS = {

@@ -155,6 +155,7 @@ def prepare_data(
     cache_dir: str | None = None,
     model: str = "this model",
     control_limits: ControlLimits | None = None,
+    max_side: int | None = None,
 ) -> PreparedData:
     """Scan all images and assign them to buckets, with sides that are multiples of ``size_multiple``.
 
@@ -171,7 +172,28 @@ def prepare_data(
         prepared = _build_prepared_data(config, parsed, Path(cache_dir).expanduser() if cache_dir else None)
     if control_limits is not None:
         _check_control_counts(prepared.merge_validation().manifest, control_limits)
+    if max_side is not None:
+        _check_bucket_sides(prepared.merge_validation(), max_side, model)
     return prepared
+
+
+def _check_bucket_sides(prepared: PreparedData, max_side: int, model: str) -> None:
+    """Raise ``FileError`` for buckets with a side that the model has no positions for, by dataset."""
+    found: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)
+    for sample, assignment in zip(prepared.manifest.samples, prepared.assignments, strict=True):
+        size = assignment.bucket_resolution
+        if max(size) > max_side:
+            dataset = prepared.manifest.datasets[sample.dataset_index]
+            key = "max_bucket_reso" if dataset.enable_bucket and min(size) <= max_side else "resolution"
+            found[dataset.format_location(key)].add(size)
+    if found:
+        raise FileError(
+            [
+                f"{where}: {model} has positions for sides of up to {max_side} pixels, not for buckets of "
+                f"{', '.join(f'{width}x{height}' for width, height in sorted(sizes)[:3])}; set at most {max_side}"
+                for where, sizes in found.items()
+            ]
+        )
 
 
 def _check_control_counts(manifest: Manifest, limits: ControlLimits) -> None:

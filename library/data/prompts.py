@@ -10,6 +10,7 @@ from typing import Any, get_args, get_type_hints
 from ..config.schema_output import PreviewConfig
 from ..config.toml_positions import read_toml_with_lines
 from ..config.types import is_prompt_text
+from ..dataset.controls import CONTROLS_FROM_IMAGE
 from ..dataset.image_inspection import inspect_image
 from ..dataset.schema import resolve_path
 from ..errors import FileError
@@ -35,6 +36,9 @@ class Prompt:
     flow_shift: float | None = None
     sampler: str | None = None
     control_images: tuple[Path, ...] = ()
+    control_from_image: str | None = None
+    """What is made of the control images before they are used: a key of ``CONTROLS_FROM_IMAGE``."""
+
     locate_key: Callable[[str], str] = field(default=str, compare=False, repr=False)
     """Return the location of a key in the file, for messages."""
 
@@ -139,6 +143,13 @@ def _parse_paths(value: Any) -> tuple[Path, ...]:
     return tuple(map(Path, names))
 
 
+def _parse_control_kind(value: Any) -> str:
+    if value not in CONTROLS_FROM_IMAGE:
+        hint = suggest_name(str(value), CONTROLS_FROM_IMAGE)
+        raise _InvalidValue(f"expected {', '.join(CONTROLS_FROM_IMAGE)}, got {value!r}{hint}")
+    return str(value)
+
+
 _PROMPT_FIELDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "prompt": ("text", _parse_text),
     "negative_prompt": ("negative_prompt", _parse_text),
@@ -151,16 +162,17 @@ _PROMPT_FIELDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "flow_shift": ("flow_shift", _parse_positive),
     "sample_sampler": ("sampler", _parse_sampler),
     "control_image_path": ("control_images", _parse_paths),
+    "control_from_image": ("control_from_image", _parse_control_kind),
 }
 """Key in the file -> field of ``Prompt``, and the parser of its values."""
 
 _CONTROL_KEY = "control_image_path"
-_TEXT_KEYS = frozenset({"prompt", "negative_prompt", "sample_sampler", _CONTROL_KEY})
+_TEXT_KEYS = frozenset({"prompt", "negative_prompt", "sample_sampler", "control_from_image", _CONTROL_KEY})
 
 _SHORT_OPTIONS: Mapping[str, str] = {
     **{"n": "negative_prompt", "w": "width", "h": "height", "d": "seed", "s": "sample_steps", "l": "scale"},
     **{"ss": "sample_sampler", "g": "guidance_scale", "cn": "controlnet_image", "ctr": "cfg_trunc_ratio"},
-    **{"rcfg": "renorm_cfg", "fs": "flow_shift", "ci": _CONTROL_KEY},
+    **{"rcfg": "renorm_cfg", "fs": "flow_shift", "ci": _CONTROL_KEY, "cf": "control_from_image"},
 }
 
 _UNSUPPORTED_KEYS: Mapping[str, str] = {
@@ -273,6 +285,8 @@ def _build_prompt(
                 fields[field_name] = parse(value)
             except _InvalidValue as problem:
                 prompt_problems.append(f"{locate_key(key)}: {problem}")
+    if "control_from_image" in fields and "control_images" not in fields:
+        prompt_problems.append(f"{locate_key('control_from_image')}: no control image to make it from; add --ci PATH")
     if "prompt" not in values:
         prompt_problems.append(f"{locate_key('prompt')}: missing")
     problems.extend(prompt_problems)

@@ -117,7 +117,19 @@ class DynamicShift:
         return math.exp(mu) if self.is_exponential else mu
 
 
-TimestepShift = FixedShift | DynamicShift
+@dataclass(frozen=True)
+class SquareRootShift:
+    """Shift that grows with the side of the image, as in CogView4's pipeline."""
+
+    base_tokens: int
+    offset: float
+    slope: float
+
+    def compute_factor(self, num_tokens: int) -> float:
+        return math.sqrt(num_tokens / self.base_tokens) * self.slope + self.offset
+
+
+TimestepShift = FixedShift | DynamicShift | SquareRootShift
 
 
 @dataclass(frozen=True)
@@ -184,7 +196,7 @@ FLUX_DEV_SHIFT = DynamicShift((256, 0.5), (4096, 1.15))
 def build_timestep_shift(scheduler_config: Mapping[str, Any]) -> TimestepShift:
     """Read the timestep shift from the config of a ``FlowMatchEulerDiscreteScheduler``."""
     if not scheduler_config.get("use_dynamic_shifting", False):
-        return FixedShift(float(scheduler_config.get("shift", 1.0)))
+        return FixedShift(float(scheduler_config.get("flow_shift", scheduler_config.get("shift", 1.0))))
     return DynamicShift(
         (int(scheduler_config.get("base_image_seq_len", 256)), float(scheduler_config.get("base_shift", 0.5))),
         (int(scheduler_config.get("max_image_seq_len", 4096)), float(scheduler_config.get("max_shift", 1.15))),

@@ -102,7 +102,9 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
         cached = text_components if config.cache.caches_text_outputs else ()
         read_initial_weights(config.adapter, family, detected, cached_components=cached)
     limits = build_control_limits(detected)
-    prepared = prepare_data(config.data, detected.size_multiple, config.cache.cache_dir, detected.short_name, limits)
+    prepared = prepare_data(
+        config.data, detected.size_multiple, config.cache.cache_dir, detected.short_name, limits, detected.max_side
+    )
     notes = (
         list(find_sizes_for_some_models(prepared.manifest.datasets, list_size_multiples()))
         if detected.is_built_in

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from .detect import DetectedModel
 
 
+NEGATIVE_MARK = "\0"
+"""Before the text of a negative prompt, in families that encode these in another way than captions."""
+
+
 @dataclass(frozen=True)
 class BaseModelInfo:
     """How the metadata of a LoRA file names the base model."""
@@ -174,7 +178,7 @@ class Family(ABC):
         from ..diffusion.process import FlowMatchingProcess
         from .schedulers import build_ddpm_process
 
-        if "FlowMatch" in type(pipe.scheduler).__name__:
+        if "FlowMatch" in type(pipe.scheduler).__name__ or pipe.scheduler.config.get("use_flow_sigmas"):
             return FlowMatchingProcess.from_scheduler(pipe.scheduler.config)
         return build_ddpm_process(pipe.scheduler)
 
@@ -216,6 +220,10 @@ class Family(ABC):
     ) -> Cond:
         """The same for ``encode_prompts_with_controls``; each prompt has control images of these (width, height)."""
         return self.encode_prompts_on_meta(pipe, prompts)
+
+    def mark_negative_prompt(self, text: str) -> str:
+        """The text from which ``encode_prompts`` makes the conditioning of a preview's negative prompt."""
+        return text
 
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         """The prompts that ``encode_prompts`` truncates."""
@@ -286,9 +294,9 @@ class Family(ABC):
         ``cond`` and ``negative_cond`` are the encoded texts of the prompt, so no text encoder is needed here.  All
         random numbers come from ``generator``.  ``sampler`` None is the family's default.
         """
-        from ..dataset.image_inspection import load_rgb_image
+        from ..data.images import load_preview_controls
         from .sampling import sample_image
 
         sampling_kwargs = self.build_sampling_kwargs(pipe, prompt, cond, negative_cond)
-        sampling_kwargs |= self.build_control_kwargs(pipe, [load_rgb_image(path) for path in prompt.control_images])
+        sampling_kwargs |= self.build_control_kwargs(pipe, load_preview_controls(prompt))
         return sample_image(self, pipe, prompt, sampling_kwargs, generator, sampler)

@@ -69,6 +69,8 @@ class DetectedModel:
     """Components that are loaded from elsewhere (``--vae``, ``--clip_l`` ...)."""
     scheduler_overrides: Mapping[str, object] = field(default_factory=dict)
     """Values that replace those of the scheduler config."""
+    max_side: int | None = None
+    """The longest side of an image that the denoiser has positions for; None: any."""
 
     @property
     def is_built_in(self) -> bool:
@@ -182,7 +184,7 @@ def _build_detected(
     family: str, reason: str, match: FamilyMatch, source_type: SourceType, path_or_id: str, **more: Any
 ) -> DetectedModel:
     properties = match.size_multiple, match.prediction_type, match.has_guidance_embeds
-    return DetectedModel(family, reason, *properties, source_type, path_or_id, **more)
+    return DetectedModel(family, reason, *properties, source_type, path_or_id, max_side=match.max_side, **more)
 
 
 def _hint_single_component(read: ConfigReader) -> str:

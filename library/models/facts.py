@@ -24,6 +24,8 @@ class FamilyMatch:
     """``epsilon``, ``v`` or ``flow``."""
     has_guidance_embeds: bool = False
     """Whether the denoiser takes the guidance scale as an input ."""
+    max_side: int | None = None
+    """The longest side of an image, where the positions of the denoiser end."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..errors import FileError
 from .detect import DetectedModel, detect_model, get_config_reader
 from .facts import TORCH_ATTENTION_MODES
 from .families import FAMILIES
-from .model_configs import ConfigReader, JsonDict, is_hub_reachable, is_tokenizer, read_required
+from .model_configs import ConfigReader, JsonDict, is_component, is_hub_reachable, is_tokenizer, read_required
 from .single_file import load_single_file_component
 from .tokenizers import build_byte_tokenizer, load_cached_tokenizer, load_pretrained_tokenizer
 from .weights import build_empty_model, build_random_component
@@ -193,7 +193,7 @@ def _build_pipeline(name: str, index: JsonDict, loaded: dict[str, Any]) -> Any:
     """Build a pipeline with the loaded components; all others are None."""
     pipeline_class = import_model_class("diffusers", name)
     modules, setting_names = pipeline_class._get_signature_keys(pipeline_class)
-    settings = {key: value for key, value in index.items() if key in setting_names and not isinstance(value, list)}
+    settings = {key: value for key, value in index.items() if key in setting_names and not is_component(value)}
     if "requires_safety_checker" in setting_names:
         settings["requires_safety_checker"] = False
     return pipeline_class(**{**dict.fromkeys(modules), **loaded, **settings})

@@ -81,12 +81,17 @@ def read_scheduler_config(read: ConfigReader) -> JsonDict:
     return config
 
 
+def is_component(value: Any) -> bool:
+    """Whether a value of model_index.json is a component, [library, class], and no setting of the pipeline."""
+    return isinstance(value, list) and all(item is None or isinstance(item, str) for item in value)
+
+
 def get_downscale_factor(config: JsonDict) -> int:
     """Downscale factor of a VAE or UNet: every block but the last halves the resolution."""
     downsamples = config.get("temperal_downsample")  # spelled so in video VAEs
     if isinstance(downsamples, list):
         return int(2 ** len(downsamples))
-    blocks = config.get("block_out_channels")
+    blocks = config.get("encoder_block_out_channels", config.get("block_out_channels"))
     if not isinstance(blocks, list) or not blocks:
         raise ModelError("the config.json of its UNet or VAE has no block_out_channels; the file is damaged")
     return int(2 ** (len(blocks) - 1))
@@ -147,12 +152,14 @@ def read_encoded_sizes(read: Callable[[str], JsonDict | None]) -> EncodedSizes |
     """Compute the sizes from the model's JSON files; None if they lack the values."""
     vae = read("vae/config.json") or {}
     channels = vae.get("latent_channels", vae.get("z_dim"))
-    blocks = vae.get("block_out_channels", vae.get("dim_mult"))
+    names = ("block_out_channels", "dim_mult", "encoder_block_out_channels")
+    blocks = next((vae[name] for name in names if name in vae), None)
     if not isinstance(channels, int) or not isinstance(blocks, list):
         return None
     configs = (read(f"{name}/config.json") for name in ("text_encoder", "text_encoder_2", "text_encoder_3"))
     encoders = [config for config in configs if config is not None]
-    text = sum(map(_count_token_elements, encoders))
+    layers = (read("transformer/config.json") or {}).get("num_text_layers", 1)
+    text = layers * sum(map(_count_token_elements, encoders))
     if len(encoders) > 1:  # only models with several text encoders use pooled embeddings
         text += sum(int(config.get("projection_dim", 0)) for config in encoders)
     return EncodedSizes(channels, 2 ** (len(blocks) - 1), text, max(map(_read_text_width, encoders), default=0))

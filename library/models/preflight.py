@@ -127,9 +127,13 @@ def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[str]:
     title = get_family_facts(model.family).title
     if problem := build_control_limits(model).describe_problem(len(prompt.control_images)):
         yield f"{prompt.locate_key('control_image_path')}: {problem}"
+    sides = ("width", prompt.width), ("height", prompt.height)
+    for key, side in sides:
+        if side is not None and model.max_side is not None and side > model.max_side:
+            yield f"{prompt.locate_key(key)}: {title} has positions for at most {model.max_side} pixels, not {side}"
     if model.prediction_type == "flow":
         step = model.size_multiple
-        for key, side in (("width", prompt.width), ("height", prompt.height)):
+        for key, side in sides:
             if side is not None and side % step:
                 below = side - side % step
                 sizes = f"{below + step}" + (f" or {below}" if below else "")

@@ -50,6 +50,7 @@ UNET_UNSUPPORTED_SHAPES = {
 }
 
 CLIP_L_PREFIXES, CLIP_G_PREFIXES = ("text_encoders.clip_l.transformer.",), ("text_encoders.clip_g.transformer.",)
+GEMMA2_PREFIXES = ("text_encoders.gemma2_2b.transformer.",)
 T5_PREFIXES = ("text_encoders.t5xxl.transformer.",)
 
 CLIP_L_TOKENIZER, CLIP_G_TOKENIZER = "openai/clip-vit-large-patch14", "laion/CLIP-ViT-bigG-14-laion2B-39B-b160k"
@@ -67,8 +68,9 @@ def match_flow_model(read: ConfigReader, channels_per_latent: int, reason: str, 
                 f"its transformer has {channels} input channels instead of {expected}; inpainting, editing and control "
                 "models cannot be trained"
             )
-    name = read_scheduler_config(read).get("_class_name", "")
-    if "FlowMatch" not in name:
+    scheduler = read_scheduler_config(read)
+    name = scheduler.get("_class_name", "")
+    if "FlowMatch" not in name and not scheduler.get("use_flow_sigmas"):
         raise ModelError(f"its scheduler is {name}; only flow matching is supported for this model")
     return FamilyMatch(reason, get_downscale_factor(vae) * patch_size, "flow")
 

@@ -139,6 +139,11 @@ def get_normed_hidden_states(encoder: Any, output: Any, layers_from_end: int) ->
     return normed
 
 
+def drop_padding(embeds: Tensor, mask: Tensor) -> list[Tensor]:
+    """The tokens of each text (tokens, width), without the padding after them."""
+    return [row[:length] for row, length in zip(embeds, mask.sum(1).tolist(), strict=True)]
+
+
 def pad_text_embeds(embeds: Tensor | Sequence[Tensor], multiple: int = 1) -> tuple[Tensor, Tensor]:
     """Pad texts to the longest, rounded up to ``multiple`` tokens: (B, tokens, width), and the attention mask."""
     masks = [row.new_ones(len(row), dtype=torch.long) for row in embeds]

@@ -34,6 +34,10 @@ class ImageTextProcessor(Qwen2VLProcessor):
         super().__init__(image_processor, tokenizer)  # type: ignore[no-untyped-call]
 
 
+# A pipeline that is saved names transformers' class.
+ImageTextProcessor.__module__, ImageTextProcessor.__name__ = Qwen2VLProcessor.__module__, Qwen2VLProcessor.__name__
+
+
 def load_pretrained_tokenizer(tokenizer_class: Any, path_or_id: str, subfolder: str = "", **options: Any) -> Any:
     """Load a tokenizer from a folder or the hub, and check that it has a vocabulary."""
     if tokenizer_class is Qwen2VLProcessor:
@@ -89,6 +93,7 @@ def build_byte_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any
         "PixtralProcessor": _build_chat_tokenizer,
         "Qwen2VLProcessor": _build_image_text_processor,
         "LlamaTokenizer": _build_llama_tokenizer,
+        "GemmaTokenizer": _build_gemma_tokenizer,
         "TokenizersBackend": _build_fast_tokenizer,  # PreTrainedTokenizerFast of transformers 5
     }
     return builders[tokenizer_class.__name__](tokenizer_class, config)
@@ -134,8 +139,16 @@ def _build_t5_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
 
 
 def _build_llama_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
+    return _build_byte_fallback_tokenizer(tokenizer_class, config, ("<unk>", "<pad>", "</s>", "<s>"))
+
+
+def _build_gemma_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
+    return _build_byte_fallback_tokenizer(tokenizer_class, config, ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>"))
+
+
+def _build_byte_fallback_tokenizer(tokenizer_class: Any, config: Mapping[str, Any], special: tuple[str, ...]) -> Any:
     """One token per byte, of a model that falls back to bytes for all letters that it does not know."""
-    pieces = ["<unk>", "<pad>", "</s>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
     settings = ("pad_token", "model_max_length", "add_bos_token", "add_eos_token", "padding_side")
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
     options = {name: config[name] for name in settings if name in config}
@@ -145,6 +158,10 @@ def _build_llama_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> A
 def _build_fast_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
     tokenizer = _build_chat_tokenizer(Qwen2Tokenizer, config)
     options = {"pad_token": END_TOKEN, "model_max_length": tokenizer.model_max_length}
+    if config.get("add_bos_token"):
+        start = [("<|im_start|>", tokenizer.convert_tokens_to_ids("<|im_start|>"))]
+        processor = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=start)
+        tokenizer.backend_tokenizer.post_processor = processor
     return tokenizer_class(tokenizer_object=tokenizer.backend_tokenizer, **options)
 
 

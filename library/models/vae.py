@@ -21,8 +21,11 @@ def disable_autocast(vae: Any) -> AbstractContextManager[Any]:
 def encode_vae_moments(vae: Any, pixels: Tensor) -> Moments:
     """Encode pixels in -1..1; the shift and scale of the denoiser's latents are applied."""
     with disable_autocast(vae):
-        latent_dist = vae.encode(pixels.to(vae.device, vae.dtype)).latent_dist
+        output = vae.encode(pixels.to(vae.device, vae.dtype))
     scale = float(vae.config.scaling_factor)
+    if hasattr(output, "latent"):  # a deterministic encoder
+        return Moments.from_mean_and_std(output.latent * scale, torch.zeros_like(output.latent))
+    latent_dist = output.latent_dist
     return Moments.from_mean_and_std((latent_dist.mean - _get_shift_factor(vae)) * scale, latent_dist.std * scale)
 
 
@@ -36,7 +39,7 @@ def decode_vae_latents(vae: Any, latents: Tensor) -> Tensor:
 
 
 def _get_shift_factor(vae: Any) -> float:
-    return vae.config.shift_factor or 0.0
+    return vae.config.get("shift_factor") or 0.0
 
 
 def get_latent_statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -65,12 +65,13 @@ class TensorParallel:
         for name, module in model.named_modules():
             if f"{name}.proj_mlp" in plan and hasattr(module, "mlp_hidden_dim"):
                 module.mlp_hidden_dim = module.mlp_hidden_dim // self.size  # where gate and value are split at it
-            heads = getattr(module, "heads", None)
+            heads = getattr(module, "heads", getattr(module, "num_heads", None))
             if heads is None or f"{name}.to_q" not in plan:
                 continue
             if heads % self.size:  # refused in preflight
                 raise AssertionError(f"{heads} heads of {name} are not divisible by tp_size {self.size}")
-            for size in ("heads", "inner_dim", "inner_kv_dim"):  # attention processors compute the head size from them
+            # Attention processors compute the head size from them.
+            for size in ("heads", "num_heads", "num_kv_heads", "inner_dim", "inner_kv_dim"):
                 if hasattr(module, size):
                     setattr(module, size, getattr(module, size) // self.size)
 

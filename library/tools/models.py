@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import UserError
-from ..models.families import FAMILIES, FAMILY_FACTS
+from ..models.families import CONTROL_FAMILIES, FAMILIES, FAMILY_FACTS
 from ..registry import suggest_name
 
 USAGE = "usage: python -m library models [--json | --markdown]"
 HELP = f"""{USAGE}
 
-  --json      a list of objects with name, title, kind, parameters, sources, strategies, notes
+  --json      a list of objects with name, title, kind, parameters, sources, strategies, control, notes
   --markdown  the table of docs/models.md
 
 parameters are those of the published denoiser, the largest where there are several sizes. --family NAME and
@@ -42,6 +42,7 @@ def list_models() -> list[dict[str, Any]]:
             "sources": ["folder", "hub", *(("file",) if facts.single_file_keys else ()), "random"],
             "strategies": list(FAMILIES.get(name).list_strategies()),
             "lora_targets": facts.lora_targets_of,
+            "control": list(CONTROL_FAMILIES.get(name, ())),
             "notes": facts.notes,
         }
         for name, facts in FAMILY_FACTS.items()

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ..config.schema_output import PreviewConfig
+from ..data.images import load_preview_controls
 from ..data.prompts import Prompt
-from ..dataset.image_inspection import load_rgb_image
 from ..models.sampling import use_eval_mode
 from ..optim.optimizers import use_eval_weights
 from ..randomness import Purpose, derive_seed
@@ -100,8 +100,9 @@ class Preview:
         if seed is None:
             seed = derive_seed(run.config.train.seed, Purpose.PREVIEW, index) % 2**32
         with run.strategy.accelerator.autocast():
-            controls = [[load_rgb_image(path) for path in prompt.control_images]]
-            cond, negative = (task.encode_text([text], controls) for text in (prompt.text, prompt.negative_prompt))
+            controls = [load_preview_controls(prompt)]
+            texts = prompt.text, task.family.mark_negative_prompt(prompt.negative_prompt)
+            cond, negative = (task.encode_text([text], controls) for text in texts)
             generator = torch.Generator().manual_seed(seed)
             sampler = prompt.sampler or self.config.sample_sampler
             with move_temporarily(task.pipe.vae, task.to_device.device):

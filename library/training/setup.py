@@ -274,7 +274,7 @@ def prepare_dataset(data: DataConfig, cache: CacheConfig, comm: Communicator, mo
     """Scan the dataset on one rank per machine; the others read the manifest that it writes next to the images."""
     limits = build_control_limits(model)
     prepared = comm.run_local_main_first(
-        lambda: prepare_data(data, model.size_multiple, cache.cache_dir, control_limits=limits)
+        lambda: prepare_data(data, model.size_multiple, cache.cache_dir, control_limits=limits, max_side=model.max_side)
     )
     manifest, fingerprint = prepared.manifest, prepared.manifest.compute_fingerprint()
     try:

@@ -217,3 +217,23 @@ def test_every_trained_layer_gets_a_gradient(plain):
     weights = [p for name, p in pipe.transformer.named_parameters() if ".lora_" in name]
     assert len(weights) == 2 * len(adapter.modules) == 2 * 22
     assert all(bool(weight.grad.abs().sum() > 0) for weight in weights)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["flux", "sd1"])
+def test_a_condition_in_channels_changes_nothing_before_the_input_layer_has_learned_it(name):
+    config, tiny = ModelConfig(f"random:{name}:tiny", control="channels"), TINY[name]()
+    detected = detect_model(config)
+    family, base = FAMILIES.get(detected.family)(config), FAMILIES.get(name)()
+    pipe = family.load(detected, torch.float32)
+    denoiser = getattr(pipe, family.denoiser_name)
+    batch = replace(tiny.batch, control_latents=(torch.ones_like(tiny.batch.latents),))
+    expected = base.predict(tiny.pipe, getattr(tiny.pipe, family.denoiser_name), batch.latents, TIMES, tiny.batch)
+    torch.testing.assert_close(family.predict(pipe, denoiser, batch.latents, TIMES, batch), expected)
+    parts = select_target_components(AdapterConfig(network_train_unet_only=True), OptimConfig(), family, pipe)
+    lora.inject_adapters(parts, replace(ADAPTER, network_train_unet_only=True), 0)
+    layer = denoiser.get_submodule(family.input_layer)
+    layer.lora_B["default"].weight.normal_(generator=torch.Generator().manual_seed(0))
+    changed = family.predict(pipe, denoiser, batch.latents, TIMES, batch)
+    other = replace(batch, control_latents=(-batch.control_latents[0],))
+    assert (family.predict(pipe, denoiser, batch.latents, TIMES, other) - changed).abs().max() > 1e-2

@@ -18,8 +18,8 @@ from family_cases import (
     make_pixels,
     take_rows,
 )
-from PIL import Image
-from tiny_pipelines import HEIGHT, TINY, WIDTH
+from PIL import Image, ImageChops
+from tiny_pipelines import HEIGHT, TINY, WIDTH, TinyCase
 from torch import nn
 
 from library.config.schema import AdapterConfig, ModelConfig
@@ -86,7 +86,7 @@ def test_the_denoiser_is_called_as_the_diffusers_pipeline_calls_it(case):
     ours = family.predict(pipe, wrapped, noisy, torch.full((len(batch),), float(t)), batch)
 
     assert wrapped.calls == 1, "predict calls the given denoiser once"
-    assert_same_call(record.calls[-1], record.calls[0])
+    assert_same_call(tiny.simplify_call(record.calls[-1]), tiny.simplify_call(record.calls[0]))
     assert ours.shape == batch.latents.shape
     pack = tiny.pack_prediction or tiny.pack_latents
     torch.testing.assert_close(pack(ours).double(), reference.double())
@@ -99,7 +99,12 @@ def test_the_scheduler_samples_the_clean_latents_with_a_perfect_model(case):
     clean, noise = tiny.batch.latents, torch.randn(tiny.batch.latents.shape, generator=make_generators()[0])
     t, scheduler = 601.0, tiny.pipe.scheduler
     noisy, target = family.build_noise_process(tiny.pipe).add_noise(clean, noise, torch.full((len(clean),), t))
-    if hasattr(scheduler, "alphas_cumprod"):
+    if "flow_shift" in scheduler.config:  # a solver of several steps
+        scheduler = type(scheduler).from_config(scheduler.config, flow_shift=1.0, final_sigmas_type="zero")
+        scheduler.set_timesteps(1)
+        scheduler.sigmas[0] = t / 1000
+        recovered = scheduler.step(target, scheduler.timesteps[0], noisy).prev_sample
+    elif hasattr(scheduler, "alphas_cumprod"):
         scheduler.set_timesteps(1000)
         recovered = scheduler.step(target, int(t), noisy).pred_original_sample
     else:  # of flow matching: one step from here to the end
@@ -115,23 +120,24 @@ def test_the_scheduler_samples_the_clean_latents_with_a_perfect_model(case):
 def test_prompts_are_encoded_as_the_diffusers_pipeline_encodes_them(case):
     family, tiny = case
     pipe, denoiser = tiny.pipe, getattr(tiny.pipe, family.denoiser_name)
-    record, rows = Recorder(denoiser), take_rows(tiny.batch, tiny.max_rows)
-    texts, latents = ["a red circle on white ground", "Blau, 7"][: tiny.max_rows], rows.latents
-    pipe(
-        prompt=list(texts),
-        **{**tiny.sizes, **tiny.texts},
-        **disable_guidance(tiny),
-        latents=tiny.pack_latents(latents),
-        **SIZE,
-        num_inference_steps=2,
-        output_type="latent",
-    )
-    t = torch.full((len(texts),), float(pipe.scheduler.timesteps[0]))
-    batch = replace(rows, cond=tiny.encode_prompts(family, pipe, texts))
-    family.predict(pipe, denoiser, latents * getattr(pipe.scheduler, "init_noise_sigma", 1.0), t, batch)
-    assert_same_call(record.calls[-1], record.calls[0])
-    for value in batch.cond.values():
-        assert len(value) == len(texts)
+    texts = ["a red circle on white ground", "Blau, 7"][: tiny.max_rows]
+    for group in [[text] for text in texts] if tiny.encodes_prompts_alone else [texts]:
+        record, rows = Recorder(denoiser), take_rows(tiny.batch, len(group))
+        pipe(
+            prompt=list(group),
+            **{**tiny.sizes, **tiny.texts},
+            **disable_guidance(tiny),
+            latents=tiny.pack_latents(rows.latents),
+            **SIZE,
+            num_inference_steps=2,
+            output_type="latent",
+        )
+        t = torch.full((len(group),), float(pipe.scheduler.timesteps[0]))
+        batch = replace(rows, cond=tiny.encode_prompts(family, pipe, group))
+        family.predict(pipe, denoiser, rows.latents * getattr(pipe.scheduler, "init_noise_sigma", 1.0), t, batch)
+        assert_same_call(tiny.simplify_call(record.calls[-1]), tiny.simplify_call(record.calls[0]))
+        for value in batch.cond.values():
+            assert len(value) == len(group)
     pair = tiny.encode_prompts(family, pipe, ["a red circle on white ground", "Blau, 7"])
     assert any(not torch.equal(value[0], value[1]) for value in pair.values())
 
@@ -224,7 +230,7 @@ def test_latents_are_decoded_as_the_diffusers_pipeline_decodes_them(case):
     reference = tiny.pipe(**tiny.call, **options, output_type="pt").images
     latents = tiny.pipe(**tiny.call, **options, output_type="latent").images
     ours = family.decode_latents(tiny.pipe, tiny.unpack_latents(latents))
-    torch.testing.assert_close((ours / 2 + 0.5).clamp(0, 1), reference)
+    torch.testing.assert_close((ours / 2 + 0.5).clamp(0, 1), reference, rtol=1e-5, atol=5e-5)
 
 
 @torch.no_grad()
@@ -234,11 +240,15 @@ def test_decoding_inverts_encoding_up_to_the_error_of_the_vae(case):
     restored = family.decode_latents(tiny.pipe, family.encode_pixels(tiny.pipe, make_pixels(1), make_generators(1)))
     is_video_vae = "temperal_downsample" in vae.config
     vae_input = make_pixels(1).unsqueeze(2) if is_video_vae else make_pixels(1)
-    latent_dist, std = (
-        vae.encode(vae_input).latent_dist,
+    encoded, std = (
+        vae.encode(vae_input),
         family.encode_moments(tiny.pipe, make_pixels(1)).mean_and_std[0, 1],
     )
-    single = vae.decode(latent_dist.sample(make_generators(1)[0]) if std.any() else latent_dist.mode()).sample
+    if hasattr(encoded, "latent"):
+        latents = encoded.latent
+    else:
+        latents = encoded.latent_dist.sample(make_generators(1)[0]) if std.any() else encoded.latent_dist.mode()
+    single = vae.decode(latents).sample
     torch.testing.assert_close(restored, single.squeeze(2) if is_video_vae else single, rtol=1e-3, atol=1e-4)
 
 
@@ -294,7 +304,8 @@ def generate(family, tiny, sampler=None, **options):
     prompt = build_preview_prompt(
         tiny, "a red circle", "blue", **{"num_inference_steps": 3, "cfg_scale": 3.0, **options}
     )
-    cond, negative = (tiny.encode_prompts(family, pipe, [text]) for text in (prompt.text, prompt.negative_prompt))
+    texts = prompt.text, family.mark_negative_prompt(prompt.negative_prompt)
+    cond, negative = (tiny.encode_prompts(family, pipe, [text]) for text in texts)
     return family.generate_image(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), sampler)
 
 
@@ -313,7 +324,9 @@ def test_a_preview_is_the_image_that_the_diffusers_pipeline_samples(case):
     ).images[0]
     ours = generate(family, tiny)
     assert ours.size == (WIDTH, HEIGHT)
-    assert ours.tobytes() == reference.tobytes()
+    # Sums over other padding are rounded in another way.
+    tolerance = 0 if tiny.simplify_call is TinyCase.simplify_call else 1
+    assert max(high for _, high in ImageChops.difference(ours, reference).getextrema()) <= tolerance
     assert ours.tobytes() != generate(family, tiny, cfg_scale=5.0).tobytes()
 
 
@@ -430,7 +443,7 @@ def test_lora_targets_are_the_layers_that_sd_scripts_trains(case):
     expected = {
         name
         for name, module in denoiser.named_modules()
-        if any(name.startswith(f"{block}.") for block in blocks)
+        if any(name.startswith(f"{block}.") or not block for block in blocks)
         and (isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1)))
         and not re.search(EXCLUDED.get(tiny.family, tiny.untrained), name)
     }

@@ -25,7 +25,7 @@ from library.models.checkpoint_inspection import (
     reject_unsupported_model,
 )
 from library.models.families import FAMILIES, FAMILY_FACTS
-from library.models.model_configs import list_bundled_configs, list_family_configs, load_bundled_config
+from library.models.model_configs import is_component, list_bundled_configs, list_family_configs, load_bundled_config
 from library.models.single_file import _convert_diffusers_keys
 
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -75,6 +75,16 @@ COUNTS = {
     ("longcat_image", "transformer"): 6_270_668_864,
     ("ovis_image", "transformer"): 7_370_449_728,
     ("ovis_image", "text_encoder"): 1_720_574_976,
+    ("lumina2", "transformer"): 2_609_769_152,
+    ("lumina2", "text_encoder"): 2_614_341_888,
+    ("krea2", "transformer"): 12_820_073_036,
+    ("krea2", "text_encoder"): 4_437_815_808,
+    ("sana", "transformer"): 1_604_641_952,
+    ("sana", "vae"): 312_250_275,
+    ("sana_1_0", "transformer"): 1_604_462_752,
+    ("cogview4", "transformer"): 6_369_118_272,
+    ("cogview4", "vae"): 406_100_643,
+    ("cogview4", "text_encoder"): 8_779_194_368,
     ("aura_flow_v0_2", "transformer"): 6_842_876_928,
     ("aura_flow", "text_encoder"): 1_223_550_976,
 }
@@ -105,7 +115,7 @@ def test_every_bundled_config_belongs_to_a_family_and_is_complete():
         facts = FAMILY_FACTS[family]
         index = data["model_index.json"]
         assert index["_class_name"] == facts.pipeline_class
-        assert {*facts.components, "scheduler"} == {key for key, value in index.items() if isinstance(value, list)}
+        assert {*facts.components, "scheduler"} == {key for key, value in index.items() if is_component(value)}
         assert facts.match_configs(data.get) is not None, name
 
 
@@ -210,6 +220,10 @@ TRANSFORMERS = {
     "ovis_image": nn.Module.state_dict,
     "longcat_image": nn.Module.state_dict,
     "ernie_image": nn.Module.state_dict,
+    "lumina2": original_checkpoints.convert_lumina2_transformer,
+    "krea2": original_checkpoints.convert_krea2_transformer,
+    "sana": nn.Module.state_dict,
+    "cogview4": nn.Module.state_dict,
 }
 
 
@@ -219,7 +233,7 @@ def get_family_name(config: str) -> str | None:
     return max(names, key=len, default=None)
 
 
-SAME_SIZES = ("z_image_base",)
+SAME_SIZES = ("z_image_base", "krea2_turbo")
 """Configurations that differ from another in their schedulers only, which files do not contain."""
 
 
@@ -251,7 +265,19 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
 
 @pytest.mark.parametrize(
     "config",
-    ["sd3", "sd3_5_medium", "flux", "flux_schnell", "chroma", "flux2_dev", "flux2_klein_4b", "z_image", "aura_flow"],
+    [
+        "sd3",
+        "sd3_5_medium",
+        "flux",
+        "flux_schnell",
+        "chroma",
+        "flux2_dev",
+        "flux2_klein_4b",
+        "z_image",
+        "aura_flow",
+        "lumina2",
+        "krea2",
+    ],
 )
 def test_original_weights_of_published_size_are_converted_to_those_of_diffusers(config):
     """Keys and shapes on the meta device: diffusers' conversion of FLUX supports no other size."""
@@ -291,3 +317,19 @@ def test_a_single_file_of_published_size_has_every_weight(config, part, original
     assert {name: actual[name].shape for name in state_dict} == {
         name: tensor.shape for name, tensor in state_dict.items()
     }
+
+
+def test_the_file_of_qwen_image_edit_2511_is_told_from_qwen_image_by_its_mark():
+    model, names = (
+        build_component_on_meta("qwen_image", "transformer"),
+        [name for name in FAMILY_FACTS if "qwen" in name],
+    )
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+    def match(shapes):
+        header = SafetensorsHeader(shapes, {})
+        return {name: match_bundled_config(header, name, FAMILY_FACTS[name]) for name in names}
+
+    assert match(shapes) == {name: name for name in names}
+    marked = match(shapes | {"__index_timestep_zero__": (0,)})
+    assert marked == {**dict.fromkeys(names), "qwen_image_edit_plus": "qwen_image_edit_plus_2511"}

@@ -49,7 +49,9 @@ def test_diffusers_predicts_the_same_with_the_file_as_the_model_in_memory(name, 
     assert len(loaded) == len(adapter.modules)
 
 
-@pytest.mark.parametrize("name", ["aura_flow", "ovis_image", "longcat_image", "ernie_image"])
+@pytest.mark.parametrize(
+    "name", ["aura_flow", "ovis_image", "longcat_image", "ernie_image", "lumina2", "krea2", "sana", "cogview4"]
+)
 def test_diffusers_loads_every_key_of_the_file_of_a_run(name, tmp_path):
     case = client_cases.build_trained_case(name, "LoRA")
     file = client_cases.write_file(case, tmp_path / "lora.safetensors")

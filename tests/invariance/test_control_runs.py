@@ -14,8 +14,11 @@ from library.models.families import FAMILIES
 from library.models.preflight import validate_model_options
 from library.training.preflight import RunFacts, check_run_settings
 
-OMINI = ("--pretrained_model_name_or_path", "random:flux:tiny", "--control", "omini")
+MODEL = ("--pretrained_model_name_or_path", "random:flux:tiny", "--control")
+OMINI, CHANNELS = (*MODEL, "omini"), (*MODEL, "channels")
 SGD = ("--optimizer_type", "SGD", "--learning_rate", "0.1", "--network_alpha", "4", "--network_dim", "4")
+
+ACCUMULATE = ("--gradient_accumulation_steps", "2")
 
 
 @pytest.fixture
@@ -32,8 +35,8 @@ def write_data(tmp_path):
     return write
 
 
-def run(data, folder, name, *flags, ranks=1):
-    words = (*OMINI, *SGD, "--dataset_config", str(data), "--output_dir", str(folder), "--output_name", name)
+def run(data, folder, name, *flags, ranks=1, model=OMINI):
+    words = (*model, *SGD, "--dataset_config", str(data), "--output_dir", str(folder), "--output_name", name)
     words += ("--max_train_steps", "4", "--seed", "3", *flags)
     if ranks == 1:
         train(*words)
@@ -50,6 +53,14 @@ def test_strategies_caches_and_checkpointing_train_the_adapter_of_one_process(wr
     assert max_relative_difference(one, run(data, tmp_path, "less", "--train_batch_size", "4", *more)) < 1e-5
     for name, flags in {"ddp": (), "fsdp": ("--fsdp", "--gradient_checkpointing")}.items():
         two = run(data, tmp_path, name, "--train_batch_size", "2", *flags, ranks=2)
+        assert max_relative_difference(one, two) < 1e-5
+
+
+def test_a_condition_in_channels_is_trained_by_tensor_and_pipeline_parallelism(write_data, tmp_path):
+    data = write_data()
+    one = run(data, tmp_path, "one", "--train_batch_size", "4", model=CHANNELS)
+    for name, flags in {"tp": ("4", "--tp_size", "2"), "pp": ("2", "--pp_size", "2", *ACCUMULATE)}.items():
+        two = run(data, tmp_path, name, "--train_batch_size", *flags, ranks=2, model=CHANNELS)
         assert max_relative_difference(one, two) < 1e-5
 
 
@@ -87,7 +98,7 @@ def test_what_control_does_not_support_is_refused(write_data, tmp_path):
     assert list_problems() == ""
     assert "inpainting cannot be used with cache_latents" in list_problems("--cache_latents")
     assert "control_from_image: FLUX.1 takes no control images" in list_problems(model=plain)
-    assert "FLUX.1 with --control do" in list_problems(model=plain)
+    assert "FLUX.1 with --control, " in list_problems(model=plain)
     assert "has an effect with control omini only" in list_problems("--control_scale", "0.5", model=plain)
     assert "apply_t5_attn_mask: does not apply to FLUX.1 with control omini" in list_problems("--apply_t5_attn_mask")
     others = list_problems(model=("--pretrained_model_name_or_path", "random:sd3:tiny", "--control", "omini"))

@@ -71,17 +71,18 @@ def test_cached_control_images_train_the_same_adapter_and_others_another_one(dat
     assert max_relative_difference(run(data, tmp_path, "uncached"), others) < 1e-5
 
 
-def test_a_resumed_run_is_exact_and_not_resumed_with_other_control_images(data, tmp_path):
-    through = run(data, tmp_path, "through", "--flip_aug")
-    flags = ("--flip_aug", "--save_state", "--save_every_n_steps", "2")
+@pytest.mark.parametrize("model", [MODEL, (*EDIT, *CACHES)], ids=["flux_kontext", "qwen_image_edit_plus"])
+def test_a_resumed_run_is_exact_and_not_resumed_with_other_control_images(data, tmp_path, model):
+    through = run(data, tmp_path, "through", *model, "--flip_aug")
+    flags = (*model, "--flip_aug", "--save_state", "--save_every_n_steps", "2")
     run(data, tmp_path, "half", *flags)
     state = tmp_path / "half-step00000002-state"
-    resumed = run(data, tmp_path, "resumed", "--flip_aug", "--resume", str(state))
+    resumed = run(data, tmp_path, "resumed", *model, "--flip_aug", "--resume", str(state))
     assert all(torch.equal(through[name], resumed[name]) for name in through)
     for image in (tmp_path / "controls").glob("*.png"):
         ImageChops.invert(Image.open(image)).save(image)
     with pytest.raises(ConfigError, match="images"):
-        run(data, tmp_path, "other", "--flip_aug", "--resume", str(state))
+        run(data, tmp_path, "other", *model, "--flip_aug", "--resume", str(state))
 
 
 def test_previews_show_their_control_images(data, tmp_path):

@@ -19,9 +19,9 @@ from library.training.resume import find_changes, select_checkpoint, serialize_s
 __all__ = ["dataset", "uninterrupted_run"]  # fixtures
 
 
-def assert_equal_files(one: Path, other: Path) -> None:
+def assert_equal_files(one: Path, other: Path, count: int = 8) -> None:
     names = sorted(path.name for path in one.glob("*.safetensors"))
-    assert names == sorted(path.name for path in other.glob("*.safetensors")) and len(names) == 8
+    assert names == sorted(path.name for path in other.glob("*.safetensors")) and len(names) == count
     for name in names:
         first, second = load_file(one / name), load_file(other / name)
         assert first.keys() == second.keys()
@@ -41,6 +41,19 @@ def test_resume_gives_equal_weights_ema_and_metrics(uninterrupted_run, dataset, 
     assert_equal_files(uninterrupted_run, folder)
     assert read_metrics(folder) == read_metrics(uninterrupted_run)
     assert count_logged_steps(uninterrupted_run) == STEPS
+
+
+@pytest.mark.parametrize("family", ["flux2_klein", "chroma"])
+def test_resume_of_transformers_gives_equal_weights_ema_and_metrics(dataset, tmp_path, family):
+    model = ("--pretrained_model_name_or_path", f"random:{family}:tiny", "--max_train_steps", "6")
+    run_on_ranks(1, train, *build_flags(dataset, tmp_path / "whole", *model))
+    folder = copy_as_killed(tmp_path / "whole", tmp_path / "cut", 3)
+    assert not (folder / "lora.safetensors").exists()
+    run_on_ranks(1, train, *build_flags(dataset, folder, *model, "--auto_resume"))
+
+    assert_equal_files(tmp_path / "whole", folder, count=4)
+    assert read_metrics(folder) == read_metrics(tmp_path / "whole")
+    assert count_logged_steps(folder) == 6
 
 
 def test_a_lora_file_that_could_not_be_saved_is_saved_after_resume(uninterrupted_run, dataset, tmp_path):

@@ -11,6 +11,8 @@ from library.adapters.key_names import build_key_map
 from library.adapters.key_styles import map_to_ldm_names
 from library.models.families.flux import FLUX_KEYS
 from library.models.families.flux2 import FLUX2_KEYS
+from library.models.families.krea2 import KREA2_KEYS
+from library.models.families.lumina2 import LUMINA2_KEYS
 from library.models.families.sd3 import SD3_KEYS
 
 _VAE = (
@@ -235,6 +237,55 @@ def convert_z_image_transformer(model: nn.Module) -> dict[str, Tensor]:
             tensors[new.replace("to_q", "qkv")] = torch.cat(parts)
         elif not re.search(r"attention\.to_[kv]\.", name):
             tensors[new] = tensor
+    return tensors
+
+
+_LUMINA2 = (
+    (r"^time_caption_embed\.timestep_embedder\.linear_1", "t_embedder.mlp.0"),
+    (r"^time_caption_embed\.timestep_embedder\.linear_2", "t_embedder.mlp.2"),
+    (r"^time_caption_embed\.caption_embedder", "cap_embedder"),
+    (r"\.attn\.norm_([qk])", r".attention.\1_norm"),
+    (r"\.norm1\.norm|(?<=context_refiner\.\d)\.norm1", ".attention_norm1"),
+    (r"\.norm2", ".attention_norm2"),
+)
+
+
+def convert_lumina2_transformer(model: nn.Module) -> dict[str, Tensor]:
+    tensors = dict(model.state_dict())
+    linear = [
+        name.removesuffix(".weight")
+        for name in tensors
+        if build_key_map((), LUMINA2_KEYS).filter_known_modules([name.removesuffix(".weight")])
+    ]
+    for group in build_key_map((), LUMINA2_KEYS).group_modules(linear):
+        for end in ("weight", "bias"):
+            if f"{group.modules[0]}.{end}" in tensors:
+                tensors[f"{group.name}.{end}"] = torch.cat([tensors.pop(f"{module}.{end}") for module in group.modules])
+    return {_apply_replacements(name, _LUMINA2): tensor for name, tensor in tensors.items()}
+
+
+_KREA2 = (
+    (r"^txt_in\.norm\.weight", "txtmlp.0.scale"),
+    (r"^final_layer\.norm\.weight", "last.norm.scale"),
+    (r"^final_layer\.scale_shift_table", "last.modulation.lin"),
+    (r"\.attn\.norm_([qk])\.weight", r".attn.qknorm.\1norm.scale"),
+    (r"\.norm1\.weight", ".prenorm.scale"),
+    (r"\.norm2\.weight", ".postnorm.scale"),
+    (r"\.scale_shift_table", ".mod.lin"),
+    (r"^transformer_blocks", "blocks"),
+    (r"^text_fusion", "txtfusion"),
+)
+
+
+def convert_krea2_transformer(model: nn.Module) -> dict[str, Tensor]:
+    """The modulation of a block is one row."""
+    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    names = build_key_map(linear, KREA2_KEYS).renames
+    tensors = {}
+    for key, tensor in model.state_dict().items():
+        module, _, end = key.rpartition(".")
+        name = f"{names[module]}.{end}" if module in names else _apply_replacements(key, _KREA2)
+        tensors[name] = tensor.flatten() if name.endswith(".mod.lin") else tensor
     return tensors
 
 

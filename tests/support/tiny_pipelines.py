@@ -61,6 +61,10 @@ class TinyCase:
     build_prompt: Callable[[Any, str, str], dict[str, Any]] | None = None
     """Arguments for a prompt and a negative one, if these are not texts: (pipe, text, negative text)."""
 
+    encodes_prompts_alone: bool = False
+    """Whether the diffusers pipeline lets texts of different length in a batch affect each other."""
+    simplify_call: Callable[[dict[str, Any]], dict[str, Any]] = lambda arguments: arguments
+    """The arguments of a denoiser call without padding, which the family leaves out."""
     controls: tuple[Image.Image, ...] = ()
     """The control images that the text encoder reads with each prompt."""
     max_rows: int = 2
@@ -487,6 +491,104 @@ def ernie_image() -> TinyCase:
     )
 
 
+def drop_padding(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the text tokens that the mask excludes."""
+    names = {"encoder_hidden_states", "encoder_attention_mask"}
+    mask = arguments["encoder_attention_mask"].bool()
+    texts = [row[each] for row, each in zip(arguments["encoder_hidden_states"], mask, strict=True)]
+    return {"texts": texts, **{name: value for name, value in arguments.items() if name not in names}}
+
+
+def lumina2() -> TinyCase:
+    texts, latents = _draw_tensors((13, 24), (4, HEIGHT // 8, WIDTH // 8))
+    mask = torch.tensor([[1] * 13, [1] * 7 + [0] * 6])
+    return TinyCase(
+        "lumina2",
+        _load("random:lumina2:tiny"),
+        build_batch(latents, {"embeds": [texts[0], texts[1, :7]]}),
+        {"prompt_embeds": texts, "prompt_attention_mask": mask},
+        {},
+        _build_vae_encoder("FluxInpaintPipeline"),
+        "random:lumina2:tiny",
+        pack_prediction=lambda latents: latents,
+        simplify_call=drop_padding,
+        blocks=("Lumina2TransformerBlock", "LuminaLayerNormContinuous"),
+    )
+
+
+def krea2() -> TinyCase:
+    texts, latents = _draw_tensors((13, 8, 16), (4, HEIGHT // 8, WIDTH // 8))
+    mask = torch.tensor([[1] * 13, [1] * 7 + [0] * 6]).bool()
+
+    def simplify_call(arguments: dict[str, Any]) -> dict[str, Any]:
+        length = arguments["encoder_hidden_states"].shape[1]
+        return drop_padding({**arguments, "position_ids": arguments["position_ids"][length:]})
+
+    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        encode_frame = _build_vae_encoder("QwenImageInpaintPipeline")
+        return encode_frame(pipe, pixels.unsqueeze(2), generators).squeeze(2)
+
+    return TinyCase(
+        "krea2",
+        _load("random:krea2:tiny"),
+        build_batch(latents, {"embeds": [texts[0].flatten(1), texts[1, :7].flatten(1)]}),
+        {"prompt_embeds": texts, "prompt_embeds_mask": mask},
+        {},
+        encode,
+        "random:krea2:tiny",
+        _pack_patches,
+        _unpack_patches,
+        guidance_off=0.0,
+        simplify_call=simplify_call,
+        blocks=("Krea2Transformer2DModel",),
+        untrained=r"text_fusion\.projector",
+    )
+
+
+def sana() -> TinyCase:
+    texts, latents = _draw_tensors((13, 24), (4, HEIGHT // 8, WIDTH // 8))
+    mask, no_bins = torch.tensor([[1] * 13, [1] * 7 + [0] * 6]), {"use_resolution_binning": False}
+
+    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        latents: Tensor = pipe.vae.encode(pixels).latent * pipe.vae.config.scaling_factor
+        return latents
+
+    return TinyCase(
+        "sana",
+        _load("random:sana:tiny"),
+        build_batch(latents, {"embeds": [texts[0], texts[1, :7]]}),
+        {"prompt_embeds": texts, "prompt_attention_mask": mask, **no_bins},
+        {},
+        encode,
+        "random:sana:tiny",
+        texts=no_bins,
+        simplify_call=drop_padding,
+        blocks=("Attention",),
+    )
+
+
+def cogview4() -> TinyCase:
+    embeds, latents = _draw_tensors((16, 24), (4, HEIGHT // 8, WIDTH // 8))
+    sizes = {"original_size": (80, 120), "crops_coords_top_left": (8, 4)}
+
+    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        parts = zip(pixels.split(1), generators, strict=True)
+        draws = [pipe.vae.encode(pixel).latent_dist.sample(generator) for pixel, generator in parts]
+        return torch.cat(draws) * pipe.vae.config.scaling_factor
+
+    return TinyCase(
+        "cogview4",
+        _load("random:cogview4:tiny"),
+        build_batch(latents, {"embeds": list(embeds)}),
+        {"prompt_embeds": embeds, **sizes},
+        sizes,
+        encode,
+        "random:cogview4:tiny",
+        encodes_prompts_alone=True,
+        blocks=("Attention",),
+    )
+
+
 TINY: dict[str, Callable[[], TinyCase]] = {
     "built_in": built_in,
     "sd1": sd1,
@@ -513,6 +615,10 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "ovis_image": ovis_image,
     "longcat_image": longcat_image,
     "ernie_image": ernie_image,
+    "lumina2": lumina2,
+    "krea2": krea2,
+    "sana": sana,
+    "cogview4": cogview4,
 }
 
 

@@ -34,12 +34,20 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "ovis_image": ".ovis_image:OvisImage",
         "longcat_image": ".longcat_image:LongCatImage",
         "ernie_image": ".ernie_image:ErnieImage",
+        "lumina2": ".lumina2:Lumina2",
+        "krea2": ".krea2:Krea2",
+        "sana": ".sana:Sana",
+        "cogview4": ".cogview4:CogView4",
     },
 )
 
 FAMILY_FACTS: Mapping[str, FamilyFacts] = {name: FAMILIES.get(name).facts for name in FAMILIES.entries}
 
 CONTROL_FAMILIES: Mapping[str, Mapping[str, str]] = {
-    "flux": {"omini": f"{__package__}.flux_omini:FluxOmini"},
+    "flux": {
+        "omini": f"{__package__}.flux_omini:FluxOmini",
+        "channels": f"{__package__}.channel_control:FluxChannelControl",
+    },
+    "sd1": {"channels": f"{__package__}.channel_control:StableDiffusion1ChannelControl"},
 }
 """Family -> each value of ``--control`` that it supports, and the family that trains it."""

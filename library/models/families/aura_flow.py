@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.key_styles import DIFFUSERS_ONLY_KEYS
@@ -22,8 +24,9 @@ AURA_FLOW_MAX_SEQUENCE_LENGTH = 256
 
 
 def _match_aura_flow(read: ConfigReader) -> FamilyMatch:
-    positions = read_required(read, "transformer/config.json").get("pos_embed_max_size")
-    return match_flow_model(read, 1, f"the transformer has {positions} image positions")
+    positions = read_required(read, "transformer/config.json").get("pos_embed_max_size", 1024)
+    match = match_flow_model(read, 1, f"the transformer has {positions} image positions")
+    return replace(match, max_side=math.isqrt(positions) * match.size_multiple)
 
 
 FACTS = FamilyFacts(

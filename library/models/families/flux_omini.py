@@ -129,7 +129,7 @@ class FluxOmini(Flux):
         as they are."""
         from PIL import ImageOps
 
-        from ...dataset.image_inspection import load_rgb_image
+        from ...data.images import load_preview_controls
         from ..condition_branch import ConditionCache
 
         kwargs = super().build_sampling_kwargs(pipe, prompt, cond, negative_cond)
@@ -137,7 +137,7 @@ class FluxOmini(Flux):
         sizes = (own or size for own, size in zip((prompt.width, prompt.height), self.default_image_size, strict=True))
         width, height = sizes
         latents = []
-        for image in map(load_rgb_image, prompt.control_images):
+        for image in load_preview_controls(prompt):
             wanted: tuple[float, float] = image.size
             if self.model_config.control_position == "aligned":
                 ratio = min(1.0, image.width / width, image.height / height)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...adapters.key_styles import LDM_KEYS
 from ...config.network_args import NetworkFacts
@@ -104,9 +104,14 @@ class StableDiffusion1(Family):
     has_skip_connections = True
     text_components = ("text_encoder", "tokenizer")
     tokenizer_repo_ids = {"tokenizer": CLIP_L_TOKENIZER}
-    lora_target_modules = UNET_LORA_TARGET_MODULES
+    lora_target_modules: ClassVar[tuple[str, ...]] = UNET_LORA_TARGET_MODULES
     conv_lora_target_modules = UNET_CONV_LORA_TARGET_MODULES
-    preset_lora_target_modules = ("conv_in", "conv_out", "time_embedding.linear_1", "time_embedding.linear_2")
+    preset_lora_target_modules: ClassVar[tuple[str, ...]] = (
+        "conv_in",
+        "conv_out",
+        "time_embedding.linear_1",
+        "time_embedding.linear_2",
+    )
     lora_other_key_styles = (LDM_KEYS,)
     text_lora_target_modules = {"text_encoder": CLIP_LORA_TARGET_MODULES}
     text_lora_prefixes = {"text_encoder": "lora_te"}

@@ -101,7 +101,8 @@ def test_all_errors_of_a_text_file_are_reported_at_once_with_line_numbers(tmp_pa
         ":2: --w: 100 is not a multiple of 8; use 96 or 104",
         ":2: --d: expected at least 0, got -1",
         ":3: --widht: unknown option; use --n negative_prompt, --w width, --h height, --d seed, "
-        "--s sample_steps, --l scale, --ss sample_sampler, --g guidance_scale, --fs flow_shift, --ci control_image_path",
+        "--s sample_steps, --l scale, --ss sample_sampler, --g guidance_scale, --fs flow_shift, --ci control_image_path,"
+        " --cf control_from_image",
         ":4: --s: expected an integer, got 'many'",
         ":4: --l: expected a number of at least 0, got inf",
         ":5: --cn: ControlNet images are not supported; control images of editing models are set with --ci",

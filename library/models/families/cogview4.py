@@ -1,0 +1,198 @@
+"""CogView4: double streams with one set of weights, variable-length text of GLM-4; flow matching."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...adapters.key_styles import DIFFUSERS_ONLY_KEYS
+from ..base import BaseModelInfo, Family
+from ..facts import FamilyFacts, FamilyMatch
+from ..model_configs import ConfigReader, read_required
+from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from ...data.batch import Batch, Cond
+    from ...data.prompts import Prompt
+    from ...diffusion.process import FlowMatchingProcess
+    from ..detect import DetectedModel
+
+COGVIEW4_MAX_SEQUENCE_LENGTH = 1024
+"""Maximum tokens of the prompt, as in diffusers' pipeline."""
+TOKENS_MULTIPLE = 16
+"""A prompt is padded at its beginning to a multiple of this many tokens; the model reads them like others."""
+
+
+def _match_cogview4(read: ConfigReader) -> FamilyMatch:
+    config = read_required(read, "transformer/config.json")
+    return match_flow_model(read, 1, f"the transformer has {config.get('num_layers')} blocks")
+
+
+FACTS = FamilyFacts(
+    name="cogview4",
+    title="CogView4",
+    pipeline_class="CogView4Pipeline",
+    denoiser_name="transformer",
+    components=("transformer", "vae", "text_encoder", "tokenizer"),
+    num_parameters=6_369_118_272,
+    lora_targets_of="SimpleTuner",
+    notes="single files with diffusers' keys",
+    match_configs=_match_cogview4,
+    component_options={"vae": "vae", "text_encoder": "text_encoder"},
+    modelspec_architecture="cogview4",
+    attention_modes=MASKED_ATTENTION_MODES,
+    single_file_prefixes={
+        "transformer": DENOISER_PREFIXES,
+        "vae": ("vae.",),
+        "text_encoder": ("text_encoders.glm4_9b.transformer.",),
+    },
+    single_file_keys=("patch_embed.text_proj.weight", "time_condition_embed.condition_embedder.linear_1.weight"),
+    shape_checks={
+        ("patch_embed.text_proj.weight", 1): ("transformer", "text_embed_dim"),
+        ("time_condition_embed.condition_embedder.linear_1.weight", 0): ("transformer", "time_embed_dim"),
+    },
+)
+
+
+class CogView4(Family):
+    facts = FACTS
+    denoiser_name = "transformer"
+    text_components = ("text_encoder", "tokenizer")
+    tokenizer_repo_ids = {"tokenizer": "THUDM/CogView4-6B:tokenizer"}
+    # The attention, which text and image share.
+    lora_target_modules = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0")
+    lora_format = "diffusers"
+    lora_key_style = DIFFUSERS_ONLY_KEYS
+    block_lists = ("transformer_blocks",)
+    block_activation_args = ("hidden_states", "encoder_hidden_states")
+    unsupported_strategies = {
+        "cp": "the feed-forward layers of CogView4 see the image and the text one after the other"
+    }
+    has_variable_text_length = True
+    default_num_inference_steps = 50
+    default_guidance_scale = 5.0
+
+    def load(
+        self,
+        model: DetectedModel | str | None,
+        dtype: torch.dtype,
+        components: Sequence[str] | None = None,
+        *,
+        pipe: Any = None,
+        device: torch.device | None = None,
+    ) -> Any:
+        loaded = super().load(model, dtype, components, pipe=pipe, device=device)
+        if loaded.transformer is not None:
+            processor = _build_attention_processor()
+            for block in loaded.transformer.transformer_blocks:
+                block.attn1.set_processor(processor)
+        return loaded
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        return BaseModelInfo("cogview4", "cogview4")
+
+    def build_noise_process(self, pipe: Any) -> FlowMatchingProcess:
+        from ...diffusion.process import FlowMatchingProcess, SquareRootShift, build_timestep_shift
+
+        config = pipe.scheduler.config
+        if not config.get("use_dynamic_shifting"):
+            return FlowMatchingProcess(build_timestep_shift(config))
+        return FlowMatchingProcess(
+            SquareRootShift(config.get("base_image_seq_len", 256), config["base_shift"], config["max_shift"])
+        )
+
+    def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        from .. import text_encoding
+
+        device = pipe.text_encoder.device
+        with text_encoding.suppress_truncation_warnings(pipe, pipe.tokenizer):
+            # One at a time: the encoder has no mask for the padding to the longest prompt.
+            embeds = [pipe._get_glm_embeds(prompt, COGVIEW4_MAX_SEQUENCE_LENGTH, device)[0] for prompt in prompts]
+        return {"embeds": embeds}
+
+    def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        import torch
+
+        lengths = (len(ids) for ids in pipe.tokenizer(list(prompts), truncation=False, verbose=False).input_ids)
+        padded = (
+            -(-min(length, COGVIEW4_MAX_SEQUENCE_LENGTH) // TOKENS_MULTIPLE) * TOKENS_MULTIPLE for length in lengths
+        )
+        width = pipe.transformer.config.text_embed_dim
+        return {"embeds": [torch.empty(length, width, device="meta") for length in padded]}
+
+    def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        from .. import text_encoding
+
+        return text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, COGVIEW4_MAX_SEQUENCE_LENGTH)
+
+    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        from ..text_encoding import pad_text_embeds
+
+        embeds, mask = pad_text_embeds(batch.cond["embeds"], batch.text_pad_multiple)
+        is_unpadded = all(len(row) == embeds.shape[1] for row in batch.cond["embeds"])
+        sizes = batch.size_conditioning.to(embeds.dtype)
+        # The model is told the timestep before the shift of its noise level.
+        process = self.build_noise_process(pipe)
+        factor = process.shift.compute_factor(process.count_tokens(noisy_latents.shape))
+        sigmas = timesteps / 1000
+        predicted: Tensor = denoiser(
+            hidden_states=noisy_latents,
+            encoder_hidden_states=embeds,
+            timestep=1000 * sigmas / (factor - (factor - 1) * sigmas),
+            original_size=sizes[:, :2],
+            target_size=sizes[:, 4:],
+            crop_coords=sizes[:, 2:4],
+            attention_kwargs=None if is_unpadded else {"text_mask": mask.bool()},
+            return_dict=False,
+        )[0]
+        return predicted
+
+    def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
+        return dict(
+            guidance_scale=self.get_guidance_scale(prompt),
+            prompt_embeds=cond["embeds"][0].unsqueeze(0),
+            negative_prompt_embeds=negative_cond["embeds"][0].unsqueeze(0),
+        )
+
+
+def _build_attention_processor() -> Any:
+    """diffusers' attention of CogView4 with a mask that excludes padding after the text.
+
+    Its own, as of 0.42, adds a mask of ones and zeros to the scores.
+    """
+    import torch
+    from diffusers.models.embeddings import apply_rotary_emb
+    from torch.nn.functional import pad, scaled_dot_product_attention
+
+    class TextMaskProcessor:
+        def __call__(
+            self,
+            attn: Any,
+            hidden_states: Tensor,
+            encoder_hidden_states: Tensor,
+            attention_mask: Tensor | None = None,
+            image_rotary_emb: Any = None,
+            text_mask: Tensor | None = None,
+        ) -> tuple[Tensor, Tensor]:
+            sizes = [encoder_hidden_states.shape[1], hidden_states.shape[1]]
+            tokens = torch.cat([encoder_hidden_states, hidden_states], dim=1)
+            layers = attn.to_q, attn.to_k, attn.to_v
+            query, key, value = (layer(tokens).unflatten(2, (attn.heads, -1)).transpose(1, 2) for layer in layers)
+
+            def rotate(part: Tensor, norm: Any) -> Tensor:
+                text, image = torch.split(norm(part).to(value.dtype), sizes, dim=2)
+                rotated: Any = apply_rotary_emb(image, image_rotary_emb, use_real_unbind_dim=-2)
+                return torch.cat([text, rotated], dim=2)
+
+            mask = None if text_mask is None else pad(text_mask, (0, sizes[1]), value=True)[:, None, None]
+            states = scaled_dot_product_attention(
+                rotate(query, attn.norm_q), rotate(key, attn.norm_k), value, attn_mask=mask
+            )
+            output = attn.to_out[0](states.transpose(1, 2).flatten(2).to(value.dtype))
+            text_output, image_output = torch.split(output, sizes, dim=1)
+            return image_output, text_output
+
+    return TextMaskProcessor()

@@ -1,0 +1,218 @@
+"""Krea 2: single-stream, with states of twelve layers of Qwen3-VL as its text, Qwen-Image's VAE; flow matching."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...adapters.key_styles import KeyStyle
+from ..base import BaseModelInfo, Family
+from ..facts import FamilyFacts, FamilyMatch
+from ..model_configs import ConfigReader, read_required
+from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ...data.batch import Batch, Cond, Moments
+    from ...data.prompts import Prompt
+    from ...diffusion.process import NoiseProcess
+
+KREA2_MAX_SEQUENCE_LENGTH = 512
+"""Maximum tokens of the prompt with the end of its template, as in diffusers' pipeline."""
+TURBO_SHIFT_EXPONENT = 1.15
+"""Of the Turbo's shift, which is the same at every resolution."""
+
+
+def _match_krea2(read: ConfigReader) -> FamilyMatch:
+    variant = "Turbo" if read_required(read, "model_index.json").get("is_distilled") else "Raw"
+    blocks = read_required(read, "transformer/config.json").get("num_layers")
+    return match_flow_model(read, 4, f"the transformer has {blocks} blocks, its pipeline is of {variant}")
+
+
+FACTS = FamilyFacts(
+    name="krea2",
+    title="Krea 2",
+    pipeline_class="Krea2Pipeline",
+    denoiser_name="transformer",
+    components=("transformer", "vae", "text_encoder", "tokenizer"),
+    num_parameters=12_820_073_036,
+    lora_targets_of="musubi-tuner",
+    notes="train on Raw; the Turbo loses its few steps",
+    match_configs=_match_krea2,
+    component_options={"vae": "vae", "text_encoder": "text_encoder"},
+    modelspec_architecture="krea-2",
+    attention_modes=MASKED_ATTENTION_MODES,
+    single_file_prefixes={
+        "transformer": DENOISER_PREFIXES,
+        "vae": ("vae.",),
+        "text_encoder": ("text_encoders.qwen3vl_4b.transformer.",),
+    },
+    single_file_classes={"vae": "AutoencoderKLWan"},
+    single_file_keys=("txtfusion.projector.weight", "blocks.0.attn.wq.weight"),
+    diffusers_keys={
+        "txtfusion.projector.weight": "text_fusion.projector.weight",
+        "blocks.0.attn.wq.weight": "transformer_blocks.0.attn.to_q.weight",
+        "first.weight": "img_in.weight",
+    },
+    shape_checks={
+        ("txtfusion.projector.weight", 1): ("transformer", "num_text_layers"),
+        ("first.weight", 1): ("transformer", "in_channels"),
+    },
+)
+
+
+_ORIGINAL_NAMES = {
+    "img_in": "first",
+    "time_embed.linear_1": "tmlp.0",
+    "time_embed.linear_2": "tmlp.2",
+    "time_mod_proj": "tproj.1",
+    "txt_in.linear_1": "txtmlp.1",
+    "txt_in.linear_2": "txtmlp.3",
+    "final_layer.linear": "last.linear",
+}
+_ORIGINAL_PARTS = {
+    "transformer_blocks.": "blocks.",
+    "text_fusion.": "txtfusion.",
+    ".ff.": ".mlp.",
+    ".attn.to_gate": ".attn.gate",
+    ".attn.to_out.0": ".attn.wo",
+    ".attn.to_": ".attn.w",
+}
+
+
+def _rename_to_original(modules: Iterable[str]) -> Mapping[str, str]:
+    renames = {}
+    for module in modules:
+        name = _ORIGINAL_NAMES.get(module, module)
+        for part, original in _ORIGINAL_PARTS.items():
+            name = name.replace(part, original)
+        renames[module] = name
+    return renames
+
+
+KREA2_KEYS = KeyStyle("krea2", rename=_rename_to_original, is_read_by_diffusers=False)
+
+
+class Krea2(Family):
+    facts = FACTS
+    denoiser_name = "transformer"
+    text_components = ("text_encoder", "tokenizer")
+    tokenizer_repo_ids = {"tokenizer": "krea/Krea-2-Raw:tokenizer"}
+    # Every linear layer: blocks, text fusion, and the layers before and after them; but not the 12 weights of
+    # text_fusion.projector, whose input peft's OFT takes for images.
+    lora_target_modules = (
+        *(f"attn.{layer}" for layer in ("to_q", "to_k", "to_v", "to_gate", "to_out.0")),
+        *("ff.gate", "ff.up", "ff.down"),
+        *("img_in", "time_embed.linear_1", "time_embed.linear_2", "time_mod_proj"),
+        *("txt_in.linear_1", "txt_in.linear_2", "final_layer.linear"),
+    )
+    lora_key_style = KREA2_KEYS
+    lora_format = "diffusers"
+    block_lists = ("transformer_blocks",)
+    block_activation_args = ("hidden_states",)
+    block_token_args = {
+        "attention_mask": ((3, ("hidden_states",)),),
+        "image_rotary_emb": ((0, ("hidden_states",)), (0, ("hidden_states",))),
+    }
+    fused_parallel_layers = {
+        r"\.attn\.to_gate$|\.ff\.(gate|up)$": ("colwise", (1,)),
+        r"\.ff\.down$": ("rowwise", (1,)),
+    }
+    has_variable_text_length = True
+    text_pad_multiple = 64
+    default_num_inference_steps = 28
+    default_guidance_scale = 4.5
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        return BaseModelInfo("krea2", "krea-2")
+
+    def build_noise_process(self, pipe: Any) -> NoiseProcess:
+        import math
+
+        from ...diffusion.process import FixedShift, FlowMatchingProcess
+
+        if pipe.config.is_distilled:
+            return FlowMatchingProcess(FixedShift(math.exp(TURBO_SHIFT_EXPONENT)))
+        return super().build_noise_process(pipe)
+
+    def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        states, mask = pipe.get_text_hidden_states(list(prompts), KREA2_MAX_SEQUENCE_LENGTH, pipe.text_encoder.device)
+        # The layers' states of a token are one row; padding is in the middle.
+        return {"embeds": [row[each] for row, each in zip(states.flatten(2), mask, strict=True)]}
+
+    def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        import torch
+
+        from .. import text_encoding
+
+        config, suffix = pipe.transformer.config, pipe.prompt_template_encode_suffix
+        width, num_prefix_tokens = (
+            config.num_text_layers * config.text_hidden_dim,
+            pipe.prompt_template_encode_start_idx,
+        )
+        texts = [pipe.prompt_template_encode_prefix + prompt for prompt in prompts]
+        max_length = KREA2_MAX_SEQUENCE_LENGTH - pipe.prompt_template_encode_num_suffix_tokens
+        embeds = text_encoding.build_meta_text_embeds(pipe.tokenizer, texts, width, max_length, num_prefix_tokens)
+        end = torch.empty(len(pipe.tokenizer(suffix).input_ids), width, device="meta")
+        return {"embeds": [torch.cat([row, end]) for row in embeds]}
+
+    def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        from .. import text_encoding
+
+        prefix, num_suffix_tokens = pipe.prompt_template_encode_prefix, pipe.prompt_template_encode_num_suffix_tokens
+        max_tokens = KREA2_MAX_SEQUENCE_LENGTH + pipe.prompt_template_encode_start_idx - num_suffix_tokens
+        texts = {prefix + prompt: prompt for prompt in prompts}
+        found = text_encoding.find_truncated_prompts(pipe.tokenizer, list(texts), max_tokens)
+        return [texts[text] for text in found]
+
+    def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
+        from ..vae import encode_frame_moments
+
+        return encode_frame_moments(pipe.vae, pixels)
+
+    def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
+        from ..vae import decode_frame_latents
+
+        return decode_frame_latents(pipe.vae, latents)
+
+    def decode_sampled_latents(self, pipe: Any, latents: Tensor, height: int, width: int) -> Tensor:
+        return self.decode_latents(pipe, pipe._unpack_latents(latents, height, width).squeeze(2))
+
+    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        count, channels, height, width = noisy_latents.shape
+        embeds, mask = _pad_layer_states(pipe, batch.cond["embeds"], batch.text_pad_multiple)
+        sides = height // pipe.patch_size, width // pipe.patch_size
+        predicted = denoiser(
+            hidden_states=pipe._pack_latents(noisy_latents, count, channels, height, width),
+            encoder_hidden_states=embeds,
+            timestep=timesteps / 1000,
+            position_ids=pipe.prepare_position_ids(embeds.shape[1], *sides, noisy_latents.device),
+            encoder_attention_mask=mask,
+            return_dict=False,
+        )[0]
+        factor = pipe.vae_scale_factor
+        frames: Tensor = pipe._unpack_latents(predicted, height * factor, width * factor)
+        return frames.squeeze(2)
+
+    def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
+        is_turbo = pipe.config.is_distilled
+        scale = 0.0 if is_turbo and prompt.cfg_scale is None else self.get_guidance_scale(prompt)
+        embeds, mask = _pad_layer_states(pipe, [*cond["embeds"], *negative_cond["embeds"]])
+        return dict(
+            num_inference_steps=prompt.num_inference_steps or (8 if is_turbo else self.default_num_inference_steps),
+            guidance_scale=scale,
+            prompt_embeds=embeds[:1],
+            prompt_embeds_mask=mask[:1],
+            negative_prompt_embeds=embeds[1:],
+            negative_prompt_embeds_mask=mask[1:],
+        )
+
+
+def _pad_layer_states(pipe: Any, texts: Tensor | Sequence[Tensor], multiple: int = 1) -> tuple[Tensor, Tensor]:
+    """Texts of one length (B, tokens, layers, width), and their boolean mask."""
+    from ..text_encoding import pad_text_embeds
+
+    embeds, mask = pad_text_embeds(texts, multiple)
+    layers = pipe.transformer.config.num_text_layers
+    return embeds.view(*embeds.shape[:2], layers, -1), mask.bool()

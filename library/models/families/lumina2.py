@@ -1,0 +1,183 @@
+"""Lumina-Image 2.0: single-stream, with variable-length text of Gemma 2; flow matching with reversed time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ...adapters.key_styles import KeyStyle, OriginalModule
+from ..base import NEGATIVE_MARK, BaseModelInfo, Family
+from ..facts import FamilyFacts, FamilyMatch
+from ..model_configs import ConfigReader, read_required
+from ..shared_facts import DENOISER_PREFIXES, GEMMA2_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ...data.batch import Batch, Cond
+    from ...data.prompts import Prompt
+
+LUMINA2_MAX_SEQUENCE_LENGTH = 256
+"""Maximum tokens of the prompt with the system prompt, as in diffusers' pipeline."""
+
+
+def _match_lumina2(read: ConfigReader) -> FamilyMatch:
+    config = read_required(read, "transformer/config.json")
+    return match_flow_model(read, 1, f"the transformer has {config.get('num_layers')} blocks")
+
+
+FACTS = FamilyFacts(
+    name="lumina2",
+    title="Lumina-Image 2.0",
+    pipeline_class="Lumina2Pipeline",
+    denoiser_name="transformer",
+    components=("transformer", "vae", "text_encoder", "tokenizer"),
+    num_parameters=2_609_769_152,
+    lora_targets_of="sd-scripts",
+    match_configs=_match_lumina2,
+    component_options={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
+    modelspec_architecture="lumina-2",
+    attention_modes=MASKED_ATTENTION_MODES,
+    single_file_prefixes={
+        "transformer": DENOISER_PREFIXES,
+        "vae": ("vae.", "first_stage_model."),
+        "text_encoder": GEMMA2_PREFIXES,
+    },
+    single_file_keys=(
+        "noise_refiner.0.attention.qkv.weight",
+        "cap_embedder.1.weight",
+        "layers.0.adaLN_modulation.1.weight",
+    ),
+    diffusers_keys={
+        "noise_refiner.0.attention.qkv.weight": "noise_refiner.0.attn.to_q.weight",
+        "cap_embedder.1.weight": "time_caption_embed.caption_embedder.1.weight",
+        "layers.0.adaLN_modulation.1.weight": "layers.0.norm1.linear.weight",
+    },
+    shape_checks={
+        ("cap_embedder.1.weight", 0): ("transformer", "hidden_size"),
+        ("cap_embedder.1.weight", 1): ("transformer", "cap_feat_dim"),
+    },
+)
+
+
+_BLOCKS = ("layers", "noise_refiner", "context_refiner")
+_LAYOUT: tuple[OriginalModule, ...] = (
+    *(
+        OriginalModule(f"{blocks}.{{}}.{name}", tuple(f"{blocks}.{{}}.{part}" for part in parts), ratios, input_ratio)
+        for blocks in _BLOCKS
+        for name, parts, ratios, input_ratio in (
+            ("attention.qkv", ("attn.to_q", "attn.to_k", "attn.to_v"), (3, 1, 1), 3),
+            ("attention.out", ("attn.to_out.0",), (1,), 1),
+            *((f"feed_forward.w{number}", (f"feed_forward.linear_{number}",), (1,), 1) for number in (1, 2, 3)),
+            ("adaLN_modulation.1", ("norm1.linear",), (1,), 1),
+        )
+    ),
+    OriginalModule("final_layer.adaLN_modulation.1", ("norm_out.linear_1",)),
+    OriginalModule("final_layer.linear", ("norm_out.linear_2",)),
+)
+
+LUMINA2_KEYS = KeyStyle("lumina2", _LAYOUT, is_read_by_diffusers=False)
+
+
+class Lumina2(Family):
+    facts = FACTS
+    denoiser_name = "transformer"
+    text_components = ("text_encoder", "tokenizer")
+    tokenizer_repo_ids = {"tokenizer": "Alpha-VLLM/Lumina-Image-2.0:tokenizer"}
+    # The linear layers of all blocks, refiners and modulation included, and of the final layer.
+    lora_target_modules = (
+        *(f"attn.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
+        *(f"feed_forward.linear_{number}" for number in (1, 2, 3)),
+        "norm1.linear",
+        *("norm_out.linear_1", "norm_out.linear_2"),
+    )
+    lora_key_style = LUMINA2_KEYS
+    lora_format = "diffusers"
+    block_lists = ("layers",)
+    block_activation_args = ("hidden_states",)
+    block_token_args = {"attention_mask": ((1, ("hidden_states",)),), "image_rotary_emb": ((1, ("hidden_states",)),)}
+    fused_parallel_layers = {
+        r"\.feed_forward\.linear_[13]$": ("colwise", (1,)),
+        r"\.feed_forward\.linear_2$": ("rowwise", (1,)),
+    }
+    has_variable_text_length = True
+    default_num_inference_steps = 30
+    default_guidance_scale = 4.0
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        return BaseModelInfo("lumina2", "lumina-2")
+
+    def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        from .. import text_encoding
+
+        device = pipe.text_encoder.device
+        texts = [_add_system_prompt(pipe, prompt) for prompt in prompts]
+        with text_encoding.suppress_truncation_warnings(pipe, pipe.tokenizer):
+            embeds, mask = pipe._get_gemma_prompt_embeds(texts, device, LUMINA2_MAX_SEQUENCE_LENGTH)
+        return {"embeds": text_encoding.drop_padding(embeds, mask)}
+
+    def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        from .. import text_encoding
+
+        texts = [_add_system_prompt(pipe, prompt) for prompt in prompts]
+        width, max_length = pipe.transformer.config.cap_feat_dim, LUMINA2_MAX_SEQUENCE_LENGTH
+        return {"embeds": text_encoding.build_meta_text_embeds(pipe.tokenizer, texts, width, max_length)}
+
+    def mark_negative_prompt(self, text: str) -> str:
+        return NEGATIVE_MARK + text
+
+    def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        from .. import text_encoding
+
+        texts = {_add_system_prompt(pipe, prompt): prompt.removeprefix(NEGATIVE_MARK) for prompt in prompts}
+        found = text_encoding.find_truncated_prompts(pipe.tokenizer, list(texts), LUMINA2_MAX_SEQUENCE_LENGTH)
+        return [texts[text] for text in found]
+
+    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        from ..text_encoding import pad_text_embeds
+
+        embeds, mask = pad_text_embeds(batch.cond["embeds"], batch.text_pad_multiple)
+        with _read_lengths_on_host(pipe.transformer, [len(row) for row in batch.cond["embeds"]], embeds.shape[1]):
+            predicted: Tensor = denoiser(
+                hidden_states=noisy_latents,
+                timestep=1 - timesteps / 1000,
+                encoder_hidden_states=embeds,
+                encoder_attention_mask=mask,
+                return_dict=False,
+            )[0]
+        return -predicted  # the model's time, and so its velocity, runs from noise to image
+
+    def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
+        from ..text_encoding import pad_text_embeds
+
+        # Of the pipeline's own length, which both texts need to have.
+        texts = [*cond["embeds"], *negative_cond["embeds"]]
+        embeds, mask = pad_text_embeds(texts, LUMINA2_MAX_SEQUENCE_LENGTH)
+        return dict(
+            guidance_scale=self.get_guidance_scale(prompt),
+            prompt_embeds=embeds[:1],
+            prompt_attention_mask=mask[:1],
+            negative_prompt_embeds=embeds[1:],
+            negative_prompt_attention_mask=mask[1:],
+        )
+
+
+def _add_system_prompt(pipe: Any, prompt: str) -> str:
+    """As the pipeline does, for all texts but negative prompts."""
+    if prompt.startswith(NEGATIVE_MARK):
+        return prompt.removeprefix(NEGATIVE_MARK)
+    return f"{pipe.system_prompt} <Prompt Start> {prompt}"
+
+
+@contextmanager
+def _read_lengths_on_host(transformer: Any, lengths: Sequence[int], max_length: int) -> Iterator[None]:
+    """Give the positions a mask on the host: they read its values, which would wait for the device."""
+    import torch
+
+    mask = torch.arange(max_length) < torch.tensor(lengths).unsqueeze(1)
+    handle = transformer.rope_embedder.register_forward_pre_hook(lambda _, args: (args[0], mask))
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,149 @@
+"""Sana: linear attention over latents of a deep-compression VAE, text of Gemma 2 by cross-attention; flow matching."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...adapters.key_styles import DIFFUSERS_ONLY_KEYS
+from ..base import NEGATIVE_MARK, BaseModelInfo, Family
+from ..facts import FamilyFacts, FamilyMatch
+from ..model_configs import ConfigReader, ModelError, read_required
+from ..shared_facts import DENOISER_PREFIXES, GEMMA2_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ...data.batch import Batch, Cond
+    from ...data.prompts import Prompt
+
+SANA_MAX_SEQUENCE_LENGTH = 300
+"""Maximum tokens of the prompt, as in diffusers' pipeline."""
+
+
+def _match_sana(read: ConfigReader) -> FamilyMatch:
+    config = read_required(read, "transformer/config.json")
+    if config.get("guidance_embeds"):
+        raise ModelError("it is Sana-Sprint, whose few steps a LoRA would lose; use Sana or SANA-1.5")
+    return match_flow_model(read, 1, f"the transformer has {config.get('num_layers')} blocks", patch_size=1)
+
+
+FACTS = FamilyFacts(
+    name="sana",
+    title="Sana",
+    pipeline_class="SanaPipeline",
+    denoiser_name="transformer",
+    components=("transformer", "vae", "text_encoder", "tokenizer"),
+    num_parameters=1_604_641_952,
+    lora_targets_of="SimpleTuner",
+    notes="single files with diffusers' keys",
+    match_configs=_match_sana,
+    component_options={"vae": "vae", "text_encoder": "text_encoder"},
+    modelspec_architecture="sana",
+    attention_modes=MASKED_ATTENTION_MODES,
+    single_file_prefixes={"transformer": DENOISER_PREFIXES, "vae": ("vae.",), "text_encoder": GEMMA2_PREFIXES},
+    # Of files with diffusers' keys: diffusers' conversion of the original ones knows no normalized attention.
+    single_file_keys=("caption_norm.weight", "transformer_blocks.0.ff.conv_depth.weight"),
+    shape_checks={
+        ("caption_norm.weight", 0): ("transformer", "cross_attention_dim"),
+        ("transformer_blocks.0.attn1.norm_q.weight", None): ("transformer", "qk_norm"),
+    },
+)
+
+
+class Sana(Family):
+    facts = FACTS
+    denoiser_name = "transformer"
+    text_components = ("text_encoder", "tokenizer")
+    tokenizer_repo_ids = {"tokenizer": "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers:tokenizer"}
+    # Both kinds of attention.
+    lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
+    lora_format = "diffusers"
+    lora_key_style = DIFFUSERS_ONLY_KEYS
+    block_lists = ("transformer_blocks",)
+    block_activation_args = ("hidden_states",)
+    unsupported_strategies = {
+        "tp": "the attention of Sana is normalized over all heads together",
+        "cp": "the blocks of Sana have linear attention and convolutions over the image",
+    }
+    has_variable_text_length = True
+    text_pad_multiple = 64
+    default_num_inference_steps = 20
+    default_guidance_scale = 4.5
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        return BaseModelInfo("sana", "sana")
+
+    def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        from .. import text_encoding
+
+        rows: dict[str, Tensor] = {}
+        for is_negative in (False, True):  # captions follow an instruction, negative prompts do not
+            texts = [text for text in dict.fromkeys(prompts) if text.startswith(NEGATIVE_MARK) == is_negative]
+            if texts:
+                embeds, mask, *_ = pipe.encode_prompt(
+                    [text.removeprefix(NEGATIVE_MARK) for text in texts],
+                    do_classifier_free_guidance=False,
+                    device=pipe.text_encoder.device,
+                    max_sequence_length=SANA_MAX_SEQUENCE_LENGTH,
+                    complex_human_instruction=None if is_negative else _get_instruction(pipe),
+                )
+                rows |= zip(texts, text_encoding.drop_padding(embeds, mask), strict=True)
+        return {"embeds": [rows[prompt] for prompt in prompts]}
+
+    def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        from .. import text_encoding
+
+        # Of the instruction, the start token and the last one stay.
+        width, max_length = pipe.transformer.config.caption_channels, SANA_MAX_SEQUENCE_LENGTH
+        instruction = "\n".join(_get_instruction(pipe))
+        num_prefix_tokens = len(pipe.tokenizer(instruction).input_ids) - 2
+        texts = [instruction + prompt for prompt in prompts]
+        embeds = text_encoding.build_meta_text_embeds(pipe.tokenizer, texts, width, max_length, num_prefix_tokens)
+        return {"embeds": embeds}
+
+    def mark_negative_prompt(self, text: str) -> str:
+        return NEGATIVE_MARK + text
+
+    def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        from .. import text_encoding
+
+        texts = [prompt.removeprefix(NEGATIVE_MARK) for prompt in prompts]
+        return text_encoding.find_truncated_prompts(pipe.tokenizer, texts, SANA_MAX_SEQUENCE_LENGTH - 2)
+
+    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        from ..text_encoding import pad_text_embeds
+
+        embeds, mask = pad_text_embeds(batch.cond["embeds"], batch.text_pad_multiple)
+        predicted: Tensor = denoiser(
+            noisy_latents,
+            encoder_hidden_states=embeds,
+            encoder_attention_mask=mask,
+            timestep=timesteps * pipe.transformer.config.timestep_scale,
+            return_dict=False,
+        )[0]
+        return predicted
+
+    def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
+        from ..text_encoding import pad_text_embeds
+
+        # Of the pipeline's own length, which both texts need to have.
+        texts = [*cond["embeds"], *negative_cond["embeds"]]
+        embeds, mask = pad_text_embeds(texts, SANA_MAX_SEQUENCE_LENGTH)
+        return dict(
+            guidance_scale=self.get_guidance_scale(prompt),
+            negative_prompt=None,
+            prompt_embeds=embeds[:1],
+            prompt_attention_mask=mask[:1],
+            negative_prompt_embeds=embeds[1:],
+            negative_prompt_attention_mask=mask[1:],
+            use_resolution_binning=False,
+        )
+
+
+def _get_instruction(pipe: Any) -> list[str]:
+    """The lines before every prompt, the default of the pipeline's call."""
+    import inspect
+
+    lines: list[str] = inspect.signature(type(pipe).__call__).parameters["complex_human_instruction"].default
+    return lines

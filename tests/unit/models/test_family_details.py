@@ -1,0 +1,106 @@
+"""What single families do otherwise than the rest, compared with diffusers' pipelines."""
+
+import copy
+import math
+
+import pytest
+import torch
+from family_cases import SIZE, Recorder, build_case, make_generators
+from PIL import Image
+
+from library.config.schema_data import DataConfig
+from library.data.prepare import prepare_data
+from library.data.prompts import Prompt
+from library.errors import FileError
+from library.models.base import NEGATIVE_MARK
+from library.models.detect import detect_model
+from library.models.families import FAMILIES
+from library.models.preflight import validate_prompts
+
+__all__ = ["build_case"]  # a fixture
+
+DATASET = """[[datasets]]
+resolution = {resolution}
+enable_bucket = {bucket}
+[[datasets.subsets]]
+image_dir = '{folder}'
+"""
+
+
+def test_auraflow_refuses_images_without_positions(tmp_path):
+    model = detect_model("random:aura_flow:tiny")
+    assert (model.max_side, detect_model("random:sdxl:tiny").max_side) == (256, None)
+    Image.new("RGB", (512, 128)).save(tmp_path / "wide.png")
+
+    def prepare(resolution, bucket, max_side=model.max_side):
+        (tmp_path / "set.toml").write_text(DATASET.format(resolution=resolution, bucket=bucket, folder=tmp_path))
+        config = DataConfig(dataset_config=str(tmp_path / "set.toml"), min_bucket_reso=64)
+        return prepare_data(config, model.size_multiple, model="AuraFlow", max_side=max_side)
+
+    for resolution, bucket, key in ((320, "false", "resolution"), (256, "true", "max_bucket_reso")):
+        with pytest.raises(
+            FileError, match=rf"(set\.toml:\d+: |--){key}: AuraFlow has positions for sides of up to 256"
+        ):
+            prepare(resolution, bucket)
+        assert prepare(resolution, bucket, max_side=None).manifest.samples
+    assert prepare(256, "false").manifest.samples
+    problems = list(validate_prompts([Prompt("a", width=320, height=256)], model))
+    assert len(problems) == 1 and "AuraFlow has positions for at most 256 pixels, not 320" in problems[0]
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_cogview4_is_told_the_timesteps_before_their_shift(build_case):
+    family, tiny = build_case("cogview4")
+    pipe, record = tiny.pipe, Recorder(tiny.pipe.transformer)
+    pipe(
+        **tiny.call, **SIZE, latents=tiny.batch.latents, guidance_scale=1.0, num_inference_steps=4, output_type="latent"
+    )
+    told = [float(call["timestep"][0]) for call in record.calls]
+    assert told == [1000, 667, 334, 1]
+    for sigma, expected in zip(pipe.scheduler.sigmas.tolist(), told, strict=False):
+        family.predict(pipe, pipe.transformer, tiny.batch.latents, torch.full((2,), 1000 * sigma), tiny.batch)
+        assert record.calls[-1]["timestep"].tolist() == pytest.approx([expected] * 2, rel=1e-4)
+    process = family.build_noise_process(pipe)
+    assert process.shift.compute_factor(4096) == pytest.approx(math.sqrt(4096 / 256) * 0.75 + 0.25)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_cogview4_attends_as_in_diffusers_and_not_to_padding(build_case):
+    from diffusers.models.transformers.transformer_cogview4 import CogView4AttnProcessor
+
+    family, tiny = build_case("cogview4")
+    t, theirs = torch.tensor([700.0, 250.0]), copy.deepcopy(tiny.pipe)
+    for block in theirs.transformer.transformer_blocks:
+        block.attn1.set_processor(CogView4AttnProcessor())
+    ours, reference = (
+        family.predict(pipe, pipe.transformer, tiny.batch.latents, t, tiny.batch) for pipe in (tiny.pipe, theirs)
+    )
+    torch.testing.assert_close(ours, reference)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_negative_prompts_have_no_instruction(build_case):
+    for name, number in (("lumina2", 5), ("sana", 5)):
+        family, tiny = build_case(name)
+        (negative,) = family.encode_prompts(tiny.pipe, [family.mark_negative_prompt("blue")])["embeds"]
+        assert len(negative) == number, "the start token and the letters"
+        assert family.find_truncated_prompts(tiny.pipe, [NEGATIVE_MARK + "a" * 400]) == ["a" * 400]
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_krea_2_turbo_has_one_shift_and_few_steps():
+    family = FAMILIES.get("krea2")()
+    pipe = family.load("random:krea2:tiny", torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    assert family.build_noise_process(pipe).shift.compute_factor(6400) == pytest.approx(math.exp(1.15))
+    assert family.build_noise_process(pipe).shift.compute_factor(256) == pytest.approx(math.exp(0.5))
+    pipe.register_to_config(is_distilled=True)
+    assert family.build_noise_process(pipe).shift.compute_factor(256) == pytest.approx(math.exp(1.15))
+    record, prompt = Recorder(pipe.transformer), Prompt("a", width=64, height=64)
+    cond, negative = (family.encode_prompts(pipe, [text]) for text in ("a", ""))
+    family.generate_image(pipe, prompt, cond, negative, make_generators(1)[0], None)
+    assert len(record.calls) == 8
