@@ -158,6 +158,7 @@ def measure_pictures(tab: Any, address: str, count: int) -> Iterator[Measurement
     yield Measurement("pictures: after a jump", seconds, "s")
     frames = tab.evaluate(SCROLL, 200)
     yield Measurement("pictures: frames while scrolling", [each / 1000 for each in frames], "s")
+    tab.wait_for_selector(".cell")
     num_cells = tab.locator(".cell").count()
     yield Measurement("pictures: cells in the page", [num_cells], at_most=200)
     tab.focus("#grid")

@@ -16,9 +16,9 @@ from ..config.schema import ModelConfig
 from ..config.schema_data import CacheConfig
 from ..data.augment import Augmenter
 from ..data.batch import Cond, normalize_pixels
-from ..data.images import BadSample, load_control_pixels, load_sample_pixels
+from ..data.images import BadSample, load_control_pixels, load_preview_controls, load_sample_pixels
 from ..data.worker_pool import prefetch_in_threads
-from ..dataset.image_inspection import Pixels, load_rgb_image
+from ..dataset.image_inspection import Pixels
 from ..dataset.masks import MaskPixels
 from ..diffusion.losses import resize_mask_to_latents
 from ..distributed.devices import MIXED_PRECISION_DTYPES
@@ -235,7 +235,7 @@ class CaptionEncoder:
     def _load_controls(self, entry_index: int) -> list[Image]:
         source = self.text_keys.sources[entry_index]
         if source.prompt is not None:
-            return [load_rgb_image(path) for path in source.prompt.control_images]
+            return load_preview_controls(source.prompt)
         augmenter, index = self.augmenter, source.sample_index
         crop = get_cached_crop(augmenter, index, is_flipped=source.is_flipped)
         sample, assignment = augmenter.manifest.samples[index], augmenter.assignments[index]

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from ..data.augment import Augmenter, SampleView
 from ..data.batch_plan import MicroBatchSchedule
 from ..data.buckets import BucketAssignment, list_control_facts
-from ..data.images import CropParams
+from ..data.images import CropParams, load_preview_controls
 from ..data.manifest import Sample
 from ..data.prompts import Prompt
-from ..dataset.image_inspection import load_rgb_image
 from ..dataset.schema import SubsetConfig
 
 if TYPE_CHECKING:
@@ -71,8 +70,7 @@ def collect_run_captions(
     """
     texts = {} if with_controls else {EncodedText(""): TextSource()}
     for prompt in prompts:
-        controls = map(load_rgb_image, prompt.control_images) if with_controls else ()
-        key = hash_controls(list(controls))
+        key = hash_controls(load_preview_controls(prompt)) if with_controls else ""
         for text in (prompt.text, mark_negative_prompt(prompt.negative_prompt)):
             texts.setdefault(EncodedText(text, key), TextSource(prompt=prompt))
 

@@ -71,6 +71,8 @@ class FamilyFacts:
     """The fewest and the most control images of a picture: references of editing models."""
     text_tokens_per_control: int = 0
     """Text tokens of a control image, at most, where the text encoder reads it together with the caption; else 0."""
+    is_preview_size_of_control: bool = False
+    """Whether previews have the size that the diffusers pipeline takes from their control image."""
     masks_text_in_denoiser: bool = False
     """Whether ``apply_t5_attn_mask`` masks the denoiser's attention, too."""
     validate_options: Callable[[ConfigReader, ModelConfig], Iterator[str]] = lambda read, options: iter(())

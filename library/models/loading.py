@@ -207,6 +207,8 @@ def _merge_into_pipeline(pipe: Any, loaded_pipe: Any) -> Any:
     _, setting_names = type(pipe)._get_signature_keys(pipe)
     settings = {key: pipe.config[key] for key in setting_names if key in pipe.config}
     # Run __init__ again: it derives values such as vae_scale_factor from the components.
+    for name in setting_names:  # diffusers takes an attribute that is set twice to a tuple for a component
+        vars(pipe).pop(name, None)
     type(pipe).__init__(pipe, **{**loaded_pipe.components, **own, **settings})
     return pipe
 

@@ -131,7 +131,10 @@ def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[str]:
     for key, side in sides:
         if side is not None and model.max_side is not None and side > model.max_side:
             yield f"{prompt.locate_key(key)}: {title} has positions for at most {model.max_side} pixels, not {side}"
-    if model.prediction_type == "flow":
+    if get_family_facts(model.family).is_preview_size_of_control:
+        problem = f"previews of {title} have the shape of their control image; leave it out"
+        yield from (f"{prompt.locate_key(key)}: {problem}" for key, side in sides if side is not None)
+    elif model.prediction_type == "flow":
         step = model.size_multiple
         for key, side in sides:
             if side is not None and side % step:

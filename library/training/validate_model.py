@@ -96,16 +96,21 @@ def _validate_pipeline(parallel: ParallelConfig, family: Family, denoiser: nn.Mo
         )
 
 
+def _list_head_counts(attention: Any) -> tuple[int, int]:
+    """The heads of queries, and those of keys and values."""
+    heads = attention.heads if hasattr(attention, "heads") else attention.num_heads
+    if hasattr(attention, "inner_kv_dim"):
+        return heads, attention.inner_kv_dim * heads // attention.inner_dim
+    return heads, getattr(attention, "num_kv_heads", heads)
+
+
 def _validate_attention_heads(parallel: ParallelConfig, denoiser: Any) -> Iterator[str]:
     """Tensor and context parallelism split the attention heads, whose number they must divide."""
     sizes = {name: size for name, size in parallel.model_parallel_sizes.items() if name != "pp_size"}
     sizes = {name: size for name, size in sizes.items() if size > 1}
     total = math.prod(sizes.values())
-    heads = {
-        denoiser.get_submodule(name.rpartition(".")[0]).heads
-        for name in build_tensor_parallel_plan(denoiser)
-        if name.endswith(".to_q")
-    }
+    names = [name.rpartition(".")[0] for name in build_tensor_parallel_plan(denoiser) if name.endswith(".to_q")]
+    heads = {count for name in names for count in _list_head_counts(denoiser.get_submodule(name))}
     if indivisible := sorted(number for number in heads if number % total):
         fitting = [size for size in range(2, total + 8) if not any(number % size for number in heads)]
         fix = f"use {' or '.join(map(str, fitting))}" if fitting else "use --fsdp"

@@ -1,15 +1,23 @@
 """The folders that were opened on the command line: nothing outside of them is read, written or listed."""
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from ..errors import UserError
 
 MAX_DEPTH = 8
 SKIPPED_FOLDERS = {"node_modules", "__pycache__", "site-packages"}
 """Besides hidden ones."""
+
+SETTLED_NS = 3 * 10**9
+"""A folder that has changed less long ago may change again at the same time of its file system."""
+
+T = TypeVar("T")
 
 
 class OutsideFolders(UserError):
@@ -68,6 +76,10 @@ class OpenedFolders:
 
     def walk(self) -> Iterator[tuple[Path, list[os.DirEntry[str]]]]:
         """Iterate over all folders with their entries; hidden folders and links to folders are not entered."""
+        return self._walk(_list_entries)
+
+    def _walk(self, read: Callable[[Path], tuple[T, Sequence[str]]]) -> Iterator[tuple[Path, T]]:
+        """``read`` returns the content of a folder, and the names of the folders to enter."""
         seen = set[Path]()
         pending = [(folder, 0) for folder in reversed(self.folders)]
         while pending:
@@ -76,13 +88,45 @@ class OpenedFolders:
                 continue
             seen.add(folder)
             try:
-                with os.scandir(folder) as opened:
-                    entries = list(opened)
+                content, subfolders = read(folder)
             except OSError:
                 continue
-            yield folder, entries
+            yield folder, content
             if depth < MAX_DEPTH:
-                pending += [(folder / entry.name, depth + 1) for entry in entries if _is_entered(entry)]
+                pending += [(folder / name, depth + 1) for name in subfolders]
+
+
+@dataclass
+class FileFinder:
+    """Finds files by name again and again; a folder that has not changed since, such as one of pictures, is not read.
+
+    The time of a folder changes when files are added or removed; what is in them is not looked at here.
+    """
+
+    folders: OpenedFolders
+    pattern: re.Pattern[str]
+    """Of the names."""
+
+    _known: dict[Path, tuple[int, list[str], list[str]]] = field(default_factory=dict)
+
+    def iter_folders(self) -> Iterator[tuple[Path, list[str]]]:
+        """Iterate over the folders, with the names of the files that are looked for."""
+        return self.folders._walk(self._read)
+
+    def _read(self, folder: Path) -> tuple[list[str], list[str]]:
+        changed_at, known = folder.stat().st_mtime_ns, self._known.get(folder)
+        if known is None or known[0] != changed_at:
+            entries, subfolders = _list_entries(folder)
+            names = [entry.name for entry in entries if self.pattern.search(entry.name)]
+            is_settled = time.time_ns() - changed_at > SETTLED_NS
+            known = self._known[folder] = (changed_at if is_settled else -1, names, subfolders)
+        return known[1], known[2]
+
+
+def _list_entries(folder: Path) -> tuple[list[os.DirEntry[str]], list[str]]:
+    with os.scandir(folder) as opened:
+        entries = list(opened)
+    return entries, [entry.name for entry in entries if _is_entered(entry)]
 
 
 def _is_entered(entry: os.DirEntry[str]) -> bool:

@@ -17,7 +17,7 @@ from ..errors import UserError
 from ..report.metric_series import MetricTable
 from ..report.page import RunSummary
 from ..report.preview_grid import PreviewRow, find_preview_files
-from .folders import OpenedFolders
+from .folders import FileFinder, OpenedFolders
 
 METRICS_END, SUMMARY_END, LOG_END = ".metrics.jsonl", ".run.json", ".log"
 TAIL_BYTES = 16_384
@@ -107,6 +107,7 @@ class RunReader:
     """Finds runs and keeps what was read of them."""
 
     folders: OpenedFolders
+    _finder: FileFinder = field(init=False)
     _runs: dict[str, Run] = field(default_factory=dict)
     _found_at: float = -1e9
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -114,11 +115,15 @@ class RunReader:
     _overviews: dict[str, tuple[float, Mapping[str, Any]]] = field(default_factory=dict)
     _summaries: dict[Path, tuple[float, RunSummary | None]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        ends = (re.escape(end) for end in (METRICS_END, SUMMARY_END, ".lock"))
+        self._finder = FileFinder(self.folders, re.compile(rf"({'|'.join(ends)})$|\.error-rank"))
+
     def find_runs(self) -> dict[str, Run]:
         """Find all runs, by their key in addresses."""
         with self._lock:
             if time.monotonic() - self._found_at > DISCOVERY_SECONDS:
-                self._runs = {self._make_key(run): run for run in _discover_runs(self.folders)}
+                self._runs = {self._make_key(run): run for run in _discover_runs(self._finder)}
                 self._found_at = time.monotonic()
             return self._runs
 
@@ -188,19 +193,13 @@ class RunReader:
         return self.folders.make_key(run.folder / run.name)
 
 
-def _discover_runs(folders: OpenedFolders) -> Iterator[Run]:
-    for folder, entries in folders.walk():
-        names = {entry.name: entry for entry in entries}
+def _discover_runs(finder: FileFinder) -> Iterator[Run]:
+    for folder, names in finder.iter_folders():
         found = [name.removesuffix(end) for end in (METRICS_END, SUMMARY_END) for name in names if name.endswith(end)]
         for name in dict.fromkeys(found):
-            errors = [entry for other, entry in names.items() if other.startswith(f"{name}.error-rank")]
-            yield Run(
-                folder,
-                name,
-                _get_entry_time(names.get(f"{name}{METRICS_END}")),
-                _get_entry_time(names.get(f".{name}.lock")),
-                max(map(_get_entry_time, errors), default=0.0),
-            )
+            errors = [folder / other for other in names if other.startswith(f"{name}.error-rank")]
+            times = _get_time(folder / f"{name}{METRICS_END}"), _get_time(folder / f".{name}.lock")
+            yield Run(folder, name, *times, max(map(_get_time, errors), default=0.0))
 
 
 def _find_status(run: Run, step: int, steps: int | None) -> str:
@@ -231,13 +230,6 @@ def _read_last_metrics(path: Path) -> dict[str, Any]:
 def _get_time(path: Path) -> float:
     try:
         return path.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
-def _get_entry_time(entry: Any) -> float:
-    try:
-        return float(entry.stat().st_mtime) if entry is not None else 0.0
     except OSError:
         return 0.0
 

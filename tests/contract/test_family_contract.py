@@ -428,7 +428,7 @@ EXCLUDED = {
     **dict.fromkeys(("qwen_image", "qwen_image_edit", "qwen_image_edit_plus"), r"_mod\."),
     "aura_flow": r"norm1|\.ff",
     "ovis_image": r"norm|\.ff|\.proj_",
-    "longcat_image": r"norm|\.ff|\.proj_|add_",
+    **dict.fromkeys(("longcat_image", "longcat_image_edit"), r"norm|\.ff|\.proj_|add_"),
 }
 """Layers in these blocks that it does not train."""
 

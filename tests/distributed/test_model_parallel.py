@@ -51,12 +51,15 @@ LONG = pytest.mark.slow
         pytest.param("ovis_image", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
         pytest.param("longcat_image", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
         pytest.param("ernie_image", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
+        pytest.param("lumina2", "TP 2", "no", ("--network_train_unet_only",), marks=LONG),
+        pytest.param("cogview4", "TP 2", "no", ("--network_train_unet_only",), marks=LONG),
+        pytest.param("krea2", "TP 2", "no", ("--network_train_unet_only", "--learning_rate=0.02"), marks=LONG),
         pytest.param("sd3", "PP 2, gpipe", "bf16", (), marks=LONG),
     ],
 )
 def test_model_parallel_trains_the_adapter_of_one_process(model, name, precision, flags, tmp_path):
     data, more = write_even_dataset(tmp_path), ("--mixed_precision", precision)
-    texts = [flag for flag in flags if "train_unet" in flag]
+    texts = [flag for flag in flags if "train_unet" in flag or "learning_rate" in flag]
     one = train_layout(REFERENCE, model, data, tmp_path, *more, *texts)
     sharded = train_layout(name, model, data, tmp_path, *more, *flags)
 

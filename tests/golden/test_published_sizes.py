@@ -73,6 +73,7 @@ COUNTS = {
     ("ernie_image", "transformer"): 8_033_490_048,
     ("ernie_image", "text_encoder"): 3_849_090_048,
     ("longcat_image", "transformer"): 6_270_668_864,
+    ("longcat_image_edit", "transformer"): 6_270_668_864,
     ("ovis_image", "transformer"): 7_370_449_728,
     ("ovis_image", "text_encoder"): 1_720_574_976,
     ("lumina2", "transformer"): 2_609_769_152,

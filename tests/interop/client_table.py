@@ -56,6 +56,10 @@ ORIGINAL_WRITERS: Mapping[str, Callable[[Any], Mapping[str, Tensor]]] = {
     "aura_flow": original_checkpoints.convert_aura_flow_transformer,
     "ovis_image": original_checkpoints.convert_ovis_image_transformer,
     "longcat_image": original_checkpoints.convert_longcat_image_transformer,
+    "lumina2": original_checkpoints.convert_lumina2_transformer,
+    "krea2": original_checkpoints.convert_krea2_transformer,
+    "sana": nn.Module.state_dict,
+    "cogview4": nn.Module.state_dict,
 }
 SD_SCRIPTS_BLOCKS = {
     "flux": {"double_blocks.{}": "DoubleStreamBlock", "single_blocks.{}": "SingleStreamBlock"},

@@ -100,7 +100,9 @@ def test_captions_are_cached_together_with_the_control_images_that_the_text_enco
     for caption in (tmp_path / "images").glob("*.txt"):
         caption.write_text("make it red")
     control = next((tmp_path / "controls").glob("*.png"))
-    (tmp_path / "prompts.txt").write_text(f"make it red --w 64 --h 64 --s 2 --d 1 --l 3 --ci {control} --ci {control}")
+    (tmp_path / "prompts.txt").write_text(
+        f"make it red --w 64 --h 64 --s 2 --d 1 --l 3 --ci {control} --ci {control} --cf canny"
+    )
     previews = ("--sample_prompts", str(tmp_path / "prompts.txt"), "--sample_every_n_steps", "4")
     flags = (*EDIT, "--flip_aug", "--validation_split", "0.2", *previews)
 

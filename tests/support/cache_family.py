@@ -32,6 +32,9 @@ class AveragePoolFamily:
     lora_prefix = ""
     facts = FAMILY_FACTS["sd1"]
 
+    def mark_negative_prompt(self, text: str) -> str:
+        return text
+
     def __init__(self, vae_dtype: torch.dtype = torch.float32):
         self.vae_dtype = vae_dtype
         self.loaded: list[tuple[str, ...]] = []

@@ -13,6 +13,7 @@ import diffusers
 import pytest
 import tiny_sd1
 import torch
+from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
 from torch import Tensor
@@ -372,7 +373,8 @@ REFERENCE_AREA = 128 * 128
 
 
 def shrink_references(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the pipelines of Qwen-Image-Edit resize references to ``REFERENCE_AREA``."""
+    """Let the pipelines of editing models resize references to ``REFERENCE_AREA``, or to the size of the picture."""
+    monkeypatch.setattr(pipeline_longcat_image_edit, "calculate_dimensions", lambda area, ratio: (WIDTH, HEIGHT))
     monkeypatch.setattr(
         pipeline_qwenimage_edit,
         "calculate_dimensions",
@@ -464,6 +466,27 @@ def longcat_image() -> TinyCase:
         _pack_patches,
         _unpack_patches,
         texts={"enable_prompt_rewrite": False},
+    )
+
+
+def longcat_image_edit() -> TinyCase:
+    tiny, source = longcat_image(), "random:longcat_image_edit:tiny"
+    pipe, image = _load(source), Image.linear_gradient("L").rotate(30).resize((150, 100)).convert("RGB")
+    with torch.no_grad():
+        pixels = pipe.image_processor.preprocess(pipe.image_processor.resize(image, HEIGHT, WIDTH), HEIGHT, WIDTH)
+        latents = pipe._encode_vae_image(pixels, torch.Generator())
+    images = {"image": image}
+    return replace(
+        tiny,
+        family="longcat_image_edit",
+        pipe=pipe,
+        batch=replace(tiny.batch, control_latents=(latents.expand(2, -1, -1, -1),)),
+        call={"prompt_embeds": tiny.batch.cond["embeds"][:1], **images},
+        sizes=images,
+        texts=images,
+        source=source,
+        controls=(image,),
+        max_rows=1,
     )
 
 
@@ -614,6 +637,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "aura_flow": aura_flow,
     "ovis_image": ovis_image,
     "longcat_image": longcat_image,
+    "longcat_image_edit": longcat_image_edit,
     "ernie_image": ernie_image,
     "lumina2": lumina2,
     "krea2": krea2,

@@ -33,6 +33,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "aura_flow": ".aura_flow:AuraFlow",
         "ovis_image": ".ovis_image:OvisImage",
         "longcat_image": ".longcat_image:LongCatImage",
+        "longcat_image_edit": ".longcat_image_edit:LongCatImageEdit",
         "ernie_image": ".ernie_image:ErnieImage",
         "lumina2": ".lumina2:Lumina2",
         "krea2": ".krea2:Krea2",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from ...adapters.key_styles import DIFFUSERS_ONLY_KEYS
 from ..base import BaseModelInfo, Family
@@ -60,7 +60,7 @@ FACTS = FamilyFacts(
 class LongCatImage(Family):
     facts = FACTS
     denoiser_name = "transformer"
-    text_components = ("text_encoder", "tokenizer")
+    text_components: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer")
     tokenizer_repo_ids = {"tokenizer": "meituan-longcat/LongCat-Image:tokenizer"}
     # The attention of the image stream and of the single blocks.
     lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0")

@@ -26,7 +26,7 @@ class PictureGrid {
   }
 
   async load(page) {
-    if (this.pending.has(page)) return;
+    if (this.pending.has(page) || this.rows.has(page * PictureGrid.PAGE)) return;
     this.pending.add(page);
     const generation = this.generation, from = page * PictureGrid.PAGE;
     const query = new URLSearchParams({ ...Object.fromEntries(new URLSearchParams(this.query)), from, count: PictureGrid.PAGE });
@@ -70,23 +70,29 @@ class PictureGrid {
     for (const [position, cell] of this.cells) {
       if (position < first || position >= last) { cell.remove(); this.cells.delete(position); }
     }
+    const missing = new Set();
     for (let position = first; position < last; position += 1) {
       const row = this.rows.get(position);
-      if (!row) { this.askSoon(Math.floor(position / PictureGrid.PAGE)); continue; }
+      if (!row) { missing.add(Math.floor(position / PictureGrid.PAGE)); continue; }
       if (!this.cells.has(position)) {
         const cell = this.build(position, row);
         this.cells.set(position, cell);
         this.holder.append(cell);
       }
     }
+    if (missing.size) this.askSoon([...missing]);
     for (const [position, cell] of this.cells) cell.classList.toggle("chosen", position === this.chosen);
   }
 
-  // While scrolling fast, pages that are passed are not asked for.
-  askSoon(page) {
-    this.wanted = page;
-    clearTimeout(this.timer);
-    this.timer = setTimeout(() => { this.load(this.wanted); this.load(this.wanted + 1 < this.total / PictureGrid.PAGE ? this.wanted + 1 : this.wanted); }, 60);
+  // While scrolling fast, pages that are passed are not asked for: only those that are seen when it is time to ask.
+  askSoon(pages) {
+    this.wanted = pages;
+    this.timer ??= setTimeout(() => {
+      this.timer = null;
+      if (this.pending.size >= 3) { this.askSoon(this.wanted); return; }
+      const next = Math.max(...this.wanted) + 1;
+      for (const page of [...this.wanted, ...(next < this.total / PictureGrid.PAGE ? [next] : [])]) this.load(page);
+    }, 60);
   }
 
   build(position, row) {

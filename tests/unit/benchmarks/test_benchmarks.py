@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import torch
 from rank_processes import run_on_ranks
 
 from benchmarks import compile as compile_benchmark
-from benchmarks import data, memory, pipeline, strategies, variants
+from benchmarks import data, lora, memory, pipeline, strategies, variants
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.processes import ROOT, run_workers
 from benchmarks.report import Measurement, format_json, format_text, measure_interleaved
@@ -398,3 +399,28 @@ def test_both_trainers_get_the_same_work_in_turn(tmp_path):
 def test_a_folder_without_sd_scripts_is_refused(tmp_path, capsys):
     assert main(["peers", "--sd_scripts", str(tmp_path)]) == 2
     assert "has no train_network.py; give the folder of a checkout" in capsys.readouterr().err
+
+
+# LoRA tools and the web page
+
+
+@pytest.mark.slow
+def test_the_lora_tools_are_exact_on_a_family_that_shares_its_layer_names_with_another(tmp_path):
+    lora.write_model_and_loras("random:chroma:tiny", torch.float32, tmp_path)
+    for words in lora.list_commands(tmp_path).values():
+        assert run_tool(["lora", *words]) == 0
+    errors = {each.name.partition(": ")[2]: each.median for each in lora.measure_errors("chroma", tmp_path)}
+    assert errors["error of the sum"] < 1e-6 and errors["error of the model"] < 1e-4
+    assert errors["error of the extracted LoRA"] < 1e-3 < errors["error of rank 4"] < 1
+
+
+@pytest.mark.slow
+def test_the_page_is_used_in_a_browser():
+    """Every measurement waits for what a person would see: pictures at each place, all runs, complete curves."""
+    pytest.importorskip("playwright.sync_api", reason="no playwright: pip install -e '.[browser]'")
+    if not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))):
+        pytest.skip("no browser: apt install chromium")
+    measured = run_benchmark("web", "--pictures", "1500", "--runs", "3", "--lines", "3000")
+    assert len(measured["pictures: after a jump"]["values"]) == 4
+    assert 0 < measured["pictures: cells in the page"]["median"] <= 200
+    assert measured["long run: size of an answer"]["median"] < 1

@@ -94,7 +94,8 @@ def test_negative_prompts_have_no_instruction(build_case):
 @torch.no_grad()
 def test_krea_2_turbo_has_one_shift_and_few_steps():
     family = FAMILIES.get("krea2")()
-    pipe = family.load("random:krea2:tiny", torch.float32)
+    pipe = family.load("random:krea2:tiny", torch.float32, family.text_components)
+    pipe = family.load("random:krea2:tiny", torch.float32, ("vae", "transformer"), pipe=pipe)
     pipe.set_progress_bar_config(disable=True)
     assert family.build_noise_process(pipe).shift.compute_factor(6400) == pytest.approx(math.exp(1.15))
     assert family.build_noise_process(pipe).shift.compute_factor(256) == pytest.approx(math.exp(0.5))

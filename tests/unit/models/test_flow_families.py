@@ -125,3 +125,13 @@ def test_related_models_that_cannot_be_trained_are_rejected_by_name(name, change
     files = {**config, **{path: {**config[path], **new} for path, new in changed.items()}}
     with pytest.raises(ConfigError, match=words):
         detect_model(write_json_files(tmp_path, files))
+
+
+@pytest.mark.slow
+def test_long_prompts_of_longcat_image_edit_are_truncated():
+    """diffusers' pipeline fails on them."""
+    family, tiny = load_family("longcat_image_edit")
+    with torch.no_grad():
+        longer, whole = (tiny.encode_prompts(family, tiny.pipe, ["a" * count])["embeds"] for count in (600, 512))
+    assert torch.equal(longer, whole)
+    assert family.find_truncated_prompts(tiny.pipe, ["a" * 513, "a" * 512]) == ["a" * 513]

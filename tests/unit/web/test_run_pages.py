@@ -2,12 +2,13 @@
 
 import json
 import os
+import re
 import time
 
 import pytest
 from web_pages import open_page, write_run
 
-from library.web.folders import OpenedFolders
+from library.web.folders import FileFinder, OpenedFolders
 from library.web.runs import RunReader, compare_settings
 
 
@@ -32,6 +33,29 @@ def test_runs_are_listed_with_their_state(tmp_path):
     assert (runs["halted"].step, runs["halted"].steps, runs["halted"].loss) == (7, 20, 2 / 7)
     page = open_page(tmp_path).get("/runs").text
     assert "b/deep" in page and "halted" in page and "cached" not in page
+
+
+def test_folders_that_did_not_change_are_not_read_again_and_those_that_did_are(tmp_path):
+    write_run(tmp_path / "a", "first")
+    (tmp_path / "pictures").mkdir()
+    finder = FileFinder(OpenedFolders.open([str(tmp_path)]), re.compile(r"\.metrics\.jsonl$"))
+
+    def find() -> dict[str, list[str]]:
+        return {folder.name: names for folder, names in finder.iter_folders() if folder != tmp_path}
+
+    assert find() == {"a": ["first.metrics.jsonl"], "pictures": []}
+    (tmp_path / "pictures" / "new.metrics.jsonl").touch()  # at once, when the time of the folder may be the same
+    assert find()["pictures"] == ["new.metrics.jsonl"]
+    for folder in (tmp_path, tmp_path / "a", tmp_path / "pictures"):
+        os.utime(folder, (time.time() - 100,) * 2)
+    find()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("library.web.folders.os.scandir", lambda folder: pytest.fail(f"{folder} was read"))
+        assert find() == {"a": ["first.metrics.jsonl"], "pictures": ["new.metrics.jsonl"]}
+    (tmp_path / "a" / "first.metrics.jsonl").unlink()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "second.metrics.jsonl").touch()
+    assert find() == {"a": [], "b": ["second.metrics.jsonl"], "pictures": ["new.metrics.jsonl"]}
 
 
 def test_a_run_of_an_older_version_is_shown_without_its_settings(tmp_path):

@@ -173,6 +173,7 @@ def test_a_newcomer_finds_the_way(browser, address, tmp_path):
     take_picture(page, "web_compare", height=760)
 
     # Its LoRA is inspected and converted.
+    shutil.copytree(ROOT / "library" / "demo" / "model", tmp_path / "models" / "demo")
     page.click("text=LoRA files")
     page.check("tr:has(label:text-is('first.safetensors')) input")
     page.click("[data-form=inspect] button.main")
@@ -185,6 +186,15 @@ def test_a_newcomer_finds_the_way(browser, address, tmp_path):
     page.wait_for_selector("#result-title:has-text('convert')")
     page.wait_for_selector("#result-state >> text=done in", timeout=120_000)
     assert (tmp_path / "output" / "first" / "first-convert.safetensors").is_file()
+
+    # It is merged into its model.
+    page.click("[data-command='merge into a model']")
+    page.select_option("[data-form='merge into a model'] [data-model]", label="models/demo")
+    assert page.input_value("#output-merge-into-a-model") == "demo-merged"
+    page.click("[data-form='merge into a model'] button.main")
+    page.wait_for_selector("#result-title:has-text('merge into a model')")
+    page.wait_for_selector("#result-state >> text=done in", timeout=120_000)
+    assert (tmp_path / "models" / "demo-merged" / "model_index.json").is_file()
 
     # The same on a phone: nothing is wider than the screen.
     page.set_viewport_size({"width": 390, "height": 800})
