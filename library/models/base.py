@@ -94,7 +94,7 @@ class Family(ABC):
     parts' sizes, each of which is split."""
 
     unsupported_strategies: ClassVar[Mapping[str, str]] = {}
-    """``tp``, ``pp`` or ``cp`` -> why the denoiser cannot be split so."""
+    """``tp``, ``pp`` or ``cp`` -> why the denoiser cannot be split so; ``compile`` -> why it cannot be compiled."""
 
     has_variable_text_length: ClassVar[bool] = False
     """Whether the text conditioning is as long as its caption."""

@@ -96,6 +96,7 @@ def list_run_checks() -> Sequence[RunCheck]:
 
     return (
         lambda config, _: validate_optimizer(config.optim),
+        lambda _, facts: validate_model.validate_compile(facts.family, facts.is_compile_enabled),
         lambda config, _: validate_lr_schedule(config.optim),
         lambda config, facts: (
             validate_elementwise_optimizer(config.optim, facts.optimizer_sharding_engine)

@@ -129,6 +129,12 @@ def validate_quantize_offload(
         yield "--quantize_base: not available with ZeRO 3; use --fsdp, which shards quantized weights, or ZeRO 1 or 2"
 
 
+def validate_compile(family: Family, is_compile_enabled: bool) -> Iterator[str]:
+    reason = family.unsupported_strategies.get("compile")
+    if is_compile_enabled and reason:
+        yield f"--torch_compile: {reason}; remove it"
+
+
 def validate_block_swap(
     blocks_to_swap: int | None, family: Family, detected: DetectedModel, is_compile_enabled: bool
 ) -> Iterator[str]:

@@ -108,7 +108,8 @@ def test_what_control_does_not_support_is_refused(write_data, tmp_path):
     write_data("cany")
     assert "got 'cany'; did you mean canny?" in list_problems()
     config = parse_config([*data, *OMINI, "--cp_size", "2"]).config
-    with pytest.raises(ConfigError, match="control omini has tokens of its own kind"):
-        check_run_settings(
-            config, RunFacts(FAMILIES.get(detect_model(config.model).family)(), detect_model(config.model))
-        )
+    detected = detect_model(config.model)
+    facts = RunFacts(FAMILIES.get(detected.family)(), detected, is_compile_enabled=True)
+    with pytest.raises(ConfigError, match="tokens of its own kind") as error:
+        check_run_settings(config, facts)
+    assert any(line.startswith("--torch_compile: control omini turns LoRA off") for line in error.value.problems)

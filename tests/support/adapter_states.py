@@ -26,7 +26,7 @@ def build_random_state(name, kind="lora", dtype=torch.float32, seed=0, pipe=None
         for module in match_target_modules(model, targets):
             shape = model.get_submodule(module).weight.shape
             # Several ranks, but one alpha: diffusers mixes up alphas of U-Net blocks in files of sd-scripts.
-            rank = 2 if kind != "lora" or module.split(".")[1] == "1" else 3
+            rank = 2 if kind != "lora" or module.split(".")[1:2] == ["1"] else 3
             full = f"{part.name}.{module}"
             for end, size in list_tensor_shapes(kind, shape, rank).items():
                 state[f"{full}.{end}"] = torch.randn(size, generator=generator).to(dtype)

@@ -143,6 +143,8 @@ def test_large_bodies_are_refused_with_and_without_their_length(tmp_path):
 
     assert page.post("/login", content=b"a" * (MAX_BODY_BYTES + 1)).status_code == 413
     assert page.post("/login", content=(chunk for _ in range(17))).status_code == 413
+    announced = {"Content-Length": str(MAX_BODY_BYTES + 1)}
+    assert page.post("/login", content=b"token=a", headers=announced).status_code == 413  # before it is read
     assert page.post("/login", content=b"token=a").status_code == 401
 
 
