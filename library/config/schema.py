@@ -55,11 +55,13 @@ class ModelConfig:
         "none",
         "quantize the frozen weights of the denoiser's blocks; each matmul dequantizes them to mixed_precision's dtype",
     )
-    guidance_scale: float = define_option(1.0, "guidance embedding while training FLUX.1 dev", minimum=0)
+    guidance_scale: float = define_option(
+        1.0, "value of FLUX.1 dev's guidance embedding in training; not classifier-free guidance", minimum=0
+    )
     control: Literal["none", "omini", "channels"] = define_option(
         "none",
-        "train control by condition images: omini is OminiControl, further tokens with LoRA on them alone (FLUX.1); "
-        "channels are further input channels, diffusers' control LoRA (FLUX.1, Stable Diffusion 1)",
+        "train conditioning on images: omini: OminiControl, the condition as extra tokens, with LoRA on these only "
+        "(FLUX.1); channels: its latents as extra input channels, diffusers' control LoRA (FLUX.1, Stable Diffusion 1)",
     )
     control_position: Literal["aligned", "offset"] = define_option(
         "aligned",
@@ -205,8 +207,8 @@ class TrainConfig:
     )
     block_swap_window_mb: int = define_option(
         0,
-        "blocks_to_swap: MiB of fetched weights that the device may still have to use;"
-        " 0: the largest swapped block, at least 256",
+        "blocks_to_swap: MiB of prefetched weights that may wait on the device;"
+        " 0: the size of the largest swapped block, at least 256",
         minimum=0,
     )
     seed: int = define_option(42, "random seed of the run", minimum=0)

@@ -51,7 +51,9 @@ class DataConfig:
     color_aug: bool = define_option(
         False, "change hue or gamma slightly in a third of the images, chosen anew in each epoch"
     )
-    alpha_mask: bool = define_option(False, "use the alpha channel as a loss mask: transparent pixels are not trained")
+    alpha_mask: bool = define_option(
+        False, "use the alpha channel as a loss mask: transparent pixels are excluded from the loss"
+    )
     masked_loss: bool = define_option(
         False, "weight the loss by masks, the grayscale images in conditioning_data_dir of a subset"
     )

@@ -22,9 +22,7 @@ class DistributedConfig:
     attn_mode: Literal["sdpa", "torch", "math", "efficient", "cudnn", "flash", "flash3", "xformers"] = define_option(
         "sdpa", "attention kernel; sdpa and torch: chosen by PyTorch; others must support the model and the GPU"
     )
-    ddp_timeout: int | None = define_option(
-        None, "minutes until a process that waits for the others gives up; default: 30", minimum=1
-    )
+    ddp_timeout: int | None = define_option(None, "timeout of the process group in minutes; default: 30", minimum=1)
     ddp_gradient_as_bucket_view: bool = define_option(
         False, "DDP: gradients are views of the communication buckets, which saves memory"
     )

@@ -45,7 +45,9 @@ class NoiseConfig:
         "diffusion models: noise offset per channel, to learn dark and bright images; 0.05 to 0.1 is usual",
         minimum=0,
     )
-    noise_offset_random_strength: bool = define_option(False, "random noise_offset between 0 and its value per image")
+    noise_offset_random_strength: bool = define_option(
+        False, "sample noise_offset uniformly between 0 and its value for each image"
+    )
     adaptive_noise_scale: float | None = define_option(
         None, "add the mean of the latents times this to noise_offset; the sum is at least 0"
     )
@@ -59,7 +61,7 @@ class NoiseConfig:
         0.0, "input perturbation noise: noise added to the model's input but not to its target; 0.1 is usual", minimum=0
     )
     ip_noise_gamma_random_strength: bool = define_option(
-        False, "random ip_noise_gamma between 0 and its value per image"
+        False, "sample ip_noise_gamma uniformly between 0 and its value for each image"
     )
 
     @property

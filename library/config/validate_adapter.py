@@ -64,7 +64,10 @@ def _validate_adapter_type(
         if getattr(adapter, name) and adapter_type != "lora":
             yield (name, "network_module"), f"not supported for {adapter_type}, only for lora; remove it"
     if "network_alpha" in explicit and adapter_type in ("oft", "boft"):
-        yield ("network_alpha", "network_module"), "OFT of sd-scripts is constrained by it, here it is not; remove it"
+        yield (
+            ("network_alpha", "network_module"),
+            "is the constraint of OFT in sd-scripts; constrained OFT is not supported; remove it",
+        )
     if adapter.scale_weight_norms and "schedulefree" in optim.optimizer_type.lower():
         problem = f"not supported with {optim.optimizer_type}, whose averaged weights it would not scale; remove it"
         yield ("scale_weight_norms", "optimizer_type"), problem

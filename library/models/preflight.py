@@ -81,8 +81,8 @@ def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedMode
     if reads_controls and cache.caches_latents and not cache.caches_text_outputs:
         title = get_family_facts(model.family).title
         yield (
-            f"cache_latents: {title} encodes captions together with the pixels of control images, which are not read"
-            " then; set cache_text_encoder_outputs as well"
+            f"cache_latents: the text encoder of {title} needs the control images, which are not loaded when latents"
+            " are cached; add cache_text_encoder_outputs"
         )
     parsed = load_dataset_config(data) if can_load_datasets(data) else None
     if parsed is None or parsed.problems:
@@ -105,7 +105,7 @@ def _find_random_controls(subset: SubsetConfig) -> Iterator[str]:
     for key in (key for key, value in is_random.items() if value):
         yield (
             f"{subset.format_location(key)}: cannot be used with cache_text_encoder_outputs, because the text encoder"
-            " reads control images, which are others each time; remove one of the two"
+            " sees the control image, and this changes it each time; remove one of the two"
         )
 
 

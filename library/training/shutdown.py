@@ -91,7 +91,7 @@ class FailureHandler:
             reason = str(failure) if isinstance(failure, UserError) else format_error(failure)
             return f"the checkpoint after step {run.state.step} cannot be saved: {reason}"
         if path is None:
-            return "no step was trained yet, so there is no checkpoint"
+            return "no training step has completed, so there is no checkpoint"
         return f"the checkpoint after step {run.state.step} is in {path}; to resume, add --auto_resume"
 
 

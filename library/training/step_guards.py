@@ -180,7 +180,7 @@ class NanGuard:
         logger.warning("step %d skipped: %s. Images on this rank: %s. Details: %s", step + 1, what, images, report)
         if len(self.skipped_steps) >= self.max_nan_steps:
             raise TooManyFailures(
-                f"{len(self.skipped_steps)} steps had a NaN or Inf loss or gradient, the limit of --max_nan_steps.\n"
+                f"{len(self.skipped_steps)} steps had a NaN or Inf loss or gradient, which reaches --max_nan_steps.\n"
                 f"The weights are those before step {step + 1}. Try a lower learning_rate, or mixed_precision bf16"
                 " instead of fp16."
             )

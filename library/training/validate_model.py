@@ -58,8 +58,8 @@ def validate_model_parallel(
         yield from validate_device_map(denoiser, parallel.device_map)
         if resolve_optimizer(optimizer_type).is_lr_free:
             yield (
-                f"--device_map: {optimizer_type} sums over all parameters, which would be on several"
-                " devices; use another optimizer, or --pp_size"
+                f"--device_map: {optimizer_type} computes its step size from all parameters, which would be on"
+                " several devices; use another optimizer, or --pp_size"
             )
     yield from _validate_pipeline(parallel, family, denoiser)
     for name, size in parallel.model_parallel_sizes.items():
@@ -142,7 +142,10 @@ def validate_block_swap(
     if not blocks_to_swap:
         return
     if is_compile_enabled:
-        yield "--blocks_to_swap: accelerate's settings ask for torch.compile, which cannot swap; add --no-torch_compile"
+        yield (
+            "--blocks_to_swap: accelerate's settings ask for torch.compile, which does not work with block swap; add"
+            " --no-torch_compile"
+        )
     count = len(find_innermost_blocks(load_denoiser_on_meta(family, detected)))
     if blocks_to_swap > count:
         yield f"--blocks_to_swap: {blocks_to_swap}; this model has {count} blocks"

@@ -211,5 +211,5 @@ def test_lr_free_optimizers_are_refused_with_a_device_map():
             ).split(),
         ]
     ).config
-    with pytest.raises(ConfigError, match="Prodigy sums over all parameters"):
+    with pytest.raises(ConfigError, match="Prodigy computes its step size from all parameters"):
         check_run_settings(config, RunFacts(FAMILIES.get("flux")(), detect_model(config.model)))
