@@ -47,7 +47,7 @@ class BaseModelInfo:
 
 
 class Family(ABC):
-    """Subclass directly, once per family."""
+    """One class per family; variants of a family may subclass it."""
 
     facts: ClassVar[FamilyFacts]
     """What is known without importing torch."""

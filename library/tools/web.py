@@ -26,7 +26,7 @@ class WebOptions:
     host: str = define_option("127.0.0.1", "address to bind to; all but 127.0.0.1, ::1 and localhost need a token")
     port: int = define_option(7860, "port; 0 takes a free one", minimum=0, maximum=65_535)
     allow_host: tuple[str, ...] = define_option(
-        (), "further names under which browsers may ask for the page, such as that of a proxy"
+        (), "additional host names under which the page is reached, such as that of a proxy"
     )
     session_hours: float = define_option(12.0, "hours until the token has to be given again", minimum=0.01, maximum=720)
     token: bool = define_option(False, "ask for a token also on 127.0.0.1, where other users have accounts")

@@ -1,6 +1,6 @@
 """Pre-flight checks: the list of all checks of settings. All problems are reported at once, before a model is loaded.
 
-Three lists, by what a check needs. To add a check, write ``validate_*`` in the preflight.py or validate*.py of its
+By what a check needs: To add a check, write ``validate_*`` in the preflight.py or validate*.py of its
 package and add a line here.
 
 - ``list_settings_checks``: options, dataset TOML, model files, prompts. No torch, so a typo is reported in a second.

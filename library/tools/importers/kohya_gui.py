@@ -67,7 +67,7 @@ def _find_other_training(reader: KeyReader) -> str:
         if reader.read(name, False, to_switch):
             return f"{name} = true: {title} is not supported; families are listed in docs/models.md"
     if reader.read("flux1_checkbox", False, to_switch) and reader.table.get("model_type") == "chroma":
-        return 'model_type = "chroma": Chroma is not supported; families are listed in docs/models.md'
+        return 'model_type = "chroma": files for Chroma are not imported; write a run file (docs/from_sd_scripts.md)'
     lora_type = reader.read("LoRA_type")
     if lora_type not in keys.LORA_TYPES:
         return f'LoRA_type = "{lora_type}": not supported; choose one of {", ".join(keys.LORA_TYPES)}'
