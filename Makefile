@@ -4,12 +4,13 @@
 # make web        the page in the browser
 # make test       linter, types and the quick tests: before every commit
 # make test-slow  the other tests
-# make test-all   both
+# make test-programs  those of benchmarks/
+# make test-all   all of them
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo demo-control web test lint test-quick test-slow test-all clean
+.PHONY: install demo demo-control web test lint test-quick test-slow test-programs test-all clean
 
 install: $(VENV)/installed
 
@@ -57,9 +58,12 @@ test-quick: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: install
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not programs"
 
-test-all: test test-slow
+test-programs: install
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m programs
+
+test-all: test test-slow test-programs
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

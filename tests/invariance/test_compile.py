@@ -16,7 +16,7 @@ from library.data.batch import Moments, PixelBatch
 from library.parallel.compile import MAX_RECOMPILES, Compilation, compile_model, find_repeated_blocks
 
 
-@pytest.mark.parametrize("family", [pytest.param("sd1", marks=pytest.mark.slow), "flux"])
+@pytest.mark.parametrize("family", ["flux"])
 def test_24_sizes_need_two_graphs_per_block_class_and_no_recompiles(family, tmp_path):
     data = write_dataset(tmp_path / "data", SIZES)
     flags = ("--max_train_epochs", "3", *FAMILIES[family])

@@ -124,6 +124,7 @@ def test_no_worker_outlives_an_interrupted_benchmark():
     assert len(children) == 3 and not [child for child in children if child.is_running()]
 
 
+@pytest.mark.programs
 @pytest.mark.slow
 def test_a_worker_returns_its_result_or_why_options_were_rejected(tmp_path):
     argv = write_dataset(SMALL, tmp_path, 2)
@@ -133,6 +134,7 @@ def test_a_worker_returns_its_result_or_why_options_were_rejected(tmp_path):
         run_workers("benchmarks.variants:measure_steps", {"steps": 1}, [*argv, "--network_dim", "0"], 1)
 
 
+@pytest.mark.programs
 @pytest.mark.slow
 def test_an_error_of_a_worker_is_reported_with_its_traceback(tmp_path):
     argv = write_dataset(SMALL, tmp_path, 2, world_size=2)
@@ -253,6 +255,7 @@ def test_counted_flops_are_those_of_a_real_step_and_each_switch_saves_what_it_is
     assert all(peak[name] > frozen[name] + activations[name] for name in flops) and peak["int8"] < peak["baseline"]
 
 
+@pytest.mark.programs
 @pytest.mark.slow
 def test_real_workers_send_their_gradients_and_a_rejected_layout_is_reported():
     options = ("--bench_steps", "2", "--repetitions", "1", "--network_dim", "4", "--on_oom", "recover")
@@ -328,6 +331,7 @@ def test_the_idle_fraction_is_that_of_gpipe_with_two_stages_and_two_micro_batche
     assert pipeline.compute_idle_fraction([first, second]) == pytest.approx(1 / 3)
 
 
+@pytest.mark.programs
 @pytest.mark.slow
 def test_bubbles_are_measured_in_each_step():
     options = ("--pp_size", "2", "--micro_batches", "2", "--simulate_ms", "50", *SMALL)
@@ -341,6 +345,7 @@ def test_image_sizes_are_distinct_and_begin_with_the_square():
     assert sizes[0] == (96, 96) and len(set(sizes)) == 24 and all(side % 16 == 0 for size in sizes for side in size)
 
 
+@pytest.mark.programs
 @pytest.mark.slow
 def test_compiling_is_measured_with_a_cold_and_a_warm_cache():
     options = ("--sizes", "1", "--modes", "dynamic", "--backend", "eager", "--bench_steps", "11", *SMALL)
@@ -360,6 +365,7 @@ def test_save_times_are_measured():
         assert 0 < measurements[f"share of the run blocked by all {kind}s"]["median"] < 100
 
 
+@pytest.mark.programs
 @pytest.mark.slow
 def test_both_programs_reach_their_first_step():
     measurements = run_benchmark("startup", "--repetitions", "1", *SMALL)
@@ -404,6 +410,7 @@ def test_a_folder_without_sd_scripts_is_refused(tmp_path, capsys):
 # LoRA tools and the web page
 
 
+@pytest.mark.programs
 @pytest.mark.slow
 def test_the_lora_tools_are_exact_on_a_family_that_shares_its_layer_names_with_another(tmp_path):
     lora.write_model_and_loras("random:chroma:tiny", torch.float32, tmp_path)
@@ -414,6 +421,7 @@ def test_the_lora_tools_are_exact_on_a_family_that_shares_its_layer_names_with_a
     assert errors["error of the extracted LoRA"] < 1e-3 < errors["error of rank 4"] < 1
 
 
+@pytest.mark.programs
 @pytest.mark.slow
 def test_the_page_is_used_in_a_browser():
     """Every measurement waits for what a person would see: pictures at each place, all runs, complete curves."""
