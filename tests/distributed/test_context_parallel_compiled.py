@@ -129,7 +129,7 @@ def test_a_compiled_context_parallel_block_is_one_graph_and_equals_eager(backend
     [
         ("sd3", "eager", ()),
         ("flux", "eager", ("--network_dropout", "0.2", "--gradient_checkpointing", "--dynamo_fullgraph")),
-        ("z_image", "aot_eager", ("--network_dropout", "0.2")),
+        ("z_image", "eager", ("--network_dropout", "0.2")),
     ],
 )
 def test_six_sizes_need_few_graphs_per_block_class_and_no_recompiles(family, backend, flags, tmp_path):
