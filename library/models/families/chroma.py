@@ -103,6 +103,12 @@ class Chroma(Family):
             )
         return {"embeds": embeds, "mask": mask}
 
+    def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        import torch
+
+        embeds = torch.empty(len(prompts), self._max_tokens, pipe.transformer.config.joint_attention_dim, device="meta")
+        return {"embeds": embeds, "mask": embeds.new_empty(embeds.shape[:2])}
+
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         from .. import text_encoding
 
