@@ -143,6 +143,12 @@ class Family(ABC):
 
         return load_pipeline(self, model, dtype, self.components if components is None else components, pipe, device)
 
+    def get_pipeline_class(self) -> Any:
+        """The class of pipelines: diffusers', or a subclass of it."""
+        from .loading import import_model_class
+
+        return import_model_class("diffusers", self.facts.pipeline_class)
+
     @classmethod
     def get_text_key_style(cls, component: str) -> KeyStyle:
         """How a kohya file names a text encoder's modules."""

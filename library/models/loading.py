@@ -92,7 +92,7 @@ def load_pipeline(
                 family.prepare_denoiser(loaded[name])
     with _raise_config_error(model, "scheduler"):
         loaded["scheduler"] = _load_scheduler(model, read, index)
-    return _merge_into_pipeline(pipe, _build_pipeline(family.facts.pipeline_class, index, loaded))
+    return _merge_into_pipeline(pipe, _build_pipeline(family.get_pipeline_class(), index, loaded))
 
 
 def load_pipeline_on_meta(family: "Family", model: DetectedModel, dtype: torch.dtype) -> Any:
@@ -115,7 +115,7 @@ def load_pipeline_on_meta(family: "Family", model: DetectedModel, dtype: torch.d
         for parameter in component.parameters():
             parameter.data = parameter.data.to(torch.float32 if name == "vae" else dtype)
         loaded[name] = component.to("meta")
-    return _build_pipeline(family.facts.pipeline_class, index, loaded)
+    return _build_pipeline(family.get_pipeline_class(), index, loaded)
 
 
 def load_components_on_meta(model: DetectedModel, components: Sequence[str]) -> Any:
@@ -189,9 +189,8 @@ def import_model_class(library: str, name: str) -> Any:
     return getattr(importlib.import_module(library), name)
 
 
-def _build_pipeline(name: str, index: JsonDict, loaded: dict[str, Any]) -> Any:
+def _build_pipeline(pipeline_class: Any, index: JsonDict, loaded: dict[str, Any]) -> Any:
     """Build a pipeline with the loaded components; all others are None."""
-    pipeline_class = import_model_class("diffusers", name)
     modules, setting_names = pipeline_class._get_signature_keys(pipeline_class)
     settings = {key: value for key, value in index.items() if key in setting_names and not is_component(value)}
     if "requires_safety_checker" in setting_names:

@@ -7,6 +7,7 @@ model begins as it is, and the LoRA of that layer learns to read the condition.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -47,9 +48,9 @@ class ChannelControl(Family):
         size = "in_features" if isinstance(layer, torch.nn.Linear) else "in_channels"
         setattr(layer, size, weight.shape[1])
 
+    @abstractmethod
     def join_control(self, pipe: Any, arguments: CallArguments, control: Tensor) -> CallArguments:
         """Add the latents of the condition to the input of a call."""
-        raise NotImplementedError
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         (control,) = batch.control_latents

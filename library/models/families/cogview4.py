@@ -12,13 +12,11 @@ from ..model_configs import ConfigReader, read_required
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond
     from ...data.prompts import Prompt
     from ...diffusion.process import FlowMatchingProcess
-    from ..detect import DetectedModel
 
 COGVIEW4_MAX_SEQUENCE_LENGTH = 1024
 """Maximum tokens of the prompt, as in diffusers' pipeline."""
@@ -75,21 +73,11 @@ class CogView4(Family):
     default_num_inference_steps = 50
     default_guidance_scale = 5.0
 
-    def load(
-        self,
-        model: DetectedModel | str | None,
-        dtype: torch.dtype,
-        components: Sequence[str] | None = None,
-        *,
-        pipe: Any = None,
-        device: torch.device | None = None,
-    ) -> Any:
-        loaded = super().load(model, dtype, components, pipe=pipe, device=device)
-        if loaded.transformer is not None:
-            processor = _build_attention_processor()
-            for block in loaded.transformer.transformer_blocks:
-                block.attn1.set_processor(processor)
-        return loaded
+    @classmethod
+    def prepare_denoiser(cls, denoiser: Any) -> None:
+        processor = _build_attention_processor()
+        for block in denoiser.transformer_blocks:
+            block.attn1.set_processor(processor)
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("cogview4", "cogview4")

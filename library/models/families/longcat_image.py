@@ -12,12 +12,10 @@ from ..model_configs import ConfigReader, read_required
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond
     from ...data.prompts import Prompt
-    from ..detect import DetectedModel
 
 
 LONGCAT_MAX_SEQUENCE_LENGTH = 512
@@ -73,18 +71,8 @@ class LongCatImage(Family):
     default_num_inference_steps = 50
     default_guidance_scale = 4.5
 
-    def load(
-        self,
-        model: DetectedModel | str | None,
-        dtype: torch.dtype,
-        components: Sequence[str] | None = None,
-        *,
-        pipe: Any = None,
-        device: torch.device | None = None,
-    ) -> Any:
-        loaded = super().load(model, dtype, components, pipe=pipe, device=device)
-        loaded.__class__ = _build_pipeline_class()
-        return loaded
+    def get_pipeline_class(self) -> Any:
+        return _build_pipeline_class()
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("longcat_image", "longcat-image")

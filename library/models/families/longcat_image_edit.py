@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from ...data.batch import Batch, Cond
     from ...data.prompts import Prompt
-    from ..detect import DetectedModel
 
 FACTS = replace(
     LONGCAT_FACTS,
@@ -43,24 +42,8 @@ class LongCatImageEdit(LongCatImage):
         name: f"meituan-longcat/LongCat-Image-Edit:{name}" for name in ("tokenizer", "text_processor")
     }
 
-    def load(
-        self,
-        model: DetectedModel | str | None,
-        dtype: torch.dtype,
-        components: Sequence[str] | None = None,
-        *,
-        pipe: Any = None,
-        device: torch.device | None = None,
-    ) -> Any:
-        """The pipeline cannot be built without its processor, which is removed if it was not asked for."""
-        wanted = self.components if components is None else tuple(components)
-        keeps_processor = "text_processor" in wanted or getattr(pipe, "text_processor", None) is not None
-        names = tuple(dict.fromkeys([*wanted, "text_processor"]))
-        loaded = Family.load(self, model, dtype, names, pipe=pipe, device=device)
-        loaded.__class__ = _build_pipeline_class()
-        if not keeps_processor:
-            loaded.register_modules(text_processor=None)
-        return loaded
+    def get_pipeline_class(self) -> Any:
+        return _build_pipeline_class()
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("longcat_image_edit", "longcat-image-edit")
