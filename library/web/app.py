@@ -1,5 +1,6 @@
 """The web application: routes, errors, and the guard around them."""
 
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,16 +25,17 @@ WEB_STATIC_DIR = Path(__file__).parent / "static"
 
 
 def build_app(folders: OpenedFolders, sessions: Sessions, hosts: HostNames) -> Starlette:
-    """Build the application; nothing is read before the first request."""
+    """Build the application; where a server runs it, runs are looked for at once, before the first request."""
     workbench = Workbench(folders, sessions)
 
     @asynccontextmanager
-    async def end_commands(app: Starlette) -> AsyncIterator[None]:
+    async def serve(app: Starlette) -> AsyncIterator[None]:
+        threading.Thread(target=workbench.runs.list_overviews, name="first list of runs", daemon=True).start()
         yield
         workbench.commands.stop_all()
 
     app = Starlette(
-        lifespan=end_commands,
+        lifespan=serve,
         routes=_list_routes(),
         middleware=[Middleware(Guard, hosts=hosts, sessions=sessions)],
         exception_handlers={

@@ -21,6 +21,7 @@ from .folders import FileFinder, OpenedFolders
 
 METRICS_END, SUMMARY_END, LOG_END = ".metrics.jsonl", ".run.json", ".log"
 TAIL_BYTES = 16_384
+LISTED_METRICS = {"step", "loss/average", "speed/steps_per_second"}
 LOG_BYTES = 200_000
 MAX_TABLES = 24
 """Runs whose metrics stay in memory."""
@@ -116,8 +117,7 @@ class RunReader:
     _summaries: dict[Path, tuple[float, RunSummary | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        ends = (re.escape(end) for end in (METRICS_END, SUMMARY_END, ".lock"))
-        self._finder = FileFinder(self.folders, re.compile(rf"({'|'.join(ends)})$|\.error-rank"))
+        self._finder = FileFinder(self.folders, (METRICS_END, SUMMARY_END, ".lock"), ".error-rank")
 
     def find_runs(self) -> dict[str, Run]:
         """Find all runs, by their key in addresses."""
@@ -212,7 +212,7 @@ def _find_status(run: Run, step: int, steps: int | None) -> str:
 
 
 def _read_last_metrics(path: Path) -> dict[str, Any]:
-    """Read the last value of each metric from the end of the file."""
+    """Read the last value of each metric that is listed, from the end of the file."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
@@ -220,10 +220,12 @@ def _read_last_metrics(path: Path) -> dict[str, Any]:
     except OSError:
         return {}
     values: dict[str, Any] = {}
-    for line in lines:
+    for line in reversed(lines):
         with suppress(ValueError):
             parsed = json.loads(line)
-            values.update(parsed if isinstance(parsed, dict) else {})
+            values = {**parsed, **values} if isinstance(parsed, dict) else values
+        if LISTED_METRICS <= values.keys():
+            break
     return values
 
 
