@@ -9,7 +9,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -19,7 +19,7 @@ from . import login_pages, lora_pages, new_run_pages, picture_pages, run_pages
 from .folders import OpenedFolders, OutsideFolders
 from .guard import Guard, HostNames
 from .sessions import Sessions
-from .workbench import Workbench, render_page
+from .workbench import JSONAnswer, Workbench, render_page
 
 WEB_STATIC_DIR = Path(__file__).parent / "static"
 
@@ -41,6 +41,7 @@ def build_app(folders: OpenedFolders, sessions: Sessions, hosts: HostNames) -> S
         exception_handlers={
             OutsideFolders: _answer_outside,
             UserError: _answer_user_error,
+            OSError: _answer_os_error,
             HTTPException: _answer_http_error,
         },
     )
@@ -73,6 +74,13 @@ async def _answer_user_error(request: Request, error: Exception) -> Response:
     return _answer_error(request, error.problems if isinstance(error, ConfigError) else [str(error)], 400)
 
 
+async def _answer_os_error(request: Request, error: Exception) -> Response:
+    """A file that is gone, broken or not to be read, since it was listed."""
+    assert isinstance(error, OSError)
+    text = f"{error.filename}: {error.strerror}" if error.strerror else str(error)
+    return _answer_error(request, [text], 404)
+
+
 async def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return _answer_error(request, [error.detail], error.status_code)
@@ -81,5 +89,5 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
 def _answer_error(request: Request, problems: Sequence[str], status: int) -> Response:
     """Answer with JSON to the page's script, and with a page otherwise."""
     if request.url.path.startswith("/api/"):
-        return JSONResponse({"error": "\n".join(problems), "problems": list(problems)}, status)
+        return JSONAnswer({"error": "\n".join(problems), "problems": list(problems)}, status)
     return render_page(request, "error.html", {"problems": problems, "title": "Not possible"}, status)

@@ -144,8 +144,12 @@ class CaptionEditor:
         file = find_caption_file(picture, self._find_extensions(picture))
         self.pictures.folders.resolve(file)
         before = _read_bytes(file)
+        if before is None and not picture.sample.image.path.is_file():
+            raise UserError(f"{picture.sample.image.path}: the image is gone; scan the dataset again")
         on_disk = "" if before is None else "\n".join(split_lines(before.decode("utf-8-sig", "replace")))
-        if (known is not None and known != now) or (before is not None and on_disk != now):
+        if known is not None and known != now:
+            raise UserError(f"{file}: was edited in another window meanwhile; save again to replace {now!r}")
+        if before is not None and on_disk != now:
             raise UserError(f"{file}: changed by another program since it was read; scan the dataset again")
         return CaptionChange(picture.sample.image, file, before, now, normalize_caption(text))
 

@@ -124,12 +124,17 @@ class FileFinder:
     def _list_names(self, folder: Path) -> tuple[list[str], list[str]]:
         """List the files that are looked for, and the folders to enter; there may be 100,000 pictures."""
         entries, subfolders = _list_entries(folder)
-        return [name for entry in entries if (name := entry.name).endswith(self.ends) or self.part in name], subfolders
+        found = [entry for entry in entries if entry.name.endswith(self.ends) or self.part in entry.name]
+        return [entry.name for entry in found if self._is_readable(folder, entry)], subfolders
+
+    def _is_readable(self, folder: Path, entry: os.DirEntry[str]) -> bool:
+        """Whether it is a file, and if a link, one that does not lead out of the opened folders."""
+        return entry.is_file() and (not entry.is_symlink() or self.folders.contains(folder / entry.name))
 
 
 def _list_entries(folder: Path) -> tuple[list[os.DirEntry[str]], list[str]]:
     with os.scandir(folder) as opened:
-        entries = list(opened)
+        entries = [entry for entry in opened if entry.name.isprintable() or _is_addressable(entry.name)]
     return entries, [entry.name for entry in entries if _is_folder(entry) and _is_entered(entry.name)]
 
 
@@ -137,6 +142,14 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir(follow_symlinks=False)
     except OSError:
+        return False
+
+
+def _is_addressable(name: str) -> bool:
+    """Whether a name can stand in an address: names that are no UTF-8 or have line breaks are passed over."""
+    try:
+        return "\n" not in name.encode().decode()
+    except UnicodeEncodeError:
         return False
 
 

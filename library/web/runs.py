@@ -14,7 +14,7 @@ from typing import Any
 
 from ..checkpoint.output_lock import LEASE_SECONDS
 from ..errors import UserError
-from ..report.metric_series import MetricTable
+from ..report.metric_series import MetricTable, is_plain_number
 from ..report.page import RunSummary
 from ..report.preview_grid import PreviewRow, find_preview_files
 from .folders import FileFinder, OpenedFolders
@@ -113,7 +113,7 @@ class RunReader:
     _found_at: float = -1e9
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _tables: "OrderedDict[Path, tuple[MetricTable, threading.Lock]]" = field(default_factory=OrderedDict)
-    _overviews: dict[str, tuple[float, Mapping[str, Any]]] = field(default_factory=dict)
+    _overviews: dict[str, tuple[float, Mapping[str, float]]] = field(default_factory=dict)
     _summaries: dict[Path, tuple[float, RunSummary | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -211,7 +211,7 @@ def _find_status(run: Run, step: int, steps: int | None) -> str:
     return "failed" if run.error_time > run.metrics_time else "stopped"
 
 
-def _read_last_metrics(path: Path) -> dict[str, Any]:
+def _read_last_metrics(path: Path) -> dict[str, float]:
     """Read the last value of each metric that is listed, from the end of the file."""
     try:
         with path.open("rb") as file:
@@ -219,11 +219,12 @@ def _read_last_metrics(path: Path) -> dict[str, Any]:
             lines = file.read().split(b"\n")
     except OSError:
         return {}
-    values: dict[str, Any] = {}
+    values: dict[str, float] = {}
     for line in reversed(lines):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             parsed = json.loads(line)
-            values = {**parsed, **values} if isinstance(parsed, dict) else values
+            pairs = parsed.items() if isinstance(parsed, dict) else ()
+            values = {name: value for name, value in pairs if is_plain_number(value)} | values
         if LISTED_METRICS <= values.keys():
             break
     return values

@@ -1,5 +1,6 @@
 """What all pages share: the opened folders, what was read so far, and how a page is rendered."""
 
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from .. import __version__
 from ..report.rendering import build_environment
@@ -51,6 +52,13 @@ class Workbench:
         return self.editors.setdefault(id(pictures), CaptionEditor(pictures, self.undo_logs[pictures.path]))
 
 
+class JSONAnswer(JSONResponse):
+    """JSON in ASCII: names of files may hold bytes that are no UTF-8."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+
+
 def get_workbench(request: Request) -> Workbench:
     workbench: Workbench = request.app.state.workbench
     return workbench
@@ -68,4 +76,4 @@ def render_page(request: Request, template: str, values: Mapping[str, Any], stat
         version=__version__,
         now=time.time(),
     )
-    return HTMLResponse(page, status)
+    return HTMLResponse(page.encode("utf-8", "replace"), status)
