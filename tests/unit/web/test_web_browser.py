@@ -79,7 +79,7 @@ def take_picture(page, name: str, width: int = 1280, height: int = 860, scheme: 
 
 def test_a_newcomer_finds_the_way(browser, address, tmp_path):
     page = browser.new_page(viewport={"width": 1280, "height": 860})
-    page.set_default_timeout(15_000)
+    page.set_default_timeout(60_000)
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on(
@@ -257,7 +257,7 @@ def test_all_can_be_done_by_keyboard(browser, address, tmp_path):
     for name in ("three", "four"):
         save_file(lora, tmp_path / "output" / f"{name}.safetensors")
     page = browser.new_page(viewport={"width": 1280, "height": 860})
-    page.set_default_timeout(15_000)
+    page.set_default_timeout(60_000)
     keyboard, caption_file = Keyboard(page), tmp_path / "dataset_configs" / "demo" / "lorikeet_00.txt"
 
     # Pictures: a caption is edited, a tag is added to all, and both are undone.
