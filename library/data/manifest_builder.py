@@ -11,11 +11,11 @@ from ..dataset.image_inspection import InspectedImage, build_image_inspector
 from ..dataset.image_ref import ImageRef, describe_remote_images
 from ..dataset.listing import ListedImage
 from ..dataset.masks import MaskScanResult, find_subsets_without_masks, scan_masks
+from ..dataset.resolution_stages import build_stages, expand_resolution_schedule
 from ..dataset.scan import ImageDefect, scan_images
 from ..dataset.scan_cache import ScanRoots
 from ..dataset.schema import DatasetConfig
 from ..dataset.sources import list_all_images
-from ..dataset.stages import build_stages, expand_resolution_schedule
 from ..dataset.validate import find_unused_keys, validate_epoch_length, validate_stages_not_empty
 from ..errors import ConfigError, FileError
 from ..storage.filesystems import RemoteOutage

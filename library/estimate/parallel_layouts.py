@@ -20,7 +20,7 @@ from ..distributed.world import ParallelDims, World, build_parallel_dims
 from ..models.detect import DetectedModel
 from ..models.families import FAMILIES
 from ..optim.preflight import validate_elementwise_optimizer, validate_optimizer
-from ..parallel.deepspeed import DeepSpeedStrategy
+from ..parallel.deepspeed.engine import DeepSpeedStrategy
 from ..training.validate_model import load_denoiser_on_meta, validate_model_parallel, validate_quantize_offload
 
 SIZE_OPTIONS = {"pp_size": "PP", "tp_size": "TP", "cp_size": "CP"}

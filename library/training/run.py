@@ -33,7 +33,7 @@ from ..models.base import Family
 from ..models.detect import DetectedModel, detect_model, get_family_facts
 from ..models.facts import describe_trained_components
 from ..models.families import FAMILIES
-from ..optim.schedules import build_lr_schedule
+from ..optim.lr_schedulers import build_lr_schedule
 from ..parallel.strategy import Strategy
 from ..parallel.strategy_registry import build_strategy
 from ..report import preview_grid

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import __version__
 from ..adapters import lora, lora_file
-from ..adapters.client_support import (
+from ..adapters.client_compatibility import (
     choose_file_format,
     format_client_losses,
     list_client_losses,

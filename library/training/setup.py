@@ -40,8 +40,8 @@ from ..models.detect import DetectedModel, build_control_limits
 from ..models.facts import select_trained_text_encoders
 from ..models.loading import set_attention_mode
 from ..models.model_configs import is_tokenizer
-from ..models.schedulers import override_scheduler
-from ..optim import optimizers, schedules
+from ..models.noise_schedulers import override_scheduler
+from ..optim import lr_schedulers, optimizers
 from ..optim.ema import AdapterEMA
 from ..optim.preflight import find_learning_rate_warnings
 from ..parallel.offload import is_quantized_or_offloaded, quantize_and_offload_base
@@ -139,7 +139,7 @@ def build_run(
     loader = _build_loader(strategy, prepared, plan, cache_readers)
     if strategy.comm.is_main:
         _warn_truncated_captions(family, pipe, prepared.list_first_epoch_captions(plan.batch_plan, plan.steps))
-    lr_schedule = schedules.build_lr_schedule(config.optim, plan.steps)
+    lr_schedule = lr_schedulers.build_lr_schedule(config.optim, plan.steps)
     max_norm, ema_decay = config.adapter.scale_weight_norms, config.optim.ema_decay
     trainable = [parameter for group in groups for parameter in group.parameters]
     run = TrainingRun(
