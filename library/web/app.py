@@ -1,9 +1,11 @@
-"""The web application: routes, errors, and the guard around them."""
+"""The web application: routes, login, errors, and the guard around them."""
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,11 +17,11 @@ from starlette.staticfiles import StaticFiles
 
 from ..errors import ConfigError, UserError
 from ..report.rendering import STATIC_DIR
-from . import login_pages, lora_pages, new_run_pages, picture_pages, run_pages
+from . import lora_pages, new_run_pages, picture_pages, run_pages
 from .folders import OpenedFolders, OutsideFolders
 from .guard import Guard, HostNames
-from .sessions import Sessions
-from .workbench import JSONAnswer, Workbench, render_page
+from .sessions import WRONG_TOKEN_DELAY_SECONDS, Sessions
+from .workbench import JSONAnswer, Workbench, get_workbench, render_page
 
 WEB_STATIC_DIR = Path(__file__).parent / "static"
 
@@ -52,7 +54,9 @@ def build_app(folders: OpenedFolders, sessions: Sessions, hosts: HostNames) -> S
 def _list_routes() -> Sequence[Route | Mount]:
     return [
         Route("/", _go_to_runs),
-        *login_pages.ROUTES,
+        Route("/login", show_login),
+        Route("/login", log_in, methods=["POST"]),
+        Route("/logout", log_out, methods=["POST"]),
         *run_pages.ROUTES,
         *picture_pages.ROUTES,
         *new_run_pages.ROUTES,
@@ -64,6 +68,29 @@ def _list_routes() -> Sequence[Route | Mount]:
 
 async def _go_to_runs(request: Request) -> Response:
     return RedirectResponse("/runs", 303)
+
+
+async def show_login(request: Request) -> Response:
+    """Ask for the token, if there is one."""
+    if get_workbench(request).sessions.is_open(request.headers.get("cookie", "")):
+        return RedirectResponse("/", 303)
+    return render_page(request, "login.html", {"title": "Log in", "is_wrong": False})
+
+
+async def log_in(request: Request) -> Response:
+    """Start a session if the token is right; a wrong one is answered late, so that guessing is slow."""
+    sessions = get_workbench(request).sessions
+    form = parse_qs((await request.body()).decode("utf-8", "replace"))
+    if not sessions.matches_token(form.get("token", [""])[0]):
+        await asyncio.sleep(WRONG_TOKEN_DELAY_SECONDS)
+        return render_page(request, "login.html", {"title": "Log in", "is_wrong": True}, 401)
+    return RedirectResponse("/", 303, headers={"Set-Cookie": sessions.start_session()})
+
+
+async def log_out(request: Request) -> Response:
+    sessions = get_workbench(request).sessions
+    cookie = sessions.end_session(request.headers.get("cookie", ""))
+    return RedirectResponse("/login", 303, headers={"Set-Cookie": cookie})
 
 
 async def _answer_outside(request: Request, error: Exception) -> Response:
