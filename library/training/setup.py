@@ -15,8 +15,7 @@ from ..adapters.dropout_and_norms import LoraDropout, MaxNormRegularizer
 from ..adapters.lora import cast_trainable_parameters
 from ..atomic_files import find_write_error
 from ..cache.paths import resolve_cache_dirs
-from ..cache.precompute import CacheReaders
-from ..cache.readers import build_step_loader
+from ..cache.readers import CacheReaders, build_step_loader
 from ..checkpoint.component_keys import collect_component_keys
 from ..checkpoint.init_weights import InitialWeights, keep_idle_layers, load_network_weights
 from ..config import RunConfig

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
 from library.cache import encode
-from library.cache.precompute import cache_latents, cache_text_encoder_outputs
+from library.cache.latent_cache import cache_latents
 from library.cache.readers import build_step_loader
+from library.cache.text_encoder_cache import cache_text_encoder_outputs
 from library.config import RunConfig, parse_config
 from library.data.batch import Cond, Moments
 from library.data.prepare import PreparedData, prepare_data
