@@ -11,7 +11,7 @@ import numpy as np
 from ..config import RunConfig
 from ..config.schema_distributed import DeepSpeedConfig, ParallelConfig, ShardingConfig
 from ..data.prepare import PreparedData, prepare_data
-from ..data.prompts import load_preview_prompts
+from ..data.preview_prompts import load_preview_prompts
 from ..data.run_plan import RunPlan
 from ..distributed.communicator import Communicator
 from ..models.base import Family

@@ -13,7 +13,7 @@ from ..config.schema import ModelConfig
 from ..data.augment import Augmenter
 from ..data.images import BadSample, load_control_pixels, load_preview_controls
 from ..data.prepare import PreparedData
-from ..data.prompts import Prompt
+from ..data.preview_prompts import Prompt
 from ..data.run_plan import RunPlan
 from ..distributed.devices import MIXED_PRECISION_DTYPES
 from ..errors import UserError

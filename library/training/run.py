@@ -22,7 +22,7 @@ from ..config.options import flatten_config
 from ..config.schema import AdapterConfig
 from ..config.schema_output import SaveConfig
 from ..data.prepare import PreparedData
-from ..data.prompts import Prompt, load_preview_prompts
+from ..data.preview_prompts import Prompt, load_preview_prompts
 from ..data.run_plan import RunPlan
 from ..distributed.config_agreement import NF4_KERNEL
 from ..distributed.launcher_settings import find_overridden_settings

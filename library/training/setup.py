@@ -26,7 +26,7 @@ from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.validate_objective import find_active_options
 from ..data.loader import StepLoader
 from ..data.prepare import PreparedData, prepare_data
-from ..data.prompts import Prompt
+from ..data.preview_prompts import Prompt
 from ..data.run_plan import RunPlan
 from ..diffusion.objective import Objective
 from ..diffusion.process import FlowMatchingProcess
