@@ -15,7 +15,7 @@ from ..data.preview_prompts import load_prompts
 from ..dataset.validate import validate_dataset_config
 from ..errors import ConfigError, UserError
 from ..models.detect import get_family_facts
-from ..models.preflight import validate_model_options
+from ..models.validate_options import validate_model_options
 from .importers.imported import ImportedConfig, UntakenKey
 from .importers.programs import import_sources
 from .importers.source_file import SourceFile, read_source

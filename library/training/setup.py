@@ -42,7 +42,7 @@ from ..models.model_configs import is_tokenizer
 from ..models.noise_schedulers import override_scheduler
 from ..optim import lr_schedulers, optimizers
 from ..optim.ema import AdapterEMA
-from ..optim.preflight import find_learning_rate_warnings
+from ..optim.validate_optimizer import find_learning_rate_warnings
 from ..parallel.offload import is_quantized_or_offloaded, quantize_and_offload_base
 from ..parallel.parallel_plan import build_parallel_plan
 from ..parallel.strategy import Strategy

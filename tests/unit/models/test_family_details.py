@@ -15,7 +15,7 @@ from library.errors import FileError
 from library.models.base import NEGATIVE_MARK
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
-from library.models.preflight import validate_prompts
+from library.models.validate_options import validate_prompts
 
 __all__ = ["build_case"]  # a fixture
 
