@@ -6,7 +6,7 @@ To add a check, write ``validate_*`` in a validate*.py of its package and add a 
 - What needs the scanned images (dataset weights, empty stages) is in ``dataset.validate``, called by data.prepare.
 - ``list_installation_checks``: packages of optimizers and attention kernels, existing files, tokens; for runs.
   ``--dry_run`` reports them as warnings, since its run may be on another machine.
-- Launch checks (devices, launcher, engines, mixed precision) are in ``distributed.validate_launch``: every rank runs them
+- Launch checks (devices, launcher, engines, mixed precision) are in ``distributed.validate_launch``: a rank runs them
   in prepare_accelerator, which reports the problems of all ranks together.
 - ``list_run_checks``: optimizer, adapter targets and parallelism on a model without weights, as the strategy needs it.
 """
