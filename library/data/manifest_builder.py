@@ -20,9 +20,7 @@ from ..dataset.validate import find_unused_keys, validate_epoch_length, validate
 from ..errors import ConfigError, FileError
 from ..storage.filesystems import RemoteOutage
 from .buckets import BucketAssignment, build_bucket_assigner, merge_small_buckets
-from .manifest import Manifest, Sample
-from .repeats import apply_dataset_weights, balance_regularization_images, compute_weight_factors
-from .report import (
+from .invalid_images import (
     DataProblem,
     collect_notices,
     format_problem_counts,
@@ -30,6 +28,8 @@ from .report import (
     summarize_bad_data,
     write_full_report,
 )
+from .manifest import Manifest, Sample
+from .repeats import apply_dataset_weights, balance_regularization_images, compute_weight_factors
 from .validation_split import split_validation_samples
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..models.families import FAMILY_FACTS
-from .preflight import check_convert_arguments
+from .validate_arguments import check_convert_arguments
 
 if TYPE_CHECKING:  # torch is imported only after the arguments were checked
     from torch import Tensor

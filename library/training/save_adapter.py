@@ -33,7 +33,7 @@ from ..checkpoint.init_weights import split_idle_layers
 from ..config.schema import ModelConfig
 from ..config.schema_output import SaveConfig
 from ..data.batch_plan import get_planned_stages
-from ..data.metadata import build_dataset_metadata
+from ..data.dataset_metadata import build_dataset_metadata
 from ..data.prepare import PreparedData
 from ..errors import UserError
 from ..models.base import Family

@@ -22,8 +22,8 @@ from ...errors import UserError
 from ..gradient_accumulation import LossFunction
 from ..gradient_sync import scale_loss
 from ..parallel_plan import ParallelPlan
-from ..preflight import raise_problems, validate_zero_config
 from ..strategy import Strategy, StrategySettings
+from ..validate_engines import raise_problems, validate_zero_config
 from .nvme_offload import NVMeOffload
 from .zero_optimizer import DeepSpeedOptimizer
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...distributed.watchdog import ProcessIdentity
 from ...errors import UserError
-from ..preflight import (
+from ..validate_engines import (
     NVME_OPTION,
     AllGather,
     raise_problems,

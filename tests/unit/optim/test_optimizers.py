@@ -24,7 +24,7 @@ from library.optim.optimizers import (
     set_learning_rates,
     use_eval_weights,
 )
-from library.optim.preflight import find_learning_rate_warnings, validate_lr_schedule, validate_optimizer
+from library.optim.validate_optimizer import find_learning_rate_warnings, validate_lr_schedule, validate_optimizer
 
 STEPS = 37
 OF_TRANSFORMERS = [name for name in PROGRESS_SCHEDULES if name not in ("rex", "adafactor")]
