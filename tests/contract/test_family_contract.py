@@ -23,7 +23,7 @@ from tiny_pipelines import HEIGHT, TINY, WIDTH, TinyCase
 from torch import nn
 
 from library.config.schema import AdapterConfig, ModelConfig
-from library.data.prompts import Prompt
+from library.data.preview_prompts import Prompt
 from library.models.base import Family
 from library.models.detect import detect_model
 from library.models.families import FAMILIES, FAMILY_FACTS
@@ -33,6 +33,7 @@ from library.models.model_configs import build_bundled_reader, is_tokenizer, loa
 __all__ = ["build_case", "case"]  # fixtures
 
 
+@pytest.mark.slow
 def test_every_family_has_a_tiny_pipeline():
     assert {make().family for make in TINY.values()} == set(FAMILIES.list_names())
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers import StableDiffusionPipeline
 
-from library.data.prompts import load_prompts
+from library.data.preview_prompts import load_prompts
 from library.demo import BUILT_IN_MODEL_DIR
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
@@ -83,6 +83,7 @@ COLOURS = {
 """The mean colour of its training images, without white."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(96, 96), (128, 64), (80, 112)])
 def test_samples_have_the_colour_of_their_caption_on_a_white_background(theirs, size):
     images = drawn(theirs, list(COLOURS), size)

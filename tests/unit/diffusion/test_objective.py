@@ -16,14 +16,14 @@ from library.config.options import iter_options
 from library.config.schema import RunConfig
 from library.config.schema_objective import LossConfig, NoiseConfig
 from library.config.unused_options import SAMPLERS_WITHOUT_ZERO_SNR
-from library.data.prompts import Prompt
+from library.data.preview_prompts import Prompt
 from library.diffusion.objective import Objective
 from library.diffusion.process import EpsilonProcess, FixedShift, FlowMatchingProcess, VPredictionProcess
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.models.families.sd1_sd2 import StableDiffusion1
-from library.models.schedulers import SAMPLERS, build_scheduler, override_scheduler
+from library.models.noise_schedulers import SAMPLERS, build_scheduler, override_scheduler
 from library.randomness import derive_seed
 from library.training.setup import build_objective
 
@@ -201,6 +201,7 @@ def test_training_and_every_sampler_follow_the_options(kind, caplog):
         assert artist.timesteps[0] == 999
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_previews_are_sampled_with_every_sampler_of_sd_scripts():
     (names,) = (option.value_type for option in iter_options(RunConfig) if option.name == "sample_sampler")

@@ -22,7 +22,7 @@ from library.distributed.launcher_settings import (
     read_accelerate_config,
     resolve_settings,
 )
-from library.distributed.preflight import validate_distributed
+from library.distributed.validate_launch import validate_distributed
 from library.distributed.world import World
 from library.errors import ConfigError
 
@@ -151,6 +151,7 @@ def test_a_broken_config_file_is_an_error_in_the_words_of_accelerate(home):
     assert not settings and "num_procesess" in problems
 
 
+@pytest.mark.slow
 def test_variables_before_the_command_say_where_accelerate_finds_its_config_file(home):
     path = write_accelerate_config(home, mixed_precision="bf16")
     script = (

@@ -66,7 +66,7 @@ def test_a_caption_that_is_too_long_is_truncated_as_in_diffusers(name):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["sd1", "sdxl"])
 def test_an_image_is_sampled_with_long_captions(name):
-    from library.data.prompts import Prompt
+    from library.data.preview_prompts import Prompt
 
     pipe, family = TINY[name]().pipe, FAMILIES.get(name)(ModelConfig(max_token_length=150))
     cond, negative = (family.encode_prompts(pipe, [text]) for text in (f"{FIRST} {SECOND}", "blue"))
@@ -83,6 +83,7 @@ def test_the_caption_options_are_validated_with_all_others(tmp_path):
     assert any(line.startswith("--clip_skip: ") and "at least 0" in line for line in problems)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["sd3", "flux", "flux_schnell", "z_image", "qwen_image"])
 def test_a_caption_is_encoded_to_its_end_unless_it_is_reported_as_truncated(name):
