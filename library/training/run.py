@@ -14,7 +14,7 @@ from ..cache.model_fingerprint import compute_quick_file_fingerprint, compute_qu
 from ..cache.precompute import CacheReaders, cache_latents, cache_text_encoder_outputs
 from ..cache.readers import build_validation_reader
 from ..checkpoint import checkpoint_dir
-from ..checkpoint.init_weights import merge_base_weights, read_initial_weights
+from ..checkpoint.init_weights import add_training_adapter, merge_base_weights, read_initial_weights
 from ..checkpoint.output_lock import hold_output_lock
 from ..config import RunConfig
 from ..config.options import flatten_config
@@ -129,6 +129,7 @@ def _prepare_and_train(
     readers = CacheReaders(latents, texts)
     pipe = load_training_pipeline(config, strategy, family, detected, readers, prompts)
     merge_base_weights(pipe, initial_weights)
+    add_training_adapter(pipe, family, initial_weights)
     run, adapter = build_run(config, strategy, family, pipe, prepared, plan, readers, initial_weights)
     comm.log_all_reduce_time(sum(parameter.nbytes for parameter in run.parameters))
     resume.restore(run)
@@ -142,8 +143,9 @@ def _compute_input_fingerprints(
     """Fingerprint input files, which may be elsewhere on each machine; images take longer and are compared later."""
     return {
         "model": compute_quick_model_fingerprint(detected),
-        "network_weights": compute_quick_file_fingerprint([adapter.network_weights] if adapter.network_weights else []),
+        "network_weights": compute_quick_file_fingerprint(list(filter(None, [adapter.network_weights]))),
         "base_weights": compute_quick_file_fingerprint(adapter.base_weights),
+        "training_adapter": compute_quick_file_fingerprint(list(filter(None, [adapter.training_adapter]))),
         "prompts": str(prompts),
     }
 
