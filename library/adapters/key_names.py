@@ -25,10 +25,6 @@ def find_wrapper_names(names: Iterable[str]) -> list[str]:
     return [name for name in names if _WRAPPER_PATTERN.search(name)]
 
 
-NO_KEY_MAP = KeyMap()
-"""Modules have the same names in files."""
-
-
 def build_key_map(modules: Iterable[str], key_style: KeyStyle) -> KeyMap:
     """The names of all modules of a model in kohya files."""
     if key_style.layout:

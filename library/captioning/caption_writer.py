@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 DRY_RUN_EXAMPLES = 3
-IF_EXISTS = ("keep", "overwrite", "append")
 
 
 class Captioner(Protocol):

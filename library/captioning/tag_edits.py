@@ -5,8 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-SORT_ORDERS = ("none", "alphabet", "frequency")
-
 
 def split_tags(line: str, separator: str = ",") -> list[str]:
     """Split a caption into tags without the spaces around them; empty tags are dropped."""

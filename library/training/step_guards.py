@@ -113,12 +113,10 @@ class NanGuard:
         self.skipped_steps: list[SkippedStep] = []
         self.check_each_step_until = 0
         """After a rollback: check every step before this one, to find the bad one."""
-        self.snapshot_step = 0
         self._snapshot = HostSnapshot()
 
     def take_snapshot(self, run: TrainingRun) -> None:
         """Copy adapter, EMA and optimizer state to host memory, without waiting for the device."""
-        self.snapshot_step = run.state.step
         ema_params = run.ema.shadow_params if run.ema is not None else []
         parameters = [parameter.detach() for parameter in run.parameters]
         self._snapshot.capture({"parameters": parameters, "ema": ema_params, "optimizer": run.optimizer.state_dict()})

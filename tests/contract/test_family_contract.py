@@ -33,6 +33,7 @@ from library.models.model_configs import build_bundled_reader, is_tokenizer, loa
 __all__ = ["build_case", "case"]  # fixtures
 
 
+@pytest.mark.slow
 def test_every_family_has_a_tiny_pipeline():
     assert {make().family for make in TINY.values()} == set(FAMILIES.list_names())
 

@@ -500,6 +500,7 @@ def prepare_and_return_error(*flags: str) -> str:
     return "not stopped"
 
 
+@pytest.mark.slow
 def test_the_launchers_dynamo_backend_is_used_without_torch_compile():
     environment = {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER", "ACCELERATE_DYNAMO_USE_DYNAMIC": "False"}
     ((_, _, launcher, _),) = run_on_ranks(1, prepare_and_describe, environment=environment)

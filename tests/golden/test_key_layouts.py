@@ -58,6 +58,7 @@ def test_keys_and_shapes_of_the_published_model_are_those_of_sd_scripts(real):
     assert {float(tensor) for key, tensor in ours.items() if key.endswith(".alpha")} == {8.0}
 
 
+@pytest.mark.slow
 def test_the_trainable_parameters_are_as_many_as_in_sd_scripts(real):
     model, family, golden = real
     idle = sum(16 * model.get_submodule(name).out_features for name in family.get_unused_layers(family, model))

@@ -64,13 +64,11 @@ class BlockFactor:
     """Whether it is one of a list of block weights, which may name blocks without layers."""
 
 
-def list_selected(name: str, modules: Iterable[str]) -> list[str]:
-    """The layers that a name selects; see ``docs/lora_tools.md``."""
-    return [module for module in modules if is_selected(name, module)]
-
-
 def is_selected(name: str, module: str) -> bool:
-    """Whether a name selects a layer: a component, a block, a range of blocks, or the beginning of a layer's name."""
+    """Whether a name selects a layer: a component, a block, a range of blocks, or the beginning of a layer's name.
+
+    See ``docs/lora_tools.md``.
+    """
     component, _, rest = module.partition(".")
     if name.upper() in (BASE, "TEXT_ENCODERS"):
         return is_text_encoder(module)

@@ -4,7 +4,6 @@ A product ``up @ down`` is never multiplied out: QR of both factors leaves a mat
 the product.  Factors are float64, so that what is lost is lost in the file's dtype only.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -173,12 +172,6 @@ def _decompose_matrix(matrix: Tensor, limit: float) -> Svd:
 def truncate(svd: Svd, rank: int) -> LowRank:
     """The best approximation of this rank; the singular values are in ``up``, as in sd-scripts' files."""
     return LowRank(svd.left[:, :rank] * svd.values[:rank], svd.right[:rank])
-
-
-def compute_lost_share(values: Tensor, rank: int) -> float:
-    """The error of a truncation as a share of the update's norm."""
-    total = float(values.double().square().sum())
-    return math.sqrt(float(values[rank:].double().square().sum()) / total) if total else 0.0
 
 
 def build_lora(

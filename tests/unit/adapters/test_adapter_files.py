@@ -35,6 +35,7 @@ def tensors():
     return trained_lora()[1]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("precision, bound", [(None, 1e-6), ("float", 1e-6), ("fp16", 1e-4), ("bf16", 1e-3)])
 def test_diffusers_loads_the_file_and_predicts_the_same_as_the_model_in_memory(tmp_path, precision, bound):

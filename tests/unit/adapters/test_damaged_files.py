@@ -231,6 +231,7 @@ def test_a_layer_under_two_names_is_named_with_both(tmp_path):
         read_weights(base_weights=(str(path),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["other size of a fused layer", "ranks", "metadata"])
 @pytest.mark.parametrize("name", ["flux", "sd3"])
 def test_a_damaged_file_is_an_error_of_its_own_model(damage, name):

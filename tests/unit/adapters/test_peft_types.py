@@ -62,7 +62,9 @@ def test_an_adapter_starts_as_zero_is_trained_and_is_loaded_again(kind):
     assert torch.equal(compute_loss(other), compute_loss(case))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["lora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "lora")]
+)
 def test_the_initial_weights_are_a_function_of_the_seed_and_the_global_generator_is_unchanged(kind):
     torch.manual_seed(1)
     before = torch.random.get_rng_state()

@@ -108,6 +108,7 @@ def encoded_after_each_change(folder: str) -> dict[str, list[str]]:
     return seen
 
 
+@pytest.mark.slow
 def test_only_changed_entries_are_encoded_again(folder):
     (seen,) = run_on_ranks(1, encoded_after_each_change, str(folder))
 

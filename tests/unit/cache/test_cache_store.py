@@ -108,6 +108,7 @@ def test_keys_with_equal_prefixes_or_trailing_zeros_are_distinct(tmp_path):
     assert [store.read_name(row) if row >= 0 else "" for row in rows] == ["", "4", "3", "2", "1", "0", ""]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["index", "shard"])
 def test_files_truncated_at_any_byte_keep_complete_entries_and_the_rest_is_encoded_again(kind, tmp_path):
     fill(tmp_path / "whole", range(4))

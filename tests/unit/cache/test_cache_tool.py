@@ -272,6 +272,7 @@ def built(file: str, cache: str) -> list[tuple[str, int]]:
     return tools(["build", "--dataset_config", file, "--cache_dir", cache])
 
 
+@pytest.mark.slow
 def test_several_processes_build_together_and_one_prints(tmp_path):
     write_numbered_images(tmp_path, 6)
     results = run_on_ranks(2, built, write_dataset_file(tmp_path), str(tmp_path / "cache"))

@@ -112,6 +112,7 @@ def test_an_unknown_tool_is_answered_with_a_suggestion():
     assert result.stderr == f"library: no tool 'docter'; did you mean doctor?; available: {', '.join(TOOLS)}\n"
 
 
+@pytest.mark.slow
 def test_tools_report_config_errors_as_training_does():
     result = run_python("-m", "library", "plan", "--network_dimm", "4")
 
@@ -173,6 +174,7 @@ def test_an_interrupted_tool_prints_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "library plan: interrupted\n"
 
 
+@pytest.mark.slow
 def test_garbage_collection_is_enabled_again_after_a_failed_import():
     with pytest.raises(KeyError), cli._pause_garbage_collection():
         assert not gc.isenabled()

@@ -327,6 +327,7 @@ def test_spawned_workers_read_the_same_batches(folder, prepared):
     assert result.returncode == 0 and result.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_crashing_program_with_workers_exits(folder):
     """An uncaught exception keeps the iterator alive until the interpreter exits."""
     result = script(folder, "fork", "raise RuntimeError('the end')")

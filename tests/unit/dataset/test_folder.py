@@ -168,6 +168,7 @@ def test_a_trailing_slash_matches_folders_only():
     assert {text: PathPattern.compile(text).matches("a/b.png") for text in expected} == expected
 
 
+@pytest.mark.slow
 def test_braces_expand_as_in_a_shell():
     assert expand_braces("a{000..002}.tar") == ["a000.tar", "a001.tar", "a002.tar"]
     assert expand_braces("{9..11}") == ["9", "10", "11"] and expand_braces("{09..11}") == ["09", "10", "11"]

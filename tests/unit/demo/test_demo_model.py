@@ -83,6 +83,7 @@ COLOURS = {
 """The mean colour of its training images, without white."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(96, 96), (128, 64), (80, 112)])
 def test_samples_have_the_colour_of_their_caption_on_a_white_background(theirs, size):
     images = drawn(theirs, list(COLOURS), size)

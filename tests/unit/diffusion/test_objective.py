@@ -201,6 +201,7 @@ def test_training_and_every_sampler_follow_the_options(kind, caplog):
         assert artist.timesteps[0] == 999
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_previews_are_sampled_with_every_sampler_of_sd_scripts():
     (names,) = (option.value_type for option in iter_options(RunConfig) if option.name == "sample_sampler")

@@ -151,6 +151,7 @@ def test_a_broken_config_file_is_an_error_in_the_words_of_accelerate(home):
     assert not settings and "num_procesess" in problems
 
 
+@pytest.mark.slow
 def test_variables_before_the_command_say_where_accelerate_finds_its_config_file(home):
     path = write_accelerate_config(home, mixed_precision="bf16")
     script = (

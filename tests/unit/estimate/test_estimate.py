@@ -58,6 +58,7 @@ def run_on_meta_device(*flags: str, world_size: int = 1, batch: LargestBatch = S
 # weights, gradients, optimizer state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--no-network_train_unet_only",)])
 def test_encoders_are_on_the_device_unless_their_outputs_are_cached(more):
     flags = (*RUN, "--mixed_precision", "bf16")
@@ -265,6 +266,7 @@ def test_equal_ops_on_the_meta_device_count_like_the_first_and_are_not_executed_
     assert first == second and first[0] == 0 and first[1] > 0 and first[2] == 2 * 4 * 4 * 8
 
 
+@pytest.mark.slow
 def test_runs_with_other_cached_outputs_share_a_step():
     uncached, cached = ((*RUN, f"--{no}cache_latents", f"--{no}cache_text_encoder_outputs") for no in ("no-", ""))
     runs, found = {}, []

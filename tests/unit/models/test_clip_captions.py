@@ -83,6 +83,7 @@ def test_the_caption_options_are_validated_with_all_others(tmp_path):
     assert any(line.startswith("--clip_skip: ") and "at least 0" in line for line in problems)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["sd3", "flux", "flux_schnell", "z_image", "qwen_image"])
 def test_a_caption_is_encoded_to_its_end_unless_it_is_reported_as_truncated(name):

@@ -94,6 +94,7 @@ def check_slices(kernel, device=CPU):
             torch.testing.assert_close(whole.dequantize(dtype), whole_values, **rounding)
 
 
+@pytest.mark.slow
 def test_the_kernel_has_the_values_of_the_built_in_one_also_in_slices(tmp_path):
     run_on_ranks(1, check_values, tmp_path)
 

@@ -32,6 +32,7 @@ def save_lora(path, name="sd1"):
     save_file(convert_to_file_format(state, alphas, parts, "kohya")[0], path)
 
 
+@pytest.mark.slow
 def test_a_file_is_converted_without_diffusers_transformers_and_peft(tmp_path):
     """Their import takes many times as long as the conversion."""
     save_lora(tmp_path / "in.safetensors")
@@ -91,6 +92,7 @@ def test_metadata_of_a_converted_file_is_that_of_its_tensors(tmp_path):
     assert read_header(back).metadata["ss_network_alpha"] == "1.5"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file_format", ["kohya", "comfy"])
 def test_metadata_stays_where_ranks_and_alphas_do(file_format, tmp_path):
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"

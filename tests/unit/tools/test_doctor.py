@@ -107,6 +107,7 @@ def test_a_package_that_cannot_be_imported_is_a_finding_and_no_traceback(broken,
         assert "pip install --force-reinstall" in line
 
 
+@pytest.mark.slow
 def test_a_package_that_crashes_the_interpreter_is_reported(tmp_path, monkeypatch):
     (tmp_path / "crashing.py").write_text("import os; os.abort()\n")
     monkeypatch.syspath_prepend(tmp_path)

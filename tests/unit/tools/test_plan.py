@@ -121,6 +121,7 @@ def test_without_a_model_sizes_that_published_models_reject_are_named(dataset, t
     assert "run.toml:1: seed: expected an integer" in messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("length", [["--max_train_epochs", "5"], ["--max_train_steps", "17"]])
 def test_the_steps_are_those_of_a_run_on_as_many_processes(dataset, ranks, length):
@@ -331,6 +332,7 @@ def contains_image(sheet: np.ndarray, image: np.ndarray) -> bool:
     return any(np.array_equal(sheet[y : y + height, x : x + width], image) for y, x in corners)
 
 
+@pytest.mark.slow
 def test_log_messages_go_to_stderr(dataset, tmp_path):
     (tmp_path / "a" / ".cache-lorikeet" / "scan").mkdir(parents=True)
     (tmp_path / "a" / ".cache-lorikeet" / "scan" / "images.json").write_text("torn")

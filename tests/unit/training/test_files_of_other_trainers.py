@@ -289,6 +289,7 @@ def test_layers_outside_of_the_usual_targets_are_trained_with_dim_from_weights(t
     assert all(layer.lora_B["default"].weight.requires_grad for layer in map(trained.get_submodule, adapter.modules))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["loha", "lokr"])
 def test_tucker_layers_are_trained_by_peft_as_they_are(kind, tmp_path):
@@ -344,6 +345,7 @@ def test_layers_of_text_encoders_that_are_not_trained_are_reported(tmp_path):
         read("sd1", network_weights=str(path), dim_from_weights=True, network_train_unet_only=True)
 
 
+@pytest.mark.slow
 def test_bundled_embeddings_are_kept(tmp_path, caplog, capsys):
     path, key = tmp_path / "onetrainer.safetensors", "bundle_emb.token.clip_l"
     state, alphas, parts = build_random_state("sd1")
@@ -362,6 +364,7 @@ def test_bundled_embeddings_are_kept(tmp_path, caplog, capsys):
         )
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_fused_layer_of_lycoris_that_cannot_be_split_is_merged(tmp_path):
     tiny, _family = TINY["flux"](), FAMILIES.get("flux")()

@@ -158,6 +158,7 @@ def test_oft_base_weights_are_reported_before_the_model_is_loaded(tmp_path):
         read_initial_weights(config.adapter, family, model)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("is_dim_from_weights", [False, True])
 def test_separate_lora_a_of_query_key_and_value_are_trained_apart(is_dim_from_weights, tmp_path):

@@ -87,6 +87,7 @@ def test_previews_and_trackers_do_not_change_the_trained_weights(run_with_previe
     assert max_relative_difference(plain, with_previews) == 0.0
 
 
+@pytest.mark.slow
 def test_the_tracker_gets_the_images_of_all_ranks(run_with_previews):
     tracker = read_tracker_events(run_with_previews)
 

@@ -63,6 +63,7 @@ def test_peak_flops_are_none_when_out_of_memory(monkeypatch):
     assert measure_peak_flops(torch.device("meta"), torch.float32) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_flops_counted_on_the_meta_device_equal_those_of_the_real_model(is_checkpointed):
     family = FAMILIES.get("sd1")()

@@ -105,6 +105,7 @@ def train_with_rate_zero(*flags: str) -> None:
     run_training(replace(config, optim=replace(config.optim, learning_rate=0.0)))
 
 
+@pytest.mark.slow
 def test_a_run_with_learning_rate_zero_ends_with_an_error_after_saving(tmp_path):
     data = write_images(tmp_path, {(64, 64): 2})
     with pytest.raises(
