@@ -214,7 +214,7 @@ def bypass_lora(*layers: nn.Module) -> Iterator[None]:
     """Inside the context, these layers compute with their base weights."""
     adapted = [layer for layer in layers if isinstance(layer, BaseTunerLayer)]
     before = [layer._disable_adapters for layer in adapted]
-    for layer in adapted:
+    for layer in adapted:  # not peft's enable_adapters(False), which also clears requires_grad of the adapter
         layer._disable_adapters = True
     try:
         yield

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from compiled_runs import train_and_count_graphs
 from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from training_runs import max_relative_difference, train, write_images
@@ -12,6 +13,7 @@ from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.models.preflight import validate_model_options
+from library.parallel.compile import MAX_GRAPHS_PER_SIZE
 from library.training.preflight import RunFacts, check_run_settings
 
 MODEL = ("--pretrained_model_name_or_path", "random:flux:tiny", "--control")
@@ -54,6 +56,16 @@ def test_strategies_caches_and_checkpointing_train_the_adapter_of_one_process(wr
     for name, flags in {"ddp": (), "fsdp": ("--fsdp", "--gradient_checkpointing")}.items():
         two = run(data, tmp_path, name, "--train_batch_size", "2", *flags, ranks=2)
         assert max_relative_difference(one, two) < 1e-5
+
+
+def test_blocks_that_switch_lora_off_and_on_are_compiled_like_others(write_data, tmp_path):
+    data = ("--dataset_config", str(write_data()), *OMINI, *SGD, "--max_train_steps", "3")
+    results = []
+    for name, flags in {"eager": (), "compiled": ("--torch_compile", "--dynamo_backend", "eager")}.items():
+        words = (*data, "--output_dir", str(tmp_path), "--output_name", name, *flags)
+        results.append(run_on_ranks(1, train_and_count_graphs, *words)[0])
+    assert max_relative_difference(*(load_file(result.lora) for result in results)) < 1e-5
+    assert results[1].recompile_count == 0 and 0 < max(results[1].graph_counts.values()) <= 2 * MAX_GRAPHS_PER_SIZE
 
 
 def test_a_condition_in_channels_is_trained_by_tensor_and_pipeline_parallelism(write_data, tmp_path):
@@ -109,7 +121,5 @@ def test_what_control_does_not_support_is_refused(write_data, tmp_path):
     assert "got 'cany'; did you mean canny?" in list_problems()
     config = parse_config([*data, *OMINI, "--cp_size", "2"]).config
     detected = detect_model(config.model)
-    facts = RunFacts(FAMILIES.get(detected.family)(), detected, is_compile_enabled=True)
-    with pytest.raises(ConfigError, match="tokens of its own kind") as error:
-        check_run_settings(config, facts)
-    assert any(line.startswith("--torch_compile: control omini turns LoRA off") for line in error.value.problems)
+    with pytest.raises(ConfigError, match="tokens of its own kind"):
+        check_run_settings(config, RunFacts(FAMILIES.get(detected.family)(), detected))
