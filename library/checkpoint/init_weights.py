@@ -19,7 +19,6 @@ from ..adapters.lora import Adapter, KeptTensors
 from ..adapters.merge import merge_adapter, merge_bias_adapter
 from ..adapters.peft_types import RankAlpha
 from ..adapters.state_dict import DOWN, PEFT_SUFFIXES, ModuleAdapter, iter_named_tensors
-from ..adapters.training_adapter import attach_training_adapter, validate_training_adapter
 from ..adapters.validate_file import describe_origin, list_layer_shapes
 from ..config.network_args import get_adapter_type, get_network_args
 from ..config.schema import AdapterConfig
@@ -27,6 +26,7 @@ from ..errors import FileError, UserError
 from ..models.base import Family
 from ..models.detect import DetectedModel
 from ..models.loading import load_components_on_meta
+from ..models.training_adapter import attach_training_adapter, inspect_training_adapter
 from .component_keys import collect_component_keys
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def read_initial_weights(
         path = adapter.training_adapter
         content = _read_contents("training_adapter", path, components, shapes, problems)
         if content is not None:
-            reasons = validate_training_adapter(content, family.denoiser_name)
+            reasons = inspect_training_adapter(content, family.denoiser_name)
             problems += [f"--training_adapter: {path}: {reason}" for reason in reasons]
             training = Path(path).name, content
     idle, independent = None, frozenset[str]()

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..adapters.training_adapter import bypass_training_adapter
 from ..config.schema_output import PreviewConfig
 from ..data.images import load_preview_controls
 from ..data.prompts import Prompt
 from ..models.sampling import use_eval_mode
+from ..models.training_adapter import bypass_training_adapter
 from ..optim.optimizers import use_eval_weights
 from ..randomness import Purpose, derive_seed
 from .state import TrainingRun, is_interval_reached

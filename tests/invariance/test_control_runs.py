@@ -1,5 +1,8 @@
 """Runs with ``--control``: one result with every strategy, from caches, and after a resume; previews; rejections."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from compiled_runs import train_and_count_graphs
@@ -13,8 +16,12 @@ from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.models.preflight import validate_model_options
+from library.models.sampling import use_eval_mode
 from library.parallel.compile import MAX_GRAPHS_PER_SIZE
+from library.training import run as run_module
+from library.training.loop import train as train_loop
 from library.training.preflight import RunFacts, check_run_settings
+from library.training.validation import compute_losses_at_quantile
 
 MODEL = ("--pretrained_model_name_or_path", "random:flux:tiny", "--control")
 OMINI, CHANNELS = (*MODEL, "omini"), (*MODEL, "channels")
@@ -94,6 +101,24 @@ def test_a_resumed_run_draws_the_holes_of_the_run_that_went_through(write_data, 
     state = tmp_path / "half-step00000002-state"
     resumed = run(data, tmp_path, "resumed", "--flip_aug", "--resume", str(state))
     assert all(torch.equal(through[name], resumed[name]) for name in through)
+
+
+def test_the_demo_learns_to_use_its_condition(tmp_path, monkeypatch):
+    """``make demo-control`` with fewer steps: the loss is lower with its own condition than with that of another."""
+    runs = []
+    monkeypatch.setattr(run_module, "train", lambda run: (runs.append(run), train_loop(run)))
+    settings = "--dataset_config dataset_configs/demo_control.toml --config_file dataset_configs/demo_control_run.toml"
+    words = (*settings.split(), "--max_train_steps", "24", "--no-sample_at_first", "--output_dir", str(tmp_path))
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    run_module.run_training(parse_config([*words, "--quiet", "--max_data_loader_n_workers", "0"]).require_valid())
+    task = runs[0].task
+    (pixels,) = runs[0].step_batches.micro_batches
+    with use_eval_mode(runs[0].model), torch.no_grad():
+        own = task.encode(pixels, 0)
+        other = replace(own, control_latents=tuple(each.roll(1, 0) for each in own.control_latents))
+        for quantile, gain in {4: 1.02, 8: 1.2}.items():
+            loss, with_other = (compute_losses_at_quantile(task, batch, quantile).mean() for batch in (own, other))
+            assert gain * loss < with_other, quantile
 
 
 @pytest.mark.quick

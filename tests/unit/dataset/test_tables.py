@@ -402,7 +402,10 @@ def test_control_images_are_in_columns_of_their_own(tmp_path):
         [IMAGES[4]],
         [IMAGES[5]],
     ]
-    for name, message in {"nowhere": "no column 'nowhere' (set by control_column)", "size": "int64, not images"}.items():
+    for name, message in {
+        "nowhere": "no column 'nowhere' (set by control_column)",
+        "size": "int64, not images",
+    }.items():
         (problem,) = list_subset(tmp_path, f"parquet = 'q'\ncontrol_column = ['{name}']").problems
         assert message in problem
     write_table(tmp_path / "r" / "a.parquet", {**base, "control_path": ["", ""], "control_image": ["", ""]})

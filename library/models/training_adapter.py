@@ -13,8 +13,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .formats import AdapterFileContents
-from .state_dict import DOWN, UP, ModuleAdapter
+from ..adapters.formats import AdapterFileContents
+from ..adapters.state_dict import DOWN, UP, ModuleAdapter
 
 
 class TrainingAdapterLayer(nn.Module):
@@ -70,7 +70,7 @@ def bypass_training_adapter(model: nn.Module) -> Iterator[None]:
             layer.is_active = True
 
 
-def validate_training_adapter(content: AdapterFileContents, denoiser_name: str) -> Iterator[str]:
+def inspect_training_adapter(content: AdapterFileContents, denoiser_name: str) -> Iterator[str]:
     """Why a file cannot be a training adapter; the messages do not name it."""
     merge = "; a training adapter has to be a LoRA"
     updates = (*content.updates.values(), *(each.update for each in content.fused.values()))
