@@ -108,7 +108,7 @@ def test_the_demo_learns_to_use_its_condition(tmp_path, monkeypatch):
     runs = []
     monkeypatch.setattr(run_module, "train", lambda run: (runs.append(run), train_loop(run)))
     settings = "--dataset_config dataset_configs/demo_control.toml --config_file dataset_configs/demo_control_run.toml"
-    words = (*settings.split(), "--max_train_steps", "24", "--no-sample_at_first", "--output_dir", str(tmp_path))
+    words = (*settings.split(), "--max_train_steps", "32", "--no-sample_at_first", "--output_dir", str(tmp_path))
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
     run_module.run_training(parse_config([*words, "--quiet", "--max_data_loader_n_workers", "0"]).require_valid())
     task = runs[0].task
