@@ -12,9 +12,9 @@ from typing import Any
 
 from ..config.schema_data import DataConfig
 from ..data.buckets import BucketAssignment
+from ..data.invalid_images import CROP_WARNING_FRACTION, UPSCALE_WARNING_FACTOR
 from ..data.manifest import Sample
 from ..data.prepare import prepare_data
-from ..data.report import CROP_WARNING_FRACTION, UPSCALE_WARNING_FACTOR
 from ..dataset.dataset_config import load_dataset_config
 from ..dataset.image_ref import ImageRef
 from ..dataset.schema import DatasetConfig, SubsetConfig
@@ -273,7 +273,7 @@ class PictureShelf:
         """Find dataset files below the opened folders."""
         found = []
         for folder, entries in self.folders.walk():
-            names = [entry.name for entry in entries if entry.name.endswith(".toml")]
+            names = [entry.name for entry in entries if entry.name.endswith(".toml") and entry.is_file()]
             found += [folder / name for name in sorted(names) if _is_dataset_file(folder / name)]
         return found
 

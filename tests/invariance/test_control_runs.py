@@ -15,8 +15,8 @@ from library.dataset.validate import validate_dataset_config
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
-from library.models.preflight import validate_model_options
 from library.models.sampling import use_eval_mode
+from library.models.validate_options import validate_model_options
 from library.parallel.compile import MAX_GRAPHS_PER_SIZE
 from library.training import run as run_module
 from library.training.loop import train as train_loop
