@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from ..config.options import define_option, iter_options
@@ -20,7 +20,7 @@ from .folders import OpenedFolders
 from .picture_pages import take_json
 from .run_form import FormField, build_arguments
 from .validate_requests import find_path_problems
-from .workbench import get_workbench, render_page
+from .workbench import JSONAnswer, get_workbench, render_page
 
 SHOWN = {"inspect": 1, "convert": 1, "merge": 2, "merge into a model": 1, "extract": 0, "resize": 1, "scale": 1} | {
     "prune": 1,
@@ -146,13 +146,13 @@ def run_command(request: Request, body: Mapping[str, Any]) -> Response:
         words += ["lora", tool, *map(str, inputs), *flags]
         words += [f"--model={models['model']}"] if "model" in models else []
         words += [f"--output={output}"] if command.writes else []
-    return JSONResponse({"id": workbench.commands.start(words)})
+    return JSONAnswer({"id": workbench.commands.start(words)})
 
 
 def find_lora_files(folders: OpenedFolders) -> Iterator[tuple[Path, os.stat_result]]:
     """Find the .safetensors files that hold an adapter, by the names in their headers; states are none."""
     for folder, entries in folders.walk():
-        names = [] if folder.name.endswith("-state") else [entry.name for entry in entries]
+        names = [] if folder.name.endswith("-state") else [entry.name for entry in entries if entry.is_file()]
         for path in (folder / name for name in names if name.endswith(".safetensors")):
             if folders.contains(path) and _holds_adapter(path):
                 yield path, path.stat()
