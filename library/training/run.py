@@ -42,6 +42,7 @@ from .callbacks import SaveReport, UpdateNorms, WeightsDiverged, WeightSyncCheck
 from .checkpoint import SaveCheckpoint
 from .loop import train
 from .metrics import MetricsFile, TrainingLogger
+from .nan_and_oom_handling import TooManyFailures
 from .preflight import RunFacts, check_output_dirs, check_run_settings
 from .preview import Preview
 from .resume import Resume
@@ -49,7 +50,6 @@ from .save_adapter import SaveAdapter
 from .setup import build_run, load_training_pipeline, prepare_dataset
 from .shutdown import FailureHandler
 from .state import Callback, StopRequested, TrainingRun
-from .step_guards import TooManyFailures
 from .validation import Validation
 
 if TYPE_CHECKING:

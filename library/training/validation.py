@@ -1,4 +1,4 @@
-"""The validation callback: loss on validation images at fixed timesteps with fixed noise, next to the base model."""
+"""Validation loss, as a callback: validation images at fixed timesteps with fixed noise, next to the base model."""
 
 import logging
 import math
