@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from ..config.options import define_option, iter_options
 from ..errors import UserError
+from ..models.model_configs import MODULAR_INDEX
 from ..tools.convert import FORMAT_DESCRIPTIONS
 from ..tools.lora import COMMANDS
 from ..tools.lora.validate_arguments import RULES
@@ -163,7 +164,7 @@ def find_models(folders: OpenedFolders) -> list[Path]:
     found = list[Path]()
     for folder, entries in folders.walk():
         names = {entry.name for entry in entries}
-        if "model_index.json" in names:
+        if {"model_index.json", MODULAR_INDEX} & names:
             found.append(folder)
         elif not folder.name.endswith("-state") and not any(parent in found for parent in folder.parents):
             paths = [folder / name for name in sorted(names) if name.endswith(".safetensors")]
