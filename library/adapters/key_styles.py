@@ -195,6 +195,8 @@ class KeyStyle:
     """Whether diffusers converts kohya files of this style."""
     is_comfy_format_in_diffusers: bool = True
     """Whether diffusers loads LoRA in ComfyUI's format, which has alphas."""
+    has_original_names_in_diffusers: bool = False
+    """Whether diffusers and ComfyUI both read the original names after ``diffusion_model.``, and ComfyUI no others."""
     diffusers_width: int | None = None
     """The only width of which diffusers splits the fused modules of a kohya file."""
     has_lokr_in_diffusers: bool = False
@@ -206,6 +208,11 @@ class KeyStyle:
     def keeps_names(self) -> bool:
         """Whether modules have the same names in files."""
         return not self.layout and self.rename is keep_names
+
+    @property
+    def has_names_of_comfy(self) -> bool:
+        """Whether the names in files are those of ComfyUI's model."""
+        return self.keeps_names or self.has_original_names_in_diffusers
 
 
 DIFFUSERS_KEYS = KeyStyle("diffusers")

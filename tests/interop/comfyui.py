@@ -34,6 +34,7 @@ MODEL_CLASSES = {
     "ovis_image": "Flux",
     "longcat_image": "LongCatImage",
     "ernie_image": "ErnieImage",
+    "anima": "Anima",
 }
 
 
