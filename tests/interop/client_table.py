@@ -61,8 +61,10 @@ ORIGINAL_WRITERS: Mapping[str, Callable[[Any], Mapping[str, Tensor]]] = {
     "sana": nn.Module.state_dict,
     "cogview4": nn.Module.state_dict,
     "anima": original_checkpoints.convert_anima_transformer,
+    "flux3": original_checkpoints.convert_flux3_transformer,
 }
 SD_SCRIPTS_BLOCKS = {
+    "anima": {"blocks.{}": "Block"},
     "flux": {"double_blocks.{}": "DoubleStreamBlock", "single_blocks.{}": "SingleStreamBlock"},
     "sd3": {"joint_blocks.{}.x_block": "SingleDiTBlock", "joint_blocks.{}.context_block": "SingleDiTBlock"},
 }

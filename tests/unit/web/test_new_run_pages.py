@@ -230,7 +230,7 @@ def test_a_run_is_started_stopped_with_its_state_and_resumed_from_the_page(root)
     """The built-in demo model, through accelerate launch."""
     os.environ.pop("ACCELERATE_USE_CPU", None)
     page = open_page(root)
-    values = {"dataset_config": "set.toml", "network_train_unet_only": True, "max_train_steps": "200"}
+    values = {"dataset_config": "set.toml", "network_train_unet_only": True, "max_train_steps": "100"}
     values |= {"network_dim": "2", "max_data_loader_n_workers": "0", "output_dir": "out", "output_name": "mika"}
     answer = page.post("/api/jobs", json={"values": values}).json()
     assert answer["run"] == "0/out/mika"
@@ -258,7 +258,7 @@ def test_a_run_is_started_stopped_with_its_state_and_resumed_from_the_page(root)
     charts = wait(lambda charts: charts["status"] == "finished")
     wait_for(page.app.state.workbench.queue, resumed["id"], FINISHED)
 
-    assert "step 200 of 200" in charts["facts"] and "step 200" not in stopped_at
+    assert "step 100 of 100" in charts["facts"] and "step 100" not in stopped_at
     assert charts["curves"][0]["curves"][0]["x"] == [*range(1, 201)]
     settings = (root / "out" / "mika.toml").read_text()
-    assert "max_train_steps = 200" in settings and settings != format_config_as_toml(RunConfig())
+    assert "max_train_steps = 100" in settings and settings != format_config_as_toml(RunConfig())
