@@ -3,7 +3,7 @@
 The keys of a state dict are ``<component>.<module>.lora_A.weight``.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -102,8 +102,8 @@ def convert_to_file_format(
     prefixes = tuple(f"{component.name}." for component in components)
     if unknown := [module for module in adapters if not module.startswith(prefixes)]:
         raise ValueError(f"{unknown[0]} is in no component of the pipeline")
-    if file_format == "comfy" and any(component.name == "unet" for component in components):
-        file_format = "kohya"  # the same for U-Nets
+    types = {adapter.adapter_type for adapter in adapters.values()}
+    file_format = resolve_comfy_format(file_format, types, components)
     alpha = max((adapter.alpha for adapter in adapters.values()), default=1.0) if equal_alphas else None
     encoders = tuple(f"{component.name}." for component in components if component.is_text_encoder)
     written = {
@@ -124,6 +124,17 @@ def convert_to_file_format(
             tensors[name] = tensor.clone()
         pointers.add(tensor.data_ptr())
     return tensors, build_alpha_metadata(adapters, written, file_format != "diffusers", alpha_dtype)
+
+
+def resolve_comfy_format(
+    file_format: FileFormat, types: Collection[str], components: Sequence[ComponentKeys]
+) -> FileFormat:
+    """The layout that ``comfy`` stands for: kohya where ComfyUI knows the layers by their original names only."""
+    has_original_names = any(
+        part.name == "unet" or (part.key_style.is_kohya_in_comfyui and {"lora", "dora"}.issuperset(types))
+        for part in components
+    )
+    return "kohya" if file_format == "comfy" and has_original_names else file_format
 
 
 def _cast_alpha(alpha: Tensor, dtype: torch.dtype) -> Tensor:
@@ -176,7 +187,11 @@ def _format_comfy(adapters: Mapping[str, ModuleAdapter], component: ComponentKey
         name, is_lycoris = _build_diffusers_name(group, component), adapter.adapter_type not in ("lora", "dora")
         if component.is_text_encoder and is_lycoris:
             name = build_kohya_name(group.name, component.key_prefix)
-        elif component.key_style.keeps_names and not component.is_text_encoder:
+        elif (
+            component.key_style.keeps_names
+            and component.key_style.is_read_by_diffusers
+            and not component.is_text_encoder
+        ):
             name = f"diffusion_model.{group.name}"  # where diffusers applies alphas
         written = _reshape_dora_scale(swap_magnitude(adapter, group.original))
         yield from iter_named_tensors(name, written, COMFY_SUFFIXES)

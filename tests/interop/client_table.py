@@ -208,6 +208,10 @@ def detect_unet_config(family: str, pipe: Any) -> dict[str, Any]:
     if family == "aura_flow":
         layers = config.num_mmdit_layers + config.num_single_dit_layers
         return {"n_double_layers": config.num_mmdit_layers, "n_layers": layers}
+    if family == "krea2":
+        return {"layers": config.num_layers}
+    if family == "lumina2":
+        return {"n_layers": config.num_layers, "n_refiner_layers": config.num_refiner_layers, "dim": config.hidden_size}
     if family == "z_image":
         return {"n_layers": config.n_layers, "n_refiner_layers": config.n_refiner_layers, "dim": config.dim}
     return {}

@@ -34,6 +34,8 @@ MODEL_CLASSES = {
     "ovis_image": "Flux",
     "longcat_image": "LongCatImage",
     "ernie_image": "ErnieImage",
+    "lumina2": "Lumina2",
+    "krea2": "Krea2",
 }
 
 
