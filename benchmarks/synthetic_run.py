@@ -87,8 +87,10 @@ def build_run(argv: Sequence[str], directory: Path) -> Iterator["TrainingRun"]:
 
 def _assemble_run(config: RunConfig, strategy: "Strategy", directory: Path) -> "TrainingRun":
     """Do what ``library.training.run`` does up to the first step, without saving and resuming."""
-    from library.cache.encode import FrozenEncoders
-    from library.cache.precompute import CacheReaders, cache_latents, cache_text_encoder_outputs
+    from library.cache.frozen_encoders import FrozenEncoders
+    from library.cache.latent_cache import cache_latents
+    from library.cache.readers import CacheReaders
+    from library.cache.text_encoder_cache import cache_text_encoder_outputs
     from library.checkpoint.init_weights import read_initial_weights
     from library.data.run_plan import RunPlan
     from library.distributed.trackers import Trackers

@@ -27,9 +27,9 @@ from ..errors import ConfigError, FileError
 from .key_names import clean_parameter_name
 from .key_styles import DIFFUSERS_KEYS, KeyStyle, group_by_original_module
 from .peft_types import ADAPTER_WEIGHT_PATTERN, RankAlpha, inject_peft_layers
-from .preflight import validate_boft_ranks, validate_ranks
 from .state_dict import DOWN, PEFT_SUFFIXES
 from .targets import TargetComponent, TargetLayer, assign_ranks, find_target_layers
+from .validate_targets import validate_boft_ranks, validate_ranks
 
 AdapterStateDict = dict[str, Tensor]
 

@@ -11,24 +11,20 @@ import numpy as np
 from ..config import RunConfig
 from ..config.schema_distributed import DeepSpeedConfig, ParallelConfig, ShardingConfig
 from ..data.prepare import PreparedData, prepare_data
-from ..data.prompts import load_preview_prompts
+from ..data.preview_prompts import load_preview_prompts
 from ..data.run_plan import RunPlan
 from ..distributed.communicator import Communicator
 from ..models.base import Family
 from ..models.detect import build_control_limits, detect_model
 from ..models.families import FAMILIES
 from ..parallel.strategy_registry import build_strategy
-from .build import CacheEncoder, CacheSpec, fill_cache
-from .encode import FrozenEncoders
+from .distributed_encoding import CacheEncoder, CacheSpec, fill_cache
+from .frozen_encoders import FrozenEncoders
 from .keys import KeyArray, get_key_bytes
+from .latent_cache import build_latent_cache, compute_vae_fingerprint
 from .paths import format_bytes, resolve_cache_dirs
-from .precompute import (
-    build_latent_cache,
-    build_text_cache,
-    compute_text_encoder_fingerprint,
-    compute_vae_fingerprint,
-)
 from .store import CacheStore, RowIndices
+from .text_encoder_cache import build_text_cache, compute_text_encoder_fingerprint
 from .writer import CacheWriter, get_index_path
 
 MIN_IDLE_SECONDS = 60.0

@@ -3,7 +3,7 @@
 import copy
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -233,3 +233,11 @@ def build_cond(blobs: Sequence[ByteArray]) -> Cond:
             raise AssertionError(f"{name} differs in shape from caption to caption; the family must return a list")
         cond[name] = value
     return cond
+
+
+@dataclass(frozen=True)
+class CacheReaders:
+    """Readers of the caches of a run; None where encoders run during training."""
+
+    latent_reader: LatentReader | None
+    text_reader: TextReader | None

@@ -26,7 +26,7 @@ from .manifest import Sample
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from .prompts import Prompt
+    from .preview_prompts import Prompt
 
 
 @dataclass(frozen=True)

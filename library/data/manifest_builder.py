@@ -11,18 +11,16 @@ from ..dataset.image_inspection import InspectedImage, build_image_inspector
 from ..dataset.image_ref import ImageRef, describe_remote_images
 from ..dataset.listing import ListedImage
 from ..dataset.masks import MaskScanResult, find_subsets_without_masks, scan_masks
+from ..dataset.resolution_stages import build_stages, expand_resolution_schedule
 from ..dataset.scan import ImageDefect, scan_images
 from ..dataset.scan_cache import ScanRoots
 from ..dataset.schema import DatasetConfig
 from ..dataset.sources import list_all_images
-from ..dataset.stages import build_stages, expand_resolution_schedule
 from ..dataset.validate import find_unused_keys, validate_epoch_length, validate_stages_not_empty
 from ..errors import ConfigError, FileError
 from ..storage.filesystems import RemoteOutage
 from .buckets import BucketAssignment, build_bucket_assigner, merge_small_buckets
-from .manifest import Manifest, Sample
-from .repeats import apply_dataset_weights, balance_regularization_images, compute_weight_factors
-from .report import (
+from .invalid_images import (
     DataProblem,
     collect_notices,
     format_problem_counts,
@@ -30,6 +28,8 @@ from .report import (
     summarize_bad_data,
     write_full_report,
 )
+from .manifest import Manifest, Sample
+from .repeats import apply_dataset_weights, balance_regularization_images, compute_weight_factors
 from .validation_split import split_validation_samples
 
 

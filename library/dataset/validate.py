@@ -13,9 +13,9 @@ from .controls import CONTROLS_FROM_IMAGE
 from .dataset_config import can_load_datasets, load_dataset_config
 from .file_discovery import describe_missing_path, describe_missing_url
 from .masks import get_mask_source
+from .resolution_stages import build_stages, expand_resolution_schedule
 from .schema import DatasetConfig, SubsetConfig
 from .sources import find_missing_sources
-from .stages import build_stages, expand_resolution_schedule
 
 _RANDOM_AUGMENTATIONS = {"random_crop": "cropped", "color_aug": "recolored"}
 """Subset keys that change an image each time it is read; flip_aug is no problem, both versions are cached."""

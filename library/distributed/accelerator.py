@@ -24,16 +24,16 @@ from ..config.schema_output import LogConfig
 from ..errors import ConfigError
 from .cluster_environment import export_rank_variables
 from .config_agreement import build_rank_report
-from .preflight import (
+from .process_group import build_process_group_kwargs, can_destroy_group_alone
+from .rendezvous import build_partial_state_kwargs, join_process_group
+from .trackers import create_tracker_dir, resolve_tracker, resolve_tracker_dir
+from .validate_launch import (
     AcceleratorFacts,
     format_mismatches,
     validate_accelerator,
     validate_distributed,
     validate_trackers,
 )
-from .process_group import build_process_group_kwargs, can_destroy_group_alone
-from .rendezvous import build_partial_state_kwargs, join_process_group
-from .trackers import create_tracker_dir, resolve_tracker, resolve_tracker_dir
 from .world import ENGINE_VARIABLES, World, format_timestamp
 
 logger = logging.getLogger(__name__)

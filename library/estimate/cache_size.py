@@ -14,7 +14,7 @@ from ..config.schema_data import CacheConfig
 from ..config.schema_output import PreviewConfig
 from ..data.augment import Augmenter
 from ..data.prepare import PreparedData
-from ..data.prompts import load_preview_prompts
+from ..data.preview_prompts import load_preview_prompts
 from ..data.run_plan import RunPlan
 from ..models.model_configs import EncodedSizes
 

@@ -15,12 +15,12 @@ from ..config.validate import validate_config
 from ..distributed.deepspeed_settings import DeepSpeedSettings, resolve_deepspeed
 from ..distributed.devices import HOST
 from ..distributed.fsdp_settings import FSDPSettings, resolve_fsdp
-from ..distributed.preflight import validate_parallelism
+from ..distributed.validate_launch import validate_parallelism
 from ..distributed.world import ParallelDims, World, build_parallel_dims
 from ..models.detect import DetectedModel
 from ..models.families import FAMILIES
-from ..optim.preflight import validate_elementwise_optimizer, validate_optimizer
-from ..parallel.deepspeed import DeepSpeedStrategy
+from ..optim.validate_optimizer import validate_elementwise_optimizer, validate_optimizer
+from ..parallel.deepspeed.engine import DeepSpeedStrategy
 from ..training.validate_model import load_denoiser_on_meta, validate_model_parallel, validate_quantize_offload
 
 SIZE_OPTIONS = {"pp_size": "PP", "tp_size": "TP", "cp_size": "CP"}

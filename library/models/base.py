@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ..data.batch import Batch, Cond, Moments
-    from ..data.prompts import Prompt
+    from ..data.preview_prompts import Prompt
     from ..diffusion.process import NoiseProcess
     from .detect import DetectedModel
 
@@ -182,7 +182,7 @@ class Family(ABC):
     def build_noise_process(self, pipe: Any) -> NoiseProcess:
         """The noise process of the model, according to its scheduler."""
         from ..diffusion.process import FlowMatchingProcess
-        from .schedulers import build_ddpm_process
+        from .noise_schedulers import build_ddpm_process
 
         if "FlowMatch" in type(pipe.scheduler).__name__ or pipe.scheduler.config.get("use_flow_sigmas"):
             return FlowMatchingProcess.from_scheduler(pipe.scheduler.config)

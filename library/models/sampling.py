@@ -8,8 +8,8 @@ import torch
 from PIL.Image import Image
 from torch import nn
 
-from ..data.prompts import Prompt
-from .schedulers import build_flow_scheduler, build_scheduler
+from ..data.preview_prompts import Prompt
+from .noise_schedulers import build_flow_scheduler, build_scheduler
 
 if TYPE_CHECKING:
     from .base import Family

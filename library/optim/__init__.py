@@ -1,1 +1,1 @@
-"""Optimizers, learning rate schedules and EMA."""
+"""Optimizers, learning rate schedulers and EMA."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters, get_compilation_metrics
 from torch.utils import _pytree as trees
 
-from ..distributed.preflight import CUDA_GRAPH_MODES
+from ..distributed.validate_launch import CUDA_GRAPH_MODES
 
 logger = logging.getLogger(__name__)
 CompileDynamic = Literal["auto", "false", "true"]

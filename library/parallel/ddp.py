@@ -4,15 +4,15 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..data.batch import PixelBatch
 from ..distributed.step_phases import OutOfMemory, record_phase
+from .gradient_accumulation import LossFunction
 from .gradient_sync import FlatGradients, exclude_frozen_from_ddp, register_ddp_comm_hook
 from .parallel_plan import ParallelPlan
-from .strategy import LossFunction, Strategy
+from .strategy import Strategy
 
 
 class DDPStrategy(Strategy):
@@ -45,10 +45,8 @@ class DDPStrategy(Strategy):
         """
 
         def compute_local_gradients() -> tuple[Tensor, FlatGradients | None]:
-            total = torch.zeros((), device=self.device)
-            for batch in batches:  # split batches are more than accelerate.accumulate counts
-                with self.accelerator.no_sync(self.model):
-                    total += self._run_micro_batch(loss_function, batch, num_samples, step)
+            accumulate = self.gradient_accumulation.accumulate_without_sync
+            total = accumulate(self.model, loss_function, batches, num_samples, step)
             self.straggler_monitor.mark_gradients_ready()
             with record_phase("communication"):
                 return total, FlatGradients(self.model) if self.comm.world_size > 1 else None

@@ -18,9 +18,10 @@ from ..data.batch import PixelBatch
 from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST
 from .context_parallel import ContextParallel
+from .gradient_accumulation import LossFunction
 from .gradient_sync import all_reduce_gradients
 from .parallel_plan import ParallelPlan
-from .strategy import LossFunction, Strategy, StrategySettings
+from .strategy import Strategy, StrategySettings
 from .tensor_parallel import TensorParallel
 from .ulysses import ProcessGroupAllToAll
 

@@ -18,8 +18,8 @@ from ..distributed.fsdp_settings import FSDPSettings
 from ..errors import ConfigError
 from .device_mesh import DeviceMeshStrategy
 from .parallel_plan import ParallelPlan
-from .preflight import raise_problems, validate_fsdp_classes
 from .strategy import StrategySettings
+from .validate_engines import raise_problems, validate_fsdp_classes
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,10 @@ from ..data.batch import PixelBatch
 from ..distributed.communicator import Communicator
 from ..distributed.step_phases import record_phase
 from .device_mesh import DeviceMeshStrategy
+from .gradient_accumulation import LossFunction
 from .parallel_plan import Activations, BlockSequence, ParallelPlan
 from .pipeline_stages import StageBoundary, StageRunner, broadcast_stage_output, partition_blocks
-from .strategy import LossFunction, StrategySettings
+from .strategy import StrategySettings
 
 logger = logging.getLogger(__name__)
 MAX_CACHED_SCHEDULES = 64

@@ -1,10 +1,10 @@
-"""The abstract ``Strategy``: how the ranks share the work of one optimizer step, with gradient accumulation."""
+"""The abstract ``Strategy``: how the ranks share the work of one optimizer step, from its batches to the loss."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from accelerate.utils.memory import clear_device_cache
@@ -18,9 +18,11 @@ from ..distributed.communicator import Communicator
 from ..distributed.deepspeed_settings import DeepSpeedSettings
 from ..distributed.devices import has_device_memory
 from ..distributed.fsdp_settings import FSDPSettings
-from ..distributed.step_phases import OutOfMemory, record_phase
+from ..distributed.step_phases import OutOfMemory
 from ..distributed.straggler import Straggler, StragglerMonitor, find_straggler
 from ..distributed.world import ParallelDims
+from .gradient_accumulation import GradientAccumulation, LossFunction
+from .gradient_clipping import clip_grad_norm
 from .gradient_sync import all_reduce_loss, scale_loss
 from .parallel_plan import ParallelPlan
 
@@ -31,19 +33,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 STOP_DELAY_STEPS = 2
 """Steps after which the host reads a stop flag, so that it does not wait for the device."""
-
-
-class LossFunction(Protocol):
-    """The training task, as far as a strategy uses it."""
-
-    def __call__(self, batch: PixelBatch, step: int, /) -> Tensor:
-        """Return the weighted loss of each sample in optimizer step ``step``."""
-
-    def get_shape_key(self, batch: PixelBatch, /) -> Hashable:
-        """Return a value that is equal for batches with equal tensor shapes."""
-
-    def seed_dropout(self, batch: PixelBatch, step: int, /) -> None:
-        """Make the next forward of the batch repeat its LoRA dropout; called before a recomputation."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +85,11 @@ class Strategy(ABC):
         self.straggler_monitor = StragglerMonitor(self.device, comm.world_size)
         self._is_stop_requested = settings.is_stop_requested
         self._stop_flags = AsyncScalarQueue()
+
+    @property
+    def gradient_accumulation(self) -> GradientAccumulation:
+        """Forward and backward of the micro-batches of a step."""
+        return GradientAccumulation(self.accelerator, self._backward_micro_batch)
 
     @property
     def has_grad_scaler(self) -> bool:
@@ -162,7 +156,7 @@ class Strategy(ABC):
     def compute_gradients(
         self, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor:
-        """Forward and backward of all micro-batches of a step and synchronise the gradients.
+        """Accumulate the gradients of all micro-batches of a step (forward and backward) and synchronise them.
 
         Return the loss: the mean over the ``num_samples`` samples of all ranks.
         """
@@ -190,21 +184,7 @@ class Strategy(ABC):
     def _accumulate_gradients(
         self, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor:
-        """Gradient accumulation: forward and backward of all micro-batches; return this rank's part of the loss."""
-        total = torch.zeros((), device=self.device)
-        for batch in batches:
-            with self.accelerator.accumulate(self.model):
-                total += self._run_micro_batch(loss_function, batch, num_samples, step)
-        if not self.accelerator.sync_gradients:
-            raise AssertionError(f"step {step}: {len(batches)} micro-batches did not complete an optimizer step")
-        return total
-
-    def _run_micro_batch(self, loss_function: LossFunction, batch: PixelBatch, num_samples: int, step: int) -> Tensor:
-        with record_phase("forward", batch), self.accelerator.autocast():
-            loss = loss_function(batch, step).sum() / num_samples
-        with record_phase("backward", batch):
-            self._backward_micro_batch(loss)
-        return loss.detach()
+        return self.gradient_accumulation.accumulate(self.model, loss_function, batches, num_samples, step)
 
     def _backward_micro_batch(self, loss: Tensor) -> None:
         accumulation_steps = self.accelerator.gradient_accumulation_steps
@@ -235,9 +215,8 @@ class Strategy(ABC):
         return find_straggler(self.comm.all_gather_tensor(times).tolist())
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-        """Clip gradients to ``max_norm`` (0: do not) and return their norm before."""
-        norm = self.accelerator.clip_grad_norm_(parameters, max_norm or float("inf"))
-        return torch.as_tensor(norm, device=self.device)
+        """Gradient clipping: clip to ``max_norm`` (0: do not) and return the norm before."""
+        return clip_grad_norm(self.accelerator, parameters, max_norm)
 
     def get_token_positions(self, lora_a: nn.Module) -> Tensor | None:
         """Return the positions of the tokens that an adapter's down matrix sees on this rank; ``None``: all."""

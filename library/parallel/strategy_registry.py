@@ -22,7 +22,7 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
         "ddp": ".ddp:DDPStrategy",
         "device_map": ".device_map:DeviceMapStrategy",
         "pipeline": ".pipeline:PipelineStrategy",
-        "deepspeed": ".deepspeed:DeepSpeedStrategy",
+        "deepspeed": ".deepspeed.engine:DeepSpeedStrategy",
         "fsdp": ".fsdp:FSDPStrategy",
         "device_mesh": ".device_mesh:DeviceMeshStrategy",
     },

@@ -10,7 +10,7 @@ from ..errors import ConfigError
 from ..models.detect import detect_model, get_family_facts
 from ..models.facts import caches_only_t5
 from ..training.preflight import load_settings
-from .preflight import check_cache_arguments, check_cache_command
+from .validate_arguments import check_cache_arguments, check_cache_command
 
 USAGE = "usage: python -m library cache build|verify|repair|prune|info --dataset_config FILE [--option value ...]"
 COMMANDS = {

@@ -20,7 +20,7 @@ from ..captioning.openai_api import ApiCaptioner
 from ..config import parse_config
 from ..config.options import define_option, iter_options
 from ..log import configure_logging
-from .preflight import check_caption_arguments
+from .validate_arguments import check_caption_arguments
 
 if TYPE_CHECKING:
     from ..captioning.vision_language import VisionLanguageModel

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..models.families import FAMILY_FACTS
-from .preflight import check_convert_arguments
+from .validate_arguments import check_convert_arguments
 
 if TYPE_CHECKING:  # torch is imported only after the arguments were checked
     from torch import Tensor
@@ -54,7 +54,7 @@ def convert_lora_file(source: Path, target: Path, file_format: Any) -> str:
     """Convert one file; return a summary."""
     from ..adapters import lora_file
     from ..adapters.alpha_folding import ALPHA_METADATA_KEYS, is_fold_exact
-    from ..adapters.client_support import format_client_losses, list_client_losses
+    from ..adapters.client_compatibility import format_client_losses, list_client_losses
     from ..adapters.formats import convert_to_file_format
     from ..adapters.metadata import add_model_hashes, list_network_sizes, update_network_metadata
     from ..adapters.peft_metadata import PEFT_METADATA_KEY

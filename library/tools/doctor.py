@@ -23,7 +23,7 @@ from ..config import parse_config
 from ..config.options import flatten_config
 from ..errors import ConfigError
 from .doctor_checks import PRELOAD, CheckFailed, Finding, run_checks, run_in_child, start_fork_server
-from .preflight import check_doctor_arguments, find_training_arguments
+from .validate_arguments import check_doctor_arguments, find_training_arguments
 
 if TYPE_CHECKING:
     from ..distributed.launcher_settings import ResolvedSetting
@@ -100,7 +100,7 @@ def check_command(words: Sequence[str]) -> "Iterator[Finding | ResolvedSetting]"
     assignments, words = split_assignments(words)
     os.environ |= assignments  # before accelerate is imported, which looks for its config file then
     from ..distributed.launcher_settings import resolve_settings
-    from ..distributed.preflight import validate_distributed
+    from ..distributed.validate_launch import validate_distributed
     from ..distributed.world import World
 
     launch = parse_launch_command(words, os.environ)

@@ -11,11 +11,11 @@ from ..config.options import flatten_config, iter_options
 from ..config.parser import ParsedConfig
 from ..config.schema import RunConfig
 from ..config.types import is_prompt_text
-from ..data.prompts import load_prompts
+from ..data.preview_prompts import load_prompts
 from ..dataset.validate import validate_dataset_config
 from ..errors import ConfigError, UserError
 from ..models.detect import get_family_facts
-from ..models.preflight import validate_model_options
+from ..models.validate_options import validate_model_options
 from .importers.imported import ImportedConfig, UntakenKey
 from .importers.programs import import_sources
 from .importers.source_file import SourceFile, read_source

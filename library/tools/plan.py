@@ -16,7 +16,7 @@ from ..dataset.dataset_config import collect_extra_keys, convert_to_sd_scripts, 
 from ..dataset.schema import DatasetConfig
 from ..log import configure_logging
 from ..training.preflight import load_settings
-from .preflight import check_plan_arguments
+from .validate_arguments import check_plan_arguments
 
 if TYPE_CHECKING:
     from ..config.parser import ParsedConfig

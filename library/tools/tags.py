@@ -10,7 +10,7 @@ from ..captioning.near_duplicates import find_near_duplicates
 from ..captioning.tag_edits import TagEdit, count_tags, split_tags
 from ..config import parse_config
 from ..config.options import define_option, iter_options
-from .preflight import check_tags_arguments
+from .validate_arguments import check_tags_arguments
 
 USAGE = "usage: python -m library tags count|edit|duplicates FOLDER... [--option value ...]"
 COMMANDS = {

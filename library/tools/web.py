@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..config import parse_config
 from ..config.options import define_option, iter_options
 from ..errors import UserError
-from .preflight import check_web_arguments
+from .validate_arguments import check_web_arguments
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

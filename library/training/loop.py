@@ -1,14 +1,16 @@
-"""The training loop: load data, compute gradients, clip, step the optimizer, log, run the callbacks that are due.
+"""The training loop: load data, forward and backward, clip gradients, step the optimizer, log, run callbacks.
 
 Its types and protocols are in state.py, the loss of a batch in task.py, NaN and out-of-memory handling in
-step_guards.py, what runs before the first step in trial_steps.py; forward, backward, gradient accumulation and
-clipping in parallel/strategy.py.
+step_guards.py, what runs before the first step in trial_steps.py; gradient accumulation, clipping and synchronisation
+in parallel/gradient_accumulation.py, parallel/gradient_clipping.py and parallel/gradient_sync.py.
 """
 
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+
+from torch import Tensor
 
 from ..data.loader import StepBatches
 from ..distributed.step_phases import record_phase
@@ -85,14 +87,13 @@ def _time_data_loading(steps: Iterator[StepBatches]) -> Iterator[tuple[StepBatch
 
 def _run_step(run: TrainingRun, step_batches: StepBatches, data_wait_seconds: float) -> StepMetrics:
     """Run one optimizer step; nothing in it waits for the device."""
-    state, strategy = run.state, run.strategy
+    state = run.state
     lr_factor = run.lr_schedule(state.step)
     set_learning_rates(run.optimizer, [group.lr for group in run.param_groups], lr_factor)
     if run.compilation is not None:
         run.compilation.mark_step_begin()
-    loss = run.oom_recovery.compute_gradients(strategy, run.task, step_batches, state.step)
-    with record_phase("optimizer"):
-        grad_norm = strategy.clip_grad_norm(run.parameters, run.config.optim.max_grad_norm)
+    loss = _accumulate_gradients(run, step_batches)
+    grad_norm = _clip_gradients(run)
     metrics = StepMetrics(state.step, loss, grad_norm, {}, tuple(run.task.micro_batch_stats), data_wait_seconds)
     should_step = run.nan_guard.should_step(run, step_batches, metrics)
     if should_step:
@@ -100,7 +101,7 @@ def _run_step(run: TrainingRun, step_batches: StepBatches, data_wait_seconds: fl
             run.optimizer.step()
             if run.max_norm_regularizer is not None:
                 run.max_norm_regularizer()
-                strategy.sync_master_weights()
+                run.strategy.sync_master_weights()
     run.optimizer.zero_grad(set_to_none=True)
     state.step += 1
     state.samples += step_batches.num_global_samples
@@ -109,3 +110,14 @@ def _run_step(run: TrainingRun, step_batches: StepBatches, data_wait_seconds: fl
         run.ema.update(state.step)
     learning_rates = get_learning_rates(run.optimizer, [group.name for group in run.param_groups])
     return replace(metrics, learning_rates=learning_rates, is_skipped=not should_step)
+
+
+def _accumulate_gradients(run: TrainingRun, step_batches: StepBatches) -> Tensor:
+    """Run forward and backward of all micro-batches, all-reduce their gradients, and return the loss."""
+    return run.oom_recovery.compute_gradients(run.strategy, run.task, step_batches, run.state.step)
+
+
+def _clip_gradients(run: TrainingRun) -> Tensor:
+    """Clip gradients to ``max_grad_norm`` and return their norm before."""
+    with record_phase("optimizer"):
+        return run.strategy.clip_grad_norm(run.parameters, run.config.optim.max_grad_norm)

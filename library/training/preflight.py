@@ -1,14 +1,13 @@
 """Pre-flight checks: the list of all checks of settings. All problems are reported at once, before a model is loaded.
 
-By what a check needs: To add a check, write ``validate_*`` in the preflight.py or validate*.py of its
-package and add a line here.
+To add a check, write ``validate_*`` in a validate*.py of its package and add a line here, by what it needs:
 
 - ``list_settings_checks``: options, dataset TOML, model files, prompts. No torch, so a typo is reported in a second.
 - What needs the scanned images (dataset weights, empty stages) is in ``dataset.validate``, called by data.prepare.
 - ``list_installation_checks``: packages of optimizers and attention kernels, existing files, tokens; for runs.
   ``--dry_run`` reports them as warnings, since its run may be on another machine.
-- Launch checks (devices, launcher, engines, mixed precision) are in ``distributed.preflight``: prepare_accelerator runs
-  them on every rank and reports the problems of all ranks together.
+- Launch checks (devices, launcher, engines, mixed precision) are in ``distributed.validate_launch``: a rank runs them
+  in prepare_accelerator, which reports the problems of all ranks together.
 - ``list_run_checks``: optimizer, adapter targets and parallelism on a model without weights, as the strategy needs it.
 """
 
@@ -70,7 +69,7 @@ RunCheck = Callable[[RunConfig, RunFacts], Iterable[str]]
 def list_settings_checks() -> Sequence[SettingsCheck]:
     """List the checks that need neither torch nor a model."""
     from ..dataset.validate import validate_dataset_config
-    from ..models.preflight import validate_model_options
+    from ..models.validate_options import validate_model_options
     from ..optim.optimizer_names import validate_optimizer_name
 
     return (
@@ -89,9 +88,9 @@ def list_settings_checks() -> Sequence[SettingsCheck]:
 
 def list_run_checks() -> Sequence[RunCheck]:
     """List the checks that need torch or a model on the meta device."""
-    from ..data.prompts import load_preview_prompts
-    from ..models.preflight import validate_prompts
-    from ..optim.preflight import validate_elementwise_optimizer, validate_lr_schedule, validate_optimizer
+    from ..data.preview_prompts import load_preview_prompts
+    from ..models.validate_options import validate_prompts
+    from ..optim.validate_optimizer import validate_elementwise_optimizer, validate_lr_schedule, validate_optimizer
     from . import validate_model
 
     return (
@@ -219,7 +218,7 @@ def load_settings(argv: Sequence[str]) -> ParsedConfig:
 
     Keys and tokens become environment variables, as the model may need one, and leave ``sys.argv``.
     """
-    from ..models.preflight import drop_unused_model_options
+    from ..models.validate_options import drop_unused_model_options
 
     parsed = parse_config(argv)
     os.environ.update(parsed.secrets)

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..config.schema_output import PreviewConfig
 from ..data.images import load_preview_controls
-from ..data.prompts import Prompt
+from ..data.preview_prompts import Prompt
 from ..models.sampling import use_eval_mode
 from ..optim.optimizers import use_eval_weights
 from ..randomness import Purpose, derive_seed

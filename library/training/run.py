@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..adapters import lora
-from ..cache.encode import FrozenEncoders
+from ..cache.frozen_encoders import FrozenEncoders
+from ..cache.latent_cache import cache_latents
 from ..cache.model_fingerprint import compute_quick_file_fingerprint, compute_quick_model_fingerprint
-from ..cache.precompute import CacheReaders, cache_latents, cache_text_encoder_outputs
-from ..cache.readers import build_validation_reader
+from ..cache.readers import CacheReaders, build_validation_reader
+from ..cache.text_encoder_cache import cache_text_encoder_outputs
 from ..checkpoint import checkpoint_dir
 from ..checkpoint.init_weights import merge_base_weights, read_initial_weights
 from ..checkpoint.output_lock import hold_output_lock
@@ -21,7 +22,7 @@ from ..config.options import flatten_config
 from ..config.schema import AdapterConfig
 from ..config.schema_output import SaveConfig
 from ..data.prepare import PreparedData
-from ..data.prompts import Prompt, load_preview_prompts
+from ..data.preview_prompts import Prompt, load_preview_prompts
 from ..data.run_plan import RunPlan
 from ..distributed.config_agreement import NF4_KERNEL
 from ..distributed.launcher_settings import find_overridden_settings
@@ -33,7 +34,7 @@ from ..models.base import Family
 from ..models.detect import DetectedModel, detect_model, get_family_facts
 from ..models.facts import describe_trained_components
 from ..models.families import FAMILIES
-from ..optim.schedules import build_lr_schedule
+from ..optim.lr_schedulers import build_lr_schedule
 from ..parallel.strategy import Strategy
 from ..parallel.strategy_registry import build_strategy
 from ..report import preview_grid

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import __version__
 from ..adapters import lora, lora_file
-from ..adapters.client_support import (
+from ..adapters.client_compatibility import (
     choose_file_format,
     format_client_losses,
     list_client_losses,
@@ -33,7 +33,7 @@ from ..checkpoint.init_weights import split_idle_layers
 from ..config.schema import ModelConfig
 from ..config.schema_output import SaveConfig
 from ..data.batch_plan import get_planned_stages
-from ..data.metadata import build_dataset_metadata
+from ..data.dataset_metadata import build_dataset_metadata
 from ..data.prepare import PreparedData
 from ..errors import UserError
 from ..models.base import Family

@@ -15,8 +15,7 @@ from ..adapters.dropout_and_norms import LoraDropout, MaxNormRegularizer
 from ..adapters.lora import cast_trainable_parameters
 from ..atomic_files import find_write_error
 from ..cache.paths import resolve_cache_dirs
-from ..cache.precompute import CacheReaders
-from ..cache.readers import build_step_loader
+from ..cache.readers import CacheReaders, build_step_loader
 from ..checkpoint.component_keys import collect_component_keys
 from ..checkpoint.init_weights import InitialWeights, keep_idle_layers, load_network_weights
 from ..config import RunConfig
@@ -27,7 +26,7 @@ from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.validate_objective import find_active_options
 from ..data.loader import StepLoader
 from ..data.prepare import PreparedData, prepare_data
-from ..data.prompts import Prompt
+from ..data.preview_prompts import Prompt
 from ..data.run_plan import RunPlan
 from ..diffusion.objective import Objective
 from ..diffusion.process import FlowMatchingProcess
@@ -40,10 +39,10 @@ from ..models.detect import DetectedModel, build_control_limits
 from ..models.facts import select_trained_text_encoders
 from ..models.loading import set_attention_mode
 from ..models.model_configs import is_tokenizer
-from ..models.schedulers import override_scheduler
-from ..optim import optimizers, schedules
+from ..models.noise_schedulers import override_scheduler
+from ..optim import lr_schedulers, optimizers
 from ..optim.ema import AdapterEMA
-from ..optim.preflight import find_learning_rate_warnings
+from ..optim.validate_optimizer import find_learning_rate_warnings
 from ..parallel.offload import is_quantized_or_offloaded, quantize_and_offload_base
 from ..parallel.parallel_plan import build_parallel_plan
 from ..parallel.strategy import Strategy
@@ -139,7 +138,7 @@ def build_run(
     loader = _build_loader(strategy, prepared, plan, cache_readers)
     if strategy.comm.is_main:
         _warn_truncated_captions(family, pipe, prepared.list_first_epoch_captions(plan.batch_plan, plan.steps))
-    lr_schedule = schedules.build_lr_schedule(config.optim, plan.steps)
+    lr_schedule = lr_schedulers.build_lr_schedule(config.optim, plan.steps)
     max_norm, ema_decay = config.adapter.scale_weight_norms, config.optim.ema_decay
     trainable = [parameter for group in groups for parameter in group.parameters]
     run = TrainingRun(

@@ -11,8 +11,8 @@ from ..config import RunConfig
 from ..data.loader import StepBatches, StepLoader
 from ..data.run_plan import RunPlan
 from ..optim.ema import AdapterEMA
+from ..optim.lr_schedulers import LRSchedule
 from ..optim.optimizers import ParamGroup
-from ..optim.schedules import LRSchedule
 from ..parallel.strategy import Strategy
 from .task import DiffusionTask, MicroBatchStats
 

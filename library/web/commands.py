@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import UserError
 from .background import PROGRESS_FILE
-from .preflight import TRAINING_SCRIPT
+from .validate_requests import TRAINING_SCRIPT
 
 PROGRESS_NAME = "progress.json"
 MAX_KEPT, MAX_RUNNING = 16, 2

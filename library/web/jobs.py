@@ -18,8 +18,8 @@ import psutil
 
 from ..atomic_files import write_atomic
 from ..errors import UserError
-from .preflight import HEADER, TRAINING_SCRIPT, check_can_start
 from .run_form import CheckedForm
+from .validate_requests import HEADER, TRAINING_SCRIPT, check_can_start
 
 WAITING, RUNNING, STOPPING, STOPPED, FINISHED, FAILED = "waiting running stopping stopped finished failed".split()
 FOLDER, FILE = ".lorikeet-web", "jobs.json"

@@ -15,11 +15,11 @@ from ..config.options import define_option, iter_options
 from ..errors import UserError
 from ..tools.convert import FORMAT_DESCRIPTIONS
 from ..tools.lora import COMMANDS
-from ..tools.lora.preflight import RULES
+from ..tools.lora.validate_arguments import RULES
 from .folders import OpenedFolders
 from .picture_pages import take_json
-from .preflight import find_path_problems
 from .run_form import FormField, build_arguments
+from .validate_requests import find_path_problems
 from .workbench import get_workbench, render_page
 
 SHOWN = {"inspect": 1, "convert": 1, "merge": 2, "merge into a model": 1, "extract": 0, "resize": 1, "scale": 1} | {

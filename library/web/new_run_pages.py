@@ -15,9 +15,9 @@ from ..errors import UserError
 from .commands import CommandRunner
 from .jobs import JobQueue, build_command
 from .picture_pages import take_json
-from .preflight import HEADER
 from .presets import list_presets
 from .run_form import CheckedForm, export_values, list_field_groups, read_settings_file
+from .validate_requests import HEADER
 from .workbench import get_workbench, render_page
 
 MAX_PROCESSES = 64

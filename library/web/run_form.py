@@ -15,7 +15,7 @@ from ..config.parser import ParsedConfig, format_unused_settings, parse_config
 from ..errors import UserError
 from ..training.preflight import find_installation_problems, find_settings_problems, load_settings
 from .folders import OpenedFolders
-from .preflight import find_dataset_path_problems, find_path_problems
+from .validate_requests import find_dataset_path_problems, find_path_problems
 
 BASICS = (
     "dataset_config pretrained_model_name_or_path output_dir output_name network_dim network_alpha"

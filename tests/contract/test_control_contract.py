@@ -186,7 +186,7 @@ def test_conditions_see_text_and_image_but_not_each_other(plain):
 def test_previews_compute_independent_conditions_once(plain, tmp_path):
     from PIL import Image
 
-    from library.data.prompts import Prompt
+    from library.data.preview_prompts import Prompt
 
     path = tmp_path / "condition.png"
     Image.effect_noise((96, 64), 90).convert("RGB").save(path)
@@ -203,7 +203,7 @@ def test_previews_compute_independent_conditions_once(plain, tmp_path):
 
     cached, num_calls = draw()
     assert num_calls == 2  # one for each text
-    with mock.patch("library.models.condition_branch.ConditionCache.find", lambda *_: {}):
+    with mock.patch("library.models.omini_control.ConditionCache.find", lambda *_: {}):
         anew, num_calls = draw()
     assert num_calls == 6
     assert cached.tobytes() == anew.tobytes()

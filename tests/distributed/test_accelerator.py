@@ -14,15 +14,15 @@ from library.config.schema import RunConfig
 from library.distributed import accelerator
 from library.distributed.accelerator import build_accelerator_kwargs, should_bind_to_numa_node
 from library.distributed.devices import Machine, count_numa_nodes, find_numa_affinity_problem
-from library.distributed.preflight import (
+from library.distributed.process_group import build_process_group_kwargs
+from library.distributed.rendezvous import build_partial_state_kwargs
+from library.distributed.trackers import resolve_tracker, resolve_tracker_dir
+from library.distributed.validate_launch import (
     AcceleratorFacts,
     validate_accelerator,
     validate_distributed,
     validate_trackers,
 )
-from library.distributed.process_group import build_process_group_kwargs
-from library.distributed.rendezvous import build_partial_state_kwargs
-from library.distributed.trackers import resolve_tracker, resolve_tracker_dir
 from library.distributed.world import World, select_device_type
 from library.errors import ConfigError
 

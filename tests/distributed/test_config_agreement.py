@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rank_processes import find_free_port, run_on_ranks
 from training_runs import write_images
 
-from library.cache.build import describe_shared_disks
+from library.cache.distributed_encoding import describe_shared_disks
 from library.config import parse_config
 from library.config.options import flatten_config
 from library.distributed import config_agreement

@@ -234,7 +234,7 @@ def measure_memory(stage: int) -> tuple[int, int, int]:
     from library.distributed.communicator import Communicator
     from library.distributed.deepspeed_settings import DeepSpeedSettings
     from library.models.families import FAMILIES
-    from library.parallel.deepspeed import DeepSpeedStrategy
+    from library.parallel.deepspeed.engine import DeepSpeedStrategy
     from library.parallel.strategy import StrategySettings
     from library.training.trainable import build_trainable_modules
 
@@ -280,7 +280,7 @@ def compare_with_public_functions(stage: int) -> list[str]:
     from library.distributed.accelerator import prepare_accelerator
     from library.distributed.communicator import Communicator
     from library.distributed.deepspeed_settings import DeepSpeedSettings
-    from library.parallel.deepspeed import DeepSpeedStrategy
+    from library.parallel.deepspeed.engine import DeepSpeedStrategy
     from library.parallel.strategy import StrategySettings
 
     comm = Communicator(prepare_accelerator(parse_config([]).config))
@@ -343,7 +343,7 @@ def clip_offloaded_gradient(stage: int) -> tuple[str, list[float]]:
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    from library.parallel.deepspeed_optimizer import DeepSpeedOptimizer
+    from library.parallel.deepspeed.zero_optimizer import DeepSpeedOptimizer
 
     weight = torch.nn.Parameter(torch.zeros(2))
     weight._hp_mapping = None

@@ -105,7 +105,7 @@ def test_nvme_offload_trains_the_adapter_of_one_process(ranks, is_real, offload,
 
 def test_only_directories_of_dead_processes_are_removed(tmp_path):
     from library.distributed.watchdog import ProcessIdentity
-    from library.parallel.deepspeed_nvme import DIR_PREFIX, OWNER_FILE, remove_stale_dirs
+    from library.parallel.deepspeed.nvme_offload import DIR_PREFIX, OWNER_FILE, remove_stale_dirs
 
     own = ProcessIdentity.get_current()
     owners = {"mine": own, "dead": replace(own, began=own.began - 1000), "elsewhere": replace(own, host="elsewhere")}

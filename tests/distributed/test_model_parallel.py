@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from training_runs import max_relative_difference, train
 
 from library.config import parse_config
-from library.distributed.preflight import validate_parallel_dims
+from library.distributed.validate_launch import validate_parallel_dims
 from library.distributed.world import ParallelDims, World, build_parallel_dims
 from library.errors import ConfigError
 from library.models.detect import detect_model

@@ -22,10 +22,10 @@ from library.config.types import StepRange
 from library.distributed.step_phases import record_phase
 from library.distributed.world import ParallelDims
 from library.models.families import FAMILIES
+from library.parallel.gradient_accumulation import LossFunction
 from library.parallel.parallel_plan import BlockSequence, ParallelPlan, UNetBlockSequence
 from library.parallel.pipeline import PipelineStep, PipelineStrategy
 from library.parallel.pipeline_stages import StageBoundary, StageRunner
-from library.parallel.strategy import LossFunction
 from library.training.profiler import DenoiserCalls, StepProfiler
 from library.training.shutdown import suggest_oom_fixes
 

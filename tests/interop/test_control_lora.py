@@ -12,7 +12,7 @@ from training_runs import train, write_images
 
 from library.adapters import lora
 from library.config import parse_config
-from library.data.prompts import Prompt
+from library.data.preview_prompts import Prompt
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.training.trainable import select_target_components

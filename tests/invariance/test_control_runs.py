@@ -11,7 +11,7 @@ from library.dataset.validate import validate_dataset_config
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
-from library.models.preflight import validate_model_options
+from library.models.validate_options import validate_model_options
 from library.training.preflight import RunFacts, check_run_settings
 
 MODEL = ("--pretrained_model_name_or_path", "random:flux:tiny", "--control")

@@ -12,7 +12,7 @@ from training_runs import max_relative_difference, train, write_images
 
 from library.config import parse_config
 from library.errors import ConfigError
-from library.models.preflight import validate_model_options
+from library.models.validate_options import validate_model_options
 
 MODEL = ("--pretrained_model_name_or_path", "random:flux_kontext:tiny", "--network_train_unet_only")
 EDIT = ("--pretrained_model_name_or_path", "random:qwen_image_edit_plus:2511:tiny")

@@ -26,8 +26,8 @@ from library.data.buckets import build_bucket_assigner
 from library.data.prepare import prepare_data
 from library.data.run_plan import RunPlan
 from library.dataset.dataset_config import parse_dataset_config
+from library.dataset.resolution_stages import build_stages, expand_resolution_schedule
 from library.dataset.schema import collect_flag_defaults
-from library.dataset.stages import build_stages, expand_resolution_schedule
 from library.dataset.validate import validate_dataset_config
 from library.errors import ConfigError, UserError
 from library.training.state import is_interval_reached

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
-from library.cache import encode
-from library.cache.precompute import cache_latents, cache_text_encoder_outputs
+from library.cache.frozen_encoders import FrozenEncoders
+from library.cache.latent_cache import LatentEncoder, cache_latents
 from library.cache.readers import build_step_loader
+from library.cache.text_encoder_cache import CaptionEncoder, cache_text_encoder_outputs
 from library.config import RunConfig, parse_config
 from library.data.batch import Cond, Moments
 from library.data.prepare import PreparedData, prepare_data
@@ -68,7 +69,7 @@ class EncodedNames:
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        for encoder in (encode.LatentEncoder, encode.CaptionEncoder):
+        for encoder in (LatentEncoder, CaptionEncoder):
             self._record(encoder)
 
     def _record(self, encoder: Any) -> None:
@@ -99,7 +100,7 @@ class CachedRun:
         self.strategy = strategy or DDPStrategy(Communicator(prepare_accelerator(self.config)), StrategySettings())
         self.prepared: PreparedData = prepare_data(self.config.data, 8)
         model = detect_model(self.config.model)
-        encoders = encode.FrozenEncoders(
+        encoders = FrozenEncoders(
             self.strategy, family, model, self.config.model, self.config.cache, family.text_components
         )
         self.prepared, self.latents = cache_latents(encoders, self.prepared)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond
-    from ...data.prompts import Prompt
+    from ...data.preview_prompts import Prompt
 
 AURA_FLOW_MAX_SEQUENCE_LENGTH = 256
 """Tokens of the padded prompt, as in diffusers' pipeline."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond
-    from ...data.prompts import Prompt
+    from ...data.preview_prompts import Prompt
 
 CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a call of the denoiser: positional arguments, and those by name."""

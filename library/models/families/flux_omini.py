@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond
-    from ...data.prompts import Prompt
+    from ...data.preview_prompts import Prompt
 
 FACTS = replace(
     FLUX_FACTS,
@@ -66,7 +66,7 @@ class FluxOmini(Flux):
 
     @classmethod
     def prepare_denoiser(cls, denoiser: nn.Module) -> None:
-        from ..condition_branch import add_condition_branch
+        from ..omini_control import add_condition_branch
 
         add_condition_branch(denoiser)
 
@@ -133,7 +133,7 @@ class FluxOmini(Flux):
         from PIL import ImageOps
 
         from ...data.images import load_preview_controls
-        from ..condition_branch import ConditionCache
+        from ..omini_control import ConditionCache
 
         kwargs = super().build_sampling_kwargs(pipe, prompt, cond, negative_cond)
         processor, multiple = pipe.image_processor, pipe.vae_scale_factor * 2

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond, Moments
-    from ...data.prompts import Prompt
+    from ...data.preview_prompts import Prompt
     from ...diffusion.process import NoiseProcess
 
 KREA2_MAX_SEQUENCE_LENGTH = 512

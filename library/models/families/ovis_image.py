@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond
-    from ...data.prompts import Prompt
+    from ...data.preview_prompts import Prompt
 
 OVIS_MAX_SEQUENCE_LENGTH = 256
 """Tokens of the padded prompt without the ``user_prompt_begin_id`` tokens before it, as in diffusers' pipeline."""

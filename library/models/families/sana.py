@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond
-    from ...data.prompts import Prompt
+    from ...data.preview_prompts import Prompt
 
 SANA_MAX_SEQUENCE_LENGTH = 300
 """Maximum tokens of the prompt, as in diffusers' pipeline."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...config.options import iter_options
 from ...log import configure_logging
-from . import preflight
+from . import validate_arguments
 from .options import (
     BlockArguments,
     ExtractArguments,
@@ -22,43 +22,43 @@ COMMANDS: dict[str, tuple[str, str, type, Any]] = {
         "FILE [FILE ...]",
         "layers, ranks, update norms by block, training facts, who reads it; two files side by side",
         InspectArguments,
-        preflight.validate_inspect,
+        validate_arguments.validate_inspect,
     ),
     "merge": (
         "FILE FILE ... --output FILE",
         "several LoRAs into one, exactly or by SVD; with --model into the weights of a model",
         MergeArguments,
-        preflight.validate_merge,
+        validate_arguments.validate_merge,
     ),
     "extract": (
         "BASE TUNED --rank N --output FILE",
         "a LoRA, DoRA or LoKr from two models",
         ExtractArguments,
-        preflight.validate_extract,
+        validate_arguments.validate_extract,
     ),
     "resize": (
         "FILE --rank N --output FILE",
         "to a smaller rank; LoHa and LoKr to LoRA",
         ResizeArguments,
-        preflight.validate_resize,
+        validate_arguments.validate_resize,
     ),
     "scale": (
         "FILE --blocks NAME=FACTOR ... --output FILE",
         "multiply the updates of blocks",
         BlockArguments,
-        preflight.validate_scale,
+        validate_arguments.validate_scale,
     ),
     "prune": (
         "FILE --blocks NAME ... --output FILE",
         "remove blocks, or keep only some",
         BlockArguments,
-        preflight.validate_prune,
+        validate_arguments.validate_prune,
     ),
     "metadata": (
         "FILE [--set KEY=VALUE ... --output FILE]",
         "print the metadata, or write a copy with others",
         MetadataArguments,
-        preflight.validate_metadata,
+        validate_arguments.validate_metadata,
     ),
 }
 
@@ -68,11 +68,11 @@ def run_lora(argv: Sequence[str]) -> tuple[str, int] | Generator[str, None, int]
     if not argv or argv[0] in ("--help", "-h"):
         return _format_help(), 0
     command, *rest = argv
-    preflight.check_lora_command(command, COMMANDS)
+    validate_arguments.check_lora_command(command, COMMANDS)
     if set(rest) & {"--help", "-h"}:
         return _format_command_help(command), 0
     _, _, arguments, check = COMMANDS[command]
-    return _run_command(command, *preflight.parse_arguments(rest, arguments, check))
+    return _run_command(command, *validate_arguments.parse_arguments(rest, arguments, check))
 
 
 def _run_command(command: str, files: list[str], options: Any) -> Generator[str, None, int]:

@@ -38,8 +38,8 @@ from .options import (
     MetadataArguments,
     ResizeArguments,
 )
-from .preflight import build_rank_rule, resolve_block_factors
 from .resizing import format_errors, format_share, resize_lora
+from .validate_arguments import build_rank_rule, resolve_block_factors
 
 
 def resolve_dtype(options: FormatOptions, files: Sequence[LoraFile]) -> torch.dtype:

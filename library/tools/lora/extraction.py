@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...adapters.client_support import choose_file_format
+from ...adapters.client_compatibility import choose_file_format
 from ...adapters.key_styles import OriginalModule
 from ...adapters.merge import compute_delta_weight, compute_merged_weight
 from ...adapters.metadata import NetworkSizes

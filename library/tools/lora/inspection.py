@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...adapters.client_support import list_client_losses
+from ...adapters.client_compatibility import list_client_losses
 from ...adapters.formats import FileFormat
 from ...adapters.merge import compute_delta_weight
 from ...adapters.state_dict import ModuleAdapter

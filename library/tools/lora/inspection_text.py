@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ...adapters.client_support import format_client_losses
+from ...adapters.client_compatibility import format_client_losses
 from .block_names import get_block, is_text_encoder
 from .inspection import MODEL_TITLES, LayerFacts, LoraFacts, group_by_component, iter_training_facts
 from .low_rank import BASE_DEPENDENT_TYPES, compute_inner_product, compute_norm, factor_update

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...adapters.alpha_folding import ALPHA_METADATA_KEYS, change_alpha
-from ...adapters.client_support import format_client_losses, list_client_losses, needs_equal_alphas
+from ...adapters.client_compatibility import format_client_losses, list_client_losses, needs_equal_alphas
 from ...adapters.file_reader import read_adapter_file
 from ...adapters.formats import FileFormat, convert_from_file_format, convert_to_file_format
 from ...adapters.fused_layers import FusionError, fuse_adapters, split_adapter

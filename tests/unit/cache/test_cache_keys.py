@@ -14,7 +14,7 @@ from PIL import Image
 from rank_processes import run_on_ranks
 from safetensors.torch import load_file, save_file
 
-from library.cache.encode import LatentEncoder
+from library.cache.latent_cache import LatentEncoder
 from library.data.images import resize_and_crop
 from library.dataset.image_inspection import load_rgb_image
 from library.models.detect import detect_model, get_config_reader

@@ -10,7 +10,7 @@ from library.config import parse_config
 from library.config.help import format_config_as_toml
 from library.config.options import flatten_config
 from library.config.parser import format_unused_settings
-from library.models.preflight import drop_unused_model_options
+from library.models.validate_options import drop_unused_model_options
 from library.training.preflight import find_settings_problems, load_settings
 
 

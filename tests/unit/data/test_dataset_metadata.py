@@ -5,7 +5,7 @@ import json
 from PIL import Image
 
 from library.config.schema_data import DataConfig
-from library.data.metadata import build_dataset_metadata
+from library.data.dataset_metadata import build_dataset_metadata
 from library.data.prepare import prepare_data
 
 

@@ -16,14 +16,14 @@ from library.config.options import iter_options
 from library.config.schema import RunConfig
 from library.config.schema_objective import LossConfig, NoiseConfig
 from library.config.unused_options import SAMPLERS_WITHOUT_ZERO_SNR
-from library.data.prompts import Prompt
+from library.data.preview_prompts import Prompt
 from library.diffusion.objective import Objective
 from library.diffusion.process import EpsilonProcess, FixedShift, FlowMatchingProcess, VPredictionProcess
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.models.families.sd1_sd2 import StableDiffusion1
-from library.models.schedulers import SAMPLERS, build_scheduler, override_scheduler
+from library.models.noise_schedulers import SAMPLERS, build_scheduler, override_scheduler
 from library.randomness import derive_seed
 from library.training.setup import build_objective
 

@@ -9,7 +9,7 @@ from library.distributed.cluster_environment import (
     find_world_size_variable,
     read_rank_variables,
 )
-from library.distributed.preflight import validate_distributed
+from library.distributed.validate_launch import validate_distributed
 from library.distributed.world import World
 
 BATCH_SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}

@@ -22,7 +22,7 @@ from library.distributed.launcher_settings import (
     read_accelerate_config,
     resolve_settings,
 )
-from library.distributed.preflight import validate_distributed
+from library.distributed.validate_launch import validate_distributed
 from library.distributed.world import World
 from library.errors import ConfigError
 

@@ -10,12 +10,12 @@ from PIL import Image
 
 from library.config.schema_data import DataConfig
 from library.data.prepare import prepare_data
-from library.data.prompts import Prompt
+from library.data.preview_prompts import Prompt
 from library.errors import FileError
 from library.models.base import NEGATIVE_MARK
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
-from library.models.preflight import validate_prompts
+from library.models.validate_options import validate_prompts
 
 __all__ = ["build_case"]  # a fixture
 

@@ -14,6 +14,7 @@ from library.config.schema import OptimConfig
 from library.config.types import StepsOrRatio
 from library.errors import UserError
 from library.optim.ema import AdapterEMA
+from library.optim.lr_schedulers import PROGRESS_SCHEDULES, build_lr_schedule
 from library.optim.optimizers import (
     OPTIMIZERS,
     ParamGroup,
@@ -23,8 +24,7 @@ from library.optim.optimizers import (
     set_learning_rates,
     use_eval_weights,
 )
-from library.optim.preflight import find_learning_rate_warnings, validate_lr_schedule, validate_optimizer
-from library.optim.schedules import PROGRESS_SCHEDULES, build_lr_schedule
+from library.optim.validate_optimizer import find_learning_rate_warnings, validate_lr_schedule, validate_optimizer
 
 STEPS = 37
 OF_TRANSFORMERS = [name for name in PROGRESS_SCHEDULES if name not in ("rex", "adafactor")]

@@ -10,10 +10,10 @@ from training_runs import train
 
 from library.config import parse_config
 from library.distributed.deepspeed_settings import DeepSpeedSettings, resolve_deepspeed
-from library.distributed.preflight import validate_distributed
+from library.distributed.validate_launch import validate_distributed
 from library.distributed.validate_sharding import validate_deepspeed, validate_deepspeed_batch_sizes
 from library.distributed.world import World
-from library.optim.preflight import validate_elementwise_optimizer
+from library.optim.validate_optimizer import validate_elementwise_optimizer
 
 STAGE_3 = ("--deepspeed", "--zero_stage", "3")
 TWO_PROCESSES = World(world_size=2, local_world_size=2, local_rank=0, mixed_precision="no")

@@ -21,14 +21,14 @@ from library.adapters.dropout_and_norms import compute_layer_update_norms, find_
 from library.config import parse_config
 from library.config.types import DeviceMap
 from library.distributed.devices import Machine
-from library.distributed.preflight import validate_device_map_launch
+from library.distributed.validate_launch import validate_device_map_launch
 from library.distributed.world import World
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.models.loading import load_components_on_meta
 from library.parallel.device_map import build_device_map, iter_weight_devices
-from library.parallel.preflight import validate_device_map
+from library.parallel.validate_engines import validate_device_map
 from library.training.preflight import RunFacts, check_run_settings
 
 MODELS = ("sd1", "sdxl", "sd3", "flux", "z_image", "qwen_image")
@@ -155,11 +155,11 @@ def test_device_maps_are_refused_with_other_engines_and_too_few_devices():
 
 def train_with_device_map_on_cpu(*flags: str) -> str:
     """Train with a device map of two devices that are both the CPU, with all dispatch hooks."""
-    from library.distributed import preflight
+    from library.distributed import validate_launch
     from library.parallel import device_map
     from library.training import metrics
 
-    preflight.validate_device_map_launch = lambda *_: []
+    validate_launch.validate_device_map_launch = lambda *_: []
     device_map.list_devices = lambda first: [first, first]
     peaks = cycle([5e9, 7e9])  # parameters of both devices
     metrics.get_peak_memory = lambda device: next(peaks)

@@ -14,7 +14,7 @@ from library.distributed.fsdp_settings import (
     find_ignored_fsdp_settings,
     resolve_fsdp,
 )
-from library.distributed.preflight import validate_distributed
+from library.distributed.validate_launch import validate_distributed
 from library.distributed.validate_sharding import validate_fsdp
 from library.distributed.world import World
 

@@ -11,12 +11,12 @@ from tiny_pipelines import TINY
 from training_runs import even_dataset, max_relative_difference, train, train_adapter
 
 from library.config import parse_config
-from library.distributed.preflight import validate_attention_support
+from library.distributed.validate_launch import validate_attention_support
 from library.distributed.world import World
 from library.models.facts import TORCH_ATTENTION_MODES
 from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.loading import DIFFUSERS_ATTENTION_BACKENDS, set_attention_mode
-from library.models.preflight import validate_attention_mode
+from library.models.validate_options import validate_attention_mode
 
 __all__ = ["even_dataset"]  # a fixture
 

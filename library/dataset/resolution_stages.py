@@ -1,4 +1,4 @@
-"""Stages of a run: ranges of steps with the same datasets, from ``from_step``, ``to_step`` and resolution schedules."""
+"""Resolution stages of a run: ranges of steps with the same datasets, by ``resolution_schedule`` and ``from_step``."""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Schedulers: the samplers of previews by sd-scripts' names, and overrides of the model's scheduler config."""
+"""Noise schedulers: the samplers of previews by sd-scripts' names, and overrides of the model's scheduler config."""
 
 import importlib
 import inspect

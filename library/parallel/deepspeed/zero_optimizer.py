@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..gradient_clipping import DeepSpeedGradientClipping
+
 
 @dataclass(frozen=True)
 class ParameterShard:
@@ -78,9 +80,8 @@ class DeepSpeedOptimizer:
         self._has_full_parameters = stage < 3
         self._loaded_state: Mapping[str, Any] | None = None
         """The state dict that was loaded, until the next step."""
-        self._grad_norm = torch.zeros(())
+        self._clipping = DeepSpeedGradientClipping(self._zero, stage)
         self._has_gradients = False
-        self._compute_grad_norm = self._replace_norm_function(stage)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -91,25 +92,10 @@ class DeepSpeedOptimizer:
         """The torch optimizer of this rank's flat tensors."""
         return self._zero.optimizer
 
-    def _replace_norm_function(self, stage: int) -> Any:
-        """Have DeepSpeed's step use the norm that ``compute_grad_norm`` computed; return DeepSpeed's own function."""
-        if stage < 3:
-            original, self._zero.scaled_global_norm = self._zero.scaled_global_norm, lambda norm_type=2: self._grad_norm
-            return original
-        from deepspeed.runtime.utils import combine_grad_norm_groups
-
-        get_groups, self._zero._get_norm_groups = self._zero._get_norm_groups, lambda: [self._grad_norm]
-        return lambda: combine_grad_norm_groups(get_groups())
-
-    def compute_grad_norm(self, max_norm: float) -> Tensor:
-        """Return the norm over all ranks (inf if non-finite); the next step clips gradients to ``max_norm``."""
-        self._zero.clip_grad = max_norm
+    def clip_in_next_step(self, max_norm: float) -> Tensor:
+        """Return the gradient norm over all ranks; the next step clips gradients to ``max_norm``."""
         self._has_gradients = True
-        if wait := getattr(self._zero, "_wait_for_offload_copies", None):
-            wait()
-        # Kept on its device: DeepSpeed multiplies gradients, which may be offloaded, by a factor made of it.
-        self._grad_norm = torch.as_tensor(self._compute_grad_norm())
-        return self._grad_norm.to(self._device)
+        return self._clipping.clip_in_next_step(max_norm).to(self._device)
 
     def step(self) -> None:
         """Update this rank's shards and all-gather the parameters."""
@@ -122,7 +108,7 @@ class DeepSpeedOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients without a step: DeepSpeed skips the step of an infinite gradient norm and clears them."""
         if self._has_gradients:
-            self._grad_norm = torch.full_like(self._grad_norm, float("inf"))
+            self._clipping.skip_next_step()
             self._engine.step()
             self._has_gradients = False
             self._gather_parameters()

@@ -1,4 +1,4 @@
-"""Which layout of a LoRA file other programs read right: the default of a run, and what is lost in which program.
+"""Which layout of a LoRA file diffusers and ComfyUI read right: the default of a run, what is lost in which program.
 
 Measured with diffusers 0.42.1, ComfyUI 0.30.0, sd-scripts and LyCORIS 4.1.3 by ``tests/interop/client_table.py``.
 """

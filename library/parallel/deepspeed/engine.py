@@ -11,20 +11,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..data.batch import PixelBatch
-from ..distributed.accelerator import set_deepspeed_device
-from ..distributed.communicator import Communicator
-from ..distributed.deepspeed_settings import DeepSpeedSettings
-from ..distributed.devices import HOST
-from ..distributed.process_group import select_backend
-from ..distributed.validate_sharding import validate_deepspeed_batch_sizes
-from ..errors import UserError
-from .deepspeed_nvme import NVMeOffload
-from .deepspeed_optimizer import DeepSpeedOptimizer
-from .gradient_sync import scale_loss
-from .parallel_plan import ParallelPlan
-from .preflight import raise_problems, validate_zero_config
-from .strategy import LossFunction, Strategy, StrategySettings
+from ...data.batch import PixelBatch
+from ...distributed.accelerator import set_deepspeed_device
+from ...distributed.communicator import Communicator
+from ...distributed.deepspeed_settings import DeepSpeedSettings
+from ...distributed.devices import HOST
+from ...distributed.process_group import select_backend
+from ...distributed.validate_sharding import validate_deepspeed_batch_sizes
+from ...errors import UserError
+from ..gradient_accumulation import LossFunction
+from ..gradient_sync import scale_loss
+from ..parallel_plan import ParallelPlan
+from ..strategy import Strategy, StrategySettings
+from ..validate_engines import raise_problems, validate_zero_config
+from .nvme_offload import NVMeOffload
+from .zero_optimizer import DeepSpeedOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -139,10 +140,8 @@ class DeepSpeedStrategy(Strategy):
     def compute_gradients(
         self, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor:
-        total = torch.zeros((), device=self.device)
-        for index, batch in enumerate(batches, start=1):
-            self._engine.set_gradient_accumulation_boundary(index == len(batches))
-            total += self._run_micro_batch(loss_function, batch, num_samples, step)
+        accumulate = self.gradient_accumulation.accumulate_in_deepspeed
+        total = accumulate(self._engine, loss_function, batches, num_samples, step)
         self.straggler_monitor.mark_gradients_ready()
         return self._all_reduce_loss(total)
 
@@ -157,7 +156,7 @@ class DeepSpeedStrategy(Strategy):
         self._engine.backward(scale_loss(loss, "deepspeed", accumulation_steps, self.comm.world_size))
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-        norm: Tensor = self.optimizer.compute_grad_norm(max_norm)
+        norm: Tensor = self.optimizer.clip_in_next_step(max_norm)
         return norm
 
     def sync_master_weights(self) -> None:

@@ -7,9 +7,9 @@ import torch
 
 from ..config.schema import OptimConfig
 from ..errors import UserError
+from .lr_schedulers import build_lr_schedule
 from .optimizer_names import OPTIMIZERS
 from .optimizers import ParamGroup, build_optimizer, resolve_optimizer
-from .schedules import build_lr_schedule
 
 ELEMENTWISE_OPTIMIZERS = frozenset(
     [

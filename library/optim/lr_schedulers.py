@@ -1,4 +1,4 @@
-"""Learning rate schedules as pure functions of the optimizer step, independent of ranks, accumulation and resume."""
+"""Learning rate schedulers as pure functions of the optimizer step, independent of ranks, accumulation and resume."""
 
 import math
 from collections.abc import Callable, Mapping

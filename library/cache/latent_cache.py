@@ -1,83 +1,39 @@
-"""Encode images with the VAE and captions with the text encoders, in batches, as entries of a cache."""
+"""Cache latents (``--cache_latents``, ``--cache_latents_to_disk``): encode the images with the VAE before training."""
 
 import logging
 import os
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL.Image import Image, fromarray
 from torch import Tensor
 
-from ..config.schema import ModelConfig
-from ..config.schema_data import CacheConfig
 from ..data.augment import Augmenter
-from ..data.batch import Cond, normalize_pixels
-from ..data.images import BadSample, load_control_pixels, load_preview_controls, load_sample_pixels
+from ..data.batch import normalize_pixels
+from ..data.images import BadSample, load_control_pixels, load_sample_pixels
+from ..data.prepare import PreparedData
 from ..data.worker_pool import prefetch_in_threads
 from ..dataset.image_inspection import Pixels
 from ..dataset.masks import MaskPixels
 from ..diffusion.losses import resize_mask_to_latents
-from ..distributed.devices import MIXED_PRECISION_DTYPES
-from ..errors import UserError
-from ..models.base import Family
-from ..models.detect import DetectedModel
-from ..parallel.strategy import Strategy
-from .build import EncodedEntry
-from .keys import LatentKeys, TextKeys, get_cached_crop
-from .readers import CONTROL_TENSOR, MASK_TENSOR, MOMENTS_TENSOR, split_cond
+from ..errors import FileError
+from .distributed_encoding import CacheSpec, EncodedEntry, fill_cache, open_shards, split_into_batches
+from .frozen_encoders import FrozenEncoders
+from .keys import LatentKeys, build_latent_keys, compute_encoder_fingerprint, get_cached_crop
+from .paths import LATENTS_DIR_NAME, TEMPORARY_FINGERPRINT, open_cache_dirs
+from .readers import CONTROL_TENSOR, MASK_TENSOR, MOMENTS_TENSOR, LatentReader
 
 logger = logging.getLogger(__name__)
 CACHE_DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-MAX_CAPTION_CHARACTERS = 80
-"""Of a caption, as the name of an entry."""
-
 PREFETCH_PER_THREAD = 2
 """Images."""
 
 LoadedEntry = tuple[Pixels, MaskPixels | None, tuple[Pixels, ...]]
 """An image, its mask and its control images."""
-
-
-@dataclass(frozen=True)
-class FrozenEncoders:
-    """Loads the frozen VAE or text encoders of a model onto this process's device."""
-
-    strategy: Strategy
-    family: Family
-    model: DetectedModel
-    model_config: ModelConfig
-    cache: CacheConfig
-    text_components: tuple[str, ...]
-    """The components that encode texts: those of T5 alone where CLIP is trained."""
-
-    @property
-    def is_t5_only(self) -> bool:
-        return self.text_components != self.family.text_components
-
-    @property
-    def reads_controls(self) -> bool:
-        """Whether the text encoder reads control images together with captions."""
-        return self.family.facts.text_tokens_per_control > 0
-
-    def encode_prompts(self, pipe: Any, prompts: Sequence[str], controls: Sequence[Sequence[Image]] = ()) -> Cond:
-        """Encode texts with the text components; ``controls`` are the control images of each, if they are read."""
-        if self.reads_controls:
-            return self.family.encode_prompts_with_controls(pipe, prompts, controls)
-        encode = self.family.encode_t5_prompts if self.is_t5_only else self.family.encode_prompts
-        return encode(pipe, prompts)
-
-    def load(self, components: Sequence[str], dtype: torch.dtype) -> Any:
-        """Load a pipeline with these components, frozen and on the device."""
-        pipe = self.family.load(self.model, dtype, components, device=self.strategy.device)
-        for component in components:
-            module = getattr(pipe, component)
-            if isinstance(module, torch.nn.Module):
-                module.requires_grad_(False).to(self.strategy.device)
-        return pipe
 
 
 @dataclass
@@ -97,7 +53,7 @@ class LatentEncoder:
             sample_index = int(self.latent_keys.sample_indices[index])
             by_size[self.augmenter.assignments[sample_index].bucket_resolution].append(index)
         batch_size = self.encoders.cache.vae_batch_size
-        return [batch for size in sorted(by_size) for batch in _split_into_batches(by_size[size], batch_size)]
+        return [batch for size in sorted(by_size) for batch in split_into_batches(by_size[size], batch_size)]
 
     def encode_batches(self, batches: Iterator[list[int]]) -> Iterator[tuple[int, list[EncodedEntry]]]:
         """Encode batches while threads read the next images: Pillow decodes without holding the GIL."""
@@ -200,50 +156,66 @@ class LatentEncoder:
         return moments if bool(moments.isfinite().all()) else None
 
 
-@dataclass
-class CaptionEncoder:
-    """Encodes captions; the text encoders are loaded for the first batch and freed after the last."""
-
-    encoders: FrozenEncoders
-    augmenter: Augmenter
-    text_keys: TextKeys
-    failures: dict[int, str] = field(default_factory=dict)
-
-    def make_batches(self, indices: Sequence[int]) -> list[list[int]]:
-        """Group entries to batches of ``--text_encoder_batch_size``."""
-        return _split_into_batches(indices, self.encoders.cache.text_encoder_batch_size)
-
-    def encode_batches(self, batches: Iterator[list[int]]) -> Iterator[tuple[int, list[EncodedEntry]]]:
-        """Encode batches in the dtype and autocast that training without a cache uses."""
-        strategy, pipe = self.encoders.strategy, None
-        for batch in batches:
-            if pipe is None:
-                dtype = MIXED_PRECISION_DTYPES[strategy.mixed_precision]
-                pipe = self.encoders.load(self.encoders.text_components, dtype)
-            captions = [self.text_keys.captions[index] for index in batch]
-            controls = [self._load_controls(index) for index in batch] if self.encoders.reads_controls else []
-            with torch.no_grad(), strategy.accelerator.autocast():
-                rows = split_cond(self.encoders.encode_prompts(pipe, captions, controls), len(captions))
-            for caption, row in zip(captions, rows, strict=True):
-                if not all(bool(tensor.isfinite().all()) for tensor in row.values()):
-                    raise UserError(f"the text encoder returns NaN or Inf for the caption {caption!r}")
-            names = [caption[:MAX_CAPTION_CHARACTERS] for caption in captions]
-            yield len(batch), list(map(EncodedEntry, batch, rows, names))
-        del pipe
-        strategy.empty_device_cache()
-
-    def _load_controls(self, entry_index: int) -> list[Image]:
-        source = self.text_keys.sources[entry_index]
-        if source.prompt is not None:
-            return load_preview_controls(source.prompt)
-        augmenter, index = self.augmenter, source.sample_index
-        crop = get_cached_crop(augmenter, index, is_flipped=source.is_flipped)
-        sample, assignment = augmenter.manifest.samples[index], augmenter.assignments[index]
-        loaded = load_control_pixels(sample, assignment, augmenter.get_dataset(index), crop)
-        if isinstance(loaded, BadSample):
-            raise UserError(f"{loaded.name}: {loaded.problem}")
-        return list(map(fromarray, loaded))
+def cache_latents(encoders: FrozenEncoders, prepared: PreparedData) -> tuple[PreparedData, LatentReader | None]:
+    """Encode missing latents if ``--cache_latents`` is set; images that cannot be encoded count as bad data."""
+    cache, comm = encoders.cache, encoders.strategy.comm
+    if not cache.caches_latents:
+        return prepared, None
+    to_disk = cache.cache_latents_to_disk
+    with open_cache_dirs(cache, comm, prepared, to_disk=to_disk) as directories:
+        fingerprint = compute_vae_fingerprint(encoders, directories[0]) if to_disk else TEMPORARY_FINGERPRINT
+        spec, encoder = build_latent_cache(encoders, prepared, directories, fingerprint)
+        store, failures = fill_cache(comm, spec, encoder, verify_existing=to_disk and not cache.skip_cache_check)
+        latent_keys = encoder.latent_keys
+        if failures:
+            by_sample = {int(latent_keys.sample_indices[index]): reason for index, reason in failures.items()}
+            prepared = _remove_failed_images(prepared, by_sample)
+            latent_keys = build_latent_keys(prepared.merge_validation().build_static_augmenter(), fingerprint)
+        open_shards(store, comm, to_disk=to_disk)
+        return prepared, LatentReader(store, latent_keys, len(prepared.merge_validation().manifest.samples))
 
 
-def _split_into_batches(indices: Sequence[int], batch_size: int) -> list[list[int]]:
-    return [list(indices[start : start + batch_size]) for start in range(0, len(indices), batch_size)]
+def build_latent_cache(
+    encoders: FrozenEncoders, prepared: PreparedData, cache_dirs: Sequence[Path], encoder_fingerprint: str
+) -> tuple[CacheSpec, LatentEncoder]:
+    """Build the spec of the latent cache and its encoder; ``cache_dirs`` has the directory of each sample."""
+    merged = prepared.merge_validation()
+    augmenter = merged.build_static_augmenter()
+    latent_keys = build_latent_keys(augmenter, encoder_fingerprint)
+    option = "cache_latents_to_disk" if encoders.cache.cache_latents_to_disk else "cache_latents"
+    sizes = [count_encoded_pixels(augmenter, int(sample)) for sample in latent_keys.sample_indices]
+    spec = CacheSpec(
+        name="latents",
+        unit="image",
+        option=option,
+        keys=latent_keys.keys,
+        directories=[cache_dirs[sample] / LATENTS_DIR_NAME for sample in latent_keys.sample_indices],
+        relative_sizes=sizes,
+        disk_full_hint="free disk space, set another directory with --cache_dir, use --cache_precision fp16 (half the"
+        f" size), or encode images during training without --{option}",
+    )
+    return spec, LatentEncoder(encoders, augmenter, latent_keys, merged.config.max_data_loader_n_workers)
+
+
+def count_encoded_pixels(augmenter: Augmenter, sample_index: int) -> int:
+    """Pixels of an image and its control images, of which half as much is stored."""
+    own, *controls = (augmenter.assignments[sample_index], *augmenter.assign_controls(sample_index))
+    areas = [each.bucket_resolution[0] * each.bucket_resolution[1] for each in (own, *controls)]
+    return 2 * areas[0] + sum(areas[1:])
+
+
+def compute_vae_fingerprint(encoders: FrozenEncoders, cache_dir: Path) -> str:
+    """Hash everything that decides which latents the VAE makes of given pixels, and how they are stored."""
+    weights = encoders.compute_weight_hashes(("vae",), cache_dir)
+    return compute_encoder_fingerprint(type(encoders.family).__name__, encoders.cache.cache_precision, *weights)
+
+
+def _remove_failed_images(prepared: PreparedData, failures: dict[int, str]) -> PreparedData:
+    """Skip the images that could not be encoded, or fail, as ``--on_invalid_images`` says."""
+    lines = list(failures.values())
+    if prepared.config.on_invalid_images == "fail":
+        advice = f"{len(lines)} images cannot be encoded; fix, remove or skip them (--on_invalid_images skip)"
+        raise FileError([*lines, advice])
+    for line in lines:
+        logger.warning("%s; skipped", line)
+    return prepared.remove_samples(frozenset(failures))

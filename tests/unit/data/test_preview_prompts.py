@@ -7,10 +7,10 @@ import pytest
 from PIL import Image
 
 from library.config.schema_output import PreviewConfig
-from library.data.prompts import Prompt, load_preview_prompts, load_prompts
+from library.data.preview_prompts import Prompt, load_preview_prompts, load_prompts
 from library.errors import ConfigError
 from library.models.detect import detect_model
-from library.models.preflight import validate_prompts
+from library.models.validate_options import validate_prompts
 
 
 def read(tmp_path, name, text):

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..distributed.watchdog import ProcessIdentity
-from ..errors import UserError
-from .preflight import (
+from ...distributed.watchdog import ProcessIdentity
+from ...errors import UserError
+from ..validate_engines import (
     NVME_OPTION,
     AllGather,
     raise_problems,

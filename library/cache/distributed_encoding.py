@@ -1,4 +1,4 @@
-"""Fill a cache: all ranks that share its disk encode a part of the missing or damaged entries each."""
+"""Fill a cache: each rank encodes its part of the missing or damaged entries, where ranks share a disk."""
 
 import logging
 import os
@@ -309,3 +309,13 @@ def track_shared_progress(
                 board.set("failed", str(error))
             raise
         progress.wait_for_all_ranks()
+
+
+def open_shards(store: CacheStore, comm: Communicator, *, to_disk: bool) -> None:
+    store.open_all_shards()
+    if not to_disk:
+        comm.barrier()  # the files are deleted after this
+
+
+def split_into_batches(indices: Sequence[int], batch_size: int) -> list[list[int]]:
+    return [list(indices[start : start + batch_size]) for start in range(0, len(indices), batch_size)]

@@ -1,0 +1,64 @@
+"""The frozen VAE and text encoders that fill the caches: loaded for it, and freed afterwards."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL.Image import Image
+
+from ..config.schema import ModelConfig
+from ..config.schema_data import CacheConfig
+from ..data.batch import Cond
+from ..models.base import Family
+from ..models.detect import DetectedModel
+from ..parallel.strategy import Strategy
+from .model_fingerprint import FileHashCache, compute_component_fingerprints
+
+FILE_HASHES_NAME = "files.json"
+
+
+@dataclass(frozen=True)
+class FrozenEncoders:
+    """Loads the frozen VAE or text encoders of a model onto this process's device."""
+
+    strategy: Strategy
+    family: Family
+    model: DetectedModel
+    model_config: ModelConfig
+    cache: CacheConfig
+    text_components: tuple[str, ...]
+    """The components that encode texts: those of T5 alone where CLIP is trained."""
+
+    @property
+    def is_t5_only(self) -> bool:
+        return self.text_components != self.family.text_components
+
+    @property
+    def reads_controls(self) -> bool:
+        """Whether the text encoder reads control images together with captions."""
+        return self.family.facts.text_tokens_per_control > 0
+
+    def encode_prompts(self, pipe: Any, prompts: Sequence[str], controls: Sequence[Sequence[Image]] = ()) -> Cond:
+        """Encode texts with the text components; ``controls`` are the control images of each, if they are read."""
+        if self.reads_controls:
+            return self.family.encode_prompts_with_controls(pipe, prompts, controls)
+        encode = self.family.encode_t5_prompts if self.is_t5_only else self.family.encode_prompts
+        return encode(pipe, prompts)
+
+    def load(self, components: Sequence[str], dtype: torch.dtype) -> Any:
+        """Load a pipeline with these components, frozen and on the device."""
+        pipe = self.family.load(self.model, dtype, components, device=self.strategy.device)
+        for component in components:
+            module = getattr(pipe, component)
+            if isinstance(module, torch.nn.Module):
+                module.requires_grad_(False).to(self.strategy.device)
+        return pipe
+
+    def compute_weight_hashes(self, components: Sequence[str], cache_dir: Path) -> list[str]:
+        """On the main process only: the others need not read all weights as well."""
+        hashes = FileHashCache(cache_dir / FILE_HASHES_NAME)
+        return self.strategy.comm.run_on_main_and_broadcast(
+            lambda: compute_component_fingerprints(self.family, self.model, components, hashes)
+        )

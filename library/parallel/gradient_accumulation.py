@@ -1,0 +1,98 @@
+"""Gradient accumulation: forward and backward of the micro-batches of an optimizer step, whose gradients are summed.
+
+``data.batch_plan`` decides how many micro-batches a step has (``--gradient_accumulation_steps``).  The loss of each is
+divided by the samples of the whole step, of all ranks and micro-batches, so that gradients only have to be summed;
+``gradient_sync`` has the scale that cancels accelerate's own division.
+
+How gradients are kept from being all-reduced before the last micro-batch:
+
+| strategy                             | between micro-batches                                            |
+|--------------------------------------|------------------------------------------------------------------|
+| DDP                                  | ``accelerator.accumulate``, all-reduce in the last backward      |
+| DDP, --on_oom recover                | ``accelerator.no_sync``, all-reduce when all ranks are through   |
+| FSDP, tensor and context parallelism | adapters are replicated: all-reduce after the last backward      |
+| DeepSpeed                            | the engine's ``set_gradient_accumulation_boundary``              |
+| pipeline                             | micro-batches overlap: torch's schedule sums, in ``pipeline.py`` |
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from ..data.batch import PixelBatch
+from ..distributed.step_phases import record_phase
+
+
+class LossFunction(Protocol):
+    """The training task, as far as a strategy uses it."""
+
+    def __call__(self, batch: PixelBatch, step: int, /) -> Tensor:
+        """Return the weighted loss of each sample in optimizer step ``step``."""
+
+    def get_shape_key(self, batch: PixelBatch, /) -> Hashable:
+        """Return a value that is equal for batches with equal tensor shapes."""
+
+    def seed_dropout(self, batch: PixelBatch, step: int, /) -> None:
+        """Make the next forward of the batch repeat its LoRA dropout; called before a recomputation."""
+
+
+class GradientAccumulation:
+    """Runs the micro-batches of an optimizer step one after the other; methods return this rank's part of the loss."""
+
+    def __init__(self, accelerator: Accelerator, backward: Callable[[Tensor], None]):
+        """``backward`` scales the loss of a micro-batch as the engine needs it, and runs the engine's backward."""
+        self._accelerator, self._backward = accelerator, backward
+
+    def accumulate(
+        self, model: nn.Module, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
+    ) -> Tensor:
+        """Accumulate gradients as accelerate counts micro-batches: DDP all-reduces in the backward of the last."""
+        accumulate = self._accelerator.accumulate
+        total = self._run_micro_batches(lambda is_last: accumulate(model), loss_function, batches, num_samples, step)
+        if not self._accelerator.sync_gradients:
+            raise AssertionError(f"step {step}: {len(batches)} micro-batches did not complete an optimizer step")
+        return total
+
+    def accumulate_without_sync(
+        self, model: nn.Module, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
+    ) -> Tensor:
+        """Accumulate gradients without collectives; split batches are more than ``accumulate`` counts."""
+        no_sync = self._accelerator.no_sync
+        return self._run_micro_batches(lambda is_last: no_sync(model), loss_function, batches, num_samples, step)
+
+    def accumulate_in_deepspeed(
+        self, engine: Any, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
+    ) -> Tensor:
+        """Accumulate gradients in DeepSpeed's engine, which reduces them in the backward of the last micro-batch."""
+
+        def start_micro_batch(is_last: bool) -> AbstractContextManager[Any]:
+            engine.set_gradient_accumulation_boundary(is_last)
+            return nullcontext()
+
+        return self._run_micro_batches(start_micro_batch, loss_function, batches, num_samples, step)
+
+    def _run_micro_batches(
+        self,
+        start_micro_batch: Callable[[bool], AbstractContextManager[Any]],
+        loss_function: LossFunction,
+        batches: Sequence[PixelBatch],
+        num_samples: int,
+        step: int,
+    ) -> Tensor:
+        """``start_micro_batch`` gets whether it is the last, and returns the context of its forward and backward."""
+        total = torch.zeros((), device=self._accelerator.device)
+        for index, batch in enumerate(batches, start=1):
+            with start_micro_batch(index == len(batches)):
+                total += self._run_micro_batch(loss_function, batch, num_samples, step)
+        return total
+
+    def _run_micro_batch(self, loss_function: LossFunction, batch: PixelBatch, num_samples: int, step: int) -> Tensor:
+        with record_phase("forward", batch), self._accelerator.autocast():
+            loss = loss_function(batch, step).sum() / num_samples
+        with record_phase("backward", batch):
+            self._backward(loss)
+        return loss.detach()

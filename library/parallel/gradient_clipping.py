@@ -1,0 +1,54 @@
+"""Gradient clipping by global norm (``--max_grad_norm``) for every strategy.
+
+The training loop calls ``Strategy.clip_grad_norm`` once per optimizer step, when gradients are accumulated and
+all-reduced and before the NaN guard looks at their norm.  Adapters are whole on every rank, so the norm needs no
+communication; only DeepSpeed shards their gradients, and clips in its own step.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+
+def clip_grad_norm(accelerator: Accelerator, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Clip gradients to ``max_norm`` (0: do not), unscaled if fp16 scales them, and return their norm before."""
+    norm = accelerator.clip_grad_norm_(parameters, max_norm or float("inf"))
+    return torch.as_tensor(norm, device=accelerator.device)
+
+
+class DeepSpeedGradientClipping:
+    """Computes the gradient norm before DeepSpeed's step, which then clips by this norm instead of computing its own.
+
+    So the norm is known before the step, and one that is infinite makes DeepSpeed skip the step.
+    """
+
+    def __init__(self, zero_optimizer: Any, stage: int):
+        self._zero = zero_optimizer
+        self._grad_norm = torch.zeros(())
+        self._compute_grad_norm = self._replace_norm_function(stage)
+
+    def _replace_norm_function(self, stage: int) -> Any:
+        """Have DeepSpeed's step use ``_grad_norm``; return DeepSpeed's own function."""
+        if stage < 3:
+            original, self._zero.scaled_global_norm = self._zero.scaled_global_norm, lambda norm_type=2: self._grad_norm
+            return original
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        get_groups, self._zero._get_norm_groups = self._zero._get_norm_groups, lambda: [self._grad_norm]
+        return lambda: combine_grad_norm_groups(get_groups())
+
+    def clip_in_next_step(self, max_norm: float) -> Tensor:
+        """Return the norm over all ranks (inf if non-finite); the next step clips gradients to ``max_norm``."""
+        self._zero.clip_grad = max_norm
+        if wait := getattr(self._zero, "_wait_for_offload_copies", None):
+            wait()
+        # Kept on its device: DeepSpeed multiplies gradients, which may be offloaded, by a factor made of it.
+        self._grad_norm = torch.as_tensor(self._compute_grad_norm())
+        return self._grad_norm
+
+    def skip_next_step(self) -> None:
+        """Set an infinite norm: DeepSpeed then clears the gradients without an update."""
+        self._grad_norm = torch.full_like(self._grad_norm, float("inf"))
