@@ -15,7 +15,7 @@ import torch
 from adapter_states import list_tensor_shapes
 from published_configs import build_component_on_meta
 
-from library.adapters.client_support import choose_file_format, list_client_losses
+from library.adapters.client_compatibility import choose_file_format, list_client_losses
 from library.adapters.formats import convert_to_file_format
 from library.adapters.state_dict import group_by_module, parse_tensor_key
 from library.adapters.targets import match_target_modules
