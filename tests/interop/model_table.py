@@ -11,6 +11,7 @@ ComfyUI detects the model by the names and shapes of its file, and maps the keys
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,27 +25,36 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 import peft  # noqa: E402
 import torch  # noqa: E402
-from client_table import ORIGINAL_WRITERS  # noqa: E402
+from client_table import ORIGINAL_WRITERS, SAME_FILES  # noqa: E402
 from original_checkpoints import convert_unet_to_ldm  # noqa: E402
 from published_configs import build_component_on_meta  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from library.adapters import lora  # noqa: E402
+from library.adapters.key_names import build_key_map  # noqa: E402
 from library.config import parse_config  # noqa: E402
 from library.models.families import FAMILIES, FAMILY_FACTS  # noqa: E402
 from library.training.save_adapter import build_adapter_file  # noqa: E402
 from library.training.trainable import build_trainable_modules  # noqa: E402
 
-SAME_FILES = {
-    "flux_kontext": "flux",
-    "qwen_image_edit": "qwen_image",
-    "qwen_image_edit_plus": "qwen_image",
-    "longcat_image_edit": "longcat_image",
-}
-"""Editing models whose files have the names of another model's."""
 VARIANTS = ("sd3_5_medium", "sd3_5_large", "flux2_klein_4b")
 """Configurations with other layers than that of their family."""
+TRAINER_RULES: Mapping[str, tuple[bool, str, str]] = {
+    **dict.fromkeys(("sd1", "sd2", "sdxl"), (False, r"attentions\.", "")),
+    "sd3": (True, r"^joint_blocks\.", ""),
+    **dict.fromkeys(("flux", "chroma"), (True, r"^(double|single)_blocks\.", "")),
+    "lumina2": (True, r"^(layers|noise_refiner|context_refiner|final_layer)\.", ""),
+    **dict.fromkeys(("flux2_dev", "flux2_klein"), (True, r"^(double|single)_blocks\.", r"modulation")),
+    "z_image": (False, r"^layers\.", r"_modulation"),
+    "qwen_image": (False, r"^transformer_blocks\.", r"_mod\."),
+    "krea2": (True, "", ""),
+    "ernie_image": (False, r"^layers\.", ""),
+    **dict.fromkeys(("longcat_image", "sana"), (False, r"\.to_([qkv]|out\.0)$", "")),
+    "aura_flow": (False, r"\.(to_([qkv]|out\.0|add_out)|add_[qkv]_proj)$", ""),
+}
+"""What the program that ``lora_targets_of`` names trains by default: layers whose names, those of the original model or
+of diffusers, match the first pattern and not the second."""
 DOWN_NAMES = ("lora_down.weight", "lora_A.weight")
 
 
@@ -101,6 +111,7 @@ def measure_family(folder: Path, name: str, formats: list[str]) -> list[dict[str
     model = build_component_on_meta(name, family.denoiser_name)
     original = ORIGINAL_WRITERS.get(SAME_FILES.get(base, base), convert_unet_to_ldm)(model)
     shapes = {key: list(tensor.shape) for key, tensor in original.items()}
+    trainer = count_trainer_layers(SAME_FILES.get(base, base), shapes, model)
     (folder / "model.json").write_text(json.dumps(shapes))
     for file_format in formats:
         file = build_file(family, build_component_on_meta(name, family.denoiser_name), file_format)
@@ -109,6 +120,7 @@ def measure_family(folder: Path, name: str, formats: list[str]) -> list[dict[str
         row = {
             "family": name,
             "layers": file.num_layers,
+            "trainer": format_trainer(family, trainer, file.modules),
             "format": file.file_format,
             "keys": len(file.tensors),
             "losses": file.client_losses,
@@ -134,7 +146,33 @@ def build_file(family: Any, model: Any, file_format: str) -> Any:
         key: tensor if key.endswith(".alpha") else torch.full_like(tensor, 2 * number + 1)
         for number, (key, tensor) in enumerate(file.tensors.items())
     }
-    return SimpleNamespace(**{**vars(file), "tensors": numbered}, num_layers=len(adapter.modules))
+    modules = [module.removeprefix(f"{family.denoiser_name}.") for module in adapter.modules]
+    return SimpleNamespace(**{**vars(file), "tensors": numbered}, num_layers=len(modules), modules=modules)
+
+
+def count_trainer_layers(name: str, shapes: Mapping[str, list[int]], model: Any) -> tuple[bool, int] | None:
+    """How many layers the other program trains in a model of this size; the first is whether fused ones count as one."""
+    if name not in TRAINER_RULES:
+        return None
+    is_original, pattern, excluded = TRAINER_RULES[name]
+    if not is_original:
+        shapes = {key: list(tensor.shape) for key, tensor in model.state_dict().items()}
+    layers = [
+        key.removesuffix(".weight") for key, shape in shapes.items() if key.endswith(".weight") and len(shape) > 1
+    ]
+    chosen = [layer for layer in layers if re.search(pattern, layer) and not (excluded and re.search(excluded, layer))]
+    return is_original, len(chosen)
+
+
+def format_trainer(family: Any, trainer: tuple[bool, int] | None, modules: list[str]) -> str:
+    """The other program and the number of its layers, after ours if they differ."""
+    if trainer is None:
+        return "own choice"
+    is_original, count = trainer
+    key_map = build_key_map(modules, family.lora_key_style)
+    own = len(key_map.group_modules(modules)) if is_original else len(modules)
+    title = family.facts.lora_targets_of
+    return f"{own} = {title}" if own == count else f"{own} ({title}: {count})"
 
 
 def count_in_diffusers(family: Any, model: Any, path: Path, file: Any) -> int | str:
@@ -205,9 +243,10 @@ def add_comfyui(row: dict[str, Any], result: Mapping[str, Any]) -> None:
 
 def format_table(rows: list[dict[str, Any]]) -> str:
     """The table of docs/models.md."""
-    lines = ["| `--family` | LoRA layers | format | in diffusers | in ComfyUI |", "|---|---|---|---|---|"]
+    heads = ("model", "LoRA layers", "as the trainer counts them", "format", "read by diffusers", "by ComfyUI")
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for row in rows:
-        cells = [f"`{row['family']}`", str(row["layers"]), row["format"]]
+        cells = [f"`{row['family']}`", str(row["layers"]), row["trainer"], row["format"]]
         for client in ("diffusers", "ComfyUI"):
             value = row.get(client, "")
             cells.append(f"{value} of {row['keys']}" if isinstance(value, int) else value)

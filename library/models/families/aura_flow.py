@@ -36,6 +36,7 @@ FACTS = FamilyFacts(
     denoiser_name="transformer",
     components=("transformer", "vae", "text_encoder", "tokenizer"),
     num_parameters=6_858_605_568,
+    lora_targets_of="SimpleTuner",
     match_configs=_match_aura_flow,
     component_options={"vae": "vae", "text_encoder": "text_encoder"},
     modelspec_architecture="auraflow",
