@@ -1,6 +1,7 @@
 """Benchmark the LoRA tools: CPU time and peak memory of each as a process of its own, and how exact its result is.
 
-Models have random weights and are diffusers folders; the LoRAs have all usual layers, text encoders included.
+Models have random weights and are diffusers folders, or single files of the original code.  The LoRAs have all usual
+layers, text encoders included.
 """
 
 import json
@@ -14,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from library.adapters.formats import convert_to_file_format
+from library.adapters.key_styles import map_to_ldm_names
 from library.adapters.lora_file import SAVE_DTYPES, write_adapter_file
 from library.adapters.merge import compute_delta_weight
 from library.adapters.targets import match_target_modules
@@ -41,6 +44,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     tiny = [f"random:{name}:tiny" for name in FAMILIES.entries]
     parser.add_argument("--models", nargs="+", default=tiny, help="random:FAMILY[:SIZE] ... (default: all, tiny)")
     parser.add_argument("--precision", choices=SAVE_DTYPES, default="float", help="of the model (default %(default)s)")
+    parser.add_argument("--single_file", action="store_true", help="as one file with the original keys: sd1 only")
     parser.set_defaults(repetitions=1)
 
 
@@ -48,13 +52,16 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
     """Try all tools on one model after another."""
     if training_options:
         raise ConfigError([f"{training_options[0]}: unknown option"])
+    if options.single_file and any(source.split(":")[1] != "sd1" for source in options.models):
+        raise ConfigError(["--single_file: only for random:sd1"])
     for source in options.models:
         folder = directory / source.replace(":", "_")
         folder.mkdir()
         title = source.removeprefix("random:").removesuffix(":tiny")
         try:
-            write_model_and_loras(source, SAVE_DTYPES[options.precision], folder)
-            for name, words in list_commands(folder).items():
+            end = ".safetensors" if options.single_file else ""
+            write_model_and_loras(source, SAVE_DTYPES[options.precision], folder, is_file=options.single_file)
+            for name, words in list_commands(folder, end).items():
                 usages = [
                     run_command([*words, "--overwrite"] if name != "inspect" else words)
                     for _ in range(options.repetitions)
@@ -63,16 +70,19 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
                 yield Measurement(
                     f"{title}: {name}", [each["seconds"] for each in usages], "s", note=f"peak {peak:,.0f} MB"
                 )
-            yield from measure_errors(title, folder)
+            yield from measure_errors(title, folder, end)
         finally:
             shutil.rmtree(folder)
 
 
-def write_model_and_loras(source: str, dtype: torch.dtype, folder: Path) -> None:
+def write_model_and_loras(source: str, dtype: torch.dtype, folder: Path, *, is_file: bool) -> None:
     """Write ``model``, and ``one`` and ``two``, LoRAs of it in float32."""
     family = FAMILIES.get(source.split(":")[1])()
     pipe: Any = family.load(source, dtype)
-    pipe.save_pretrained(folder / "model")
+    if is_file:
+        save_file(collect_original_tensors(pipe), folder / "model.safetensors")
+    else:
+        pipe.save_pretrained(folder / "model")
     components = collect_component_keys(family, pipe)
     for seed, name in enumerate(("one", "two")):
         generator, state = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
@@ -88,12 +98,24 @@ def write_model_and_loras(source: str, dtype: torch.dtype, folder: Path) -> None
         write_adapter_file(folder / f"{name}.safetensors", tensors, metadata, is_trained=False)
 
 
-def list_commands(folder: Path) -> dict[str, list[str]]:
+def collect_original_tensors(pipe: Any) -> dict[str, torch.Tensor]:
+    """The tensors of Stable Diffusion 1 by the keys of the original code; the tools copy the VAE whatever its keys."""
+    names = map_to_ldm_names(name for name, _ in pipe.unet.named_modules())
+    tensors = dict[str, torch.Tensor]()
+    for key, tensor in pipe.unet.state_dict().items():
+        module, _, end = key.rpartition(".")
+        tensors[f"model.diffusion_model.{names[module]}.{end}"] = tensor
+    for key, tensor in pipe.text_encoder.state_dict().items():
+        tensors[f"cond_stage_model.transformer.text_model.{key.removeprefix('text_model.')}"] = tensor
+    return tensors | {f"first_stage_model.{key}": tensor for key, tensor in pipe.vae.state_dict().items()}
+
+
+def list_commands(folder: Path, end: str) -> dict[str, list[str]]:
     """The commands by what they do."""
     one, two, sums, svd, small, back = (
         str(folder / f"{name}.safetensors") for name in ("one", "two", "sum", "svd", "small", "back")
     )
-    model, merged = str(folder / "model"), str(folder / "merged")
+    model, merged = str(folder / f"model{end}"), str(folder / f"merged{end}")
     return {
         "inspect": ["inspect", one],
         "merge two": ["merge", one, two, "--output", sums],
@@ -116,9 +138,9 @@ def run_command(words: Sequence[str]) -> dict[str, float]:
     return usage
 
 
-def measure_errors(title: str, folder: Path) -> Iterator[Measurement]:
+def measure_errors(title: str, folder: Path, end: str) -> Iterator[Measurement]:
     """Norms of differences as shares of the update's norm, over all layers."""
-    model, merged = locate_model_weights(str(folder / "model")), locate_model_weights(str(folder / "merged"))
+    model, merged = (locate_model_weights(str(folder / f"{name}{end}")) for name in ("model", "merged"))
     names = ("one", "two", "sum", "small", "back")
     one, two, sums, small, back = (
         file.updates

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..config.network_args import LORA_TYPES
 from ..config.validate_adapter import validate_save_format
 from ..errors import UserError
 from .alpha_folding import build_alpha_metadata, fold_alpha, read_alpha_dtype, unfold_alphas
@@ -175,6 +176,8 @@ def _format_diffusers(adapters: Mapping[str, ModuleAdapter], component: Componen
     suffixes = PEFT_SUFFIXES if component.is_text_encoder else DIFFUSERS_SUFFIXES
     for group, adapter in _iter_modules(adapters, component):
         name = _build_diffusers_name(group, component)
+        if component.key_style.has_original_names_in_diffusers and adapter.adapter_type in LORA_TYPES:
+            name = f"diffusion_model.{group.name}"
         yield from iter_named_tensors(name, adapter, suffixes)
         if adapter.adapter_type == "dora" and component.name != "unet":
             scale = _reshape_dora_scale(swap_magnitude(adapter, group.original)).tensors[MAGNITUDE]
@@ -187,11 +190,7 @@ def _format_comfy(adapters: Mapping[str, ModuleAdapter], component: ComponentKey
         name, is_lycoris = _build_diffusers_name(group, component), adapter.adapter_type not in ("lora", "dora")
         if component.is_text_encoder and is_lycoris:
             name = build_kohya_name(group.name, component.key_prefix)
-        elif (
-            component.key_style.keeps_names
-            and component.key_style.is_read_by_diffusers
-            and not component.is_text_encoder
-        ):
+        elif component.key_style.has_names_of_comfy and not component.is_text_encoder:
             name = f"diffusion_model.{group.name}"  # where diffusers applies alphas
         written = _reshape_dora_scale(swap_magnitude(adapter, group.original))
         yield from iter_named_tensors(name, written, COMFY_SUFFIXES)
@@ -283,8 +282,9 @@ def _build_adapters(
     for name, module_tensors in modules.items():
         component, group = lookup[name]
         update = _build_module_adapter(module_tensors)
-        if f"{name}.{DORA_SCALE}" in tensors and group.modules == (group.name,) and not component.is_text_encoder:
-            update = _restore_magnitude(update, group.name, f"{name}.lora_magnitude_vector", tensors, component)
+        vector, is_own_name = f"{name}.lora_magnitude_vector", group.modules == (group.name,)
+        if f"{name}.{DORA_SCALE}" in tensors and (vector in tensors or is_own_name) and not component.is_text_encoder:
+            update = _restore_magnitude(update, group.name, vector, tensors, component)
         try:
             parts = split_adapter(update, group.original)
         except FusionError as error:

@@ -1,4 +1,4 @@
-"""Names of adapter weights: clean parameter names, and the names of each component's modules in LoRA files."""
+"""Key names of adapter weights: clean parameter names, and those of each component's modules in all LoRA formats."""
 
 import re
 from collections.abc import Iterable, Iterator

@@ -195,6 +195,8 @@ class KeyStyle:
     """Whether diffusers converts kohya files of this style."""
     is_comfy_format_in_diffusers: bool = True
     """Whether diffusers loads LoRA in ComfyUI's format, which has alphas."""
+    has_original_names_in_diffusers: bool = False
+    """Whether diffusers and ComfyUI both read the original names after ``diffusion_model.``, and ComfyUI no others."""
     diffusers_width: int | None = None
     """The only width of which diffusers splits the fused modules of a kohya file."""
     has_lokr_in_diffusers: bool = False
@@ -211,6 +213,12 @@ class KeyStyle:
     def is_kohya_in_comfyui(self) -> bool:
         """Whether ComfyUI has the original model, and does not convert diffusers' names to its."""
         return "diffusers" in self.unread_in_comfyui
+
+    @property
+    def has_names_of_comfy(self) -> bool:
+        """Whether files have names that ComfyUI and diffusers know with the prefix ``diffusion_model.``."""
+        is_converted = bool(self.unread_in_comfyui) and not self.is_read_by_diffusers
+        return (self.keeps_names and not is_converted) or self.has_original_names_in_diffusers
 
 
 DIFFUSERS_KEYS = KeyStyle("diffusers")

@@ -1,5 +1,6 @@
-"""Inject adapters into the components of a pipeline, and get and load their state dict.
+"""Inject LoRA and other adapters into the components of a pipeline, and get and load their state dict.
 
+Rank and alpha of each layer come from ``adapters.targets``; the layers themselves are built in ``adapters.peft_types``.
 The keys of a state dict are peft's without the adapter name: ``<component>.<module>.lora_A.weight`` (rank, in) and
 ``<component>.<module>.lora_B.weight`` (out, rank), with two more dimensions for convolutions; other adapter types have
 other tensors.
@@ -214,7 +215,7 @@ def bypass_lora(*layers: nn.Module) -> Iterator[None]:
     """Inside the context, these layers compute with their base weights."""
     adapted = [layer for layer in layers if isinstance(layer, BaseTunerLayer)]
     before = [layer._disable_adapters for layer in adapted]
-    for layer in adapted:
+    for layer in adapted:  # not peft's enable_adapters(False), which also clears requires_grad of the adapter
         layer._disable_adapters = True
     try:
         yield

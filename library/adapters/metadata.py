@@ -87,6 +87,7 @@ def build_metadata(config: RunConfig, model: BaseModelMetadata, run: RunMetadata
             "ss_training_comment": config.save.training_comment,
             "ss_network_dropout": config.adapter.network_dropout or None,
             "ss_scale_weight_norms": config.adapter.scale_weight_norms,
+            **_build_training_adapter_metadata(config.adapter),
             "ss_cache_latents": config.cache.caches_latents,
             **objective,
             **_build_modelspec_metadata(config.save, config.noise, model, run, software),
@@ -224,6 +225,10 @@ def _build_options_metadata(train: TrainConfig, data: DataConfig, model: ModelCo
         "ss_clip_skip": model.clip_skip,
         "ss_max_token_length": model.max_token_length if model.max_token_length > 75 else None,
     }
+
+
+def _build_training_adapter_metadata(config: AdapterConfig) -> dict[str, Any]:
+    return {"ss_training_adapter": Path(config.training_adapter).name} if config.training_adapter else {}
 
 
 def _build_validation_metadata(data: DataConfig, validate: ValidateConfig) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Disk cache of latents and text-encoder outputs, keyed by content."""
+"""Latent caching and text-encoder caching, on disk, keyed by content."""

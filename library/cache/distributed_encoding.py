@@ -1,8 +1,10 @@
 """Fill a cache: each rank encodes its part of the missing or damaged entries, where ranks share a disk."""
 
+import atexit
 import logging
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,12 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..config.schema_data import CacheConfig
+from ..data.prepare import PreparedData
 from ..distributed.communicator import Communicator
 from ..distributed.process_group import KeyValueStore
 from ..errors import UserError
 from ..log import ProgressBar
 from .keys import KeyArray, get_key_bytes
-from .paths import check_disk_space, check_writable, format_bytes
+from .paths import check_disk_space, check_writable, format_bytes, get_temporary_cache_dir, resolve_cache_dirs
 from .store import CacheStore
 from .writer import CacheWriter
 
@@ -309,6 +313,24 @@ def track_shared_progress(
                 board.set("failed", str(error))
             raise
         progress.wait_for_all_ranks()
+
+
+@contextmanager
+def open_cache_dirs(
+    cache: CacheConfig, comm: Communicator, prepared: PreparedData, *, to_disk: bool
+) -> Iterator[list[Path]]:
+    """Yield the cache directory of each sample; a temporary one is deleted at the end, its open files stay readable."""
+    manifest = prepared.merge_validation().manifest
+    if to_disk:
+        yield resolve_cache_dirs(manifest, cache)
+        return
+    directory = get_temporary_cache_dir(cache, comm.all_gather_object(secrets.token_hex(4))[0])
+    try:
+        yield [directory] * len(manifest.samples)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        if directory.exists():  # Windows does not delete files that are open
+            atexit.register(shutil.rmtree, directory, ignore_errors=True)
 
 
 def open_shards(store: CacheStore, comm: Communicator, *, to_disk: bool) -> None:

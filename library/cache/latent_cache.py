@@ -21,10 +21,10 @@ from ..dataset.image_inspection import Pixels
 from ..dataset.masks import MaskPixels
 from ..diffusion.losses import resize_mask_to_latents
 from ..errors import FileError
-from .distributed_encoding import CacheSpec, EncodedEntry, fill_cache, open_shards, split_into_batches
+from .distributed_encoding import CacheSpec, EncodedEntry, fill_cache, open_cache_dirs, open_shards, split_into_batches
 from .frozen_encoders import FrozenEncoders
 from .keys import LatentKeys, build_latent_keys, compute_encoder_fingerprint, get_cached_crop
-from .paths import LATENTS_DIR_NAME, TEMPORARY_FINGERPRINT, open_cache_dirs
+from .paths import LATENTS_DIR_NAME, TEMPORARY_FINGERPRINT
 from .readers import CONTROL_TENSOR, MASK_TENSOR, MOMENTS_TENSOR, LatentReader
 
 logger = logging.getLogger(__name__)

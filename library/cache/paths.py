@@ -1,19 +1,13 @@
 """Directories of the caches: next to the images, in ``--cache_dir``, or a temporary one; and the space they need."""
 
-import atexit
-import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from ..atomic_files import find_write_error
 from ..config.schema_data import CacheConfig
 from ..data.manifest import Manifest
-from ..data.prepare import PreparedData
 from ..dataset.scan_cache import get_cache_folder
-from ..distributed.communicator import Communicator
 from ..errors import UserError
 from ..storage.remote_path import is_remote
 
@@ -41,24 +35,6 @@ def get_temporary_cache_dir(config: CacheConfig, run_token: str) -> Path:
     """Return the directory of caches that only this run uses; it is deleted once all ranks have opened the files."""
     base = Path(config.cache_dir).expanduser() if config.cache_dir is not None else Path(tempfile.gettempdir())
     return base / f"lorikeet-{run_token}"
-
-
-@contextmanager
-def open_cache_dirs(
-    cache: CacheConfig, comm: Communicator, prepared: PreparedData, *, to_disk: bool
-) -> Iterator[list[Path]]:
-    """Yield the cache directory of each sample; a temporary one is deleted at the end, its open files stay readable."""
-    manifest = prepared.merge_validation().manifest
-    if to_disk:
-        yield resolve_cache_dirs(manifest, cache)
-        return
-    directory = get_temporary_cache_dir(cache, comm.all_gather_object(secrets.token_hex(4))[0])
-    try:
-        yield [directory] * len(manifest.samples)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        if directory.exists():  # Windows does not delete files that are open
-            atexit.register(shutil.rmtree, directory, ignore_errors=True)
 
 
 def check_writable(directory: Path, option: str) -> None:

@@ -18,7 +18,7 @@ from ..data.run_plan import RunPlan
 from ..distributed.devices import MIXED_PRECISION_DTYPES
 from ..errors import UserError
 from ..models.detect import get_config_reader
-from .distributed_encoding import CacheSpec, EncodedEntry, fill_cache, open_shards, split_into_batches
+from .distributed_encoding import CacheSpec, EncodedEntry, fill_cache, open_cache_dirs, open_shards, split_into_batches
 from .frozen_encoders import FrozenEncoders
 from .keys import (
     TextKeys,
@@ -28,7 +28,7 @@ from .keys import (
     find_varying_caption_keys,
     get_cached_crop,
 )
-from .paths import TEMPORARY_FINGERPRINT, TEXTS_DIR_NAME, open_cache_dirs
+from .paths import TEMPORARY_FINGERPRINT, TEXTS_DIR_NAME
 from .readers import TextReader, split_cond
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""LoRA files a run starts from: ``base_weights``, merged into the model, and ``network_weights``, for the adapter."""
+"""LoRA files a run starts from: ``base_weights`` and ``training_adapter`` for the model, ``network_weights``."""
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +26,7 @@ from ..errors import FileError, UserError
 from ..models.base import Family
 from ..models.detect import DetectedModel
 from ..models.loading import load_components_on_meta
+from ..models.training_adapter import attach_training_adapter, inspect_training_adapter
 from .component_keys import collect_component_keys
 
 logger = logging.getLogger(__name__)
@@ -34,10 +35,12 @@ UNMERGEABLE_TYPES = {"oft", "boft"}
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """The contents of both kinds of files."""
+    """The contents of the files."""
 
     base_weights: Sequence[tuple[str, AdapterFileContents, float]] = ()
     """File name, content and multiplier."""
+    training_adapter: tuple[str, AdapterFileContents] | None = None
+    """File name and content."""
     network_weights: AdapterFileContents | None = None
     is_dim_from_weights: bool = False
     idle_layers: AdapterFileContents | None = None
@@ -54,11 +57,16 @@ class InitialWeights:
         return {module: RankAlpha(each.rank, each.alpha, each.is_tucker) for module, each in updates.items()}
 
 
+def has_initial_weights(adapter: AdapterConfig) -> bool:
+    """Whether there are files to read."""
+    return bool(adapter.base_weights or adapter.training_adapter or adapter.network_weights)
+
+
 def read_initial_weights(
     adapter: AdapterConfig, family: Family, detected: DetectedModel, *, cached_components: Collection[str] = ()
 ) -> InitialWeights:
     """Read all files before the model is loaded; all problems are reported at once."""
-    if not adapter.base_weights and adapter.network_weights is None:
+    if not has_initial_weights(adapter):
         return InitialWeights()
     names = (family.denoiser_name, *family.text_lora_prefixes)
     pipe = load_components_on_meta(detected, names)
@@ -73,6 +81,14 @@ def read_initial_weights(
         if content is not None:
             problems += _inspect_base_file(path, content, pipe, cached_components)
             bases.append((Path(path).name, content, multiplier))
+    training = None
+    if adapter.training_adapter is not None:
+        path = adapter.training_adapter
+        content = _read_contents("training_adapter", path, components, shapes, problems)
+        if content is not None:
+            reasons = inspect_training_adapter(content, family.denoiser_name)
+            problems += [f"--training_adapter: {path}: {reason}" for reason in reasons]
+            training = Path(path).name, content
     idle, independent = None, frozenset[str]()
     if adapter.network_weights is not None:
         weights = _read_contents("network_weights", adapter.network_weights, components, shapes, problems)
@@ -83,7 +99,7 @@ def read_initial_weights(
             _log_notices(adapter.network_weights, weights, idle)
     if problems:
         raise FileError(problems)
-    return InitialWeights(bases, weights, adapter.dim_from_weights, idle, independent)
+    return InitialWeights(bases, training, weights, adapter.dim_from_weights, idle, independent)
 
 
 def _read_contents(
@@ -251,6 +267,17 @@ def _merge_fused_adapters(pipe: Any, content: AdapterFileContents, multiplier: f
         for weight in weights:
             weight.copy_(rows[start : start + len(weight)])
             start += len(weight)
+
+
+def add_training_adapter(pipe: Any, family: Family, initial_weights: InitialWeights) -> None:
+    """Attach ``training_adapter`` to the loaded denoiser."""
+    if initial_weights.training_adapter is None:
+        return
+    name, content = initial_weights.training_adapter
+    prefix = f"{family.denoiser_name}."
+    updates = {path.removeprefix(prefix): update for path, update in content.updates.items()}
+    attach_training_adapter(getattr(pipe, family.denoiser_name), updates)
+    logger.info("training_adapter: %s: %d modules; previews and the LoRA are without it", name, len(updates))
 
 
 def load_network_weights(model: nn.Module, adapter: Adapter, initial_weights: InitialWeights) -> None:

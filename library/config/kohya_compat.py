@@ -118,16 +118,14 @@ _FULL_TRAINING = OtherScriptOption("for full fine-tuning or textual inversion; o
 _BROKEN_IN_KOHYA = NoEffectOption("no effect in sd-scripts either")
 
 _OTHER_FAMILY_OPTIONS = """
-    gemma2 gemma2_max_token_length system_prompt sample_batch_size byt5 vae_chunk_size qwen3 llm_adapter_path
-    llm_adapter_lr self_attn_lr cross_attn_lr mlp_lr mod_lr t5_tokenizer_path qwen3_max_token_length t5_max_token_length
-    vae_disable_cache
+    gemma2 gemma2_max_token_length system_prompt sample_batch_size byt5
 """.split()
 _TEXT_RATE = OtherScriptOption("for full fine-tuning; the rate of a LoRA of text encoders is text_encoder_lr")
 _FULL_TRAINING_OPTIONS = """
-    block_lr train_text_encoder stop_text_encoder_training no_token_padding fused_optimizer_groups
-    blockwise_fused_optimizers mem_eff_save num_last_block_to_freeze diffusers_xformers use_safetensors token_string
-    init_word num_vectors_per_token weights use_object_template use_style_template skip_latents_validity_check
-    double_blocks_to_swap single_blocks_to_swap use_t5xxl_cache_only
+    llm_adapter_lr self_attn_lr cross_attn_lr mlp_lr mod_lr block_lr train_text_encoder stop_text_encoder_training
+    no_token_padding fused_optimizer_groups blockwise_fused_optimizers mem_eff_save num_last_block_to_freeze
+    diffusers_xformers use_safetensors token_string init_word num_vectors_per_token weights use_object_template
+    use_style_template skip_latents_validity_check double_blocks_to_swap single_blocks_to_swap use_t5xxl_cache_only
 """.split()
 
 GUI_KEYS = frozenset(
@@ -165,6 +163,7 @@ KOHYA_OPTIONS: dict[str, OptionAlias | NoEffectOption | UnsupportedOption | Secr
     "fp8_base": OptionAlias("quantize_base", "fp8"),
     "fp8_base_unet": OptionAlias("quantize_base", "fp8"),
     "fp8_scaled": OptionAlias("quantize_base", "fp8"),
+    "qwen3": OptionAlias("text_encoder"),
     "xformers": OptionAlias("attn_mode", "xformers"),
     "use_flash_attn": OptionAlias("attn_mode", "flash"),
     "unsloth_offload_checkpointing": OptionAlias("cpu_offload_checkpointing", True),
@@ -186,6 +185,7 @@ KOHYA_OPTIONS: dict[str, OptionAlias | NoEffectOption | UnsupportedOption | Secr
     "skip_until_initial_step": NoEffectOption("--resume always continues at the saved step"),
     "fused_backward_pass": NoEffectOption("an adapter is small; optimizer_args fused=True fuses the step"),
     "disable_mmap_load_safetensors": NoEffectOption("only how a file is read"),
+    **dict.fromkeys(("vae_chunk_size", "vae_disable_cache"), NoEffectOption("the VAE encodes images whole")),
     "text_encoder_cpu": NoEffectOption("text encoders run on the training device"),
     # secrets
     "wandb_api_key": SecretOption("WANDB_API_KEY"),
@@ -221,6 +221,12 @@ KOHYA_OPTIONS: dict[str, OptionAlias | NoEffectOption | UnsupportedOption | Secr
     "controlnet_model_name_or_path": UnsupportedOption("not supported: only LoRA adapters are trained here"),
     "apply_lg_attn_mask": _define_planned("masking the padding tokens of CLIP; as in diffusers, they are attended to"),
     "model_type": UnsupportedOption("not needed: detected from the model files", ("flux", "chroma")),
+    "llm_adapter_path": UnsupportedOption("not supported: give Anima's file that contains the adapter"),
+    "t5_tokenizer_path": UnsupportedOption("use tokenizer_cache_dir; its folder google_t5-v1_1-xxl is this tokenizer"),
+    **dict.fromkeys(
+        ("qwen3_max_token_length", "t5_max_token_length"),
+        UnsupportedOption("not supported: captions of Anima have 512 tokens, as in its pipeline", (512,)),
+    ),
     "clip_l_dropout_rate": _TEXT_DROPOUT,
     "clip_g_dropout_rate": _TEXT_DROPOUT,
     "t5_dropout_rate": _TEXT_DROPOUT,

@@ -23,6 +23,7 @@ UNSUPPORTED_ARGS = {
     "split_qkv": "not supported: q, k and v share one down matrix (it crashes in sd-scripts)",
     "ggpo_sigma": "not yet: weight perturbation (GGPO)",
     "ggpo_beta": "not yet: weight perturbation (GGPO)",
+    "train_llm_adapter": "not supported: Anima's adapter is part of the encoding of captions",
     "enable_conv": "not supported: OFT is for linear layers",
     "disable_conv_cp": "LyCORIS reads it as use_tucker; write use_tucker instead",
 }

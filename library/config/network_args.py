@@ -33,6 +33,7 @@ NETWORK_MODULES = {
     "networks.lora_flux": "lora",
     "networks.lora_sd3": "lora",
     "networks.lora_lumina": "lora",
+    "networks.lora_anima": "lora",
     "networks.loha": "loha",
     "networks.lokr": "lokr",
     "networks.oft": "oft",
@@ -44,7 +45,13 @@ NETWORK_MODULES = {
 OFT_MODULES = ("networks.oft", "networks.oft_flux")
 """sd-scripts' OFT, which trains no text encoder, and the layers of attention only without ``enable_all_linear``."""
 
-SPECIAL_MODULES = ("networks.lora_flux", "networks.oft_flux", "networks.lora_sd3", "networks.lora_lumina")
+SPECIAL_MODULES = (
+    "networks.lora_flux",
+    "networks.oft_flux",
+    "networks.lora_sd3",
+    "networks.lora_lumina",
+    "networks.lora_anima",
+)
 """The network modules of few model families, which list them in their ``NetworkFacts``."""
 
 

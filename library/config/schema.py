@@ -102,6 +102,11 @@ class AdapterConfig:
     base_weights_multiplier: tuple[float, ...] = define_option(
         (), "multiplier for each file of base_weights; default: 1"
     )
+    training_adapter: str | None = define_option(
+        None,
+        "LoRA file that undoes the distillation of a few-step model (Z-Image-Turbo, FLUX.1 schnell): added to the base "
+        "model while training and validating, not in previews; not part of the trained LoRA",
+    )
     scale_weight_norms: float | None = define_option(
         None, "max-norm regularization: scale down modules whose weight norm exceeds this (LoRA only)", minimum=0.000001
     )

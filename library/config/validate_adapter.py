@@ -63,6 +63,9 @@ def _validate_adapter_type(
     for name in ("network_dropout", "scale_weight_norms"):
         if getattr(adapter, name) and adapter_type != "lora":
             yield (name, "network_module"), f"not supported for {adapter_type}, only for lora; remove it"
+    if adapter.training_adapter and adapter_type == "boft":
+        problem = "not supported for boft, which computes with the base weights alone; train another type"
+        yield ("training_adapter", "network_module"), problem
     if "network_alpha" in explicit and adapter_type in ("oft", "boft"):
         yield (
             ("network_alpha", "network_module"),
@@ -81,7 +84,8 @@ def _validate_adapter_type(
 
 def validate_initial_weights(adapter: AdapterConfig) -> Iterator[OptionConflict]:
     """Check the LoRA files that are loaded or merged before training."""
-    weights = [("network_weights", file) for file in (adapter.network_weights,) if file]
+    names = "network_weights", "training_adapter"
+    weights = [(name, file) for name in names if (file := getattr(adapter, name))]
     for name, file in (*weights, *(("base_weights", file) for file in adapter.base_weights)):
         path = Path(file).expanduser()
         if not path.is_file():

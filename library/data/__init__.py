@@ -1,1 +1,1 @@
-"""Bucketing, batch plan, augmentation and loading: from the images of a dataset to the batch of a step."""
+"""The data loader: bucketing, batch plan, augmentation and loading, from the images of a dataset to a step's batch."""

@@ -214,6 +214,8 @@ class Augmenter:
 
     def identify_controls(self, view: SampleView) -> str:
         """``get_control_key`` of a view."""
+        if not self.manifest.samples[view.sample_index].controls:
+            return ""
         return self.get_control_key(view.sample_index, is_flipped=self.is_flipped(view))
 
     def draw_crop(self, view: SampleView) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Process captions as sd-scripts does: prefix and suffix, dropout, wildcards, tag shuffle, token warmup."""
+"""Process captions as sd-scripts does: caption and tag dropout, shuffling, wildcards, token warmup, prefix, suffix."""
 
 import math
 import random

@@ -127,7 +127,7 @@ def _format_fingerprint_sample(name: str, sample: Sample) -> bytes:
 _FINGERPRINT_EXCLUDED = frozenset(
     "subsets locations dataset_file batch_size dataset_index_in_file resolution_schedule from_step to_step image_dir"
     " metadata_file conditioning_data_dir control_directory conditioning_is_control parquet webdataset recursive"
-    " include exclude image_column caption_column"
+    " include exclude image_column caption_column control_column"
     " caption_extension class_tokens cache_info cache_directory weight num_repeats is_reg prior_loss_weight"
     " remote".split()
 )

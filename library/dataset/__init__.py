@@ -1,1 +1,1 @@
-"""The dataset file, the discovery of images, captions and masks, and their inspection."""
+"""What is on disk: the dataset file, the discovery of images, captions and masks, and their inspection."""

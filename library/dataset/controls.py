@@ -26,7 +26,8 @@ CONTROLS_FROM_IMAGE: Mapping[str, bool] = {
 }
 """Values of ``control_from_image``, and whether the control image is another one each time."""
 
-_NUMBERED_COLUMN = re.compile(rf"{CONTROL_COLUMN}(?:_(\d+))?")
+_NUMBERED_COLUMN = re.compile(r"(?:control_path|control_image)(?:_(\d+))?")
+_NUMBERED_MEMBER = re.compile(r"\.control(?:_(\d+))?\.\w+")
 _NUMBERED_STEM = re.compile(r"(.+)_(\d+)")
 _KEYS_THAT_CHANGE_THE_PICTURE = {"color_aug": "recolors the picture and not its control images"}
 
@@ -74,17 +75,27 @@ class ColumnsWithControls(Container[str]):
 
 
 def is_control_column(name: str) -> bool:
-    return _NUMBERED_COLUMN.fullmatch(name) is not None
+    """Whether a column of a metadata file lists control images."""
+    return name.startswith(CONTROL_COLUMN) and _NUMBERED_COLUMN.fullmatch(name) is not None
 
 
 def sort_control_columns(names: Iterable[str]) -> list[str]:
     """The columns of control images in the order of their numbers; ``ValueError`` if two have the same."""
+    return _sort_by_number(names, _NUMBERED_COLUMN, "columns")
+
+
+def sort_control_members(extensions: Iterable[str]) -> list[str]:
+    """The control images among the members of a sample in a tar shard, as ``sort_control_columns``."""
+    return _sort_by_number(extensions, _NUMBERED_MEMBER, "members")
+
+
+def _sort_by_number(names: Iterable[str], pattern: re.Pattern[str], what: str) -> list[str]:
     by_number: dict[int, str] = {}
     for name in names:
-        if match := _NUMBERED_COLUMN.fullmatch(name):
+        if match := pattern.fullmatch(name):
             first = by_number.setdefault(int(match[1] or 0), name)
             if first != name:
-                raise ValueError(f"columns {first} and {name} are the same control image; remove one of them")
+                raise ValueError(f"{what} {first} and {name} are the same control image; remove one of them")
     return [by_number[number] for number in sorted(by_number)]
 
 

@@ -52,7 +52,7 @@ _EXTRA_DATASET_KEYS = (
 )
 _EXTRA_SUBSET_KEYS = (
     "parquet webdataset recursive include exclude image_column caption_column cache_directory control_directory"
-    " control_from_image".split()
+    " control_from_image control_column".split()
 )
 _INTERNAL_FIELDS = (
     *("kind", "subsets", "locations", "dataset_file", "join_caption_lines", "dataset_index_in_file"),

@@ -44,6 +44,7 @@ class SubsetConfig(_LocatedKeys):
     exclude: tuple[str, ...]
     image_column: str | None
     caption_column: str | None
+    control_column: tuple[str, ...]
     conditioning_data_dir: str | None
     control_directory: str | None
     is_reg: bool
@@ -253,6 +254,7 @@ class _SubsetKeys:
         None, "folder of control images; with --masked_loss, folder of masks"
     )
     control_directory: str | None = define_option(None, "folder of control images, for editing models")
+    control_column: tuple[str, ...] = define_option((), "columns of control images in parquet files")
     is_reg: bool = define_option(False, "regularization images")
 
 

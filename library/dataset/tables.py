@@ -16,6 +16,7 @@ from ..errors import UserError
 from ..storage.filesystems import RemoteOutage
 from ..storage.remote_path import is_remote
 from .caption_files import parse_caption_cell, require_column, resolve_caption_column
+from .controls import sort_control_columns
 from .file_discovery import resolve_shards
 from .image_ref import ImageRef, TableRow, build_image_ref
 from .listing import ImageCaption, SubsetListing, format_count, format_first_names
@@ -207,6 +208,7 @@ class TableColumns:
     image: str
     caption: str
     has_paths: bool  # the images are files, the column holds their paths
+    controls: Mapping[str, bool]  # columns of control images, and whether they hold paths
 
 
 def list_table_images(subset: SubsetConfig, dataset: int, index: int) -> SubsetListing:
@@ -232,11 +234,14 @@ def list_table_images(subset: SubsetConfig, dataset: int, index: int) -> SubsetL
             listing.missing.append(f"{path}: cannot be read as {kind}: {_format_error(error)}")
             continue
         large += [f"{path} ({largest / 2**20:.0f} MiB)"] if largest > LARGE_ROW_GROUP_BYTES else []
-        reader, folder = readers.setdefault(columns.image, RowReader(columns.image)), path.parent
-        for row, (caption, name) in enumerate(rows):
-            image = ImageRef(folder, path.name, TableRow(reader, row))
-            image = image if name is None else build_image_ref(folder, name, subset.remote)
-            listing.add_image(image, f"{path.name} row {row}", caption)
+        folder = path.parent
+        for row, (caption, files) in enumerate(rows):
+            refs = []
+            for column, file in files.items():
+                reader = readers.setdefault(column, RowReader(column))
+                image = ImageRef(folder, path.name, TableRow(reader, row))
+                refs.append(image if file is None else build_image_ref(folder, file, subset.remote))
+            listing.add_image(refs[0], f"{path.name} row {row}", caption, tuple(refs[1:]))
     if not listing.images and not listing.problems and not listing.missing:
         listing.add_problem("parquet", f"no rows in {format_count(len(shards.files), 'file')}")
     if large:
@@ -265,11 +270,29 @@ def _resolve_columns(
             raise ValueError(
                 f"column {caption!r} has type {types[caption]}, not text; set caption_column to another column"
             )
-        has_paths = "binary" not in types[image] and not types[image].startswith("struct<")
+        controls = _resolve_control_columns(types, listing.subset.control_column)
     except ValueError as error:
         listing.add_problem("parquet", f"{path}: {_format_error(error)}")
         return None
-    return TableColumns(image, caption, has_paths)
+    unused = [name for name in others if name not in controls and "binary" in types[name] and name != caption]
+    if unused:
+        note = "columns of images that are not used"
+        listing.notes.append(f"{path}: {note}: {format_first_names(unused)}; for control images set control_column")
+    return TableColumns(image, caption, _has_paths(types[image]), {name: _has_paths(types[name]) for name in controls})
+
+
+def _resolve_control_columns(types: Mapping[str, str], control_columns: Sequence[str]) -> list[str]:
+    """Return the columns that are set, or those named as control images; ``ValueError`` if they hold none."""
+    names = [require_column(list(types), name, "control_column") for name in control_columns]
+    names = names or sort_control_columns(types)
+    for name in names:
+        if not _is_image_type(types[name]):
+            raise ValueError(f"column {name!r} has type {types[name]}, not images; set control_column to other columns")
+    return names
+
+
+def _has_paths(kind: str) -> bool:
+    return "binary" not in kind and not kind.startswith("struct<")
 
 
 def _resolve_image_column(types: Mapping[str, str], image_column: str | None) -> str:
@@ -298,19 +321,21 @@ def _is_text_type(kind: str) -> bool:
 
 def _read_rows(
     table: ParquetTable | ArrowTable, path: Path, columns: TableColumns
-) -> Iterator[tuple[ImageCaption, str | None]]:
-    """Yield the caption of each row, and the path of its image if that is a file."""
-    names = [columns.caption, *([columns.image] if columns.has_paths else [])]
+) -> Iterator[tuple[ImageCaption, dict[str, str | None]]]:
+    """Yield the caption of each row, and the paths of its image and control images by column, if these are files."""
+    images = {columns.image: columns.has_paths, **columns.controls}
+    names = [columns.caption, *(column for column, has_paths in images.items() if has_paths)]
     row = 0
     for batch in table.read_batches(names):
         texts = _read_text_cells(batch.column(columns.caption))
-        files = batch.column(columns.image).to_pylist() if columns.has_paths else [None] * len(texts)
-        for text, file in zip(texts, files, strict=True):
+        none = [None] * len(texts)
+        files = [batch.column(name).to_pylist() if has_paths else none for name, has_paths in images.items()]
+        for text, *paths in zip(texts, *files, strict=True):
             try:
                 caption = ImageCaption(parse_caption_cell(text, columns.caption), columns.caption)
             except ValueError as error:
                 caption = ImageCaption(problem=f"{path}: row {row}: {error}")
-            yield caption, file or None
+            yield caption, {column: path or None for column, path in zip(images, paths, strict=True)}
             row += 1
 
 

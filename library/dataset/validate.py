@@ -180,15 +180,17 @@ def validate_control_settings(datasets: Sequence[DatasetConfig]) -> Iterator[str
     for key in ("control_resolution", "no_resize_control"):
         used, unused = set[str](), dict[str, None]()
         for dataset in datasets:
-            if any(
-                subset.control_key or subset.metadata_file or subset.control_from_image for subset in dataset.subsets
-            ):
+            if any(map(_can_have_controls, dataset.subsets)):
                 used.add(dataset.format_location(key))
             elif getattr(dataset, key):
                 unused[dataset.format_location(key)] = None
         for where in unused:
             if where not in used:
                 yield f"{where}: no subset here has control images; set control_directory, or remove this"
+
+
+def _can_have_controls(subset: SubsetConfig) -> bool:
+    return any((subset.control_key, subset.metadata_file, subset.control_from_image, subset.parquet, subset.webdataset))
 
 
 def _validate_control_from_image(subset: SubsetConfig) -> Iterator[str]:

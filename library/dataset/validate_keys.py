@@ -71,9 +71,9 @@ _SYMMETRIC_DEFAULTS = {"bucket_max_crop": 1, "bucket_min_images": 1}
 
 _SOURCE_KEYS = ("image_dir", "parquet", "webdataset")
 _UNSUPPORTED_KEYS_BY_SOURCE: Mapping[str, tuple[str, ...]] = {
-    "image_dir": (),
+    "image_dir": ("control_column",),
     "parquet": ("metadata_file", "conditioning_data_dir", "control_directory", "cache_info", "caption_extension"),
-    "webdataset": ("metadata_file", "conditioning_data_dir", "control_directory", "cache_info"),
+    "webdataset": ("metadata_file", "conditioning_data_dir", "control_directory", "cache_info", "control_column"),
 }
 """sd-scripts' keys that a source cannot use: an error in the subset itself, ignored in the tables above it."""
 
@@ -86,7 +86,7 @@ _UNSUPPORTED_EXTRA_KEYS_BY_SOURCE: Mapping[str, tuple[str, ...]] = {
 """Our own keys that a source cannot use: an error unless another subset of the table uses them."""
 
 _EXTRA_KEYS = ("recursive", "include", "exclude", "image_column", "caption_column")
-_LIST_KEYS = ("caption_extension", "include", "exclude", "parquet", "webdataset")
+_LIST_KEYS = ("caption_extension", "include", "exclude", "parquet", "webdataset", "control_column")
 
 
 def explain_misplaced_key(name: str, table_name: str) -> str | None:

@@ -5,7 +5,7 @@ import re
 import tarfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -20,6 +20,7 @@ from .caption_files import (
     decode_utf8,
     split_lines,
 )
+from .controls import sort_control_members
 from .file_discovery import resolve_shards
 from .image_ref import ByteRange, ImageRef
 from .listing import IMAGE_EXTENSIONS, ImageCaption, SubsetListing, format_count, is_image_file
@@ -206,10 +207,11 @@ def _group_by_key(members: Sequence[ByteRange], path: Path, listing: SubsetListi
     return samples
 
 
-def _find_extensions(sample: Sample, wanted: Sequence[str]) -> list[str]:
+def _find_extensions(sample: Iterable[str], wanted: Sequence[str]) -> list[str]:
     """Return the extensions of a sample that are among those wanted, or else those that end so (``.v1.png``)."""
-    exact = [extension for extension in sample if extension in wanted]
-    return exact or [extension for extension in sample if extension.endswith(tuple(wanted))]
+    extensions = list(sample)
+    exact = [extension for extension in extensions if extension in wanted]
+    return exact or [extension for extension in extensions if extension.endswith(tuple(wanted))]
 
 
 def _add_samples(
@@ -224,13 +226,18 @@ def _add_samples(
     caption_extensions = _choose_caption_extensions(listing.subset, samples)
     folder, unused = path.parent, Counter[str]()
     for key, sample in samples.items():
-        images = _find_extensions(sample, IMAGE_EXTENSIONS)
+        try:
+            controls = sort_control_members(sample)
+        except ValueError as error:
+            listing.missing.append(f"{path}: key {key!r}: {error}")
+            continue
+        images = _find_extensions([each for each in sample if each not in controls], IMAGE_EXTENSIONS)
         text, wanted = None, ""
         for wanted in caption_extensions:
             if matches := _find_extensions(sample, [wanted]):
                 text = matches[0]
                 break
-        unused.update(extension for extension in sample if extension != text and extension not in images[:1])
+        unused.update(extension for extension in sample if extension not in (text, *images[:1], *controls))
         if len(images) > 1:
             names = ", ".join(images)
             listing.missing.append(
@@ -243,7 +250,8 @@ def _add_samples(
         if text is not None:
             data = _read_member(sample[text], file, texts)
             caption = _parse_caption(data, f"{path}: member {sample[text].name!r}", wanted, json_reader)
-        listing.add_image(ImageRef(folder, path.name, image), image.name, caption)
+        own = tuple(ImageRef(folder, path.name, sample[extension]) for extension in controls)
+        listing.add_image(ImageRef(folder, path.name, image), image.name, caption, own)
     return unused
 
 

@@ -27,7 +27,7 @@ READ_GRACE_SECONDS = 5.0
 
 PATH_OPTIONS = {
     *("pretrained_model_name_or_path", "vae", "clip_l", "clip_g", "t5xxl", "text_encoder", "ae", "tokenizer_cache_dir"),
-    *("network_weights", "base_weights", "cache_dir", "output_dir", "resume"),
+    *("network_weights", "base_weights", "training_adapter", "cache_dir", "output_dir", "resume"),
     *("dataset_config", "train_data_dir", "reg_data_dir", "in_json"),
     *("sample_prompts", "logging_dir", "log_tracker_config", "metadata_thumbnail", "compile_cache_dir"),
     "offload_param_nvme_path",
@@ -46,6 +46,7 @@ HASH_MISMATCH_FIXES = {
     "model": "copy the same model files to every machine",
     "network_weights": "copy the same file to every machine",
     "base_weights": "copy the same files to every machine",
+    "training_adapter": "copy the same file to every machine",
     "prompts": "use the same --sample_prompts file on every machine",
     "images, captions or dataset settings": "use the same files on every machine: a shared folder, or exact copies",
 }

@@ -1,4 +1,4 @@
-"""Experiment trackers (``--log_with``): start, metrics, images, end, and which settings are sent to them."""
+"""Experiment trackers (``--log_with``: wandb, TensorBoard): start, metrics, images, and the settings they are sent."""
 
 import io
 import logging

@@ -93,7 +93,7 @@ def _summarize_stage(stage: PlannedStage, steps: int) -> dict[str, Any]:
 def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
     """Scan the images and plan the run for a number of data-parallel processes."""
     detected = detect_model(config.model)
-    if config.adapter.network_weights is not None or config.adapter.base_weights:
+    if config.adapter.network_weights or config.adapter.base_weights or config.adapter.training_adapter:
         from ..checkpoint.init_weights import read_initial_weights  # imports torch
         from ..models.families import FAMILIES
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..adapters.lora import cast_trainable_parameters
-from ..checkpoint.init_weights import read_initial_weights
+from ..checkpoint.init_weights import add_training_adapter, read_initial_weights
 from ..config import RunConfig
 from ..data.batch import Cond, Moments, PixelBatch
 from ..distributed.async_copy import CopyStream
@@ -216,6 +216,7 @@ class MetaRun:
             part.requires_grad_(False)
         self.trained_encoders = select_trained_text_encoders(config.adapter, config.optim, self.family.facts)
         initial = read_initial_weights(config.adapter, self.family, model)
+        add_training_adapter(self.pipe, self.family, initial)
         self.trained, self.adapter = build_trainable_modules(
             config, self.family, self.pipe, initial.rank_alphas, initial.independent_modules
         )

@@ -89,6 +89,10 @@ class Family(ABC):
 
     single_stream_block_lists: ClassVar[tuple[str, ...]] = ()
     """Those of ``block_lists`` whose layers get text and image tokens together."""
+    text_attention_calls: ClassVar[tuple[int, ...]] = ()
+    """Which calls of attention in a block, from 0, attend to the text where that is not among its activations."""
+    text_attention_layers: ClassVar[tuple[str, ...]] = ()
+    """Suffixes of the names of their layers of keys and values."""
     fused_parallel_layers: ClassVar[Mapping[str, tuple[Literal["colwise", "rowwise"], tuple[int, ...]]]] = {}
     """Pattern of the names of layers with fused parts -> how tensor parallelism splits them, and the ratio of the
     parts' sizes, each of which is split."""

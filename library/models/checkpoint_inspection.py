@@ -113,7 +113,7 @@ def reject_unsupported_model(header: SafetensorsHeader, families: Iterable[Famil
         if not has_denoiser(header, facts):
             continue
         for (key, axis, length), description in facts.unsupported_shapes.items():
-            shape = _find_shape(header, key)
+            shape = _find_shape(header, key, facts)
             if shape is not None and len(shape) > axis and shape[axis] == length:
                 raise ModelError(f"is {description}")
 
@@ -136,7 +136,9 @@ def _iter_shape_checks(
 
 def _find_shape(header: SafetensorsHeader, key: str, facts: FamilyFacts | None = None) -> tuple[int, ...] | None:
     """The shape of a weight by its original key, with or without prefix, or by its diffusers key."""
-    names = (DENOISER_PREFIX + key, key, facts.diffusers_keys.get(key, key) if facts else key)
+    own = facts.single_file_prefixes.get(facts.denoiser_name, ()) if facts else ()
+    prefixes = dict.fromkeys((DENOISER_PREFIX, "", *own))
+    names = [*(prefix + key for prefix in prefixes), facts.diffusers_keys.get(key, key) if facts else key]
     return next((header.shapes[name] for name in names if name in header.shapes), None)
 
 

@@ -20,6 +20,7 @@ MAX_TEXT_TOKENS = 512
 """Tokens of text encoders whose config sets no limit."""
 
 HUB_TIMEOUT_SECONDS = 5.0
+MODULAR_INDEX = "modular_model_index.json"
 
 
 def list_bundled_configs() -> list[str]:
@@ -47,13 +48,31 @@ class ModelError(Exception):
 
 
 def build_folder_reader(directory: Path) -> ConfigReader:
-    return lambda name: _read_json(directory / name)
+    return _read_either_index(lambda name: _read_json(directory / name))
 
 
 def build_hub_reader(repo_id: str) -> ConfigReader:
     """Reader of a hub repository; files are downloaded on demand."""
     cache_only = not is_hub_reachable()
-    return lambda name: _read_hub_json(repo_id, name, cache_only)
+    return _read_either_index(lambda name: _read_hub_json(repo_id, name, cache_only))
+
+
+def _read_either_index(read: ConfigReader) -> ConfigReader:
+    """Give the index of a modular pipeline, which has a loading spec for each component, the form of the others."""
+
+    def read_index(name: str) -> JsonDict | None:
+        data = read(name)
+        if data is not None or name != "model_index.json" or (modular := read(MODULAR_INDEX)) is None:
+            return data
+        return {key: _drop_loading_spec(value) for key, value in modular.items()}
+
+    return read_index
+
+
+def _drop_loading_spec(value: Any) -> Any:
+    if not (isinstance(value, list) and len(value) == 3 and isinstance(value[2], dict)):
+        return value
+    return value[:2] if value[1] is not None else value[2].get("type_hint")
 
 
 def build_bundled_reader(config: Mapping[str, JsonDict]) -> ConfigReader:
@@ -62,7 +81,7 @@ def build_bundled_reader(config: Mapping[str, JsonDict]) -> ConfigReader:
 
 def is_tokenizer(component: str) -> bool:
     """Whether a component has no weights: a tokenizer, or a processor of texts and images with one."""
-    return component.startswith(("tokenizer", "processor", "text_processor"))
+    return component.startswith(("tokenizer", "t5_tokenizer", "processor", "text_processor"))
 
 
 def read_required(read: ConfigReader, name: str) -> JsonDict:

@@ -1,1 +1,1 @@
-"""Parallel strategies, gradient synchronisation, compilation, offload and quantization of a training step."""
+"""One step on all ranks: parallel strategies, gradients, compilation, offload and quantization."""

@@ -169,7 +169,8 @@ class ContextParallel:
         for name, token_axes in self.parallel_plan.block_token_args.items():
             if arguments.get(name) is not None:
                 arguments[name] = self._slice_argument(arguments[name], token_axes)
-        with _AttentionOverride(self.compute_sharded_attention) as attention:
+        text_calls = self.parallel_plan.text_attention_calls
+        with _AttentionOverride(self.compute_sharded_attention, text_calls) as attention:
             output = block_forward(*bound.args, **bound.kwargs)
         if not attention.calls:
             raise UserError(
@@ -236,14 +237,16 @@ class ContextParallel:
 class _AttentionOverride(TorchFunctionMode):
     """Replaces ``scaled_dot_product_attention``, however a model comes to call it."""
 
-    def __init__(self, attention: Callable[..., TensorAndDependency]):
+    def __init__(self, attention: Callable[..., TensorAndDependency], text_calls: Sequence[int]):
         super().__init__()
-        self._attention, self.calls = attention, 0
+        self._attention, self._text_calls, self.calls = attention, text_calls, 0
         self._dependency: Tensor | None = None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is functional.scaled_dot_product_attention:
             self.calls += 1
+            if self.calls - 1 in self._text_calls:  # every rank has the whole text, and its own tokens of the image
+                return function(*args, **(kwargs or {}))
             output, self._dependency = self._attention(self._dependency, *args, **(kwargs or {}))
             return output
         if function is Tensor.unflatten:  # which dynamo supports as a method only

@@ -1,4 +1,4 @@
-"""FSDP2 (``fully_shard``): the frozen model sharded over the ranks, LoRA adapters replicated."""
+"""FSDP2 (``fully_shard``): which blocks are wrapped; the frozen model is sharded, LoRA adapters are replicated."""
 
 import logging
 import warnings

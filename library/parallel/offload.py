@@ -1,4 +1,4 @@
-"""CPU offload of frozen weights (``--blocks_to_swap``) with prefetch on a copy stream, and base quantization.
+"""Block swap (``--blocks_to_swap``): CPU offload of frozen weights with prefetch on a copy stream; base quantization.
 
 Offloaded weights are frozen, so they are only ever copied to the device and dropped after use.  The order of use is
 recorded in the first step; from then on the next weight is prefetched while the current one is used.

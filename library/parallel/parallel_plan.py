@@ -161,7 +161,9 @@ class ParallelPlan:
     block_token_args: TokenAxes = field(default_factory=dict)
     """Block arguments with tokens besides the activations, which all have them along axis 1."""
     layer_token_streams: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Layer name -> the streams whose tokens pass through it."""
+    """Layer name -> the streams whose tokens pass through it; other layers of blocks see the text, which is whole."""
+    text_attention_calls: tuple[int, ...] = ()
+    """Which calls of attention in a block attend to a text that is no activation."""
     denoiser: nn.Module | None = None
     """The module to shard, of those that are trained; ``None``: all of them."""
 
@@ -180,8 +182,13 @@ def build_parallel_plan(family: Family, denoiser: nn.Module) -> ParallelPlan:
         build_tensor_parallel_plan(denoiser, family.fused_parallel_layers),
         family.block_token_args,
         map_layer_token_streams(
-            denoiser, family.block_lists, family.block_activation_args, family.single_stream_block_lists
+            denoiser,
+            family.block_lists,
+            family.block_activation_args,
+            family.single_stream_block_lists,
+            family.text_attention_layers,
         ),
+        family.text_attention_calls,
         denoiser,
     )
 
@@ -191,11 +198,14 @@ def map_layer_token_streams(
     block_lists: Sequence[str],
     stream_args: Sequence[str],
     single_stream_block_lists: Sequence[str] = (),
+    text_layers: Sequence[str] = (),
 ) -> dict[str, tuple[str, ...]]:
     """Layer -> the block arguments whose tokens it processes; ``stream_args`` has text before image."""
     streams = {}
     for blocks in block_lists:
         for name, _ in denoiser.get_submodule(blocks).named_modules(prefix=blocks):
+            if name.endswith(tuple(text_layers)):
+                continue
             if blocks in single_stream_block_lists:
                 streams[name] = tuple(stream_args)
             else:

@@ -166,6 +166,10 @@ def _get_adapter_layers(layer: nn.Module, name: str) -> list[Any]:
 
 
 def _shard_weight(base: Any, dim: int, ranges: Ranges) -> None:
+    """Keep these rows (0) or columns (1) of the weight, and of the training adapter's update of it."""
+    if (update := getattr(base, "training_adapter", None)) is not None:
+        name = "down" if dim else "up"
+        _set_frozen_parameter(update, name, take_ranges(getattr(update, name), dim, ranges))
     if isinstance(base, FrozenLayer):
         base.store_weight(base.fetch_weight().take_ranges(dim, ranges))
     else:

@@ -35,9 +35,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def _parse_line(text: str | bytes) -> dict[str, Any] | None:
     try:
         values = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return values if isinstance(values, dict) and isinstance(values.get("step"), int) else None
+    return values if isinstance(values, dict) and _is_step(values.get("step")) else None
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**53
+
+
+def is_plain_number(value: Any) -> bool:
+    """Whether it can be drawn: no NaN, no infinity, and sums of many do not overflow."""
+    return (type(value) is float or type(value) is int) and -1e300 < value < 1e300
 
 
 class MetricSeries:
@@ -145,11 +154,11 @@ class MetricTable:
             step = line.pop("step")
             self.num_lines += 1
             for name, value in line.items():
-                if type(value) is float or type(value) is int:
+                if is_plain_number(value):
                     steps, values = found[name]
                     steps.append(step)
                     values.append(value)
-                elif value is None and name == "loss/current":
+                elif name == "loss/current":
                     self.num_skipped_steps += 1
             self.last_step = step
         for name, (steps, values) in found.items():

@@ -47,9 +47,19 @@ class RunSummary:
     def read(cls, path: Path) -> "RunSummary | None":
         """Read the facts of a run; None if there are none, or those of another version."""
         try:
-            return cls(**json.loads(path.read_text("utf-8")))
-        except (OSError, ValueError, TypeError):
+            summary = cls(**json.loads(path.read_text("utf-8")))
+        except (OSError, ValueError, TypeError, RecursionError):
             return None
+        return summary if summary._has_known_types() else None
+
+    def _has_known_types(self) -> bool:
+        texts, counts = (self.name, self.plan, self.mixed_precision), (self.steps, self.num_processes)
+        are_known = all(isinstance(each, str) for each in texts) and all(type(each) is int for each in counts)
+        are_known &= isinstance(self.started_at, int | float) and 0 <= self.started_at < 2**40
+        are_known &= isinstance(self.settings, dict) and isinstance(self.all_settings, dict)
+        return (
+            are_known and isinstance(self.prompts, list | tuple) and all(isinstance(each, str) for each in self.prompts)
+        )
 
 
 def write_report(facts: RunSummary, previews: Mapping[int, PreviewRow], metrics_file: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""Activation checkpointing: every n-th block, offloaded to the host, or selective with a memory budget."""
+"""Gradient (activation) checkpointing: every n-th block, offloaded to the host, or selective with a memory budget."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,8 +1,8 @@
 """The training loop: load data, forward and backward, clip gradients, step the optimizer, log, run callbacks.
 
-Its types and protocols are in state.py, the loss of a batch in task.py, NaN and out-of-memory handling in
-step_guards.py, what runs before the first step in trial_steps.py; gradient accumulation, clipping and synchronisation
-in parallel/gradient_accumulation.py, parallel/gradient_clipping.py and parallel/gradient_sync.py.
+Its types and protocols are in state.py, the loss of a batch in task.py, what runs before the first step in
+trial_steps.py, NaN, out of memory and unreadable images in nan_and_oom_handling.py; gradient accumulation, clipping
+and synchronisation in parallel/gradient_accumulation.py, parallel/gradient_clipping.py and parallel/gradient_sync.py.
 """
 
 import time

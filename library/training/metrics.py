@@ -1,4 +1,7 @@
-"""Metrics of a run: the .metrics.jsonl file, the progress bar, and losses by timestep, bucket and dataset."""
+"""Metrics of a run: the .metrics.jsonl file, the progress bar, and losses by timestep, bucket and dataset.
+
+Trackers (wandb, TensorBoard) are in ``distributed.trackers``.
+"""
 
 import json
 import logging

@@ -15,6 +15,7 @@ from ..config.schema_output import PreviewConfig
 from ..data.images import load_preview_controls
 from ..data.preview_prompts import Prompt
 from ..models.sampling import use_eval_mode
+from ..models.training_adapter import bypass_training_adapter
 from ..optim.optimizers import use_eval_weights
 from ..randomness import Purpose, derive_seed
 from .state import TrainingRun, is_interval_reached
@@ -64,7 +65,8 @@ class Preview:
     @torch.no_grad()
     def generate_previews(self, run: TrainingRun) -> None:
         """Generate the images of all prompts; an image that fails is skipped with a warning."""
-        with use_eval_weights(run.optimizer), use_eval_mode(run.strategy.unwrap_model(run.model)):
+        model = run.strategy.unwrap_model(run.model)
+        with use_eval_weights(run.optimizer), use_eval_mode(model), bypass_training_adapter(model):
             drawn = self._generate_for_rank(run)
         if run.metric_logger.has_trackers:
             images = sorted(image for images in run.strategy.comm.all_gather_object(drawn) for image in images)

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..cache.model_fingerprint import compute_quick_model_fingerprint
+from ..cache.model_fingerprint import compute_quick_file_fingerprint, compute_quick_model_fingerprint
 from ..checkpoint import checkpoint_dir
 from ..checkpoint.checkpoint_dir import CheckpointInfo, find_checkpoints, read_checkpoint_info
 from ..config import RunConfig
 from ..config.kohya_compat import upgrade_settings
 from ..config.options import flatten_config, iter_options
+from ..config.schema import AdapterConfig
 from ..config.schema_output import StateConfig
 from ..data.batch_plan import get_planned_stages
 from ..data.prepare import PreparedData
@@ -49,9 +50,9 @@ RESULT_NEUTRAL_OPTIONS = {
     *("max_data_loader_n_workers", "prefetch_factor", "on_invalid_images", "max_invalid_images"),
     # The batch size and the dataset are compared by content, see COMPARED_METADATA.
     *("gradient_accumulation_steps", "train_batch_size", "dataset_config", "train_data_dir", "reg_data_dir", "in_json"),
-    # The model, too, wherever its files are.
+    # The model and the training adapter, too, wherever their files are.
     *("pretrained_model_name_or_path", "family", "v2", "vae", "clip_l", "clip_g", "t5xxl", "text_encoder", "ae"),
-    *("tokenizer_cache_dir", "remote_cache_dir", "remote_cache_size", "remote_retry_seconds"),
+    *("training_adapter", "tokenizer_cache_dir", "remote_cache_dir", "remote_cache_size", "remote_retry_seconds"),
 }
 """Options of other groups that do not change the result, or are compared by content."""
 
@@ -59,6 +60,7 @@ COMPARED_METADATA = {
     "model": "the model",
     "data": "the images, captions or their settings",
     "batch": "images per step",
+    "training_adapter": "the training adapter",
 }
 """What a checkpoint records besides the settings -> what messages call it."""
 
@@ -74,7 +76,7 @@ class SettingChange:
     detail: str = ""
 
     def __str__(self) -> str:
-        if self.name in ("model", "data"):
+        if self.name in ("model", "data", "training_adapter"):
             return f"{COMPARED_METADATA[self.name]} changed{self.detail}"
         return f"{COMPARED_METADATA.get(self.name, self.name)}: {_format_value(self.old)} -> {_format_value(self.new)}"
 
@@ -87,10 +89,14 @@ def serialize_settings(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def _hash_training_adapter(adapter: AdapterConfig) -> str | None:
+    return compute_quick_file_fingerprint([adapter.training_adapter]) if adapter.training_adapter else None
+
+
 def find_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[SettingChange]:
     """Find the differences between a checkpoint and the run that resumes from it."""
     for key in COMPARED_METADATA:
-        if saved[key] != current[key]:
+        if saved.get(key) != current.get(key):  # None: without training adapter
             yield SettingChange(key, saved[key], current[key], changes_result=True)
     kernel, saved_kernel = current.get("nf4_kernel"), saved.get("nf4_kernel", BUILT_IN_KERNEL)
     if kernel != saved_kernel and None not in (kernel, saved_kernel):  # rounds differently, as another torch does
@@ -131,6 +137,7 @@ class Resume:
             "model": compute_quick_model_fingerprint(detected),
             "data": prepared.manifest.compute_fingerprint(),
             "sample_digests": prepared.manifest.compute_sample_digests(),
+            "training_adapter": _hash_training_adapter(config.adapter),
             "batch": [size * micro_batches for _, size in sorted(batch_sizes.items())],
             "split": [batches.dp_size, batches.accumulation_steps],
             "started_at": started_at,

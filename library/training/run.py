@@ -15,7 +15,7 @@ from ..cache.model_fingerprint import compute_quick_file_fingerprint, compute_qu
 from ..cache.readers import CacheReaders, build_validation_reader
 from ..cache.text_encoder_cache import cache_text_encoder_outputs
 from ..checkpoint import checkpoint_dir
-from ..checkpoint.init_weights import merge_base_weights, read_initial_weights
+from ..checkpoint.init_weights import add_training_adapter, merge_base_weights, read_initial_weights
 from ..checkpoint.output_lock import hold_output_lock
 from ..config import RunConfig
 from ..config.options import flatten_config
@@ -42,6 +42,7 @@ from .callbacks import SaveReport, UpdateNorms, WeightsDiverged, WeightSyncCheck
 from .checkpoint import SaveCheckpoint
 from .loop import train
 from .metrics import MetricsFile, TrainingLogger
+from .nan_and_oom_handling import TooManyFailures
 from .preflight import RunFacts, check_output_dirs, check_run_settings
 from .preview import Preview
 from .resume import Resume
@@ -49,7 +50,6 @@ from .save_adapter import SaveAdapter
 from .setup import build_run, load_training_pipeline, prepare_dataset
 from .shutdown import FailureHandler
 from .state import Callback, StopRequested, TrainingRun
-from .step_guards import TooManyFailures
 from .validation import Validation
 
 if TYPE_CHECKING:
@@ -130,6 +130,7 @@ def _prepare_and_train(
     readers = CacheReaders(latents, texts)
     pipe = load_training_pipeline(config, strategy, family, detected, readers, prompts)
     merge_base_weights(pipe, initial_weights)
+    add_training_adapter(pipe, family, initial_weights)
     run, adapter = build_run(config, strategy, family, pipe, prepared, plan, readers, initial_weights)
     comm.log_all_reduce_time(sum(parameter.nbytes for parameter in run.parameters))
     resume.restore(run)
@@ -143,8 +144,9 @@ def _compute_input_fingerprints(
     """Fingerprint input files, which may be elsewhere on each machine; images take longer and are compared later."""
     return {
         "model": compute_quick_model_fingerprint(detected),
-        "network_weights": compute_quick_file_fingerprint([adapter.network_weights] if adapter.network_weights else []),
+        "network_weights": compute_quick_file_fingerprint(list(filter(None, [adapter.network_weights]))),
         "base_weights": compute_quick_file_fingerprint(adapter.base_weights),
+        "training_adapter": compute_quick_file_fingerprint(list(filter(None, [adapter.training_adapter]))),
         "prompts": str(prompts),
     }
 

@@ -47,9 +47,9 @@ from ..parallel.offload import is_quantized_or_offloaded, quantize_and_offload_b
 from ..parallel.parallel_plan import build_parallel_plan
 from ..parallel.strategy import Strategy
 from .activation_checkpointing import enable_activation_checkpointing
+from .nan_and_oom_handling import BadSamples, NanGuard, OomRecovery
 from .preflight import check_objective
 from .state import NullMetricLogger, TrainingRun
-from .step_guards import BadSamples, NanGuard, OomRecovery
 from .task import DiffusionTask
 from .trainable import (
     TrainableModules,

@@ -18,7 +18,7 @@ from .task import DiffusionTask, MicroBatchStats
 
 if TYPE_CHECKING:
     from ..parallel.compile import Compilation
-    from .step_guards import BadSamples, NanGuard, OomRecovery
+    from .nan_and_oom_handling import BadSamples, NanGuard, OomRecovery
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The validation callback: loss on validation images at fixed timesteps with fixed noise, next to the base model."""
+"""Validation loss, as a callback: validation images at fixed timesteps with fixed noise, next to the base model."""
 
 import logging
 import math
@@ -63,10 +63,12 @@ def _mask_unusable_samples(samples: Sequence[int], pixel_batch: PixelBatch) -> T
 def _compute_quantile_losses(task: DiffusionTask, pixel_batch: PixelBatch) -> Tensor:
     """Compute the losses (B, quantiles) of a batch."""
     batch = task.encode(pixel_batch, 0)
-    return torch.stack([_compute_losses(task, batch, number) for number in range(len(TIMESTEP_QUANTILES))], dim=1)
+    return torch.stack(
+        [compute_losses_at_quantile(task, batch, number) for number in range(len(TIMESTEP_QUANTILES))], dim=1
+    )
 
 
-def _compute_losses(task: DiffusionTask, batch: Batch, quantile_index: int) -> Tensor:
+def compute_losses_at_quantile(task: DiffusionTask, batch: Batch, quantile_index: int) -> Tensor:
     """Compute the training loss at a fixed timestep with fixed plain noise."""
     latents, objective = batch.latents, task.objective
     u = torch.full((len(batch),), TIMESTEP_QUANTILES[quantile_index], dtype=torch.float64)

@@ -9,12 +9,11 @@ from pathlib import Path
 from ..atomic_files import open_atomic_path
 from ..captioning.tag_edits import TagEdit
 from ..dataset.caption_files import FALLBACK_EXTENSION, JSON_EXTENSION, CaptionFiles, split_lines
-from ..dataset.image_ref import ImageRef
 from ..errors import UserError
 from .background import BackgroundWork
 from .pictures import Picture, PictureSet
+from .undo_log import CaptionChange, UndoLog
 
-MAX_UNDO = 50
 MAX_CAPTION_LENGTH = 20_000
 BUSY = "captions are being written; wait for the end, or stop it"
 WRITTEN, UNDONE = "Undo puts back what was written", "Undo goes on"
@@ -28,25 +27,12 @@ def ignore_progress(*progress: object) -> None:
     """Tell nobody."""
 
 
-@dataclass(frozen=True)
-class _Change:
-    image: ImageRef
-    file: Path
-    before: bytes | None  # None: there was no file
-    old_caption: str
-    new_caption: str
-
-
-UndoHistory = list[list[_Change]]
-"""The last edits of a dataset file, the oldest first; it outlives a scan."""
-
-
 @dataclass
 class CaptionEditor:
-    """Edits the captions of one picture set, one edit at a time; the last ones can be undone while the page runs."""
+    """Edits the captions of one picture set, one edit at a time; the last ones can be undone."""
 
     pictures: PictureSet
-    history: UndoHistory = field(default_factory=list)
+    log: UndoLog
     work: BackgroundWork | None = None
     """The last edit of many captions, or the last undo."""
 
@@ -56,7 +42,7 @@ class CaptionEditor:
 
     @property
     def num_undo(self) -> int:
-        return len(self.history)
+        return len(self.log.edits)
 
     @property
     def is_busy(self) -> bool:
@@ -92,50 +78,63 @@ class CaptionEditor:
         """
         with self._take_turn():
             changes, written = self._plan_changes(captions, known, report), 0
+            if not changes:
+                return 0
+            edit = self.log.add(changes)
             try:
                 for change in changes:
                     report("writing captions", written, len(changes))
                     self._write(change)
                     written += 1
             finally:
-                self._remember(changes[:written])
+                if written < len(changes):
+                    self.log.shorten(edit, changes[:written])
+                self.pictures.version += 1
             return len(changes)
 
     def undo(self, report: Report = ignore_progress) -> int:
         """Put back the files of the last edit, unless another program has changed them since."""
         with self._take_turn():
-            return self._undo(self.history[-1], report) if self.history else 0
+            if not self.log.edits:
+                return 0
+            changes = self._list_written(self.log.read_last(), report)
+            try:
+                for number, change in enumerate(reversed(changes)):
+                    report("undoing", number, len(changes))
+                    _write_bytes(change.file, change.before)
+                    self.pictures.set_caption(change.image, change.new_caption, change.old_caption)
+                self.log.remove_last()
+            finally:
+                self.pictures.version += 1
+            return len(changes)
 
-    def _undo(self, changes: list[_Change], report: Report) -> int:
+    def _list_written(self, changes: Sequence[CaptionChange], report: Report) -> list[CaptionChange]:
+        """List the changes that are in their files; an edit or an undo that was interrupted has left out some."""
+        written = []
         for number, change in enumerate(changes):
             report("looking at the files", number, len(changes))
-            if _read_bytes(change.file) != _encode_caption(change.new_caption):
+            self.pictures.folders.resolve(change.file)
+            content = _read_bytes(change.file)
+            if content == _encode_caption(change.new_caption):
+                written.append(change)
+            elif content != change.before:
                 raise UserError(f"{change.file}: changed since by another program; the edit is not undone")
-        count = len(changes)
-        try:
-            while changes:
-                report("undoing", count - len(changes), count)
-                change = changes[-1]
-                _write_bytes(change.file, change.before)
-                self.pictures.set_caption(change.image, change.new_caption, change.old_caption)
-                changes.pop()
-            self.history.pop()
-        finally:
-            self.pictures.version += 1
-        return count
+        return written
 
-    def _plan_changes(self, captions: Mapping[int, str], known: Mapping[int, str], report: Report) -> list[_Change]:
+    def _plan_changes(
+        self, captions: Mapping[int, str], known: Mapping[int, str], report: Report
+    ) -> list[CaptionChange]:
         changed = {
             index: text for index, text in captions.items() if normalize_caption(text) != self.pictures.captions[index]
         }
-        planned: dict[Path, _Change] = {}  # two datasets may have the same picture
+        planned: dict[Path, CaptionChange] = {}  # two datasets may have the same picture
         for index, text in changed.items():
             report("looking at the files", len(planned), len(changed))
             change = self._plan_change(index, text, known.get(index))
             planned.setdefault(change.file, change)
         return list(planned.values())
 
-    def _plan_change(self, index: int, text: str, known: str | None) -> _Change:
+    def _plan_change(self, index: int, text: str, known: str | None) -> CaptionChange:
         picture, now = self.pictures.pictures[index], self.pictures.captions[index]
         if not picture.is_editable:
             source = picture.subset.source
@@ -145,10 +144,14 @@ class CaptionEditor:
         file = find_caption_file(picture, self._find_extensions(picture))
         self.pictures.folders.resolve(file)
         before = _read_bytes(file)
+        if before is None and not picture.sample.image.path.is_file():
+            raise UserError(f"{picture.sample.image.path}: the image is gone; scan the dataset again")
         on_disk = "" if before is None else "\n".join(split_lines(before.decode("utf-8-sig", "replace")))
-        if (known is not None and known != now) or (before is not None and on_disk != now):
+        if known is not None and known != now:
+            raise UserError(f"{file}: was edited in another window meanwhile; save again to replace {now!r}")
+        if before is not None and on_disk != now:
             raise UserError(f"{file}: changed by another program since it was read; scan the dataset again")
-        return _Change(picture.sample.image, file, before, now, normalize_caption(text))
+        return CaptionChange(picture.sample.image, file, before, now, normalize_caption(text))
 
     def _find_extensions(self, picture: Picture) -> Sequence[str]:
         """Return the extensions of caption files that training reads in this folder."""
@@ -160,15 +163,9 @@ class CaptionEditor:
             self._extensions[key] = texts or [FALLBACK_EXTENSION]
         return self._extensions[key]
 
-    def _write(self, change: _Change) -> None:
+    def _write(self, change: CaptionChange) -> None:
         _write_bytes(change.file, _encode_caption(change.new_caption))
         self.pictures.set_caption(change.image, change.old_caption, change.new_caption)
-
-    def _remember(self, changes: Sequence[_Change]) -> None:
-        if changes:
-            self.history.append(list(changes))
-            del self.history[:-MAX_UNDO]
-            self.pictures.version += 1
 
 
 def build_tag_edit(action: str, tag: str, replacement: str, *, is_at_start: bool = False) -> TagEdit:
@@ -206,12 +203,12 @@ def find_caption_file(picture: Picture, extensions: Sequence[str]) -> Path:
 
 def normalize_caption(text: str) -> str:
     """Return the lines of a caption as they are read back."""
-    return "\n".join(split_lines(text.replace("\0", "")))
+    return "\n".join(split_lines(text.replace("\0", "").encode("utf-8", "replace").decode()))
 
 
 def _encode_caption(caption: str) -> bytes | None:
     """Return the content of the file; None for no caption, as training refuses an empty file."""
-    return f"{caption}\n".encode("utf-8", "replace") if caption else None
+    return f"{caption}\n".encode() if caption else None
 
 
 def _read_bytes(file: Path) -> bytes | None:

@@ -1,7 +1,6 @@
 """The folders that were opened on the command line: nothing outside of them is read, written or listed."""
 
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -104,8 +103,9 @@ class FileFinder:
     """
 
     folders: OpenedFolders
-    pattern: re.Pattern[str]
-    """Of the names."""
+    ends: tuple[str, ...]
+    part: str
+    """A name has one of the ends, or this part."""
 
     _known: dict[Path, tuple[int, list[str], list[str]]] = field(default_factory=dict)
 
@@ -116,26 +116,45 @@ class FileFinder:
     def _read(self, folder: Path) -> tuple[list[str], list[str]]:
         changed_at, known = folder.stat().st_mtime_ns, self._known.get(folder)
         if known is None or known[0] != changed_at:
-            entries, subfolders = _list_entries(folder)
-            names = [entry.name for entry in entries if self.pattern.search(entry.name)]
+            names, subfolders = self._list_names(folder)
             is_settled = time.time_ns() - changed_at > SETTLED_NS
             known = self._known[folder] = (changed_at if is_settled else -1, names, subfolders)
         return known[1], known[2]
 
+    def _list_names(self, folder: Path) -> tuple[list[str], list[str]]:
+        """List the files that are looked for, and the folders to enter; there may be 100,000 pictures."""
+        entries, subfolders = _list_entries(folder)
+        found = [entry for entry in entries if entry.name.endswith(self.ends) or self.part in entry.name]
+        return [entry.name for entry in found if self._is_readable(folder, entry)], subfolders
+
+    def _is_readable(self, folder: Path, entry: os.DirEntry[str]) -> bool:
+        """Whether it is a file, and if a link, one that does not lead out of the opened folders."""
+        return entry.is_file() and (not entry.is_symlink() or self.folders.contains(folder / entry.name))
+
 
 def _list_entries(folder: Path) -> tuple[list[os.DirEntry[str]], list[str]]:
     with os.scandir(folder) as opened:
-        entries = list(opened)
-    return entries, [entry.name for entry in entries if _is_entered(entry)]
+        entries = [entry for entry in opened if entry.name.isprintable() or _is_addressable(entry.name)]
+    return entries, [entry.name for entry in entries if _is_folder(entry) and _is_entered(entry.name)]
 
 
-def _is_entered(entry: os.DirEntry[str]) -> bool:
-    if entry.name.startswith(".") or entry.name in SKIPPED_FOLDERS:
-        return False
+def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir(follow_symlinks=False)
     except OSError:
         return False
+
+
+def _is_addressable(name: str) -> bool:
+    """Whether a name can stand in an address: names that are no UTF-8 or have line breaks are passed over."""
+    try:
+        return "\n" not in name.encode().decode()
+    except UnicodeEncodeError:
+        return False
+
+
+def _is_entered(name: str) -> bool:
+    return not name.startswith(".") and name not in SKIPPED_FOLDERS
 
 
 def _is_below(path: Path, folder: Path) -> bool:

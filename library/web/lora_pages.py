@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from ..config.options import define_option, iter_options
 from ..errors import UserError
+from ..models.model_configs import MODULAR_INDEX
 from ..tools.convert import FORMAT_DESCRIPTIONS
 from ..tools.lora import COMMANDS
 from ..tools.lora.validate_arguments import RULES
@@ -20,7 +21,7 @@ from .folders import OpenedFolders
 from .picture_pages import take_json
 from .run_form import FormField, build_arguments
 from .validate_requests import find_path_problems
-from .workbench import get_workbench, render_page
+from .workbench import JSONAnswer, get_workbench, render_page
 
 SHOWN = {"inspect": 1, "convert": 1, "merge": 2, "merge into a model": 1, "extract": 0, "resize": 1, "scale": 1} | {
     "prune": 1,
@@ -146,13 +147,13 @@ def run_command(request: Request, body: Mapping[str, Any]) -> Response:
         words += ["lora", tool, *map(str, inputs), *flags]
         words += [f"--model={models['model']}"] if "model" in models else []
         words += [f"--output={output}"] if command.writes else []
-    return JSONResponse({"id": workbench.commands.start(words)})
+    return JSONAnswer({"id": workbench.commands.start(words)})
 
 
 def find_lora_files(folders: OpenedFolders) -> Iterator[tuple[Path, os.stat_result]]:
     """Find the .safetensors files that hold an adapter, by the names in their headers; states are none."""
     for folder, entries in folders.walk():
-        names = [] if folder.name.endswith("-state") else [entry.name for entry in entries]
+        names = [] if folder.name.endswith("-state") else [entry.name for entry in entries if entry.is_file()]
         for path in (folder / name for name in names if name.endswith(".safetensors")):
             if folders.contains(path) and _holds_adapter(path):
                 yield path, path.stat()
@@ -163,7 +164,7 @@ def find_models(folders: OpenedFolders) -> list[Path]:
     found = list[Path]()
     for folder, entries in folders.walk():
         names = {entry.name for entry in entries}
-        if "model_index.json" in names:
+        if {"model_index.json", MODULAR_INDEX} & names:
             found.append(folder)
         elif not folder.name.endswith("-state") and not any(parent in found for parent in folder.parents):
             paths = [folder / name for name in sorted(names) if name.endswith(".safetensors")]

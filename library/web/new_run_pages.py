@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from ..config.types import MemorySize
@@ -18,7 +18,7 @@ from .picture_pages import take_json
 from .presets import list_presets
 from .run_form import CheckedForm, export_values, list_field_groups, read_settings_file
 from .validate_requests import HEADER
-from .workbench import get_workbench, render_page
+from .workbench import JSONAnswer, get_workbench, render_page
 
 MAX_PROCESSES = 64
 
@@ -52,7 +52,7 @@ def show_form(request: Request) -> Response:
 def check_form(request: Request, body: Mapping[str, Any]) -> Response:
     form, processes = _check(request, body)
     settings_file = form.output_dir / f"{form.output_name}.toml"
-    return JSONResponse(
+    return JSONAnswer(
         {
             "problems": form.export_problems(),
             "notices": list(form.notices),
@@ -73,16 +73,16 @@ def start_plan(request: Request, body: Mapping[str, Any]) -> Response:
             words += ["--gpu_memory", str(MemorySize.parse(memory))]
         except ValueError as error:
             raise UserError(f"memory: {error}") from None
-    return JSONResponse({"id": _get_runner(request).start(words, form.toml)})
+    return JSONAnswer({"id": _get_runner(request).start(words, form.toml)})
 
 
 def send_plan(request: Request) -> Response:
-    return JSONResponse(_get_runner(request).describe(request.path_params["id"]))
+    return JSONAnswer(_get_runner(request).describe(request.path_params["id"]))
 
 
 def stop_plan(request: Request, body: Mapping[str, Any]) -> Response:
     _get_runner(request).stop(request.path_params["id"])
-    return JSONResponse({})
+    return JSONAnswer({})
 
 
 def add_job(request: Request, body: Mapping[str, Any]) -> Response:
@@ -92,7 +92,7 @@ def add_job(request: Request, body: Mapping[str, Any]) -> Response:
         raise UserError("\n".join(form.problems))
     job = _get_queue(request).add(form, processes)
     key = get_workbench(request).folders.make_key(Path(job.folder) / job.name)
-    return JSONResponse({"id": job.id, "run": key})
+    return JSONAnswer({"id": job.id, "run": key})
 
 
 def resume_run(request: Request, body: Mapping[str, Any]) -> Response:
@@ -106,16 +106,16 @@ def resume_run(request: Request, body: Mapping[str, Any]) -> Response:
     form = workbench.forms.check(values, is_resumed=True)
     if form.problems:
         raise UserError("\n".join(form.problems))
-    return JSONResponse({"id": _get_queue(request).add(form, summary.num_processes, is_resumed=True).id})
+    return JSONAnswer({"id": _get_queue(request).add(form, summary.num_processes, is_resumed=True).id})
 
 
 def stop_job(request: Request, body: Mapping[str, Any]) -> Response:
-    return JSONResponse({"status": _get_queue(request).stop(request.path_params["id"]).status})
+    return JSONAnswer({"status": _get_queue(request).stop(request.path_params["id"]).status})
 
 
 def remove_job(request: Request, body: Mapping[str, Any]) -> Response:
     _get_queue(request).remove(request.path_params["id"])
-    return JSONResponse({})
+    return JSONAnswer({})
 
 
 def show_queue(request: Request) -> Response:

@@ -5,7 +5,7 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from ..errors import UserError
@@ -13,7 +13,7 @@ from .background import BackgroundWork
 from .caption_edits import BUSY, build_tag_edit, plan_tag_edit
 from .pictures import WARNINGS, PictureSet
 from .thumbnails import load_thumbnail
-from .workbench import get_workbench, render_page
+from .workbench import JSONAnswer, get_workbench, render_page
 
 MAX_ROWS = 400
 MAX_EXAMPLES = 5
@@ -39,23 +39,23 @@ def send_state(request: Request) -> Response:
     """Say whether the scan is done, and what it found."""
     pictures = _open(request)
     if not pictures.is_ready:
-        return JSONResponse({"is_ready": False})
+        return JSONAnswer({"is_ready": False})
     editor = get_workbench(request).get_editor(pictures)
     state = {"is_ready": True, "problems": pictures.work.problems, "num_undo": editor.num_undo}
-    return JSONResponse({**state, "version": pictures.version, **pictures.summarize()})
+    return JSONAnswer({**state, "version": pictures.version, **pictures.summarize()})
 
 
 def send_work(request: Request) -> Response:
     """Say how far the scan is, or the last edit of many captions."""
     work = _find_work(request)
-    return JSONResponse({"is_running": False} if work is None else work.export_json())
+    return JSONAnswer({"is_running": False} if work is None else work.export_json())
 
 
 def stop_work(request: Request, body: Mapping[str, Any]) -> Response:
     """Stop the scan or the edit; what was done until then stays."""
     if (work := _find_work(request)) is not None:
         work.is_stopping = True
-    return JSONResponse({})
+    return JSONAnswer({})
 
 
 def _find_work(request: Request) -> BackgroundWork | None:
@@ -70,7 +70,7 @@ def send_rows(request: Request) -> Response:
     start = max(0, _parse_number(query.get("from", "0")))
     count = min(MAX_ROWS, _parse_number(query.get("count", "100")))
     rows = [pictures.pictures[index].export_json(index, pictures.captions[index]) for index in selected[start:][:count]]
-    return JSONResponse({"total": len(selected), "from": start, "rows": rows})
+    return JSONAnswer({"total": len(selected), "from": start, "rows": rows})
 
 
 def send_thumbnail(request: Request) -> Response:
@@ -89,7 +89,7 @@ def save_captions(request: Request, body: Mapping[str, Any]) -> Response:
     captions, known = (_parse_captions(pictures, body.get(name, {})) for name in ("captions", "known"))
     editor = get_workbench(request).get_editor(pictures)
     count = editor.edit(captions, known)
-    return JSONResponse({"count": count, "num_undo": editor.num_undo})
+    return JSONAnswer({"count": count, "num_undo": editor.num_undo})
 
 
 def edit_tags(request: Request, body: Mapping[str, Any]) -> Response:
@@ -105,13 +105,13 @@ def edit_tags(request: Request, body: Mapping[str, Any]) -> Response:
             {"name": pictures.pictures[index].sample.key, "before": pictures.captions[index], "after": text}
             for index, text in list(planned.items())[:MAX_EXAMPLES]
         ]
-        return JSONResponse({"count": len(planned), "examples": examples})
-    return JSONResponse(editor.start_tag_edit(lambda: plan_tag_edit(pictures, edit, selected)).export_json())
+        return JSONAnswer({"count": len(planned), "examples": examples})
+    return JSONAnswer(editor.start_tag_edit(lambda: plan_tag_edit(pictures, edit, selected)).export_json())
 
 
 def undo_edit(request: Request, body: Mapping[str, Any]) -> Response:
     editor = get_workbench(request).get_editor(_open_ready(request))
-    return JSONResponse(editor.start_undo().export_json())
+    return JSONAnswer(editor.start_undo().export_json())
 
 
 def scan_again(request: Request, body: Mapping[str, Any]) -> Response:
@@ -119,7 +119,7 @@ def scan_again(request: Request, body: Mapping[str, Any]) -> Response:
     if workbench.get_editor(_open(request)).is_busy:
         raise UserError(BUSY)
     workbench.pictures.open(workbench.folders.resolve_key(request.path_params["key"]), is_again=True)
-    return JSONResponse({})
+    return JSONAnswer({})
 
 
 def take_json(handler: Callable[[Request, Mapping[str, Any]], Response]) -> Any:
@@ -128,7 +128,7 @@ def take_json(handler: Callable[[Request, Mapping[str, Any]], Response]) -> Any:
     async def handle(request: Request) -> Response:
         try:
             body = await request.json()
-        except ValueError:
+        except (ValueError, RecursionError):
             body = None
         if not isinstance(body, dict):
             raise UserError("expected a JSON object")

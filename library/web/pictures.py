@@ -273,7 +273,7 @@ class PictureShelf:
         """Find dataset files below the opened folders."""
         found = []
         for folder, entries in self.folders.walk():
-            names = [entry.name for entry in entries if entry.name.endswith(".toml")]
+            names = [entry.name for entry in entries if entry.name.endswith(".toml") and entry.is_file()]
             found += [folder / name for name in sorted(names) if _is_dataset_file(folder / name)]
         return found
 

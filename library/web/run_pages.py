@@ -3,9 +3,10 @@
 import glob
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from ..errors import UserError
@@ -20,7 +21,7 @@ from ..report.page import (
 from ..report.preview_grid import format_column_label
 from .new_run_pages import list_queue
 from .runs import Run, RunOverview, RunReader, compare_settings
-from .workbench import get_workbench, render_page
+from .workbench import JSONAnswer, get_workbench, render_page
 
 MAX_COMPARED = 8
 
@@ -61,7 +62,7 @@ def send_charts(request: Request) -> Response:
     run = reader.get_run(key)
     table, is_complete = reader.read_table(run)
     overview, summary = reader.describe(key, run), reader.read_summary(run)
-    return JSONResponse(
+    return JSONAnswer(
         {
             "is_complete": is_complete,
             "read": table.offset / max(table.size, 1),
@@ -86,13 +87,15 @@ def send_previews(request: Request) -> Response:
     columns = sorted(
         {column for row in rows.values() for column in row}, key=lambda name: (int(name.lstrip("e")), name)
     )
-    return JSONResponse(
+    return JSONAnswer(
         {
             "columns": [{"id": column, "label": format_column_label(column)} for column in columns],
             "rows": [
                 {
                     "prompt": prompts[number] if number < len(prompts) else f"prompt {number + 1}",
-                    "images": {column: f"/image/{folders.make_key(path)}" for column, path in rows[number].items()},
+                    "images": {
+                        column: f"/image/{quote(folders.make_key(path))}" for column, path in rows[number].items()
+                    },
                 }
                 for number in sorted(rows)
             ],
@@ -133,7 +136,7 @@ def send_comparison(request: Request) -> Response:
         table, has_all = reader.read_table(run)
         name = run.name if run.name not in tables else f"{run.name} ({run.folder.name})"
         tables[name if name not in tables else key], is_complete = table, is_complete and has_all
-    return JSONResponse({"is_complete": is_complete, "curves": _export_charts(build_comparison_charts(tables))})
+    return JSONAnswer({"is_complete": is_complete, "curves": _export_charts(build_comparison_charts(tables))})
 
 
 def send_image(request: Request) -> Response:

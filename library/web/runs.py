@@ -14,13 +14,14 @@ from typing import Any
 
 from ..checkpoint.output_lock import LEASE_SECONDS
 from ..errors import UserError
-from ..report.metric_series import MetricTable
+from ..report.metric_series import MetricTable, is_plain_number
 from ..report.page import RunSummary
 from ..report.preview_grid import PreviewRow, find_preview_files
 from .folders import FileFinder, OpenedFolders
 
 METRICS_END, SUMMARY_END, LOG_END = ".metrics.jsonl", ".run.json", ".log"
 TAIL_BYTES = 16_384
+LISTED_METRICS = {"step", "loss/average", "speed/steps_per_second"}
 LOG_BYTES = 200_000
 MAX_TABLES = 24
 """Runs whose metrics stay in memory."""
@@ -112,12 +113,11 @@ class RunReader:
     _found_at: float = -1e9
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _tables: "OrderedDict[Path, tuple[MetricTable, threading.Lock]]" = field(default_factory=OrderedDict)
-    _overviews: dict[str, tuple[float, Mapping[str, Any]]] = field(default_factory=dict)
+    _overviews: dict[str, tuple[float, Mapping[str, float]]] = field(default_factory=dict)
     _summaries: dict[Path, tuple[float, RunSummary | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        ends = (re.escape(end) for end in (METRICS_END, SUMMARY_END, ".lock"))
-        self._finder = FileFinder(self.folders, re.compile(rf"({'|'.join(ends)})$|\.error-rank"))
+        self._finder = FileFinder(self.folders, (METRICS_END, SUMMARY_END, ".lock"), ".error-rank")
 
     def find_runs(self) -> dict[str, Run]:
         """Find all runs, by their key in addresses."""
@@ -211,19 +211,22 @@ def _find_status(run: Run, step: int, steps: int | None) -> str:
     return "failed" if run.error_time > run.metrics_time else "stopped"
 
 
-def _read_last_metrics(path: Path) -> dict[str, Any]:
-    """Read the last value of each metric from the end of the file."""
+def _read_last_metrics(path: Path) -> dict[str, float]:
+    """Read the last value of each metric that is listed, from the end of the file."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
             lines = file.read().split(b"\n")
     except OSError:
         return {}
-    values: dict[str, Any] = {}
-    for line in lines:
-        with suppress(ValueError):
+    values: dict[str, float] = {}
+    for line in reversed(lines):
+        with suppress(ValueError, RecursionError):
             parsed = json.loads(line)
-            values.update(parsed if isinstance(parsed, dict) else {})
+            pairs = parsed.items() if isinstance(parsed, dict) else ()
+            values = {name: value for name, value in pairs if is_plain_number(value)} | values
+        if LISTED_METRICS <= values.keys():
+            break
     return values
 
 

@@ -43,6 +43,8 @@ def find_dataset_path_problems(folders: OpenedFolders, config: DataConfig) -> It
 def _is_path(word: str) -> bool:
     """Whether a text leads to a file, or would if it existed; ids of the hub and texts do not."""
     value = word.rpartition("=")[2]
+    if not value:
+        return False
     if value.startswith(("/", "~", "../", "./", "..\\")) or "/../" in value or re.match(r"[A-Za-z]:[\\/]", value):
         return len(value) < 4096 and "\n" not in value
     return len(value) < 1024 and "\0" not in value and "\n" not in value and _exists(value)

@@ -1,5 +1,6 @@
 """What all pages share: the opened folders, what was read so far, and how a page is rendered."""
 
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from .. import __version__
 from ..report.rendering import build_environment
-from .caption_edits import CaptionEditor, UndoHistory
+from .caption_edits import CaptionEditor
 from .commands import CommandRunner
 from .folders import OpenedFolders
 from .jobs import JobQueue
@@ -19,6 +20,7 @@ from .pictures import PictureSet, PictureShelf
 from .run_form import FormChecker
 from .runs import RunReader
 from .sessions import Sessions
+from .undo_log import UndoLog
 
 SECTIONS = (("runs", "Runs"), ("pictures", "Pictures"), ("new", "New run"), ("lora", "LoRA files"))
 """Address and title of the entries of the navigation."""
@@ -39,14 +41,22 @@ class Workbench:
         self.queue = JobQueue(self.folders.folders[0])
         self.commands = CommandRunner()
         self.editors: dict[int, CaptionEditor] = {}
-        self.histories: dict[Path, UndoHistory] = {}
+        self.undo_logs: dict[Path, UndoLog] = {}
 
     def get_editor(self, pictures: PictureSet) -> CaptionEditor:
         """Return the editor of a picture set; a new scan has a new one, which can undo the edits of the one before."""
         for key in [key for key, editor in self.editors.items() if not self.pictures.holds(editor.pictures)]:
             self.editors.pop(key, None)
-        history = self.histories.setdefault(pictures.path, [])
-        return self.editors.setdefault(id(pictures), CaptionEditor(pictures, history))
+        if pictures.path not in self.undo_logs:
+            self.undo_logs.setdefault(pictures.path, UndoLog(pictures.path, self.folders))
+        return self.editors.setdefault(id(pictures), CaptionEditor(pictures, self.undo_logs[pictures.path]))
+
+
+class JSONAnswer(JSONResponse):
+    """JSON in ASCII: names of files may hold bytes that are no UTF-8."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
 def get_workbench(request: Request) -> Workbench:
@@ -66,4 +76,4 @@ def render_page(request: Request, template: str, values: Mapping[str, Any], stat
         version=__version__,
         now=time.time(),
     )
-    return HTMLResponse(page, status)
+    return HTMLResponse(page.encode("utf-8", "replace"), status)

@@ -43,6 +43,9 @@ TRANSFORMERS = ("sd3", "flux", "z_image", "qwen_image")
         pytest.param("flux", "PP 2 x CP 2", "no", ("--gradient_checkpointing", "--network_dropout", "0.3"), marks=LONG),
         pytest.param("qwen_image", "CP 2", "no", UNET, marks=LONG),
         pytest.param("aura_flow", "CP 2", "no", UNET, marks=LONG),
+        pytest.param(
+            "anima", "CP 2", "no", (*UNET, "--network_dropout", "0.3", "--gradient_checkpointing"), marks=LONG
+        ),
         pytest.param("ovis_image", "CP 2", "no", UNET, marks=LONG),
         pytest.param("longcat_image", "CP 2", "no", UNET, marks=LONG),
     ],
@@ -175,7 +178,11 @@ def test_map_layer_token_streams_covers_every_layer(model):
     family, pipe = FAMILIES.get(model)(), tiny.pipe
     denoiser = getattr(pipe, family.denoiser_name)
     token_streams = map_layer_token_streams(
-        denoiser, family.block_lists, family.block_activation_args, family.single_stream_block_lists
+        denoiser,
+        family.block_lists,
+        family.block_activation_args,
+        family.single_stream_block_lists,
+        family.text_attention_layers,
     )
     first = BlockSequence.from_lists(denoiser, family.block_lists, family.block_activation_args).blocks[0]
     lengths, token_counts, inputs = {}, {}, {}

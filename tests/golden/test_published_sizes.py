@@ -83,6 +83,9 @@ COUNTS = {
     ("sana", "transformer"): 1_604_641_952,
     ("sana", "vae"): 312_250_275,
     ("sana_1_0", "transformer"): 1_604_462_752,
+    ("anima", "transformer"): 1_956_405_248,
+    ("anima", "text_conditioner"): 134_663_680,
+    ("anima", "text_encoder"): 596_049_920,
     ("cogview4", "transformer"): 6_369_118_272,
     ("cogview4", "vae"): 406_100_643,
     ("cogview4", "text_encoder"): 8_779_194_368,
@@ -225,6 +228,7 @@ TRANSFORMERS = {
     "krea2": original_checkpoints.convert_krea2_transformer,
     "sana": nn.Module.state_dict,
     "cogview4": nn.Module.state_dict,
+    "anima": original_checkpoints.convert_anima_transformer,
 }
 
 
@@ -278,6 +282,7 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
         "aura_flow",
         "lumina2",
         "krea2",
+        "anima",
     ],
 )
 def test_original_weights_of_published_size_are_converted_to_those_of_diffusers(config):

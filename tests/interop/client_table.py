@@ -60,6 +60,7 @@ ORIGINAL_WRITERS: Mapping[str, Callable[[Any], Mapping[str, Tensor]]] = {
     "krea2": original_checkpoints.convert_krea2_transformer,
     "sana": nn.Module.state_dict,
     "cogview4": nn.Module.state_dict,
+    "anima": original_checkpoints.convert_anima_transformer,
 }
 SAME_FILES = {
     "flux_kontext": "flux",

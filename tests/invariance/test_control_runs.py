@@ -1,7 +1,11 @@
 """Runs with ``--control``: one result with every strategy, from caches, and after a resume; previews; rejections."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
+from compiled_runs import train_and_count_graphs
 from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from training_runs import max_relative_difference, train, write_images
@@ -11,8 +15,13 @@ from library.dataset.validate import validate_dataset_config
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
+from library.models.sampling import use_eval_mode
 from library.models.validate_options import validate_model_options
+from library.parallel.compile import MAX_GRAPHS_PER_SIZE
+from library.training import run as run_module
+from library.training.loop import train as train_loop
 from library.training.preflight import RunFacts, check_run_settings
+from library.training.validation import compute_losses_at_quantile
 
 MODEL = ("--pretrained_model_name_or_path", "random:flux:tiny", "--control")
 OMINI, CHANNELS = (*MODEL, "omini"), (*MODEL, "channels")
@@ -56,6 +65,16 @@ def test_strategies_caches_and_checkpointing_train_the_adapter_of_one_process(wr
         assert max_relative_difference(one, two) < 1e-5
 
 
+def test_blocks_that_switch_lora_off_and_on_are_compiled_like_others(write_data, tmp_path):
+    data = ("--dataset_config", str(write_data()), *OMINI, *SGD, "--max_train_steps", "3")
+    results = []
+    for name, flags in {"eager": (), "compiled": ("--torch_compile", "--dynamo_backend", "eager")}.items():
+        words = (*data, "--output_dir", str(tmp_path), "--output_name", name, *flags)
+        results.append(run_on_ranks(1, train_and_count_graphs, *words)[0])
+    assert max_relative_difference(*(load_file(result.lora) for result in results)) < 1e-5
+    assert results[1].recompile_count == 0 and 0 < max(results[1].graph_counts.values()) <= 2 * MAX_GRAPHS_PER_SIZE
+
+
 def test_a_condition_in_channels_is_trained_by_tensor_and_pipeline_parallelism(write_data, tmp_path):
     data = write_data()
     one = run(data, tmp_path, "one", "--train_batch_size", "4", model=CHANNELS)
@@ -84,6 +103,24 @@ def test_a_resumed_run_draws_the_holes_of_the_run_that_went_through(write_data, 
     assert all(torch.equal(through[name], resumed[name]) for name in through)
 
 
+def test_the_demo_learns_to_use_its_condition(tmp_path, monkeypatch):
+    """``make demo-control`` with fewer steps: the loss is lower with its own condition than with that of another."""
+    runs = []
+    monkeypatch.setattr(run_module, "train", lambda run: (runs.append(run), train_loop(run)))
+    settings = "--dataset_config dataset_configs/demo_control.toml --config_file dataset_configs/demo_control_run.toml"
+    words = (*settings.split(), "--max_train_steps", "32", "--no-sample_at_first", "--output_dir", str(tmp_path))
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    run_module.run_training(parse_config([*words, "--quiet", "--max_data_loader_n_workers", "0"]).require_valid())
+    task = runs[0].task
+    (pixels,) = runs[0].step_batches.micro_batches
+    with use_eval_mode(runs[0].model), torch.no_grad():
+        own = task.encode(pixels, 0)
+        other = replace(own, control_latents=tuple(each.roll(1, 0) for each in own.control_latents))
+        for quantile, gain in {4: 1.02, 8: 1.2}.items():
+            loss, with_other = (compute_losses_at_quantile(task, batch, quantile).mean() for batch in (own, other))
+            assert gain * loss < with_other, quantile
+
+
 @pytest.mark.quick
 def test_what_control_does_not_support_is_refused(write_data, tmp_path):
     data = ("--dataset_config", str(write_data("inpainting")))
@@ -109,7 +146,5 @@ def test_what_control_does_not_support_is_refused(write_data, tmp_path):
     assert "got 'cany'; did you mean canny?" in list_problems()
     config = parse_config([*data, *OMINI, "--cp_size", "2"]).config
     detected = detect_model(config.model)
-    facts = RunFacts(FAMILIES.get(detected.family)(), detected, is_compile_enabled=True)
-    with pytest.raises(ConfigError, match="tokens of its own kind") as error:
-        check_run_settings(config, facts)
-    assert any(line.startswith("--torch_compile: control omini turns LoRA off") for line in error.value.problems)
+    with pytest.raises(ConfigError, match="tokens of its own kind"):
+        check_run_settings(config, RunFacts(FAMILIES.get(detected.family)(), detected))

@@ -16,6 +16,7 @@ from library.models.validate_options import validate_model_options
 
 MODEL = ("--pretrained_model_name_or_path", "random:flux_kontext:tiny", "--network_train_unet_only")
 EDIT = ("--pretrained_model_name_or_path", "random:qwen_image_edit_plus:2511:tiny")
+LONGCAT = ("--pretrained_model_name_or_path", "random:longcat_image_edit:tiny")
 CACHES = ("--cache_latents", "--cache_text_encoder_outputs")
 SGD = ("--optimizer_type", "SGD", "--learning_rate", "0.1", "--network_alpha", "4")
 
@@ -94,17 +95,20 @@ def test_previews_show_their_control_images(data, tmp_path):
     assert first != second
 
 
-def test_captions_are_cached_together_with_the_control_images_that_the_text_encoder_reads(data, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("model", "count"), [(EDIT, 2), (LONGCAT, 1)], ids=["qwen_image_edit_plus", "longcat"])
+def test_captions_are_cached_together_with_the_control_images_that_the_text_encoder_reads(
+    data, tmp_path, monkeypatch, model, count
+):
     """All captions are the same, so only the control images, flipped or not, tell their embeddings apart."""
     shrink_references(monkeypatch)
     for caption in (tmp_path / "images").glob("*.txt"):
         caption.write_text("make it red")
     control = next((tmp_path / "controls").glob("*.png"))
     (tmp_path / "prompts.txt").write_text(
-        f"make it red --w 64 --h 64 --s 2 --d 1 --l 3 --ci {control} --ci {control} --cf canny"
+        f"make it red --w 64 --h 64 --s 2 --d 1 --l 3{f' --ci {control}' * count} --cf canny"
     )
     previews = ("--sample_prompts", str(tmp_path / "prompts.txt"), "--sample_every_n_steps", "4")
-    flags = (*EDIT, "--flip_aug", "--validation_split", "0.2", *previews)
+    flags = (*model, "--flip_aug", "--validation_split", "0.2", *previews)
 
     plain = run(data, tmp_path / "plain", "p", *flags)
     on_disk = [f"{cache}_to_disk" for cache in CACHES]

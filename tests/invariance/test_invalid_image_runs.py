@@ -8,7 +8,7 @@ from PIL import Image
 from rank_processes import run_on_ranks
 from training_runs import max_relative_difference, train, train_adapter, write_images
 
-from library.training.step_guards import CHECK_INTERVAL_STEPS
+from library.training.nan_and_oom_handling import CHECK_INTERVAL_STEPS
 
 SGD = ("--optimizer_type", "SGD")
 

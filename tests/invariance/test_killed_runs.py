@@ -20,16 +20,16 @@ STEPS, KILLED_AT = 6, 3
 
 def train_and_kill(victims: tuple[int, ...], *build_flags: str) -> None:
     """Train, and kill these ranks between the backward pass and the optimizer step of a step."""
-    from library.training import step_guards
+    from library.training import nan_and_oom_handling
 
-    should_step = step_guards.NanGuard.should_step
+    should_step = nan_and_oom_handling.NanGuard.should_step
 
     def kill_or_check(guard, run, batches, metrics) -> bool:
         if run.state.step == KILLED_AT and run.strategy.comm.rank in victims:
             os.kill(os.getpid(), signal.SIGKILL)
         return should_step(guard, run, batches, metrics)
 
-    step_guards.NanGuard.should_step = kill_or_check
+    nan_and_oom_handling.NanGuard.should_step = kill_or_check
     train(*build_flags)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from training_runs import train
 
-from library.training import step_guards
+from library.training import nan_and_oom_handling
 from library.training.task import DiffusionTask
 
 
@@ -14,7 +14,7 @@ def train_with_nan_loss(rank: int, step: int | tuple[int, ...], check_each_step:
 
     ``step`` is one step, several steps, or with a negative number all from that step on.
     """
-    call, init = DiffusionTask.__call__, step_guards.NanGuard.__init__
+    call, init = DiffusionTask.__call__, nan_and_oom_handling.NanGuard.__init__
 
     def return_nan(self: DiffusionTask, batch, current_step: int):
         is_this_rank = torch.distributed.get_rank() == rank if _is_distributed() else True
@@ -31,11 +31,11 @@ def train_with_nan_loss(rank: int, step: int | tuple[int, ...], check_each_step:
         init(self, max_bad_steps)
         self.check_each_step_until = 10**9 if check_each_step else 0
 
-    DiffusionTask.__call__, step_guards.NanGuard.__init__ = return_nan, init_guard
+    DiffusionTask.__call__, nan_and_oom_handling.NanGuard.__init__ = return_nan, init_guard
     try:
         return train(*flags)
     finally:
-        DiffusionTask.__call__, step_guards.NanGuard.__init__ = call, init
+        DiffusionTask.__call__, nan_and_oom_handling.NanGuard.__init__ = call, init
 
 
 def _is_distributed() -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from library.adapters.key_names import build_key_map
 from library.adapters.key_styles import map_to_ldm_names
+from library.models.families.anima import ANIMA_KEYS
 from library.models.families.flux import FLUX_KEYS
 from library.models.families.flux2 import FLUX2_KEYS
 from library.models.families.krea2 import KREA2_KEYS
@@ -283,6 +284,23 @@ _KREA2 = (
     (r"^transformer_blocks", "blocks"),
     (r"^text_fusion", "txtfusion"),
 )
+
+
+def convert_anima_transformer(model: nn.Module) -> dict[str, Tensor]:
+    keys = model.state_dict()
+    names = build_key_map([key.rpartition(".")[0] for key in keys], ANIMA_KEYS).renames
+    return {f"{names[key.rpartition('.')[0]]}.{key.rpartition('.')[2]}": tensor for key, tensor in keys.items()}
+
+
+def build_anima_files(pipe: Any) -> dict[str, dict[str, Tensor]]:
+    """The three files of the published model: the adapter between text and transformer is in the transformer's."""
+    tensors = convert_anima_transformer(pipe.transformer)
+    tensors |= add_prefix("llm_adapter.", pipe.text_conditioner.state_dict())
+    return {
+        "transformer": add_prefix("net.", tensors),
+        "vae": convert_wan_vae(pipe.vae),
+        "text_encoder": convert_text_encoder(pipe.text_encoder),
+    }
 
 
 def convert_krea2_transformer(model: nn.Module) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ import diffusers
 import pytest
 import tiny_sd1
 import torch
+from diffusers.modular_pipelines.anima.encoders import encode_vae_image
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
@@ -612,6 +613,28 @@ def cogview4() -> TinyCase:
     )
 
 
+def anima() -> TinyCase:
+    texts, latents = _draw_tensors((512, 16), (4, HEIGHT // 8, WIDTH // 8))
+    texts[0, 13:], texts[1, 7:] = 0, 0
+
+    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        dtype, mode = pipe.vae.dtype, "sample"
+        return encode_vae_image(pixels, pipe.vae, list(generators), pixels.device, dtype, 4, mode).squeeze(2)
+
+    return TinyCase(
+        "anima",
+        _load("random:anima:tiny"),
+        build_batch(latents, {"embeds": [texts[0, :13], texts[1, :7]]}),
+        {"prompt_embeds": texts},
+        {},
+        encode,
+        "random:anima:tiny",
+        lambda latents: latents.unsqueeze(2),
+        lambda latents: latents.squeeze(2),
+        blocks=("Attention", "FeedForward"),
+    )
+
+
 TINY: dict[str, Callable[[], TinyCase]] = {
     "built_in": built_in,
     "sd1": sd1,
@@ -643,6 +666,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "krea2": krea2,
     "sana": sana,
     "cogview4": cogview4,
+    "anima": anima,
 }
 
 

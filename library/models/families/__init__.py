@@ -39,6 +39,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "krea2": ".krea2:Krea2",
         "sana": ".sana:Sana",
         "cogview4": ".cogview4:CogView4",
+        "anima": ".anima:Anima",
     },
 )
 

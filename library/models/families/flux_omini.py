@@ -59,10 +59,7 @@ class FluxOmini(Flux):
     lora_format = "diffusers"
     text_lora_target_modules: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     text_lora_prefixes: ClassVar[Mapping[str, str]] = {}
-    unsupported_strategies: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("tp", "pp", "cp"), _TOKENS_REASON),
-        "compile": "control omini turns LoRA off and on within each block, which is not compiled yet",
-    }
+    unsupported_strategies: ClassVar[Mapping[str, str]] = dict.fromkeys(("tp", "pp", "cp"), _TOKENS_REASON)
 
     @classmethod
     def prepare_denoiser(cls, denoiser: nn.Module) -> None:

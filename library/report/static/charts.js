@@ -86,7 +86,29 @@ const Charts = (() => {
     }, align(chart), holder);
     plot.root.querySelectorAll(".u-legend .u-series").forEach((row, number) => { row.hidden = !!series[number].isEdge; });
     new ResizeObserver(() => plot.width !== Math.max(holder.clientWidth, 200) && plot.setSize(size())).observe(holder);
+    if (!isBars) setUpKeys(plot, holder, chart.title);
     return { plot, shape: shapeOf(chart) };
+  }
+
+  // Arrow keys move the cursor, + and - zoom at it, 0 shows all.
+  function setUpKeys(plot, holder, title) {
+    const hint = "arrow keys read values, plus and minus zoom, 0 shows all";
+    Object.assign(holder, { tabIndex: 0, role: "group", ariaLabel: `${title}: ${hint}` });
+    holder.addEventListener("keydown", (event) => {
+      const steps = plot.data[0], { min, max } = plot.scales.x;
+      const step = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20, Home: -steps.length, End: steps.length }[event.key];
+      const factor = { "+": 0.5, "=": 0.5, "-": 2 }[event.key];
+      if (event.ctrlKey || event.altKey || event.metaKey || (!step && !factor && event.key !== "0")) return;
+      event.preventDefault();
+      const at = Math.min(steps.length - 1, Math.max(0, (plot.cursor.idx ?? steps.length - 1) + (step ?? 0)));
+      if (factor) {
+        const half = (max - min) * factor / 2, low = Math.max(steps[0], steps[at] - half);
+        plot.setScale("x", { min: low, max: Math.min(steps.at(-1), low + 2 * half) });
+      } else if (event.key === "0" || steps[at] < min || steps[at] > max) {
+        plot.setScale("x", { min: steps[0], max: steps.at(-1) });
+      }
+      plot.setCursor({ left: plot.valToPos(steps[at], "x"), top: plot.bbox.height / 2 / devicePixelRatio });
+    });
   }
 
   const shapeOf = (chart) => chart.kind + chart.curves.map((c) => `|${c.name}:${c.low.length > 0}`).join("")

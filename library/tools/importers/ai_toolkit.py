@@ -112,9 +112,9 @@ def _read_model(process: KeyReader) -> None:
         set_quantization(result, "model.qtype", qtype, keys.QUANTIZATIONS)
     if adapter := model.read("assistant_lora_path", None, to_text):
         if Path(adapter).is_file():
-            result.options["base_weights"] = [adapter]
+            result.options["training_adapter"] = adapter
         else:
-            reason = "merged into the model while training; download the file and set base_weights = ['FILE']"
+            reason = "download the file and set training_adapter"
             model.list_change("assistant_lora_path", reason)
     if model.read("compile", False, to_switch) or model.read("block_compile", False, to_switch):
         result.options["torch_compile"] = True

@@ -22,7 +22,10 @@ from .kohya_gui_data import read_dataset, read_keys, read_length, read_previews_
 from .kohya_gui_network import FLOW_FAMILIES, read_network, read_trained_components
 
 PROGRAM = "kohya_ss"
-_OTHER_MODELS = {"hunyuan_image_checkbox": "HunyuanImage", "anima_checkbox": "Anima"}
+_OTHER_MODELS = {
+    "hunyuan_image_checkbox": "HunyuanImage is not supported; families are listed in docs/models.md",
+    "anima_checkbox": "files for Anima are not imported; write a run file (docs/from_sd_scripts.md)",
+}
 
 
 def is_kohya_gui(content: Any) -> bool:
@@ -63,9 +66,9 @@ def _find_other_training(reader: KeyReader) -> str:
         return "a file for textual inversion; only LoRA is trained here"
     if "LoRA_type" not in reader:
         return "a file for DreamBooth or fine-tuning (no LoRA_type); only LoRA is trained here"
-    for name, title in _OTHER_MODELS.items():
+    for name, problem in _OTHER_MODELS.items():
         if reader.read(name, False, to_switch):
-            return f"{name} = true: {title} is not supported; families are listed in docs/models.md"
+            return f"{name} = true: {problem}"
     lora_type = reader.read("LoRA_type")
     if lora_type not in keys.LORA_TYPES:
         return f'LoRA_type = "{lora_type}": not supported; choose one of {", ".join(keys.LORA_TYPES)}'

@@ -165,7 +165,7 @@ def _read_model(config: KeyReader, flavour: str, models: Mapping[str, str]) -> N
     if precision not in ("no_change", "bf16", "fp16", "fp32"):
         set_quantization(result, "base_model_precision", precision, keys.QUANTIZATIONS)
     if flavour in keys.ASSISTED_FLAVOURS and not config.read("disable_assistant_lora", False, to_switch):
-        reason = "its assistant LoRA is merged into the model while training; download it and set base_weights"
+        reason = "it has an assistant LoRA while training; download it and set training_adapter"
         config.list_change("model_flavour", reason, flavour)
     config.read_keys.update(("disable_assistant_lora", "assistant_lora_strength", "assistant_lora_inference_strength"))
     if result.family in GUIDED_FAMILIES:

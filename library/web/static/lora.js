@@ -39,7 +39,7 @@
     const name = event.target.dataset.command;
     if (!name) return;
     for (const form of forms) form.hidden = form.dataset.form !== name;
-    for (const button of byId("commands").children) button.setAttribute("aria-selected", button.dataset.command === name);
+    for (const button of byId("commands").children) button.setAttribute("aria-pressed", button.dataset.command === name);
   });
 
   function collect(form) {
@@ -68,6 +68,7 @@
     byId("stop").hidden = false;
     byId("output").textContent = "";
     byId("result").scrollIntoView({ block: "nearest" });
+    returnFocus(byId("stop"));
     for (;;) {
       const answer = await ask(`/api/commands/${running}`);
       byId("output").textContent = answer.output;
@@ -94,6 +95,7 @@
       running = null;
       byId("stop").hidden = true;
       showChosen();
+      returnFocus(form.querySelector("button.main"));
     });
   }
   byId("stop").addEventListener("click", () => ask(`/api/commands/${running}/stop`, {}));

@@ -52,11 +52,23 @@
     const count = answer.problems.length, state = byId("state");
     state.className = `notice ${count ? "bad" : "good"}`;
     state.textContent = count ? `${count} ${count === 1 ? "problem" : "problems"}` : "No problems: this run can start.";
-    showProblems(byId("problems"), [...others, ...[...wrong.values()].flat()].slice(0, 12));
+    showProblems(byId("problems"), others.slice(0, 12));
+    byId("problems").append(...[...wrong].slice(0, 12).map(([name, texts]) => {
+      const button = make("button", { type: "button", className: "problem", textContent: texts.join("\n") });
+      button.addEventListener("click", () => goTo(name));
+      return button;
+    }));
     byId("notices").replaceChildren(...answer.notices.map((text) => make("p", { textContent: text })));
     byId("toml").textContent = answer.toml || "(all as by default)";
     byId("command").textContent = answer.command;
     byId("start").disabled = count > 0;
+  }
+
+  function goTo(name) {
+    const field = fields.find((each) => each.dataset.name === name), group = field.closest(".group");
+    field.hidden = group.hidden = false;
+    group.open = true;
+    controls.get(name).focus();
   }
 
   async function check() {
@@ -80,6 +92,11 @@
     if (event.target.id === "memory") return;
     clearTimeout(timer);
     timer = setTimeout(check, 250);
+  });
+
+  // Enter in a field checks it; training is started by the button only.
+  byId("form").addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && event.target.matches("input")) { event.preventDefault(); check(); }
   });
 
   // Steps and buckets, and the memory estimate.
@@ -117,8 +134,9 @@
   // Presets, files, and options found by name or help.
   const models = document.querySelector("#preset optgroup");
   models.append(...start.presets.map((preset, number) => make("option", { value: `preset:${number}`, textContent: preset.name })));
-  byId("preset").addEventListener("change", (event) => {
-    const [kind, ...rest] = event.target.value.split(":");
+  byId("preset").addEventListener("change", () => { byId("begin").disabled = !byId("preset").value; });
+  byId("begin").addEventListener("click", () => {
+    const [kind, ...rest] = byId("preset").value.split(":");
     if (kind === "file") location.href = `/new?${new URLSearchParams({ file: rest.join(":") })}`;
     if (kind === "preset") {
       const own = ["dataset_config", "output_dir", "output_name"].map((name) => [name, controls.get(name).value]);

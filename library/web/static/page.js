@@ -50,6 +50,24 @@ function showProblems(holder, problems) {
   holder.replaceChildren(...problems.map((text) => make("p", { className: "problem", textContent: text })));
 }
 
+// What has the focus loses it when it is disabled, hidden or replaced: it gets it back, or what comes instead of it.
+function returnFocus(...elements) {
+  const active = document.activeElement;
+  if (active && active !== document.body && !active.disabled) return;
+  elements.find((element) => element?.isConnected && !element.disabled && element.getClientRects().length)?.focus();
+}
+
+const keepFocus = (id) => { if (id) sessionStorage.setItem("focus", id); };
+function reloadPage() {
+  keepFocus(document.activeElement?.id);
+  location.reload();
+}
+{
+  const id = sessionStorage.getItem("focus");
+  sessionStorage.removeItem("focus");
+  if (id) (byId(id) ?? document.querySelector("[role=tab]"))?.focus();
+}
+
 function setUpTabs(onShow) {
   const tabs = [...document.querySelectorAll("[role=tab]")];
   const show = (name) => {

@@ -81,7 +81,11 @@ class PictureGrid {
       }
     }
     if (missing.size) this.askSoon([...missing]);
-    for (const [position, cell] of this.cells) cell.classList.toggle("chosen", position === this.chosen);
+    for (const [position, cell] of this.cells) {
+      cell.classList.toggle("chosen", position === this.chosen);
+      cell.setAttribute("aria-selected", position === this.chosen);
+    }
+    this.holder.setAttribute("aria-activedescendant", `cell-${this.chosen}`);
   }
 
   // While scrolling fast, pages that are passed are not asked for: only those that are seen when it is time to ask.
@@ -105,7 +109,10 @@ class PictureGrid {
       make("div", { className: "text", textContent: row.caption || "no caption" }),
       make("div", { className: "badges" }, ...Object.entries(row.warnings).map(([kind, text]) =>
         make("span", { className: "tag", textContent: kind, title: text }))));
-    cell.setAttribute("role", "gridcell");
+    for (const [name, value] of [["role", "option"], ["aria-posinset", position + 1], ["aria-setsize", this.total]]) {
+      cell.setAttribute(name, value);
+    }
+    cell.id = `cell-${position}`;
     cell.setAttribute("aria-label", `${row.name}: ${row.caption || "no caption"}`);
     cell.dataset.position = position;
     Object.assign(cell.style, { left: `${(position % this.columns) * this.cellWidth}px`, width: `${this.cellWidth}px`,

@@ -81,8 +81,10 @@
   }
 
   async function attempt(action, holder = byId("problems")) {
+    const focused = document.activeElement;
     try { holder.replaceChildren(); return await action(); }
     catch (error) { showProblems(holder, error.message.split("\n")); return null; }
+    finally { if (focused !== document.body) returnFocus(focused, byId("grid")); }
   }
 
   // Tags of all pictures that the filter selects.
@@ -135,22 +137,35 @@
   }
 
   async function save() {
-    const { position, row } = opened, text = caption.value;
+    const { row } = opened, text = caption.value;
     if (text === row.caption || !row.is_editable) return true;
     return attempt(async () => {
-      const answer = await ask(`/api/pictures/captions/${key}`, { captions: { [row.index]: text }, known: { [row.index]: row.caption } });
+      const body = { captions: { [row.index]: text }, known: { [row.index]: row.caption } };
+      const answer = await ask(`/api/pictures/captions/${key}`, body).catch(async (error) => {
+        await showRow();  // with what another window has written
+        throw error;
+      });
       showUndo(answer.num_undo);
-      const page = await ask(`/api/pictures/rows/${key}?${new URLSearchParams({ ...filter(), from: position, count: 1 })}`);
-      if (page.rows[0]?.index === row.index) grid.update(position, page.rows[0]);
-      else await applyFilter();  // it is no longer selected
-      opened.row = { ...row, caption: text };
-      return true;
+      return showRow(text);
     }, byId("editor-problems"));
+  }
+
+  // Ask again for the picture that is open; return true.
+  async function showRow(written) {
+    const { position, row } = opened;
+    const page = await ask(`/api/pictures/rows/${key}?${new URLSearchParams({ ...filter(), from: position, count: 1 })}`);
+    const isSelected = page.rows[0]?.index === row.index;
+    if (isSelected) grid.update(position, page.rows[0]);
+    else await applyFilter();  // it is no longer selected
+    opened.row = { ...row, caption: isSelected ? page.rows[0].caption : written ?? row.caption };
+    return true;
   }
 
   const go = async (by) => { if (await save()) await openEditor(opened.position + by); };
   byId("save").addEventListener("click", async () => { if (await save()) editor.close(); });
-  byId("close").addEventListener("click", () => editor.close());
+  const mayClose = () => caption.value === opened.row.caption || confirm("Close without saving the caption?");
+  byId("close").addEventListener("click", () => { if (mayClose()) editor.close(); });
+  editor.addEventListener("cancel", (event) => { if (!mayClose()) event.preventDefault(); });
   byId("previous").addEventListener("click", () => go(-1));
   byId("next").addEventListener("click", () => go(1));
   editor.addEventListener("close", () => byId("grid").focus({ preventScroll: true }));

@@ -30,7 +30,7 @@ const Previews = (() => {
       holder.replaceChildren(make("p", { className: "empty", textContent: "No previews yet. They need sample_prompts." }));
       return;
     }
-    const columns = chooseColumns();
+    const columns = chooseColumns(), focused = document.activeElement?.dataset?.picture;
     byId("preview-label").textContent = data.columns[+slider.value].label;
     const head = make("tr", {}, make("th"), ...columns.map((c) => make("th", { textContent: c.label })));
     const rows = data.rows.map((row, rowNumber) => make("tr", {}, make("td", { textContent: row.prompt }),
@@ -38,10 +38,12 @@ const Previews = (() => {
         if (!row.images[column.id]) return make("td");
         const image = make("img", { src: row.images[column.id], alt: `${row.prompt}, ${column.label}`, loading: "lazy" });
         const button = make("button", { className: "picture", title: "Compare at full size" }, image);
+        button.dataset.picture = `${rowNumber} ${column.id}`;
         button.addEventListener("click", () => show(rowNumber, column.id));
         return make("td", {}, button);
       })));
     holder.replaceChildren(make("table", {}, make("tbody", {}, head, ...rows)));
+    if (focused) returnFocus(holder.querySelector(`[data-picture="${focused}"]`), slider);
   }
 
   function show(rowNumber, columnId) {

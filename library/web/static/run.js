@@ -7,7 +7,7 @@
 
   // The buttons of a run are made by the server for its state.
   function showHead(answer) {
-    if (answer.state !== state) location.reload();
+    if (answer.state !== state && !byId("viewer").open) reloadPage();
     byId("facts").textContent = answer.facts || byId("facts").textContent;
   }
 

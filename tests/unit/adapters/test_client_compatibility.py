@@ -16,7 +16,19 @@ from library.training.save_adapter import build_adapter_file
 
 QUICK_KINDS = ("LoRA", "LoRA, block_alphas", "LoRA, T5", "DoRA")
 QUICK_FAMILIES = ("sdxl", "sd3", "flux")
-EVERY_KIND_FAMILIES = ("sd1", "sdxl", "sd3", "flux", "flux2_klein", "z_image", "qwen_image", "lumina2", "krea2", "sana")
+EVERY_KIND_FAMILIES = (
+    "sd1",
+    "sdxl",
+    "sd3",
+    "flux",
+    "flux2_klein",
+    "z_image",
+    "qwen_image",
+    "lumina2",
+    "krea2",
+    "sana",
+    "anima",
+)
 """Every key style; each other family shares one of these."""
 
 DEFAULT = [

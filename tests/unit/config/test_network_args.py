@@ -577,6 +577,10 @@ def test_arguments_may_be_repeated_as_guis_do_and_those_that_are_off_need_no_sup
         ("algo=IA3", "algo: (IA)^3 is not supported; the nearest is algo=lora with a small network_dim"),
         ("preset=layers.toml", "preset: files are not supported; use include_patterns"),
         ("split_qkv=True", "split_qkv: not supported: q, k and v share one down matrix (it crashes in sd-scripts)"),
+        (
+            "train_llm_adapter=True",
+            "train_llm_adapter: not supported: Anima's adapter is part of the encoding of captions",
+        ),
     ],
 )
 def test_what_is_not_supported_names_the_nearest(argument, problem):

@@ -380,3 +380,41 @@ def test_a_broken_arrow_file_is_reported_and_a_foreign_state_file_is_ignored(tmp
     assert missing.startswith(f"{path}: cannot be read as an Arrow stream of save_to_disk: ")
     (problem,) = list_subset(tmp_path, "parquet = 'other'").problems
     assert f"no .parquet files or save_to_disk datasets in {tmp_path}/other, which contains state.json" in problem
+
+
+def list_controls(listing):
+    return [[each.read_bytes() for each in item.controls] for item in listing.images]
+
+
+def test_control_images_are_in_columns_of_their_own(tmp_path):
+    """Those of HF's datasets are named by ``control_column``; bytes, pairs and paths may be mixed."""
+    write_files(tmp_path / "p", {"c.png": IMAGES[6]})
+    base = {"image": make_pairs(IMAGES[:2]), "text": ["a", "b"], "size": [1, 2]}
+    write_table(tmp_path / "p" / "a.parquet", {**base, "control_image_1": ["c.png"] * 2, "control_path": IMAGES[2:4]})
+    listing = list_subset(tmp_path, "parquet = 'p'")
+    assert [item.image.read_bytes() for item in listing.images] == IMAGES[:2] and listing.notes == []
+    assert list_controls(listing) == [[IMAGES[2], IMAGES[6]], [IMAGES[3], IMAGES[6]]]
+
+    write_table(tmp_path / "q" / "a.parquet", {**base, "conditioning_image": make_pairs(IMAGES[4:6])})
+    without = list_subset(tmp_path, "parquet = 'q'")
+    assert list_controls(without) == [[], []] and "conditioning_image; for control images set" in without.notes[0]
+    assert list_controls(list_subset(tmp_path, "parquet = 'q'\ncontrol_column = 'conditioning_image'")) == [
+        [IMAGES[4]],
+        [IMAGES[5]],
+    ]
+    for name, message in {
+        "nowhere": "no column 'nowhere' (set by control_column)",
+        "size": "int64, not images",
+    }.items():
+        (problem,) = list_subset(tmp_path, f"parquet = 'q'\ncontrol_column = ['{name}']").problems
+        assert message in problem
+    write_table(tmp_path / "r" / "a.parquet", {**base, "control_path": ["", ""], "control_image": ["", ""]})
+    (problem,) = list_subset(tmp_path, "parquet = 'r'").problems
+    assert "columns control_path and control_image are the same control image" in problem
+
+
+def test_a_row_without_its_control_image_is_reported_with_the_images(tmp_path):
+    columns = {"image": make_pairs(IMAGES[:2]), "text": ["a", "b"], "control_image": [IMAGES[2], None]}
+    write_table(tmp_path / "p" / "a.parquet", columns)
+    with pytest.raises(ConfigError, match=r"a.parquet:1: its control image .*a.parquet:1.* the cell is empty"):
+        prepare_subsets(tmp_path, "parquet = 'p'")

@@ -326,3 +326,14 @@ def test_folders_and_shards_can_be_combined_in_a_dataset(tmp_path):
     assert strip_folder(tmp_path, actual[1].problems) == [
         "set.toml:6: webdataset: 1 image also in set.toml:4: a.tar:1.png; list each file once"
     ]
+
+
+def test_control_images_are_members_of_their_sample(tmp_path):
+    members = [("1.png", PNG[0]), ("1.control.png", PNG[1]), ("1.txt", b"one"), ("1.control_1.PNG", PNG[2])]
+    pack_tar(tmp_path / "a.tar", [*members, ("2.jpg", PNG[3]), ("2.control_0.png", PNG[4])])
+    listing = list_subset(tmp_path, "webdataset = 'a.tar'\nclass_tokens = 'cls'")
+    assert get_captions(listing) == {"1.png": "one", "2.jpg": "cls"} and listing.missing == []
+    assert [[each.read_bytes() for each in item.controls] for item in listing.images] == [[PNG[1], PNG[2]], [PNG[4]]]
+    pack_tar(tmp_path / "b.tar", [*members, ("1.control_0.png", PNG[3])])
+    (problem,) = list_subset(tmp_path, "webdataset = 'b.tar'").missing
+    assert "key '1': members .control.png and .control_0.png are the same control image" in problem

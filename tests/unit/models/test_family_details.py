@@ -2,12 +2,21 @@
 
 import copy
 import math
+import re
 
+import original_checkpoints
 import pytest
 import torch
+from diffusers import AnimaModularPipeline
 from family_cases import SIZE, Recorder, build_case, make_generators
+from loaded_weights import assert_same_weights
 from PIL import Image
+from published_configs import build_component_on_meta
+from safetensors.torch import save_file
 
+from library.adapters.key_names import build_key_map
+from library.adapters.targets import match_target_modules
+from library.config.schema import ModelConfig
 from library.config.schema_data import DataConfig
 from library.data.prepare import prepare_data
 from library.data.preview_prompts import Prompt
@@ -15,6 +24,7 @@ from library.errors import FileError
 from library.models.base import NEGATIVE_MARK
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
+from library.models.families.anima import ANIMA_KEYS
 from library.models.validate_options import validate_prompts
 
 __all__ = ["build_case"]  # a fixture
@@ -105,3 +115,47 @@ def test_krea_2_turbo_has_one_shift_and_few_steps():
     cond, negative = (family.encode_prompts(pipe, [text]) for text in ("a", ""))
     family.generate_image(pipe, prompt, cond, negative, make_generators(1)[0], None)
     assert len(record.calls) == 8
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_anima_is_loaded_from_its_published_files_and_from_a_folder_that_diffusers_writes(build_case, tmp_path):
+    family, tiny = build_case("anima")
+    pipe = tiny.pipe
+    for name, tensors in original_checkpoints.build_anima_files(pipe).items():
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    paths = [str(tmp_path / f"{name}.safetensors") for name in ("transformer", "vae", "text_encoder")]
+    for part, repository in family.tokenizer_repo_ids.items():
+        getattr(pipe, part).save_pretrained(tmp_path / "tokenizers" / repository.replace("/", "_"))
+    options = ModelConfig(
+        paths[0], vae=paths[1], text_encoder=paths[2], tokenizer_cache_dir=str(tmp_path / "tokenizers")
+    )
+    modular = AnimaModularPipeline()
+    modular.update_components(**pipe.components)
+    modular.save_pretrained(str(tmp_path / "folder"), overwrite_modular_index=True)
+    for source in (options, ModelConfig(str(tmp_path / "folder"))):
+        detected = detect_model(source)
+        assert (detected.family, detected.size_multiple, detected.max_side) == ("anima", 16, 2048)
+        loaded = FAMILIES.get("anima")(source).load(detected, torch.float32)
+        assert_same_weights(family, loaded, pipe)
+        assert family.encode_prompts(loaded, ["a cat"])["embeds"][0].equal(
+            family.encode_prompts(pipe, ["a cat"])["embeds"][0]
+        )
+
+    images = []
+    for each in (pipe, modular):
+        generator = torch.Generator().manual_seed(1)
+        output = each(prompt="a cat", **SIZE, num_inference_steps=2, generator=generator)
+        images.append((output.get("images") if each is modular else output.images)[0])
+    assert images[0].tobytes() == images[1].tobytes()
+
+
+def test_anima_trains_the_layers_and_timesteps_of_sd_scripts():
+    model, family = build_component_on_meta("anima", "transformer"), FAMILIES.get("anima")
+    names = build_key_map((name for name, _ in model.named_modules()), ANIMA_KEYS).renames
+    excluded = re.compile(r".*(_modulation|_norm|_embedder|final_layer).*")
+    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    theirs = [name for name in linear if not excluded.fullmatch(names[name])]
+    assert list(match_target_modules(model, family.lora_target_modules)) == theirs and len(theirs) == 280
+    assert names[theirs[3]] == "blocks.0.self_attn.output_proj"
+    assert family().build_noise_process(None).shift.compute_factor(4096) == 1

@@ -14,9 +14,9 @@ from training_runs import train, write_images
 
 from library.errors import UserError
 from library.report.metric_series import read_metrics
-from library.training import step_guards
+from library.training import nan_and_oom_handling
 from library.training.metrics import MetricsFile
-from library.training.step_guards import NanGuard
+from library.training.nan_and_oom_handling import NanGuard
 from library.training.trial_steps import _check_gradients
 
 SETTINGS = ("--max_train_steps", "14", "--network_dim", "2", "--learning_rate", "0.5", "--seed", "5")
@@ -186,9 +186,12 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(dataset, tmp_path)
 
 def list_snapshot_steps(max_seconds: float, *flags: str) -> list[int]:
     """Train with at most so many seconds between snapshots; return the steps after which there is one."""
-    steps, take_snapshot = [], step_guards.NanGuard.take_snapshot
-    step_guards.NanGuard.take_snapshot = lambda guard, run: (steps.append(run.state.step), take_snapshot(guard, run))[1]
-    step_guards.CHECK_INTERVAL_SECONDS = max_seconds
+    steps, take_snapshot = [], nan_and_oom_handling.NanGuard.take_snapshot
+    nan_and_oom_handling.NanGuard.take_snapshot = lambda guard, run: (
+        steps.append(run.state.step),
+        take_snapshot(guard, run),
+    )[1]
+    nan_and_oom_handling.CHECK_INTERVAL_SECONDS = max_seconds
     train(*flags)
     return steps
 
@@ -203,7 +206,7 @@ def test_slow_steps_are_each_followed_by_a_snapshot_on_all_ranks(dataset, tmp_pa
 @pytest.mark.parametrize(("seconds", "interval"), [(0.1, 10), (2.9, 10), (4.0, 7), (29.0, 1), (100.0, 1)])
 def test_at_most_half_a_minute_or_one_step_is_between_two_checks(seconds, interval, monkeypatch):
     guard, now = NanGuard(3), iter([0.0, 10 * seconds, 0.0])
-    monkeypatch.setattr(step_guards.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(nan_and_oom_handling.time, "perf_counter", lambda: next(now))
     guard.restart_timer()
     comm = SimpleNamespace(is_main=True, all_reduce_sum=lambda count: count)
     guard.choose_check_interval(SimpleNamespace(strategy=SimpleNamespace(comm=comm)), 10)

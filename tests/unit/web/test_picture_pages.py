@@ -1,5 +1,8 @@
 """Pages of pictures show what will be trained; captions are edited in their files, and every edit can be undone."""
 
+import gzip
+import json
+import os
 import time
 from pathlib import Path
 
@@ -11,6 +14,7 @@ from library.web.background import WorkStopped
 from library.web.caption_edits import CaptionEditor, build_tag_edit, plan_tag_edit
 from library.web.folders import OpenedFolders
 from library.web.pictures import PictureSet
+from library.web.undo_log import MAX_UNDO, UndoLog
 
 KEY = "0/set.toml"
 SIZES = {"wide": (400, 60), "plain": (64, 64), "small": (20, 20), "tall": (70, 100)}
@@ -164,7 +168,7 @@ def test_a_stopped_scan_goes_on_and_a_stopped_edit_is_undone(dataset):
     pictures = PictureSet(path, folders)
     scan(pictures)
     before = {path.name: path.read_bytes() for path in dataset.glob("*.txt")}
-    editor = CaptionEditor(pictures)
+    editor = CaptionEditor(pictures, UndoLog(path, folders))
 
     def stop_at(wanted: str, number: int):
         def report(title: str, completed: int, total: int) -> None:
@@ -176,17 +180,78 @@ def test_a_stopped_scan_goes_on_and_a_stopped_edit_is_undone(dataset):
     captions = plan_tag_edit(pictures, build_tag_edit("add", "mika", ""), range(5))
     with pytest.raises(WorkStopped):
         editor.edit(captions, {}, stop_at("looking at the files", 4))
-    assert not editor.history and {path.name: path.read_bytes() for path in dataset.glob("*.txt")} == before
+    assert not editor.log.edits and {path.name: path.read_bytes() for path in dataset.glob("*.txt")} == before
     with pytest.raises(WorkStopped):
         editor.edit(captions, {}, stop_at("writing captions", 3))
-    assert sum(b"mika" in path.read_bytes() for path in dataset.glob("*.txt")) == 3 == len(editor.history[0])
+    assert sum(b"mika" in path.read_bytes() for path in dataset.glob("*.txt")) == 3 == len(editor.log.edits[0].read())
     assert sum("mika" in caption for caption in pictures.captions) == 3
     with pytest.raises(WorkStopped):
         editor.undo(stop_at("undoing", 1))
     assert sum(b"mika" in path.read_bytes() for path in dataset.glob("*.txt")) == 2
-    assert editor.undo() == 2 and not editor.history
+    assert editor.undo() == 2 and not editor.log.edits
     assert {path.name: path.read_bytes() for path in dataset.glob("*.txt")} == before
     assert editor.edit(captions, {}) == 5
+
+
+def test_a_page_that_was_started_again_undoes_the_edits_of_the_one_before(dataset):
+    (dataset / "tall.txt").write_bytes(b"\xef\xbb\xbfcaf\xc3\xa9,b\r\n")  # put back byte by byte
+    page = open_page(dataset.parent)
+    wait_for_scan(page)
+    before = {path.name: path.read_bytes() for path in dataset.glob("*.txt")}
+    page.post(f"/api/pictures/tags/{KEY}", json={"action": "add", "tag": "mika"})
+    assert wait_for_work(page)["count"] == 5
+    wide = get_rows(page)["wide"]
+    page.post(f"/api/pictures/captions/{KEY}", json={"captions": {wide["index"]: "new"}})
+
+    page = open_page(dataset.parent)
+    assert wait_for_scan(page)["num_undo"] == 2
+    assert undo(page)["count"] == 1 and (dataset / "wide.txt").read_text() == "wide picture, a tag, b, mika\n"
+    page = open_page(dataset.parent)
+    assert wait_for_scan(page)["num_undo"] == 1
+    assert undo(page)["count"] == 5 and {path.name: path.read_bytes() for path in dataset.glob("*.txt")} == before
+    assert wait_for_scan(open_page(dataset.parent))["num_undo"] == 0
+
+
+def test_what_a_page_wrote_before_it_died_is_undone_by_the_next(dataset):
+    path, folders = dataset.parent / "set.toml", OpenedFolders.open([str(dataset.parent)])
+    pictures = PictureSet(path, folders)
+    scan(pictures)
+    before = {path.name: path.read_bytes() for path in dataset.glob("*.txt")}
+    captions = plan_tag_edit(pictures, build_tag_edit("add", "mika", ""), range(5))
+
+    def die(title: str, completed: int, total: int) -> None:
+        if (title, completed) == ("writing captions", 3):
+            os._exit(0)
+
+    if (child := os.fork()) == 0:
+        CaptionEditor(pictures, UndoLog(path, folders)).edit(captions, {}, die)
+    os.waitpid(child, 0)
+    assert sum(b"mika" in path.read_bytes() for path in dataset.glob("*.txt")) == 3
+    page = open_page(dataset.parent)
+    wait_for_scan(page)
+    assert undo(page)["count"] == 3 and {path.name: path.read_bytes() for path in dataset.glob("*.txt")} == before
+
+
+def test_the_undo_log_is_bounded_and_leads_nowhere_else(dataset, tmp_path):
+    path, folders = dataset.parent / "set.toml", OpenedFolders.open([str(dataset.parent)])
+    pictures = PictureSet(path, folders)
+    scan(pictures)
+    editor = CaptionEditor(pictures, UndoLog(path, folders))
+    for number in range(MAX_UNDO + 3):
+        editor.edit({0: f"caption {number}"}, {})
+    assert len(editor.log.edits) == len(list((dataset.parent / ".lorikeet-web").rglob("*.gz"))) == MAX_UNDO
+
+    last = editor.log.edits[-1].path
+    rows = json.loads(gzip.decompress(last.read_bytes()))
+    (tmp_path / "secret.txt").write_text(rows[0][-1] + "\n")
+    rows[0][2] = str(tmp_path / "secret.txt")
+    last.write_bytes(gzip.compress(json.dumps(rows).encode()))
+    page = open_page(dataset.parent)
+    wait_for_scan(page)
+    assert "outside of the opened folders" in undo(page)["problems"][0]
+    assert (tmp_path / "secret.txt").exists()
+    last.write_bytes(b"broken")
+    assert "cannot be read" in undo(page)["problems"][0] and not last.exists()
 
 
 def test_pictures_and_captions_behind_links_out_of_the_folder_stay_hidden(dataset, tmp_path):

@@ -1,5 +1,6 @@
 """The whole way of a newcomer in a real browser: a caption, a wrong setting, a run, stop and go on, comparison, LoRA."""
 
+import io
 import os
 import re
 import shutil
@@ -9,10 +10,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from web_pages import write_run
 
 ROOT = Path(__file__).resolve().parents[3]
 SCREENSHOTS = os.environ.get("LORIKEET_SCREENSHOTS", "")
-"""A folder; if set, pictures for docs/ are written there."""
+"""A folder; if set, such as ``docs``, the pictures of docs/web.md are written there."""
+
+LOOK = """(selector) => {
+  const active = document.activeElement, box = active.getBoundingClientRect(), name = active.id || active.outerHTML;
+  if (active === document.body) return ["", false];
+  const x = Math.min(Math.max(box.left, 0) + box.right, 2 * innerWidth) / 2;
+  const y = (Math.max(box.top, 0) + Math.min(box.bottom, innerHeight)) / 2;
+  const shown = document.elementFromPoint(x, y), style = getComputedStyle(active);
+  if (!shown || !active.contains(shown) && !shown.contains(active)) return [`hidden: ${name}`, active.matches(selector)];
+  const isMarked = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) > 0;
+  return [isMarked ? "" : `not marked: ${name}`, active.matches(selector)];
+}"""
+"""What is wrong with how the focus is seen, and whether it has arrived."""
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +52,7 @@ def address(tmp_path) -> Iterator[str]:
         server.wait(30)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def browser() -> Iterator:
     playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install -e '.[browser]'")
     names = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -54,7 +71,8 @@ def take_picture(page, name: str, width: int = 1280, height: int = 860, scheme: 
         page.set_viewport_size({"width": width, "height": height})
         page.emulate_media(color_scheme=scheme)
         page.wait_for_timeout(1200)
-        page.screenshot(path=str(Path(SCREENSHOTS) / f"{name}.png"))
+        with Image.open(io.BytesIO(page.screenshot())) as image:
+            image.save(Path(SCREENSHOTS) / f"{name}.webp", quality=80)
         page.set_viewport_size({"width": 1280, "height": 860})
         page.emulate_media(color_scheme="light")
 
@@ -115,6 +133,7 @@ def test_a_newcomer_finds_the_way(browser, address, tmp_path):
     page.click("a:has-text('New run') >> nth=-1")
     page.wait_for_selector("text=No problems")
     page.select_option("#preset", label="Demo model (CPU)")
+    page.click("#begin")
     page.fill("#o-network_dim", "sixteen")
     page.wait_for_selector(".field.bad[data-name=network_dim] >> text=expected an integer")
     assert page.is_disabled("#start")
@@ -205,3 +224,144 @@ def test_a_newcomer_finds_the_way(browser, address, tmp_path):
     page.goto(address.rstrip("/") + "/runs/0/output/first/first")
     take_picture(page, "web_phone", width=390, height=800, scheme="dark")
     assert errors == []
+
+
+class Keyboard:
+    """Goes through pages by keys alone, and notes where the focus is not seen."""
+
+    def __init__(self, page):
+        self.page, self.press, self.type, self.faults = page, page.keyboard.press, page.keyboard.type, set[str]()
+
+    def walk_to(self, selector: str, by: str = "Tab") -> None:
+        for _ in range(120):
+            self.press(by)
+            fault, has_arrived = self.page.evaluate(LOOK, selector)
+            self.faults |= {fault} - {""}
+            if has_arrived:
+                return
+        raise AssertionError(f"{selector} is not reached from {self.page.evaluate('document.activeElement.outerHTML')}")
+
+    def use(self, selector: str, key: str = "Enter", by: str = "Tab") -> None:
+        self.walk_to(selector, by)
+        self.press(key)
+
+    def wait_for_focus(self, selector: str) -> None:
+        self.page.wait_for_function("(selector) => document.activeElement.matches(selector)", arg=selector)
+
+
+def test_all_can_be_done_by_keyboard(browser, address, tmp_path):
+    for name in ("one", "two"):
+        write_run(tmp_path / "output", name, previews=2, network_dim=len(name))
+    lora = {"lora_unet_mid_block_attentions_0_proj_in.alpha": torch.tensor(4.0)}
+    lora |= {f"lora_unet_mid_block_attentions_0_proj_in.lora_{end}.weight": torch.ones(4, 4) for end in ("down", "up")}
+    for name in ("three", "four"):
+        save_file(lora, tmp_path / "output" / f"{name}.safetensors")
+    page = browser.new_page(viewport={"width": 1280, "height": 860})
+    page.set_default_timeout(60_000)
+    keyboard, caption_file = Keyboard(page), tmp_path / "dataset_configs" / "demo" / "lorikeet_00.txt"
+
+    # Pictures: a caption is edited, a tag is added to all, and both are undone.
+    page.goto(address)
+    keyboard.use(".bar [href='/pictures']")
+    page.wait_for_url("**/pictures")
+    keyboard.use("a[href$='/demo.toml']")
+    page.wait_for_selector(".cell")
+    keyboard.walk_to("#grid")
+    for key in ("ArrowRight", "End", "Home", "Enter"):
+        keyboard.press(key)
+    keyboard.wait_for_focus("#caption")
+    keyboard.press("Control+A")
+    keyboard.type("by keyboard")
+    page.once("dialog", lambda dialog: dialog.dismiss())
+    keyboard.press("Escape")  # what is typed is not lost without a question
+    assert page.input_value("#caption") == "by keyboard"
+    keyboard.use("#save")
+    keyboard.wait_for_focus("#grid")
+    page.wait_for_selector(".cell >> text=by keyboard")
+    keyboard.use("#tags-part summary", by="Shift+Tab")
+    keyboard.walk_to("#tag")
+    keyboard.type("emoji")
+    keyboard.use("#try-tags", "Space")
+    page.wait_for_selector("#examples ins >> nth=0")
+    keyboard.use("#apply-tags")
+    page.wait_for_selector("#tags-result:has-text('changed')")
+    keyboard.wait_for_focus("#apply-tags")
+    assert caption_file.read_text() == "by keyboard, emoji\n"
+    keyboard.use("#undo", by="Shift+Tab")
+    page.wait_for_selector("#undo:text-is('Undo (1)')")
+    keyboard.wait_for_focus("#undo")
+    keyboard.press("Enter")
+    page.wait_for_selector("#undo:disabled:text-is('Undo')")
+    keyboard.wait_for_focus("#grid")
+    assert "<script>" in caption_file.read_text()
+
+    # A new run: a preset, a wrong value to which its message leads, and a start that is stopped.
+    keyboard.use("a.button[href^='/new']", by="Shift+Tab")
+    page.wait_for_selector("text=No problems")
+    keyboard.walk_to("#preset")
+    keyboard.type("Demo")
+    keyboard.use("#begin")
+    page.wait_for_selector(".field.set[data-name=learning_rate]")
+    keyboard.walk_to("#find")
+    keyboard.type("scheduler_args")
+    keyboard.walk_to("#o-lr_scheduler_args")
+    keyboard.type("x")
+    keyboard.press("Enter")
+    page.wait_for_selector("#start:disabled")
+    keyboard.walk_to("#find", by="Shift+Tab")
+    keyboard.press("Control+A")
+    keyboard.press("Delete")
+    keyboard.use("#problems button")
+    keyboard.wait_for_focus("#o-lr_scheduler_args")
+    keyboard.press("Backspace")
+    page.wait_for_selector("text=No problems")
+    keyboard.use("#start")
+    page.wait_for_url("**/runs/0/**")
+    keyboard.use("#action")
+    page.wait_for_selector("#status:text-is('stopped')")
+    keyboard.wait_for_focus("#action, [role=tab]")
+
+    # Runs: one with charts and previews, and two over each other.
+    keyboard.use(".bar [href='/runs']", by="Shift+Tab")
+    page.wait_for_url("**/runs")
+    keyboard.use("[data-remove]")
+    keyboard.wait_for_focus("#filter")
+    keyboard.use("a[href$='output/one']")
+    page.wait_for_selector("#curves .chart")
+    keyboard.walk_to("#tab-charts")
+    keyboard.walk_to("#curves .plot")
+    keyboard.press("Home")
+    assert page.inner_text("#curves .u-value >> nth=0") == "1"
+    keyboard.press("+")
+    keyboard.walk_to("#tab-charts", by="Shift+Tab")
+    keyboard.press("ArrowRight")
+    page.wait_for_selector("#previews img >> nth=0")
+    keyboard.walk_to("#preview-step")
+    keyboard.press("ArrowLeft")
+    assert page.inner_text("#preview-label") == "step 10"
+    keyboard.use("#previews tr:nth-child(2) td:last-child button")
+    keyboard.wait_for_focus("#viewer-close")
+    keyboard.press("ArrowLeft")
+    assert page.input_value("#viewer-right") == "000000"
+    keyboard.walk_to("#viewer-split")
+    keyboard.press("Home")
+    assert page.input_value("#viewer-split") == "0"
+    keyboard.press("Escape")
+    keyboard.wait_for_focus("#previews button")
+    keyboard.use(".bar [href='/runs']", by="Shift+Tab")
+    page.wait_for_url("**/runs")
+    for name in ("one", "two"):
+        keyboard.use(f"[aria-label='Compare {name}']", "Space")
+    keyboard.use("#compare", by="Shift+Tab")
+    page.wait_for_selector("#curves .chart")
+
+    # LoRA files: inspect, convert, merge and resize.
+    keyboard.use(".bar [href='/lora']")
+    page.wait_for_url("**/lora")
+    for name in ("three", "four"):
+        keyboard.use(f"[data-name='{name}.safetensors']", "Space")
+    for command in ("inspect", "convert", "merge", "resize"):
+        keyboard.use(f"[data-command={command}]")
+        if command == "convert":
+            keyboard.use("[data-name='four.safetensors']", "Space", by="Shift+Tab")
+    assert keyboard.faults == set()

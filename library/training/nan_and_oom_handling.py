@@ -1,4 +1,4 @@
-"""What guards the training loop: roll back and skip NaN steps, recover from out of memory, report bad images."""
+"""NaN and out-of-memory handling: roll back and skip NaN steps, recover from out of memory; report bad images."""
 
 import json
 import logging

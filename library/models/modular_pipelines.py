@@ -1,0 +1,78 @@
+"""diffusers' modular pipelines with the constructor, the call and the output of its other pipelines.
+
+A modular pipeline runs blocks; the ones for a call are chosen here: texts or their embeddings, latents or images.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PipelineSteps:
+    """The blocks of one modular pipeline, by name, in the order in which they run."""
+
+    encode: Callable[[], Mapping[str, Any]]
+    """From texts to the embeddings that the denoiser gets."""
+    denoise: Callable[[], Mapping[str, Any]]
+    """From embeddings to latents."""
+    decode: Callable[[], Mapping[str, Any]]
+    """From latents to images."""
+
+
+def build_pipeline_class(modular_class: Any, components: Sequence[str], steps: PipelineSteps) -> Any:
+    """Build a subclass of the modular pipeline that is constructed from these components and called as others are."""
+    guiders, blocks_of = import_module("diffusers.guiders"), import_module("diffusers.modular_pipelines")
+    logging.getLogger("diffusers.guiders").setLevel(logging.ERROR)  # each guider says that it is experimental
+
+    class CallablePipeline(modular_class):  # type: ignore[misc]
+        def __init__(self, **parts: Any) -> None:
+            super().__init__()
+            self._progress_bar_config: dict[str, Any] = {}
+            self.update_components(**{name: part for name, part in parts.items() if part is not None})
+
+        @classmethod
+        def _get_signature_keys(cls, _: Any) -> tuple[set[str], set[str]]:
+            """Names of the components, and of the other arguments of the constructor."""
+            return set(components), set()
+
+        def set_progress_bar_config(self, **config: Any) -> None:
+            self._progress_bar_config = config
+
+        def save_pretrained(self, save_directory: Any, **options: Any) -> None:
+            super().save_pretrained(str(save_directory), overwrite_modular_index=True, **options)
+
+        def __call__(
+            self,
+            prompt: Any = None,
+            *,
+            prompt_embeds: Any = None,
+            guidance_scale: float | None = None,
+            output_type: str = "pil",
+            **inputs: Any,
+        ) -> Any:
+            blocks = {**({} if prompt_embeds is not None else steps.encode()), **steps.denoise()}
+            blocks |= {} if output_type == "latent" else steps.decode()
+            self._blocks = blocks_of.SequentialPipelineBlocks.from_blocks_dict(blocks)
+            for loop in _iter_loops(self._blocks):
+                loop.set_progress_bar_config(**self._progress_bar_config)
+            if guidance_scale is not None:
+                self.guider = guiders.ClassifierFreeGuidance(guidance_scale=guidance_scale)
+            given = {"prompt": prompt} if prompt_embeds is None else {"prompt_embeds": prompt_embeds}
+            given |= {} if output_type == "latent" else {"output_type": output_type}
+            output = "latents" if output_type == "latent" else "images"
+            return SimpleNamespace(images=super().__call__(output=output, **given, **inputs))
+
+    CallablePipeline.__name__ = CallablePipeline.__qualname__ = modular_class.__name__
+    return CallablePipeline
+
+
+def _iter_loops(blocks: Any) -> Iterator[Any]:
+    """The blocks that have a progress bar."""
+    if hasattr(blocks, "set_progress_bar_config"):
+        yield blocks
+    for block in getattr(blocks, "sub_blocks", {}).values():
+        yield from _iter_loops(block)
