@@ -43,7 +43,7 @@ def find_preview_files(preview_dir: Path, name: str, newer_than: float) -> dict[
     """Find the previews of each prompt number, in the order in which they were written."""
     pattern = re.compile(re.escape(name) + r"_(e?\d{6,})_(\d{2,})_\d{14}_\d+\.png")
     rows: defaultdict[int, PreviewRow] = defaultdict(dict)
-    paths = {path: path.stat().st_mtime for path in preview_dir.glob("*.png")}
+    paths = {path: path.stat().st_mtime for path in preview_dir.glob("*.png") if path.is_file()}
     for path in sorted(paths, key=lambda path: (paths[path], path.name)):
         match = pattern.fullmatch(path.name)
         if match and paths[path] >= newer_than:

@@ -64,7 +64,7 @@ def _serve(options: WebOptions) -> Generator[str, None, int]:
         sessions, token = Sessions.build_with_token(options.session_hours * 3600)
         yield f"token, shown only once: {token}"
     app: Starlette = build_app(folders, sessions, HostNames.build(options.host, options.allow_host))
-    with _bind_socket(options.host, options.port) as listener:
+    with bind_listener(options.host, options.port) as listener:
         name = f"[{options.host}]" if ":" in options.host else options.host
         yield f"open http://{name}:{listener.getsockname()[1]}/ in a browser; Ctrl-C ends the page, not its runs"
         config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, lifespan="on")
@@ -72,12 +72,13 @@ def _serve(options: WebOptions) -> Generator[str, None, int]:
     return 0
 
 
-def _bind_socket(host: str, port: int) -> socket.socket:
+def bind_listener(host: str, port: int) -> socket.socket:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen()  # who opens the address as soon as it is printed waits, and is not refused
     except OSError as error:
         raise UserError(f"--port {port}: cannot listen at {host}: {error.strerror}; give another --port") from None
     return listener

@@ -164,8 +164,9 @@ class JobQueue:
                     start_new_session=True,  # Ctrl-C ends the page, not its runs
                 )
         except OSError as error:
-            job.log_path.parent.mkdir(parents=True, exist_ok=True)
-            job.log_path.write_text(f"{job.command[0]}: cannot be started: {error.strerror}\n")
+            with suppress(OSError):  # such as where its folder was
+                job.log_path.parent.mkdir(parents=True, exist_ok=True)
+                job.log_path.write_text(f"{error.filename or job.command[0]}: cannot be started: {error.strerror}\n")
             self._replace(job, status=FAILED)
             return
         self._processes[job.id] = process

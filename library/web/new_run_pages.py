@@ -52,12 +52,13 @@ def show_form(request: Request) -> Response:
 def check_form(request: Request, body: Mapping[str, Any]) -> Response:
     form, processes = _check(request, body)
     settings_file = form.output_dir / f"{form.output_name}.toml"
+    words = build_command(settings_file, processes, form.precision)
     return JSONAnswer(
         {
             "problems": form.export_problems(),
             "notices": list(form.notices),
             "toml": form.toml,
-            "command": shlex.join(["python", *build_command(settings_file, processes, form.precision)[1:]]),
+            "command": shlex.join("python" if word == sys.executable else word for word in words),
         }
     )
 

@@ -47,9 +47,9 @@ GRAPHS_WITH_MASKS = {"z_image": [1, 2, 4], "qwen_image": [2, 2]}
 """Batches whose texts differ in length have masks, and others have none."""
 
 
-@pytest.mark.parametrize("batch_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "family", ["flux", *(pytest.param(name, marks=pytest.mark.slow) for name in GRAPHS if name != "flux")]
+    ("family", "batch_size"),
+    [*((name, 1) for name in GRAPHS), *((name, 2) for name in ("flux", "z_image", "qwen_image"))],
 )
 def test_12_sizes_need_no_graph_of_their_own(family, batch_size, tmp_path):
     """At batch size 1, dynamo guards the stride of that dimension, which differs between slices of joined tokens."""

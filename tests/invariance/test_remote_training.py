@@ -93,7 +93,7 @@ def test_a_server_that_goes_away_stops_the_run_with_a_checkpoint(server, uninter
     s3 = server[0]
     flags = ("--remote_cache_size", "0.00001GB", "--remote_retry_seconds", "1")
     s3.proxy.requests.clear()
-    s3.proxy.failing_after = (r"[.]png bytes", 40)
+    s3.proxy.failing_after = (r"[.]png bytes", 24)
     (error,) = run_remotely(server, tmp_path / "run", *flags)
     s3.proxy.failing_after = None
     first, second = error.splitlines()

@@ -1,5 +1,6 @@
 """``python -m library lora COMMAND``: inspect, merge, extract, resize, scale and prune LoRA files, edit metadata."""
 
+import re
 from collections.abc import Generator, Sequence
 from importlib import import_module
 from typing import Any
@@ -16,6 +17,7 @@ from .options import (
     ResizeArguments,
 )
 
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 USAGE = "usage: python -m library lora COMMAND FILE ... [--option value ...]"
 COMMANDS: dict[str, tuple[str, str, type, Any]] = {
     "inspect": (
@@ -78,7 +80,8 @@ def run_lora(argv: Sequence[str]) -> tuple[str, int] | Generator[str, None, int]
 def _run_command(command: str, files: list[str], options: Any) -> Generator[str, None, int]:
     configure_logging(simple=True)
     commands = import_module(f"{__name__}.commands")  # imports torch
-    yield from getattr(commands, f"run_{command}")(files, options)
+    for text in getattr(commands, f"run_{command}")(files, options):
+        yield _CONTROL_CHARACTER.sub(lambda found: repr(found[0])[1:-1], text)  # metadata must not steer the terminal
     return 0
 
 

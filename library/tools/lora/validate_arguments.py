@@ -86,6 +86,9 @@ def _validate_weights(merge: "MergeOptions", count: int) -> Iterator[str]:
         values = getattr(merge, name)
         if values and len(values) != count:
             yield f"--{name}: has {len(values)} values for {count} files"
+    given = (merge.weights, merge.denoiser_weights, merge.text_encoder_weights)
+    if merge.weights and not any(weight for weights in given for weight in weights or ()):
+        yield "--weights: all are 0, which leaves nothing to write"
     if merge.weights and merge.denoiser_weights and merge.text_encoder_weights:
         yield "--weights: no effect beside --denoiser_weights and --text_encoder_weights; remove it"
 

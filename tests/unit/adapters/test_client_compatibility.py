@@ -35,6 +35,7 @@ DEFAULT = [
     pytest.param(name, kind, marks=() if kind in QUICK_KINDS and name in QUICK_FAMILIES else pytest.mark.slow)
     for name in EVERY
     for kind in list_kinds(name)
+    if kind == "LoRA" or name in EVERY_KIND_FAMILIES
 ]
 
 

@@ -214,6 +214,9 @@ def test_metadata_are_edited_in_a_copy_with_the_same_tensors(folder, tmp_path, c
     capsys.readouterr()
     run("metadata", out, "--json")
     assert json.loads(capsys.readouterr().out)["modelspec.title"] == "new"
+    save_file(before, out, {"modelspec.title": "\x1b[31mred"})
+    run("metadata", out)
+    assert capsys.readouterr().out == "modelspec.title = \\x1b[31mred\n"  # steers no terminal
 
 
 @pytest.mark.slow
@@ -276,6 +279,8 @@ def test_every_problem_is_reported_at_once_and_nothing_is_written(folder, tmp_pa
 
     run("merge", tmp_path / "no.safetensors", broken, "--weights", "1", "--rank", "x", "--output", out, code=2)
     first = capsys.readouterr().err
+    run("merge", folder / "one.safetensors", folder / "two.safetensors", "--weights", "0", "0", "--output", out, code=2)
+    assert "--weights: all are 0" in capsys.readouterr().err
     run("merge", broken, folder / "flux.safetensors", "--output", out, "--overwrite", code=2)
     second = capsys.readouterr().err
     run("merge", folder / "one.safetensors", folder / "flux.safetensors", "--output", out, "--overwrite", code=2)

@@ -151,11 +151,11 @@ def test_a_newcomer_finds_the_way(browser, address, tmp_path):
 
     # It starts; previews arrive; it is stopped with its state, and goes on.
     page.click("#start")
-    page.wait_for_selector("#curves .chart", timeout=180_000)
+    page.wait_for_selector("#curves .chart", timeout=400_000)
     page.click("[data-tab=previews]")
-    page.wait_for_selector("#previews img", timeout=180_000)
+    page.wait_for_selector("#previews img", timeout=400_000)
     page.click("[data-stop]")
-    page.wait_for_selector("#status:text-is('stopped')", timeout=180_000)
+    page.wait_for_selector("#status:text-is('stopped')", timeout=400_000)
     page.wait_for_selector("[data-resume]")
     assert list((tmp_path / "output" / "first").glob("first*-state"))
     page.click("[data-resume]")

@@ -47,6 +47,8 @@ def list_addresses(key: str) -> list[str]:
 def test_one_damaged_run_hides_no_other(tmp_path):
     write_run(tmp_path, "fine")
     facts = json.loads((tmp_path / "fine.run.json").read_text())
+    (tmp_path / "sample").mkdir()
+    (tmp_path / "sample" / "fine_000001_00_20260101000000_1.png").symlink_to("gone.png")
     for name, text in METRICS.items():
         (tmp_path / f"m-{name}.metrics.jsonl").write_text(text)
     for name, changes in SUMMARIES.items():
@@ -58,7 +60,7 @@ def test_one_damaged_run_hides_no_other(tmp_path):
     answer = page.get("/runs")
     assert answer.status_code == 200 and answer.text.count("<tr data-key") == len(METRICS) + len(SUMMARIES) + 2
     keys = [f"0/m-{name}" for name in METRICS] + [f"0/s-{name}" for name in (*SUMMARIES, "deep")]
-    faults = [path for key in keys for path in list_addresses(key) if page.get(path).status_code >= 500]
+    faults = [path for key in (*keys, "0/fine") for path in list_addresses(key) if page.get(path).status_code >= 500]
     assert faults == []
     charts = page.get("/api/charts/0/m-nan").json()
     assert "1 step skipped" in charts["facts"]

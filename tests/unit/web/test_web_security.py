@@ -1,5 +1,6 @@
 """The web page refuses what is not its user's: hosts, origins, tokens, paths, large bodies."""
 
+import socket
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from web_pages import ORIGIN, open_page
 
+from library.tools.web import bind_listener
 from library.web.folders import OpenedFolders, OutsideFolders
 from library.web.guard import MAX_BODY_BYTES, HostNames
 from library.web.sessions import COOKIE, Sessions
@@ -162,6 +164,11 @@ def test_errors_show_what_was_asked_as_text(tmp_path):
     answer = open_page(tmp_path).get("/runs/0/%3Cscript%3Ealert(1)%3C/script%3E")
 
     assert answer.status_code == 400 and "<script>alert" not in answer.text and "&lt;script" in answer.text
+
+
+def test_the_address_can_be_opened_as_soon_as_it_is_printed():
+    with bind_listener("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname(), 5):
+        pass
 
 
 def test_the_command_refuses_wrong_options_all_at_once(tmp_path):
