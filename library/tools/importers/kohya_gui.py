@@ -6,6 +6,7 @@ from typing import Any
 
 from ...config import parse_config
 from ...config.options import flatten_config
+from .equivalents import FLOW_FAMILIES
 from .imported import (
     ImportedConfig,
     KeyReader,
@@ -19,7 +20,7 @@ from .imported import (
 )
 from .keys import kohya_gui as keys
 from .kohya_gui_data import read_dataset, read_keys, read_length, read_previews_and_logs
-from .kohya_gui_network import FLOW_FAMILIES, read_network, read_trained_components
+from .kohya_gui_network import read_network, read_trained_components
 
 PROGRAM = "kohya_ss"
 _OTHER_MODELS = {
