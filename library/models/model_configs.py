@@ -20,7 +20,7 @@ MAX_TEXT_TOKENS = 512
 """Tokens of text encoders whose config sets no limit."""
 
 HUB_TIMEOUT_SECONDS = 5.0
-MODULAR_INDEX = "modular_model_index.json"
+MODULAR_INDEX, SCHEDULER = "modular_model_index.json", "scheduler/scheduler_config.json"
 
 
 def list_bundled_configs() -> list[str]:
@@ -58,13 +58,21 @@ def build_hub_reader(repo_id: str) -> ConfigReader:
 
 
 def _read_either_index(read: ConfigReader) -> ConfigReader:
-    """Give the index of a modular pipeline, which has a loading spec for each component, the form of the others."""
+    """Give the index of a modular pipeline, which has a loading spec for each component, the form of the others.
+
+    It may have no scheduler, which the pipeline makes itself: then it is that of the bundled config.
+    """
 
     def read_index(name: str) -> JsonDict | None:
         data = read(name)
-        if data is not None or name != "model_index.json" or (modular := read(MODULAR_INDEX)) is None:
+        if data is not None or name not in ("model_index.json", SCHEDULER) or (index := read(MODULAR_INDEX)) is None:
             return data
-        return {key: _drop_loading_spec(value) for key, value in modular.items()}
+        same = (each for each in list_bundled_configs() if _read_pipeline_class(each) == index.get("_class_name"))
+        bundled: BundledConfig = next(map(load_bundled_config, same), {})
+        if name == SCHEDULER:
+            return bundled.get(SCHEDULER)
+        scheduler = {key: value for key, value in bundled.get(name, {}).items() if key == "scheduler"}
+        return scheduler | {key: _drop_loading_spec(value) for key, value in index.items()}
 
     return read_index
 
@@ -94,7 +102,7 @@ def read_required(read: ConfigReader, name: str) -> JsonDict:
 
 def read_scheduler_config(read: ConfigReader) -> JsonDict:
     """Read the scheduler's config, which has to have 1000 timesteps."""
-    config = read_required(read, "scheduler/scheduler_config.json")
+    config = read_required(read, SCHEDULER)
     if (steps := config.get("num_train_timesteps", 1000)) != 1000:
         raise ModelError(f"its scheduler has num_train_timesteps {steps}; only 1000 is supported")
     return config

@@ -32,7 +32,11 @@ def build_pipeline_class(modular_class: Any, components: Sequence[str], steps: P
         def __init__(self, **parts: Any) -> None:
             super().__init__()
             self._progress_bar_config: dict[str, Any] = {}
-            self.update_components(**{name: part for name, part in parts.items() if part is not None})
+            given = {name: part for name, part in parts.items() if part is not None}
+            loaded = set(self.pretrained_component_names)
+            self.update_components(**{name: part for name, part in given.items() if name in loaded})
+            for name in given.keys() - loaded:  # which diffusers makes from a config
+                setattr(self, name, given[name])
 
         @classmethod
         def _get_signature_keys(cls, _: Any) -> tuple[set[str], set[str]]:
@@ -61,6 +65,7 @@ def build_pipeline_class(modular_class: Any, components: Sequence[str], steps: P
                 loop.set_progress_bar_config(**self._progress_bar_config)
             if guidance_scale is not None:
                 self.guider = guiders.ClassifierFreeGuidance(guidance_scale=guidance_scale)
+            prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
             given = {"prompt": prompt} if prompt_embeds is None else {"prompt_embeds": prompt_embeds}
             given |= {} if output_type == "latent" else {"output_type": output_type}
             output = "latents" if output_type == "latent" else "images"

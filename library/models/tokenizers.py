@@ -44,6 +44,8 @@ def load_pretrained_tokenizer(tokenizer_class: Any, path_or_id: str, subfolder: 
         tokenizer = load_pretrained_tokenizer(Qwen2Tokenizer, path_or_id, subfolder, **options)
         files = {"subfolder": subfolder, "local_files_only": options.get("local_files_only", False)}
         return ImageTextProcessor(Qwen2VLImageProcessorPil.from_pretrained(path_or_id, **files), tokenizer)
+    if tokenizer_class.__name__ == "Qwen3VLProcessor":
+        tokenizer_class = Qwen2Tokenizer  # texts need no more, and the processor of videos needs torchvision
     missing = OSError("it has no vocabulary (vocab.json and merges.txt, or tokenizer.json)")
     try:
         tokenizer = tokenizer_class.from_pretrained(path_or_id, subfolder=subfolder, **options)

@@ -23,7 +23,7 @@ from library.checkpoint.component_keys import build_component_keys
 from library.models.families import FAMILIES, FAMILY_FACTS
 
 KNOWN = json.loads((Path(__file__).resolve().parents[1] / "data" / "comfyui_keys.json").read_text())
-NOT_IN_COMFYUI = {"sana", "cogview4"}
+NOT_IN_COMFYUI = {"sana", "cogview4", "flux3"}
 
 
 @cache
@@ -57,6 +57,6 @@ def test_comfyui_knows_every_layer_of_a_file_or_the_run_says_what_it_does_not_lo
         assert not unread[default] and not unread["comfy"], "ComfyUI reads the default file and its own layout"
 
 
-def test_every_transformer_but_two_is_in_comfyui():
+def test_every_transformer_but_these_is_in_comfyui():
     transformers = {name for name, facts in FAMILY_FACTS.items() if facts.denoiser_name != "unet"}
     assert set(KNOWN) == {name for name in transformers if FAMILY_FACTS[name].kind == "image"} - NOT_IN_COMFYUI

@@ -83,6 +83,7 @@ COUNTS = {
     ("sana", "transformer"): 1_604_641_952,
     ("sana", "vae"): 312_250_275,
     ("sana_1_0", "transformer"): 1_604_462_752,
+    ("flux3", "transformer"): 5_538_458_368,
     ("anima", "transformer"): 1_956_405_248,
     ("anima", "text_conditioner"): 134_663_680,
     ("anima", "text_encoder"): 596_049_920,
@@ -229,6 +230,7 @@ TRANSFORMERS = {
     "sana": nn.Module.state_dict,
     "cogview4": nn.Module.state_dict,
     "anima": original_checkpoints.convert_anima_transformer,
+    "flux3": original_checkpoints.convert_flux3_transformer,
 }
 
 
@@ -283,6 +285,7 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
         "lumina2",
         "krea2",
         "anima",
+        "flux3",
     ],
 )
 def test_original_weights_of_published_size_are_converted_to_those_of_diffusers(config):

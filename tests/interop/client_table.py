@@ -61,6 +61,7 @@ ORIGINAL_WRITERS: Mapping[str, Callable[[Any], Mapping[str, Tensor]]] = {
     "sana": nn.Module.state_dict,
     "cogview4": nn.Module.state_dict,
     "anima": original_checkpoints.convert_anima_transformer,
+    "flux3": original_checkpoints.convert_flux3_transformer,
 }
 SAME_FILES = {
     "flux_kontext": "flux",

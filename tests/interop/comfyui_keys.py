@@ -52,7 +52,8 @@ def build_model(shapes: Mapping[str, list[int]]) -> Any:
     """The model that ComfyUI detects by a file's names and shapes; None for an unknown one."""
     import comfy.model_detection
 
-    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    # The values of biases tell Stable Diffusion 2 from its other prediction type.
+    tensors = {name: torch.zeros(shape, device="meta" if len(shape) > 1 else "cpu") for name, shape in shapes.items()}
     # As for a file of the denoiser alone: diffusers' names are converted where ComfyUI knows how.
     config = comfy.model_detection.model_config_from_unet(tensors, "")
     if config is None:

@@ -12,6 +12,7 @@ from library.adapters.key_styles import map_to_ldm_names
 from library.models.families.anima import ANIMA_KEYS
 from library.models.families.flux import FLUX_KEYS
 from library.models.families.flux2 import FLUX2_KEYS
+from library.models.families.flux3 import FLUX3_KEYS
 from library.models.families.krea2 import KREA2_KEYS
 from library.models.families.lumina2 import LUMINA2_KEYS
 from library.models.families.sd3 import SD3_KEYS
@@ -290,6 +291,17 @@ def convert_anima_transformer(model: nn.Module) -> dict[str, Tensor]:
     keys = model.state_dict()
     names = build_key_map([key.rpartition(".")[0] for key in keys], ANIMA_KEYS).renames
     return {f"{names[key.rpartition('.')[0]]}.{key.rpartition('.')[2]}": tensor for key, tensor in keys.items()}
+
+
+def convert_flux3_transformer(model: nn.Module) -> dict[str, Tensor]:
+    """The shift and the scale of the last layer are in the other order."""
+    state, tensors = model.state_dict(), {}
+    names = build_key_map([key.rpartition(".")[0] for key in state], FLUX3_KEYS).renames
+    for key, tensor in state.items():
+        module, _, end = key.rpartition(".")
+        name = f"{names[module]}.{'scale' if names[module].endswith('_norm') else end}"
+        tensors[name] = torch.cat(tensor.chunk(2)[::-1]) if module == "norm_out.linear" else tensor
+    return tensors
 
 
 def build_anima_files(pipe: Any) -> dict[str, dict[str, Tensor]]:

@@ -635,6 +635,32 @@ def anima() -> TinyCase:
     )
 
 
+def flux3() -> TinyCase:
+    pipe, generator = _load("random:flux3:tiny"), torch.Generator().manual_seed(5)
+    pipe.tokenizer.tokenizer = pipe.tokenizer  # of diffusers' processor
+    pipe.vae.bn.running_mean = torch.randn(16, generator=generator)
+    pipe.vae.bn.running_var = torch.rand(16, generator=generator) + 0.5
+    embeds, latents = _draw_tensors((80, 64), (16, HEIGHT // 16, WIDTH // 16))
+
+    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        rows = _pack_patches(pipe.vae.encode(pixels).latent_dist.mode())
+        normed = (rows - pipe.vae.bn.running_mean) / (pipe.vae.bn.running_var + pipe.vae.config.batch_norm_eps).sqrt()
+        return normed.transpose(1, 2).unflatten(2, (HEIGHT // 16, WIDTH // 16))
+
+    return TinyCase(
+        "flux3",
+        pipe,
+        build_batch(latents, {"embeds": list(embeds)}),
+        {"prompt_embeds": embeds},
+        {},
+        encode,
+        "random:flux3:tiny",
+        pack_prediction=lambda latents: latents.flatten(2).transpose(1, 2),
+        encodes_prompts_alone=True,
+        blocks=("Flux3ModeTransformerBlock", "Flux3SingleTransformerBlock"),
+    )
+
+
 TINY: dict[str, Callable[[], TinyCase]] = {
     "built_in": built_in,
     "sd1": sd1,
@@ -667,6 +693,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "sana": sana,
     "cogview4": cogview4,
     "anima": anima,
+    "flux3": flux3,
 }
 
 

@@ -26,6 +26,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "chroma": ".chroma:Chroma",
         "flux2_dev": ".flux2:Flux2Dev",
         "flux2_klein": ".flux2:Flux2Klein",
+        "flux3": ".flux3:Flux3",
         "z_image": ".z_image:ZImage",
         "qwen_image": ".qwen_image:QwenImage",
         "qwen_image_edit": ".qwen_image_edit:QwenImageEdit",

@@ -1,13 +1,15 @@
 """What single families do otherwise than the rest, compared with diffusers' pipelines."""
 
 import copy
+import json
 import math
 import re
+from dataclasses import replace
 
 import original_checkpoints
 import pytest
 import torch
-from diffusers import AnimaModularPipeline
+from diffusers import AnimaModularPipeline, Flux3AutoBlocks, Flux3ModularPipeline
 from family_cases import SIZE, Recorder, build_case, make_generators
 from loaded_weights import assert_same_weights
 from PIL import Image
@@ -159,3 +161,36 @@ def test_anima_trains_the_layers_and_timesteps_of_sd_scripts():
     assert list(match_target_modules(model, family.lora_target_modules)) == theirs and len(theirs) == 280
     assert names[theirs[3]] == "blocks.0.self_attn.output_proj"
     assert family().build_noise_process(None).shift.compute_factor(4096) == 1
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_flux3_masks_the_window_of_longer_texts_and_is_loaded_from_a_folder_that_diffusers_writes(build_case, tmp_path):
+    family, tiny = build_case("flux3")
+    pipe, t = tiny.pipe, torch.tensor([700.0, 250.0])
+    cond = family.encode_prompts(pipe, ["a cat", "a very long text " * 8])
+    assert [len(row) for row in cond["embeds"]] == [80, 160]
+    pair = family.predict(pipe, pipe.transformer, tiny.batch.latents, t, replace(tiny.batch, cond=cond))
+    for number in (0, 1):
+        row = slice(number, number + 1)
+        batch = replace(tiny.batch, cond={"embeds": cond["embeds"][row]})
+        alone = family.predict(pipe, pipe.transformer, tiny.batch.latents[row], t[row], batch)
+        torch.testing.assert_close(alone, pair[row], rtol=1e-4, atol=1e-5)
+
+    blocks = Flux3AutoBlocks()
+    blocks.sub_blocks.pop("prompt_upsampler")  # a model that writes longer prompts
+    modular = Flux3ModularPipeline(blocks=blocks)
+    modular.update_components(**pipe.components)
+    modular.save_pretrained(str(tmp_path), overwrite_modular_index=True)
+    assert "scheduler" not in json.loads((tmp_path / "modular_model_index.json").read_text(encoding="utf-8"))
+    loaded = family.load(detect_model(str(tmp_path)), torch.float32)
+    assert_same_weights(family, loaded, pipe)
+    assert family.build_noise_process(loaded).shift.compute_factor(256) == 6.93
+
+    images = []
+    modular.tokenizer.tokenizer = pipe.tokenizer
+    for each in (pipe, modular):
+        generator = torch.Generator().manual_seed(1)
+        output = each(prompt="a cat", **SIZE, num_inference_steps=2, generator=generator)
+        images.append((output.get("images") if each is modular else output.images)[0])
+    assert images[0].tobytes() == images[1].tobytes()

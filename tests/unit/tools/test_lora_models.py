@@ -29,6 +29,7 @@ KEY_STYLE_FAMILIES = [
     "krea2",
     "sana",
     "anima",
+    "flux3",
 ]
 """Every key style; each other family shares one of these."""
 FILE_FAMILIES = ["sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image"]
