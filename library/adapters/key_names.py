@@ -1,4 +1,7 @@
-"""Key names of adapter weights: clean parameter names, and those of each component's modules in all LoRA formats."""
+"""Key names of adapter weights: clean parameter names, and those of each component's modules in all LoRA formats.
+
+The keys of a file are written in ``formats``.
+"""
 
 import re
 from collections.abc import Iterable, Iterator

@@ -278,6 +278,10 @@ class Family(ABC):
                 kwargs |= {name: cond[key], f"negative_{name}": negative_cond[key]}
         return kwargs
 
+    def is_step_distilled(self, pipe: Any) -> bool:
+        """Whether the loaded model is distilled to few steps, which training it undoes."""
+        return False
+
     def get_guidance_scale(self, prompt: Prompt) -> float:
         """The classifier-free guidance of a preview."""
         return self.default_guidance_scale if prompt.cfg_scale is None else prompt.cfg_scale

@@ -1,4 +1,7 @@
-"""``torch.compile`` of repeated blocks: equal blocks share their graphs, with dynamic shapes where sizes vary."""
+"""``torch.compile`` of repeated blocks: equal blocks share their graphs, with dynamic shapes where sizes vary.
+
+Backend, mode and fullgraph are set in ``distributed.accelerator.build_dynamo_plugin``, from options and the launcher.
+"""
 
 import inspect
 import logging

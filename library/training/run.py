@@ -131,6 +131,12 @@ def _prepare_and_train(
     pipe = load_training_pipeline(config, strategy, family, detected, readers, prompts)
     merge_base_weights(pipe, initial_weights)
     add_training_adapter(pipe, family, initial_weights)
+    if family.is_step_distilled(pipe) and not config.adapter.training_adapter:
+        logger.warning(
+            "%s as loaded is distilled to few steps, which a LoRA trained on it loses: train on the model that it was"
+            " distilled from, or set --training_adapter (docs/adapters.md)",
+            family.facts.title,
+        )
     run, adapter = build_run(config, strategy, family, pipe, prepared, plan, readers, initial_weights)
     comm.log_all_reduce_time(sum(parameter.nbytes for parameter in run.parameters))
     resume.restore(run)

@@ -71,6 +71,7 @@ SAME_FILES = {
 }
 """Editing models whose files have the names of another model's."""
 SD_SCRIPTS_BLOCKS = {
+    "anima": {"blocks.{}": "Block"},
     "flux": {"double_blocks.{}": "DoubleStreamBlock", "single_blocks.{}": "SingleStreamBlock"},
     "sd3": {"joint_blocks.{}.x_block": "SingleDiTBlock", "joint_blocks.{}.context_block": "SingleDiTBlock"},
 }

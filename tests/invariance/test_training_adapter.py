@@ -67,12 +67,14 @@ def is_equal(one, other):
     return all(ImageChops.difference(*pair).getbbox() is None for pair in zip(one, other, strict=True))
 
 
-def test_training_is_that_on_a_merged_base_and_previews_and_files_are_without_the_adapter(files, tmp_path):
+def test_training_is_that_on_a_merged_base_and_previews_and_files_are_without_the_adapter(files, tmp_path, caplog):
     base, merged, path = files
     flags = ("--sample_prompts", "a --w 64 --h 64 --s 2 --d 1 --l 3", "--sample_every_n_steps", "4", "--save_state")
     adapter = ("--training_adapter", path)
     trained = run(tmp_path, "own", *adapter, *flags, "--save_every_n_steps", "2", model=base)
+    assert "is distilled to few steps" not in caplog.text
     assert max_relative_difference(trained, run(tmp_path, "merged", *flags, model=merged)) < 1e-5
+    assert "Z-Image as loaded is distilled to few steps" in caplog.text
     with safe_open(tmp_path / "own.safetensors", "pt") as opened:
         assert opened.metadata()["ss_training_adapter"] == "adapter.safetensors"
 

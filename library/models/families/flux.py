@@ -247,6 +247,9 @@ class Flux(Family):
         unpacked: Tensor = pipe._unpack_latents(predicted[:, :num_tokens], height, width, vae_scale_factor=1)
         return unpacked
 
+    def is_step_distilled(self, pipe: Any) -> bool:
+        return not _has_guidance_embeds(pipe)  # schnell
+
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
         default_steps = self.default_num_inference_steps if _has_guidance_embeds(pipe) else 4
         cond, negative_cond = _drop_padding(cond), _drop_padding(negative_cond)

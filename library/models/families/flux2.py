@@ -215,6 +215,9 @@ class Flux2Klein(Family):
     def _build_guidance(self, timesteps: Tensor) -> Tensor | None:
         return None
 
+    def is_step_distilled(self, pipe: Any) -> bool:
+        return bool(pipe.config.is_distilled)
+
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
         embeds = {"prompt_embeds": cond["embeds"], "negative_prompt_embeds": negative_cond["embeds"]}
         steps = prompt.num_inference_steps or (4 if pipe.config.is_distilled else self.default_num_inference_steps)
@@ -238,6 +241,9 @@ class Flux2Dev(Flux2Klein):
 
     def _build_guidance(self, timesteps: Tensor) -> Tensor | None:
         return timesteps.new_full(timesteps.shape, self.model_config.guidance_scale)
+
+    def is_step_distilled(self, pipe: Any) -> bool:
+        return False
 
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
         scale = self.get_guidance_scale(prompt) if prompt.embedded_guidance is None else prompt.embedded_guidance

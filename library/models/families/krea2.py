@@ -195,6 +195,9 @@ class Krea2(Family):
         frames: Tensor = pipe._unpack_latents(predicted, height * factor, width * factor)
         return frames.squeeze(2)
 
+    def is_step_distilled(self, pipe: Any) -> bool:
+        return bool(pipe.config.is_distilled)
+
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
         is_turbo = pipe.config.is_distilled
         scale = 0.0 if is_turbo and prompt.cfg_scale is None else self.get_guidance_scale(prompt)

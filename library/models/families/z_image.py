@@ -137,6 +137,9 @@ class ZImage(Family):
         predicted = denoiser(frames, 1 - timesteps / 1000, batch.cond["embeds"], return_dict=False)[0]
         return -torch.stack(predicted).squeeze(2)  # the model's time, and so its velocity, runs from noise to image
 
+    def is_step_distilled(self, pipe: Any) -> bool:
+        return _is_turbo(pipe.scheduler.config)
+
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
         kwargs = super().build_sampling_kwargs(pipe, prompt, cond, negative_cond)
         if _is_turbo(pipe.scheduler.config):

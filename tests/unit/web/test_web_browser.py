@@ -137,7 +137,7 @@ def test_a_newcomer_finds_the_way(browser, address, tmp_path):
     page.fill("#o-network_dim", "sixteen")
     page.wait_for_selector(".field.bad[data-name=network_dim] >> text=expected an integer")
     assert page.is_disabled("#start")
-    take_picture(page, "web_new_run", height=900)
+    take_picture(page, "web_new_run", height=840)
     settings = {"network_dim": "4", "max_train_steps": "60", "sample_every_n_steps": "15", "output_dir": "output/first"}
     settings |= {"output_name": "first", "sample_prompts": "prompts.txt"}
     for name, value in settings.items():
@@ -151,11 +151,11 @@ def test_a_newcomer_finds_the_way(browser, address, tmp_path):
 
     # It starts; previews arrive; it is stopped with its state, and goes on.
     page.click("#start")
-    page.wait_for_selector("#curves .chart", timeout=400_000)
+    page.wait_for_selector("#curves .chart", timeout=180_000)
     page.click("[data-tab=previews]")
-    page.wait_for_selector("#previews img", timeout=400_000)
+    page.wait_for_selector("#previews img", timeout=180_000)
     page.click("[data-stop]")
-    page.wait_for_selector("#status:text-is('stopped')", timeout=400_000)
+    page.wait_for_selector("#status:text-is('stopped')", timeout=180_000)
     page.wait_for_selector("[data-resume]")
     assert list((tmp_path / "output" / "first").glob("first*-state"))
     page.click("[data-resume]")
@@ -220,6 +220,9 @@ def test_a_newcomer_finds_the_way(browser, address, tmp_path):
     for path in ("/runs", "/runs/0/output/first/first", "/pictures/0/dataset_configs/demo.toml", "/new", "/lora"):
         page.goto(address.rstrip("/") + path)
         page.wait_for_timeout(500)
+        page.evaluate(
+            "for (const line of document.querySelectorAll('.facts')) line.textContent = 'a_long_path'.repeat(9)"
+        )
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, path
     page.goto(address.rstrip("/") + "/runs/0/output/first/first")
     take_picture(page, "web_phone", width=390, height=800, scheme="dark")
