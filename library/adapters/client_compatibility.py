@@ -5,7 +5,7 @@ Measured with diffusers 0.42.1, ComfyUI 0.30.0, sd-scripts and LyCORIS 4.1.3 by 
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from .formats import FileFormat
+from .formats import FileFormat, resolve_comfy_format
 from .key_names import ComponentKeys
 from .key_styles import T5_KEYS
 from .state_dict import DOWN, ModuleAdapter
@@ -25,7 +25,7 @@ def choose_file_format(
     if denoiser.name == "unet":
         return "kohya"
     if "dora" in types:
-        return "diffusers"
+        return "kohya" if denoiser.key_style.is_kohya_in_comfyui else "diffusers"
     if types & {"loha", "lokr"} and (family_format != "kohya" or not denoiser.key_style.keeps_names):
         return "comfy"  # the adapters of fused modules cannot be fused
     if denoiser.key_style.diffusers_width and not _is_convertible_in_diffusers(adapters, components):
@@ -67,8 +67,9 @@ def _iter_losses(
     equal_alphas: bool,
 ) -> Iterator[tuple[str, str]]:
     denoiser = _find_denoiser(components)
-    is_unet, is_kohya = denoiser.name == "unet", file_format == "kohya"
     style = denoiser.key_style
+    file_format = resolve_comfy_format(file_format, types, components)
+    is_unet, is_kohya = denoiser.name == "unet", file_format == "kohya"
     lycoris_types = sorted(types & {"loha", "lokr"})
     if lycoris_types and not (style.has_lokr_in_diffusers and types == {"lokr"} and file_format == "comfy"):
         yield "diffusers", f"does not load {'/'.join({'loha': 'LoHa', 'lokr': 'LoKr'}[each] for each in lycoris_types)}"
@@ -78,13 +79,13 @@ def _iter_losses(
         yield "ComfyUI", "normalizes DoRA by the base weights, so images differ a little"
         if file_format != "diffusers":
             yield "diffusers", "ignores the DoRA magnitudes of this layout"
-    if is_unet and not is_kohya and file_format != "comfy":
+    if is_unet and not is_kohya:
         yield "ComfyUI", "loads only part of the layers of this layout"
     attention_alphas = {adapter.alpha for module, adapter in adapters.items() if ".attn" in module}
     if is_unet and file_format != "diffusers" and not equal_alphas and len(attention_alphas) > 1:
         yield "diffusers", "mixes up different alphas of this layout"
-    if not style.has_kohya_attention_in_comfyui and is_kohya:
-        yield "ComfyUI", "loads no attention layers of this layout"
+    if unread := style.unread_in_comfyui.get(file_format):
+        yield "ComfyUI", unread
     if lycoris_types or "dora" in types:
         return
     if not style.is_read_by_diffusers and file_format != "diffusers":

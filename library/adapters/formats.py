@@ -3,7 +3,7 @@
 The keys of a state dict are ``<component>.<module>.lora_A.weight``.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -103,8 +103,8 @@ def convert_to_file_format(
     prefixes = tuple(f"{component.name}." for component in components)
     if unknown := [module for module in adapters if not module.startswith(prefixes)]:
         raise ValueError(f"{unknown[0]} is in no component of the pipeline")
-    if file_format == "comfy" and any(component.name == "unet" for component in components):
-        file_format = "kohya"  # the same for U-Nets
+    types = {adapter.adapter_type for adapter in adapters.values()}
+    file_format = resolve_comfy_format(file_format, types, components)
     alpha = max((adapter.alpha for adapter in adapters.values()), default=1.0) if equal_alphas else None
     encoders = tuple(f"{component.name}." for component in components if component.is_text_encoder)
     written = {
@@ -125,6 +125,17 @@ def convert_to_file_format(
             tensors[name] = tensor.clone()
         pointers.add(tensor.data_ptr())
     return tensors, build_alpha_metadata(adapters, written, file_format != "diffusers", alpha_dtype)
+
+
+def resolve_comfy_format(
+    file_format: FileFormat, types: Collection[str], components: Sequence[ComponentKeys]
+) -> FileFormat:
+    """The layout that ``comfy`` stands for: kohya where ComfyUI knows the layers by their original names only."""
+    has_original_names = any(
+        part.name == "unet" or (part.key_style.is_kohya_in_comfyui and {"lora", "dora"}.issuperset(types))
+        for part in components
+    )
+    return "kohya" if file_format == "comfy" and has_original_names else file_format
 
 
 def _cast_alpha(alpha: Tensor, dtype: torch.dtype) -> Tensor:

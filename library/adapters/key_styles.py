@@ -201,8 +201,8 @@ class KeyStyle:
     """The only width of which diffusers splits the fused modules of a kohya file."""
     has_lokr_in_diffusers: bool = False
     """Whether diffusers loads LoKr in ComfyUI's format."""
-    has_kohya_attention_in_comfyui: bool = True
-    """Whether ComfyUI knows the names of attention layers in kohya files."""
+    unread_in_comfyui: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Layout of a file -> what ComfyUI does not load of it."""
 
     @property
     def keeps_names(self) -> bool:
@@ -210,14 +210,24 @@ class KeyStyle:
         return not self.layout and self.rename is keep_names
 
     @property
+    def is_kohya_in_comfyui(self) -> bool:
+        """Whether ComfyUI has the original model, and does not convert diffusers' names to its."""
+        return "diffusers" in self.unread_in_comfyui
+
+    @property
     def has_names_of_comfy(self) -> bool:
-        """Whether the names in files are those of ComfyUI's model."""
-        return self.keeps_names or self.has_original_names_in_diffusers
+        """Whether files have names that ComfyUI and diffusers know with the prefix ``diffusion_model.``."""
+        is_converted = bool(self.unread_in_comfyui) and not self.is_read_by_diffusers
+        return (self.keeps_names and not is_converted) or self.has_original_names_in_diffusers
 
 
 DIFFUSERS_KEYS = KeyStyle("diffusers")
 DIFFUSERS_ONLY_KEYS = KeyStyle("diffusers_only", is_read_by_diffusers=False)
 """The names of diffusers, of a family whose LoRA diffusers loads in its own layout only."""
+CONVERTED_BY_COMFYUI_KEYS = KeyStyle(
+    "diffusers_only", is_read_by_diffusers=False, unread_in_comfyui={"kohya": "loads nothing of this layout"}
+)
+"""The same, where ComfyUI has the original model and converts diffusers' names, which kohya files do not have."""
 
 LDM_KEYS = KeyStyle("ldm", rename=map_to_ldm_names)
 """A UNet as in the original code of Stable Diffusion."""

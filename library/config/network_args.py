@@ -32,6 +32,7 @@ NETWORK_MODULES = {
     "networks.lora": "lora",
     "networks.lora_flux": "lora",
     "networks.lora_sd3": "lora",
+    "networks.lora_lumina": "lora",
     "networks.lora_anima": "lora",
     "networks.loha": "loha",
     "networks.lokr": "lokr",
@@ -44,8 +45,8 @@ NETWORK_MODULES = {
 OFT_MODULES = ("networks.oft", "networks.oft_flux")
 """sd-scripts' OFT, which trains no text encoder, and the layers of attention only without ``enable_all_linear``."""
 
-SPECIAL_MODULES = ("networks.lora_flux", "networks.oft_flux", "networks.lora_sd3", "networks.lora_anima")
-"""The network modules of one model family each, which lists them in its ``NetworkFacts``."""
+SPECIAL_MODULES = tuple(f"networks.{name}" for name in "lora_flux oft_flux lora_sd3 lora_lumina lora_anima".split())
+"""The network modules of few model families, which list them in their ``NetworkFacts``."""
 
 
 @dataclass(frozen=True)

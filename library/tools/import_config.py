@@ -91,6 +91,9 @@ def build_files(result: ImportedConfig, output_dir: Path, name: str, source: Pat
     options = dict(result.options)
     if not TRAINED_PART_OPTIONS & options.keys():
         options["network_train_unet_only"] = True  # the other programs train text encoders only where they say so
+    is_file = str(options.get("pretrained_model_name_or_path", "")).endswith(".safetensors")
+    if is_file and get_family_facts(result.family).kind == "edit":
+        options["family"] = result.family  # its file is like that of the model that it comes from
     if not result.datasets:  # the settings of all images are options of the run, too
         options |= {_OPTION_OF_KEY.get(key, key): value for key, value in result.general.items()}
     run_path, dataset_path = output_dir / f"{name}.toml", output_dir / f"{name}.dataset.toml"

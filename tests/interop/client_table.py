@@ -63,6 +63,13 @@ ORIGINAL_WRITERS: Mapping[str, Callable[[Any], Mapping[str, Tensor]]] = {
     "anima": original_checkpoints.convert_anima_transformer,
     "flux3": original_checkpoints.convert_flux3_transformer,
 }
+SAME_FILES = {
+    "flux_kontext": "flux",
+    "qwen_image_edit": "qwen_image",
+    "qwen_image_edit_plus": "qwen_image",
+    "longcat_image_edit": "longcat_image",
+}
+"""Editing models whose files have the names of another model's."""
 SD_SCRIPTS_BLOCKS = {
     "anima": {"blocks.{}": "Block"},
     "flux": {"double_blocks.{}": "DoubleStreamBlock", "single_blocks.{}": "SingleStreamBlock"},
@@ -151,11 +158,11 @@ def write_family(folder: Path, name: str) -> dict[str, dict[str, ClientLayout]]:
             for key, tensor in layout.export_weights(parts[part]).items()
         }
         save_file(weights, folder / f"{client}.safetensors")
-    encoders = dict(zip(list(parts)[1:], COMFYUI_TEXT_ENCODERS.get(name, ()), strict=True))
+    encoders = dict(zip(list(parts)[1:], COMFYUI_TEXT_ENCODERS.get(SAME_FILES.get(name, name), ()), strict=True))
     classes = {part: find_class_names(name, part, model, layouts["sd_scripts"][part]) for part, model in parts.items()}
     facts = {
         "comfyui_text_encoders": encoders,
-        "comfyui_unet_config": detect_unet_config(name, pipe),
+        "comfyui_unet_config": detect_unet_config(SAME_FILES.get(name, name), pipe),
         "sd_scripts_classes": classes,
     }
     (folder / "facts.json").write_text(json.dumps(facts))
@@ -168,7 +175,7 @@ def select_writer(name: str, part: str, model: nn.Module, client: str) -> Callab
         return original_checkpoints.convert_clip if type(model).__name__.startswith("CLIP") else nn.Module.state_dict
     if client == "sd_scripts" and name in ("sd1", "sd2"):
         return nn.Module.state_dict  # sd-scripts has diffusers' names for these U-Nets
-    return ORIGINAL_WRITERS.get(name, original_checkpoints.convert_unet_to_ldm)
+    return ORIGINAL_WRITERS.get(SAME_FILES.get(name, name), original_checkpoints.convert_unet_to_ldm)
 
 
 def find_class_names(name: str, part: str, model: nn.Module, layout: ClientLayout) -> dict[str, str]:
@@ -211,6 +218,10 @@ def detect_unet_config(family: str, pipe: Any) -> dict[str, Any]:
     if family == "aura_flow":
         layers = config.num_mmdit_layers + config.num_single_dit_layers
         return {"n_double_layers": config.num_mmdit_layers, "n_layers": layers}
+    if family == "krea2":
+        return {"layers": config.num_layers}
+    if family == "lumina2":
+        return {"n_layers": config.num_layers, "n_refiner_layers": config.num_refiner_layers, "dim": config.hidden_size}
     if family == "z_image":
         return {"n_layers": config.n_layers, "n_refiner_layers": config.n_refiner_layers, "dim": config.dim}
     return {}

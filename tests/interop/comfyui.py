@@ -19,7 +19,7 @@ from client_weights import ClientCase, build_module_tree, read_cases
 from safetensors.torch import load_file
 from transformers import CLIPTextModel  # noqa: F401
 
-MODEL_CLASSES = {
+MODEL_CLASSES = {  # a family that is not here is not in ComfyUI
     "sd1": "BaseModel",
     "sd2": "BaseModel",
     "sdxl": "SDXL",
@@ -33,7 +33,13 @@ MODEL_CLASSES = {
     "aura_flow": "AuraFlow",
     "ovis_image": "Flux",
     "longcat_image": "LongCatImage",
+    "flux_kontext": "Flux",
+    "qwen_image_edit": "QwenImage",
+    "qwen_image_edit_plus": "QwenImage",
+    "longcat_image_edit": "LongCatImage",
     "ernie_image": "ErnieImage",
+    "lumina2": "Lumina2",
+    "krea2": "Krea2",
     "anima": "Anima",
 }
 
@@ -62,7 +68,7 @@ def main(comfyui: str, root: str) -> None:
 
     comfy.options.enable_args_parsing()
     for case in read_cases(root):
-        for file in case.list_files():
+        for file in case.list_files() if case.family in MODEL_CLASSES else ():
             unread = UnreadKeys()
             logging.getLogger().addHandler(unread)
             try:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from library.models.families import FAMILY_FACTS
+
 ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = {"ComfyUI": "COMFYUI", "sd-scripts": "SD_SCRIPTS", "LyCORIS": "LYCORIS"}
 FOLDERS = {client: os.environ[name] for client, name in CLIENTS.items() if name in os.environ}
@@ -25,11 +27,11 @@ def test_other_programs_compute_what_was_trained_or_the_run_says_what_is_lost(tm
         [sys.executable, "tests/interop/client_table.py", *words], cwd=ROOT, capture_output=True, text=True
     )
     rows = json.loads((tmp_path / "rows.json").read_text()) if not result.returncode else []
-    assert len({row["family"] for row in rows}) == 8, result.stderr[-2000:]
+    assert {row["family"] for row in rows} >= set(FAMILY_FACTS), result.stderr[-2000:]
     for row in rows:
         for client in FOLDERS:
             is_right = row[client].replace("e-", "").replace("e+", "").isdigit()
-            if client == "ComfyUI":
+            if client == "ComfyUI" and row[client] != "-":
                 assert is_right == (client not in row["losses"]), row
                 assert is_right or row["adapter"] not in LORA, row
             elif row["format"] == "kohya" and row["adapter"] in LORA and row[client] != "-":

@@ -126,12 +126,12 @@ def convert_sd3_transformer(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def convert_flux_transformer(model: nn.Module) -> dict[str, Tensor]:
-    state, tensors = model.state_dict(), {}
+def convert_flux_transformer(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    state, tensors = model.state_dict() if isinstance(model, nn.Module) else model, {}
     linear = [
-        name
-        for name, part in model.named_modules()
-        if isinstance(part, nn.Linear) and not name.startswith("distilled_guidance_layer.")  # Chroma's own
+        name.removesuffix(".weight")
+        for name in state
+        if name.endswith(".weight") and ".norm_" not in name and "norm.weight" not in name and not name.startswith(_OWN)
     ]
     for group in build_key_map((), FLUX_KEYS).group_modules(linear):
         for end in ("weight", "bias"):
@@ -151,6 +151,8 @@ def convert_flux_transformer(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+_OWN = ("distilled_guidance_layer.",)
+"""Beginnings of Chroma's own names."""
 _CHROMA = (
     (r"(layers\.\d+)\.linear_1", r"\1.in_layer"),
     (r"(layers\.\d+)\.linear_2", r"\1.out_layer"),
@@ -205,6 +207,7 @@ def convert_flux2_transformer(model: nn.Module) -> dict[str, Tensor]:
 def convert_ovis_image_transformer(model: nn.Module) -> dict[str, Tensor]:
     """FLUX.1's names; the projections of the gated MLPs are two modules, the gate second in diffusers."""
     state, tensors = dict(model.state_dict()), {}
+    tensors["txt_norm.scale"] = state.pop("context_embedder_norm.weight")
     for name in [name for name in state if ".net.0.proj." in name or ".net.2." in name]:
         block, stream, *_, end = (
             re.sub(r"^transformer_blocks", "double_blocks", name).rpartition(".ff")[0],
@@ -216,17 +219,22 @@ def convert_ovis_image_transformer(model: nn.Module) -> dict[str, Tensor]:
             tensors[f"{mlp}.down_proj.{end}"] = tensor
         else:
             tensors[f"{mlp}.up_proj.{end}"], tensors[f"{mlp}.gate_proj.{end}"] = tensor.chunk(2)
-    return tensors | convert_longcat_image_transformer(state)
+    return tensors | _convert_flux_like(
+        {f"time_embed.{name}" if "timestep" in name else name: state[name] for name in state}
+    )
 
 
-def convert_longcat_image_transformer(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The linear layers of the blocks, with FLUX.1's names."""
-    state, tensors = model.state_dict() if isinstance(model, nn.Module) else model, {}
-    linear = [name.removesuffix(".weight") for name in state if name.endswith(".weight") and "norm_" not in name]
-    linear = [name for name in linear if name.startswith(("transformer_blocks", "single_transformer_blocks"))]
-    for group in build_key_map((), FLUX_KEYS).group_modules(linear):
-        for end in ("weight", "bias"):
-            tensors[f"{group.name}.{end}"] = torch.cat([state[f"{module}.{end}"] for module in group.modules])
+def convert_longcat_image_transformer(model: nn.Module) -> dict[str, Tensor]:
+    """FLUX.1's names, without a pooled text."""
+    return _convert_flux_like(model.state_dict())
+
+
+def _convert_flux_like(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The last modulation is shift and scale, but scale and shift in diffusers."""
+    tensors = convert_flux_transformer({name.replace("time_embed.", "time_text_embed."): state[name] for name in state})
+    for end in ("weight", "bias"):
+        name = f"final_layer.adaLN_modulation.1.{end}"
+        tensors[name] = torch.cat(tensors[name].chunk(2)[::-1])
     return tensors
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ...adapters.key_styles import DIFFUSERS_ONLY_KEYS
+from ...adapters.key_styles import CONVERTED_BY_COMFYUI_KEYS
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, read_required
@@ -36,6 +36,7 @@ FACTS = FamilyFacts(
     denoiser_name="transformer",
     components=("transformer", "vae", "text_encoder", "tokenizer"),
     num_parameters=6_858_605_568,
+    lora_targets_of="SimpleTuner",
     match_configs=_match_aura_flow,
     component_options={"vae": "vae", "text_encoder": "text_encoder"},
     modelspec_architecture="auraflow",
@@ -66,7 +67,7 @@ class AuraFlow(Family):
     # The attention of all blocks.
     lora_target_modules = JOINT_ATTENTION_LORA_TARGET_MODULES
     lora_format = "diffusers"
-    lora_key_style = DIFFUSERS_ONLY_KEYS
+    lora_key_style = CONVERTED_BY_COMFYUI_KEYS
     # Text and image are one stream after the four double-stream blocks, which every pipeline stage computes.
     block_lists = ("single_transformer_blocks",)
     block_activation_args = ("hidden_states",)

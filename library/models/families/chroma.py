@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from ...config.network_args import NetworkFacts
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, read_required
@@ -16,6 +17,7 @@ from ..shared_facts import (
     T5_TOKENIZER,
     match_flow_model,
 )
+from .flux import FACTS as FLUX_FACTS
 from .flux import FLUX_KEYS
 
 if TYPE_CHECKING:
@@ -39,6 +41,15 @@ FACTS = FamilyFacts(
     components=("transformer", "vae", "text_encoder", "tokenizer"),
     num_parameters=8_899_983_424,
     lora_targets_of="sd-scripts",
+    network=NetworkFacts(
+        modules=("networks.lora_flux",),
+        args=("train_blocks", "train_double_block_indices", "train_single_block_indices"),
+        layer_type_ranks=tuple(
+            rank
+            for rank in FLUX_FACTS.network.layer_type_ranks
+            if "mod" not in rank[0]  # which Chroma has none of
+        ),
+    ),
     match_configs=_match_chroma,
     component_options={"ae": "vae", "vae": "vae", "t5xxl": "text_encoder"},
     extra_options=("t5xxl_max_token_length",),

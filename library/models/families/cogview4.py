@@ -36,7 +36,6 @@ FACTS = FamilyFacts(
     denoiser_name="transformer",
     components=("transformer", "vae", "text_encoder", "tokenizer"),
     num_parameters=6_369_118_272,
-    lora_targets_of="SimpleTuner",
     notes="single files with diffusers' keys",
     match_configs=_match_cogview4,
     component_options={"vae": "vae", "text_encoder": "text_encoder"},

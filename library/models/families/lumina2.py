@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.key_styles import KeyStyle, OriginalModule
+from ...config.network_args import NetworkFacts
 from ..base import NEGATIVE_MARK, BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, read_required
@@ -35,6 +36,7 @@ FACTS = FamilyFacts(
     components=("transformer", "vae", "text_encoder", "tokenizer"),
     num_parameters=2_609_769_152,
     lora_targets_of="sd-scripts",
+    network=NetworkFacts(modules=("networks.lora_lumina",)),
     match_configs=_match_lumina2,
     component_options={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
     modelspec_architecture="lumina-2",
@@ -77,7 +79,12 @@ _LAYOUT: tuple[OriginalModule, ...] = (
     OriginalModule("final_layer.linear", ("norm_out.linear_2",)),
 )
 
-LUMINA2_KEYS = KeyStyle("lumina2", _LAYOUT, is_read_by_diffusers=False)
+LUMINA2_KEYS = KeyStyle(
+    "lumina2",
+    _LAYOUT,
+    is_read_by_diffusers=False,
+    unread_in_comfyui=dict.fromkeys(("diffusers", "comfy"), "loads nothing of this layout"),
+)
 
 
 class Lumina2(Family):
@@ -93,7 +100,6 @@ class Lumina2(Family):
         *("norm_out.linear_1", "norm_out.linear_2"),
     )
     lora_key_style = LUMINA2_KEYS
-    lora_format = "diffusers"
     block_lists = ("layers",)
     block_activation_args = ("hidden_states",)
     block_token_args = {"attention_mask": ((1, ("hidden_states",)),), "image_rotary_emb": ((1, ("hidden_states",)),)}

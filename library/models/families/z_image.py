@@ -80,7 +80,9 @@ _LAYOUT: tuple[OriginalModule, ...] = tuple(
 """The modules with other names in the original Z-Image."""
 
 ORIGINAL_KEYS = KeyStyle("z_image", _LAYOUT)
-Z_IMAGE_KEYS = KeyStyle("diffusers", has_lokr_in_diffusers=True, has_kohya_attention_in_comfyui=False)
+Z_IMAGE_KEYS = KeyStyle(
+    "diffusers", has_lokr_in_diffusers=True, unread_in_comfyui={"kohya": "loads no attention layers of this layout"}
+)
 
 
 class ZImage(Family):

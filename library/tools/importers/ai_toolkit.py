@@ -5,11 +5,14 @@ from typing import Any
 
 from .ai_toolkit_data import read_datasets, read_sample_prompts
 from .equivalents import (
+    BLOCKS,
     FLOW_FAMILIES,
+    GUIDED_FAMILIES,
     SUPPORTED,
     UNET_FAMILIES,
     drop_layers,
     format_argument,
+    has_text_encoder_option,
     keep_only_layers,
     match_containing,
     set_optimizer,
@@ -98,7 +101,7 @@ def _read_model(process: KeyReader) -> None:
             "extras_name_or_path", "give the VAE and the text encoder by their options; see docs/models.md"
         )
     if text_encoder := model.read("te_name_or_path", None, to_text):
-        if result.family in ("z_image", "qwen_image"):
+        if has_text_encoder_option(result.family):
             result.set_option("text_encoder", text_encoder)
         else:
             model.list_change("te_name_or_path", "use clip_l, clip_g or t5xxl; see docs/models.md")
@@ -178,6 +181,15 @@ def _read_layer_choice(network: KeyReader, kind: str) -> None:
         network.list_change("transformer_only", "layers outside of the blocks get no adapter; see in_dims, emb_dims")
     arguments = network.read_table("network_kwargs")
     only, ignored = (_read_names(arguments, name) for name in ("only_if_contains", "ignore_if_contains"))
+    if (only or ignored) and result.family in keys.ORIGINAL_NAMES:
+        reason = "the layers have other names here, those of diffusers; write include_patterns or exclude_patterns"
+        arguments.list_change("only_if_contains" if only else "ignore_if_contains", reason)
+        only, ignored = [], []
+    if not only and not ignored and result.family in BLOCKS:
+        only = list(BLOCKS[result.family])
+    if not only and result.family in keys.MORE_LAYERS:
+        reason = f"{keys.MORE_LAYERS[result.family]} are trained, too, there; they get no adapter here"
+        result.list_change("network", kind, reason, is_default=True)
     if only and ignored:
         arguments.list_change(
             "ignore_if_contains", "cannot be combined with only_if_contains; add exclude_patterns by hand"
@@ -319,7 +331,7 @@ def _read_objective(process: KeyReader) -> None:
         result.set_option("loss_type", {"mse": "l2", "mae": "l1"}[loss])
     else:
         train.list_change("loss_type", "no such loss here; l2 is used, set loss_type by hand")
-    if result.family == "flux" and train.read("bypass_guidance_embedding", False, to_switch):
+    if result.family in GUIDED_FAMILIES and train.read("bypass_guidance_embedding", False, to_switch):
         train.list_change("bypass_guidance_embedding", "the guidance embedding is used, with guidance_scale 1")
     done = (
         "steps gradient_accumulation_steps gradient_accumulation batch_size lr unet_lr text_encoder_lr optimizer"

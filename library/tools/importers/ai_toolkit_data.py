@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from .equivalents import find_bucket_steps, round_preview_side
+from .equivalents import EDIT_FAMILIES, GUIDED_FAMILIES, find_bucket_steps, round_preview_side, set_control_folders
 from .imported import KeyReader, to_integer, to_number, to_positive_integer, to_switch, to_text
 from .keys import ai_toolkit as keys
 
@@ -63,6 +63,11 @@ def _read_subset(reader: KeyReader, trigger: str | None) -> dict[str, Any]:
     if mask := reader.read("mask_path", None, to_text):
         subset["conditioning_data_dir"] = mask
         result.options |= {"masked_loss": True, "masked_loss_normalize": True}
+    controls = reader.read("control_path", [])
+    controls = [controls] if isinstance(controls, str) else list(controls)
+    numbered = [reader.read(f"control_path_{number}", None, to_text) for number in (1, 2, 3)]
+    controls = [folder for folder in numbered if folder] or [folder for folder in controls if folder]
+    set_control_folders(result, subset, f"{reader.prefix}control_path", controls)
     reader.apply_rules(keys.DATASET_RULES, subset)
     if subset.get("alpha_mask"):
         result.options["masked_loss_normalize"] = True
@@ -97,7 +102,7 @@ def read_sample_prompts(process: KeyReader, trigger: str | None, accumulation: i
     for name in f"{ignored} extra_values num_frames fps do_cfg_norm".split():
         if sample.read(name) not in (None, 1, 1.0, 0.0, 0.5, [], False, "jpg", 16):
             sample.list_harmless(name, "previews are sampled by the model's own scheduler")
-    if defaults["neg"] and result.family == "flux":
+    if defaults["neg"] and result.family in GUIDED_FAMILIES:
         sample.list_harmless("neg", "FLUX has no negative prompts")
     sample.list_unknown(PROGRAM)
     if train.get("disable_sampling") or not every:
@@ -115,12 +120,16 @@ def _describe_prompt(process: KeyReader, values: dict[str, Any], seed: int, trig
     family = process.result.family
     name = str((process.table.get("model") or {}).get("name_or_path", "")).lower()
     prompt: dict[str, Any] = {"prompt": TRIGGER.sub(trigger or "", str(values.get("prompt") or "")).strip()}
-    if values.get("neg") and family != "flux":
+    if values.get("neg") and family not in GUIDED_FAMILIES:
         prompt["negative_prompt"] = str(values["neg"])
     prompt |= {"width": round_preview_side(values["width"]), "height": round_preview_side(values["height"])}
     prompt |= {"seed": max(0, int(seed)), "sample_steps": int(values["sample_steps"])}
-    if family != "flux":
+    if family not in GUIDED_FAMILIES:
         prompt["scale"] = float(values["guidance_scale"])
     elif "schnell" not in name:
         prompt["guidance_scale"] = float(values["guidance_scale"])
+    names = ("ctrl_img", "ctrl_img_1", "ctrl_img_2", "ctrl_img_3")
+    controls = list(dict.fromkeys(str(values[name]) for name in names if values.get(name)))
+    if controls and family in EDIT_FAMILIES:
+        prompt["control_image_path"] = controls
     return prompt

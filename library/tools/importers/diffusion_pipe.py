@@ -1,11 +1,20 @@
 """Import a training file of diffusion-pipe and the dataset file that it names."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .diffusion_pipe_data import read_directories
-from .equivalents import SUPPORTED, drop_layers, set_optimizer, set_quantization
+from .equivalents import (
+    BLOCKS,
+    GUIDED_FAMILIES,
+    SUPPORTED,
+    drop_layers,
+    keep_only_layers,
+    match_containing,
+    set_optimizer,
+    set_quantization,
+)
 from .imported import (
     ImportedConfig,
     KeyReader,
@@ -41,7 +50,8 @@ def import_diffusion_pipe(content: dict[str, Any], path: Path, others: Sequence[
     if "adapter" not in run:
         result.problems.append("no [adapter]: full fine-tuning; only LoRA is trained here")
         return result
-    result.family = keys.FAMILIES[kind]
+    dataset = find_companion(run, "dataset", path, others, is_directory_list, "dataset")
+    result.family = _find_family(keys.FAMILIES[kind], content["model"], None if dataset is None else dataset.content)
     _read_model(run)
     _read_adapter(run)
     batch_sizes = _read_batch_sizes(run)
@@ -50,12 +60,24 @@ def import_diffusion_pipe(content: dict[str, Any], path: Path, others: Sequence[
     _read_loss(run)
     _read_other(run)
     result.set_option("output_name", path.stem)
-    dataset = find_companion(run, "dataset", path, others, is_directory_list, "dataset")
     if dataset is not None:
         read_directories(dataset.content, result, batch_sizes)
     run.apply_rules(keys.RUN_RULES)
     run.list_unknown(PROGRAM)
     return result
+
+
+def _find_family(family: str, model: Mapping[str, Any], dataset: Mapping[str, Any] | None) -> str:
+    """Tell models of one type apart, by control images and the names of their files, as there is no key for it."""
+    paths = "diffusers_path", "checkpoint_path", "transformer_path", "diffusion_model"
+    names = " ".join(str(model.get(key, "")) for key in paths).lower()
+    has_controls = any("control_path" in directory for directory in (dataset or {}).get("directory", []))
+    if family == "flux2_dev" and "klein" in names:
+        return "flux2_klein"
+    if has_controls or "kontext" in names or "image-edit" in names or "image_edit" in names:
+        family = keys.EDITING.get(family, family)
+    is_plus = any(mark in names for mark in ("2509", "2511", "edit-plus", "edit_plus"))
+    return "qwen_image_edit_plus" if family == "qwen_image_edit" and is_plus else family
 
 
 def _read_model(run: KeyReader) -> None:
@@ -68,7 +90,7 @@ def _read_model(run: KeyReader) -> None:
         stored = model.read(name, dtype)
         if stored != dtype:
             set_quantization(result, f"model.{name}", stored, keys.QUANTIZATIONS)
-    if result.family == "flux":
+    if result.family in GUIDED_FAMILIES:
         model.take("guidance_scale", "guidance", 1.0, to_number)
     if result.family == "sdxl":
         _read_sdxl(model)
@@ -92,10 +114,18 @@ def _read_paths(model: KeyReader) -> None:
     denoiser = model.read("diffusion_model", denoiser, to_text)
     options["pretrained_model_name_or_path"] = denoiser or folder or ""
     if denoiser and folder:
-        components = {"flux": {"ae": "vae", "clip_l": "text_encoder", "t5xxl": "text_encoder_2"}}
+        flux = {"ae": "vae", "clip_l": "text_encoder", "t5xxl": "text_encoder_2"}
+        # The folder beside a file of Chroma is that of FLUX.1.
+        chroma = {"ae": "vae", "t5xxl": "text_encoder_2"}
+        components = {"flux": flux, "flux_kontext": flux, "chroma": chroma}
         fallback = {"vae": "vae", "text_encoder": "text_encoder"}
         options |= {option: f"{folder.rstrip('/')}/{name}" for option, name in components.get(family, fallback).items()}
-    for name, option in (("vae_path", "vae"), ("vae", "vae"), ("text_encoder_path", "text_encoder")):
+    for name, option in (
+        ("vae_path", "vae"),
+        ("vae", "vae"),
+        ("text_encoder_path", "text_encoder"),
+        ("llm_path", "text_encoder"),
+    ):
         model.take(option, name, None, to_text)
     encoders = model.read("text_encoders", [])
     if encoders:
@@ -126,7 +156,7 @@ def _read_timesteps(model: KeyReader) -> None:
     method = model.read("timestep_sample_method", "logit_normal", to_text)
     scale = model.read("sigmoid_scale", 1.0, to_number)
     shift = model.read("shift", None, to_number)
-    is_flux_shift = model.read("flux_shift", False, to_switch)
+    is_flux_shift = model.read("flux_shift", False, to_switch) or model.read("lumina_shift", False, to_switch)
     if method == "uniform":
         options["timestep_sampling"] = "sigma" if shift else "uniform"
         if is_flux_shift and not shift:
@@ -156,6 +186,8 @@ def _read_adapter(run: KeyReader) -> None:
     if excluded:
         patterns = [excluded] if isinstance(excluded, str) else [rf".*\.?{name}" for name in excluded]
         drop_layers(result, [rf"(unet|transformer)\.(.*\.)?({pattern})" for pattern in patterns])
+    elif result.family in BLOCKS:
+        keep_only_layers(result, [match_containing(name) for name in BLOCKS[result.family]])
     model = run.table.get("model") or {}
     dtype = adapter.read("dtype", model.get("dtype"))
     if dtype != "float32":

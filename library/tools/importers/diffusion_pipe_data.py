@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...models.detect import get_size_multiple
+from .equivalents import set_control_folders
 from .imported import ImportedConfig, KeyReader, to_integer, to_number, to_switch, to_text
 from .keys import diffusion_pipe as keys
 
@@ -103,5 +104,7 @@ def _read_subset(reader: KeyReader) -> tuple[dict[str, Any], bool]:
     if masks:
         subset["conditioning_data_dir"] = masks
         reader.result.options["masked_loss"] = True
+    controls = reader.read("control_path", None, to_text)
+    set_control_folders(reader.result, subset, f"{reader.prefix}control_path", [controls] if controls else [])
     reader.apply_rules(keys.DIRECTORY_RULES, subset)
     return subset, masks is not None

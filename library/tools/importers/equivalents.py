@@ -12,6 +12,12 @@ from .imported import ImportedConfig
 UNET_FAMILIES = tuple(name for name, facts in FAMILY_FACTS.items() if facts.network.is_unet)
 FLOW_FAMILIES = tuple(name for name in FAMILY_FACTS if name not in UNET_FAMILIES)
 SUPPORTED = ", ".join(facts.title for facts in FAMILY_FACTS.values())
+EDIT_FAMILIES = tuple(name for name, facts in FAMILY_FACTS.items() if facts.control_images[1])
+"""Families that take control images."""
+GUIDED_FAMILIES = tuple(name for name, facts in FAMILY_FACTS.items() if "guidance_scale" in facts.extra_options)
+"""Families whose guidance scale is an input of the model; their previews have no negative prompt."""
+BLOCKS: Mapping[str, tuple[str, ...]] = {"krea2": ("blocks",), "lumina2": ("layers.", "refiner.")}
+"""What the names of layers in blocks contain, where layers outside of them are trained here by default."""
 FULL_LOKR_DIM = 10_000
 """From this rank on, every layer of a LoKr is a full matrix, which has no scale: alpha counts as the rank."""
 
@@ -37,6 +43,26 @@ def match_containing(text: str) -> str:
 def match_last_parts(names: Iterable[str]) -> str:
     """The pattern of full names of the denoiser's layers that end in one of these dotted names."""
     return rf"(unet|transformer)\.(.*\.)?({'|'.join(re.escape(name) for name in names)})"
+
+
+def set_control_folders(result: ImportedConfig, subset: dict[str, Any], key: str, folders: Sequence[str]) -> None:
+    """Set the folder of control images; several, and those that the model does not take, are listed."""
+    if not folders:
+        return
+    if result.family not in EDIT_FAMILIES:
+        result.list_change(
+            key, list(folders), "the model takes no control images; train an editing model, or remove it"
+        )
+        return
+    subset["control_directory"] = folders[0]
+    if len(folders) > 1:
+        reason = "one folder here, with NAME_0.png, NAME_1.png and so on; put the images of these into it"
+        result.list_change(key, list(folders), reason)
+
+
+def has_text_encoder_option(family: str) -> bool:
+    """Whether the file of the text encoder is set by ``text_encoder``."""
+    return "text_encoder" in FAMILY_FACTS[family].component_options
 
 
 def find_bucket_steps(family: str, steps: int) -> int:

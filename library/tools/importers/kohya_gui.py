@@ -6,6 +6,7 @@ from typing import Any
 
 from ...config import parse_config
 from ...config.options import flatten_config
+from .equivalents import FLOW_FAMILIES
 from .imported import (
     ImportedConfig,
     KeyReader,
@@ -19,13 +20,12 @@ from .imported import (
 )
 from .keys import kohya_gui as keys
 from .kohya_gui_data import read_dataset, read_keys, read_length, read_previews_and_logs
-from .kohya_gui_network import FLOW_FAMILIES, read_network, read_trained_components
+from .kohya_gui_network import read_network, read_trained_components
 
 PROGRAM = "kohya_ss"
 _OTHER_MODELS = {
     "hunyuan_image_checkbox": "HunyuanImage is not supported; families are listed in docs/models.md",
     "anima_checkbox": "files for Anima are not imported; write a run file (docs/from_sd_scripts.md)",
-    "lumina_checkbox": "files for Lumina-Image 2.0 are not imported; write a run file (docs/from_sd_scripts.md)",
 }
 
 
@@ -70,8 +70,6 @@ def _find_other_training(reader: KeyReader) -> str:
     for name, problem in _OTHER_MODELS.items():
         if reader.read(name, False, to_switch):
             return f"{name} = true: {problem}"
-    if reader.read("flux1_checkbox", False, to_switch) and reader.table.get("model_type") == "chroma":
-        return 'model_type = "chroma": files for Chroma are not imported; write a run file (docs/from_sd_scripts.md)'
     lora_type = reader.read("LoRA_type")
     if lora_type not in keys.LORA_TYPES:
         return f'LoRA_type = "{lora_type}": not supported; choose one of {", ".join(keys.LORA_TYPES)}'
@@ -80,9 +78,12 @@ def _find_other_training(reader: KeyReader) -> str:
 
 def _read_family(reader: KeyReader) -> None:
     switches = {"sdxl": "sdxl", "sdxl_checkbox": "sdxl", "flux1_checkbox": "flux", "sd3_checkbox": "sd3"}
+    switches["lumina_checkbox"] = "lumina2"
     chosen = [family for name, family in switches.items() if reader.read(name, False, to_switch)]
     is_v2 = reader.read("v2", False, to_switch)
     reader.result.family = chosen[0] if chosen else "sd2" if is_v2 else "sd1"
+    if reader.read("model_type") == "chroma" and reader.result.family == "flux":
+        reader.result.family = "chroma"
     if is_v2 and not chosen:
         reader.result.set_option("v2", True)
 
@@ -103,22 +104,38 @@ def _read_model_keys(reader: KeyReader) -> None:
     family = reader.result.family
     read_keys(reader, keys.FLOW_KEYS_BY_FAMILY.get(family, {}))
     options = reader.result.options
-    if family == "flux":
-        for option in ("clip_l", "t5xxl"):
+    if family in ("flux", "chroma"):
+        for option in ("clip_l", "t5xxl") if family == "flux" else ("t5xxl",):
             if option not in options:  # names of earlier versions of the GUI
                 reader.take(option, f"flux1_{option}", convert=to_text)
-        prediction = reader.read("model_prediction_type", "sigma_scaled")
+        if family == "chroma":  # sd-scripts requires it, as masked padding is how Chroma was trained
+            reader.read_keys.update(("apply_t5_attn_mask", "guidance_scale", "clip_l", "flux1_clip_l"))
+    if family in ("flux", "chroma", "lumina2"):
+        key, default = "model_prediction_type", "sigma_scaled"
+        if family == "lumina2":
+            key, default = f"lumina_{key}", "raw"
+        prediction = reader.read(key, default)
         if prediction != "raw":
             reason = "the loss is computed on the raw prediction, as with raw; other timesteps weigh more there"
-            reader.list_change("model_prediction_type", reason, prediction)
+            reader.list_change(key, reason, prediction)
         if options.get("timestep_sampling", "sigma") not in ("sigma", "shift"):
             options.pop("discrete_flow_shift", None)
-            reader.list_harmless("discrete_flow_shift", "sd-scripts uses it for sigma and shift only, too")
+            reader.list_harmless(
+                "lumina_discrete_flow_shift" if family == "lumina2" else "discrete_flow_shift",
+                "sd-scripts uses it for sigma and shift only, too",
+            )
+    if options.get("timestep_sampling") == "nextdit_shift":  # uniform, with the shift of the model's pipeline
+        options["timestep_sampling"] = "sigma"
+        options.pop("discrete_flow_shift", None)
+    if family == "lumina2":
+        reason = "the system prompt of the model's pipeline stands before every caption here"
+        reader.list_change("lumina_system_prompt", reason, reader.read("lumina_system_prompt", ""))
     if family == "sd3":
         options |= {"timestep_sampling": "sigma", "discrete_flow_shift": 1.0}
         _drop_unused_weighting(options)
     for suffix in ("", "_to_disk"):
-        name = f"{'flux1' if family == 'flux' else family}_cache_text_encoder_outputs{suffix}"
+        prefix = {"flux": "flux1", "chroma": "flux1", "lumina2": "lumina"}.get(family, family)
+        name = f"{prefix}_cache_text_encoder_outputs{suffix}"
         if reader.read(name, False, to_switch):
             reader.result.set_option(f"cache_text_encoder_outputs{suffix}", True)
 
@@ -130,7 +147,7 @@ def _drop_unused_weighting(options: dict[str, Any]) -> None:
 
 
 def _read_precision(reader: KeyReader) -> None:
-    is_flux = reader.result.family == "flux"
+    is_flux = reader.result.family in ("flux", "chroma")
     if reader.read("fp8_base", False, to_switch) or (is_flux and reader.read("fp8_base_unet", False, to_switch)):
         reader.result.set_option("quantize_base", "fp8")
     attention = reader.read("xformers")
@@ -215,9 +232,10 @@ def _read_objective(reader: KeyReader) -> None:
         result.set_option("ip_noise_gamma_random_strength", is_random or None)
     low = reader.read("min_timestep", None, to_positive_integer)
     high = reader.read("max_timestep", 1000, to_positive_integer)
-    if result.family == "flux" and (low or high not in (None, 1000)):
-        result.list_harmless("min_timestep, max_timestep", [low, high], "sd-scripts ignores them for flux, too")
-    elif result.family != "flux":
+    if result.family in ("flux", "chroma", "lumina2") and (low or high not in (None, 1000)):
+        reason = f"sd-scripts ignores them for {result.family}, too"
+        result.list_harmless("min_timestep, max_timestep", [low, high], reason)
+    elif result.family not in ("flux", "chroma", "lumina2"):
         result.set_option("min_timestep", low)
         result.set_option("max_timestep", None if high == 1000 else high)
     clip_skip = reader.read("clip_skip", 1, to_positive_integer)

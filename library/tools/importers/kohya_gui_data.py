@@ -8,6 +8,7 @@ from typing import Any
 from ...config.options import iter_options
 from ...config.schema import RunConfig
 from ...models.detect import get_size_multiple
+from .equivalents import FLOW_FAMILIES
 from .imported import (
     OUR_DEFAULTS,
     KeyReader,
@@ -17,7 +18,6 @@ from .imported import (
     to_text,
 )
 from .keys import kohya_gui as keys
-from .kohya_gui_network import FLOW_FAMILIES
 
 _SECRETS = {"wandb_api_key": "run wandb login", "huggingface_token": "run hf auth login"}
 _SAMPLERS = {option.name: option.value_type for option in iter_options(RunConfig)}["sample_sampler"]

@@ -1,11 +1,10 @@
 """The network of a kohya_ss GUI file: LoRA type, its arguments, and what is trained."""
 
 from ...config.network_args import LYCORIS_PRESETS, TUCKER_ARGS, TUCKER_TYPES
-from .equivalents import FULL_LOKR_DIM
+from ...models.families import FAMILY_FACTS
+from .equivalents import FLOW_FAMILIES, FULL_LOKR_DIM
 from .imported import KeyReader, is_among, to_integer, to_number, to_positive_number, to_switch
 from .keys import kohya_gui as keys
-
-FLOW_FAMILIES = ("sd3", "flux")
 
 
 def read_network(reader: KeyReader) -> None:
@@ -22,9 +21,14 @@ def read_network(reader: KeyReader) -> None:
     elif lora_type != "Flux1 OFT":
         if lora_type == "Kohya LoCon":
             _read_conv_args(reader)
-        for name in keys.FLUX_ARGS if lora_type == "Flux1" else keys.NATIVE_ARGS:
+        names = {"Flux1": keys.FLUX_ARGS, "Lumina": keys.DROPOUTS}.get(lora_type, keys.NATIVE_ARGS)
+        for name in names:
             value = reader.read(name)
-            if value and not is_among(value, (0,)):
+            if not value or is_among(value, (0,)):
+                continue
+            if result.family == "chroma" and name.endswith(("mod_dim", "in_dims")):
+                reader.list_change(name, "Chroma has no such layers, or they get no adapter here; remove it")
+            else:
                 result.add_network_arg(name, str(value).replace(" ", ""))
         _read_flux_switches(reader, lora_type)
     for name in ("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio"):
@@ -114,7 +118,9 @@ def _read_flux_switches(reader: KeyReader, lora_type: str) -> None:
     ):
         if reader.read(name, False, to_switch):
             reader.list_change(name, reason)
-    if reader.read("train_t5xxl", False, to_switch):
+    if reader.read("train_t5xxl", False, to_switch) and reader.result.family == "chroma":
+        reader.list_change("train_t5xxl", "the text encoder of Chroma cannot be trained here; remove it")
+    elif reader.read("train_t5xxl", False, to_switch):
         reader.result.add_network_arg("train_t5xxl", True)
 
 
@@ -127,6 +133,10 @@ def read_trained_components(reader: KeyReader) -> None:
         result.set_option("unet_lr", unet_lr)
     if text_lr == 0 and unet_lr != 0:
         return  # the denoiser only
+    if result.family == "lumina2":
+        reader.list_change("text_encoder_lr", "the text encoder is not trained here; set it to 0", text_lr)
+    if not FAMILY_FACTS[result.family].text_encoders:
+        return
     if unet_lr == 0 and text_lr != 0:
         result.options["network_train_text_encoder_only"] = True
     else:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .equivalents import SUPPORTED, UNET_FAMILIES, set_quantization
+from .equivalents import GUIDED_FAMILIES, SUPPORTED, UNET_FAMILIES, set_quantization
 from .imported import ImportedConfig, KeyReader, to_integer, to_number, to_positive_integer, to_switch, to_text
 from .keys import onetrainer as keys
 from .onetrainer_data import is_concept_list, is_sample_list, read_concepts, read_samples
@@ -31,6 +31,8 @@ def import_onetrainer(content: dict[str, Any], path: Path, others: Sequence[Sour
         result.problems.append(problem)
         return result
     result.family = keys.FAMILIES[config.read("model_type", "STABLE_DIFFUSION_15")]
+    if result.family == "flux2_dev" and "klein" in str(config.read("base_model_name", "")).lower():
+        result.family = "flux2_klein"
     parts = {name: config.read_table(name) for name in keys.PARTS}
     _read_denoiser(config, parts["unet" if result.family in UNET_FAMILIES else "transformer"])
     _read_text_encoders(config, parts)
@@ -112,7 +114,7 @@ def _read_denoiser(config: KeyReader, part: KeyReader) -> None:
             "model_name", "give this file as pretrained_model_name_or_path, with its text encoders and VAE", model
         )
     result.set_option("gradient_checkpointing", part.read("gradient_checkpointing", True, to_switch))
-    if result.family == "flux":
+    if result.family in GUIDED_FAMILIES:
         result.set_option("guidance_scale", part.read("guidance_scale", 1.0, to_number))
     if part.read("attention_mask", False, to_switch):
         part.list_change("attention_mask", "padding tokens are attended to for this model, as in diffusers' pipeline")

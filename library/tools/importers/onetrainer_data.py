@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .equivalents import find_bucket_steps, round_preview_side
+from .equivalents import GUIDED_FAMILIES, find_bucket_steps, round_preview_side
 from .imported import KeyReader, to_integer, to_number, to_switch, to_text
 from .keys import onetrainer as keys
 
@@ -192,9 +192,9 @@ def read_samples(config: KeyReader, samples: Sequence[Any]) -> None:
             "height": round_preview_side(table.get("height") or side),
             "seed": max(0, int(table.get("seed") or 42)),
             "sample_steps": int(table.get("diffusion_steps") or steps),
-            "guidance_scale" if result.family == "flux" else "scale": float(table.get("cfg_scale") or scale),
+            "guidance_scale" if result.family in GUIDED_FAMILIES else "scale": float(table.get("cfg_scale") or scale),
         }
-        if table.get("negative_prompt") and result.family != "flux":
+        if table.get("negative_prompt") and result.family not in GUIDED_FAMILIES:
             prompt["negative_prompt"] = str(table["negative_prompt"])
         result.prompts.append(prompt)
     if not result.prompts:

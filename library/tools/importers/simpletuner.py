@@ -1,10 +1,11 @@
 """Import a configuration of SimpleTuner (config.json or config.env) and its dataloader configuration."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .equivalents import FLOW_FAMILIES, SUPPORTED, set_optimizer, set_quantization
+from ...models.families import FAMILY_FACTS
+from .equivalents import FLOW_FAMILIES, GUIDED_FAMILIES, SUPPORTED, set_optimizer, set_quantization
 from .imported import (
     ImportedConfig,
     KeyReader,
@@ -96,8 +97,10 @@ def import_simpletuner(content: Any, path: Path, others: Sequence[SourceFile]) -
     if problem := _find_other_training(config):
         result.problems.append(problem)
         return result
-    result.family = keys.FAMILIES[config.read("model_family")]
-    _read_model(config)
+    base = keys.FAMILIES[config.read("model_family")]
+    flavour = config.read("model_flavour", keys.MODELS[base][0])
+    result.family = keys.FAMILY_OF_FLAVOUR.get((base, flavour), base)
+    _read_model(config, flavour, keys.MODELS[base][1])
     lycoris = None
     if config.read("lora_type", "standard") == "lycoris":
         lycoris = find_companion(
@@ -139,10 +142,8 @@ def _find_other_training(config: KeyReader) -> str:
     return ""
 
 
-def _read_model(config: KeyReader) -> None:
+def _read_model(config: KeyReader, flavour: str, models: Mapping[str, str]) -> None:
     result = config.result
-    default, models = keys.MODELS[result.family]
-    flavour = config.read("model_flavour", default)
     path = config.read("pretrained_model_name_or_path", None, to_text)
     result.options["pretrained_model_name_or_path"] = path or models[flavour]
     transformer = config.read("pretrained_transformer_model_name_or_path", None, to_text)
@@ -158,7 +159,7 @@ def _read_model(config: KeyReader) -> None:
         result.list_harmless(
             "pretrained_vae_model_name_or_path", "sdxl-vae-fp16-fix", "the model's own VAE runs in float32"
         )
-    if result.family == "qwen_image":
+    if result.family.startswith("qwen_image"):
         config.take("text_encoder", "qwen_text_encoder_model_name_or_path", None, to_text)
     precision = str(config.read("base_model_precision", "no_change"))
     if precision not in ("no_change", "bf16", "fp16", "fp32"):
@@ -167,7 +168,7 @@ def _read_model(config: KeyReader) -> None:
         reason = "it has an assistant LoRA while training; download it and set training_adapter"
         config.list_change("model_flavour", reason, flavour)
     config.read_keys.update(("disable_assistant_lora", "assistant_lora_strength", "assistant_lora_inference_strength"))
-    if result.family == "flux":
+    if result.family in GUIDED_FAMILIES:
         if config.read("flux_guidance_mode", "constant") != "constant":
             config.list_change("flux_guidance_mode", "one guidance_scale for all steps; set it by hand")
         result.set_option("guidance_scale", config.read("flux_guidance_value", 1.0, to_number))
@@ -176,7 +177,7 @@ def _read_model(config: KeyReader) -> None:
         result.options |= {"torch_compile": True, "dynamo_backend": str(config.read("dynamo_backend"))}
     config.read_keys.update(key for key in config.table if key.startswith("dynamo_"))
     if length := config.read("tokenizer_max_length", None, to_integer):
-        if result.family in ("flux", "sd3"):
+        if "t5xxl_max_token_length" in FAMILY_FACTS[result.family].extra_options:
             result.set_option("t5xxl_max_token_length", length)
         else:
             config.list_change("tokenizer_max_length", "the length of captions is fixed; see max_token_length")

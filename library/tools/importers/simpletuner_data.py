@@ -1,11 +1,11 @@
 """The dataloader configuration and the previews of SimpleTuner."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...models.detect import get_size_multiple
-from .equivalents import find_bucket_steps, round_preview_side
+from .equivalents import GUIDED_FAMILIES, find_bucket_steps, round_preview_side, set_control_folders
 from .imported import KeyReader, to_integer, to_number, to_positive_integer, to_switch, to_text
 from .keys import simpletuner as keys
 
@@ -36,6 +36,12 @@ def read_backends(config: KeyReader, backends: Sequence[Any] | None) -> None:
         reader = KeyReader(shared, result, "")
         result.general |= {"batch_size": batch_size, **_read_sizes(reader)[0]}
         return
+    folders = {
+        table["id"]: str(table.get("instance_data_dir") or "")
+        for table in backends
+        if table.get("dataset_type") == "conditioning"
+    }
+    used = {name for table in backends for name in _list_names(table.get("conditioning_data"))}
     for number, table in enumerate(backends):
         reader = KeyReader({**shared, **table}, result, f"[{number}].")
         kind = reader.read("dataset_type", "image")
@@ -44,15 +50,24 @@ def read_backends(config: KeyReader, backends: Sequence[Any] | None) -> None:
         if kind in ("text_embeds", "image_embeds", "conditioning_image_embeds"):
             result.list_harmless(f"[{number}].dataset_type", kind, "caches are next to the images, or in cache_dir")
         elif kind == "image":
-            result.datasets.append(_read_backend(reader))
+            result.datasets.append(_read_backend(reader, folders))
+        elif kind == "conditioning" and table["id"] in used:
+            continue  # the folder of control images of another dataset
         else:
             result.list_change(f"[{number}].dataset_type", kind, "only images with captions are trained here")
 
 
-def _read_backend(reader: KeyReader) -> dict[str, Any]:
+def _list_names(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or ())
+
+
+def _read_backend(reader: KeyReader, control_folders: Mapping[str, str]) -> dict[str, Any]:
     dataset, cropped = _read_sizes(reader)
     subset: dict[str, Any] = {"image_dir": _read_folder(reader)}
     subset |= _read_captions(reader)
+    names = _list_names(reader.read("conditioning_data"))
+    controls = [control_folders.get(name, name) for name in names]
+    set_control_folders(reader.result, subset, f"{reader.prefix}conditioning_data", controls)
     repeats = reader.read("repeats", 0, to_integer)
     if repeats:
         subset["num_repeats"] = repeats + 1  # 0 is once
@@ -165,7 +180,7 @@ def read_previews(config: KeyReader) -> None:
         config.list_harmless("validation_prompt_library", "write the prompts to a file and set sample_prompts")
     if not prompt or config.read("validation_disable", False, to_switch) or not (every or epochs):
         return
-    is_flux = result.family == "flux"
+    is_flux = result.family in GUIDED_FAMILIES
     item: dict[str, Any] = {"prompt": prompt}
     if negative and not is_flux:
         item["negative_prompt"] = str(negative)

@@ -39,14 +39,14 @@ def read_lora_or_lycoris(config: KeyReader, lycoris: dict[str, Any] | None) -> N
     if isinstance(targets, str):
         targets = [part.strip() for part in targets.strip("[]").replace('"', "").split(",") if part.strip()]
     flux_target = config.read("flux_lora_target", "all")
-    if not targets and result.family == "flux":
+    if not targets and result.family in ("flux", "flux_kontext", "chroma"):
         targets = keys.FLUX_TARGETS.get(str(flux_target))
         if targets is None:
             config.list_change(
                 "flux_lora_target", "no such choice of layers here; all layers of the blocks are trained"
             )
     elif not targets:
-        targets = keys.ATTENTION
+        targets = keys.DEFAULT_TARGETS.get(result.family, keys.ATTENTION)
     if targets:
         keep_only_layers(result, [match_last_parts(targets)])
 
@@ -97,7 +97,7 @@ def _read_preset(lycoris: KeyReader, preset: KeyReader) -> None:
             contained += known.get(family, known[""])
     patterns = [match_containing(text) for text in contained]
     patterns += [rf"(unet|transformer)\.{str(name).replace('.', chr(92) + '.').replace('*', '.*')}" for name in names]
-    if patterns and not (len(classes) == 2 and family not in ("flux", "sd3")):
+    if patterns and not (len(classes) == 2 and family not in ("flux", "flux_kontext", "chroma", "sd3")):
         keep_only_layers(result, [f"({'|'.join(patterns)})"])
     factor = lycoris.table.get("factor")
     for name, settings in (preset.read("module_algo_map", {}) or {}).items():

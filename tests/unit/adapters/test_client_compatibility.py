@@ -55,7 +55,8 @@ def test_the_default_file_is_right_in_diffusers_or_the_run_says_what_is_lost(nam
     wrong = measure(case, tmp_path / "lora.safetensors")
     assert ("diffusers" in file.client_losses) == (wrong is None or bool(wrong)), (wrong, file.client_losses)
     if kind in ("LoRA", "LoRA, convolutions", "LoRA, block_alphas", "LoRA, outer layers"):
-        assert file.client_losses == {}
+        expected = {"diffusers": "loads nothing of this layout"} if name == "lumina2" else {}
+        assert file.client_losses == expected  # no layout of Lumina 2 is for both: ComfyUI has its original names
     if kind == "LoRA, T5":
         assert len(wrong) == 1, "all but T5 works"
 

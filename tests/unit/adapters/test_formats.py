@@ -46,7 +46,8 @@ def test_every_family_is_converted_to_every_format_and_back_to_the_bit(name, fil
     assert all(tensor.is_contiguous() for tensor in tensors.values())
     restored = convert_from_file_format(tensors, metadata, parts)
     assert has_same_tensors(restored.state_dict, state) and restored.alphas == alphas
-    assert restored.file_format == ("kohya" if file_format == "comfy" and parts[0].name == "unet" else file_format)
+    is_kohya = parts[0].name == "unet" or parts[0].key_style.is_kohya_in_comfyui
+    assert restored.file_format == ("kohya" if file_format == "comfy" and is_kohya else file_format)
 
 
 @pytest.mark.parametrize("name", EVERY)

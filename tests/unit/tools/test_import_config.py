@@ -660,7 +660,7 @@ WRONG = {
     "ours.toml": ("network_dim = 8", "not a training configuration of"),
     "notes.md": ("# notes", "not a .json, .yaml, .toml or .env file"),
     "wan.toml": ('[model]\ntype = "wan"', 'model.type = "wan": not supported'),
-    "fine.json": ('{"training_method": "FINE_TUNE", "model_type": "SANA"}', 'model_type = "SANA": not supported'),
+    "fine.json": ('{"training_method": "FINE_TUNE", "model_type": "WUERSTCHEN_2"}', 'model_type = "WUERSTCHEN_2": not'),
     "dreambooth.json": ('{"model_list": "custom", "sdxl": true}', "no LoRA_type"),
     "anima.json": ('{"LoRA_type": "Anima", "anima_checkbox": true}', "files for Anima are not imported"),
     "slider.yaml": ("config: {process: [{type: slider}]}", 'process type = "slider"'),

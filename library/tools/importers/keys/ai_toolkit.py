@@ -17,12 +17,32 @@ from ..imported import (
 
 FAMILY_OF_ARCH: Mapping[str, str] = {
     **{"sd1": "sd1", "sd2": "sd2", "sdxl": "sdxl", "sd3": "sd3", "flux": "flux"},
-    **{"qwen_image": "qwen_image", "zimage": "z_image"},
+    **{"qwen_image": "qwen_image", "zimage": "z_image", "flux_kontext": "flux_kontext", "chroma": "chroma"},
+    **{"qwen_image_edit": "qwen_image_edit", "qwen_image_edit_plus": "qwen_image_edit_plus"},
+    **{"flux2": "flux2_dev", "flux2_klein_4b": "flux2_klein", "flux2_klein_9b": "flux2_klein", "krea2": "krea2"},
+    **{"ernie_image": "ernie_image", "lumina2": "lumina2", "auraflow": "aura_flow", "cogview4": "cogview4"},
 }
-FAMILY_OF_SWITCH: Mapping[str, str] = {"is_v2": "sd2", "is_v3": "sd3", "is_xl": "sdxl", "is_flux": "flux"}
-OTHER_SWITCHES = ("is_pixart", "is_pixart_sigma", "is_auraflow", "is_lumina2", "is_ssd", "is_vega")
+FAMILY_OF_SWITCH: Mapping[str, str] = {
+    **{"is_v2": "sd2", "is_v3": "sd3", "is_xl": "sdxl", "is_flux": "flux"},
+    **{"is_auraflow": "aura_flow", "is_lumina2": "lumina2"},
+}
+OTHER_SWITCHES = ("is_pixart", "is_pixart_sigma", "is_ssd", "is_vega")
+ORIGINAL_NAMES = ("chroma", "flux2_dev", "flux2_klein", "krea2")
+"""Families whose layers have the original names there."""
+MORE_LAYERS: Mapping[str, str] = {
+    "qwen_image": "img_mod.1 and txt_mod.1",
+    "qwen_image_edit": "img_mod.1 and txt_mod.1",
+    "qwen_image_edit_plus": "img_mod.1 and txt_mod.1",
+    "aura_flow": "the feed-forward and modulation layers, and those outside of the blocks",
+    "cogview4": "the feed-forward and modulation layers",
+    "z_image": "adaLN_modulation.0",
+}
+"""Layers that it trains, too, and that get no adapter here."""
 PROCESS_TYPES = ("sd_trainer", "diffusion_trainer", "ui_trainer")
-BUCKET_STEPS: Mapping[str, int] = {"sd1": 16, "sd2": 16, "sdxl": 16, "z_image": 16}
+BUCKET_STEPS: Mapping[str, int] = {
+    **{"sd1": 16, "sd2": 16, "sdxl": 16, "z_image": 16, "aura_flow": 16, "lumina2": 16, "krea2": 16},
+    **{"flux_kontext": 16, "flux2_dev": 16, "flux2_klein": 16, "cogview4": 8},
+}
 """Multiples of its bucket sides; 32 for the others."""
 
 _EPS = {"eps": 1e-6}
@@ -175,10 +195,7 @@ DATASET_RULES: Mapping[str, Rule] = {
         " clip_image_from_same_folder clip_image_augmentations clip_image_shuffle_augmentations replacements"
         " extra_values controls inpaint_path",
     ),
-    **define_unsupported(
-        "control images are for editing models, which cannot be trained here",
-        "control_path control_path_1 control_path_2 control_path_3 control_from_same_folder",
-    ),
+    **define_unsupported("control images are in a folder of their own here", "control_from_same_folder"),
     **{name: Unsupported(_CHANGES, (1, None)) for name in ("scale", "network_weight", "loss_multiplier")},
     "num_frames": Unsupported("only images are trained here", (1, None)),
     "random_triggers_max": Unsupported("for random_triggers", (1, None)),

@@ -22,7 +22,15 @@ FAMILIES: Mapping[str, str] = {
     "sd3": "sd3",
     "qwen_image": "qwen_image",
     "z_image": "z_image",
+    "chroma": "chroma",
+    "lumina_2": "lumina2",
+    "auraflow": "aura_flow",
+    "flux2": "flux2_dev",
+    "ernie_image": "ernie_image",
+    "krea2": "krea2",
 }
+EDITING = {"flux": "flux_kontext", "qwen_image": "qwen_image_edit"}
+"""Family -> the one that learns from control images; those that are not here do so themselves."""
 DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 SAVE_DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
 QUANTIZATIONS: Mapping[str, str] = {"float8": "fp8", "float8_e4m3fn": "fp8"}
@@ -86,7 +94,7 @@ MODEL_RULES: Mapping[str, Rule] = {
         "text encoder outputs are cached as set by cache_text_encoder_outputs", "cache_text_embeddings", True
     ),
     **define_unsupported("the guidance embedding is used, with guidance_scale", "bypass_guidance_embedding"),
-    **define_unsupported("no equal here; remove it, or expect another result", "lumina_shift max_sequence_length"),
+    "max_sequence_length": Unsupported("the length of captions is fixed; longer ones are cut", (256, None)),
 }
 
 ADAPTER_RULES: Mapping[str, Rule] = {
@@ -107,7 +115,6 @@ DIRECTORY_RULES: Mapping[str, Rule] = {
     "num_repeats": Take("num_repeats", 1, to_integer),
     **define_harmless("images without a caption are reported before training", "skip_empty_caption", True),
     **define_harmless("images are shuffled in every epoch", "shuffle_metadata", True),
-    **define_unsupported("control images are for editing models, which cannot be trained here", "control_path"),
     **define_unsupported("each image needs a mask here; make white ones", "default_mask_file"),
     **define_unsupported("captions are read from files; see caption_extension and metadata_file", "online_captions"),
 }

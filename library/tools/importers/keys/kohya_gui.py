@@ -101,6 +101,23 @@ FLOW_KEYS_BY_FAMILY: Mapping[str, Mapping[str, GuiKey]] = {
         "cpu_offload_checkpointing": GuiKey("cpu_offload_checkpointing", False, to_switch),
         "blocks_to_swap": GuiKey("blocks_to_swap", 0, to_integer, 0),
     },
+    "chroma": {
+        "ae": GuiKey("ae", None, to_text),
+        "t5xxl": GuiKey("t5xxl", None, to_text),
+        "t5xxl_max_token_length": GuiKey("t5xxl_max_token_length", 512, to_integer),
+        "timestep_sampling": GuiKey("timestep_sampling", "sigma", to_text, "sigma"),
+        "discrete_flow_shift": GuiKey("discrete_flow_shift", 3.0, to_number, 3.0),
+        "cpu_offload_checkpointing": GuiKey("cpu_offload_checkpointing", False, to_switch),
+        "blocks_to_swap": GuiKey("blocks_to_swap", 0, to_integer, 0),
+    },
+    "lumina2": {
+        "lumina_ae": GuiKey("ae", None, to_text),
+        "lumina_gemma2": GuiKey("text_encoder", None, to_text),
+        "lumina_timestep_sampling": GuiKey("timestep_sampling", "shift", to_text, "shift"),
+        "lumina_discrete_flow_shift": GuiKey("discrete_flow_shift", 6.0, to_number, 6.0),
+        "lumina_sigmoid_scale": GuiKey("sigmoid_scale", 1.0, to_number, 1.0),
+        "blocks_to_swap": GuiKey("blocks_to_swap", 0, to_integer, 0),
+    },
     "sd3": {
         "sd3_clip_l": GuiKey("clip_l", None, to_text),
         "clip_g": GuiKey("clip_g", None, to_text),
@@ -168,6 +185,8 @@ KEY_RULES: Mapping[str, Rule] = {
         "training states of sd-scripts cannot be read; start from its LoRA file with network_weights", "resume"
     ),
     **define_unsupported("inpainting models cannot be trained here; train the plain model", "train_inpainting"),
+    **define_harmless("sd-scripts reads Gemma 2's captions to this length", "lumina_gemma2_max_token_length", 256, 0),
+    **define_harmless("only speed; see attn_mode", "lumina_use_flash_attn lumina_use_sage_attn", False),
     **define_unsupported("padding tokens of T5 are attended to, as in diffusers' pipelines", "apply_t5_attn_mask"),
     **define_unsupported(_LIST_DROPOUT, "sd3_clip_l_dropout_rate clip_g_dropout_rate sd3_t5_dropout_rate"),
     **define_unsupported(_LIST_DROPOUT, "clip_l_dropout_rate t5_dropout_rate"),
@@ -186,6 +205,7 @@ LORA_TYPES: Mapping[str, tuple[str, str]] = {
     "Kohya LoCon": ("networks.lora", ""),
     "Flux1": ("networks.lora_flux", ""),
     "Flux1 OFT": ("networks.oft_flux", ""),
+    "Lumina": ("networks.lora_lumina", ""),
     "Kohya LoHa": ("networks.loha", ""),
     "Kohya LoKr": ("networks.lokr", ""),
     "LoCon": ("lycoris.kohya", "locon"),
@@ -202,6 +222,9 @@ NATIVE_ARGS = (
     " conv_block_alphas rank_dropout module_dropout"
 ).split()
 """Arguments that the GUI passes to networks.lora."""
+
+DROPOUTS = ("rank_dropout", "module_dropout")
+"""Arguments that the GUI passes to networks.lora_lumina."""
 
 FLUX_ARGS = (
     "img_attn_dim img_mlp_dim img_mod_dim single_dim txt_attn_dim txt_mlp_dim txt_mod_dim single_mod_dim in_dims"
@@ -229,4 +252,4 @@ MODEL_KEYS = (
 """Keys that apply to some models; what a file's model does not use is not listed."""
 
 OTHER_MODEL_PREFIXES = ("hunyuan_", "anima_", "lumina_")
-"""Keys of models that cannot be trained here."""
+"""Keys of models, of which a file uses those of its own."""

@@ -13,11 +13,14 @@ FAMILIES: Mapping[str, str] = {
     ),
     "STABLE_DIFFUSION_XL_10_BASE": "sdxl",
     **{"STABLE_DIFFUSION_3": "sd3", "STABLE_DIFFUSION_35": "sd3"},
-    **{"FLUX_DEV_1": "flux", "QWEN": "qwen_image", "Z_IMAGE": "z_image"},
+    **{"FLUX_DEV_1": "flux", "QWEN": "qwen_image", "Z_IMAGE": "z_image", "FLUX_2": "flux2_dev"},
+    **{"CHROMA_1": "chroma", "SANA": "sana", "KREA_2": "krea2", "ERNIE": "ernie_image"},
 }
 TEXT_ENCODERS: Mapping[str, int] = {"sd1": 1, "sd2": 1, "sdxl": 2, "sd3": 3, "flux": 2}
 """Text encoders that can be trained here; the last of sd3 and flux is T5."""
 T5_FAMILIES = ("sd3", "flux")
+FIXED_SHIFTS = ("sd3", "chroma", "sana")
+"""Families for which it does not use ``dynamic_timestep_shifting``."""
 PARTS = (
     "unet prior transformer unconditional_transformer text_encoder text_encoder_2 text_encoder_3 text_encoder_4".split()
 )
@@ -116,6 +119,32 @@ LAYER_PRESETS: Mapping[str, Mapping[str, tuple[tuple[str, ...], str]]] = {
         "attn-only": (("attention",), ""),
         "blocks": ((), "the modulation layers of the blocks get no adapter here"),
         "full": ((), "refiners, modulation layers and those outside of the blocks get no adapter here"),
+    },
+    "chroma": {
+        "attn-mlp": (("attn", "ff.net", "proj_mlp"), ""),
+        "attn-only": (("attn",), ""),
+        "blocks": ((), ""),
+        "full": ((), "layers outside of the blocks get no adapter here"),
+    },
+    "flux2_dev": {"blocks": ((), ""), "full": ((), "layers outside of the blocks get no adapter here")},
+    "flux2_klein": {"blocks": ((), ""), "full": ((), "layers outside of the blocks get no adapter here")},
+    "sana": {
+        "attn-mlp": ((), "the convolutions of the feed-forward layers get no adapter here"),
+        "attn-only": ((), ""),
+        "blocks": ((), "the convolutions of the feed-forward layers get no adapter here"),
+        "full": ((), "layers outside of the attention get no adapter here"),
+    },
+    "krea2": {
+        "attn-mlp": (("attn", "ff"), ""),
+        "attn-only": (("attn",), ""),
+        "blocks": (("transformer_blocks",), ""),
+        "full": ((), "the projector of the text fusion gets no adapter here"),
+    },
+    "ernie_image": {
+        "attn-mlp": ((), ""),
+        "attn-only": (("self_attention",), ""),
+        "blocks": ((), ""),
+        "full": ((), "layers outside of the blocks get no adapter here"),
     },
 }
 """Preset -> what names of layers contain (nothing: all that are trained by default), and what is not the same."""

@@ -24,7 +24,23 @@ FAMILIES: Mapping[str, str] = {
     "flux": "flux",
     "qwen_image": "qwen_image",
     "z_image": "z_image",
+    "chroma": "chroma",
+    "flux2": "flux2_klein",
+    "krea2": "krea2",
+    "ernie": "ernie_image",
+    "auraflow": "aura_flow",
+    "lumina2": "lumina2",
+    "sana": "sana",
+    "longcat_image": "longcat_image",
 }
+FAMILY_OF_FLAVOUR: Mapping[tuple[str, str], str] = {
+    ("flux", "kontext"): "flux_kontext",
+    ("qwen_image", "edit-v1"): "qwen_image_edit",
+    **dict.fromkeys((("qwen_image", f"edit-{version}") for version in ("v2", "v2+", "v3")), "qwen_image_edit_plus"),
+    ("longcat_image", "edit"): "longcat_image_edit",
+    ("flux2_klein", "dev"): "flux2_dev",
+}
+"""Family and flavour -> another family."""
 MODELS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "sd1": (
         "dreamshaper",
@@ -46,9 +62,53 @@ MODELS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "dev": "black-forest-labs/FLUX.1-dev",
             "krea": "black-forest-labs/FLUX.1-Krea-dev",
             "schnell": "black-forest-labs/FLUX.1-schnell",
+            "kontext": "black-forest-labs/FLUX.1-Kontext-dev",
         },
     ),
-    "qwen_image": ("v2.0", {"v1.0": "Qwen/Qwen-Image", "v2.0": "Qwen/Qwen-Image-2512"}),
+    "qwen_image": (
+        "v2.0",
+        {
+            "v1.0": "Qwen/Qwen-Image",
+            "v2.0": "Qwen/Qwen-Image-2512",
+            "edit-v1": "Qwen/Qwen-Image-Edit",
+            **dict.fromkeys(("edit-v2", "edit-v2+"), "Qwen/Qwen-Image-Edit-2509"),
+            "edit-v3": "Qwen/Qwen-Image-Edit-2511",
+        },
+    ),
+    "chroma": (
+        "base",
+        {"base": "lodestones/Chroma1-Base", "hd": "lodestones/Chroma1-HD", "flash": "lodestones/Chroma1-Flash"},
+    ),
+    "flux2_klein": (
+        "klein-9b",
+        {
+            "dev": "black-forest-labs/FLUX.2-dev",
+            "klein-4b": "black-forest-labs/FLUX.2-klein-base-4B",
+            "klein-9b": "black-forest-labs/FLUX.2-klein-base-9B",
+        },
+    ),
+    "krea2": ("raw", {"raw": "krea/Krea-2-Raw", "turbo": "krea/Krea-2-Turbo"}),
+    "ernie_image": ("base", {"base": "baidu/ERNIE-Image", "turbo": "baidu/ERNIE-Image-Turbo"}),
+    "aura_flow": (
+        "v0.3",
+        {"v0.3": "fal/AuraFlow-v0.3", "v0.2": "fal/AuraFlow-v0.2", "pony": "purplesmartai/pony-v7-base"},
+    ),
+    "lumina2": ("2.0", {"2.0": "Alpha-VLLM/Lumina-Image-2.0", "neta-lumina": "terminusresearch/neta-lumina-v1"}),
+    "sana": (
+        "sana1.5-4.8b-1024",
+        {
+            "sana1.5-1.6b-1024": "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers",
+            "sana1.0-1.6b-1024": "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers",
+        },
+    ),
+    "longcat_image": (
+        "final",
+        {
+            "final": "meituan-longcat/LongCat-Image",
+            "dev": "meituan-longcat/LongCat-Image-Dev",
+            "edit": "meituan-longcat/LongCat-Image-Edit",
+        },
+    ),
     "z_image": (
         "turbo-ostris-v2",
         {
@@ -119,6 +179,12 @@ FLUX_TARGETS: Mapping[str, tuple[str, ...]] = {
     "ai-toolkit": (),
 }
 """``flux_lora_target`` -> the layers that are trained; none: all layers of the blocks."""
+_FLUX2 = (*(f"attn.{name}" for name in ATTENTION), "attn.to_qkv_mlp_proj")
+DEFAULT_TARGETS: Mapping[str, tuple[str, ...]] = {
+    "aura_flow": FLUX_TARGETS["all"],
+    **dict.fromkeys(("flux2_dev", "flux2_klein"), _FLUX2),
+}
+"""The layers that are trained by default, where these are not those of ``ATTENTION``."""
 MODULE_CLASSES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "Attention": {"": ("attn", "attention")},
     "FeedForward": {"": (".ff.", ".ff_context.", "feed_forward"), "qwen_image": ("img_mlp", "txt_mlp")},

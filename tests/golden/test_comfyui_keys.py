@@ -1,0 +1,62 @@
+"""The layers of every family's LoRA files are named as ComfyUI knows them, or the run says what ComfyUI does not load.
+
+``tests/data/comfyui_keys.json`` holds the names that ComfyUI 0.30.0 knows for its class of each transformer, a block's
+number as {}; ``tests/interop/model_table.py --patterns`` writes it.  Editing models have the names of those that they come
+from.
+"""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from adapter_states import list_tensor_shapes
+from published_configs import build_component_on_meta
+
+from library.adapters.client_compatibility import choose_file_format, list_client_losses
+from library.adapters.formats import convert_to_file_format
+from library.adapters.state_dict import group_by_module, parse_tensor_key
+from library.adapters.targets import match_target_modules
+from library.checkpoint.component_keys import build_component_keys
+from library.models.families import FAMILIES, FAMILY_FACTS
+
+KNOWN = json.loads((Path(__file__).resolve().parents[1] / "data" / "comfyui_keys.json").read_text())
+NOT_IN_COMFYUI = {"sana", "cogview4", "flux3"}
+
+
+@cache
+def build_state(name, kind):
+    """An adapter of the tiny denoiser, and the key names of the denoiser."""
+    family = FAMILIES.get(name)
+    model = build_component_on_meta(f"{name}_tiny", family.denoiser_name)
+    part = build_component_keys(family, family.denoiser_name, model)
+    state = {}
+    for module in match_target_modules(model, family.lora_target_modules):
+        for end, shape in list_tensor_shapes(kind, model.get_submodule(module).weight.shape, 2).items():
+            state[f"{part.name}.{module}.{end}"] = torch.ones(shape)
+    return state, dict.fromkeys((parse_tensor_key(key)[0] for key in state), 2.0), [part]
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr"])
+@pytest.mark.parametrize("name", KNOWN)
+def test_comfyui_knows_every_layer_of_a_file_or_the_run_says_what_it_does_not_load(name, kind):
+    state, alphas, parts = build_state(name, kind)
+    adapters = group_by_module(state, alphas)
+    default = choose_file_format(adapters, parts, FAMILIES.get(name).lora_format)
+    layouts = ("kohya", "diffusers", "comfy") if kind in ("lora", "dora") else (default,)
+    unread = {}
+    for file_format in layouts:
+        tensors, _ = convert_to_file_format(state, alphas, parts, file_format)
+        names = {re.sub(r"(?<=[._])\d+(?=[._])", "{}", parse_tensor_key(key)[0]) for key in tensors}
+        unread[file_format] = sorted(names - set(KNOWN[name]))
+        losses = list_client_losses(adapters, parts, file_format).get("ComfyUI", "")
+        assert bool(unread[file_format]) == ("loads" in losses), (file_format, unread[file_format][:3], losses)
+    if kind in ("lora", "dora"):
+        assert not unread[default] and not unread["comfy"], "ComfyUI reads the default file and its own layout"
+
+
+def test_every_transformer_but_these_is_in_comfyui():
+    transformers = {name for name, facts in FAMILY_FACTS.items() if facts.denoiser_name != "unet"}
+    assert set(KNOWN) == {name for name in transformers if FAMILY_FACTS[name].kind == "image"} - NOT_IN_COMFYUI
