@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..adapters import lora
 from ..cache.frozen_encoders import FrozenEncoders
@@ -131,17 +131,21 @@ def _prepare_and_train(
     pipe = load_training_pipeline(config, strategy, family, detected, readers, prompts)
     merge_base_weights(pipe, initial_weights)
     add_training_adapter(pipe, family, initial_weights)
-    if family.is_step_distilled(pipe) and not config.adapter.training_adapter:
-        logger.warning(
-            "%s as loaded is distilled to few steps, which a LoRA trained on it loses: train on the model that it was"
-            " distilled from, or set --training_adapter (docs/adapters.md)",
-            family.facts.title,
-        )
+    _warn_of_distilled_model(config.adapter, family, pipe)
     run, adapter = build_run(config, strategy, family, pipe, prepared, plan, readers, initial_weights)
     comm.log_all_reduce_time(sum(parameter.nbytes for parameter in run.parameters))
     resume.restore(run)
     callbacks = _build_callbacks(run, adapter, prepared, readers, prompts, resume)
     _train_and_save(run, callbacks, failure_handler, signals, resume, [prompt.text for prompt in prompts])
+
+
+def _warn_of_distilled_model(adapter: AdapterConfig, family: Family, pipe: Any) -> None:
+    if family.is_step_distilled(pipe) and not adapter.training_adapter:
+        logger.warning(
+            "%s as loaded is distilled to few steps, which a LoRA trained on it loses: train on the model that it was"
+            " distilled from, or set --training_adapter (docs/adapters.md)",
+            family.facts.title,
+        )
 
 
 def _compute_input_fingerprints(
