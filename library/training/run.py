@@ -139,6 +139,15 @@ def _prepare_and_train(
     _train_and_save(run, callbacks, failure_handler, signals, resume, [prompt.text for prompt in prompts])
 
 
+def _warn_of_distilled_model(adapter: AdapterConfig, family: Family, pipe: Any) -> None:
+    if family.is_step_distilled(pipe) and not adapter.training_adapter:
+        logger.warning(
+            "%s as loaded is distilled to few steps, which a LoRA trained on it loses: train on the model that it was"
+            " distilled from, or set --training_adapter (docs/adapters.md)",
+            family.facts.title,
+        )
+
+
 def _compute_input_fingerprints(
     adapter: AdapterConfig, detected: DetectedModel, prompts: Sequence[Prompt]
 ) -> dict[str, str]:
