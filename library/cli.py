@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from .distributed.cluster_environment import export_rank_variables
+from .distributed.slurm_and_mpi import export_rank_variables
 from .errors import ConfigError, CrashError, RunInterrupted, UserError, format_error, write_traceback
 
 EXIT_BUG = 1

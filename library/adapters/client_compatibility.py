@@ -5,7 +5,7 @@ Measured with diffusers 0.42.1, ComfyUI 0.30.0, sd-scripts and LyCORIS 4.1.3 by 
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from .formats import FileFormat, resolve_comfy_format
+from .key_formats import FileFormat, resolve_comfy_format
 from .key_names import ComponentKeys
 from .key_styles import T5_KEYS
 from .state_dict import DOWN, ModuleAdapter

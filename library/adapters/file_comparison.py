@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from . import lora
-from .formats import AdapterFileContents
+from .key_formats import AdapterFileContents
 from .state_dict import PEFT_SUFFIXES, UP
 
 UPDATE_TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}

@@ -1,6 +1,6 @@
 """Key names of adapter weights: clean parameter names, and those of each component's modules in all LoRA formats.
 
-The keys of a file are written in ``formats``.
+The keys of a file are written in ``key_formats``.
 """
 
 import re

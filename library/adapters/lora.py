@@ -1,6 +1,7 @@
 """Inject LoRA and other adapters into the components of a pipeline, and get and load their state dict.
 
-Rank and alpha of each layer come from ``adapters.targets``; the layers themselves are built in ``adapters.peft_types``.
+Rank and alpha of each layer come from ``adapters.targets_rank_alpha``; the layers themselves are built in
+``adapters.peft_types``, LoRA dropout in ``adapters.dropout_and_norms``.
 The keys of a state dict are peft's without the adapter name: ``<component>.<module>.lora_A.weight`` (rank, in) and
 ``<component>.<module>.lora_B.weight`` (out, rank), with two more dimensions for convolutions; other adapter types have
 other tensors.
@@ -29,7 +30,7 @@ from .key_names import clean_parameter_name
 from .key_styles import DIFFUSERS_KEYS, KeyStyle, group_by_original_module
 from .peft_types import ADAPTER_WEIGHT_PATTERN, RankAlpha, inject_peft_layers
 from .state_dict import DOWN, PEFT_SUFFIXES
-from .targets import TargetComponent, TargetLayer, assign_ranks, find_target_layers
+from .targets_rank_alpha import TargetComponent, TargetLayer, assign_ranks, find_target_layers
 from .validate_targets import validate_boft_ranks, validate_ranks
 
 AdapterStateDict = dict[str, Tensor]

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..atomic_files import fsync_dir, fsync_file
 from ..errors import UserError
 from .file_reader import InvalidAdapterFileError, iter_tensors, read_header
-from .formats import EMBEDDING_PREFIX, TYPES_WITHOUT_ALPHA
+from .key_formats import EMBEDDING_PREFIX, TYPES_WITHOUT_ALPHA
 from .key_names import find_wrapper_names
 from .state_dict import ALPHA, UP, ModuleAdapter, parse_tensor_key
 from .validate_tensors import find_tensor_problems

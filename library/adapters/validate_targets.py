@@ -9,7 +9,7 @@ from ..config.network_arg_types import LAST_BLOCK
 from ..config.network_args import NetworkArgs, get_network_args
 from ..config.schema import AdapterConfig
 from .peft_types import RankAlpha, count_input_features
-from .targets import BLOCK_INDEX_ARGS, TargetLayer, matches_full_name, matches_pattern
+from .targets_rank_alpha import BLOCK_INDEX_ARGS, TargetLayer, matches_full_name, matches_pattern
 
 
 def validate_ranks(

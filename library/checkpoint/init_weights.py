@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ..adapters import lora
 from ..adapters.alpha_folding import change_alpha
 from ..adapters.file_reader import read_adapter_file
-from ..adapters.formats import AdapterFileContents, convert_from_file_format
 from ..adapters.fused_layers import needs_scale_shift_swap
+from ..adapters.key_formats import AdapterFileContents, convert_from_file_format
 from ..adapters.key_names import ComponentKeys
 from ..adapters.lora import Adapter, KeptTensors
 from ..adapters.merge import merge_adapter, merge_bias_adapter

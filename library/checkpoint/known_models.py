@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ..adapters.formats import build_key_lookup
+from ..adapters.key_formats import build_key_lookup
 from ..adapters.key_names import ComponentKeys
 from ..adapters.key_styles import ModuleGroup
 from ..models.families import FAMILIES

@@ -9,8 +9,8 @@ from typing import Any
 from ..config import RunConfig
 from ..config.options import flatten_config
 from ..errors import ConfigError, FileError
-from .cluster_environment import find_world_size_variable
 from .launch_command import ACCELERATE, TORCHRUN, LaunchCommand
+from .slurm_and_mpi import find_world_size_variable
 from .world import World, parse_env_bool
 
 

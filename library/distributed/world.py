@@ -9,9 +9,9 @@ from datetime import datetime
 import torch
 
 from ..config.schema_distributed import ParallelConfig
-from .cluster_environment import build_rendezvous_address, is_device_bound_by_slurm, read_env_int, read_rank_variables
 from .devices import Machine, detect_machine
 from .launch_command import LaunchCommand, find_launch_command
+from .slurm_and_mpi import build_rendezvous_address, is_device_bound_by_slurm, read_env_int, read_rank_variables
 
 MAX_RANKS_SHOWN = 6
 

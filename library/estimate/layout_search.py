@@ -15,7 +15,7 @@ from ..models.detect import DetectedModel
 from ..models.facts import caches_only_t5, select_trained_text_encoders
 from ..models.families import FAMILIES
 from ..models.loading import load_components_on_meta
-from ..parallel.offload import find_innermost_blocks
+from ..parallel.block_swap import find_innermost_blocks
 from .memory_estimate import DevicePart, MemoryEstimate, estimate_memory, estimate_optimizer_state, split_model
 from .meta_run import LargestBatch, MetaRun, count_all_reduce_bytes
 from .parallel_layouts import LAYOUT_OPTIONS, LayoutFinder, ParallelLayout, format_flags

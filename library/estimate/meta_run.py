@@ -27,8 +27,8 @@ from ..models.facts import select_trained_text_encoders
 from ..models.families import FAMILIES
 from ..models.loading import load_pipeline_on_meta
 from ..optim.optimizers import ParamGroup
+from ..parallel.block_swap import OffloadedBytes, is_quantized_or_offloaded, quantize_and_offload_base
 from ..parallel.context_parallel import ContextParallel
-from ..parallel.offload import OffloadedBytes, is_quantized_or_offloaded, quantize_and_offload_base
 from ..parallel.parallel_plan import Activations, build_parallel_plan
 from ..parallel.pipeline_stages import StageRunner
 from ..parallel.quantize import FrozenConv2d, FrozenLinear

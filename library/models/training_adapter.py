@@ -13,7 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..adapters.formats import AdapterFileContents
+from ..adapters.key_formats import AdapterFileContents
 from ..adapters.state_dict import DOWN, UP, ModuleAdapter
 
 

@@ -12,7 +12,7 @@ from .validate_arguments import check_convert_arguments
 if TYPE_CHECKING:  # torch is imported only after the arguments were checked
     from torch import Tensor
 
-    from ..adapters.formats import AdapterFileContents
+    from ..adapters.key_formats import AdapterFileContents
     from ..adapters.key_names import ComponentKeys
     from ..adapters.metadata import NetworkSizes
     from ..checkpoint.known_models import KnownModel
@@ -55,7 +55,7 @@ def convert_lora_file(source: Path, target: Path, file_format: Any) -> str:
     from ..adapters import lora_file
     from ..adapters.alpha_folding import ALPHA_METADATA_KEYS, is_fold_exact
     from ..adapters.client_compatibility import format_client_losses, list_client_losses
-    from ..adapters.formats import convert_to_file_format
+    from ..adapters.key_formats import convert_to_file_format
     from ..adapters.metadata import add_model_hashes, list_network_sizes, update_network_metadata
     from ..adapters.peft_metadata import PEFT_METADATA_KEY
 
@@ -146,7 +146,7 @@ def identify_lora(
 
     So a file that is damaged is an error of its own model, and not a file of another one.
     """
-    from ..adapters.formats import convert_from_file_format
+    from ..adapters.key_formats import convert_from_file_format
     from ..adapters.metadata import list_network_sizes
     from ..adapters.validate_file import describe_foreign_keys, describe_origin, describe_unknown_keys
     from ..checkpoint.known_models import load_known_models
@@ -185,7 +185,7 @@ class ModelFit:
 
 def _find_best_fit(tensors: "Mapping[str, Tensor]", stated: str | None, models: "Sequence[KnownModel]") -> ModelFit:
     """The model with the most names and shapes of the file, of equal ones the stated family, else the first."""
-    from ..adapters.formats import group_by_file_module
+    from ..adapters.key_formats import group_by_file_module
     from ..adapters.validate_file import find_size_problems
     from ..adapters.validate_tensors import find_tensor_problems
 

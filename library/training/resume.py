@@ -27,9 +27,9 @@ from ..errors import RunInterrupted, UserError
 from ..models.detect import DetectedModel
 from ..parallel.quantize import BUILT_IN_KERNEL
 from ..parallel.strategy import Strategy
-from .checkpoint import SaveCheckpoint, restore_state
 from .preflight import check_setting_changes
 from .save_adapter import AdapterRetention
+from .save_checkpoint import SaveCheckpoint, restore_state
 from .state import TrainingRun
 
 logger = logging.getLogger(__name__)

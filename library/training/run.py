@@ -39,7 +39,6 @@ from ..parallel.strategy import Strategy
 from ..parallel.strategy_registry import build_strategy
 from ..report import preview_grid
 from .callbacks import SaveReport, UpdateNorms, WeightsDiverged, WeightSyncCheck
-from .checkpoint import SaveCheckpoint
 from .loop import train
 from .metrics import MetricsFile, TrainingLogger
 from .nan_and_oom_handling import TooManyFailures
@@ -47,6 +46,7 @@ from .preflight import RunFacts, check_output_dirs, check_run_settings
 from .preview import Preview
 from .resume import Resume
 from .save_adapter import SaveAdapter
+from .save_checkpoint import SaveCheckpoint
 from .setup import build_run, load_training_pipeline, prepare_dataset
 from .shutdown import FailureHandler
 from .state import Callback, StopRequested, TrainingRun
@@ -203,15 +203,6 @@ class RunCallbacks:
             self.save_checkpoint,
         ]
         return callbacks if self.profiler is None else self.profiler.wrap(callbacks)
-
-
-def _warn_of_distilled_model(adapter: AdapterConfig, family: Family, pipe: Any) -> None:
-    if family.is_step_distilled(pipe) and not adapter.training_adapter:
-        logger.warning(
-            "%s as loaded is distilled to few steps, which a LoRA trained on it loses: train on the model that it was"
-            " distilled from, or set --training_adapter (docs/adapters.md)",
-            family.facts.title,
-        )
 
 
 def _build_callbacks(

@@ -21,7 +21,7 @@ from ..adapters.client_compatibility import (
 )
 from ..adapters.file_comparison import compare_file_with_model
 from ..adapters.file_reader import InvalidAdapterFileError, read_safetensors
-from ..adapters.formats import FileFormat, convert_from_file_format, convert_to_file_format
+from ..adapters.key_formats import FileFormat, convert_from_file_format, convert_to_file_format
 from ..adapters.lora import Adapter
 from ..adapters.metadata import BaseModelMetadata, RunMetadata, add_model_hashes, build_metadata
 from ..adapters.state_dict import group_by_module

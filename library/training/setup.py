@@ -43,7 +43,7 @@ from ..models.noise_schedulers import override_scheduler
 from ..optim import lr_schedulers, optimizers
 from ..optim.ema import AdapterEMA
 from ..optim.validate_optimizer import find_learning_rate_warnings
-from ..parallel.offload import is_quantized_or_offloaded, quantize_and_offload_base
+from ..parallel.block_swap import is_quantized_or_offloaded, quantize_and_offload_base
 from ..parallel.parallel_plan import build_parallel_plan
 from ..parallel.strategy import Strategy
 from .activation_checkpointing import enable_activation_checkpointing

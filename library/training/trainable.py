@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..adapters import lora
 from ..adapters.dropout_and_norms import LoraDropout
 from ..adapters.peft_types import RankAlpha
-from ..adapters.targets import TargetComponent, TargetLayer, matches_pattern
+from ..adapters.targets_rank_alpha import TargetComponent, TargetLayer, matches_pattern
 from ..config.network_args import (
     NetworkArgs,
     compute_block_lr_weights,

@@ -434,7 +434,7 @@ EXCLUDED = {
 
 def test_lora_targets_are_the_layers_that_sd_scripts_trains(case):
     """Linear layers and 1x1 convolutions inside the block classes that its network modules list."""
-    from library.adapters.targets import match_target_modules
+    from library.adapters.targets_rank_alpha import match_target_modules
 
     family, tiny = case
     denoiser = getattr(tiny.pipe, family.denoiser_name)

@@ -101,8 +101,8 @@ def measure_memory(parts: int, *flags: str) -> tuple[int, int, int]:
     from library.distributed.devices import HOST
     from library.distributed.fsdp_settings import FSDPSettings
     from library.models.families import FAMILIES
+    from library.parallel.block_swap import quantize_and_offload_base
     from library.parallel.fsdp import FSDPStrategy
-    from library.parallel.offload import quantize_and_offload_base
     from library.parallel.strategy import StrategySettings
     from library.training.trainable import build_trainable_modules
 

@@ -14,12 +14,12 @@ from tiny_denoiser import build_tiny_denoiser
 from torch import nn
 
 from library.adapters import key_names, key_styles, lora
-from library.adapters.formats import convert_from_file_format, convert_to_file_format
 from library.adapters.fused_layers import fuse_adapters, split_adapter
+from library.adapters.key_formats import convert_from_file_format, convert_to_file_format
 from library.adapters.key_names import ComponentKeys
 from library.adapters.key_styles import OriginalModule
 from library.adapters.state_dict import ModuleAdapter
-from library.adapters.targets import match_target_modules
+from library.adapters.targets_rank_alpha import match_target_modules
 from library.config.schema import AdapterConfig
 from library.errors import UserError
 from library.models.families import FAMILIES

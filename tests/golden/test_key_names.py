@@ -8,7 +8,7 @@ import torch
 from diffusers import UNet2DConditionModel
 
 from library.adapters import key_names, lora
-from library.adapters.formats import convert_from_file_format, convert_to_file_format
+from library.adapters.key_formats import convert_from_file_format, convert_to_file_format
 from library.config.schema import AdapterConfig
 from library.errors import UserError
 from library.models.families import FAMILIES

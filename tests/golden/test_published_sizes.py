@@ -12,7 +12,7 @@ from published_configs import build_component_on_meta
 from torch import nn
 
 from library.adapters import key_names, lora
-from library.adapters.formats import convert_from_file_format, convert_to_file_format
+from library.adapters.key_formats import convert_from_file_format, convert_to_file_format
 from library.adapters.key_styles import CLIP_KEYS, LDM_KEYS
 from library.config.schema import AdapterConfig
 from library.models import single_file

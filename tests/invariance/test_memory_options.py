@@ -27,8 +27,8 @@ from library.distributed.async_copy import CopyStream
 from library.distributed.devices import HOST
 from library.errors import ConfigError
 from library.estimate.memory_meter import MemoryMeter
-from library.parallel import offload
-from library.parallel.offload import WeightOffloader, quantize_and_offload_base, select_spread_indices
+from library.parallel import block_swap
+from library.parallel.block_swap import WeightOffloader, quantize_and_offload_base, select_spread_indices
 from library.parallel.quantize import (
     NF4_BLOCK_SIZE,
     NF4_LEVELS,
@@ -266,8 +266,8 @@ def test_fetched_weights_in_flight_are_bounded(max_bytes_ahead, waits, max_in_fl
 @pytest.mark.parametrize(("options", "window"), [((), 2**28), (("--block_swap_window_mb", "700"), 700 * 2**20)])
 def test_the_window_is_an_option_and_by_default_holds_the_largest_block(options, window, monkeypatch):
     config = parse_config(["--blocks_to_swap", "2", *options]).config
-    for limit in (offload.MIN_WINDOW_BYTES, 4):
-        monkeypatch.setattr(offload, "MIN_WINDOW_BYTES", limit)
+    for limit in (block_swap.MIN_WINDOW_BYTES, 4):
+        monkeypatch.setattr(block_swap, "MIN_WINDOW_BYTES", limit)
         denoiser = build_unet().requires_grad_(False)
         offloaded = quantize_and_offload_base(denoiser, (HOST, HOST), config.model, config.train)
         default = max(limit, offloaded.largest_block)

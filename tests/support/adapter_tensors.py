@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from library.adapters import lora
-from library.adapters.formats import FileFormat, convert_to_file_format
+from library.adapters.key_formats import FileFormat, convert_to_file_format
 from library.adapters.key_names import ComponentKeys, list_module_names
 from library.adapters.state_dict import group_by_module
 from library.models.families import FAMILIES

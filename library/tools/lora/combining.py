@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ...adapters.formats import FileFormat
+from ...adapters.key_formats import FileFormat
 from ...adapters.metadata import NetworkSizes
 from ...adapters.state_dict import DOWN, UP, ModuleAdapter
 from ...errors import FileError

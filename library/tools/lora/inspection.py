@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...adapters.client_compatibility import list_client_losses
-from ...adapters.formats import FileFormat
+from ...adapters.key_formats import FileFormat
 from ...adapters.merge import compute_delta_weight
 from ...adapters.state_dict import ModuleAdapter
 from .block_names import get_block, is_text_encoder

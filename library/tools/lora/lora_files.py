@@ -11,8 +11,8 @@ from torch import Tensor
 from ...adapters.alpha_folding import ALPHA_METADATA_KEYS, change_alpha
 from ...adapters.client_compatibility import format_client_losses, list_client_losses, needs_equal_alphas
 from ...adapters.file_reader import read_adapter_file
-from ...adapters.formats import FileFormat, convert_from_file_format, convert_to_file_format
 from ...adapters.fused_layers import FusionError, fuse_adapters, split_adapter
+from ...adapters.key_formats import FileFormat, convert_from_file_format, convert_to_file_format
 from ...adapters.key_names import ComponentKeys
 from ...adapters.key_styles import OriginalModule
 from ...adapters.lora_file import cast_tensors, write_adapter_file

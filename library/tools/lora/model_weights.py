@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...adapters.key_names import ComponentKeys
 from ...adapters.key_styles import DIFFUSERS_KEYS, OriginalModule
-from ...adapters.targets import match_target_modules
+from ...adapters.targets_rank_alpha import match_target_modules
 from ...adapters.validate_file import list_layer_shapes
 from ...checkpoint.component_keys import collect_component_keys, list_adaptable_components
 from ...config.schema import ModelConfig

@@ -15,7 +15,7 @@ from torch import nn
 from library.adapters import lora
 from library.adapters.file_comparison import compare_file_with_model
 from library.adapters.file_reader import InvalidAdapterFileError, read_safetensors
-from library.adapters.formats import convert_from_file_format
+from library.adapters.key_formats import convert_from_file_format
 from library.adapters.lora_file import cast_tensors, verify_adapter_file, write_adapter_file
 from library.errors import UserError
 

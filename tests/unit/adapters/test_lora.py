@@ -7,7 +7,7 @@ from small_unet import CONFIG, TARGETS, build_unet, randomize_lora_b, run_unet
 from torch import nn
 
 from library.adapters import lora
-from library.adapters.targets import match_target_modules
+from library.adapters.targets_rank_alpha import match_target_modules
 from library.config.schema import AdapterConfig
 from library.errors import UserError
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from library.adapters.formats import convert_from_file_format, convert_to_file_format
+from library.adapters.key_formats import convert_from_file_format, convert_to_file_format
 from library.adapters.key_names import ComponentKeys
 from library.adapters.merge import merge_adapter, merge_bias_adapter
 from library.errors import UserError

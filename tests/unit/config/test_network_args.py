@@ -10,7 +10,7 @@ from data_paths import DATA
 from torch import nn
 
 from library.adapters import lora
-from library.adapters.targets import assign_ranks
+from library.adapters.targets_rank_alpha import assign_ranks
 from library.adapters.validate_targets import validate_ranks
 from library.config import parse_config
 from library.config.network_args import (

@@ -17,7 +17,7 @@ from published_configs import build_component_on_meta
 from safetensors.torch import save_file
 
 from library.adapters.key_names import build_key_map
-from library.adapters.targets import match_target_modules
+from library.adapters.targets_rank_alpha import match_target_modules
 from library.config.schema import ModelConfig
 from library.config.schema_data import DataConfig
 from library.data.prepare import prepare_data

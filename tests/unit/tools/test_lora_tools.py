@@ -8,7 +8,7 @@ from adapter_states import build_random_state
 from safetensors.torch import load_file, save_file
 
 from library.adapters.file_reader import read_header
-from library.adapters.formats import convert_to_file_format
+from library.adapters.key_formats import convert_to_file_format
 from library.adapters.merge import compute_delta_weight
 from library.adapters.state_dict import ModuleAdapter
 from library.cli import run_tool

@@ -14,8 +14,8 @@ from training_runs import write_images
 
 from library.adapters import lora
 from library.adapters.file_reader import read_adapter_file
-from library.adapters.formats import convert_to_file_format
-from library.adapters.targets import match_target_modules
+from library.adapters.key_formats import convert_to_file_format
+from library.adapters.targets_rank_alpha import match_target_modules
 from library.checkpoint.component_keys import collect_component_keys
 from library.checkpoint.init_weights import (
     keep_idle_layers,

@@ -13,7 +13,7 @@ from training_runs import train, write_images
 
 from library.adapters import lora
 from library.adapters.file_comparison import compare_file_with_model
-from library.adapters.formats import convert_from_file_format, convert_to_file_format
+from library.adapters.key_formats import convert_from_file_format, convert_to_file_format
 from library.adapters.merge import merge_adapter as merge_one
 from library.adapters.state_dict import group_by_module
 from library.checkpoint.component_keys import collect_component_keys

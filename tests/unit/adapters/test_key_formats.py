@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from tiny_denoiser import build_tiny_denoiser
 
 from library.adapters.file_reader import read_safetensors
-from library.adapters.formats import convert_from_file_format, convert_to_file_format
+from library.adapters.key_formats import convert_from_file_format, convert_to_file_format
 from library.adapters.key_names import ComponentKeys
 from library.adapters.state_dict import group_by_module
-from library.adapters.targets import match_target_modules
+from library.adapters.targets_rank_alpha import match_target_modules
 from library.cli import run_tool
 from library.config.validate_adapter import validate_save_format
 from library.errors import UserError

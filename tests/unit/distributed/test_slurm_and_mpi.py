@@ -3,7 +3,7 @@
 import pytest
 
 from library.config import RunConfig
-from library.distributed.cluster_environment import (
+from library.distributed.slurm_and_mpi import (
     build_rendezvous_address,
     find_first_host,
     find_world_size_variable,
