@@ -135,10 +135,11 @@ def _iter_shape_checks(
 
 
 def _find_shape(header: SafetensorsHeader, key: str, facts: FamilyFacts | None = None) -> tuple[int, ...] | None:
-    """The shape of a weight by its original key, with or without prefix, or by its diffusers key."""
+    """The shape of a weight by its original or its diffusers key, with or without prefix."""
     own = facts.single_file_prefixes.get(facts.denoiser_name, ()) if facts else ()
     prefixes = dict.fromkeys((DENOISER_PREFIX, "", *own))
-    names = [*(prefix + key for prefix in prefixes), facts.diffusers_keys.get(key, key) if facts else key]
+    keys = (key, facts.diffusers_keys.get(key, key) if facts else key)
+    names = [prefix + each for each in keys for prefix in prefixes]
     return next((header.shapes[name] for name in names if name in header.shapes), None)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..adapters.key_styles import OriginalModule
 from ..config.network_args import GENERAL_NETWORK, NetworkFacts, get_network_args
 from ..config.schema import AdapterConfig, ModelConfig, OptimConfig
 from ..config.unused_options import is_self_tuning_adafactor
@@ -91,6 +92,10 @@ class FamilyFacts:
     """Component -> the class whose conversion of single files in diffusers it uses, if it has none of its own."""
     single_file_renames: Mapping[str, str] = field(default_factory=dict)
     """Beginning of a key in single files, without prefix -> that which the conversion expects."""
+    single_file_layout: tuple[OriginalModule, ...] = ()
+    """The original modules of the denoiser, where diffusers does not convert them."""
+    single_file_joins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """End of the name of such a module -> ends of the modules in files whose outputs it has, one after another."""
     shape_checks: Mapping[tuple[str, int | None], tuple[str | int, ...]] = field(default_factory=dict)
     """Such a key and an axis -> path of its length in the bundled config, to tell families and variants apart.
 

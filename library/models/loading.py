@@ -19,7 +19,7 @@ from .detect import DetectedModel, detect_model, get_config_reader
 from .facts import TORCH_ATTENTION_MODES
 from .families import FAMILIES
 from .model_configs import ConfigReader, JsonDict, is_component, is_hub_reachable, is_tokenizer, read_required
-from .single_file import load_single_file_component
+from .single_file import build_key_conversion, load_single_file_component
 from .tokenizers import build_byte_tokenizer, load_cached_tokenizer, load_pretrained_tokenizer
 from .weights import build_empty_model, build_random_component
 
@@ -177,9 +177,8 @@ def _load_component(
         return build_random_component(component_class, config, component, dtype, device)
     path = model.path_or_id if separate is None else separate.path_or_id
     prefixes = family.facts.single_file_prefixes.get(component, ())
-    conversion_class = family.facts.single_file_classes.get(component)
-    renames = family.facts.single_file_renames
-    return load_single_file_component(component_class, path, config, prefixes, dtype, device, conversion_class, renames)
+    conversion = build_key_conversion(family.facts, component)
+    return load_single_file_component(component_class, path, config, prefixes, dtype, device, conversion)
 
 
 def import_model_class(library: str, name: str) -> Any:

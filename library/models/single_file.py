@@ -1,15 +1,38 @@
 """Load a component from a single .safetensors file with diffusers or original keys."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ..adapters.key_styles import OriginalModule, group_by_original_module
 from .checkpoint_inspection import DENOISER_PREFIX
+from .facts import FamilyFacts
 from .weights import build_empty_model, load_tensors
+
+
+@dataclass(frozen=True)
+class KeyConversion:
+    """How the keys of a component in single files become those of diffusers."""
+
+    class_name: str | None = None
+    """The class whose keys it has, if diffusers does not know those of its own."""
+    renames: Mapping[str, str] = field(default_factory=dict)
+    """Beginning of a key -> that which the conversion expects."""
+    layout: tuple[OriginalModule, ...] = ()
+    """The original modules, where diffusers converts no class with these keys."""
+    joins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """See ``FamilyFacts.single_file_joins``."""
+
+
+def build_key_conversion(facts: FamilyFacts, component: str) -> KeyConversion:
+    conversion = KeyConversion(facts.single_file_classes.get(component), facts.single_file_renames)
+    if component != facts.denoiser_name:
+        return conversion
+    return replace(conversion, layout=facts.single_file_layout, joins=facts.single_file_joins)
 
 
 def load_single_file_component(
@@ -19,14 +42,9 @@ def load_single_file_component(
     prefixes: Sequence[str],
     dtype: torch.dtype,
     device: torch.device | None,
-    conversion_class: str | None = None,
-    renames: Mapping[str, str] = MappingProxyType({}),
+    conversion: KeyConversion,
 ) -> Any:
-    """Build a component from its config and load its weights; its keys in the file may have one of ``prefixes``.
-
-    ``conversion_class`` is the class whose keys in single files it has, if diffusers does not know those of its own;
-    ``renames`` are applied to the beginnings of keys before.
-    """
+    """Build a component from its config and load its weights; its keys in the file may have one of ``prefixes``."""
     prefix, tensors = _read_tensors(path, prefixes)
     model = build_empty_model(component_class, config)
     is_text_encoder = component_class.__module__.startswith("transformers.")
@@ -34,8 +52,8 @@ def load_single_file_component(
         if is_text_encoder:
             converted = _convert_text_encoder_keys(model, tensors, prefix)
         else:
-            tensors = {_rename_start(name, renames, prefix): tensor for name, tensor in tensors.items()}
-            converted = _convert_diffusers_keys(model, tensors, prefix, conversion_class)
+            tensors = {_rename_start(name, conversion.renames, prefix): tensor for name, tensor in tensors.items()}
+            converted = _convert_keys(model, tensors, prefix, conversion)
         missing = load_tensors(model, converted, dtype, device)
     except KeyError as error:
         missing = [str(error.args[0])]
@@ -63,23 +81,59 @@ def select_component_keys(keys: Iterable[str], prefixes: Sequence[str]) -> tuple
     return prefix, [key for key in keys if key.startswith(prefix)]
 
 
-def _convert_diffusers_keys(
-    model: Any, tensors: dict[str, Tensor], prefix: str, class_name: str | None = None
+def _convert_keys(
+    model: Any, tensors: dict[str, Tensor], prefix: str, conversion: KeyConversion
 ) -> Mapping[str, Tensor]:
-    """Convert original keys with diffusers' mapping of this class, which requires the prefix of UNets."""
+    """Convert original keys by the layout, or with diffusers' mapping, which requires the prefix of UNets."""
     from diffusers.loaders import single_file_model
 
     bare = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     if model.state_dict().keys() <= bare.keys():
         return bare
+    if conversion.layout:
+        return _convert_by_layout(model, _join_modules(bare, conversion.joins), conversion.layout)
     if "input_blocks.0.0.weight" in bare:
         bare = {DENOISER_PREFIX + name: tensor for name, tensor in bare.items()}
     classes: Any = single_file_model.SINGLE_FILE_LOADABLE_CLASSES
-    convert = classes[class_name or type(model).__name__]["checkpoint_mapping_fn"]
+    convert = classes[conversion.class_name or type(model).__name__]["checkpoint_mapping_fn"]
     own = {name: bare[name] for name in model.state_dict() if name in bare}
     converted: Mapping[str, Tensor | None] = convert(checkpoint=bare, config=dict(model.config))
     found = {name: tensor for name, tensor in converted.items() if tensor is not None}  # None: the file lacks it
     return {**own, **found}
+
+
+def _join_modules(tensors: dict[str, Tensor], joins: Mapping[str, tuple[str, ...]]) -> dict[str, Tensor]:
+    joined = dict(tensors)
+    for end, parts in joins.items():
+        for name in tensors:
+            module, _, kind = name.rpartition(".")
+            if module.endswith(parts[0]):
+                start = module.removesuffix(parts[0])
+                joined[f"{start}{end}.{kind}"] = torch.cat([joined.pop(f"{start}{part}.{kind}") for part in parts])
+    return joined
+
+
+def _convert_by_layout(
+    model: Any, tensors: Mapping[str, Tensor], layout: Sequence[OriginalModule]
+) -> Mapping[str, Tensor]:
+    """Split the outputs of fused modules; norms may call their weight ``scale``."""
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    converted = {}
+    for group in group_by_original_module(dict.fromkeys(name.rpartition(".")[0] for name in shapes), layout):
+        for kind in ("weight", "bias"):
+            names = [f"{module}.{kind}" for module in group.modules if f"{module}.{kind}" in shapes]
+            if not names:
+                continue
+            key = f"{group.name}.{kind}"
+            tensor = tensors[f"{group.name}.scale" if kind == "weight" and key not in tensors else key]
+            outputs, *inputs = shapes[f"{group.modules[0]}.weight"]
+            if group.original.swaps_scale_shift and [outputs] == [2 * size for size in inputs]:
+                tensor = torch.cat(tensor.chunk(2)[::-1])
+            sizes = [shapes[name][0] for name in names]
+            if sum(sizes) != len(tensor):
+                raise KeyError(key)
+            converted.update(zip(names, tensor.split(sizes), strict=True))
+    return converted
 
 
 def _convert_text_encoder_keys(model: Any, tensors: dict[str, Tensor], prefix: str) -> Mapping[str, Tensor]:

@@ -414,6 +414,16 @@ def build_flow_checkpoint(family: str, pipe: Any) -> dict[str, Tensor]:
             ("vae.", convert_vae_to_ldm),
             {"pile_t5xl.transformer.": pipe.text_encoder},
         ),
+        "ovis_image": (
+            convert_ovis_image_transformer,
+            ("vae.", convert_vae_to_ldm),
+            {"qwen3_2b.transformer.": pipe.text_encoder},
+        ),
+        "longcat_image": (
+            convert_longcat_image_transformer,
+            ("vae.", convert_vae_to_ldm),
+            {"qwen25_7b.transformer.": pipe.text_encoder},
+        ),
         "qwen_image": (nn.Module.state_dict, ("vae.", convert_wan_vae), {"qwen25_7b.transformer.": pipe.text_encoder}),
     }[family]
     tensors = add_prefix("model.diffusion_model.", transformer(pipe.transformer)) | add_prefix(vae[0], vae[1](pipe.vae))

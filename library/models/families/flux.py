@@ -135,6 +135,22 @@ _LAYOUT: tuple[OriginalModule, ...] = (
     OriginalModule("final_layer.linear", ("proj_out",)),
 )
 
+
+def build_single_file_layout(timestep_embedder: str, *more: OriginalModule) -> tuple[OriginalModule, ...]:
+    """The modules of a model with FLUX.1's blocks, norms included; where diffusers has its timestep embedder."""
+    norms = (
+        ("double_blocks.{}.img_attn.norm.query_norm", "transformer_blocks.{}.attn.norm_q"),
+        ("double_blocks.{}.img_attn.norm.key_norm", "transformer_blocks.{}.attn.norm_k"),
+        ("double_blocks.{}.txt_attn.norm.query_norm", "transformer_blocks.{}.attn.norm_added_q"),
+        ("double_blocks.{}.txt_attn.norm.key_norm", "transformer_blocks.{}.attn.norm_added_k"),
+        ("single_blocks.{}.norm.query_norm", f"{_SINGLE_BLOCK}.attn.norm_q"),
+        ("single_blocks.{}.norm.key_norm", f"{_SINGLE_BLOCK}.attn.norm_k"),
+        ("time_in.in_layer", f"{timestep_embedder}.linear_1"),
+        ("time_in.out_layer", f"{timestep_embedder}.linear_2"),
+    )
+    return (*_LAYOUT, *(OriginalModule(name, (module,)) for name, module in norms), *more)
+
+
 _XLABS_LAYOUT: tuple[OriginalModule, ...] = (
     *(
         OriginalModule(

@@ -10,6 +10,7 @@ from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
+from .flux import build_single_file_layout
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -36,7 +37,7 @@ FACTS = FamilyFacts(
     components=("transformer", "vae", "text_encoder", "tokenizer"),
     num_parameters=6_270_668_864,
     lora_targets_of="SimpleTuner",
-    notes="single files with diffusers' keys; LoRA in diffusers: `transformer.load_lora_adapter`",
+    notes="LoRA in diffusers: `transformer.load_lora_adapter`",
     match_configs=_match_longcat_image,
     component_options={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
     modelspec_architecture="longcat-image",
@@ -46,11 +47,17 @@ FACTS = FamilyFacts(
         "vae": ("vae.",),
         "text_encoder": ("text_encoders.qwen25_7b.transformer.",),
     },
-    # Of files with diffusers' keys: diffusers does not convert the original ones.
-    single_file_keys=("time_embed.timestep_embedder.linear_1.weight", "single_transformer_blocks.0.proj_mlp.weight"),
+    # Others with FLUX.1's blocks have texts of another width.
+    single_file_keys=("double_blocks.0.img_attn.qkv.weight", "img_in.weight", "txt_in.weight"),
+    diffusers_keys={
+        "double_blocks.0.img_attn.qkv.weight": "time_embed.timestep_embedder.linear_1.weight",
+        "img_in.weight": "x_embedder.weight",
+        "txt_in.weight": "context_embedder.weight",
+    },
+    single_file_layout=build_single_file_layout("time_embed.timestep_embedder"),
     shape_checks={
-        ("x_embedder.weight", 1): ("transformer", "in_channels"),
-        ("context_embedder.weight", 1): ("transformer", "joint_attention_dim"),
+        ("img_in.weight", 1): ("transformer", "in_channels"),
+        ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
     },
 )
 

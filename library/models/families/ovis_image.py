@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from ...adapters.key_styles import CONVERTED_BY_COMFYUI_KEYS
+from ...adapters.key_styles import CONVERTED_BY_COMFYUI_KEYS, OriginalModule
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, read_required
@@ -15,6 +15,7 @@ from ..shared_facts import (
     MASKED_ATTENTION_MODES,
     match_flow_model,
 )
+from .flux import build_single_file_layout
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -39,7 +40,7 @@ FACTS = FamilyFacts(
     denoiser_name="transformer",
     components=("transformer", "vae", "text_encoder", "tokenizer"),
     num_parameters=7_370_449_728,
-    notes="single files with diffusers' keys; LoRA in diffusers: `transformer.load_lora_adapter`",
+    notes="LoRA in diffusers: `transformer.load_lora_adapter`",
     match_configs=_match_ovis_image,
     component_options={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
     modelspec_architecture="ovis-image",
@@ -49,11 +50,19 @@ FACTS = FamilyFacts(
         "vae": ("vae.",),
         "text_encoder": ("text_encoders.qwen3_2b.transformer.",),
     },
-    # Of files with diffusers' keys: diffusers does not convert the original ones.
-    single_file_keys=("context_embedder_norm.weight", "single_transformer_blocks.0.proj_mlp.weight"),
+    single_file_keys=("double_blocks.0.img_mlp.gate_proj.weight", "img_in.weight", "txt_in.weight"),
+    diffusers_keys={
+        "double_blocks.0.img_mlp.gate_proj.weight": "context_embedder_norm.weight",
+        "img_in.weight": "x_embedder.weight",
+        "txt_in.weight": "context_embedder.weight",
+    },
+    single_file_layout=build_single_file_layout(
+        "timestep_embedder", OriginalModule("txt_norm", ("context_embedder_norm",))
+    ),
+    single_file_joins={"mlp.0": ("mlp.up_proj", "mlp.gate_proj"), "mlp.2": ("mlp.down_proj",)},
     shape_checks={
-        ("x_embedder.weight", 1): ("transformer", "in_channels"),
-        ("context_embedder.weight", 1): ("transformer", "joint_attention_dim"),
+        ("img_in.weight", 1): ("transformer", "in_channels"),
+        ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
     },
 )
 

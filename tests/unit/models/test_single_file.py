@@ -34,7 +34,10 @@ def tokenizer_cache(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=["sd1", "sd2", "sdxl", "sd3", "z_image", "qwen_image", "aura_flow"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("ovis_image", "longcat_image")]
+
+
+@pytest.fixture(params=["sd1", "sd2", "sdxl", "sd3", "z_image", "qwen_image", "aura_flow", *SLOW])
 def single_file(request, tokenizer_cache, tmp_path):
     """A family, a model in memory, and the same model as a single file."""
     tiny = TINY[request.param]()
@@ -244,3 +247,28 @@ def test_text_encoder_and_vae_are_loaded_from_their_own_files(name, tmp_path, to
         )
     ours, reference = (family.encode_prompts(each, ["a red circle"])["embeds"][0] for each in (pipe, tiny.pipe))
     assert torch.equal(ours, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+@pytest.mark.parametrize("name", ["ovis_image", "longcat_image"])
+def test_norms_of_flux_like_models_may_have_a_weight_and_diffusers_keys_are_known(name, prefix, tmp_path):
+    tiny, path = TINY[name](), tmp_path / "model.safetensors"
+    original = getattr(original_checkpoints, f"convert_{name}_transformer")(tiny.pipe.transformer)
+    family = FAMILIES.get(name)(ModelConfig(str(path), vae=str(tmp_path / "vae"), text_encoder=str(tmp_path / "text")))
+    tiny.pipe.vae.save_pretrained(tmp_path / "vae")
+    tiny.pipe.text_encoder.save_pretrained(tmp_path / "text")
+    renamed = {key.replace(".scale", ".weight"): tensor for key, tensor in original.items()}
+    assert renamed.keys() != original.keys()
+    for tensors in (renamed, tiny.pipe.transformer.state_dict()):
+        save_file(original_checkpoints.add_prefix(prefix, tensors), path)
+        actual = detect_model(family.model_config)
+        assert (actual.family, actual.bundled_config) == (name, f"{name}_tiny")
+        loaded, expected = (
+            pipe.transformer.state_dict() for pipe in (family.load(actual, torch.float32, ("transformer",)), tiny.pipe)
+        )
+        assert all(torch.equal(tensor, expected[key]) for key, tensor in loaded.items())
+    del renamed["txt_in.bias"]
+    save_file(renamed, path)
+    with pytest.raises(ConfigError, match=r"lacks 1 weights, for example txt_in\.bias"):
+        family.load(detect_model(family.model_config), torch.float32, ("transformer",))
