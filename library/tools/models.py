@@ -11,7 +11,8 @@ from ..registry import suggest_name
 USAGE = "usage: python -m library models [--json | --markdown]"
 HELP = f"""{USAGE}
 
-  --json      a list of objects with name, title, kind, parameters, sources, strategies, control, notes
+  --json      a list of objects with name, title, kind, parameters, sources, strategies,
+              control_images (fewest, most), control, notes
   --markdown  the table of docs/models.md
 
 parameters are those of the published denoiser, the largest where there are several sizes. --family NAME and
@@ -42,6 +43,7 @@ def list_models() -> list[dict[str, Any]]:
             "sources": ["folder", "hub", *(("file",) if facts.single_file_keys else ()), "random"],
             "strategies": list(FAMILIES.get(name).list_strategies()),
             "lora_targets": facts.lora_targets_of,
+            "control_images": list(facts.control_images),
             "control": list(CONTROL_FAMILIES.get(name, ())),
             "notes": facts.notes,
         }
@@ -66,16 +68,25 @@ def format_json(models: Sequence[dict[str, Any]]) -> str:
 def format_markdown(models: Sequence[dict[str, Any]]) -> str:
     """Format the table of docs/models.md."""
     lines = [
-        "| model | `--family` | parameters | single file | layers trained as in | besides DDP, FSDP and DeepSpeed |",
-        "|---|---|---|---|---|---|",
+        "| model | `--family` | parameters | single file | layers trained as in | besides DDP, FSDP and DeepSpeed "
+        "| control images | `--control` |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for model in models:
         title = model["title"] + (f" ({model['notes']})" if model["notes"] else "")
         count, file = _format_count(model["parameters"]), "yes" if "file" in model["sources"] else "no"
         others = ", ".join(name for name in model["strategies"] if name not in ("ddp", "fsdp", "deepspeed"))
         layers = model["lora_targets"] or "own choice"
-        lines.append(f"| {title} | `{model['name']}` | {count} | {file} | {layers} | {others} |")
+        images, control = _format_range(*model["control_images"]), ", ".join(model["control"])
+        cells = (title, f"`{model['name']}`", count, file, layers, others, images, control)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _format_range(fewest: int, most: int) -> str:
+    if not most:
+        return ""
+    return str(most) if fewest == most else f"{fewest or 'none'} to {most}"
 
 
 def _format_count(parameters: int) -> str:
