@@ -118,7 +118,7 @@ def _convert_by_layout(
 ) -> Mapping[str, Tensor]:
     """Split the outputs of fused modules; norms may call their weight ``scale``."""
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    converted = {}
+    converted = dict[str, Tensor]()
     for group in group_by_original_module(dict.fromkeys(name.rpartition(".")[0] for name in shapes), layout):
         for kind in ("weight", "bias"):
             names = [f"{module}.{kind}" for module in group.modules if f"{module}.{kind}" in shapes]
@@ -132,7 +132,7 @@ def _convert_by_layout(
             sizes = [shapes[name][0] for name in names]
             if sum(sizes) != len(tensor):
                 raise KeyError(key)
-            converted.update(zip(names, tensor.split(sizes), strict=True))
+            converted.update(zip(names, torch.split(tensor, sizes), strict=True))
     return converted
 
 
