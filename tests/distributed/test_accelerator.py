@@ -511,6 +511,7 @@ def test_the_launchers_dynamo_backend_is_used_without_torch_compile():
     assert (launcher, ours) == (("AOT_EAGER", False), ("EAGER", None))
 
 
+@pytest.mark.slow
 def test_settings_of_an_earlier_accelerator_in_the_process_stop_the_run():
     (line,) = run_on_ranks(1, prepare_twice)
 

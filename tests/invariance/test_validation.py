@@ -232,7 +232,6 @@ def test_the_base_loss_is_equal_for_reruns_two_ranks_and_cached_latents(ranks, o
     assert read_validation_metrics(tmp_path)[0] == read_validation_metrics(reference)[0]
 
 
-@pytest.mark.quick
 def test_validation_does_not_change_losses_and_files(data, reference, tmp_path):
     run_on_ranks(1, train, *build_flags(data, tmp_path, "--validate_every_n_steps", "1000"))
 

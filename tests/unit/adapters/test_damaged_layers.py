@@ -181,7 +181,8 @@ def test_a_dry_run_names_damaged_files_of_both_options(damaged_files, tmp_path, 
         assert any(line.startswith(f"--{option}: {path}: ") and damaged_files[path] in line for line in lines), path
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (33, 66))])
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [0, 33, 66])
 def test_convert_names_damaged_files(part, damaged_files, tmp_path, capsys):
     for path, name in list(damaged_files.items())[part::100]:
         assert run_tool(["convert", path, str(tmp_path / "out.safetensors"), "--to", "kohya"]) == 2, path

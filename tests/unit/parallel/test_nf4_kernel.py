@@ -128,6 +128,7 @@ def select_with_warnings(folder, source):
     return select_nf4_kernel(CPU), records
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_bitsandbytes_is_told_and_not_used(name, tmp_path):
     ((kernel, warnings),) = run_on_ranks(1, select_with_warnings, tmp_path, BROKEN[name])

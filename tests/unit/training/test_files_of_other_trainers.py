@@ -101,7 +101,8 @@ def test_a_file_of_diffusers_with_alpha_8_and_rank_4_has_its_full_strength(name,
     assert_close(predict(family, tiny), expected)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "flux")) for name in EVERY])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY)
 def test_a_converted_file_of_diffusers_has_its_full_strength_in_diffusers(name, tmp_path):
     path, expected = save_with_diffusers(name, tmp_path)
     for form in ("diffusers", "kohya", "comfy"):
