@@ -15,6 +15,7 @@ How gradients are kept from being all-reduced before the last micro-batch:
 | pipeline                             | micro-batches overlap: torch's schedule sums, in ``pipeline.py`` |
 """
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -84,11 +85,11 @@ class GradientAccumulation:
         step: int,
     ) -> Tensor:
         """``start_micro_batch`` gets whether it is the last, and returns the context of its forward and backward."""
-        total = torch.zeros((), device=self._accelerator.device)
+        losses = []
         for index, batch in enumerate(batches, start=1):
             with start_micro_batch(index == len(batches)):
-                total += self._run_micro_batch(loss_function, batch, num_samples, step)
-        return total
+                losses.append(self._run_micro_batch(loss_function, batch, num_samples, step))
+        return functools.reduce(torch.add, losses)
 
     def _run_micro_batch(self, loss_function: LossFunction, batch: PixelBatch, num_samples: int, step: int) -> Tensor:
         with record_phase("forward", batch), self._accelerator.autocast():

@@ -216,7 +216,7 @@ class Strategy(ABC):
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """Gradient clipping: clip to ``max_norm`` (0: do not) and return the norm before."""
-        return clip_grad_norm(self.accelerator, parameters, max_norm)
+        return clip_grad_norm(self.accelerator, parameters, max_norm, self.device)
 
     def get_token_positions(self, lora_a: nn.Module) -> Tensor | None:
         """Return the positions of the tokens that an adapter's down matrix sees on this rank; ``None``: all."""

@@ -169,9 +169,10 @@ def _extract_unit(
     if len(modules) == 1:
         unit = build_single_unit(modules[0], adapter)
     else:
-        rows = [base.shapes[module][0] for module in modules]
-        ratios = tuple(count // base.shapes[modules[0]][1] for count in rows)
-        unit = Unit(tuple(modules), adapter, OriginalModule(modules[0], tuple(modules), ratios))
+        rows = tuple(base.shapes[module][0] for module in modules)
+        unit = Unit(
+            tuple(modules), adapter, OriginalModule(modules[0], tuple(modules), rows, base.shapes[modules[0]][1])
+        )
     return unit.split(adapter), LayerError(unit.title, 0, adapter.rank, norm, error)
 
 

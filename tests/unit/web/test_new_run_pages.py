@@ -259,6 +259,6 @@ def test_a_run_is_started_stopped_with_its_state_and_resumed_from_the_page(root)
     wait_for(page.app.state.workbench.queue, resumed["id"], FINISHED)
 
     assert "step 100 of 100" in charts["facts"] and "step 100" not in stopped_at
-    assert charts["curves"][0]["curves"][0]["x"] == [*range(1, 201)]
+    assert charts["curves"][0]["curves"][0]["x"] == [*range(1, 101)]
     settings = (root / "out" / "mika.toml").read_text()
     assert "max_train_steps = 100" in settings and settings != format_config_as_toml(RunConfig())

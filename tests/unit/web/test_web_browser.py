@@ -327,6 +327,7 @@ def test_all_can_be_done_by_keyboard(browser, address, tmp_path):
     # Runs: one with charts and previews, and two over each other.
     keyboard.use(".bar [href='/runs']", by="Shift+Tab")
     page.wait_for_url("**/runs")
+    page.wait_for_selector("[data-remove]")
     keyboard.use("[data-remove]")
     keyboard.wait_for_focus("#filter")
     keyboard.use("a[href$='output/one']")
