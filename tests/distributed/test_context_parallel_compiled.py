@@ -113,7 +113,6 @@ def compare_with_eager(backend, dynamic):
     ("backend", "dynamic", "ranks", "max_graphs"),
     [
         ("eager", "true", 2, 2),
-        pytest.param("aot_eager", "true", 3, 2, marks=LONG),
         pytest.param("aot_eager", "false", 2, 2 * len(set(LENGTHS)), marks=LONG),
     ],
 )
@@ -129,7 +128,6 @@ def test_a_compiled_context_parallel_block_is_one_graph_and_equals_eager(backend
     [
         ("sd3", "eager", ()),
         ("flux", "eager", ("--network_dropout", "0.2", "--gradient_checkpointing", "--dynamo_fullgraph")),
-        ("z_image", "eager", ("--network_dropout", "0.2")),
     ],
 )
 def test_six_sizes_need_few_graphs_per_block_class_and_no_recompiles(family, backend, flags, tmp_path):

@@ -393,6 +393,7 @@ sum(number * number for number in range(10**6 * options.max_train_steps))
 
 
 @pytest.mark.slow
+@pytest.mark.programs
 def test_both_trainers_get_the_same_work_in_turn(tmp_path):
     (tmp_path / "train_network.py").write_text(OTHER_TRAINER)
     flags = ("--sd_scripts", str(tmp_path), "--bench_steps", "3", "--repetitions", "1", *SMALL)
