@@ -26,7 +26,6 @@ from library.models.checkpoint_inspection import (
 )
 from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.model_configs import is_component, list_bundled_configs, list_family_configs, load_bundled_config
-from library.models.single_file import _convert_diffusers_keys
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 
@@ -222,8 +221,8 @@ TRANSFORMERS = {
     "z_image": original_checkpoints.convert_z_image_transformer,
     "qwen_image": nn.Module.state_dict,
     "aura_flow": original_checkpoints.convert_aura_flow_transformer,
-    "ovis_image": nn.Module.state_dict,
-    "longcat_image": nn.Module.state_dict,
+    "ovis_image": original_checkpoints.convert_ovis_image_transformer,
+    "longcat_image": original_checkpoints.convert_longcat_image_transformer,
     "ernie_image": nn.Module.state_dict,
     "lumina2": original_checkpoints.convert_lumina2_transformer,
     "krea2": original_checkpoints.convert_krea2_transformer,
@@ -283,6 +282,8 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
         "z_image",
         "aura_flow",
         "lumina2",
+        "ovis_image",
+        "longcat_image",
         "krea2",
         "anima",
         "flux3",
@@ -292,7 +293,8 @@ def test_original_weights_of_published_size_are_converted_to_those_of_diffusers(
     """Keys and shapes on the meta device: diffusers' conversion of FLUX supports no other size."""
     family = get_family_name(config)
     model = build_component_on_meta(config, "transformer")
-    renamed = _convert_diffusers_keys(model, TRANSFORMERS[family](model), "")
+    conversion = single_file.build_key_conversion(FAMILY_FACTS[family], "transformer")
+    renamed = single_file._convert_keys(model, TRANSFORMERS[family](model), "", conversion)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     assert {name: tensor.shape for name, tensor in renamed.items()} == shapes
 
@@ -320,8 +322,10 @@ ORIGINAL = {
 def test_a_single_file_of_published_size_has_every_weight(config, part, original):
     model = build_component_on_meta(config, part)
     tensors = {name: tensor.to("meta") for name, tensor in ORIGINAL[original](model).items()}
-    rename = single_file._convert_text_encoder_keys if part.startswith("text") else single_file._convert_diffusers_keys
-    actual = rename(model, tensors, "")
+    if part.startswith("text"):
+        actual = single_file._convert_text_encoder_keys(model, tensors, "")
+    else:
+        actual = single_file._convert_keys(model, tensors, "", single_file.KeyConversion())
     state_dict = model.state_dict()
     assert {name: actual[name].shape for name in state_dict} == {
         name: tensor.shape for name, tensor in state_dict.items()
