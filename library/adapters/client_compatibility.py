@@ -25,7 +25,9 @@ def choose_file_format(
     if denoiser.name == "unet":
         return "kohya"
     if "dora" in types:
-        return "kohya" if denoiser.key_style.is_kohya_in_comfyui else "diffusers"
+        if not denoiser.key_style.is_kohya_in_comfyui:
+            return "diffusers"
+        return "comfy" if denoiser.key_style.comfyui_style else "kohya"
     if types & {"loha", "lokr"} and (family_format != "kohya" or not denoiser.key_style.keeps_names):
         return "comfy"  # the adapters of fused modules cannot be fused
     if denoiser.key_style.diffusers_width and not _is_convertible_in_diffusers(adapters, components):
@@ -67,7 +69,7 @@ def _iter_losses(
     equal_alphas: bool,
 ) -> Iterator[tuple[str, str]]:
     denoiser = _find_denoiser(components)
-    style = denoiser.key_style
+    style, is_comfy = denoiser.key_style, file_format == "comfy"
     file_format = resolve_comfy_format(file_format, types, components)
     is_unet, is_kohya = denoiser.name == "unet", file_format == "kohya"
     lycoris_types = sorted(types & {"loha", "lokr"})
@@ -84,7 +86,8 @@ def _iter_losses(
     attention_alphas = {adapter.alpha for module, adapter in adapters.items() if ".attn" in module}
     if is_unet and file_format != "diffusers" and not equal_alphas and len(attention_alphas) > 1:
         yield "diffusers", "mixes up different alphas of this layout"
-    if unread := style.unread_in_comfyui.get(file_format):
+    has_own_names = is_comfy and is_kohya and style.comfyui_style is not None
+    if not has_own_names and (unread := style.unread_in_comfyui.get(file_format)):
         yield "ComfyUI", unread
     if lycoris_types or "dora" in types:
         return

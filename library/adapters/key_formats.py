@@ -104,7 +104,9 @@ def convert_to_file_format(
     if unknown := [module for module in adapters if not module.startswith(prefixes)]:
         raise ValueError(f"{unknown[0]} is in no component of the pipeline")
     types = {adapter.adapter_type for adapter in adapters.values()}
-    file_format = resolve_comfy_format(file_format, types, components)
+    if file_format == "comfy":
+        file_format = resolve_comfy_format(file_format, types, components)
+        components = [part.use_comfyui_names() if file_format == "kohya" else part for part in components]
     alpha = max((adapter.alpha for adapter in adapters.values()), default=1.0) if equal_alphas else None
     encoders = tuple(f"{component.name}." for component in components if component.is_text_encoder)
     written = {

@@ -5,7 +5,7 @@ The keys of a file are written in ``key_formats``.
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -69,6 +69,10 @@ class ComponentKeys:
     def get_key_map(self, key_style: KeyStyle | None = None) -> KeyMap:
         """The names of its modules in kohya files."""
         return build_key_map(self.modules, key_style or self.key_style)
+
+    def use_comfyui_names(self) -> "ComponentKeys":
+        """The same component with the names of kohya files for ComfyUI."""
+        return replace(self, key_style=self.key_style.comfyui_style or self.key_style)
 
     def iter_known_names(self) -> Iterator[tuple[str, ModuleGroup]]:
         """All names of its modules in the files of known programs, the usual ones first."""

@@ -203,6 +203,8 @@ class KeyStyle:
     """Whether diffusers loads LoKr in ComfyUI's format."""
     unread_in_comfyui: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Layout of a file -> what ComfyUI does not load of it."""
+    comfyui_style: "KeyStyle | None" = None
+    """The names of kohya files for ComfyUI, where it has others than sd-scripts."""
 
     @property
     def keeps_names(self) -> bool:

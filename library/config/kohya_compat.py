@@ -118,7 +118,7 @@ _FULL_TRAINING = OtherScriptOption("for full fine-tuning or textual inversion; o
 _BROKEN_IN_KOHYA = NoEffectOption("no effect in sd-scripts either")
 
 _OTHER_FAMILY_OPTIONS = """
-    gemma2 gemma2_max_token_length system_prompt sample_batch_size byt5
+    gemma2 gemma2_max_token_length system_prompt sample_batch_size
 """.split()
 _TEXT_RATE = OtherScriptOption("for full fine-tuning; the rate of a LoRA of text encoders is text_encoder_lr")
 _FULL_TRAINING_OPTIONS = """

@@ -34,6 +34,7 @@ NETWORK_MODULES = {
     "networks.lora_sd3": "lora",
     "networks.lora_lumina": "lora",
     "networks.lora_anima": "lora",
+    "networks.lora_hunyuan_image": "lora",
     "networks.loha": "loha",
     "networks.lokr": "lokr",
     "networks.oft": "oft",
@@ -45,7 +46,10 @@ NETWORK_MODULES = {
 OFT_MODULES = ("networks.oft", "networks.oft_flux")
 """sd-scripts' OFT, which trains no text encoder, and the layers of attention only without ``enable_all_linear``."""
 
-SPECIAL_MODULES = tuple(f"networks.{name}" for name in "lora_flux oft_flux lora_sd3 lora_lumina lora_anima".split())
+SPECIAL_MODULES = tuple(
+    f"networks.{name}"
+    for name in ("lora_flux", "oft_flux", "lora_sd3", "lora_lumina", "lora_anima", "lora_hunyuan_image")
+)
 """The network modules of few model families, which list them in their ``NetworkFacts``."""
 
 

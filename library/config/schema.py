@@ -28,6 +28,7 @@ class ModelConfig:
     clip_l: str | None = define_option(None, "CLIP-L text encoder: file, folder or hub id")
     clip_g: str | None = define_option(None, "CLIP-G text encoder: file, folder or hub id")
     t5xxl: str | None = define_option(None, "T5-XXL text encoder: file, folder or hub id")
+    byt5: str | None = define_option(None, "byT5 text encoder of HunyuanImage 2.1: file, folder or hub id")
     text_encoder: str | None = define_option(None, "text encoder, where it is a language model: file, folder or hub id")
     ae: str | None = define_option(
         None, "another name of vae, for flow-matching models: file, diffusers folder or hub id"

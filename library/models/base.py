@@ -66,7 +66,7 @@ class Family(ABC):
     """How a kohya file names the denoiser's modules: as diffusers does, or as the original code."""
     lora_other_key_styles: ClassVar[tuple[KeyStyle, ...]] = ()
     """Further key styles that are read."""
-    lora_format: ClassVar[Literal["kohya", "diffusers"]] = "kohya"
+    lora_format: ClassVar[Literal["kohya", "diffusers", "comfy"]] = "kohya"
     """The file format that most programs load for this family."""
     conv_lora_target_modules: ClassVar[tuple[str, ...]] = ()
     """Additional ``lora_target_modules`` when convolutions are trained."""

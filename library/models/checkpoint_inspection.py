@@ -192,6 +192,7 @@ def _describe_file_type(first_bytes: bytes) -> str:
 _SIGNATURE_BY_CLASS: Mapping[str, tuple[str, str]] = {
     "AutoencoderKL": ("vae", "latent_channels"),
     "AutoencoderKLQwenImage": ("vae", "z_dim"),
+    "AutoencoderKLHunyuanImage": ("vae", "latent_channels"),
     "CLIPTextModel": ("clip", "hidden_size"),
     "CLIPTextModelWithProjection": ("clip", "hidden_size"),
     "T5EncoderModel": ("t5", "d_model"),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ..adapters.key_styles import OriginalModule
 from ..config.network_args import GENERAL_NETWORK, NetworkFacts, get_network_args
@@ -94,6 +94,8 @@ class FamilyFacts:
     """Beginning of a key in single files, without prefix -> that which the conversion expects."""
     single_file_layout: tuple[OriginalModule, ...] = ()
     """The original modules of the denoiser, where diffusers does not convert them."""
+    vae_file_layout: Callable[[Mapping[str, Any]], tuple[OriginalModule, ...]] | None = None
+    """The original modules of a VAE with this config, where diffusers does not convert them."""
     single_file_joins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """End of the name of such a module -> ends of the modules in files whose outputs it has, one after another."""
     shape_checks: Mapping[tuple[str, int | None], tuple[str | int, ...]] = field(default_factory=dict)

@@ -18,7 +18,15 @@ from ..errors import FileError
 from .detect import DetectedModel, detect_model, get_config_reader
 from .facts import TORCH_ATTENTION_MODES
 from .families import FAMILIES
-from .model_configs import ConfigReader, JsonDict, is_component, is_hub_reachable, is_tokenizer, read_required
+from .model_configs import (
+    GUIDERS,
+    ConfigReader,
+    JsonDict,
+    is_component,
+    is_hub_reachable,
+    is_tokenizer,
+    read_required,
+)
 from .single_file import build_key_conversion, load_single_file_component
 from .tokenizers import build_byte_tokenizer, load_cached_tokenizer, load_pretrained_tokenizer
 from .weights import build_empty_model, build_random_component
@@ -92,6 +100,8 @@ def load_pipeline(
                 family.prepare_denoiser(loaded[name])
     with _raise_config_error(model, "scheduler"):
         loaded["scheduler"] = _load_scheduler(model, read, index)
+    with _raise_config_error(model, "guider"):
+        loaded |= _load_guiders(read, index)
     return _merge_into_pipeline(pipe, _build_pipeline(family.get_pipeline_class(), index, loaded))
 
 
@@ -144,6 +154,12 @@ def _load_scheduler(model: DetectedModel, read: ConfigReader, index: JsonDict) -
     return import_model_class(*index["scheduler"]).from_config(config)
 
 
+def _load_guiders(read: ConfigReader, index: JsonDict) -> dict[str, Any]:
+    """The guidance of previews, where the pipeline has it as components."""
+    classes = {name: import_model_class(*index[name]) for name in GUIDERS if any(index.get(name) or ())}
+    return {name: each.from_config(read_required(read, f"{name}/guider_config.json")) for name, each in classes.items()}
+
+
 def _load_component(
     family: "Family",
     model: DetectedModel,
@@ -177,7 +193,7 @@ def _load_component(
         return build_random_component(component_class, config, component, dtype, device)
     path = model.path_or_id if separate is None else separate.path_or_id
     prefixes = family.facts.single_file_prefixes.get(component, ())
-    conversion = build_key_conversion(family.facts, component)
+    conversion = build_key_conversion(family.facts, component, config)
     return load_single_file_component(component_class, path, config, prefixes, dtype, device, conversion)
 
 

@@ -20,6 +20,8 @@ MAX_TEXT_TOKENS = 512
 """Tokens of text encoders whose config sets no limit."""
 
 HUB_TIMEOUT_SECONDS = 5.0
+GUIDERS = ("guider", "ocr_guider")
+"""Components of a pipeline that guide its previews, and have a config only."""
 MODULAR_INDEX, SCHEDULER = "modular_model_index.json", "scheduler/scheduler_config.json"
 
 

@@ -28,8 +28,11 @@ class KeyConversion:
     """See ``FamilyFacts.single_file_joins``."""
 
 
-def build_key_conversion(facts: FamilyFacts, component: str) -> KeyConversion:
+def build_key_conversion(facts: FamilyFacts, component: str, config: Mapping[str, Any]) -> KeyConversion:
+    """How the keys of a component with this config are converted."""
     conversion = KeyConversion(facts.single_file_classes.get(component), facts.single_file_renames)
+    if component == "vae" and facts.vae_file_layout is not None:
+        return replace(conversion, layout=facts.vae_file_layout(config))
     if component != facts.denoiser_name:
         return conversion
     return replace(conversion, layout=facts.single_file_layout, joins=facts.single_file_joins)

@@ -2,13 +2,13 @@
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import Qwen2Tokenizer, Qwen2VLImageProcessorPil, Qwen2VLProcessor
+from transformers import ByT5Tokenizer, Qwen2Tokenizer, Qwen2VLImageProcessorPil, Qwen2VLProcessor
 
 START_TOKEN, END_TOKEN = "<|startoftext|>", "<|endoftext|>"
 _METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -65,6 +65,8 @@ def load_cached_tokenizer(
 
     ``repo_id`` may have a subfolder: ``owner/name:tokenizer``.  Padding and length are taken from ``config``.
     """
+    if tokenizer_class is ByT5Tokenizer:
+        return tokenizer_class()  # of bytes: it has no files
     options = {name: config[name] for name in ("pad_token", "model_max_length") if name in config}
     repository, _, subfolder = repo_id.partition(":")
     name = repository.replace("/", "_")
@@ -87,7 +89,8 @@ def load_cached_tokenizer(
 
 def build_byte_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
     """Build a tokenizer with one token per byte, for models with random weights."""
-    builders = {
+    builders: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
+        "ByT5Tokenizer": lambda tokenizer_class, _: tokenizer_class(),
         "CLIPTokenizer": _build_clip_tokenizer,
         "T5Tokenizer": _build_t5_tokenizer,
         "T5TokenizerFast": _build_t5_tokenizer,

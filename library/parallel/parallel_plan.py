@@ -200,8 +200,10 @@ def map_layer_token_streams(
     single_stream_block_lists: Sequence[str] = (),
     text_layers: Sequence[str] = (),
 ) -> dict[str, tuple[str, ...]]:
-    """Layer -> the block arguments whose tokens it processes; ``stream_args`` has text before image."""
+    """Layer -> the block arguments whose tokens it processes."""
     streams = {}
+    texts = [name for name in stream_args if name.startswith("encoder_")]
+    text, image = (texts or stream_args)[0], [name for name in stream_args if name not in texts][-1]
     for blocks in block_lists:
         for name, _ in denoiser.get_submodule(blocks).named_modules(prefix=blocks):
             if name.endswith(tuple(text_layers)):
@@ -209,7 +211,7 @@ def map_layer_token_streams(
             if blocks in single_stream_block_lists:
                 streams[name] = tuple(stream_args)
             else:
-                streams[name] = (stream_args[0 if TEXT_LAYER_PATTERN.search(name) else -1],)
+                streams[name] = (text if TEXT_LAYER_PATTERN.search(name) else image,)
     return streams
 
 

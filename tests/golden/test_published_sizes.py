@@ -25,7 +25,13 @@ from library.models.checkpoint_inspection import (
     reject_unsupported_model,
 )
 from library.models.families import FAMILIES, FAMILY_FACTS
-from library.models.model_configs import is_component, list_bundled_configs, list_family_configs, load_bundled_config
+from library.models.model_configs import (
+    GUIDERS,
+    is_component,
+    list_bundled_configs,
+    list_family_configs,
+    load_bundled_config,
+)
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 
@@ -83,6 +89,9 @@ COUNTS = {
     ("sana", "vae"): 312_250_275,
     ("sana_1_0", "transformer"): 1_604_462_752,
     ("flux3", "transformer"): 5_538_458_368,
+    ("hunyuan_image", "transformer"): 17_425_795_520,
+    ("hunyuan_image", "vae"): 405_575_491,
+    ("hunyuan_image", "text_encoder_2"): 219_314_944,
     ("anima", "transformer"): 1_956_405_248,
     ("anima", "text_conditioner"): 134_663_680,
     ("anima", "text_encoder"): 596_049_920,
@@ -119,7 +128,8 @@ def test_every_bundled_config_belongs_to_a_family_and_is_complete():
         facts = FAMILY_FACTS[family]
         index = data["model_index.json"]
         assert index["_class_name"] == facts.pipeline_class
-        assert {*facts.components, "scheduler"} == {key for key, value in index.items() if is_component(value)}
+        components = {key for key, value in index.items() if is_component(value) and key not in GUIDERS}
+        assert {*facts.components, "scheduler"} == components
         assert facts.match_configs(data.get) is not None, name
 
 
@@ -230,6 +240,7 @@ TRANSFORMERS = {
     "cogview4": nn.Module.state_dict,
     "anima": original_checkpoints.convert_anima_transformer,
     "flux3": original_checkpoints.convert_flux3_transformer,
+    "hunyuan_image": original_checkpoints.convert_hunyuan_image_transformer,
 }
 
 
@@ -287,13 +298,14 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
         "krea2",
         "anima",
         "flux3",
+        "hunyuan_image",
     ],
 )
 def test_original_weights_of_published_size_are_converted_to_those_of_diffusers(config):
     """Keys and shapes on the meta device: diffusers' conversion of FLUX supports no other size."""
     family = get_family_name(config)
     model = build_component_on_meta(config, "transformer")
-    conversion = single_file.build_key_conversion(FAMILY_FACTS[family], "transformer")
+    conversion = single_file.build_key_conversion(FAMILY_FACTS[family], "transformer", model.config)
     renamed = single_file._convert_keys(model, TRANSFORMERS[family](model), "", conversion)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     assert {name: tensor.shape for name, tensor in renamed.items()} == shapes

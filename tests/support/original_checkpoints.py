@@ -304,6 +304,81 @@ def convert_flux3_transformer(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+_HUNYUAN_IMAGE = (
+    (r"^context_embedder_2\.norm", "byt5_in.layernorm"),
+    (r"^context_embedder_2\.linear_", "byt5_in.fc"),
+    (r"^context_embedder\.time_text_embed\.text_embedder", "txt_in.c_embedder"),
+    (r"^context_embedder\.time_text_embed\.timestep_embedder\.linear_1", "txt_in.t_embedder.mlp.0"),
+    (r"^context_embedder\.time_text_embed\.timestep_embedder\.linear_2", "txt_in.t_embedder.mlp.2"),
+    (r"^context_embedder\.proj_in", "txt_in.input_embedder"),
+    (r"^context_embedder\.token_refiner\.refiner_blocks", "txt_in.individual_token_refiner.blocks"),
+    (r"^time_guidance_embed\.timestep_embedder\.linear_1", "time_in.mlp.0"),
+    (r"^time_guidance_embed\.timestep_embedder\.linear_2", "time_in.mlp.2"),
+    (r"^x_embedder", "img_in"),
+    (r"^proj_out", "final_layer.linear"),
+    (r"^norm_out\.linear", "final_layer.adaLN_modulation.1"),
+    (r"^transformer_blocks", "double_blocks"),
+    (r"^single_transformer_blocks", "single_blocks"),
+    (r"(?<=blocks\.)(\d+)\.norm1_context\.", r"\1.txt_mod."),
+    (r"^(double_blocks\.\d+)\.norm1\.", r"\1.img_mod."),
+    (r"^(single_blocks\.\d+)\.norm\.", r"\1.modulation."),
+    (r"^(txt_in.*)\.norm_out\.linear", r"\1.adaLN_modulation.1"),
+    (r"^(single_blocks\.\d+)\.proj_out", r"\1.linear2"),
+    (r"^(single_blocks\.\d+)\.attn\.norm_([qk])", r"\1.\2_norm"),
+    (r"\.attn\.norm_added_([qk])", r".txt_attn_\1_norm"),
+    (r"\.attn\.norm_([qk])", r".img_attn_\1_norm"),
+    (r"^(txt_in.*)\.attn\.to_out\.0", r"\1.self_attn_proj"),
+    (r"\.attn\.to_out\.0", ".img_attn_proj"),
+    (r"\.attn\.to_add_out", ".txt_attn_proj"),
+    (r"^(txt_in.*)\.ff\.", r"\1.mlp."),
+    (r"\.ff_context\.", ".txt_mlp."),
+    (r"\.ff\.", ".img_mlp."),
+    (r"\.net\.0\.proj\.", ".fc1."),
+    (r"\.net\.2\.", ".fc2."),
+)
+
+
+def convert_hunyuan_image_transformer(model: nn.Module) -> dict[str, Tensor]:
+    """Tencent's names; the shift and the scale of the last layer are in the other order."""
+    state, tensors = dict(model.state_dict()), {}
+    for name in [name for name in state if re.search(r"\.attn\.(to|add)_[kv]|\.proj_mlp\.", name)]:
+        query = re.sub(r"\.proj_mlp\.", ".attn.to_q.", re.sub(r"_[kv](?=_proj\.|\.)", "_q", name))
+        state[query] = torch.cat([state[query], state.pop(name)])
+    for name, tensor in state.items():
+        kind = "linear1" if name.startswith("single") else "self_attn_qkv" if "refiner" in name else "img_attn_qkv"
+        new = name.replace(".attn.to_q.", f".{kind}.").replace(".attn.add_q_proj.", ".txt_attn_qkv.")
+        new = _apply_replacements(new, _HUNYUAN_IMAGE)
+        is_last = new.startswith("final_layer.adaLN_modulation")
+        tensors[new] = torch.cat(tensor.chunk(2)[::-1]) if is_last else tensor
+    return tensors
+
+
+_HUNYUAN_VAE = (
+    (r"\.mid_block\.resnets\.0", ".mid.block_1"),
+    (r"\.mid_block\.resnets\.1", ".mid.block_2"),
+    (r"\.mid_block\.attentions\.0", ".mid.attn_1"),
+    (r"attn_1\.to_([qkv])", r"attn_1.\1"),
+    (r"attn_1\.proj\.", "attn_1.proj_out."),
+    (r"\.conv_shortcut\.", ".nin_shortcut."),
+)
+
+
+def convert_hunyuan_image_vae(vae: nn.Module) -> dict[str, Tensor]:
+    """Levels of resnets, all but the last with a sampler."""
+    tensors, layers = {}, vae.config.layers_per_block
+
+    def place(match: re.Match[str]) -> str:
+        way = match[1]
+        blocks = layers + (way == "up")
+        level, block = divmod(int(match[2]), blocks + 1)
+        return f".{way}.{level}.{f'{way}sample' if block == blocks else f'block.{block}'}."
+
+    for name, tensor in vae.state_dict().items():
+        name = re.sub(r"\.(down|up)_blocks\.(\d+)\.", place, name)
+        tensors[_apply_replacements(name, _HUNYUAN_VAE)] = tensor
+    return tensors
+
+
 def build_anima_files(pipe: Any) -> dict[str, dict[str, Tensor]]:
     """The three files of the published model: the adapter between text and transformer is in the transformer's."""
     tensors = convert_anima_transformer(pipe.transformer)
@@ -423,6 +498,14 @@ def build_flow_checkpoint(family: str, pipe: Any) -> dict[str, Tensor]:
             convert_longcat_image_transformer,
             ("vae.", convert_vae_to_ldm),
             {"qwen25_7b.transformer.": pipe.text_encoder},
+        ),
+        "hunyuan_image": (
+            convert_hunyuan_image_transformer,
+            ("vae.", convert_hunyuan_image_vae),
+            {
+                "qwen25_7b.transformer.": pipe.text_encoder,
+                "byt5_small.transformer.": getattr(pipe, "text_encoder_2", None),
+            },
         ),
         "qwen_image": (nn.Module.state_dict, ("vae.", convert_wan_vae), {"qwen25_7b.transformer.": pipe.text_encoder}),
     }[family]

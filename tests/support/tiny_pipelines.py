@@ -661,6 +661,44 @@ def flux3() -> TinyCase:
     )
 
 
+def hunyuan_image() -> TinyCase:
+    texts, latents = _draw_tensors((13, 32), (4, HEIGHT // 16, WIDTH // 16))
+    glyphs, mask = _draw_tensors((11, 24))[0], torch.tensor([[1] * 13, [1] * 7 + [0] * 6])
+    glyphs[1] = 0  # nothing in quotes
+    glyph_mask = torch.tensor([[1] * 11, [0] * 11])
+    pipe = _load("random:hunyuan_image:tiny")
+    longest = pipe.tokenizer(pipe.prompt_template_encode.format("a red circle on white ground")).input_ids
+    pipe.tokenizer_max_length = len(longest) - pipe.prompt_template_encode_start_idx  # sums round by the padding
+
+    def simplify_call(arguments: dict[str, Any]) -> dict[str, Any]:
+        simple = drop_padding(arguments)
+        glyphs, mask = (simple.pop(f"encoder_{name}_2", None) for name in ("hidden_states", "attention_mask"))
+        rows = [] if glyphs is None else [row[each] for row, each in zip(glyphs, mask.bool(), strict=True)]
+        return {"glyphs": [row for row in rows if len(row)], **simple}
+
+    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        parts = zip(pixels.split(1), generators, strict=True)
+        draws = [pipe.vae.encode(pixel).latent_dist.sample(generator) for pixel, generator in parts]
+        return torch.cat(draws) * pipe.vae.config.scaling_factor
+
+    return TinyCase(
+        "hunyuan_image",
+        pipe,
+        build_batch(latents, {"embeds": [texts[0], texts[1, :7]], "glyphs": [glyphs[0], glyphs[1, :1]]}),
+        {
+            "prompt_embeds": texts,
+            "prompt_embeds_mask": mask,
+            "prompt_embeds_2": glyphs,
+            "prompt_embeds_mask_2": glyph_mask,
+        },
+        {},
+        encode,
+        "random:hunyuan_image:tiny",
+        simplify_call=simplify_call,
+        blocks=("HunyuanImageTransformerBlock", "HunyuanImageSingleTransformerBlock"),
+    )
+
+
 TINY: dict[str, Callable[[], TinyCase]] = {
     "built_in": built_in,
     "sd1": sd1,
@@ -694,6 +732,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "cogview4": cogview4,
     "anima": anima,
     "flux3": flux3,
+    "hunyuan_image": hunyuan_image,
 }
 
 

@@ -41,6 +41,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "sana": ".sana:Sana",
         "cogview4": ".cogview4:CogView4",
         "anima": ".anima:Anima",
+        "hunyuan_image": ".hunyuan_image:HunyuanImage",
     },
 )
 

@@ -34,7 +34,7 @@ def tokenizer_cache(tmp_path_factory):
     return folder
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("ovis_image", "longcat_image")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("ovis_image", "longcat_image", "hunyuan_image")]
 
 
 @pytest.fixture(params=["sd1", "sd2", "sdxl", "sd3", "z_image", "qwen_image", "aura_flow", *SLOW])

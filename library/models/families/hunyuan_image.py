@@ -1,0 +1,408 @@
+"""HunyuanImage 2.1: latents of 1/32 of the image, text of Qwen2.5-VL, and of byT5 what is in quotes; flow matching."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ...adapters.key_styles import IMAGE_STREAM, TEXT_STREAM, KeyStyle, OriginalModule, build_stream_modules
+from ...config.network_args import NetworkFacts
+from ..base import BaseModelInfo, Family
+from ..facts import FamilyFacts, FamilyMatch
+from ..model_configs import ConfigReader, ModelError, read_required
+from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ...data.batch import Batch, Cond
+    from ...data.preview_prompts import Prompt
+
+MAX_GLYPH_TOKENS = 128
+"""Maximum bytes of what is in quotes, with the words around it, as in diffusers' pipeline."""
+DISTILLED = "the distilled HunyuanImage 2.1; use the base model"
+
+
+def _match_hunyuan_image(read: ConfigReader) -> FamilyMatch:
+    config = read_required(read, "transformer/config.json")
+    if config.get("use_meanflow") or config.get("guidance_embeds"):
+        raise ModelError(f"is {DISTILLED}")
+    blocks = f"{config.get('num_layers')} double and {config.get('num_single_layers')} single blocks"
+    return match_flow_model(read, 1, f"the transformer has {blocks}", patch_size=1)
+
+
+_SINGLE_BLOCK = "single_transformer_blocks.{}"
+_SINGLE_PARTS = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
+_STREAM_NAMES = ("attn_qkv", "attn_proj", "mlp.fc1", "mlp.fc2", "mod.linear")
+_REFINER = "context_embedder.token_refiner.refiner_blocks"
+_TEXT_TIME = "context_embedder.time_text_embed"
+_REFINER_PARTS: Mapping[str, tuple[str, ...]] = {
+    "norm1": ("norm1",),
+    "norm2": ("norm2",),
+    "self_attn_qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "self_attn_proj": ("attn.to_out.0",),
+    "mlp.fc1": ("ff.net.0.proj",),
+    "mlp.fc2": ("ff.net.2",),
+    "adaLN_modulation.1": ("norm_out.linear",),
+}
+_LAYOUT: tuple[OriginalModule, ...] = (
+    *build_stream_modules("double_blocks.{}.img_", "transformer_blocks", IMAGE_STREAM, _STREAM_NAMES),
+    *build_stream_modules("double_blocks.{}.txt_", "transformer_blocks", TEXT_STREAM, _STREAM_NAMES),
+    OriginalModule(
+        "single_blocks.{}.linear1",
+        tuple(f"{_SINGLE_BLOCK}.{part}" for part in _SINGLE_PARTS),
+        output_ratios=(1, 1, 1, 4),
+    ),
+    OriginalModule("final_layer.adaLN_modulation.1", ("norm_out.linear",), swaps_scale_shift=True),
+    *(
+        OriginalModule(name, (module,))
+        for name, module in {
+            "single_blocks.{}.linear2": f"{_SINGLE_BLOCK}.proj_out",
+            "single_blocks.{}.modulation.linear": f"{_SINGLE_BLOCK}.norm.linear",
+            "final_layer.linear": "proj_out",
+            "img_in.proj": "x_embedder.proj",
+            "time_in.mlp.0": "time_guidance_embed.timestep_embedder.linear_1",
+            "time_in.mlp.2": "time_guidance_embed.timestep_embedder.linear_2",
+            "txt_in.input_embedder": "context_embedder.proj_in",
+            "txt_in.t_embedder.mlp.0": f"{_TEXT_TIME}.timestep_embedder.linear_1",
+            "txt_in.t_embedder.mlp.2": f"{_TEXT_TIME}.timestep_embedder.linear_2",
+            "txt_in.c_embedder.linear_1": f"{_TEXT_TIME}.text_embedder.linear_1",
+            "txt_in.c_embedder.linear_2": f"{_TEXT_TIME}.text_embedder.linear_2",
+            "byt5_in.layernorm": "context_embedder_2.norm",
+            **{f"byt5_in.fc{number}": f"context_embedder_2.linear_{number}" for number in (1, 2, 3)},
+            "double_blocks.{}.img_attn_q_norm": "transformer_blocks.{}.attn.norm_q",
+            "double_blocks.{}.img_attn_k_norm": "transformer_blocks.{}.attn.norm_k",
+            "double_blocks.{}.txt_attn_q_norm": "transformer_blocks.{}.attn.norm_added_q",
+            "double_blocks.{}.txt_attn_k_norm": "transformer_blocks.{}.attn.norm_added_k",
+            "single_blocks.{}.q_norm": f"{_SINGLE_BLOCK}.attn.norm_q",
+            "single_blocks.{}.k_norm": f"{_SINGLE_BLOCK}.attn.norm_k",
+        }.items()
+    ),
+    *(
+        OriginalModule(
+            f"txt_in.individual_token_refiner.blocks.{block}.{name}",
+            tuple(f"{_REFINER}.{block}.{part}" for part in parts),
+        )
+        for block in (0, 1)
+        for name, parts in _REFINER_PARTS.items()
+    ),
+)
+
+_COMFYUI_PARTS = {
+    "_attn_qkv": "_attn.qkv",
+    "_attn_proj": "_attn.proj",
+    "mlp.fc1": "mlp.0",
+    "mlp.fc2": "mlp.2",
+    "_mod.linear": "_mod.lin",
+    ".modulation.linear": ".modulation.lin",
+    "_in.mlp.0": "_in.in_layer",
+    "_in.mlp.2": "_in.out_layer",
+    "_embedder.mlp.0": "_embedder.in_layer",
+    "_embedder.mlp.2": "_embedder.out_layer",
+    "c_embedder.linear_1": "c_embedder.in_layer",
+    "c_embedder.linear_2": "c_embedder.out_layer",
+}
+
+
+def _rename_for_comfyui(name: str) -> str:
+    for part, other in _COMFYUI_PARTS.items():
+        name = name.replace(part, other)
+    return name
+
+
+COMFYUI_KEYS = KeyStyle(
+    "hunyuan_image_comfyui", tuple(replace(module, name=_rename_for_comfyui(module.name)) for module in _LAYOUT)
+)
+HUNYUAN_IMAGE_KEYS = KeyStyle(
+    "hunyuan_image",
+    _LAYOUT,
+    is_read_by_diffusers=False,
+    unread_in_comfyui={
+        "kohya": "loads half of the layers of this layout, which has sd-scripts' names",
+        **dict.fromkeys(("diffusers", "comfy"), "loads nothing of this layout"),
+    },
+    comfyui_style=COMFYUI_KEYS,
+)
+
+
+def _build_vae_layout(config: Mapping[str, Any]) -> tuple[OriginalModule, ...]:
+    """The modules of the VAE: diffusers counts resnets and samplers of all levels in one list."""
+    levels, layers = len(config["block_out_channels"]), config["layers_per_block"]
+    names: dict[str, str] = {}
+    for side, way, blocks in (("encoder", "down", layers), ("decoder", "up", layers + 1)):
+        names |= {f"{side}.{part}": f"{side}.{part}" for part in ("conv_in", "norm_out", "conv_out")}
+        resnets = {f"{side}.mid.block_{number + 1}": f"{side}.mid_block.resnets.{number}" for number in (0, 1)}
+        index = 0
+        for level in range(levels):
+            for block in range(blocks):
+                resnets[f"{side}.{way}.{level}.block.{block}"] = f"{side}.{way}_blocks.{index}"
+                index += 1
+            names[f"{side}.{way}.{level}.{way}sample.conv"] = f"{side}.{way}_blocks.{index}.conv"
+            index += 1
+        for original, module in resnets.items():
+            names |= {f"{original}.{part}": f"{module}.{part}" for part in ("norm1", "conv1", "norm2", "conv2")}
+            names[f"{original}.nin_shortcut"] = f"{module}.conv_shortcut"
+        parts = {"norm": "norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "proj"}
+        names |= {f"{side}.mid.attn_1.{part}": f"{side}.mid_block.attentions.0.{own}" for part, own in parts.items()}
+    return tuple(OriginalModule(original, (module,)) for original, module in names.items())
+
+
+FACTS = FamilyFacts(
+    name="hunyuan_image",
+    title="HunyuanImage 2.1",
+    pipeline_class="HunyuanImagePipeline",
+    denoiser_name="transformer",
+    components=("transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
+    num_parameters=17_425_795_520,
+    lora_targets_of="sd-scripts",
+    notes="the base model; LoRA in diffusers: `transformer.load_lora_adapter`",
+    match_configs=_match_hunyuan_image,
+    component_options={"vae": "vae", "text_encoder": "text_encoder", "byt5": "text_encoder_2"},
+    kohya_defaults={"timestep_sampling": "sigma"},
+    network=NetworkFacts(modules=("networks.lora_hunyuan_image",)),
+    modelspec_architecture="hunyuan-image-2.1",
+    attention_modes=MASKED_ATTENTION_MODES,
+    single_file_prefixes={
+        "transformer": DENOISER_PREFIXES,
+        "vae": ("vae.",),
+        "text_encoder": ("text_encoders.qwen25_7b.transformer.",),
+        "text_encoder_2": ("text_encoders.byt5_small.transformer.",),
+    },
+    single_file_keys=("double_blocks.0.img_attn_qkv.weight", "byt5_in.fc1.weight", "img_in.proj.weight"),
+    diffusers_keys={
+        "double_blocks.0.img_attn_qkv.weight": "single_transformer_blocks.0.proj_mlp.weight",
+        "byt5_in.fc1.weight": "context_embedder_2.linear_1.weight",
+        "img_in.proj.weight": "x_embedder.proj.weight",
+        "txt_in.input_embedder.weight": "context_embedder.proj_in.weight",
+        "time_r_in.mlp.0.weight": "time_guidance_embed.timestep_embedder_r.linear_1.weight",
+        "guidance_in.mlp.0.weight": "time_guidance_embed.guidance_embedder.linear_1.weight",
+    },
+    unsupported_shapes={(f"{name}.mlp.0.weight", 1, 256): DISTILLED for name in ("time_r_in", "guidance_in")},
+    single_file_layout=_LAYOUT,
+    vae_file_layout=_build_vae_layout,
+    shape_checks={
+        ("img_in.proj.weight", 1): ("transformer", "in_channels"),
+        ("txt_in.input_embedder.weight", 1): ("transformer", "text_embed_dim"),
+        ("byt5_in.fc1.weight", 1): ("transformer", "text_embed_2_dim"),
+    },
+)
+
+
+class HunyuanImage(Family):
+    facts = FACTS
+    denoiser_name = "transformer"
+    text_components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    tokenizer_repo_ids = {"tokenizer": "Qwen/Qwen2.5-VL-7B-Instruct", "tokenizer_2": "google/byt5-small"}
+    # Every linear layer of the double and single blocks; those that refine the text have some of the same names.
+    lora_target_modules = (
+        *(f"transformer_blocks.*.{layer}" for layer in (*IMAGE_STREAM, *TEXT_STREAM)),
+        *(f"single_transformer_blocks.*.{layer}" for layer in (*_SINGLE_PARTS, "proj_out", "norm.linear")),
+    )
+    lora_key_style = HUNYUAN_IMAGE_KEYS
+    lora_other_key_styles = (COMFYUI_KEYS,)
+    lora_format = "comfy"
+    block_lists = ("transformer_blocks", "single_transformer_blocks")
+    block_activation_args = ("hidden_states", "encoder_hidden_states")
+    block_token_args = {
+        "attention_mask": ((3, ("hidden_states", "encoder_hidden_states")),),
+        "image_rotary_emb": ((0, ("hidden_states",)),) * 2,
+    }
+    single_stream_block_lists = ("single_transformer_blocks",)
+    # One matrix for the output of the attention and of the MLP.
+    fused_parallel_layers = {r"single_transformer_blocks\.\d+\.proj_out$": ("rowwise", (1, 4))}
+    has_variable_text_length = True
+    text_pad_multiple = 64
+    default_image_size = (2048, 2048)
+    default_num_inference_steps = 50
+    default_guidance_scale = 3.5
+
+    def get_pipeline_class(self) -> Any:
+        return _build_pipeline_class()
+
+    @classmethod
+    def prepare_denoiser(cls, denoiser: Any) -> None:
+        denoiser.__class__ = _build_transformer_class()
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        return BaseModelInfo("hunyuan_image_2.1", "hunyuan-image-2.1")
+
+    def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        from .. import text_encoding
+
+        texts = [pipe.prompt_template_encode.format(prompt) for prompt in prompts]
+        start = pipe.prompt_template_encode_start_idx
+        longest = max(map(len, pipe.tokenizer(texts, truncation=False, verbose=False).input_ids)) - start
+        embeds, mask = pipe._get_qwen_prompt_embeds(
+            pipe.tokenizer,
+            pipe.text_encoder.model,  # without the logits of all tokens
+            list(prompts),
+            pipe.text_encoder.device,
+            tokenizer_max_length=min(longest, pipe.tokenizer_max_length),
+            template=pipe.prompt_template_encode,
+            drop_idx=start,
+        )
+        return {
+            "embeds": text_encoding.drop_padding(embeds, mask),
+            "glyphs": [_encode_glyphs(pipe, prompt) for prompt in prompts],
+        }
+
+    def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        import torch
+
+        from .. import text_encoding
+
+        texts = [pipe.prompt_template_encode.format(prompt) for prompt in prompts]
+        width, num_prefix_tokens = pipe.transformer.config.text_embed_dim, pipe.prompt_template_encode_start_idx
+        embeds = text_encoding.build_meta_text_embeds(
+            pipe.tokenizer, texts, width, pipe.tokenizer_max_length, num_prefix_tokens
+        )
+        lengths = (min(max(1, _count_glyph_tokens(prompt)), MAX_GLYPH_TOKENS) for prompt in prompts)
+        width = pipe.transformer.config.text_embed_2_dim
+        return {"embeds": embeds, "glyphs": [torch.empty(length, width, device="meta") for length in lengths]}
+
+    def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
+        from .. import text_encoding
+
+        prefix, _, _ = pipe.prompt_template_encode.partition("{}")
+        max_tokens = pipe.tokenizer_max_length + pipe.prompt_template_encode_start_idx
+        texts = {prefix + prompt: prompt for prompt in prompts}
+        found = {texts[text] for text in text_encoding.find_truncated_prompts(pipe.tokenizer, [*texts], max_tokens)}
+        return [prompt for prompt in prompts if prompt in found or _count_glyph_tokens(prompt) > MAX_GLYPH_TOKENS]
+
+    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        from ..text_encoding import pad_text_embeds
+
+        embeds, mask = pad_text_embeds(batch.cond["embeds"], batch.text_pad_multiple)
+        glyphs, glyph_mask = _pad_glyphs(batch.cond["glyphs"], batch.text_pad_multiple > 1)
+        predicted: Tensor = denoiser(
+            hidden_states=noisy_latents,
+            timestep=timesteps,
+            encoder_hidden_states=embeds,
+            encoder_attention_mask=mask,
+            encoder_hidden_states_2=glyphs,
+            encoder_attention_mask_2=glyph_mask,
+            return_dict=False,
+        )[0]
+        return predicted
+
+    def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
+        from ..text_encoding import pad_text_embeds
+
+        kwargs: dict[str, Any] = {"guidance_scale": self.get_guidance_scale(prompt)}
+        for start, texts in (("", cond), ("negative_", negative_cond)):
+            kwargs[f"{start}prompt_embeds"], kwargs[f"{start}prompt_embeds_mask"] = pad_text_embeds(texts["embeds"])
+            glyphs, mask = _pad_glyphs(texts["glyphs"], True)
+            kwargs[f"{start}prompt_embeds_2"], kwargs[f"{start}prompt_embeds_mask_2"] = glyphs, mask
+        return kwargs
+
+
+def _count_glyph_tokens(prompt: str) -> int:
+    """The tokens of what is in quotes, which are its bytes and one for the end; 0 without quotes."""
+    from diffusers.pipelines.hunyuan_image.pipeline_hunyuanimage import extract_glyph_text
+
+    text = extract_glyph_text(prompt)
+    return 0 if text is None else len(text.encode()) + 1
+
+
+def _encode_glyphs(pipe: Any, prompt: str) -> Tensor:
+    """Encode what is in quotes (tokens, width); one token of zeros stands for none."""
+    import torch
+    from diffusers.pipelines.hunyuan_image.pipeline_hunyuanimage import extract_glyph_text
+
+    from .. import text_encoding
+
+    text, encoder = extract_glyph_text(prompt), pipe.text_encoder_2
+    if text is None:
+        return torch.zeros(1, encoder.config.d_model, device=encoder.device, dtype=encoder.dtype)
+    embeds, mask = pipe._get_byt5_prompt_embeds(
+        pipe.tokenizer_2, encoder, text, encoder.device, tokenizer_max_length=MAX_GLYPH_TOKENS
+    )
+    return text_encoding.drop_padding(embeds, mask)[0]
+
+
+def _pad_glyphs(glyphs: Tensor | Sequence[Tensor], is_fixed: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Pad and mask what is in quotes; None if no caption has any, unless the length ``is_fixed``."""
+    from ..text_encoding import pad_text_embeds
+
+    if not is_fixed and all(len(row) == 1 for row in glyphs):
+        return None, None
+    padded, mask = pad_text_embeds(glyphs, MAX_GLYPH_TOKENS if is_fixed else 1)
+    for number, row in enumerate(glyphs):
+        if len(row) == 1:
+            mask[number] = 0
+    return padded, mask
+
+
+@cache
+def _build_transformer_class() -> Any:
+    """diffusers' transformer, which joins both texts of a sample without looking at the values of the masks.
+
+    diffusers moves the tokens that are not masked to the front, whose number is not known before.  Text tokens have no
+    positions: their order changes nothing.
+    """
+    import inspect
+
+    import torch
+    from diffusers import HunyuanImageTransformer2DModel
+
+    class MaskedTextTransformer(HunyuanImageTransformer2DModel):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(self, *args, **kwargs).arguments
+            del given["self"]
+            glyphs, mask = (given.pop(f"encoder_{name}_2", None) for name in ("hidden_states", "attention_mask"))
+            if glyphs is None:
+                return super().forward(**given)
+            text_mask = given["encoder_attention_mask"]
+            given["encoder_attention_mask"] = torch.cat([mask, text_mask], dim=1)
+
+            def give_text_mask(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+                return *args[:2], args[2][:, -text_mask.shape[1] :]
+
+            def join_glyphs(_: Any, args: Any, texts: Tensor) -> Tensor:
+                return torch.cat([self.context_embedder_2(glyphs), texts], dim=1)
+
+            embedder = self.context_embedder
+            handles = embedder.register_forward_pre_hook(give_text_mask), embedder.register_forward_hook(join_glyphs)
+            try:
+                return super().forward(**given)
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+    signature = inspect.signature(HunyuanImageTransformer2DModel.forward)
+    MaskedTextTransformer.forward.__signature__ = signature  # type: ignore[attr-defined]
+    return _rename_class(MaskedTextTransformer, HunyuanImageTransformer2DModel)
+
+
+@cache
+def _build_pipeline_class() -> Any:
+    """diffusers' pipeline with the scale of its guiders as an argument of the call."""
+    import logging
+
+    from diffusers import HunyuanImagePipeline
+
+    logging.getLogger("diffusers.guiders").setLevel(logging.ERROR)  # each guider says that it is experimental
+
+    class GuidedPipeline(HunyuanImagePipeline):
+        def __call__(self, *args: Any, guidance_scale: float | None = None, **kwargs: Any) -> Any:
+            call: Callable[..., Any] = super().__call__
+            guiders = {name: getattr(self, name) for name in ("guider", "ocr_guider")}
+            if guidance_scale is None:
+                return call(*args, **kwargs)
+            try:
+                for name, guider in guiders.items():
+                    setattr(self, name, guider and guider.new(guidance_scale=guidance_scale))
+                return call(*args, **kwargs)
+            finally:
+                for name, guider in guiders.items():
+                    setattr(self, name, guider)
+
+    return _rename_class(GuidedPipeline, HunyuanImagePipeline)
+
+
+def _rename_class(subclass: Any, original: Any) -> Any:
+    for name in ("__module__", "__qualname__", "__name__"):
+        setattr(subclass, name, getattr(original, name))
+    return subclass
