@@ -269,6 +269,8 @@ def convert_from_file_format(
     num_tucker = sum(MID in module_tensors for module_tensors in modules.values())
     embeddings = {key: tensor for key, tensor in tensors.items() if key.startswith(EMBEDDING_PREFIX)}
     file_format = detect_file_format(key for key in tensors if key not in embeddings)
+    if file_format == "kohya" and any(part.has_comfyui_names(modules) for part in components):
+        file_format = "comfy"
     return AdapterFileContents(state_dict, alphas, file_format, alpha_dtype, fused, embeddings, num_tucker)
 
 

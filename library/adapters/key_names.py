@@ -74,6 +74,16 @@ class ComponentKeys:
         """The same component with the names of kohya files for ComfyUI."""
         return replace(self, key_style=self.key_style.comfyui_style or self.key_style)
 
+    def has_comfyui_names(self, names: Iterable[str]) -> bool:
+        """Whether some names of a kohya file are those that only ComfyUI has."""
+        if self.key_style.comfyui_style is None:
+            return False
+        own, theirs = (
+            {build_kohya_name(group.name, self.key_prefix) for group in self._group_modules(style)}
+            for style in (self.key_style, self.key_style.comfyui_style)
+        )
+        return not (theirs - own).isdisjoint(names)
+
     def iter_known_names(self) -> Iterator[tuple[str, ModuleGroup]]:
         """All names of its modules in the files of known programs, the usual ones first."""
         dotted, underscored = self._list_other_prefixes()

@@ -156,6 +156,7 @@ def _load_scheduler(model: DetectedModel, read: ConfigReader, index: JsonDict) -
 
 def _load_guiders(read: ConfigReader, index: JsonDict) -> dict[str, Any]:
     """The guidance of previews, where the pipeline has it as components."""
+    logging.getLogger("diffusers.guiders").setLevel(logging.ERROR)  # each guider says that it is experimental
     classes = {name: import_model_class(*index[name]) for name in GUIDERS if any(index.get(name) or ())}
     return {name: each.from_config(read_required(read, f"{name}/guider_config.json")) for name, each in classes.items()}
 

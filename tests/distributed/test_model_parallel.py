@@ -49,6 +49,7 @@ LONG = pytest.mark.slow
         ("qwen_image", "TP 2", "no", ("--network_train_unet_only",)),
         pytest.param("aura_flow", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
         pytest.param("ovis_image", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
+        pytest.param("hunyuan_image", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
         pytest.param("longcat_image", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
         pytest.param("ernie_image", "TP 2 x PP 2", "no", ("--network_train_unet_only",), marks=LONG),
         pytest.param("lumina2", "TP 2", "no", ("--network_train_unet_only",), marks=LONG),

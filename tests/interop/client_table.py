@@ -62,6 +62,7 @@ ORIGINAL_WRITERS: Mapping[str, Callable[[Any], Mapping[str, Tensor]]] = {
     "cogview4": nn.Module.state_dict,
     "anima": original_checkpoints.convert_anima_transformer,
     "flux3": original_checkpoints.convert_flux3_transformer,
+    "hunyuan_image": original_checkpoints.convert_hunyuan_image_transformer,
 }
 SAME_FILES = {
     "flux_kontext": "flux",
@@ -73,6 +74,7 @@ SAME_FILES = {
 SD_SCRIPTS_BLOCKS = {
     "anima": {"blocks.{}": "Block"},
     "flux": {"double_blocks.{}": "DoubleStreamBlock", "single_blocks.{}": "SingleStreamBlock"},
+    "hunyuan_image": {"double_blocks.{}": "MMDoubleStreamBlock", "single_blocks.{}": "MMSingleStreamBlock"},
     "sd3": {"joint_blocks.{}.x_block": "SingleDiTBlock", "joint_blocks.{}.context_block": "SingleDiTBlock"},
 }
 
@@ -148,7 +150,7 @@ def write_family(folder: Path, name: str) -> dict[str, dict[str, ClientLayout]]:
     parts |= {part: getattr(pipe, part) for part in family.text_lora_prefixes}
     layouts: dict[str, dict[str, ClientLayout]] = {}
     for client in ("comfyui", "sd_scripts"):
-        layouts[client] = layouts.get("comfyui", {}) if name not in ("sd1", "sd2") else {}
+        layouts[client] = layouts.get("comfyui", {}) if name not in ("sd1", "sd2", "hunyuan_image") else {}
         layouts[client] = layouts[client] or {
             part: ClientLayout.trace(model, select_writer(name, part, model, client)) for part, model in parts.items()
         }
@@ -175,6 +177,8 @@ def select_writer(name: str, part: str, model: nn.Module, client: str) -> Callab
         return original_checkpoints.convert_clip if type(model).__name__.startswith("CLIP") else nn.Module.state_dict
     if client == "sd_scripts" and name in ("sd1", "sd2"):
         return nn.Module.state_dict  # sd-scripts has diffusers' names for these U-Nets
+    if client == "comfyui" and name == "hunyuan_image":  # its class has other names than the file
+        return original_checkpoints.convert_hunyuan_image_for_comfyui
     return ORIGINAL_WRITERS.get(SAME_FILES.get(name, name), original_checkpoints.convert_unet_to_ldm)
 
 

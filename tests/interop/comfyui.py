@@ -41,6 +41,7 @@ MODEL_CLASSES = {  # a family that is not here is not in ComfyUI
     "lumina2": "Lumina2",
     "krea2": "Krea2",
     "anima": "Anima",
+    "hunyuan_image": "HunyuanImage21",
 }
 
 

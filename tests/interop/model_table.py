@@ -50,6 +50,7 @@ TRAINER_RULES: Mapping[str, tuple[bool, str, str]] = {
     "qwen_image": (False, r"^transformer_blocks\.", r"_mod\."),
     "krea2": (True, "", ""),
     "ernie_image": (False, r"^layers\.", ""),
+    "hunyuan_image": (True, r"^(double|single)_blocks\.", ""),
     "anima": (True, r"^(net\.)?blocks\.", r"_modulation"),
     **dict.fromkeys(("longcat_image", "sana"), (False, r"\.to_([qkv]|out\.0)$", "")),
     "aura_flow": (False, r"\.(to_([qkv]|out\.0|add_out)|add_[qkv]_proj)$", ""),

@@ -17,7 +17,15 @@ from client_weights import ClientCase, build_module_tree, read_cases
 from safetensors.torch import load_file
 from transformers import CLIPTextModel  # noqa: F401
 
-NETWORKS = {"sd1": "lora", "sd2": "lora", "sdxl": "lora", "sd3": "lora_sd3", "flux": "lora_flux", "anima": "lora_anima"}
+NETWORKS = {
+    "sd1": "lora",
+    "sd2": "lora",
+    "sdxl": "lora",
+    "sd3": "lora_sd3",
+    "flux": "lora_flux",
+    "anima": "lora_anima",
+    "hunyuan_image": "lora_hunyuan_image",
+}
 
 
 def main(folder: str, root: str) -> None:

@@ -13,6 +13,7 @@ from library.models.families.anima import ANIMA_KEYS
 from library.models.families.flux import FLUX_KEYS
 from library.models.families.flux2 import FLUX2_KEYS
 from library.models.families.flux3 import FLUX3_KEYS
+from library.models.families.hunyuan_image import rename_for_comfyui
 from library.models.families.krea2 import KREA2_KEYS
 from library.models.families.lumina2 import LUMINA2_KEYS
 from library.models.families.sd3 import SD3_KEYS
@@ -351,6 +352,17 @@ def convert_hunyuan_image_transformer(model: nn.Module) -> dict[str, Tensor]:
         is_last = new.startswith("final_layer.adaLN_modulation")
         tensors[new] = torch.cat(tensor.chunk(2)[::-1]) if is_last else tensor
     return tensors
+
+
+def convert_hunyuan_image_for_comfyui(model: nn.Module) -> dict[str, Tensor]:
+    """The names of ComfyUI's class, to which it converts those of the file."""
+    norms = (
+        (r"(img|txt)_attn_q_norm", r"\1_attn.norm.query_norm"),
+        (r"(img|txt)_attn_k_norm", r"\1_attn.norm.key_norm"),
+    )
+    norms += ((r"\.q_norm", ".norm.query_norm"), (r"\.k_norm", ".norm.key_norm"))
+    tensors = convert_hunyuan_image_transformer(model)
+    return {_apply_replacements(rename_for_comfyui(name), norms): tensor for name, tensor in tensors.items()}
 
 
 _HUNYUAN_VAE = (

@@ -106,14 +106,15 @@ _COMFYUI_PARTS = {
 }
 
 
-def _rename_for_comfyui(name: str) -> str:
+def rename_for_comfyui(name: str) -> str:
+    """A name of the file -> that in ComfyUI, to which it converts a file and which its LoRA files have."""
     for part, other in _COMFYUI_PARTS.items():
         name = name.replace(part, other)
     return name
 
 
 COMFYUI_KEYS = KeyStyle(
-    "hunyuan_image_comfyui", tuple(replace(module, name=_rename_for_comfyui(module.name)) for module in _LAYOUT)
+    "hunyuan_image_comfyui", tuple(replace(module, name=rename_for_comfyui(module.name)) for module in _LAYOUT)
 )
 HUNYUAN_IMAGE_KEYS = KeyStyle(
     "hunyuan_image",
@@ -123,6 +124,7 @@ HUNYUAN_IMAGE_KEYS = KeyStyle(
         "kohya": "loads half of the layers of this layout, which has sd-scripts' names",
         **dict.fromkeys(("diffusers", "comfy"), "loads nothing of this layout"),
     },
+    has_lokr_in_diffusers=True,
     comfyui_style=COMFYUI_KEYS,
 )
 
@@ -275,7 +277,7 @@ class HunyuanImage(Family):
         from ..text_encoding import pad_text_embeds
 
         embeds, mask = pad_text_embeds(batch.cond["embeds"], batch.text_pad_multiple)
-        glyphs, glyph_mask = _pad_glyphs(batch.cond["glyphs"], batch.text_pad_multiple > 1)
+        glyphs, glyph_mask = _pad_glyphs(batch.cond["glyphs"], MAX_GLYPH_TOKENS if batch.text_pad_multiple > 1 else 1)
         predicted: Tensor = denoiser(
             hidden_states=noisy_latents,
             timestep=timesteps,
@@ -293,8 +295,7 @@ class HunyuanImage(Family):
         kwargs: dict[str, Any] = {"guidance_scale": self.get_guidance_scale(prompt)}
         for start, texts in (("", cond), ("negative_", negative_cond)):
             kwargs[f"{start}prompt_embeds"], kwargs[f"{start}prompt_embeds_mask"] = pad_text_embeds(texts["embeds"])
-            glyphs, mask = _pad_glyphs(texts["glyphs"], True)
-            kwargs[f"{start}prompt_embeds_2"], kwargs[f"{start}prompt_embeds_mask_2"] = glyphs, mask
+            kwargs[f"{start}prompt_embeds_2"], kwargs[f"{start}prompt_embeds_mask_2"] = _pad_glyphs(texts["glyphs"])
         return kwargs
 
 
@@ -322,13 +323,11 @@ def _encode_glyphs(pipe: Any, prompt: str) -> Tensor:
     return text_encoding.drop_padding(embeds, mask)[0]
 
 
-def _pad_glyphs(glyphs: Tensor | Sequence[Tensor], is_fixed: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Pad and mask what is in quotes; None if no caption has any, unless the length ``is_fixed``."""
+def _pad_glyphs(glyphs: Tensor | Sequence[Tensor], multiple: int = 1) -> tuple[Tensor, Tensor]:
+    """Pad and mask what is in quotes; where nothing is, the layers for it run all the same, as on other ranks."""
     from ..text_encoding import pad_text_embeds
 
-    if not is_fixed and all(len(row) == 1 for row in glyphs):
-        return None, None
-    padded, mask = pad_text_embeds(glyphs, MAX_GLYPH_TOKENS if is_fixed else 1)
+    padded, mask = pad_text_embeds(glyphs, multiple)
     for number, row in enumerate(glyphs):
         if len(row) == 1:
             mask[number] = 0
@@ -347,7 +346,10 @@ def _build_transformer_class() -> Any:
     import torch
     from diffusers import HunyuanImageTransformer2DModel
 
-    class MaskedTextTransformer(HunyuanImageTransformer2DModel):
+    transformer: Any = HunyuanImageTransformer2DModel
+    signature = inspect.signature(transformer.forward)
+
+    class MaskedTextTransformer(transformer):  # type: ignore[misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             given = signature.bind(self, *args, **kwargs).arguments
             del given["self"]
@@ -371,21 +373,18 @@ def _build_transformer_class() -> Any:
                 for handle in handles:
                     handle.remove()
 
-    signature = inspect.signature(HunyuanImageTransformer2DModel.forward)
     MaskedTextTransformer.forward.__signature__ = signature  # type: ignore[attr-defined]
-    return _rename_class(MaskedTextTransformer, HunyuanImageTransformer2DModel)
+    return _rename_class(MaskedTextTransformer, transformer)
 
 
 @cache
 def _build_pipeline_class() -> Any:
     """diffusers' pipeline with the scale of its guiders as an argument of the call."""
-    import logging
-
     from diffusers import HunyuanImagePipeline
 
-    logging.getLogger("diffusers.guiders").setLevel(logging.ERROR)  # each guider says that it is experimental
+    pipeline: Any = HunyuanImagePipeline
 
-    class GuidedPipeline(HunyuanImagePipeline):
+    class GuidedPipeline(pipeline):  # type: ignore[misc]
         def __call__(self, *args: Any, guidance_scale: float | None = None, **kwargs: Any) -> Any:
             call: Callable[..., Any] = super().__call__
             guiders = {name: getattr(self, name) for name in ("guider", "ocr_guider")}
@@ -399,7 +398,7 @@ def _build_pipeline_class() -> Any:
                 for name, guider in guiders.items():
                     setattr(self, name, guider)
 
-    return _rename_class(GuidedPipeline, HunyuanImagePipeline)
+    return _rename_class(GuidedPipeline, pipeline)
 
 
 def _rename_class(subclass: Any, original: Any) -> Any:

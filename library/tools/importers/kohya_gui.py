@@ -24,8 +24,8 @@ from .kohya_gui_network import read_network, read_trained_components
 
 PROGRAM = "kohya_ss"
 _OTHER_MODELS = {
-    "hunyuan_image_checkbox": "HunyuanImage is not supported; families are listed in docs/models.md",
-    "anima_checkbox": "files for Anima are not imported; write a run file (docs/from_sd_scripts.md)",
+    f"{name}_checkbox": f"files for {title} are not imported; write a run file (docs/from_sd_scripts.md)"
+    for name, title in (("hunyuan_image", "HunyuanImage"), ("anima", "Anima"))
 }
 
 

@@ -5,18 +5,27 @@ import json
 import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import original_checkpoints
 import pytest
 import torch
-from diffusers import AnimaModularPipeline, Flux3AutoBlocks, Flux3ModularPipeline
+from diffusers import (
+    AnimaModularPipeline,
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    Flux3AutoBlocks,
+    Flux3ModularPipeline,
+    HunyuanImagePipeline,
+    HunyuanImageTransformer2DModel,
+)
 from family_cases import SIZE, Recorder, build_case, make_generators
 from loaded_weights import assert_same_weights
 from PIL import Image
 from published_configs import build_component_on_meta
 from safetensors.torch import save_file
 
-from library.adapters.key_names import build_key_map
+from library.adapters.key_names import ComponentKeys, build_key_map, list_module_names
 from library.adapters.targets_rank_alpha import match_target_modules
 from library.config.schema import ModelConfig
 from library.config.schema_data import DataConfig
@@ -27,6 +36,8 @@ from library.models.base import NEGATIVE_MARK
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.models.families.anima import ANIMA_KEYS
+from library.models.families.hunyuan_image import HUNYUAN_IMAGE_KEYS
+from library.models.model_configs import load_bundled_config
 from library.models.validate_options import validate_prompts
 
 __all__ = ["build_case"]  # a fixture
@@ -194,3 +205,87 @@ def test_flux3_masks_the_window_of_longer_texts_and_is_loaded_from_a_folder_that
         output = each(prompt="a cat", **SIZE, num_inference_steps=2, generator=generator)
         images.append((output.get("images") if each is modular else output.images)[0])
     assert images[0].tobytes() == images[1].tobytes()
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_hunyuan_image_joins_its_texts_as_in_diffusers_and_reads_what_is_in_quotes(build_case):
+    family, tiny = build_case("hunyuan_image")
+    pipe, t = tiny.pipe, torch.tensor([700.0, 250.0])
+    pipe.tokenizer_max_length = 1000
+    texts = ['a shop with the words "open now" and ‘closed’', "a cat"]
+    cond = family.encode_prompts(pipe, texts)
+    glyphs = 'Text "closed". Text "open now". '
+    assert [len(row) for row in cond["glyphs"]] == [len(glyphs) + 1, 1] and not cond["glyphs"][1].any()
+    pair = family.predict(pipe, pipe.transformer, tiny.batch.latents, t, replace(tiny.batch, cond=cond))
+    theirs = copy.deepcopy(pipe.transformer)
+    theirs.__class__ = HunyuanImageTransformer2DModel
+    reference = family.predict(pipe, theirs, tiny.batch.latents, t, replace(tiny.batch, cond=cond))
+    torch.testing.assert_close(pair, reference, rtol=1e-4, atol=1e-5)
+    padded = replace(tiny.batch, cond=cond, text_pad_multiple=64)
+    padded = family.predict(pipe, pipe.transformer, tiny.batch.latents, t, padded)
+    torch.testing.assert_close(pair, padded, rtol=1e-4, atol=1e-5)
+    for number in (0, 1):
+        row = slice(number, number + 1)
+        batch = replace(tiny.batch, cond=family.encode_prompts(pipe, texts[row]))
+        alone = family.predict(pipe, pipe.transformer, tiny.batch.latents[row], t[row], batch)
+        torch.testing.assert_close(alone, pair[row], rtol=1e-4, atol=1e-5)
+    without = {**cond, "glyphs": [cond["glyphs"][1]] * 2}
+    without = family.predict(pipe, pipe.transformer, tiny.batch.latents, t, replace(tiny.batch, cond=without))
+    assert not torch.allclose(without[0], pair[0], atol=1e-4) and torch.allclose(without[1], pair[1], atol=1e-5)
+    long = [f'"{"a" * 200}"', "a" * 1100]
+    assert family.find_truncated_prompts(pipe, [*texts, *long]) == long
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_hunyuan_image_is_loaded_from_the_files_of_sd_scripts_and_from_a_folder_with_its_guidance(build_case, tmp_path):
+    family, tiny = build_case("hunyuan_image")
+    pipe = tiny.pipe
+    files = {
+        "transformer": original_checkpoints.convert_hunyuan_image_transformer(pipe.transformer),
+        "vae": original_checkpoints.convert_hunyuan_image_vae(pipe.vae),
+        "text_encoder": original_checkpoints.convert_text_encoder(pipe.text_encoder),
+        "text_encoder_2": original_checkpoints.convert_text_encoder(pipe.text_encoder_2),
+    }
+    for name, tensors in files.items():
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / f"{name}.safetensors")
+    paths = [str(tmp_path / f"{name}.safetensors") for name in files]
+    tokenizers = tmp_path / "tokenizers"  # byT5's has no files
+    pipe.tokenizer.save_pretrained(tokenizers / family.tokenizer_repo_ids["tokenizer"].replace("/", "_"))
+    options = ModelConfig(
+        paths[0], vae=paths[1], text_encoder=paths[2], byt5=paths[3], tokenizer_cache_dir=str(tokenizers)
+    )
+    pipe.guider = pipe.guider.new(adaptive_projected_guidance_start_step=2)
+    pipe.save_pretrained(tmp_path / "folder")
+    for source, start in ((options, 0), (ModelConfig(str(tmp_path / "folder")), 2)):
+        detected = detect_model(source)
+        assert (detected.family, detected.prediction_type) == ("hunyuan_image", "flow")
+        loaded = FAMILIES.get("hunyuan_image")(source).load(detected, torch.float32)
+        assert_same_weights(family, loaded, pipe)
+        assert loaded.guider.adaptive_projected_guidance_start_step == start
+        ours, reference = (family.encode_prompts(each, ['a "cat"']) for each in (loaded, pipe))
+        assert all(ours[key][0].equal(reference[key][0]) for key in reference)
+    original = DiffusionPipeline.from_pretrained(tmp_path / "folder")
+    assert type(original) is HunyuanImagePipeline and original.guider.guidance_scale == 3.5
+
+    distilled = {**files["transformer"], "time_r_in.mlp.0.weight": torch.zeros(32, 256)}
+    save_file({key: tensor.contiguous() for key, tensor in distilled.items()}, paths[0])
+    index = json.loads((tmp_path / "folder" / "transformer" / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "folder" / "transformer" / "config.json").write_text(json.dumps({**index, "use_meanflow": True}))
+    for source in (options, ModelConfig(str(tmp_path / "folder"))):
+        with pytest.raises(FileError, match=r"is the distilled HunyuanImage 2\.1; use the base model"):
+            detect_model(source)
+
+
+def test_hunyuan_image_trains_the_layers_and_timesteps_of_sd_scripts():
+    model, family = build_component_on_meta("hunyuan_image", "transformer"), FAMILIES.get("hunyuan_image")
+    part = ComponentKeys("transformer", list_module_names(model), "lora_unet", HUNYUAN_IMAGE_KEYS)
+    groups = part.get_key_map().group_modules(match_target_modules(model, family.lora_target_modules))
+    stream = ("mod.linear", "attn_qkv", "attn_proj", "mlp.fc1", "mlp.fc2")
+    theirs = {f"double_blocks.{n}.{each}_{name}" for n in range(20) for each in ("img", "txt") for name in stream}
+    theirs |= {f"single_blocks.{n}.{name}" for n in range(40) for name in ("linear1", "linear2", "modulation.linear")}
+    assert {group.name for group in groups} == theirs and len(groups) == 320
+    scheduler = load_bundled_config("hunyuan_image")["scheduler/scheduler_config.json"]
+    pipe = SimpleNamespace(scheduler=FlowMatchEulerDiscreteScheduler.from_config(scheduler))
+    assert family().build_noise_process(pipe).shift.compute_factor(4096) == 5

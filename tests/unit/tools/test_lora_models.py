@@ -30,6 +30,7 @@ KEY_STYLE_FAMILIES = [
     "sana",
     "anima",
     "flux3",
+    "hunyuan_image",
 ]
 """Every key style; each other family shares one of these."""
 FILE_FAMILIES = ["sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image"]
