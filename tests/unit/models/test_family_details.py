@@ -25,7 +25,7 @@ from PIL import Image
 from published_configs import build_component_on_meta
 from safetensors.torch import save_file
 
-from library.adapters.key_names import ComponentKeys, build_key_map, list_module_names
+from library.adapters.key_names import ComponentKeys, build_key_map, build_kohya_name, list_module_names
 from library.adapters.targets_rank_alpha import match_target_modules
 from library.config.schema import ModelConfig
 from library.config.schema_data import DataConfig
@@ -286,6 +286,8 @@ def test_hunyuan_image_trains_the_layers_and_timesteps_of_sd_scripts():
     theirs = {f"double_blocks.{n}.{each}_{name}" for n in range(20) for each in ("img", "txt") for name in stream}
     theirs |= {f"single_blocks.{n}.{name}" for n in range(40) for name in ("linear1", "linear2", "modulation.linear")}
     assert {group.name for group in groups} == theirs and len(groups) == 320
+    names = [build_kohya_name(group.name, "lora_unet") for group in groups]
+    assert not part.has_comfyui_names(names) and part.has_comfyui_names(["lora_unet_double_blocks_7_img_mod_lin"])
     scheduler = load_bundled_config("hunyuan_image")["scheduler/scheduler_config.json"]
     pipe = SimpleNamespace(scheduler=FlowMatchEulerDiscreteScheduler.from_config(scheduler))
     assert family().build_noise_process(pipe).shift.compute_factor(4096) == 5
