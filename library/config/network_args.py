@@ -46,10 +46,7 @@ NETWORK_MODULES = {
 OFT_MODULES = ("networks.oft", "networks.oft_flux")
 """sd-scripts' OFT, which trains no text encoder, and the layers of attention only without ``enable_all_linear``."""
 
-SPECIAL_MODULES = tuple(
-    f"networks.{name}"
-    for name in ("lora_flux", "oft_flux", "lora_sd3", "lora_lumina", "lora_anima", "lora_hunyuan_image")
-)
+SPECIAL_MODULES = tuple(name for name in NETWORK_MODULES if "_" in name)
 """The network modules of few model families, which list them in their ``NetworkFacts``."""
 
 

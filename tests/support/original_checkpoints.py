@@ -13,7 +13,7 @@ from library.models.families.anima import ANIMA_KEYS
 from library.models.families.flux import FLUX_KEYS
 from library.models.families.flux2 import FLUX2_KEYS
 from library.models.families.flux3 import FLUX3_KEYS
-from library.models.families.hunyuan_image import rename_for_comfyui
+from library.models.families.hunyuan_image_keys import rename_for_comfyui
 from library.models.families.krea2 import KREA2_KEYS
 from library.models.families.lumina2 import LUMINA2_KEYS
 from library.models.families.sd3 import SD3_KEYS

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...adapters.key_styles import IMAGE_STREAM, TEXT_STREAM, KeyStyle, OriginalModule, build_stream_modules
+from ...adapters.key_styles import IMAGE_STREAM, TEXT_STREAM
 from ...config.network_args import NetworkFacts
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
+from .hunyuan_image_keys import COMFYUI_KEYS, HUNYUAN_IMAGE_KEYS, LAYOUT, SINGLE_PARTS, build_vae_layout
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -31,124 +30,6 @@ def _match_hunyuan_image(read: ConfigReader) -> FamilyMatch:
         raise ModelError(f"is {DISTILLED}")
     blocks = f"{config.get('num_layers')} double and {config.get('num_single_layers')} single blocks"
     return match_flow_model(read, 1, f"the transformer has {blocks}", patch_size=1)
-
-
-_SINGLE_BLOCK = "single_transformer_blocks.{}"
-_SINGLE_PARTS = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
-_STREAM_NAMES = ("attn_qkv", "attn_proj", "mlp.fc1", "mlp.fc2", "mod.linear")
-_REFINER = "context_embedder.token_refiner.refiner_blocks"
-_TEXT_TIME = "context_embedder.time_text_embed"
-_REFINER_PARTS: Mapping[str, tuple[str, ...]] = {
-    "norm1": ("norm1",),
-    "norm2": ("norm2",),
-    "self_attn_qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-    "self_attn_proj": ("attn.to_out.0",),
-    "mlp.fc1": ("ff.net.0.proj",),
-    "mlp.fc2": ("ff.net.2",),
-    "adaLN_modulation.1": ("norm_out.linear",),
-}
-_LAYOUT: tuple[OriginalModule, ...] = (
-    *build_stream_modules("double_blocks.{}.img_", "transformer_blocks", IMAGE_STREAM, _STREAM_NAMES),
-    *build_stream_modules("double_blocks.{}.txt_", "transformer_blocks", TEXT_STREAM, _STREAM_NAMES),
-    OriginalModule(
-        "single_blocks.{}.linear1",
-        tuple(f"{_SINGLE_BLOCK}.{part}" for part in _SINGLE_PARTS),
-        output_ratios=(1, 1, 1, 4),
-    ),
-    OriginalModule("final_layer.adaLN_modulation.1", ("norm_out.linear",), swaps_scale_shift=True),
-    *(
-        OriginalModule(name, (module,))
-        for name, module in {
-            "single_blocks.{}.linear2": f"{_SINGLE_BLOCK}.proj_out",
-            "single_blocks.{}.modulation.linear": f"{_SINGLE_BLOCK}.norm.linear",
-            "final_layer.linear": "proj_out",
-            "img_in.proj": "x_embedder.proj",
-            "time_in.mlp.0": "time_guidance_embed.timestep_embedder.linear_1",
-            "time_in.mlp.2": "time_guidance_embed.timestep_embedder.linear_2",
-            "txt_in.input_embedder": "context_embedder.proj_in",
-            "txt_in.t_embedder.mlp.0": f"{_TEXT_TIME}.timestep_embedder.linear_1",
-            "txt_in.t_embedder.mlp.2": f"{_TEXT_TIME}.timestep_embedder.linear_2",
-            "txt_in.c_embedder.linear_1": f"{_TEXT_TIME}.text_embedder.linear_1",
-            "txt_in.c_embedder.linear_2": f"{_TEXT_TIME}.text_embedder.linear_2",
-            "byt5_in.layernorm": "context_embedder_2.norm",
-            **{f"byt5_in.fc{number}": f"context_embedder_2.linear_{number}" for number in (1, 2, 3)},
-            "double_blocks.{}.img_attn_q_norm": "transformer_blocks.{}.attn.norm_q",
-            "double_blocks.{}.img_attn_k_norm": "transformer_blocks.{}.attn.norm_k",
-            "double_blocks.{}.txt_attn_q_norm": "transformer_blocks.{}.attn.norm_added_q",
-            "double_blocks.{}.txt_attn_k_norm": "transformer_blocks.{}.attn.norm_added_k",
-            "single_blocks.{}.q_norm": f"{_SINGLE_BLOCK}.attn.norm_q",
-            "single_blocks.{}.k_norm": f"{_SINGLE_BLOCK}.attn.norm_k",
-        }.items()
-    ),
-    *(
-        OriginalModule(
-            f"txt_in.individual_token_refiner.blocks.{block}.{name}",
-            tuple(f"{_REFINER}.{block}.{part}" for part in parts),
-        )
-        for block in (0, 1)
-        for name, parts in _REFINER_PARTS.items()
-    ),
-)
-
-_COMFYUI_PARTS = {
-    "_attn_qkv": "_attn.qkv",
-    "_attn_proj": "_attn.proj",
-    "mlp.fc1": "mlp.0",
-    "mlp.fc2": "mlp.2",
-    "_mod.linear": "_mod.lin",
-    ".modulation.linear": ".modulation.lin",
-    "_in.mlp.0": "_in.in_layer",
-    "_in.mlp.2": "_in.out_layer",
-    "_embedder.mlp.0": "_embedder.in_layer",
-    "_embedder.mlp.2": "_embedder.out_layer",
-    "c_embedder.linear_1": "c_embedder.in_layer",
-    "c_embedder.linear_2": "c_embedder.out_layer",
-}
-
-
-def rename_for_comfyui(name: str) -> str:
-    """A name of the file -> that in ComfyUI, to which it converts a file and which its LoRA files have."""
-    for part, other in _COMFYUI_PARTS.items():
-        name = name.replace(part, other)
-    return name
-
-
-COMFYUI_KEYS = KeyStyle(
-    "hunyuan_image_comfyui", tuple(replace(module, name=rename_for_comfyui(module.name)) for module in _LAYOUT)
-)
-HUNYUAN_IMAGE_KEYS = KeyStyle(
-    "hunyuan_image",
-    _LAYOUT,
-    is_read_by_diffusers=False,
-    unread_in_comfyui={
-        "kohya": "loads half of the layers of this layout, which has sd-scripts' names",
-        **dict.fromkeys(("diffusers", "comfy"), "loads nothing of this layout"),
-    },
-    has_lokr_in_diffusers=True,
-    comfyui_style=COMFYUI_KEYS,
-)
-
-
-def _build_vae_layout(config: Mapping[str, Any]) -> tuple[OriginalModule, ...]:
-    """The modules of the VAE: diffusers counts resnets and samplers of all levels in one list."""
-    levels, layers = len(config["block_out_channels"]), config["layers_per_block"]
-    names: dict[str, str] = {}
-    for side, way, blocks in (("encoder", "down", layers), ("decoder", "up", layers + 1)):
-        names |= {f"{side}.{part}": f"{side}.{part}" for part in ("conv_in", "norm_out", "conv_out")}
-        resnets = {f"{side}.mid.block_{number + 1}": f"{side}.mid_block.resnets.{number}" for number in (0, 1)}
-        index = 0
-        for level in range(levels):
-            for block in range(blocks):
-                resnets[f"{side}.{way}.{level}.block.{block}"] = f"{side}.{way}_blocks.{index}"
-                index += 1
-            names[f"{side}.{way}.{level}.{way}sample.conv"] = f"{side}.{way}_blocks.{index}.conv"
-            index += 1
-        for original, module in resnets.items():
-            names |= {f"{original}.{part}": f"{module}.{part}" for part in ("norm1", "conv1", "norm2", "conv2")}
-            names[f"{original}.nin_shortcut"] = f"{module}.conv_shortcut"
-        parts = {"norm": "norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "proj"}
-        names |= {f"{side}.mid.attn_1.{part}": f"{side}.mid_block.attentions.0.{own}" for part, own in parts.items()}
-    return tuple(OriginalModule(original, (module,)) for original, module in names.items())
 
 
 FACTS = FamilyFacts(
@@ -182,8 +63,8 @@ FACTS = FamilyFacts(
         "guidance_in.mlp.0.weight": "time_guidance_embed.guidance_embedder.linear_1.weight",
     },
     unsupported_shapes={(f"{name}.mlp.0.weight", 1, 256): DISTILLED for name in ("time_r_in", "guidance_in")},
-    single_file_layout=_LAYOUT,
-    vae_file_layout=_build_vae_layout,
+    single_file_layout=LAYOUT,
+    vae_file_layout=build_vae_layout,
     shape_checks={
         ("img_in.proj.weight", 1): ("transformer", "in_channels"),
         ("txt_in.input_embedder.weight", 1): ("transformer", "text_embed_dim"),
@@ -200,7 +81,7 @@ class HunyuanImage(Family):
     # Every linear layer of the double and single blocks; those that refine the text have some of the same names.
     lora_target_modules = (
         *(f"transformer_blocks.*.{layer}" for layer in (*IMAGE_STREAM, *TEXT_STREAM)),
-        *(f"single_transformer_blocks.*.{layer}" for layer in (*_SINGLE_PARTS, "proj_out", "norm.linear")),
+        *(f"single_transformer_blocks.*.{layer}" for layer in (*SINGLE_PARTS, "proj_out", "norm.linear")),
     )
     lora_key_style = HUNYUAN_IMAGE_KEYS
     lora_other_key_styles = (COMFYUI_KEYS,)
@@ -334,7 +215,6 @@ def _pad_glyphs(glyphs: Tensor | Sequence[Tensor], multiple: int = 1) -> tuple[T
     return padded, mask
 
 
-@cache
 def _build_transformer_class() -> Any:
     """diffusers' transformer, which joins both texts of a sample without looking at the values of the masks.
 
@@ -377,7 +257,6 @@ def _build_transformer_class() -> Any:
     return _rename_class(MaskedTextTransformer, transformer)
 
 
-@cache
 def _build_pipeline_class() -> Any:
     """diffusers' pipeline with the scale of its guiders as an argument of the call."""
     from diffusers import HunyuanImagePipeline

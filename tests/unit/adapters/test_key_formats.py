@@ -46,7 +46,8 @@ def test_every_family_is_converted_to_every_format_and_back_to_the_bit(name, fil
     assert all(tensor.is_contiguous() for tensor in tensors.values())
     restored = convert_from_file_format(tensors, metadata, parts)
     assert has_same_tensors(restored.state_dict, state) and restored.alphas == alphas
-    is_kohya = parts[0].name == "unet" or parts[0].key_style.is_kohya_in_comfyui
+    style = parts[0].key_style
+    is_kohya = parts[0].name == "unet" or (style.is_kohya_in_comfyui and style.comfyui_style is None)
     assert restored.file_format == ("kohya" if file_format == "comfy" and is_kohya else file_format)
 
 

@@ -36,7 +36,7 @@ from library.models.base import NEGATIVE_MARK
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.models.families.anima import ANIMA_KEYS
-from library.models.families.hunyuan_image import HUNYUAN_IMAGE_KEYS
+from library.models.families.hunyuan_image_keys import HUNYUAN_IMAGE_KEYS
 from library.models.model_configs import load_bundled_config
 from library.models.validate_options import validate_prompts
 
