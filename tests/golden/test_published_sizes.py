@@ -68,6 +68,9 @@ COUNTS = {
     ("qwen_image_edit_plus_2511", "transformer"): 20_430_401_088,
     ("qwen_image", "vae"): 126_892_531,
     ("qwen_image", "text_encoder"): 8_292_166_656,
+    ("qwen_image21", "transformer"): 7_115_124_736,
+    ("qwen_image21", "vae"): 337_740_404,
+    ("qwen_image21", "text_encoder"): 8_767_123_696,
     ("aura_flow", "transformer"): 6_858_605_568,
     ("ernie_image", "transformer"): 8_033_490_048,
     ("ernie_image", "text_encoder"): 3_849_090_048,
@@ -230,6 +233,7 @@ TRANSFORMERS = {
     "cogview4": nn.Module.state_dict,
     "anima": original_checkpoints.convert_anima_transformer,
     "flux3": original_checkpoints.convert_flux3_transformer,
+    "qwen_image21": original_checkpoints.convert_qwen_image21_transformer,
 }
 
 
@@ -287,6 +291,7 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
         "krea2",
         "anima",
         "flux3",
+        "qwen_image21",
     ],
 )
 def test_original_weights_of_published_size_are_converted_to_those_of_diffusers(config):

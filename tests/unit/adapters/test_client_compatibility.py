@@ -28,6 +28,7 @@ EVERY_KIND_FAMILIES = (
     "krea2",
     "sana",
     "anima",
+    "qwen_image21",
 )
 """Every key style; each other family shares one of these."""
 
