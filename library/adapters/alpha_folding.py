@@ -1,7 +1,7 @@
 """LoRA alpha in files: fold alpha / rank into the tensors for diffusers, which stores no alphas; unfold it exactly.
 
-The alpha of each layer is chosen in ``targets``; a missing alpha in a file is read in ``formats``; peft applies the
-scale.
+The alpha of each layer is chosen in ``targets_rank_alpha``; an alpha that a file lacks is read in ``key_formats``;
+peft applies the scale.
 """
 
 import json

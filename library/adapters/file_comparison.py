@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import lora
+from . import injection
 from .key_formats import AdapterFileContents
 from .state_dict import PEFT_SUFFIXES, UP
 
@@ -24,7 +24,7 @@ def compare_file_with_model(
 
     ``model`` has the pipeline's components as children and is in eval mode; its weights are restored afterwards.
     """
-    parameters = dict(lora.iter_adapter_parameters(model))
+    parameters = dict(injection.iter_adapter_parameters(model))
     ups = {module: parameters.get(f"{module}.{PEFT_SUFFIXES[UP]}") for module in alphas}
     for module in sorted(alphas.keys() ^ contents.alphas.keys()):
         # In files with fused modules, a part whose update is zero is the same as a missing one.

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..adapters import lora
+from ..adapters import injection
 from ..adapters.alpha_folding import change_alpha
 from ..adapters.file_reader import read_adapter_file
 from ..adapters.fused_layers import needs_scale_shift_swap
+from ..adapters.injection import Adapter, KeptTensors
 from ..adapters.key_formats import AdapterFileContents, convert_from_file_format
 from ..adapters.key_names import ComponentKeys
-from ..adapters.lora import Adapter, KeptTensors
 from ..adapters.merge import merge_adapter, merge_bias_adapter
 from ..adapters.peft_types import RankAlpha
 from ..adapters.state_dict import DOWN, PEFT_SUFFIXES, ModuleAdapter, iter_named_tensors
@@ -300,7 +300,7 @@ def load_network_weights(model: nn.Module, adapter: Adapter, initial_weights: In
             )
     if problems:
         raise FileError([*problems[:3], *([f"... and {len(problems) - 3} more"] if len(problems) > 3 else [])])
-    state_dict = lora.get_adapter_state_dict(model)
+    state_dict = injection.get_adapter_state_dict(model)
     for module, update in updates.items():
         rescaled = change_alpha(update, adapter.rank_alphas[module].alpha)
         for key, tensor in iter_named_tensors(module, rescaled, PEFT_SUFFIXES):
@@ -309,7 +309,7 @@ def load_network_weights(model: nn.Module, adapter: Adapter, initial_weights: In
             has_same_size = own_tensor is not None and own_tensor.squeeze().shape == tensor.squeeze().shape
             state_dict[key] = tensor.view(own_tensor.shape) if own_tensor is not None and has_same_size else tensor
     try:
-        lora.load_adapter_state_dict(model, state_dict)
+        injection.load_adapter_state_dict(model, state_dict)
     except ValueError as error:
         raise UserError(f"--network_weights: cannot be loaded: {error}") from None
     logger.info("network_weights: loaded %d of %d modules", len(updates), len(adapter.rank_alphas))

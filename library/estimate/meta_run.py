@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..adapters.lora import cast_trainable_parameters
+from ..adapters.injection import cast_trainable_parameters
 from ..checkpoint.init_weights import add_training_adapter, read_initial_weights
 from ..config import RunConfig
 from ..data.batch import Cond, Moments, PixelBatch

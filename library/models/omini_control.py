@@ -18,7 +18,7 @@ from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers import transformer_flux
 from torch import Tensor, nn
 
-from ..adapters.lora import bypass_lora
+from ..adapters.injection import bypass_lora
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values (B, tokens, heads, channels) of some tokens."""

@@ -1,4 +1,4 @@
-"""Gradient accumulation: forward and backward of the micro-batches of an optimizer step, whose gradients are summed.
+"""Gradient accumulation: forward (in autocast) and backward of the micro-batches of a step; gradients are summed.
 
 ``data.batch_plan`` decides how many micro-batches a step has (``--gradient_accumulation_steps``).  The loss of each is
 divided by the samples of the whole step, of all ranks and micro-batches, so that gradients only have to be summed;

@@ -279,7 +279,7 @@ def check_training_step(device: str, precision: str) -> str:
     """Train the built-in model for one step, through the same classes as a run."""
     import torch
 
-    from ..adapters.lora import inject_into_model
+    from ..adapters.injection import inject_into_model
     from ..config.schema import AdapterConfig
     from ..config.schema_objective import LossConfig, NoiseConfig
     from ..data.batch import PixelBatch

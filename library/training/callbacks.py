@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ..adapters.dropout_and_norms import compute_update_norms
+from ..adapters.dropout_and_max_norm import compute_update_norms
 from ..config.help import collect_changed_settings
 from ..config.options import flatten_config
 from ..distributed.config_agreement import find_majority

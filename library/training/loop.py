@@ -92,7 +92,7 @@ def _run_step(run: TrainingRun, step_batches: StepBatches, data_wait_seconds: fl
     set_learning_rates(run.optimizer, [group.lr for group in run.param_groups], lr_factor)
     if run.compilation is not None:
         run.compilation.mark_step_begin()
-    loss = _accumulate_gradients(run, step_batches)
+    loss = accumulate_gradients(run, step_batches)
     grad_norm = _clip_gradients(run)
     metrics = StepMetrics(state.step, loss, grad_norm, {}, tuple(run.task.micro_batch_stats), data_wait_seconds)
     should_step = run.nan_guard.should_step(run, step_batches, metrics)
@@ -112,9 +112,12 @@ def _run_step(run: TrainingRun, step_batches: StepBatches, data_wait_seconds: fl
     return replace(metrics, learning_rates=learning_rates, is_skipped=not should_step)
 
 
-def _accumulate_gradients(run: TrainingRun, step_batches: StepBatches) -> Tensor:
+def accumulate_gradients(run: TrainingRun, step_batches: StepBatches) -> Tensor:
     """Run forward and backward of all micro-batches, all-reduce their gradients, and return the loss."""
-    return run.oom_recovery.compute_gradients(run.strategy, run.task, step_batches, run.state.step)
+    step = run.state.step
+    if run.oom_recovery.is_enabled:
+        return run.oom_recovery.compute_gradients(run.strategy, run.task, step_batches, step)
+    return run.strategy.compute_gradients(run.task, step_batches.micro_batches, step_batches.num_global_samples, step)
 
 
 def _clip_gradients(run: TrainingRun) -> Tensor:

@@ -249,9 +249,7 @@ class OomRecovery:
     def compute_gradients(
         self, strategy: Strategy, task: DiffusionTask, step_batches: StepBatches, step: int
     ) -> Tensor:
-        """Compute the gradients of a step, and return its loss."""
-        if not self.is_enabled:
-            return strategy.compute_gradients(task, step_batches.micro_batches, step_batches.num_global_samples, step)
+        """Compute the gradients of a step with as many splits as it needs, and return its loss."""
         while True:
             result = strategy.compute_gradients_catching_oom(
                 task, self._split_batches(step_batches.micro_batches), step_batches.num_global_samples, step

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..adapters import lora
+from ..adapters import injection
 from ..cache.frozen_encoders import FrozenEncoders
 from ..cache.latent_cache import cache_latents
 from ..cache.model_fingerprint import compute_quick_file_fingerprint, compute_quick_model_fingerprint
@@ -207,7 +207,7 @@ class RunCallbacks:
 
 def _build_callbacks(
     run: TrainingRun,
-    adapter: lora.Adapter,
+    adapter: injection.Adapter,
     prepared: PreparedData,
     readers: CacheReaders,
     prompts: Sequence[Prompt],

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from .. import __version__
-from ..adapters import lora, lora_file
+from ..adapters import injection, lora_file
 from ..adapters.client_compatibility import (
     choose_file_format,
     format_client_losses,
@@ -21,8 +21,8 @@ from ..adapters.client_compatibility import (
 )
 from ..adapters.file_comparison import compare_file_with_model
 from ..adapters.file_reader import InvalidAdapterFileError, read_safetensors
+from ..adapters.injection import Adapter
 from ..adapters.key_formats import FileFormat, convert_from_file_format, convert_to_file_format
-from ..adapters.lora import Adapter
 from ..adapters.metadata import BaseModelMetadata, RunMetadata, add_model_hashes, build_metadata
 from ..adapters.state_dict import group_by_module
 from ..atomic_files import compute_sha256
@@ -152,7 +152,7 @@ class SaveAdapter:
         logger.info("saved %s", path)
 
     def _build_file(self, run: TrainingRun, model: nn.Module) -> "AdapterFile":
-        state, task = lora.get_adapter_state_dict(model), run.task
+        state, task = injection.get_adapter_state_dict(model), run.task
         file = build_adapter_file(state, self.adapter, task.family, task.pipe, self.config.save_format)
         tensors = lora_file.cast_tensors(file.tensors, self.config.save_precision)
         if file.file_format != "diffusers":  # whose files cannot hold embeddings

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..adapters import lora
-from ..adapters.dropout_and_norms import LoraDropout, MaxNormRegularizer
-from ..adapters.lora import cast_trainable_parameters
+from ..adapters import injection
+from ..adapters.dropout_and_max_norm import LoraDropout, MaxNormRegularizer
+from ..adapters.injection import cast_trainable_parameters
 from ..atomic_files import find_write_error
 from ..cache.paths import resolve_cache_dirs
 from ..cache.readers import CacheReaders, build_step_loader
@@ -112,7 +112,7 @@ def build_run(
     plan: RunPlan,
     cache_readers: CacheReaders,
     initial_weights: InitialWeights,
-) -> tuple[TrainingRun, lora.Adapter]:
+) -> tuple[TrainingRun, injection.Adapter]:
     """Inject the adapters, build optimizer, task and loader, and wrap the model; without callbacks and logger yet."""
     objective = build_objective(config.noise, config.loss, family, pipe)
     set_attention_mode(getattr(pipe, family.denoiser_name), config.distributed.attn_mode)

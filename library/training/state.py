@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
-from ..adapters.dropout_and_norms import MaxNormRegularizer
+from ..adapters.dropout_and_max_norm import MaxNormRegularizer
 from ..config import RunConfig
 from ..data.loader import StepBatches, StepLoader
 from ..data.run_plan import RunPlan

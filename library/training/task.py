@@ -10,7 +10,7 @@ import torch
 from PIL.Image import Image, fromarray
 from torch import Tensor, nn
 
-from ..adapters.dropout_and_norms import LoraDropout
+from ..adapters.dropout_and_max_norm import LoraDropout
 from ..cache.keys import hash_controls
 from ..cache.readers import TextReader
 from ..data.batch import Batch, Cond, Moments, PixelBatch, concatenate_cond, map_cond_tensors, normalize_pixels

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..adapters import lora
-from ..adapters.dropout_and_norms import LoraDropout
+from ..adapters import injection
+from ..adapters.dropout_and_max_norm import LoraDropout
 from ..adapters.peft_types import RankAlpha
 from ..adapters.targets_rank_alpha import TargetComponent, TargetLayer, matches_pattern
 from ..config.network_args import (
@@ -26,14 +26,14 @@ from .activation_checkpointing import enable_activation_checkpointing
 
 
 def build_param_groups(
-    model: nn.Module, adapter: lora.Adapter, config: AdapterConfig, optim: OptimConfig, facts: FamilyFacts
+    model: nn.Module, adapter: injection.Adapter, config: AdapterConfig, optim: OptimConfig, facts: FamilyFacts
 ) -> list[ParamGroup]:
     """Group the trainable parameters by learning rate; a parameter shared by modules is in one group, once."""
     network_args = get_network_args(config)
     layers = {layer.name: layer for layer in adapter.target_layers}
     groups: dict[tuple[str, float], list[nn.Parameter]] = {}
     for name, parameter in _iter_unique_parameters(model):
-        layer = layers[lora.parse_module_name(name)]
+        layer = layers[injection.parse_module_name(name)]
         label, lr = _get_layer_lr(layer, optim, network_args, facts)
         ratio = _get_loraplus_ratio(layer, network_args)
         if ratio is not None and ".lora_B." in name:
@@ -69,7 +69,7 @@ def _get_loraplus_ratio(layer: TargetLayer, network_args: NetworkArgs) -> float 
 
 def _iter_unique_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     seen = set()
-    for name, parameter in lora.iter_adapter_parameters(model):
+    for name, parameter in injection.iter_adapter_parameters(model):
         if id(parameter) not in seen:
             seen.add(id(parameter))
             yield name, parameter
@@ -148,12 +148,12 @@ def build_trainable_modules(
     pipe: Any,
     rank_alphas: Mapping[str, RankAlpha] | None = None,
     independent_modules: AbstractSet[str] = frozenset(),
-) -> tuple[TrainableModules, lora.Adapter]:
+) -> tuple[TrainableModules, injection.Adapter]:
     """Inject the adapters, with the ranks of a file if given, freeze the rest, and switch to training mode."""
     parts = select_target_components(config.adapter, config.optim, family, pipe, modules=rank_alphas)
     denoiser = getattr(pipe, family.denoiser_name)
     denoiser.requires_grad_(False)
-    adapter = lora.inject_adapters(
+    adapter = injection.inject_adapters(
         parts, config.adapter, config.train.seed, family.facts.network, rank_alphas, independent_modules
     )
     trained = TrainableModules(
@@ -171,7 +171,7 @@ def build_trainable_modules(
 def build_lora_dropout(
     config: AdapterConfig,
     trainable: TrainableModules,
-    adapter: lora.Adapter,
+    adapter: injection.Adapter,
     get_token_positions: Callable[[nn.Module], Tensor | None] | None = None,
 ) -> LoraDropout | None:
     """Build the dropout of the adapter; None if all rates are 0."""
@@ -194,7 +194,7 @@ def _disable_dropout(encoder: nn.Module) -> None:
             module.dropout = 0.0  # type: ignore[assignment]
 
 
-def format_trainable_summary(trainable: TrainableModules, adapter: lora.Adapter) -> list[str]:
+def format_trainable_summary(trainable: TrainableModules, adapter: injection.Adapter) -> list[str]:
     """Describe what is trained: layers by type, rank, number of parameters."""
     lines = []
     for name, part in trainable.named_children():

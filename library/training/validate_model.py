@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..adapters import lora
+from ..adapters import injection
 from ..config.schema import AdapterConfig, ModelConfig, OptimConfig, TrainConfig
 from ..config.schema_distributed import ParallelConfig
 from ..config.validate_adapter import validate_adapter_for_model
@@ -42,7 +42,7 @@ def validate_adapter_targets(
         pipe = load_components_on_meta(detected, (family.denoiser_name, *encoders))
         components = select_target_components(adapter, optim, family, pipe)
         try:
-            lora.select_target_layers(components, adapter, facts.network)
+            injection.select_target_layers(components, adapter, facts.network)
         except ConfigError as error:
             yield from error.problems
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..adapters.lora import disable_adapters
+from ..adapters.injection import disable_adapters
 from ..config.schema_data import ValidateConfig
 from ..data.batch import Batch, PixelBatch
 from ..data.loader import ReadBatch, ValidationBatches, prefetch_batches

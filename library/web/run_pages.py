@@ -48,7 +48,6 @@ def show_run(request: Request) -> Response:
         "run": overview,
         "summary": reader.read_summary(run),
         "files": files,
-        "log_file": reader.find_log(run),
         "job": get_workbench(request).queue.find_job(run.folder, run.name),
         "state": _describe_state(request, run, overview),
         "has_state": any(run.folder.glob(f"{glob.escape(run.name)}*-state")),

@@ -32,7 +32,7 @@ def test_every_package_has_a_layer():
 
 PLANTED = {
     "an import upwards": ("data/x.py", "from ..training import loop", "imports upwards: data -> training"),
-    "a peer": ("optim/x.py", "from ..adapters import lora", "imports a peer: optim -> adapters"),
+    "a peer": ("optim/x.py", "from ..adapters import injection", "imports a peer: optim -> adapters"),
     "a peer through the package": ("optim/x.py", "from .. import distributed", "imports a peer"),
     "a peer below data": ("dataset/x.py", "from ..diffusion import noise", "imports a peer: dataset -> diffusion"),
     "a third-party library": (

@@ -10,7 +10,7 @@ import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from tiny_pipelines import TINY
 
-from library.adapters import lora
+from library.adapters import injection
 from library.config.schema import AdapterConfig, ModelConfig, OptimConfig
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
@@ -29,7 +29,7 @@ def load(**options):
     pipe = family.load(detected, torch.float32)
     pipe.set_progress_bar_config(disable=True)
     parts = select_target_components(ADAPTER, OptimConfig(), family, pipe)
-    adapter = lora.inject_adapters(parts, ADAPTER, 0)
+    adapter = injection.inject_adapters(parts, ADAPTER, 0)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in pipe.transformer.named_parameters():
         if ".lora_B." in name:
@@ -231,7 +231,7 @@ def test_a_condition_in_channels_changes_nothing_before_the_input_layer_has_lear
     expected = base.predict(tiny.pipe, getattr(tiny.pipe, family.denoiser_name), batch.latents, TIMES, tiny.batch)
     torch.testing.assert_close(family.predict(pipe, denoiser, batch.latents, TIMES, batch), expected)
     parts = select_target_components(AdapterConfig(network_train_unet_only=True), OptimConfig(), family, pipe)
-    lora.inject_adapters(parts, replace(ADAPTER, network_train_unet_only=True), 0)
+    injection.inject_adapters(parts, replace(ADAPTER, network_train_unet_only=True), 0)
     layer = denoiser.get_submodule(family.input_layer)
     layer.lora_B["default"].weight.normal_(generator=torch.Generator().manual_seed(0))
     changed = family.predict(pipe, denoiser, batch.latents, TIMES, batch)

@@ -388,22 +388,24 @@ def test_a_preview_needs_no_text_encoder_and_works_in_bfloat16(case):
 
 def test_every_lora_weight_gets_a_gradient(case):
     """DDP would wait forever for a missing gradient."""
-    from library.adapters import lora
+    from library.adapters import injection
 
     family, tiny = case
     denoiser = getattr(tiny.pipe, family.denoiser_name)
     config, generator = AdapterConfig(network_dim=3, network_alpha=2), torch.Generator().manual_seed(0)
-    lora.inject_into_model(
+    injection.inject_into_model(
         denoiser, config, family.lora_target_modules, 0, family.lora_key_style, family.get_unused_layers(denoiser)
     )
     with torch.no_grad():
-        for name, weight in lora.iter_adapter_parameters(denoiser):
+        for name, weight in injection.iter_adapter_parameters(denoiser):
             if "lora_B" in name:
                 weight.copy_(torch.randn(weight.shape, generator=generator))
     t = torch.tensor([700.0, 250.0])
     family.predict(tiny.pipe, ForwardOnlyWrapper(denoiser), tiny.batch.latents, t, tiny.batch).square().sum().backward()
     without_gradient = [
-        name for name, weight in lora.iter_adapter_parameters(denoiser) if weight.grad is None or not weight.grad.any()
+        name
+        for name, weight in injection.iter_adapter_parameters(denoiser)
+        if weight.grad is None or not weight.grad.any()
     ]
     assert without_gradient == []
 

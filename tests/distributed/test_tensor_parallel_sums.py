@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from library.adapters.lora import inject_into_model
+from library.adapters.injection import inject_into_model
 from library.config.schema import AdapterConfig
 from library.models.families import FAMILIES
 from library.parallel.parallel_plan import build_tensor_parallel_plan

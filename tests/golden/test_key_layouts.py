@@ -13,7 +13,7 @@ from published_configs import build_component_on_meta
 from tiny_denoiser import build_tiny_denoiser
 from torch import nn
 
-from library.adapters import key_names, key_styles, lora
+from library.adapters import injection, key_names, key_styles
 from library.adapters.fused_layers import fuse_adapters, split_adapter
 from library.adapters.key_formats import convert_from_file_format, convert_to_file_format
 from library.adapters.key_names import ComponentKeys
@@ -35,7 +35,7 @@ def real(request):
     name = request.param
     family = FAMILIES.get(name)
     model = build_component_on_meta(name, family.denoiser_name)
-    lora.inject_into_model(
+    injection.inject_into_model(
         model,
         AdapterConfig(network_dim=16, network_alpha=8),
         family.lora_target_modules,
@@ -51,7 +51,8 @@ def real(request):
 def test_keys_and_shapes_of_the_published_model_are_those_of_sd_scripts(real):
     model, family, golden = real
     adapter_state = {
-        key: torch.zeros(tensor.shape, dtype=torch.int8) for key, tensor in lora.get_adapter_state_dict(model).items()
+        key: torch.zeros(tensor.shape, dtype=torch.int8)
+        for key, tensor in injection.get_adapter_state_dict(model).items()
     }
     ours = convert_to_kohya(adapter_state, 8.0, build_component_keys(model, family))
     assert {key: list(tensor.shape) for key, tensor in ours.items()} == golden

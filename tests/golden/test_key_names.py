@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers import UNet2DConditionModel
 
-from library.adapters import key_names, lora
+from library.adapters import injection, key_names
 from library.adapters.key_formats import convert_from_file_format, convert_to_file_format
 from library.config.schema import AdapterConfig
 from library.errors import UserError
@@ -22,7 +22,7 @@ def real():
     """The UNet of Stable Diffusion 1.5 on the meta device, with a LoRA of the golden list's rank."""
     with torch.device("meta"):
         model = UNet2DConditionModel(cross_attention_dim=768)
-    return model, lora.inject_into_model(
+    return model, injection.inject_into_model(
         model, AdapterConfig(network_dim=16, network_alpha=8), FAMILY.lora_target_modules, seed=1
     )
 
@@ -31,7 +31,7 @@ def fill_weights(model):
     draw = torch.Generator().manual_seed(0)
     return {
         f"unet.{name}": torch.rand(tensor.shape, generator=draw)
-        for name, tensor in lora.get_adapter_state_dict(model).items()
+        for name, tensor in injection.get_adapter_state_dict(model).items()
     }
 
 

@@ -11,7 +11,7 @@ import torch
 from published_configs import build_component_on_meta
 from torch import nn
 
-from library.adapters import key_names, lora
+from library.adapters import injection, key_names
 from library.adapters.key_formats import convert_from_file_format, convert_to_file_format
 from library.adapters.key_styles import CLIP_KEYS, LDM_KEYS
 from library.config.schema import AdapterConfig
@@ -136,10 +136,10 @@ def filter_prefix(prefix: str, keys_and_shapes: Mapping[str, list[int]]) -> dict
 
 def export_lora(
     model: nn.Module, targets, prefix: str, style: str
-) -> tuple[lora.AdapterStateDict, dict[str, torch.Tensor]]:
+) -> tuple[injection.AdapterStateDict, dict[str, torch.Tensor]]:
     """The state dict of a LoRA in a meta model, and the tensors of its kohya file."""
-    adapter = lora.inject_into_model(model, AdapterConfig(network_dim=16, network_alpha=8), targets, seed=1)
-    state = {name: torch.zeros(tensor.shape) for name, tensor in lora.get_adapter_state_dict(model).items()}
+    adapter = injection.inject_into_model(model, AdapterConfig(network_dim=16, network_alpha=8), targets, seed=1)
+    state = {name: torch.zeros(tensor.shape) for name, tensor in injection.get_adapter_state_dict(model).items()}
     part = key_names.ComponentKeys("part", key_names.list_module_names(model), prefix, style)
     named = {f"part.{name}": tensor for name, tensor in state.items()}
     tensors, _ = convert_to_file_format(

@@ -31,7 +31,7 @@ from published_configs import build_component_on_meta  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from library.adapters import lora  # noqa: E402
+from library.adapters import injection  # noqa: E402
 from library.adapters.key_names import build_key_map  # noqa: E402
 from library.config import parse_config  # noqa: E402
 from library.models.families import FAMILIES, FAMILY_FACTS  # noqa: E402
@@ -139,7 +139,7 @@ def build_file(family: Any, model: Any, file_format: str) -> Any:
     config = parse_config(["--network_dim", "1", "--network_alpha", "1", "--network_train_unet_only"]).config
     trained, adapter = build_trainable_modules(config, family, pipe)
     made: dict[int, Tensor] = {}
-    state = lora.get_adapter_state_dict(trained)
+    state = injection.get_adapter_state_dict(trained)
     # Layers of one fused module share a tensor.
     real = {key: made.setdefault(id(tensor), torch.ones(tensor.shape)) for key, tensor in state.items()}
     file = build_adapter_file(real, adapter, family, pipe, file_format)

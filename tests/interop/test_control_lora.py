@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tiny_pipelines import TINY
 from training_runs import train, write_images
 
-from library.adapters import lora
+from library.adapters import injection
 from library.config import parse_config
 from library.data.preview_prompts import Prompt
 from library.models.detect import detect_model
@@ -39,8 +39,10 @@ def test_a_control_lora_makes_the_same_picture_in_diffusers_control_pipeline(tmp
 
     def draw_with_lora():
         parts = select_target_components(config.adapter, config.optim, family, pipe)
-        lora.inject_adapters(parts, replace(config.adapter, network_alpha=4), 0)  # alpha is in the weights of the file
-        lora.load_adapter_state_dict(
+        injection.inject_adapters(
+            parts, replace(config.adapter, network_alpha=4), 0
+        )  # alpha is in the weights of the file
+        injection.load_adapter_state_dict(
             pipe.transformer, {name.removeprefix("transformer."): each for name, each in file.items()}
         )
         return family.generate_image(pipe, prompt, cond, cond, torch.Generator().manual_seed(0), None)

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from small_unet import randomize_lora_b
 from tiny_pipelines import TINY
 
-from library.adapters import lora
+from library.adapters import injection
 from library.adapters.lora_file import write_adapter_file
 from library.config.schema import AdapterConfig
 from library.models.families import FAMILIES
@@ -33,7 +33,7 @@ def test_diffusers_predicts_the_same_with_the_file_as_the_model_in_memory(name, 
     tiny, family = TINY[name](), FAMILIES.get(name)()
     denoiser = getattr(tiny.pipe, family.denoiser_name)
     base = predict(family, tiny.pipe, tiny.batch)
-    adapter = lora.inject_into_model(
+    adapter = injection.inject_into_model(
         denoiser, AdapterConfig(network_dim=6, network_alpha=2.5), family.lora_target_modules, seed=1
     )
     randomize_lora_b(denoiser)

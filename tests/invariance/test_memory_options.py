@@ -38,6 +38,7 @@ from library.parallel.quantize import (
     take_ranges,
 )
 from library.training import activation_checkpointing
+from library.training.loop import accumulate_gradients
 
 __all__ = ["even_dataset"]  # a fixture
 
@@ -303,7 +304,8 @@ def count_copies(name, *options):
         steps = run.loader.iter_steps(0)
         for step in range(3):
             copies.clear()
-            run.oom_recovery.compute_gradients(run.strategy, run.task, next(steps), step)
+            run.state.step = step
+            accumulate_gradients(run, next(steps))
     return sum(len(weight.tensors) for weight in weights[0]), dict(Counter(copies.values()))
 
 
@@ -340,7 +342,7 @@ def compute_gradients(folder: Path, cases):
                 2 if "--activation_memory_budget" in flags else 1
             ):  # the first step selects the operations to save
                 run.optimizer.zero_grad(set_to_none=True)
-                loss = run.oom_recovery.compute_gradients(run.strategy, run.task, next(run.loader.iter_steps(0)), 0)
+                loss = accumulate_gradients(run, next(run.loader.iter_steps(0)))
             assert all(parameter.grad.any() for parameter in run.parameters)
             results.append(
                 torch.cat([loss.view(1), *(parameter.grad.flatten() for parameter in run.parameters)]).numpy()

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from text_encoder_runs import build_trainable_case, compute_loss, parse_settings
 from training_runs import even_dataset, max_relative_difference  # noqa: F401
 
-from library.adapters import lora
+from library.adapters import injection
 from library.config.schema import OptimConfig, RunConfig
 from library.config.validate_adapter import validate_adapter_for_model
 from library.models.families import FAMILIES
@@ -21,7 +21,7 @@ WITH_TEXT = ["sd1", "sd2", "sdxl", "sd3", "flux"]
 def randomize_lora_b(model, size=0.3):
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for name, weight in lora.iter_adapter_parameters(model):
+        for name, weight in injection.iter_adapter_parameters(model):
             if "lora_B" in name:
                 weight.copy_(size * torch.randn(weight.shape, generator=generator))
 
@@ -32,7 +32,7 @@ def test_a_gradient_reaches_every_lora_of_denoiser_and_text_encoders(name):
     case = build_trainable_case(name, *BOTH)
     randomize_lora_b(case.model)
     compute_loss(case).backward()
-    weights = dict(lora.iter_adapter_parameters(case.model))
+    weights = dict(injection.iter_adapter_parameters(case.model))
     assert [name for name, weight in weights.items() if weight.grad is None or not weight.grad.any()] == []
     trained_encoders = [
         component for component in case.family.facts.text_encoders if component != case.family.facts.t5_encoder
@@ -60,7 +60,9 @@ def test_the_gradient_of_a_text_encoder_lora_equals_finite_differences():
     compute_loss(case).backward()
     generator = torch.Generator().manual_seed(1)
     weights = {
-        name: weight for name, weight in lora.iter_adapter_parameters(case.model) if name.startswith("text_encoder.")
+        name: weight
+        for name, weight in injection.iter_adapter_parameters(case.model)
+        if name.startswith("text_encoder.")
     }
     directions = {
         name: torch.randn(weight.shape, generator=generator, dtype=weight.dtype) for name, weight in weights.items()
@@ -85,14 +87,14 @@ def test_gradient_checkpointing_does_not_change_gradients():
         assert all(part.is_gradient_checkpointing == bool(flags) for part in case.model.children())
         randomize_lora_b(case.model)
         compute_loss(case).backward()
-        gradients.append({name: weight.grad for name, weight in lora.iter_adapter_parameters(case.model)})
+        gradients.append({name: weight.grad for name, weight in injection.iter_adapter_parameters(case.model)})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_network_train_text_encoder_only_trains_no_denoiser():
     case = build_trainable_case("sdxl", "--network_train_text_encoder_only")
-    assert {name.split(".")[0] for name, _ in lora.iter_adapter_parameters(case.model)} == {
+    assert {name.split(".")[0] for name, _ in injection.iter_adapter_parameters(case.model)} == {
         "text_encoder",
         "text_encoder_2",
     }
@@ -106,7 +108,7 @@ def test_initial_weights_differ_between_text_encoders_and_do_not_change_those_of
         build_trainable_case("sdxl", *BOTH),
         build_trainable_case("sdxl", "--network_dim", "3", "--network_alpha", "2"),
     )
-    state = lora.get_adapter_state_dict(case.model)
+    state = injection.get_adapter_state_dict(case.model)
     name = "layers.0.self_attn.q_proj.lora_A.weight"
     first, second = (
         next(tensor for key, tensor in state.items() if key.startswith(f"{part}.") and key.endswith(name))
@@ -114,7 +116,7 @@ def test_initial_weights_differ_between_text_encoders_and_do_not_change_those_of
     )
     assert not torch.equal(first.flatten()[:30], second.flatten()[:30])
     assert all(
-        torch.equal(tensor, state[key]) for key, tensor in lora.get_adapter_state_dict(denoiser_only.model).items()
+        torch.equal(tensor, state[key]) for key, tensor in injection.get_adapter_state_dict(denoiser_only.model).items()
     )
 
 
@@ -143,12 +145,12 @@ def test_each_component_has_its_learning_rate():
     }
     config = RunConfig()
     groups = build_param_groups(case.model, case.adapter, config.adapter, config.optim, case.family.facts)
-    assert sum(len(group.parameters) for group in groups) == len(lora.get_adapter_state_dict(case.model))
+    assert sum(len(group.parameters) for group in groups) == len(injection.get_adapter_state_dict(case.model))
 
 
 def test_a_learning_rate_of_0_excludes_a_text_encoder():
     case = build_trainable_case("sdxl", *BOTH, "--text_encoder_lr", "1e-4", "0")
-    assert {name.split(".")[0] for name, _ in lora.iter_adapter_parameters(case.model)} == {"unet", "text_encoder"}
+    assert {name.split(".")[0] for name, _ in injection.iter_adapter_parameters(case.model)} == {"unet", "text_encoder"}
 
 
 def find_adapter_problems(name, *flags):
@@ -203,7 +205,7 @@ def test_diffusers_loads_the_text_encoder_lora_from_the_file(text_encoder_run):
         base_cond = family.encode_prompts(pipe, ["a red circle"])
     model, _ = build_trainable_modules(parse_settings(*BOTH), family, pipe)
     file_tensors = load_file(text_encoder_run / "on1.safetensors")
-    state = lora.get_adapter_state_dict(model)
+    state = injection.get_adapter_state_dict(model)
     for key, tensor in state.items():
         if not key.startswith("unet."):
             component, _, rest = key.partition(".")

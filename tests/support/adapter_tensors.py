@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from library.adapters import lora
+from library.adapters import injection
 from library.adapters.key_formats import FileFormat, convert_to_file_format
 from library.adapters.key_names import ComponentKeys, list_module_names
 from library.adapters.state_dict import group_by_module
@@ -25,19 +25,21 @@ def build_component_keys(model: nn.Module, family: Any = None) -> ComponentKeys:
 
 
 def build_adapter_state(
-    model: nn.Module, adapter: lora.Adapter, part: str = "unet"
+    model: nn.Module, adapter: injection.Adapter, part: str = "unet"
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The state dict and alphas that ``convert_to_file_format`` takes."""
-    state = {f"{part}.{name}": tensor for name, tensor in lora.get_adapter_state_dict(model).items()}
+    state = {f"{part}.{name}": tensor for name, tensor in injection.get_adapter_state_dict(model).items()}
     return state, {f"{part}.{module}": alpha for module, alpha in adapter.alphas.items()}
 
 
-def convert_adapter(model: nn.Module, adapter: lora.Adapter, form: FileFormat, family: Any = None) -> dict[str, Tensor]:
+def convert_adapter(
+    model: nn.Module, adapter: injection.Adapter, form: FileFormat, family: Any = None
+) -> dict[str, Tensor]:
     names = build_component_keys(model, family)
     return convert_to_file_format(*build_adapter_state(model, adapter, names.name), [names], form)[0]
 
 
-def convert_adapter_to_kohya(model: nn.Module, adapter: lora.Adapter, family: Any = None) -> dict[str, Tensor]:
+def convert_adapter_to_kohya(model: nn.Module, adapter: injection.Adapter, family: Any = None) -> dict[str, Tensor]:
     return convert_adapter(model, adapter, "kohya", family)
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tiny_pipelines import TINY
 from torch import Tensor
 
-from library.adapters import lora
+from library.adapters import injection
 from library.adapters.lora_file import ZERO_INIT_TENSORS
 from library.adapters.state_dict import MAGNITUDE, parse_tensor_key
 from library.config import parse_config
@@ -88,7 +88,7 @@ class TrainedCase:
     config: Any
     pipe: Any
     state: dict[str, Tensor]
-    adapter: lora.Adapter
+    adapter: injection.Adapter
     base: dict[str, Tensor]
     """Outputs without the adapter."""
     expected: dict[str, Tensor]
@@ -131,7 +131,7 @@ def build_trained_case(name: str, kind: str) -> TrainedCase:
     base = compute_outputs(name, pipe)
     model, adapter = build_trainable_modules(config, family, pipe)
     draw = torch.Generator().manual_seed(4)
-    for key, parameter in lora.iter_adapter_parameters(model):
+    for key, parameter in injection.iter_adapter_parameters(model):
         tensor = (parse_tensor_key(key) or ("", ""))[1]
         noise = torch.randn(parameter.shape, generator=draw)
         if tensor in ZERO_INIT_TENSORS:
@@ -140,7 +140,7 @@ def build_trained_case(name: str, kind: str) -> TrainedCase:
             parameter.mul_(1 + 0.2 * noise.clamp(-2, 2))
     model.eval()
     expected = compute_outputs(name, pipe)
-    return TrainedCase(name, kind, config, pipe, lora.get_adapter_state_dict(model), adapter, base, expected)
+    return TrainedCase(name, kind, config, pipe, injection.get_adapter_state_dict(model), adapter, base, expected)
 
 
 def write_file(case: TrainedCase, path: Path, file_format: str = "auto") -> AdapterFile:

@@ -4,7 +4,7 @@ import tiny_sd1
 import torch
 from tiny_pipelines import TINY
 
-from library.adapters import lora
+from library.adapters import injection
 from library.config.schema import AdapterConfig
 from library.models.families import FAMILIES
 
@@ -28,6 +28,6 @@ def randomize_lora_b(model, seed=0, size=0.05):
     """Replace the zero lora_B weights by random ones, as if trained."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in lora.iter_adapter_parameters(model):
+        for name, parameter in injection.iter_adapter_parameters(model):
             if "lora_B" in name:
                 parameter.copy_(size * torch.randn(parameter.shape, generator=generator))

@@ -57,17 +57,6 @@ function returnFocus(...elements) {
   elements.find((element) => element?.isConnected && !element.disabled && element.getClientRects().length)?.focus();
 }
 
-const keepFocus = (id) => { if (id) sessionStorage.setItem("focus", id); };
-function reloadPage() {
-  keepFocus(document.activeElement?.id);
-  location.reload();
-}
-{
-  const id = sessionStorage.getItem("focus");
-  sessionStorage.removeItem("focus");
-  if (id) (byId(id) ?? document.querySelector("[role=tab]"))?.focus();
-}
-
 function setUpTabs(onShow) {
   const tabs = [...document.querySelectorAll("[role=tab]")];
   const show = (name) => {

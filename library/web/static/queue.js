@@ -3,13 +3,12 @@
 document.addEventListener("click", async (event) => {
   const button = event.target.closest("[data-stop], [data-remove], [data-resume]");
   if (!button) return;
-  keepFocus(button.id);  // of what comes in its place after a reload
   button.disabled = true;
   try {
     if (button.dataset.stop) await ask(`/api/jobs/${button.dataset.stop}/stop`, {});
     if (button.dataset.remove) await ask(`/api/jobs/${button.dataset.remove}/remove`, {});
     if (button.dataset.resume) await ask("/api/jobs/resume", { run: button.dataset.resume });
-    if (byId("queue")) await showQueue(button.closest("tr")?.dataset.job); else reloadPage();
+    if (byId("queue")) await showQueue(button.closest("tr")?.dataset.job); else await showRun(button.id);
   } catch (error) { showProblems(byId("job-problems"), error.message.split("\n")); button.disabled = false; }
 });
 

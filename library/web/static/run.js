@@ -1,13 +1,20 @@
 // One run: charts that grow, and the end of its log.
 "use strict";
-(() => {
+const showRun = (() => {
   const key = encodeKey(byId("run").dataset.key);
-  const state = byId("run").dataset.state;
   let shown = "";
 
-  // The buttons of a run are made by the server for its state.
-  function showHead(answer) {
-    if (answer.state !== state && !byId("viewer").open) reloadPage();
+  // The server makes the buttons, the settings and the list of files, for the state that the run is in.
+  async function showRun(focused = document.activeElement.id) {
+    const fresh = new DOMParser().parseFromString(await ask(location.pathname), "text/html");
+    byId("run").dataset.state = fresh.getElementById("run").dataset.state;
+    for (const part of ["#run", "[data-panel=settings]", "[data-panel=files]"])
+      document.querySelector(part).replaceChildren(...fresh.querySelector(part).childNodes);
+    returnFocus(byId(focused), document.querySelector("[role=tab][aria-selected=true]"));
+  }
+
+  async function showHead(answer) {
+    if (answer.state !== byId("run").dataset.state) await showRun();
     byId("facts").textContent = answer.facts || byId("facts").textContent;
   }
 
@@ -28,6 +35,7 @@
     const isAtEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 8;
     if (text !== log.textContent) log.textContent = text;
     log.hidden = !text;
+    byId("no-log").hidden = Boolean(text);
     if (isAtEnd) log.scrollTop = log.scrollHeight;
   }
 
@@ -38,11 +46,12 @@
   });
   poll(async () => {
     const answer = await ask(`/api/charts/${key}`);
-    showHead(answer);
+    await showHead(answer);
     if (shown === "charts" || !answer.is_complete) showCharts(answer);
     if (shown === "previews") await Previews.load(key);
     if (shown === "log") await showLog();
     if (!answer.is_complete) return 50;
     return answer.status === "running" ? 2500 : 10000;
   });
+  return showRun;
 })();

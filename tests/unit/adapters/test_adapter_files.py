@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from small_unet import CONFIG, TARGETS, randomize_lora_b, run_unet
 from torch import nn
 
-from library.adapters import lora
+from library.adapters import injection
 from library.adapters.file_comparison import compare_file_with_model
 from library.adapters.file_reader import InvalidAdapterFileError, read_safetensors
 from library.adapters.key_formats import convert_from_file_format
@@ -25,7 +25,7 @@ META = {"ss_network_dim": "6", "ss_v2": "False"}
 def trained_lora(seed=0):
     """A model with a nonzero LoRA, and the tensors of its file."""
     model = tiny_sd1.build_pipeline(("unet",)).unet
-    adapter = lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
+    adapter = injection.inject_into_model(model, CONFIG, TARGETS, seed=1)
     randomize_lora_b(model, seed)
     return model, convert_adapter_to_kohya(model, adapter)
 
@@ -202,9 +202,9 @@ def lora_in_memory():
 
 def test_each_layer_computes_the_same_with_the_file_as_with_the_adapter_in_memory():
     holder, content = lora_in_memory()
-    before = {key: tensor.clone() for key, tensor in lora.get_adapter_state_dict(holder).items()}
+    before = {key: tensor.clone() for key, tensor in injection.get_adapter_state_dict(holder).items()}
     assert not list(compare_file_with_model(holder, content, content.alphas))
-    assert all(torch.equal(before[key], tensor) for key, tensor in lora.get_adapter_state_dict(holder).items())
+    assert all(torch.equal(before[key], tensor) for key, tensor in injection.get_adapter_state_dict(holder).items())
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

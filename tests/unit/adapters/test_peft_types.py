@@ -5,8 +5,8 @@ import torch
 from text_encoder_runs import build_trainable_case, compute_loss
 from torch import nn
 
-from library.adapters import lora
-from library.adapters.dropout_and_norms import LoraDropout, MaxNormRegularizer, compute_lora_norm, hash_to_uniform
+from library.adapters import injection
+from library.adapters.dropout_and_max_norm import LoraDropout, MaxNormRegularizer, compute_lora_norm, hash_to_uniform
 from library.config.schema import AdapterConfig
 from library.errors import ConfigError
 from library.training.trainable import build_lora_dropout
@@ -32,7 +32,7 @@ def step(case, rate=0.5):
     loss = compute_loss(case)
     loss.backward()
     with torch.no_grad():
-        for _, weight in lora.iter_adapter_parameters(case.model):
+        for _, weight in injection.iter_adapter_parameters(case.model):
             if weight.grad is not None:
                 weight -= rate * weight.grad
                 weight.grad = None
@@ -48,17 +48,17 @@ def test_an_adapter_starts_as_zero_is_trained_and_is_loaded_again(kind):
         build_trainable_case("sd1", *flags),
         build_trainable_case("sd1", *flags, "--seed", "7"),
     )
-    start = lora.get_adapter_state_dict(case.model)
+    start = injection.get_adapter_state_dict(case.model)
     assert case.adapter.adapter_type == {"rslora": "lora"}.get(kind, kind)
     assert {name.split(".")[0] for name in start} == ({"unet"} if kind == "oft" else {"unet", "text_encoder"})
     assert {tensor.dtype for tensor in start.values()} == {torch.float32}
-    assert {lora.parse_module_name(name) for name in start} == set(case.adapter.rank_alphas)
+    assert {injection.parse_module_name(name) for name in start} == set(case.adapter.rank_alphas)
     first = step(case)
     torch.testing.assert_close(first, compute_loss(plain).detach(), rtol=1e-4, atol=1e-5)
     for _ in range(3):
         last = step(case)
     assert last < first
-    lora.load_adapter_state_dict(other.model, lora.get_adapter_state_dict(case.model))
+    injection.load_adapter_state_dict(other.model, injection.get_adapter_state_dict(case.model))
     assert torch.equal(compute_loss(other), compute_loss(case))
 
 
@@ -68,11 +68,11 @@ def test_an_adapter_starts_as_zero_is_trained_and_is_loaded_again(kind):
 def test_the_initial_weights_are_a_function_of_the_seed_and_the_global_generator_is_unchanged(kind):
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
-    one = lora.get_adapter_state_dict(build_trainable_case("sd1", *list_flags(kind)).model)
+    one = injection.get_adapter_state_dict(build_trainable_case("sd1", *list_flags(kind)).model)
     assert torch.equal(before, torch.random.get_rng_state())
     torch.manual_seed(2)
     two, other = (
-        lora.get_adapter_state_dict(build_trainable_case("sd1", *list_flags(kind), *seed).model)
+        injection.get_adapter_state_dict(build_trainable_case("sd1", *list_flags(kind), *seed).model)
         for seed in ((), ("--seed", "7"))
     )
     assert all(torch.equal(one[name], two[name]) for name in one)
@@ -101,7 +101,7 @@ def test_a_lokr_of_two_full_matrices_is_not_scaled_as_in_other_programs():
 
 def test_the_magnitude_of_dora_is_the_norm_of_each_row():
     case = build_trainable_case("sd1", *list_flags("dora"))
-    state = lora.get_adapter_state_dict(case.model)
+    state = injection.get_adapter_state_dict(case.model)
     for site in case.adapter.target_layers:
         weight = case.model.get_submodule(site.name).base_layer.weight
         torch.testing.assert_close(
@@ -185,7 +185,7 @@ def test_dropout_is_applied_to_every_lora_module_and_to_shared_ones_once():
     assert all(len(module._forward_hooks) == 1 for module in hooked)
     dropout.sample_keys = torch.tensor([1, 2])
     with torch.no_grad():
-        for name, weight in lora.iter_adapter_parameters(case.model):
+        for name, weight in injection.iter_adapter_parameters(case.model):
             if "lora_B" in name:
                 weight.fill_(0.1)
     dropped = compute_loss(case)
@@ -197,7 +197,7 @@ def test_max_norm_scales_large_updates_to_the_limit_and_leaves_small_ones():
     case = build_trainable_case("flux", *SIZE, "--network_alpha", "3")
     draw = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for name, weight in lora.iter_adapter_parameters(case.model):
+        for name, weight in injection.iter_adapter_parameters(case.model):
             if "lora_B" in name:
                 weight.copy_(torch.randn(weight.shape, generator=draw) * (1 if "single" in name else 1e-3))
     groups = {}

@@ -9,7 +9,7 @@ import torch
 from data_paths import DATA
 from torch import nn
 
-from library.adapters import lora
+from library.adapters import injection
 from library.adapters.targets_rank_alpha import assign_ranks
 from library.adapters.validate_targets import validate_ranks
 from library.config import parse_config
@@ -64,7 +64,7 @@ def sites():
         "sd3": ["emb_dims=0,0,0,0,0,0"],
     }
     return {
-        name: lora.select_target_layers(
+        name: injection.select_target_layers(
             match_sites(name, build_config(*words)), build_config(*words).adapter, FAMILY_FACTS[name].network
         )[0]
         for name, words in more.items()
@@ -118,7 +118,7 @@ def test_modules_and_ranks_with_conv_dim_equal_those_of_sd_scripts(sites, name, 
 def test_modules_without_conv_dim_equal_those_of_sd_scripts(name, file):
     actual = {
         site.kohya_name
-        for site in lora.select_target_layers(
+        for site in injection.select_target_layers(
             match_sites(name, build_config()), build_config().adapter, FAMILY_FACTS[name].network
         )[0]
     }
@@ -314,7 +314,7 @@ def test_lora_up_matrices_have_their_own_param_group():
         group.name: group for group in build_param_groups(model, adapter, config.adapter, config.optim, family.facts)
     }
     assert {name: group.lr for name, group in groups.items()} == {"unet": 1e-4, "unet_plus": 4e-4}
-    ups = {id(weight) for name, weight in lora.iter_adapter_parameters(model) if "lora_B" in name}
+    ups = {id(weight) for name, weight in injection.iter_adapter_parameters(model) if "lora_B" in name}
     assert {id(weight) for weight in groups["unet_plus"].parameters} == ups
 
 
@@ -543,7 +543,7 @@ def test_arguments_of_convolutions_have_no_effect_on_models_without_them():
 
 def test_a_conv_dim_of_0_trains_the_small_convolutions_as_in_sd_scripts(sites):
     config = build_config("conv_dim=0")
-    layers, _ = lora.select_target_layers(match_sites("sd1", config), config.adapter, FAMILY_FACTS["sd1"].network)
+    layers, _ = injection.select_target_layers(match_sites("sd1", config), config.adapter, FAMILY_FACTS["sd1"].network)
     assert [layer.name for layer in layers] == [layer.name for layer in sites["sd1"]], (
         "those between the blocks as well"
     )

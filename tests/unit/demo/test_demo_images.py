@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from library.adapters import lora
+from library.adapters import injection
 from library.config.schema import AdapterConfig
 from library.data.batch import Batch
 from library.data.preview_prompts import Prompt
@@ -65,8 +65,10 @@ def test_latents_of_the_demo_images_have_about_unit_variance():
 @pytest.mark.slow
 def test_a_training_step_is_fast_and_reduces_the_loss():
     family, pipe = FAMILIES.get("sd1")(), tiny_sd1.build_pipeline()
-    lora.inject_into_model(pipe.unet, AdapterConfig(network_dim=8, network_alpha=8), family.lora_target_modules, seed=0)
-    weights = [parameter for _, parameter in lora.iter_adapter_parameters(pipe.unet)]
+    injection.inject_into_model(
+        pipe.unet, AdapterConfig(network_dim=8, network_alpha=8), family.lora_target_modules, seed=0
+    )
+    weights = [parameter for _, parameter in injection.iter_adapter_parameters(pipe.unet)]
     optimizer, process = torch.optim.AdamW(weights, lr=5e-3), family.build_noise_process(pipe)
     draw = torch.Generator().manual_seed(0)
     latents, embeds = torch.randn(2, 4, 8, 12, generator=draw), torch.randn(2, 77, 64, generator=draw)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_pipelines import TINY
 from training_runs import write_images
 
-from library.adapters import lora
+from library.adapters import injection
 from library.adapters.file_reader import read_adapter_file
 from library.adapters.key_formats import convert_to_file_format
 from library.adapters.targets_rank_alpha import match_target_modules
@@ -206,7 +206,7 @@ def test_idle_layers_of_a_file_are_kept_unchanged(name, tmp_path, caplog):
 
     assert adapter.kept.alphas and "have no effect in this model" in caplog.text
     assert not any("base_layer" in key for key in adapter.kept.state_dict)
-    saved = adapter.kept.add_to(lora.get_adapter_state_dict(trained), adapter.alphas)
+    saved = adapter.kept.add_to(injection.get_adapter_state_dict(trained), adapter.alphas)
     tensors, _ = convert_to_file_format(*saved, parts, form)
     assert tensors.keys() == original.keys()
     for key, tensor in original.items():

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_pipelines import TINY, get_tiny_sd1_folder
 from training_runs import train, write_images
 
-from library.adapters import lora
+from library.adapters import injection
 from library.adapters.file_comparison import compare_file_with_model
 from library.adapters.key_formats import convert_from_file_format, convert_to_file_format
 from library.adapters.merge import merge_adapter as merge_one
@@ -105,7 +105,7 @@ def test_a_different_alpha_does_not_change_the_loaded_update(kind, tmp_path):
         "sd1", network_weights=str(path), network_dim=3, network_alpha=2.0, network_module=f"networks.{kind}"
     )
     trained, adapter = build_trainable_modules(config, family, tiny.pipe)
-    source = {name: torch.randn(tensor.shape) for name, tensor in lora.get_adapter_state_dict(trained).items()}
+    source = {name: torch.randn(tensor.shape) for name, tensor in injection.get_adapter_state_dict(trained).items()}
     alphas = {name: 1.0 if size.rank == 1 else 0.7 for name, size in adapter.rank_alphas.items()}
     save_file(convert_to_file_format(source, alphas, collect_component_keys(family, tiny.pipe), "comfy")[0], path)
     load_network_weights(trained, adapter, read_initial_weights(config.adapter, family, model))
@@ -149,7 +149,10 @@ def test_oft_base_weights_are_reported_before_the_model_is_loaded(tmp_path):
     )
     save_file(
         convert_to_file_format(
-            lora.get_adapter_state_dict(source), adapter.alphas, collect_component_keys(family, tiny.pipe), "diffusers"
+            injection.get_adapter_state_dict(source),
+            adapter.alphas,
+            collect_component_keys(family, tiny.pipe),
+            "diffusers",
         )[0],
         path,
     )
@@ -179,7 +182,7 @@ def test_separate_lora_a_of_query_key_and_value_are_trained_apart(is_dim_from_we
     )
     load_network_weights(trained, adapter, initial)
 
-    loaded = lora.get_adapter_state_dict(trained)
+    loaded = injection.get_adapter_state_dict(trained)
     first, second = (f"transformer.transformer_blocks.1.attn.{name}.{end}" for name in ("to_q", "to_k"))
     assert torch.equal(loaded[first], state[first]) and torch.equal(loaded[second], state[second])
     if not is_dim_from_weights:  # the file lacks this block
@@ -193,10 +196,10 @@ def test_a_file_may_lack_some_modules_that_share_lora_a(tmp_path):
     source, adapter = build_trainable_modules(
         RunConfig(adapter=AdapterConfig(network_dim=3, network_train_unet_only=True)), family, tiny.pipe
     )
-    for name, parameter in lora.iter_adapter_parameters(source):
+    for name, parameter in injection.iter_adapter_parameters(source):
         parameter.normal_() if "lora_B" in name and not name.endswith("to_q.lora_B.weight") else None
     parts = collect_component_keys(family, tiny.pipe)
-    save_file(convert_to_file_format(lora.get_adapter_state_dict(source), adapter.alphas, parts, "kohya")[0], path)
+    save_file(convert_to_file_format(injection.get_adapter_state_dict(source), adapter.alphas, parts, "kohya")[0], path)
     content = convert_from_file_format(load_file(path), {}, parts)
     assert len(content.alphas) < len(adapter.alphas)
     assert not list(compare_file_with_model(source, content, adapter.alphas))
@@ -205,7 +208,7 @@ def test_a_file_may_lack_some_modules_that_share_lora_a(tmp_path):
     trained, sizes = build_trainable_modules(replace(config, train=replace(config.train, seed=5)), family, other.pipe)
     load_network_weights(trained, sizes, read_initial_weights(config.adapter, family, model))
     for (name, one), (_, two) in zip(
-        lora.iter_adapter_parameters(source), lora.iter_adapter_parameters(trained), strict=True
+        injection.iter_adapter_parameters(source), injection.iter_adapter_parameters(trained), strict=True
     ):
         assert torch.equal(one, two) or not any(module in name for module in content.alphas), name
 

@@ -11,7 +11,7 @@ from rank_processes import run_on_ranks
 from torch import nn
 from training_runs import write_images
 
-from library.adapters.dropout_and_norms import compute_update_norms
+from library.adapters.dropout_and_max_norm import compute_update_norms
 from library.training.callbacks import UpdateNorms, group_norms_by_layer_type
 
 

@@ -320,9 +320,11 @@ def test_all_can_be_done_by_keyboard(browser, address, tmp_path):
     page.wait_for_selector("text=No problems")
     keyboard.use("#start")
     page.wait_for_url("**/runs/0/**")
+    page.evaluate("globalThis.isSamePage = true")
     keyboard.use("#action")
     page.wait_for_selector("#status:text-is('stopped')")
     keyboard.wait_for_focus("#action, [role=tab]")
+    assert page.evaluate("globalThis.isSamePage")  # a page that is loaded again would lose keys
 
     # Runs: one with charts and previews, and two over each other.
     keyboard.use(".bar [href='/runs']", by="Shift+Tab")

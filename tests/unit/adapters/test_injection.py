@@ -6,7 +6,7 @@ from diffusers import UNet2DConditionModel
 from small_unet import CONFIG, TARGETS, build_unet, randomize_lora_b, run_unet
 from torch import nn
 
-from library.adapters import lora
+from library.adapters import injection
 from library.adapters.targets_rank_alpha import match_target_modules
 from library.config.schema import AdapterConfig
 from library.errors import UserError
@@ -15,17 +15,17 @@ from library.errors import UserError
 def test_the_real_unet_gets_a_lora_on_192_modules():
     with torch.device("meta"):
         model = UNet2DConditionModel(cross_attention_dim=768)
-    adapter = lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
+    adapter = injection.inject_into_model(model, CONFIG, TARGETS, seed=1)
     assert len(adapter.modules) == 192
     assert (adapter.rank, adapter.alpha) == (6, 2.5)
-    assert len(lora.get_adapter_state_dict(model)) == 2 * 192
+    assert len(injection.get_adapter_state_dict(model)) == 2 * 192
 
 
 @torch.no_grad()
 def test_the_update_is_zero_at_the_start():
     model = build_unet()
     before = run_unet(model)
-    lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
+    injection.inject_into_model(model, CONFIG, TARGETS, seed=1)
     assert torch.equal(run_unet(model), before)
     randomize_lora_b(model)
     assert not torch.allclose(run_unet(model), before)
@@ -34,9 +34,9 @@ def test_the_update_is_zero_at_the_start():
 @torch.no_grad()
 def test_the_update_is_lora_b_times_lora_a_times_alpha_over_rank():
     model, plain = build_unet(), build_unet()
-    adapter = lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
+    adapter = injection.inject_into_model(model, CONFIG, TARGETS, seed=1)
     randomize_lora_b(model)
-    state = lora.get_adapter_state_dict(model)
+    state = injection.get_adapter_state_dict(model)
     for name in adapter.modules:
         down, up = (state[f"{name}.lora_{half}.weight"].flatten(1) for half in "AB")
         weight = plain.get_submodule(name).weight
@@ -47,8 +47,8 @@ def test_the_update_is_lora_b_times_lora_a_times_alpha_over_rank():
 def test_the_initial_weights_depend_on_the_seed_and_the_name_only():
     def init_weights(seed, targets=TARGETS):
         model = build_unet()
-        lora.inject_into_model(model, CONFIG, targets, seed)
-        return lora.get_adapter_state_dict(model)
+        injection.inject_into_model(model, CONFIG, targets, seed)
+        return injection.get_adapter_state_dict(model)
 
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
@@ -65,19 +65,19 @@ def test_the_initial_weights_depend_on_the_seed_and_the_name_only():
 
 def test_lora_a_is_initialized_as_kaiming_uniform_with_the_bound_of_a_linear_layer():
     model = nn.ModuleDict({"to_q": nn.Linear(400, 30), "conv": nn.Conv2d(90, 8, 1)})
-    lora.inject_into_model(model, AdapterConfig(network_dim=64), ("to_q", "conv"), seed=0)
+    injection.inject_into_model(model, AdapterConfig(network_dim=64), ("to_q", "conv"), seed=0)
     for name, fan_in in (("to_q", 400), ("conv", 90)):
-        down = lora.get_adapter_state_dict(model)[f"{name}.lora_A.weight"]
+        down = injection.get_adapter_state_dict(model)[f"{name}.lora_A.weight"]
         assert down.abs().max() <= fan_in**-0.5
         assert down.std().item() == pytest.approx(fan_in**-0.5 / 3**0.5, rel=0.03)
 
 
 def test_only_the_lora_is_trainable_and_in_float32_whatever_the_dtype_of_the_model():
     model = build_unet(torch.bfloat16).train()
-    lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
+    injection.inject_into_model(model, CONFIG, TARGETS, seed=1)
     with torch.autocast("cpu", torch.bfloat16):
         run_unet(model).square().mean().backward()
-    trained = dict(lora.iter_adapter_parameters(model))
+    trained = dict(injection.iter_adapter_parameters(model))
     assert {id(p) for p in trained.values()} == {id(p) for p in model.parameters() if p.requires_grad}
     assert {p.dtype for p in trained.values()} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
@@ -87,15 +87,16 @@ def test_only_the_lora_is_trainable_and_in_float32_whatever_the_dtype_of_the_mod
 
 def test_alpha_zero_means_the_rank_as_in_sd_scripts():
     assert (
-        lora.inject_into_model(build_unet(), AdapterConfig(network_dim=6, network_alpha=0), TARGETS, seed=1).alpha == 6
+        injection.inject_into_model(build_unet(), AdapterConfig(network_dim=6, network_alpha=0), TARGETS, seed=1).alpha
+        == 6
     )
 
 
 def test_a_target_that_matches_no_layer_is_reported_by_name():
     with pytest.raises(UserError, match="'to_qq' matches no layer of UNet2DConditionModel"):
-        lora.inject_into_model(build_unet(), CONFIG, (*TARGETS, "to_qq"), seed=1)
+        injection.inject_into_model(build_unet(), CONFIG, (*TARGETS, "to_qq"), seed=1)
     with pytest.raises(UserError, match="no target"):
-        lora.inject_into_model(build_unet(), CONFIG, (), seed=1)
+        injection.inject_into_model(build_unet(), CONFIG, (), seed=1)
 
 
 def test_a_target_is_a_suffix_of_a_module_name_that_begins_at_a_dot():
@@ -113,29 +114,31 @@ class Outer(nn.Module):
 
 def test_parameter_names_are_the_same_in_any_wrapper():
     model = build_unet()
-    lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
-    plain = list(lora.get_adapter_state_dict(model))
+    injection.inject_into_model(model, CONFIG, TARGETS, seed=1)
+    plain = list(injection.get_adapter_state_dict(model))
     assert plain[0] == "down_blocks.0.attentions.0.proj_in.lora_A.weight"
-    assert list(lora.get_adapter_state_dict(Outer(model))) == plain
-    assert list(lora.get_adapter_state_dict(torch.compile(model, backend="eager"))) == plain
-    assert list(lora.get_adapter_state_dict(Outer(torch.compile(Outer(model), backend="eager")))) == plain
+    assert list(injection.get_adapter_state_dict(Outer(model))) == plain
+    assert list(injection.get_adapter_state_dict(torch.compile(model, backend="eager"))) == plain
+    assert list(injection.get_adapter_state_dict(Outer(torch.compile(Outer(model), backend="eager")))) == plain
     model.mid_block = torch.compile(model.mid_block, backend="eager")  # as regional compilation does
     assert any("_orig_mod" in name for name, _ in model.named_parameters())
-    assert list(lora.get_adapter_state_dict(model)) == plain
+    assert list(injection.get_adapter_state_dict(model)) == plain
 
 
 def test_a_state_dict_is_loaded_and_a_wrong_one_is_rejected():
     model, other = build_unet(), build_unet()
-    lora.inject_into_model(model, CONFIG, TARGETS, seed=1)
-    lora.inject_into_model(other, CONFIG, TARGETS, seed=2)
+    injection.inject_into_model(model, CONFIG, TARGETS, seed=1)
+    injection.inject_into_model(other, CONFIG, TARGETS, seed=2)
     randomize_lora_b(model)
-    lora.load_adapter_state_dict(other, lora.get_adapter_state_dict(model))
+    injection.load_adapter_state_dict(other, injection.get_adapter_state_dict(model))
     assert all(
         torch.equal(a, b)
         for a, b in zip(
-            lora.get_adapter_state_dict(model).values(), lora.get_adapter_state_dict(other).values(), strict=True
+            injection.get_adapter_state_dict(model).values(),
+            injection.get_adapter_state_dict(other).values(),
+            strict=True,
         )
     )
-    short = dict(list(lora.get_adapter_state_dict(model).items())[1:])
+    short = dict(list(injection.get_adapter_state_dict(model).items())[1:])
     with pytest.raises(ValueError, match=r"proj_in\.lora_A"):
-        lora.load_adapter_state_dict(other, short)
+        injection.load_adapter_state_dict(other, short)
