@@ -91,6 +91,8 @@ def _iter_losses(
         yield "ComfyUI", unread
     if lycoris_types or "dora" in types:
         return
+    if unread := style.unread_in_diffusers.get(file_format):
+        yield "diffusers", unread
     if not style.is_read_by_diffusers and file_format != "diffusers":
         yield "diffusers", "loads nothing of this layout" if is_kohya else "does not load this layout"
     if not style.is_comfy_format_in_diffusers and file_format == "comfy":

@@ -201,6 +201,8 @@ class KeyStyle:
     """The only width of which diffusers splits the fused modules of a kohya file."""
     has_lokr_in_diffusers: bool = False
     """Whether diffusers loads LoKr in ComfyUI's format."""
+    unread_in_diffusers: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Layout of a LoRA file -> what diffusers does not load of it, where it loads the other layouts."""
     unread_in_comfyui: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Layout of a file -> what ComfyUI does not load of it."""
     comfyui_style: "KeyStyle | None" = None

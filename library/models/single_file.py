@@ -1,5 +1,6 @@
 """Load a component from a single .safetensors file with diffusers or original keys."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,11 +27,14 @@ class KeyConversion:
     """The original modules, where diffusers converts no class with these keys."""
     joins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """See ``FamilyFacts.single_file_joins``."""
+    patterns: Mapping[str, str] = field(default_factory=dict)
+    """Patterns of keys in diffusers, and what they are in the file, where diffusers converts none."""
 
 
 def build_key_conversion(facts: FamilyFacts, component: str, config: Mapping[str, Any]) -> KeyConversion:
     """How the keys of a component with this config are converted."""
-    conversion = KeyConversion(facts.single_file_classes.get(component), facts.single_file_renames)
+    patterns = facts.single_file_patterns.get(component, {})
+    conversion = KeyConversion(facts.single_file_classes.get(component), facts.single_file_renames, patterns=patterns)
     if component == "vae" and facts.vae_file_layout is not None:
         return replace(conversion, layout=facts.vae_file_layout(config))
     if component != facts.denoiser_name:
@@ -93,6 +97,8 @@ def _convert_keys(
     bare = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     if model.state_dict().keys() <= bare.keys():
         return bare
+    if conversion.patterns:
+        return _convert_by_patterns(model, bare, conversion.patterns)
     if conversion.layout:
         return _convert_by_layout(model, _join_modules(bare, conversion.joins), conversion.layout)
     if "input_blocks.0.0.weight" in bare:
@@ -103,6 +109,18 @@ def _convert_keys(
     converted: Mapping[str, Tensor | None] = convert(checkpoint=bare, config=dict(model.config))
     found = {name: tensor for name, tensor in converted.items() if tensor is not None}  # None: the file lacks it
     return {**own, **found}
+
+
+def _convert_by_patterns(model: Any, tensors: Mapping[str, Tensor], patterns: Mapping[str, str]) -> dict[str, Tensor]:
+    """Rename; a kernel of a video VAE over one frame has no axis for it where it is of images alone."""
+    converted = {}
+    for key, weight in model.state_dict().items():
+        name = key
+        for pattern, original in patterns.items():
+            name = re.sub(pattern, original, name)
+        tensor = tensors[name]
+        converted[key] = tensor.squeeze(2) if tensor.ndim == weight.ndim + 1 else tensor
+    return converted
 
 
 def _join_modules(tensors: dict[str, Tensor], joins: Mapping[str, tuple[str, ...]]) -> dict[str, Tensor]:

@@ -96,6 +96,7 @@ def build_byte_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any
         "T5TokenizerFast": _build_t5_tokenizer,
         "Qwen2Tokenizer": _build_chat_tokenizer,
         "PixtralProcessor": _build_chat_tokenizer,
+        "Qwen3VLProcessor": _build_chat_tokenizer,
         "Qwen2VLProcessor": _build_image_text_processor,
         "LlamaTokenizer": _build_llama_tokenizer,
         "GemmaTokenizer": _build_gemma_tokenizer,

@@ -100,6 +100,7 @@ PRESETS: Mapping[str, FamilyPreset] = {
     "flux2_dev": _build_preset("FLUX.2 dev", "black-forest-labs/FLUX.2-dev", 32.2),
     "z_image": _build_preset("Z-Image", "Tongyi-MAI/Z-Image-Turbo", 6.15),
     "qwen_image": _build_preset("Qwen-Image", "Qwen/Qwen-Image", 20.4),
+    "qwen_image21": _build_preset("Qwen-Image 2.1", "Qwen/Qwen-Image-2.1", 7.1),
     "qwen_image_edit": _build_preset("Qwen-Image-Edit", "Qwen/Qwen-Image-Edit", 20.4),
     "qwen_image_edit_plus": _build_preset("Qwen-Image-Edit-Plus", "Qwen/Qwen-Image-Edit-2509", 20.4),
     "aura_flow": _build_preset("AuraFlow", "fal/AuraFlow-v0.3", 6.9),

@@ -238,7 +238,8 @@ def test_decoding_inverts_encoding_up_to_the_error_of_the_vae(case):
     vae = tiny.pipe.vae
     restored = family.decode_latents(tiny.pipe, family.encode_pixels(tiny.pipe, make_pixels(1), make_generators(1)))
     is_video_vae = "temperal_downsample" in vae.config
-    vae_input = make_pixels(1).unsqueeze(2) if is_video_vae else make_pixels(1)
+    vae_input = tiny.add_channels(make_pixels(1))
+    vae_input = vae_input.unsqueeze(2) if is_video_vae else vae_input
     encoded, std = (
         vae.encode(vae_input),
         family.encode_moments(tiny.pipe, make_pixels(1)).mean_and_std[0, 1],

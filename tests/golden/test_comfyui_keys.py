@@ -23,7 +23,7 @@ from library.checkpoint.component_keys import build_component_keys
 from library.models.families import FAMILIES, FAMILY_FACTS
 
 KNOWN = json.loads((Path(__file__).resolve().parents[1] / "data" / "comfyui_keys.json").read_text())
-NOT_IN_COMFYUI = {"sana", "cogview4", "flux3"}
+NOT_IN_COMFYUI = {"sana", "cogview4", "flux3", "qwen_image21"}
 
 
 @cache

@@ -74,6 +74,9 @@ COUNTS = {
     ("qwen_image_edit_plus_2511", "transformer"): 20_430_401_088,
     ("qwen_image", "vae"): 126_892_531,
     ("qwen_image", "text_encoder"): 8_292_166_656,
+    ("qwen_image21", "transformer"): 7_115_124_736,
+    ("qwen_image21", "vae"): 337_740_404,
+    ("qwen_image21", "text_encoder"): 8_767_123_696,
     ("aura_flow", "transformer"): 6_858_605_568,
     ("ernie_image", "transformer"): 8_033_490_048,
     ("ernie_image", "text_encoder"): 3_849_090_048,
@@ -241,6 +244,7 @@ TRANSFORMERS = {
     "anima": original_checkpoints.convert_anima_transformer,
     "flux3": original_checkpoints.convert_flux3_transformer,
     "hunyuan_image": original_checkpoints.convert_hunyuan_image_transformer,
+    "qwen_image21": original_checkpoints.convert_qwen_image21_transformer,
 }
 
 
@@ -299,6 +303,7 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
         "anima",
         "flux3",
         "hunyuan_image",
+        "qwen_image21",
     ],
 )
 def test_original_weights_of_published_size_are_converted_to_those_of_diffusers(config):
@@ -347,7 +352,7 @@ def test_a_single_file_of_published_size_has_every_weight(config, part, original
 def test_the_file_of_qwen_image_edit_2511_is_told_from_qwen_image_by_its_mark():
     model, names = (
         build_component_on_meta("qwen_image", "transformer"),
-        [name for name in FAMILY_FACTS if "qwen" in name],
+        [name for name in FAMILY_FACTS if f"{name}_".startswith("qwen_image_")],
     )
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 

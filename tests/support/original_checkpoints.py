@@ -391,6 +391,47 @@ def convert_hunyuan_image_vae(vae: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+def convert_qwen_image21_transformer(model: nn.Module) -> dict[str, Tensor]:
+    """ComfyUI's file: the gate and the projection of an MLP are one module, the gate first."""
+    tensors = dict(model.state_dict())
+    for name in [name for name in tensors if ".gate_layer." in name]:
+        parts = tensors.pop(name), tensors.pop(name.replace("gate_layer", "proj"))
+        tensors[name.replace("gate_layer", "gate_up")] = torch.cat(parts)
+    return tensors
+
+
+_QWEN_IMAGE21_VAE = {
+    "resnets": {"norm1": "residual.0", "conv1": "residual.2", "norm2": "residual.3", "conv2": "residual.6"},
+    "ends": {"conv_in": "conv1", "norm_out": "head.0", "conv_out": "head.2"},
+}
+
+
+def convert_qwen_image21_vae(vae: nn.Module) -> dict[str, Tensor]:
+    """The names of Wan 2.2's VAE, whose kernels have an axis for frames."""
+    tensors = {}
+    for key, tensor in vae.state_dict().items():
+        half, _, rest = key.partition(".")
+        parts, resnets = rest.split("."), _QWEN_IMAGE21_VAE["resnets"]
+        if half.endswith("quant_conv"):
+            name = f"{'conv2' if half.startswith('post') else 'conv1'}.{rest}"
+        elif parts[0] in _QWEN_IMAGE21_VAE["ends"]:
+            name = f"{half}.{_QWEN_IMAGE21_VAE['ends'][parts[0]]}.{parts[1]}"
+        elif parts[0] == "mid_block":
+            is_resnet = parts[1] == "resnets"
+            number = 2 * int(parts[2]) if is_resnet else 1
+            name = ".".join([f"{half}.middle.{number}", resnets[parts[3]] if is_resnet else parts[3], *parts[4:]])
+        else:
+            samples = "downsamples" if half == "encoder" else "upsamples"
+            inner = parts[3] if parts[2] == "resnets" else "2" if half == "encoder" else "3"
+            rest = ".".join(parts[4 if parts[2] == "resnets" else 3 :])
+            first, _, last = rest.partition(".")
+            rest = f"{ {**resnets, 'conv_shortcut': 'shortcut'}.get(first, first) }.{last}"
+            name = f"{half}.{samples}.{parts[1]}.{samples}.{inner}.{rest}"
+        is_kernel = tensor.ndim == 4 and key.endswith(".weight") and not re.search(r"resample|attentions", key)
+        tensors[name] = tensor.unsqueeze(2) if is_kernel else tensor
+    return tensors
+
+
 def build_anima_files(pipe: Any) -> dict[str, dict[str, Tensor]]:
     """The three files of the published model: the adapter between text and transformer is in the transformer's."""
     tensors = convert_anima_transformer(pipe.transformer)
@@ -518,6 +559,11 @@ def build_flow_checkpoint(family: str, pipe: Any) -> dict[str, Tensor]:
                 "qwen25_7b.transformer.": pipe.text_encoder,
                 "byt5_small.transformer.": getattr(pipe, "text_encoder_2", None),
             },
+        ),
+        "qwen_image21": (
+            convert_qwen_image21_transformer,
+            ("vae.", convert_qwen_image21_vae),
+            {"qwen3vl_8b.transformer.": pipe.text_encoder},
         ),
         "qwen_image": (nn.Module.state_dict, ("vae.", convert_wan_vae), {"qwen25_7b.transformer.": pipe.text_encoder}),
     }[family]

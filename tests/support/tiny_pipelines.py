@@ -69,6 +69,8 @@ class TinyCase:
     """The arguments of a denoiser call without padding, which the family leaves out."""
     controls: tuple[Image.Image, ...] = ()
     """The control images that the text encoder reads with each prompt."""
+    add_channels: Callable[[Tensor], Tensor] = _return_unchanged
+    """Pixels -> what the VAE reads."""
     max_rows: int = 2
     """How many rows of the batch the diffusers pipeline takes at once."""
 
@@ -360,6 +362,32 @@ def qwen_image() -> TinyCase:
         _pack_patches,
         _unpack_patches,
         scale="true_cfg_scale",
+    )
+
+
+def qwen_image21() -> TinyCase:
+    texts, latents = _draw_tensors((13, 16), (4, HEIGHT // 16, WIDTH // 16))
+    mask = torch.tensor([[1] * 13, [1] * 7 + [0] * 6])
+
+    def add_alpha(pixels: Tensor) -> Tensor:
+        return torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1)
+
+    def encode(pipe: Any, pixels: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        return _build_vae_encoder("QwenImageInpaintPipeline", is_video=True)(pipe, add_alpha(pixels), generators)
+
+    return TinyCase(
+        "qwen_image21",
+        _load("random:qwen_image21:tiny"),
+        build_batch(latents, {"embeds": [texts[0], texts[1, :7]]}),
+        {"prompt_embeds": texts * mask.unsqueeze(2), "prompt_embeds_mask": mask},
+        {},
+        encode,
+        "random:qwen_image21:tiny",
+        lambda latents: latents.flatten(2).transpose(1, 2),
+        lambda rows: rows.transpose(1, 2).unflatten(2, (HEIGHT // 16, WIDTH // 16)),
+        scale="true_cfg_scale",
+        add_channels=add_alpha,
+        blocks=("QwenImage21TransformerBlock",),
     )
 
 
@@ -718,6 +746,7 @@ TINY: dict[str, Callable[[], TinyCase]] = {
     "flux2_klein_with_references": flux2_klein_with_references,
     "z_image": z_image,
     "qwen_image": qwen_image,
+    "qwen_image21": qwen_image21,
     "qwen_image_edit": qwen_image_edit,
     "qwen_image_edit_plus": qwen_image_edit_plus,
     "qwen_image_edit_plus_2511": qwen_image_edit_plus_2511,

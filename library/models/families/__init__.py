@@ -29,6 +29,7 @@ FAMILIES: "Registry[type[Family]]" = Registry(
         "flux3": ".flux3:Flux3",
         "z_image": ".z_image:ZImage",
         "qwen_image": ".qwen_image:QwenImage",
+        "qwen_image21": ".qwen_image21:QwenImage21",
         "qwen_image_edit": ".qwen_image_edit:QwenImageEdit",
         "qwen_image_edit_plus": ".qwen_image_edit:QwenImageEditPlus",
         "aura_flow": ".aura_flow:AuraFlow",

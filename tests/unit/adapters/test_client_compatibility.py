@@ -29,6 +29,7 @@ EVERY_KIND_FAMILIES = (
     "sana",
     "anima",
     "hunyuan_image",
+    "qwen_image21",
 )
 """Every key style; each other family shares one of these."""
 

@@ -291,3 +291,24 @@ def test_hunyuan_image_trains_the_layers_and_timesteps_of_sd_scripts():
     scheduler = load_bundled_config("hunyuan_image")["scheduler/scheduler_config.json"]
     pipe = SimpleNamespace(scheduler=FlowMatchEulerDiscreteScheduler.from_config(scheduler))
     assert family().build_noise_process(pipe).shift.compute_factor(4096) == 5
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_qwen_image21_is_loaded_from_a_published_folder_and_samples_the_sigmas_of_a_turbo(build_case, tmp_path):
+    family, tiny = build_case("qwen_image21")
+    tiny.pipe.save_pretrained(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text(encoding="utf-8"))
+    index |= {"processor": ["transformers", "Qwen3VLProcessor"], "sample_sigmas": [1.0, 0.6, 0.3]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
+    detected = detect_model(str(tmp_path))
+    assert (detected.family, detected.size_multiple) == ("qwen_image21", 32)
+    pipe = family.load(detected, torch.float32)
+    assert_same_weights(family, pipe, tiny.pipe)
+    cond, negative = (family.encode_prompts(pipe, [text]) for text in ("a", ""))
+    assert cond["embeds"][0].equal(family.encode_prompts(tiny.pipe, ["a"])["embeds"][0])
+    assert family.is_step_distilled(pipe) and not family.is_step_distilled(tiny.pipe)
+    for steps, calls in ((None, 3), (5, 5)):
+        record, prompt = Recorder(pipe.transformer), Prompt("a", width=64, height=64, num_inference_steps=steps)
+        image = family.generate_image(pipe, prompt, cond, negative, make_generators(1)[0], None)
+        assert (len(record.calls), image.mode) == (calls, "RGBA")

@@ -31,11 +31,12 @@ KEY_STYLE_FAMILIES = [
     "anima",
     "flux3",
     "hunyuan_image",
+    "qwen_image21",
 ]
 """Every key style; each other family shares one of these."""
-FILE_FAMILIES = ["sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image"]
+FILE_FAMILIES = ["sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image", "qwen_image21"]
 """Families whose original single-file layout the tests can write."""
-FORMATS = {"sd3": "diffusers", "z_image": "diffusers"}
+FORMATS = {"sd3": "diffusers", "z_image": "diffusers", "qwen_image21": "diffusers"}
 
 
 @pytest.fixture(autouse=True, scope="module")

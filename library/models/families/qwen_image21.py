@@ -1,0 +1,278 @@
+"""Qwen-Image 2.1: one stream, causal in its text of Qwen3-VL, on 64 channels of images with alpha; flow matching."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from ...adapters.key_styles import KeyStyle, OriginalModule
+from ..base import BaseModelInfo, Family
+from ..facts import FamilyFacts, FamilyMatch
+from ..model_configs import ConfigReader, ModelError, read_required
+from ..shared_facts import DENOISER_PREFIXES, match_flow_model
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ...data.batch import Batch, Cond, Moments
+    from ...data.preview_prompts import Prompt
+    from ...diffusion.process import NoiseProcess
+
+SLOT_TOKENS = 4
+"""Image tokens for which there is one place in the mask of the sequence."""
+
+
+def _match_qwen_image21(read: ConfigReader) -> FamilyMatch:
+    config = read_required(read, "transformer/config.json")
+    if not config.get("causal_condition", True):
+        raise ModelError("its transformer modulates the text by the timestep (causal_condition false)")
+    return match_flow_model(read, 1, f"the transformer has {config.get('num_layers')} blocks")
+
+
+FACTS = FamilyFacts(
+    name="qwen_image21",
+    title="Qwen-Image 2.1",
+    pipeline_class="QwenImage21Pipeline",
+    denoiser_name="transformer",
+    components=("transformer", "vae", "text_encoder", "processor"),
+    num_parameters=7_115_124_736,
+    notes="text to image; train on the base model, the Turbo loses its few steps",
+    match_configs=_match_qwen_image21,
+    component_options={"vae": "vae", "text_encoder": "text_encoder"},
+    modelspec_architecture="qwen-image-2.1",
+    attention_modes=(),  # its attention passes torch's backend on, whichever is set
+    single_file_prefixes={
+        "transformer": DENOISER_PREFIXES,
+        "vae": ("vae.",),
+        "text_encoder": ("text_encoders.qwen3vl_8b.transformer.",),
+    },
+    single_file_keys=("txt_in.text_norm.weight", "modulation.1.weight", "transformer_blocks.0.attn.to_q.weight"),
+    shape_checks={
+        ("img_in.weight", 1): ("transformer", "in_channels"),
+        ("txt_in.in_layer.weight", 1): ("transformer", "context_in_dim"),
+    },
+    single_file_patterns={
+        "vae": {
+            r"^quant_conv\.": "conv1.",
+            r"^post_quant_conv\.": "conv2.",
+            r"\.conv_in\.": ".conv1.",
+            r"\.norm_out\.": ".head.0.",
+            r"\.conv_out\.": ".head.2.",
+            r"\.norm1\.": ".residual.0.",
+            r"\.resnets\.(\d)\.conv1\.": r".resnets.\1.residual.2.",
+            r"\.norm2\.": ".residual.3.",
+            r"\.resnets\.(\d)\.conv2\.": r".resnets.\1.residual.6.",
+            r"\.conv_shortcut\.": ".shortcut.",
+            r"\.mid_block\.resnets\.0\.": ".middle.0.",
+            r"\.mid_block\.attentions\.0\.": ".middle.1.",
+            r"\.mid_block\.resnets\.1\.": ".middle.2.",
+            r"\.down_blocks\.(\d)\.resnets\.": r".downsamples.\1.downsamples.",
+            r"\.down_blocks\.(\d)\.downsampler\.": r".downsamples.\1.downsamples.2.",
+            r"\.up_blocks\.(\d)\.resnets\.": r".upsamples.\1.upsamples.",
+            r"\.up_blocks\.(\d)\.upsampler\.": r".upsamples.\1.upsamples.3.",
+        }
+    },
+)
+
+
+_BLOCK_MLP = "transformer_blocks.{}.img_mlp."
+QWEN_IMAGE21_KEYS = KeyStyle("diffusers", unread_in_diffusers={"kohya": "loads no gates of this layout"})
+COMFYUI_KEYS = KeyStyle(
+    "qwen_image21", (OriginalModule(f"{_BLOCK_MLP}gate_up", (f"{_BLOCK_MLP}gate_layer", f"{_BLOCK_MLP}proj"), (1, 1)),)
+)
+"""The module with another name in ComfyUI's files."""
+
+
+class QwenImage21(Family):
+    facts = FACTS
+    denoiser_name = "transformer"
+    text_components = ("text_encoder", "processor")
+    tokenizer_repo_ids = {"processor": "Qwen/Qwen-Image-2.1:processor"}
+    # Every linear layer of the blocks; the modulation is outside of them.
+    lora_target_modules = (
+        *(f"attn.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
+        *("img_mlp.proj", "img_mlp.gate_layer", "img_mlp.out"),
+    )
+    lora_key_style = QWEN_IMAGE21_KEYS
+    lora_other_key_styles = (COMFYUI_KEYS,)
+    lora_format = "diffusers"
+    block_lists = ("transformer_blocks",)
+    block_activation_args = ("hidden_states",)
+    fused_parallel_layers = {
+        r"\.img_mlp\.(proj|gate_layer)$": ("colwise", (1,)),
+        r"\.img_mlp\.out$": ("rowwise", (1,)),
+    }
+    unsupported_strategies = {"cp": "its attention is computed in parts whose bounds are places in the whole sequence"}
+    has_variable_text_length = True
+    text_pad_multiple = 64
+    default_num_inference_steps = 40
+    default_guidance_scale = 1.0
+
+    def get_pipeline_class(self) -> Any:
+        return _build_pipeline_class()
+
+    @classmethod
+    def prepare_denoiser(cls, denoiser: Any) -> None:
+        denoiser.set_attn_processor(_build_attention_processor(denoiser.config.axes_dims_rope[0] // 2))
+        if denoiser.device.type == "meta":  # where the layout of the tokens is real
+            for module in (*denoiser.transformer_blocks, denoiser.norm_out):
+                module.register_forward_pre_hook(_move_masks, with_kwargs=True)
+
+    def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
+        return BaseModelInfo("qwen_image21", "qwen-image-2.1")
+
+    def build_noise_process(self, pipe: Any) -> NoiseProcess:
+        from ...diffusion.process import FlowMatchingProcess
+
+        return FlowMatchingProcess.from_scheduler(pipe.scheduler.config, patch_size=1)
+
+    def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        from ..text_encoding import drop_padding
+
+        embeds, mask, _ = pipe._get_qwen_prompt_embeds(list(prompts), None, pipe.text_encoder.device)
+        return {"embeds": drop_padding(embeds, mask)}
+
+    def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        import sys
+
+        from ..text_encoding import build_meta_text_embeds
+
+        texts = [pipe.prompt_template_t2i.format(prompt or " ") for prompt in prompts]
+        width, num_prefix_tokens = pipe.transformer.config.context_in_dim, pipe._drop_idx
+        return {"embeds": build_meta_text_embeds(pipe.processor, texts, width, sys.maxsize, num_prefix_tokens)}
+
+    def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
+        import torch
+
+        from ..vae import encode_frame_moments
+
+        return encode_frame_moments(pipe.vae, torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1))
+
+    def decode_latents(self, pipe: Any, latents: Tensor) -> Tensor:
+        """Decode latents to pixels with alpha."""
+        from ..vae import decode_frame_latents
+
+        return decode_frame_latents(pipe.vae, latents)
+
+    def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
+        import torch
+
+        from ..text_encoding import pad_text_embeds
+
+        count, _, height, width = noisy_latents.shape
+        embeds, mask = pad_text_embeds(batch.cond["embeds"], batch.text_pad_multiple)
+        num_text_tokens, num_image_tokens = embeds.shape[1], height * width
+        # Padding to a multiple always passes a mask, even a full one, so that compiled graphs see one signature.
+        is_unpadded = all(len(row) == num_text_tokens for row in batch.cond["embeds"])
+        device = None if embeds.is_meta else embeds.device  # the transformer looks at the values of the layout
+        slots = torch.arange(num_text_tokens + num_image_tokens // SLOT_TOKENS, device=device)
+        predicted: Tensor = denoiser(
+            hidden_states=noisy_latents.flatten(2).transpose(1, 2),
+            timestep=timesteps / 1000,
+            encoder_hidden_states=embeds,
+            encoder_hidden_states_mask=None if is_unpadded and batch.text_pad_multiple == 1 else mask,
+            img_shapes=[[(1, height, width)]] * count,
+            img_mask=(slots >= num_text_tokens).expand(count, -1),
+            return_dict=False,
+        )[0][:, -num_image_tokens:]
+        return predicted.transpose(1, 2).reshape(noisy_latents.shape)
+
+    def is_step_distilled(self, pipe: Any) -> bool:
+        return pipe.config.sample_sigmas is not None
+
+    def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
+        scale = self.get_guidance_scale(prompt)
+        kwargs = dict(true_cfg_scale=scale, prompt_embeds=cond["embeds"][0].unsqueeze(0))
+        if scale > 1:
+            kwargs["negative_prompt_embeds"] = negative_cond["embeds"][0].unsqueeze(0)
+        if (steps := prompt.num_inference_steps) and self.is_step_distilled(pipe):
+            kwargs["sigmas"] = [1 - step * (1 - 1 / steps) / max(steps - 1, 1) for step in range(steps)]
+        return kwargs
+
+
+def _move_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Move the boolean masks among the arguments to the device of the states, which are the first."""
+    import torch
+
+    def move(value: Any) -> Any:
+        return value.to(states.device) if isinstance(value, torch.Tensor) and value.dtype == torch.bool else value
+
+    states = args[0] if args else kwargs["hidden_states"]
+    return tuple(map(move, args)), {name: move(value) for name, value in kwargs.items()}
+
+
+def _build_attention_processor(num_frame_channels: int) -> Any:
+    """diffusers' attention, where padding of the text does not move the image.
+
+    The image's position on the first axis, that of frames, is the number of text tokens before it, padding included.
+    """
+    import torch
+    from diffusers.models.transformers import transformer_qwenimage21 as transformer
+
+    processor_class: Any = transformer.QwenImage21AttnProcessor
+
+    class PaddedTextProcessor(processor_class):  # type: ignore[misc]
+        def __call__(
+            self,
+            attn: Any,
+            hidden_states: Tensor,
+            attention_mask: Any = None,
+            rotary_emb: Any = None,
+            key_valid: Tensor | None = None,
+            **others: Any,
+        ) -> Any:
+            if key_valid is not None and key_valid.shape[1] == len(rotary_emb):
+                own, back = attn, self.build_rotations(rotary_emb, key_valid, others["segments"][-1][1])
+                attn = SimpleNamespace(
+                    **{name: getattr(own, name) for name in ("to_q", "to_k", "to_v", "to_out", "heads", "inner_dim")},
+                    norm_q=lambda query: self.rotate(own.norm_q(query), back),
+                    norm_k=lambda key: self.rotate(own.norm_k(key), back),
+                )
+            return super().__call__(attn, hidden_states, attention_mask, rotary_emb, key_valid=key_valid, **others)
+
+        def build_rotations(self, rotary_emb: Tensor, key_valid: Tensor, num_text_tokens: int) -> Tensor:
+            """For each sample, the rotation of each token back by the number of padding tokens, on the first axis."""
+            moved = rotary_emb[(~key_valid).sum(1)].conj().unsqueeze(1)  # a text token's position is its place
+            is_frame = torch.arange(rotary_emb.shape[1], device=rotary_emb.device) < num_frame_channels
+            is_image = torch.arange(len(rotary_emb), device=rotary_emb.device) >= num_text_tokens
+            return torch.where(is_frame & is_image.unsqueeze(1), moved, 1).unsqueeze(2)
+
+        def rotate(self, states: Tensor, rotations: Tensor) -> Tensor:
+            pairs = torch.view_as_complex(states.float().reshape(*states.shape[:-1], -1, 2))
+            return torch.view_as_real(pairs * rotations).flatten(-2).to(states)
+
+    return PaddedTextProcessor()
+
+
+def _build_pipeline_class() -> Any:
+    """diffusers' pipeline, with the tokenizer alone in the place of the processor, or nothing."""
+    import diffusers
+
+    pipeline_class: Any = diffusers.QwenImage21Pipeline
+
+    class QwenImage21Pipeline(pipeline_class):  # type: ignore[misc]
+        def __init__(
+            self,
+            scheduler: Any,
+            vae: Any,
+            text_encoder: Any,
+            processor: Any,
+            transformer: Any,
+            sample_sigmas: list[float] | None = None,
+        ) -> None:
+            super().__init__(scheduler, vae, text_encoder, _TokenizerOnly(processor), transformer, sample_sigmas)
+            self.register_modules(processor=processor)
+
+    return QwenImage21Pipeline
+
+
+class _TokenizerOnly:
+    """A tokenizer, or None, as the constructor of the pipeline reads a processor of texts, images and videos."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = SimpleNamespace(encode=lambda text: [0]) if tokenizer is None else tokenizer
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> list[Any]:
+        chat = getattr(self.tokenizer, "apply_chat_template", None)
+        return [chat(messages, **options) if chat else []]
