@@ -125,6 +125,7 @@ def _read_paths(model: KeyReader) -> None:
         ("vae", "vae"),
         ("text_encoder_path", "text_encoder"),
         ("llm_path", "text_encoder"),
+        ("byt5_path", "byt5"),
     ):
         model.take(option, name, None, to_text)
     encoders = model.read("text_encoders", [])

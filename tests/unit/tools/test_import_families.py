@@ -147,6 +147,9 @@ def test_editing_and_files_of_diffusion_pipe():
     paths = {"transformer_path": "l.safetensors", "llm_path": "gemma.safetensors", "lumina_shift": True}
     options = import_content(*build_diffusion_pipe("lumina_2", **paths)).options
     assert (options["text_encoder"], options["timestep_sampling"]) == ("gemma.safetensors", "flux_shift")
+    files = {"transformer_path": "h.safetensors", "text_encoder_path": "q.safetensors", "byt5_path": "b.safetensors"}
+    options = import_content(*build_diffusion_pipe("hunyuan_image", **files)).options
+    assert (options["text_encoder"], options["byt5"]) == ("q.safetensors", "b.safetensors")
 
 
 @pytest.mark.parametrize("family", simpletuner.FAMILIES)

@@ -28,6 +28,7 @@ FAMILIES: Mapping[str, str] = {
     "flux2": "flux2_dev",
     "ernie_image": "ernie_image",
     "krea2": "krea2",
+    "hunyuan_image": "hunyuan_image",
 }
 EDITING = {"flux": "flux_kontext", "qwen_image": "qwen_image_edit"}
 """Family -> the one that learns from control images; those that are not here do so themselves."""
