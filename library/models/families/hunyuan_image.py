@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...adapters.key_styles import IMAGE_STREAM, TEXT_STREAM
+from ...adapters.original_module_names import IMAGE_STREAM, TEXT_STREAM
 from ...config.network_args import NetworkFacts
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond
-    from ...data.preview_prompts import Prompt
+    from ...data.sample_prompts import Prompt
 
 MAX_GLYPH_TOKENS = 128
 """Maximum bytes of what is in quotes, with the words around it, as in diffusers' pipeline."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...adapters.key_styles import IMAGE_STREAM, TEXT_STREAM, KeyStyle, OriginalModule, build_stream_modules
+from ...adapters.original_module_names import IMAGE_STREAM, TEXT_STREAM, KeyStyle, OriginalModule, build_stream_modules
 
 _SINGLE_BLOCK = "single_transformer_blocks.{}"
 SINGLE_PARTS = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
