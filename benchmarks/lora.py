@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from library.adapters.key_formats import convert_to_file_format
-from library.adapters.key_styles import map_to_ldm_names
-from library.adapters.lora_file import SAVE_DTYPES, write_adapter_file
+from library.adapters.file_writer import SAVE_DTYPES, write_adapter_file
+from library.adapters.kohya_diffusers_comfyui_keys import convert_to_file_format
 from library.adapters.merge import compute_delta_weight
+from library.adapters.original_module_names import map_to_ldm_names
 from library.adapters.targets_rank_alpha import match_target_modules
-from library.checkpoint.component_keys import collect_component_keys
+from library.checkpoint.collect_component_keys import collect_component_keys
 from library.cli import run_tool
 from library.errors import ConfigError, UserError
 from library.models.families import FAMILIES

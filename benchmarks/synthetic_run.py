@@ -91,7 +91,7 @@ def _assemble_run(config: RunConfig, strategy: "Strategy", directory: Path) -> "
     from library.cache.latent_cache import cache_latents
     from library.cache.readers import CacheReaders
     from library.cache.text_encoder_cache import cache_text_encoder_outputs
-    from library.checkpoint.init_weights import read_initial_weights
+    from library.checkpoint.network_weights import read_initial_weights
     from library.data.run_plan import RunPlan
     from library.distributed.trackers import Trackers
     from library.log import ProgressBar

@@ -6,7 +6,7 @@ To be run when a family, a bundled config or the demo model changes.
 import json
 from collections.abc import Iterator
 
-from library.checkpoint.component_keys import build_component_keys, list_adaptable_components
+from library.checkpoint.collect_component_keys import build_component_keys, list_adaptable_components
 from library.checkpoint.known_models import TABLE_PATH, KnownModel, pack_known_model
 from library.models.detect import DetectedModel, detect_model
 from library.models.families import FAMILIES, FAMILY_FACTS

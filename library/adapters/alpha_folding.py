@@ -1,7 +1,7 @@
 """LoRA alpha in files: fold alpha / rank into the tensors for diffusers, which stores no alphas; unfold it exactly.
 
-The alpha of each layer is chosen in ``targets_rank_alpha``; an alpha that a file lacks is read in ``key_formats``;
-peft applies the scale.
+The alpha of each layer is chosen in ``targets_rank_alpha``; an alpha that a file lacks is read in
+``kohya_diffusers_comfyui_keys``; peft applies the scale.
 """
 
 import json
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from .state_dict import UP, ModuleAdapter
+from .module_adapter import UP, ModuleAdapter
 
 ALPHAS_KEY = "lorikeet.alphas"
 """Metadata key: the alphas that were folded, by module; ``*`` is the default."""

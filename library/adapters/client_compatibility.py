@@ -1,14 +1,16 @@
 """Which layout of a LoRA file diffusers and ComfyUI read right: the default of a run, what is lost in which program.
 
+The keys themselves are written in ``kohya_diffusers_comfyui_keys``.
+
 Measured with diffusers 0.42.1, ComfyUI 0.30.0, sd-scripts and LyCORIS 4.1.3 by ``tests/interop/client_table.py``.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from .key_formats import FileFormat, resolve_comfy_format
-from .key_names import ComponentKeys
-from .key_styles import T5_KEYS
-from .state_dict import DOWN, ModuleAdapter
+from .component_keys import ComponentKeys
+from .kohya_diffusers_comfyui_keys import FileFormat, resolve_comfy_format
+from .module_adapter import DOWN, ModuleAdapter
+from .original_module_names import T5_KEYS
 
 ModuleAdapters = Mapping[str, ModuleAdapter]
 """By module of the state dict, component included."""

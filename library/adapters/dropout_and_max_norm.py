@@ -11,8 +11,8 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from .component_keys import clean_parameter_name
 from .injection import Adapter
-from .key_names import clean_parameter_name
 
 _UINT32_MASK = 0xFFFFFFFF
 SEQUENCE_NDIM = 3

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from . import injection
-from .key_formats import AdapterFileContents
-from .state_dict import PEFT_SUFFIXES, UP
+from .kohya_diffusers_comfyui_keys import AdapterFileContents
+from .module_adapter import PEFT_SUFFIXES, UP
 
 UPDATE_TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 """Tolerated relative error of a layer's update in a file of this dtype."""

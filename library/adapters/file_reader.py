@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import UserError
+from .module_adapter import ALPHA
 from .peft_metadata import PEFT_METADATA_KEY, read_peft_config
-from .state_dict import ALPHA
 from .validate_file import describe_foreign_keys, join_messages
 
 MAX_HEADER_BYTES = 100_000_000

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from .key_styles import OriginalModule
-from .state_dict import DOWN, MAGNITUDE, UP, ModuleAdapter
+from .module_adapter import DOWN, MAGNITUDE, UP, ModuleAdapter
+from .original_module_names import OriginalModule
 
 
 class FusionError(UserError):

@@ -26,10 +26,10 @@ from ..config.network_args import (
 )
 from ..config.schema import AdapterConfig
 from ..errors import ConfigError, FileError
-from .key_names import clean_parameter_name
-from .key_styles import DIFFUSERS_KEYS, KeyStyle, group_by_original_module
+from .component_keys import clean_parameter_name
+from .module_adapter import DOWN, PEFT_SUFFIXES
+from .original_module_names import DIFFUSERS_KEYS, KeyStyle, group_by_original_module
 from .peft_types import ADAPTER_WEIGHT_PATTERN, RankAlpha, inject_peft_layers
-from .state_dict import DOWN, PEFT_SUFFIXES
 from .targets_rank_alpha import TargetComponent, TargetLayer, assign_ranks, find_target_layers
 from .validate_targets import validate_boft_ranks, validate_ranks
 

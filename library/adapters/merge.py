@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from .state_dict import DOWN, MAGNITUDE, UP, ModuleAdapter
+from .module_adapter import DOWN, MAGNITUDE, UP, ModuleAdapter
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.schema_output import SaveConfig
 from ..config.types import split_keyword_args
 from ..config.validate import THUMBNAIL_TYPES
-from .state_dict import ALPHA, ModuleAdapter, parse_tensor_key
+from .module_adapter import ALPHA, ModuleAdapter, parse_tensor_key
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import UserError
 from .alpha_folding import ALPHAS_KEY, fold_alpha
-from .state_dict import ModuleAdapter
+from .module_adapter import ModuleAdapter
 from .validate_file import join_messages
 
 PEFT_METADATA_KEY = "lora_adapter_metadata"

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from .key_names import ComponentKeys
-from .key_styles import ModuleGroup
-from .state_dict import ModuleAdapter, parse_tensor_key
+from .component_keys import ComponentKeys
+from .module_adapter import ModuleAdapter, parse_tensor_key
+from .original_module_names import ModuleGroup
 from .validate_tensors import find_tensor_problems
 
 MAX_PROBLEMS_SHOWN = 3

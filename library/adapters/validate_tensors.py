@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from .state_dict import DORA_SCALE, DOWN, MAGNITUDE, MID, TENSOR_NAMES, UP, ModuleAdapter
+from .module_adapter import DORA_SCALE, DOWN, MAGNITUDE, MID, TENSOR_NAMES, UP, ModuleAdapter
 
 _LORA_NAMES = (DOWN, UP, MID)
 _TYPES_WITH_MAGNITUDE = {"lora", "loha", "lokr"}

@@ -13,7 +13,7 @@ from ..data.batch_plan import MicroBatchSchedule
 from ..data.buckets import BucketAssignment, list_control_facts
 from ..data.images import CropParams, load_preview_controls
 from ..data.manifest import Sample
-from ..data.preview_prompts import Prompt
+from ..data.sample_prompts import Prompt
 from ..dataset.schema import SubsetConfig
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from ..config.schema import ModelConfig
 from ..data.augment import Augmenter
 from ..data.images import BadSample, load_control_pixels, load_preview_controls
 from ..data.prepare import PreparedData
-from ..data.preview_prompts import Prompt
 from ..data.run_plan import RunPlan
+from ..data.sample_prompts import Prompt
 from ..distributed.devices import MIXED_PRECISION_DTYPES
 from ..errors import UserError
 from ..models.detect import get_config_reader

@@ -14,11 +14,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ..adapters.key_formats import build_key_lookup
-from ..adapters.key_names import ComponentKeys
-from ..adapters.key_styles import ModuleGroup
+from ..adapters.component_keys import ComponentKeys
+from ..adapters.kohya_diffusers_comfyui_keys import build_key_lookup
+from ..adapters.original_module_names import ModuleGroup
 from ..models.families import FAMILIES
-from .component_keys import build_component_keys
+from .collect_component_keys import build_component_keys
 
 TABLE_PATH = Path(__file__).with_name("known_models.json")
 Shape = tuple[int, ...]

@@ -26,7 +26,7 @@ from .manifest import Sample
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from .preview_prompts import Prompt
+    from .sample_prompts import Prompt
 
 
 @dataclass(frozen=True)

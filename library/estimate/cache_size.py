@@ -14,8 +14,8 @@ from ..config.schema_data import CacheConfig
 from ..config.schema_output import PreviewConfig
 from ..data.augment import Augmenter
 from ..data.prepare import PreparedData
-from ..data.preview_prompts import load_preview_prompts
 from ..data.run_plan import RunPlan
+from ..data.sample_prompts import load_preview_prompts
 from ..models.model_configs import EncodedSizes
 
 BYTES_PER_ELEMENT = {"float": 4, "fp16": 2, "bf16": 2}

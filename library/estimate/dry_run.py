@@ -94,7 +94,7 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
     """Scan the images and plan the run for a number of data-parallel processes."""
     detected = detect_model(config.model)
     if config.adapter.network_weights or config.adapter.base_weights or config.adapter.training_adapter:
-        from ..checkpoint.init_weights import read_initial_weights  # imports torch
+        from ..checkpoint.network_weights import read_initial_weights  # imports torch
         from ..models.families import FAMILIES
 
         family = FAMILIES.get(detected.family)(config.model)

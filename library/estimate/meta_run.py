@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..adapters.injection import cast_trainable_parameters
-from ..checkpoint.init_weights import add_training_adapter, read_initial_weights
+from ..checkpoint.network_weights import add_training_adapter, read_initial_weights
 from ..config import RunConfig
 from ..data.batch import Cond, Moments, PixelBatch
 from ..distributed.async_copy import CopyStream
@@ -33,9 +33,10 @@ from ..parallel.parallel_plan import Activations, build_parallel_plan
 from ..parallel.pipeline_stages import StageRunner
 from ..parallel.quantize import FrozenConv2d, FrozenLinear
 from ..parallel.tensor_parallel import TensorParallel
+from ..training.param_groups import build_param_groups
 from ..training.setup import build_objective
 from ..training.task import DiffusionTask
-from ..training.trainable import build_param_groups, build_trainable_modules, get_trainable_parameters
+from ..training.trainable_modules import build_trainable_modules, get_trainable_parameters
 from .memory_meter import AutocastEmulation, MemoryMeter, run_backward
 
 META = torch.device("meta")

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from ..adapters.key_styles import CLIP_KEYS, DIFFUSERS_KEYS, T5_KEYS, KeyStyle
+from ..adapters.original_module_names import CLIP_KEYS, DIFFUSERS_KEYS, T5_KEYS, KeyStyle
 from ..config.schema import AdapterConfig, ModelConfig, OptimConfig
 from .facts import FamilyFacts, caches_only_t5
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ..data.batch import Batch, Cond, Moments
-    from ..data.preview_prompts import Prompt
+    from ..data.sample_prompts import Prompt
     from ..diffusion.process import NoiseProcess
     from .detect import DetectedModel
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..adapters.key_styles import OriginalModule
+from ..adapters.original_module_names import OriginalModule
 from ..config.network_args import GENERAL_NETWORK, NetworkFacts, get_network_args
 from ..config.schema import AdapterConfig, ModelConfig, OptimConfig
 from ..config.unused_options import is_self_tuning_adafactor

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ..adapters.key_styles import OriginalModule, group_by_original_module
+from ..adapters.original_module_names import OriginalModule, group_by_original_module
 from .checkpoint_inspection import DENOISER_PREFIX
 from .facts import FamilyFacts
 from .weights import build_empty_model, load_tensors

@@ -13,8 +13,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..adapters.key_formats import AdapterFileContents
-from ..adapters.state_dict import DOWN, UP, ModuleAdapter
+from ..adapters.kohya_diffusers_comfyui_keys import AdapterFileContents
+from ..adapters.module_adapter import DOWN, UP, ModuleAdapter
 
 
 class TrainingAdapterLayer(nn.Module):

@@ -16,7 +16,7 @@ from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST
 from ..distributed.fsdp_settings import FSDPSettings
 from ..errors import ConfigError
-from .device_mesh import DeviceMeshStrategy
+from .device_mesh_strategy import DeviceMeshStrategy
 from .parallel_plan import ParallelPlan
 from .strategy import StrategySettings
 from .validate_engines import raise_problems, validate_fsdp_classes

@@ -23,7 +23,7 @@ from torch.distributed.pipelining import (
 from ..data.batch import PixelBatch
 from ..distributed.communicator import Communicator
 from ..distributed.step_phases import record_phase
-from .device_mesh import DeviceMeshStrategy
+from .device_mesh_strategy import DeviceMeshStrategy
 from .gradient_accumulation import LossFunction
 from .parallel_plan import Activations, BlockSequence, ParallelPlan
 from .pipeline_stages import StageBoundary, StageRunner, broadcast_stage_output, partition_blocks

@@ -12,8 +12,8 @@ from .validate_arguments import check_convert_arguments
 if TYPE_CHECKING:  # torch is imported only after the arguments were checked
     from torch import Tensor
 
-    from ..adapters.key_formats import AdapterFileContents
-    from ..adapters.key_names import ComponentKeys
+    from ..adapters.component_keys import ComponentKeys
+    from ..adapters.kohya_diffusers_comfyui_keys import AdapterFileContents
     from ..adapters.metadata import NetworkSizes
     from ..checkpoint.known_models import KnownModel
 
@@ -52,10 +52,10 @@ def _parse_arguments(argv: list[str]) -> tuple[Path, Path, str]:
 
 def convert_lora_file(source: Path, target: Path, file_format: Any) -> str:
     """Convert one file; return a summary."""
-    from ..adapters import lora_file
+    from ..adapters import file_writer
     from ..adapters.alpha_folding import ALPHA_METADATA_KEYS, is_fold_exact
     from ..adapters.client_compatibility import format_client_losses, list_client_losses
-    from ..adapters.key_formats import convert_to_file_format
+    from ..adapters.kohya_diffusers_comfyui_keys import convert_to_file_format
     from ..adapters.metadata import add_model_hashes, list_network_sizes, update_network_metadata
     from ..adapters.peft_metadata import PEFT_METADATA_KEY
 
@@ -74,7 +74,7 @@ def convert_lora_file(source: Path, target: Path, file_format: Any) -> str:
     replaced = {*ALPHA_METADATA_KEYS, PEFT_METADATA_KEY}
     metadata = {key: value for key, value in lora.metadata.items() if key not in replaced} | alpha_metadata
     metadata = update_network_metadata(metadata, lora.sizes, list_network_sizes(tensors))
-    lora_file.write_adapter_file(target, tensors, add_model_hashes(tensors, metadata), is_trained=False)
+    file_writer.write_adapter_file(target, tensors, add_model_hashes(tensors, metadata), is_trained=False)
     num_tensors = len(tensors)
     del tensors  # what follows needs memory, too
     updates = content.updates
@@ -146,7 +146,7 @@ def identify_lora(
 
     So a file that is damaged is an error of its own model, and not a file of another one.
     """
-    from ..adapters.key_formats import convert_from_file_format
+    from ..adapters.kohya_diffusers_comfyui_keys import convert_from_file_format
     from ..adapters.metadata import list_network_sizes
     from ..adapters.validate_file import describe_foreign_keys, describe_origin, describe_unknown_keys
     from ..checkpoint.known_models import load_known_models
@@ -185,7 +185,7 @@ class ModelFit:
 
 def _find_best_fit(tensors: "Mapping[str, Tensor]", stated: str | None, models: "Sequence[KnownModel]") -> ModelFit:
     """The model with the most names and shapes of the file, of equal ones the stated family, else the first."""
-    from ..adapters.key_formats import group_by_file_module
+    from ..adapters.kohya_diffusers_comfyui_keys import group_by_file_module
     from ..adapters.validate_file import find_size_problems
     from ..adapters.validate_tensors import find_tensor_problems
 

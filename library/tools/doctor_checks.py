@@ -288,7 +288,7 @@ def check_training_step(device: str, precision: str) -> str:
     from ..models.detect import detect_model
     from ..models.families import FAMILIES
     from ..training.task import DiffusionTask
-    from ..training.trainable import get_trainable_parameters
+    from ..training.trainable_modules import get_trainable_parameters
 
     accelerator, target = _prepare_accelerator(device, "--mixed_precision", precision), torch.device(device)
     family = FAMILIES.get(detect_model(None).family)()

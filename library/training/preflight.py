@@ -88,7 +88,7 @@ def list_settings_checks() -> Sequence[SettingsCheck]:
 
 def list_run_checks() -> Sequence[RunCheck]:
     """List the checks that need torch or a model on the meta device."""
-    from ..data.preview_prompts import load_preview_prompts
+    from ..data.sample_prompts import load_preview_prompts
     from ..models.validate_options import validate_prompts
     from ..optim.validate_optimizer import validate_elementwise_optimizer, validate_lr_schedule, validate_optimizer
     from . import validate_model

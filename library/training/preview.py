@@ -1,4 +1,7 @@
-"""The preview callback: generate sample images during training, with the prompts distributed over the ranks."""
+"""The preview callback: generate sample images during training, with the prompts distributed over the ranks.
+
+Prompt files are read in ``data.sample_prompts``; an image is sampled in ``models.sampling``.
+"""
 
 import io
 import logging
@@ -13,7 +16,7 @@ from torch import nn
 
 from ..config.schema_output import PreviewConfig
 from ..data.images import load_preview_controls
-from ..data.preview_prompts import Prompt
+from ..data.sample_prompts import Prompt
 from ..models.sampling import use_eval_mode
 from ..models.training_adapter import bypass_training_adapter
 from ..optim.optimizers import use_eval_weights

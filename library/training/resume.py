@@ -1,4 +1,8 @@
-"""Resuming from a checkpoint: select it, compare its settings with those of this run, and run pending callbacks."""
+"""Resuming from a checkpoint: select it, compare its settings with those of this run, and run pending callbacks.
+
+Weights, optimizer, EMA and counters are put back by ``save_and_restore_state.restore_state``; the files of a checkpoint
+are read and written by ``checkpoint.checkpoint_dir``.
+"""
 
 import logging
 import signal
@@ -29,7 +33,7 @@ from ..parallel.quantize import BUILT_IN_KERNEL
 from ..parallel.strategy import Strategy
 from .preflight import check_setting_changes
 from .save_adapter import AdapterRetention
-from .save_checkpoint import SaveCheckpoint, restore_state
+from .save_and_restore_state import SaveCheckpoint, restore_state
 from .state import TrainingRun
 
 logger = logging.getLogger(__name__)

@@ -15,15 +15,15 @@ from ..cache.model_fingerprint import compute_quick_file_fingerprint, compute_qu
 from ..cache.readers import CacheReaders, build_validation_reader
 from ..cache.text_encoder_cache import cache_text_encoder_outputs
 from ..checkpoint import checkpoint_dir
-from ..checkpoint.init_weights import add_training_adapter, merge_base_weights, read_initial_weights
+from ..checkpoint.network_weights import add_training_adapter, merge_base_weights, read_initial_weights
 from ..checkpoint.output_lock import hold_output_lock
 from ..config import RunConfig
 from ..config.options import flatten_config
 from ..config.schema import AdapterConfig
 from ..config.schema_output import SaveConfig
 from ..data.prepare import PreparedData
-from ..data.preview_prompts import Prompt, load_preview_prompts
 from ..data.run_plan import RunPlan
+from ..data.sample_prompts import Prompt, load_preview_prompts
 from ..distributed.config_agreement import NF4_KERNEL
 from ..distributed.launcher_settings import find_overridden_settings
 from ..distributed.signals import StopSignals
@@ -46,11 +46,11 @@ from .preflight import RunFacts, check_output_dirs, check_run_settings
 from .preview import Preview
 from .resume import Resume
 from .save_adapter import SaveAdapter
-from .save_checkpoint import SaveCheckpoint
+from .save_and_restore_state import SaveCheckpoint
 from .setup import build_run, load_training_pipeline, prepare_dataset
 from .shutdown import FailureHandler
 from .state import Callback, StopRequested, TrainingRun
-from .validation import Validation
+from .validation_loss import Validation
 
 if TYPE_CHECKING:
     from .profiler import StepProfiler

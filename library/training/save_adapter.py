@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from .. import __version__
-from ..adapters import injection, lora_file
+from ..adapters import file_writer, injection
 from ..adapters.client_compatibility import (
     choose_file_format,
     format_client_losses,
@@ -22,14 +22,14 @@ from ..adapters.client_compatibility import (
 from ..adapters.file_comparison import compare_file_with_model
 from ..adapters.file_reader import InvalidAdapterFileError, read_safetensors
 from ..adapters.injection import Adapter
-from ..adapters.key_formats import FileFormat, convert_from_file_format, convert_to_file_format
+from ..adapters.kohya_diffusers_comfyui_keys import FileFormat, convert_from_file_format, convert_to_file_format
 from ..adapters.metadata import BaseModelMetadata, RunMetadata, add_model_hashes, build_metadata
-from ..adapters.state_dict import group_by_module
+from ..adapters.module_adapter import group_by_module
 from ..atomic_files import compute_sha256
 from ..cache.paths import format_bytes
-from ..checkpoint.component_keys import collect_component_keys
+from ..checkpoint.collect_component_keys import collect_component_keys
 from ..checkpoint.hub_upload import HubUploader
-from ..checkpoint.init_weights import split_idle_layers
+from ..checkpoint.network_weights import split_idle_layers
 from ..config.schema import ModelConfig
 from ..config.schema_output import SaveConfig
 from ..data.batch_plan import get_planned_stages
@@ -154,7 +154,7 @@ class SaveAdapter:
     def _build_file(self, run: TrainingRun, model: nn.Module) -> "AdapterFile":
         state, task = injection.get_adapter_state_dict(model), run.task
         file = build_adapter_file(state, self.adapter, task.family, task.pipe, self.config.save_format)
-        tensors = lora_file.cast_tensors(file.tensors, self.config.save_precision)
+        tensors = file_writer.cast_tensors(file.tensors, self.config.save_precision)
         if file.file_format != "diffusers":  # whose files cannot hold embeddings
             tensors |= self.adapter.kept.embeddings
         return replace(file, tensors=tensors)
@@ -168,7 +168,7 @@ class SaveAdapter:
         # In the first step of a warm-up the learning rate is 0, and a zero update is correct.
         if run.state.step < run.plan.steps:
             _reserve_disk_space(path, file.tensors, run)
-        lora_file.write_adapter_file(
+        file_writer.write_adapter_file(
             path,
             file.tensors,
             metadata,

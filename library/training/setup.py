@@ -16,8 +16,8 @@ from ..adapters.injection import cast_trainable_parameters
 from ..atomic_files import find_write_error
 from ..cache.paths import resolve_cache_dirs
 from ..cache.readers import CacheReaders, build_step_loader
-from ..checkpoint.component_keys import collect_component_keys
-from ..checkpoint.init_weights import InitialWeights, keep_idle_layers, load_network_weights
+from ..checkpoint.collect_component_keys import collect_component_keys
+from ..checkpoint.network_weights import InitialWeights, keep_idle_layers, load_network_weights
 from ..config import RunConfig
 from ..config.schema import OptimConfig, TrainConfig
 from ..config.schema_data import CacheConfig, DataConfig
@@ -26,8 +26,8 @@ from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.validate_objective import find_active_options
 from ..data.loader import StepLoader
 from ..data.prepare import PreparedData, prepare_data
-from ..data.preview_prompts import Prompt
 from ..data.run_plan import RunPlan
+from ..data.sample_prompts import Prompt
 from ..diffusion.objective import Objective
 from ..diffusion.process import FlowMatchingProcess
 from ..distributed.async_copy import CopyStream
@@ -43,18 +43,18 @@ from ..models.noise_schedulers import override_scheduler
 from ..optim import lr_schedulers, optimizers
 from ..optim.ema import AdapterEMA
 from ..optim.validate_optimizer import find_learning_rate_warnings
+from ..parallel.activation_checkpointing import enable_activation_checkpointing
 from ..parallel.block_swap import is_quantized_or_offloaded, quantize_and_offload_base
 from ..parallel.parallel_plan import build_parallel_plan
 from ..parallel.strategy import Strategy
-from .activation_checkpointing import enable_activation_checkpointing
 from .nan_and_oom_handling import BadSamples, NanGuard, OomRecovery
+from .param_groups import build_param_groups
 from .preflight import check_objective
 from .state import NullMetricLogger, TrainingRun
 from .task import DiffusionTask
-from .trainable import (
+from .trainable_modules import (
     TrainableModules,
     build_lora_dropout,
-    build_param_groups,
     build_trainable_modules,
     format_trainable_summary,
     get_trainable_parameters,

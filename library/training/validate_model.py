@@ -20,7 +20,7 @@ from ..optim.optimizers import resolve_optimizer
 from ..parallel.block_swap import find_innermost_blocks
 from ..parallel.parallel_plan import build_block_sequence, build_tensor_parallel_plan
 from ..parallel.validate_engines import validate_device_map
-from .trainable import select_target_components
+from .trainable_modules import select_target_components
 
 
 def validate_attention(mode: str, detected: DetectedModel) -> Iterator[str]:

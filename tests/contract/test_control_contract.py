@@ -14,7 +14,7 @@ from library.adapters import injection
 from library.config.schema import AdapterConfig, ModelConfig, OptimConfig
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
-from library.training.trainable import select_target_components
+from library.training.trainable_modules import select_target_components
 
 DISPATCH = "diffusers.models.transformers.transformer_flux.dispatch_attention_fn"
 ADAPTER = AdapterConfig(network_dim=4, network_alpha=4)
@@ -186,7 +186,7 @@ def test_conditions_see_text_and_image_but_not_each_other(plain):
 def test_previews_compute_independent_conditions_once(plain, tmp_path):
     from PIL import Image
 
-    from library.data.preview_prompts import Prompt
+    from library.data.sample_prompts import Prompt
 
     path = tmp_path / "condition.png"
     Image.effect_noise((96, 64), 90).convert("RGB").save(path)

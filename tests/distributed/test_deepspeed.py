@@ -236,7 +236,7 @@ def measure_memory(stage: int) -> tuple[int, int, int]:
     from library.models.families import FAMILIES
     from library.parallel.deepspeed.engine import DeepSpeedStrategy
     from library.parallel.strategy import StrategySettings
-    from library.training.trainable import build_trainable_modules
+    from library.training.trainable_modules import build_trainable_modules
 
     comm = Communicator(prepare_accelerator(parse_config([]).config))
     strategy = DeepSpeedStrategy(comm, StrategySettings(deepspeed=DeepSpeedSettings(stage)))

@@ -104,7 +104,7 @@ def measure_memory(parts: int, *flags: str) -> tuple[int, int, int]:
     from library.parallel.block_swap import quantize_and_offload_base
     from library.parallel.fsdp import FSDPStrategy
     from library.parallel.strategy import StrategySettings
-    from library.training.trainable import build_trainable_modules
+    from library.training.trainable_modules import build_trainable_modules
 
     config = parse_config(["--no-network_train_unet_only", *flags]).config
     strategy = FSDPStrategy(Communicator(prepare_accelerator(config)), StrategySettings(fsdp=FSDPSettings(1, parts)))

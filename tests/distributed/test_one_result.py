@@ -31,7 +31,7 @@ def test_every_strategy_trains_the_adapter_of_one_process(model, name, precision
         ("sdxl", "FSDP 2 x 2, CPU offload", "fp8", ()),
         ("sdxl", "TP 2 x PP 2", "int8", ()),
         ("sd3", "FSDP 2 x CP 2", "int8", ()),
-        pytest.param("sd3", "FSDP 2 x 2", "nf4", (), marks=pytest.mark.quick),
+        ("sd3", "FSDP 2 x 2", "nf4", ()),
         ("sd3", "ZeRO 2, 2 x 1, 2 accumulated", "nf4", ("--blocks_to_swap", "1")),
     ],
 )

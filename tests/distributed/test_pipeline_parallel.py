@@ -96,7 +96,7 @@ def build_single_process_pipeline() -> PipelineStrategy:
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_every_nth_block_is_checkpointed_by_the_models_own_function(every, monkeypatch):
-    from library.training import activation_checkpointing
+    from library.parallel import activation_checkpointing
 
     model, pipeline, checkpointed = Blocks(), build_single_process_pipeline(), []
     model._gradient_checkpointing_func = activation_checkpointing.BlockCheckpointing(every, offload=False)

@@ -16,10 +16,10 @@ from adapter_states import list_tensor_shapes
 from published_configs import build_component_on_meta
 
 from library.adapters.client_compatibility import choose_file_format, list_client_losses
-from library.adapters.key_formats import convert_to_file_format
-from library.adapters.state_dict import group_by_module, parse_tensor_key
+from library.adapters.kohya_diffusers_comfyui_keys import convert_to_file_format
+from library.adapters.module_adapter import group_by_module, parse_tensor_key
 from library.adapters.targets_rank_alpha import match_target_modules
-from library.checkpoint.component_keys import build_component_keys
+from library.checkpoint.collect_component_keys import build_component_keys
 from library.models.families import FAMILIES, FAMILY_FACTS
 
 KNOWN = json.loads((Path(__file__).resolve().parents[1] / "data" / "comfyui_keys.json").read_text())

@@ -30,7 +30,7 @@ from client_weights import ClientLayout  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from library.adapters.key_styles import map_to_ldm_names  # noqa: E402
+from library.adapters.original_module_names import map_to_ldm_names  # noqa: E402
 from library.errors import UserError  # noqa: E402
 
 TOLERANCE = 1e-4

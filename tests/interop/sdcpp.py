@@ -44,7 +44,7 @@ def write_models(folder: Path) -> list[str]:
     from adapter_states import build_random_state
     from adapter_tensors import merge
 
-    from library.adapters.key_formats import convert_to_file_format
+    from library.adapters.kohya_diffusers_comfyui_keys import convert_to_file_format
     from library.models.families import FAMILIES
 
     pipe = FAMILIES.get("sd1")().load("random:sd1", torch.float32)

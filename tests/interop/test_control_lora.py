@@ -12,10 +12,10 @@ from training_runs import train, write_images
 
 from library.adapters import injection
 from library.config import parse_config
-from library.data.preview_prompts import Prompt
+from library.data.sample_prompts import Prompt
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
-from library.training.trainable import select_target_components
+from library.training.trainable_modules import select_target_components
 
 CONTROL = ("--pretrained_model_name_or_path", "random:flux:tiny", "--control", "channels", "--network_dim", "4")
 

@@ -14,7 +14,7 @@ from small_unet import randomize_lora_b
 from tiny_pipelines import TINY
 
 from library.adapters import injection
-from library.adapters.lora_file import write_adapter_file
+from library.adapters.file_writer import write_adapter_file
 from library.config.schema import AdapterConfig
 from library.models.families import FAMILIES
 

@@ -27,7 +27,6 @@ def dataset(tmp_path_factory):
     return write_images(tmp_path_factory.mktemp("average"), {(64, 64): 4})
 
 
-@pytest.mark.quick
 def test_ema_weights_are_saved_with_each_adapter(dataset, tmp_path):
     decay = 0.15  # below the warmup cap of the decay from step 2 on
     run_on_ranks(

@@ -21,7 +21,7 @@ from library.parallel.compile import MAX_GRAPHS_PER_SIZE
 from library.training import run as run_module
 from library.training.loop import train as train_loop
 from library.training.preflight import RunFacts, check_run_settings
-from library.training.validation import compute_losses_at_quantile
+from library.training.validation_loss import compute_losses_at_quantile
 
 MODEL = ("--pretrained_model_name_or_path", "random:flux:tiny", "--control")
 OMINI, CHANNELS = (*MODEL, "omini"), (*MODEL, "channels")

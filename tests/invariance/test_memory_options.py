@@ -27,7 +27,7 @@ from library.distributed.async_copy import CopyStream
 from library.distributed.devices import HOST
 from library.errors import ConfigError
 from library.estimate.memory_meter import MemoryMeter
-from library.parallel import block_swap
+from library.parallel import activation_checkpointing, block_swap
 from library.parallel.block_swap import WeightOffloader, quantize_and_offload_base, select_spread_indices
 from library.parallel.quantize import (
     NF4_BLOCK_SIZE,
@@ -37,7 +37,6 @@ from library.parallel.quantize import (
     convert_frozen_layer,
     take_ranges,
 )
-from library.training import activation_checkpointing
 from library.training.loop import accumulate_gradients
 
 __all__ = ["even_dataset"]  # a fixture

@@ -20,7 +20,7 @@ from benchmarks.synthetic_run import build_run, write_dataset
 from library.distributed.async_copy import AsyncScalarQueue, CopyStream
 from library.models.families import FAMILIES
 from library.training import loop
-from library.training.trainable import get_trainable_parameters
+from library.training.trainable_modules import get_trainable_parameters
 
 DEVICE = torch.device("meta")
 MODELS = [

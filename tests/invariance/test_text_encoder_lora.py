@@ -12,7 +12,8 @@ from library.adapters import injection
 from library.config.schema import OptimConfig, RunConfig
 from library.config.validate_adapter import validate_adapter_for_model
 from library.models.families import FAMILIES
-from library.training.trainable import build_param_groups, build_trainable_modules
+from library.training.param_groups import build_param_groups
+from library.training.trainable_modules import build_trainable_modules
 
 BOTH = ("--no-network_train_unet_only", "--network_dim", "3", "--network_alpha", "2")
 WITH_TEXT = ["sd1", "sd2", "sdxl", "sd3", "flux"]

@@ -9,8 +9,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from training_runs import max_relative_difference, train, write_images
 
-from library.adapters.key_formats import convert_to_file_format
-from library.checkpoint.init_weights import add_training_adapter, merge_base_weights, read_initial_weights
+from library.adapters.kohya_diffusers_comfyui_keys import convert_to_file_format
+from library.checkpoint.network_weights import add_training_adapter, merge_base_weights, read_initial_weights
 from library.config import parse_config
 from library.config.schema import AdapterConfig, ModelConfig, TrainConfig
 from library.errors import ConfigError

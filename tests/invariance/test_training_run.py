@@ -324,12 +324,12 @@ def test_a_failing_preview_does_not_end_the_run(even_dataset, tmp_path):
 
 
 def train_with_failing_save(*flags: str) -> str:
-    from library.adapters import lora_file
+    from library.adapters import file_writer
 
     def write(*_, **__):
         raise OSError("no space left on device")
 
-    lora_file.write_adapter_file = write
+    file_writer.write_adapter_file = write
     return train(*flags)
 
 

@@ -16,7 +16,7 @@ from library.config.schema_data import DataConfig
 from library.data.prepare import prepare_data
 from library.dataset.validate import validate_dataset_config
 from library.errors import ConfigError
-from library.training.validation import MeanEstimate, student_t_quantile
+from library.training.validation_loss import MeanEstimate, student_t_quantile
 
 
 @pytest.fixture(scope="module")
@@ -260,9 +260,9 @@ def test_validation_options_without_a_validation_split_are_refused(option, data,
 
 def train_and_measure_swaps(*build_flags: str) -> list[float]:
     """Train; return for each validation how far its weights are from those of the first validation."""
-    from library.training import validation
+    from library.training import validation_loss
 
-    compute_losses, distances = validation.compute_validation_losses, []
+    compute_losses, distances = validation_loss.compute_validation_losses, []
 
     def evaluate(run, *args):
         weights = [parameter.detach().clone() for parameter in run.parameters]
@@ -275,7 +275,7 @@ def train_and_measure_swaps(*build_flags: str) -> list[float]:
         return compute_losses(run, *args)
 
     first_weights: list = []
-    validation.compute_validation_losses = evaluate
+    validation_loss.compute_validation_losses = evaluate
     train(*build_flags)
     return distances
 

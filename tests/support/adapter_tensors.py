@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from library.adapters import injection
-from library.adapters.key_formats import FileFormat, convert_to_file_format
-from library.adapters.key_names import ComponentKeys, list_module_names
-from library.adapters.state_dict import group_by_module
+from library.adapters.component_keys import ComponentKeys, list_module_names
+from library.adapters.kohya_diffusers_comfyui_keys import FileFormat, convert_to_file_format
+from library.adapters.module_adapter import group_by_module
 from library.models.families import FAMILIES
 
 

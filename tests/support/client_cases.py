@@ -14,12 +14,12 @@ from tiny_pipelines import TINY
 from torch import Tensor
 
 from library.adapters import injection
-from library.adapters.lora_file import ZERO_INIT_TENSORS
-from library.adapters.state_dict import MAGNITUDE, parse_tensor_key
+from library.adapters.file_writer import ZERO_INIT_TENSORS
+from library.adapters.module_adapter import MAGNITUDE, parse_tensor_key
 from library.config import parse_config
 from library.models.families import FAMILIES, FAMILY_FACTS
 from library.training.save_adapter import AdapterFile, build_adapter_file
-from library.training.trainable import build_trainable_modules
+from library.training.trainable_modules import build_trainable_modules
 
 WIDE_FLUX = "flux (published width)"
 EVERY = tuple(FAMILY_FACTS)

@@ -8,7 +8,7 @@ from training_runs import even_dataset, max_relative_difference  # noqa: F401
 
 from library.config import parse_config
 from library.models.families import FAMILIES
-from library.training.trainable import build_trainable_modules
+from library.training.trainable_modules import build_trainable_modules
 
 
 def parse_settings(*flags):

@@ -8,7 +8,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ...adapters.key_styles import KeyStyle
+from ...adapters.original_module_names import KeyStyle
 from ...config.network_args import NetworkFacts
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond, Moments
-    from ...data.preview_prompts import Prompt
+    from ...data.sample_prompts import Prompt
     from ...diffusion.process import NoiseProcess
 
 ANIMA_TEXT_TOKENS = 512

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ...adapters.key_styles import CONVERTED_BY_COMFYUI_KEYS
+from ...adapters.original_module_names import CONVERTED_BY_COMFYUI_KEYS
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, read_required
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond
-    from ...data.preview_prompts import Prompt
+    from ...data.sample_prompts import Prompt
 
 AURA_FLOW_MAX_SEQUENCE_LENGTH = 256
 """Tokens of the padded prompt, as in diffusers' pipeline."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...adapters.key_styles import DIFFUSERS_KEYS, KeyStyle
+from ...adapters.original_module_names import DIFFUSERS_KEYS, KeyStyle
 from ...config.network_args import GENERAL_NETWORK
 from ..base import Family
 from .flux import FACTS as FLUX_FACTS
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond
-    from ...data.preview_prompts import Prompt
+    from ...data.sample_prompts import Prompt
 
 CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a call of the denoiser: positional arguments, and those by name."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from ...adapters.key_styles import DIFFUSERS_ONLY_KEYS
+from ...adapters.original_module_names import DIFFUSERS_ONLY_KEYS
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, read_required

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from ...adapters.key_styles import IMAGE_STREAM, TEXT_STREAM, KeyStyle, OriginalModule, build_stream_modules
+from ...adapters.original_module_names import IMAGE_STREAM, TEXT_STREAM, KeyStyle, OriginalModule, build_stream_modules
 from ...config.network_args import NetworkFacts
 from ...config.schema import ModelConfig
 from ..base import BaseModelInfo, Family
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond
-    from ...data.preview_prompts import Prompt
+    from ...data.sample_prompts import Prompt
 
 
 def _match_flux(read: ConfigReader) -> FamilyMatch:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from ...adapters.key_styles import KeyStyle, OriginalModule
+from ...adapters.original_module_names import KeyStyle, OriginalModule
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, read_required
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond, Moments
-    from ...data.preview_prompts import Prompt
+    from ...data.sample_prompts import Prompt
     from ...diffusion.process import NoiseProcess
 
 FLUX2_MAX_SEQUENCE_LENGTH = 512

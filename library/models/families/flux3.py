@@ -7,7 +7,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ...adapters.key_styles import KeyStyle
+from ...adapters.original_module_names import KeyStyle
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, ModelError, read_required
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond, Moments
-    from ...data.preview_prompts import Prompt
+    from ...data.sample_prompts import Prompt
     from ...diffusion.process import NoiseProcess
 
 FLUX3_MAX_SEQUENCE_LENGTH = 8192

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from ...data.batch import Cond
-    from ...data.preview_prompts import Prompt
+    from ...data.sample_prompts import Prompt
 
 FACTS = replace(
     FLUX_FACTS,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...adapters.key_styles import DIFFUSERS_KEYS, KeyStyle
+from ...adapters.original_module_names import DIFFUSERS_KEYS, KeyStyle
 from ...config.network_args import GENERAL_NETWORK
 from ..shared_facts import MASKED_ATTENTION_MODES
 from .flux import FACTS as FLUX_FACTS
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond
-    from ...data.preview_prompts import Prompt
+    from ...data.sample_prompts import Prompt
 
 FACTS = replace(
     FLUX_FACTS,

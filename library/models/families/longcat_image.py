@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from ...adapters.key_styles import CONVERTED_BY_COMFYUI_KEYS
+from ...adapters.original_module_names import CONVERTED_BY_COMFYUI_KEYS
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, read_required
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond
-    from ...data.preview_prompts import Prompt
+    from ...data.sample_prompts import Prompt
 
 
 LONGCAT_MAX_SEQUENCE_LENGTH = 512

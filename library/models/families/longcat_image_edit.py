@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond
-    from ...data.preview_prompts import Prompt
+    from ...data.sample_prompts import Prompt
 
 FACTS = replace(
     LONGCAT_FACTS,

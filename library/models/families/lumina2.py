@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ...adapters.key_styles import KeyStyle, OriginalModule
+from ...adapters.original_module_names import KeyStyle, OriginalModule
 from ...config.network_args import NetworkFacts
 from ..base import NEGATIVE_MARK, BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond
-    from ...data.preview_prompts import Prompt
+    from ...data.sample_prompts import Prompt
 
 LUMINA2_MAX_SEQUENCE_LENGTH = 256
 """Maximum tokens of the prompt with the system prompt, as in diffusers' pipeline."""

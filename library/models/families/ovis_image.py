@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from ...adapters.key_styles import CONVERTED_BY_COMFYUI_KEYS, OriginalModule
+from ...adapters.original_module_names import CONVERTED_BY_COMFYUI_KEYS, OriginalModule
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, read_required
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond
-    from ...data.preview_prompts import Prompt
+    from ...data.sample_prompts import Prompt
 
 OVIS_MAX_SEQUENCE_LENGTH = 256
 """Tokens of the padded prompt without the ``user_prompt_begin_id`` tokens before it, as in diffusers' pipeline."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond, Moments
-    from ...data.preview_prompts import Prompt
+    from ...data.sample_prompts import Prompt
 
 QWEN_MAX_SEQUENCE_LENGTH = 512
 """Maximum tokens of the prompt, as in diffusers' pipeline."""

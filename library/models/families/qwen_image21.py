@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ...adapters.key_styles import KeyStyle, OriginalModule
+from ...adapters.original_module_names import KeyStyle, OriginalModule
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, ModelError, read_required
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond, Moments
-    from ...data.preview_prompts import Prompt
+    from ...data.sample_prompts import Prompt
     from ...diffusion.process import NoiseProcess
 
 SLOT_TOKENS = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...adapters.key_styles import DIFFUSERS_ONLY_KEYS
+from ...adapters.original_module_names import DIFFUSERS_ONLY_KEYS
 from ..base import NEGATIVE_MARK, BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, ModelError, read_required
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond
-    from ...data.preview_prompts import Prompt
+    from ...data.sample_prompts import Prompt
 
 SANA_MAX_SEQUENCE_LENGTH = 300
 """Maximum tokens of the prompt, as in diffusers' pipeline."""

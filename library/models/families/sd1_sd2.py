@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...adapters.key_styles import LDM_KEYS
+from ...adapters.original_module_names import LDM_KEYS
 from ...config.network_args import NetworkFacts
 from ...config.schema import ModelConfig
 from ..base import BaseModelInfo, Family

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from ...adapters.key_styles import IMAGE_STREAM, TEXT_STREAM, KeyStyle, OriginalModule, build_stream_modules
+from ...adapters.original_module_names import IMAGE_STREAM, TEXT_STREAM, KeyStyle, OriginalModule, build_stream_modules
 from ...config.network_args import NetworkFacts
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...adapters.key_styles import LDM_KEYS
+from ...adapters.original_module_names import LDM_KEYS
 from ...config.network_args import NetworkFacts
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch

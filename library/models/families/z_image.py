@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...adapters.key_styles import KeyStyle, OriginalModule
+from ...adapters.original_module_names import KeyStyle, OriginalModule
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, ModelError, read_required, read_scheduler_config
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...data.batch import Batch, Cond
-    from ...data.preview_prompts import Prompt
+    from ...data.sample_prompts import Prompt
 
 Z_IMAGE_MAX_SEQUENCE_LENGTH = 512
 """Maximum tokens of the prompt with the chat template, as in diffusers' pipeline."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from ...adapters.state_dict import UP, ModuleAdapter
+from ...adapters.module_adapter import UP, ModuleAdapter
 from ...errors import FileError
 from .block_names import BlockFactor, find_unused_names, get_factor, is_selected
 from .lora_files import LoraFile

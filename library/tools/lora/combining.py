@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from ...adapters.key_formats import FileFormat
+from ...adapters.kohya_diffusers_comfyui_keys import FileFormat
 from ...adapters.metadata import NetworkSizes
-from ...adapters.state_dict import DOWN, UP, ModuleAdapter
+from ...adapters.module_adapter import DOWN, UP, ModuleAdapter
 from ...errors import FileError
 from ...log import iter_with_progress
 from .block_names import BlockFactor, get_factor, is_text_encoder

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ...adapters.lora_file import SAVE_DTYPES
-from ...adapters.state_dict import ModuleAdapter
+from ...adapters.file_writer import SAVE_DTYPES
+from ...adapters.module_adapter import ModuleAdapter
 from ...errors import ConfigError, FileError, UserError
 from .block_names import find_unused_names, parse_block_factors
 from .block_scaling import prune_blocks, scale_blocks

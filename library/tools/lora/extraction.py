@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ...adapters.client_compatibility import choose_file_format
-from ...adapters.key_styles import OriginalModule
 from ...adapters.merge import compute_delta_weight, compute_merged_weight
 from ...adapters.metadata import NetworkSizes
-from ...adapters.state_dict import MAGNITUDE, ModuleAdapter
+from ...adapters.module_adapter import MAGNITUDE, ModuleAdapter
+from ...adapters.original_module_names import OriginalModule
 from ...errors import FileError
 from ...log import iter_with_progress
 from .lora_files import SOURCES_KEY, NewLora, Unit, build_single_unit

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ...adapters.client_compatibility import list_client_losses
-from ...adapters.key_formats import FileFormat
+from ...adapters.kohya_diffusers_comfyui_keys import FileFormat
 from ...adapters.merge import compute_delta_weight
-from ...adapters.state_dict import ModuleAdapter
+from ...adapters.module_adapter import ModuleAdapter
 from .block_names import get_block, is_text_encoder
 from .lora_files import LoraFile
 from .low_rank import compute_norm, factor_update

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from ...adapters.alpha_folding import ALPHA_METADATA_KEYS, change_alpha
 from ...adapters.client_compatibility import format_client_losses, list_client_losses, needs_equal_alphas
+from ...adapters.component_keys import ComponentKeys
 from ...adapters.file_reader import read_adapter_file
+from ...adapters.file_writer import cast_tensors, write_adapter_file
 from ...adapters.fused_layers import FusionError, fuse_adapters, split_adapter
-from ...adapters.key_formats import FileFormat, convert_from_file_format, convert_to_file_format
-from ...adapters.key_names import ComponentKeys
-from ...adapters.key_styles import OriginalModule
-from ...adapters.lora_file import cast_tensors, write_adapter_file
+from ...adapters.kohya_diffusers_comfyui_keys import FileFormat, convert_from_file_format, convert_to_file_format
 from ...adapters.metadata import NetworkSizes, add_model_hashes, list_network_sizes, update_network_metadata
+from ...adapters.module_adapter import DOWN, PEFT_SUFFIXES, ModuleAdapter, iter_named_tensors
+from ...adapters.original_module_names import OriginalModule
 from ...adapters.peft_metadata import PEFT_METADATA_KEY
-from ...adapters.state_dict import DOWN, PEFT_SUFFIXES, ModuleAdapter, iter_named_tensors
 from ...checkpoint.known_models import load_known_models
 from ...errors import FileError, UserError
 from ...models.families import FAMILY_FACTS

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...adapters.merge import compute_delta_weight
-from ...adapters.state_dict import DOWN, UP, ModuleAdapter
+from ...adapters.module_adapter import DOWN, UP, ModuleAdapter
 
 BASE_DEPENDENT_TYPES = ("dora", "glora", "diag-oft", "oft", "boft")
 """Adapter types whose effect on the weights depends on the weights themselves."""

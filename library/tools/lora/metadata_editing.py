@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ...adapters.file_reader import read_adapter_file, read_header, read_safetensors
-from ...adapters.lora_file import write_adapter_file
+from ...adapters.file_writer import write_adapter_file
 from ...adapters.metadata import MODELSPEC_USER_KEYS, add_model_hashes
 from ...errors import FileError
 from ..convert import identify_lora

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...adapters.lora_file import SAVE_DTYPES
+from ...adapters.file_writer import SAVE_DTYPES
 from ...adapters.merge import compute_delta_weight, compute_merged_weight, merge_bias_adapter
-from ...adapters.state_dict import ModuleAdapter
+from ...adapters.module_adapter import ModuleAdapter
 from ...atomic_files import fsync_dir, fsync_file
 from ...errors import FileError, UserError
 from ...log import ProgressBar

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from ...adapters.key_names import ComponentKeys
-from ...adapters.key_styles import DIFFUSERS_KEYS, OriginalModule
+from ...adapters.component_keys import ComponentKeys
+from ...adapters.original_module_names import DIFFUSERS_KEYS, OriginalModule
 from ...adapters.targets_rank_alpha import match_target_modules
 from ...adapters.validate_file import list_layer_shapes
-from ...checkpoint.component_keys import collect_component_keys, list_adaptable_components
+from ...checkpoint.collect_component_keys import collect_component_keys, list_adaptable_components
 from ...config.schema import ModelConfig
 from ...errors import ConfigError, FileError, UserError
 from ...models.base import BaseModelInfo, Family

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...adapters.state_dict import DOWN, MAGNITUDE, UP, ModuleAdapter
+from ...adapters.module_adapter import DOWN, MAGNITUDE, UP, ModuleAdapter
 from ...log import iter_with_progress
 from .lora_files import LoraFile, Unit, get_kernel, iter_units
 from .low_rank import (

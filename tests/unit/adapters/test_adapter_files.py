@@ -15,8 +15,8 @@ from torch import nn
 from library.adapters import injection
 from library.adapters.file_comparison import compare_file_with_model
 from library.adapters.file_reader import InvalidAdapterFileError, read_safetensors
-from library.adapters.key_formats import convert_from_file_format
-from library.adapters.lora_file import cast_tensors, verify_adapter_file, write_adapter_file
+from library.adapters.file_writer import cast_tensors, verify_adapter_file, write_adapter_file
+from library.adapters.kohya_diffusers_comfyui_keys import convert_from_file_format
 from library.errors import UserError
 
 META = {"ss_network_dim": "6", "ss_v2": "False"}

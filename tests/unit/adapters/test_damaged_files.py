@@ -8,10 +8,10 @@ from adapter_states import build_random_state
 from safetensors.torch import save_file
 
 from library.adapters.file_reader import InvalidAdapterFileError, read_adapter_file
-from library.adapters.key_formats import convert_to_file_format
-from library.adapters.lora_file import write_adapter_file
+from library.adapters.file_writer import write_adapter_file
+from library.adapters.kohya_diffusers_comfyui_keys import convert_to_file_format
 from library.adapters.peft_metadata import UNREAD_SETTINGS, PeftSettings, find_unread_settings, parse_peft_settings
-from library.checkpoint.init_weights import read_initial_weights
+from library.checkpoint.network_weights import read_initial_weights
 from library.cli import run_tool
 from library.config.schema import AdapterConfig
 from library.errors import ConfigError, UserError

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from training_runs import write_images
 
-from library.checkpoint.init_weights import read_initial_weights
+from library.checkpoint.network_weights import read_initial_weights
 from library.cli import main, run_tool
 from library.config.schema import AdapterConfig
 from library.errors import ConfigError

@@ -8,13 +8,14 @@ import torch
 from adapter_states import build_random_state, list_tensor_shapes
 from adapter_tensors import build_component_keys
 from diffusers import UNet2DConditionModel
+from family_cases import list_cases
 from safetensors.torch import load_file, save_file
 from tiny_denoiser import build_tiny_denoiser
 
+from library.adapters.component_keys import ComponentKeys
 from library.adapters.file_reader import read_safetensors
-from library.adapters.key_formats import convert_from_file_format, convert_to_file_format
-from library.adapters.key_names import ComponentKeys
-from library.adapters.state_dict import group_by_module
+from library.adapters.kohya_diffusers_comfyui_keys import convert_from_file_format, convert_to_file_format
+from library.adapters.module_adapter import group_by_module
 from library.adapters.targets_rank_alpha import match_target_modules
 from library.cli import run_tool
 from library.config.validate_adapter import validate_save_format
@@ -26,7 +27,7 @@ from library.models.weights import build_empty_model
 from library.tools.convert import identify_lora
 
 DATA = Path(__file__).resolve().parents[2] / "data"
-EVERY = tuple(FAMILY_FACTS)
+EVERY = list_cases(FAMILY_FACTS)
 FORMATS = ("kohya", "diffusers", "comfy")
 
 

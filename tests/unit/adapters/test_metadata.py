@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from library.adapters.file_reader import read_safetensors
-from library.adapters.lora_file import write_adapter_file
+from library.adapters.file_writer import write_adapter_file
 from library.adapters.metadata import (
     MODELSPEC_USER_KEYS,
     BaseModelMetadata,

@@ -9,7 +9,7 @@ from library.adapters import injection
 from library.adapters.dropout_and_max_norm import LoraDropout, MaxNormRegularizer, compute_lora_norm, hash_to_uniform
 from library.config.schema import AdapterConfig
 from library.errors import ConfigError
-from library.training.trainable import build_lora_dropout
+from library.training.trainable_modules import build_lora_dropout
 
 KINDS = {
     "lora": ("--network_args", "conv_dim=2", "conv_alpha=3"),

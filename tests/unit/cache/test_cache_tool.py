@@ -60,6 +60,7 @@ def damage_and_repair(file: str, cache: str) -> list[tuple[str, int]]:
     return results
 
 
+@pytest.mark.slow
 def test_a_cache_is_built_verified_repaired_and_pruned(tmp_path):
     write_numbered_images(tmp_path, 6)
     cache = tmp_path / "cache"

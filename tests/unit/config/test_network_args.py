@@ -26,13 +26,9 @@ from library.errors import ConfigError
 from library.models.detect import DetectedModel
 from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.loading import load_components_on_meta
+from library.training.param_groups import _get_layer_lr, _get_loraplus_ratio
 from library.training.preflight import load_settings
-from library.training.trainable import (
-    _get_layer_lr,
-    _get_loraplus_ratio,
-    build_trainable_modules,
-    select_target_components,
-)
+from library.training.trainable_modules import build_trainable_modules, select_target_components
 
 GOLDEN = Path(__file__).resolve().parents[2] / "data"
 
@@ -305,7 +301,7 @@ def test_lora_plus_multiplies_the_learning_rate_of_up_matrices(sites):
 
 
 def test_lora_up_matrices_have_their_own_param_group():
-    from library.training.trainable import build_param_groups
+    from library.training.param_groups import build_param_groups
 
     config = build_config("loraplus_lr_ratio=4", network_dim=2, network_train_unet_only=True)
     family = FAMILIES.get("sd1")()

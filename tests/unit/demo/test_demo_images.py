@@ -12,7 +12,7 @@ from torch import nn
 from library.adapters import injection
 from library.config.schema import AdapterConfig
 from library.data.batch import Batch
-from library.data.preview_prompts import Prompt
+from library.data.sample_prompts import Prompt
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 

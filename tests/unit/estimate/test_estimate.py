@@ -30,7 +30,7 @@ from library.estimate.parallel_layouts import LayoutFinder
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.optim.optimizers import ParamGroup, build_optimizer
-from library.training.activation_checkpointing import BlockCheckpointing
+from library.parallel.activation_checkpointing import BlockCheckpointing
 
 SMALL, MEDIUM = LargestBatch((64, 64), ("an image",)), LargestBatch((256, 256), ("an image",))
 MODEL = "--pretrained_model_name_or_path"

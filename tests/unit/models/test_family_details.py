@@ -16,12 +16,12 @@ from PIL import Image
 from published_configs import build_component_on_meta
 from safetensors.torch import save_file
 
-from library.adapters.key_names import build_key_map
+from library.adapters.component_keys import build_key_map
 from library.adapters.targets_rank_alpha import match_target_modules
 from library.config.schema import ModelConfig
 from library.config.schema_data import DataConfig
 from library.data.prepare import prepare_data
-from library.data.preview_prompts import Prompt
+from library.data.sample_prompts import Prompt
 from library.errors import FileError
 from library.models.base import NEGATIVE_MARK
 from library.models.detect import detect_model

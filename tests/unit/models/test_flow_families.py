@@ -7,7 +7,7 @@ from model_files import write_json_files
 from tiny_pipelines import HEIGHT, TINY, WIDTH
 
 from library.config.schema import ModelConfig
-from library.data.preview_prompts import Prompt
+from library.data.sample_prompts import Prompt
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
@@ -94,6 +94,7 @@ def test_a_preview_shifts_its_timesteps_as_the_model_or_the_prompt_sets(name):
     assert moved == pytest.approx(times.tolist(), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_metadata_of_a_file_contains_the_base_model():
     titles = {name: load_family(name)[0].get_base_model_info(TINY[name]().pipe) for name in FLOW}
     assert {name: (title.base_model_version, title.architecture) for name, title in titles.items()} == {

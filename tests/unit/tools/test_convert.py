@@ -12,7 +12,7 @@ from adapter_states import build_random_state
 from safetensors.torch import load_file, save_file
 
 from library.adapters.file_reader import read_header
-from library.adapters.key_formats import convert_to_file_format
+from library.adapters.kohya_diffusers_comfyui_keys import convert_to_file_format
 from library.checkpoint.known_models import TABLE_PATH, load_known_models, pack_known_model
 from library.cli import run_tool
 from scripts.known_models import build_known_model, iter_model_sources
@@ -108,7 +108,7 @@ def test_metadata_stays_where_ranks_and_alphas_do(file_format, tmp_path):
 MEASURE = """
 import resource, sys
 from pathlib import Path
-import library.adapters.key_formats, library.adapters.lora_file
+import library.adapters.kohya_diffusers_comfyui_keys, library.adapters.file_writer
 from library.tools.convert import convert_lora_file
 start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 convert_lora_file(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

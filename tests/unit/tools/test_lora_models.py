@@ -8,7 +8,7 @@ from original_checkpoints import add_prefix, build_checkpoint, convert_flux_tran
 from safetensors.torch import load_file, save_file
 from tiny_pipelines import TINY
 
-from library.adapters.key_formats import convert_to_file_format
+from library.adapters.kohya_diffusers_comfyui_keys import convert_to_file_format
 from library.checkpoint import known_models as known_models_module
 from library.checkpoint.known_models import load_known_models
 from library.cli import run_tool

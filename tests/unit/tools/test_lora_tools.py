@@ -8,9 +8,9 @@ from adapter_states import build_random_state
 from safetensors.torch import load_file, save_file
 
 from library.adapters.file_reader import read_header
-from library.adapters.key_formats import convert_to_file_format
+from library.adapters.kohya_diffusers_comfyui_keys import convert_to_file_format
 from library.adapters.merge import compute_delta_weight
-from library.adapters.state_dict import ModuleAdapter
+from library.adapters.module_adapter import ModuleAdapter
 from library.cli import run_tool
 from library.tools.convert import read_lora_file
 from library.tools.lora.block_names import get_block, is_selected, parse_block_factors

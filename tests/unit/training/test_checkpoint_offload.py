@@ -7,7 +7,7 @@ from torch import nn
 
 from library.distributed import async_copy
 from library.distributed.async_copy import CheckpointOffload, CopyStream
-from library.training.activation_checkpointing import BlockCheckpointing
+from library.parallel.activation_checkpointing import BlockCheckpointing
 
 DEPTH = 5
 NEEDS_DEVICE = pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs a GPU")

@@ -14,10 +14,10 @@ from training_runs import write_images
 
 from library.adapters import injection
 from library.adapters.file_reader import read_adapter_file
-from library.adapters.key_formats import convert_to_file_format
+from library.adapters.kohya_diffusers_comfyui_keys import convert_to_file_format
 from library.adapters.targets_rank_alpha import match_target_modules
-from library.checkpoint.component_keys import collect_component_keys
-from library.checkpoint.init_weights import (
+from library.checkpoint.collect_component_keys import collect_component_keys
+from library.checkpoint.network_weights import (
     keep_idle_layers,
     load_network_weights,
     merge_base_weights,
@@ -28,7 +28,7 @@ from library.config.schema import AdapterConfig, RunConfig
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
-from library.training.trainable import build_trainable_modules
+from library.training.trainable_modules import build_trainable_modules
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 EVERY = ("sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image")

@@ -14,7 +14,7 @@ from library.config.schema_data import DataConfig
 from library.data.batch_plan import Bucket, MicroBatch
 from library.data.loader import ValidationBatches
 from library.data.prepare import prepare_data
-from library.training.validation import TIMESTEP_QUANTILES, VALIDATION_SEED, compute_validation_losses
+from library.training.validation_loss import TIMESTEP_QUANTILES, VALIDATION_SEED, compute_validation_losses
 
 __all__ = ["task"]  # a fixture
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from tiny_pipelines import TINY
 from web_pages import open_page
 
-from library.adapters.key_formats import convert_to_file_format
+from library.adapters.kohya_diffusers_comfyui_keys import convert_to_file_format
 from library.web.lora_pages import SHOWN, list_commands
 
 

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from ..config.schema import TrainConfig
 from ..distributed.async_copy import CheckpointOffload
 from ..distributed.step_phases import is_out_of_memory
-from ..parallel.compile import is_compiled
+from .compile import is_compiled
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """Contexts of the forward pass of a block and of its recomputation."""

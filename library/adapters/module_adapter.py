@@ -1,4 +1,4 @@
-"""The update of one module (LoRA, DoRA, LoHa, LoKr, OFT ...), and the keys of its tensors in peft and in files."""
+"""The adapter of one module (LoRA, DoRA, LoHa, LoKr, OFT ...): its update, its tensors and their keys in files."""
 
 import math
 import re

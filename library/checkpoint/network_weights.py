@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from ..adapters import injection
 from ..adapters.alpha_folding import change_alpha
+from ..adapters.component_keys import ComponentKeys
 from ..adapters.file_reader import read_adapter_file
 from ..adapters.fused_layers import needs_scale_shift_swap
 from ..adapters.injection import Adapter, KeptTensors
-from ..adapters.key_formats import AdapterFileContents, convert_from_file_format
-from ..adapters.key_names import ComponentKeys
+from ..adapters.kohya_diffusers_comfyui_keys import AdapterFileContents, convert_from_file_format
 from ..adapters.merge import merge_adapter, merge_bias_adapter
+from ..adapters.module_adapter import DOWN, PEFT_SUFFIXES, ModuleAdapter, iter_named_tensors
 from ..adapters.peft_types import RankAlpha
-from ..adapters.state_dict import DOWN, PEFT_SUFFIXES, ModuleAdapter, iter_named_tensors
 from ..adapters.validate_file import describe_origin, list_layer_shapes
 from ..config.network_args import get_adapter_type, get_network_args
 from ..config.schema import AdapterConfig
@@ -27,7 +27,7 @@ from ..models.base import Family
 from ..models.detect import DetectedModel
 from ..models.loading import load_components_on_meta
 from ..models.training_adapter import attach_training_adapter, inspect_training_adapter
-from .component_keys import collect_component_keys
+from .collect_component_keys import collect_component_keys
 
 logger = logging.getLogger(__name__)
 UNMERGEABLE_TYPES = {"oft", "boft"}

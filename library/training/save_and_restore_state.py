@@ -1,4 +1,7 @@
-"""Checkpoints: capture and restore the state of a run (adapter, EMA, optimizer, counters), and the callback."""
+"""Checkpoints: capture and restore the state of a run (adapter, EMA, optimizer, counters), and the callback.
+
+Old checkpoints are deleted here (``save_last_n_*_state``), old LoRA files in ``save_adapter`` (``save_last_n_*``).
+"""
 
 import logging
 import shutil
@@ -11,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..adapters.key_names import clean_parameter_name
+from ..adapters.component_keys import clean_parameter_name
 from ..checkpoint import checkpoint_dir
 from ..config.schema_output import StateConfig
 from ..distributed.async_copy import HostSnapshot

@@ -14,12 +14,10 @@ from ..config.network_args import LORA_TYPES
 from ..config.validate_adapter import validate_save_format
 from ..errors import UserError
 from .alpha_folding import build_alpha_metadata, fold_alpha, read_alpha_dtype, unfold_alphas
+from .component_keys import ComponentKeys, build_kohya_name, find_wrapper_names
 from .fused_layers import FusionError, fuse_adapters, split_adapter, swap_magnitude
-from .key_names import ComponentKeys, build_kohya_name, find_wrapper_names
-from .key_styles import T5_KEYS, ModuleGroup
 from .merge import compose_tucker_down
-from .peft_metadata import apply_peft_alphas
-from .state_dict import (
+from .module_adapter import (
     ALPHA,
     COMFY_SUFFIXES,
     DIFFUSERS_SUFFIXES,
@@ -34,6 +32,8 @@ from .state_dict import (
     iter_named_tensors,
     parse_tensor_key,
 )
+from .original_module_names import T5_KEYS, ModuleGroup
+from .peft_metadata import apply_peft_alphas
 from .validate_file import (
     describe_origin,
     describe_size_problems,

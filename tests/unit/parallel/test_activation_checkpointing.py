@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from library.training.activation_checkpointing import BlockCheckpointing, ExpensiveOp, select_ops_to_save
+from library.parallel.activation_checkpointing import BlockCheckpointing, ExpensiveOp, select_ops_to_save
 
 ops = st.lists(st.builds(ExpensiveOp, st.floats(0, 1e12), st.integers(0, 10**9), st.booleans()), max_size=12)
 

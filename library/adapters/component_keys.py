@@ -1,6 +1,6 @@
 """Key names of adapter weights: clean parameter names, and those of each component's modules in all LoRA formats.
 
-The keys of a file are written in ``key_formats``.
+The keys of a file are written in ``kohya_diffusers_comfyui_keys``.
 """
 
 import re
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .key_styles import DIFFUSERS_KEYS, T5_KEYS, KeyMap, KeyStyle, ModuleGroup
+from .original_module_names import DIFFUSERS_KEYS, T5_KEYS, KeyMap, KeyStyle, ModuleGroup
 
 _WRAPPER_NAMES = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer", "default"}
 _WRAPPER_PATTERN = re.compile(rf"(?:^|[._])(?:module|{'|'.join(_WRAPPER_NAMES)})(?=[._])")

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..adapters.key_names import ComponentKeys, list_module_names
+from ..adapters.component_keys import ComponentKeys, list_module_names
 from ..models.base import Family
 
 

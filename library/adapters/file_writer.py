@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..atomic_files import fsync_dir, fsync_file
 from ..errors import UserError
+from .component_keys import find_wrapper_names
 from .file_reader import InvalidAdapterFileError, iter_tensors, read_header
-from .key_formats import EMBEDDING_PREFIX, TYPES_WITHOUT_ALPHA
-from .key_names import find_wrapper_names
-from .state_dict import ALPHA, UP, ModuleAdapter, parse_tensor_key
+from .kohya_diffusers_comfyui_keys import EMBEDDING_PREFIX, TYPES_WITHOUT_ALPHA
+from .module_adapter import ALPHA, UP, ModuleAdapter, parse_tensor_key
 from .validate_tensors import find_tensor_problems
 
 SAVE_DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
