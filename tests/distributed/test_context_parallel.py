@@ -49,10 +49,11 @@ TRANSFORMERS = ("sd3", "flux", "z_image", "qwen_image")
         pytest.param("ovis_image", "CP 2", "no", UNET, marks=LONG),
         pytest.param("hunyuan_image", "CP 2", "no", (*UNET, "--network_dropout", "0.3"), marks=LONG),
         pytest.param("longcat_image", "CP 2", "no", UNET, marks=LONG),
+        pytest.param("qwen_image21", "PP 2 x CP 2", "no", (*UNET, "--gradient_checkpointing"), marks=LONG),
     ],
 )
 def test_context_parallel_trains_the_adapter_of_one_process(model, name, precision, flags, tmp_path):
-    data, flags = write_even_dataset(tmp_path), ("--mixed_precision", precision, *flags)
+    data, flags = write_even_dataset(tmp_path, model), ("--mixed_precision", precision, *flags)
     (tmp_path / "images" / "03.txt").write_text(
         "a picture " * 30
     )  # one long caption, so that the others are padded and masked

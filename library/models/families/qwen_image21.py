@@ -103,7 +103,7 @@ class QwenImage21(Family):
         r"\.img_mlp\.(proj|gate_layer)$": ("colwise", (1,)),
         r"\.img_mlp\.out$": ("rowwise", (1,)),
     }
-    unsupported_strategies = {"cp": "its attention is computed in parts whose bounds are places in the whole sequence"}
+    block_token_args = {"rotary_emb": ((0, ("hidden_states",)),)}
     has_variable_text_length = True
     text_pad_multiple = 64
     default_num_inference_steps = 40
@@ -114,10 +114,15 @@ class QwenImage21(Family):
 
     @classmethod
     def prepare_denoiser(cls, denoiser: Any) -> None:
-        denoiser.set_attn_processor(_build_attention_processor(denoiser.config.axes_dims_rope[0] // 2))
-        if denoiser.device.type == "meta":  # where the layout of the tokens is real
-            for module in (*denoiser.transformer_blocks, denoiser.norm_out):
-                module.register_forward_pre_hook(_move_masks, with_kwargs=True)
+        import inspect
+        from functools import partial
+
+        denoiser.pos_embed.register_forward_hook(_append_positions)
+        denoiser.set_attn_processor(_build_attention_processor())
+        for block in denoiser.transformer_blocks:
+            names = tuple(inspect.signature(type(block).forward).parameters)[1:]
+            block.register_forward_pre_hook(partial(_lay_out_tokens, denoiser.pos_embed, names), with_kwargs=True)
+        denoiser.norm_out.register_forward_pre_hook(_move_mask)
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("qwen_image21", "qwen-image-2.1")
@@ -183,7 +188,8 @@ class QwenImage21(Family):
 
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
         scale = self.get_guidance_scale(prompt)
-        kwargs = dict(true_cfg_scale=scale, prompt_embeds=cond["embeds"][0].unsqueeze(0))
+        # Keys of the text that are kept over the steps would be those of a rank's tokens.
+        kwargs = dict(true_cfg_scale=scale, prompt_embeds=cond["embeds"][0].unsqueeze(0), use_kv_cache=False)
         if scale > 1:
             kwargs["negative_prompt_embeds"] = negative_cond["embeds"][0].unsqueeze(0)
         if (steps := prompt.num_inference_steps) and self.is_step_distilled(pipe):
@@ -191,58 +197,112 @@ class QwenImage21(Family):
         return kwargs
 
 
-def _move_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Move the boolean masks among the arguments to the device of the states, which are the first."""
+def _move_mask(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Move the mask of the image's tokens, which is real where the states are on the meta device."""
+    states, condition, mask = args
+    return states, condition, mask.to(states.device)
+
+
+def _append_positions(pos_embed: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Append the place of each token in the sequence to its rotation: context parallelism splits these."""
     import torch
 
-    def move(value: Any) -> Any:
-        return value.to(states.device) if isinstance(value, torch.Tensor) and value.dtype == torch.bool else value
-
-    states = args[0] if args else kwargs["hidden_states"]
-    return tuple(map(move, args)), {name: move(value) for name, value in kwargs.items()}
+    return torch.cat([output, torch.arange(len(output), device=output.device).unsqueeze(1).to(output)], dim=1)
 
 
-def _build_attention_processor(num_frame_channels: int) -> Any:
-    """diffusers' attention, where padding of the text does not move the image.
+def _lay_out_tokens(
+    pos_embed: Any, names: Sequence[str], block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Prepare what a block is told about its tokens, all of them or those of a rank.
+
+    The number of text tokens becomes a length, which a compiler can treat as dynamic.
+    """
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    states: Tensor = arguments["hidden_states"]
+    segments, key_valid = arguments.get("segments"), arguments.get("key_valid")
+    rotations, places = arguments["rotary_emb"][:, :-1], arguments["rotary_emb"][:, -1].real.long()
+    mask = arguments["target_token_mask"].to(states.device)
+    changes = {"rotary_emb": rotations, "target_token_mask": mask}
+    if segments is None:  # the image alone, of a preview with cached keys
+        return (), {**arguments, **changes}
+    num_text_tokens = segments[-1][1]
+    changes["segments"] = states.new_empty(num_text_tokens, 0)
+    if key_valid is not None:
+        back = _build_rotations_back(pos_embed, key_valid, places >= num_text_tokens, rotations.shape[1])
+        changes["rotary_emb"] = rotations, back
+    if len(mask) != states.shape[1]:
+        changes["target_token_mask"] = mask[places]
+        changes["attention_mask"] = _build_shard_mask(len(mask), num_text_tokens, places, key_valid)
+    return (), {**arguments, **changes}
+
+
+def _build_rotations_back(pos_embed: Any, key_valid: Tensor, is_image: Tensor, num_pairs: int) -> Tensor:
+    """For each sample, the rotation of the image's tokens by the padding of its text (B, tokens, 1, pairs of channels).
 
     The image's position on the first axis, that of frames, is the number of text tokens before it, padding included.
     """
     import torch
+
+    width = pos_embed.axes_dim[0]
+    exponents = torch.arange(0, width, 2, device=key_valid.device) / width
+    angles = -(~key_valid).sum(1, keepdim=True) / pos_embed.theta**exponents
+    angles = torch.nn.functional.pad(angles, (0, num_pairs - width // 2)).unsqueeze(1) * is_image.unsqueeze(1)
+    return torch.polar(torch.ones_like(angles), angles).unsqueeze(2)
+
+
+def _build_shard_mask(num_tokens: int, num_text_tokens: int, places: Tensor, key_valid: Tensor | None) -> Tensor:
+    """Which of a rank's tokens each token of the sequence attends to: text to the text before it, the image to all."""
+    import torch
+
+    queries = torch.arange(num_tokens, device=places.device).unsqueeze(1)
+    mask = ((queries >= places) | (queries >= num_text_tokens))[None, None]
+    return mask if key_valid is None else mask & key_valid[:, None, None, places]
+
+
+class _RotatedAttention:
+    """The layers of an attention, whose queries and keys are rotated as well."""
+
+    def __init__(self, attn: Any, rotations: Tensor) -> None:
+        self.attn, self.rotations, self.heads, self.inner_dim = attn, rotations, attn.heads, attn.inner_dim
+        self.to_q, self.to_k, self.to_v, self.to_out = attn.to_q, attn.to_k, attn.to_v, attn.to_out
+
+    def norm_q(self, query: Tensor) -> Tensor:
+        return self.rotate(self.attn.norm_q(query))
+
+    def norm_k(self, key: Tensor) -> Tensor:
+        return self.rotate(self.attn.norm_k(key))
+
+    def rotate(self, states: Tensor) -> Tensor:
+        import torch
+
+        pairs = torch.view_as_complex(states.float().reshape(*states.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * self.rotations).flatten(-2).to(states)
+
+
+def _build_attention_processor() -> Any:
+    """diffusers' attention, where padding of the text does not move the image; in one part on a rank's tokens."""
     from diffusers.models.transformers import transformer_qwenimage21 as transformer
 
     processor_class: Any = transformer.QwenImage21AttnProcessor
 
-    class PaddedTextProcessor(processor_class):  # type: ignore[misc]
+    class TextLengthProcessor(processor_class):  # type: ignore[misc]
         def __call__(
             self,
             attn: Any,
             hidden_states: Tensor,
-            attention_mask: Any = None,
+            attention_mask: Tensor | None = None,
             rotary_emb: Any = None,
-            key_valid: Tensor | None = None,
+            segments: Tensor | None = None,
             **others: Any,
         ) -> Any:
-            if key_valid is not None and key_valid.shape[1] == len(rotary_emb):
-                own, back = attn, self.build_rotations(rotary_emb, key_valid, others["segments"][-1][1])
-                attn = SimpleNamespace(
-                    **{name: getattr(own, name) for name in ("to_q", "to_k", "to_v", "to_out", "heads", "inner_dim")},
-                    norm_q=lambda query: self.rotate(own.norm_q(query), back),
-                    norm_k=lambda key: self.rotate(own.norm_k(key), back),
-                )
-            return super().__call__(attn, hidden_states, attention_mask, rotary_emb, key_valid=key_valid, **others)
+            if isinstance(rotary_emb, tuple):
+                rotary_emb, back = rotary_emb
+                attn = _RotatedAttention(attn, back)
+            if segments is not None:
+                others["segments"] = [(0, segments.shape[0], True)] if attention_mask is None else None
+            return super().__call__(attn, hidden_states, attention_mask, rotary_emb, **others)
 
-        def build_rotations(self, rotary_emb: Tensor, key_valid: Tensor, num_text_tokens: int) -> Tensor:
-            """For each sample, the rotation of each token back by the number of padding tokens, on the first axis."""
-            moved = rotary_emb[(~key_valid).sum(1)].conj().unsqueeze(1)  # a text token's position is its place
-            is_frame = torch.arange(rotary_emb.shape[1], device=rotary_emb.device) < num_frame_channels
-            is_image = torch.arange(len(rotary_emb), device=rotary_emb.device) >= num_text_tokens
-            return torch.where(is_frame & is_image.unsqueeze(1), moved, 1).unsqueeze(2)
-
-        def rotate(self, states: Tensor, rotations: Tensor) -> Tensor:
-            pairs = torch.view_as_complex(states.float().reshape(*states.shape[:-1], -1, 2))
-            return torch.view_as_real(pairs * rotations).flatten(-2).to(states)
-
-    return PaddedTextProcessor()
+    return TextLengthProcessor()
 
 
 def _build_pipeline_class() -> Any:
