@@ -1,6 +1,7 @@
 """Convert a state dict to the LoRA file formats of sd-scripts (kohya), diffusers and ComfyUI, and back.
 
-The keys of a state dict are ``<component>.<module>.lora_A.weight``.
+The keys of a state dict are ``<component>.<module>.lora_A.weight``; the names that programs have for the modules are in
+``original_module_names`` and in the files of the families.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,7 @@
-"""The layers that get an adapter, and the LoRA rank and alpha of each, from targets and ``network_args``."""
+"""The layers that get an adapter, and the LoRA rank and alpha of each, from targets and ``network_args``.
+
+peft applies the scale alpha / rank (``peft_types``); alphas in files are in ``alpha_folding``.
+"""
 
 import re
 from collections.abc import Sequence

@@ -24,7 +24,7 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
         "pipeline": ".pipeline:PipelineStrategy",
         "deepspeed": ".deepspeed.engine:DeepSpeedStrategy",
         "fsdp": ".fsdp:FSDPStrategy",
-        "device_mesh": ".device_mesh:DeviceMeshStrategy",
+        "device_mesh": ".device_mesh_strategy:DeviceMeshStrategy",
     },
 )
 

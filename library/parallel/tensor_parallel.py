@@ -3,6 +3,7 @@
 A column-wise layer (torch's ``ColwiseParallel``; the *rows* of its weight are sharded) computes some of its outputs; a
 row-wise layer takes some of its inputs and all-reduces its output.  An adapter uses the same slice of
 its own matrices, so its gradient on a rank is partial, and the sum over the tensor-parallel group is the gradient.
+Which layers are column-wise and which row-wise is decided in ``parallel_plan``.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -24,6 +24,8 @@ from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.parallel.pipeline_stages import partition_blocks
+from library.parallel.strategy import Strategy
+from library.parallel.strategy_registry import STRATEGIES
 from library.training.preflight import RunFacts, check_run_settings
 
 LONG = pytest.mark.slow
@@ -218,6 +220,11 @@ def test_ranks_have_distinct_coordinates_and_share_a_pipeline_with_their_group()
     assert [
         (layout.get_data_parallel_rank(rank), layout.get_pipeline_stage(rank)) for rank in layout.get_loss_ranks()
     ] == [(0, 2), (1, 2)]
+
+
+@pytest.mark.quick
+def test_every_strategy_of_the_table_is_imported():
+    assert all(issubclass(STRATEGIES.get(name), Strategy) for name in STRATEGIES.list_names())
 
 
 @pytest.mark.quick
