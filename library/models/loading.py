@@ -1,4 +1,7 @@
-"""Load the components of a diffusers pipeline: from folders, the hub, single files, or with random weights."""
+"""Load the components of a diffusers pipeline: from folders, the hub, single files, or with random weights.
+
+The attention backend (``--attn_mode``, ``--xformers``) is set here as well.
+"""
 
 import importlib
 import logging

@@ -1,6 +1,7 @@
 """Metrics of a run: the .metrics.jsonl file, the progress bar, and losses by timestep, bucket and dataset.
 
-Trackers (wandb, TensorBoard) are in ``distributed.trackers``.
+The average loss is that of the last 100 steps.  Trackers (wandb, TensorBoard) are in ``distributed.trackers``, MFU in
+``profiler``.
 """
 
 import json
