@@ -1,4 +1,8 @@
-"""Loss functions (L2, L1, Huber, smooth L1 with their threshold schedules), masks, and the reduction per sample."""
+"""Loss functions (L2, L1, Huber, smooth L1 with their threshold schedules), masks, and the reduction per sample.
+
+The weight of a sample (``prior_loss_weight``, 0 for one that replaces an unreadable image) is applied in
+``training.task``; weights by timestep are in ``weighting``.
+"""
 
 import math
 from collections.abc import Callable, Mapping
