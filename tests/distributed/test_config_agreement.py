@@ -62,6 +62,7 @@ def test_a_finished_lora_on_the_disk_of_the_main_rank_stops_all_ranks(data, tmp_
     assert "mine.safetensors exists, from an earlier run; add --overwrite" in ends[0][1] and ends[1][1] == ""
 
 
+@pytest.mark.slow
 def test_a_different_setting_on_one_rank_stops_all_before_the_model_is_loaded_and_is_reported_once(data, tmp_path):
     others = {2: ["--learning_rate", "2e-4", "--network_dropout", "0.5"]}
     ends = run_on_ranks(

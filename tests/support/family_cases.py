@@ -63,8 +63,6 @@ QUICK = (
     "sdxl",
     "sd3",
     "flux",
-    "flux_kontext",
-    "chroma",
     "flux2_klein",
     "z_image",
     "qwen_image",

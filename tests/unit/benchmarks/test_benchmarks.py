@@ -182,6 +182,7 @@ def run_step_with_another_loss():
     return run_benchmark("step", *SMALL, "--bench_steps", "2", "--repetitions", "1")
 
 
+@pytest.mark.slow
 def test_a_different_loss_is_detected():
     (measurements,) = run_on_ranks(1, run_step_with_another_loss)
     for name in ("loss/current", "gradient_norm"):
@@ -300,6 +301,7 @@ def test_every_sample_is_counted_once_in_an_epoch_of_the_plan():
     assert sum(len(bucket.sample_indices) for bucket in data.draw_buckets(count)) == count
 
 
+@pytest.mark.slow
 def test_cached_latents_are_compared_to_npz_files():
     (measurements,) = run_on_ranks(1, run_benchmark, "data", "--parts", "cache", "--cached_images", "8", *SMALL)
     names = [name for name in measurements if " / " not in name]

@@ -101,7 +101,8 @@ def test_resolve_only_prints_the_values_of_sd_scripts_without_any_folder(golden:
 def test_without_a_model_sizes_that_published_models_reject_are_named(dataset, tmp_path):
     need = "is not a multiple of what these models need:"
     check = "give --pretrained_model_name_or_path to check yours"
-    unets = "Stable Diffusion 1 (64), Stable Diffusion 2 (64), Stable Diffusion XL (32), Sana (32)"
+    unets = "Stable Diffusion 1 (64), Stable Diffusion 2 (64), Stable Diffusion XL (32)"
+    unets += ", Qwen-Image 2.1 (32), Sana (32), HunyuanImage 2.1 (32)"
     assert (
         run_plan_as_json(*dataset)["notes"][0]
         == f"{tmp_path}/set.toml:4: bucket_reso_steps: 16 {need} {unets}; {check}"
@@ -392,9 +393,10 @@ def test_sizes_and_speeds_of_devices_are_read_and_belong_together(dataset):
             *(("--gpu_memory", "24GB", "--cp_size", "2"), "--cp_size 2: the world size 1 is not a multiple of 2"),
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             ("--gpu_memory", "24GB", "--world_size", "2", "--device_map", '{"": 0, "nowhere": 2}'),
             "--device_map: there is no device 2; this process sees devices 0 to 1 --device_map: 'nowhere' is no module",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ("--gpu_memory", "24GB", "--world_size", "2", "--fsdp", "--blocks_to_swap", "1"),

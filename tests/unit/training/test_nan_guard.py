@@ -213,6 +213,7 @@ def test_at_most_half_a_minute_or_one_step_is_between_two_checks(seconds, interv
     assert guard.check_interval == interval
 
 
+@pytest.mark.slow
 def test_the_gradient_probe_is_without_dropout(dataset, tmp_path):
     flags = ("--dataset_config", str(dataset), "--max_train_steps", "1", "--output_dir", str(tmp_path), "--quiet")
     dropout = ("--network_args", "module_dropout=0.8", "rank_dropout=0.5")

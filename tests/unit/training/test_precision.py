@@ -111,10 +111,8 @@ def train_and_read_dtypes(*flags: str) -> tuple[set, set, set]:
     return dtypes["base"], dtypes["adapter"], dtypes["gradients"]
 
 
-@pytest.mark.parametrize(
-    ("options", "adapter"),
-    [pytest.param((), torch.float32, marks=pytest.mark.slow), (("--full_bf16",), torch.bfloat16)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "adapter"), [((), torch.float32), (("--full_bf16",), torch.bfloat16)])
 def test_the_base_is_in_bf16_and_the_adapter_only_with_full_bf16(options, adapter, even_dataset, tmp_path):
     ((base, weights, gradients),) = run_on_ranks(
         1,
