@@ -116,7 +116,8 @@ print(json.dumps({name: said for name in sys.argv[2:] if (said := way(name))}))
 """
 
 
-@pytest.mark.parametrize("script", ["together", pytest.param("alone", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["together", "alone"])
 def test_every_module_imports_without_devices_and_network_and_changes_nothing(script):
     """Modules that programs, the registry and the workbench import by name are also imported as the first one."""
     paths = [path for path in MODULES if path.name != "__main__.py"]

@@ -14,8 +14,8 @@ from library.errors import UserError
 from library.models.families import FAMILIES
 from library.training.save_adapter import build_adapter_file
 
-QUICK_KINDS = ("LoRA", "LoRA, block_alphas", "LoRA, T5", "DoRA")
-QUICK_FAMILIES = ("sdxl", "sd3", "flux")
+QUICK_KINDS = ("LoRA", "DoRA")
+QUICK_FAMILIES = ("sdxl", "flux")
 EVERY_KIND_FAMILIES = (
     "sd1",
     "sdxl",

@@ -142,6 +142,7 @@ def assert_each_is_named(problems, files, start):
     assert not [line for path, line in lines.items() if files[path] not in line]
 
 
+@pytest.mark.slow
 def test_the_layers_are_right_before_they_are_damaged(tmp_path):
     paths = []
     for kind in LAYERS:

@@ -52,6 +52,7 @@ def test_the_built_in_model_is_detected_as_a_diffusers_folder():
     assert (ours.family, ours.size_multiple) == (as_folder.family, as_folder.size_multiple) == ("sd1", 16)
 
 
+@pytest.mark.slow
 def test_previews_equal_the_images_of_the_diffusers_pipeline(theirs):
     family = FAMILIES.get("sd1")()
     pipe = family.load(None, torch.float32)

@@ -101,6 +101,7 @@ def test_the_tracker_gets_the_images_of_all_ranks(run_with_previews):
             assert (logged_image == np.asarray(Image.open(path))).all()
 
 
+@pytest.mark.slow
 def test_the_tracker_and_the_metrics_file_get_every_metric(run_with_previews):
     tags = read_tracker_events(run_with_previews).Tags()["scalars"]
     lines = [json.loads(line) for line in (run_with_previews / "lora.metrics.jsonl").read_text().splitlines()]
