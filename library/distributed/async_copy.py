@@ -151,13 +151,18 @@ class CheckpointOffload:
                 tensor.release()
         block = self._last_block = OffloadedBlock(self._last_block)
 
-        def pack(tensor: Tensor) -> OffloadedTensor:
+        def pack(tensor: Tensor) -> OffloadedTensor | Tensor:
+            if not tensor.numel():  # torch 2.11 saves an empty tensor of its own with the inputs
+                return tensor.detach()
             if tensor.device not in self._streams:
                 self._streams[tensor.device] = self._build_stream(tensor.device)
             block.tensors.append(OffloadedTensor(tensor, self._streams[tensor.device]))
             return block.tensors[-1]
 
-        with saved_tensors_hooks(pack, block.take):
+        def unpack(saved: OffloadedTensor | Tensor) -> Tensor:
+            return saved if isinstance(saved, Tensor) else block.take(saved)
+
+        with saved_tensors_hooks(pack, unpack):
             yield
 
 
