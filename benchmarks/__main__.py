@@ -23,6 +23,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "peers": ("benchmarks.peers", "start, step and memory of training beside sd-scripts, on the same model and images"),
     "lora": ("benchmarks.lora", "the LoRA tools: time, peak memory, and how exact their results are"),
     "pipeline": ("benchmarks.pipeline", "bubble fraction of the pipeline schedules, compared to the formula"),
+    "gpu": ("benchmarks.gpu.program", "all that only a GPU can show, in sections, within a time limit"),
     "web": ("benchmarks.web", "the web page in Chromium: a large folder, many runs, a long run"),
 }
 """Name: (module, description). A module has ``add_arguments(parser)`` and ``run(options, training_options,

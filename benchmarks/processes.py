@@ -28,7 +28,9 @@ TAIL = 3000
 
 
 @contextmanager
-def start_python(arguments: Sequence[str]) -> Iterator["subprocess.Popen[str]"]:
+def start_python(
+    arguments: Sequence[str], environment: Mapping[str, str] | None = None
+) -> Iterator["subprocess.Popen[str]"]:
     """Start a Python program that can import this repository; terminate it in the end, with its own children."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
@@ -36,7 +38,7 @@ def start_python(arguments: Sequence[str]) -> Iterator["subprocess.Popen[str]"]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, **(environment or {}), "PYTHONPATH": path},
     )
     assert process.stderr is not None
     try:
@@ -65,13 +67,17 @@ def measure_first_step(arguments: Sequence[str], *, stop: bool) -> float:
 
 
 def run_workers(
-    function: str, options: Mapping[str, Any], training_options: Sequence[str], world_size: int
+    function: str,
+    options: Mapping[str, Any],
+    training_options: Sequence[str],
+    world_size: int,
+    environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Build a run on each rank and call ``function`` ("module:name") with it; return what it returns on each rank."""
     launcher = [] if world_size == 1 else [*TORCHRUN, f"--nproc-per-node={world_size}"]
     with tempfile.TemporaryDirectory() as name:
         worker = ["-m", __name__, name, function, json.dumps(options), *training_options]
-        with start_python([*launcher, *worker]) as process:
+        with start_python([*launcher, *worker], environment) as process:
             _, errors = process.communicate()
         results = [json.loads(path.read_text("utf-8")) for path in sorted(Path(name).glob("*.json"))]
     if rejected := [result["problems"] for result in results if "problems" in result]:

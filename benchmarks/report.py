@@ -24,6 +24,7 @@ class Measurement:
     unit: str = ""
     at_most: float | None = None
     note: str = ""
+    at_least: float | None = None
 
     @property
     def median(self) -> float | None:
@@ -31,14 +32,20 @@ class Measurement:
 
     @property
     def meets_target(self) -> bool:
-        return self.at_most is None or (self.median is not None and self.median <= self.at_most)
+        if self.median is None:
+            return self.at_most is None and self.at_least is None
+        return (self.at_most is None or self.median <= self.at_most) and (
+            self.at_least is None or self.median >= self.at_least
+        )
 
     def format_cells(self) -> tuple[str, ...]:
         """Format a row of the table."""
         median = "" if self.median is None else format_number(self.median)
         spread = f"{format_number(min(self.values))} to {format_number(max(self.values))}" if self.values[1:] else ""
-        verdict = "met" if self.meets_target else "MISSED"
-        target = "" if self.at_most is None else f"<= {format_number(self.at_most)}: {verdict}"
+        limits = {"<=": self.at_most, ">=": self.at_least}
+        target = ", ".join(f"{sign} {format_number(limit)}" for sign, limit in limits.items() if limit is not None)
+        if target:
+            target += f": {'met' if self.meets_target else 'not measured' if median == '' else 'MISSED'}"
         return self.name, median, self.unit, spread, target, self.note
 
 

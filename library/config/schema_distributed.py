@@ -65,6 +65,9 @@ class DistributedConfig:
     compile_cache_dir: str | None = define_option(
         None, "torch_compile: folder of compiled kernels for the next run; default: next to the image caches"
     )
+    deterministic: bool = define_option(
+        False, "only deterministic kernels: equal runs give equal bits on a GPU, too, but are slower"
+    )
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -130,6 +131,15 @@ def synchronize(device: torch.device) -> None:
     """Wait for all work queued on the device; no effect for cpu."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def enable_deterministic_kernels() -> None:
+    """Let torch use deterministic kernels only; operations that have none raise an error which names them."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS reads when a device is first used
+    torch.use_deterministic_algorithms(True)
+    settings: Any = torch.utils.deterministic
+    settings.fill_uninitialized_memory = False  # no memory is read before it is written
+    torch.backends.cudnn.benchmark = False
 
 
 def get_device_name(device: torch.device) -> str:

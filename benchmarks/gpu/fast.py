@@ -1,0 +1,176 @@
+"""Speed on the device: step, MFU and torch.compile of each model, attention backends, optimizers, other trainers."""
+
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from library.distributed.devices import get_peak_memory, synchronize
+from library.errors import ConfigError
+
+from .. import compile as compile_benchmark
+from .. import peers
+from ..report import Measurement, compute_ratios
+from ..step import BareLoop, LoopComparison
+from ..synthetic_run import build_run, write_dataset
+from ..variants import StepTimer
+from .correct import measure_matmul_speed
+from .sections import SectionContext
+
+if TYPE_CHECKING:
+    from library.training.state import TrainingRun
+
+CACHED = ("--cache_latents_to_disk", "--cache_text_encoder_outputs_to_disk")
+"""So that the encoders run once for all runs of a section."""
+MIN_MFU, MIN_SPEEDUP, MAX_OVERHEAD = 0.45, 1.25, 1.03
+"""At least, of FLUX.1 compiled and of compiled over eager; at most, of our step over a bare loop's."""
+LONGEST = 3
+VARIANTS: Mapping[str, Sequence[str]] = {
+    "sdpa": (),
+    "efficient": ("--attn_mode", "efficient"),
+    "cudnn": ("--attn_mode", "cudnn"),
+    "math": ("--attn_mode", "math"),
+    "AdamW, not fused": ("--optimizer_args", "fused=False"),
+    "AdamW8bit": ("--optimizer_type", "AdamW8bit"),
+    "deterministic": ("--deterministic",),
+}
+
+
+def measure_model(context: SectionContext) -> Iterator[Measurement]:
+    """Measure a step, ours and the bare loop's, and the same compiled; with the longest kernels of each."""
+    from library.training.loop import train
+
+    turn, turns = context.choose(8, 2), context.choose(3, 1)
+    argv = write_dataset([*context.training_options, *CACHED], context.directory, turn * (turns + 1))
+    peak = measure_matmul_speed(context.device, context.choose(8192, 256))
+    with build_run(argv, context.directory) as run:
+        with FlopCounterMode(display=False) as counter:
+            BareLoop(run).compute_metrics()
+        flops = counter.get_total_flops()
+        comparison = LoopComparison(run, turn)
+        run.callbacks = [comparison]
+        train(run)
+        images = run.state.samples / run.state.step
+        longest = "" if context.is_tiny else find_longest_kernels(run)
+    eager, bare = comparison.seconds["ours"], comparison.seconds["bare"]
+    yield Measurement("step", eager, "s")
+    yield Measurement("throughput", [images / seconds for seconds in eager], "images/s")
+    yield Measurement("step / bare loop", compute_ratios(eager, bare), "x", at_most=MAX_OVERHEAD)
+    yield Measurement("FLOPs of a step", [flops / 1e12], "TFLOP", note="matmul, convolution and attention")
+    yield Measurement("MFU", [flops / seconds / peak for seconds in eager], note=longest)
+    yield Measurement("peak memory", comparison.peaks["ours"], "GB")
+    compiled, first_turn, longest = measure_compiled_steps(context, argv, turn)
+    limit = MIN_MFU if "flux" in argv[argv.index("--pretrained_model_name_or_path") + 1] else None
+    speedups = [sorted(eager)[len(eager) // 2] / seconds for seconds in compiled]
+    yield Measurement("compiled: step", compiled, "s")
+    yield Measurement("compiled: speedup over eager", speedups, "x", at_least=MIN_SPEEDUP)
+    yield Measurement("compiled: MFU", [flops / seconds / peak for seconds in compiled], at_least=limit, note=longest)
+    yield Measurement("compiled: seconds of compiling, cold", [first_turn - turn * min(compiled)], "s")
+
+
+def measure_compiled_steps(context: SectionContext, argv: Sequence[str], turn: int) -> tuple[list[float], float, str]:
+    """Return the seconds of a step in each turn, those of the whole first turn, and the longest kernels."""
+    from library.training.loop import train
+
+    folder = context.directory / "compiled"
+    folder.mkdir()
+    options = ["--torch_compile", "--compile_cache_dir", str(folder / "cache")]
+    if context.is_tiny:
+        options += ["--dynamo_backend", "aot_eager"]
+    with build_run([*argv, *options], folder) as run:
+        timer = StepTimer(turn)
+        run.callbacks = [timer]
+        started = time.perf_counter()
+        train(run)
+        longest = "" if context.is_tiny else find_longest_kernels(run)
+    times = [started, *(mark[0] for mark in timer.marks)]
+    seconds = [after - before for before, after in pairwise(times)]
+    return [each / turn for each in seconds[1:]], seconds[0], longest
+
+
+def find_longest_kernels(run: "TrainingRun") -> str:
+    """Name the kernels that take most of the device's time in a step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    steps: Any = run.loader.iter_steps(0)
+    work = next(steps)
+    steps.close()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        run.strategy.compute_gradients(run.task, work.micro_batches, work.num_global_samples, 0)
+        synchronize(run.strategy.device)
+    events = [event for event in profiler.key_averages() if event.self_device_time_total]
+    total = sum(event.self_device_time_total for event in events) or 1
+    events = sorted(events, key=lambda event: -event.self_device_time_total)[:LONGEST]
+    shares = [f"{event.key[:60]} {100 * event.self_device_time_total / total:.0f} %" for event in events]
+    return "longest: " + "; ".join(shares)
+
+
+def compare_variants(context: SectionContext) -> Iterator[Measurement]:
+    """Measure steps with each attention backend and optimizer, compared to the first."""
+    turn = context.choose(8, 1)
+    argv = write_dataset([*context.training_options, *CACHED], context.directory, 3 * turn)
+    baseline = 0.0
+    for name, options in VARIANTS.items():
+        folder = context.directory / name.replace(" ", "_")
+        folder.mkdir()
+        try:
+            seconds, peak = measure_run([*argv, *options], folder, turn)
+        except (ConfigError, RuntimeError) as error:
+            yield Measurement(f"{name}: step", [], note=f"not measured: {str(error).splitlines()[0]}"[:300])
+            continue
+        baseline = baseline or seconds
+        yield Measurement(f"{name}: step", [seconds], "s", note=f"{seconds / baseline:.2f} x {next(iter(VARIANTS))}")
+        yield Measurement(f"{name}: peak memory", [peak], "GB")
+
+
+def measure_run(argv: Sequence[str], folder: Path, turn: int) -> tuple[float, float]:
+    """Train three turns; return seconds of a step and peak GB in the last two."""
+    from library.training.loop import train
+
+    with build_run(argv, folder) as run:
+        timer = StepTimer(turn)
+        run.callbacks = [timer]
+        train(run)
+        device = run.strategy.device
+        del run
+    first, *_, last = timer.marks
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+    peak = max((mark[3] for mark in timer.marks[1:]), default=get_peak_memory(device))
+    return (last[0] - first[0]) / (turn * (len(timer.marks) - 1)), peak / 1e9
+
+
+def compile_sizes(context: SectionContext) -> Iterator[Measurement]:
+    """Compile for many image sizes, eager and with dynamic shapes, with a cold and a warm cache."""
+    options = Namespace(
+        repetitions=1,
+        sizes=[context.choose(12, 2)],
+        bench_steps=context.choose(41, 3),
+        modes=["eager", "dynamic"],
+        backend="aot_eager" if context.is_tiny else "inductor",
+    )
+    yield from compile_benchmark.run(options, context.training_options, context.directory)
+
+
+def compare_peers(context: SectionContext) -> Iterator[Measurement]:
+    """Train beside sd-scripts, if its folder is given."""
+    if not context.sd_scripts:
+        yield Measurement("beside sd-scripts", [], note="not run: give --sd_scripts and --sd_scripts_python")
+        return
+    options = Namespace(
+        sd_scripts=Path(context.sd_scripts),
+        sd_scripts_python=context.sd_scripts_python,
+        bench_steps=context.choose(40, 4),
+        repetitions=1,
+    )
+    model = [] if not context.is_tiny else list(SMALL_PEER)
+    yield from peers.run(options, [*context.training_options, *model], context.directory)
+
+
+SMALL_PEER = ("--pretrained_model_name_or_path", "random:sd1", "--resolution", "64")
+"""sd-scripts knows no tiny sizes."""

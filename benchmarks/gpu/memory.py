@@ -1,0 +1,113 @@
+"""Memory on the device: each memory-saving option against the estimate, and FLUX.1 within small cards."""
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import torch
+
+from library.distributed.devices import has_device_memory
+from library.errors import ConfigError
+
+from ..memory import SWITCHES, count_blocks
+from ..report import Measurement
+from ..synthetic_run import CAPTION, load_training_options, write_dataset
+from .fast import CACHED, measure_run
+from .sections import SectionContext, yield_unmeasured
+
+MEASURED = ("baseline", "checkpointing", "swap_half", "checkpointing_every_2", "budget_0.5", "cpu_offload", "swap_all",
+            "fp8", "int8", "nf4", "all_combined")  # fmt: skip
+MAX_SWAP_RATIO = 1.15
+"""Step time with half of the blocks swapped."""
+CARDS: Mapping[int, Sequence[str]] = {
+    24: ("--quantize_base", "fp8", "--gradient_checkpointing"),
+    16: ("--quantize_base", "int8", "--gradient_checkpointing", "--cpu_offload_checkpointing"),
+    12: ("--quantize_base", "nf4", "--gradient_checkpointing", "--cpu_offload_checkpointing"),
+}
+"""Options by the card's memory in GB."""
+CONTEXT_GB = 0.6
+"""Of the card, for CUDA's context, which the limit does not count."""
+
+
+def measure_switches(context: SectionContext) -> Iterator[Measurement]:
+    """Measure peak and step time of each option, while other processes estimate the peaks."""
+    turn = context.choose(4, 1)
+    argv = write_dataset([*context.training_options, *CACHED], context.directory, 3 * turn)
+    blocks = count_blocks(load_training_options(context.training_options)[0])
+    numbers = {"HALF": str(blocks // 2), "ALL": str(blocks)}
+    names = ("baseline", "swap_half", "nf4") if context.is_tiny else MEASURED
+    switches = {name: [numbers.get(word, word) for word in SWITCHES[name]] for name in names}
+    baseline = 0.0
+    with ProcessPoolExecutor(context.choose(6, 1), mp_context=get_context("spawn")) as pool:
+        options = context.training_options
+        estimates = {name: pool.submit(estimate_peak, [*options, *switch]) for name, switch in switches.items()}
+        for name, switch in switches.items():
+            folder = context.directory / name
+            folder.mkdir()
+            release_memory(context.device)
+            try:
+                seconds, peak = measure_run([*argv, *switch], folder, turn)
+            except (ConfigError, RuntimeError) as error:
+                yield Measurement(f"{name}: step", [], note=f"not measured: {str(error).splitlines()[0]}"[:300])
+                continue
+            baseline = baseline or seconds
+            limit = MAX_SWAP_RATIO if name == "swap_half" else None
+            yield Measurement(f"{name}: step", [seconds], "s")
+            yield Measurement(f"{name}: step / baseline", [seconds / baseline], "x", at_most=limit)
+            if has_device_memory(context.device):
+                yield Measurement(f"{name}: peak memory", [peak], "GB")
+                ratio = estimates[name].result() / 1e9 / peak
+                yield Measurement(f"{name}: estimate / peak", [ratio], "x", at_least=0.95, at_most=1.05)
+            else:
+                note = f"estimated {estimates[name].result() / 1e6:.1f} MB; its peak was not measured: no device"
+                yield Measurement(f"{name}: estimate / peak", [], note=note)
+
+
+def estimate_peak(training_options: Sequence[str]) -> int:
+    """Estimate the peak of a run on one device in bytes, without what the allocator does not count."""
+    from library.estimate.layout_search import Devices, estimate_layouts
+    from library.estimate.meta_run import LargestBatch
+    from library.estimate.parallel_layouts import LayoutFinder
+    from library.models.detect import detect_model
+
+    config, explicit = load_training_options(training_options)
+    model, size = detect_model(config.model), config.data.resolution
+    assert size is not None
+    batch = LargestBatch((size.width, size.height), (CAPTION.format(1),) * config.data.train_batch_size)
+    layouts, _ = LayoutFinder(config, explicit, model, 1).find_layouts()
+    memory = estimate_layouts(layouts[:1], model, batch, Devices(1, 2**40))[0].memory
+    return memory.total - memory.reserved
+
+
+def fit_into_cards(context: SectionContext) -> Iterator[Measurement]:
+    """Train within the memory of smaller cards, by a limit of torch's allocator."""
+    if not has_device_memory(context.device):
+        yield from yield_unmeasured([f"{card} GB: step" for card in CARDS])
+        return
+    module = torch.get_device_module(context.device)
+    total = module.get_device_properties(0).total_memory / 1e9
+    turn = context.choose(3, 1)
+    argv = write_dataset([*context.training_options, *CACHED], context.directory, 3 * turn)
+    for card, options in CARDS.items():
+        folder = context.directory / f"{card}GB"
+        folder.mkdir()
+        release_memory(context.device)
+        # Encoders cache their outputs on disk in the first run, which has to fit as well.
+        module.set_per_process_memory_fraction(min(1.0, (card - CONTEXT_GB) / total))
+        try:
+            seconds, peak = measure_run([*argv, *options], folder, turn)
+        except (ConfigError, RuntimeError) as error:
+            yield Measurement(f"{card} GB: step", [], note=f"does not fit: {str(error).splitlines()[0]}"[:300])
+            continue
+        note = f"{' '.join(options)}; reserved at most {module.max_memory_reserved() / 1e9:.1f} GB"
+        yield Measurement(f"{card} GB: step", [seconds], "s", note=note)
+        yield Measurement(f"{card} GB: peak memory", [peak], "GB", at_most=card - CONTEXT_GB)
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back the memory of the run before."""
+    gc.collect()
+    if has_device_memory(device):
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats(device)

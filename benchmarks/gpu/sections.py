@@ -1,0 +1,91 @@
+"""The sections of the GPU benchmark, in order of value."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..report import Measurement
+
+NO_DEVICE = "not run: no device"
+SMALL = ("--resolution", "64", "--network_dim", "4")
+
+
+@dataclass(frozen=True)
+class SectionContext:
+    """What a section is told."""
+
+    device_type: str
+    is_tiny: bool
+    """Tiny models and few steps: the same code on a CPU."""
+    directory: Path
+    training_options: tuple[str, ...] = ()
+    """Of the model, where the section has one."""
+    sd_scripts: str = ""
+    sd_scripts_python: str = ""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.device_type)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For programs that are to use the device."""
+        return {"ACCELERATE_USE_CPU": "true"} if self.device_type == "cpu" else {}
+
+    def choose(self, full: int, tiny: int) -> int:
+        return tiny if self.is_tiny else full
+
+
+@dataclass(frozen=True)
+class Section:
+    name: str
+    function: str
+    """``module:name`` in this package; takes a ``SectionContext`` and yields measurements as they are made."""
+    seconds: int
+    """How long it may take; expected times are below."""
+    description: str
+    model: str = ""
+    options: tuple[str, ...] = ()
+    """Training options of the full size."""
+
+    def build_training_options(self, is_tiny: bool) -> tuple[str, ...]:
+        if not self.model:
+            return ()
+        if is_tiny:
+            return ("--pretrained_model_name_or_path", f"{self.model}:tiny", *SMALL)
+        return ("--pretrained_model_name_or_path", self.model, "--network_dim", "16", *self.options)
+
+
+_BF16 = ("--mixed_precision", "bf16")
+_1024 = ("--resolution", "1024", *_BF16)
+SECTIONS: Sequence[Section] = (
+    Section("device", "correct:measure_device", 20, "bf16 and fp8 matmul, copies: what other sections compare with"),
+    Section("golden", "correct:compare_losses", 50, "losses on the device against those on the CPU, fp32, bf16, fp16"),
+    Section("resume", "correct:compare_resumed_runs", 60, "resumed and uninterrupted runs, with --deterministic"),
+    Section("sync", "correct:count_synchronizations", 25, "steps in which the host waits for the device"),
+    Section("faults", "faults:provoke_faults", 60, "NaN, out of memory with and without on_oom, Ctrl-C"),
+    Section("flux", "fast:measure_model", 75, "FLUX.1 at 1024: step, MFU, compiled", "random:flux", _1024),
+    Section("sdxl", "fast:measure_model", 60, "Stable Diffusion XL at 1024, batch size 4", "random:sdxl",
+            (*_1024, "--train_batch_size", "4")),
+    Section("memory", "memory:measure_switches", 80, "memory-saving options on SDXL: estimate, peak, step time",
+            "random:sdxl", _1024),
+    Section("flux_cards", "memory:fit_into_cards", 60, "FLUX.1 within 12, 16 and 24 GB", "random:flux", _1024),
+    Section("kernels", "kernels:measure_kernels", 25, "nf4 by our code and bitsandbytes; fp8 matmul and its loss"),
+    Section("parallel", "parallel:compare_layouts", 60, "two processes on one device against one; NCCL alone"),
+    Section("sd1", "fast:measure_model", 40, "Stable Diffusion 1.5 at 512, batch size 8", "random:sd1",
+            ("--resolution", "512", *_BF16, "--train_batch_size", "8")),
+    Section("z_image", "fast:measure_model", 60, "Z-Image at 1024", "random:z_image", _1024),
+    Section("qwen_image", "fast:measure_model", 80, "Qwen-Image at 1024", "random:qwen_image", _1024),
+    Section("variants", "fast:compare_variants", 60, "attention backends and optimizers on SDXL", "random:sdxl", _1024),
+    Section("compile", "fast:compile_sizes", 120, "12 image sizes of SDXL: graphs, cold and warm cache", "random:sdxl",
+            _1024),
+    Section("peers", "fast:compare_peers", 120, "beside sd-scripts (--sd_scripts)", "random:sd1",
+            ("--resolution", "512", *_BF16, "--train_batch_size", "4")),
+)  # fmt: skip
+
+
+def yield_unmeasured(names: Sequence[str], why: str = NO_DEVICE) -> Iterator[Measurement]:
+    for name in names:
+        yield Measurement(name, [], note=why)
