@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file
 
 from library.distributed.devices import has_device_memory
 
@@ -91,7 +90,7 @@ def run_out_of_memory(context: SectionContext) -> Iterator[Measurement]:
 
 
 def interrupt_run(context: SectionContext) -> Iterator[Measurement]:
-    """Send SIGINT to a run that trains; it ends soon, with a file and a state."""
+    """Send SIGINT to a run that trains; it ends soon, with a state to resume from."""
     output = context.directory / "interrupted"
     options = [*DEMO, "--max_train_steps", "100000", "--save_state", "--save_every_n_steps", "100000"]
     command = [*TRAIN, *[option for option in options if option != "--quiet"], "--output_dir", str(output)]
@@ -114,8 +113,5 @@ def interrupt_run(context: SectionContext) -> Iterator[Measurement]:
     log = "".join(lines) + (rest or "")
     note = f"exit code {code}" + (", with a traceback" if "Traceback" in log else "")
     yield Measurement("Ctrl-C: seconds to the end", [seconds], "s", at_most=60, note=note)
-    files = sorted(output.glob("*.safetensors"))
-    is_readable = all(tensor.isfinite().all() for file in files for tensor in load_file(file).values())
-    states = [path.name for path in output.iterdir() if path.is_dir()]
-    note = f"{', '.join(file.name for file in files)}; {', '.join(states)}"
-    yield Measurement("Ctrl-C: files lost", [int(not files or not is_readable or not states)], at_most=0, note=note)
+    states = sorted(path.name for path in output.glob("*-state"))
+    yield Measurement("Ctrl-C: no state to resume from", [int(not states)], at_most=0, note=", ".join(states))
