@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.autocast_mode import is_autocast_available
 
 from ..data.batch import Moments
 
@@ -12,7 +13,7 @@ from ..data.batch import Moments
 def disable_autocast(vae: Any) -> AbstractContextManager[Any]:
     """Keep the VAE in its dtype where autocast is enabled."""
     device_type = vae.device.type
-    if not torch.amp.is_autocast_available(device_type):  # the meta device
+    if not is_autocast_available(device_type):  # the meta device
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
 

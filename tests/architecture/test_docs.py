@@ -5,6 +5,8 @@ import re
 import pytest
 from code_metrics import ROOT
 
+from library.models.families import FAMILIES
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MAX_LINES = {"README.md": 150, "architecture.md": 200}
 PACKAGES = "|".join(path.name for path in sorted((ROOT / "library").iterdir()) if path.is_dir() and path.name[0] != "_")
@@ -50,6 +52,12 @@ def test_files_named_in_pages_exist(path):
     missing = [name for name in named if not any((base / name).exists() for base in (ROOT, ROOT / "library"))]
 
     assert sorted(name for name in missing if "NAME" not in name) == []
+
+
+def test_the_readme_counts_the_families():
+    counts = re.findall(r"\[(\d+) models\]\(docs/models\.md\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+
+    assert counts == [str(len(FAMILIES.entries))]
 
 
 def test_every_page_is_linked_from_the_readme():

@@ -416,7 +416,7 @@ def test_a_folder_without_sd_scripts_is_refused(tmp_path, capsys):
 @pytest.mark.programs
 @pytest.mark.slow
 def test_the_lora_tools_are_exact_on_a_family_that_shares_its_layer_names_with_another(tmp_path):
-    lora.write_model_and_loras("random:chroma:tiny", torch.float32, tmp_path)
+    lora.write_model_and_loras("random:chroma:tiny", torch.float32, tmp_path, is_file=False)
     for words in lora.list_commands(tmp_path).values():
         assert run_tool(["lora", *words]) == 0
     errors = {each.name.partition(": ")[2]: each.median for each in lora.measure_errors("chroma", tmp_path)}
