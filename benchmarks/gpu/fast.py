@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.state import AcceleratorState
 from torch.utils.flop_counter import FlopCounterMode
 
 from library.distributed.devices import get_peak_memory, synchronize
@@ -82,6 +83,8 @@ def measure_compiled_steps(context: SectionContext, argv: Sequence[str], turn: i
     options = ["--torch_compile", "--compile_cache_dir", str(folder / "cache")]
     if context.is_tiny:
         options += ["--dynamo_backend", "aot_eager"]
+    # accelerate keeps the settings of the first Accelerator of a process.
+    AcceleratorState._reset_state(reset_partial_state=True)  # type: ignore[no-untyped-call]
     with build_run([*argv, *options], folder) as run:
         timer = StepTimer(turn)
         run.callbacks = [timer]

@@ -28,6 +28,8 @@ from ..report import Measurement, describe_machine, format_number
 from .sections import SECTIONS, Section, SectionContext
 
 DONE = "done"
+LIMIT_FACTOR = 1.5
+"""Limit of a section, by its expected time."""
 SPARE_SECONDS = 5
 """Of the time limit, for ending the last section."""
 NAMES = [section.name for section in SECTIONS]
@@ -62,7 +64,7 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
         before = results["sections"].get(section.name)
         if before is not None and before["status"] == DONE and not options.again:
             continue
-        seconds = min(section.seconds * 1.5, end - time.monotonic() - SPARE_SECONDS)
+        seconds = min(section.seconds * LIMIT_FACTOR, end - time.monotonic() - SPARE_SECONDS)
         # A section that would only be begun is left to the next call.
         if seconds < 0.6 * section.seconds:
             results["sections"].setdefault(section.name, {"status": "not run: no time left", "measurements": []})

@@ -44,7 +44,7 @@ class Section:
     function: str
     """``module:name`` in this package; takes a ``SectionContext`` and yields measurements as they are made."""
     seconds: int
-    """How long it may take; expected times are below."""
+    """Expected on one GPU of a data center, guessed from the number of processes and steps."""
     description: str
     model: str = ""
     options: tuple[str, ...] = ()
