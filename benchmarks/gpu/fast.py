@@ -84,7 +84,7 @@ def measure_compiled_steps(context: SectionContext, argv: Sequence[str], turn: i
     if context.is_tiny:
         options += ["--dynamo_backend", "aot_eager"]
     # accelerate keeps the settings of the first Accelerator of a process.
-    AcceleratorState._reset_state(reset_partial_state=True)  # type: ignore[no-untyped-call]
+    AcceleratorState._reset_state(reset_partial_state=True)
     with build_run([*argv, *options], folder) as run:
         timer = StepTimer(turn)
         run.callbacks = [timer]

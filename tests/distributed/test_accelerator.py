@@ -521,3 +521,18 @@ def test_settings_of_an_earlier_accelerator_in_the_process_stop_the_run():
 def prepare_twice() -> str:
     prepare_and_describe()
     return prepare_and_return_error("--torch_compile", "--dynamo_backend", "eager")
+
+
+# deterministic kernels
+
+
+def find_deterministic_settings(*flags: str) -> tuple[bool, str | None]:
+    import torch
+
+    accelerator.prepare_accelerator(build_config(*flags))
+    return torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+
+
+def test_deterministic_kernels_are_used_on_request_only():
+    assert run_on_ranks(1, find_deterministic_settings) == [(False, None)]
+    assert run_on_ranks(1, find_deterministic_settings, "--deterministic") == [(True, ":4096:8")]
