@@ -26,7 +26,8 @@ MAX_LOSS_DIFFERENCE = 1e-4
 MODELS = ("random:sd1:tiny", "random:sdxl:tiny", "random:flux:tiny", "random:qwen_image:tiny")
 STEPS = 8
 FIRST_WATCHED = 12
-GOLDEN = "--learning_rate 2e-3 --lr_scheduler cosine --gradient_accumulation_steps 2 --seed 11 --flip_aug".split()
+SETTINGS = "--learning_rate 2e-3 --gradient_accumulation_steps 2 --seed 11 --flip_aug".split()
+GOLDEN = [*SETTINGS, "--lr_scheduler", "cosine"]
 
 
 def measure_device(context: SectionContext) -> Iterator[Measurement]:
@@ -129,7 +130,8 @@ def record_losses(run: "TrainingRun") -> list[float]:
 def compare_resumed_runs(context: SectionContext) -> Iterator[Measurement]:
     """Compare files of uninterrupted and of resumed runs, and of two equal runs."""
     precision = "no" if context.device_type == "cpu" else "bf16"
-    options = [*DEMO, *GOLDEN, "--mixed_precision", precision, "--network_dim", "8", "--max_train_steps"]
+    # With a constant learning rate, which does not depend on the number of steps.
+    options = [*DEMO, *SETTINGS, "--mixed_precision", precision, "--network_dim", "8", "--max_train_steps"]
     runs: dict[str, TrainingCommand] = {}
     modes = ("deterministic",) if context.is_tiny else ("deterministic", "default")
     for mode in modes:
