@@ -35,7 +35,6 @@ VARIANTS: Mapping[str, Sequence[str]] = {
     "sdpa": (),
     "efficient": ("--attn_mode", "efficient"),
     "cudnn": ("--attn_mode", "cudnn"),
-    "math": ("--attn_mode", "math"),
     "AdamW, not fused": ("--optimizer_args", "fused=False"),
     "AdamW8bit": ("--optimizer_type", "AdamW8bit"),
     "deterministic": ("--deterministic",),

@@ -78,7 +78,7 @@ SECTIONS: Sequence[Section] = (
             ("--resolution", "512", *_BF16, "--train_batch_size", "8")),
     Section("z_image", "fast:measure_model", 60, "Z-Image at 1024", "random:z_image", _1024),
     Section("qwen_image", "fast:measure_model", 80, "Qwen-Image at 1024", "random:qwen_image", _1024),
-    Section("variants", "fast:compare_variants", 60, "attention backends and optimizers on SDXL", "random:sdxl", _1024),
+    Section("variants", "fast:compare_variants", 60, "attention backends, optimizers on FLUX.1", "random:flux", _1024),
     Section("compile", "fast:compile_sizes", 120, "12 image sizes of SDXL: graphs, cold and warm cache", "random:sdxl",
             _1024),
     Section("peers", "fast:compare_peers", 120, "beside sd-scripts (--sd_scripts)", "random:sd1",
