@@ -526,13 +526,15 @@ def prepare_twice() -> str:
 # deterministic kernels
 
 
-def find_deterministic_settings(*flags: str) -> tuple[bool, str | None]:
+def find_deterministic_settings() -> list[tuple[bool, str | None]]:
     import torch
 
-    accelerator.prepare_accelerator(build_config(*flags))
-    return torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    found = []
+    for flags in ([], ["--deterministic"]):
+        accelerator.prepare_accelerator(build_config(*flags))
+        found.append((torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+    return found
 
 
 def test_deterministic_kernels_are_used_on_request_only():
-    assert run_on_ranks(1, find_deterministic_settings) == [(False, None)]
-    assert run_on_ranks(1, find_deterministic_settings, "--deterministic") == [(True, ":4096:8")]
+    assert run_on_ranks(1, find_deterministic_settings) == [[(False, None), (True, ":4096:8")]]
