@@ -108,6 +108,7 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("config, part", COUNTS)
+@pytest.mark.slow
 def test_a_bundled_config_has_as_many_parameters_as_the_published_model(config, part):
     assert (
         sum(parameter.numel() for parameter in build_component_on_meta(config, part).parameters())

@@ -99,7 +99,6 @@ def test_a_lock_has_one_owner_and_its_file_is_removed(short_leases, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("host", ["another host", "this host, in another container"])
 def test_a_lock_of_another_host_is_valid_while_its_owner_refreshes_it(short_leases, host, tmp_path):
     host_name = get_host_name(tmp_path).partition("?")[0]

@@ -39,7 +39,7 @@ def has_same_tensors(one, other):
 
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("file_format", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_every_family_is_converted_to_every_format_and_back_to_the_bit(name, file_format, dtype):
     # In 16 bits any alpha can be multiplied in and taken out again, in 32 bits powers of two.
     state, alphas, parts = build_random_state(name, dtype=dtype, scale=0.5 if dtype == torch.float32 else None)
@@ -54,6 +54,7 @@ def test_every_family_is_converted_to_every_format_and_back_to_the_bit(name, fil
 
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("kind, forms", [("dora", FORMATS), ("loha", ("comfy",)), ("lokr", ("comfy",))])
+@pytest.mark.slow
 def test_other_adapter_types_are_converted_to_the_formats_that_support_them_and_back(name, kind, forms):
     state, alphas, parts = build_random_state(name, kind, scale=0.25)
     for file_format in forms:

@@ -476,6 +476,7 @@ def test_gpu_sections_run_on_a_cpu_and_a_later_call_goes_on(tmp_path, capsys):
     assert "| device, tiny models | bf16 matmul |" in table and "not run: no device" in table
 
 
+@pytest.mark.slow
 def test_a_section_that_fails_or_takes_too_long_keeps_what_it_had_measured(tmp_path):
     options = Namespace(tiny=True, sd_scripts=None, sd_scripts_python=sys.executable)
     failing = Section("failing", "sections:missing", 5, "")

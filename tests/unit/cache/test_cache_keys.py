@@ -153,6 +153,7 @@ def encoded_in_both_precisions(folder: str, precision: str) -> list[str]:
     return encoded.take()
 
 
+@pytest.mark.slow
 def test_text_outputs_are_cached_per_precision_and_latents_in_float32(folder):
     first = run_on_ranks(1, encoded_in_both_precisions, str(folder), "no")[0]
     other = run_on_ranks(1, encoded_in_both_precisions, str(folder), "bf16")[0]

@@ -20,6 +20,7 @@ from library.models.families import FAMILIES
 __all__ = ["build_case", "each_family"]  # fixtures
 
 
+@pytest.mark.slow
 def test_the_vae_stays_in_float32_in_a_bfloat16_run(each_family, tmp_path):
     family, tiny = each_family
     exact = family.encode_pixels(tiny.pipe, make_pixels(), make_generators())

@@ -98,6 +98,7 @@ def test_resolve_only_prints_the_values_of_sd_scripts_without_any_folder(golden:
     assert json.loads(result.stdout) == {"datasets": [{"resolved": dataset} for dataset in expected["resolved"]]}
 
 
+@pytest.mark.slow
 def test_without_a_model_sizes_that_published_models_reject_are_named(dataset, tmp_path):
     need = "is not a multiple of what these models need:"
     check = "give --pretrained_model_name_or_path to check yours"
@@ -229,6 +230,7 @@ def test_problems_of_the_dataset_file_are_reported_with_those_of_options(dataset
         (["--bucket_max_crop", "0.5"], "--bucket_max_crop (for {folder}/set.toml:6): needs bucket_mode symmetric"),
     ],
 )
+@pytest.mark.slow
 def test_contradicting_options_are_rejected_before_images_are_scanned(dataset, tmp_path, words, problem):
     (tmp_path / "a" / "0.png").write_bytes(b"would be reported, too")
     (tmp_path / "deep" / "s").mkdir(parents=True)
