@@ -46,6 +46,7 @@ def write_dataset(
     world_size: int = 1,
     sizes: Sequence[tuple[int, int]] = (),
     min_images: int = MIN_IMAGES,
+    caption: str = CAPTION,
 ) -> list[str]:
     """Write images of each size, or of ``--resolution``, for a run of ``steps`` steps; return all of its options."""
     config, _ = load_training_options(argv)
@@ -56,7 +57,7 @@ def write_dataset(
     tables = ["[general]\ncaption_extension = '.txt'\n"]
     for width, height in sizes:
         images = directory / f"images_{width}x{height}"
-        write_images(images, [(width, height)] * count)
+        write_images(images, [(width, height)] * count, caption)
         tables.append(f"[[datasets]]\nresolution = [{width}, {height}]\n")
         tables.append(f"[[datasets.subsets]]\nimage_dir = '{images}'\n")
     dataset = directory / "dataset.toml"

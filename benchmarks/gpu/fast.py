@@ -167,19 +167,26 @@ def compile_sizes(context: SectionContext) -> Iterator[Measurement]:
 
 
 def compare_peers(context: SectionContext) -> Iterator[Measurement]:
-    """Train beside sd-scripts, if its folder is given."""
-    if not context.sd_scripts:
-        yield Measurement("beside sd-scripts", [], note="not run: give --sd_scripts and --sd_scripts_python")
+    """Train beside sd-scripts or diffusers' script, if its folder is given; ours compiled on a device."""
+    model = context.training_options[1].removesuffix(":tiny")
+    name, folder = ("sd_scripts", context.sd_scripts) if model == "random:sd1" else ("diffusers", context.diffusers)
+    if not folder:
+        yield Measurement(f"{model} beside {name}", [], note=f"not run: give --{name} and --{name}_python")
         return
     options = Namespace(
-        sd_scripts=Path(context.sd_scripts),
+        sd_scripts=Path(context.sd_scripts) if context.sd_scripts else None,
         sd_scripts_python=context.sd_scripts_python,
-        bench_steps=context.choose(40, 4),
+        diffusers=Path(context.diffusers) if context.diffusers else None,
+        diffusers_python=context.diffusers_python,
+        bench_steps=40,
         repetitions=1,
     )
-    model = [] if not context.is_tiny else list(SMALL_PEER)
-    yield from peers.run(options, [*context.training_options, *model], context.directory)
+    if context.is_tiny:  # sd-scripts knows no tiny sizes
+        settings = list(SMALL_PEER if model == "random:sd1" else context.training_options)
+    else:
+        settings = [*context.training_options, "--torch_compile"]
+    for measurement in peers.run(options, settings, context.directory):
+        yield replace(measurement, at_most=None) if context.is_tiny else measurement
 
 
 SMALL_PEER = ("--pretrained_model_name_or_path", "random:sd1", "--resolution", "64")
-"""sd-scripts knows no tiny sizes."""

@@ -46,6 +46,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--table", action="store_true", help="print the results of the file as Markdown")
     parser.add_argument("--sd_scripts", type=Path, help="folder with train_network.py, for the section peers")
     parser.add_argument("--sd_scripts_python", default=sys.executable, help="its Python interpreter")
+    parser.add_argument("--diffusers", type=Path, help="checkout of diffusers, for peers_sdxl and peers_flux")
+    parser.add_argument("--diffusers_python", default=sys.executable, help="its Python interpreter")
 
 
 def run(options: Namespace, training_options: Sequence[str], directory: Path) -> Iterator[Measurement]:
@@ -116,8 +118,10 @@ def build_context(section: Section, options: Namespace, directory: Path) -> Sect
         is_tiny=is_tiny,
         directory=directory,
         training_options=section.build_training_options(is_tiny),
-        sd_scripts="" if options.sd_scripts is None else str(options.sd_scripts),
+        sd_scripts="" if options.sd_scripts is None else str(options.sd_scripts.resolve()),
         sd_scripts_python=options.sd_scripts_python,
+        diffusers="" if options.diffusers is None else str(options.diffusers.resolve()),
+        diffusers_python=options.diffusers_python,
     )
 
 

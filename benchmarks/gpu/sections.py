@@ -24,6 +24,8 @@ class SectionContext:
     """Of the model, where the section has one."""
     sd_scripts: str = ""
     sd_scripts_python: str = ""
+    diffusers: str = ""
+    diffusers_python: str = ""
 
     @property
     def device(self) -> torch.device:
@@ -81,8 +83,12 @@ SECTIONS: Sequence[Section] = (
     Section("variants", "fast:compare_variants", 60, "attention backends, optimizers on FLUX.1", "random:flux", _1024),
     Section("compile", "fast:compile_sizes", 120, "12 image sizes of SDXL: graphs, cold and warm cache", "random:sdxl",
             _1024),
-    Section("peers", "fast:compare_peers", 120, "beside sd-scripts (--sd_scripts)", "random:sd1",
+    Section("peers", "fast:compare_peers", 120, "Stable Diffusion 1.5 beside sd-scripts (--sd_scripts)", "random:sd1",
             ("--resolution", "512", *_BF16, "--train_batch_size", "4")),
+    Section("peers_sdxl", "fast:compare_peers", 180, "SDXL beside diffusers' script (--diffusers)", "random:sdxl",
+            _1024),
+    Section("peers_flux", "fast:compare_peers", 330, "FLUX.1 beside diffusers' script (--diffusers)", "random:flux",
+            (*_1024, "--gradient_checkpointing")),
 )  # fmt: skip
 
 

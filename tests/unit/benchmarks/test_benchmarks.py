@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import signal
 import socket
@@ -20,7 +21,7 @@ import torch
 from rank_processes import run_on_ranks
 
 from benchmarks import compile as compile_benchmark
-from benchmarks import data, lora, memory, pipeline, strategies, variants
+from benchmarks import data, lora, memory, peers, pipeline, strategies, variants
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.gpu import program
 from benchmarks.gpu.kernels import Fp8Linear
@@ -411,9 +412,61 @@ def test_both_trainers_get_the_same_work_in_turn(tmp_path):
     assert measured["step, ours / sd-scripts, processor s"]["at_most"] == 1.0
 
 
-def test_a_folder_without_sd_scripts_is_refused(tmp_path, capsys):
+OTHER_SCRIPT = """
+import argparse, pathlib, sys
+from PIL import Image
+from diffusers import DiffusionPipeline
+parser = argparse.ArgumentParser()
+for name in ("pretrained_model_name_or_path", "instance_data_dir", "instance_prompt", "output_dir", "mixed_precision"):
+    parser.add_argument("--" + name, required=True)
+for name in ("rank", "lora_alpha", "resolution", "train_batch_size", "seed", "max_train_steps", "lr_warmup_steps"):
+    parser.add_argument("--" + name, type=int)
+parser.add_argument("--lora_layers")
+parser.add_argument("--learning_rate", type=float)
+parser.add_argument("--cache_latents", action="store_true")
+options = parser.parse_args()
+pipe = DiffusionPipeline.from_pretrained(options.pretrained_model_name_or_path)
+sizes = [Image.open(path).size for path in pathlib.Path(options.instance_data_dir).iterdir()]
+assert sizes and set(sizes) == {(options.resolution, options.resolution)}
+with pathlib.Path(__file__).with_name("runs").open("a") as runs:
+    runs.write(f"{type(pipe).__name__} {options.max_train_steps} {options.rank} {options.lora_layers is not None}\\n")
+sum(number * number for number in range(10**6 * options.max_train_steps))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.programs
+@pytest.mark.parametrize(
+    ("family", "pipeline"), [("sdxl", "StableDiffusionXLPipeline False"), ("flux", "FluxPipeline True")]
+)
+def test_diffusers_scripts_get_the_same_work_in_turn(family, pipeline, tmp_path):
+    folder = tmp_path / "examples" / "dreambooth"
+    folder.mkdir(parents=True)
+    (folder / f"train_dreambooth_lora_{family}.py").write_text(OTHER_SCRIPT)
+    model = ("--pretrained_model_name_or_path", f"random:{family}:tiny", "--network_dim", "3")
+    flags = ("--diffusers", str(tmp_path), "--bench_steps", "3", "--repetitions", "1", *SMALL)
+    measured = run_benchmark("peers", *flags, *model)
+    name, has_layers = pipeline.split()
+    assert (folder / "runs").read_text().splitlines() == [f"{name} {steps} 3 {has_layers}" for steps in (2, 2, 5)]
+    assert all(measured[f"{name}: step"]["values"] for name in ("ours", "diffusers"))
+
+
+def test_a_folder_without_the_other_trainer_is_refused(tmp_path, capsys):
     assert main(["peers", "--sd_scripts", str(tmp_path)]) == 2
     assert "has no train_network.py; give the folder of a checkout" in capsys.readouterr().err
+    assert main(["peers", "--diffusers", str(tmp_path), "--pretrained_model_name_or_path", "random:sdxl:tiny"]) == 2
+    assert "has no train_dreambooth_lora_sdxl.py; give the folder of a checkout" in capsys.readouterr().err
+    assert main(["peers", "--sd_scripts", str(tmp_path), "--pretrained_model_name_or_path", "random:sdxl:tiny"]) == 2
+    assert "SDXL and FLUX.1 beside diffusers (--diffusers)" in capsys.readouterr().err
+
+
+def test_the_memory_of_the_gpu_is_asked_for_while_a_program_runs(tmp_path, monkeypatch):
+    script = tmp_path / "nvidia-smi"
+    script.write_text("#!/bin/sh\necho 1024\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    usage = peers.measure_usage("other", [sys.executable, "-c", "import time; time.sleep(1)"], 1, tmp_path)
+    assert usage.device_memory == 2**30
 
 
 # LoRA tools and the web page
@@ -478,7 +531,8 @@ def test_gpu_sections_run_on_a_cpu_and_a_later_call_goes_on(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_section_that_fails_or_takes_too_long_keeps_what_it_had_measured(tmp_path):
-    options = Namespace(tiny=True, sd_scripts=None, sd_scripts_python=sys.executable)
+    peer_options = {"sd_scripts": None, "sd_scripts_python": "", "diffusers": None, "diffusers_python": ""}
+    options = Namespace(tiny=True, **peer_options)
     failing = Section("failing", "sections:missing", 5, "")
     result = program._run_section(failing, options, tmp_path / "failing", 60)
     assert result["status"] == "failed with exit code 1" and "has no attribute 'missing'" in result["log"]
