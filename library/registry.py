@@ -1,4 +1,4 @@
-"""Registries: tables of names whose objects are imported on first use."""
+"""Registries: tables of names whose objects are imported on first use; names under which classes are looked up."""
 
 import importlib
 from collections.abc import Iterable, Mapping
@@ -8,6 +8,7 @@ from typing import Generic, TypeVar, cast
 from .errors import ConfigError
 
 Entry = TypeVar("Entry")
+Class = TypeVar("Class", bound=type)
 
 
 def suggest_name(name: str, known_names: Iterable[str], prefix: str = "", cutoff: float = 0.7) -> str:
@@ -15,6 +16,13 @@ def suggest_name(name: str, known_names: Iterable[str], prefix: str = "", cutoff
     by_lower_case = {known.lower(): known for known in known_names}
     near = get_close_matches(name.lower(), by_lower_case, n=1, cutoff=cutoff)
     return f"; did you mean {prefix}{by_lower_case[near[0]]}?" if near else ""
+
+
+def copy_class_name(subclass: Class, original: type) -> Class:
+    """Give a subclass the name of the original, under which diffusers and transformers save it and look it up."""
+    for name in ("__module__", "__qualname__", "__name__"):
+        setattr(subclass, name, getattr(original, name))
+    return subclass
 
 
 class Registry(Generic[Entry]):

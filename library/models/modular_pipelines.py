@@ -10,6 +10,8 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
+from ..registry import copy_class_name
+
 
 @dataclass(frozen=True)
 class PipelineSteps:
@@ -71,8 +73,7 @@ def build_pipeline_class(modular_class: Any, components: Sequence[str], steps: P
             output = "latents" if output_type == "latent" else "images"
             return SimpleNamespace(images=super().__call__(output=output, **given, **inputs))
 
-    CallablePipeline.__name__ = CallablePipeline.__qualname__ = modular_class.__name__
-    return CallablePipeline
+    return copy_class_name(CallablePipeline, modular_class)
 
 
 def _iter_loops(blocks: Any) -> Iterator[Any]:

@@ -16,6 +16,7 @@ from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST
 from ..distributed.fsdp_settings import FSDPSettings
 from ..errors import ConfigError
+from ..registry import copy_class_name
 from .device_mesh_strategy import DeviceMeshStrategy
 from .parallel_plan import ParallelPlan
 from .strategy import StrategySettings
@@ -83,8 +84,7 @@ def _preserve_class_name(module: nn.Module) -> Iterator[None]:
     """Give the class that ``fully_shard`` creates the name of the old one, by which transformers looks classes up."""
     original = type(module)
     yield
-    for name in ("__module__", "__qualname__", "__name__"):
-        setattr(type(module), name, getattr(original, name))
+    copy_class_name(type(module), original)
 
 
 def find_fsdp_blocks(model: nn.Module, class_names: Sequence[str] = ()) -> list[nn.Module]:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..models.base import Family
+from ..registry import copy_class_name
 
 TEXT_LAYER_PATTERN = re.compile(r"\.(add_[qkv]_proj|to_add_out|ff_context|norm1_context|txt_)")
 COLWISE_PATTERN = re.compile(r"\.(to_[qkv]|add_[qkv]_proj|proj_mlp|w1|w3|net\.0\.proj)$")
@@ -54,8 +55,7 @@ class BlockHooks:
         def call_hooked(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return self._forwards[block](*args, **kwargs)
 
-        names = {"__module__": block_class.__module__, "__qualname__": block_class.__qualname__}
-        return type(block_class.__name__, (block_class,), {"__call__": call_hooked, **names})
+        return copy_class_name(type("HookedBlock", (block_class,), {"__call__": call_hooked}), block_class)
 
 
 @dataclass(frozen=True)

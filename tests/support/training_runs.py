@@ -17,7 +17,7 @@ a blue triangle on black ground --n red --w 96 --h 64 --d 2 --s 8 --l 3
 """
 
 
-def write_images(folder: Path, sizes: dict[tuple[int, int], int], step: int = 16) -> Path:
+def write_images(folder: Path, sizes: dict[tuple[int, int], int]) -> Path:
     """Write images of these sizes, each with its own colours and caption, and a dataset file; return its path."""
     (folder / "images").mkdir(parents=True)
     number = 0
@@ -38,7 +38,7 @@ caption_extension = ".txt"
 resolution = 64
 min_bucket_reso = 32
 max_bucket_reso = 128
-bucket_reso_steps = {step}
+bucket_reso_steps = 16
 [[datasets.subsets]]
 image_dir = '{folder / "images"}'
 """)

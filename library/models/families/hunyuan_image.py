@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import IMAGE_STREAM, TEXT_STREAM
 from ...config.network_args import NetworkFacts
+from ...registry import copy_class_name
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, ModelError, read_required
@@ -254,7 +255,7 @@ def _build_transformer_class() -> Any:
                     handle.remove()
 
     MaskedTextTransformer.forward.__signature__ = signature  # type: ignore[attr-defined]
-    return _rename_class(MaskedTextTransformer, transformer)
+    return copy_class_name(MaskedTextTransformer, transformer)
 
 
 def _build_pipeline_class() -> Any:
@@ -277,10 +278,4 @@ def _build_pipeline_class() -> Any:
                 for name, guider in guiders.items():
                     setattr(self, name, guider)
 
-    return _rename_class(GuidedPipeline, pipeline)
-
-
-def _rename_class(subclass: Any, original: Any) -> Any:
-    for name in ("__module__", "__qualname__", "__name__"):
-        setattr(subclass, name, getattr(original, name))
-    return subclass
+    return copy_class_name(GuidedPipeline, pipeline)
