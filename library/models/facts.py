@@ -94,12 +94,10 @@ class FamilyFacts:
     """Beginning of a key in single files, without prefix -> that which the conversion expects."""
     single_file_layout: tuple[OriginalModule, ...] = ()
     """The original modules of the denoiser, where diffusers does not convert them."""
-    vae_file_layout: Callable[[Mapping[str, Any]], tuple[OriginalModule, ...]] | None = None
-    """The original modules of a VAE with this config, where diffusers does not convert them."""
     single_file_joins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """End of the name of such a module -> ends of the modules in files whose outputs it has, one after another."""
-    single_file_patterns: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Component -> patterns of its keys in diffusers, and what original files have there; applied in this order."""
+    build_vae_patterns: Callable[[Mapping[str, Any]], Mapping[str, str]] | None = None
+    """Config of a VAE -> patterns of its keys in diffusers, and what original files have there, in this order."""
     shape_checks: Mapping[tuple[str, int | None], tuple[str | int, ...]] = field(default_factory=dict)
     """Such a key and an axis -> path of its length in the bundled config, to tell families and variants apart.
 

@@ -33,10 +33,9 @@ class KeyConversion:
 
 def build_key_conversion(facts: FamilyFacts, component: str, config: Mapping[str, Any]) -> KeyConversion:
     """How the keys of a component with this config are converted."""
-    patterns = facts.single_file_patterns.get(component, {})
-    conversion = KeyConversion(facts.single_file_classes.get(component), facts.single_file_renames, patterns=patterns)
-    if component == "vae" and facts.vae_file_layout is not None:
-        return replace(conversion, layout=facts.vae_file_layout(config))
+    conversion = KeyConversion(facts.single_file_classes.get(component), facts.single_file_renames)
+    if component == "vae" and facts.build_vae_patterns is not None:
+        return replace(conversion, patterns=facts.build_vae_patterns(config))
     if component != facts.denoiser_name:
         return conversion
     return replace(conversion, layout=facts.single_file_layout, joins=facts.single_file_joins)

@@ -12,7 +12,7 @@ from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
-from .hunyuan_image_keys import COMFYUI_KEYS, HUNYUAN_IMAGE_KEYS, LAYOUT, SINGLE_PARTS, build_vae_layout
+from .hunyuan_image_keys import COMFYUI_KEYS, HUNYUAN_IMAGE_KEYS, LAYOUT, SINGLE_PARTS, build_vae_patterns
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -65,7 +65,7 @@ FACTS = FamilyFacts(
     },
     unsupported_shapes={(f"{name}.mlp.0.weight", 1, 256): DISTILLED for name in ("time_r_in", "guidance_in")},
     single_file_layout=LAYOUT,
-    vae_file_layout=build_vae_layout,
+    build_vae_patterns=build_vae_patterns,
     shape_checks={
         ("img_in.proj.weight", 1): ("transformer", "in_channels"),
         ("txt_in.input_embedder.weight", 1): ("transformer", "text_embed_dim"),

@@ -102,23 +102,19 @@ HUNYUAN_IMAGE_KEYS = KeyStyle(
 )
 
 
-def build_vae_layout(config: Mapping[str, Any]) -> tuple[OriginalModule, ...]:
-    """The modules of the VAE: diffusers counts resnets and samplers of all levels in one list."""
-    levels, layers = len(config["block_out_channels"]), config["layers_per_block"]
-    names: dict[str, str] = {}
-    for side, way, blocks in (("encoder", "down", layers), ("decoder", "up", layers + 1)):
-        names |= {f"{side}.{part}": f"{side}.{part}" for part in ("conv_in", "norm_out", "conv_out")}
-        resnets = {f"{side}.mid.block_{number + 1}": f"{side}.mid_block.resnets.{number}" for number in (0, 1)}
-        index = 0
-        for level in range(levels):
-            for block in range(blocks):
-                resnets[f"{side}.{way}.{level}.block.{block}"] = f"{side}.{way}_blocks.{index}"
-                index += 1
-            names[f"{side}.{way}.{level}.{way}sample.conv"] = f"{side}.{way}_blocks.{index}.conv"
-            index += 1
-        for original, module in resnets.items():
-            names |= {f"{original}.{part}": f"{module}.{part}" for part in ("norm1", "conv1", "norm2", "conv2")}
-            names[f"{original}.nin_shortcut"] = f"{module}.conv_shortcut"
-        parts = {"norm": "norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "proj"}
-        names |= {f"{side}.mid.attn_1.{part}": f"{side}.mid_block.attentions.0.{own}" for part, own in parts.items()}
-    return tuple(OriginalModule(original, (module,)) for original, module in names.items())
+def build_vae_patterns(config: Mapping[str, Any]) -> dict[str, str]:
+    """Keys of the VAE in diffusers, which counts resnets and samplers of all levels in one list -> those of files."""
+    patterns = {
+        r"\.mid_block\.resnets\.0\.": ".mid.block_1.",
+        r"\.mid_block\.resnets\.1\.": ".mid.block_2.",
+        r"\.mid_block\.attentions\.0\.": ".mid.attn_1.",
+        r"\.to_([qkv])\.": r".\1.",
+        r"\.proj\.": ".proj_out.",
+        r"\.conv_shortcut\.": ".nin_shortcut.",
+    }
+    for way, blocks in (("down", config["layers_per_block"]), ("up", config["layers_per_block"] + 1)):
+        for level in range(len(config["block_out_channels"])):
+            parts = (*(f"block.{block}" for block in range(blocks)), f"{way}sample")
+            for index, part in enumerate(parts, level * len(parts)):
+                patterns[rf"\.{way}_blocks\.{index}\."] = f".{way}.{level}.{part}."
+    return patterns
