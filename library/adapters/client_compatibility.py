@@ -74,36 +74,45 @@ def _iter_losses(
     style, is_comfy = denoiser.key_style, file_format == "comfy"
     file_format = resolve_comfy_format(file_format, types, components)
     is_unet, is_kohya = denoiser.name == "unet", file_format == "kohya"
-    lycoris_types = sorted(types & {"loha", "lokr"})
-    if lycoris_types and not (style.has_lokr_in_diffusers and types == {"lokr"} and file_format == "comfy"):
-        yield "diffusers", f"does not load {'/'.join({'loha': 'LoHa', 'lokr': 'LoKr'}[each] for each in lycoris_types)}"
-    elif any(component.key_style == T5_KEYS for component in _list_trained(adapters, components)):
-        yield "diffusers", "loads no LoRA of T5"
     if "dora" in types:
         yield "ComfyUI", "normalizes DoRA by the base weights, so images differ a little"
-        if file_format != "diffusers":
-            yield "diffusers", "ignores the DoRA magnitudes of this layout"
     if is_unet and not is_kohya:
         yield "ComfyUI", "loads only part of the layers of this layout"
-    attention_alphas = {adapter.alpha for module, adapter in adapters.items() if ".attn" in module}
-    if is_unet and file_format != "diffusers" and not equal_alphas and len(attention_alphas) > 1:
-        yield "diffusers", "mixes up different alphas of this layout"
     has_own_names = is_comfy and is_kohya and style.comfyui_style is not None
     if not has_own_names and (unread := style.unread_in_comfyui.get(file_format)):
         yield "ComfyUI", unread
-    if lycoris_types or "dora" in types:
+    for reason in _iter_losses_in_diffusers(adapters, types, components, file_format):
+        yield "diffusers", reason
+    attention_alphas = {adapter.alpha for module, adapter in adapters.items() if ".attn" in module}
+    if is_unet and file_format != "diffusers" and not equal_alphas and len(attention_alphas) > 1:
+        yield "diffusers", "mixes up different alphas of this layout"
+
+
+def _iter_losses_in_diffusers(
+    adapters: ModuleAdapters, types: set[str], components: Sequence[ComponentKeys], file_format: FileFormat
+) -> Iterator[str]:
+    style, is_kohya, is_plain = _find_denoiser(components).key_style, file_format == "kohya", file_format == "diffusers"
+    encoders = [component for component in _list_trained(adapters, components) if component.is_text_encoder]
+    if lycoris_types := sorted(types & {"loha", "lokr"}):
+        # diffusers takes a FLUX.1 file for one of LoRA by the keys of its text encoders alone.
+        has_lokr = style.has_lokr_in_diffusers or (style.diffusers_width and encoders)
+        if types != {"lokr"} or file_format != "comfy" or not has_lokr:
+            yield f"does not load {'/'.join({'loha': 'LoHa', 'lokr': 'LoKr'}[each] for each in lycoris_types)}"
+        elif encoders:
+            yield "loads no LoKr of text encoders"
         return
-    if unread := style.unread_in_diffusers.get(file_format):
-        yield "diffusers", unread
-    if not style.is_read_by_diffusers and file_format != "diffusers":
-        yield "diffusers", "loads nothing of this layout" if is_kohya else "does not load this layout"
-    if not style.is_comfy_format_in_diffusers and file_format == "comfy":
-        yield "diffusers", "does not load this layout"
-    if style.diffusers_width and is_kohya and not _is_convertible_in_diffusers(adapters, components):
-        yield (
-            "diffusers",
-            f"converts this layout for a width of {style.diffusers_width} only, without T5 and outer layers",
-        )
+    unread = style.unread_in_diffusers.get(file_format)
+    is_converted = style.is_read_by_diffusers and (is_kohya or style.is_comfy_format_in_diffusers)
+    if not (unread or is_plain or is_converted):
+        yield "loads nothing of this layout" if is_kohya else "does not load this layout"
+        return
+    loss = _describe_conversion_loss(adapters, components) if style.diffusers_width and is_kohya else None
+    reasons = (
+        "loads no LoRA of T5" if any(encoder.key_style == T5_KEYS for encoder in encoders) else None,
+        *(unread, loss),
+        "ignores the DoRA magnitudes of this layout" if "dora" in types and not is_plain else None,
+    )
+    yield from filter(None, reasons)
 
 
 def _find_denoiser(components: Sequence[ComponentKeys]) -> ComponentKeys:
@@ -115,21 +124,23 @@ def _list_trained(adapters: ModuleAdapters, components: Sequence[ComponentKeys])
     return [component for component in components if component.name in names]
 
 
-def _is_convertible_in_diffusers(adapters: ModuleAdapters, components: Sequence[ComponentKeys]) -> bool:
-    """Whether diffusers converts all of a kohya file with fused modules."""
-    if any(component.key_style == T5_KEYS for component in _list_trained(adapters, components)):
-        return False
+def _describe_conversion_loss(adapters: ModuleAdapters, components: Sequence[ComponentKeys]) -> str | None:
+    """What diffusers does not convert of the denoiser in a kohya file with fused modules."""
     denoiser = _find_denoiser(components)
-    prefix = f"{denoiser.name}."
+    prefix, width, loss = f"{denoiser.name}.", denoiser.key_style.diffusers_width, None
     own = {module.removeprefix(prefix): each for module, each in adapters.items() if module.startswith(prefix)}
     for group in denoiser.get_key_map().group_modules(own):
         parts = [own[module] for module in group.modules if module is not None]
+        if len(group.modules) == 4 and any(part.tensors[DOWN].shape[1] != width for part in parts):
+            return f"converts this layout for a width of {width} only"
         if "{}" not in group.original.name:  # outside of the blocks
-            return False
-        if len(group.modules) == 4 and any(
-            part.tensors[DOWN].shape[1] != denoiser.key_style.diffusers_width for part in parts
-        ):
-            return False
-        if len({part.scale for part in parts}) > 1:  # cannot be fused
-            return False
-    return True
+            loss = "loads no outer layers of this layout"
+        elif len({part.scale for part in parts}) > 1:
+            loss = "loads no fused layers with different alphas"  # nor can they be written
+    return loss
+
+
+def _is_convertible_in_diffusers(adapters: ModuleAdapters, components: Sequence[ComponentKeys]) -> bool:
+    """Whether diffusers converts all of a kohya file with fused modules."""
+    has_t5 = any(component.key_style == T5_KEYS for component in _list_trained(adapters, components))
+    return not has_t5 and _describe_conversion_loss(adapters, components) is None

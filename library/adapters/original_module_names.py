@@ -6,7 +6,7 @@ only are in its file in ``models/families/``.  No torch here.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -232,6 +232,12 @@ CONVERTED_BY_COMFYUI_KEYS = KeyStyle(
     "diffusers_only", is_read_by_diffusers=False, unread_in_comfyui={"kohya": "loads nothing of this layout"}
 )
 """The same, where ComfyUI has the original model and converts diffusers' names, which kohya files do not have."""
+TRANSFORMER_LOADER_KEYS = replace(
+    CONVERTED_BY_COMFYUI_KEYS,
+    has_lokr_in_diffusers=True,
+    unread_in_diffusers={"comfy": "ignores the alphas of this layout"},
+)
+"""The same, where the pipeline has no loader in diffusers, but the transformer has."""
 
 LDM_KEYS = KeyStyle("ldm", rename=map_to_ldm_names)
 """A UNet as in the original code of Stable Diffusion."""

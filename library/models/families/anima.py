@@ -108,7 +108,6 @@ ANIMA_KEYS = KeyStyle(
     "anima",
     rename=_rename_to_original,
     is_read_by_diffusers=False,
-    is_comfy_format_in_diffusers=False,
     has_original_names_in_diffusers=True,
 )
 

@@ -99,7 +99,6 @@ FLUX3_KEYS = KeyStyle(
     "flux3",
     rename=_rename_to_original,
     is_read_by_diffusers=False,
-    is_comfy_format_in_diffusers=False,
     has_original_names_in_diffusers=True,
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from ...adapters.original_module_names import CONVERTED_BY_COMFYUI_KEYS
+from ...adapters.original_module_names import TRANSFORMER_LOADER_KEYS
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, read_required
@@ -70,7 +70,7 @@ class LongCatImage(Family):
     # The attention of the image stream and of the single blocks.
     lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
     lora_format = "diffusers"
-    lora_key_style = CONVERTED_BY_COMFYUI_KEYS
+    lora_key_style = TRANSFORMER_LOADER_KEYS
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     block_token_args = {"image_rotary_emb": ((0, ("encoder_hidden_states", "hidden_states")),) * 2}
     single_stream_block_lists = ("single_transformer_blocks",)

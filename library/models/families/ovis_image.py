@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from ...adapters.original_module_names import CONVERTED_BY_COMFYUI_KEYS, OriginalModule
+from ...adapters.original_module_names import TRANSFORMER_LOADER_KEYS, OriginalModule
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, read_required
@@ -75,7 +75,7 @@ class OvisImage(Family):
     # The attention of all blocks; ComfyUI has other names for the gated MLPs.
     lora_target_modules = JOINT_ATTENTION_LORA_TARGET_MODULES
     lora_format = "diffusers"
-    lora_key_style = CONVERTED_BY_COMFYUI_KEYS
+    lora_key_style = TRANSFORMER_LOADER_KEYS
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     block_token_args = {"image_rotary_emb": ((0, ("encoder_hidden_states", "hidden_states")),) * 2}
     single_stream_block_lists = ("single_transformer_blocks",)
