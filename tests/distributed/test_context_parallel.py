@@ -53,7 +53,7 @@ TRANSFORMERS = ("sd3", "flux", "z_image", "qwen_image")
     ],
 )
 def test_context_parallel_trains_the_adapter_of_one_process(model, name, precision, flags, tmp_path):
-    data, flags = write_even_dataset(tmp_path, model), ("--mixed_precision", precision, *flags)
+    data, flags = write_even_dataset(tmp_path), ("--mixed_precision", precision, *flags)
     (tmp_path / "images" / "03.txt").write_text(
         "a picture " * 30
     )  # one long caption, so that the others are padded and masked

@@ -71,9 +71,9 @@ LAYOUTS: Mapping[str, Layout] = {
 }
 
 
-def write_even_dataset(folder: Path, model: str = "") -> Path:
-    """Write a dataset of two buckets that divide evenly into steps of four, with sizes that the model supports."""
-    return write_images(folder, {(96, 64): 8, (64, 96): 4}, 32 if model == "qwen_image21" else 16)
+def write_even_dataset(folder: Path) -> Path:
+    """Write a dataset of two buckets that divide evenly into steps of four."""
+    return write_images(folder, {(96, 64): 8, (64, 96): 4})
 
 
 def get_model_path(model: str, folder: Path) -> str:
@@ -125,7 +125,7 @@ def train_layout(name: str, model: str, dataset: Path, folder: Path, *flags: str
 def compare_layouts(model: str, kinds: Collection[str], *flags: str) -> Iterator[tuple[str, str]]:
     """Yield the difference of each layout to the reference, or why it fails."""
     with tempfile.TemporaryDirectory() as folder:
-        dataset = write_even_dataset(Path(folder), model)
+        dataset = write_even_dataset(Path(folder))
         reference = train_layout(REFERENCE, model, dataset, Path(folder), *flags)
         for name in LAYOUTS:
             if name == REFERENCE or (kinds and name.split()[0] not in kinds):

@@ -366,7 +366,7 @@ def qwen_image() -> TinyCase:
 
 
 def qwen_image21() -> TinyCase:
-    texts, latents = _draw_tensors((13, 16), (4, HEIGHT // 16, WIDTH // 16))
+    texts, latents = _draw_tensors((13, 16), (4, HEIGHT // 8, WIDTH // 8))
     mask = torch.tensor([[1] * 13, [1] * 7 + [0] * 6])
 
     def add_alpha(pixels: Tensor) -> Tensor:
@@ -384,7 +384,7 @@ def qwen_image21() -> TinyCase:
         encode,
         "random:qwen_image21:tiny",
         lambda latents: latents.flatten(2).transpose(1, 2),
-        lambda rows: rows.transpose(1, 2).unflatten(2, (HEIGHT // 16, WIDTH // 16)),
+        lambda rows: rows.transpose(1, 2).unflatten(2, (HEIGHT // 8, WIDTH // 8)),
         scale="true_cfg_scale",
         add_channels=add_alpha,
         blocks=("QwenImage21TransformerBlock",),

@@ -306,7 +306,7 @@ def _build_attention_processor() -> Any:
 
 
 def _build_pipeline_class() -> Any:
-    """diffusers' pipeline, with the tokenizer alone in the place of the processor, or nothing."""
+    """diffusers' pipeline for a VAE of any depth, with the tokenizer alone in the place of the processor, or nothing."""
     import diffusers
 
     pipeline_class: Any = diffusers.QwenImage21Pipeline
@@ -323,6 +323,8 @@ def _build_pipeline_class() -> Any:
         ) -> None:
             super().__init__(scheduler, vae, text_encoder, _TokenizerOnly(processor), transformer, sample_sigmas)
             self.register_modules(processor=processor)
+            if vae is not None:
+                self.vae_scale_factor = vae.spatial_compression_ratio
 
     return QwenImage21Pipeline
 

@@ -9,7 +9,9 @@ import huggingface_hub
 import pytest
 from model_files import write_json_files
 
-from library.config.schema import ModelConfig
+from library.config.schema import DataConfig, ModelConfig
+from library.dataset.dataset_config import load_dataset_config
+from library.dataset.validate import validate_resolution_multiple
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES, FAMILY_FACTS
@@ -67,6 +69,18 @@ def test_size_multiples_and_prediction_types_are_those_of_the_published_models()
         "sd2:base": (64, "epsilon"),
         "sdxl": (32, "epsilon"),
     }
+    assert {detect_model(f"random:{name}").size_multiple for name in ("qwen_image21", "hunyuan_image")} == {32}
+
+
+@pytest.mark.parametrize("name", [name for name in list_bundled_configs() if "_tiny" in name])
+def test_the_demo_datasets_have_bucket_steps_of_every_tiny_model(name):
+    """Whoever adds a family tries it on these."""
+    (family,) = (each for each in FAMILY_FACTS if name in list_family_configs(each))
+    multiple = detect_model(f"random:{name.replace(f'{family}_', f'{family}:')}").size_multiple
+    for file in ("demo.toml", "demo_control.toml"):
+        read = load_dataset_config(DataConfig(dataset_config=f"dataset_configs/{file}"))
+        assert read.datasets and not read.problems
+        assert not validate_resolution_multiple(read.datasets, multiple), file
 
 
 def test_the_built_in_model_is_detected_from_its_files(tmp_path):
