@@ -306,7 +306,7 @@ def _build_attention_processor() -> Any:
 
 
 def _build_pipeline_class() -> Any:
-    """diffusers' pipeline for a VAE of any depth, with the tokenizer alone in the place of the processor, or nothing."""
+    """diffusers' pipeline for a VAE of any depth, with the tokenizer alone as its processor, or nothing."""
     import diffusers
 
     pipeline_class: Any = diffusers.QwenImage21Pipeline
