@@ -22,6 +22,26 @@ if TYPE_CHECKING:
 SLOT_TOKENS = 4
 """Image tokens for which there is one place in the mask of the sequence."""
 
+_VAE_PATTERNS = {
+    r"^quant_conv\.": "conv1.",
+    r"^post_quant_conv\.": "conv2.",
+    r"\.conv_in\.": ".conv1.",
+    r"\.norm_out\.": ".head.0.",
+    r"\.conv_out\.": ".head.2.",
+    r"\.norm1\.": ".residual.0.",
+    r"\.resnets\.(\d)\.conv1\.": r".resnets.\1.residual.2.",
+    r"\.norm2\.": ".residual.3.",
+    r"\.resnets\.(\d)\.conv2\.": r".resnets.\1.residual.6.",
+    r"\.conv_shortcut\.": ".shortcut.",
+    r"\.mid_block\.resnets\.0\.": ".middle.0.",
+    r"\.mid_block\.attentions\.0\.": ".middle.1.",
+    r"\.mid_block\.resnets\.1\.": ".middle.2.",
+    r"\.(down|up)_blocks\.(\d)\.resnets\.": r".\1samples.\2.\1samples.",
+    r"\.down_blocks\.(\d)\.downsampler\.": r".downsamples.\1.downsamples.2.",
+    r"\.up_blocks\.(\d)\.upsampler\.": r".upsamples.\1.upsamples.3.",
+}
+"""Keys of the VAE in diffusers -> those of Wan 2.2's, which files have."""
+
 
 def _match_qwen_image21(read: ConfigReader) -> FamilyMatch:
     config = read_required(read, "transformer/config.json")
@@ -52,27 +72,7 @@ FACTS = FamilyFacts(
         ("img_in.weight", 1): ("transformer", "in_channels"),
         ("txt_in.in_layer.weight", 1): ("transformer", "context_in_dim"),
     },
-    single_file_patterns={
-        "vae": {
-            r"^quant_conv\.": "conv1.",
-            r"^post_quant_conv\.": "conv2.",
-            r"\.conv_in\.": ".conv1.",
-            r"\.norm_out\.": ".head.0.",
-            r"\.conv_out\.": ".head.2.",
-            r"\.norm1\.": ".residual.0.",
-            r"\.resnets\.(\d)\.conv1\.": r".resnets.\1.residual.2.",
-            r"\.norm2\.": ".residual.3.",
-            r"\.resnets\.(\d)\.conv2\.": r".resnets.\1.residual.6.",
-            r"\.conv_shortcut\.": ".shortcut.",
-            r"\.mid_block\.resnets\.0\.": ".middle.0.",
-            r"\.mid_block\.attentions\.0\.": ".middle.1.",
-            r"\.mid_block\.resnets\.1\.": ".middle.2.",
-            r"\.down_blocks\.(\d)\.resnets\.": r".downsamples.\1.downsamples.",
-            r"\.down_blocks\.(\d)\.downsampler\.": r".downsamples.\1.downsamples.2.",
-            r"\.up_blocks\.(\d)\.resnets\.": r".upsamples.\1.upsamples.",
-            r"\.up_blocks\.(\d)\.upsampler\.": r".upsamples.\1.upsamples.3.",
-        }
-    },
+    build_vae_patterns=lambda config: _VAE_PATTERNS,
 )
 
 
