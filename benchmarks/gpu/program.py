@@ -63,8 +63,7 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
         raise SystemExit(0)
     results |= {"command": shlex.join(sys.argv[1:]), **describe_machine()}
     for section in sections:
-        before = results["sections"].get(section.name)
-        if before is not None and before["status"] == DONE and not options.again:
+        if _is_measured(results["sections"].get(section.name)) and not options.again:
             continue
         seconds = min(section.seconds * LIMIT_FACTOR, end - time.monotonic() - SPARE_SECONDS)
         # A section that would only be begun is left to the next call.
@@ -74,6 +73,11 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
             results["sections"][section.name] = _run_section(section, options, directory / section.name, seconds)
         write_atomic(options.output, json.dumps(results, indent=1).encode())
         yield from _list_measurements(section, results["sections"][section.name])
+
+
+def _is_measured(result: Mapping[str, Any] | None) -> bool:
+    """Whether a section ended and measured something: one that lacked the folder of another trainer did not."""
+    return result is not None and result["status"] == DONE and any(each["values"] for each in result["measurements"])
 
 
 def _run_section(section: Section, options: Namespace, directory: Path, seconds: float) -> Results:
@@ -137,8 +141,7 @@ def _format_list(sections: Sequence[Section], results: Results, options: Namespa
     """List what would run, with limits that add up; whatever does not fit is left to the next call."""
     lines, total, call = [], 0.0, 1
     for section in sections:
-        result = results["sections"].get(section.name)
-        if result is not None and result["status"] == DONE and not options.again:
+        if _is_measured(results["sections"].get(section.name)) and not options.again:
             continue
         if total + section.seconds > 60 * options.minutes - SPARE_SECONDS:
             total, call = 0, call + 1

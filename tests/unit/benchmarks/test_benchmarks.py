@@ -510,6 +510,21 @@ def test_the_list_of_gpu_sections_adds_up_to_calls_within_the_limit(tmp_path, ca
     assert list(seconds) == sorted(seconds) and all(total <= 9 * 60 for total in seconds.values())
 
 
+def test_a_peers_section_that_lacked_its_folder_is_still_to_be_run(tmp_path, capsys):
+    unmeasured = {"name": "random:flux beside diffusers", "values": [], "note": "not run: give --diffusers"}
+    measured = {"name": "bf16 matmul", "values": [1.0]}
+    sections = {
+        "device": {"status": "done", "measurements": [measured, unmeasured]},
+        "peers_flux": {"status": "done", "measurements": [unmeasured]},
+    }
+    output = tmp_path / "results.json"
+    output.write_text(json.dumps({"sections": sections}))
+    with pytest.raises(SystemExit):
+        main(["gpu", "--list", "--output", str(output), "--sections", *sections])
+    listed = capsys.readouterr().out
+    assert "peers_flux" in listed and "device" not in listed
+
+
 @pytest.mark.programs
 @pytest.mark.slow
 def test_gpu_sections_run_on_a_cpu_and_a_later_call_goes_on(tmp_path, capsys):
