@@ -136,7 +136,7 @@ def _describe_conversion_loss(adapters: ModuleAdapters, components: Sequence[Com
         if "{}" not in group.original.name:  # outside of the blocks
             loss = "loads no outer layers of this layout"
         elif len({part.scale for part in parts}) > 1:
-            loss = "loads no fused layers with different alphas"  # nor can they be written
+            loss = "loads no fused layers with different alphas"  # fused_layers.py refuses to write them
     return loss
 
 

@@ -198,6 +198,9 @@ def _count_skips(folder: Path) -> int:
 def main(folders: list[str]) -> None:
     """Print the table, a column for each checkout."""
     roots = [Path(folder).resolve() for folder in folders] or [ROOT]
+    for root in roots:
+        if not (root / "library").is_dir():
+            sys.exit(f"{root}: no checkout of this project; it has no folder library")
     tables = [measure(root) for root in roots]
     width = max(len(name) for name in tables[0])
     for name in tables[0]:

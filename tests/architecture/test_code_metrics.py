@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from code_metrics import LIMITS, ROOT, begins_with_verb, is_bare_participle, measure
+from code_metrics import LIMITS, ROOT, begins_with_verb, is_bare_participle, main, measure
 
 TEST_FILES = sorted((ROOT / "tests").rglob("test_*.py"))
 TEST_FOLDERS = {"unit", "contract", "invariance", "golden", "distributed", "interop", "architecture"}
@@ -90,3 +90,8 @@ def test_every_folder_of_unit_tests_is_named_after_a_package(room):
     folders = [ROOT / "library", ROOT / "benchmarks"]
 
     assert room == "__pycache__" or any((folder / room).is_dir() or folder.name == room for folder in folders)
+
+
+def test_a_folder_that_is_no_checkout_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="no checkout of this project"):
+        main([str(tmp_path)])
