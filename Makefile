@@ -9,6 +9,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Some containers set it; without cached bytecode each of the many processes of the tests compiles the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install demo demo-control web test lint test-quick test-slow test-programs test-all clean
 

@@ -24,14 +24,14 @@ _MIN_VOCAB_SIZE = 150
 """transformers silently builds an empty vocabulary where files are missing; every real one is larger than this."""
 
 
-class ImageTextProcessor(Qwen2VLProcessor):
+class ImageTextProcessor(Qwen2VLProcessor):  # type: ignore[misc]
     """Qwen's processor with images resized by Pillow, whatever is installed, and without videos.
 
     transformers' own (as of 5.23) fails without a processor of videos, which needs torchvision.
     """
 
     def __init__(self, image_processor: Any, tokenizer: Any) -> None:
-        super().__init__(image_processor, tokenizer)  # type: ignore[no-untyped-call]
+        super().__init__(image_processor, tokenizer)
 
 
 # A pipeline that is saved names transformers' class.

@@ -3,6 +3,7 @@
 No thread is started and no gradient is computed, since neither survives a fork.
 """
 
+import gc
 import sys
 from pathlib import Path
 
@@ -21,3 +22,5 @@ torch.set_num_threads(1)
 torch.compile(len)  # compiles nothing yet, but imports the compiler; DeepSpeed calls it as well
 # When it loads the first model, transformers compiles more than a thousand regular expressions.
 CLIPTextModel.from_pretrained(get_tiny_sd1_folder(), subfolder="text_encoder")
+gc.collect()
+gc.freeze()
