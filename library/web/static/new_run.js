@@ -159,5 +159,5 @@
     }
     if (!words.length) opened.clear();
   });
-  fill(start.values);
+  fill({ ...start.values, ...collect().values });  // and what was typed before this script was loaded
 })();

@@ -3,7 +3,7 @@
 (() => {
   const key = encodeKey(byId("dataset").dataset.key), editor = byId("editor"), caption = byId("caption");
   const grid = new PictureGrid(byId("grid"), key, (position) => openEditor(position));
-  let opened = null;
+  let opened = null, numUndo = 0, isBusy = false;
 
   const filter = () => ({ text: byId("text").value, warning: byId("warning").value, bucket: byId("bucket").value });
 
@@ -32,8 +32,22 @@
   }
 
   function showUndo(count) {
-    byId("undo").disabled = !count;
+    numUndo = count;
     byId("undo").textContent = count ? `Undo (${count})` : "Undo";
+    enableButtons();
+  }
+
+  function enableButtons() {
+    byId("undo").disabled = isBusy || !numUndo;
+    byId("rescan").disabled = byId("apply-tags").disabled = isBusy;
+  }
+
+  // Disable what begins a scan, an edit or an undo, from the click until its outcome is shown.
+  async function whileBusy(action) {
+    isBusy = true;
+    enableButtons();
+    try { return await action(); }
+    finally { isBusy = false; enableButtons(); }
   }
 
   async function start() {
@@ -50,11 +64,9 @@
 
   // Show how far the scan or an edit is until it ends; return what came of it.
   function follow() {
-    const buttons = [...document.querySelectorAll("#undo, #rescan, #apply-tags")];
     return new Promise((done) => poll(async () => {
       const work = await ask(`/api/pictures/work/${key}`), bar = byId("work-bar");
       byId("work").hidden = !work.is_running;
-      for (const button of buttons) button.disabled = work.is_running;
       if (!work.is_running) { done(work); return null; }
       if (work.total) { bar.max = work.total; bar.value = work.completed; } else bar.removeAttribute("value");
       byId("work-text").textContent = work.title + (work.total ? `: ${work.completed.toLocaleString()} of ${work.total.toLocaleString()}` : "…");
@@ -104,15 +116,17 @@
   }));
   byId("tags-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    attempt(async () => {
+    attempt(() => whileBusy(async () => {
       byId("tags-result").textContent = "";
       byId("examples").replaceChildren();
       const { count } = await finish(await ask(`/api/pictures/tags/${key}`, edit(false)));
       byId("tags-result").textContent = `${count.toLocaleString()} ${count === 1 ? "caption" : "captions"} changed`;
-    });
+    }));
   });
-  byId("undo").addEventListener("click", () => attempt(async () => finish(await ask(`/api/pictures/undo/${key}`, {}))));
-  byId("rescan").addEventListener("click", () => attempt(async () => { await ask(`/api/pictures/scan/${key}`, {}); await start(); }));
+  byId("undo").addEventListener("click", () => attempt(() => whileBusy(
+    async () => finish(await ask(`/api/pictures/undo/${key}`, {})))));
+  byId("rescan").addEventListener("click", () => attempt(() => whileBusy(
+    async () => { await ask(`/api/pictures/scan/${key}`, {}); await start(); })));
 
   // One picture.
   async function openEditor(position) {
@@ -178,5 +192,5 @@
   let timer;
   byId("text").addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(applyFilter, 200); });
   for (const id of ["warning", "bucket"]) byId(id).addEventListener("change", applyFilter);
-  attempt(start);
+  attempt(() => whileBusy(start));
 })();

@@ -123,7 +123,14 @@ def test_a_newcomer_finds_the_way(browser, address, tmp_path):
     page.click("#apply-tags")
     page.wait_for_selector(f"text={len(captions)} captions changed")
     assert all(path.read_text() == f"{text.strip()}, emoji\n" for path, text in captions.items())
+    held_requests = []
+    page.route("**/api/pictures/work/**", lambda route: held_requests.append(route))
     page.click("#rescan")
+    while not held_requests:
+        page.wait_for_timeout(10)
+    assert page.is_disabled("#undo"), "an undo would be refused while the folder is scanned"
+    held_requests[0].continue_()
+    page.unroute("**/api/pictures/work/**")
     page.wait_for_selector("#undo:text-is('Undo (1)'):not([disabled])")
     page.click("#undo")
     page.wait_for_selector("#undo:text-is('Undo')")
@@ -173,6 +180,7 @@ def test_a_newcomer_finds_the_way(browser, address, tmp_path):
 
     # Another run like it, and both compared.
     page.click("text=New run like this")
+    page.wait_for_selector("text=No problems")
     page.fill("#o-network_dim", "8")
     page.fill("#o-max_train_steps", "20")
     page.fill("#o-output_name", "second")
