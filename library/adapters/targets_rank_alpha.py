@@ -91,9 +91,11 @@ def match_target_modules(model: nn.Module, target_modules: Sequence[str]) -> tup
     """Names of the linear layers and convolutions that match a target; every target has to match."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
     unmatched = [target for target in target_modules if not any(_matches_suffix(name, target) for name in names)]
-    if unmatched or not target_modules:
-        targets = ", ".join(map(repr, unmatched)) or "no target"
-        raise UserError(f"LoRA targets: {targets} matches no layer of {type(model).__name__}")
+    if not target_modules:
+        raise UserError(f"LoRA targets: none are given for {type(model).__name__}")
+    if unmatched:
+        targets = ", ".join(map(repr, unmatched))
+        raise UserError(f"LoRA targets: no layer of {type(model).__name__} matches {targets}")
     return tuple(name for name in names if any(_matches_suffix(name, target) for target in target_modules))
 
 

@@ -30,9 +30,7 @@ class ModelConfig:
     t5xxl: str | None = define_option(None, "T5-XXL text encoder: file, folder or hub id")
     byt5: str | None = define_option(None, "byT5 text encoder of HunyuanImage 2.1: file, folder or hub id")
     text_encoder: str | None = define_option(None, "text encoder, where it is a language model: file, folder or hub id")
-    ae: str | None = define_option(
-        None, "another name of vae, for flow-matching models: file, diffusers folder or hub id"
-    )
+    ae: str | None = define_option(None, "alias of vae, for flow-matching models: file, diffusers folder or hub id")
     tokenizer_cache_dir: str | None = define_option(
         None, "folder of the tokenizers that single-file models need; downloaded from the hub if missing"
     )

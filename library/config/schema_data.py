@@ -17,7 +17,7 @@ class DataConfig:
         "without dataset_config: folder of folders named REPEATS_CLASS, such as '10_mika dog'; with in_json, folder of "
         "the images",
     )
-    reg_data_dir: str | None = define_option(None, "such a folder of regularization images")
+    reg_data_dir: str | None = define_option(None, "folder of regularization images, laid out like train_data_dir")
     in_json: str | None = define_option(None, "without dataset_config: metadata file (.json, .jsonl) of the images")
     train_batch_size: int = define_option(1, "batch size per device and micro-batch", minimum=1, maximum=65_536)
     resolution: Resolution | None = define_option(None, "training resolution in pixels: 512, or 512,768 (width,height)")
@@ -58,7 +58,7 @@ class DataConfig:
         False, "weight the loss by masks, the grayscale images in conditioning_data_dir of a subset"
     )
     masked_loss_normalize: bool = define_option(
-        False, "normalize the masked loss by the mask area, so that images weigh alike"
+        False, "normalize the masked loss by the mask area, so that every image has equal weight"
     )
     caption_extension: tuple[str, ...] | None = define_option(
         None,
@@ -129,14 +129,12 @@ class CacheConfig:
 
     cache_latents: bool = define_option(False, "cache latents for this run: the VAE encodes each image once")
     cache_latents_to_disk: bool = define_option(
-        False, "cache latents on disk for further runs; entries are keyed by content, so they are never stale"
+        False, "cache latents on disk for later runs; entries are keyed by content, so they are never stale"
     )
     cache_text_encoder_outputs: bool = define_option(
         False, "cache text encoder outputs for this run: each caption is encoded once"
     )
-    cache_text_encoder_outputs_to_disk: bool = define_option(
-        False, "cache text encoder outputs on disk for further runs"
-    )
+    cache_text_encoder_outputs_to_disk: bool = define_option(False, "cache text encoder outputs on disk for later runs")
     cache_dir: str | None = define_option(
         None, "folder of the caches; default: .cache-lorikeet next to the images (for one run, a temporary folder)"
     )

@@ -20,7 +20,8 @@ class DistributedConfig:
         "adapter weights, gradients and optimizer state in bf16: half the memory, but small updates are rounded away",
     )
     attn_mode: Literal["sdpa", "torch", "math", "efficient", "cudnn", "flash", "flash3", "xformers"] = define_option(
-        "sdpa", "attention kernel; sdpa and torch: chosen by PyTorch; others must support the model and the GPU"
+        "sdpa",
+        "attention backend; sdpa, torch: PyTorch chooses; the others must be supported by the model and the GPU",
     )
     ddp_timeout: int | None = define_option(None, "timeout of the process group in minutes; default: 30", minimum=1)
     ddp_gradient_as_bucket_view: bool = define_option(
@@ -134,7 +135,8 @@ class DeepSpeedConfig:
         maximum=3,
     )
     offload_optimizer_device: str | None = define_option(
-        None, "deepspeed: cpu keeps the optimizer state and step in CPU memory; or none"
+        None,
+        "deepspeed: cpu: keep optimizer state in CPU memory and run the optimizer step there; none: no offload",
     )
     offload_param_device: str | None = define_option(
         None, "deepspeed, zero_stage 3: offload the model to CPU memory (cpu) or to files (nvme); or none"

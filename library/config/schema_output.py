@@ -67,7 +67,7 @@ class StateConfig:
         None, "resume from this state folder, or from the latest one in output_dir: latest"
     )
     auto_resume: bool = define_option(False, "resume from the latest state in output_dir; start from scratch if none")
-    force_resume: bool = define_option(False, "resume although settings or images that change the result differ")
+    force_resume: bool = define_option(False, "resume even if settings or images that change the result differ")
     requeue_exit_code: int | None = define_option(
         None,
         "exit code when a signal (SIGTERM, SIGINT) ends the run and the state is saved; default: 128 + signal number",
@@ -87,7 +87,7 @@ class PreviewConfig:
     sample_every_n_epochs: int | None = define_option(
         None, "generate samples every n epochs; overrides sample_every_n_steps", minimum=1
     )
-    sample_at_first: bool = define_option(False, "generate samples before training, too")
+    sample_at_first: bool = define_option(False, "also generate samples before the first step")
     sample_sampler: (
         Literal[
             "ddim",

@@ -1,6 +1,7 @@
 """Noise processes: how latents are noised at a timestep, and what the model predicts (epsilon, v or flow).
 
-Timesteps are a float tensor on diffusers' scale of 0..1000, one value per sample; 0 is the clean image.
+Timesteps are a float tensor on diffusers' scale of 0..1000, one value per sample; 0 is the clean image
+of flow matching, and the lowest noise level of DDPM schedules.
 The letters follow Ho et al. 2020 (arXiv 2006.11239): ``x_t = sqrt(a) x_0 + sqrt(1 - a) e`` with ``a`` the
 cumulative product of ``1 - beta`` up to ``t``.
 """

@@ -18,7 +18,7 @@ from ..config.schema_objective import LossConfig, NoiseConfig
 from .process import NUM_TRAIN_TIMESTEPS, DiscreteProcess, FlowMatchingProcess, NoiseProcess
 
 MAX_SNR = 1000.0
-"""sd-scripts' clamp of the SNR, which is infinite at ``t = 0``."""
+"""sd-scripts' cap on the SNR, which is larger at the first timesteps only."""
 
 
 def min_snr_weight(snr: Tensor, gamma: float, prediction_type: str) -> Tensor:

@@ -95,11 +95,6 @@ class Communicator:
         tensors: Tensor = self.accelerator.gather(tensor)
         return tensors
 
-    def gather_for_metrics(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the tensors of all ranks, concatenated, without samples that padded the last batch."""
-        gathered: tuple[Tensor, ...] = self.accelerator.gather_for_metrics(tensors)
-        return gathered
-
     def all_reduce_sum(self, count: int) -> int:
         """Sum an integer over all ranks; with several ranks it waits for the device."""
         if self.world_size == 1:
@@ -113,11 +108,11 @@ class Communicator:
             check_rank_reports([RankReport(hostname, values) for hostname, values in by_rank], self.rank)
 
     def open_key_value_store(self, prefix: str) -> KeyValueStore:
-        """Open a store that all ranks share; no collective, for ranks at different points of their work."""
+        """Open a store that all ranks share; not a collective, for ranks at different points of their work."""
         return KeyValueStore(prefix)
 
     def all_ranks_reached(self, event: str, timeout: float) -> bool:
-        """Return whether every rank calls this within ``timeout`` seconds; no collective: ranks may hang in one."""
+        """Return whether every rank calls this within ``timeout`` seconds; not a collective: ranks may hang in one."""
         store, deadline = self.open_key_value_store("events"), time.monotonic() + timeout
         count = store.add(event, 1)
         while count < self.world_size and time.monotonic() < deadline:
@@ -139,7 +134,7 @@ class Communicator:
 
     @contextmanager
     def process_group_scope(self) -> Iterator[None]:
-        """Destroy the process group on leaving, however the inside ends."""
+        """Destroy the process group on leaving, however the block exits."""
         try:
             yield
         except RunInterrupted:  # raised on all ranks after the same step

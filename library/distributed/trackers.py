@@ -4,7 +4,6 @@ import io
 import logging
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +78,12 @@ def create_tracker_dir(directory: str | None, log: LogConfig) -> list[str]:
 class Trackers:
     """The experiment trackers (``--log_with``) of a run; accelerate runs them on the main process.
 
-    A tracker that fails ends nothing: it is not used any more, and training continues.
+    A tracker that fails does not stop the run: it is disabled, and training continues.
     """
 
     def __init__(self, comm: Communicator):
         self.comm, self.accelerator = comm, comm.accelerator
-        self._has_failed = False
+        self._disabled = set[str]()
 
     @property
     def has_trackers(self) -> bool:
@@ -112,12 +111,11 @@ class Trackers:
 
     def log_metrics(self, values: dict[str, Any], step: int) -> None:
         """Log the metrics of a step."""
-        self._call(lambda: self.accelerator.log(values, step=step))
+        self._call_each(lambda tracker: tracker.log(values, step=step))
 
     def log_images(self, images: Mapping[str, bytes], step: int) -> None:
         """Log images, given as PNG files."""
-        for tracker in self.accelerator.trackers:
-            self._call(partial(log_images_to_tracker, tracker, images, step))
+        self._call_each(lambda tracker: log_images_to_tracker(tracker, images, step))
 
     def end_training(self) -> None:
         """Wait for all ranks, and close the trackers."""
@@ -128,14 +126,15 @@ class Trackers:
         except Exception as error:  # all files are written by now
             logger.warning("a tracker could not be closed: %s", error)
 
-    def _call(self, function: Callable[[], None]) -> None:
-        if self._has_failed:
-            return
-        try:
-            function()
-        except Exception as error:
-            self._has_failed = True
-            logger.warning("the tracker failed and is not used any more; training continues: %s", error)
+    def _call_each(self, function: Callable[[Any], None]) -> None:
+        for tracker in self.accelerator.trackers:
+            if tracker.name in self._disabled:
+                continue
+            try:
+                function(tracker)
+            except Exception as error:
+                self._disabled.add(tracker.name)
+                logger.warning("%s failed and is disabled; training continues: %s", tracker.name, error)
 
 
 WANDB_PRIVATE_SETTINGS = {

@@ -90,9 +90,9 @@ class Family(ABC):
     single_stream_block_lists: ClassVar[tuple[str, ...]] = ()
     """Those of ``block_lists`` whose layers get text and image tokens together."""
     text_attention_calls: ClassVar[tuple[int, ...]] = ()
-    """Which calls of attention in a block, from 0, attend to the text where that is not among its activations."""
+    """Indices of the attention calls in a block that attend to a text that is not in ``block_activation_args``."""
     text_attention_layers: ClassVar[tuple[str, ...]] = ()
-    """Suffixes of the names of their layers of keys and values."""
+    """Name suffixes of the key and value projections of these calls."""
     fused_parallel_layers: ClassVar[Mapping[str, tuple[Literal["colwise", "rowwise"], tuple[int, ...]]]] = {}
     """Pattern of the names of layers with fused parts -> how tensor parallelism splits them, and the ratio of the
     parts' sizes, each of which is split."""
@@ -279,7 +279,7 @@ class Family(ABC):
         return kwargs
 
     def is_step_distilled(self, pipe: Any) -> bool:
-        """Whether the loaded model is distilled to few steps, which training it undoes."""
+        """Whether the loaded model is distilled to few steps; training it directly undoes the distillation."""
         return False
 
     def get_guidance_scale(self, prompt: Prompt) -> float:

@@ -7,7 +7,8 @@ With activation checkpointing, a weight stays on the device from the recomputati
 so it is copied twice per step, as without checkpointing.
 
 The host runs ahead of the device and would allocate weights that the device uses much later.  So it waits for the
-device at ``--block_swap_window_mb``, by default one offloaded block, which leaves the device enough queued work.
+device at ``--block_swap_window_mb``, by default the largest offloaded block and at least 256 MiB, which leaves the
+device enough queued work.
 """
 
 import logging

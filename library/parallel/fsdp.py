@@ -74,7 +74,7 @@ class FSDPStrategy(DeviceMeshStrategy):
             with _preserve_class_name(block):
                 fully_shard(block, reshard_after_forward=self.settings.reshard_after_forward, **options)
         with _preserve_class_name(module):
-            # Parameters outside of blocks are the first in backward, and some are used outside of the forward.
+            # The output layers are needed first in backward, and some parameters are used outside of the forward.
             fully_shard(module, reshard_after_forward=False, **options)
         assert_sharded(module, trainable, self.shard_mesh)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 def clip_grad_norm(
     accelerator: Accelerator, parameters: Iterable[nn.Parameter], max_norm: float, device: torch.device
 ) -> Tensor:
-    """Clip gradients to ``max_norm`` (0: do not), unscaled if fp16 scales them, and return their norm before."""
+    """Clip gradients to ``max_norm`` (0: no clipping), unscaling those of fp16; return the norm before clipping."""
     norm = accelerator.clip_grad_norm_(parameters, max_norm or float("inf"))
     return torch.as_tensor(norm, device=device)
 

@@ -163,7 +163,7 @@ class ParallelPlan:
     layer_token_streams: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Layer name -> the streams whose tokens pass through it; other layers of blocks see the text, which is whole."""
     text_attention_calls: tuple[int, ...] = ()
-    """Which calls of attention in a block attend to a text that is no activation."""
+    """Indices of the attention calls in a block that attend to a text that is not an activation."""
     denoiser: nn.Module | None = None
     """The module to shard, of those that are trained; ``None``: all of them."""
 

@@ -59,7 +59,7 @@ class Strategy(ABC):
     has_full_model = True
     """Whether every rank holds all frozen weights."""
     can_quantize_base = True
-    """Whether the frozen weights may be bytes with scales."""
+    """Whether the frozen weights may be quantized: bytes with scales."""
     has_replicated_adapter = True
     """Whether every rank holds all trainable parameters, equal to the bit."""
 
@@ -215,7 +215,7 @@ class Strategy(ABC):
         return find_straggler(self.comm.all_gather_tensor(times).tolist())
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-        """Gradient clipping: clip to ``max_norm`` (0: do not) and return the norm before."""
+        """Clip gradients to ``max_norm`` (0: no clipping); return the norm before clipping."""
         return clip_grad_norm(self.accelerator, parameters, max_norm, self.device)
 
     def get_token_positions(self, lora_a: nn.Module) -> Tensor | None:

@@ -121,6 +121,6 @@ def accumulate_gradients(run: TrainingRun, step_batches: StepBatches) -> Tensor:
 
 
 def _clip_gradients(run: TrainingRun) -> Tensor:
-    """Clip gradients to ``max_grad_norm`` and return their norm before."""
+    """Clip gradients to ``max_grad_norm``; return the norm before clipping."""
     with record_phase("optimizer"):
         return run.strategy.clip_grad_norm(run.parameters, run.config.optim.max_grad_norm)

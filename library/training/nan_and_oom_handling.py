@@ -127,7 +127,7 @@ class NanGuard:
         return self._snapshot.count_bytes()
 
     def restart_timer(self) -> None:
-        """Leave the time since the last check, which was no step's, out of the choice of the next interval."""
+        """Restart the timer, so that warm-up and callbacks do not shorten the next check interval."""
         self._started_at = time.perf_counter()
 
     def choose_check_interval(self, run: TrainingRun, num_steps: int) -> None:

@@ -101,7 +101,7 @@ def find_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterat
     """Find the differences between a checkpoint and the run that resumes from it."""
     for key in COMPARED_METADATA:
         if saved.get(key) != current.get(key):  # None: without training adapter
-            yield SettingChange(key, saved[key], current[key], changes_result=True)
+            yield SettingChange(key, saved.get(key), current.get(key), changes_result=True)
     kernel, saved_kernel = current.get("nf4_kernel"), saved.get("nf4_kernel", BUILT_IN_KERNEL)
     if kernel != saved_kernel and None not in (kernel, saved_kernel):  # rounds differently, as another torch does
         yield SettingChange(NF4_KERNEL, saved_kernel, kernel, changes_result=False)

@@ -26,7 +26,7 @@ from ..randomness import Purpose, derive_generator, derive_seed
 class MicroBatchStats:
     """Statistics of a micro-batch for logging; tensors stay on the device until they are read."""
 
-    timesteps: Tensor  # (B,): in 0..1, where 1 is pure noise
+    timesteps: Tensor  # (B,): in 0..1, where 1 is the highest noise level
     losses: Tensor  # (B,): before loss_weights
     loss_weights: Tensor  # (B,): 0 for padding
     sample_keys: tuple[str, ...]

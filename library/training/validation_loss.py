@@ -96,7 +96,7 @@ def _gather_losses(
         mine = torch.cat(samples)
         numbers[: len(mine)] = mine.to(strategy.device)
         rows[: len(mine)] = torch.cat(losses)
-    everybody, values = strategy.comm.gather_for_metrics((numbers, rows))
+    everybody, values = strategy.comm.all_gather_tensor(numbers), strategy.comm.all_gather_tensor(rows)
     found = zip(everybody.tolist(), values.tolist(), strict=True)
     return {number: tuple(row) for number, row in sorted(found) if number >= 0}
 

@@ -338,6 +338,9 @@ def test_changes_of_output_dir_and_memory_options_do_not_change_the_result():
     }
     (change,) = find_changes(build_metadata(), {**build_metadata(), "data": "other"})
     assert change.changes_result and str(change) == "the images, captions or their settings changed"
+    # Older states have no training adapter.
+    (change,) = find_changes(build_metadata(), {**build_metadata(), "training_adapter": "a hash"})
+    assert change.changes_result and str(change) == "the training adapter changed"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from PIL import Image
 from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from training_runs import max_relative_difference, train, write_images, write_prompts
+
+from library.distributed.trackers import Trackers
 
 METRIC_PREFIXES = {
     "loss/current",
@@ -121,8 +124,29 @@ def train_with_failing_tracker(method: str, *rest) -> str:
     def fail(*_, **__):
         raise ConnectionError("the tracker is unreachable")
 
-    setattr(Accelerator if hasattr(Accelerator, method) else TensorBoardTracker, method, fail)
+    setattr(Accelerator if method == "end_training" else TensorBoardTracker, method, fail)
     return train_and_read_log(*rest)
+
+
+class NamedTracker:
+    """A tracker that counts its calls, or fails."""
+
+    def __init__(self, name, fails):
+        self.name, self.fails, self.num_calls = name, fails, 0
+
+    def log(self, values, step):
+        self.num_calls += 1
+        if self.fails:
+            raise ConnectionError("unreachable")
+
+
+def test_a_failing_tracker_is_disabled_and_others_go_on(caplog):
+    broken, working = NamedTracker("wandb", fails=True), NamedTracker("tensorboard", fails=False)
+    trackers = Trackers(SimpleNamespace(accelerator=SimpleNamespace(trackers=[broken, working])))
+    for step in range(3):
+        trackers.log_metrics({"loss": 1.0}, step)
+    assert (broken.num_calls, working.num_calls) == (1, 3)
+    assert caplog.messages == ["wandb failed and is disabled; training continues: unreachable"]
 
 
 @pytest.mark.slow

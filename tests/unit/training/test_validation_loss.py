@@ -25,7 +25,7 @@ class SingleProcess:
     data_parallel_rank, data_parallel_size, has_collective_forward = 0, 1, False
     device = torch.device("cpu")
     accelerator = SimpleNamespace(autocast=nullcontext)
-    comm = SimpleNamespace(gather_for_metrics=lambda tensors: tensors)
+    comm = SimpleNamespace(all_gather_tensor=lambda tensor: tensor)
 
     def unwrap_model(self, model):
         return model
