@@ -55,7 +55,9 @@ class ModelConfig:
         "quantize the frozen weights of the denoiser's blocks; each matmul dequantizes them to mixed_precision's dtype",
     )
     guidance_scale: float = define_option(
-        1.0, "value of FLUX.1 dev's guidance embedding in training; not classifier-free guidance", minimum=0
+        1.0,
+        "value of the guidance embedding of FLUX.1 dev and FLUX.2 dev in training; not classifier-free guidance",
+        minimum=0,
     )
     control: Literal["none", "omini", "channels"] = define_option(
         "none",

@@ -1,4 +1,7 @@
-"""The training objective: timestep sampling, noising, loss function and loss weighting of a model, combined."""
+"""The training objective: timestep sampling, noising, loss function and loss weighting of a model, combined.
+
+The weights of samples (regularization images, padding) are applied in training/task.py.
+"""
 
 from dataclasses import dataclass
 

@@ -2,6 +2,7 @@
 
 Each sampling is the quantile function of its density, applied to one uniform number ``u`` per sample (``u = 0.5`` gives
 the median).  So a sample's timestep does not depend on its batch, and validation can use fixed quantiles.
+The shift by resolution of flow models is computed in process.py.
 """
 
 import math

@@ -140,7 +140,7 @@ def _read_json(path: Path) -> JsonDict | None:
 
 def _read_hub_json(repo_id: str, name: str, cache_only: bool) -> JsonDict | None:
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntryNotFoundError
 
     try:
         return _read_json(Path(hf_hub_download(repo_id, name, local_files_only=cache_only)))
@@ -148,6 +148,10 @@ def _read_hub_json(repo_id: str, name: str, cache_only: bool) -> JsonDict | None
         raise ModelError("no such folder, and the hub cannot be reached; check the path or the network") from None
     except EntryNotFoundError:
         return None
+    except GatedRepoError:
+        raise ModelError(
+            f"this model is gated: accept its terms at https://huggingface.co/{repo_id}, then run 'hf auth login'"
+        ) from None
     except (OSError, ValueError) as error:  # includes the errors of huggingface_hub
         raise ModelError(f"no such folder, and the hub says: {str(error).strip().splitlines()[0]}") from None
 

@@ -5,8 +5,10 @@ import math
 import subprocess
 import sys
 
+import httpx
 import huggingface_hub
 import pytest
+from huggingface_hub.errors import GatedRepoError
 from model_files import write_json_files
 
 from library.config.schema import DataConfig, ModelConfig
@@ -263,6 +265,21 @@ def test_options_of_other_families_are_all_rejected_at_once(tmp_path):
 def test_a_hub_id_without_network_is_reported_in_one_line():
     assert "the hub cannot be reached" in detect_problem("nobody/nothing")
     assert "the hub says: " in detect_problem("no--body/nothing")
+
+
+def test_a_gated_model_is_reported_with_the_way_to_it(monkeypatch):
+    def refuse(*_, **__):
+        raise GatedRepoError(
+            "403 Client Error", response=httpx.Response(403, request=httpx.Request("GET", "http://hub"))
+        )
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+    monkeypatch.setattr("library.models.model_configs.is_hub_reachable", lambda: True)
+    problem = detect_problem("nobody/gated")
+    assert (
+        "this model is gated: accept its terms at https://huggingface.co/nobody/gated, then run 'hf auth login'"
+        in problem
+    )
 
 
 def test_an_unreachable_hub_is_asked_once_and_only_its_cache_is_read(monkeypatch):
