@@ -36,19 +36,23 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
     """Measure and report each number of image sizes by itself."""
     training_options = ["--resolution", "96", "--train_batch_size", "2", *training_options]
     for count in options.sizes:
-        samples = measure_sizes(count, options, training_options, directory / f"{count}_sizes")
-        yield from report_sizes(f"{count} sizes", samples)
+        yield from measure_sizes(count, options, training_options, directory / f"{count}_sizes")
 
 
-def measure_sizes(count: int, options: Namespace, training_options: Sequence[str], directory: Path) -> Samples:
-    """Train on ``count`` image sizes in each mode; compiled modes with an empty cache and with what that leaves."""
+def measure_sizes(
+    count: int, options: Namespace, training_options: Sequence[str], directory: Path
+) -> Iterator[Measurement]:
+    """Train on ``count`` image sizes in each mode; compiled modes with an empty cache and with what that leaves.
+
+    Each is reported after its last training, so that none is lost where a later one is cut off.
+    """
     config, _ = load_training_options(training_options)
     assert config.data.resolution is not None
     sizes = choose_sizes(config.data.resolution.width, count)
     argv = write_dataset(training_options, directory, options.bench_steps, sizes=sizes)
     samples: Samples = defaultdict(lambda: defaultdict(list))
     for repetition in range(options.repetitions):
-        for mode in options.modes:
+        for mode in [mode for mode in MODES if mode in options.modes]:
             compiling = ["--torch_compile", "--dynamo_backend", options.backend]
             compiling += ["--compile_dynamic", DYNAMIC.get(mode, "auto")]
             compiling += ["--compile_cache_dir", str(directory / f"cache_{mode}_{repetition}")]
@@ -57,7 +61,8 @@ def measure_sizes(count: int, options: Namespace, training_options: Sequence[str
                 flags = [] if mode == "eager" else compiling
                 for name, values in measure_training([*argv, *flags], output).items():
                     samples[mode, cache][name] += values
-    return samples
+                if repetition == options.repetitions - 1:
+                    yield from report_sizes(f"{count} sizes", mode, cache, samples)
 
 
 def measure_training(argv: Sequence[str], output: Path) -> dict[str, list[float]]:
@@ -69,22 +74,22 @@ def measure_training(argv: Sequence[str], output: Path) -> dict[str, list[float]
     return {"first step": [first_step], "step": steps, **compiling}
 
 
-def report_sizes(title: str, samples: Samples) -> Iterator[Measurement]:
-    """Report each mode and cache; compare compile times to those with a cold cache, step times to eager mode."""
-    for (mode, cache), values in samples.items():
-        name = f"{title}, {mode}" if mode == "eager" else f"{title}, {mode}, {cache}"
-        yield Measurement(f"{name}: to the first step", values["first step"], "s")
-        if mode != "eager":
-            graphs = f"{values['compile/graphs'][0]:.0f} graphs"
-            yield Measurement(f"{name}: compile time", values["compile/seconds"], "s", note=graphs)
-        if cache == WARM:
-            ratios = compute_ratios(values["compile/seconds"], samples[mode, COLD]["compile/seconds"])
-            yield Measurement(f"{name}: compile time / cold cache", ratios, "x", at_most=MAX_WARM_RATIO)
-            continue
-        yield Measurement(f"{name}: step time", values["step"], "s")
-        if mode != "eager" and ("eager", COLD) in samples:
-            speedup = statistics.median(samples["eager", COLD]["step"]) / statistics.median(values["step"])
-            yield Measurement(f"{name}: speedup over eager", [speedup], "x")
+def report_sizes(title: str, mode: str, cache: str, samples: Samples) -> Iterator[Measurement]:
+    """Report a mode and cache; compare compile times to those with a cold cache, step times to eager mode."""
+    values = samples[mode, cache]
+    name = f"{title}, {mode}" if mode == "eager" else f"{title}, {mode}, {cache}"
+    yield Measurement(f"{name}: to the first step", values["first step"], "s")
+    if mode != "eager":
+        graphs = f"{values['compile/graphs'][0]:.0f} graphs"
+        yield Measurement(f"{name}: compile time", values["compile/seconds"], "s", note=graphs)
+    if cache == WARM:
+        ratios = compute_ratios(values["compile/seconds"], samples[mode, COLD]["compile/seconds"])
+        yield Measurement(f"{name}: compile time / cold cache", ratios, "x", at_most=MAX_WARM_RATIO)
+        return
+    yield Measurement(f"{name}: step time", values["step"], "s")
+    if mode != "eager" and ("eager", COLD) in samples:
+        speedup = statistics.median(samples["eager", COLD]["step"]) / statistics.median(values["step"])
+        yield Measurement(f"{name}: speedup over eager", [speedup], "x")
 
 
 def choose_sizes(resolution: int, count: int) -> list[tuple[int, int]]:

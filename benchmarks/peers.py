@@ -7,6 +7,7 @@ other programs disturb less, and by the clock.  The others need environments wit
 (``--sd_scripts_python``, ``--diffusers_python``).
 """
 
+import gc
 import os
 import resource
 import shutil
@@ -185,6 +186,8 @@ def save_model(config: RunConfig, folder: Path) -> Path:
     pipe = FAMILIES.get(detected.family)(config.model).load(detected, dtype)
     pipe.save_pretrained(folder)
     pipe.tokenizer.save_pretrained(folder / "tokenizers" / TOKENIZER_FOLDER)
+    del pipe
+    gc.collect()  # its reference cycles hold the model, and both programs need the memory
     return folder
 
 

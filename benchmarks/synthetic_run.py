@@ -3,6 +3,7 @@
 A benchmark takes every training option besides its own, so that whatever a user would switch on can be measured.
 """
 
+import gc
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -134,6 +135,16 @@ def read_intervals(output: Path) -> list[tuple[int, float]]:
             intervals.append((steps, steps / line["speed/steps_per_second"]))
             last_step = line["step"]
     return intervals
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back the memory of the run before, whose model is part of reference cycles."""
+    from library.distributed.devices import has_device_memory
+
+    gc.collect()
+    if has_device_memory(device):
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats(device)
 
 
 def reset_peak_memory(device: torch.device) -> None:

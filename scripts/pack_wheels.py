@@ -197,6 +197,7 @@ def format_result(wheels: Sequence[Path], folder: Path) -> Iterator[str]:
     yield "On that machine, in a checkout of this project:"
     yield f"  python3 -m pip install --no-index --no-deps --target packages {folder}/*.whl"
     yield '  PYTHONPATH="$PWD/packages" python3 -m benchmarks gpu --minutes 9'
+    yield "Keep gpu_benchmark.json, or the file of --output: the next call goes on from it."
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Every test runs offline, on the CPU, on one thread, and without the user's own settings."""
 
 import gc
+import logging
 import os
 from pathlib import Path
 
@@ -38,3 +39,15 @@ def pytest_collection_finish():
     """Leave what was imported out of garbage collection, which takes a sixth of the time of small tests."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Restore the logger that a command configures, so that the next test sees its messages."""
+    logger = logging.getLogger("library")
+    level, propagate, handlers = logger.level, logger.propagate, logger.handlers[:]
+    try:
+        return (yield)
+    finally:
+        logger.setLevel(level)
+        logger.propagate, logger.handlers[:] = propagate, handlers

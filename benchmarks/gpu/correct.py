@@ -16,12 +16,13 @@ from library.errors import UserError
 from ..processes import run_workers
 from ..report import Measurement
 from ..synthetic_run import write_dataset
-from .sections import NO_DEVICE, SectionContext
+from .sections import NOTE_LENGTH, SectionContext, yield_unmeasured
 from .training_commands import DEMO, TrainingCommand, compare_weights, run_commands
 
 if TYPE_CHECKING:
     from library.training.state import TrainingRun
 
+ON_CPU = "float32 on the CPU"
 MAX_LOSS_DIFFERENCE = 1e-4
 MODELS = ("random:sd1:tiny", "random:sdxl:tiny", "random:flux:tiny", "random:qwen_image:tiny")
 STEPS = 8
@@ -76,55 +77,72 @@ def compare_losses(context: SectionContext) -> Iterator[Measurement]:
         folder.mkdir()
         options = ["--pretrained_model_name_or_path", model, "--resolution", "64", "--learning_rate", "2e-3"]
         jobs[model] = write_dataset(options, folder, STEPS)
-    on_cpu = {"ACCELERATE_USE_CPU": "true"}
-    variants: dict[str, tuple[Mapping[str, str], str]] = {"float32 on the CPU": (on_cpu, "no")}
-    variants |= {name: (context.environment, name) for name in ("no", "bf16", "fp16")}
+    variants = list_precisions(context)
     with ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2)) as pool:
         futures = {
             (job, name): pool.submit(_record_losses_in_worker, [*argv, "--mixed_precision", precision], environment)
             for job, argv in jobs.items()
             for name, (environment, precision) in variants.items()
         }
-    for job in jobs:
-        expected = futures[job, "float32 on the CPU"].result()
-        if isinstance(expected, str):
-            yield Measurement(f"{job}: losses on the CPU", [], note=expected)
-            continue
-        for precision in ("no", "bf16", "fp16"):
-            title = f"{job}: relative difference of losses, {'fp32' if precision == 'no' else precision}"
-            limit = MAX_LOSS_DIFFERENCE if precision == "no" else None
-            actual = futures[job, precision].result()
-            if isinstance(actual, str):
-                yield Measurement(title, [], at_most=limit, note=actual)
+        for job in jobs:
+            expected = futures[job, ON_CPU].result()
+            if isinstance(expected, str):
+                yield Measurement(f"{job}: losses on the CPU", [], note=expected)
                 continue
-            pairs = zip(actual, expected, strict=True)
-            yield Measurement(title, [max(abs(one / other - 1) for one, other in pairs)], at_most=limit)
+            for name in [name for name in variants if name != ON_CPU]:
+                title = f"{job}: relative difference of losses, {name}"
+                limit = MAX_LOSS_DIFFERENCE if name == "fp32" else None
+                actual = futures[job, name].result()
+                if isinstance(actual, str):
+                    yield Measurement(title, [], at_most=limit, note=actual)
+                    continue
+                pairs = zip(actual, expected, strict=True)
+                yield Measurement(title, [max(abs(one / other - 1) for one, other in pairs)], at_most=limit)
+
+
+def list_precisions(context: SectionContext) -> dict[str, tuple[Mapping[str, str], str]]:
+    """List environment and ``--mixed_precision`` by name; float32 convolutions are in TF32 unless it is ruled out."""
+    threads = {"OMP_NUM_THREADS": str(context.choose(2, 1))}  # many of them run at once
+    on_device = {**context.environment, **threads}
+    precisions: dict[str, tuple[Mapping[str, str], str]] = {
+        ON_CPU: ({"ACCELERATE_USE_CPU": "true", **threads}, "no"),
+        "fp32": ({**on_device, "NVIDIA_TF32_OVERRIDE": "0"}, "no"),
+    }
+    if context.device_type == "cuda":
+        precisions["tf32"] = (on_device, "no")
+    return precisions | {name: (on_device, name) for name in ("bf16", "fp16")}
 
 
 def _record_losses_in_worker(argv: Sequence[str], environment: Mapping[str, str]) -> list[float] | str:
+    losses = _run_in_worker("record_losses", argv, environment)
+    return losses if isinstance(losses, str) else [float(loss) for loss in losses]
+
+
+def _run_in_worker(function: str, argv: Sequence[str], environment: Mapping[str, str]) -> Any:
+    """Return what a function of this module returns for a run, or as a string why it failed."""
     try:
-        (losses,) = run_workers("benchmarks.gpu.correct:record_losses", {}, argv, 1, environment)
+        (result,) = run_workers(f"benchmarks.gpu.correct:{function}", {}, argv, 1, environment)
     except UserError as error:
-        return f"failed: {str(error).strip().splitlines()[-1]}"[:300]
-    return [float(loss) for loss in losses]
+        return f"failed: {str(error).strip().splitlines()[-1]}"[:NOTE_LENGTH]
+    return result
 
 
 def record_losses(run: "TrainingRun") -> list[float]:
-    """Train, and return the loss of each step."""
+    """Train, and return the loss of each step; of one that was repeated after a rollback, the last."""
     from library.training.loop import train
 
-    losses: list[torch.Tensor] = []
+    losses: dict[int, torch.Tensor] = {}
     strategy: Any = run.strategy
     compute_gradients = strategy.compute_gradients
 
-    def compute_and_record(*arguments: Any) -> torch.Tensor:
-        loss: torch.Tensor = compute_gradients(*arguments)
-        losses.append(loss.detach().clone())
+    def compute_and_record(task: Any, batches: Any, count: int, step: int) -> torch.Tensor:
+        loss: torch.Tensor = compute_gradients(task, batches, count, step)
+        losses[step] = loss.detach().clone()
         return loss
 
     strategy.compute_gradients = compute_and_record
     train(run)
-    return [float(loss) for loss in losses]
+    return [float(losses[step]) for step in sorted(losses)]
 
 
 def compare_resumed_runs(context: SectionContext) -> Iterator[Measurement]:
@@ -163,18 +181,25 @@ def compare_resumed_runs(context: SectionContext) -> Iterator[Measurement]:
 
 def count_synchronizations(context: SectionContext) -> Iterator[Measurement]:
     """Count how often the host waits for the device in steps between two reads of the metrics."""
-    for model in MODELS[:1] if context.is_tiny else MODELS:
-        title = f"{model}: waits in {STEPS} steps"
-        if context.device_type != "cuda":
-            yield Measurement(title, [], note=NO_DEVICE)
-            continue
+    models = MODELS[:1] if context.is_tiny else MODELS
+    titles = [f"{model}: waits in {STEPS} steps" for model in models]
+    if context.device_type != "cuda":
+        yield from yield_unmeasured(titles)
+        return
+    jobs = []
+    for model in models:
         folder = context.directory / model.replace(":", "_")
         folder.mkdir()
         options = ["--pretrained_model_name_or_path", model, "--resolution", "64", "--mixed_precision", "bf16"]
-        argv = write_dataset(options, folder, FIRST_WATCHED + STEPS + 2)
-        (places,) = run_workers("benchmarks.gpu.correct:find_synchronizations", {}, argv, 1)
-        note = "; ".join(f"{count} x {place}" for place, count in places.items())[:400]
-        yield Measurement(title, [sum(places.values())], at_most=0, note=note)
+        jobs.append(write_dataset(options, folder, FIRST_WATCHED + STEPS + 2))
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        found = pool.map(lambda argv: _run_in_worker("find_synchronizations", argv, {}), jobs)
+        for title, places in zip(titles, found, strict=True):
+            if isinstance(places, str):
+                yield Measurement(title, [], at_most=0, note=places)
+                continue
+            note = "; ".join(f"{count} x {place}" for place, count in places.items())[:400]
+            yield Measurement(title, [sum(places.values())], at_most=0, note=note)
 
 
 def find_synchronizations(run: "TrainingRun") -> dict[str, int]:

@@ -23,12 +23,14 @@ NAN_STEP = 3
 BATCH = 32
 MEMORY_SHARE = 0.7
 """Of the memory that the step needs: too little for it, enough for half of the batch."""
+MAX_SHARE = 0.9
+"""Of the device's memory, for the runs that are out of theirs at the same time."""
 
 
 def provoke_faults(context: SectionContext) -> Iterator[Measurement]:
     yield from skip_nan_step(context)
-    yield from run_out_of_memory(context)
     yield from interrupt_run(context)
+    yield from run_out_of_memory(context)
 
 
 def skip_nan_step(context: SectionContext) -> Iterator[Measurement]:
@@ -78,9 +80,10 @@ def run_out_of_memory(context: SectionContext) -> Iterator[Measurement]:
     share = MEMORY_SHARE * measured["peak"] / total
     yield Measurement("memory that the step needs", [measured["peak"]], "GB", note=f"limited to {share * total:.1f} GB")
     setup = f"import torch; torch.{context.device_type}.set_per_process_memory_fraction({share})"
+    runs = {mode: TrainingCommand(folder / mode, [*argv, "--on_oom", mode], setup=setup) for mode in titles}
+    run_commands(list(runs.values()), at_once=len(runs) if len(runs) * share < MAX_SHARE else 1)
     for mode, title in titles.items():
-        run = TrainingCommand(folder / mode, [*argv, "--on_oom", mode], setup=setup)
-        run_commands([run])
+        run = runs[mode]
         if mode == "recover":
             wrong, note = int(run.exit_code != 0), run.failure
         else:

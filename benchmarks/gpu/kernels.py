@@ -10,9 +10,9 @@ from library.parallel import quantize
 from library.parallel.quantize import FP8_DTYPE, QuantizedWeight
 
 from ..report import Measurement
-from ..synthetic_run import build_run, write_dataset
+from ..synthetic_run import build_run, release_memory, write_dataset
 from .correct import measure_device_seconds, record_losses
-from .sections import SMALL, SectionContext
+from .sections import NOT_MEASURED, SMALL, SectionContext, format_failure
 
 if TYPE_CHECKING:
     from library.training.state import TrainingRun
@@ -26,9 +26,10 @@ def measure_kernels(context: SectionContext) -> Iterator[Measurement]:
     yield from unpack_nf4(context)
     try:
         yield from multiply_fp8(context)
+        release_memory(context.device)
         yield from train_with_fp8_matmul(context)
-    except (RuntimeError, NotImplementedError) as error:
-        yield Measurement("fp8 matmul", [], note=f"not run: {str(error).splitlines()[0]}"[:300])
+    except NOT_MEASURED as error:
+        yield Measurement("fp8 matmul", [], note=format_failure(error))
 
 
 def unpack_nf4(context: SectionContext) -> Iterator[Measurement]:
@@ -123,20 +124,24 @@ class _Fp8Matmul(torch.autograd.Function):
     def forward(ctx: Any, states: Tensor, layer: Fp8Linear) -> Tensor:
         ctx.layer = layer
         values, scale = cast_to_fp8(states, FP8_DTYPE)
-        return multiply(values, layer.weight.t(), scale, layer.scale)
+        return multiply(values, layer.weight.t(), scale, layer.scale, is_fast=True)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         values, scale = cast_to_fp8(gradients[0].contiguous(), GRADIENT_DTYPE)
-        return multiply(values, ctx.layer.transposed.t(), scale, ctx.layer.scale), None
+        return multiply(values, ctx.layer.transposed.t(), scale, ctx.layer.scale, is_fast=False), None
 
 
 def cast_to_fp8(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the tensor in fp8 and the scale that gives it back, without waiting for the device."""
     scale = tensor.abs().amax().float().clamp_min(1e-12) / torch.finfo(dtype).max
-    return (tensor / scale.to(tensor.dtype)).to(dtype), scale
+    scale = scale.to(tensor.dtype)  # once, so that dividing and multiplying are by the same
+    return (tensor / scale).to(dtype), scale.float()
 
 
-def multiply(first: Tensor, second: Tensor, first_scale: Tensor, second_scale: Tensor) -> Tensor:
-    result: Tensor = torch._scaled_mm(first, second, first_scale, second_scale, out_dtype=torch.bfloat16)
+def multiply(first: Tensor, second: Tensor, first_scale: Tensor, second_scale: Tensor, *, is_fast: bool) -> Tensor:
+    """Multiply two matrices and their scales; a fast sum is less exact, which gradients need more than outputs."""
+    result: Tensor = torch._scaled_mm(
+        first, second, first_scale, second_scale, out_dtype=torch.bfloat16, use_fast_accum=is_fast
+    )
     return result

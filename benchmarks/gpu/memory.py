@@ -1,6 +1,6 @@
 """Memory on the device: each memory-saving option against the estimate, and FLUX.1 within small cards."""
 
-import gc
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -8,16 +8,16 @@ from multiprocessing import get_context
 import torch
 
 from library.distributed.devices import has_device_memory
-from library.errors import ConfigError
 
 from ..memory import SWITCHES, count_blocks
 from ..report import Measurement
-from ..synthetic_run import CAPTION, load_training_options, write_dataset
+from ..synthetic_run import CAPTION, load_training_options, release_memory, write_dataset
 from .fast import CACHED, measure_run
-from .sections import SectionContext, yield_unmeasured
+from .sections import NOT_MEASURED, SectionContext, format_failure, yield_unmeasured
 
 MEASURED = ("baseline", "checkpointing", "swap_half", "checkpointing_every_2", "budget_0.5", "cpu_offload", "swap_all",
             "fp8", "int8", "nf4", "all_combined")  # fmt: skip
+AGAIN = "baseline_again"
 MAX_SWAP_RATIO = 1.15
 """Step time with half of the blocks swapped."""
 CARDS: Mapping[int, Sequence[str]] = {
@@ -32,29 +32,30 @@ CONTEXT_GB = 0.6
 
 def measure_switches(context: SectionContext) -> Iterator[Measurement]:
     """Measure peak and step time of each option, while other processes estimate the peaks."""
-    turn = context.choose(4, 1)
+    turn = context.choose(3, 1)
     argv = write_dataset([*context.training_options, *CACHED], context.directory, 3 * turn)
     blocks = count_blocks(load_training_options(context.training_options)[0])
     numbers = {"HALF": str(blocks // 2), "ALL": str(blocks)}
     names = ("baseline", "swap_half", "nf4") if context.is_tiny else MEASURED
     switches = {name: [numbers.get(word, word) for word in SWITCHES[name]] for name in names}
-    baseline = 0.0
-    with ProcessPoolExecutor(context.choose(6, 1), mp_context=get_context("spawn")) as pool:
+    seconds: dict[str, float] = {}
+    # Estimating is left to idle processors, or it slows down what is measured; the baseline is measured again last.
+    workers = context.choose(4, 1)
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=os.nice, initargs=(19,)) as pool:
         options = context.training_options
         estimates = {name: pool.submit(estimate_peak, [*options, *switch]) for name, switch in switches.items()}
-        for name, switch in switches.items():
+        for name, switch in {**switches, AGAIN: switches["baseline"]}.items():
             folder = context.directory / name
             folder.mkdir()
             release_memory(context.device)
             try:
-                seconds, peak = measure_run([*argv, *switch], folder, turn)
-            except (ConfigError, RuntimeError) as error:
-                yield Measurement(f"{name}: step", [], note=f"not measured: {str(error).splitlines()[0]}"[:300])
+                seconds[name], peak = measure_run([*argv, *switch], folder, turn)
+            except NOT_MEASURED as error:
+                yield Measurement(f"{name}: step", [], note=format_failure(error))
                 continue
-            baseline = baseline or seconds
-            limit = MAX_SWAP_RATIO if name == "swap_half" and not context.is_tiny else None
-            yield Measurement(f"{name}: step", [seconds], "s")
-            yield Measurement(f"{name}: step / baseline", [seconds / baseline], "x", at_most=limit)
+            yield Measurement(f"{name}: step", [seconds[name]], "s")
+            if name == AGAIN:
+                continue
             if has_device_memory(context.device):
                 yield Measurement(f"{name}: peak memory", [peak], "GB")
                 ratio = estimates[name].result() / 1e9 / peak
@@ -62,6 +63,10 @@ def measure_switches(context: SectionContext) -> Iterator[Measurement]:
             else:
                 note = f"estimated {estimates[name].result() / 1e6:.1f} MB; its peak was not measured: no device"
                 yield Measurement(f"{name}: estimate / peak", [], note=note)
+    baselines = [seconds[name] for name in ("baseline", AGAIN) if name in seconds]
+    for name in [name for name in seconds if name not in ("baseline", AGAIN) and baselines]:
+        limit = MAX_SWAP_RATIO if name == "swap_half" and not context.is_tiny else None
+        yield Measurement(f"{name}: step / baseline", [seconds[name] / min(baselines)], "x", at_most=limit)
 
 
 def estimate_peak(training_options: Sequence[str]) -> int:
@@ -97,17 +102,9 @@ def fit_into_cards(context: SectionContext) -> Iterator[Measurement]:
         module.set_per_process_memory_fraction(min(1.0, (card - CONTEXT_GB) / total))
         try:
             seconds, peak = measure_run([*argv, *options], folder, turn)
-        except (ConfigError, RuntimeError) as error:
-            yield Measurement(f"{card} GB: step", [], note=f"does not fit: {str(error).splitlines()[0]}"[:300])
+        except NOT_MEASURED as error:
+            yield Measurement(f"{card} GB: step", [], note=format_failure(error))
             continue
         note = f"{' '.join(options)}; reserved at most {module.max_memory_reserved() / 1e9:.1f} GB"
         yield Measurement(f"{card} GB: step", [seconds], "s", note=note)
         yield Measurement(f"{card} GB: peak memory", [peak], "GB", at_most=card - CONTEXT_GB)
-
-
-def release_memory(device: torch.device) -> None:
-    """Give back the memory of the run before."""
-    gc.collect()
-    if has_device_memory(device):
-        torch.accelerator.empty_cache()
-        torch.accelerator.reset_peak_memory_stats(device)

@@ -7,6 +7,7 @@ cut off has lost one section at most.  ``--list`` prints what would run, ``--tab
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from ..report import Measurement, describe_machine, format_number
 from .sections import SECTIONS, Section, SectionContext
 
 DONE = "done"
+NO_TIME = "not run: no time left"
 LIMIT_FACTOR = 1.5
 """Limit of a section, by its expected time."""
 SPARE_SECONDS = 5
@@ -62,22 +64,41 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
         sys.stdout.write(text + "\n")
         raise SystemExit(0)
     results |= {"command": shlex.join(sys.argv[1:]), **describe_machine()}
-    for section in sections:
-        if _is_measured(results["sections"].get(section.name)) and not options.again:
-            continue
-        seconds = min(section.seconds * LIMIT_FACTOR, end - time.monotonic() - SPARE_SECONDS)
+    saved = results["sections"]
+    for section in _list_remaining(sections, saved, again=options.again):
+        seconds = end - time.monotonic() - SPARE_SECONDS
         # A section that would only be begun is left to the next call.
-        if seconds < 0.6 * section.seconds:
-            results["sections"].setdefault(section.name, {"status": "not run: no time left", "measurements": []})
+        if seconds < section.seconds:
+            result = saved.setdefault(section.name, {"status": NO_TIME, "measurements": []})
         else:
-            results["sections"][section.name] = _run_section(section, options, directory / section.name, seconds)
+            folder = directory / section.name
+            result = _run_section(section, options, folder, min(seconds, section.seconds * LIMIT_FACTOR))
+            shutil.rmtree(folder, ignore_errors=True)  # whole models of some sections fill a small disk
+            saved[section.name] = _choose_result(saved.get(section.name), result)
         write_atomic(options.output, json.dumps(results, indent=1).encode())
-        yield from _list_measurements(section, results["sections"][section.name])
+        yield from _list_measurements(section, result)
+
+
+def _list_remaining(sections: Sequence[Section], saved: Mapping[str, Any], *, again: bool) -> list[Section]:
+    """List what is to be run; whatever was never begun is first, or a section that takes too long starves it."""
+    remaining = [section for section in sections if again or not _is_measured(saved.get(section.name))]
+    return sorted(remaining, key=lambda section: saved.get(section.name, {}).get("status", NO_TIME) != NO_TIME)
+
+
+def _choose_result(before: Mapping[str, Any] | None, result: Results) -> Mapping[str, Any]:
+    """Choose the result to keep: that of a section which did not end replaces none with more measurements."""
+    if before is None or result["status"] == DONE or before.get("tiny") != result["tiny"]:
+        return result
+    return before if _count_measured(before) > _count_measured(result) else result
+
+
+def _count_measured(result: Mapping[str, Any]) -> int:
+    return sum(bool(each["values"]) for each in result["measurements"])
 
 
 def _is_measured(result: Mapping[str, Any] | None) -> bool:
     """Whether a section ended and measured something: one that lacked the folder of another trainer did not."""
-    return result is not None and result["status"] == DONE and any(each["values"] for each in result["measurements"])
+    return result is not None and result["status"] == DONE and _count_measured(result) > 0
 
 
 def _run_section(section: Section, options: Namespace, directory: Path, seconds: float) -> Results:
@@ -140,9 +161,7 @@ def _list_measurements(section: Section, result: Mapping[str, Any]) -> Iterator[
 def _format_list(sections: Sequence[Section], results: Results, options: Namespace) -> str:
     """List what would run, with limits that add up; whatever does not fit is left to the next call."""
     lines, total, call = [], 0.0, 1
-    for section in sections:
-        if _is_measured(results["sections"].get(section.name)) and not options.again:
-            continue
+    for section in _list_remaining(sections, results["sections"], again=options.again):
         if total + section.seconds > 60 * options.minutes - SPARE_SECONDS:
             total, call = 0, call + 1
         total += section.seconds

@@ -6,9 +6,15 @@ from pathlib import Path
 
 import torch
 
+from library.distributed.step_phases import OutOfMemory, is_out_of_memory
+from library.errors import UserError
+
 from ..report import Measurement
 
 NO_DEVICE = "not run: no device"
+NOT_MEASURED = (UserError, RuntimeError, OutOfMemory)
+"""Errors that become the note of a measurement: the section goes on."""
+NOTE_LENGTH = 300
 SMALL = ("--resolution", "64", "--network_dim", "4")
 
 
@@ -62,36 +68,46 @@ class Section:
 
 _BF16 = ("--mixed_precision", "bf16")
 _1024 = ("--resolution", "1024", *_BF16)
+_CHECKPOINTED = (*_1024, "--gradient_checkpointing")
 SECTIONS: Sequence[Section] = (
     Section("device", "correct:measure_device", 20, "bf16 and fp8 matmul, copies: what other sections compare with"),
     Section("golden", "correct:compare_losses", 50, "losses on the device against those on the CPU, fp32, bf16, fp16"),
     Section("resume", "correct:compare_resumed_runs", 60, "resumed and uninterrupted runs, with --deterministic"),
-    Section("sync", "correct:count_synchronizations", 25, "steps in which the host waits for the device"),
-    Section("faults", "faults:provoke_faults", 60, "NaN, out of memory with and without on_oom, Ctrl-C"),
-    Section("flux", "fast:measure_model", 75, "FLUX.1 at 1024: step, MFU, compiled", "random:flux", _1024),
-    Section("sdxl", "fast:measure_model", 60, "Stable Diffusion XL at 1024, batch size 4", "random:sdxl",
+    Section("sync", "correct:count_synchronizations", 30, "steps in which the host waits for the device"),
+    Section("faults", "faults:provoke_faults", 80, "NaN, Ctrl-C, out of memory with and without on_oom"),
+    Section("flux", "fast:measure_model", 100, "FLUX.1 at 1024: step, MFU, compiled", "random:flux", _1024),
+    Section("flux_cards", "memory:fit_into_cards", 100, "FLUX.1 within 12, 16 and 24 GB", "random:flux", _1024),
+    Section("sdxl", "fast:measure_model", 90, "Stable Diffusion XL at 1024, batch size 4", "random:sdxl",
             (*_1024, "--train_batch_size", "4")),
-    Section("memory", "memory:measure_switches", 80, "memory-saving options on SDXL: estimate, peak, step time",
+    Section("memory", "memory:measure_switches", 110, "memory-saving options on SDXL: estimate, peak, step time",
             "random:sdxl", _1024),
-    Section("flux_cards", "memory:fit_into_cards", 60, "FLUX.1 within 12, 16 and 24 GB", "random:flux", _1024),
-    Section("kernels", "kernels:measure_kernels", 25, "nf4 by our code and bitsandbytes; fp8 matmul and its loss"),
+    Section("kernels", "kernels:measure_kernels", 80, "nf4 by our code and bitsandbytes; fp8 matmul and its loss"),
     Section("parallel", "parallel:compare_layouts", 60, "two processes on one device against one; NCCL alone"),
-    Section("sd1", "fast:measure_model", 40, "Stable Diffusion 1.5 at 512, batch size 8", "random:sd1",
+    Section("sd1", "fast:measure_model", 70, "Stable Diffusion 1.5 at 512, batch size 8", "random:sd1",
             ("--resolution", "512", *_BF16, "--train_batch_size", "8")),
-    Section("z_image", "fast:measure_model", 60, "Z-Image at 1024", "random:z_image", _1024),
-    Section("qwen_image", "fast:measure_model", 80, "Qwen-Image at 1024", "random:qwen_image", _1024),
-    Section("variants", "fast:compare_variants", 60, "attention backends, optimizers on FLUX.1", "random:flux", _1024),
-    Section("compile", "fast:compile_sizes", 120, "12 image sizes of SDXL: graphs, cold and warm cache", "random:sdxl",
+    Section("z_image", "fast:measure_model", 100, "Z-Image at 1024", "random:z_image", _1024),
+    Section("qwen_image", "fast:measure_model", 130, "Qwen-Image at 1024, checkpointed", "random:qwen_image",
+            _CHECKPOINTED),
+    Section("variants", "fast:compare_variants", 90, "attention backends, optimizers on FLUX.1", "random:flux", _1024),
+    Section("compile", "fast:compile_sizes", 130, "12 image sizes of SDXL: graphs, cold and warm cache", "random:sdxl",
             _1024),
     Section("peers", "fast:compare_peers", 120, "Stable Diffusion 1.5 beside sd-scripts (--sd_scripts)", "random:sd1",
             ("--resolution", "512", *_BF16, "--train_batch_size", "4")),
     Section("peers_sdxl", "fast:compare_peers", 180, "SDXL beside diffusers' script (--diffusers)", "random:sdxl",
             _1024),
-    Section("peers_flux", "fast:compare_peers", 330, "FLUX.1 beside diffusers' script (--diffusers)", "random:flux",
-            (*_1024, "--gradient_checkpointing")),
+    Section("peers_flux", "fast:compare_peers", 370, "FLUX.1 beside diffusers' script (--diffusers)", "random:flux",
+            _CHECKPOINTED),
 )  # fmt: skip
 
 
 def yield_unmeasured(names: Sequence[str], why: str = NO_DEVICE) -> Iterator[Measurement]:
     for name in names:
         yield Measurement(name, [], note=why)
+
+
+def format_failure(error: Exception) -> str:
+    """Say in one line why something was not measured."""
+    if isinstance(error, OutOfMemory):
+        return f"does not fit: out of memory in {error.phase}: {error.reason}"[:NOTE_LENGTH]
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return f"{'does not fit' if is_out_of_memory(error) else 'not measured'}: {reason}"[:NOTE_LENGTH]

@@ -4,7 +4,9 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +18,8 @@ from ..processes import ROOT, TAIL, TRAIN
 RUN_SCRIPT = f"import runpy, sys; sys.argv[0] = {TRAIN[0]!r}; runpy.run_path({TRAIN[0]!r}, run_name='__main__')"
 DEMO = ("--dataset_config", str(ROOT / "dataset_configs" / "demo.toml"), "--mixed_precision", "no", "--quiet")
 """The built-in model on its own images."""
-TIMEOUT = 240
+TIMEOUT = 240.0
+"""Seconds for all commands that are run by one call."""
 
 
 @dataclass
@@ -51,18 +54,22 @@ class TrainingCommand:
                 )
         return processes
 
-    def finish(self, processes: "Sequence[subprocess.Popen[bytes]]") -> None:
-        """Wait for its processes; one that hangs is killed."""
+    def finish(self, processes: "Sequence[subprocess.Popen[bytes]]", deadline: float) -> None:
+        """Wait for its processes; those that run at the deadline, a time of ``time.monotonic()``, are killed."""
+        is_killed = False
         for process in processes:
             try:
-                process.wait(TIMEOUT)
+                process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
+                is_killed = True
                 process.kill()
                 process.wait()
         codes = [process.returncode for process in processes]
         self.exit_code = next((code for code in codes if code), 0)
         failed = next((rank for rank, code in enumerate(codes) if code), 0)
         self.log = self._get_log(failed).read_text("utf-8", "replace")
+        if is_killed:
+            self.log += "\nkilled at its time limit"
 
     def _get_log(self, rank: int) -> Path:
         return self.output_dir / f"log{rank}.txt"
@@ -79,13 +86,11 @@ class TrainingCommand:
         return f"exit code {self.exit_code}: {lines[-1] if lines else ''}"[:300]
 
 
-def run_commands(commands: Sequence[TrainingCommand], at_once: int | None = None) -> None:
-    """Run commands, as many at once as there are processors for."""
-    at_once = at_once or max(1, (os.cpu_count() or 1) // 2)
-    for start in range(0, len(commands), at_once):
-        batch = commands[start : start + at_once]
-        for command, processes in [(command, command.start()) for command in batch]:
-            command.finish(processes)
+def run_commands(commands: Sequence[TrainingCommand], at_once: int | None = None, seconds: float = TIMEOUT) -> None:
+    """Run commands, as many at once as there are processors for, and all within the given time."""
+    deadline = time.monotonic() + seconds
+    with ThreadPoolExecutor(at_once or max(1, (os.cpu_count() or 1) // 2)) as pool:
+        list(pool.map(lambda command: command.finish(command.start(), deadline), commands))
 
 
 def compare_weights(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[int, float]:

@@ -55,6 +55,8 @@ def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, (OutOfMemory, torch.OutOfMemoryError, MemoryError)):
         return True
     message = str(error)
+    if "CUDNN_STATUS_NOT_SUPPORTED" in message:  # accelerate takes it for out of memory
+        return False
     return isinstance(error, RuntimeError) and (
         should_reduce_batch_size(RuntimeError(message)) or any(part in message for part in OOM_MESSAGES)
     )

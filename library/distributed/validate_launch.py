@@ -40,6 +40,7 @@ def validate_distributed(config: RunConfig, world: World) -> list[str]:
         *_validate_device_count(world),
         *_validate_numa_affinity(world),
         *validate_attention_support(ours.attn_mode, world, ours.mixed_precision or world.mixed_precision),
+        *_validate_deterministic_attention(ours),
     ]
 
 
@@ -218,6 +219,12 @@ def validate_attention_support(mode: str, world: World, precision: str | None) -
     if mode in HALF_PRECISION_ATTENTION and precision not in ("bf16", "fp16"):
         problems.append(f"--attn_mode {mode}: supports half precision only; set mixed_precision bf16, or use sdpa")
     return problems
+
+
+def _validate_deterministic_attention(config: DistributedConfig) -> Iterator[str]:
+    """flash-attn and xformers do not ask torch, and torch has no deterministic backward of cuDNN's attention."""
+    if config.deterministic and config.attn_mode in ("flash", "flash3", "cudnn", "xformers"):
+        yield f"--attn_mode {config.attn_mode}: has no deterministic backward; use sdpa with --deterministic"
 
 
 def validate_trackers(log: LogConfig, environment: Mapping[str, str]) -> list[str]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.amp.autocast_mode import is_autocast_available
 
 from ..data.batch import Moments
+from ..diffusion.noise import copy_async
 
 
 def disable_autocast(vae: Any) -> AbstractContextManager[Any]:
@@ -46,7 +47,7 @@ def _get_shift_factor(vae: Any) -> float:
 def get_latent_statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
     """Per-channel mean and standard deviation of a video VAE's latents (B, C, 1, H, W)."""
     statistics = (vae.config.latents_mean, vae.config.latents_std)
-    mean, std = (torch.tensor(values).view(1, -1, 1, 1, 1).to(like) for values in statistics)
+    mean, std = (copy_async(torch.tensor(values).view(1, -1, 1, 1, 1), like) for values in statistics)
     return mean, std
 
 

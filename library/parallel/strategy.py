@@ -218,6 +218,11 @@ class Strategy(ABC):
         """Clip gradients to ``max_norm`` (0: no clipping); return the norm before clipping."""
         return clip_grad_norm(self.accelerator, parameters, max_norm, self.device)
 
+    def discard_gradients(self) -> None:
+        """End a step without an update: with fp16, gradients are unscaled once between two updates of the scale."""
+        if (scaler := self.accelerator.scaler) is not None:
+            scaler.update(scaler.get_scale())
+
     def get_token_positions(self, lora_a: nn.Module) -> Tensor | None:
         """Return the positions of the tokens that an adapter's down matrix sees on this rank; ``None``: all."""
         return None

@@ -102,6 +102,8 @@ def _run_step(run: TrainingRun, step_batches: StepBatches, data_wait_seconds: fl
             if run.max_norm_regularizer is not None:
                 run.max_norm_regularizer()
                 run.strategy.sync_master_weights()
+    else:
+        run.strategy.discard_gradients()
     run.optimizer.zero_grad(set_to_none=True)
     state.step += 1
     state.samples += step_batches.num_global_samples

@@ -114,6 +114,7 @@ class NanGuard:
         self.check_each_step_until = 0
         """After a rollback: check every step before this one, to find the bad one."""
         self._snapshot = HostSnapshot()
+        self._scaler_state: dict[str, Any] | None = None
 
     def take_snapshot(self, run: TrainingRun) -> None:
         """Copy adapter, EMA and optimizer state to host memory, without waiting for the device."""
@@ -121,6 +122,8 @@ class NanGuard:
         parameters = [parameter.detach() for parameter in run.parameters]
         self._snapshot.capture({"parameters": parameters, "ema": ema_params, "optimizer": run.optimizer.state_dict()})
         self._snapshot_state = replace(run.state)
+        scaler = run.strategy.accelerator.scaler
+        self._scaler_state = None if scaler is None else scaler.state_dict()
 
     def count_snapshot_bytes(self) -> int:
         """Count the bytes of adapter, EMA and optimizer state, which are complete on every rank."""
@@ -163,6 +166,8 @@ class NanGuard:
                 mine.copy_(value)
         load_optimizer_state(run.optimizer, snapshot["optimizer"])
         run.optimizer.zero_grad(set_to_none=True)
+        if self._scaler_state is not None:
+            run.strategy.accelerator.scaler.load_state_dict(self._scaler_state)
         run.state = replace(self._snapshot_state)
 
     def should_step(self, run: TrainingRun, step_batches: StepBatches, metrics: StepMetrics) -> bool:

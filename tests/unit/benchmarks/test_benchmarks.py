@@ -9,9 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from array import array
-from collections import Counter
 from contextlib import redirect_stdout
 
 import numpy as np
@@ -23,10 +21,6 @@ from rank_processes import run_on_ranks
 from benchmarks import compile as compile_benchmark
 from benchmarks import data, lora, memory, peers, pipeline, strategies, variants
 from benchmarks.__main__ import BENCHMARKS, main
-from benchmarks.gpu import program
-from benchmarks.gpu.kernels import Fp8Linear
-from benchmarks.gpu.sections import SECTIONS, Section
-from benchmarks.gpu.training_commands import compare_weights
 from benchmarks.processes import ROOT, run_workers
 from benchmarks.report import Measurement, format_json, format_text, measure_interleaved
 from benchmarks.step import BareLoop
@@ -494,84 +488,3 @@ def test_the_page_is_used_in_a_browser():
     assert len(measured["pictures: after a jump"]["values"]) == 4
     assert 0 < measured["pictures: cells in the page"]["median"] <= 200
     assert measured["long run: size of an answer"]["median"] < 1
-
-
-# GPU
-
-
-def test_the_list_of_gpu_sections_adds_up_to_calls_within_the_limit(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["gpu", "--list", "--output", str(tmp_path / "results.json")])
-    lines = capsys.readouterr().out.splitlines()
-    seconds = Counter()
-    for line in lines[:-1]:
-        seconds[line.split()[1]] += int(line.split()[2])
-    assert stop.value.code == 0 and len(lines) == len(SECTIONS) + 1
-    assert list(seconds) == sorted(seconds) and all(total <= 9 * 60 for total in seconds.values())
-
-
-def test_a_peers_section_that_lacked_its_folder_is_still_to_be_run(tmp_path, capsys):
-    unmeasured = {"name": "random:flux beside diffusers", "values": [], "note": "not run: give --diffusers"}
-    measured = {"name": "bf16 matmul", "values": [1.0]}
-    sections = {
-        "device": {"status": "done", "measurements": [measured, unmeasured]},
-        "peers_flux": {"status": "done", "measurements": [unmeasured]},
-    }
-    output = tmp_path / "results.json"
-    output.write_text(json.dumps({"sections": sections}))
-    with pytest.raises(SystemExit):
-        main(["gpu", "--list", "--output", str(output), "--sections", *sections])
-    listed = capsys.readouterr().out
-    assert "peers_flux" in listed and "device" not in listed
-
-
-@pytest.mark.programs
-@pytest.mark.slow
-def test_gpu_sections_run_on_a_cpu_and_a_later_call_goes_on(tmp_path, capsys):
-    output = tmp_path / "results.json"
-    argv = ["gpu", "--output", str(output), "--sections", "device", "sync", "peers"]
-    assert main([*argv, "--minutes", "0.35"]) == 0  # no time for any but the first
-    first = json.loads(output.read_text())["sections"]
-    assert first["sync"]["status"] == first["peers"]["status"] == "not run: no time left"
-    assert main(argv) == 0
-    second = json.loads(output.read_text())["sections"]
-    assert second["device"] == first["device"] and {each["status"] for each in second.values()} == {"done"}
-    assert second["sync"]["measurements"][0]["note"] == "not run: no device"
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        main([*argv, "--table"])
-    table = capsys.readouterr().out
-    assert "| device, tiny models | bf16 matmul |" in table and "not run: no device" in table
-
-
-@pytest.mark.slow
-def test_a_section_that_fails_or_takes_too_long_keeps_what_it_had_measured(tmp_path):
-    peer_options = {"sd_scripts": None, "sd_scripts_python": "", "diffusers": None, "diffusers_python": ""}
-    options = Namespace(tiny=True, **peer_options)
-    failing = Section("failing", "sections:missing", 5, "")
-    result = program._run_section(failing, options, tmp_path / "failing", 60)
-    assert result["status"] == "failed with exit code 1" and "has no attribute 'missing'" in result["log"]
-    slow = Section("slow", "faults:provoke_faults", 5, "")
-    assert program._run_section(slow, options, tmp_path / "slow", 0.5)["status"] == "stopped at its limit of 0 s"
-
-
-def test_weights_of_runs_are_compared_by_tensor():
-    expected = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([4.0])}
-    assert compare_weights({name: weight.clone() for name, weight in expected.items()}, expected) == (0, 0.0)
-    assert compare_weights({**expected, "a": torch.tensor([1.0, 1.5])}, expected) == (1, 0.25)
-    with pytest.raises(ValueError, match="different tensors"):
-        compare_weights({"a": expected["a"]}, expected)
-
-
-def test_an_fp8_layer_computes_nearly_what_the_layer_does():
-    torch.manual_seed(0)
-    layer = torch.nn.Linear(32, 48, dtype=torch.bfloat16).requires_grad_(False)
-    states = torch.randn(2, 5, 32, dtype=torch.bfloat16)
-    results = []
-    for function in (layer, Fp8Linear(layer)):
-        inputs = states.clone().requires_grad_()
-        output = function(inputs)
-        output.float().square().sum().backward()
-        results.append((output.detach().float(), inputs.grad.float()))
-    for exact, fast in zip(*results, strict=True):
-        assert 0 < (fast - exact).norm() / exact.norm() < 0.06

@@ -143,6 +143,36 @@ def test_steps_are_rolled_back_as_often_as_needed(options, dataset, tmp_path):
     assert are_files_equal(rolled_back[0], checked_each_step[0])
 
 
+def train_with_loss_scaling(*arguments) -> tuple[str, float]:
+    """As ``train_with_nan_loss``, but losses are scaled as in fp16, which a CPU has no use for; return the scale too."""
+    from accelerate import Accelerator
+
+    init, accelerators = Accelerator.__init__, []
+
+    def init_with_scaler(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.scaler = torch.amp.GradScaler("cpu", 1024.0)
+        accelerators.append(self)
+
+    def unscale_gradients(self, optimizer=None):
+        for prepared in self._optimizers:
+            self.scaler.unscale_(prepared.optimizer)
+
+    Accelerator.__init__, Accelerator.unscale_gradients = init_with_scaler, unscale_gradients
+    return train_with_nan_loss(*arguments), accelerators[-1].scaler.get_scale()
+
+
+@pytest.mark.slow
+def test_a_skipped_step_with_loss_scaling_does_not_end_the_run(dataset, tmp_path):
+    """GradScaler refuses to unscale twice between two updates; a rollback restores its scale."""
+    flags = ("--dataset_config", str(dataset), *SETTINGS, "--optimizer_type", "SGD", "--output_dir", str(tmp_path))
+    nan_run, scale = run_on_ranks(1, train_with_loss_scaling, 0, 3, False, *flags, "--output_name", "scaled")[0]
+    expected = run_on_ranks(1, train_with_nan_loss, 0, 3, False, *flags, "--output_name", "unscaled")[0]
+
+    assert are_files_equal(nan_run, expected), "scales are powers of two"
+    assert scale == 1024.0
+
+
 @pytest.mark.slow
 def test_too_many_nan_steps_end_the_run_with_the_last_good_weights(dataset, tmp_path):
     flags = ("--dataset_config", str(dataset), *SETTINGS, "--train_batch_size", "4", "--output_dir", str(tmp_path))

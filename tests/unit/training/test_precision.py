@@ -11,7 +11,7 @@ from tiny_pipelines import TINY
 from training_runs import even_dataset, max_relative_difference, train, train_adapter
 
 from library.config import parse_config
-from library.distributed.validate_launch import validate_attention_support
+from library.distributed.validate_launch import validate_attention_support, validate_distributed
 from library.distributed.world import World
 from library.models.facts import TORCH_ATTENTION_MODES
 from library.models.families import FAMILIES, FAMILY_FACTS
@@ -65,6 +65,13 @@ def test_an_attention_mode_that_is_not_installed_is_reported_with_a_fix():
         "--attn_mode flash: supports half precision only; set mixed_precision bf16, or use sdpa",
     ]
     assert validate_attention_support("cudnn", replace(world, device_type="cuda"), "bf16") == []
+
+
+@pytest.mark.parametrize(("mode", "is_refused"), [("flash", True), ("cudnn", True), ("sdpa", False), ("math", False)])
+def test_attention_without_deterministic_backward_is_refused_with_deterministic(mode, is_refused):
+    config = parse_config([*DATA, "--attn_mode", mode, "--deterministic"]).config
+    problem = f"--attn_mode {mode}: has no deterministic backward; use sdpa with --deterministic"
+    assert (problem in validate_distributed(config, World.from_environment())) == is_refused
 
 
 @pytest.mark.parametrize(("flag", "mode"), [("--xformers", "xformers"), ("--use_flash_attn", "flash")])
