@@ -60,10 +60,8 @@ def build_case():
 QUICK = (
     "built_in",
     "sd1",
-    "sdxl",
     "sd3",
     "flux",
-    "flux2_klein",
     "z_image",
     "qwen_image",
 )
