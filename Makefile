@@ -57,7 +57,7 @@ lint: install
 	$(BIN)/mypy
 
 test-quick: install
-	$(BIN)/python -m pytest -n 3 --dist worksteal  # a worker more than cores: many tests wait for processes
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not programs"
