@@ -117,7 +117,7 @@ class NanGuard:
         self._scaler_state: dict[str, Any] | None = None
 
     def take_snapshot(self, run: TrainingRun) -> None:
-        """Copy adapter, EMA and optimizer state to host memory, without waiting for the device."""
+        """Copy adapter, EMA and optimizer state to host memory; only fp16 waits for the device, to read its scale."""
         ema_params = run.ema.shadow_params if run.ema is not None else []
         parameters = [parameter.detach() for parameter in run.parameters]
         self._snapshot.capture({"parameters": parameters, "ema": ema_params, "optimizer": run.optimizer.state_dict()})
