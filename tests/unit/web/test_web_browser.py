@@ -181,7 +181,7 @@ def test_a_newcomer_finds_the_way(browser, address, tmp_path):
 
     # Another run like it, and both compared.
     page.click("text=New run like this")
-    page.wait_for_selector("text=No problems")
+    page.wait_for_selector("#state >> text=1 problem")  # its files exist
     page.fill("#o-network_dim", "8")
     page.fill("#o-max_train_steps", "20")
     page.fill("#o-output_name", "second")
