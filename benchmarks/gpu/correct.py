@@ -27,6 +27,8 @@ MAX_LOSS_DIFFERENCE = 1e-4
 MODELS = ("random:sd1:tiny", "random:sdxl:tiny", "random:flux:tiny", "random:qwen_image:tiny")
 STEPS = 8
 FIRST_WATCHED = 12
+SYNCHRONIZATION = "called a synchronizing"
+"""In torch's warning of each; switching the debug mode on warns, too."""
 SETTINGS = "--learning_rate 2e-3 --gradient_accumulation_steps 2 --seed 11 --flip_aug".split()
 GOLDEN = [*SETTINGS, "--lr_scheduler", "cosine"]
 
@@ -210,7 +212,7 @@ def find_synchronizations(run: "TrainingRun") -> dict[str, int]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(run)
-    found = [each for each in caught if "synchroniz" in str(each.message)]
+    found = [each for each in caught if SYNCHRONIZATION in str(each.message)]
     return dict(Counter(f"{each.filename.rpartition('site-packages/')[2]}:{each.lineno}" for each in found))
 
 

@@ -146,7 +146,7 @@ def find_longest_kernels(run: "TrainingRun") -> str:
     steps: Any = run.loader.iter_steps(0)
     work = next(steps)
     steps.close()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run.strategy.compute_gradients(run.task, work.micro_batches, work.num_global_samples, 0)
         synchronize(run.strategy.device)
     return format_longest_kernels(profiler.key_averages())

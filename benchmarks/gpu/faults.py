@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from library.training.state import TrainingRun
 
 NAN_STEP = 3
-BATCH = 32
+BATCH = 16
 MEMORY_SHARE = 0.7
 """Of the memory that the step needs: too little for it, enough for half of the batch."""
 MAX_SHARE = 0.9

@@ -131,8 +131,13 @@ def _run_section(section: Section, options: Namespace, directory: Path, seconds:
     lines = output.read_text("utf-8").splitlines() if output.exists() else []
     result = {"status": status, "seconds": round(time.monotonic() - started, 1)}
     if status != DONE:
-        result["log"] = log.read_text("utf-8", "replace")[-TAIL:]
+        result["log"] = _cut_middle(log.read_text("utf-8", "replace"))
     return {**result, "tiny": context.is_tiny, "measurements": [json.loads(line) for line in lines]}
+
+
+def _cut_middle(text: str) -> str:
+    """Keep both ends: the first error is the cause, the last lines say how the process ended."""
+    return text if len(text) <= 2 * TAIL else f"{text[:TAIL]}\n[...]\n{text[-TAIL:]}"
 
 
 def build_context(section: Section, options: Namespace, directory: Path) -> SectionContext:

@@ -41,7 +41,9 @@ class TrainingCommand:
         argv = [sys.executable, "-c", f"{self.setup}\n{RUN_SCRIPT}", *self.options]
         argv += ["--output_dir", str(self.output_dir), "--output_name", "lora", "--overwrite"]
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, **self.environment, "PYTHONPATH": path}
+        # Several of these run at once, and each would start a thread for each processor.
+        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 8))}
+        environment = {**threads, **os.environ, **self.environment, "PYTHONPATH": path}
         processes, port = [], find_free_port()
         for rank in range(self.world_size):
             ranks = {"RANK": rank, "WORLD_SIZE": self.world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}

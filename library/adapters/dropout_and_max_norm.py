@@ -139,20 +139,43 @@ def compute_update_norms(model: nn.Module) -> dict[str, float]:
 
 @torch.no_grad()
 def compute_layer_update_norms(layers: Mapping[str, nn.Module]) -> dict[str, float]:
-    """The same for given layers; finding them takes longer than computing their norms."""
-    norms = [_compute_update_norm(layer) for layer in layers.values()]
-    stacked = torch.stack([norm.to(norms[0].device) for norm in norms])  # layers may be on several devices
-    return dict(zip(layers, stacked.tolist(), strict=True))
+    """The same for given layers; finding them takes longer than computing their norms.
+
+    LoRA layers of one shape are computed at once: large models have hundreds, and each takes a dozen small kernels.
+    """
+    groups: dict[Any, list[str]] = {}
+    for name, layer in layers.items():
+        groups.setdefault(_get_lora_shapes(layer) or name, []).append(name)
+    norms = [_compute_update_norms([layers[name] for name in names]) for names in groups.values()]
+    stacked = torch.cat([norm.to(norms[0].device) for norm in norms])  # layers may be on several devices
+    by_name = dict(zip((name for names in groups.values() for name in names), stacked.tolist(), strict=True))
+    return {name: by_name[name] for name in layers}
 
 
-def _compute_update_norm(layer: Any) -> Tensor:
-    """The norm of a LoRA update from Gram matrices; of other adapter types from peft's delta weight."""
-    weights = layer.adapter_layer_names
+def _get_lora_shapes(layer: Any) -> tuple[Any, ...] | None:
+    """Device and shapes of its LoRA weights; None for other adapter types."""
+    if "lora_A" not in layer.adapter_layer_names:
+        return None
+    down, up = (getattr(layer, name)["default"].weight for name in ("lora_A", "lora_B"))
+    return down.device, down.flatten(1).shape, up.flatten(1).shape
+
+
+def _compute_update_norms(layers: Sequence[Any]) -> Tensor:
+    """The norms of LoRA updates of one shape, from Gram matrices; of another adapter from peft's delta weight."""
+    weights = layers[0].adapter_layer_names
     if "lora_A" in weights:
-        down, up = (getattr(layer, name)["default"].weight.flatten(1).float() for name in ("lora_A", "lora_B"))
-        return compute_lora_norm(down, [up], layer.scaling["default"])
+        downs, ups = (
+            torch.stack([getattr(layer, name)["default"].weight.flatten(1).float() for layer in layers])
+            for name in ("lora_A", "lora_B")
+        )
+        products = (downs @ downs.mT) * (ups.mT @ ups)
+        scales = [layer.scaling["default"] for layer in layers]
+        return products.sum(dim=(1, 2)).clamp_min(0).sqrt() * torch.tensor(scales, pin_memory=downs.is_cuda).to(
+            downs.device, non_blocking=True
+        )
+    (layer,) = layers
     if {"hada_w1_a", "lokr_w1"} & set(weights):
         update: Tensor = layer.get_delta_weight("default")
     else:  # OFT and BOFT: zero weights are the identity rotation
         update = torch.cat([weight.flatten() for name, weight in layer.named_parameters() if "default" in name])
-    return update.float().square().sum().sqrt()
+    return update.float().square().sum().sqrt()[None]

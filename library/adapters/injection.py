@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, equal, nn
 
@@ -193,6 +194,13 @@ def cast_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
+
+
+def leave_input_casts_to_autocast(model: nn.Module) -> None:
+    """Keep peft from casting inputs of LoRA layers to float32, from which autocast would cast a copy for each layer."""
+    for module in model.modules():
+        if isinstance(module, LoraLayer) and not module.lora_variant:  # DoRA computes norms in the dtype of its input
+            module.cast_input_dtype_enabled = False
 
 
 @contextmanager

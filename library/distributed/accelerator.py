@@ -23,7 +23,7 @@ from ..config.schema_distributed import DistributedConfig
 from ..config.schema_output import LogConfig
 from ..errors import ConfigError
 from .config_agreement import build_rank_report
-from .devices import enable_deterministic_kernels
+from .devices import disable_cudnn_attention, enable_deterministic_kernels
 from .process_group import build_process_group_kwargs, can_destroy_group_alone
 from .rendezvous import build_partial_state_kwargs, join_process_group
 from .slurm_and_mpi import export_rank_variables
@@ -43,11 +43,12 @@ logger = logging.getLogger(__name__)
 def prepare_accelerator(args: RunConfig) -> Accelerator:
     """Join the process group, agree on the settings, and build the ``Accelerator``; raise if it differs from them.
 
-    Side effects: the process group, tracker directories, ``WANDB_DIR``, this process's CPU affinity, and torch's
-    deterministic algorithms.
+    Side effects: the process group, tracker directories, ``WANDB_DIR``, this process's CPU affinity, and which kernels
+    torch may choose.
     """
     export_rank_variables()
     world = World.from_environment()
+    disable_cudnn_attention()
     if args.distributed.deterministic:
         enable_deterministic_kernels()
     problems = validate_distributed(args, world)

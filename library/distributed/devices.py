@@ -142,6 +142,14 @@ def enable_deterministic_kernels() -> None:
     torch.backends.cudnn.benchmark = False
 
 
+def disable_cudnn_attention() -> None:
+    """Keep ``scaled_dot_product_attention`` from choosing cuDNN, whose backward can give NaN or read invalid memory.
+
+    torch 2.11 and later prefers it on Hopper and Blackwell.  ``--attn_mode cudnn`` asks for it in each call.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def get_device_name(device: torch.device) -> str:
     """Return the product name of the device; empty for cpu."""
     module = getattr(torch, device.type, None)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..adapters.injection import cast_trainable_parameters
+from ..adapters.injection import cast_trainable_parameters, leave_input_casts_to_autocast
 from ..checkpoint.network_weights import add_training_adapter, read_initial_weights
 from ..config import RunConfig
 from ..data.batch import Cond, Moments, PixelBatch
@@ -223,6 +223,8 @@ class MetaRun:
         )
         if config.distributed.full_bf16:
             cast_trainable_parameters(self.trained, torch.bfloat16)
+        if self._dtype is not None:
+            leave_input_casts_to_autocast(self.trained)
         self.denoiser: Any = self.trained.denoiser
         self.offloaded = OffloadedBytes()
         """Frozen weights in host memory (``blocks_to_swap``)."""

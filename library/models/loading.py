@@ -1,7 +1,4 @@
-"""Load the components of a diffusers pipeline: from folders, the hub, single files, or with random weights.
-
-The attention backend (``--attn_mode``, ``--xformers``) is set here as well.
-"""
+"""Load the components of a diffusers pipeline: from folders, the hub, single files, or with random weights."""
 
 import importlib
 import logging
@@ -19,7 +16,6 @@ from transformers.utils import logging as transformers_logging
 
 from ..errors import FileError
 from .detect import DetectedModel, detect_model, get_config_reader
-from .facts import TORCH_ATTENTION_MODES
 from .families import FAMILIES
 from .model_configs import (
     GUIDERS,
@@ -229,31 +225,6 @@ def _merge_into_pipeline(pipe: Any, loaded_pipe: Any) -> Any:
         vars(pipe).pop(name, None)
     type(pipe).__init__(pipe, **{**loaded_pipe.components, **own, **settings})
     return pipe
-
-
-DIFFUSERS_ATTENTION_BACKENDS = {
-    "math": "_native_math",
-    "efficient": "_native_efficient",
-    "cudnn": "_native_cudnn",
-    "flash": "flash",
-    "flash3": "_flash_3",
-    "xformers": "xformers",
-}
-"""``attn_mode`` -> name of the attention backend in diffusers."""
-
-
-def set_attention_mode(denoiser: Any, mode: str) -> None:
-    """Set diffusers' attention backend; models without backends only have the older switch for xformers."""
-    from diffusers import attention_backend
-
-    if mode in TORCH_ATTENTION_MODES:
-        return
-    if not any(hasattr(getattr(module, "processor", None), "_attention_backend") for module in denoiser.modules()):
-        denoiser.enable_xformers_memory_efficient_attention()
-        return
-    # diffusers also makes the backend the global default; the context restores the one before.
-    with attention_backend("native"):  # type: ignore[no-untyped-call]
-        denoiser.set_attention_backend(DIFFUSERS_ATTENTION_BACKENDS[mode])
 
 
 @contextmanager

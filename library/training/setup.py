@@ -12,7 +12,7 @@ from torch import nn
 
 from ..adapters import injection
 from ..adapters.dropout_and_max_norm import LoraDropout, MaxNormRegularizer
-from ..adapters.injection import cast_trainable_parameters
+from ..adapters.injection import cast_trainable_parameters, leave_input_casts_to_autocast
 from ..atomic_files import find_write_error
 from ..cache.paths import resolve_cache_dirs
 from ..cache.readers import CacheReaders, build_step_loader
@@ -34,10 +34,10 @@ from ..distributed.async_copy import CopyStream
 from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST, MIXED_PRECISION_DTYPES
 from ..errors import ConfigError
+from ..models.attention import set_attention_mode
 from ..models.base import Family
 from ..models.detect import DetectedModel, build_control_limits
 from ..models.facts import select_trained_text_encoders
-from ..models.loading import set_attention_mode
 from ..models.model_configs import is_tokenizer
 from ..models.noise_schedulers import override_scheduler
 from ..optim import lr_schedulers, optimizers
@@ -123,6 +123,8 @@ def build_run(
     adapter = keep_idle_layers(adapter, initial_weights, collect_component_keys(family, pipe))
     if config.distributed.full_bf16:
         cast_trainable_parameters(trained, torch.bfloat16)
+    if strategy.mixed_precision != "no":
+        leave_input_casts_to_autocast(trained)
     _move_trainable_parameters(trained, strategy.device)
     for line in format_trainable_summary(trained, adapter):
         logger.info("%s", line)

@@ -8,14 +8,21 @@ import torch
 from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from tiny_pipelines import TINY
+from torch.nn.attention import SDPBackend
 from training_runs import even_dataset, max_relative_difference, train, train_adapter
 
 from library.config import parse_config
+from library.distributed.accelerator import prepare_accelerator
 from library.distributed.validate_launch import validate_attention_support, validate_distributed
 from library.distributed.world import World
+from library.models.attention import (
+    DIFFUSERS_ATTENTION_BACKENDS,
+    attend_with_cudnn,
+    make_gradient_contiguous,
+    set_attention_mode,
+)
 from library.models.facts import TORCH_ATTENTION_MODES
 from library.models.families import FAMILIES, FAMILY_FACTS
-from library.models.loading import DIFFUSERS_ATTENTION_BACKENDS, set_attention_mode
 from library.models.validate_options import validate_attention_mode
 
 __all__ = ["even_dataset"]  # a fixture
@@ -45,6 +52,36 @@ def test_attention_modes_give_the_same_result_and_do_not_affect_other_models(nam
 
     assert float((expected - actual).abs().max()) < 1e-4
     assert torch.equal(predict(name, "sdpa"), expected)
+
+
+@pytest.mark.parametrize(("wrap", "layouts"), [(make_gradient_contiguous, [True, True]), (torch.clone, [True, False])])
+def test_cudnn_gets_gradients_of_one_layout_whatever_follows_attention(wrap, layouts):
+    """torch's cuDNN backward takes the layout of the first gradient for that of all: wrong numbers, or a crash."""
+    found = []
+    for joins_mlp in (False, True):  # as in FLUX.1's double and single blocks
+        attended = torch.randn(1, 6, 2, 8, requires_grad=True)
+        attended.register_hook(lambda gradient: found.append(gradient.is_contiguous()))
+        tokens = wrap(attended).flatten(2, 3)
+        (torch.cat([tokens, torch.ones(1, 6, 64)], dim=2) if joins_mlp else tokens).square().sum().backward()
+    assert found == layouts
+
+    inputs = (torch.randn(1, 6, 2, 8, requires_grad=True) for _ in range(3))
+    assert "ContiguousGradient" in attend_with_cudnn(*inputs, kernel=SDPBackend.MATH).grad_fn.name()
+
+
+def test_cudnn_attention_equals_torchs():
+    query, key, value = (torch.randn(2, 6, 2, 8) for _ in range(3))
+    mask = torch.tensor([True] * 4 + [False] * 2)[None, None, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(each.transpose(1, 2) for each in (query, key, value)), attn_mask=mask
+    )
+    actual = attend_with_cudnn(query, key, value, mask, kernel=SDPBackend.MATH)
+    assert torch.allclose(actual, expected.transpose(1, 2), atol=1e-6)
+
+
+def test_torch_never_chooses_cudnn_attention_by_itself():
+    prepare_accelerator(parse_config(DATA).config)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_a_family_lists_only_attention_modes_of_its_denoiser():
