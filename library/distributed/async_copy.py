@@ -200,6 +200,40 @@ def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     return buffer.copy_(tensor.detach(), non_blocking=True)
 
 
+class PinnedMemory:
+    """Copies of many tensors in large blocks of (pinned) host memory.
+
+    torch rounds each pinned allocation up to a power of two: half as much again for the weights of FLUX.1.
+    """
+
+    BLOCK_BYTES = 2**28
+    ALIGNMENT = 256
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []
+        self._used: list[int] = []
+
+    def copy_to_host(self, tensor: Tensor) -> Tensor:
+        """Queue a copy to host memory."""
+        nbytes = tensor.nbytes + -tensor.nbytes % self.ALIGNMENT
+        is_pinned = has_device_memory(tensor.device) and not tensor.is_meta
+        if not is_pinned or nbytes > self.BLOCK_BYTES or not tensor.is_contiguous():
+            return copy_to_host(tensor)
+        buffer = self._allocate(nbytes)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return buffer.copy_(tensor.detach(), non_blocking=True)
+
+    def _allocate(self, nbytes: int) -> Tensor:
+        for index, used in enumerate(self._used):
+            if used + nbytes <= self.BLOCK_BYTES:
+                break
+        else:
+            index = len(self._blocks)
+            self._blocks.append(torch.empty(self.BLOCK_BYTES, dtype=torch.uint8, pin_memory=True))
+            self._used.append(0)
+        start, self._used[index] = self._used[index], self._used[index] + nbytes
+        return self._blocks[index][start : self._used[index]]
+
+
 def _find_devices(tree: Any) -> set[torch.device]:
     """Find the devices of all tensors, except cpu."""
     if isinstance(tree, torch.Tensor):

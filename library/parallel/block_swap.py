@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config.schema import ModelConfig, TrainConfig
-from ..distributed.async_copy import CopyStream, copy_to_host
+from ..distributed.async_copy import CopyStream, PinnedMemory
 from .quantize import (
     FetchWeight,
     QuantizedWeight,
@@ -65,7 +65,7 @@ class WeightOffloader:
         self.device, self.window_bytes, self.host_weights = device, window_bytes, list[QuantizedWeight]()
         self.prefetch_hits = 0
         """Fetches whose weight was prefetched."""
-        self._copy_stream = CopyStream(device)
+        self._copy_stream, self._host_memory = CopyStream(device), PinnedMemory()
         self._copy = copy or (lambda tensor: tensor.to(device, non_blocking=True))
         self._next_index: dict[AccessHistory, int] = {}
         self._history: AccessHistory = (False, ())
@@ -79,7 +79,7 @@ class WeightOffloader:
     def offload(self, weight: QuantizedWeight) -> FetchWeight:
         """Move a weight to (pinned) host memory and return the function that fetches it."""
         index = len(self.host_weights)
-        self.host_weights.append(weight.map_tensors(copy_to_host))
+        self.host_weights.append(weight.map_tensors(self._host_memory.copy_to_host))
         return partial(self.fetch, index)
 
     def fetch(self, index: int, in_backward: bool = False, has_backward: bool = False) -> QuantizedWeight:

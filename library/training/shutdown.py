@@ -3,6 +3,7 @@
 Out-of-memory errors are reported with the phase, the batch and the settings that save memory.
 """
 
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -54,6 +55,8 @@ class FailureHandler:
         where = _describe_step(run)  # before the checkpoint rolls back to an earlier step
         oom_message = self._format_oom_message(error, run) if is_out_of_memory(error) else ""
         saved = ""
+        if oom_message and run is not None:
+            _free_failed_step(error, run)
         if run is not None and save_checkpoint is not None and not is_reported:
             saved = self._save_emergency_checkpoint(run, save_checkpoint)
         final_error: UserError | CrashError
@@ -93,6 +96,15 @@ class FailureHandler:
         if path is None:
             return "no training step has completed, so there is no checkpoint"
         return f"the checkpoint after step {run.state.step} is in {path}; to resume, add --auto_resume"
+
+
+def _free_failed_step(error: BaseException | None, run: TrainingRun) -> None:
+    """Free the tensors of the failed step: rolling back and saving need device memory as well."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    run.strategy.model.zero_grad(set_to_none=True)
+    run.strategy.empty_device_cache()
 
 
 def _describe_step(run: TrainingRun | None) -> str:

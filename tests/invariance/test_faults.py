@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+import weakref
 from pathlib import Path
 
 import psutil
@@ -187,6 +188,37 @@ def test_oom_without_recovery_reports_phase_images_and_suggestions(dataset, unin
     if ranks == 2:
         assert results[0][0] == 1 and "ended" not in results[0][1] and "stopped" not in results[0][1]
     assert_resume_gives_equal_weights(dataset, uninterrupted_runs, tmp_path, ranks)
+
+
+def save_after_oom(*flags: str) -> tuple[int, list[int]]:
+    """Run out of memory; return the activations and gradients that are alive when the checkpoint is saved."""
+    from library.training.save_and_restore_state import SaveCheckpoint
+    from library.training.task import DiffusionTask
+
+    call, save, step_tensors, alive = DiffusionTask.__call__, SaveCheckpoint.save_on_this_rank, [], []
+
+    def call_and_fail(self, pixels, step):
+        losses = call(self, pixels, step)
+        if step == STEP:
+            step_tensors.append(weakref.ref(losses))
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return losses
+
+    def save_and_count(self, run, *arguments):
+        alive.append(sum(each() is not None for each in step_tensors))
+        alive.append(sum(parameter.grad is not None for parameter in run.parameters))
+        return save(self, run, *arguments)
+
+    DiffusionTask.__call__, SaveCheckpoint.save_on_this_rank = call_and_fail, save_and_count
+    code, _ = run_main(*flags)
+    return code, alive
+
+
+def test_tensors_of_the_failed_step_are_freed_before_the_emergency_checkpoint(dataset, tmp_path):
+    """It copies the optimizer state on a device that has no memory left."""
+    ((code, alive),) = run_on_ranks(1, save_after_oom, *build_flags(dataset, tmp_path))
+    assert (code, alive) == (2, [0, 0])
+    assert list(tmp_path.glob("lora-step*-state"))
 
 
 def assert_resume_gives_equal_weights(

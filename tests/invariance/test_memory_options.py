@@ -287,6 +287,29 @@ def test_host_memory_is_pinned_where_the_device_has_memory_of_its_own(device, mo
     assert calls == [("cpu", device in ("cuda", "xpu"))]
 
 
+@pytest.mark.quick
+def test_offloaded_weights_share_blocks_of_pinned_memory(monkeypatch):
+    """torch rounds each pinned allocation up to a power of two."""
+    monkeypatch.setattr(async_copy, "has_device_memory", lambda device: True)
+    monkeypatch.setattr(async_copy.PinnedMemory, "BLOCK_BYTES", 4096)
+    empty, allocated = torch.empty, []
+    monkeypatch.setattr(
+        torch, "empty", lambda size, dtype, pin_memory: allocated.append((size, pin_memory)) or empty(size, dtype=dtype)
+    )
+    monkeypatch.setattr(async_copy, "copy_to_host", torch.clone)  # what does not fit has memory of its own
+    sizes, memory = [(300,), (24, 25), (3, 5), (1,), (640,), (2000,)], async_copy.PinnedMemory()
+    tensors = [torch.randn(size, dtype=dtype) for size in sizes for dtype in (torch.float32, torch.bfloat16)]
+    tensors.append(torch.randn(4, 6).T)
+
+    copies = [memory.copy_to_host(tensor) for tensor in tensors]
+
+    assert all(map(torch.equal, copies, tensors))
+    assert allocated == [(4096, True)] * 4
+    assert all(copy.storage_offset() * copy.itemsize % 256 == 0 for copy in copies)
+    blocks = {block.data_ptr() for block in memory._blocks}
+    assert sum(copy.untyped_storage().data_ptr() in blocks for copy in copies) == len(tensors) - 2
+
+
 def count_copies(name, *options):
     """Train with all blocks swapped; return the copies of each weight in the third step, when the order is known."""
     copies, weights, init = Counter(), [], WeightOffloader.__init__
