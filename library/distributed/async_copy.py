@@ -223,11 +223,9 @@ class PinnedMemory:
         return buffer.copy_(tensor.detach(), non_blocking=True)
 
     def _allocate(self, nbytes: int) -> Tensor:
-        for index, used in enumerate(self._used):
-            if used + nbytes <= self.BLOCK_BYTES:
-                break
-        else:
-            index = len(self._blocks)
+        fitting = (index for index, used in enumerate(self._used) if used + nbytes <= self.BLOCK_BYTES)
+        index = next(fitting, len(self._blocks))
+        if index == len(self._blocks):
             self._blocks.append(torch.empty(self.BLOCK_BYTES, dtype=torch.uint8, pin_memory=True))
             self._used.append(0)
         start, self._used[index] = self._used[index], self._used[index] + nbytes

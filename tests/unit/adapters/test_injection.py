@@ -3,8 +3,10 @@
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
+from peft import LoraConfig, inject_adapter_in_model
 from small_unet import CONFIG, TARGETS, build_unet, randomize_lora_b, run_unet
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from library.adapters import injection
 from library.adapters.targets_rank_alpha import match_target_modules
@@ -142,3 +144,38 @@ def test_a_state_dict_is_loaded_and_a_wrong_one_is_rejected():
     short = dict(list(injection.get_adapter_state_dict(model).items())[1:])
     with pytest.raises(ValueError, match=r"proj_in\.lora_A"):
         injection.load_adapter_state_dict(other, short)
+
+
+class CastCounter(TorchDispatchMode):
+    """Counts the casts of tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._to_copy.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_lora_inputs_are_cast_by_autocast_alone_with_equal_results(use_dora):
+    """peft casts them to float32 for each layer, and autocast casts them back."""
+    results, casts = [], []
+    for leaves_casts in (False, True):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8)).bfloat16().requires_grad_(False)
+        model = inject_adapter_in_model(LoraConfig(r=4, target_modules=["0", "2"], use_dora=use_dora), model)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = torch.randn_like(parameter, dtype=torch.float32)
+        if leaves_casts:
+            injection.leave_input_casts_to_autocast(model)
+        inputs = torch.randn(5, 8).bfloat16().requires_grad_()
+        with CastCounter() as counter, torch.autocast("cpu", torch.bfloat16):
+            output = model(inputs)
+        output.square().sum().backward()
+        gradients = [each.grad for each in model.parameters() if each.requires_grad]
+        results.append([output.detach(), inputs.grad, *gradients])
+        casts.append(counter.count)
+
+    assert all(map(torch.equal, *results))
+    assert casts[1] < casts[0] if not use_dora else casts[1] == casts[0]
