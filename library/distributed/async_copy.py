@@ -178,7 +178,11 @@ class HostSnapshot:
 
     def capture(self, tree: Any) -> None:
         """Queue a copy of ``tree``."""
-        self._copy = _copy_tree(tree, self._copy)
+        reused: list[tuple[Tensor, Tensor]] = []
+        self._copy = _copy_tree(tree, self._copy, reused)
+        if reused:
+            with torch.no_grad():  # at once: an adapter has thousands of tensors
+                torch._foreach_copy_([buffer for buffer, _ in reused], [tensor for _, tensor in reused], True)
         self._devices = _find_devices(tree)
 
     def wait(self) -> Any:
@@ -240,18 +244,20 @@ def _find_devices(tree: Any) -> set[torch.device]:
     return {device for value in values for device in _find_devices(value)}
 
 
-def _copy_tree(tree: Any, buffers: Any) -> Any:
+def _copy_tree(tree: Any, buffers: Any, reused: list[tuple[Tensor, Tensor]]) -> Any:
+    """Copy what has no buffer of its shape yet; append the others, with their buffers, to ``reused``."""
     if isinstance(tree, torch.Tensor):
-        fits = isinstance(buffers, torch.Tensor) and buffers.shape == tree.shape and buffers.dtype == tree.dtype
-        with torch.no_grad():
-            return buffers.copy_(tree.detach(), non_blocking=True) if fits else copy_to_host(tree)
+        if isinstance(buffers, torch.Tensor) and buffers.shape == tree.shape and buffers.dtype == tree.dtype:
+            reused.append((buffers, tree.detach()))
+            return buffers
+        return copy_to_host(tree)
     if isinstance(tree, dict):
         previous = buffers if isinstance(buffers, dict) else {}
-        return {key: _copy_tree(value, previous.get(key)) for key, value in tree.items()}
+        return {key: _copy_tree(value, previous.get(key), reused) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
         fits = isinstance(buffers, (list, tuple)) and len(buffers) == len(tree)
         pairs = zip(tree, buffers if fits else [None] * len(tree), strict=True)
-        return type(tree)(_copy_tree(value, buffer) for value, buffer in pairs)
+        return type(tree)(_copy_tree(value, buffer, reused) for value, buffer in pairs)
     return tree
 
 
