@@ -58,7 +58,7 @@ def compare_file_with_model(
 
 def _run_layer(layer: nn.Module) -> tuple[Tensor, Tensor]:
     """The outputs of the layer and of its base layer for one random input."""
-    with _replace_partial_base(layer) as base, _disable_hooks(layer):
+    with _replace_partial_base(layer) as base, _disable_hooks(layer), injection.cast_lora_inputs(layer):
         weight = base.weight
         generator = torch.Generator().manual_seed(weight.numel())
         inputs = torch.randn((1, *weight.shape[1:]), generator=generator).to(weight)

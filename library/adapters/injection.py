@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -201,6 +202,16 @@ def leave_input_casts_to_autocast(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, LoraLayer) and not module.lora_variant:  # DoRA computes norms in the dtype of its input
             module.cast_input_dtype_enabled = False
+
+
+@contextmanager
+def cast_lora_inputs(layer: Any) -> Iterator[None]:
+    """Inside the context, a layer casts its inputs as peft does, for use without autocast."""
+    before, layer.cast_input_dtype_enabled = getattr(layer, "cast_input_dtype_enabled", True), True
+    try:
+        yield
+    finally:
+        layer.cast_input_dtype_enabled = before
 
 
 @contextmanager
