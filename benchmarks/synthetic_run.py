@@ -79,8 +79,12 @@ def write_images(directory: Path, sizes: Iterable[tuple[int, int]], caption: str
 @contextmanager
 def build_run(argv: Sequence[str], directory: Path) -> Iterator["TrainingRun"]:
     """Build the run as training has it before its first step; its metrics go to a file in ``directory``."""
+    from accelerate.state import AcceleratorState
+
     from library.parallel.strategy_registry import build_strategy
 
+    # accelerate keeps the settings of the first Accelerator of a process, torch.compile's as well.
+    AcceleratorState._reset_state(reset_partial_state=True)
     config = parse_config(argv).require_valid()
     strategy = build_strategy(config)
     with strategy.comm.process_group_scope(), closing(strategy):

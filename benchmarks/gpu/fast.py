@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.state import AcceleratorState
 from torch._C._autograd import DeviceType
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -126,8 +125,6 @@ def measure_compiled_steps(context: SectionContext, argv: Sequence[str], turn: i
     options = ["--torch_compile", "--compile_cache_dir", str(folder / "cache")]
     if context.is_tiny:
         options += ["--dynamo_backend", "aot_eager"]
-    # accelerate keeps the settings of the first Accelerator of a process.
-    AcceleratorState._reset_state(reset_partial_state=True)
     with build_run([*argv, *options], folder) as run:
         timer = StepTimer(turn)
         run.callbacks = [timer]

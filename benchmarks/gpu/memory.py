@@ -59,7 +59,8 @@ def measure_switches(context: SectionContext) -> Iterator[Measurement]:
             if has_device_memory(context.device):
                 yield Measurement(f"{name}: peak memory", [peak], "GB")
                 ratio = estimates[name].result() / 1e9 / peak
-                yield Measurement(f"{name}: estimate / peak", [ratio], "x", at_least=0.95, at_most=1.05)
+                low, high = (None, None) if context.is_tiny else (0.95, 1.05)  # tiny: CUDA's own workspace is larger
+                yield Measurement(f"{name}: estimate / peak", [ratio], "x", at_least=low, at_most=high)
             else:
                 note = f"estimated {estimates[name].result() / 1e6:.1f} MB; its peak was not measured: no device"
                 yield Measurement(f"{name}: estimate / peak", [], note=note)

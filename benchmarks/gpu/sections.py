@@ -52,7 +52,7 @@ class Section:
     function: str
     """``module:name`` in this package; takes a ``SectionContext`` and yields measurements as they are made."""
     seconds: int
-    """Expected on one GPU of a data center, guessed from the number of processes and steps."""
+    """Expected on an H100; of sections that have not run on one, guessed from the number of processes and steps."""
     description: str
     model: str = ""
     options: tuple[str, ...] = ()
@@ -70,18 +70,18 @@ _BF16 = ("--mixed_precision", "bf16")
 _1024 = ("--resolution", "1024", *_BF16)
 _CHECKPOINTED = (*_1024, "--gradient_checkpointing")
 SECTIONS: Sequence[Section] = (
-    Section("device", "correct:measure_device", 20, "bf16 and fp8 matmul, copies: what other sections compare with"),
-    Section("golden", "correct:compare_losses", 50, "losses on the device against those on the CPU, fp32, bf16, fp16"),
+    Section("device", "correct:measure_device", 10, "bf16 and fp8 matmul, copies: what other sections compare with"),
+    Section("golden", "correct:compare_losses", 60, "losses on the device against those on the CPU, fp32, bf16, fp16"),
     Section("resume", "correct:compare_resumed_runs", 60, "resumed and uninterrupted runs, with --deterministic"),
-    Section("sync", "correct:count_synchronizations", 30, "steps in which the host waits for the device"),
+    Section("sync", "correct:count_synchronizations", 40, "steps in which the host waits for the device"),
     Section("faults", "faults:provoke_faults", 80, "NaN, Ctrl-C, out of memory with and without on_oom"),
-    Section("flux", "fast:measure_model", 150, "FLUX.1 at 1024: step, MFU, compiled", "random:flux", _1024),
-    Section("flux_cudnn", "fast:measure_model", 150, "the same with cuDNN's attention", "random:flux",
+    Section("flux", "fast:measure_model", 110, "FLUX.1 at 1024: step, MFU, compiled", "random:flux", _1024),
+    Section("flux_cudnn", "fast:measure_model", 110, "the same with cuDNN's attention", "random:flux",
             (*_1024, "--attn_mode", "cudnn")),
     Section("flux_cards", "memory:fit_into_cards", 100, "FLUX.1 within 12, 16 and 24 GB", "random:flux", _1024),
-    Section("sdxl", "fast:measure_model", 90, "Stable Diffusion XL at 1024, batch size 4", "random:sdxl",
+    Section("sdxl", "fast:measure_model", 80, "Stable Diffusion XL at 1024, batch size 4", "random:sdxl",
             (*_1024, "--train_batch_size", "4")),
-    Section("memory", "memory:measure_switches", 110, "memory-saving options on SDXL: estimate, peak, step time",
+    Section("memory", "memory:measure_switches", 190, "memory-saving options on SDXL: estimate, peak, step time",
             "random:sdxl", _1024),
     Section("kernels", "kernels:measure_kernels", 80, "nf4 by our code and bitsandbytes; fp8 matmul and its loss"),
     Section("parallel", "parallel:compare_layouts", 60, "two processes on one device against one; NCCL alone"),
