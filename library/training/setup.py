@@ -121,11 +121,7 @@ def build_run(
     )
     load_network_weights(trained, adapter, initial_weights)
     adapter = keep_idle_layers(adapter, initial_weights, collect_component_keys(family, pipe))
-    if config.distributed.full_bf16:
-        cast_trainable_parameters(trained, torch.bfloat16)
-    if strategy.mixed_precision != "no":
-        leave_input_casts_to_autocast(trained)
-    _move_trainable_parameters(trained, strategy.device)
+    _prepare_trainable_parameters(trained, strategy, is_bf16=config.distributed.full_bf16)
     for line in format_trainable_summary(trained, adapter):
         logger.info("%s", line)
     if is_quantized_or_offloaded(config.model, config.train):
@@ -166,10 +162,14 @@ def build_run(
     return run, adapter
 
 
-def _move_trainable_parameters(trained: TrainableModules, device: torch.device) -> None:
-    """Move them before the optimizer is built, as some optimizers allocate their state at once."""
+def _prepare_trainable_parameters(trained: TrainableModules, strategy: Strategy, *, is_bf16: bool) -> None:
+    """Cast and move them before the optimizer is built, as some optimizers allocate their state at once."""
+    if is_bf16:
+        cast_trainable_parameters(trained, torch.bfloat16)
+    if strategy.mixed_precision != "no":
+        leave_input_casts_to_autocast(trained)
     for parameter in get_trainable_parameters(trained):
-        parameter.data = parameter.data.to(device)
+        parameter.data = parameter.data.to(strategy.device)
 
 
 def _compile(
