@@ -21,8 +21,8 @@ class DistributedConfig:
     )
     attn_mode: Literal["sdpa", "torch", "math", "efficient", "cudnn", "flash", "flash3", "xformers"] = define_option(
         "sdpa",
-        "attention backend; sdpa, torch: PyTorch chooses, but not cuDNN; the others must be supported by the model and the"
-        " GPU; cudnn is the fastest on Hopper",
+        "attention backend; sdpa, torch: PyTorch chooses, but not cuDNN; the others must be supported by the model and"
+        " the GPU; cudnn is the fastest on Hopper",
     )
     ddp_timeout: int | None = define_option(None, "timeout of the process group in minutes; default: 30", minimum=1)
     ddp_gradient_as_bucket_view: bool = define_option(

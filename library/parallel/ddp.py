@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from accelerate.utils import patch_environment
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -24,7 +25,9 @@ class DDPStrategy(Strategy):
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.* is deprecated", category=FutureWarning)
             if self.comm.world_size > 1:
                 exclude_frozen_from_ddp(model)
-            self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+            # accelerate passes the local rank as the device, and SLURM may show each process its own device only.
+            with patch_environment(ACCELERATE_BYPASS_DEVICE_MAP="true"):
+                self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         register_ddp_comm_hook(self.model, self.straggler_monitor.mark_gradients_ready)
         return self.model, self.optimizer
 

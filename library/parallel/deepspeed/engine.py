@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import patch_environment
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -79,7 +80,8 @@ class DeepSpeedStrategy(Strategy):
                 deepspeed.zero.Init(module=model, config_dict_or_path=config, dtype=torch.float32)
             for buffer in model.buffers():
                 buffer.data = buffer.data.to(self.device)
-        self._engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        with patch_environment(**get_local_rank_variables(self.device)):
+            self._engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
         self.comm.set_group_timeouts()
         if self.settings.stage == 3:
             self._keep_adapter_gathered(trainable)
@@ -171,6 +173,13 @@ class DeepSpeedStrategy(Strategy):
             del os.environ["LOCAL_RANK"]
         if self._nvme is not None:
             self._nvme.remove()
+
+
+def get_local_rank_variables(device: torch.device) -> dict[str, int]:
+    """What the local rank has to be: DeepSpeed takes it for the device, and SLURM may show a process its own only."""
+    if device.index is None:
+        return {}
+    return dict.fromkeys({"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & os.environ.keys(), device.index)
 
 
 def _get_offload_device(offload: Any) -> str | None:
