@@ -1,4 +1,7 @@
-"""Write LoRA files atomically, and verify them: their tensors, their keys and their metadata."""
+"""Write LoRA files atomically, and verify them: their tensors, their keys and their metadata.
+
+Key names are converted in kohya_diffusers_comfyui_keys.py; when a run saves is in training/save_adapter.py.
+"""
 
 import os
 from collections.abc import Callable, Iterator, Mapping

@@ -1,4 +1,7 @@
-"""The process group of torch.distributed: backend, timeouts, teardown, and its key-value store."""
+"""The process group of torch.distributed: backend, timeouts, teardown, and its key-value store.
+
+It is created in rendezvous.py.
+"""
 
 import time
 from datetime import timedelta

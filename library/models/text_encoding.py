@@ -1,4 +1,7 @@
-"""Encode captions with CLIP in chunks of 75 tokens, as sd-scripts does, and find truncated captions."""
+"""Encode captions with CLIP in chunks of 75 tokens, as sd-scripts does, and find truncated captions.
+
+Which encoders a model has, and what it takes from each, is in its family (families/).
+"""
 
 import logging
 from collections.abc import Iterator, Sequence
