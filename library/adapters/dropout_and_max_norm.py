@@ -4,7 +4,7 @@ Dropout is stateless: each random number is a hash of the sample's key, the modu
 on every device and for any partition of the batch.  torch's dropout draws from a global generator per batch.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from .component_keys import clean_parameter_name
 from .injection import Adapter
 
 _UINT32_MASK = 0xFFFFFFFF
+MAX_COPIED_NUMEL = 2**24
+"""Weights that are stacked at once to compute update norms: 64 MiB in float32."""
 SEQUENCE_NDIM = 3
 """Dimensions of activations with a token axis."""
 
@@ -146,10 +148,18 @@ def compute_layer_update_norms(layers: Mapping[str, nn.Module]) -> dict[str, flo
     groups: dict[Any, list[str]] = {}
     for name, layer in layers.items():
         groups.setdefault(_get_lora_shapes(layer) or name, []).append(name)
-    norms = [_compute_update_norms([layers[name] for name in names]) for names in groups.values()]
+    chunks = [chunk for names in groups.values() for chunk in _split_into_chunks(names, layers)]
+    norms = [_compute_update_norms([layers[name] for name in chunk]) for chunk in chunks]
     stacked = torch.cat([norm.to(norms[0].device) for norm in norms])  # layers may be on several devices
-    by_name = dict(zip((name for names in groups.values() for name in names), stacked.tolist(), strict=True))
+    by_name = dict(zip((name for chunk in chunks for name in chunk), stacked.tolist(), strict=True))
     return {name: by_name[name] for name in layers}
+
+
+def _split_into_chunks(names: Sequence[str], layers: Mapping[str, nn.Module]) -> Iterator[Sequence[str]]:
+    """Split layers of one shape so that the copies of a chunk's weights stay small."""
+    numel = sum(parameter.numel() for parameter in layers[names[0]].parameters() if parameter.requires_grad)
+    size = max(1, MAX_COPIED_NUMEL // max(1, numel))
+    return (names[start : start + size] for start in range(0, len(names), size))
 
 
 def _get_lora_shapes(layer: Any) -> tuple[Any, ...] | None:

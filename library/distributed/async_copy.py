@@ -205,9 +205,9 @@ def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class PinnedMemory:
-    """Copies of many tensors in large blocks of (pinned) host memory.
+    """Copies of many tensors in large blocks of (pinned) host memory, whose sizes are powers of two.
 
-    torch rounds each pinned allocation up to a power of two: half as much again for the weights of FLUX.1.
+    torch rounds each pinned allocation up to one: half as much again for the weights of FLUX.1.
     """
 
     BLOCK_BYTES = 2**28
@@ -221,16 +221,17 @@ class PinnedMemory:
         """Queue a copy to host memory."""
         nbytes = tensor.nbytes + -tensor.nbytes % self.ALIGNMENT
         is_pinned = has_device_memory(tensor.device) and not tensor.is_meta
-        if not is_pinned or nbytes > self.BLOCK_BYTES or not tensor.is_contiguous():
+        if not is_pinned or not tensor.is_contiguous():
             return copy_to_host(tensor)
         buffer = self._allocate(nbytes)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         return buffer.copy_(tensor.detach(), non_blocking=True)
 
     def _allocate(self, nbytes: int) -> Tensor:
-        fitting = (index for index, used in enumerate(self._used) if used + nbytes <= self.BLOCK_BYTES)
+        fitting = (index for index, used in enumerate(self._used) if used + nbytes <= len(self._blocks[index]))
         index = next(fitting, len(self._blocks))
         if index == len(self._blocks):
-            self._blocks.append(torch.empty(self.BLOCK_BYTES, dtype=torch.uint8, pin_memory=True))
+            size = max(self.BLOCK_BYTES, 1 << (nbytes - 1).bit_length())
+            self._blocks.append(torch.empty(size, dtype=torch.uint8, pin_memory=True))
             self._used.append(0)
         start, self._used[index] = self._used[index], self._used[index] + nbytes
         return self._blocks[index][start : self._used[index]]

@@ -42,12 +42,25 @@ def record_phase(name: str, batch: PixelBatch | None = None) -> Iterator[None]:
             yield
             synchronize()
     except Exception as error:
-        if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
+        cause = find_out_of_memory(error)
+        if cause is None or isinstance(error, OutOfMemory):
             raise
-        raise OutOfMemory(name, batch, str(error).partition("\n")[0]) from None
+        if isinstance(cause, OutOfMemory):
+            raise cause from None
+        raise OutOfMemory(name, batch, str(cause).partition("\n")[0]) from None
 
 
 def _do_nothing() -> None: ...
+
+
+def find_out_of_memory(error: BaseException | None) -> Exception | None:
+    """Return the error that says that memory is out: this one, or the one that torch's pipeline raises it from."""
+    if not isinstance(error, Exception):
+        return None
+    if is_out_of_memory(error):
+        return error
+    is_from_pipeline = isinstance(error, RuntimeError) and str(error).lstrip().startswith("[Stage ")
+    return find_out_of_memory(error.__cause__) if is_from_pipeline else None
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -32,13 +32,13 @@ def set_attention_mode(denoiser: Any, mode: str) -> None:
     """Set diffusers' attention backend; models without backends only have the older switch for xformers."""
     from diffusers import attention_backend
 
+    _replace_diffusers_backend()  # DIFFUSERS_ATTN_BACKEND can choose it as well
     if mode in TORCH_ATTENTION_MODES:
         return
-    if not any(hasattr(getattr(module, "processor", None), "_attention_backend") for module in denoiser.modules()):
+    processors = [getattr(module, "processor", None) for module in denoiser.modules()]
+    if mode == "xformers" and not any(hasattr(processor, "_attention_backend") for processor in processors):
         denoiser.enable_xformers_memory_efficient_attention()
         return
-    if mode == "cudnn":
-        _replace_diffusers_backend()
     # diffusers also makes the backend the global default; the context restores the one before.
     with attention_backend("native"):  # type: ignore[no-untyped-call]
         denoiser.set_attention_backend(DIFFUSERS_ATTENTION_BACKENDS[mode])

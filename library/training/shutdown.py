@@ -10,7 +10,7 @@ from pathlib import Path
 from ..config import RunConfig
 from ..data.batch import PixelBatch
 from ..distributed.communicator import Communicator
-from ..distributed.step_phases import OutOfMemory, is_out_of_memory
+from ..distributed.step_phases import OutOfMemory, find_out_of_memory
 from ..distributed.watchdog import PeerMonitor, ProcessIdentity
 from ..errors import ConfigError, CrashError, RunInterrupted, UserError, format_error, write_traceback
 from .save_and_restore_state import SaveCheckpoint
@@ -53,12 +53,11 @@ class FailureHandler:
         self._is_handled = True
         is_reported = getattr(error, "is_reported", False) or not self.peers.elect_reporter()
         where = _describe_step(run)  # before the checkpoint rolls back to an earlier step
-        oom_message = self._format_oom_message(error, run) if is_out_of_memory(error) else ""
+        out_of_memory = find_out_of_memory(error)
+        oom_message = "" if out_of_memory is None else self._format_oom_message(out_of_memory, run)
         saved = ""
-        if oom_message and run is not None:
-            _free_failed_step(error, run)
         if run is not None and save_checkpoint is not None and not is_reported:
-            saved = self._save_emergency_checkpoint(run, save_checkpoint)
+            saved = self._save_emergency_checkpoint(error, run, save_checkpoint)
         final_error: UserError | CrashError
         if isinstance(error, UserError) or oom_message:
             final_error = UserError(_join_lines(oom_message or str(error), saved))
@@ -84,9 +83,12 @@ class FailureHandler:
         more = f"\nIf that is not enough: {'; '.join(others)}." if others else ""
         return f"out of memory {when}{images}{f' ({reason})' if reason else ''}.\nTry next: {first}.{more}"
 
-    def _save_emergency_checkpoint(self, run: TrainingRun, save_checkpoint: SaveCheckpoint) -> str:
+    def _save_emergency_checkpoint(
+        self, error: BaseException, run: TrainingRun, save_checkpoint: SaveCheckpoint
+    ) -> str:
         """Roll back to the last snapshot and save it."""
         try:
+            _free_failed_step(error, run)
             run.nan_guard.roll_back(run)
             name = f"{self.config.save.output_name}-step{run.state.step:08d}"
             path = save_checkpoint.save_on_this_rank(run, name, run.pending_callbacks) if run.state.step else None
@@ -98,12 +100,18 @@ class FailureHandler:
         return f"the checkpoint after step {run.state.step} is in {path}; to resume, add --auto_resume"
 
 
-def _free_failed_step(error: BaseException | None, run: TrainingRun) -> None:
-    """Free the tensors of the failed step: rolling back and saving need device memory as well."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-    run.strategy.model.zero_grad(set_to_none=True)
+def _free_failed_step(error: BaseException, run: TrainingRun) -> None:
+    """Free the tensors of the failed step if it was out of memory: rolling back and saving need memory as well."""
+    if find_out_of_memory(error) is None:
+        return  # the traceback is still to be written, with what the frames hold
+    seen: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in seen:
+        traceback.clear_frames(current.__traceback__)
+        seen.append(current)
+        current = current.__cause__ or current.__context__
+    for parameter in run.parameters:  # DeepSpeed's engine has another zero_grad
+        parameter.grad = None
     run.strategy.empty_device_cache()
 
 

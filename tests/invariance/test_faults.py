@@ -8,6 +8,7 @@ import signal
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,8 +20,10 @@ from safetensors.torch import load_file
 from tiny_pipelines import get_tiny_sd1_folder
 from training_runs import max_relative_difference, train, write_images
 
+from library.config import parse_config
 from library.distributed.step_phases import OutOfMemory, record_phase
 from library.distributed.watchdog import ProcessIdentity
+from library.training.shutdown import FailureHandler
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = (
@@ -214,11 +217,61 @@ def save_after_oom(*flags: str) -> tuple[int, list[int]]:
     return code, alive
 
 
-def test_tensors_of_the_failed_step_are_freed_before_the_emergency_checkpoint(dataset, tmp_path):
+@pytest.mark.parametrize("options", [(), ("--deepspeed", "--zero_stage", "2")])
+def test_tensors_of_the_failed_step_are_freed_before_the_emergency_checkpoint(dataset, tmp_path, options):
     """It copies the optimizer state on a device that has no memory left."""
-    ((code, alive),) = run_on_ranks(1, save_after_oom, *build_flags(dataset, tmp_path))
+    ((code, alive),) = run_on_ranks(
+        1, save_after_oom, *build_flags(dataset, tmp_path), "--optimizer_type", "AdamW", *options
+    )
     assert (code, alive) == (2, [0, 0])
     assert list(tmp_path.glob("lora-step*-state"))
+
+
+def run_out_of_memory_in_a_stage(*flags: str) -> tuple[int, str]:
+    """Run out of memory in the second stage of a pipeline."""
+    from library.training.task import DiffusionTask
+
+    call, steps = DiffusionTask.__call__, []
+
+    def call_and_fail(self, pixels, step):
+        steps.append(step)
+        losses = call(self, pixels, step)
+        if step == STEP and get_rank() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return losses
+
+    DiffusionTask.__call__ = call_and_fail
+    return run_main(*flags)
+
+
+def test_out_of_memory_in_a_pipeline_is_told_as_such(dataset, tmp_path):
+    """torch raises it again as ``[Stage 1] failed to run forward``."""
+    model = ("--pretrained_model_name_or_path", "random:flux:tiny", "--pp_size", "2")
+    results = run_on_ranks(2, run_out_of_memory_in_a_stage, *build_flags(dataset, tmp_path), *model)
+    assert 2 in [code for code, _ in results], results
+    assert any("out of memory in step 12" in stderr and "Try next" in stderr for _, stderr in results), results
+
+
+def test_an_out_of_memory_message_survives_a_device_that_fails_again():
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    first, second = RuntimeError("CUDA error: out of memory"), RuntimeError("a second")
+    first.__cause__, second.__cause__ = second, first
+    run = SimpleNamespace(
+        step_batches=None,
+        parameters=[],
+        state=SimpleNamespace(step=STEP),
+        strategy=SimpleNamespace(empty_device_cache=fail),
+    )
+    handler = FailureHandler.__new__(FailureHandler)
+    handler._is_handled, handler.config = False, parse_config([]).config
+    handler.peers = SimpleNamespace(elect_reporter=lambda: True)
+
+    message = str(handler.build_final_error(first, run, object()))
+
+    assert message.startswith(f"out of memory in step {STEP + 1} (CUDA error: out of memory)")
+    assert f"the checkpoint after step {STEP} cannot be saved: RuntimeError: CUDA error: an illegal" in message
 
 
 def assert_resume_gives_equal_weights(

@@ -296,7 +296,7 @@ def test_offloaded_weights_share_blocks_of_pinned_memory(monkeypatch):
     monkeypatch.setattr(
         torch, "empty", lambda size, dtype, pin_memory: allocated.append((size, pin_memory)) or empty(size, dtype=dtype)
     )
-    monkeypatch.setattr(async_copy, "copy_to_host", torch.clone)  # what does not fit has memory of its own
+    monkeypatch.setattr(async_copy, "copy_to_host", torch.clone)  # of what is not contiguous
     sizes, memory = [(300,), (24, 25), (3, 5), (1,), (640,), (2000,)], async_copy.PinnedMemory()
     tensors = [torch.randn(size, dtype=dtype) for size in sizes for dtype in (torch.float32, torch.bfloat16)]
     tensors.append(torch.randn(4, 6).T)
@@ -304,10 +304,11 @@ def test_offloaded_weights_share_blocks_of_pinned_memory(monkeypatch):
     copies = [memory.copy_to_host(tensor) for tensor in tensors]
 
     assert all(map(torch.equal, copies, tensors))
-    assert allocated == [(4096, True)] * 4
+    # A tensor larger than a block has one of the next power of two.
+    assert allocated == [(4096, True)] * 3 + [(8192, True)] + [(4096, True)]
     assert all(copy.storage_offset() * copy.itemsize % 256 == 0 for copy in copies)
     blocks = {block.data_ptr() for block in memory._blocks}
-    assert sum(copy.untyped_storage().data_ptr() in blocks for copy in copies) == len(tensors) - 2
+    assert sum(copy.untyped_storage().data_ptr() in blocks for copy in copies) == len(tensors) - 1
 
 
 def count_copies(name, *options):

@@ -9,7 +9,7 @@ from ...adapters.original_module_names import DIFFUSERS_ONLY_KEYS
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, read_required
-from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
+from ..shared_facts import DENOISER_PREFIXES, match_flow_model
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -40,7 +40,7 @@ FACTS = FamilyFacts(
     match_configs=_match_cogview4,
     component_options={"vae": "vae", "text_encoder": "text_encoder"},
     modelspec_architecture="cogview4",
-    attention_modes=MASKED_ATTENTION_MODES,
+    attention_modes=("xformers",),
     single_file_prefixes={
         "transformer": DENOISER_PREFIXES,
         "vae": ("vae.",),

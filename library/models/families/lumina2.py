@@ -11,7 +11,7 @@ from ...config.network_args import NetworkFacts
 from ..base import NEGATIVE_MARK, BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, read_required
-from ..shared_facts import DENOISER_PREFIXES, GEMMA2_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
+from ..shared_facts import DENOISER_PREFIXES, GEMMA2_PREFIXES, match_flow_model
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -40,7 +40,7 @@ FACTS = FamilyFacts(
     match_configs=_match_lumina2,
     component_options={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
     modelspec_architecture="lumina-2",
-    attention_modes=MASKED_ATTENTION_MODES,
+    attention_modes=("xformers",),
     single_file_prefixes={
         "transformer": DENOISER_PREFIXES,
         "vae": ("vae.", "first_stage_model."),

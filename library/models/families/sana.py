@@ -9,7 +9,7 @@ from ...adapters.original_module_names import DIFFUSERS_ONLY_KEYS
 from ..base import NEGATIVE_MARK, BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, ModelError, read_required
-from ..shared_facts import DENOISER_PREFIXES, GEMMA2_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
+from ..shared_facts import DENOISER_PREFIXES, GEMMA2_PREFIXES, match_flow_model
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -40,7 +40,7 @@ FACTS = FamilyFacts(
     match_configs=_match_sana,
     component_options={"vae": "vae", "text_encoder": "text_encoder"},
     modelspec_architecture="sana",
-    attention_modes=MASKED_ATTENTION_MODES,
+    attention_modes=("xformers",),
     single_file_prefixes={"transformer": DENOISER_PREFIXES, "vae": ("vae.",), "text_encoder": GEMMA2_PREFIXES},
     # Of files with diffusers' keys: diffusers' conversion of the original ones knows no normalized attention.
     single_file_keys=("caption_norm.weight", "transformer_blocks.0.ff.conv_depth.weight"),

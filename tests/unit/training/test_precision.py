@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from diffusers import attention_backend
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from tiny_pipelines import TINY
@@ -67,6 +69,31 @@ def test_cudnn_gets_gradients_of_one_layout_whatever_follows_attention(wrap, lay
 
     inputs = (torch.randn(1, 6, 2, 8, requires_grad=True) for _ in range(3))
     assert "ContiguousGradient" in attend_with_cudnn(*inputs, kernel=SDPBackend.MATH).grad_fn.name()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(TINY.keys() & FAMILY_FACTS.keys()))
+def test_each_attention_mode_that_a_family_lists_reaches_its_denoiser(name):
+    """Sana, Lumina 2 and CogView4 have processors without backends: any mode would have switched xformers on."""
+    family = FAMILIES.get(name)()
+    denoiser = getattr(TINY[name]().pipe, family.denoiser_name)
+    with attention_backend("native"):
+        for mode in {"math", "efficient"} & set(FAMILY_FACTS[name].attention_modes):
+            set_attention_mode(denoiser, mode)
+            backends = {str(each.processor._attention_backend.value) for each in iter_attention(denoiser)}
+            assert backends == {DIFFUSERS_ATTENTION_BACKENDS[mode]}
+
+
+def iter_attention(denoiser):
+    """The modules whose processor has a backend."""
+    for module in denoiser.modules():
+        if getattr(getattr(module, "processor", None), "_attention_backend", None) is not None:
+            yield module
+
+
+def test_diffusers_own_cudnn_function_is_never_used():
+    set_attention_mode(torch.nn.Linear(1, 1), "sdpa")  # DIFFUSERS_ATTN_BACKEND can choose it
+    assert _AttentionBackendRegistry._backends[AttentionBackendName._NATIVE_CUDNN] is attend_with_cudnn
 
 
 def test_cudnn_attention_equals_torchs():

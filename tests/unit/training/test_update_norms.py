@@ -9,8 +9,10 @@ import torch
 from peft import BOFTConfig, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, inject_adapter_in_model
 from rank_processes import run_on_ranks
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import write_images
 
+from library.adapters import dropout_and_max_norm
 from library.adapters.dropout_and_max_norm import compute_update_norms
 from library.training.callbacks import UpdateNorms, group_norms_by_layer_type
 
@@ -52,6 +54,31 @@ def test_an_update_norm_is_the_norm_of_the_weight_delta(settings):
         before = layer.get_base_layer().weight.detach().clone()
         layer.merge()
         assert norms[name] == pytest.approx(float((layer.get_base_layer().weight - before).norm()), rel=1e-4)
+
+
+class ProductCounter(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("max_numel", "chunks"), [(2**24, 2), (130, 5), (1, 12)])
+def test_update_norms_of_one_shape_are_computed_at_once_in_chunks(max_numel, chunks, monkeypatch):
+    """A kernel for each of a model's hundreds of layers takes longer than the products."""
+    monkeypatch.setattr(dropout_and_max_norm, "MAX_COPIED_NUMEL", max_numel)
+    torch.manual_seed(1)
+    model = nn.ModuleList(nn.Linear(8, 12 if index % 2 else 6) for index in range(12))
+    inject_adapter_in_model(LoraConfig(r=3, target_modules=r"\d+", init_lora_weights=False), model)
+    with ProductCounter() as counter:
+        norms = compute_update_norms(model)
+    assert counter.count == 2 * chunks
+    deltas = {name: model.get_submodule(name).get_delta_weight("default") for name in norms}
+    assert list(norms) == [str(index) for index in range(12)]
+    assert norms == pytest.approx({name: float(delta.norm()) for name, delta in deltas.items()}, rel=1e-5)
 
 
 @pytest.mark.parametrize(
