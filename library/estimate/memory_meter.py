@@ -1,7 +1,7 @@
-"""Count live bytes and FLOPs op by op, and emulate autocast and fused attention on torch's meta device."""
+"""Count live bytes and FLOPs op by op, and emulate autocast and fused kernels on torch's meta device."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,9 @@ FLOAT32_OPS: Any = {
     *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.normalize),
 }
 """Ops that CUDA's autocast runs in float32."""
+RMS_NORMS: Any = {F.rms_norm, torch.rms_norm}
+if torch.__version__ >= "2.12":
+    FLOAT32_OPS |= RMS_NORMS
 
 
 @dataclass(frozen=True)
@@ -144,8 +147,31 @@ def _count_flops(operation: Any, args: Any, kwargs: Any, result: Any) -> int:
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
+class _FusedRMSNorm(torch.autograd.Function):
+    """What the fused kernel of GPUs allocates: it saves its input and a number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, num_dims: int) -> Tensor:
+        ctx.save_for_backward(states, states.new_empty(states.shape[:-num_dims], dtype=torch.float32))
+        return torch.empty_like(states)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return torch.empty_like(ctx.saved_tensors[0]), None
+
+
+def _normalize_fused(
+    states: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor | None:
+    """Do what GPUs do in one kernel; None where they do not, either."""
+    if not states.is_meta or (weight is not None and (weight.dtype != states.dtype or weight.requires_grad)):
+        return None
+    output: Tensor = _FusedRMSNorm.apply(states, len(normalized_shape))  # type: ignore[no-untyped-call]
+    return output
+
+
 class AutocastEmulation(TorchFunctionMode):
-    """Autocast and fused attention on the meta device, which has neither."""
+    """Autocast, fused attention and fused RMS norms on the meta device, which has none of them."""
 
     def __init__(self, dtype: torch.dtype | None, *, fused_attention: bool = True):
         """``dtype`` is that of autocast; None switches it off."""
@@ -161,6 +187,11 @@ class AutocastEmulation(TorchFunctionMode):
             inputs = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
             if all(each.ndim == 4 and each.shape[-1] == inputs[0].shape[-1] for each in inputs):
                 return ATTENTION(*inputs)[0]
+        if function in RMS_NORMS:
+            names = {"input": "states"}
+            output = _normalize_fused(*args, **{names.get(name, name): value for name, value in kwargs.items()})
+            if output is not None:
+                return output
         return function(*args, **kwargs)
 
 

@@ -7,12 +7,14 @@ with ``--processes 2``, for two processes, gathered weights and communication bu
 import os
 import sys
 import tempfile
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from rank_processes import run_on_ranks
+from torch.nn import functional
 
 from benchmarks.synthetic_run import CAPTION, load_training_options, write_dataset
 from benchmarks.synthetic_run import build_run as build_synthetic_run
@@ -65,7 +67,7 @@ def measure_step(folder: Path, *flags: str) -> int:
     folder.mkdir()
     train_config = load_config(*flags)[0].train
     steps = 2 if train_config.blocks_to_swap or train_config.activation_memory_budget else 1  # the first differs
-    with build_run(folder, steps, *flags) as run:
+    with build_run(folder, steps, *flags) as run, use_fused_rms_norm():
         compute_gradients, peaks = run.strategy.compute_gradients, []
 
         def measure(*arguments):
@@ -80,6 +82,43 @@ def measure_step(folder: Path, *flags: str) -> int:
         run.strategy.compute_gradients = measure
         train(run)
     return peaks[-1]
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """Saves what the kernel of GPUs saves; a processor computes it in several operations, each with its own tensor."""
+
+    @staticmethod
+    def forward(ctx, states, weight, dims, eps):
+        scale = states.float().square().mean(dims, keepdim=True).add(eps).rsqrt()
+        ctx.save_for_backward(states, weight, scale)
+        ctx.dims = dims
+        return (states.float() * scale).to(states.dtype) * (1 if weight is None else weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        states, weight, scale = ctx.saved_tensors
+        gradient = gradient.float() * (1 if weight is None else weight)
+        normalized = states * scale
+        gradient = scale * (gradient - normalized * (gradient * normalized).mean(ctx.dims, keepdim=True))
+        return gradient.to(states.dtype), None, None, None
+
+
+@contextmanager
+def use_fused_rms_norm() -> Iterator[None]:
+    """Inside, torch's RMS norms allocate what they do on a GPU."""
+    rms_norm = functional.rms_norm
+
+    def normalize(states, normalized_shape, weight=None, eps=None):
+        if weight is not None and (weight.dtype != states.dtype or weight.requires_grad):
+            return rms_norm(states, normalized_shape, weight, eps)
+        eps = torch.finfo(states.dtype).eps if eps is None else eps
+        return FusedRMSNorm.apply(states, weight, tuple(range(-len(normalized_shape), 0)), eps)
+
+    functional.rms_norm = normalize
+    try:
+        yield
+    finally:
+        functional.rms_norm = rms_norm
 
 
 def find_peak(profile: torch.profiler.profile) -> int:
