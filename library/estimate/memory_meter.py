@@ -21,15 +21,14 @@ HALF_OPS: Any = {
     *(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, torch.addmm),
 }
 """Ops that CUDA's autocast runs in half precision, as far as diffusion models use them."""
+RMS_NORMS: Any = {F.rms_norm, torch.rms_norm}
 FLOAT32_OPS: Any = {
+    *(RMS_NORMS if torch.__version__ >= "2.12" else ()),
     *(F.layer_norm, F.group_norm, F.softmax, torch.softmax, Tensor.softmax, torch.pow, Tensor.pow, Tensor.__pow__),
     *(torch.rsqrt, Tensor.rsqrt, torch.exp, Tensor.exp, torch.sum, Tensor.sum, torch.cumsum, torch.norm, Tensor.norm),
     *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.normalize),
 }
 """Ops that CUDA's autocast runs in float32."""
-RMS_NORMS: Any = {F.rms_norm, torch.rms_norm}
-if torch.__version__ >= "2.12":
-    FLOAT32_OPS |= RMS_NORMS
 
 
 @dataclass(frozen=True)
