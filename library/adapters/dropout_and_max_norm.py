@@ -118,10 +118,15 @@ class MaxNormRegularizer:
 
 
 def compute_lora_norm(down: Tensor, ups: Sequence[Tensor], scale: float) -> Tensor:
-    """The Frobenius norm of ``scale * up @ down``, from Gram matrices of rank x rank."""
-    inner = down.flatten(1) @ down.flatten(1).T
-    outer = sum((up.flatten(1).T @ up.flatten(1) for up in ups), torch.zeros_like(inner))
-    return (inner * outer).sum().clamp_min(0).sqrt() * scale
+    """The Frobenius norm of ``scale * up @ down``; ``ups`` that share ``down`` count as one."""
+    return compute_lora_norms(down.flatten(1), [up.flatten(1) for up in ups], scale)
+
+
+def compute_lora_norms(down: Tensor, ups: Sequence[Tensor], scale: float) -> Tensor:
+    """The same of matrices, or of stacks of them, from Gram matrices of rank x rank."""
+    inner = down @ down.mT
+    outer = sum((up.mT @ up for up in ups), torch.zeros_like(inner))
+    return (inner * outer).sum(dim=(-2, -1)).clamp_min(0).sqrt() * scale
 
 
 def find_adapter_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -147,7 +152,7 @@ def compute_layer_update_norms(layers: Mapping[str, nn.Module]) -> dict[str, flo
     """
     groups: dict[Any, list[str]] = {}
     for name, layer in layers.items():
-        groups.setdefault(_get_lora_shapes(layer) or name, []).append(name)
+        groups.setdefault(_get_lora_kind(layer) or name, []).append(name)
     chunks = [chunk for names in groups.values() for chunk in _split_into_chunks(names, layers)]
     norms = [_compute_update_norms([layers[name] for name in chunk]) for chunk in chunks]
     stacked = torch.cat([norm.to(norms[0].device) for norm in norms])  # layers may be on several devices
@@ -162,27 +167,23 @@ def _split_into_chunks(names: Sequence[str], layers: Mapping[str, nn.Module]) ->
     return (names[start : start + size] for start in range(0, len(names), size))
 
 
-def _get_lora_shapes(layer: Any) -> tuple[Any, ...] | None:
-    """Device and shapes of its LoRA weights; None for other adapter types."""
+def _get_lora_kind(layer: Any) -> tuple[Any, ...] | None:
+    """Device, shapes and scale of its LoRA; None for other adapter types."""
     if "lora_A" not in layer.adapter_layer_names:
         return None
     down, up = (getattr(layer, name)["default"].weight for name in ("lora_A", "lora_B"))
-    return down.device, down.flatten(1).shape, up.flatten(1).shape
+    return down.device, down.flatten(1).shape, up.flatten(1).shape, layer.scaling["default"]
 
 
 def _compute_update_norms(layers: Sequence[Any]) -> Tensor:
-    """The norms of LoRA updates of one shape, from Gram matrices; of another adapter from peft's delta weight."""
+    """The norms of LoRA updates of one shape and scale; of another adapter from peft's delta weight."""
     weights = layers[0].adapter_layer_names
     if "lora_A" in weights:
         downs, ups = (
             torch.stack([getattr(layer, name)["default"].weight.flatten(1).float() for layer in layers])
             for name in ("lora_A", "lora_B")
         )
-        products = (downs @ downs.mT) * (ups.mT @ ups)
-        scales = [layer.scaling["default"] for layer in layers]
-        return products.sum(dim=(1, 2)).clamp_min(0).sqrt() * torch.tensor(scales, pin_memory=downs.is_cuda).to(
-            downs.device, non_blocking=True
-        )
+        return compute_lora_norms(downs, [ups], layers[0].scaling["default"])
     (layer,) = layers
     if {"hada_w1_a", "lokr_w1"} & set(weights):
         update: Tensor = layer.get_delta_weight("default")

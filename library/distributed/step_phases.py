@@ -42,12 +42,9 @@ def record_phase(name: str, batch: PixelBatch | None = None) -> Iterator[None]:
             yield
             synchronize()
     except Exception as error:
-        cause = find_out_of_memory(error)
-        if cause is None or isinstance(error, OutOfMemory):
+        if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
             raise
-        if isinstance(cause, OutOfMemory):
-            raise cause from None
-        raise OutOfMemory(name, batch, str(cause).partition("\n")[0]) from None
+        raise OutOfMemory(name, batch, str(error).partition("\n")[0]) from None
 
 
 def _do_nothing() -> None: ...

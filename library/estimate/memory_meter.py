@@ -160,12 +160,12 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 def _normalize_fused(
-    states: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor | None:
     """Do what GPUs do in one kernel; None where they do not, either."""
-    if not states.is_meta or (weight is not None and (weight.dtype != states.dtype or weight.requires_grad)):
+    if not input.is_meta or (weight is not None and (weight.dtype != input.dtype or weight.requires_grad)):
         return None
-    output: Tensor = _FusedRMSNorm.apply(states, len(normalized_shape))  # type: ignore[no-untyped-call]
+    output: Tensor = _FusedRMSNorm.apply(input, len(normalized_shape))  # type: ignore[no-untyped-call]
     return output
 
 
@@ -187,8 +187,7 @@ class AutocastEmulation(TorchFunctionMode):
             if all(each.ndim == 4 and each.shape[-1] == inputs[0].shape[-1] for each in inputs):
                 return ATTENTION(*inputs)[0]
         if function in RMS_NORMS:
-            names = {"input": "states"}
-            output = _normalize_fused(*args, **{names.get(name, name): value for name, value in kwargs.items()})
+            output = _normalize_fused(*args, **kwargs)
             if output is not None:
                 return output
         return function(*args, **kwargs)

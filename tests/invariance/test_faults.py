@@ -231,10 +231,9 @@ def run_out_of_memory_in_a_stage(*flags: str) -> tuple[int, str]:
     """Run out of memory in the second stage of a pipeline."""
     from library.training.task import DiffusionTask
 
-    call, steps = DiffusionTask.__call__, []
+    call = DiffusionTask.__call__
 
     def call_and_fail(self, pixels, step):
-        steps.append(step)
         losses = call(self, pixels, step)
         if step == STEP and get_rank() == 1:
             raise torch.OutOfMemoryError("CUDA out of memory.")

@@ -31,6 +31,7 @@ def test_ddp_gets_no_device_that_is_the_local_rank(monkeypatch):
     )
 
     DDPStrategy.wrap(strategy, model, torch.optim.SGD(model.parameters()))
+    AcceleratorState._reset_state(reset_partial_state=True)
 
     assert len(calls) == 1 and calls[0]["device_ids"] is None and calls[0]["output_device"] is None
     assert "ACCELERATE_BYPASS_DEVICE_MAP" not in os.environ

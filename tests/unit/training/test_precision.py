@@ -107,6 +107,7 @@ def test_cudnn_attention_equals_torchs():
 
 
 def test_torch_never_chooses_cudnn_attention_by_itself():
+    torch.backends.cuda.enable_cudnn_sdp(True)
     prepare_accelerator(parse_config(DATA).config)
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
