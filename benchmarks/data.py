@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from library.config.schema_data import DataConfig
-from library.data.batch_plan import BatchPlan, Bucket
-from library.data.prepare import prepare_data
+from library.dataloader.batch_plan import BatchPlan, Bucket
+from library.dataloader.prepare import prepare_data
 from library.dataset.scan_cache import CACHE_FOLDER
 
 from .report import Measurement, add_count_option, compute_ratios, measure_interleaved, measure_seconds

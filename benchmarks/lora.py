@@ -22,9 +22,9 @@ from library.adapters.kohya_diffusers_comfyui_keys import convert_to_file_format
 from library.adapters.merge import compute_delta_weight
 from library.adapters.original_module_names import map_to_ldm_names
 from library.adapters.targets_rank_alpha import match_target_modules
-from library.checkpoint.collect_component_keys import collect_component_keys
 from library.cli import run_tool
 from library.errors import ConfigError, UserError
+from library.models.collect_component_keys import collect_component_keys
 from library.models.families import FAMILIES
 from library.tools.lora.lora_files import read_lora_files_for_model
 from library.tools.lora.low_rank import add_updates, compute_difference, compute_norm, factor_update

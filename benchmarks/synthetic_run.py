@@ -97,13 +97,13 @@ def _assemble_run(config: RunConfig, strategy: "Strategy", directory: Path) -> "
     from library.cache.latent_cache import cache_latents
     from library.cache.readers import CacheReaders
     from library.cache.text_encoder_cache import cache_text_encoder_outputs
-    from library.checkpoint.network_weights import read_initial_weights
-    from library.data.run_plan import RunPlan
-    from library.distributed.trackers import Trackers
+    from library.dataloader.run_plan import RunPlan
     from library.log import ProgressBar
     from library.models.detect import detect_model
     from library.models.families import FAMILIES
+    from library.trackers import Trackers
     from library.training.metrics import MetricsFile, TrainingLogger
+    from library.training.network_weights import read_initial_weights
     from library.training.preflight import RunFacts, check_run_settings
     from library.training.setup import build_run, load_training_pipeline, prepare_dataset
 
@@ -123,7 +123,7 @@ def _assemble_run(config: RunConfig, strategy: "Strategy", directory: Path) -> "
     run, _ = build_run(config, strategy, family, pipe, prepared, plan, cached, starts)
     metrics = MetricsFile(directory / "metrics.jsonl", 0) if strategy.comm.is_main else None
     run.metric_logger = TrainingLogger(
-        ProgressBar(plan.steps, 0, "benchmark", enabled=False), metrics, Trackers(strategy.comm)
+        ProgressBar(plan.steps, 0, "benchmark", enabled=False), metrics, Trackers(strategy.comm.accelerator)
     )
     return run
 

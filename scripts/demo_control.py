@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from library.data.images import load_preview_controls
-from library.data.sample_prompts import load_prompts
+from library.dataloader.images import load_preview_controls
+from library.dataloader.sample_prompts import load_prompts
 
 PROMPTS = Path(__file__).resolve().parents[1] / "dataset_configs" / "demo_control_prompts.txt"
 SIDE, GAP = 96, 4

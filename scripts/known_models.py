@@ -1,4 +1,4 @@
-"""Write library/checkpoint/known_models.json from the models themselves: ``python -m scripts.known_models``.
+"""Write library/models/known_models.json from the models themselves: ``python -m scripts.known_models``.
 
 To be run when a family, a bundled config or the demo model changes.
 """
@@ -6,10 +6,10 @@ To be run when a family, a bundled config or the demo model changes.
 import json
 from collections.abc import Iterator
 
-from library.checkpoint.collect_component_keys import build_component_keys, list_adaptable_components
-from library.checkpoint.known_models import TABLE_PATH, KnownModel, pack_known_model
+from library.models.collect_component_keys import build_component_keys, list_adaptable_components
 from library.models.detect import DetectedModel, detect_model
 from library.models.families import FAMILIES, FAMILY_FACTS
+from library.models.known_models import TABLE_PATH, KnownModel, pack_known_model
 from library.models.loading import load_components_on_meta
 from library.models.model_configs import list_family_configs
 

@@ -1,7 +1,7 @@
 """Metadata of LoRA files: sd-scripts' ``ss_*`` keys, ModelSpec 1.0.1, and the hashes that web UIs look up.
 
 Paths are never written: only their last component.  ``ss_datasets`` and ``ss_tag_frequency`` are built in
-data/dataset_metadata.py.
+dataloader/dataset_metadata.py.
 """
 
 import base64

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..config.schema_data import CacheConfig
-from ..data.prepare import PreparedData
+from ..dataloader.prepare import PreparedData
 from ..distributed.communicator import Communicator
 from ..distributed.process_group import KeyValueStore
 from ..errors import UserError

@@ -10,7 +10,7 @@ from PIL.Image import Image
 
 from ..config.schema import ModelConfig
 from ..config.schema_data import CacheConfig
-from ..data.batch import Cond
+from ..dataloader.batch import Cond
 from ..models.base import Family
 from ..models.detect import DetectedModel
 from ..parallel.strategy import Strategy

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ..data.augment import Augmenter, SampleView
-from ..data.batch_plan import MicroBatchSchedule
-from ..data.buckets import BucketAssignment, list_control_facts
-from ..data.images import CropParams, load_preview_controls
-from ..data.manifest import Sample
-from ..data.sample_prompts import Prompt
+from ..dataloader.augment import Augmenter, SampleView
+from ..dataloader.batch_plan import MicroBatchSchedule
+from ..dataloader.buckets import BucketAssignment, list_control_facts
+from ..dataloader.images import CropParams, load_preview_controls
+from ..dataloader.manifest import Sample
+from ..dataloader.sample_prompts import Prompt
 from ..dataset.schema import SubsetConfig
 
 if TYPE_CHECKING:

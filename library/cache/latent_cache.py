@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.augment import Augmenter
-from ..data.batch import normalize_pixels
-from ..data.images import BadSample, load_control_pixels, load_sample_pixels
-from ..data.prepare import PreparedData
-from ..data.worker_pool import prefetch_in_threads
+from ..dataloader.augment import Augmenter
+from ..dataloader.batch import normalize_pixels
+from ..dataloader.images import BadSample, load_control_pixels, load_sample_pixels
+from ..dataloader.prepare import PreparedData
+from ..dataloader.worker_pool import prefetch_in_threads
 from ..dataset.image_inspection import Pixels
 from ..dataset.masks import MaskPixels
 from ..diffusion.losses import resize_mask_to_latents

@@ -10,9 +10,9 @@ import numpy as np
 
 from ..config import RunConfig
 from ..config.schema_distributed import DeepSpeedConfig, ParallelConfig, ShardingConfig
-from ..data.prepare import PreparedData, prepare_data
-from ..data.run_plan import RunPlan
-from ..data.sample_prompts import load_preview_prompts
+from ..dataloader.prepare import PreparedData, prepare_data
+from ..dataloader.run_plan import RunPlan
+from ..dataloader.sample_prompts import load_preview_prompts
 from ..distributed.communicator import Communicator
 from ..models.base import Family
 from ..models.detect import build_control_limits, detect_model

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..atomic_files import find_write_error
 from ..config.schema_data import CacheConfig
-from ..data.manifest import Manifest
+from ..dataloader.manifest import Manifest
 from ..dataset.scan_cache import get_cache_folder
 from ..errors import UserError
 from ..storage.remote_path import is_remote

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.augment import Augmenter
-from ..data.batch import Cond, Moments, PixelBatch
-from ..data.batch_plan import AnyBatchPlan, MicroBatchSchedule
-from ..data.loader import (
+from ..dataloader.augment import Augmenter
+from ..dataloader.batch import Cond, Moments, PixelBatch
+from ..dataloader.batch_plan import AnyBatchPlan, MicroBatchSchedule
+from ..dataloader.loader import (
     ImageLoader,
     MicroBatchDataset,
     ReadBatch,
@@ -21,8 +21,8 @@ from ..data.loader import (
     ValidationBatches,
     build_validation_batches,
 )
-from ..data.prepare import PreparedData
-from ..data.worker_pool import prefetch_in_threads
+from ..dataloader.prepare import PreparedData
+from ..dataloader.worker_pool import prefetch_in_threads
 from ..errors import UserError
 from .format import ByteArray, deserialize_tensors, read_tensor_spans, stack_tensors
 from .keys import EncodedText, LatentKeys, compute_text_key, stack_keys

@@ -10,11 +10,11 @@ import torch
 from PIL.Image import Image, fromarray
 
 from ..config.schema import ModelConfig
-from ..data.augment import Augmenter
-from ..data.images import BadSample, load_control_pixels, load_preview_controls
-from ..data.prepare import PreparedData
-from ..data.run_plan import RunPlan
-from ..data.sample_prompts import Prompt
+from ..dataloader.augment import Augmenter
+from ..dataloader.images import BadSample, load_control_pixels, load_preview_controls
+from ..dataloader.prepare import PreparedData
+from ..dataloader.run_plan import RunPlan
+from ..dataloader.sample_prompts import Prompt
 from ..distributed.devices import MIXED_PRECISION_DTYPES
 from ..errors import UserError
 from ..models.detect import get_config_reader

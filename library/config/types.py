@@ -220,3 +220,10 @@ class MemorySize:
 
     def __str__(self) -> str:
         return f"{self.num_bytes / 2**30:g}GB"
+
+
+def parse_env_bool(text: str | None) -> bool | None:
+    """Parse a boolean as accelerate does; ``None`` if it is not set."""
+    if text is None or not text.strip():
+        return None
+    return text.strip().lower() in ("y", "yes", "t", "true", "on", "1")

@@ -1,1 +1,1 @@
-"""Processes: accelerator, launcher settings, rendezvous, communicator, watchdog, trackers."""
+"""Processes: accelerator, launcher settings, rendezvous, communicator, watchdog."""

@@ -22,12 +22,12 @@ from ..config.options import flatten_config
 from ..config.schema_distributed import DistributedConfig
 from ..config.schema_output import LogConfig
 from ..errors import ConfigError
+from ..trackers import create_tracker_dir, resolve_tracker, resolve_tracker_dir
 from .config_agreement import build_rank_report
 from .devices import disable_cudnn_attention, enable_deterministic_kernels
 from .process_group import build_process_group_kwargs, can_destroy_group_alone
 from .rendezvous import build_partial_state_kwargs, join_process_group
 from .slurm_and_mpi import export_rank_variables
-from .trackers import create_tracker_dir, resolve_tracker, resolve_tracker_dir
 from .validate_launch import (
     AcceleratorFacts,
     format_mismatches,

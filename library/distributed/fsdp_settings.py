@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..config.schema_distributed import ShardingConfig
-from .world import World, parse_env_bool
+from ..config.types import parse_env_bool
+from .world import World
 
 FSDP_OPTION_VARIABLES = {
     "fsdp_offload_params": ("FSDP_OFFLOAD_PARAMS", "false"),

@@ -8,10 +8,11 @@ from typing import Any
 
 from ..config import RunConfig
 from ..config.options import flatten_config
+from ..config.types import parse_env_bool
 from ..errors import ConfigError, FileError
 from .launch_command import ACCELERATE, TORCHRUN, LaunchCommand
 from .slurm_and_mpi import find_world_size_variable
-from .world import World, parse_env_bool
+from .world import World
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from torch.profiler import record_function
 
-from ..data.batch import PixelBatch
+from ..dataloader.batch import PixelBatch
 
 PHASE = "phase/"
 """Prefix of the phases' names in a profile."""

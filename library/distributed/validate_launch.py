@@ -12,9 +12,9 @@ from ..config.schema_distributed import DeepSpeedConfig, DistributedConfig
 from ..config.schema_output import LogConfig
 from ..config.types import DeviceMap
 from ..config.validate_distributed import validate_attention_package
+from ..trackers import is_wandb_ready, resolve_tracker
 from .launch_command import ACCELERATE, format_multi_process_command
 from .launcher_settings import find_config_file_settings, find_flags
-from .trackers import is_wandb_ready, resolve_tracker
 from .validate_sharding import validate_deepspeed, validate_fsdp
 from .world import World
 

@@ -8,6 +8,7 @@ from typing import Any
 from ..config import RunConfig
 from ..config.schema import TrainConfig
 from ..config.schema_distributed import ShardingConfig
+from ..config.types import parse_env_bool
 from .deepspeed_settings import (
     BATCH_SIZE_KEYS,
     FORBIDDEN_SECTIONS,
@@ -24,7 +25,7 @@ from .fsdp_settings import (
     read_fsdp_variables,
     resolve_fsdp,
 )
-from .world import World, parse_env_bool
+from .world import World
 
 UNSUPPORTED_OFFLOAD: Mapping[tuple[str, ...], tuple[Any, ...]] = {
     ("offload_optimizer", "ratio"): (None, 1, 1.0),

@@ -9,6 +9,7 @@ from datetime import datetime
 import torch
 
 from ..config.schema_distributed import ParallelConfig
+from ..config.types import parse_env_bool
 from .devices import Machine, detect_machine
 from .launch_command import LaunchCommand, find_launch_command
 from .slurm_and_mpi import build_rendezvous_address, is_device_bound_by_slurm, read_env_int, read_rank_variables
@@ -140,13 +141,6 @@ def select_device_type(environment: Mapping[str, str], machine: Machine) -> str:
     if forced := environment.get("ACCELERATE_TORCH_DEVICE"):
         return torch.device(forced).type
     return "cpu" if parse_env_bool(environment.get("ACCELERATE_USE_CPU")) else machine.device_type
-
-
-def parse_env_bool(text: str | None) -> bool | None:
-    """Parse a boolean as accelerate does; ``None`` if it is not set."""
-    if text is None or not text.strip():
-        return None
-    return text.strip().lower() in ("y", "yes", "t", "true", "on", "1")
 
 
 @dataclass(frozen=True)

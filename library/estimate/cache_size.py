@@ -12,10 +12,10 @@ from ..cache.keys import build_latent_keys, collect_run_captions
 from ..cache.paths import format_bytes, resolve_cache_dirs
 from ..config.schema_data import CacheConfig
 from ..config.schema_output import PreviewConfig
-from ..data.augment import Augmenter
-from ..data.prepare import PreparedData
-from ..data.run_plan import RunPlan
-from ..data.sample_prompts import load_preview_prompts
+from ..dataloader.augment import Augmenter
+from ..dataloader.prepare import PreparedData
+from ..dataloader.run_plan import RunPlan
+from ..dataloader.sample_prompts import load_preview_prompts
 from ..models.model_configs import EncodedSizes
 
 BYTES_PER_ELEMENT = {"float": 4, "fp16": 2, "bf16": 2}

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import RunConfig
-from ..data.batch_plan import PlannedStage, get_planned_stages
-from ..data.prepare import PreparedData, prepare_data
-from ..data.run_plan import RunPlan
+from ..dataloader.batch_plan import PlannedStage, get_planned_stages
+from ..dataloader.prepare import PreparedData, prepare_data
+from ..dataloader.run_plan import RunPlan
 from ..dataset.validate import find_sizes_for_some_models
 from ..models.detect import (
     DetectedModel,
@@ -94,8 +94,8 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
     """Scan the images and plan the run for a number of data-parallel processes."""
     detected = detect_model(config.model)
     if config.adapter.network_weights or config.adapter.base_weights or config.adapter.training_adapter:
-        from ..checkpoint.network_weights import read_initial_weights  # imports torch
         from ..models.families import FAMILIES
+        from ..training.network_weights import read_initial_weights  # imports torch
 
         family = FAMILIES.get(detected.family)(config.model)
         text_components = family.list_cached_text_components(config.adapter, config.optim)

@@ -9,7 +9,7 @@ from typing import Any
 from ..config.schema import AdapterConfig
 from ..config.schema_data import CacheConfig
 from ..config.schema_distributed import DeepSpeedConfig, ParallelConfig, ShardingConfig
-from ..data.batch_plan import AnyBatchPlan
+from ..dataloader.batch_plan import AnyBatchPlan
 from ..errors import ConfigError
 from ..models.detect import DetectedModel
 from ..models.facts import caches_only_t5, select_trained_text_encoders

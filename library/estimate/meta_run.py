@@ -16,10 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..adapters.injection import cast_trainable_parameters, leave_input_casts_to_autocast
-from ..checkpoint.network_weights import add_training_adapter, read_initial_weights
 from ..config import RunConfig
-from ..data.batch import Cond, Moments, PixelBatch
-from ..distributed.async_copy import CopyStream
+from ..dataloader.batch import Cond, Moments, PixelBatch
 from ..distributed.devices import MIXED_PRECISION_DTYPES
 from ..models.base import Family
 from ..models.detect import DetectedModel
@@ -27,12 +25,14 @@ from ..models.facts import select_trained_text_encoders
 from ..models.families import FAMILIES
 from ..models.loading import load_pipeline_on_meta
 from ..optim.optimizers import ParamGroup
+from ..parallel.async_copy import CopyStream
 from ..parallel.block_swap import OffloadedBytes, is_quantized_or_offloaded, quantize_and_offload_base
 from ..parallel.context_parallel import ContextParallel
 from ..parallel.parallel_plan import Activations, build_parallel_plan
 from ..parallel.pipeline_stages import StageRunner
 from ..parallel.quantize import FrozenConv2d, FrozenLinear
 from ..parallel.tensor_parallel import TensorParallel
+from ..training.network_weights import add_training_adapter, read_initial_weights
 from ..training.param_groups import build_param_groups
 from ..training.setup import build_objective
 from ..training.task import DiffusionTask

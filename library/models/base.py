@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor, nn
 
-    from ..data.batch import Batch, Cond, Moments
-    from ..data.sample_prompts import Prompt
+    from ..dataloader.batch import Batch, Cond, Moments
+    from ..dataloader.sample_prompts import Prompt
     from ..diffusion.process import NoiseProcess
     from .detect import DetectedModel
 
@@ -308,7 +308,7 @@ class Family(ABC):
         ``cond`` and ``negative_cond`` are the encoded texts of the prompt, so no text encoder is needed here.  All
         random numbers come from ``generator``.  ``sampler`` None is the family's default.
         """
-        from ..data.images import load_preview_controls
+        from ..dataloader.images import load_preview_controls
         from .sampling import sample_image
 
         sampling_kwargs = self.build_sampling_kwargs(pipe, prompt, cond, negative_cond)

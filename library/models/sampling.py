@@ -8,7 +8,7 @@ import torch
 from PIL.Image import Image
 from torch import nn
 
-from ..data.sample_prompts import Prompt
+from ..dataloader.sample_prompts import Prompt
 from .noise_schedulers import build_flow_scheduler, build_scheduler
 
 if TYPE_CHECKING:

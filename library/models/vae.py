@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.amp.autocast_mode import is_autocast_available
 
-from ..data.batch import Moments
+from ..dataloader.batch import Moments
 from ..diffusion.noise import copy_async
 
 

@@ -14,7 +14,7 @@ from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.schema_output import PreviewConfig
 from ..config.types import is_prompt_text
 from ..config.unused_options import find_unusable_sampler, is_self_tuning_adafactor
-from ..data.sample_prompts import Prompt, load_preview_prompts
+from ..dataloader.sample_prompts import Prompt, load_preview_prompts
 from ..dataset.controls import CONTROLS_FROM_IMAGE
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
 from ..dataset.schema import SubsetConfig

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from ..config.schema import TrainConfig
-from ..distributed.async_copy import CheckpointOffload
 from ..distributed.step_phases import is_out_of_memory
+from .async_copy import CheckpointOffload
 from .compile import is_compiled
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config.schema import ModelConfig, TrainConfig
-from ..distributed.async_copy import CopyStream, PinnedMemory
+from .async_copy import CopyStream, PinnedMemory
 from .quantize import (
     FetchWeight,
     QuantizedWeight,

@@ -8,7 +8,7 @@ from accelerate.utils import patch_environment
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..data.batch import PixelBatch
+from ..dataloader.batch import PixelBatch
 from ..distributed.step_phases import OutOfMemory, record_phase
 from .gradient_accumulation import LossFunction
 from .gradient_sync import FlatGradients, exclude_frozen_from_ddp, register_ddp_comm_hook

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
-from ..data.batch import PixelBatch
+from ..dataloader.batch import PixelBatch
 from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST
 from .context_parallel import ContextParallel

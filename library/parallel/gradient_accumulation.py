@@ -1,8 +1,8 @@
 """Gradient accumulation: forward (in autocast) and backward of the micro-batches of a step; gradients are summed.
 
-``data.batch_plan`` decides how many micro-batches a step has (``--gradient_accumulation_steps``).  The loss of each is
-divided by the samples of the whole step, of all ranks and micro-batches, so that gradients only have to be summed;
-``gradient_sync`` has the scale that cancels accelerate's own division.
+``dataloader.batch_plan`` decides how many micro-batches a step has (``--gradient_accumulation_steps``).  The loss of
+each is divided by the samples of the whole step, of all ranks and micro-batches, so that gradients only have to be
+summed; ``gradient_sync`` has the scale that cancels accelerate's own division.
 
 How gradients are kept from being all-reduced before the last micro-batch:
 
@@ -24,7 +24,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..data.batch import PixelBatch
+from ..dataloader.batch import PixelBatch
 from ..distributed.step_phases import record_phase
 
 

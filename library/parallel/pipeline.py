@@ -20,7 +20,7 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
-from ..data.batch import PixelBatch
+from ..dataloader.batch import PixelBatch
 from ..distributed.communicator import Communicator
 from ..distributed.step_phases import record_phase
 from .device_mesh_strategy import DeviceMeshStrategy

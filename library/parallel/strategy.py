@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..config.types import DeviceMap
-from ..data.batch import PixelBatch
-from ..distributed.async_copy import AsyncScalarQueue
+from ..dataloader.batch import PixelBatch
 from ..distributed.communicator import Communicator
 from ..distributed.deepspeed_settings import DeepSpeedSettings
 from ..distributed.devices import has_device_memory
@@ -21,6 +20,7 @@ from ..distributed.fsdp_settings import FSDPSettings
 from ..distributed.step_phases import OutOfMemory
 from ..distributed.straggler import Straggler, StragglerMonitor, find_straggler
 from ..distributed.world import ParallelDims
+from .async_copy import AsyncScalarQueue
 from .gradient_accumulation import GradientAccumulation, LossFunction
 from .gradient_clipping import clip_grad_norm
 from .gradient_sync import all_reduce_loss, scale_loss

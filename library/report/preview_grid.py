@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..data.contact_sheet_text import TextRenderer
+from ..dataloader.contact_sheet_text import TextRenderer
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # torch is imported only after the arguments were checked
     from ..adapters.component_keys import ComponentKeys
     from ..adapters.kohya_diffusers_comfyui_keys import AdapterFileContents
     from ..adapters.metadata import NetworkSizes
-    from ..checkpoint.known_models import KnownModel
+    from ..models.known_models import KnownModel
 
 USAGE = "usage: python -m library convert IN.safetensors OUT.safetensors --to kohya|diffusers|comfy"
 FORMAT_DESCRIPTIONS = {
@@ -149,7 +149,7 @@ def identify_lora(
     from ..adapters.kohya_diffusers_comfyui_keys import convert_from_file_format
     from ..adapters.metadata import list_network_sizes
     from ..adapters.validate_file import describe_foreign_keys, describe_origin, describe_unknown_keys
-    from ..checkpoint.known_models import load_known_models
+    from ..models.known_models import load_known_models
 
     if problem := describe_foreign_keys(list(tensors)):
         raise UserError(problem)

@@ -282,11 +282,11 @@ def check_training_step(device: str, precision: str) -> str:
     from ..adapters.injection import inject_into_model
     from ..config.schema import AdapterConfig
     from ..config.schema_objective import LossConfig, NoiseConfig
-    from ..data.batch import PixelBatch
+    from ..dataloader.batch import PixelBatch
     from ..diffusion.objective import Objective
-    from ..distributed.async_copy import CopyStream
     from ..models.detect import detect_model
     from ..models.families import FAMILIES
+    from ..parallel.async_copy import CopyStream
     from ..training.task import DiffusionTask
     from ..training.trainable_modules import get_trainable_parameters
 

@@ -11,7 +11,7 @@ from ..config.options import flatten_config, iter_options
 from ..config.parser import ParsedConfig
 from ..config.schema import RunConfig
 from ..config.types import is_prompt_text
-from ..data.sample_prompts import load_prompts
+from ..dataloader.sample_prompts import load_prompts
 from ..dataset.validate import validate_dataset_config
 from ..errors import ConfigError, UserError
 from ..models.detect import get_family_facts

@@ -14,12 +14,12 @@ from ..adapters.dropout_and_max_norm import compute_update_norms
 from ..config.help import collect_changed_settings
 from ..config.options import flatten_config
 from ..distributed.config_agreement import find_majority
-from ..distributed.trackers import collect_shareable_settings
 from ..distributed.world import format_ranks
 from ..errors import UserError
 from ..optim.optimizers import use_eval_weights
 from ..report import preview_grid
 from ..report.page import RunSummary, write_report
+from ..trackers import collect_shareable_settings
 from .save_adapter import SaveAdapter
 from .state import Callback, TrainingRun
 

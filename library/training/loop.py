@@ -12,7 +12,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ..data.loader import StepBatches
+from ..dataloader.loader import StepBatches
 from ..distributed.step_phases import record_phase
 from ..optim.optimizers import get_learning_rates, set_learning_rates
 from .state import StepMetrics, StopRequested, TrainingRun

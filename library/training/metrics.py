@@ -1,6 +1,6 @@
 """Metrics of a run: the .metrics.jsonl file, the progress bar, and losses by timestep, bucket and dataset.
 
-The average loss is that of the last 100 steps.  Trackers (wandb, TensorBoard) are in ``distributed.trackers``, MFU in
+The average loss is that of the last 100 steps.  Trackers (wandb, TensorBoard) are in ``trackers``, MFU in
 ``profiler``.
 """
 
@@ -19,9 +19,9 @@ from torch import nn
 from ..adapters.dropout_and_max_norm import compute_layer_update_norms, find_adapter_layers
 from ..atomic_files import write_atomic
 from ..distributed.devices import get_peak_memory
-from ..distributed.trackers import Trackers
 from ..log import ProgressBar
 from ..report.metric_series import read_metrics
+from ..trackers import Trackers
 from .callbacks import combine_norms
 from .state import StepMetrics, TrainingRun
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from .. import __version__
-from ..data.batch import PixelBatch
-from ..data.images import BadSample
-from ..data.loader import StepBatches
-from ..distributed.async_copy import HostSnapshot
+from ..dataloader.batch import PixelBatch
+from ..dataloader.images import BadSample
+from ..dataloader.loader import StepBatches
 from ..distributed.step_phases import OutOfMemory
 from ..errors import UserError
 from ..optim.optimizers import load_optimizer_state
+from ..parallel.async_copy import HostSnapshot
 from ..parallel.strategy import Strategy
 from .state import SkippedStep, StepMetrics, TrainingRun
 from .task import DiffusionTask

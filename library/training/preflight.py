@@ -3,7 +3,7 @@
 To add a check, write ``validate_*`` in a validate*.py of its package and add a line here, by what it needs:
 
 - ``list_settings_checks``: options, dataset TOML, model files, prompts. No torch, so a typo is reported in a second.
-- What needs the scanned images (dataset weights, empty stages) is in ``dataset.validate``, called by data.prepare.
+- What needs the scanned images (dataset weights, empty stages) is in ``dataset.validate``, called by prepare.py.
 - ``list_installation_checks``: packages of optimizers and attention kernels, existing files, tokens; for runs.
   ``--dry_run`` reports them as warnings, since its run may be on another machine.
 - Launch checks (devices, launcher, engines, mixed precision) are in ``distributed.validate_launch``: a rank runs them
@@ -88,7 +88,7 @@ def list_settings_checks() -> Sequence[SettingsCheck]:
 
 def list_run_checks() -> Sequence[RunCheck]:
     """List the checks that need torch or a model on the meta device."""
-    from ..data.sample_prompts import load_preview_prompts
+    from ..dataloader.sample_prompts import load_preview_prompts
     from ..models.validate_options import validate_prompts
     from ..optim.validate_optimizer import validate_elementwise_optimizer, validate_lr_schedule, validate_optimizer
     from . import validate_model
@@ -170,7 +170,7 @@ def validate_output_files(save: SaveConfig, state: StateConfig, train: TrainConf
         return
     folder, name = Path(save.output_dir), save.output_name
     if state.auto_resume:
-        from ..checkpoint.checkpoint_dir import find_checkpoints  # imports torch
+        from .checkpoint_dir import find_checkpoints  # imports torch
 
         if any(find_checkpoints(folder, name)):
             return
@@ -208,7 +208,7 @@ def _find_output_files(save: SaveConfig, train: TrainConfig, has_ema: bool) -> l
 
 def _validate_upload(save: SaveConfig) -> Iterator[str]:
     if save.huggingface_repo_id is not None:
-        from ..checkpoint.hub_upload import validate_hub_token
+        from .hub_upload import validate_hub_token
 
         yield from validate_hub_token()
 

@@ -1,6 +1,6 @@
 """The preview callback: generate sample images during training, with the prompts distributed over the ranks.
 
-Prompt files are read in ``data.sample_prompts``; an image is sampled in ``models.sampling``.
+Prompt files are read in ``dataloader.sample_prompts``; an image is sampled in ``models.sampling``.
 """
 
 import io
@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from ..config.schema_output import PreviewConfig
-from ..data.images import load_preview_controls
-from ..data.sample_prompts import Prompt
+from ..dataloader.images import load_preview_controls
+from ..dataloader.sample_prompts import Prompt
 from ..models.sampling import use_eval_mode
 from ..models.training_adapter import bypass_training_adapter
 from ..optim.optimizers import use_eval_weights

@@ -1,7 +1,7 @@
 """Resuming from a checkpoint: select it, compare its settings with those of this run, and run pending callbacks.
 
 Weights, optimizer, EMA and counters are put back by ``save_and_restore_state.restore_state``; the files of a checkpoint
-are read and written by ``checkpoint.checkpoint_dir``.
+are read and written by ``training.checkpoint_dir``.
 """
 
 import logging
@@ -15,22 +15,22 @@ import torch
 
 from .. import __version__
 from ..cache.model_fingerprint import compute_quick_file_fingerprint, compute_quick_model_fingerprint
-from ..checkpoint import checkpoint_dir
-from ..checkpoint.checkpoint_dir import CheckpointInfo, find_checkpoints, read_checkpoint_info
 from ..config import RunConfig
 from ..config.kohya_compat import upgrade_settings
 from ..config.options import flatten_config, iter_options
 from ..config.schema import AdapterConfig
 from ..config.schema_output import StateConfig
-from ..data.batch_plan import get_planned_stages
-from ..data.prepare import PreparedData
-from ..data.run_plan import RunPlan
+from ..dataloader.batch_plan import get_planned_stages
+from ..dataloader.prepare import PreparedData
+from ..dataloader.run_plan import RunPlan
 from ..distributed.config_agreement import NF4_KERNEL
 from ..distributed.signals import StopSignals
 from ..errors import RunInterrupted, UserError
 from ..models.detect import DetectedModel
 from ..parallel.quantize import BUILT_IN_KERNEL
 from ..parallel.strategy import Strategy
+from . import checkpoint_dir
+from .checkpoint_dir import CheckpointInfo, find_checkpoints, read_checkpoint_info
 from .preflight import check_setting_changes
 from .save_adapter import AdapterRetention
 from .save_and_restore_state import SaveCheckpoint, restore_state

@@ -14,20 +14,17 @@ from ..cache.latent_cache import cache_latents
 from ..cache.model_fingerprint import compute_quick_file_fingerprint, compute_quick_model_fingerprint
 from ..cache.readers import CacheReaders, build_validation_reader
 from ..cache.text_encoder_cache import cache_text_encoder_outputs
-from ..checkpoint import checkpoint_dir
-from ..checkpoint.network_weights import add_training_adapter, merge_base_weights, read_initial_weights
-from ..checkpoint.output_lock import hold_output_lock
 from ..config import RunConfig
 from ..config.options import flatten_config
 from ..config.schema import AdapterConfig
 from ..config.schema_output import SaveConfig
-from ..data.prepare import PreparedData
-from ..data.run_plan import RunPlan
-from ..data.sample_prompts import Prompt, load_preview_prompts
+from ..dataloader.prepare import PreparedData
+from ..dataloader.run_plan import RunPlan
+from ..dataloader.sample_prompts import Prompt, load_preview_prompts
 from ..distributed.config_agreement import NF4_KERNEL
 from ..distributed.launcher_settings import find_overridden_settings
+from ..distributed.process_group import drain_gloo_threads
 from ..distributed.signals import StopSignals
-from ..distributed.trackers import Trackers
 from ..errors import UserError
 from ..log import ProgressBar
 from ..models.base import Family
@@ -38,10 +35,14 @@ from ..optim.lr_schedulers import build_lr_schedule
 from ..parallel.strategy import Strategy
 from ..parallel.strategy_registry import build_strategy
 from ..report import preview_grid
+from ..trackers import Trackers
+from . import checkpoint_dir
 from .callbacks import SaveReport, UpdateNorms, WeightsDiverged, WeightSyncCheck
 from .loop import train
 from .metrics import MetricsFile, TrainingLogger
 from .nan_and_oom_handling import TooManyFailures
+from .network_weights import add_training_adapter, merge_base_weights, read_initial_weights
+from .output_lock import hold_output_lock
 from .preflight import RunFacts, check_output_dirs, check_run_settings
 from .preview import Preview
 from .resume import Resume
@@ -257,8 +258,8 @@ def _train_and_save(
 ) -> None:
     """Train to the last step, save when the run stops or fails, and log where the files are."""
     comm = run.strategy.comm
-    trackers = Trackers(comm)
-    trackers.init_trackers(run.config.log, flatten_config(run.config))
+    trackers = Trackers(comm.accelerator)
+    comm.run_on_main(lambda: trackers.init_trackers(run.config.log, flatten_config(run.config)))
     first_step, is_main, metrics_path = run.state.step, comm.is_main, _get_metrics_path(run.config.save)
     with signals, ProgressBar(run.plan.steps, first_step, "training", enabled=is_main) as progress:
         metrics_file = MetricsFile(metrics_path, first_step) if is_main else None
@@ -282,6 +283,8 @@ def _train_and_save(
             raise failure_handler.build_final_error(error, run, callbacks.save_checkpoint) from error
     callbacks.save_checkpoint.wait_until_written(run)
     run.bad_samples.log_summary()
+    comm.accelerator.wait_for_everyone()
+    drain_gloo_threads()
     trackers.end_training()
     grid = _write_preview_grid(run.config.save, prompts, resume.started_at) if is_main else None
     _log_output_paths(callbacks, grid)

@@ -27,19 +27,19 @@ from ..adapters.metadata import BaseModelMetadata, RunMetadata, add_model_hashes
 from ..adapters.module_adapter import group_by_module
 from ..atomic_files import compute_sha256
 from ..cache.paths import format_bytes
-from ..checkpoint.collect_component_keys import collect_component_keys
-from ..checkpoint.hub_upload import HubUploader
-from ..checkpoint.network_weights import split_idle_layers
 from ..config.schema import ModelConfig
 from ..config.schema_output import SaveConfig
-from ..data.batch_plan import get_planned_stages
-from ..data.dataset_metadata import build_dataset_metadata
-from ..data.prepare import PreparedData
+from ..dataloader.batch_plan import get_planned_stages
+from ..dataloader.dataset_metadata import build_dataset_metadata
+from ..dataloader.prepare import PreparedData
 from ..errors import UserError
 from ..models.base import Family
+from ..models.collect_component_keys import collect_component_keys
 from ..models.sampling import use_eval_mode
 from ..optim.optimizers import use_eval_weights
 from ..randomness import Purpose, derive_seed
+from .hub_upload import HubUploader
+from .network_weights import split_idle_layers
 from .state import TrainingRun, is_interval_reached
 
 logger = logging.getLogger(__name__)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters.component_keys import clean_parameter_name
-from ..checkpoint import checkpoint_dir
 from ..config.schema_output import StateConfig
-from ..distributed.async_copy import HostSnapshot
 from ..errors import UserError, format_error
 from ..optim.optimizers import load_optimizer_state
+from ..parallel.async_copy import HostSnapshot
+from . import checkpoint_dir
 from .save_adapter import SaveAdapter
 from .state import SkippedStep, TrainingRun, TrainState
 

@@ -16,26 +16,24 @@ from ..adapters.injection import cast_trainable_parameters, leave_input_casts_to
 from ..atomic_files import find_write_error
 from ..cache.paths import resolve_cache_dirs
 from ..cache.readers import CacheReaders, build_step_loader
-from ..checkpoint.collect_component_keys import collect_component_keys
-from ..checkpoint.network_weights import InitialWeights, keep_idle_layers, load_network_weights
 from ..config import RunConfig
 from ..config.schema import OptimConfig, TrainConfig
 from ..config.schema_data import CacheConfig, DataConfig
 from ..config.schema_distributed import DistributedConfig
 from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.validate_objective import find_active_options
-from ..data.loader import StepLoader
-from ..data.prepare import PreparedData, prepare_data
-from ..data.run_plan import RunPlan
-from ..data.sample_prompts import Prompt
+from ..dataloader.loader import StepLoader
+from ..dataloader.prepare import PreparedData, prepare_data
+from ..dataloader.run_plan import RunPlan
+from ..dataloader.sample_prompts import Prompt
 from ..diffusion.objective import Objective
 from ..diffusion.process import FlowMatchingProcess
-from ..distributed.async_copy import CopyStream
 from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST, MIXED_PRECISION_DTYPES
 from ..errors import ConfigError
 from ..models.attention import set_attention_mode
 from ..models.base import Family
+from ..models.collect_component_keys import collect_component_keys
 from ..models.detect import DetectedModel, build_control_limits
 from ..models.facts import select_trained_text_encoders
 from ..models.model_configs import is_tokenizer
@@ -44,10 +42,12 @@ from ..optim import lr_schedulers, optimizers
 from ..optim.ema import AdapterEMA
 from ..optim.validate_optimizer import find_learning_rate_warnings
 from ..parallel.activation_checkpointing import enable_activation_checkpointing
+from ..parallel.async_copy import CopyStream
 from ..parallel.block_swap import is_quantized_or_offloaded, quantize_and_offload_base
 from ..parallel.parallel_plan import build_parallel_plan
 from ..parallel.strategy import Strategy
 from .nan_and_oom_handling import BadSamples, NanGuard, OomRecovery
+from .network_weights import InitialWeights, keep_idle_layers, load_network_weights
 from .param_groups import build_param_groups
 from .preflight import check_objective
 from .state import NullMetricLogger, TrainingRun

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..config import RunConfig
-from ..data.batch import PixelBatch
+from ..dataloader.batch import PixelBatch
 from ..distributed.communicator import Communicator
 from ..distributed.step_phases import OutOfMemory, find_out_of_memory
 from ..distributed.watchdog import PeerMonitor, ProcessIdentity

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from ..adapters.dropout_and_max_norm import MaxNormRegularizer
 from ..config import RunConfig
-from ..data.loader import StepBatches, StepLoader
-from ..data.run_plan import RunPlan
+from ..dataloader.loader import StepBatches, StepLoader
+from ..dataloader.run_plan import RunPlan
 from ..optim.ema import AdapterEMA
 from ..optim.lr_schedulers import LRSchedule
 from ..optim.optimizers import ParamGroup

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..data.batch import PixelBatch, TextLength
-from ..data.batch_plan import MicroBatchSchedule, PlannedStage, get_planned_stages
+from ..dataloader.batch import PixelBatch, TextLength
+from ..dataloader.batch_plan import MicroBatchSchedule, PlannedStage, get_planned_stages
 from ..distributed.devices import has_device_memory
 from ..distributed.step_phases import OutOfMemory, record_phase
 from ..errors import UserError

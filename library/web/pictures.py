@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ..config.schema_data import DataConfig
-from ..data.buckets import BucketAssignment
-from ..data.invalid_images import CROP_WARNING_FRACTION, UPSCALE_WARNING_FACTOR
-from ..data.manifest import Sample
-from ..data.prepare import prepare_data
+from ..dataloader.buckets import BucketAssignment
+from ..dataloader.invalid_images import CROP_WARNING_FRACTION, UPSCALE_WARNING_FACTOR
+from ..dataloader.manifest import Sample
+from ..dataloader.prepare import prepare_data
 from ..dataset.dataset_config import load_dataset_config
 from ..dataset.image_ref import ImageRef
 from ..dataset.schema import DatasetConfig, SubsetConfig

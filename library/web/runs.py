@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.output_lock import LEASE_SECONDS
 from ..errors import UserError
 from ..report.metric_series import MetricTable, is_plain_number
 from ..report.page import RunSummary
 from ..report.preview_grid import PreviewRow, find_preview_files
+from ..training.output_lock import LEASE_SECONDS
 from .folders import FileFinder, OpenedFolders
 
 METRICS_END, SUMMARY_END, LOG_END = ".metrics.jsonl", ".run.json", ".log"

@@ -23,11 +23,11 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 from library.config.schema import TrainConfig
 from library.config.schema_data import DataConfig
 from library.config.schema_objective import NoiseConfig
-from library.data.batch import normalize_pixels
-from library.data.batch_plan import AnyBatchPlan
-from library.data.images import BadSample
-from library.data.loader import MicroBatchDataset
-from library.data.prepare import prepare_data
+from library.dataloader.batch import normalize_pixels
+from library.dataloader.batch_plan import AnyBatchPlan
+from library.dataloader.images import BadSample
+from library.dataloader.loader import MicroBatchDataset
+from library.dataloader.prepare import prepare_data
 from library.diffusion.process import NoiseProcess, build_discrete_process
 from library.diffusion.timesteps import compute_timesteps
 from library.errors import UserError

@@ -75,22 +75,14 @@ PREFLIGHT_NAME = re.compile(
 """The last ones are the words of version 0.1."""
 
 LIMITS: dict[str, tuple[float, float]] = {
-    "files": (0, 345),  # room for the families of 2026, the tools around a LoRA, remote data and attention backends
-    "lines": (0, 60_000),
-    "files under 40 lines": (0, 0),
-    "files under 60 lines": (0, 15),
-    "files over 400 lines": (0, 0),
-    "folders over 20 files": (0, 0),
+    "files over 600 lines": (0, 0),
     "functions over 60 lines": (0, 0),
     "bare participles": (0, 0),
     "begin with a verb, %": (90, 100),
     "public names defined twice": (0, 0),
-    "RunConfig parameters": (0, 30),
-    "fmt: skip in library": (0, 60),
-    "fmt: skip in tests": (0, 60),
-    "pre-flight functions outside the list": (0, 23),
 }
-"""The smallest and the largest value that `test_code_metrics.py` accepts, so that the structure cannot slide back."""
+"""The smallest and the largest value that `test_code_metrics.py` accepts; the other rows are printed, so that growth
+is seen, and fail no build: a new file, option or check needs no change here."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +169,7 @@ def measure(root: Path) -> dict[str, float]:
         "files under 40 lines": sum(lines[file] < 40 for file in modules),
         "files under 60 lines": sum(lines[file] < 60 for file in modules),
         "files over 400 lines": sum(count > 400 for count in lines.values()),
+        "files over 600 lines": sum(count > 600 for count in lines.values()),
         "folders over 20 files": sum(count > 20 for folder, count in folders.items() if folder.name != "families"),
         "functions": len(named),
         "functions over 60 lines": sum((f.node.end_lineno or 0) - f.node.lineno + 1 > 60 for f in functions),

@@ -19,23 +19,18 @@ def test_the_structure_is_within_its_limits():
 
 
 PLANTED = {
-    "lines": ("data/x.py", "A = 1\n" * int(LIMITS["lines"][1])),
-    "files over 400 lines": ("data/x.py", "A = 1\n" * 401),
-    "files under 40 lines": ("data/x.py", "A = 1\n"),
-    "functions over 60 lines": ("data/x.py", "def load_all():\n" + "    a = 1\n" * 60),
-    "bare participles": ("data/x.py", "def kept(): ...\n" + "A = 1\n" * 60),
-    "begin with a verb, %": ("data/x.py", "def images(): ...\ndef captions(): ...\n"),
-    "public names defined twice": ("data/x.py", "def load_b(): ...\n" + "A = 1\n" * 60),
-    "RunConfig parameters": ("data/x.py", f"def load_all({', '.join(f'a{n}: RunConfig' for n in range(31))}): ...\n"),
-    "fmt: skip in library": ("data/x.py", "A = [1]  # fmt: " + "skip\n" + "B = [1]  # fmt: skip\n" * 60),
-    "pre-flight functions outside the list": ("data/x.py", "def validate_all(): ...\n" * 61),
+    "files over 600 lines": ("dataloader/x.py", "A = 1\n" * 601),
+    "functions over 60 lines": ("dataloader/x.py", "def load_all():\n" + "    a = 1\n" * 60),
+    "bare participles": ("dataloader/x.py", "def kept(): ...\n" + "A = 1\n" * 60),
+    "begin with a verb, %": ("dataloader/x.py", "def images(): ...\ndef captions(): ...\n"),
+    "public names defined twice": ("dataloader/x.py", "def load_b(): ...\n" + "A = 1\n" * 60),
 }
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_violation_is_measured(name, tmp_path):
     file, source = PLANTED[name]
-    for path, text in {file: source, "data/b.py": "def load_b(): ...\n" + "A = 1\n" * 60}.items():
+    for path, text in {file: source, "dataloader/b.py": "def load_b(): ...\n" + "A = 1\n" * 60}.items():
         (tmp_path / "library" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "library" / path).write_text(text, encoding="utf-8")
     low, high = LIMITS[name]

@@ -186,7 +186,7 @@ def test_conditions_see_text_and_image_but_not_each_other(plain):
 def test_previews_compute_independent_conditions_once(plain, tmp_path):
     from PIL import Image
 
-    from library.data.sample_prompts import Prompt
+    from library.dataloader.sample_prompts import Prompt
 
     path = tmp_path / "condition.png"
     Image.effect_noise((96, 64), 90).convert("RGB").save(path)

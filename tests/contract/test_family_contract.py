@@ -23,7 +23,7 @@ from tiny_pipelines import HEIGHT, TINY, WIDTH, TinyCase
 from torch import nn
 
 from library.config.schema import AdapterConfig, ModelConfig
-from library.data.sample_prompts import Prompt
+from library.dataloader.sample_prompts import Prompt
 from library.models.base import Family
 from library.models.detect import detect_model
 from library.models.families import FAMILIES, FAMILY_FACTS

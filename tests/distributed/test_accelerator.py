@@ -16,7 +16,6 @@ from library.distributed.accelerator import build_accelerator_kwargs, should_bin
 from library.distributed.devices import Machine, count_numa_nodes, find_numa_affinity_problem
 from library.distributed.process_group import build_process_group_kwargs
 from library.distributed.rendezvous import build_partial_state_kwargs
-from library.distributed.trackers import resolve_tracker, resolve_tracker_dir
 from library.distributed.validate_launch import (
     AcceleratorFacts,
     validate_accelerator,
@@ -25,6 +24,7 @@ from library.distributed.validate_launch import (
 )
 from library.distributed.world import World, select_device_type
 from library.errors import ConfigError
+from library.trackers import resolve_tracker, resolve_tracker_dir
 
 pytestmark = pytest.mark.quick
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from library.config.schema_data import DataConfig
 from library.config.types import Resolution
-from library.data.buckets import BucketAssignment, build_bucket_assigner, make_bucket_resolutions
+from library.dataloader.buckets import BucketAssignment, build_bucket_assigner, make_bucket_resolutions
 from library.dataset.dataset_config import parse_dataset_config
 from library.dataset.schema import DatasetConfig, collect_flag_defaults
 

@@ -19,7 +19,7 @@ from library.adapters.client_compatibility import choose_file_format, list_clien
 from library.adapters.kohya_diffusers_comfyui_keys import convert_to_file_format
 from library.adapters.module_adapter import group_by_module, parse_tensor_key
 from library.adapters.targets_rank_alpha import match_target_modules
-from library.checkpoint.collect_component_keys import build_component_keys
+from library.models.collect_component_keys import build_component_keys
 from library.models.families import FAMILIES, FAMILY_FACTS
 
 KNOWN = json.loads((Path(__file__).resolve().parents[1] / "data" / "comfyui_keys.json").read_text())

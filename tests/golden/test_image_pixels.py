@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from odd_images import encode_png
 from PIL import Image
 
-from library.data.buckets import BucketAssignment
-from library.data.images import resize_and_crop, resize_area, resize_image
+from library.dataloader.buckets import BucketAssignment
+from library.dataloader.images import resize_and_crop, resize_area, resize_image
 from library.dataset.image_inspection import inspect_image, load_rgb_image
 
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)

@@ -8,8 +8,8 @@ import pytest
 from kohya_cases import CASES, format_case, write_kohya_folders
 
 from library.config import parse_config
-from library.data.dataset_metadata import build_dataset_metadata
-from library.data.prepare import PreparedData, prepare_data
+from library.dataloader.dataset_metadata import build_dataset_metadata
+from library.dataloader.prepare import PreparedData, prepare_data
 from library.dataset.dataset_config import convert_to_sd_scripts, load_dataset_config
 
 

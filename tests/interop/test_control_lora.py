@@ -12,7 +12,7 @@ from training_runs import train, write_images
 
 from library.adapters import injection
 from library.config import parse_config
-from library.data.sample_prompts import Prompt
+from library.dataloader.sample_prompts import Prompt
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.training.trainable_modules import select_target_components

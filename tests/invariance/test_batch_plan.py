@@ -9,8 +9,8 @@ from bucket_strategies import bucket_lists, layouts, seeds
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from library.data.batch_plan import BatchPlan, Bucket, MicroBatch
-from library.data.repeats import shuffle_with_repeats
+from library.dataloader.batch_plan import BatchPlan, Bucket, MicroBatch
+from library.dataloader.repeats import shuffle_with_repeats
 
 pytestmark = pytest.mark.quick
 

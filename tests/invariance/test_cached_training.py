@@ -18,7 +18,7 @@ from rank_processes import CONTEXT, run_on_ranks
 from training_runs import write_images
 
 from library.cache.store import CacheStore
-from library.data.batch import normalize_pixels
+from library.dataloader.batch import normalize_pixels
 from library.diffusion.losses import resize_mask_to_latents
 from library.errors import ConfigError, UserError
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from training_runs import max_relative_difference, write_prompts
 
-from library.data.batch import Moments, PixelBatch
+from library.dataloader.batch import Moments, PixelBatch
 from library.parallel.compile import MAX_RECOMPILES, Compilation, compile_model, find_repeated_blocks
 
 

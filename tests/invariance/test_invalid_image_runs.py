@@ -37,7 +37,7 @@ def test_masked_images_train_equally_on_one_rank_and_two(masked, tmp_path):
 
 def train_with_unreadable_images(names: tuple[str, ...], *flags: str) -> tuple[int, str, bool]:
     """Train while images become unreadable; return the last step, the error, and whether another rank reports it."""
-    from library.data import images
+    from library.dataloader import images
     from library.errors import UserError
     from library.training import loop
 

@@ -85,7 +85,7 @@ def test_ranks_and_resumed_runs_may_have_copies_under_other_names(folder, capfd)
 
 def test_a_checkpoint_of_the_last_release_is_resumed(folder):
     """Its fingerprint depends on the names of folders."""
-    from library.data.prepare import prepare_data
+    from library.dataloader.prepare import prepare_data
 
     words = [*CASE["cli"], *SETTINGS, "--save_state", "--output_dir", "out"]
     run_on_ranks(1, train, *words)

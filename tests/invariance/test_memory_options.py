@@ -22,12 +22,11 @@ from training_runs import even_dataset, max_relative_difference, train_adapter
 from benchmarks.memory import count_blocks
 from benchmarks.synthetic_run import build_run, load_training_options, write_dataset
 from library.config import parse_config
-from library.distributed import async_copy
-from library.distributed.async_copy import CopyStream
 from library.distributed.devices import HOST
 from library.errors import ConfigError
 from library.estimate.memory_meter import MemoryMeter
-from library.parallel import activation_checkpointing, block_swap
+from library.parallel import activation_checkpointing, async_copy, block_swap
+from library.parallel.async_copy import CopyStream
 from library.parallel.block_swap import WeightOffloader, quantize_and_offload_base, select_spread_indices
 from library.parallel.quantize import (
     NF4_BLOCK_SIZE,

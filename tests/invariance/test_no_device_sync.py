@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.synthetic_run import build_run, write_dataset
-from library.distributed.async_copy import AsyncScalarQueue, CopyStream
 from library.models.families import FAMILIES
+from library.parallel.async_copy import AsyncScalarQueue, CopyStream
 from library.training import loop
 from library.training.trainable_modules import get_trainable_parameters
 

@@ -21,10 +21,10 @@ from library import tools
 from library.config import parse_config
 from library.config.schema import TrainConfig
 from library.config.schema_data import CacheConfig, DataConfig, ValidateConfig
-from library.data.batch_plan import BatchPlan, StagedBatchPlan
-from library.data.buckets import build_bucket_assigner
-from library.data.prepare import prepare_data
-from library.data.run_plan import RunPlan
+from library.dataloader.batch_plan import BatchPlan, StagedBatchPlan
+from library.dataloader.buckets import build_bucket_assigner
+from library.dataloader.prepare import prepare_data
+from library.dataloader.run_plan import RunPlan
 from library.dataset.dataset_config import parse_dataset_config
 from library.dataset.resolution_stages import build_stages, expand_resolution_schedule
 from library.dataset.schema import collect_flag_defaults

@@ -10,10 +10,10 @@ from resumed_runs import STEPS, build_flags, copy_as_killed, dataset, read_metri
 from safetensors.torch import load_file
 from training_runs import train
 
-from library.checkpoint import checkpoint_dir
 from library.config import parse_config
 from library.config.schema_output import StateConfig
 from library.errors import ConfigError, UserError
+from library.training import checkpoint_dir
 from library.training.resume import find_changes, select_checkpoint, serialize_settings
 
 __all__ = ["dataset", "uninterrupted_run"]  # fixtures
@@ -372,7 +372,7 @@ def test_a_failed_checkpoint_is_reported_and_training_continues(dataset, tmp_pat
 
 def train_with_failing_checkpoint(error: Exception, *flags: str) -> str:
     """Train with a failing save of the first checkpoint; return the log."""
-    from library.checkpoint import checkpoint_dir
+    from library.training import checkpoint_dir
 
     save_file, calls = checkpoint_dir.save_file, []
 

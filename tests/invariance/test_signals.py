@@ -19,9 +19,9 @@ from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from training_runs import train
 
-from library.checkpoint import output_lock
-from library.checkpoint.output_lock import hold_output_lock
 from library.errors import UserError
+from library.training import output_lock
+from library.training.output_lock import hold_output_lock
 
 __all__ = ["settings"]  # a fixture
 

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from training_runs import max_relative_difference, train, write_images
 
 from library.adapters.kohya_diffusers_comfyui_keys import convert_to_file_format
-from library.checkpoint.network_weights import add_training_adapter, merge_base_weights, read_initial_weights
 from library.config import parse_config
 from library.config.schema import AdapterConfig, ModelConfig, TrainConfig
 from library.errors import ConfigError
@@ -18,6 +17,7 @@ from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.models.training_adapter import bypass_training_adapter
 from library.parallel.block_swap import quantize_and_offload_base
+from library.training.network_weights import add_training_adapter, merge_base_weights, read_initial_weights
 
 NAME = "z_image"
 LORA = "--network_dim 4 --network_alpha 4 --optimizer_type SGD --learning_rate 0.5 --seed 3".split()

@@ -13,7 +13,7 @@ from training_runs import max_relative_difference, train, write_images
 from library.cache.readers import build_validation_reader
 from library.config import parse_config
 from library.config.schema_data import DataConfig
-from library.data.prepare import prepare_data
+from library.dataloader.prepare import prepare_data
 from library.dataset.validate import validate_dataset_config
 from library.errors import ConfigError
 from library.training.validation_loss import MeanEstimate, student_t_quantile

@@ -5,7 +5,7 @@ from tiny_pipelines import TINY
 
 from library.adapters.original_module_names import T5_KEYS
 from library.adapters.targets_rank_alpha import match_target_modules
-from library.checkpoint.collect_component_keys import collect_component_keys
+from library.models.collect_component_keys import collect_component_keys
 from library.models.families import FAMILIES
 
 

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from library.data.batch_plan import Bucket
+from library.dataloader.batch_plan import Bucket
 
 
 @st.composite

@@ -15,9 +15,9 @@ from library.cache.latent_cache import LatentEncoder, cache_latents
 from library.cache.readers import build_step_loader
 from library.cache.text_encoder_cache import CaptionEncoder, cache_text_encoder_outputs
 from library.config import RunConfig, parse_config
-from library.data.batch import Cond, Moments
-from library.data.prepare import PreparedData, prepare_data
-from library.data.run_plan import RunPlan
+from library.dataloader.batch import Cond, Moments
+from library.dataloader.prepare import PreparedData, prepare_data
+from library.dataloader.run_plan import RunPlan
 from library.distributed.accelerator import prepare_accelerator
 from library.distributed.communicator import Communicator
 from library.models.detect import detect_model

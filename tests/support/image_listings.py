@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image
 
 from library.config.schema_data import DataConfig
-from library.data.prepare import PreparedData, prepare_data
+from library.dataloader.prepare import PreparedData, prepare_data
 from library.dataset.dataset_config import parse_dataset_config
 from library.dataset.listing import SubsetListing
 from library.dataset.schema import collect_flag_defaults

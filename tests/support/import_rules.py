@@ -9,13 +9,12 @@ LAYERS: list[set[str]] = [
     {"errors", "registry", "randomness", "log", "atomic_files", "__init__"},
     {"config", "storage"},
     {"dataset", "diffusion"},
-    {"data"},
+    {"dataloader", "trackers"},
     {"demo", "captioning"},
     {"adapters", "optim", "distributed"},
     {"models"},
     {"parallel"},
     {"cache", "report"},
-    {"checkpoint"},
     {"training"},
     {"estimate"},
     {"tools", "web", "cli", "__main__"},
@@ -35,10 +34,10 @@ ENTRY_POINTS: dict[str, set[str]] = {
     "argparse": {"config"},
     "deepspeed": {"distributed", "parallel"},
     "diffusers": {"models"},
-    "filelock": {"checkpoint", "storage"},
+    "filelock": {"storage", "training"},
     "fsspec": {"storage"},
     "jinja2": {"report"},
-    "huggingface_hub": {"cache", "captioning", "checkpoint", "models"},
+    "huggingface_hub": {"cache", "captioning", "models", "training"},
     "peft": {"adapters"},
     "psutil": {"distributed", "tools", "web"},
     "pyarrow": {"dataset"},
@@ -51,7 +50,7 @@ ENTRY_POINTS: dict[str, set[str]] = {
     "starlette": {"web", "tools"},
     "tqdm": {"log"},
     "uvicorn": {"tools"},
-    "wandb": {"distributed"},
+    "wandb": {"trackers"},
     "yaml": {"distributed", "tools"},
 }
 """Third-party library -> the packages that may import it."""
@@ -62,11 +61,11 @@ PRINTING_PACKAGES = {"cli"}
 DEVICE_PACKAGES = {"distributed", "parallel"}
 DEVICES = {"cuda", "cpu", "mps", "xpu", "npu", "hpu", "mlu"}
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 60
 
 
 def find_violations(path: PurePosixPath, source: str) -> list[str]:
-    """What breaks the rules in the module at ``path`` below `library/` (``data/buckets.py``)."""
+    """What breaks the rules in the module at ``path`` below `library/` (``dataloader/buckets.py``)."""
     tree = ast.parse(source)
     found = []
     if len(source.splitlines()) > MAX_FILE_LINES:

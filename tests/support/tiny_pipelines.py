@@ -19,7 +19,7 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwen
 from PIL import Image
 from torch import Tensor
 
-from library.data.batch import Batch, Cond
+from library.dataloader.batch import Batch, Cond
 from library.models.base import Family
 from library.models.families import FAMILIES
 

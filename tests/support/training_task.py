@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from library.config.schema_objective import LossConfig, NoiseConfig
-from library.data.batch import PixelBatch
+from library.dataloader.batch import PixelBatch
 from library.diffusion.objective import Objective
-from library.distributed.async_copy import CopyStream
 from library.models.families import FAMILIES
+from library.parallel.async_copy import CopyStream
 from library.training.task import DiffusionTask
 
 HEIGHT, WIDTH = 32, 48

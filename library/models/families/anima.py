@@ -18,8 +18,8 @@ from ..shared_facts import T5_TOKENIZER, match_flow_model
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ...data.batch import Batch, Cond, Moments
-    from ...data.sample_prompts import Prompt
+    from ...dataloader.batch import Batch, Cond, Moments
+    from ...dataloader.sample_prompts import Prompt
     from ...diffusion.process import NoiseProcess
 
 ANIMA_TEXT_TOKENS = 512

@@ -16,8 +16,8 @@ from ..shared_facts import DENOISER_PREFIXES, JOINT_ATTENTION_LORA_TARGET_MODULE
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ...data.batch import Batch, Cond
-    from ...data.sample_prompts import Prompt
+    from ...dataloader.batch import Batch, Cond
+    from ...dataloader.sample_prompts import Prompt
 
 AURA_FLOW_MAX_SEQUENCE_LENGTH = 256
 """Tokens of the padded prompt, as in diffusers' pipeline."""

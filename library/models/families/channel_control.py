@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor, nn
 
-    from ...data.batch import Batch, Cond
-    from ...data.sample_prompts import Prompt
+    from ...dataloader.batch import Batch, Cond
+    from ...dataloader.sample_prompts import Prompt
 
 CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a call of the denoiser: positional arguments, and those by name."""
@@ -75,7 +75,7 @@ class ChannelControl(Family):
         """Sample with the pipeline of the family without control; the condition is cropped to the image's shape."""
         from PIL import ImageOps
 
-        from ...data.images import load_preview_controls
+        from ...dataloader.images import load_preview_controls
 
         width, height = prompt.width or self.default_image_size[0], prompt.height or self.default_image_size[1]
         (image,) = load_preview_controls(prompt)

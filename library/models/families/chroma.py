@@ -23,8 +23,8 @@ from .flux import FLUX_KEYS
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ...data.batch import Batch, Cond
-    from ...data.sample_prompts import Prompt
+    from ...dataloader.batch import Batch, Cond
+    from ...dataloader.sample_prompts import Prompt
 
 
 def _match_chroma(read: ConfigReader) -> FamilyMatch:

@@ -14,8 +14,8 @@ from ..shared_facts import DENOISER_PREFIXES, match_flow_model
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ...data.batch import Batch, Cond
-    from ...data.sample_prompts import Prompt
+    from ...dataloader.batch import Batch, Cond
+    from ...dataloader.sample_prompts import Prompt
     from ...diffusion.process import FlowMatchingProcess
 
 COGVIEW4_MAX_SEQUENCE_LENGTH = 1024

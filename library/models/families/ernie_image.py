@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from ...data.batch import Batch, Cond, Moments
+    from ...dataloader.batch import Batch, Cond, Moments
 
 BATCH_NORM_EPS = 1e-5
 """Of the latents' statistics, as in diffusers' pipeline; the VAE's config has another."""

@@ -31,8 +31,8 @@ from ..shared_facts import (
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ...data.batch import Batch, Cond
-    from ...data.sample_prompts import Prompt
+    from ...dataloader.batch import Batch, Cond
+    from ...dataloader.sample_prompts import Prompt
 
 
 def _match_flux(read: ConfigReader) -> FamilyMatch:

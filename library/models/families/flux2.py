@@ -23,8 +23,8 @@ from ..shared_facts import (
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ...data.batch import Batch, Cond, Moments
-    from ...data.sample_prompts import Prompt
+    from ...dataloader.batch import Batch, Cond, Moments
+    from ...dataloader.sample_prompts import Prompt
     from ...diffusion.process import NoiseProcess
 
 FLUX2_MAX_SEQUENCE_LENGTH = 512

@@ -16,8 +16,8 @@ from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ...data.batch import Batch, Cond, Moments
-    from ...data.sample_prompts import Prompt
+    from ...dataloader.batch import Batch, Cond, Moments
+    from ...dataloader.sample_prompts import Prompt
     from ...diffusion.process import NoiseProcess
 
 FLUX3_MAX_SEQUENCE_LENGTH = 8192

@@ -13,8 +13,8 @@ from .flux import Flux
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from ...data.batch import Cond
-    from ...data.sample_prompts import Prompt
+    from ...dataloader.batch import Cond
+    from ...dataloader.sample_prompts import Prompt
 
 FACTS = replace(
     FLUX_FACTS,

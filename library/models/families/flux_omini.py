@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor, nn
 
-    from ...data.batch import Batch, Cond
-    from ...data.sample_prompts import Prompt
+    from ...dataloader.batch import Batch, Cond
+    from ...dataloader.sample_prompts import Prompt
 
 FACTS = replace(
     FLUX_FACTS,
@@ -129,7 +129,7 @@ class FluxOmini(Flux):
         as they are."""
         from PIL import ImageOps
 
-        from ...data.images import load_preview_controls
+        from ...dataloader.images import load_preview_controls
         from ..omini_control import ConditionCache
 
         kwargs = super().build_sampling_kwargs(pipe, prompt, cond, negative_cond)

@@ -17,8 +17,8 @@ from .hunyuan_image_keys import COMFYUI_KEYS, HUNYUAN_IMAGE_KEYS, LAYOUT, SINGLE
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ...data.batch import Batch, Cond
-    from ...data.sample_prompts import Prompt
+    from ...dataloader.batch import Batch, Cond
+    from ...dataloader.sample_prompts import Prompt
 
 MAX_GLYPH_TOKENS = 128
 """Maximum bytes of what is in quotes, with the words around it, as in diffusers' pipeline."""

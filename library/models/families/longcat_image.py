@@ -15,8 +15,8 @@ from .flux import build_single_file_layout
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ...data.batch import Batch, Cond
-    from ...data.sample_prompts import Prompt
+    from ...dataloader.batch import Batch, Cond
+    from ...dataloader.sample_prompts import Prompt
 
 
 LONGCAT_MAX_SEQUENCE_LENGTH = 512

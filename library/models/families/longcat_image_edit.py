@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor, nn
 
-    from ...data.batch import Batch, Cond
-    from ...data.sample_prompts import Prompt
+    from ...dataloader.batch import Batch, Cond
+    from ...dataloader.sample_prompts import Prompt
 
 FACTS = replace(
     LONGCAT_FACTS,
@@ -128,7 +128,7 @@ class LongCatImageEdit(LongCatImage):
         sampler: str | None,
     ) -> Image:
         """Sample in the size that the pipeline takes from the control image; it takes no other one."""
-        from ...data.images import load_preview_controls
+        from ...dataloader.images import load_preview_controls
 
         width, height = _compute_size(load_preview_controls(prompt)[0].size)
         sized = replace(prompt, width=width, height=height)

@@ -16,8 +16,8 @@ from ..shared_facts import DENOISER_PREFIXES, GEMMA2_PREFIXES, match_flow_model
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ...data.batch import Batch, Cond
-    from ...data.sample_prompts import Prompt
+    from ...dataloader.batch import Batch, Cond
+    from ...dataloader.sample_prompts import Prompt
 
 LUMINA2_MAX_SEQUENCE_LENGTH = 256
 """Maximum tokens of the prompt with the system prompt, as in diffusers' pipeline."""

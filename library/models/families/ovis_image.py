@@ -20,8 +20,8 @@ from .flux import build_single_file_layout
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ...data.batch import Batch, Cond
-    from ...data.sample_prompts import Prompt
+    from ...dataloader.batch import Batch, Cond
+    from ...dataloader.sample_prompts import Prompt
 
 OVIS_MAX_SEQUENCE_LENGTH = 256
 """Tokens of the padded prompt without the ``user_prompt_begin_id`` tokens before it, as in diffusers' pipeline."""

@@ -15,8 +15,8 @@ from ..shared_facts import DENOISER_PREFIXES, match_flow_model
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ...data.batch import Batch, Cond, Moments
-    from ...data.sample_prompts import Prompt
+    from ...dataloader.batch import Batch, Cond, Moments
+    from ...dataloader.sample_prompts import Prompt
     from ...diffusion.process import NoiseProcess
 
 SLOT_TOKENS = 4

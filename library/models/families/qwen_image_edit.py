@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-    from ...data.batch import Cond
+    from ...dataloader.batch import Cond
 
 
 def _match_edit(read: ConfigReader) -> FamilyMatch:

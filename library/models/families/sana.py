@@ -14,8 +14,8 @@ from ..shared_facts import DENOISER_PREFIXES, GEMMA2_PREFIXES, match_flow_model
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ...data.batch import Batch, Cond
-    from ...data.sample_prompts import Prompt
+    from ...dataloader.batch import Batch, Cond
+    from ...dataloader.sample_prompts import Prompt
 
 SANA_MAX_SEQUENCE_LENGTH = 300
 """Maximum tokens of the prompt, as in diffusers' pipeline."""

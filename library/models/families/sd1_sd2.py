@@ -26,7 +26,7 @@ from ..shared_facts import (
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ...data.batch import Batch, Cond
+    from ...dataloader.batch import Batch, Cond
 
 
 def _match_sd1(read: ConfigReader) -> FamilyMatch | None:

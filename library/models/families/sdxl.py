@@ -25,7 +25,7 @@ from ..shared_facts import (
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ...data.batch import Batch, Cond
+    from ...dataloader.batch import Batch, Cond
 
 
 def _match_sdxl(read: ConfigReader) -> FamilyMatch | None:

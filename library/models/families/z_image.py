@@ -14,8 +14,8 @@ from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ...data.batch import Batch, Cond
-    from ...data.sample_prompts import Prompt
+    from ...dataloader.batch import Batch, Cond
+    from ...dataloader.sample_prompts import Prompt
 
 Z_IMAGE_MAX_SEQUENCE_LENGTH = 512
 """Maximum tokens of the prompt with the chat template, as in diffusers' pipeline."""

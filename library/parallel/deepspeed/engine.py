@@ -12,7 +12,7 @@ from accelerate.utils import patch_environment
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...data.batch import PixelBatch
+from ...dataloader.batch import PixelBatch
 from ...distributed.accelerator import set_deepspeed_device
 from ...distributed.communicator import Communicator
 from ...distributed.deepspeed_settings import DeepSpeedSettings

@@ -19,9 +19,9 @@ from ...adapters.metadata import NetworkSizes, add_model_hashes, list_network_si
 from ...adapters.module_adapter import DOWN, PEFT_SUFFIXES, ModuleAdapter, iter_named_tensors
 from ...adapters.original_module_names import OriginalModule
 from ...adapters.peft_metadata import PEFT_METADATA_KEY
-from ...checkpoint.known_models import load_known_models
 from ...errors import FileError, UserError
 from ...models.families import FAMILY_FACTS
+from ...models.known_models import load_known_models
 from ..convert import IdentifiedLora, find_stated_family, identify_lora, read_lora_file
 from .model_weights import ModelFiles
 

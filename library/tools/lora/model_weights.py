@@ -14,7 +14,6 @@ from ...adapters.component_keys import ComponentKeys
 from ...adapters.original_module_names import DIFFUSERS_KEYS, OriginalModule
 from ...adapters.targets_rank_alpha import match_target_modules
 from ...adapters.validate_file import list_layer_shapes
-from ...checkpoint.collect_component_keys import collect_component_keys, list_adaptable_components
 from ...config.schema import ModelConfig
 from ...errors import ConfigError, FileError, UserError
 from ...models.base import BaseModelInfo, Family
@@ -25,6 +24,7 @@ from ...models.checkpoint_inspection import (
     reject_unsupported_file,
     reject_unsupported_model,
 )
+from ...models.collect_component_keys import collect_component_keys, list_adaptable_components
 from ...models.detect import DetectedModel, detect_model, get_family_facts
 from ...models.families import FAMILIES, FAMILY_FACTS
 from ...models.loading import load_components_on_meta

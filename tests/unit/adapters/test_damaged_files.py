@@ -11,13 +11,13 @@ from library.adapters.file_reader import InvalidAdapterFileError, read_adapter_f
 from library.adapters.file_writer import write_adapter_file
 from library.adapters.kohya_diffusers_comfyui_keys import convert_to_file_format
 from library.adapters.peft_metadata import UNREAD_SETTINGS, PeftSettings, find_unread_settings, parse_peft_settings
-from library.checkpoint.network_weights import read_initial_weights
 from library.cli import run_tool
 from library.config.schema import AdapterConfig
 from library.errors import ConfigError, UserError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.tools.convert import identify_lora
+from library.training.network_weights import read_initial_weights
 
 MODULE = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"
 KEY = f"{MODULE}.lora_up.weight"

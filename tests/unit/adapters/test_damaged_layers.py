@@ -7,13 +7,13 @@ import torch
 from safetensors.torch import save_file
 from training_runs import write_images
 
-from library.checkpoint.network_weights import read_initial_weights
 from library.cli import main, run_tool
 from library.config.schema import AdapterConfig
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.tools.convert import read_lora_file
+from library.training.network_weights import read_initial_weights
 
 LINEAR = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"  # 64 x 64
 CONV = "lora_unet_down_blocks_0_resnets_0_conv1"  # 32 x 32 x 3 x 3

@@ -26,8 +26,8 @@ from benchmarks.report import Measurement, format_json, format_text, measure_int
 from benchmarks.step import BareLoop
 from benchmarks.synthetic_run import build_run, write_dataset
 from library.cli import run_tool
-from library.data.batch_plan import Bucket
-from library.data.prepare import prepare_data
+from library.dataloader.batch_plan import Bucket
+from library.dataloader.prepare import prepare_data
 from library.errors import ConfigError, UserError
 from library.estimate.memory_meter import MemoryMeter
 

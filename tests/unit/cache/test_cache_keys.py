@@ -15,7 +15,7 @@ from rank_processes import run_on_ranks
 from safetensors.torch import load_file, save_file
 
 from library.cache.latent_cache import LatentEncoder
-from library.data.images import resize_and_crop
+from library.dataloader.images import resize_and_crop
 from library.dataset.image_inspection import load_rgb_image
 from library.models.detect import detect_model, get_config_reader
 from library.models.model_configs import read_encoded_sizes
@@ -190,7 +190,7 @@ def test_identical_files_share_an_entry_and_an_image_may_be_moved(folder):
 def test_the_pixels_behind_the_keys_do_not_change(tmp_path):
     """When this fails because images are processed differently: raise LATENT_KEY_VERSION in cache/keys.py, then
     and update the numbers here.  Otherwise latents cached before would be used for the new pixels."""
-    from library.data.buckets import BucketAssignment
+    from library.dataloader.buckets import BucketAssignment
 
     rows = np.arange(40)[:, None, None] * 5 + np.arange(60)[None, :, None] * 1 + np.array([0, 40, -90])
     Image.fromarray((rows % 256).astype(np.uint8)).save(tmp_path / "rgb.png")

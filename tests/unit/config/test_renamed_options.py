@@ -12,7 +12,7 @@ from library.config.kohya_compat import RENAMED_OPTIONS, RENAMED_VALUES, upgrade
 from library.config.options import iter_options
 from library.config.schema import RunConfig
 from library.config.schema_data import DataConfig
-from library.data.prepare import prepare_data
+from library.dataloader.prepare import prepare_data
 from library.dataset.dataset_config import parse_dataset_config
 from library.dataset.schema import collect_flag_defaults
 from library.training.resume import find_changes, serialize_settings

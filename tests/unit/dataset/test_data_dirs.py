@@ -9,7 +9,7 @@ from image_listings import encode_image, list_subset, list_subsets, prepare_subs
 from library.config import parse_config
 from library.config.schema_data import DataConfig
 from library.config.types import Resolution
-from library.data.prepare import prepare_data
+from library.dataloader.prepare import prepare_data
 from library.dataset.dataset_config import load_dataset_config, parse_dataset_config
 from library.dataset.kohya_folders import parse_folder_name
 from library.dataset.schema import collect_flag_defaults

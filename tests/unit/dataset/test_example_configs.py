@@ -10,7 +10,7 @@ import pytest
 from library.config import parse_config
 from library.config.schema import TrainConfig
 from library.config.toml_positions import read_toml_with_lines
-from library.data.prepare import PreparedData, prepare_data
+from library.dataloader.prepare import PreparedData, prepare_data
 from library.dataset.schema import DATASET_KEYS
 from library.dataset.validate import validate_dataset_config
 from library.dataset.validate_keys import MUSUBI_SUBSET_KEYS

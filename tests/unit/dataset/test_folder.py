@@ -16,7 +16,7 @@ from image_listings import (
     write_files,
 )
 
-from library.data.prepare import prepare_data
+from library.dataloader.prepare import prepare_data
 from library.dataset.caption_files import CaptionFiles
 from library.dataset.file_discovery import PathPattern, expand_braces, walk_directory
 from library.errors import ConfigError

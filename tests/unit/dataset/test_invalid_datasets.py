@@ -16,7 +16,7 @@ from odd_images import encode_chunk, encode_png
 from PIL import Image, features
 
 from library.config.schema_data import DataConfig
-from library.data.prepare import PreparedData, prepare_data
+from library.dataloader.prepare import PreparedData, prepare_data
 from library.dataset.image_inspection import is_truncated
 from library.dataset.validate import validate_dataset_config
 from library.errors import ConfigError

@@ -15,7 +15,7 @@ from image_listings import (
     write_files,
 )
 
-from library.data.prepare import prepare_data
+from library.dataloader.prepare import prepare_data
 from library.dataset.caption_files import resolve_caption_column
 from library.errors import ConfigError
 

@@ -24,8 +24,8 @@ from image_listings import (
 from PIL import Image
 
 from library.config.schema import TrainConfig
-from library.data.loader import ImageLoader, MicroBatchDataset
-from library.data.prepare import prepare_data
+from library.dataloader.loader import ImageLoader, MicroBatchDataset
+from library.dataloader.prepare import prepare_data
 from library.dataset import tables
 from library.dataset.image_ref import ImageRef, TableRow
 from library.dataset.tables import RowReader

@@ -22,7 +22,7 @@ from image_listings import (
 )
 from PIL import Image
 
-from library.data.prepare import prepare_data
+from library.dataloader.prepare import prepare_data
 from library.dataset.image_inspection import load_rgb_image
 from library.dataset.image_ref import ByteRange
 from library.dataset.webdataset import read_tar_index

@@ -11,8 +11,8 @@ from torch import nn
 
 from library.adapters import injection
 from library.config.schema import AdapterConfig
-from library.data.batch import Batch
-from library.data.sample_prompts import Prompt
+from library.dataloader.batch import Batch
+from library.dataloader.sample_prompts import Prompt
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 

@@ -14,7 +14,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 from PIL import Image
 
-from library.data.sample_prompts import load_prompts
+from library.dataloader.sample_prompts import load_prompts
 from library.demo import BUILT_IN_MODEL_DIR
 from library.models.families import FAMILIES
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers import StableDiffusionPipeline
 
-from library.data.sample_prompts import load_prompts
+from library.dataloader.sample_prompts import load_prompts
 from library.demo import BUILT_IN_MODEL_DIR
 from library.models.detect import detect_model
 from library.models.families import FAMILIES

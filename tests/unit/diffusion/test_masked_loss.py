@@ -7,11 +7,11 @@ import torch
 from tiny_pipelines import TINY
 
 from library.config.schema_objective import LossConfig, NoiseConfig
-from library.data.batch import PixelBatch, normalize_pixels
+from library.dataloader.batch import PixelBatch, normalize_pixels
 from library.diffusion.losses import reduce_loss_per_sample, resize_mask_to_latents
 from library.diffusion.objective import Objective
-from library.distributed.async_copy import CopyStream
 from library.models.families import FAMILIES
+from library.parallel.async_copy import CopyStream
 from library.training.task import DiffusionTask
 
 

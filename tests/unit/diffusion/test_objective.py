@@ -16,7 +16,7 @@ from library.config.options import iter_options
 from library.config.schema import RunConfig
 from library.config.schema_objective import LossConfig, NoiseConfig
 from library.config.unused_options import SAMPLERS_WITHOUT_ZERO_SNR
-from library.data.sample_prompts import Prompt
+from library.dataloader.sample_prompts import Prompt
 from library.diffusion.objective import Objective
 from library.diffusion.process import EpsilonProcess, FixedShift, FlowMatchingProcess, VPredictionProcess
 from library.errors import ConfigError

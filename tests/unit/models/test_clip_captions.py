@@ -66,7 +66,7 @@ def test_a_caption_that_is_too_long_is_truncated_as_in_diffusers(name):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["sd1", "sdxl"])
 def test_an_image_is_sampled_with_long_captions(name):
-    from library.data.sample_prompts import Prompt
+    from library.dataloader.sample_prompts import Prompt
 
     pipe, family = TINY[name]().pipe, FAMILIES.get(name)(ModelConfig(max_token_length=150))
     cond, negative = (family.encode_prompts(pipe, [text]) for text in (f"{FIRST} {SECOND}", "blue"))

@@ -29,8 +29,8 @@ from library.adapters.component_keys import ComponentKeys, build_key_map, build_
 from library.adapters.targets_rank_alpha import match_target_modules
 from library.config.schema import ModelConfig
 from library.config.schema_data import DataConfig
-from library.data.prepare import prepare_data
-from library.data.sample_prompts import Prompt
+from library.dataloader.prepare import prepare_data
+from library.dataloader.sample_prompts import Prompt
 from library.errors import FileError
 from library.models.base import NEGATIVE_MARK
 from library.models.detect import detect_model

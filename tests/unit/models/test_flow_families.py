@@ -7,7 +7,7 @@ from model_files import write_json_files
 from tiny_pipelines import HEIGHT, TINY, WIDTH
 
 from library.config.schema import ModelConfig
-from library.data.sample_prompts import Prompt
+from library.dataloader.sample_prompts import Prompt
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES

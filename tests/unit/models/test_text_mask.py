@@ -12,7 +12,7 @@ from tiny_pipelines import TINY
 from training_runs import write_images
 
 from library.config.schema import ModelConfig
-from library.data.sample_prompts import Prompt
+from library.dataloader.sample_prompts import Prompt
 from library.models.families import FAMILIES
 
 PROMPTS = ["a red circle", "a much longer caption of two, blue squares"]

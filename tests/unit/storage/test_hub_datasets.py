@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
 import sys
 from library.config.schema_data import DataConfig
-from library.data.prepare import prepare_data
+from library.dataloader.prepare import prepare_data
 from library.errors import UserError
 try:
     print(prepare_data(DataConfig(dataset_config=sys.argv[1]), 8).manifest.compute_fingerprint())

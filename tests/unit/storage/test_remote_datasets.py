@@ -13,7 +13,7 @@ from image_listings import encode_image, make_config, prepare_subsets, strip_fol
 from remote_servers import BUCKET, S3Server, run_file_server, run_s3_server
 
 from library.config.schema import TrainConfig
-from library.data.prepare import PreparedData, prepare_data
+from library.dataloader.prepare import PreparedData, prepare_data
 from library.dataset.validate import validate_dataset_config
 from library.errors import ConfigError, FileError
 
@@ -215,7 +215,7 @@ def test_faults_of_the_server_change_nothing(server, tmp_path):
 
 
 def test_a_file_that_changes_on_the_server_is_never_trained_as_the_old_one(server, tmp_path):
-    from library.data.images import BadSample, CropParams, load_sample_pixels
+    from library.dataloader.images import BadSample, CropParams, load_sample_pixels
 
     folder = write_pictures(tmp_path / "local")
     url = server.upload_folder(folder, "changing")

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from library.adapters.file_reader import read_header
 from library.adapters.kohya_diffusers_comfyui_keys import convert_to_file_format
-from library.checkpoint.known_models import TABLE_PATH, load_known_models, pack_known_model
 from library.cli import run_tool
+from library.models.known_models import TABLE_PATH, load_known_models, pack_known_model
 from scripts.known_models import build_known_model, iter_model_sources
 
 DATA = Path(__file__).resolve().parents[2] / "data"

@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 from tiny_pipelines import TINY
 
 from library.adapters.kohya_diffusers_comfyui_keys import convert_to_file_format
-from library.checkpoint import known_models as known_models_module
-from library.checkpoint.known_models import load_known_models
 from library.cli import run_tool
+from library.models import known_models as known_models_module
 from library.models.families import FAMILIES
+from library.models.known_models import load_known_models
 from library.tools.convert import read_lora_file
 from library.tools.lora import lora_files
 from library.tools.lora.low_rank import add_updates, compute_difference, compute_norm, factor_update

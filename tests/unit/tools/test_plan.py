@@ -14,10 +14,10 @@ from PIL import Image
 from rank_processes import run_on_ranks
 
 from library.config import parse_config
-from library.data.contact_sheet import overlay_mask
-from library.data.images import resize_and_crop
-from library.data.prepare import prepare_data
-from library.data.run_plan import RunPlan
+from library.dataloader.contact_sheet import overlay_mask
+from library.dataloader.images import resize_and_crop
+from library.dataloader.prepare import prepare_data
+from library.dataloader.run_plan import RunPlan
 from library.dataset.image_inspection import load_rgb_image
 from library.models.detect import detect_model
 

@@ -5,9 +5,9 @@ import torch
 from stream_races import FakeStreams, RaceDetector
 from torch import nn
 
-from library.distributed import async_copy
-from library.distributed.async_copy import CheckpointOffload, CopyStream
+from library.parallel import async_copy
 from library.parallel.activation_checkpointing import BlockCheckpointing
+from library.parallel.async_copy import CheckpointOffload, CopyStream
 
 DEPTH = 5
 NEEDS_DEVICE = pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs a GPU")

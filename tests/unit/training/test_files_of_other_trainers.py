@@ -16,18 +16,18 @@ from library.adapters import injection
 from library.adapters.file_reader import read_adapter_file
 from library.adapters.kohya_diffusers_comfyui_keys import convert_to_file_format
 from library.adapters.targets_rank_alpha import match_target_modules
-from library.checkpoint.collect_component_keys import collect_component_keys
-from library.checkpoint.network_weights import (
+from library.cli import run_tool
+from library.config.schema import AdapterConfig, RunConfig
+from library.errors import ConfigError
+from library.models.collect_component_keys import collect_component_keys
+from library.models.detect import detect_model
+from library.models.families import FAMILIES
+from library.training.network_weights import (
     keep_idle_layers,
     load_network_weights,
     merge_base_weights,
     read_initial_weights,
 )
-from library.cli import run_tool
-from library.config.schema import AdapterConfig, RunConfig
-from library.errors import ConfigError
-from library.models.detect import detect_model
-from library.models.families import FAMILIES
 from library.training.trainable_modules import build_trainable_modules
 
 DATA = Path(__file__).resolve().parents[2] / "data"

@@ -8,9 +8,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from library.checkpoint.hub_upload import HubUploader
 from library.config import parse_config
 from library.config.schema_output import SaveConfig
+from library.training.hub_upload import HubUploader
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -16,13 +16,13 @@ from library.adapters.file_comparison import compare_file_with_model
 from library.adapters.kohya_diffusers_comfyui_keys import convert_from_file_format, convert_to_file_format
 from library.adapters.merge import merge_adapter as merge_one
 from library.adapters.module_adapter import group_by_module
-from library.checkpoint.collect_component_keys import collect_component_keys
-from library.checkpoint.network_weights import load_network_weights, merge_base_weights, read_initial_weights
 from library.config import parse_config
 from library.config.schema import AdapterConfig, RunConfig
 from library.errors import ConfigError
+from library.models.collect_component_keys import collect_component_keys
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
+from library.training.network_weights import load_network_weights, merge_base_weights, read_initial_weights
 from library.training.trainable_modules import build_trainable_modules
 
 

@@ -13,7 +13,7 @@ from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from training_runs import max_relative_difference, train, write_images, write_prompts
 
-from library.distributed.trackers import Trackers
+from library.trackers import Trackers
 
 METRIC_PREFIXES = {
     "loss/current",
@@ -142,7 +142,7 @@ class NamedTracker:
 
 def test_a_failing_tracker_is_disabled_and_others_go_on(caplog):
     broken, working = NamedTracker("wandb", fails=True), NamedTracker("tensorboard", fails=False)
-    trackers = Trackers(SimpleNamespace(accelerator=SimpleNamespace(trackers=[broken, working])))
+    trackers = Trackers(SimpleNamespace(trackers=[broken, working]))
     for step in range(3):
         trackers.log_metrics({"loss": 1.0}, step)
     assert (broken.num_calls, working.num_calls) == (1, 3)

@@ -140,7 +140,7 @@ def test_of_several_processes_only_the_main_one_decides_about_existing_files(mon
 
 def test_an_upload_needs_a_token_at_the_start(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    monkeypatch.setattr("library.checkpoint.hub_upload.get_token", lambda: None)
+    monkeypatch.setattr("library.training.hub_upload.get_token", lambda: None)
     assert find_problems("--huggingface_repo_id", "me/mine") == [
         "--huggingface_repo_id: no token for the hub; run `hf auth login` or set HF_TOKEN"
     ]

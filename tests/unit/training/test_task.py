@@ -10,8 +10,8 @@ from training_task import HEIGHT, WIDTH, make_pixel_batch, task
 
 from library.adapters.dropout_and_max_norm import LoraDropout
 from library.config.schema_objective import LossConfig, NoiseConfig
-from library.distributed.async_copy import CopyStream
 from library.models.families import FAMILIES
+from library.parallel.async_copy import CopyStream
 from library.training.setup import build_objective
 from library.training.task import DiffusionTask
 

@@ -11,9 +11,9 @@ from training_task import HEIGHT, WIDTH, make_pixel_batch, task
 
 from library.cache.readers import build_validation_reader
 from library.config.schema_data import DataConfig
-from library.data.batch_plan import Bucket, MicroBatch
-from library.data.loader import ValidationBatches
-from library.data.prepare import prepare_data
+from library.dataloader.batch_plan import Bucket, MicroBatch
+from library.dataloader.loader import ValidationBatches
+from library.dataloader.prepare import prepare_data
 from library.training.validation_loss import TIMESTEP_QUANTILES, VALIDATION_SEED, compute_validation_losses
 
 __all__ = ["task"]  # a fixture

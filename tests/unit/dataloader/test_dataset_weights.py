@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from image_listings import make_config, prepare_subsets, write_files
 
 from library.config.schema import TrainConfig
-from library.data.batch_plan import BatchPlan, Bucket
-from library.data.prepare import prepare_data
-from library.data.repeats import apply_dataset_weights, build_bucket_repeats, compute_weight_factors
+from library.dataloader.batch_plan import BatchPlan, Bucket
+from library.dataloader.prepare import prepare_data
+from library.dataloader.repeats import apply_dataset_weights, build_bucket_repeats, compute_weight_factors
 from library.dataset.validate import MAX_SAMPLES_PER_EPOCH
 from library.errors import ConfigError
 

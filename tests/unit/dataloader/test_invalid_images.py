@@ -10,9 +10,9 @@ from PIL import Image
 
 from library.config.schema import TrainConfig
 from library.config.schema_data import DataConfig
-from library.data.batch import PixelBatch
-from library.data.loader import ImageLoader, MicroBatchDataset, StepBatches
-from library.data.prepare import PreparedData, prepare_data
+from library.dataloader.batch import PixelBatch
+from library.dataloader.loader import ImageLoader, MicroBatchDataset, StepBatches
+from library.dataloader.prepare import PreparedData, prepare_data
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from library.data.augment import detect_edges, make_condition
+from library.dataloader.augment import detect_edges, make_condition
 
 RAMP = np.repeat(np.linspace(0, 255, 32).astype(np.uint8)[None, :, None], 24, axis=0)
 

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from library.config.schema_output import PreviewConfig
-from library.data.sample_prompts import Prompt, load_preview_prompts, load_prompts
+from library.dataloader.sample_prompts import Prompt, load_preview_prompts, load_prompts
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.validate_options import validate_prompts

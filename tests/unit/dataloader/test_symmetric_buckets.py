@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from library.config.schema_data import DataConfig
 from library.config.types import Resolution
-from library.data.buckets import (
+from library.dataloader.buckets import (
     AREA_TOLERANCE,
     MAX_GAP_IN_PITCHES,
     MIN_DISTANCE_IN_PITCHES,
@@ -22,7 +22,7 @@ from library.data.buckets import (
     make_landscape_resolutions,
     merge_small_buckets,
 )
-from library.data.manifest import Sample
+from library.dataloader.manifest import Sample
 from library.dataset.dataset_config import parse_dataset_config
 from library.dataset.schema import DatasetConfig, collect_flag_defaults
 

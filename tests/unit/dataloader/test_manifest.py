@@ -15,7 +15,7 @@ from PIL import Image
 
 from library.config.schema import TrainConfig
 from library.config.schema_data import DataConfig
-from library.data.prepare import PreparedData, prepare_data
+from library.dataloader.prepare import PreparedData, prepare_data
 from library.dataset import image_inspection, scan
 from library.dataset.validate import validate_dataset_config
 from library.errors import ConfigError
@@ -346,7 +346,9 @@ def test_validation_reports_all_problems_without_importing_torch_or_pillow(tmp_p
         == []
         == validate_dataset_config(DataConfig(dataset_config="nowhere.toml"))
     )  # reported with the options
-    source = "import sys, library.data.prepare\nassert not {'torch', 'PIL'} & set(sys.modules), sys.modules.keys()"
+    source = (
+        "import sys, library.dataloader.prepare\nassert not {'torch', 'PIL'} & set(sys.modules), sys.modules.keys()"
+    )
     subprocess.run([sys.executable, "-c", source], check=True, cwd=Path(__file__).resolve().parents[3])
 
 

@@ -10,14 +10,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from ..config import RunConfig
-from ..config.options import iter_options
-from ..config.schema_output import LogConfig
-from ..config.toml_positions import read_toml_with_lines
-from ..errors import UserError
-from .communicator import Communicator
-from .process_group import drain_gloo_threads
-from .world import parse_env_bool
+from .config import RunConfig
+from .config.options import iter_options
+from .config.schema_output import LogConfig
+from .config.toml_positions import read_toml_with_lines
+from .config.types import parse_env_bool
+from .errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +79,8 @@ class Trackers:
     A tracker that fails does not stop the run: it is disabled, and training continues.
     """
 
-    def __init__(self, comm: Communicator):
-        self.comm, self.accelerator = comm, comm.accelerator
+    def __init__(self, accelerator: Any):
+        self.accelerator = accelerator
         self._disabled = set[str]()
 
     @property
@@ -91,7 +89,7 @@ class Trackers:
         return bool(self.accelerator.log_with)
 
     def init_trackers(self, log: LogConfig, options: Mapping[str, Any]) -> None:
-        """Start the trackers; they get the run's ``options`` only with ``--log_config``."""
+        """Start the trackers, on the main process; they get the run's ``options`` only with ``--log_config``."""
         settings = collect_shareable_settings(options) if log.log_config else {}
         init_kwargs: dict[str, Any] = (
             read_toml_with_lines(Path(log.log_tracker_config))[0] if log.log_tracker_config else {}
@@ -100,14 +98,10 @@ class Trackers:
         wandb["settings"] = WANDB_PRIVATE_SETTINGS | wandb.get("settings", {})
         if log.wandb_run_name:
             wandb.setdefault("name", log.wandb_run_name)
-
-        def init_on_main() -> None:
-            try:
-                self.accelerator.init_trackers(log.log_tracker_name or "network_train", settings, init_kwargs)
-            except Exception as error:  # each tracker has exception types of its own
-                raise UserError(f"--log_with: the tracker could not start: {type(error).__name__}: {error}") from error
-
-        self.comm.run_on_main(init_on_main)
+        try:
+            self.accelerator.init_trackers(log.log_tracker_name or "network_train", settings, init_kwargs)
+        except Exception as error:  # each tracker has exception types of its own
+            raise UserError(f"--log_with: the tracker could not start: {type(error).__name__}: {error}") from error
 
     def log_metrics(self, values: dict[str, Any], step: int) -> None:
         """Log the metrics of a step."""
@@ -118,9 +112,7 @@ class Trackers:
         self._call_each(lambda tracker: log_images_to_tracker(tracker, images, step))
 
     def end_training(self) -> None:
-        """Wait for all ranks, and close the trackers."""
-        self.accelerator.wait_for_everyone()
-        drain_gloo_threads()
+        """Close the trackers, when all ranks have logged their last values."""
         try:
             self.accelerator.end_training()
         except Exception as error:  # all files are written by now

@@ -17,8 +17,8 @@ from typing import Any
 from ..adapters.component_keys import ComponentKeys
 from ..adapters.kohya_diffusers_comfyui_keys import build_key_lookup
 from ..adapters.original_module_names import ModuleGroup
-from ..models.families import FAMILIES
 from .collect_component_keys import build_component_keys
+from .families import FAMILIES
 
 TABLE_PATH = Path(__file__).with_name("known_models.json")
 Shape = tuple[int, ...]

@@ -5,8 +5,8 @@ import json
 from PIL import Image
 
 from library.config.schema_data import DataConfig
-from library.data.dataset_metadata import build_dataset_metadata
-from library.data.prepare import prepare_data
+from library.dataloader.dataset_metadata import build_dataset_metadata
+from library.dataloader.prepare import prepare_data
 
 
 def prepared(folder, more=""):

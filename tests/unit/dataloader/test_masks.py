@@ -14,11 +14,11 @@ from PIL import Image
 
 from library.config.schema import TrainConfig
 from library.config.schema_data import DataConfig
-from library.data.batch import PixelBatch
-from library.data.buckets import BucketAssignment
-from library.data.images import load_resized_mask, resize_mask
-from library.data.loader import LoadedImage, MicroBatchDataset
-from library.data.prepare import PreparedData, prepare_data
+from library.dataloader.batch import PixelBatch
+from library.dataloader.buckets import BucketAssignment
+from library.dataloader.images import load_resized_mask, resize_mask
+from library.dataloader.loader import LoadedImage, MicroBatchDataset
+from library.dataloader.prepare import PreparedData, prepare_data
 from library.dataset import image_inspection, masks, scan
 from library.dataset.image_ref import ImageRef
 from library.dataset.masks import Mask, load_image_and_mask, match_masks

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from library.data.buckets import BucketAssignment
-from library.data.contact_sheet import (
+from library.dataloader.buckets import BucketAssignment
+from library.dataloader.contact_sheet import (
     MARGIN,
     MASK_COLOR,
     MASK_OPACITY,
@@ -23,7 +23,7 @@ from library.data.contact_sheet import (
     place_cells,
     save_contact_sheet,
 )
-from library.data.summary import BucketSummary
+from library.dataloader.summary import BucketSummary
 from library.errors import UserError
 
 

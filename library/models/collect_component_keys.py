@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..adapters.component_keys import ComponentKeys, list_module_names
-from ..models.base import Family
+from .base import Family
 
 
 def list_adaptable_components(family: Family | type[Family]) -> tuple[str, ...]:

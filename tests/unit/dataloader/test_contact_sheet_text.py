@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
-from library.data.contact_sheet_text import FontSet, TextRenderer, find_font_files
+from library.dataloader.contact_sheet_text import FontSet, TextRenderer, find_font_files
 
 NO_SYSTEM_FONTS: list[Path] = []
 SYSTEM_FONTS = find_font_files()

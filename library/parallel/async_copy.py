@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from .devices import has_device_memory
+from ..distributed.devices import has_device_memory
 
 T = TypeVar("T")
 

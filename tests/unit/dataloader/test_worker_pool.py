@@ -18,11 +18,11 @@ from torch.utils.data import Dataset
 
 from library.config.schema import TrainConfig
 from library.config.schema_data import DataConfig
-from library.data.batch import PixelBatch
-from library.data.batch_plan import BatchPlan, Bucket
-from library.data.loader import ImageLoader, MicroBatchDataset
-from library.data.prepare import PreparedData, prepare_data
-from library.data.worker_pool import PrefetchIterator, _format_worker_death, _ignore_signals
+from library.dataloader.batch import PixelBatch
+from library.dataloader.batch_plan import BatchPlan, Bucket
+from library.dataloader.loader import ImageLoader, MicroBatchDataset
+from library.dataloader.prepare import PreparedData, prepare_data
+from library.dataloader.worker_pool import PrefetchIterator, _format_worker_death, _ignore_signals
 from library.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -255,7 +255,7 @@ class Stuck(Numbered):
 
 
 def test_hanging_workers_are_abandoned_after_a_timeout(monkeypatch):
-    monkeypatch.setattr("library.data.worker_pool.SHUTDOWN_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr("library.dataloader.worker_pool.SHUTDOWN_TIMEOUT_SECONDS", 0.5)
     items: PrefetchIterator = PrefetchIterator(Stuck(), 0, num_workers=2, prefetch_factor=2, pin_memory=False)
     assert [next(items).sample_keys[0] for _ in range(3)] == ["0", "1", "2"]
     items.shutdown()
@@ -293,8 +293,8 @@ SCRIPT = """
 import sys
 sys.path.insert(0, {root!r})
 from library.config.schema_data import DataConfig; from library.config.schema import TrainConfig
-from library.data.loader import ImageLoader, MicroBatchDataset
-from library.data.prepare import prepare_data
+from library.dataloader.loader import ImageLoader, MicroBatchDataset
+from library.dataloader.prepare import prepare_data
 
 if __name__ == "__main__":
     prepared = prepare_data(DataConfig(dataset_config={config!r}), 8)

@@ -9,9 +9,9 @@ from PIL import Image
 
 from library.config.schema import TrainConfig
 from library.config.schema_data import DataConfig
-from library.data.augment import MAX_GAMMA_CHANGE, MAX_HUE_SHIFT, adjust_gamma, adjust_hue, augment_color
-from library.data.loader import MicroBatchDataset
-from library.data.prepare import prepare_data
+from library.dataloader.augment import MAX_GAMMA_CHANGE, MAX_HUE_SHIFT, adjust_gamma, adjust_hue, augment_color
+from library.dataloader.loader import MicroBatchDataset
+from library.dataloader.prepare import prepare_data
 
 
 def every_kind(count: int = 4000) -> np.ndarray:

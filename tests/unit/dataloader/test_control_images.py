@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from library.config.schema_data import DataConfig
-from library.data.batch_plan import BatchPlan
-from library.data.prepare import prepare_data
+from library.dataloader.batch_plan import BatchPlan
+from library.dataloader.prepare import prepare_data
 from library.dataset.controls import ControlLimits
 from library.errors import ConfigError, FileError
 

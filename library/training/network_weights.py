@@ -24,10 +24,10 @@ from ..config.network_args import get_adapter_type, get_network_args
 from ..config.schema import AdapterConfig
 from ..errors import FileError, UserError
 from ..models.base import Family
+from ..models.collect_component_keys import collect_component_keys
 from ..models.detect import DetectedModel
 from ..models.loading import load_components_on_meta
 from ..models.training_adapter import attach_training_adapter, inspect_training_adapter
-from .collect_component_keys import collect_component_keys
 
 logger = logging.getLogger(__name__)
 UNMERGEABLE_TYPES = {"oft", "boft"}
