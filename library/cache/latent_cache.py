@@ -19,7 +19,7 @@ from ..dataloader.prepare import PreparedData
 from ..dataloader.worker_pool import prefetch_in_threads
 from ..dataset.image_inspection import Pixels
 from ..dataset.masks import MaskPixels
-from ..diffusion.losses import resize_mask_to_latents
+from ..diffusion.masked_loss import resize_mask_to_latents
 from ..errors import FileError
 from .distributed_encoding import CacheSpec, EncodedEntry, fill_cache, open_cache_dirs, open_shards, split_into_batches
 from .frozen_encoders import FrozenEncoders

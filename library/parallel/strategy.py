@@ -21,7 +21,7 @@ from ..distributed.step_phases import OutOfMemory
 from ..distributed.straggler import Straggler, StragglerMonitor, find_straggler
 from ..distributed.world import ParallelDims
 from .async_copy import AsyncScalarQueue
-from .gradient_accumulation import GradientAccumulation, LossFunction
+from .gradient_accumulation import GradientAccumulation, TrainingTask
 from .gradient_clipping import clip_grad_norm
 from .gradient_sync import all_reduce_loss, scale_loss
 from .parallel_plan import ParallelPlan
@@ -154,7 +154,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def compute_gradients(
-        self, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
+        self, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor:
         """Accumulate the gradients of all micro-batches of a step (forward and backward) and synchronise them.
 
@@ -162,7 +162,7 @@ class Strategy(ABC):
         """
 
     def compute_gradients_catching_oom(
-        self, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
+        self, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor | OutOfMemory:
         """Compute gradients, or return ``OutOfMemory`` on all ranks if any of them ran out of memory."""
         raise NotImplementedError(f"{type(self).__name__} cannot recover: its forward or backward contains collectives")
@@ -182,9 +182,9 @@ class Strategy(ABC):
         return failure or OutOfMemory("another process")
 
     def _accumulate_gradients(
-        self, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
+        self, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor:
-        return self.gradient_accumulation.accumulate(self.model, loss_function, batches, num_samples, step)
+        return self.gradient_accumulation.accumulate(self.model, task, batches, num_samples, step)
 
     def _backward_micro_batch(self, loss: Tensor) -> None:
         accumulation_steps = self.accelerator.gradient_accumulation_steps

@@ -14,7 +14,7 @@ from ..adapters.dropout_and_max_norm import LoraDropout
 from ..cache.keys import hash_controls
 from ..cache.readers import TextReader
 from ..dataloader.batch import Batch, Cond, Moments, PixelBatch, concatenate_cond, map_cond_tensors, normalize_pixels
-from ..diffusion.losses import reduce_loss_per_sample, resize_mask_to_latents
+from ..diffusion.masked_loss import reduce_loss_per_sample, resize_mask_to_latents
 from ..diffusion.objective import Objective
 from ..distributed.step_phases import record_phase
 from ..models.base import Family

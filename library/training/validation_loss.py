@@ -14,7 +14,7 @@ from ..adapters.injection import disable_adapters
 from ..config.schema_data import ValidateConfig
 from ..dataloader.batch import Batch, PixelBatch
 from ..dataloader.loader import ReadBatch, ValidationBatches, prefetch_batches
-from ..diffusion.losses import reduce_loss_per_sample
+from ..diffusion.masked_loss import reduce_loss_per_sample
 from ..models.sampling import use_eval_mode
 from ..optim.optimizers import use_eval_weights
 from ..randomness import Purpose

@@ -19,7 +19,7 @@ from training_runs import write_images
 
 from library.cache.store import CacheStore
 from library.dataloader.batch import normalize_pixels
-from library.diffusion.losses import resize_mask_to_latents
+from library.diffusion.masked_loss import resize_mask_to_latents
 from library.errors import ConfigError, UserError
 
 ROOT = Path(__file__).resolve().parents[2]

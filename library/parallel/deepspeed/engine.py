@@ -20,7 +20,7 @@ from ...distributed.devices import HOST
 from ...distributed.process_group import select_backend
 from ...distributed.validate_sharding import validate_deepspeed_batch_sizes
 from ...errors import UserError
-from ..gradient_accumulation import LossFunction
+from ..gradient_accumulation import TrainingTask
 from ..gradient_sync import scale_loss
 from ..parallel_plan import ParallelPlan
 from ..strategy import Strategy, StrategySettings
@@ -140,10 +140,10 @@ class DeepSpeedStrategy(Strategy):
             raise UserError(f"DeepSpeed's engine does not match its settings: {'; '.join(mismatches)}")
 
     def compute_gradients(
-        self, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
+        self, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor:
         accumulate = self.gradient_accumulation.accumulate_in_deepspeed
-        total = accumulate(self._engine, loss_function, batches, num_samples, step)
+        total = accumulate(self._engine, task, batches, num_samples, step)
         self.straggler_monitor.mark_gradients_ready()
         return self._all_reduce_loss(total)
 

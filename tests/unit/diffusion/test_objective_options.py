@@ -15,6 +15,7 @@ from library.config.validate_objective import (
     find_active_options,
     validate_objective_for_model,
 )
+from library.diffusion.weighting import SNR_WEIGHTINGS
 
 ROOT = Path(__file__).resolve().parents[3]
 DATA = ["--dataset_config", str(ROOT / "pyproject.toml")]
@@ -137,19 +138,11 @@ def test_the_prediction_type_decides_and_the_option_overrides_the_scheduler_conf
     assert "v_pred_like_loss" in list_conflicts("epsilon", *like, "--v_parameterization")
 
 
-def test_every_option_of_these_groups_has_a_check_or_applies_to_every_model():
-    everywhere = {
-        "min_timestep",
-        "max_timestep",
-        "ip_noise_gamma",
-        "ip_noise_gamma_random_strength",
-        "loss_type",
-        "huber_schedule",
-        "huber_c",
-        "huber_scale",
-    }
-    names = {option.name for option in iter_options(RunConfig) if option.group in ("noise", "loss")}
-    assert names == {*everywhere, *DIFFUSION_ONLY_OPTIONS, *FLOW_ONLY_OPTIONS}
+def test_every_option_of_noise_and_weighting_has_a_check_or_applies_to_every_model():
+    """The loss functions apply to every model, and so do their options."""
+    everywhere = {"min_timestep", "max_timestep", "ip_noise_gamma", "ip_noise_gamma_random_strength"}
+    noise = {option.name for option in iter_options(RunConfig) if option.group == "noise"}
+    assert {*noise, *SNR_WEIGHTINGS} == {*everywhere, *DIFFUSION_ONLY_OPTIONS, *FLOW_ONLY_OPTIONS}
 
 
 def test_options_at_their_neutral_values_are_not_rejected():
