@@ -54,9 +54,8 @@ class Preview:
         self.saved_paths: list[Path] = []
 
     def should_run(self, run: TrainingRun) -> bool:
-        return is_interval_reached(
-            run.plan, run.state.step, self.config.sample_every_n_steps, self.config.sample_every_n_epochs
-        )
+        steps, epochs = self.config.sample_every_n_steps, self.config.sample_every_n_epochs
+        return is_interval_reached(run.plan, run.state.step, steps=steps, epochs=epochs)
 
     def __call__(self, run: TrainingRun) -> None:
         self.generate_previews(run)

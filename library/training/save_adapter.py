@@ -84,11 +84,10 @@ class SaveAdapter:
         return epoch + ([f"{name}-step{step:08d}"] if self._is_step_save_due(run) else [])
 
     def _is_epoch_save_due(self, run: TrainingRun) -> bool:
-        every = self.config.save_every_n_epochs
-        return every is not None and is_interval_reached(run.plan, run.state.step, None, every)
+        return is_interval_reached(run.plan, run.state.step, epochs=self.config.save_every_n_epochs)
 
     def _is_step_save_due(self, run: TrainingRun) -> bool:
-        return is_interval_reached(run.plan, run.state.step, self.config.save_every_n_steps, None)
+        return is_interval_reached(run.plan, run.state.step, steps=self.config.save_every_n_steps)
 
     def __call__(self, run: TrainingRun) -> None:
         name, step, comm = self.config.output_name, run.state.step, run.strategy.comm

@@ -145,8 +145,8 @@ class NullMetricLogger:
     def log_images(self, run: "TrainingRun", images: Mapping[str, bytes]) -> None: ...
 
 
-def is_interval_reached(plan: RunPlan, step: int, every_steps: int | None, every_epochs: int | None) -> bool:
-    """Whether an interval in epochs, or else in steps, ends with step ``step`` (counted from 1)."""
-    if every_epochs is not None:
-        return plan.count_completed_epochs(step) // every_epochs > plan.count_completed_epochs(step - 1) // every_epochs
-    return every_steps is not None and step % every_steps == 0
+def is_interval_reached(plan: RunPlan, step: int, *, steps: int | None = None, epochs: int | None = None) -> bool:
+    """Whether an interval of so many epochs, or else of so many steps, ends with step ``step`` (counted from 1)."""
+    if epochs is not None:
+        return plan.count_completed_epochs(step) // epochs > plan.count_completed_epochs(step - 1) // epochs
+    return steps is not None and step % steps == 0

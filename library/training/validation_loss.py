@@ -14,6 +14,7 @@ from ..adapters.injection import disable_adapters
 from ..config.schema_data import ValidateConfig
 from ..dataloader.batch import Batch, PixelBatch
 from ..dataloader.loader import ReadBatch, ValidationBatches, prefetch_batches
+from ..dataloader.run_plan import RunPlan
 from ..diffusion.masked_loss import reduce_loss_per_sample
 from ..models.sampling import use_eval_mode
 from ..optim.optimizers import use_eval_weights
@@ -179,6 +180,18 @@ class ValidationResult:
         return f"loss {loss}, {MeanEstimate(abs(gain.value), gain.interval)} {word} the base model's: {how}"
 
 
+def is_validation_due(config: ValidateConfig, plan: RunPlan, step: int) -> bool:
+    """Whether the LoRA is validated after step ``step``, counted from 1: every n steps or epochs, and at the end."""
+    every_steps, every_epochs = config.validate_every_n_steps, config.validate_every_n_epochs
+    if every_steps is None and every_epochs is None:
+        every_epochs = 1
+    return (
+        step >= plan.steps
+        or is_interval_reached(plan, step, steps=every_steps)
+        or is_interval_reached(plan, step, epochs=every_epochs)
+    )
+
+
 class Validation:
     """Compute the validation loss of the base model once, and of the LoRA every n steps or epochs and at the end."""
 
@@ -191,15 +204,7 @@ class Validation:
         self.results: list[tuple[int, ValidationResult]] = []  # after so many steps
 
     def should_run(self, run: TrainingRun) -> bool:
-        plan, step, config = run.plan, run.state.step, self.config
-        every_epochs = config.validate_every_n_epochs
-        if every_epochs is None and config.validate_every_n_steps is None:
-            every_epochs = 1
-        return (
-            step >= plan.steps
-            or is_interval_reached(plan, step, config.validate_every_n_steps, None)
-            or (every_epochs is not None and is_interval_reached(plan, step, None, every_epochs))
-        )
+        return is_validation_due(self.config, run.plan, run.state.step)
 
     def on_train_begin(self, run: TrainingRun) -> None:
         """Compute the loss of the base model, with the adapters disabled."""

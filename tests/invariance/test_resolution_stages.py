@@ -223,7 +223,7 @@ def test_an_epoch_truncated_by_a_stage_counts_and_one_truncated_by_the_end_of_th
         plan = RunPlan.from_config(
             prepare_data(config.data, 8).build_batch_plan(1, config.train), config.train, config.optim
         )
-        assert [step for step in range(1, 13) if is_interval_reached(plan, step, None, 1)] == [4, 6, 10]
+        assert [step for step in range(1, 13) if is_interval_reached(plan, step, epochs=1)] == [4, 6, 10]
         assert (plan.num_epochs, plan.count_completed_epochs(12)) == (4, 3)
 
 
