@@ -11,7 +11,7 @@ from ..errors import UserError
 
 MAX_DEPTH = 8
 SKIPPED_FOLDERS = {"node_modules", "__pycache__", "site-packages"}
-"""Besides hidden ones."""
+"""Folders that are skipped besides hidden ones."""
 
 SETTLED_NS = 3 * 10**9
 """A folder that has changed less long ago may change again at the same time of its file system."""

@@ -143,7 +143,7 @@ class PictureSet:
     folders: OpenedFolders
     pictures: Sequence[Picture] = ()
     captions: list[str] = field(default_factory=list)
-    """As they are now; the manifest has them as they were scanned."""
+    """The captions as they are now; the manifest has them as they were scanned."""
 
     warnings: list[tuple[str, ...]] = field(default_factory=list)
     notes: Sequence[str] = ()

@@ -27,11 +27,11 @@ class FamilyPreset:
 SIZES = (8, 12, 16, 24, 48, 80)
 GIGABYTES_PER_BILLION = {"none": 2.0, "fp8": 1.05, "nf4": 0.56}
 ROOM_GIGABYTES = 4.0
-"""For activations of one image of 1024 pixels, with gradient checkpointing, the adapter and its optimizer."""
+"""The memory of activations of one image of 1024 pixels, with gradient checkpointing, the adapter and its optimizer."""
 
 
 def _suggest_savings(billions: float) -> dict[int, Mapping[str, Any]]:
-    """For each memory size the least quantization with which a denoiser fits, up to the size where none is needed."""
+    """Choose for each memory size the least quantization with which a denoiser fits, up to the size that needs none."""
     savings: dict[int, Mapping[str, Any]] = {}
     for memory in SIZES:
         fitting = (kind for kind, size in GIGABYTES_PER_BILLION.items() if billions * size + ROOM_GIGABYTES <= memory)

@@ -23,10 +23,10 @@ BASICS = (
     " max_train_epochs train_batch_size resolution cache_latents cache_text_encoder_outputs gradient_checkpointing"
     " mixed_precision save_every_n_steps save_state sample_prompts sample_every_n_steps sample_at_first overwrite seed"
 ).split()
-"""Shown first; the others are below, by group."""
+"""The options that are shown first; the others are below, by group."""
 
 HIDDEN = {"dry_run", "console_log_file", "quiet", "console_log_simple", "resume", "auto_resume"}
-"""Set by the page itself."""
+"""The options that the page sets itself."""
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ MAX_TABLES = 24
 """Runs whose metrics stay in memory."""
 
 READ_SECONDS = 0.4
-"""How long a request reads metrics; of a long file the page asks again, and draws what there is."""
+"""The time that a request reads metrics; for a long file the page asks again, and draws what there is."""
 
 DISCOVERY_SECONDS = 2.0
-"""How long the list of runs is believed."""
+"""The time for which the list of runs is kept."""
 
 _ESCAPE_CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def log_path(self) -> Path:
-        """Where the page writes the console of runs that it starts."""
+        """The file to which the page writes the console of runs that it starts."""
         return self.folder / f"{self.name}{LOG_END}"
 
     def list_files(self) -> list[Path]:

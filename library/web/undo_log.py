@@ -27,7 +27,7 @@ END = ".json.gz"
 
 @dataclass(frozen=True)
 class CaptionChange:
-    """What an edit does to one caption file."""
+    """The change that an edit makes to one caption file."""
 
     image: ImageRef
     file: Path
