@@ -115,7 +115,7 @@ class IdentifiedLora:
     sizes: "NetworkSizes"
     """Ranks and alphas of the file."""
     shapes: "Mapping[str, tuple[int, ...]]"
-    """Of the weights of the known model that fits best, by layer; of a LoRA of unknown size only the kernels hold."""
+    """The weight shapes of the known model that fits best, by layer; for a LoRA of unknown size only kernels hold."""
 
 
 def read_lora_file(path: Path, *, can_be_fused: bool = False, models: "Sequence[KnownModel]" = ()) -> IdentifiedLora:
@@ -168,7 +168,7 @@ def identify_lora(
 
 @dataclass(frozen=True)
 class ModelFit:
-    """How well the names and shapes of a file fit a model."""
+    """The agreement of the names and shapes of a file with those of a model."""
 
     model: "KnownModel"
     unknown: Sequence[str]

@@ -28,7 +28,7 @@ PRELOAD = (
     *("diffusers.models.unets.unet_2d_condition", "diffusers.models.autoencoders.autoencoder_kl"),
     *("transformers.models.clip.modeling_clip", "torch._inductor.compile_fx"),
 )
-"""What several checks import, once for all of them."""
+"""Modules that several checks import, which are imported once for all of them."""
 LAUNCHER_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "MASTER_")
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 """A check must not inherit these: it is one process without a launcher."""

@@ -153,7 +153,7 @@ def format_toml(value: Any) -> str:
 
 
 def format_untaken(result: ImportedConfig, indent: str) -> list[str]:
-    """Two lists: what changes the result, and what does not."""
+    """Format two lists of keys that were not taken over: those that change the result, and those that do not."""
     lines = []
     for title, changes in (("changes the result", True), ("no effect on the result", False)):
         listed = [item for item in dict.fromkeys(map(_freeze, result.untaken)) if item[0] is changes]

@@ -1,4 +1,4 @@
-"""What has an equal here: families and their buckets, choices of layers, quantization, optimizers."""
+"""Equivalents of other programs' settings: families and their buckets, choices of layers, quantization, optimizers."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,9 +17,9 @@ EDIT_FAMILIES = tuple(name for name, facts in FAMILY_FACTS.items() if facts.cont
 GUIDED_FAMILIES = tuple(name for name, facts in FAMILY_FACTS.items() if "guidance_scale" in facts.extra_options)
 """Families whose guidance scale is an input of the model; their previews have no negative prompt."""
 BLOCKS: Mapping[str, tuple[str, ...]] = {"krea2": ("blocks",), "lumina2": ("layers.", "refiner.")}
-"""What the names of layers in blocks contain, where layers outside of them are trained here by default."""
+"""Parts of the names of layers in blocks, for families whose layers outside of blocks are trained here by default."""
 FULL_LOKR_DIM = 10_000
-"""From this rank on, every layer of a LoKr is a full matrix, which has no scale: alpha counts as the rank."""
+"""The rank from which every layer of a LoKr is a full matrix, which has no scale: alpha counts as the rank."""
 
 _DENOISER = r"(unet|transformer)\..*"
 
@@ -91,11 +91,11 @@ class KnownOptimizer:
     """An optimizer of another program."""
 
     name: str
-    """Ours, for ``optimizer_type``."""
+    """The value of ``optimizer_type``."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What the other program sets, where the class used here has another default."""
+    """Arguments that the other program sets where the class used here has another default."""
     difference: str = ""
-    """What is not the same; it is listed."""
+    """The difference from the other program, which is listed for the user."""
 
 
 def set_optimizer(

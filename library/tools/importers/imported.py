@@ -1,4 +1,4 @@
-"""What an import produces, and the rules by which the keys of another program's file are taken over or listed."""
+"""The result of an import, and the rules by which the keys of another program's file are taken over or listed."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -83,7 +83,7 @@ class Take:
 
     name: str
     default: Any = None
-    """What the other program does without the key."""
+    """The value that the other program uses without the key."""
     convert: Callable[[Any], Any] = lambda value: value
 
 

@@ -250,7 +250,7 @@ def _read_objective(reader: KeyReader) -> None:
 
 
 def _read_noise(reader: KeyReader, is_flow: bool) -> None:
-    """Either noise offset or multires noise, as ``noise_offset_type`` says."""
+    """Read noise offset or multires noise, as ``noise_offset_type`` says."""
     result, kind = reader.result, reader.read("noise_offset_type", "Original")
     offset = reader.read("noise_offset", None, to_positive_number)
     adaptive = reader.read("adaptive_noise_scale", None, lambda value: to_number(value or 0) or None)

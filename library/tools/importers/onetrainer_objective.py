@@ -97,7 +97,7 @@ def _read_diffusion_timesteps(config: KeyReader) -> None:
 
 
 def _read_flow_timesteps(config: KeyReader) -> None:
-    """Its shift is ours; its dynamic shift is that of FLUX.1, but for Qwen-Image, whose scheduler has its own."""
+    """Read distribution and shift of the timesteps; OneTrainer's dynamic shift is FLUX.1's, except for Qwen-Image."""
     options, family = config.result.options, config.result.family
     name = config.read("timestep_distribution", "UNIFORM")
     weight = config.read("noising_weight", 0.0, to_number)

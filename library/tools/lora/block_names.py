@@ -17,7 +17,7 @@ BLOCK_WEIGHT_LISTS: dict[int, tuple[str, ...]] = {
     20: (BASE, *_IN[:9], "MID", *_OUT[:9]),
     26: (BASE, *_IN, "MID", *_OUT),
 }
-"""Length of a list of block weights -> the blocks that it is for, as in sd-scripts: 12 and 20 for SDXL."""
+"""The blocks of a list of block weights, by its length, as in sd-scripts: 12 and 20 for SDXL."""
 
 _ORIGINAL_NAMES = {
     "double_blocks": "transformer_blocks",

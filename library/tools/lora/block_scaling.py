@@ -15,7 +15,7 @@ _SCALED_TENSORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "norm": (("w_norm",), ("b_norm",)),
     "glora": (("a1",), ("b1",)),
 }
-"""Adapter type -> the tensors that the update is proportional to: one of each group."""
+"""The tensors of each adapter type that its update is proportional to; one of each group is scaled."""
 
 
 def scale_blocks(file: LoraFile, factors: Sequence[BlockFactor]) -> dict[str, ModuleAdapter]:

@@ -56,7 +56,7 @@ class WeightedFile:
         return weight * get_factor(module, self.blocks)
 
     def describe(self) -> dict[str, object]:
-        """For the note of sources."""
+        """Describe the weights of a file for the note of sources in the metadata."""
         described: dict[str, object] = {"weight": self.denoiser_weight}
         if self.text_encoder_weight != self.denoiser_weight:
             described["text_encoder_weight"] = self.text_encoder_weight
@@ -75,7 +75,7 @@ class Term:
 
 
 def list_merge_obstacles(files: Sequence[LoraFile]) -> list[str]:
-    """Why files cannot be merged into one: other models, or types whose effect depends on the base model."""
+    """List why files cannot be merged into one: other models, or types whose effect depends on the base model."""
     first, found = files[0], list[str]()
     for file in files:
         if file.family != first.family:
@@ -253,7 +253,7 @@ def build_merged_lora(
 
 
 def select_shared_metadata(sources: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """What all files that have a key say alike of their base model."""
+    """Select the metadata of the base model in which all files that have the key agree."""
     shared = {}
     for key in SHARED_METADATA:
         values = {metadata[key] for metadata in sources if key in metadata}

@@ -25,22 +25,22 @@ from .rank_rule import RankRule
 from .resizing import LayerError, measure_error
 
 _ROUNDING_SHARE = 3e-5
-"""What the weights' float32 rounding may leave of a difference of low rank: its square is what a rank is chosen by."""
+"""The part of a difference of low rank that may be rounding of the weights; its square is what a rank is chosen by."""
 
 
 @dataclass(frozen=True)
 class ExtractionSettings:
-    """What is extracted, and how."""
+    """The layers that are extracted, the adapter type, and the precision."""
 
     rule: RankRule | None
-    """None only for LoKr, whose second factor then stays whole."""
+    """The rule for ranks; LoKr may have None, and then its second factor stays whole."""
     adapter_type: str = "lora"
     factor: int = 8
     with_all_layers: bool = False
     with_convolutions: bool = True
     min_difference: float = 0.0
     dtype: torch.dtype = torch.float32
-    """Of the computation."""
+    """The dtype of the computation."""
     save_dtype: torch.dtype = torch.float32
     device: torch.device | None = None
     fuses_layers: bool = True
@@ -56,7 +56,7 @@ class Extraction:
     num_equal: int = 0
     """Layers without a difference."""
     skipped_components: list[str] = field(default_factory=list)
-    """Those that differ by no more than ``min_difference``."""
+    """Text encoders that are left out because they differ by no more than ``min_difference``."""
     num_left_out: int = 0
     """Differing weights and biases that no layer of the result covers."""
     left_out_norm: float = 0.0
@@ -67,7 +67,7 @@ class Extraction:
 
 
 def list_extraction_obstacles(base: ModelFiles, tuned: ModelFiles) -> list[str]:
-    """Why two models have no difference: other families or sizes."""
+    """List why the difference of two models cannot be taken: other families or sizes."""
     if base.detected.family != tuned.detected.family:
         return [f"{tuned.path}: is a model of {tuned.detected.family}, and {base.path} one of {base.detected.family}"]
     shared = base.weights.keys() & tuned.weights.keys()

@@ -1,4 +1,4 @@
-"""What is in a LoRA file: layers, ranks, alphas, update norms, training facts, and who reads it."""
+"""The contents of a LoRA file: layers, ranks, alphas, update norms, training facts, and the programs that read it."""
 
 import json
 import re
@@ -45,7 +45,7 @@ class LoraFacts:
 
     @property
     def losses(self) -> dict[str, dict[str, str]]:
-        """Format -> program -> what it does not read right, of this file and of its conversions."""
+        """The parts that programs do not read right of this file and of its conversions, by format and program."""
         contents = self.file.lora.contents
         formats: Sequence[FileFormat] = ("kohya", "diffusers", "comfy")
         return {each: list_client_losses(contents.updates, self.file.lora.components, each) for each in formats}
@@ -101,7 +101,7 @@ def compute_update_norm(update: ModuleAdapter) -> float | None:
 
 
 def export_json(facts: LoraFacts, *, with_layers: bool) -> dict[str, Any]:
-    """For programs."""
+    """Export the facts as plain data for JSON output."""
     file = facts.file
     exported: dict[str, Any] = {
         "file": str(file.path),
@@ -139,7 +139,7 @@ def export_json(facts: LoraFacts, *, with_layers: bool) -> dict[str, Any]:
 
 
 def group_by_component(layers: Sequence[LayerFacts]) -> dict[str, list[LayerFacts]]:
-    """Component -> its layers."""
+    """Group layers by component."""
     groups: dict[str, list[LayerFacts]] = {}
     for layer in layers:
         component = layer.module.partition(".")[0]
@@ -158,7 +158,7 @@ def _parse_value(value: str) -> Any:
 
 
 def iter_training_facts(metadata: Mapping[str, str]) -> Iterator[str]:
-    """What the metadata say of the training, in words."""
+    """Yield what the metadata say of the training, in words."""
 
     def get(name: str) -> str:
         value = metadata.get(f"ss_{name}", "")

@@ -94,7 +94,7 @@ def _format_layers(layers: Sequence[LayerFacts]) -> Iterator[str]:
 
 
 def _format_losses(facts: LoraFacts) -> Iterator[str]:
-    """Who does not read this file right, and in which format it would be."""
+    """Say which programs do not read this file right, and in which format they would."""
     own = facts.file.lora.contents.file_format
     losses = facts.losses
     if not losses[own]:
@@ -108,7 +108,7 @@ def _format_losses(facts: LoraFacts) -> Iterator[str]:
 
 
 def compare_loras(one: LoraFacts, other: LoraFacts) -> dict[str, Any]:
-    """What differs in settings, and the cosine between the updates of each block."""
+    """Compare the settings of two files, and the updates of each block by their cosine."""
     first, second = one.file.lora.metadata, other.file.lora.metadata
     keys = [key for key in sorted({*first, *second}) if not key.startswith(_CHANGING_KEYS)]
     settings = {key: (first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)}
@@ -146,7 +146,7 @@ def _compute_cosines(one: LoraFacts, other: LoraFacts) -> dict[str, float]:
 
 
 def format_comparison(one: LoraFacts, other: LoraFacts) -> Iterator[str]:
-    """Two files side by side."""
+    """Format two files side by side."""
     compared = compare_loras(one, other)
     names = one.file.path.name, other.file.path.name
     yield f"{names[0]} and {names[1]}:"

@@ -42,7 +42,7 @@ class LoraFile:
 
     @property
     def updates(self) -> dict[str, ModuleAdapter]:
-        """By module of the state dict; without updates of fused layers that cannot be split."""
+        """Updates by module name, as in a state dict; those of fused layers that cannot be split are not included."""
         return self.lora.contents.updates
 
     @property
@@ -121,7 +121,7 @@ def describe_other_family(file: LoraFile) -> str | None:
 
 @dataclass(frozen=True)
 class Unit:
-    """What is decomposed as one: a layer, or the parts of a fused layer, as sd-scripts' tools see it."""
+    """A matrix that is decomposed as one: a layer, or the parts of a fused layer, as sd-scripts' tools see it."""
 
     modules: tuple[str | None, ...]
     """Modules of the state dict; None for a part without an update."""
@@ -203,7 +203,7 @@ class NewLora:
     file_format: FileFormat
     metadata: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]] | None
-    """Of the model's weights, against which the file is checked; None for a model of unknown size."""
+    """The shapes of the model's weights, against which the file is checked; None for a model of unknown size."""
     sizes: NetworkSizes
     """The ranks and alphas that the metadata tells of."""
     alpha_dtype: torch.dtype = torch.float32
@@ -214,14 +214,14 @@ class NewLora:
 
 @dataclass(frozen=True)
 class WrittenLora:
-    """What the summary says of a file that was written."""
+    """A file that was written, as the summary describes it."""
 
     path: Path
     file_format: FileFormat
     num_tensors: int
     num_bytes: int
     losses: str
-    """What other programs do not read right; may be empty."""
+    """The parts that other programs do not read right; empty if there are none."""
 
     def describe(self) -> str:
         text = f"{self.path}: {self.file_format} format, {self.num_tensors} tensors, {self.num_bytes / 1e6:.1f} MB"

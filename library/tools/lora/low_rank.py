@@ -18,7 +18,7 @@ BASE_DEPENDENT_TYPES = ("dora", "glora", "diag-oft", "oft", "boft")
 
 _PROBE_COLUMNS = 16
 _LOW_RANK_RESIDUAL = {torch.float32: 1e-6, torch.float64: 1e-13}
-"""What rounding leaves of a matrix of low rank, as a share of its norm."""
+"""The part of a matrix of low rank that rounding leaves outside of its rank, as a share of its norm."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class LowRank:
 
 
 Update = LowRank | Tensor
-"""Of one layer: two factors, or a matrix of two dimensions where factors would be no smaller."""
+"""The update of one layer: two factors, or a matrix of two dimensions where factors would be no smaller."""
 
 
 @dataclass(frozen=True)

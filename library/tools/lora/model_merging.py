@@ -41,7 +41,7 @@ class Change:
     adapter: ModuleAdapter
     weight: float
     first_row: int = 0
-    """Where the layer begins in the rows of a fused update."""
+    """The first row of the layer in a fused update."""
 
     @torch.no_grad()
     def apply(self, base: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class Change:
 
 @dataclass(frozen=True)
 class MergedModel:
-    """What was written."""
+    """A model file that was written, and what was merged into it."""
 
     path: Path
     num_changed: int
@@ -68,7 +68,7 @@ class MergedModel:
 
 
 def iter_model_obstacles(model: ModelFiles, files: Sequence[WeightedFile]) -> Iterator[str]:
-    """Why LoRAs cannot be merged into a model."""
+    """Yield the reasons why LoRAs cannot be merged into a model."""
     for weighted in files:
         file = weighted.file
         yield from (f"{file.path}: {each}" for each in find_missing_weights(model, file.list_modules()))

@@ -1,4 +1,4 @@
-"""Where a model's files have the weight of each layer: diffusers folders, and single files of the original code."""
+"""The place of each layer's weight in a model's files: diffusers folders, and single files of the original code."""
 
 import json
 import math
@@ -63,7 +63,7 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """In the file, header included."""
+    """The first byte of the tensor in the file, header included."""
     num_bytes: int
 
     def read(self, first_row: int = 0, num_rows: int | None = None) -> Tensor:
@@ -85,7 +85,7 @@ class LayerWeight:
     first_row: int
     num_rows: int
     shape: tuple[int, ...]
-    """Of the weight in diffusers."""
+    """The shape of the weight in diffusers."""
     swaps_halves: bool = False
     """Whether the halves of the rows are in the other order."""
     is_transposed: bool = False
@@ -109,15 +109,15 @@ class ModelFiles:
     detected: DetectedModel
     family: Family
     components: tuple[ComponentKeys, ...]
-    """Those that the files contain."""
+    """The components that the files contain."""
     all_components: tuple[ComponentKeys, ...]
-    """Those that a LoRA of the model can change, also text encoders that the files lack."""
+    """The components that a LoRA of the model can change, also text encoders that the files lack."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Of all layers of all components, by name in a state dict."""
+    """The weight shapes of all layers of all components, by name in a state dict."""
     weights: Mapping[str, LayerWeight]
     biases: Mapping[str, LayerWeight]
     info: BaseModelInfo
-    """Its names in metadata."""
+    """The names of the model in metadata."""
     targets: frozenset[str]
     """The layers that a LoRA of this family usually has, convolutions included."""
     all_targets: frozenset[str]

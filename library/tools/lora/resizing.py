@@ -27,7 +27,7 @@ RESIZABLE_TYPES = ("lora", "dora", "loha", "lokr")
 
 @dataclass(frozen=True)
 class LayerError:
-    """How well the new update of a layer equals the old one."""
+    """The difference of a layer's new update from the old one."""
 
     title: str
     old_rank: int
@@ -49,7 +49,7 @@ class Resized:
     updates: dict[str, ModuleAdapter]
     errors: tuple[LayerError, ...]
     unchanged: dict[str, int]
-    """Adapter types that stay as they are -> number of layers."""
+    """The number of layers of each adapter type that stays as it is."""
 
 
 def resize_lora(file: LoraFile, rule: RankRule, dtype: torch.dtype) -> Resized:

@@ -87,7 +87,7 @@ TIMESTEP_SAMPLINGS: Mapping[str, tuple[str, str]] = {
     "shift": ("sigma", ""),
     "weighted": ("uniform", "uniform timesteps are used, without its weights of the loss"),
 }
-"""``timestep_type`` -> ours, and what is not the same."""
+"""The ``timestep_sampling`` for each ``timestep_type`` of ai-toolkit, and the difference between the two."""
 
 _CHANGES = "no equal here; remove it, or expect another result"
 _MEMORY = "only memory or speed; see docs/memory.md"

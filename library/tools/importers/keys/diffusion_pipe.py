@@ -31,7 +31,7 @@ FAMILIES: Mapping[str, str] = {
     "hunyuan_image": "hunyuan_image",
 }
 EDITING = {"flux": "flux_kontext", "qwen_image": "qwen_image_edit"}
-"""Family -> the one that learns from control images; those that are not here do so themselves."""
+"""The family that learns from control images, for families that do not do so themselves."""
 DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 SAVE_DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
 QUANTIZATIONS: Mapping[str, str] = {"float8": "fp8", "float8_e4m3fn": "fp8"}
