@@ -28,7 +28,7 @@ class CacheEstimate:
     name: str
     num_entries: int
     num_bytes: int | None
-    """None if the model's config files do not determine it."""
+    """The size of the cache, or None if the model's config files do not determine it."""
     is_upper_bound: bool
     directories: Sequence[Path]
     """Empty if cached for this run only."""

@@ -42,7 +42,7 @@ class DryRun:
     plan: RunPlan
     cache_estimates: Sequence[CacheEstimate] = ()
     notes: Sequence[str] = ()
-    """What another model may reject, if none is set."""
+    """Sizes that some models would not accept, if no model is set."""
     trained_components: str = ""
 
     def format_summary(self) -> str:

@@ -28,7 +28,7 @@ MAX_BUFFERED_SHAPES = 64
 
 Partition = tuple[int, int, bool]
 MetaRuns = dict[tuple[str, Partition], MetaRun]
-"""By the settings that change a step, and the partition."""
+"""Steps that were run on the meta device, by the settings that change a step, and the partition."""
 
 _NO_LAYOUT: Mapping[str, Any] = {
     "parallel": ParallelConfig(),
@@ -45,7 +45,7 @@ class Devices:
     count: int
     memory: int
     flops: float = 1e14
-    """Per second, as models of this kind reach them."""
+    """The operations per second that diffusion models reach on such a device."""
     link_speed: float = 25e9
     """Bytes per second between devices, and to host memory."""
 
@@ -55,7 +55,7 @@ class LayoutEstimate:
     layout: ParallelLayout
     memory: MemoryEstimate
     images_per_second: float
-    """For comparing layouts, not for predicting a duration."""
+    """A speed to compare layouts by; it does not predict how long a run takes."""
     savings: Mapping[str, Any] = field(default_factory=dict)
     """Options that were added to the user's."""
 
@@ -71,7 +71,7 @@ class LayoutReport:
     estimates: Sequence[LayoutEstimate]
     """Fastest first."""
     suggestion: LayoutEstimate | None
-    """Where nothing fits: what would fit with more options, or comes closest."""
+    """The layout that would fit with more options, or comes closest, if none fits."""
 
     def fits(self, estimate: LayoutEstimate) -> bool:
         return estimate.memory.total <= self.devices.memory

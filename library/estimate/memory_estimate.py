@@ -22,9 +22,9 @@ from .meta_run import MetaRun, StepMemory, count_frozen_bytes
 from .parallel_layouts import ParallelLayout
 
 CONTEXT_BYTES = 768 * 2**20
-"""Assumed: CUDA context, cuBLAS and cuDNN workspaces, fragmentation."""
+"""An assumption for the CUDA context, the workspaces of cuBLAS and cuDNN, and fragmentation."""
 COMMUNICATION_BYTES = 256 * 2**20
-"""Assumed: NCCL buffers."""
+"""An assumption for NCCL's buffers."""
 UNLIMITED = 2**60
 ZERO_DEFAULTS = {"stage3_param_persistence_threshold": 100_000, "stage3_max_live_parameters": 1_000_000_000}
 """DeepSpeed's defaults, in elements."""
@@ -45,7 +45,7 @@ class MemoryEstimate:
     gathered: int
     """Frozen weights all-gathered from other ranks or copied from host memory, while they are used."""
     buffers: int
-    """Of DDP, ZeRO or pipeline communication."""
+    """The buffers of DDP, ZeRO or pipeline communication."""
     reserved: int
     """Context and NCCL."""
 
@@ -56,12 +56,12 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class DevicePart:
-    """What one device holds of the model: all of it, a pipeline stage, or its part of a device map."""
+    """The part of the model that one device holds: all of it, a pipeline stage, or its part of a device map."""
 
     frozen_bytes: int
     """Bytes of frozen weights, before FSDP or ZeRO shard them."""
     chunks: tuple[StepMemory, ...]
-    """More than one in an interleaved pipeline."""
+    """The memory of each part of the model on this device; an interleaved pipeline has several."""
     received_bytes: int = 0
     """Bytes of activations from other pipeline stages, in a micro-batch."""
     sent_bytes: int = 0

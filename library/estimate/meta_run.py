@@ -207,7 +207,7 @@ class MetaRun:
         pipeline: bool = False,
         same_settings: "MetaRun | None" = None,
     ):
-        """What does not depend on the partition is taken from ``same_settings``, another run."""
+        """Take the batch and the peaks of encoding from ``same_settings``, a run that differs in the partition only."""
         precision = config.distributed.mixed_precision or "no"
         self.config, self._dtype = config, None if precision == "no" else MIXED_PRECISION_DTYPES[precision]
         self.family: Family = FAMILIES.get(model.family)(config.model)
@@ -253,7 +253,7 @@ class MetaRun:
         count = 2 if config.train.blocks_to_swap or config.train.activation_memory_budget else 1
         self.step = [self._run_step() for _ in range(count)][-1]
         self.sent_bytes = sum(group.sent_bytes for group in groups) / count
-        """To tensor- and context-parallel ranks, per micro-batch."""
+        """Bytes that a micro-batch sends to tensor- and context-parallel ranks."""
 
     def replace_cache_settings(self, config: RunConfig) -> "MetaRun":
         """Return the same run with other outputs of frozen encoders cached, which do not change the step."""

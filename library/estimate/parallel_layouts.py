@@ -91,7 +91,7 @@ class LayoutFinder:
         return layouts, [f"{', '.join(names)}: {problem}" for problem, names in reasons.items()]
 
     def find_rejections(self) -> list[str]:
-        """Why training would reject the user's own settings on so many devices."""
+        """List the reasons why training would reject the user's own settings on so many devices."""
         launch = validate_parallelism(self.config, self._build_world(self.config.parallel))
         return [*validate_optimizer(self.config.optim), *launch, *self._find_model_rejections(self.config)]
 
