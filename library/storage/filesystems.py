@@ -48,7 +48,7 @@ class IncompleteBodyError(Exception):
 
 @dataclass(frozen=True)
 class Scheme:
-    """What serves URLs of one scheme."""
+    """The file system that serves the URLs of one scheme."""
 
     package: str  # imported by fsspec
     install: str
@@ -139,7 +139,7 @@ _CREDENTIAL_CODES = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an exception of a file system means."""
+    """The meaning of an exception of a file system."""
 
     error: RemoteError
     is_transient: bool = False
@@ -217,7 +217,7 @@ def _format_reason(chain: list[BaseException]) -> str:
 
 @dataclass
 class RetryPolicy:
-    """How long a request is repeated; servers that are known to be down are not waited for again."""
+    """The time that a request is repeated; servers that are known to be down are not waited for again."""
 
     seconds: float
     has_answered: set[str] = field(default_factory=set)  # servers
