@@ -40,12 +40,12 @@ class ControlImage:
     size: tuple[int, int]  # (width, height) in EXIF orientation
     content_hash: str  # of the file
     made: str = ""
-    """What is made of the image, which is the picture itself: a key of ``CONTROLS_FROM_IMAGE``."""
+    """The way the control image is derived from the picture itself: a key of ``CONTROLS_FROM_IMAGE``."""
 
 
 @dataclass(frozen=True)
 class ControlLimits:
-    """How many control images a model takes for a picture."""
+    """The numbers of control images that a model takes for a picture."""
 
     fewest: int
     most: int
@@ -66,7 +66,7 @@ class ControlLimits:
 
 @dataclass(frozen=True)
 class ColumnsWithControls(Container[str]):
-    """These columns and those of control images, whose number is not known before the file is read."""
+    """The columns in ``names`` and those of control images, whose number is not known before the file is read."""
 
     names: Container[str]
 

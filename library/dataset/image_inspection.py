@@ -20,13 +20,13 @@ Pixels = NDArray[np.uint8]
 """(height, width, 3), RGB."""
 
 INSPECTION_VERSION = 2
-"""Incremented when the inspection of the same bytes may give another result, so that cached ones are not used."""
+"""The version of the inspection, incremented when it may give another result for the same bytes."""
 
 MAX_PIXELS = 178_956_970
 """Pillow's own limit for opening an image, 512 MiB as RGB; repeated here because users can change Pillow's."""
 
 LARGE_IMAGE_PIXELS = 2**25
-"""Larger images are decoded one at a time, so that a pool of threads does not fill the memory."""
+"""The number of pixels above which images are decoded one at a time, so that threads do not fill the memory."""
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "JPEG2000", "PPM", "QOI", "AVIF", "JXL", "JPEG XL")
 """Formats that are decoded if Pillow can; others are not tried, because for EPS Pillow would run Ghostscript."""

@@ -56,7 +56,7 @@ class SubsetListing:
 
     @property
     def caption_source(self) -> str:
-        """Where captions were read from, or where they were expected if there are none."""
+        """The place that captions were read from, or that they were expected in if there are none."""
         if len(self.caption_sources) < 2:
             return next(iter(self.caption_sources), self.expected_source)
         return ", ".join(f"{count} {source}" for source, count in self.caption_sources.most_common())

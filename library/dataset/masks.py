@@ -45,7 +45,7 @@ MaskKey = tuple[int, int, ImageRef]
 """Dataset, subset and image: in two subsets, an image may have two masks."""
 
 MASK_INSPECTION_VERSION = 1
-"""Incremented when the inspection of the same mask may give another result."""
+"""The version of the inspection of masks, incremented when it may give another result for the same mask."""
 
 _MAX_GRAY_CHANNEL_SPREAD = 48
 """Largest difference between the channels of a gray pixel after JPEG compression."""
