@@ -61,7 +61,7 @@ class MicroBatch:
 
 
 class MicroBatchSchedule(Protocol):
-    """What maps positions to micro-batches: a batch plan, or the fixed batches of validation."""
+    """The mapping of positions to micro-batches: a batch plan, or the fixed batches of validation."""
 
     @property
     def buckets(self) -> tuple[Bucket, ...]: ...

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_IMAGES = 480
-"""On one sheet; with many buckets, fewer of each bucket are drawn."""
+"""The number of images on one sheet; with many buckets, fewer of each are drawn."""
 
 SHEET_WIDTH = 1600
 THUMBNAIL_AREA, MAX_THUMBNAIL_SIDE = 200 * 200, 420

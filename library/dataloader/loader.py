@@ -105,7 +105,7 @@ BatchDataset = Dataset[PixelBatch | WorkerFailure]
 
 @dataclass(frozen=True)
 class StepBatches:
-    """This rank's micro-batches of one optimizer step."""
+    """The micro-batches of one optimizer step on this rank."""
 
     micro_batches: tuple[PixelBatch, ...]
     num_global_samples: int  # planned, over all ranks, without padding
@@ -117,14 +117,14 @@ class StepBatches:
 
 
 class StepLoader(Protocol):
-    """What yields the batches of every step."""
+    """An iterator over the batches of every step."""
 
     def iter_steps(self, first_step: int) -> Iterator[StepBatches]:
         """Yield the batches of each optimizer step from ``first_step`` on, without end."""
 
 
 class ImageLoader:
-    """This rank's batches from image files; the number of workers does not change them."""
+    """Loads the batches of this rank from image files; the number of workers does not change them."""
 
     def __init__(
         self,

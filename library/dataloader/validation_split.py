@@ -11,7 +11,7 @@ from .captions import process_caption
 from .manifest import Sample
 
 DEFAULT_VALIDATION_SEED = 0
-"""Without ``validation_seed``: the same split for every training seed."""
+"""The seed of the split without ``validation_seed``: the training seed does not change which images are set aside."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ _BAKED_IN_CAPTION_SETTINGS: Mapping[str, Any] = {
     "caption_suffix": None,
     "secondary_separator": None,
 }
-"""Already applied to the captions of validation images."""
+"""Caption settings without effect on validation images, whose captions are built with them once."""
 
 
 def _select_validation_samples(samples: Sequence[Sample], dataset: DatasetConfig) -> list[Sample]:

@@ -23,14 +23,14 @@ _EXIT_TIMEOUT_SECONDS = 1.0  # between a closed sentinel and a known exit code
 
 
 class SharedMemoryItem(Protocol):
-    """What a dataset returns: it can move to shared memory."""
+    """An item of a dataset, which can move to shared memory."""
 
     def share_memory(self) -> "SharedMemoryItem": ...
 
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """Returned by a worker instead of a batch; it ends the run."""
+    """The answer of a worker that has no batch to return; it ends the run."""
 
     problem: str
 
