@@ -34,7 +34,7 @@ VISIBILITY_TIMEOUT_SECONDS = 60.0
 REFRESH_INTERVAL_SECONDS = 2.0
 POLL_INTERVAL_SECONDS = 0.2
 STALL_TIMEOUT_SECONDS = 30 * 60
-"""Without progress of any rank for this long, waiting ranks give up."""
+"""Waiting ranks give up when no rank has made progress for this long."""
 
 MAX_NAMES_SHOWN = 5
 EntryIndices = NDArray[np.int64]
@@ -52,7 +52,7 @@ class EncodedEntry:
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What a cache has to contain, and where."""
+    """The entries that a cache has to contain, and the folders that it is in."""
 
     name: str  # "latents"
     unit: str  # "image"
@@ -177,12 +177,12 @@ class SharedProgress:
 
 @dataclass(frozen=True)
 class WorkPartition:
-    """This rank encodes every ``count``-th entry, from ``index`` on."""
+    """The entries that this rank encodes: every ``count``-th, from ``index`` on."""
 
     index: int
     count: int
     run_token: str
-    """Equal on all ranks, and different in every run."""
+    """A text that is equal on all ranks and different in every run."""
 
 
 def _encode_missing(

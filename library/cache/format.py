@@ -99,7 +99,7 @@ def _view_as_tensor(buffer: Tensor, span: TensorSpan) -> Tensor:
 
 
 FORMAT_VERSION = 1
-"""Incremented when old files can no longer be read; files of another version are ignored."""
+"""The version of the format, incremented when old files can no longer be read; files of another one are ignored."""
 
 HEADER_RECORD, ENTRY_RECORD, TOMBSTONE_RECORD = 1, 2, 3
 """Kinds of records: the first of a file; the location of an entry; an entry that must no longer be used."""

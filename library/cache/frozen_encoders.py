@@ -57,7 +57,7 @@ class FrozenEncoders:
         return pipe
 
     def compute_weight_hashes(self, components: Sequence[str], cache_dir: Path) -> list[str]:
-        """On the main process only: the others need not read all weights as well."""
+        """Compute the hashes of components on the main process, so that the others need not read all weights too."""
         hashes = FileHashCache(cache_dir / FILE_HASHES_NAME)
         return self.strategy.comm.run_on_main_and_broadcast(
             lambda: compute_component_fingerprints(self.family, self.model, components, hashes)

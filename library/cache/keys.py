@@ -43,7 +43,7 @@ class EncodedText:
 
 @dataclass(frozen=True)
 class TextSource:
-    """Where a caption was found first, and its control images."""
+    """A caption with its control images, and where it was found first."""
 
     sample_index: int = 0  # decides about the directory
     is_flipped: bool = False
@@ -118,10 +118,10 @@ _VARYING_CAPTION_KEYS = (
 )
 
 LATENT_KEY_VERSION = 1
-"""Incremented when the same image, crop and VAE would give different latents than before."""
+"""A part of each key, incremented when the same image, crop and VAE would give other latents than before."""
 
 TEXT_KEY_VERSION = 1
-"""Incremented when the same caption and text encoder would give different outputs than before."""
+"""A part of each key, incremented when the same caption and text encoder would give other outputs than before."""
 
 
 def compute_latent_key(

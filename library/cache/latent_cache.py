@@ -142,7 +142,7 @@ class LatentEncoder:
             return self.encoders.family.encode_moments(pipe, values).mean_and_std
 
     def _resize_mask(self, mask: MaskPixels, latent_size: tuple[int, int]) -> Tensor:
-        """On the device, as training resizes it."""
+        """Resize a mask to the latents, on the device as training does."""
         on_device = torch.from_numpy(mask)[None, None].to(self.encoders.strategy.device)
         return resize_mask_to_latents(on_device, latent_size)[0].cpu()
 

@@ -33,7 +33,7 @@ _NO_RECORDS = np.zeros(0, RECORD_DTYPE)
 
 @dataclass
 class IndexFile:
-    """What has been read of one writer's index."""
+    """The part of one writer's index that has been read."""
 
     directory: Path
     num_bytes_read: int = 0

@@ -33,7 +33,7 @@ from .readers import TextReader, split_cond
 
 logger = logging.getLogger(__name__)
 MAX_CAPTION_CHARACTERS = 80
-"""Of a caption, as the name of an entry."""
+"""The longest part of a caption that is shown as the name of an entry."""
 
 MAX_KEYS_SHOWN = 3
 MODEL_OPTIONS_WITHOUT_TEXT_EFFECT = frozenset(
