@@ -28,12 +28,12 @@ class Captioner(Protocol):
 
 @dataclass(frozen=True)
 class CaptionFormat:
-    """What is put around the text of the model."""
+    """The texts that are put around the model's caption."""
 
     caption_prefix: str = ""
     caption_suffix: str = ""
     trigger_word: str = ""
-    """At the start, unless the text has it."""
+    """A text that begins each caption that does not contain it."""
     if_exists: str = "keep"
 
     def build(self, text: str, existing: str | None) -> str:
@@ -50,7 +50,7 @@ class CaptionFormat:
 
 @dataclass
 class CaptionSummary:
-    """What was done, and the images that could not be decoded."""
+    """The number of captions written and kept, and the images that could not be decoded."""
 
     written: int
     kept: int
