@@ -1,4 +1,4 @@
-"""Which layout of a LoRA file diffusers and ComfyUI read right: the default of a run, what is lost in which program.
+"""The layouts of a LoRA file that diffusers and ComfyUI read right: the default of a run, and what other layouts lose.
 
 The keys themselves are written in ``kohya_diffusers_comfyui_keys``.
 
@@ -13,7 +13,7 @@ from .module_adapter import DOWN, ModuleAdapter
 from .original_module_names import T5_KEYS
 
 ModuleAdapters = Mapping[str, ModuleAdapter]
-"""By module of the state dict, component included."""
+"""The adapters of a file by module name, as in a state dict: component first."""
 
 
 def choose_file_format(
@@ -47,7 +47,7 @@ def needs_equal_alphas(adapters: ModuleAdapters, components: Sequence[ComponentK
 def list_client_losses(
     adapters: ModuleAdapters, components: Sequence[ComponentKeys], file_format: FileFormat, equal_alphas: bool = False
 ) -> dict[str, str]:
-    """What diffusers and ComfyUI do not read right of a file in this layout."""
+    """Describe for diffusers and for ComfyUI what they do not read right of a file in this layout."""
     types = {adapter.adapter_type for adapter in adapters.values()}
     if types & {"oft", "boft"}:
         name = "/".join(sorted(types)).upper()
@@ -125,7 +125,7 @@ def _list_trained(adapters: ModuleAdapters, components: Sequence[ComponentKeys])
 
 
 def _describe_conversion_loss(adapters: ModuleAdapters, components: Sequence[ComponentKeys]) -> str | None:
-    """What diffusers does not convert of the denoiser in a kohya file with fused modules."""
+    """Describe what diffusers does not convert of the denoiser in a kohya file with fused modules."""
     denoiser = _find_denoiser(components)
     prefix, width, loss = f"{denoiser.name}.", denoiser.key_style.diffusers_width, None
     own = {module.removeprefix(prefix): each for module, each in adapters.items() if module.startswith(prefix)}

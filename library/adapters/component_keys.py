@@ -36,7 +36,7 @@ def build_key_map(modules: Iterable[str], key_style: KeyStyle) -> KeyMap:
 
 
 def build_kohya_name(module: str, prefix: str) -> str:
-    """``mid_block.attentions.0.proj_in`` -> ``lora_unet_mid_block_attentions_0_proj_in``."""
+    """Build a name such as ``lora_unet_mid_block_attentions_0_proj_in`` from ``mid_block.attentions.0.proj_in``."""
     return f"{prefix}_{module.replace('.', '_')}"
 
 
@@ -52,15 +52,15 @@ class ComponentKeys:
     """A trainable component of a pipeline, and how LoRA files name its modules."""
 
     name: str
-    """In the pipeline: ``unet``, ``transformer``, ``text_encoder``."""
+    """The attribute of the pipeline that holds the component: ``unet``, ``transformer``, ``text_encoder``."""
     modules: tuple[str, ...]
     """Names of all modules, containers included."""
     key_prefix: str
     """Prefix of its keys in kohya files."""
     key_style: KeyStyle = DIFFUSERS_KEYS
-    """How kohya files name the modules: see ``Family.lora_key_style``."""
+    """The module names of kohya files: see ``Family.lora_key_style``."""
     other_key_styles: tuple[KeyStyle, ...] = ()
-    """Further key styles that are read."""
+    """Key styles that are read besides ``key_style``."""
 
     @property
     def is_text_encoder(self) -> bool:
@@ -71,7 +71,7 @@ class ComponentKeys:
         return build_key_map(self.modules, key_style or self.key_style)
 
     def use_comfyui_names(self) -> "ComponentKeys":
-        """The same component with the names of kohya files for ComfyUI."""
+        """Return the component with the names of kohya files for ComfyUI."""
         return replace(self, key_style=self.key_style.comfyui_style or self.key_style)
 
     def has_comfyui_names(self, names: Iterable[str]) -> bool:

@@ -72,7 +72,7 @@ ZERO_INIT_TENSORS = (UP, "hada_w2_b", "lokr_w1", "lokr_w1_a", "oft_R", "boft_R")
 """Tensors that are zero at the start of training."""
 
 LYCORIS_ZERO_INIT_TENSORS = ("hada_w1_a", "lokr_w2", "lokr_w2_b")
-"""Those of LyCORIS, in layers that network_weights contains and that are not trained."""
+"""Tensors that are zero in untrained layers of LyCORIS, which ``network_weights`` may contain."""
 
 
 def verify_adapter_file(
@@ -106,10 +106,10 @@ def verify_adapter_file(
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """What is to know about a tensor of a file."""
+    """A tensor of a file, as far as the checks of the file need it."""
 
     shape: Tensor
-    """On the meta device."""
+    """A tensor without data (on the meta device) of this shape and dtype."""
     is_finite: bool
     is_zero: bool
 
@@ -124,7 +124,7 @@ def _compare_tensor(key: str, actual: Tensor, wanted: Tensor | None) -> Iterator
 
 
 def _find_invalid_tensors(facts: Mapping[str, TensorFacts], is_trained: bool) -> Iterator[str]:
-    """What a loader would reject or ignore."""
+    """Yield what is wrong with tensors that a loader would reject or ignore."""
     if not facts:
         yield "it has no tensors"
     for key in find_wrapper_names(facts):

@@ -91,7 +91,7 @@ _ROW_TENSORS: Mapping[str, tuple[str, ...]] = {
     "glora": ("b1",),
     "full": ("diff", "diff_b"),
 }
-"""Adapter type -> the tensors whose rows belong to blocks of outputs; the others are shared by all parts."""
+"""The tensors of each adapter type whose rows belong to blocks of outputs; all parts share the others."""
 
 
 def _split_by_rows(fused: ModuleAdapter, original: OriginalModule) -> Iterator[ModuleAdapter]:

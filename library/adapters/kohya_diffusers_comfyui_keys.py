@@ -67,12 +67,12 @@ class AdapterFileContents:
 
     state_dict: dict[str, Tensor]
     alphas: dict[str, float]
-    """By module of the state dict, component included."""
+    """The alpha of each module of the state dict; names begin with the component."""
     file_format: FileFormat
     alpha_dtype: torch.dtype = torch.float32
     """Dtype of the alphas in the file."""
     fused: Mapping[str, FusedAdapter] = field(default_factory=dict)
-    """By name in the file."""
+    """Adapters of fused layers, by their name in the file."""
     embeddings: Mapping[str, Tensor] = field(default_factory=dict)
     """Bundled embeddings of OneTrainer, by key."""
     num_tucker: int = 0
@@ -322,7 +322,7 @@ def _restore_magnitude(
 
 
 def build_key_lookup(components: Iterable[ComponentKeys]) -> dict[str, tuple[ComponentKeys, ModuleGroup]]:
-    """All known names of modules in files -> the component and its modules."""
+    """Map every name that a module may have in a file to its component and the modules that the name stands for."""
     lookup: dict[str, tuple[ComponentKeys, ModuleGroup]] = {}
     for component in components:
         for name, group in component.iter_known_names():

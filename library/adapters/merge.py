@@ -25,7 +25,7 @@ def merge_bias_adapter(bias: Tensor | None, adapter: ModuleAdapter, multiplier: 
 
 
 def compute_delta_weight(adapter: ModuleAdapter, dtype: torch.dtype) -> Tensor:
-    """What an adapter adds to the weight, before scaling by alpha / rank, of a type that needs no base weights."""
+    """Compute what an adapter adds to the weight, before alpha / rank; not for types that need the base weight."""
     tensors = {name: tensor.to(dtype) for name, tensor in adapter.tensors.items()}
     return _compute_delta_weight(torch.zeros((), dtype=dtype), adapter.adapter_type, tensors)
 

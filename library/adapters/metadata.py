@@ -172,7 +172,7 @@ def update_network_metadata(metadata: Mapping[str, str], before: NetworkSizes, n
 
 
 def _build_minimum_metadata(config: AdapterConfig, model: BaseModelMetadata, run: RunMetadata) -> dict[str, Any]:
-    """What loaders and web UIs need, even with ``no_metadata``."""
+    """Build the metadata that loaders and web UIs need, even with ``no_metadata``."""
     return {
         "ss_v2": model.is_version_2,
         "ss_base_model_version": model.base_model_version,
@@ -243,7 +243,7 @@ def _build_validation_metadata(data: DataConfig, validate: ValidateConfig) -> di
 
 
 def _build_memory_metadata(model: ModelConfig) -> dict[str, Any]:
-    """What sd-scripts can do to save memory, and the crop at faces, which no option here does."""
+    """Build the keys of options of sd-scripts that save memory or crop at faces, which no option here does."""
     return {
         "ss_full_fp16": False,
         "ss_lowram": False,
@@ -273,7 +273,7 @@ def _build_objective_metadata(noise: NoiseConfig, loss: LossConfig) -> dict[str,
 
 
 def _build_flow_metadata(noise: NoiseConfig) -> dict[str, Any]:
-    """Written for flow-matching models only, as by sd-scripts."""
+    """Build the keys that are written for flow-matching models only, as sd-scripts does."""
     return {
         "ss_timestep_sampling": noise.flow_timestep_sampling,
         "ss_sigmoid_scale": noise.sigmoid_scale,

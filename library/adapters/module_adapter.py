@@ -56,7 +56,7 @@ _SUFFIX_TO_TENSOR_NAME: Mapping[str, str] = {
     "oft_R.weight": "oft_R",
     ALPHA: ALPHA,
 }
-"""Key suffix in any format -> tensor name."""
+"""The tensor name for each key suffix of any format."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class ModuleAdapter:
 
 
 def parse_tensor_key(key: str) -> tuple[str, str] | None:
-    """``a.b.lora_A.weight`` -> ``a.b`` and ``down``; None if the key is not of an adapter."""
+    """Split ``a.b.lora_A.weight`` into ``a.b`` and ``down``; return None if the key is not of an adapter."""
     parts = _upgrade_diffusers_key(key).split(".")
     for count in (3, 2, 1):
         suffix = ".".join(parts[-count:])

@@ -48,7 +48,7 @@ UNREAD_SETTINGS: Mapping[str, object] = {
     "use_cayley_neumann": True,
     "num_cayley_neumann_terms": 5,
 }
-"""Settings that change what a file does -> the value that is read, peft's default."""
+"""Settings that change what a file does, with the only value that is read: peft's default."""
 
 _READ_TYPES = ("LORA", "LOHA", "LOKR", "OFT", "BOFT")
 
