@@ -28,7 +28,7 @@ MAX_RECOMPILES = 4
 """Recompiles of a block class during training, after which its blocks run eagerly."""
 
 MAX_STATIC_SIZES = 2
-"""With more bucket sizes than this, ``auto`` compiles dynamic shapes."""
+"""The number of bucket sizes above which ``auto`` compiles dynamic shapes."""
 
 MAX_GRAPHS_PER_SIZE = 4
 """Graphs of a block class for one size: its input requires grad or not, text is masked or not."""
@@ -244,7 +244,7 @@ class Compilation:
 
     @contextmanager
     def record_shapes(self) -> Iterator[None]:
-        """Inside, blocks run eagerly and record their input layouts."""
+        """Let blocks run eagerly and record their input layouts within the context."""
         self._phase.is_recording_shapes = True
         try:
             yield

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TokenMap:
-    """Where the tokens of concatenated streams are; as tensors, whose lengths a compiler can treat as dynamic."""
+    """The positions of the tokens of concatenated streams; tensors, whose lengths a compiler can treat as dynamic."""
 
     positions: Tensor
     """Positions of this rank's tokens in the concatenation."""
@@ -44,7 +44,7 @@ class TokenMap:
 
 @dataclass(frozen=True)
 class SequenceShards:
-    """Which tokens of each stream (text, image) belong to which rank."""
+    """The division of the tokens of each stream (text, image) among the ranks."""
 
     lengths: Mapping[str, int]
     rank: int
@@ -91,7 +91,7 @@ class ContextParallel:
         self.group, self.rank, self.size = group, group.rank, group.size
         self._mark_dynamic = mark_dynamic
         self._shards: SequenceShards | None = None
-        """Of the latest forward: activation checkpointing recomputes before the next forward."""
+        """The shards of the latest forward, since activation checkpointing recomputes before the next forward."""
         self._token_maps: dict[tuple[str, ...], TokenMap] = {}
 
     def wrap_blocks(self, model: nn.Module, parallel_plan: ParallelPlan) -> None:

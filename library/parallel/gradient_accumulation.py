@@ -29,7 +29,7 @@ from ..distributed.step_phases import record_phase
 
 
 class TrainingTask(Protocol):
-    """What a strategy needs to know of the training task (``training.task.DiffusionTask``)."""
+    """The training task (``training.task.DiffusionTask``), as far as a strategy uses it."""
 
     def __call__(self, batch: PixelBatch, step: int, /) -> Tensor:
         """Return the weighted loss of each sample in optimizer step ``step``."""

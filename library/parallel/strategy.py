@@ -37,7 +37,7 @@ STOP_DELAY_STEPS = 2
 
 @dataclass(frozen=True)
 class StrategySettings:
-    """What the options and the launcher ask for, as the strategies take it."""
+    """The settings of options and launcher, in the form in which strategies take them."""
 
     dims: ParallelDims | None = None
     """``None``: data parallelism over all ranks."""
@@ -64,7 +64,7 @@ class Strategy(ABC):
     """Whether every rank holds all trainable parameters, equal to the bit."""
 
     nf4_kernel: str | None = None
-    """What dequantizes a base model in nf4 (``select_nf4_kernel``)."""
+    """The kernel that dequantizes a base model in nf4 (``select_nf4_kernel``)."""
 
     model: nn.Module
     """The wrapped model, after ``wrap``."""
@@ -76,7 +76,7 @@ class Strategy(ABC):
         """Number of ranks that work on the same images."""
         self.data_parallel_rank, self.data_parallel_size = self.dims.get_data_parallel_rank(comm.rank), self.dims.dp
         self.loss_ranks = self.dims.get_loss_ranks()
-        """For each data-parallel rank, a rank that has the losses of its samples."""
+        """A rank that has the losses of the samples of each data-parallel rank."""
         self.has_loss = comm.rank in self.loss_ranks
         self.devices = [self.device]
         """All devices that this process computes on."""
@@ -145,7 +145,7 @@ class Strategy(ABC):
             plugin.backend = backend
 
     def bypass_tensor_parallel(self) -> AbstractContextManager[None]:
-        """Inside, single layers can be called on one rank, with full weights and without collectives."""
+        """Allow calls of single layers on one rank within the context, with full weights and without collectives."""
         return nullcontext()
 
     @abstractmethod

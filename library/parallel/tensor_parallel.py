@@ -21,7 +21,7 @@ from .quantize import FrozenLayer, Ranges, take_ranges
 
 
 class TensorParallel:
-    """This rank's shard of a model's linear layers."""
+    """The shard of a model's linear layers on this rank."""
 
     def __init__(self, rank: int, size: int, all_reduce: Callable[[Tensor], object]):
         """``all_reduce`` sums a tensor over the tensor-parallel group, in place."""
@@ -47,7 +47,7 @@ class TensorParallel:
 
     @contextmanager
     def bypass(self) -> Iterator[None]:
-        """Inside, layers compute unsharded and without collectives; the caller provides full frozen weights."""
+        """Let layers compute unsharded, without collectives, within the context; callers give full frozen weights."""
         self._is_bypassed = True
         try:
             yield

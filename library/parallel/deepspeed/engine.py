@@ -176,7 +176,7 @@ class DeepSpeedStrategy(Strategy):
 
 
 def get_local_rank_variables(device: torch.device) -> dict[str, int]:
-    """What the local rank has to be: DeepSpeed takes it for the device, and SLURM may show a process its own only."""
+    """Return variables that make the local rank the device's index, as DeepSpeed assumes; under SLURM it may differ."""
     if device.index is None:
         return {}
     return dict.fromkeys({"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & os.environ.keys(), device.index)
