@@ -12,12 +12,12 @@ from ..errors import UserError
 from .arguments import find_unknown_args, import_class, parse_keyword_args
 
 LRSchedule = Callable[[int], float]
-"""Optimizer step, from 0 -> factor on the peak learning rate."""
+"""A function of the optimizer step, counted from 0, that returns the factor on the peak learning rate."""
 
 
 @dataclass(frozen=True)
 class ScheduleContext:
-    """What a schedule depends on; lengths are in optimizer steps."""
+    """The options and lengths that a schedule depends on; lengths are in optimizer steps."""
 
     config: OptimConfig
     total_steps: int
@@ -30,7 +30,7 @@ class ScheduleContext:
 
 
 ProgressFactor = Callable[[float, ScheduleContext], float]
-"""Progress after the warmup, 0 to 1 -> factor on the peak."""
+"""A function that returns the factor on the peak from the progress after the warmup, which is between 0 and 1."""
 
 
 def _constant(progress: float, context: ScheduleContext) -> float:
@@ -78,7 +78,7 @@ PROGRESS_SCHEDULES: Mapping[str, ProgressFactor] = {
     "polynomial": _polynomial,
     "rex": _rex,
 }
-"""``lr_scheduler`` -> schedules that depend on the progress only."""
+"""The schedules that depend on the progress only, by ``lr_scheduler``."""
 
 
 def _build_inverse_sqrt(context: ScheduleContext) -> LRSchedule:
@@ -123,7 +123,7 @@ STEP_SCHEDULES: Mapping[str, Callable[[ScheduleContext], LRSchedule]] = {
     "warmup_stable_decay": _build_warmup_stable_decay,
     "piecewise_constant": _build_piecewise_constant,
 }
-"""``lr_scheduler`` -> schedules that depend on the step."""
+"""The schedules that depend on the step, by ``lr_scheduler``."""
 
 
 def build_lr_schedule(config: OptimConfig, total_steps: int) -> LRSchedule:

@@ -10,7 +10,7 @@ from ..registry import suggest_name
 
 @dataclass(frozen=True)
 class OptimizerInfo:
-    """Where an optimizer is imported from, and how its arguments differ from sd-scripts'."""
+    """The import path of an optimizer, and the arguments that differ from sd-scripts'."""
 
     import_path: str
     pip_package: str | None = None  # for the message when an optional package is missing
