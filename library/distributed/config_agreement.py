@@ -23,7 +23,7 @@ PACKAGE_DIR = Path(__file__).resolve().parents[1]
 POLL_SECONDS = 0.1
 NOTICE_SECONDS = 30.0
 READ_GRACE_SECONDS = 5.0
-"""How long a rank that cannot start stays, so that the others can read why."""
+"""The time that a rank which cannot start stays, so that the others can read why."""
 
 PATH_OPTIONS = {
     *("pretrained_model_name_or_path", "vae", "clip_l", "clip_g", "t5xxl", "text_encoder", "ae", "tokenizer_cache_dir"),
@@ -59,7 +59,7 @@ MISMATCH_FIXES = {NF4_KERNEL: "install the same version of bitsandbytes on every
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank publishes before it joins the process group."""
+    """The report that a rank publishes before it joins the process group."""
 
     hostname: str
     settings: Mapping[str, Any]

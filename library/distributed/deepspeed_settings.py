@@ -90,9 +90,9 @@ class DeepSpeedSources:
 
     deepspeed: DeepSpeedConfig
     variables: Mapping[str, str]
-    """What the launcher exports, without the prefix of the names."""
+    """The variables that the launcher exports, without the prefix of their names."""
     path: str
-    """Of the JSON file; empty without one."""
+    """The path of DeepSpeed's JSON file, empty without one."""
     content: Mapping[str, Any]
     file_problem: str = ""
 
