@@ -29,7 +29,7 @@ _BLOCK_PREFIX = re.compile(r"^.*(?:blocks|layers|attentions|resnets)\.\d+\.")
 
 
 class UpdateNorms:
-    """After the last step: log the update norm of the LoRA by layer type, and warn of layers that were not updated."""
+    """Log the update norm of the LoRA by layer type after the last step, and warn of layers that were not updated."""
 
     id = "update_norms"
     is_deferrable = False

@@ -66,7 +66,7 @@ def _train_until_roll_back(run: TrainingRun) -> bool:
 
 
 def _warm_up(run: TrainingRun, step_batches: StepBatches, first_step: int) -> None:
-    """Before the first step: compile, try the largest batch, and check that every parameter gets a gradient."""
+    """Prepare the first step: compile, try the largest batch, and check that every parameter gets a gradient."""
     batch = step_batches.micro_batches[0]
     if run.compilation is not None:
         warm_up_compilation(run, run.compilation, batch)

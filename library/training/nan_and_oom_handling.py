@@ -99,7 +99,7 @@ def _find_partial_failure(by_rank: Sequence[Sequence[BadSample]], model_parallel
 
 CHECK_INTERVAL_STEPS = 10
 CHECK_INTERVAL_SECONDS = 30.0
-"""At most so many steps and seconds, or one step, are lost if the run ends without warning."""
+"""The longest time between two checks, unless a step takes longer; work since a check is lost if the run is killed."""
 
 
 class NanGuard:
@@ -112,7 +112,7 @@ class NanGuard:
         self._started_at = time.perf_counter()
         self.skipped_steps: list[SkippedStep] = []
         self.check_each_step_until = 0
-        """After a rollback: check every step before this one, to find the bad one."""
+        """The step up to which every step is checked after a rollback, to find the bad one."""
         self._snapshot = HostSnapshot()
         self._scaler_state: dict[str, Any] | None = None
 
@@ -249,7 +249,7 @@ class OomRecovery:
     def __init__(self, is_enabled: bool, enable_checkpointing: Callable[[], None] | None):
         self.is_enabled, self._enable_checkpointing = is_enabled, enable_checkpointing
         self.num_splits = 1
-        """Into how many parts each micro-batch is split."""
+        """The number of parts that each micro-batch is split into."""
 
     def compute_gradients(
         self, strategy: Strategy, task: DiffusionTask, step_batches: StepBatches, step: int

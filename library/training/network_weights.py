@@ -147,7 +147,7 @@ def _inspect_base_file(
 
 
 def _inspect_network_file(adapter: AdapterConfig, content: AdapterFileContents, family: Family) -> Iterator[str]:
-    """Why an adapter cannot be trained on."""
+    """Yield the reasons why an adapter cannot be trained further."""
     start = f"--network_weights: {adapter.network_weights}:"
     updates, own_type = content.updates, get_adapter_type(adapter)
     types = {update.adapter_type if update.is_trainable else update.title for update in updates.values()}

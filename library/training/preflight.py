@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What checks of a run need to know besides the settings."""
+    """Facts of a run that its checks need besides the settings."""
 
     family: "Family"
     detected: "DetectedModel"
@@ -152,7 +152,7 @@ def list_installation_checks() -> Sequence[SettingsCheck]:
 
 
 def _validate_output_files_here(loaded: ParsedConfig) -> Iterator[str]:
-    """Of several processes the main one decides, when they have met, since only its disk is written to."""
+    """Check the output files here if this is the only process; of several, the main one does so when they have met."""
     config = loaded.config
     if config.train.dry_run or os.environ.get("WORLD_SIZE", "").strip() in ("", "1"):
         yield from validate_output_files(config.save, config.state, config.train, config.optim.ema_decay is not None)
@@ -227,7 +227,7 @@ def load_settings(argv: Sequence[str]) -> ParsedConfig:
 
 
 def _drop_masked_loss_without_masks(parsed: ParsedConfig) -> ParsedConfig:
-    """Nothing is masked where no subset has masks, in sd-scripts as well."""
+    """Unset ``masked_loss`` where no subset has masks, since nothing is masked then, in sd-scripts as well."""
     data = parsed.config.data
     if not data.masked_loss or not can_load_datasets(data):
         return parsed

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 ALL_RANKS_TIMEOUT_SECONDS = 60.0
-"""How long to wait for the other ranks to fail at the same image, which tells a bad prompt from a broken rank."""
+"""The time to wait for the other ranks to fail at the same image, which tells a bad prompt from a broken rank."""
 
 
 @contextmanager

@@ -230,10 +230,10 @@ class AdapterFile:
 
     tensors: dict[str, Tensor]
     metadata: Mapping[str, str]
-    """What is needed to read the alphas back."""
+    """The part of the metadata that is needed to read the alphas back."""
     file_format: FileFormat
     client_losses: Mapping[str, str]
-    """Other programs -> what they do not read right."""
+    """The parts of the file that other programs do not read right, by program."""
 
 
 def build_adapter_file(

@@ -1,4 +1,4 @@
-"""What the training loop works on: the run and its state, step metrics, the protocols of callbacks and loggers."""
+"""The objects of the training loop: the run and its state, step metrics, the protocols of callbacks and loggers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,7 +76,7 @@ class Callback(Protocol):
     """Work between two steps: validation, previews, saving."""
 
     id: str
-    """Its name in checkpoints, which list the callbacks that a stopped run has still to run."""
+    """The name of the callback in checkpoints, which list the callbacks that a stopped run has still to run."""
     is_deferrable: bool
     """Whether a run that is stopped by a signal leaves it to the resumed run."""
 
@@ -84,7 +84,7 @@ class Callback(Protocol):
         """Whether it is due after the step just done; the same on all ranks."""
 
     def on_train_begin(self, run: "TrainingRun") -> None:
-        """Called on all ranks before the first step of a new or resumed run."""
+        """Prepare the callback; all ranks call this before the first step of a new or resumed run."""
 
     def __call__(self, run: "TrainingRun") -> None: ...
 

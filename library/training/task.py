@@ -53,7 +53,7 @@ class DiffusionTask:
     pads_texts: bool = False
     """Whether texts are padded, so that fewer batches differ in shape."""
     micro_batch_stats: list[MicroBatchStats] = field(default_factory=list)
-    """Of the latest optimizer step on this rank."""
+    """The statistics of each micro-batch of the latest optimizer step on this rank."""
     stats_step: int = -1
     """The optimizer step of ``micro_batch_stats``."""
 

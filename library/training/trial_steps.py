@@ -1,4 +1,4 @@
-"""Before the first step: compile all batch shapes, try the largest, and check that gradients reach every parameter."""
+"""Trials before the first step: compile all batch shapes, try the largest, check that all parameters get a gradient."""
 
 import logging
 import time

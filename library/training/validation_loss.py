@@ -27,10 +27,10 @@ TIMESTEP_QUANTILES = tuple(number / 10 for number in range(1, 10))
 """Quantiles of the training timestep distribution."""
 
 VALIDATION_SEED = 0
-"""Independent of the run's seed, so that runs can be compared."""
+"""The seed of validation noise, which does not depend on the run's seed, so that runs can be compared."""
 
 SampleLosses = Mapping[int, tuple[float, ...]]
-"""Sample index -> its loss at each quantile."""
+"""The loss of each sample at each quantile, by sample index."""
 
 
 @torch.no_grad()
