@@ -23,7 +23,7 @@ from .process import NUM_TRAIN_TIMESTEPS, NoiseProcess
 
 @dataclass(frozen=True)
 class LossContext:
-    """What a loss depends on besides prediction and target: the loss options, and the timestep of each sample."""
+    """The loss options and the timestep of each sample, which a loss may depend on besides prediction and target."""
 
     config: LossConfig
     timesteps: Tensor  # (B,), 0..1000
@@ -35,10 +35,10 @@ class LossContext:
 
 
 LossFunction = Callable[[Tensor, Tensor, LossContext], Tensor]
-"""Prediction, target (both float32) and context -> the loss of each element."""
+"""A function of prediction and target, both float32, and the context, which returns the loss of each element."""
 
 HuberSchedule = Callable[[LossContext], Tensor]
-"""The context -> the threshold of each sample (B,), before it is multiplied by ``huber_scale``."""
+"""A function that returns the threshold of each sample (B,), before it is multiplied by ``huber_scale``."""
 
 
 def l2(prediction: Tensor, target: Tensor, context: LossContext) -> Tensor:
@@ -68,7 +68,7 @@ def compute_smooth_absolute(difference: Tensor, c: Tensor) -> Tensor:
 
 
 LOSSES: Mapping[str, LossFunction] = {"l2": l2, "l1": l1, "huber": huber, "smooth_l1": smooth_l1}
-"""``loss_type`` -> the loss function."""
+"""The loss function of each value of ``loss_type``."""
 
 
 def constant_threshold(context: LossContext) -> Tensor:
@@ -92,7 +92,7 @@ HUBER_SCHEDULES: Mapping[str, HuberSchedule] = {
     "exponential": exponential_threshold,
     "snr": snr_threshold,
 }
-"""``huber_schedule`` -> how the threshold of Huber and smooth L1 depends on the timestep."""
+"""The threshold of Huber and smooth L1 over the timesteps, for each value of ``huber_schedule``."""
 
 
 def compute_huber_threshold(prediction: Tensor, context: LossContext) -> Tensor:
