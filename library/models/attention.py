@@ -25,7 +25,7 @@ DIFFUSERS_ATTENTION_BACKENDS = {
     "flash3": "_flash_3",
     "xformers": "xformers",
 }
-"""``attn_mode`` -> name of the attention backend in diffusers."""
+"""The name in diffusers of the attention backend of each ``attn_mode``."""
 
 
 def set_attention_mode(denoiser: Any, mode: str) -> None:

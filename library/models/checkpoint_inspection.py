@@ -33,7 +33,7 @@ _UNSUPPORTED_FILE_PATTERNS: tuple[tuple[str, str], ...] = (
     (r"scaled_fp8$|\.scale_weight$|\.weight_scale$", "a scaled-fp8 model; use the file with bf16 or fp16 weights"),
     (r"\.(absmax|quant_state|quant_map)\b", "a quantized model; use the file with bf16 or fp16 weights"),
 )
-"""Pattern of a key -> what the file is, if it is never usable."""
+"""Patterns of keys of files that are never usable, and what such a file is."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ _COMPONENT_SIGNATURES: Mapping[str, tuple[str, str, int]] = {
     "t5": (r"(?:^|\.)encoder\.block\.0\.layer\.0\.SelfAttention\.q\.weight$", "T5 text encoder of width {}", 1),
     "llm": (r"(?:^|\.)embed_tokens\.weight$", "language model of width {}", 1),
 }
-"""Component type -> pattern of one of its keys, its description, and the axis of its width."""
+"""The pattern of a key of each component type, the description of the type, and the axis of its width."""
 
 
 @dataclass(frozen=True)
@@ -202,12 +202,12 @@ _SIGNATURE_BY_CLASS: Mapping[str, tuple[str, str]] = {
     "Qwen3ForCausalLM": ("llm", "hidden_size"),
     "Qwen2_5_VLForConditionalGeneration": ("llm", "hidden_size"),
 }
-"""Class of a component -> component type, and the key of its width in the config."""
+"""The component type of each class, and the key of its width in the config."""
 
 
 @dataclass(frozen=True)
 class ComponentSource:
-    """Where one component is loaded from."""
+    """The file or folder that one component is loaded from."""
 
     source_type: Literal["file", "folder", "hub"]
     path_or_id: str

@@ -48,7 +48,7 @@ SourceType = Literal["folder", "hub", "file", "random"]
 
 @dataclass(frozen=True)
 class DetectedModel:
-    """What is known of a model before it is loaded; the input of ``Family.load``."""
+    """A model as far as it is known before it is loaded: the input of ``Family.load``."""
 
     family: str
     reason: str
@@ -79,7 +79,7 @@ class DetectedModel:
 
     @property
     def short_name(self) -> str:
-        """What messages call it."""
+        """The name of the model in messages."""
         return "the built-in demo model" if self.is_built_in else "this model"
 
 
@@ -111,7 +111,7 @@ def get_family_facts(family: str) -> FamilyFacts:
 
 
 def build_control_limits(model: DetectedModel) -> ControlLimits:
-    """How many control images a model takes, and the models that take some."""
+    """Build the limits on the number of control images of a model, with the names of the models that take some."""
     facts = get_family_facts(model.family)
     titles = [each.title for each in FAMILY_FACTS.values() if each.control_images[1]]
     titles += [f"{FAMILY_FACTS[name].title} with --control" for name in CONTROL_FAMILIES]

@@ -59,7 +59,7 @@ def attach_training_adapter(denoiser: nn.Module, updates: Mapping[str, ModuleAda
 
 @contextmanager
 def bypass_training_adapter(model: nn.Module) -> Iterator[None]:
-    """Inside the context, the model computes without its training adapter."""
+    """Let the model compute without its training adapter within the context."""
     layers = [module for module in model.modules() if isinstance(module, TrainingAdapterLayer)]
     for layer in layers:
         layer.is_active = False
@@ -71,7 +71,7 @@ def bypass_training_adapter(model: nn.Module) -> Iterator[None]:
 
 
 def inspect_training_adapter(content: AdapterFileContents, denoiser_name: str) -> Iterator[str]:
-    """Why a file cannot be a training adapter; the messages do not name it."""
+    """Yield the reasons why a file cannot be a training adapter; the messages do not name the file."""
     merge = "; a training adapter has to be a LoRA"
     updates = (*content.updates.values(), *(each.update for each in content.fused.values()))
     types = {update.title for update in updates}
