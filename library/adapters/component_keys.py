@@ -56,7 +56,7 @@ class ComponentKeys:
     modules: tuple[str, ...]
     """Names of all modules, containers included."""
     key_prefix: str
-    """Prefix of its keys in kohya files."""
+    """The prefix of the component's keys in kohya files."""
     key_style: KeyStyle = DIFFUSERS_KEYS
     """The module names of kohya files: see ``Family.lora_key_style``."""
     other_key_styles: tuple[KeyStyle, ...] = ()

@@ -57,7 +57,7 @@ class FileHeader:
     """The header of a safetensors file that is complete."""
 
     ends: Mapping[str, int]
-    """Where the bytes of each tensor end."""
+    """The position in the file at which the bytes of each tensor end."""
     metadata: Mapping[str, str]
 
 

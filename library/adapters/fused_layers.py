@@ -108,7 +108,7 @@ def _split_by_rows(fused: ModuleAdapter, original: OriginalModule) -> Iterator[M
 
 
 def _join_rows(parts: Sequence[ModuleAdapter], original: OriginalModule) -> ModuleAdapter | None:
-    """The reverse, if the parts share the rest."""
+    """Join the parts of a fused layer by rows, if they share all other tensors."""
     first, names = parts[0], _ROW_TENSORS.get(parts[0].adapter_type, ())
     shared = {name: each for name, each in first.tensors.items() if name not in names}
     if len(parts) != len(original.diffusers_modules) or not all(

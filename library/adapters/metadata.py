@@ -37,7 +37,7 @@ class BaseModelMetadata:
     implementation: str = "diffusers"
     is_version_2: bool = False
     metadata: Mapping[str, object] = field(default_factory=dict)
-    """Keys of this family only."""
+    """Metadata that only models of this family have, by key."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ PEFT_SUFFIXES = {
     "oft_R": "oft_R.weight",
     **_GLORA_SUFFIXES,
 }
-"""Key suffixes in the model and in a state dict."""
+"""Suffixes of the keys of each tensor in peft's models and state dicts."""
 
 KOHYA_SUFFIXES = {DOWN: "lora_down.weight", UP: "lora_up.weight", MAGNITUDE: DORA_SCALE, **_GLORA_SUFFIXES}
 COMFY_SUFFIXES = {DOWN: "lora_A.weight", UP: "lora_B.weight", MAGNITUDE: DORA_SCALE, **_GLORA_SUFFIXES}

@@ -39,7 +39,7 @@ class TargetComponent:
     key_style: KeyStyle = DIFFUSERS_KEYS
     """``Family.lora_key_style`` or ``Family.get_text_key_style``."""
     key_prefix: str = "lora_unet"
-    """Prefix of its keys in kohya files."""
+    """The prefix of the component's keys in kohya files."""
     unused_layers: Sequence[str] = ()
     """Layers without gradient, which get no adapter."""
 

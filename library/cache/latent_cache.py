@@ -30,7 +30,7 @@ from .readers import CONTROL_TENSOR, MASK_TENSOR, MOMENTS_TENSOR, LatentReader
 logger = logging.getLogger(__name__)
 CACHE_DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 PREFETCH_PER_THREAD = 2
-"""Images."""
+"""The number of images that each thread reads ahead."""
 
 LoadedEntry = tuple[Pixels, MaskPixels | None, tuple[Pixels, ...]]
 """An image, its mask and its control images."""

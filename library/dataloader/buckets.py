@@ -269,7 +269,7 @@ def _find_nearest_neighbor(small_bucket: WidthHeight, bucket_members: dict[Width
 
 
 def _compute_signed_log_ratio(resolution: WidthHeight) -> float:
-    """Positive for landscape, negative for portrait."""
+    """Compute the logarithm of the aspect ratio, which is positive for landscape and negative for portrait."""
     ratio = compute_log_aspect_ratio(resolution)
     return ratio if resolution[0] >= resolution[1] else -ratio
 

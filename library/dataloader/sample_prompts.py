@@ -18,7 +18,7 @@ from ..registry import suggest_name
 from ..storage.remote_store import RemoteStore
 
 IMAGE_SIZE_MULTIPLE = 8
-"""Every VAE downsamples by 8 or more."""
+"""The multiple of the sides of previews: every VAE downsamples by 8 or more."""
 
 
 @dataclass(frozen=True)

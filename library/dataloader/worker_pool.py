@@ -160,7 +160,7 @@ def prefetch_in_threads(
 
 
 class _PositionSampler:
-    """Every position from ``first_position`` on."""
+    """A sampler of every position from ``first_position`` on, without end."""
 
     def __init__(self, first_position: int):
         self.first_position = first_position

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Pixels = NDArray[np.uint8]
-"""(height, width, 3), RGB."""
+"""The pixels of an RGB image: (height, width, 3)."""
 
 INSPECTION_VERSION = 2
 """The version of the inspection, incremented when it may give another result for the same bytes."""

@@ -39,7 +39,7 @@ MaskSource = Literal["folder", "alpha"]
 """A folder of mask images with the names of the training images, or the alpha channel of these themselves."""
 
 MaskPixels = NDArray[np.uint8]
-"""(height, width)."""
+"""The pixels of a mask: (height, width)."""
 
 MaskKey = tuple[int, int, ImageRef]
 """Dataset, subset and image: in two subsets, an image may have two masks."""

@@ -13,7 +13,7 @@ import psutil
 import torch
 
 HOST = torch.device("cpu")
-"""The host's memory."""
+"""The device whose memory is the host's."""
 
 NUMA_NODES_DIR = Path("/sys/devices/system/node")
 

@@ -26,7 +26,7 @@ class Setting:
     option: str = ""
     """The option of this program that has the same meaning."""
     torchrun: str = ""
-    """torchrun's flag of the same meaning."""
+    """The flag of torchrun that has the same meaning."""
     is_inherited: bool = False
     """Whether ``accelerate launch`` passes the variable on as it was; it overwrites the others."""
 
@@ -79,7 +79,7 @@ class ResolvedSetting:
     source: str
     overridden: tuple[SettingSource, ...] = ()
     warning: str = ""
-    """Empty if the sources agree."""
+    """A warning about sources that disagree; empty if they agree."""
 
 
 Sources = dict[str, SettingSource]

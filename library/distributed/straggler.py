@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 TimeMark = Any
-"""A device event, or the time on a CPU."""
+"""The mark of a time: a device event, or the clock of the CPU."""
 
 
 @dataclass(frozen=True)

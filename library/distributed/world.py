@@ -46,7 +46,7 @@ class World:
     world_size: int = 1
     rank: int = 0
     local_rank: int | None = None
-    """``None`` without a launcher."""
+    """The rank on this machine; ``None`` without a launcher."""
     local_world_size: int = 1
     device_type: str = "cpu"
     """The type as in ``torch.device(...).type``: cpu, cuda, xpu or mps."""

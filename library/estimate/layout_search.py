@@ -69,7 +69,7 @@ class LayoutReport:
     devices: Devices
     batch: LargestBatch
     estimates: Sequence[LayoutEstimate]
-    """Fastest first."""
+    """The estimates of all layouts, fastest first."""
     suggestion: LayoutEstimate | None
     """The layout that would fit with more options, or comes closest, if none fits."""
 

@@ -35,7 +35,7 @@ class MemoryEstimate:
     """Peak bytes on the GPU that needs most."""
 
     weights: int
-    """Frozen, as far as they stay on the device."""
+    """Frozen weights, as far as they stay on the device."""
     adapters: int
     gradients: int
     optimizer: int
@@ -47,7 +47,7 @@ class MemoryEstimate:
     buffers: int
     """The buffers of DDP, ZeRO or pipeline communication."""
     reserved: int
-    """Context and NCCL."""
+    """The CUDA context and NCCL's buffers."""
 
     @property
     def total(self) -> int:

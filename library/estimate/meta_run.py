@@ -62,9 +62,9 @@ class StepMemory:
     saved: int = 0
     """Bytes that forward saves for backward."""
     forward_peak: int = 0
-    """Bytes above what was live before forward."""
+    """The peak of bytes during forward, above those in use before it."""
     backward_peak: int = 0
-    """Bytes above what was live after forward."""
+    """The peak of bytes during backward, above those in use after forward."""
     flops: int = 0
 
     @property
@@ -123,7 +123,7 @@ class FakeGroup:
 
 
 class _FakeAllToAll(torch.autograd.Function):
-    """Gradients are sent back."""
+    """An all-to-all without data, whose backward sends the gradients back."""
 
     @staticmethod
     def forward(ctx: Any, sent: Tensor, rows: int, sent_bytes: float, group: FakeGroup) -> Tensor:

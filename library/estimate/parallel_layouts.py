@@ -44,7 +44,7 @@ class ParallelLayout:
 
     name: str
     options: Mapping[str, Any]
-    """The options that select it."""
+    """The options that select the layout."""
     config: RunConfig
     dims: ParallelDims
     sharding: FSDPSettings | None

@@ -55,7 +55,7 @@ class DetectedModel:
     size_multiple: int
     """Width and height of training images are multiples of this."""
     prediction_type: str = "epsilon"
-    """``epsilon``, ``v`` or ``flow``."""
+    """The target that the model predicts: ``epsilon``, ``v`` or ``flow``."""
     has_guidance_embeds: bool = False
     """Whether the denoiser takes the guidance scale as an input."""
     source_type: SourceType = "folder"

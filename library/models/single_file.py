@@ -26,7 +26,7 @@ class KeyConversion:
     layout: tuple[OriginalModule, ...] = ()
     """The original modules, where diffusers converts no class with these keys."""
     joins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """See ``FamilyFacts.single_file_joins``."""
+    """Weights that are joined, as ``FamilyFacts.single_file_joins`` describes them."""
     patterns: Mapping[str, str] = field(default_factory=dict)
     """Patterns of keys in diffusers, and what they are in the file, where diffusers converts none."""
 

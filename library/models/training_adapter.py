@@ -42,7 +42,7 @@ class TrainingAdapterLayer(nn.Module):
 
 
 def _add_update(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Forward hook of a base layer."""
+    """Add the training adapter's update to the output of a base layer, as a forward hook."""
     if not layer.training_adapter.is_active:
         return output
     update: Tensor = layer.training_adapter(inputs[0])

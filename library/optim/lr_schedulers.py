@@ -82,13 +82,13 @@ PROGRESS_SCHEDULES: Mapping[str, ProgressFactor] = {
 
 
 def _build_inverse_sqrt(context: ScheduleContext) -> LRSchedule:
-    """``sqrt(timescale / (step - warmup + timescale))``."""
+    """Build the schedule ``sqrt(timescale / (step - warmup + timescale))``."""
     timescale = context.config.lr_scheduler_timescale or context.warmup_steps or 10_000
     return lambda step: math.sqrt(timescale / (step - context.warmup_steps + timescale))
 
 
 def _build_warmup_stable_decay(context: ScheduleContext) -> LRSchedule:
-    """Constant, then a cosine decay over the last ``lr_decay_steps``."""
+    """Build a constant schedule with a cosine decay over the last ``lr_decay_steps``."""
     start = context.total_steps - context.decay_steps
 
     def factor(step: int) -> float:
@@ -100,7 +100,7 @@ def _build_warmup_stable_decay(context: ScheduleContext) -> LRSchedule:
 
 
 def _build_piecewise_constant(context: ScheduleContext) -> LRSchedule:
-    """``step_rules=1:10,0.1:20,0.01``: factor 1 until step 10, 0.1 until step 20, then 0.01."""
+    """Build the schedule of ``step_rules=1:10,0.1:20,0.01``: factor 1 until step 10, 0.1 until step 20, then 0.01."""
     arguments = dict(split_keyword_args(context.config.lr_scheduler_args))
     rules = (arguments.pop("step_rules", "") or "").strip("'\"").split(",")
     try:

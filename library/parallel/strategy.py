@@ -40,7 +40,7 @@ class StrategySettings:
     """The settings of options and launcher, in the form in which strategies take them."""
 
     dims: ParallelDims | None = None
-    """``None``: data parallelism over all ranks."""
+    """The dimensions of the parallelism; ``None`` stands for data parallelism over all ranks."""
     fsdp: FSDPSettings | None = None
     deepspeed: DeepSpeedSettings | None = None
     device_map: DeviceMap | None = None

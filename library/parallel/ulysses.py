@@ -135,7 +135,7 @@ def all_gather_tokens_with_grad(shard: Tensor, dim: int, owner_ranks: Tensor, gr
 
 
 class _AllGatherTokens(torch.autograd.Function):
-    """An all-gather whose gradient is the local slice times the group size, since ``gradient_sync`` averages over it."""
+    """An all-gather whose gradient is the local slice times the group size, as ``gradient_sync`` averages over it."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, dim: int, owner_ranks: Tensor, group: AllToAllGroup) -> Tensor:

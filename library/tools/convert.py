@@ -172,7 +172,7 @@ class ModelFit:
 
     model: "KnownModel"
     unknown: Sequence[str]
-    """Keys that the model does not have."""
+    """The keys of the file that the model does not have."""
     num_misfits: int
     num_layers: int
     """Layers of other sizes than the model's, and all layers that are not damaged."""

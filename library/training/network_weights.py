@@ -35,12 +35,12 @@ UNMERGEABLE_TYPES = {"oft", "boft"}
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """The contents of the files."""
+    """The contents of the adapter files that a run starts with."""
 
     base_weights: Sequence[tuple[str, AdapterFileContents, float]] = ()
-    """File name, content and multiplier."""
+    """Name, content and multiplier of each file of ``base_weights``."""
     training_adapter: tuple[str, AdapterFileContents] | None = None
-    """File name and content."""
+    """Name and content of the file of the training adapter."""
     network_weights: AdapterFileContents | None = None
     is_dim_from_weights: bool = False
     idle_layers: AdapterFileContents | None = None

@@ -88,7 +88,7 @@ def _format_names(names: Sequence[str]) -> str:
 
 
 class BatchShape(NamedTuple):
-    """The arguments of ``build_dummy_batch``."""
+    """The shape of a batch, which is all that ``build_dummy_batch`` needs."""
 
     size: tuple[int, int]
     batch_size: int

@@ -98,7 +98,7 @@ class CommandRunner:
         command.process.terminate()
 
     def stop_all(self) -> None:
-        """End what nobody waits for any more; for the end of the page."""
+        """End all commands when the page ends, since nobody waits for them any more."""
         for command in self._commands.values():
             command.process.terminate()
         for command in self._commands.values():

@@ -105,7 +105,7 @@ class FileFinder:
     folders: OpenedFolders
     ends: tuple[str, ...]
     part: str
-    """A name has one of the ends, or this part."""
+    """The text that the name of a listed file contains, if it has none of the endings."""
 
     _known: dict[Path, tuple[int, list[str], list[str]]] = field(default_factory=dict)
 

@@ -75,7 +75,7 @@ class LoraCommand:
     writes: bool
     arguments: type
     num_files: int = 1
-    """LoRA files that are needed."""
+    """The number of LoRA files that the command needs."""
 
     @property
     def models(self) -> Mapping[str, str]:

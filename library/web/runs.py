@@ -24,7 +24,7 @@ TAIL_BYTES = 16_384
 LISTED_METRICS = {"step", "loss/average", "speed/steps_per_second"}
 LOG_BYTES = 200_000
 MAX_TABLES = 24
-"""Runs whose metrics stay in memory."""
+"""The number of runs whose metrics stay in memory."""
 
 READ_SECONDS = 0.4
 """The time that a request reads metrics; for a long file the page asks again, and draws what there is."""

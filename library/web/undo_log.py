@@ -20,7 +20,7 @@ from .folders import OpenedFolders, OutsideFolders
 from .jobs import FOLDER
 
 MAX_UNDO, MAX_LOG_BYTES = 50, 2**26
-"""Older edits are forgotten."""
+"""Limits of the log: edits beyond them are forgotten, oldest first."""
 
 END = ".json.gz"
 

@@ -134,7 +134,7 @@ def _read_paths(model: KeyReader) -> None:
 
 
 def _read_sdxl(model: KeyReader) -> None:
-    """SDXL's text encoders are always trained."""
+    """Read the options of SDXL, whose text encoders diffusion-pipe always trains."""
     result, options = model.result, model.result.options
     if model.read("v_pred", False, to_switch):
         options["v_parameterization"] = True

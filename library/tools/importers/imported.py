@@ -30,7 +30,7 @@ class UntakenKey:
     key: str
     value: Any
     reason: str
-    """Why, and what to do."""
+    """The reason why the key was not taken over, and what to do."""
     changes_result: bool
     is_default: bool = False
     """Whether the key is not in the file and the value is the default of the other program."""
@@ -79,7 +79,7 @@ class ImportedConfig:
 
 @dataclass(frozen=True)
 class Take:
-    """Take a key over as one of our options or keys."""
+    """The rule for a key that is taken over as an option or a key of the dataset file."""
 
     name: str
     default: Any = None

@@ -203,7 +203,7 @@ def _read_schedule(reader: KeyReader) -> None:
 
 
 def _read_warmup(reader: KeyReader) -> float | str | None:
-    """Steps, or else the percentage of the run."""
+    """Read the length of the warmup: steps, or else a percentage of the run."""
     steps = reader.read("lr_warmup_steps", None, to_positive_integer)
     percentage = reader.read("lr_warmup", 10, to_positive_number)
     return steps or (f"{percentage:g}%" if percentage else None)

@@ -228,7 +228,7 @@ def _read_precision_and_files(config: KeyReader) -> None:
 
 
 def _read_intervals(config: KeyReader) -> None:
-    """Saving and previews; its steps are micro-batches."""
+    """Read the intervals of saving and previews; the steps of OneTrainer are micro-batches."""
     result, accumulation = config.result, config.table.get("gradient_accumulation_steps") or 1
     for key, default, option in (("save_every", 0, "save"), ("sample_after", 10, "sample")):
         number = config.read(key, default, to_positive_integer)

@@ -45,7 +45,7 @@ def _read_noise(config: KeyReader, is_flow: bool) -> None:
 
 
 def _read_loss(config: KeyReader) -> None:
-    """One loss; sums of several losses are listed."""
+    """Read the loss; a sum of several losses is listed as not taken over."""
     result = config.result
     strengths = {
         loss: config.read(f"{loss}_strength", 1.0 if loss == "mse" else 0.0, to_number)

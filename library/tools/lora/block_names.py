@@ -92,7 +92,7 @@ def _begins_with(words: Sequence[str], parts: Sequence[str]) -> bool:
 
 
 def _matches_part(word: str, part: str) -> bool:
-    """``3-7`` is a range of numbers; ``*`` is any text."""
+    """Whether a part of a name matches a pattern, in which ``3-7`` is a range of numbers and ``*`` any text."""
     if match := re.fullmatch(r"(\d+)-(\d+)", part):
         return word.isdecimal() and int(match[1]) <= int(word) <= int(match[2])
     return fnmatchcase(word, part)

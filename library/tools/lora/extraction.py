@@ -49,7 +49,7 @@ class ExtractionSettings:
 
 @dataclass
 class Extraction:
-    """The result, filled layer by layer."""
+    """The result of an extraction, filled layer by layer."""
 
     updates: dict[str, ModuleAdapter] = field(default_factory=dict)
     errors: list[LayerError] = field(default_factory=list)
@@ -108,7 +108,7 @@ def _find_similar_components(base: ModelFiles, tuned: ModelFiles, limit: float) 
 
 
 def _list_units(base: ModelFiles, tuned: ModelFiles, settings: ExtractionSettings) -> Iterator[list[str]]:
-    """Layers, or the parts of fused layers together."""
+    """List the layers that are decomposed, with the parts of a fused layer as one unit."""
     chosen = base.all_targets if settings.with_all_layers else base.targets
     for component in base.components:
         prefix = f"{component.name}."

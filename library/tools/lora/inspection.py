@@ -25,7 +25,7 @@ MODEL_TITLES: Mapping[str, str] = {"unet": "U-Net", "transformer": "transformer"
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """One layer."""
+    """One layer of a LoRA file with its rank, alpha and update norm."""
 
     module: str
     block: str

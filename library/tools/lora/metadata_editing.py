@@ -58,5 +58,5 @@ def edit_metadata(path: Path, output: Path, changes: Sequence[str], removed: Seq
 
 
 def _complete_key(key: str) -> str:
-    """``title`` is ``modelspec.title``."""
+    """Complete a short key such as ``title`` to ``modelspec.title``."""
     return f"modelspec.{key}" if key in (*MODELSPEC_USER_KEYS, "title", "thumbnail") else key

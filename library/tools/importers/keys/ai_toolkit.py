@@ -43,7 +43,7 @@ BUCKET_STEPS: Mapping[str, int] = {
     **{"sd1": 16, "sd2": 16, "sdxl": 16, "z_image": 16, "aura_flow": 16, "lumina2": 16, "krea2": 16},
     **{"flux_kontext": 16, "flux2_dev": 16, "flux2_klein": 16, "cogview4": 8},
 }
-"""Multiples of its bucket sides; 32 for the others."""
+"""The multiple of bucket sides that ai-toolkit uses for each family; it is 32 for the others."""
 
 _EPS = {"eps": 1e-6}
 OPTIMIZERS: Mapping[str, KnownOptimizer] = {

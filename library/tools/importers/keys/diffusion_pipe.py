@@ -52,7 +52,7 @@ OPTIMIZERS: Mapping[str, KnownOptimizer] = {
     ),
     "genericoptim": KnownOptimizer("AdamW", {}, "no such optimizer here; AdamW is used, set optimizer_type by hand"),
 }
-"""The others are classes of pytorch_optimizer."""
+"""The optimizers that diffusion-pipe names itself; other names are classes of pytorch_optimizer."""
 OWN_ARGUMENTS = "type lr gradient_release beta2_half_life stabilize fused".split()
 """Keys of [optimizer] that are no arguments of the class used here."""
 
