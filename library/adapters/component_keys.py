@@ -1,6 +1,9 @@
 """Key names of adapter weights: clean parameter names, and those of each component's modules in all LoRA formats.
 
 The keys of a file are written in ``kohya_diffusers_comfyui_keys``.
+
+Names are looked up in a table of every name under which some program stores a module of this model.  They are not
+rewritten by rules, since an underscore in a kohya name may stand for a dot or for an underscore.
 """
 
 import re

@@ -1,4 +1,8 @@
-"""Cache keys: a hash of everything that decides the latents of an image or the text-encoder output of a caption."""
+"""Cache keys: a hash of everything that decides the latents of an image or the text-encoder output of a caption.
+
+An entry is found by what it was made from, so none can be stale: a changed image, crop, VAE or precision has another
+key.
+"""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence

@@ -10,6 +10,9 @@ These micro-batches are shuffled over all buckets and grouped to steps; blocks a
 Every step has exactly ``accumulation_steps`` micro-batches and may cross an epoch boundary: micro-batches outside of
 blocks come first, to complete the step that the previous epoch left open, and last.  If there are too few of them, one
 block is broken up.  With ``one_bucket_per_step`` the remainder of a bucket is padded to a full step instead.
+
+The remainders of all buckets are pooled because small folders that are trained with accumulation would otherwise train
+mostly padding.
 """
 
 from bisect import bisect_right

@@ -1,4 +1,8 @@
-"""Load image batches of a rank with DataLoader workers, and the fixed batches of validation."""
+"""Load image batches of a rank with DataLoader workers, and the fixed batches of validation.
+
+The loader is not given to ``accelerator.prepare``, whose sharding of a bucketed sampler drops images and mixes buckets
+in a batch.
+"""
 
 import itertools
 import os

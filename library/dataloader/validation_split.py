@@ -1,4 +1,7 @@
-"""Split off the validation set: a hash of each image decides, independent of the other images."""
+"""Split off the validation set: a hash of each image decides, independent of the other images.
+
+So adding images does not change the set, and the copy of a validation image in another folder is not trained on.
+"""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

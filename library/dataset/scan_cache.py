@@ -3,6 +3,8 @@
 A result is used only for a file with the cached size and times, or for bytes with the cached hash.  The file is
 replaced atomically, so that several processes may write it: the last one wins, and what the others had scanned is
 scanned again.
+
+A whole file needs no lock, no migration and no repair, which a database would.
 """
 
 import hashlib

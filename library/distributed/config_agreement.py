@@ -1,4 +1,7 @@
-"""Config agreement: before anything slow, all ranks exchange code version and settings, and stop where they differ."""
+"""Config agreement: before anything slow, all ranks exchange code version and settings, and stop where they differ.
+
+This goes over the key-value store, before the process group exists: a collective cannot say which rank is missing.
+"""
 
 import hashlib
 import json

@@ -1,4 +1,7 @@
-"""Learning rate schedulers as pure functions of the optimizer step, independent of ranks, accumulation and resume."""
+"""Learning rate schedulers as pure functions of the optimizer step, independent of ranks, accumulation and resume.
+
+A schedule is not given to ``accelerator.prepare``, with which it would step once per process.
+"""
 
 import math
 from collections.abc import Callable, Mapping

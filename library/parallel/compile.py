@@ -1,6 +1,9 @@
 """``torch.compile`` of repeated blocks: equal blocks share their graphs, with dynamic shapes where sizes vary.
 
 Backend, mode and fullgraph are set in ``distributed.accelerator.build_dynamo_plugin``, from options and the launcher.
+
+Only what is trained is compiled.  Blocks are compiled by class and not the model as a whole, since dozens of equal
+blocks then need one graph.
 """
 
 import inspect

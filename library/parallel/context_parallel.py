@@ -3,6 +3,9 @@
 All of a block but attention works on single tokens.  Attention exchanges tokens for heads and back (``ulysses``).
 What comes before and after the blocks is computed on every rank.  A rank's gradient is that of its own tokens, times
 the size of the group: the mean over the group is the gradient.
+
+Tokens are sharded around the model's own forward, so one implementation serves every family and attention backend.
+diffusers' engine has no plan for SD3 and Z-Image, and no backward for uneven numbers of tokens.
 """
 
 import inspect

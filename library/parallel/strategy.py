@@ -50,7 +50,10 @@ class StrategySettings:
 
 
 class Strategy(ABC):
-    """Wraps model and optimizer, and computes the gradients of a step on all ranks."""
+    """Wraps model and optimizer, and computes the gradients of a step on all ranks.
+
+    A strategy has a ``Communicator`` (``comm``) and is not one: what only communicates needs no strategy.
+    """
 
     optimizer_sharding_engine = ""
     """The engine that shards optimizer state over flattened parameters (DeepSpeed ZeRO), if any."""

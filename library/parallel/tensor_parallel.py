@@ -4,6 +4,9 @@ A column-wise layer (torch's ``ColwiseParallel``; the *rows* of its weight are s
 row-wise layer takes some of its inputs and all-reduces its output.  An adapter uses the same slice of
 its own matrices, so its gradient on a rank is partial, and the sum over the tensor-parallel group is the gradient.
 Which layers are column-wise and which row-wise is decided in ``parallel_plan``.
+
+Shards are plain tensors and not DTensors, on which most optimizers fail.  diffusers' own plan is not used because it
+refuses models with adapters.
 """
 
 from collections.abc import Callable, Iterator, Sequence

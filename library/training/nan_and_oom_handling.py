@@ -1,4 +1,9 @@
-"""NaN and out-of-memory handling: roll back and skip NaN steps, recover from out of memory; report bad images."""
+"""NaN and out-of-memory handling: roll back and skip NaN steps, recover from out of memory; report bad images.
+
+Reading a loss waits for the device, so losses and gradient norms are read only every few steps and before anything is
+written.  If one is NaN or Inf, adapter, optimizer and EMA roll back to a snapshot in host memory, and the steps run
+again one by one to find the one to skip.
+"""
 
 import json
 import logging
@@ -243,7 +248,9 @@ def _to_json(number: float) -> Any:
 class OomRecovery:
     """``--on_oom recover``: split micro-batches, then enable gradient checkpointing, until a step fits into memory.
 
-    All ranks do the same, since all have batches of the same shapes.
+    All ranks do the same, since all have batches of the same shapes.  A step first computes all gradients without
+    collectives, asks whether every rank has its own, and only then all-reduces them: a rank that fails inside a
+    collective would leave the others waiting.
     """
 
     def __init__(self, is_enabled: bool, enable_checkpointing: Callable[[], None] | None):

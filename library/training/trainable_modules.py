@@ -1,4 +1,8 @@
-"""The trainable modules: which components get adapters, their adapters and LoRA dropout, and a summary of them."""
+"""The trainable modules: which components get adapters, their adapters and LoRA dropout, and a summary of them.
+
+They are one ``nn.Module``, with the denoiser and the trained text encoders as children named after the pipeline's
+attributes, so that engines wrap one model and checkpoints have one list of names.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping

@@ -1,4 +1,8 @@
-"""Trials before the first step: compile all batch shapes, try the largest, check that all parameters get a gradient."""
+"""Trials before the first step: compile all batch shapes, try the largest, check that all parameters get a gradient.
+
+The model runs uncompiled on a few batch shapes first, which shows the sizes that change: they are marked as dynamic,
+so that no other size compiles again.
+"""
 
 import logging
 import time

@@ -1,4 +1,8 @@
-"""DeepSpeed ZeRO: optimizer state and gradients sharded over the ranks, at stage 3 also the frozen model."""
+"""DeepSpeed ZeRO: optimizer state and gradients sharded over the ranks, at stage 3 also the frozen model.
+
+The engine is driven directly and not by accelerate, which steps inside ``backward``, before gradients can be clipped
+or checked for NaN.
+"""
 
 import logging
 import os
