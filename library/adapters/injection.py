@@ -113,7 +113,14 @@ def inject_adapters(
         # Two text encoders have the same module names, but must not get the same initial weights.
         seed_names = {module: name if part.is_text_encoder else module for module, name in names.items()}
         sizes = {module: assigned[name] for module, name in names.items()}
-        effective = inject_peft_layers(part.model, adapter_type, get_network_args(config), sizes, seed_names, seed)
+        effective = inject_peft_layers(
+            part.model,
+            adapter_type,
+            network_args=get_network_args(config),
+            rank_alphas=sizes,
+            seed_names=seed_names,
+            seed=seed,
+        )
         injected |= {names[module]: size for module, size in effective.items()}
         if adapter_type in LORA_TYPES and part.key_style.layout:
             for group in group_by_original_module(names, part.key_style.layout):

@@ -272,7 +272,15 @@ def convert_from_file_format(
     file_format = detect_file_format(key for key in tensors if key not in embeddings)
     if file_format == "kohya" and any(part.has_comfyui_names(modules) for part in components):
         file_format = "comfy"
-    return AdapterFileContents(state_dict, alphas, file_format, alpha_dtype, fused, embeddings, num_tucker)
+    return AdapterFileContents(
+        state_dict=state_dict,
+        alphas=alphas,
+        file_format=file_format,
+        alpha_dtype=alpha_dtype,
+        fused=fused,
+        embeddings=embeddings,
+        num_tucker=num_tucker,
+    )
 
 
 def _build_adapters(

@@ -85,12 +85,12 @@ class PeftSettings:
         rank = int(values["r"])
         alpha = values.get("lora_alpha", values.get("alpha"))
         settings = cls(
-            rank,
-            float(rank if alpha is None else alpha),
-            {str(key): int(value) for key, value in (values.get("rank_pattern") or {}).items()},
-            {str(key): float(value) for key, value in (values.get("alpha_pattern") or {}).items()},
-            bool(values.get("use_rslora")),
-            bool(values.get("use_dora")),
+            rank=rank,
+            alpha=float(rank if alpha is None else alpha),
+            rank_pattern={str(key): int(value) for key, value in (values.get("rank_pattern") or {}).items()},
+            alpha_pattern={str(key): float(value) for key, value in (values.get("alpha_pattern") or {}).items()},
+            use_rslora=bool(values.get("use_rslora")),
+            use_dora=bool(values.get("use_dora")),
         )
         for pattern in (*settings.rank_pattern, *settings.alpha_pattern):
             re.compile(pattern)

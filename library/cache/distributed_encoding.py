@@ -98,7 +98,15 @@ def fill_cache(
             _drop_damaged(store, damaged, spec, writers)
         with track_shared_progress(comm, partition, spec.name, len(missing), spec.unit) as progress:
             if len(missing):
-                _encode_missing(store, spec, encoder, missing, writers, progress, partition)
+                _encode_missing(
+                    store,
+                    spec,
+                    encoder,
+                    missing_indices=missing,
+                    writers=writers,
+                    progress=progress,
+                    partition=partition,
+                )
     own_failures = {bytes(spec.keys[index]): reason for index, reason in encoder.failures.items()}
     failed = {key: reason for failures in comm.all_gather_object(own_failures) for key, reason in failures.items()}
     failures = {index: failed[bytes(key)] for index, key in enumerate(spec.keys) if key in failed} if failed else {}

@@ -70,7 +70,16 @@ def list_writer_files(store: CacheStore, needed_keys: KeyArray) -> list[WriterFi
         is_busy, tombstoned = _is_recently_modified(files), index.tombstoned_writers
         needed = own[is_needed[own]]
         found.append(
-            WriterFiles(index.directory, writer_id, files, num_bytes, index.num_entries, needed, is_busy, tombstoned)
+            WriterFiles(
+                directory=index.directory,
+                writer_id=writer_id,
+                files=files,
+                num_bytes=num_bytes,
+                num_entries=index.num_entries,
+                needed_rows=needed,
+                is_busy=is_busy,
+                tombstoned_writers=tombstoned,
+            )
         )
     return found
 
@@ -144,14 +153,30 @@ def open_run_caches(config: RunConfig) -> Iterator[RunCaches]:
             max_side=model.max_side,
         )
         text_components = family.list_cached_text_components(config.adapter, config.optim)
-        encoders = FrozenEncoders(strategy, family, model, config.model, config.cache, text_components)
+        encoders = FrozenEncoders(
+            strategy=strategy,
+            family=family,
+            model=model,
+            model_config=config.model,
+            cache=config.cache,
+            text_components=text_components,
+        )
         caches = [_build_latent_cache(encoders, prepared)] if config.cache.caches_latents else []
         if config.cache.caches_text_outputs:
             batch_plan = prepared.build_batch_plan(strategy.data_parallel_size, config.train)
             run_plan = RunPlan.from_config(batch_plan, config.train, config.optim)
             prompts, directories = load_preview_prompts(config.preview), _list_sample_dirs(encoders, prepared)
             fingerprint = compute_text_encoder_fingerprint(encoders, directories[0])
-            caches.append(build_text_cache(encoders, prepared, run_plan, prompts, directories, fingerprint))
+            caches.append(
+                build_text_cache(
+                    encoders,
+                    prepared,
+                    run_plan,
+                    prompts=prompts,
+                    cache_dirs=directories,
+                    encoder_fingerprint=fingerprint,
+                )
+            )
         yield RunCaches(strategy.comm, tuple(caches), not config.cache.skip_cache_check)
 
 

@@ -206,7 +206,9 @@ def build_validation_reader(
     merged = prepared.merge_validation()
     batches = build_validation_batches(validation.manifest, validation.assignments, first_index, max_batches)
     if latent_reader is None:
-        read_pixels = MicroBatchDataset(merged.manifest, merged.assignments, batches, 0, 0, 0).__getitem__
+        read_pixels = MicroBatchDataset(
+            merged.manifest, merged.assignments, batch_plan=batches, rank=0, seed=0, total_steps=0
+        ).__getitem__
         if text_reader is None:
             return batches, read_pixels
         return batches, lambda number: add_cached_cond(read_pixels(number), text_reader)

@@ -98,7 +98,9 @@ def cache_text_encoder_outputs(
     to_disk = cache.cache_text_encoder_outputs_to_disk
     with open_cache_dirs(cache, comm, prepared, to_disk=to_disk) as directories:
         fingerprint = compute_text_encoder_fingerprint(encoders, directories[0]) if to_disk else TEMPORARY_FINGERPRINT
-        spec, encoder = build_text_cache(encoders, prepared, run_plan, prompts, directories, fingerprint)
+        spec, encoder = build_text_cache(
+            encoders, prepared, run_plan, prompts=prompts, cache_dirs=directories, encoder_fingerprint=fingerprint
+        )
         store, _ = fill_cache(comm, spec, encoder, verify_existing=to_disk and not cache.skip_cache_check)
         open_shards(store, comm, to_disk=to_disk)
         return TextReader(store, fingerprint, encoders.reads_controls)

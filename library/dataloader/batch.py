@@ -100,12 +100,12 @@ class PixelBatch:
         )
         cond = None if self.cond is None else {name: _select_rows(value, rows) for name, value in self.cond.items()}
         return PixelBatch(
-            pixels,
-            tuple(self.captions[row] for row in rows),
-            size_conditioning,
-            torch.ones(batch_size),
-            tuple(range(batch_size)),
-            tuple(self.sample_keys[row] for row in rows),
+            pixels=pixels,
+            captions=tuple(self.captions[row] for row in rows),
+            size_conditioning=size_conditioning,
+            loss_weights=torch.ones(batch_size),
+            global_positions=tuple(range(batch_size)),
+            sample_keys=tuple(self.sample_keys[row] for row in rows),
             moments=moments,
             cond=cond,
             control_pixels=controls if self.moments is None else (),

@@ -54,12 +54,12 @@ class MicroBatch:
         size = len(self.sample_indices) // dp_size
         own = slice(rank * size, (rank + 1) * size)
         return MicroBatch(
-            self.bucket_index,
-            self.epoch,
-            self.sample_indices[own],
-            self.repeat_indices[own],
-            self.is_real[own],
-            self.global_positions[own],
+            bucket_index=self.bucket_index,
+            epoch=self.epoch,
+            sample_indices=self.sample_indices[own],
+            repeat_indices=self.repeat_indices[own],
+            is_real=self.is_real[own],
+            global_positions=self.global_positions[own],
         )
 
 
@@ -173,12 +173,12 @@ class BatchPlan:
         copies = entries - (self._repeat_ends[bucket] - self._repeats[bucket])[owners]
         first = self._count_preceding_samples(position)
         return MicroBatch(
-            bucket,
-            number,
-            tuple(epoch.sample_indices[bucket][owners].tolist()),
-            tuple(copies.tolist()),
-            (True,) * real + (False,) * (size - real),
-            tuple(range(first, first + size)),
+            bucket_index=bucket,
+            epoch=number,
+            sample_indices=tuple(epoch.sample_indices[bucket][owners].tolist()),
+            repeat_indices=tuple(copies.tolist()),
+            is_real=(True,) * real + (False,) * (size - real),
+            global_positions=tuple(range(first, first + size)),
         )
 
     def get_step(self, step: int) -> tuple[MicroBatch, ...]:

@@ -72,7 +72,17 @@ def build_cells(
         indices = sorted(bucket.sample_indices, key=lambda index: (-assignments[index].cropped_fraction, index))
         indices, size = indices[:max_per_bucket], compute_thumbnail_size(bucket.resolution)
         controls = tuple((max(size[1] * wide // high, 1), size[1]) for wide, high in bucket.control_resolutions)
-        cells += [Cell(bucket, index, size, len(indices), index == indices[0], controls) for index in indices]
+        cells += [
+            Cell(
+                summary=bucket,
+                sample_index=index,
+                thumbnail_size=size,
+                num_shown=len(indices),
+                is_first=index == indices[0],
+                control_sizes=controls,
+            )
+            for index in indices
+        ]
     return cells
 
 
@@ -111,7 +121,7 @@ def draw_contact_sheet(
     title += f"; {num_hidden} more buckets are not shown" if num_hidden else ""
     renderer.draw_text((MARGIN, MARGIN - 4), title, width, 20)
     for cell, corner in zip(cells, corners, strict=True):
-        _draw_cell(sheet, renderer, corner, cell, manifest, assignments[cell.sample_index])
+        _draw_cell(sheet, renderer, corner, cell=cell, manifest=manifest, assignment=assignments[cell.sample_index])
     subtitle = "the most cropped images of each bucket first"
     subtitle += "; characters without a font are shown as codes" if renderer.has_escaped_characters else ""
     renderer.draw_text((MARGIN, MARGIN + 24), subtitle, width, color=MUTED_COLOR)

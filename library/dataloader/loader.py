@@ -75,7 +75,16 @@ def build_validation_batches(
     buckets, batches = [], []
     for number, ((dataset_index, size, controls), samples) in enumerate(sorted(members.items())):
         batch_size = manifest.datasets[dataset_index].batch_size
-        buckets.append(Bucket(size, samples, [1.0] * len(samples), batch_size, dataset_index, controls))
+        buckets.append(
+            Bucket(
+                resolution=size,
+                sample_indices=samples,
+                repeats=[1.0] * len(samples),
+                batch_size=batch_size,
+                dataset_index_in_file=dataset_index,
+                control_resolutions=controls,
+            )
+        )
         batches += [
             _build_micro_batch(manifest, number, samples[start : start + batch_size], first_index)
             for start in range(0, len(samples), batch_size)
@@ -100,7 +109,14 @@ def _build_micro_batch(
         for index in sample_indices
     )
     indices, count = tuple(first_index + index for index in sample_indices), len(sample_indices)
-    return MicroBatch(bucket_index, 0, indices, (0,) * count, (True,) * count, positions)
+    return MicroBatch(
+        bucket_index=bucket_index,
+        epoch=0,
+        sample_indices=indices,
+        repeat_indices=(0,) * count,
+        is_real=(True,) * count,
+        global_positions=positions,
+    )
 
 
 BatchDataset = Dataset[PixelBatch | WorkerFailure]

@@ -182,7 +182,7 @@ def scan_controls(
         if found or subset.control_from_image:
             result.settings += _find_unusable_settings(dataset, subset)
         if found:
-            _inspect_subset(result, dataset, (number, index), found, inspected, roots)
+            _inspect_subset(result, dataset, subset_key=(number, index), found=found, inspected=inspected, roots=roots)
         if subset.control_from_image:
             _add_own_images(result, (number, index), subset.control_from_image, members, inspected)
     return result

@@ -162,7 +162,7 @@ def _read_folder_tables(
             listing.add_problem("image_dir", f"several metadata tables in {folder}: {', '.join(paths)}; {hint}")
         else:
             try:
-                _read_folder_table(folder, paths[0], files, images, tables, listing)
+                _read_folder_table(folder, path=paths[0], files=files, images=images, tables=tables, listing=listing)
             except ValueError as error:
                 listing.add_problem("image_dir", str(error))
     if tables.deeper:

@@ -157,7 +157,14 @@ def build_image_inspector() -> Inspector[InspectedImage]:
         return InspectedImage(size, content_hash, ImageDefect(*defect) if defect else None, trait_names, orientation)
 
     version = build_inspection_version()
-    return Inspector("images", version, inspect_bytes, build_defective_image, _pack_image, unpack)
+    return Inspector(
+        name="images",
+        version=version,
+        inspect=inspect_bytes,
+        fail=build_defective_image,
+        pack=_pack_image,
+        unpack=unpack,
+    )
 
 
 def _pack_image(image: InspectedImage) -> list[Any]:

@@ -68,7 +68,16 @@ class SubsetListing:
             text = self._choose_text(caption)
         elif caption.problem is None:
             self.uncaptioned.append(name)
-        self.images.append(ListedImage(image, text, self.dataset, self.index, caption.problem, controls))
+        self.images.append(
+            ListedImage(
+                image=image,
+                caption=text,
+                dataset=self.dataset,
+                subset=self.index,
+                problem=caption.problem,
+                controls=controls,
+            )
+        )
 
     def _choose_text(self, caption: ImageCaption) -> str:
         self.caption_sources[caption.source] += 1

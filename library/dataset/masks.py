@@ -196,7 +196,14 @@ def scan_masks(
             readable = [item for item in members if inspected[item.image].problem is None]
             _scan_alpha_masks(result, subset, (dataset, index), readable, roots)
         elif source == "folder":
-            _scan_mask_dir(result, subset, (dataset, index), [item.image for item in members], inspected, roots)
+            _scan_mask_dir(
+                result,
+                subset,
+                subset_key=(dataset, index),
+                images=[item.image for item in members],
+                inspected=inspected,
+                roots=roots,
+            )
     return result
 
 
@@ -309,7 +316,14 @@ def inspect_mask(source: ImageSource) -> InspectedMask:
     elif not values.any():
         problem = "is black everywhere, so that nothing of the image would be trained"
     coverage = _compute_coverage(values)
-    return InspectedMask(image.size, image.content_hash, coverage, problem, _is_color(stored), image.exif_orientation)
+    return InspectedMask(
+        size=image.size,
+        content_hash=image.content_hash,
+        coverage=coverage,
+        problem=problem,
+        is_color=_is_color(stored),
+        exif_orientation=image.exif_orientation,
+    )
 
 
 def inspect_alpha_mask(source: ImageSource) -> InspectedMask:
@@ -375,7 +389,16 @@ def _inspect_masks(
 
     version = f"{MASK_INSPECTION_VERSION} {build_inspection_version()}"
     scan = scan_images(
-        Inspector(name, version, inspect_bytes, _build_defective_mask, _pack_mask, _unpack_mask), images, get_cache_dir
+        Inspector(
+            name=name,
+            version=version,
+            inspect=inspect_bytes,
+            fail=_build_defective_mask,
+            pack=_pack_mask,
+            unpack=_unpack_mask,
+        ),
+        images,
+        get_cache_dir,
     )
     result.notes += scan.notes
     return scan.images

@@ -72,7 +72,15 @@ def parse_launch_command(words: Sequence[str], environment: Mapping[str, str]) -
     script, script_args = options.pop("training_script"), tuple(options.pop("training_script_args", None) or ())
     flags = tuple(words[start : len(words) - len(script_args) - 1])
     environment = {**environment, **assignments}
-    return LaunchCommand(launcher, tuple(words[:start]), flags, options, script, script_args, environment)
+    return LaunchCommand(
+        launcher=launcher,
+        program=tuple(words[:start]),
+        flags=flags,
+        options=options,
+        script=script,
+        script_args=script_args,
+        environment=environment,
+    )
 
 
 def find_launch_command() -> LaunchCommand | None:

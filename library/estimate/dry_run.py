@@ -103,7 +103,12 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
         read_initial_weights(config.adapter, family, detected, cached_components=cached)
     limits = build_control_limits(detected)
     prepared = prepare_data(
-        config.data, detected.size_multiple, config.cache.cache_dir, detected.short_name, limits, detected.max_side
+        config.data,
+        detected.size_multiple,
+        config.cache.cache_dir,
+        model=detected.short_name,
+        control_limits=limits,
+        max_side=detected.max_side,
     )
     notes = (
         list(find_sizes_for_some_models(prepared.manifest.datasets, list_size_multiples()))
@@ -118,4 +123,11 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
         settings = config.preview, config.distributed.mixed_precision, facts.text_tokens_per_control
         estimates.append(estimate_caption_cache(*arguments, *settings))
     trained = describe_trained_components(config.adapter, config.optim, facts)
-    return DryRun(detected, prepared, plan, estimates, notes, trained)
+    return DryRun(
+        detected=detected,
+        prepared=prepared,
+        plan=plan,
+        cache_estimates=estimates,
+        notes=notes,
+        trained_components=trained,
+    )

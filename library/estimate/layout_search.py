@@ -265,7 +265,9 @@ def suggest_savings(
         logger.info("estimating memory: no layout fits; trying %s", format_flags(options))
         layouts = [layout for layout in changed.find_layouts()[0] if layout.name in names]
         largest = replace(batch, captions=batch.captions[: tried.get("train_batch_size")])
-        changed_estimates = estimate_layouts(layouts, finder.model, largest, devices, tried, dict(runs or {}))
+        changed_estimates = estimate_layouts(
+            layouts, finder.model, largest, devices=devices, savings=tried, runs=dict(runs or {})
+        )
         if fitting := [estimate for estimate in changed_estimates if estimate.memory.total <= devices.memory]:
             return min(fitting, key=lambda estimate: (-estimate.images_per_second, len(estimate.layout.options)))
         best = min([smallest, *changed_estimates], key=lambda estimate: estimate.memory.total)

@@ -138,7 +138,17 @@ def _split_device_map(run: MetaRun, device_map: DeviceMap, devices: int, device_
             frozen = run.frozen_bytes - sum(part.frozen_bytes for part in parts)
             share = 1 - sum(part.trainable_share for part in parts)
             chunk = run.step.head + chunk + run.step.tail
-        parts.append(DevicePart(frozen, (chunk,), received, received, 1, share, device == 0))
+        parts.append(
+            DevicePart(
+                frozen_bytes=frozen,
+                chunks=(chunk,),
+                received_bytes=received,
+                sent_bytes=received,
+                in_flight=1,
+                trainable_share=share,
+                encodes=device == 0,
+            )
+        )
     return parts[::-1]
 
 
@@ -179,7 +189,17 @@ def _estimate_part(
             buffers += max(0, adapters - activations)  # flattened after activations are freed
     ema = 0 if layout.config.optim.ema_decay is None else 4 * elements
     reserved = CONTEXT_BYTES + (COMMUNICATION_BYTES if ranks > 1 else 0)
-    return MemoryEstimate(weights, adapters, gradients, optimizer, ema, activations, gathered, buffers, reserved)
+    return MemoryEstimate(
+        weights=weights,
+        adapters=adapters,
+        gradients=gradients,
+        optimizer=optimizer,
+        ema=ema,
+        activations=activations,
+        gathered=gathered,
+        buffers=buffers,
+        reserved=reserved,
+    )
 
 
 def _shard_by_fsdp(run: MetaRun, frozen: int, sharding: FSDPSettings) -> tuple[int, int]:

@@ -233,12 +233,12 @@ class MetaRun:
             self._cast_inputs_of_frozen_layers()
         self.trainable = get_trainable_parameters(self.trained)
         self.task = DiffusionTask(
-            self.family,
-            self.pipe,
-            self.trained,
-            build_objective(config.noise, config.loss, self.family, self.pipe),
-            config.train.seed,
-            CopyStream(META),
+            family=self.family,
+            pipe=self.pipe,
+            denoiser=self.trained,
+            objective=build_objective(config.noise, config.loss, self.family, self.pipe),
+            seed=config.train.seed,
+            to_device=CopyStream(META),
             trains_text_encoders=bool(self.trained_encoders),
             pads_texts=pipeline,
         )

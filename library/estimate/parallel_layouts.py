@@ -134,7 +134,7 @@ class LayoutFinder:
         world = self._build_world(config.parallel)
         sharding = resolve_fsdp(config.sharding, config.parallel.tp_size, world)
         dims, zero = build_parallel_dims(config.parallel, world.world_size), resolve_deepspeed(config.deepspeed, world)
-        return ParallelLayout(name, options, config, dims, sharding, zero)
+        return ParallelLayout(name=name, options=options, config=config, dims=dims, sharding=sharding, zero=zero)
 
     def _build_world(self, parallel: ParallelConfig) -> World:
         return World.build_fake(1 if parallel.device_map else self.num_devices, self.num_devices)

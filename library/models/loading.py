@@ -93,7 +93,14 @@ def load_pipeline(
             precision = torch.float32 if name == "vae" else dtype
             component_class = import_model_class(*index[name])
             loaded[name] = _load_component(
-                family, model, read, component_class, name, precision, device, local_files_only
+                family,
+                model,
+                read,
+                component_class=component_class,
+                component=name,
+                dtype=precision,
+                device=device,
+                local_files_only=local_files_only,
             )
             if name == family.denoiser_name:
                 family.prepare_denoiser(loaded[name])
@@ -115,7 +122,14 @@ def load_pipeline_on_meta(family: "Family", model: DetectedModel, dtype: torch.d
         with _raise_config_error(model, name), _disable_progress_bars():
             if is_tokenizer(name):
                 loaded[name] = _load_component(
-                    family, model, read, component_class, name, dtype, None, local_files_only
+                    family,
+                    model,
+                    read,
+                    component_class=component_class,
+                    component=name,
+                    dtype=dtype,
+                    device=None,
+                    local_files_only=local_files_only,
                 )
                 continue
             component = build_empty_model(component_class, read_required(read, f"{name}/config.json"))
@@ -174,10 +188,17 @@ def _load_component(
     separate = model.component_sources.get(component)
     if separate is not None and separate.source_type != "file":
         return load_pretrained_component(
-            component_class, separate.path_or_id, separate.subfolder, dtype, device, local_files_only
+            component_class,
+            separate.path_or_id,
+            separate.subfolder,
+            dtype=dtype,
+            device=device,
+            local_files_only=local_files_only,
         )
     if separate is None and model.bundled_config is None:
-        return load_pretrained_component(component_class, model.path_or_id, component, dtype, device, local_files_only)
+        return load_pretrained_component(
+            component_class, model.path_or_id, component, dtype=dtype, device=device, local_files_only=local_files_only
+        )
     if is_tokenizer(component):
         if model.source_type == "random":
             return build_byte_tokenizer(component_class, read_required(read, f"{component}/tokenizer_config.json"))
@@ -194,7 +215,9 @@ def _load_component(
     path = model.path_or_id if separate is None else separate.path_or_id
     prefixes = family.facts.single_file_prefixes.get(component, ())
     conversion = build_key_conversion(family.facts, component, config)
-    return load_single_file_component(component_class, path, config, prefixes, dtype, device, conversion)
+    return load_single_file_component(
+        component_class, path, config, prefixes=prefixes, dtype=dtype, device=device, conversion=conversion
+    )
 
 
 def import_model_class(library: str, name: str) -> Any:

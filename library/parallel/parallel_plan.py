@@ -178,18 +178,18 @@ def build_block_sequence(family: Family, denoiser: Any) -> BlockSequence:
 def build_parallel_plan(family: Family, denoiser: nn.Module) -> ParallelPlan:
     """Describe how the denoiser can be split over processes."""
     return ParallelPlan(
-        build_block_sequence(family, denoiser),
-        build_tensor_parallel_plan(denoiser, family.fused_parallel_layers),
-        family.block_token_args,
-        map_layer_token_streams(
+        block_sequence=build_block_sequence(family, denoiser),
+        tensor_parallel=build_tensor_parallel_plan(denoiser, family.fused_parallel_layers),
+        block_token_args=family.block_token_args,
+        layer_token_streams=map_layer_token_streams(
             denoiser,
             family.block_lists,
             family.block_activation_args,
             family.single_stream_block_lists,
             family.text_attention_layers,
         ),
-        family.text_attention_calls,
-        denoiser,
+        text_attention_calls=family.text_attention_calls,
+        denoiser=denoiser,
     )
 
 

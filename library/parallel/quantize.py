@@ -241,7 +241,8 @@ class FrozenConv2d(FrozenLayer, nn.Conv2d):  # type: ignore[override]
 
     def compute_input_grad(self, gradient: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
         function: Any = conv2d_input
-        grad: Tensor = function(shape, weight, gradient, self.stride, self.padding, self.dilation, self.groups)
+        settings = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation, "groups": self.groups}
+        grad: Tensor = function(shape, weight, gradient, **settings)
         return grad
 
 

@@ -45,7 +45,7 @@ class ProcessGroupAllToAll:
         self, tensor: Tensor, dependency: Tensor, owner_ranks: Tensor, rows: int, *, gather_heads: bool
     ) -> TensorAndDependency:
         received: TensorAndDependency = _all_to_all_tokens(
-            tensor.contiguous(), dependency, owner_ranks, rows, gather_heads, self._name
+            tensor.contiguous(), dependency, owner_ranks, rows=rows, gather_heads=gather_heads, group_name=self._name
         )
         return received
 
@@ -59,7 +59,12 @@ def _register_gradient(operation: CustomOpDef) -> CustomOpDef:
     def compute_gradient(ctx: Any, gradient: Tensor, dependency: Tensor) -> Any:
         (owner_ranks,) = ctx.saved_tensors
         received = _all_to_all_tokens(
-            gradient.contiguous(), dependency, owner_ranks, ctx.rows, not ctx.gather_heads, ctx.group_name
+            gradient.contiguous(),
+            dependency,
+            owner_ranks,
+            rows=ctx.rows,
+            gather_heads=not ctx.gather_heads,
+            group_name=ctx.group_name,
         )
         return *received, None, None, None, None
 

@@ -163,7 +163,15 @@ def identify_lora(
     shapes = model.shapes if fit.is_known_size else None
     content = convert_from_file_format(tensors, metadata, model.components, shapes)
     sizes = list_network_sizes(tensors)
-    return IdentifiedLora(model.family, content, model.components, metadata, fit.is_known_size, sizes, model.shapes)
+    return IdentifiedLora(
+        family=model.family,
+        contents=content,
+        components=model.components,
+        metadata=metadata,
+        is_known_size=fit.is_known_size,
+        sizes=sizes,
+        shapes=model.shapes,
+    )
 
 
 @dataclass(frozen=True)

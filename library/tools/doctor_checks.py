@@ -177,7 +177,16 @@ def describe_machine() -> tuple[list[Finding], list[Check]]:
     checks = []
     for device in devices:
         compiler = "install a C++ compiler (apt install g++), or train without --torch_compile"
-        checks.append(Check(f"torch.compile on {device}", check_compile, (device,), compiler, False, 240))
+        checks.append(
+            Check(
+                name=f"torch.compile on {device}",
+                function=check_compile,
+                arguments=(device,),
+                fix=compiler,
+                needed=False,
+                timeout=240,
+            )
+        )
         for precision in ("no", "bf16", "fp16"):
             name, is_plain = f"training step on {device}, mixed_precision {precision}", precision == "no"
             fix = "run the tests: make test" if is_plain else "use another --mixed_precision"
@@ -303,7 +312,17 @@ def check_training_step(device: str, precision: str) -> str:
     pixels = torch.linspace(0, 255, 3 * height * width).to(torch.uint8).view(1, 3, height, width)
     frame = torch.tensor([[height, width, 0, 0, height, width]], dtype=torch.float32)
     with accelerator.autocast():
-        loss = task(PixelBatch(pixels, ("a test",), frame, torch.ones(1), (0,), ("test",)), step=0).sum()
+        loss = task(
+            PixelBatch(
+                pixels=pixels,
+                captions=("a test",),
+                size_conditioning=frame,
+                loss_weights=torch.ones(1),
+                global_positions=(0,),
+                sample_keys=("test",),
+            ),
+            step=0,
+        ).sum()
     accelerator.backward(loss)
     optimizer.step()
     gradients = [parameter.grad for parameter in get_trainable_parameters(denoiser) if parameter.grad is not None]

@@ -204,7 +204,12 @@ def _check_family(loaded: ParsedConfig, family: str) -> list[str]:
     conflicts = [
         *validate_objective.validate_objective_for_model(config.noise, config.loss, facts.title, prediction),
         *validate_adapter.validate_adapter_for_model(
-            config.adapter, config.optim, facts.network, facts.title, facts.text_encoders, facts.t5_encoder
+            config.adapter,
+            config.optim,
+            facts.network,
+            title=facts.title,
+            text_encoders=facts.text_encoders,
+            t5=facts.t5_encoder,
         ),
     ]
     given = flatten_config(config)

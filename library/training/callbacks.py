@@ -124,15 +124,15 @@ class SaveReport:
         config, strategy = run.config, run.strategy
         settings = flatten_config(config)
         return RunSummary(
-            config.save.output_name,
-            run.plan.steps,
-            self.plan_text,
-            collect_shareable_settings(settings),
-            self.started_at,
-            strategy.data_parallel_size,
-            strategy.mixed_precision,
-            self.prompts,
-            collect_changed_settings(settings),
+            name=config.save.output_name,
+            steps=run.plan.steps,
+            plan=self.plan_text,
+            settings=collect_shareable_settings(settings),
+            started_at=self.started_at,
+            num_processes=strategy.data_parallel_size,
+            mixed_precision=strategy.mixed_precision,
+            prompts=self.prompts,
+            all_settings=collect_changed_settings(settings),
         )
 
 

@@ -94,7 +94,14 @@ def _run_step(run: TrainingRun, step_batches: StepBatches, data_wait_seconds: fl
         run.compilation.mark_step_begin()
     loss = accumulate_gradients(run, step_batches)
     grad_norm = _clip_gradients(run)
-    metrics = StepMetrics(state.step, loss, grad_norm, {}, tuple(run.task.micro_batch_stats), data_wait_seconds)
+    metrics = StepMetrics(
+        step=state.step,
+        loss=loss,
+        grad_norm=grad_norm,
+        learning_rates={},
+        micro_batches=tuple(run.task.micro_batch_stats),
+        data_wait_seconds=data_wait_seconds,
+    )
     should_step = run.nan_guard.should_step(run, step_batches, metrics)
     if should_step:
         with record_phase("optimizer"):

@@ -99,7 +99,14 @@ def read_initial_weights(
             _log_notices(adapter.network_weights, weights, idle)
     if problems:
         raise FileError(problems)
-    return InitialWeights(bases, training, weights, adapter.dim_from_weights, idle, independent)
+    return InitialWeights(
+        base_weights=bases,
+        training_adapter=training,
+        network_weights=weights,
+        is_dim_from_weights=adapter.dim_from_weights,
+        idle_layers=idle,
+        independent_modules=independent,
+    )
 
 
 def _read_contents(

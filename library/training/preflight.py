@@ -53,12 +53,12 @@ class RunFacts:
     @classmethod
     def from_strategy(cls, strategy: "Strategy", family: "Family", detected: "DetectedModel") -> "RunFacts":
         return cls(
-            family,
-            detected,
-            strategy.has_full_model,
-            strategy.can_quantize_base,
-            strategy.is_compile_enabled,
-            strategy.optimizer_sharding_engine,
+            family=family,
+            detected=detected,
+            has_full_model=strategy.has_full_model,
+            can_quantize_base=strategy.can_quantize_base,
+            is_compile_enabled=strategy.is_compile_enabled,
+            optimizer_sharding_engine=strategy.optimizer_sharding_engine,
         )
 
 

@@ -110,7 +110,9 @@ class Preview:
             generator = torch.Generator().manual_seed(seed)
             sampler = prompt.sampler or self.config.sample_sampler
             with move_temporarily(task.pipe.vae, task.to_device.device):
-                return task.family.generate_image(task.pipe, prompt, cond, negative, generator, sampler), seed
+                return task.family.generate_image(
+                    task.pipe, prompt, cond, negative_cond=negative, generator=generator, sampler=sampler
+                ), seed
 
     def _save_image(self, run: TrainingRun, index: int, image: "Image", seed: int) -> bytes:
         """Write the PNG file and return its content."""

@@ -141,15 +141,15 @@ class DiffusionTask:
         if pixel_batch.mask is not None:
             mask = resize_mask_to_latents(self.to_device(pixel_batch.mask), (latents.shape[-2], latents.shape[-1]))
         return Batch(
-            latents,
-            cond,
-            size_conditioning,
-            loss_weights,
-            pixel_batch.global_positions,
-            pixel_batch.sample_keys,
-            mask,
-            self._text_pad_multiple,
-            self._encode_controls(pixel_batch),
+            latents=latents,
+            cond=cond,
+            size_conditioning=size_conditioning,
+            loss_weights=loss_weights,
+            global_positions=pixel_batch.global_positions,
+            sample_keys=pixel_batch.sample_keys,
+            mask=mask,
+            text_pad_multiple=self._text_pad_multiple,
+            control_latents=self._encode_controls(pixel_batch),
         )
 
     def _encode_controls(self, pixel_batch: PixelBatch) -> tuple[Tensor, ...]:

@@ -69,24 +69,24 @@ def select_target_components(
         )
         parts.append(
             TargetComponent(
-                family.denoiser_name,
-                denoiser,
-                targets,
-                family.lora_key_style,
-                family.lora_prefix,
-                family.get_unused_layers(denoiser),
+                name=family.denoiser_name,
+                model=denoiser,
+                target_modules=targets,
+                key_style=family.lora_key_style,
+                key_prefix=family.lora_prefix,
+                unused_layers=family.get_unused_layers(denoiser),
             )
         )
     for name in select_trained_text_encoders(config, optim, family.facts):
         encoder = getattr(pipe, name)
         parts.append(
             TargetComponent(
-                name,
-                encoder,
-                (*family.text_lora_target_modules[name], *own.get(name, ())),
-                family.get_text_key_style(name),
-                family.text_lora_prefixes[name],
-                family.get_unused_text_layers(encoder, name),
+                name=name,
+                model=encoder,
+                target_modules=(*family.text_lora_target_modules[name], *own.get(name, ())),
+                key_style=family.get_text_key_style(name),
+                key_prefix=family.text_lora_prefixes[name],
+                unused_layers=family.get_unused_text_layers(encoder, name),
             )
         )
     return parts
@@ -104,7 +104,12 @@ def build_trainable_modules(
     denoiser = getattr(pipe, family.denoiser_name)
     denoiser.requires_grad_(False)
     adapter = injection.inject_adapters(
-        parts, config.adapter, config.train.seed, family.facts.network, rank_alphas, independent_modules
+        parts,
+        config.adapter,
+        config.train.seed,
+        network=family.facts.network,
+        rank_alphas=rank_alphas,
+        independent_modules=independent_modules,
     )
     trained = TrainableModules(
         family.denoiser_name, {family.denoiser_name: denoiser, **{part.name: part.model for part in parts}}

@@ -98,7 +98,9 @@ def list_commands() -> list[LoraCommand]:
         hidden = HIDDEN | WITHOUT.get(name, set())
         fields = [FormField(option) for option in options if option.name not in hidden]
         writes = name == "convert" or any(option.name == "output" for option in options)
-        commands.append(LoraCommand(name, what, fields, writes, arguments, num_files))
+        commands.append(
+            LoraCommand(name=name, help=what, fields=fields, writes=writes, arguments=arguments, num_files=num_files)
+        )
     return commands
 
 

@@ -150,15 +150,15 @@ class RunReader:
         last, summary = known[1], self.read_summary(run)
         steps, step = None if summary is None else summary.steps, int(last.get("step", 0))
         return RunOverview(
-            key,
-            run.name,
-            self.folders.format_path(run.folder),
-            _find_status(run, step, steps),
-            step,
-            steps,
-            last.get("loss/average"),
-            last.get("speed/steps_per_second"),
-            max(run.metrics_time, _get_time(run.summary_path)),
+            key=key,
+            name=run.name,
+            folder=self.folders.format_path(run.folder),
+            status=_find_status(run, step, steps),
+            step=step,
+            steps=steps,
+            loss=last.get("loss/average"),
+            steps_per_second=last.get("speed/steps_per_second"),
+            changed_at=max(run.metrics_time, _get_time(run.summary_path)),
         )
 
     def read_summary(self, run: Run) -> RunSummary | None:

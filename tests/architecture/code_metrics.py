@@ -98,7 +98,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "begin with a verb, %": (90, 100),
     "public names defined twice": (0, 0),
     "docstring fragments": (0, 50),
-    "calls with six or more positional arguments": (0, 98),
+    "calls with six or more positional arguments": (0, 8),
 }
 """The smallest and the largest value that `test_code_metrics.py` accepts; the other rows are printed, so that growth
 is seen, and fail no build: a new file, option or check needs no change here."""

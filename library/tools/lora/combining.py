@@ -241,12 +241,12 @@ def build_merged_lora(
     known = all(file.lora.is_known_size for file in loras)
     embeddings = {key: tensor for file in loras for key, tensor in file.lora.contents.embeddings.items()}
     return NewLora(
-        updates,
-        first.components,
-        file_format or first.contents.file_format,
-        metadata,
-        first.shapes if known else None,
-        NetworkSizes(frozenset(), frozenset()),
+        updates=updates,
+        components=first.components,
+        file_format=file_format or first.contents.file_format,
+        metadata=metadata,
+        shapes=first.shapes if known else None,
+        sizes=NetworkSizes(frozenset(), frozenset()),
         equalizes_alphas=True,
         embeddings=embeddings,
     )

@@ -267,4 +267,12 @@ def build_extracted_lora(
     }
     file_format: Any = to or choose_file_format(result.updates, base.components, base.family.lora_format)
     sizes = NetworkSizes(frozenset(), frozenset())
-    return NewLora(result.updates, base.components, file_format, metadata, base.shapes, sizes, equalizes_alphas=True)
+    return NewLora(
+        updates=result.updates,
+        components=base.components,
+        file_format=file_format,
+        metadata=metadata,
+        shapes=base.shapes,
+        sizes=sizes,
+        equalizes_alphas=True,
+    )

@@ -70,7 +70,12 @@ def inspect_lora(file: LoraFile) -> LoraFacts:
 
 def _inspect_layer(module: str, update: ModuleAdapter, name: str | None = None) -> LayerFacts:
     return LayerFacts(
-        name or module, get_block(module), update.title, update.rank, update.alpha, compute_update_norm(update)
+        module=name or module,
+        block=get_block(module),
+        adapter_type=update.title,
+        rank=update.rank,
+        alpha=update.alpha,
+        norm=compute_update_norm(update),
     )
 
 

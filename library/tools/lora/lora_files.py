@@ -103,7 +103,15 @@ def _read_lora_for_model(path: Path, model: ModelFiles) -> IdentifiedLora:
         if other == family:
             raise
         raise UserError(f"is a LoRA of {other}, and {model.path.name} a model of {family}") from None
-    return IdentifiedLora(family, contents, components, metadata, True, list_network_sizes(tensors), model.shapes)
+    return IdentifiedLora(
+        family=family,
+        contents=contents,
+        components=components,
+        metadata=metadata,
+        is_known_size=True,
+        sizes=list_network_sizes(tensors),
+        shapes=model.shapes,
+    )
 
 
 def describe_other_family(file: LoraFile) -> str | None:
@@ -278,15 +286,15 @@ def build_result(
     metadata["ss_training_comment"] = "; ".join(filter(None, [how, "" if comment == "None" else comment]))
     metadata[SOURCES_KEY] = format_sources([file], how)
     return NewLora(
-        updates,
-        file.lora.components,
-        file_format or contents.file_format,
-        metadata,
-        file.lora.shapes if file.lora.is_known_size else None,
-        file.lora.sizes,
-        contents.alpha_dtype,
-        equalizes_alphas,
-        contents.embeddings,
+        updates=updates,
+        components=file.lora.components,
+        file_format=file_format or contents.file_format,
+        metadata=metadata,
+        shapes=file.lora.shapes if file.lora.is_known_size else None,
+        sizes=file.lora.sizes,
+        alpha_dtype=contents.alpha_dtype,
+        equalizes_alphas=equalizes_alphas,
+        embeddings=contents.embeddings,
     )
 
 

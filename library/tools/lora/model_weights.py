@@ -164,8 +164,19 @@ def locate_model_weights(text: str) -> ModelFiles:
     prediction_type = "v_prediction" if detected.prediction_type == "v" else "epsilon"
     pipe.scheduler = SimpleNamespace(config=SimpleNamespace(prediction_type=prediction_type))
     info = family().get_base_model_info(pipe)
-    parts, chosen = (tuple(found), tuple(components)), (frozenset(targets), frozenset(all_targets))
-    return ModelFiles(path, detected, family(), *parts, shapes, weights, biases, info, *chosen)
+    return ModelFiles(
+        path=path,
+        detected=detected,
+        family=family(),
+        components=tuple(found),
+        all_components=tuple(components),
+        shapes=shapes,
+        weights=weights,
+        biases=biases,
+        info=info,
+        targets=frozenset(targets),
+        all_targets=frozenset(all_targets),
+    )
 
 
 def _list_usual_targets(family: type[Family], component: str) -> tuple[str, ...]:
@@ -229,12 +240,12 @@ def list_stored_tensors(path: Path) -> list[StoredTensor]:
             header = json.loads(file.read(length))
         found = [
             StoredTensor(
-                path,
-                key,
-                entry["dtype"],
-                tuple(entry["shape"]),
-                8 + length + entry["data_offsets"][0],
-                entry["data_offsets"][1] - entry["data_offsets"][0],
+                path=path,
+                key=key,
+                dtype=entry["dtype"],
+                shape=tuple(entry["shape"]),
+                start=8 + length + entry["data_offsets"][0],
+                num_bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
             )
             for key, entry in header.items()
             if key != "__metadata__"
