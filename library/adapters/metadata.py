@@ -46,12 +46,12 @@ class RunMetadata:
 
     step: int
     epoch: int
-    max_train_steps: int  # of the whole run
+    max_train_steps: int  # the steps of the whole run
     num_epochs: int
     started_at: float  # seconds since 1970
     saved_at: float
     session_id: int
-    num_train_images: int  # with repeats, without regularization images
+    num_train_images: int  # counts repeats, but no regularization images
     num_reg_images: int
     num_validation_images: int
     num_batches_per_epoch: int
@@ -61,7 +61,7 @@ class RunMetadata:
     rank: int | str  # text where modules differ
     alpha: float | str
     optimizer: str  # module.Class(name=value,...)
-    mixed_precision: str  # as resolved from options and launcher
+    mixed_precision: str  # the precision that options and launcher resolve to
 
 
 def build_metadata(config: RunConfig, model: BaseModelMetadata, run: RunMetadata, software: str) -> dict[str, str]:
@@ -83,7 +83,7 @@ def build_metadata(config: RunConfig, model: BaseModelMetadata, run: RunMetadata
             **_build_options_metadata(config.train, config.data, config.model),
             **_build_validation_metadata(config.data, config.validate),
             **_build_memory_metadata(config.model),
-            "ss_sd_scripts_commit_hash": "",  # it is another program
+            "ss_sd_scripts_commit_hash": "",  # this is another program
             "ss_output_name": config.save.output_name,
             "ss_training_comment": config.save.training_comment,
             "ss_network_dropout": config.adapter.network_dropout or None,
@@ -104,7 +104,7 @@ def add_model_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str])
     parts = _iter_file_parts(tensors, {key: value for key, value in metadata.items() if key.startswith("ss_")})
     for part in parts:
         legacy_hash.update(part[max(0, 0x100000 - position) : max(0, 0x110000 - position)])
-        if position:  # after the header
+        if position:  # 0 is the header
             model_hash.update(part)
         position += len(part)
     hashes = {"sshs_model_hash": model_hash.hexdigest(), "sshs_legacy_hash": legacy_hash.hexdigest()[:8]}

@@ -47,7 +47,7 @@ class EncodedEntry:
 
     index: int
     tensors: dict[str, Tensor]
-    name: str  # in messages
+    name: str  # the name in messages
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class CacheSpec:
 
     name: str  # "latents"
     unit: str  # "image"
-    option: str  # that enables the cache, for messages
+    option: str  # the option that enables the cache, for messages
     keys: KeyArray
-    directories: Sequence[Path]  # of each key
-    relative_sizes: Sequence[int]  # of each entry, in any unit
+    directories: Sequence[Path]  # the directory of each key
+    relative_sizes: Sequence[int]  # the size of each entry, in any unit
     disk_full_hint: str  # what to do when the disk is too small
 
     @property

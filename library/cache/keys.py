@@ -42,7 +42,7 @@ class EncodedText:
     """A caption as the text encoder gets it."""
 
     caption: str
-    control_key: str = ""  # of the control images that the text encoder reads with it
+    control_key: str = ""  # the key of the control images that the text encoder reads with the caption
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class TextSource:
 
     sample_index: int = 0  # decides about the directory
     is_flipped: bool = False
-    prompt: Prompt | None = None  # of a preview, instead of a sample
+    prompt: Prompt | None = None  # the prompt of a preview, instead of a sample
 
     def count_controls(self, augmenter: Augmenter) -> int:
         owner = augmenter.manifest.samples[self.sample_index].controls

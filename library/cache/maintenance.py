@@ -44,7 +44,7 @@ class WriterFiles:
     num_entries: int  # damaged ones included
     needed_rows: RowIndices
     is_busy: bool
-    tombstoned_writers: frozenset[int]  # whose damaged entries become valid again if this writer's files go first
+    tombstoned_writers: frozenset[int]  # writers whose damaged entries are valid again if this one's files go first
 
     @property
     def num_unneeded(self) -> int:

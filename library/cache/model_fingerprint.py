@@ -44,7 +44,7 @@ class FileHashCache:
         return digest
 
     def _save(self) -> None:
-        with suppress(OSError):  # it only saves time
+        with suppress(OSError):  # the cache of hashes only saves time
             write_atomic(self.cache_file, json.dumps(self._entries).encode())
 
 

@@ -110,7 +110,7 @@ class CachedLatentLoader:
         pin_memory: bool,
     ):
         self.augmenter, self.rank, self.latent_reader, self.text_reader = augmenter, rank, latent_reader, text_reader
-        self.batch_plan = copy.deepcopy(batch_plan)  # its epoch cache must not be shared between two threads
+        self.batch_plan = copy.deepcopy(batch_plan)  # two threads must not share the plan's cache of epochs
         self.pin_memory = pin_memory
 
     def iter_steps(self, first_step: int) -> Iterator[StepBatches]:

@@ -35,7 +35,7 @@ class Bucket:
     repeats: Sequence[float]
     batch_size: int
     dataset_index_in_file: int = 0
-    control_resolutions: tuple[tuple[int, int], ...] = ()  # of the control images of each sample
+    control_resolutions: tuple[tuple[int, int], ...] = ()  # the resolutions of the control images of each sample
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class MicroBatch:
     bucket_index: int  # index into the plan's buckets
     epoch: int
     sample_indices: tuple[int, ...]
-    repeat_indices: tuple[int, ...]  # which of the sample's repeats in this epoch
+    repeat_indices: tuple[int, ...]  # the number of the sample's repeat in this epoch
     is_real: tuple[bool, ...]  # False for padding
-    global_positions: tuple[int, ...]  # in the optimizer step, independent of how it is split
+    global_positions: tuple[int, ...]  # positions in the optimizer step, however it is split
 
     def shard(self, rank: int, dp_size: int) -> "MicroBatch":
         """Return the slice of one rank."""
@@ -83,7 +83,7 @@ class MicroBatchSchedule(Protocol):
 class _EpochLayout(NamedTuple):
     """Micro-batch k of an epoch is ``real_counts[k]`` of ``entries[bucket_indices[k]]``, from ``starts[k]`` on."""
 
-    sample_indices: list[IndexArray]  # of each bucket, in the order of its ``repeats``
+    sample_indices: list[IndexArray]  # the samples of each bucket, in the order of its ``repeats``
     entries: list[IndexArray]
     bucket_indices: IndexArray
     starts: IndexArray

@@ -27,7 +27,7 @@ MAX_IMAGES = 480
 SHEET_WIDTH = 1600
 THUMBNAIL_AREA, MAX_THUMBNAIL_SIDE = 200 * 200, 420
 TITLE_WIDTH = 480
-MIN_CELL_WIDTH = 160  # for the text
+MIN_CELL_WIDTH = 160  # leaves room for the text
 CELL_GAP, MARGIN, ROW_GAP, CONTROL_GAP = 14, 24, 30, 4
 LINE_HEIGHT, HEADING_HEIGHT, TITLE_HEIGHT = 17, 56, 56
 CAPTION_LINES = 2
@@ -45,9 +45,11 @@ class Cell:
     summary: BucketSummary
     sample_index: int
     thumbnail_size: tuple[int, int]
-    num_shown: int  # of the bucket
+    num_shown: int  # the number of images of the bucket that are shown
     is_first: bool
-    control_sizes: tuple[tuple[int, int], ...] = ()  # of thumbnails as high as the image's, to its right
+    control_sizes: tuple[
+        tuple[int, int], ...
+    ] = ()  # the sizes of thumbnails to the right of the image and as high as it
 
     @property
     def size(self) -> tuple[int, int]:

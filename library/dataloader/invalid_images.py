@@ -30,7 +30,7 @@ REPORT_FILENAME = "report.txt"
 class DataProblem:
     """An image that cannot be used, and the reason."""
 
-    kind: str  # such as "truncated"; problems of one kind have the same fix
+    kind: str  # a word such as "truncated"; problems of one kind have the same fix
     message: str
 
 
@@ -39,7 +39,7 @@ class DataNotice:
     """A notice about images that are used."""
 
     text: str
-    names: tuple[str, ...] = ()  # of all images, if the text has only the first ones
+    names: tuple[str, ...] = ()  # the names of all images, if the text has only the first ones
 
 
 def summarize_bad_data(problems: Sequence[DataProblem]) -> list[str]:

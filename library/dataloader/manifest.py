@@ -21,7 +21,7 @@ class Sample:
     caption: str  # lines are alternatives
     dataset_index: int
     subset_index: int
-    repeats: float  # in an epoch; 2.5 alternates between 2 and 3
+    repeats: float  # uses in an epoch; 2.5 alternates between 2 and 3
     loss_weight: float  # factor of its loss
     is_reg: bool
     content_hash: str  # hash of the file

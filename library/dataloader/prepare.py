@@ -35,7 +35,7 @@ class PreparedData:
 
     config: DataConfig
     manifest: Manifest
-    assignments: tuple[BucketAssignment, ...]  # of each sample
+    assignments: tuple[BucketAssignment, ...]  # the bucket of each sample
     buckets: tuple[Bucket, ...]
     validation: "PreparedData | None" = None
     """The validation images, which are in no bucket."""

@@ -153,7 +153,7 @@ class BucketRepeats:
 
 def build_bucket_repeats(repeats: Sequence[Sequence[float]], dataset_indices: Sequence[int]) -> list[BucketRepeats]:
     """Round the repeats of each bucket to integers, so that each dataset's total is rounded only once."""
-    rest: defaultdict[int, float] = defaultdict(float)  # of each dataset: the rounding error so far
+    rest: defaultdict[int, float] = defaultdict(float)  # the rounding error of each dataset so far
     found = []
     for values, dataset in zip(repeats, dataset_indices, strict=True):
         whole = np.floor(np.asarray(values, np.float64)).astype(np.int64)

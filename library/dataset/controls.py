@@ -38,7 +38,7 @@ class ControlImage:
 
     image: ImageRef
     size: tuple[int, int]  # (width, height) in EXIF orientation
-    content_hash: str  # of the file
+    content_hash: str  # the hash of the file
     made: str = ""
     """The way the control image is derived from the picture itself: a key of ``CONTROLS_FROM_IMAGE``."""
 
@@ -152,7 +152,7 @@ class ControlScanResult:
     """The control images of all pictures, with problems and notes."""
 
     controls: dict[MaskKey, tuple[ControlImage, ...]] = field(default_factory=dict)
-    problems: dict[MaskKey, str] = field(default_factory=dict)  # without the name of the picture
+    problems: dict[MaskKey, str] = field(default_factory=dict)  # messages without the name of the picture
     settings: list[str] = field(default_factory=list)  # settings of subsets that control images do not allow
     unmatched: list[str] = field(default_factory=list)  # a line for each subset with control images of no picture
     notes: list[str] = field(default_factory=list)

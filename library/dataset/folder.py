@@ -138,7 +138,7 @@ class _FolderTables:
     """Captions from the metadata tables in a folder and its subfolders."""
 
     captions: dict[str, ImageCaption] = field(default_factory=dict)
-    names: list[str] = field(default_factory=list)  # of the tables that were read
+    names: list[str] = field(default_factory=list)  # the names of the tables that were read
     deeper: list[str] = field(default_factory=list)  # images in subfolders that are not searched
 
 

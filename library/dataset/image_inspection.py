@@ -60,7 +60,7 @@ _SIGNATURES: tuple[tuple[bytes, str], ...] = (
     (b"\0\0\0\x0cJXL \r\n\x87\n", "JPEG XL"),
 )
 _FORMAT_HINTS = {"AVIF": "; Pillow 11.3 and later can read it", "JPEG XL": ", for example with `djxl`"}
-_CONTAINER_BRANDS = {  # of ISO base media files, the container of images and videos
+_CONTAINER_BRANDS = {  # brands of ISO base media files, the container of images and videos
     "HEIC": (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"),
     "AVIF": (b"avif", b"avis"),
     "a video": (b"isom", b"iso2", b"mp41", b"mp42", b"qt  ", b"M4V ", b"dash"),
@@ -134,7 +134,7 @@ class InspectedImage:
     """The result of inspecting one image file."""
 
     size: tuple[int, int]  # (width, height) in EXIF orientation
-    content_hash: str  # of the file; empty if it could not be read
+    content_hash: str  # the hash of the file; empty if it could not be read
     defect: ImageDefect | None = None
     traits: tuple[str, ...] = ()  # keys of TRAIT_DESCRIPTIONS
     exif_orientation: int = 1

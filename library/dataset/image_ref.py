@@ -37,7 +37,7 @@ class TableRow:
     """One row of a parquet or Arrow file that holds images in a column."""
 
     reader: ColumnReader
-    row: int  # in the file, from 0
+    row: int  # the number of the row in the file, from 0
 
     @property
     def name(self) -> str:

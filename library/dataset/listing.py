@@ -19,7 +19,7 @@ class ListedImage:
     caption: str
     dataset: int
     subset: int
-    problem: str | None = None  # with the caption: a complete message
+    problem: str | None = None  # a problem with the caption, as a complete message
     controls: tuple[ImageRef, ...] = ()  # control images that a metadata file lists
 
 
@@ -38,16 +38,16 @@ class SubsetListing:
 
     subset: SubsetConfig
     dataset: int  # index of the dataset
-    index: int  # of the subset in the dataset
+    index: int  # the number of the subset in the dataset
     images: list[ListedImage] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)  # a message for each image that is listed but cannot be read
-    problems: list[str] = field(default_factory=list)  # with the subset as a whole
+    problems: list[str] = field(default_factory=list)  # problems with the subset as a whole
     notes: list[str] = field(default_factory=list)
     expected_source: str = ""  # where captions are looked for
     caption_sources: Counter[str] = field(default_factory=Counter)
     multiline_captions: int = 0
     uncaptioned: list[str] = field(default_factory=list)  # names of the images without a caption
-    used_settings: set[str] = field(default_factory=set)  # that had an effect
+    used_settings: set[str] = field(default_factory=set)  # the settings that had an effect
     unused_settings: dict[str, str] = field(default_factory=dict)  # the message if no other subset uses them
 
     @property

@@ -173,7 +173,7 @@ class MaskScanResult:
     """The masks of all images, with problems and notes."""
 
     masks: dict[MaskKey, Mask] = field(default_factory=dict)
-    problems: dict[MaskKey, str] = field(default_factory=dict)  # without the name of the image
+    problems: dict[MaskKey, str] = field(default_factory=dict)  # messages without the name of the image
     unmatched: list[str] = field(default_factory=list)  # a line for each subset with masks that have no image
     notes: list[str] = field(default_factory=list)
 

@@ -36,7 +36,7 @@ T = TypeVar("T")
 class ImageDefect:
     """A reason not to use an image."""
 
-    kind: str  # for counting, such as "unreadable"
+    kind: str  # a word by which defects are counted, such as "unreadable"
     text: str  # completes the name of the image to a message: what is wrong, and what to do
 
 
@@ -94,7 +94,7 @@ def _describe_large_file(size: int) -> ImageDefect:
 class Inspector(Generic[T]):
     """The functions that inspect an image, and that write the result to the cache and read it back."""
 
-    name: str  # of the cache file, and in the progress bar
+    name: str  # the name of the cache file, and in the progress bar
     version: str  # changes when the result for the same bytes may change
     inspect: Callable[[bytes, str, AbstractContextManager[object]], T]  # bytes, their hash, lock for large images
     fail: Callable[[ImageDefect], T]  # the result for a file that cannot be read
@@ -133,7 +133,7 @@ class _Task:
 class _Outcome(Generic[T]):
     task: _Task
     result: T
-    entry: CachedScan | None  # None if it must not be cached
+    entry: CachedScan | None  # the result to cache; None if it must not be cached
 
 
 class _Scan(Generic[T]):

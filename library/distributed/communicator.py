@@ -81,7 +81,7 @@ class Communicator:
         for error in statuses:
             if isinstance(error, BaseException):
                 if isinstance(error, UserError):
-                    error.is_reported = True  # by the rank that raised it
+                    error.is_reported = True  # the rank that raised it reports it
                 raise error
         return work.results[0] if work is not None else function()
 

@@ -173,7 +173,7 @@ class EncodedSizes:
 
     latent_channels: int
     vae_scale_factor: int
-    text_elements: int  # of one caption, at most
+    text_elements: int  # the most elements that one caption's tensors have
     text_width: int  # elements of one token
 
     def count_moment_elements(self, size: tuple[int, int]) -> int:

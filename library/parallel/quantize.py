@@ -52,9 +52,9 @@ class QuantizedWeight:
 
     quant_type: str  # none, fp8, int8 or nf4
     shape: torch.Size
-    dtype: torch.dtype  # of the original weight
+    dtype: torch.dtype  # the dtype of the original weight
     tensors: tuple[Tensor, ...]  # values; row scales; the levels of nf4
-    nf4_kernel: str = BUILT_IN_KERNEL  # of ``select_nf4_kernel``
+    nf4_kernel: str = BUILT_IN_KERNEL  # a value of ``select_nf4_kernel``
 
     @classmethod
     def quantize(cls, weight: Tensor, quant_type: str) -> "QuantizedWeight":

@@ -143,7 +143,7 @@ class Verdict:
 
     error: RemoteError
     is_transient: bool = False
-    is_answer: bool = True  # of the server
+    is_answer: bool = True  # whether the server answered
 
 
 def judge_error(error: Exception, scheme: str, container: str) -> Verdict:
@@ -222,7 +222,7 @@ class RetryPolicy:
     seconds: float
     has_answered: set[str] = field(default_factory=set)  # servers
     is_down: set[str] = field(default_factory=set)
-    is_announced: set[str] = field(default_factory=set)  # in the log
+    is_announced: set[str] = field(default_factory=set)  # the servers that the log names as down
 
     def call(self, request: Callable[[], T], scheme: str, container: str, shown: str, *, may_expire: bool = False) -> T:
         """Return the result of ``request``; raise ``RemoteError`` when it cannot succeed or has failed for too long.

@@ -17,7 +17,7 @@ class FileInfo:
 
     size: int
     changed_ns: int
-    tag: int  # of the server's ETag or hash
+    tag: int  # a hash of the server's ETag or hash
 
     @property
     def stamp(self) -> tuple[int, int, int]:

@@ -33,7 +33,7 @@ SMALL_FILE_BYTES = 2**16
 """The size below which files have a part of the cache of their own, so that images do not push out captions."""
 
 _SMALL_FILES_PART = 0.1
-_AHEAD_PART, _PREFETCH_PART = 4, 16  # of the cache, which threads and processes share
+_AHEAD_PART, _PREFETCH_PART = 4, 16  # parts of the cache, which threads and processes share
 DEFAULT_CACHE_BYTES = 50 * 2**30
 DEFAULT_RETRY_SECONDS = 120.0
 

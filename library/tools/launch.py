@@ -35,7 +35,7 @@ from ..errors import UserError
 
 logger = logging.getLogger(__name__)
 WATCH_INTERVAL_SECONDS = 30.0
-DEFAULT_PORT = 29500  # of accelerate and torchrun
+DEFAULT_PORT = 29500  # the default of accelerate and torchrun
 
 USAGE = """usage: python -m library launch LAUNCHER ...
 

@@ -44,7 +44,7 @@ class BadSamples:
     max_invalid_images: int  # --max_invalid_images
     num_images: int
     problems: dict[str, str] = field(default_factory=dict)
-    unreported: list[BadSample] = field(default_factory=list)  # of this rank, since the last synchronization
+    unreported: list[BadSample] = field(default_factory=list)  # images of this rank since the last synchronization
 
     def add(self, problems: Sequence[BadSample]) -> None:
         """Add the unreadable images of this rank."""

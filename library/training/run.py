@@ -195,7 +195,7 @@ class RunCallbacks:
     """The callbacks of a run, in the order in which they run after a step."""
 
     weight_sync_check: WeightSyncCheck
-    validation: Validation | None  # None without validation images
+    validation: Validation | None  # is None without validation images
     preview: Preview
     update_norms: UpdateNorms
     save_adapter: SaveAdapter

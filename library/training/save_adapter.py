@@ -45,7 +45,7 @@ from .state import TrainingRun, is_interval_reached
 logger = logging.getLogger(__name__)
 SOFTWARE = f"lorikeet/{__version__}"
 MAX_DIFFERENCES_SHOWN = 3
-MIN_FREE_BYTES = 2**20  # for the log, the report, and the JSON files of a checkpoint
+MIN_FREE_BYTES = 2**20  # room for the log, the report, and the JSON files of a checkpoint
 T = TypeVar("T")
 
 

@@ -28,8 +28,8 @@ class StepMetrics:
     step: int  # from 0
     loss: Tensor
     grad_norm: Tensor
-    learning_rates: Mapping[str, Any]  # by parameter group
-    micro_batches: tuple[MicroBatchStats, ...]  # of this rank
+    learning_rates: Mapping[str, Any]  # the rate of each parameter group
+    micro_batches: tuple[MicroBatchStats, ...]  # the micro-batches of this rank
     data_wait_seconds: float  # time spent waiting for the data loader
     is_skipped: bool = False  # the optimizer step was skipped: loss or gradient was NaN or Inf
 

@@ -39,7 +39,7 @@ class DiffusionTask:
 
     family: Family
     pipe: Any
-    denoiser: nn.Module  # as wrapped by the strategy
+    denoiser: nn.Module  # the model as the strategy wraps it
     objective: Objective
     seed: int
     to_device: CopyStream
@@ -47,7 +47,7 @@ class DiffusionTask:
     normalize_masked_loss: bool = False  # divide by the unmasked area
     vae_batch_size: int = 1
     text_encoder_batch_size: int = 1
-    text_reader: TextReader | None = None  # of cached text encoder outputs
+    text_reader: TextReader | None = None  # reads cached text encoder outputs
     trains_text_encoders: bool = False
     dropout: LoraDropout | None = None
     pads_texts: bool = False

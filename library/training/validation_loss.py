@@ -201,7 +201,7 @@ class Validation:
     def __init__(self, config: ValidateConfig, batches: ValidationBatches, read_batch: ReadBatch):
         self.config, self.batches, self.read_batch = config, batches, read_batch
         self.base_losses: SampleLosses = {}
-        self.results: list[tuple[int, ValidationResult]] = []  # after so many steps
+        self.results: list[tuple[int, ValidationResult]] = []  # each result with the number of steps before it
 
     def should_run(self, run: TrainingRun) -> bool:
         return is_validation_due(self.config, run.plan, run.state.step)

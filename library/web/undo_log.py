@@ -31,7 +31,7 @@ class CaptionChange:
 
     image: ImageRef
     file: Path
-    before: bytes | None  # None: there was no file
+    before: bytes | None  # the content before; None if there was no file
     old_caption: str
     new_caption: str
 

@@ -43,7 +43,7 @@ def read_network(reader: KeyReader) -> None:
     if algorithm == "lokr" and result.options.get("network_dim", 0) >= FULL_LOKR_DIM:
         result.options["network_alpha"] = float(result.options["network_dim"])  # full matrices have no scale
     if module == "networks.oft_flux" or algorithm in ("diag-oft", "boft"):
-        result.options.pop("network_alpha", None)  # they have no alpha
+        result.options.pop("network_alpha", None)  # OFT and BOFT have no alpha
 
 
 def _read_conv_args(reader: KeyReader) -> None:
