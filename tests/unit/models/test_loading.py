@@ -114,7 +114,7 @@ def test_a_damaged_model_is_a_user_error(each_family, tmp_path):
 
 
 def test_out_of_memory_while_loading_is_not_reported_as_a_damaged_model(monkeypatch):
-    def part(*given):
+    def part(*given, **named):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 24 GiB.")
 
     monkeypatch.setattr(loading, "_load_component", part)
