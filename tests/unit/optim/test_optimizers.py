@@ -276,7 +276,7 @@ def test_prodigy_accepts_the_usual_arguments_of_sd_scripts():
 
 
 def test_a_schedule_that_is_too_short_for_the_run_is_reported_before_the_model_is_loaded(tmp_path, monkeypatch):
-    def load(*_):
+    def load(*_, **__):
         raise AssertionError("the model is loaded")
 
     monkeypatch.setattr("library.training.run.load_training_pipeline", load)
