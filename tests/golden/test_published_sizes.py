@@ -287,25 +287,10 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
 
 @pytest.mark.parametrize(
     "config",
-    [
-        "sd3",
-        "sd3_5_medium",
-        "flux",
-        "flux_schnell",
-        "chroma",
-        "flux2_dev",
-        "flux2_klein_4b",
-        "z_image",
-        "aura_flow",
-        "lumina2",
-        "ovis_image",
-        "longcat_image",
-        "krea2",
-        "anima",
-        "flux3",
-        "hunyuan_image",
-        "qwen_image21",
-    ],
+    (
+        "sd3 sd3_5_medium flux flux_schnell chroma flux2_dev flux2_klein_4b z_image aura_flow lumina2 ovis_image "
+        "longcat_image krea2 anima flux3 hunyuan_image qwen_image21"
+    ).split(),
 )
 def test_original_weights_of_published_size_are_converted_to_those_of_diffusers(config):
     """Keys and shapes on the meta device: diffusers' conversion of FLUX supports no other size."""

@@ -65,14 +65,7 @@ def test_diffusers_samples_the_same_with_the_file_as_the_model_in_memory(name, t
         str(ROOT / "dataset_configs/demo.toml"),
         "--pretrained_model_name_or_path",
         source,
-        "--max_train_steps",
-        "3",
-        "--learning_rate",
-        "3e-2",
-        "--network_dim",
-        "4",
-        "--network_alpha",
-        "3",
+        *"--max_train_steps 3 --learning_rate 3e-2 --network_dim 4 --network_alpha 3".split(),
         "--output_dir",
         str(tmp_path),
     )
@@ -93,11 +86,7 @@ def test_one_process_and_two_train_the_same_weights(name, even_dataset, tmp_path
     flags = (
         "--pretrained_model_name_or_path",
         SOURCES[name],
-        "--optimizer_type",
-        "SGD",
-        "--gradient_checkpointing",
-        "--max_train_steps",
-        "3",
+        *"--optimizer_type SGD --gradient_checkpointing --max_train_steps 3".split(),
     )
     one = train_adapter(tmp_path / "one", 1, 4, 1, *flags, dataset=even_dataset)
     two = train_adapter(tmp_path / "two", 2, 2, 1, *flags, dataset=even_dataset)

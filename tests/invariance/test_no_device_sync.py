@@ -23,14 +23,7 @@ from library.training import loop
 from library.training.trainable_modules import get_trainable_parameters
 
 DEVICE = torch.device("meta")
-MODELS = [
-    "random:sd1:tiny",
-    "random:sdxl:tiny",
-    "random:sd3:tiny",
-    "random:flux:tiny",
-    "random:z_image:tiny",
-    "random:qwen_image:tiny",
-]
+MODELS = "random:sd1:tiny random:sdxl:tiny random:sd3:tiny random:flux:tiny random:z_image:tiny random:qwen_image:tiny".split()
 
 
 class BlockingCopyDetector(TorchDispatchMode):

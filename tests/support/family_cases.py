@@ -57,14 +57,7 @@ def build_case():
     return lambda name: copy.deepcopy(build(name))
 
 
-QUICK = (
-    "built_in",
-    "sd1",
-    "sd3",
-    "flux",
-    "z_image",
-    "qwen_image",
-)
+QUICK = tuple("built_in sd1 sd3 flux z_image qwen_image".split())
 """The families that ``make test`` runs: one of each architecture.  The others, and variants, run with the slow tests."""
 
 

@@ -16,22 +16,11 @@ from library.training.save_adapter import build_adapter_file
 
 QUICK_KINDS = ("LoRA", "DoRA")
 QUICK_FAMILIES = ("sdxl", "flux")
-EVERY_KIND_FAMILIES = (
-    "sd1",
-    "sdxl",
-    "sd3",
-    "flux",
-    "flux2_klein",
-    "z_image",
-    "qwen_image",
-    "lumina2",
-    "krea2",
-    "sana",
-    "anima",
-    "hunyuan_image",
-    "qwen_image21",
-    "ovis_image",
-    "aura_flow",
+EVERY_KIND_FAMILIES = tuple(
+    (
+        "sd1 sdxl sd3 flux flux2_klein z_image qwen_image lumina2 krea2 sana anima hunyuan_image qwen_image21 ovis_image "
+        "aura_flow"
+    ).split()
 )
 """Every key style; each other family shares one of these."""
 

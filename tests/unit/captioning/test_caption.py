@@ -44,10 +44,7 @@ def test_a_tagger_writes_the_tags_above_its_thresholds(folder):
     assert run(*tagger[1:], "--batch_size", 2)[0] == ["3 captions written"]
     assert read(folder) == {"0_red": "red_hair, ^_^\n", "1_blue": "hatsune_(blue)\n", "2_green": "green_eyes\n"}
     options = [
-        "--remove_underscore",
-        "--use_rating_tags",
-        "--always_first_tags",
-        "^_^,x",
+        *"--remove_underscore --use_rating_tags --always_first_tags ^_^,x".split(),
         "--undesired_tags",
         "green eyes",
     ]

@@ -212,11 +212,7 @@ def test_block_lr_weights_for_another_number_of_blocks_are_cut_or_filled_with_1_
 def test_layer_type_and_block_ranks_of_flux(sites):
     actual = get_ranks_by_original_name(
         sites,
-        "flux",
-        "img_attn_dim=3",
-        "single_dim=0",
-        "train_double_block_indices=0,3-5",
-        "in_dims=2,0,0,0,7",
+        *"flux img_attn_dim=3 single_dim=0 train_double_block_indices=0,3-5 in_dims=2,0,0,0,7".split(),
         network_train_unet_only=True,
     )
     assert actual["lora_unet_double_blocks_3_img_attn_qkv"][0] == 3
@@ -232,11 +228,7 @@ def test_layer_type_and_block_ranks_of_flux(sites):
 def test_layer_type_and_block_ranks_of_sd3(sites):
     actual = get_ranks_by_original_name(
         sites,
-        "sd3",
-        "context_mlp_dim=5",
-        "x_mod_dim=0",
-        "train_block_indices=23",
-        "emb_dims=1,2,3,4,5,6",
+        *"sd3 context_mlp_dim=5 x_mod_dim=0 train_block_indices=23 emb_dims=1,2,3,4,5,6".split(),
         network_train_unet_only=True,
     )
     inner = {module.split("_", 5)[5]: rank for module, (rank, _) in actual.items() if "joint" in module}
@@ -521,14 +513,7 @@ def test_arguments_of_lycoris_that_change_the_result_are_refused(words, problem)
 
 
 def test_arguments_of_convolutions_have_no_effect_on_models_without_them():
-    argv = [
-        *DATA,
-        "--pretrained_model_name_or_path",
-        "random:flux:tiny",
-        "--network_args",
-        "conv_dim=4",
-        "conv_alpha=1",
-    ]
+    argv = [*DATA, *"--pretrained_model_name_or_path random:flux:tiny --network_args conv_dim=4 conv_alpha=1".split()]
     loaded = load_settings([*argv, "loraplus_lr_ratio=2"])
     assert loaded.config.adapter.network_args == ("loraplus_lr_ratio=2",)
     assert dict(loaded.unused) == {

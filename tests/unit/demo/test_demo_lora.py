@@ -35,23 +35,16 @@ def output(tmp_path_factory):
     ]
     command = [
         sys.executable,
-        "train_lora.py",
-        "--dataset_config",
-        "dataset_configs/demo.toml",
-        "--config_file",
-        "dataset_configs/demo_run.toml",
+        *"train_lora.py --dataset_config dataset_configs/demo.toml --config_file dataset_configs/demo_run.toml".split(),
         *once,
         "--validation_split",
         "0.3",
         "--output_dir",
         str(folder),
-        "--mixed_precision",
-        "no",
-        "--max_data_loader_n_workers",
-        "0",
-        "--cache_latents",
-        "--cache_text_encoder_outputs",
-        "--no_half_vae",
+        *(
+            "--mixed_precision no --max_data_loader_n_workers 0 --cache_latents --cache_text_encoder_outputs "
+            "--no_half_vae"
+        ).split(),
     ]
     result = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr

@@ -289,11 +289,7 @@ def test_a_schedule_that_is_too_short_for_the_run_is_reported_before_the_model_i
             "4",
             "--output_dir",
             str(tmp_path / "out"),
-            "--lr_scheduler_type",
-            "OneCycleLR",
-            "--lr_scheduler_args",
-            "total_steps=3",
-            "max_lr=1e-3",
+            *"--lr_scheduler_type OneCycleLR --lr_scheduler_args total_steps=3 max_lr=1e-3".split(),
         )
 
 

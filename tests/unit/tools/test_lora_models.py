@@ -17,22 +17,9 @@ from library.tools.convert import read_lora_file
 from library.tools.lora import lora_files
 from library.tools.lora.low_rank import add_updates, compute_difference, compute_norm, factor_update
 
-KEY_STYLE_FAMILIES = [
-    "sd1",
-    "sdxl",
-    "sd3",
-    "flux",
-    "flux2_klein",
-    "z_image",
-    "qwen_image",
-    "lumina2",
-    "krea2",
-    "sana",
-    "anima",
-    "flux3",
-    "hunyuan_image",
-    "qwen_image21",
-]
+KEY_STYLE_FAMILIES = (
+    "sd1 sdxl sd3 flux flux2_klein z_image qwen_image lumina2 krea2 sana anima flux3 hunyuan_image qwen_image21".split()
+)
 """Every key style; each other family shares one of these."""
 FILE_FAMILIES = ["sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image", "qwen_image21"]
 """Families whose original single-file layout the tests can write."""

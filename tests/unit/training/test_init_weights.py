@@ -218,13 +218,7 @@ def test_conflicting_options_are_reported(tmp_path):
         "--dim_from_weights",
         "--base_weights",
         str(tmp_path / "no.safetensors"),
-        "--base_weights_multiplier",
-        "1",
-        "2",
-        "--network_dim",
-        "4",
-        "--network_args",
-        "conv_dim=4",
+        *"--base_weights_multiplier 1 2 --network_dim 4 --network_args conv_dim=4".split(),
     ]
     problems = " ".join(parse_config(flags).problems)
     for text in (
@@ -244,24 +238,10 @@ def test_a_run_starts_from_network_weights_and_deletes_old_files(tmp_path):
     (tmp_path / "a-000000.safetensors").write_text("not written by this run")
     first = train(
         *flags,
-        "--output_name",
-        "a",
-        "--max_train_epochs",
-        "4",
-        "--save_every_n_epochs",
-        "1",
-        "--save_last_n_epochs",
-        "2",
-        "--save_every_n_steps",
-        "2",
-        "--save_last_n_steps",
-        "2",
-        "--network_dim",
-        "3",
-        "--learning_rate",
-        "1e-2",
-        "--metadata_author",
-        "me",
+        *(
+            "--output_name a --max_train_epochs 4 --save_every_n_epochs 1 --save_last_n_epochs 2 "
+            "--save_every_n_steps 2 --save_last_n_steps 2 --network_dim 3 --learning_rate 1e-2 --metadata_author me"
+        ).split(),
     )
     assert sorted(path.name for path in tmp_path.glob("a*.safetensors")) == [
         "a-000000.safetensors",
@@ -273,17 +253,10 @@ def test_a_run_starts_from_network_weights_and_deletes_old_files(tmp_path):
     ]
     second = train(
         *flags,
-        "--output_name",
-        "b",
-        "--max_train_steps",
-        "1",
+        *"--output_name b --max_train_steps 1".split(),
         "--network_weights",
         first,
-        "--dim_from_weights",
-        "--learning_rate",
-        "1e-38",
-        "--save_format",
-        "diffusers",
+        *"--dim_from_weights --learning_rate 1e-38 --save_format diffusers".split(),
     )
     parts = collect_component_keys(
         FAMILIES.get("sd1"), FAMILIES.get("sd1")().load(get_tiny_sd1_folder(), torch.float32)

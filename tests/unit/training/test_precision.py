@@ -193,12 +193,7 @@ def test_the_base_is_in_bf16_and_the_adapter_only_with_full_bf16(options, adapte
         str(even_dataset),
         "--output_dir",
         str(tmp_path),
-        "--max_train_steps",
-        "2",
-        "--learning_rate",
-        "0.1",
-        "--mixed_precision",
-        "bf16",
+        *"--max_train_steps 2 --learning_rate 0.1 --mixed_precision bf16".split(),
         *options,
     )
 

@@ -92,14 +92,7 @@ def test_profiling_does_not_change_a_run_and_reports_phases(even_dataset, tmp_pa
     flags = (
         "--dataset_config",
         str(even_dataset),
-        "--train_batch_size",
-        "2",
-        "--max_train_steps",
-        "9",
-        "--network_dim",
-        "2",
-        "--learning_rate",
-        "0.1",
+        *"--train_batch_size 2 --max_train_steps 9 --network_dim 2 --learning_rate 0.1".split(),
     )
     plain = run_on_ranks(2, train, *flags, "--output_dir", str(tmp_path / "plain"))[0]
     profiled = run_on_ranks(2, train, *flags, "--output_dir", str(tmp_path / "profiled"), "--profile_steps", "2:8")[0]
