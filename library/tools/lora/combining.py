@@ -78,7 +78,7 @@ def list_merge_obstacles(files: Sequence[LoraFile]) -> list[str]:
     """Why files cannot be merged into one: other models, or types whose effect depends on the base model."""
     first, found = files[0], list[str]()
     for file in files:
-        if file.family != first.family:
+        if file.family != first.family and file.lora.components != first.lora.components:
             found.append(f"{file.path}: is a LoRA of {file.family}, and {first.path.name} one of {first.family}")
         elif any(
             file.lora.shapes.get(name) != first.lora.shapes.get(name)

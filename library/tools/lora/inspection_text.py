@@ -24,6 +24,7 @@ def format_facts(facts: LoraFacts, *, with_layers: bool) -> Iterator[str]:
         _TITLES.get(name, name) if len(types) == 1 else f"{count} {name}" for name, count in types.items()
     )
     yield f"{file.path}: {kinds} for {file.family}{size}, {contents.file_format} format, {precision}"
+    yield from (f"  {line}" for line in facts.notices)
     for component, layers in group_by_component(facts.layers).items():
         yield f"  {MODEL_TITLES.get(component, component)}: {_describe_layers(layers)}"
     if contents.num_tucker:

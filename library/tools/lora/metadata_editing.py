@@ -9,7 +9,7 @@ from ...adapters.file_reader import read_adapter_file, read_header, read_safeten
 from ...adapters.file_writer import write_adapter_file
 from ...adapters.metadata import MODELSPEC_USER_KEYS, add_model_hashes
 from ...errors import FileError
-from ..convert import identify_lora
+from ..lora_identification import identify_lora
 
 HASH_KEYS = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
 _LONGEST_VALUE = 200
