@@ -167,7 +167,7 @@ def _format_kohya(adapters: Mapping[str, ModuleAdapter], component: ComponentKey
         try:
             fused = fuse_adapters(parts, group.original)
         except FusionError as error:
-            raise UserError(f"{component.name}.{group.name}: {error}; use save_format comfy") from None
+            raise UserError(f"{component.name}.{group.name}: {error}; use comfy") from None
         name = build_kohya_name(group.name, component.key_prefix)
         yield from iter_named_tensors(name, _reshape_dora_scale(fused), KOHYA_SUFFIXES)
         if fused.adapter_type not in TYPES_WITHOUT_ALPHA:

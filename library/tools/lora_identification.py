@@ -129,7 +129,9 @@ def read_lora_file(
         raise UserError(f"{path}: {error}") from None
     if lora.contents.fused and not can_be_fused:
         name, fused = next(iter(lora.contents.fused.items()))
-        raise UserError(f"{path}: {name}: {fused.reason}; --base_weights can merge it")
+        raise UserError(
+            f"{path}: {name}: {fused.reason}; lora resize writes it as LoRA, lora merge --model merges it into a model"
+        )
     return lora
 
 
