@@ -101,6 +101,9 @@ def _iter_losses_in_diffusers(
         elif encoders:
             yield "loads no LoKr of text encoders"
         return
+    if "input-dora" in types:
+        yield "has no DoRA with a dora_scale per input"
+        return
     unread = style.unread_in_diffusers.get(file_format)
     is_converted = style.is_read_by_diffusers and (is_kohya or style.is_comfy_format_in_diffusers)
     if not (unread or is_plain or is_converted):

@@ -18,7 +18,7 @@ from ..errors import UserError
 from .component_keys import ComponentKeys, find_wrapper_names
 from .file_reader import InvalidAdapterFileError, iter_tensors, read_adapter_file, read_header
 from .kohya_diffusers_comfyui_keys import EMBEDDING_PREFIX, TYPES_WITHOUT_ALPHA, convert_from_file_format
-from .module_adapter import ALPHA, UP, ModuleAdapter, parse_tensor_key
+from .module_adapter import ALPHA, UP, ModuleAdapter, parse_tensor, parse_tensor_key
 from .validate_tensors import find_tensor_problems
 
 SAVE_DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -162,7 +162,7 @@ def _find_invalid_tensors(facts: Mapping[str, TensorFacts], is_trained: bool) ->
     for key, fact in facts.items():
         if key.startswith(EMBEDDING_PREFIX):
             continue
-        parsed = parse_tensor_key(key)
+        parsed = parse_tensor(key, fact.shape)
         if parsed is None:
             yield f"{key}: no loader knows this key"
             continue

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from .module_adapter import DOWN, MAGNITUDE, UP, ModuleAdapter
+from .module_adapter import DOWN, INPUT_MAGNITUDE, MAGNITUDE, UP, ModuleAdapter
 from .original_module_names import OriginalModule
 
 
@@ -26,6 +26,8 @@ def fuse_adapters(adapters: Sequence[ModuleAdapter | None], original: OriginalMo
     if len(original.diffusers_modules) == 1:
         return _swap_scale_shift(first) if needs_scale_shift_swap(first, original) else first
     types = {part.adapter_type for part in parts}
+    if any(INPUT_MAGNITUDE in part.tensors for part in parts):
+        raise FusionError("a dora_scale per input is one for each part, and would be one for all")
     if not types <= {"lora", "dora"}:
         if len(types) == 1 and (joined := _join_rows(parts, original)) is not None:
             return joined
@@ -56,6 +58,8 @@ def split_adapter(fused: ModuleAdapter, original: OriginalModule) -> list[Module
     count = len(original.diffusers_modules)
     if count == 1:
         return [_swap_scale_shift(fused) if needs_scale_shift_swap(fused, original) else fused]
+    if INPUT_MAGNITUDE in fused.tensors:
+        raise FusionError(f"its dora_scale per input is that of {count} modules together")
     if fused.adapter_type not in ("lora", "dora"):
         return list(_split_by_rows(fused, original))
     down = fused.tensors[DOWN]
@@ -170,9 +174,9 @@ def needs_scale_shift_swap(adapter: ModuleAdapter, original: OriginalModule) -> 
 
 def _swap_scale_shift(adapter: ModuleAdapter) -> ModuleAdapter:
     """Swap the halves of the output: shift and scale."""
-    names = {"loha": ("hada_w1_a", "hada_w2_a"), "lora": (UP,), "dora": (UP, MAGNITUDE)}.get(adapter.adapter_type, ())
-    if adapter.adapter_type == "lokr":
-        names = tuple(name for name in ("lokr_w1", "lokr_w1_a") if name in adapter.tensors)
+    rows = {"loha": ("hada_w1_a", "hada_w2_a"), "lokr": ("lokr_w1", "lokr_w1_a")}
+    rows |= dict.fromkeys(("lora", "dora", "input-dora"), (UP,))
+    names = [name for name in (*rows.get(adapter.adapter_type, ()), MAGNITUDE) if name in adapter.tensors]
     if not names or adapter.is_tucker or any(len(adapter.tensors[name]) % 2 for name in names):
         raise FusionError(f"shift and scale of a {adapter.adapter_type} adapter cannot be swapped")
     swapped = {name: torch.cat(adapter.tensors[name].chunk(2)[::-1]) for name in names}

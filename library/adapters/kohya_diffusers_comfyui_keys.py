@@ -24,6 +24,7 @@ from .module_adapter import (
     DIFFUSERS_SUFFIXES,
     DORA_SCALE,
     DOWN,
+    INPUT_MAGNITUDE,
     KOHYA_SUFFIXES,
     MAGNITUDE,
     MID,
@@ -31,6 +32,7 @@ from .module_adapter import (
     ModuleAdapter,
     group_by_module,
     iter_named_tensors,
+    parse_tensor,
     parse_tensor_key,
 )
 from .original_module_names import T5_KEYS, ModuleGroup
@@ -135,7 +137,7 @@ def resolve_comfy_format(
 ) -> FileFormat:
     """The layout that ``comfy`` stands for: kohya where ComfyUI knows the layers by their original names only."""
     has_original_names = any(
-        part.name == "unet" or (part.key_style.is_kohya_in_comfyui and {"lora", "dora"}.issuperset(types))
+        part.name == "unet" or (part.key_style.is_kohya_in_comfyui and {"lora", "dora", "input-dora"}.issuperset(types))
         for part in components
     )
     return "kohya" if file_format == "comfy" and has_original_names else file_format
@@ -190,7 +192,7 @@ def _format_diffusers(adapters: Mapping[str, ModuleAdapter], component: Componen
 def _format_comfy(adapters: Mapping[str, ModuleAdapter], component: ComponentKeys) -> Iterator[tuple[str, Tensor]]:
     """Diffusers' names, as ComfyUI reads them; alphas only where no program stumbles over them."""
     for group, adapter in _iter_modules(adapters, component):
-        name, is_lycoris = _build_diffusers_name(group, component), adapter.adapter_type not in ("lora", "dora")
+        name, is_lycoris = _build_diffusers_name(group, component), DOWN not in adapter.tensors
         if component.is_text_encoder and is_lycoris:
             name = build_kohya_name(group.name, component.key_prefix)
         elif component.key_style.has_names_of_comfy and not component.is_text_encoder:
@@ -222,12 +224,11 @@ def _build_diffusers_name(group: ModuleGroup, component: ComponentKeys) -> str:
 
 
 def _reshape_dora_scale(adapter: ModuleAdapter) -> ModuleAdapter:
-    """The magnitude of a DoRA as one column."""
-    if MAGNITUDE not in adapter.tensors:
-        return adapter
+    """The magnitudes of a DoRA as one column, or those for each input as one row."""
     dims = adapter.tensors[DOWN].dim() if DOWN in adapter.tensors else 2
-    magnitude = adapter.tensors[MAGNITUDE].reshape(-1, *[1] * (dims - 1))
-    return ModuleAdapter({**adapter.tensors, MAGNITUDE: magnitude}, adapter.alpha)
+    shapes = {MAGNITUDE: (-1, *[1] * (dims - 1)), INPUT_MAGNITUDE: (1, -1, *[1] * (dims - 2))}
+    scales = {name: adapter.tensors[name].reshape(shape) for name, shape in shapes.items() if name in adapter.tensors}
+    return ModuleAdapter({**adapter.tensors, **scales}, adapter.alpha) if scales else adapter
 
 
 _FORMATTERS: Mapping[
@@ -347,7 +348,7 @@ def group_by_file_module(
     sources: dict[tuple[str, str], str] = {}
     unknown, problems = [], []
     for key, tensor in tensors.items():
-        parsed = parse_tensor_key(key)
+        parsed = parse_tensor(key, tensor)
         if key.startswith(EMBEDDING_PREFIX):
             continue
         if parsed is None or parsed[0] not in lookup:
@@ -378,6 +379,8 @@ def _build_module_adapter(module_tensors: Tensors) -> ModuleAdapter:
     update = ModuleAdapter(tensors, 0)
     if MAGNITUDE in tensors:  # in peft's shape, which for convolutions is (1, outputs, 1, 1)
         tensors[MAGNITUDE] = tensors[MAGNITUDE].reshape((1, -1, 1, 1) if len(update.kernel) == 2 else (-1,))
+    if INPUT_MAGNITUDE in tensors:
+        tensors[INPUT_MAGNITUDE] = tensors[INPUT_MAGNITUDE].flatten()
     if update.adapter_type == "diag-oft":
         alpha = 0.0  # no constraint
     else:

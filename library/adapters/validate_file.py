@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import Tensor
 
 from .component_keys import ComponentKeys
-from .module_adapter import ModuleAdapter, parse_tensor_key
+from .module_adapter import INPUT_MAGNITUDE, ModuleAdapter, parse_tensor_key
 from .original_module_names import ModuleGroup
 from .validate_tensors import find_tensor_problems
 
@@ -109,6 +109,9 @@ def _describe_misfit(update: ModuleAdapter, shape: Sequence[int]) -> str | None:
         return f"has {own_inputs} inputs in the file and {inputs} in the model"
     if own_outputs != outputs:
         return f"has {own_outputs} outputs in the file and {outputs} in the model"
+    scales = update.tensors.get(INPUT_MAGNITUDE)
+    if scales is not None and scales.numel() != shape[1]:
+        return f"has a dora_scale for {scales.numel()} inputs in the file and {shape[1]} in the model"
     kernel = update.kernel
     if kernel and kernel != tuple(shape[2:]) and (len(shape) == 4 or math.prod(kernel) > 1):
         return f"has a kernel of {kernel[0]}x{kernel[1]} in the file, and another or none in the model"

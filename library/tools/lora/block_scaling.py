@@ -28,7 +28,7 @@ def scale_blocks(file: LoraFile, factors: Sequence[BlockFactor]) -> dict[str, Mo
         if factor == 1:
             updates[module] = update
         elif factor != 0:
-            if "magnitude" in update.tensors or update.adapter_type not in _SCALED_TENSORS:
+            if update.has_magnitudes or update.adapter_type not in _SCALED_TENSORS:
                 problems.setdefault(update.title, module)
             else:
                 updates[module] = _scale_adapter(update, factor)

@@ -88,7 +88,7 @@ def list_merge_obstacles(files: Sequence[LoraFile]) -> list[str]:
         dependent = {
             unit.adapter.title: unit.title
             for unit in iter_units(file)
-            if unit.adapter.adapter_type in BASE_DEPENDENT_TYPES or "magnitude" in unit.adapter.tensors
+            if unit.adapter.adapter_type in BASE_DEPENDENT_TYPES or unit.adapter.has_magnitudes
         }
         found += [
             f"{file.path}: {layer}: the effect of {title} depends on the weights of the base model, so it cannot be"

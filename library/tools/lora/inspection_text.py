@@ -133,7 +133,7 @@ def _compute_cosines(one: LoraFacts, other: LoraFacts) -> dict[str, float]:
         if module not in own or module not in others or own[module].shape != others[module].shape:
             continue
         pair = own[module], others[module]
-        if any(each.adapter_type in (*BASE_DEPENDENT_TYPES[1:], "norm", "full") for each in pair):
+        if any(each.adapter_type in (*BASE_DEPENDENT_TYPES[2:], "norm", "full") for each in pair):
             continue
         first, second = factor_update(pair[0]), factor_update(pair[1])
         values = compute_inner_product(first, second), compute_norm(first) ** 2, compute_norm(second) ** 2

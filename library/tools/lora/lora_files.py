@@ -197,7 +197,7 @@ def _shares_down(parts: Sequence[ModuleAdapter | None]) -> bool:
 
 def get_kernel(module: str, adapter: ModuleAdapter, file: LoraFile) -> tuple[int, ...]:
     """The kernel with which the LoRA of a layer is stored; empty for linear layers."""
-    if adapter.adapter_type in ("lora", "dora"):
+    if DOWN in adapter.tensors:
         return adapter.kernel
     return tuple(file.lora.shapes.get(module, ())[2:])
 

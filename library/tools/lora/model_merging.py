@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...adapters.file_writer import SAVE_DTYPES
 from ...adapters.merge import compute_delta_weight, compute_merged_weight, merge_bias_adapter
-from ...adapters.module_adapter import ModuleAdapter
+from ...adapters.module_adapter import INPUT_MAGNITUDE, ModuleAdapter
 from ...atomic_files import fsync_dir, fsync_file
 from ...errors import FileError, UserError
 from ...log import ProgressBar
@@ -75,6 +75,10 @@ def iter_model_obstacles(model: ModelFiles, files: Sequence[WeightedFile]) -> It
         for name, update in file.updates.items():
             if update.adapter_type in UNMERGEABLE_TYPES:
                 yield f"{file.path}: {name}: {update.title} of peft cannot be merged; it rotates the inputs of a layer"
+                break
+        for name, fused in file.lora.contents.fused.items():
+            if INPUT_MAGNITUDE in fused.update.tensors:
+                yield f"{file.path}: {name}: {fused.reason}, so it can be merged by --base_weights of a run only"
                 break
         for name, update in file.updates.items():
             if {"b_norm", "diff_b"} & update.tensors.keys() and name not in model.biases:
