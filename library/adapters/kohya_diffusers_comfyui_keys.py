@@ -20,6 +20,7 @@ from .fused_layers import FusionError, fuse_adapters, split_adapter, swap_magnit
 from .merge import compose_tucker_down
 from .module_adapter import (
     ALPHA,
+    BIAS,
     COMFY_SUFFIXES,
     DIFFUSERS_SUFFIXES,
     DORA_SCALE,
@@ -62,6 +63,13 @@ class FusedAdapter:
     group: ModuleGroup
     reason: str
 
+    @property
+    def way_out(self) -> str:
+        """What can be done with it all the same."""
+        if INPUT_MAGNITUDE in self.update.tensors:  # depends on the weights of all parts
+            return "--base_weights of a run can merge it"
+        return "lora resize writes it as LoRA, lora merge --model merges it into a model"
+
 
 @dataclass(frozen=True)
 class AdapterFileContents:
@@ -101,12 +109,13 @@ def convert_to_file_format(
     if wrapped := find_wrapper_names(state_dict):
         raise ValueError(f"{len(wrapped)} keys contain names of wrappers, for example {wrapped[0]}")
     adapters = group_by_module({key: tensor.detach().cpu() for key, tensor in state_dict.items()}, alphas)
-    if problems := validate_save_format((adapter.adapter_type for adapter in adapters.values()), file_format):
+    types = {adapter.adapter_type for adapter in adapters.values()}
+    has_biases = any(BIAS in adapter.tensors for adapter in adapters.values())
+    if problems := validate_save_format({*types, BIAS} if has_biases else types, file_format):
         raise UserError("; ".join(problems))
     prefixes = tuple(f"{component.name}." for component in components)
     if unknown := [module for module in adapters if not module.startswith(prefixes)]:
         raise ValueError(f"{unknown[0]} is in no component of the pipeline")
-    types = {adapter.adapter_type for adapter in adapters.values()}
     if file_format == "comfy":
         file_format = resolve_comfy_format(file_format, types, components)
         components = [part.use_comfyui_names() if file_format == "kohya" else part for part in components]

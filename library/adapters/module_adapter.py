@@ -27,6 +27,8 @@ INPUT_MAGNITUDE = "input_magnitude"
 """The magnitudes of a DoRA that has one for each input instead of each output (``wd_on_output=False``)."""
 MID = "mid"
 """The core of a Tucker LoRA of a convolution, which is multiplied into ``down`` when a file is read."""
+BIAS = "diff_b"
+"""What an update of any type adds to the bias of its layer, without alpha; alone it is of type ``full``."""
 ALPHA = "alpha"
 DORA_SCALE = "dora_scale"
 
@@ -76,8 +78,9 @@ class ModuleAdapter:
     @property
     def adapter_type(self) -> str:
         """lora, dora, input-dora (one magnitude for each input), or one of ``TENSOR_NAMES``."""
+        is_lora = DOWN in self.tensors or UP in self.tensors
         for adapter_type, names in TENSOR_NAMES.items():
-            if any(name in self.tensors for name in names):
+            if any(name in self.tensors for name in names if name != BIAS or not is_lora):
                 return adapter_type
         if INPUT_MAGNITUDE in self.tensors:
             return "input-dora"
@@ -91,6 +94,9 @@ class ModuleAdapter:
     @property
     def title(self) -> str:
         """The adapter type in messages."""
+        if BIAS in self.tensors and self.adapter_type != "full":
+            without = {name: tensor for name, tensor in self.tensors.items() if name != BIAS}
+            return f"{ModuleAdapter(without, self.alpha).title} with a bias (diff_b)"
         if INPUT_MAGNITUDE in self.tensors:
             name = "dora" if self.adapter_type == "input-dora" else self.adapter_type
             return f"{name} with a dora_scale per input"
@@ -106,7 +112,8 @@ class ModuleAdapter:
     @property
     def is_trainable(self) -> bool:
         """Whether peft has this type."""
-        return self.adapter_type in TRAINABLE_TYPES and (self.adapter_type == "dora" or not self.has_magnitudes)
+        has_more = BIAS in self.tensors or (self.has_magnitudes and self.adapter_type != "dora")
+        return self.adapter_type in TRAINABLE_TYPES and not has_more
 
     @property
     def rank(self) -> int:

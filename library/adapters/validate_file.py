@@ -23,13 +23,24 @@ UNREAD_KINDS: Mapping[str, str] = {
     r"\.oft_blocks\.\d+$": "OFT of sd-scripts for FLUX.1 (networks.oft_flux)",
     r"\.lora_E$|\.ranknum$": "AdaLoRA",
     r"\.vera_lambda_[bd]$": "VeRA",
-    r"\.(set|reshape)_weight$": "whole weights (ComfyUI's set_weight)",
+    r"\.set_weight$": "weights that replace those of the model (ComfyUI's set_weight)",
+    r"\.reshape_weight$": "layers that change the shape of the model's (ComfyUI's reshape_weight)",
     r"^lora_controlnet$": "ControlLoRA",
     r"(^|\.)(ip_adapter|image_proj)\.": "IP-Adapter",
     r"^(string_to_param|emb_params|clip_[lg]|t5xxl)$": "a textual inversion embedding",
     r"^(model\.diffusion_model|first_stage_model|cond_stage_model|conditioner)\.": "a whole checkpoint",
 }
 """Pattern of keys -> what they are, where it is not read."""
+
+
+def group_unread_keys(keys: Iterable[str]) -> dict[str, list[str]]:
+    """The keys of what is not read, by what it is."""
+    groups: dict[str, list[str]] = {}
+    for key in keys:
+        kind = next((kind for pattern, kind in UNREAD_KINDS.items() if re.search(pattern, key)), None)
+        if kind is not None:
+            groups.setdefault(kind, []).append(key)
+    return groups
 
 
 def describe_unknown_keys(keys: Sequence[str], total: int, model: str = "this model") -> str:

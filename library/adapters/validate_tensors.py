@@ -8,7 +8,17 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from .module_adapter import DORA_SCALE, DOWN, INPUT_MAGNITUDE, MAGNITUDE, MID, TENSOR_NAMES, UP, ModuleAdapter
+from .module_adapter import (
+    BIAS,
+    DORA_SCALE,
+    DOWN,
+    INPUT_MAGNITUDE,
+    MAGNITUDE,
+    MID,
+    TENSOR_NAMES,
+    UP,
+    ModuleAdapter,
+)
 
 _LORA_NAMES = (DOWN, UP, MID)
 _TYPES_WITH_MAGNITUDE = {"lora", "loha", "lokr"}
@@ -52,9 +62,16 @@ def find_tensor_problems(tensors: Mapping[str, Tensor]) -> Iterator[str]:
         if problems := list(find(tensors)):
             yield from problems
             return
+    yield from _find_odd_vectors(tensors)
+
+
+def _find_odd_vectors(tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """Magnitudes and biases of another length than the layer's."""
+    outputs, _ = ModuleAdapter(tensors, 0).shape
+    if BIAS in tensors and outputs and len(tensors[BIAS]) != outputs:
+        yield f"{BIAS} has {len(tensors[BIAS])} values, and the layer {outputs} outputs"
     magnitude = tensors.get(MAGNITUDE)
     if magnitude is not None:
-        outputs, _ = ModuleAdapter(tensors, 0).shape
         if magnitude.numel() != outputs or (magnitude.dim() == 2 and magnitude.shape[0] != outputs):
             yield f"{DORA_SCALE} is {list(magnitude.shape)}, and the layer has {outputs} outputs"
     magnitude = tensors.get(INPUT_MAGNITUDE)
@@ -70,6 +87,8 @@ def _find_mixed_types(tensors: Mapping[str, Tensor]) -> Iterator[str]:
     names = {"lora": _LORA_NAMES, **TENSOR_NAMES}
     types = {kind: [name for name in each if name in tensors] for kind, each in names.items()}
     found = {kind: each for kind, each in types.items() if each}
+    if len(found) > 1 and found.get("full") == [BIAS]:
+        del found["full"]
     if len(found) > 1:
         listed = " and ".join(f"{kind} ({', '.join(map(_format_name, each))})" for kind, each in found.items())
         yield f"has tensors of {listed}; a layer with several types is not supported"

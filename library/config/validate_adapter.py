@@ -116,6 +116,8 @@ def validate_save_format(adapter_types: Iterable[str], file_format: str) -> list
             )
         if adapter_type in ("glora", "diag-oft", "norm", "full") and file_format == "diffusers":
             problems.append(f"diffusers does not load LyCORIS' type {adapter_type}; use comfy or kohya")
+        if adapter_type == "diff_b" and file_format == "diffusers":
+            problems.append("diffusers does not load changes of biases (diff_b); use comfy or kohya")
         if adapter_type == "input-dora" and file_format == "diffusers":
             problems.append("diffusers and peft have no DoRA with a dora_scale per input; use comfy or kohya")
         if adapter_type in ("loha", "lokr") and file_format == "diffusers":

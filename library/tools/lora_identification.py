@@ -7,7 +7,7 @@ one otherwise than those of the other, a tool that writes a file needs ``--famil
 
 import re
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -25,6 +25,7 @@ from ..adapters.validate_file import (
     describe_origin,
     describe_unknown_keys,
     find_size_problems,
+    group_unread_keys,
 )
 from ..adapters.validate_tensors import find_tensor_problems
 from ..errors import UserError
@@ -62,6 +63,8 @@ class IdentifiedLora:
     num_tensors: int = 0
     similar_families: tuple[str, ...] = ()
     """Other families whose layers have these names and sizes, which the file does not rule out."""
+    unread: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """What else the file contains, which nothing here reads -> its keys."""
 
 
 @dataclass(frozen=True)
@@ -112,26 +115,24 @@ def read_lora_file(
     path: Path,
     *,
     can_be_fused: bool = False,
-    can_be_ambiguous: bool = False,
+    is_for_inspection: bool = False,
     models: Sequence[KnownModel] = (),
 ) -> IdentifiedLora:
     """Read a LoRA file in any supported format, and detect its model among ``models``, by default all known ones.
 
     ``can_be_fused``: also files with updates of fused layers that cannot be split into their parts.
-    ``can_be_ambiguous``: also files that could be of several families.
+    ``is_for_inspection``: also files that could be of several families, or contain more than is read.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file (looked in {path.absolute().parent})")
     tensors, metadata = read_adapter_file(path)
     try:
-        lora = identify_lora(tensors, metadata, models, can_be_ambiguous=can_be_ambiguous)
+        lora = identify_lora(tensors, metadata, models, is_for_inspection=is_for_inspection)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     if lora.contents.fused and not can_be_fused:
         name, fused = next(iter(lora.contents.fused.items()))
-        raise UserError(
-            f"{path}: {name}: {fused.reason}; lora resize writes it as LoRA, lora merge --model merges it into a model"
-        )
+        raise UserError(f"{path}: {name}: {fused.reason}; {fused.way_out}")
     return lora
 
 
@@ -140,7 +141,7 @@ def identify_lora(
     metadata: Mapping[str, str],
     models: Sequence[KnownModel] = (),
     *,
-    can_be_ambiguous: bool = True,
+    is_for_inspection: bool = True,
 ) -> IdentifiedLora:
     """Find the model that has layers of these names and shapes, or else of these names; only then read the contents.
 
@@ -148,6 +149,9 @@ def identify_lora(
     """
     if problem := describe_foreign_keys(list(tensors)):
         raise UserError(problem)
+    unread = group_unread_keys(tensors) if is_for_inspection else {}
+    hidden = {key for keys in unread.values() for key in keys}
+    tensors = {key: tensor for key, tensor in tensors.items() if key not in hidden}
     known = models or load_known_models()
     fits = _find_best_fits(tensors, find_stated_families(metadata), known)
     fit = fits[0]
@@ -164,7 +168,7 @@ def identify_lora(
     )
     others = [each for each in fits[1:] if each.model.family != model.family]
     written = fit.list_written_layers()
-    if not can_be_ambiguous and any(each.list_written_layers() != written for each in others):
+    if not is_for_inspection and any(each.list_written_layers() != written for each in others):
         raise UserError(_describe_ambiguity([model.family, *(each.model.family for each in others)]))
     return IdentifiedLora(
         model.family,
@@ -176,6 +180,7 @@ def identify_lora(
         model.shapes,
         len(tensors),
         tuple(dict.fromkeys(each.model.family for each in others)),
+        unread,
     )
 
 

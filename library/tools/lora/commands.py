@@ -189,7 +189,7 @@ def _merge_into_model(files: Sequence[str], arguments: MergeArguments) -> Iterat
 
 def run_inspect(files: Sequence[str], arguments: InspectArguments) -> Iterator[str]:
     options = arguments.inspect
-    loras = read_lora_files(files, arguments.family.family, can_be_ambiguous=True)
+    loras = read_lora_files(files, arguments.family.family, is_for_inspection=True)
     facts = [inspect_lora(file) for file in loras]
     if options.json:
         exported: dict[str, Any] = {"files": [export_json(each, with_layers=options.layers) for each in facts]}

@@ -59,6 +59,7 @@ class LoraFacts:
             lines.append(
                 f"{' and '.join(others)} have layers of the same names and sizes, and its metadata do not decide"
             )
+        lines += [f"{len(keys)} tensors are {kind}, which is not read" for kind, keys in self.file.lora.unread.items()]
         return lines
 
     def sum_by_block(self) -> dict[str, float]:
@@ -118,6 +119,7 @@ def export_json(facts: LoraFacts, *, with_layers: bool) -> dict[str, Any]:
         "file": str(file.path),
         "family": file.family,
         "similar_families": list(file.lora.similar_families),
+        "unread": {kind: len(keys) for kind, keys in file.lora.unread.items()},
         "known_size": file.lora.is_known_size,
         "format": file.lora.contents.file_format,
         "precision": str(file.precision).removeprefix("torch."),

@@ -68,14 +68,14 @@ class LoraFile:
 
 
 def read_lora_files(
-    paths: Sequence[str], family: str | None = None, *, can_be_ambiguous: bool = False
+    paths: Sequence[str], family: str | None = None, *, is_for_inspection: bool = False
 ) -> list[LoraFile]:
     """Read all files, or raise with the problems of all; ``family`` tells what they are for."""
     files, problems, models = [], list[str](), select_models(load_known_models(), family)
     for text in paths:
         path = Path(text).expanduser()
         try:
-            lora = read_lora_file(path, can_be_fused=True, can_be_ambiguous=can_be_ambiguous, models=models)
+            lora = read_lora_file(path, can_be_fused=True, is_for_inspection=is_for_inspection, models=models)
             files.append(LoraFile(path, lora))
         except UserError as error:
             problems.append(str(error))

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...adapters.module_adapter import DOWN, INPUT_MAGNITUDE, MAGNITUDE, UP, ModuleAdapter
+from ...adapters.module_adapter import BIAS, DOWN, INPUT_MAGNITUDE, MAGNITUDE, UP, ModuleAdapter
+from ...errors import FileError
 from ...log import iter_with_progress
 from .lora_files import LoraFile, Unit, get_kernel, iter_units
 from .low_rank import (
@@ -54,6 +55,9 @@ class Resized:
 
 def resize_lora(file: LoraFile, rule: RankRule, dtype: torch.dtype) -> Resized:
     """Resize every layer; the factors are written in ``dtype``."""
+    for name, fused in file.lora.contents.fused.items():
+        if INPUT_MAGNITUDE in fused.update.tensors:
+            raise FileError([f"{file.path}: {name}: {fused.reason}; {fused.way_out}"])
     updates: dict[str, ModuleAdapter] = {}
     errors: list[LayerError] = []
     unchanged: dict[str, int] = {}
@@ -87,8 +91,8 @@ def _resize_unit(file: LoraFile, unit: Unit, rule: RankRule, dtype: torch.dtype)
     svd = decompose(update)
     rank = rule.choose_rank(svd.values, min(adapter.shape), is_conv=bool(kernel))
     new = build_lora(truncate(svd, rank), scale, kernel, dtype, is_scaled=False)
-    magnitudes = {name: each for name, each in adapter.tensors.items() if name in (MAGNITUDE, INPUT_MAGNITUDE)}
-    new = ModuleAdapter({**new.tensors, **magnitudes}, new.alpha)
+    kept = {name: each for name, each in adapter.tensors.items() if name in (MAGNITUDE, INPUT_MAGNITUDE, BIAS)}
+    new = ModuleAdapter({**new.tensors, **kept}, new.alpha)
     norm, error = abs(scale) * compute_norm(update), measure_error(scale_update(update, scale), new)
     return new, LayerError(unit.title, adapter.rank, rank, norm, error)
 

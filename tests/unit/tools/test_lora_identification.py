@@ -45,7 +45,7 @@ def save_lora(path, names, ends=("lora_down", "lora_up"), **metadata):
 @pytest.mark.parametrize("metadata", [{}, QWEN_METADATA, {"modelspec.architecture": "qwen-image/lora"}])
 def test_attention_layers_of_qwen_image_are_not_taken_for_those_of_flux(metadata, models):
     """sd-scripts would write one fused layer for FLUX.1, so that the names alone tell."""
-    assert identify_lora(build_lora(KOHYA_NAMES), metadata, models, can_be_ambiguous=False).family == "qwen_image"
+    assert identify_lora(build_lora(KOHYA_NAMES), metadata, models, is_for_inspection=False).family == "qwen_image"
 
 
 def test_a_converted_and_a_resized_file_of_qwen_image_keep_its_layers(tmp_path, capsys):
@@ -87,7 +87,7 @@ def test_a_file_that_fits_families_of_other_names_is_not_rewritten_before_one_is
     assert not out.exists()
     assert "flux" in text and "qwen_image" in text and "--family" in text
     assert run_tool([*words, "--family", "qwen_image"]) == 0
-    assert read_lora_file(out, can_be_ambiguous=True).contents.alphas.keys() <= {*DIFFUSERS_NAMES}
+    assert read_lora_file(out, is_for_inspection=True).contents.alphas.keys() <= {*DIFFUSERS_NAMES}
 
 
 def test_a_file_that_names_its_model_needs_no_family(tmp_path, capsys):
@@ -187,7 +187,7 @@ def test_a_full_lora_of_every_published_model_is_recognized_or_asked_about_witho
         assert model.family in (found.family, *found.similar_families)
         assert found.contents.alphas.keys() == alphas.keys()
         try:
-            identify_lora(tensors, {}, models, can_be_ambiguous=False)
+            identify_lora(tensors, {}, models, is_for_inspection=False)
         except UserError as error:
             assert re.search(rf"\b{model.family}\b", str(error))
         else:
