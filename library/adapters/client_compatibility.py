@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from .component_keys import ComponentKeys
 from .kohya_diffusers_comfyui_keys import FileFormat, resolve_comfy_format
-from .module_adapter import DOWN, ModuleAdapter
+from .module_adapter import BIAS, DOWN, ModuleAdapter
 from .original_module_names import T5_KEYS
 
 ModuleAdapters = Mapping[str, ModuleAdapter]
@@ -81,6 +81,8 @@ def _iter_losses(
     has_own_names = is_comfy and is_kohya and style.comfyui_style is not None
     if not has_own_names and (unread := style.unread_in_comfyui.get(file_format)):
         yield "ComfyUI", unread
+    if style.layout and not is_kohya and any(BIAS in adapter.tensors for adapter in adapters.values()):
+        yield "ComfyUI", "loads no changes of biases (diff_b) under diffusers' names"
     for reason in _iter_losses_in_diffusers(adapters, types, components, file_format):
         yield "diffusers", reason
     attention_alphas = {adapter.alpha for module, adapter in adapters.items() if ".attn" in module}
@@ -101,6 +103,11 @@ def _iter_losses_in_diffusers(
         elif encoders:
             yield "loads no LoKr of text encoders"
         return
+    if "input-dora" in types:
+        yield "has no DoRA with a dora_scale per input"
+        return
+    if any(BIAS in adapter.tensors for adapter in adapters.values()):
+        yield "loads no changes of biases (diff_b)"
     unread = style.unread_in_diffusers.get(file_format)
     is_converted = style.is_read_by_diffusers and (is_kohya or style.is_comfy_format_in_diffusers)
     if not (unread or is_plain or is_converted):

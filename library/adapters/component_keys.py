@@ -7,7 +7,7 @@ rewritten by rules, since an underscore in a kohya name may stand for a dot or f
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -98,6 +98,23 @@ class ComponentKeys:
                 for prefix in underscored:
                     yield build_kohya_name(group.name, prefix), group
 
+    def list_written_names(self) -> frozenset[str]:
+        """The names that sd-scripts, ComfyUI and diffusers write for its layers; other programs write more."""
+        names = {f"{prefix}{module}" for module in self._list_layers() for prefix in (f"{self.name}.", "")}
+        for style in filter(None, (self.key_style, self.key_style.comfyui_style)):
+            for group in self._group_modules(style):
+                names |= {build_kohya_name(group.name, self.key_prefix), f"diffusion_model.{group.name}"}
+        return frozenset(names)
+
+    def list_written_groups(self, modules: Iterable[str]) -> frozenset[tuple[Hashable, ...]]:
+        """What the names of these modules in a new file follow from; equal entries give equal names in every format."""
+        listed = list(modules)
+        return frozenset(
+            (self.name, self.key_prefix, *_list_naming_rules(style), group)
+            for style in filter(None, (self.key_style, self.key_style.comfyui_style))
+            for group in self.get_key_map(style).group_modules(listed)
+        )
+
     def _list_key_styles(self) -> tuple[KeyStyle, ...]:
         styles = (self.key_style, *self.other_key_styles)
         return styles if any(style.keeps_names for style in styles) else (*styles, DIFFUSERS_KEYS)
@@ -115,7 +132,14 @@ class ComponentKeys:
         return dotted, () if self.key_prefix == f"lora_te{number}" else (f"lora_te{number}",)
 
     def _group_modules(self, key_style: KeyStyle) -> list[ModuleGroup]:
-        key_map = self.get_key_map(key_style)
-        containers = {name.rpartition(".")[0] for name in self.modules}
-        layers = [name for name in self.modules if name not in containers]
+        key_map, layers = self.get_key_map(key_style), self._list_layers()
         return key_map.group_modules(key_map.filter_known_modules(layers) if key_map.layout else layers)
+
+    def _list_layers(self) -> list[str]:
+        containers = {name.rpartition(".")[0] for name in self.modules}
+        return [name for name in self.modules if name not in containers]
+
+
+def _list_naming_rules(style: KeyStyle) -> tuple[bool, ...]:
+    """What else than a name decides which prefix a file has, and which layout ``comfy`` stands for."""
+    return style.has_names_of_comfy, style.has_original_names_in_diffusers, style.is_kohya_in_comfyui

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import UserError
 from .module_adapter import ALPHA
 from .peft_metadata import PEFT_METADATA_KEY, read_peft_config
-from .validate_file import describe_foreign_keys, join_messages
+from .validate_file import describe_foreign_keys, group_unread_keys, join_messages
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit that safetensors itself has."""
@@ -134,7 +134,10 @@ def read_adapter_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def find_damaged_tensors(tensors: Mapping[str, Tensor]) -> Iterator[str]:
     """Yield what is wrong with the tensors of a file, whatever model it is for."""
+    unread = {key for keys in group_unread_keys(tensors).values() for key in keys}
     for key, tensor in tensors.items():
+        if key in unread:  # which is said where the file is identified
+            continue
         is_alpha = key.endswith(f".{ALPHA}")
         if tensor.dtype not in (*_READ_DTYPES, *(_INTEGER_DTYPES if is_alpha else ())):
             yield f"{key} is of type {str(tensor.dtype).removeprefix('torch.')}; float tensors are read"

@@ -4,7 +4,7 @@ Key names are converted in kohya_diffusers_comfyui_keys.py; when a run saves is 
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ..atomic_files import fsync_dir, fsync_file
 from ..errors import UserError
-from .component_keys import find_wrapper_names
-from .file_reader import InvalidAdapterFileError, iter_tensors, read_header
-from .kohya_diffusers_comfyui_keys import EMBEDDING_PREFIX, TYPES_WITHOUT_ALPHA
-from .module_adapter import ALPHA, UP, ModuleAdapter, parse_tensor_key
+from .component_keys import ComponentKeys, find_wrapper_names
+from .file_reader import InvalidAdapterFileError, iter_tensors, read_adapter_file, read_header
+from .kohya_diffusers_comfyui_keys import EMBEDDING_PREFIX, TYPES_WITHOUT_ALPHA, convert_from_file_format
+from .module_adapter import ALPHA, UP, ModuleAdapter, parse_tensor, parse_tensor_key
 from .validate_tensors import find_tensor_problems
 
 SAVE_DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -104,6 +104,35 @@ def verify_adapter_file(
         raise InvalidAdapterFileError(f"{name or path} failed its verification: {'; '.join(problems[:5])}{more}")
 
 
+def list_changing_layers(adapters: Mapping[str, ModuleAdapter]) -> frozenset[str]:
+    """The layers that an adapter changes; files with fused layers have no tensors for a part whose lora_B is zero."""
+    return frozenset(
+        module for module, adapter in adapters.items() if UP not in adapter.tensors or bool(adapter.tensors[UP].any())
+    )
+
+
+def verify_layers(
+    path: Path,
+    layers: Collection[str],
+    components: Sequence[ComponentKeys],
+    shapes: Mapping[str, Sequence[int]] | None,
+) -> None:
+    """Read a converted file as a loader does, and raise unless it has all these layers of the model."""
+    tensors, metadata = read_adapter_file(path)
+    contents = convert_from_file_format(tensors, metadata, components, shapes)
+    fused = {
+        f"{each.component}.{module}"
+        for each in contents.fused.values()
+        for module in each.group.modules
+        if module is not None
+    }
+    if lost := sorted(set(layers) - contents.alphas.keys() - fused):
+        raise InvalidAdapterFileError(
+            f"{len(lost)} of {len(layers)} layers would be lost in the new file, for example {lost[0]}; nothing is"
+            " written: please report it"
+        )
+
+
 @dataclass(frozen=True)
 class TensorFacts:
     """A tensor of a file, as far as the checks of the file need it."""
@@ -133,7 +162,7 @@ def _find_invalid_tensors(facts: Mapping[str, TensorFacts], is_trained: bool) ->
     for key, fact in facts.items():
         if key.startswith(EMBEDDING_PREFIX):
             continue
-        parsed = parse_tensor_key(key)
+        parsed = parse_tensor(key, fact.shape)
         if parsed is None:
             yield f"{key}: no loader knows this key"
             continue

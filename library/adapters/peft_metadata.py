@@ -168,7 +168,7 @@ def _apply_settings(name: str, module: str, update: ModuleAdapter, settings: Pef
         # peft scales two full matrices, too; no other program does, so the scale is multiplied in.
         scale = settings.get_alpha(module) / settings.get_rank(module)
         return fold_alpha(replace(update, alpha=scale))
-    if update.adapter_type not in ("lora", "dora", "loha", "lokr"):
+    if update.adapter_type not in ("lora", "dora", "input-dora", "loha", "lokr"):
         return update
     if settings.use_dora and update.adapter_type == "lora":
         raise UserError(

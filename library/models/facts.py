@@ -68,6 +68,8 @@ class FamilyFacts:
     """The family's own network modules and arguments."""
     modelspec_architecture: str = ""
     """How ``modelspec.architecture`` in the family's LoRA files begins."""
+    modelspec_implementation: str = "diffusers"
+    """``modelspec.implementation`` in the family's LoRA files: where sd-scripts names the authors' repository, that."""
     control_images: tuple[int, int] = (0, 0)
     """The fewest and the most control images of a picture: references of editing models."""
     text_tokens_per_control: int = 0

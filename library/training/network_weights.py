@@ -17,7 +17,7 @@ from ..adapters.fused_layers import needs_scale_shift_swap
 from ..adapters.injection import Adapter, KeptTensors
 from ..adapters.kohya_diffusers_comfyui_keys import AdapterFileContents, convert_from_file_format
 from ..adapters.merge import merge_adapter, merge_bias_adapter
-from ..adapters.module_adapter import DOWN, PEFT_SUFFIXES, ModuleAdapter, iter_named_tensors
+from ..adapters.module_adapter import BIAS, DOWN, PEFT_SUFFIXES, ModuleAdapter, iter_named_tensors
 from ..adapters.peft_types import RankAlpha
 from ..adapters.validate_file import describe_origin, list_layer_shapes
 from ..config.network_args import get_adapter_type, get_network_args
@@ -143,9 +143,15 @@ def _inspect_base_file(
             f"--base_weights: {path}: has type {'/'.join(sorted(rotations))}, which cannot be merged;"
             " LoRA, DoRA, LoHa, LoKr, GLoRA, LyCORIS' OFT and norm layers can"
         )
-    for name, update in content.updates.items():
+    fused = {
+        f"{each.component}.{module}": each.update
+        for each in content.fused.values()
+        for module in each.group.modules
+        if module is not None
+    }
+    for name, update in {**content.updates, **fused}.items():
         part, _, module = name.partition(".")
-        bias = next((each for each in ("b_norm", "diff_b") if each in update.tensors), None)
+        bias = next((each for each in ("b_norm", BIAS) if each in update.tensors), None)
         if bias is not None and getattr(getattr(pipe, part).get_submodule(module), "bias", None) is None:
             yield f"--base_weights: {path}: {name} has {bias} in the file, but no bias in the model"
             break
@@ -264,7 +270,8 @@ def _merge_fused_adapters(pipe: Any, content: AdapterFileContents, multiplier: f
     """Merge updates of fused layers into the weights of their parts together, in the original order."""
     for fused in content.fused.values():
         component = getattr(pipe, fused.component)
-        weights = [component.get_submodule(module).weight for module in fused.group.modules if module is not None]
+        layers = [component.get_submodule(module) for module in fused.group.modules if module is not None]
+        weights = [layer.weight for layer in layers]
         rows = torch.cat(weights)
         swaps = needs_scale_shift_swap(fused.update, fused.group.original)
         rows = torch.cat(rows.chunk(2)[::-1]) if swaps else rows
@@ -274,6 +281,11 @@ def _merge_fused_adapters(pipe: Any, content: AdapterFileContents, multiplier: f
         for weight in weights:
             weight.copy_(rows[start : start + len(weight)])
             start += len(weight)
+        if BIAS in fused.update.tensors:
+            change = fused.update.tensors[BIAS]
+            change = torch.cat(change.chunk(2)[::-1]) if swaps else change
+            for layer, own in zip(layers, torch.split(change, [len(weight) for weight in weights]), strict=True):
+                merge_bias_adapter(layer.bias, ModuleAdapter({BIAS: own}, 1.0), multiplier)
 
 
 def add_training_adapter(pipe: Any, family: Family, initial_weights: InitialWeights) -> None:

@@ -192,10 +192,14 @@ class SaveAdapter:
             raise InvalidAdapterFileError(f"{path} differs from the trained adapter: {shown}")
 
     def _build_metadata(self, run: TrainingRun) -> dict[str, str]:
-        info, is_v2 = run.task.family.get_base_model_info(run.task.pipe), run.task.family.facts.is_version_2
-        prediction_type = run.task.objective.process.prediction_type
+        info, facts = run.task.family.get_base_model_info(run.task.pipe), run.task.family.facts
         model = BaseModelMetadata(
-            info.base_model_version, info.architecture, prediction_type, is_version_2=is_v2, metadata=info.metadata
+            info.base_model_version,
+            info.architecture,
+            run.task.objective.process.prediction_type,
+            facts.modelspec_implementation,
+            is_version_2=facts.is_version_2,
+            metadata=info.metadata,
         )
         return build_metadata(run.config, model, self._collect_run_facts(run), SOFTWARE)
 

@@ -40,7 +40,7 @@ MODEL_CHOICES: Mapping[str, Mapping[str, str]] = {
 
 WITHOUT: Mapping[str, frozenset[str]] = {
     "merge": frozenset({"math"}),
-    "merge into a model": frozenset({"to", "method", "rank", "conv_rank", *RULES}),
+    "merge into a model": frozenset({"family", "to", "method", "rank", "conv_rank", *RULES}),
 }
 """Options without an effect in a command."""
 
@@ -51,11 +51,12 @@ MAX_FILES = 500
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """The option of ``convert``."""
+    """The options of ``convert``."""
 
     to: str | None = define_option(
         None, "; ".join(f"{name}: {what}" for name, what in FORMAT_DESCRIPTIONS.items()) + " (required)"
     )
+    family: str | None = define_option(None, "model family, where names and sizes of the layers fit several")
 
 
 @dataclass(frozen=True)

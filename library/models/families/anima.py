@@ -45,6 +45,7 @@ FACTS = FamilyFacts(
     component_options={"vae": "vae", "text_encoder": "text_encoder"},
     network=NetworkFacts(modules=("networks.lora_anima",)),
     modelspec_architecture="anima",
+    modelspec_implementation="https://huggingface.co/circlestone-labs/Anima",
     attention_modes=(),  # the attention of Cosmos knows no backend
     single_file_prefixes={
         "transformer": ("model.diffusion_model.", "net."),

@@ -59,6 +59,7 @@ FACTS = FamilyFacts(
         "model_prediction_type": "sigma_scaled",
     },
     modelspec_architecture="chroma",
+    modelspec_implementation="https://huggingface.co/lodestones/Chroma",
     attention_modes=MASKED_ATTENTION_MODES,
     single_file_prefixes={"transformer": DENOISER_PREFIXES, "vae": ("vae.",), "text_encoder": T5_PREFIXES},
     single_file_keys=(

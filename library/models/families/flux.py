@@ -80,6 +80,7 @@ FACTS = FamilyFacts(
         outer_layer_ranks=("in_dims", ("img_in", "time_in", "vector_in", "guidance_in", "txt_in")),
     ),
     modelspec_architecture="flux-1",
+    modelspec_implementation="https://github.com/black-forest-labs/flux",
     masks_text_in_denoiser=True,
     attention_modes=(*MASKED_ATTENTION_MODES, "flash", "flash3"),
     validate_options=_validate_flux_guidance,

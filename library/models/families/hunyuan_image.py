@@ -47,6 +47,7 @@ FACTS = FamilyFacts(
     kohya_defaults={"timestep_sampling": "sigma"},
     network=NetworkFacts(modules=("networks.lora_hunyuan_image",)),
     modelspec_architecture="hunyuan-image-2.1",
+    modelspec_implementation="https://github.com/Tencent-Hunyuan/HunyuanImage-2.1",
     attention_modes=MASKED_ATTENTION_MODES,
     single_file_prefixes={
         "transformer": DENOISER_PREFIXES,

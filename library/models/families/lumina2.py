@@ -40,6 +40,7 @@ FACTS = FamilyFacts(
     match_configs=_match_lumina2,
     component_options={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
     modelspec_architecture="lumina-2",
+    modelspec_implementation="https://github.com/Alpha-VLLM/Lumina-Image-2.0",
     attention_modes=("xformers",),
     single_file_prefixes={
         "transformer": DENOISER_PREFIXES,

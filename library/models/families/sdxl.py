@@ -53,6 +53,7 @@ FACTS = FamilyFacts(
     extra_options=("max_token_length",),
     network=NetworkFacts(unet_blocks=(9, 3, 9), unet_outer_blocks=(1, 1)),
     modelspec_architecture="stable-diffusion-xl",
+    modelspec_implementation="https://github.com/Stability-AI/generative-models",
     single_file_prefixes={
         "unet": DENOISER_PREFIXES,
         "vae": UNET_VAE_PREFIXES,

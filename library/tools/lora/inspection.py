@@ -14,7 +14,7 @@ from ...adapters.kohya_diffusers_comfyui_keys import FileFormat
 from ...adapters.merge import compute_delta_weight
 from ...adapters.module_adapter import ModuleAdapter
 from .block_names import get_block, is_text_encoder
-from .lora_files import LoraFile
+from .lora_files import LoraFile, describe_other_family
 from .low_rank import compute_norm, factor_update
 
 _SPECIAL_TYPES = ("oft", "boft", "diag-oft", "glora")
@@ -49,6 +49,18 @@ class LoraFacts:
         contents = self.file.lora.contents
         formats: Sequence[FileFormat] = ("kohya", "diffusers", "comfy")
         return {each: list_client_losses(contents.updates, self.file.lora.components, each) for each in formats}
+
+    @property
+    def notices(self) -> list[str]:
+        """What speaks against the family, or for others as well."""
+        others, stated = self.file.lora.similar_families, describe_other_family(self.file)
+        lines = [stated] if stated else []
+        if others:
+            lines.append(
+                f"{' and '.join(others)} have layers of the same names and sizes, and its metadata do not decide"
+            )
+        lines += [f"{len(keys)} tensors are {kind}, which is not read" for kind, keys in self.file.lora.unread.items()]
+        return lines
 
     def sum_by_block(self) -> dict[str, float]:
         """The norm of all updates of each block together, in the model's order."""
@@ -111,6 +123,8 @@ def export_json(facts: LoraFacts, *, with_layers: bool) -> dict[str, Any]:
     exported: dict[str, Any] = {
         "file": str(file.path),
         "family": file.family,
+        "similar_families": list(file.lora.similar_families),
+        "unread": {kind: len(keys) for kind, keys in file.lora.unread.items()},
         "known_size": file.lora.is_known_size,
         "format": file.lora.contents.file_format,
         "precision": str(file.precision).removeprefix("torch."),

@@ -24,6 +24,7 @@ def format_facts(facts: LoraFacts, *, with_layers: bool) -> Iterator[str]:
         _TITLES.get(name, name) if len(types) == 1 else f"{count} {name}" for name, count in types.items()
     )
     yield f"{file.path}: {kinds} for {file.family}{size}, {contents.file_format} format, {precision}"
+    yield from (f"  {line}" for line in facts.notices)
     for component, layers in group_by_component(facts.layers).items():
         yield f"  {MODEL_TITLES.get(component, component)}: {_describe_layers(layers)}"
     if contents.num_tucker:
@@ -132,7 +133,7 @@ def _compute_cosines(one: LoraFacts, other: LoraFacts) -> dict[str, float]:
         if module not in own or module not in others or own[module].shape != others[module].shape:
             continue
         pair = own[module], others[module]
-        if any(each.adapter_type in (*BASE_DEPENDENT_TYPES[1:], "norm", "full") for each in pair):
+        if any(each.adapter_type in (*BASE_DEPENDENT_TYPES[2:], "norm", "full") for each in pair):
             continue
         first, second = factor_update(pair[0]), factor_update(pair[1])
         values = compute_inner_product(first, second), compute_norm(first) ** 2, compute_norm(second) ** 2

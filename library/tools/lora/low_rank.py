@@ -13,7 +13,7 @@ from torch import Tensor
 from ...adapters.merge import compute_delta_weight
 from ...adapters.module_adapter import DOWN, UP, ModuleAdapter
 
-BASE_DEPENDENT_TYPES = ("dora", "glora", "diag-oft", "oft", "boft")
+BASE_DEPENDENT_TYPES = ("dora", "input-dora", "glora", "diag-oft", "oft", "boft")
 """Adapter types whose effect on the weights depends on the weights themselves."""
 
 _PROBE_COLUMNS = 16
@@ -59,7 +59,7 @@ class Svd:
 def factor_update(adapter: ModuleAdapter, dtype: torch.dtype = torch.float64) -> Update:
     """The update of an adapter at full strength, of a type that does not depend on the base weights."""
     tensors = {name: tensor.to(dtype) for name, tensor in adapter.tensors.items()}
-    if adapter.adapter_type in ("lora", "dora"):
+    if DOWN in adapter.tensors:
         return _shrink(LowRank(tensors[UP].flatten(1) * adapter.scale, tensors[DOWN].flatten(1)))
     if adapter.adapter_type == "loha" and not adapter.is_tucker:
         first, second = ((tensors[f"hada_w{n}_a"], tensors[f"hada_w{n}_b"].flatten(1)) for n in (1, 2))
