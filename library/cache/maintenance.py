@@ -17,6 +17,7 @@ from ..distributed.communicator import Communicator
 from ..models.base import Family
 from ..models.detect import build_control_limits, detect_model
 from ..models.families import FAMILIES
+from ..models.trained_components import list_cached_text_components
 from ..parallel.strategy_registry import build_strategy
 from .distributed_encoding import CacheEncoder, CacheSpec, fill_cache
 from .frozen_encoders import FrozenEncoders
@@ -143,7 +144,7 @@ def open_run_caches(config: RunConfig) -> Iterator[RunCaches]:
             control_limits=build_control_limits(model),
             max_side=model.max_side,
         )
-        text_components = family.list_cached_text_components(config.adapter, config.optim)
+        text_components = list_cached_text_components(config.adapter, config.optim, family.facts)
         encoders = FrozenEncoders(strategy, family, model, config.model, config.cache, text_components)
         caches = [_build_latent_cache(encoders, prepared)] if config.cache.caches_latents else []
         if config.cache.caches_text_outputs:

@@ -78,6 +78,11 @@ class DetectedModel:
         return self.path_or_id == str(BUILT_IN_MODEL_DIR)
 
     @property
+    def family_name(self) -> str:
+        """Its registered name in messages, or the title of a family that is found by its import path."""
+        return self.family if self.family in FAMILY_FACTS else get_family_facts(self.family).title
+
+    @property
     def short_name(self) -> str:
         """What messages call it."""
         return "the built-in demo model" if self.is_built_in else "this model"
@@ -113,9 +118,9 @@ def get_family_facts(family: str) -> FamilyFacts:
 def build_control_limits(model: DetectedModel) -> ControlLimits:
     """How many control images a model takes, and the models that take some."""
     facts = get_family_facts(model.family)
-    titles = [each.title for each in FAMILY_FACTS.values() if each.control_images[1]]
+    titles = [each.title for each in FAMILY_FACTS.values() if each.control.num_images[1]]
     titles += [f"{FAMILY_FACTS[name].title} with --control" for name in CONTROL_FAMILIES]
-    return ControlLimits(*facts.control_images, facts.title, ", ".join(titles))
+    return ControlLimits(*facts.control.num_images, facts.title, ", ".join(titles))
 
 
 def list_size_multiples() -> dict[str, int]:
@@ -160,12 +165,11 @@ def _detect_from_configs(
             + _hint_single_component(read)
         )
     name = index.get("_class_name")
-    candidates = (
-        [family_option] if family_option else [key for key in FAMILY_FACTS if FAMILY_FACTS[key].pipeline_class == name]
-    )
+    registered = [key for key, facts in FAMILY_FACTS.items() if facts.pipeline.class_name == name]
+    candidates = [family_option] if family_option else registered
     for family in candidates:
         facts = get_family_facts(family)
-        match = facts.match_configs(read)
+        match = facts.detection.match_configs(read)
         if match is None:
             continue
         for component in facts.components:
@@ -234,7 +238,7 @@ def _build_single_file_model(
             prediction_type, overrides = "epsilon", {"prediction_type": "epsilon"}
     if "ztsnr" in header.shapes:  # a marker key in models by NovelAI and others
         overrides["rescale_betas_zero_snr"] = True
-    key = facts.single_file_keys[-1]
+    key = facts.detection.keys[-1]
     reason = "set by --family" if has_family_option else f"the file has {key} with the shape of {facts.title}"
     return _build_detected(
         family,
@@ -249,7 +253,7 @@ def _build_single_file_model(
 
 
 def _match_bundled_config(facts: FamilyFacts, config: str) -> FamilyMatch:
-    match = facts.match_configs(build_bundled_reader(load_bundled_config(config)))
+    match = facts.detection.match_configs(build_bundled_reader(load_bundled_config(config)))
     if match is None:
         raise ModelError(f"its files are not those of {facts.title}")
     return match
@@ -292,7 +296,7 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
         path_or_id = getattr(model_config, option)
         if path_or_id is None:
             continue
-        component = facts.component_options.get(option)
+        component = facts.options.components.get(option)
         if component is None:
             problems.append(f"{option}: {facts.title} has no such component")
             continue
@@ -300,13 +304,13 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
             sources[component] = resolve_component_source(path_or_id, component, read)
         except ModelError as problem:
             problems.append(f"{option}: {path_or_id}: {problem}")
-    problems += [*_find_unsupported_options(model_config, facts), *facts.validate_options(read, model_config)]
+    problems += [*_find_unsupported_options(model_config, facts), *facts.options.validate(read, model_config)]
     if detected.source_type == "file":
         problems += _find_missing_components(detected, facts, sources)
     if control not in ("none", *controls):
         others = ", ".join(FAMILY_FACTS[name].title for name, each in CONTROL_FAMILIES.items() if control in each)
         problems.append(f"control: {control} is not supported for {facts.title}, only for {others}")
-    if model_config.v2 and not facts.is_version_2:
+    if model_config.v2 and not facts.options.is_version_2:
         problems.append(f"v2: the model is {facts.title}; leave this option out")
     if problems:
         raise ConfigError(problems)
@@ -315,7 +319,7 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
 
 def _find_unsupported_options(model_config: ModelConfig, facts: FamilyFacts) -> list[str]:
     """Options of other families that are set."""
-    special = {option for each in FAMILY_FACTS.values() for option in each.extra_options} - set(facts.extra_options)
+    special = {option for each in FAMILY_FACTS.values() for option in each.options.extra} - set(facts.options.extra)
     return [
         f"{option}: does not apply to {facts.title}; leave this option out"
         for option in sorted(special)
@@ -326,7 +330,7 @@ def _find_unsupported_options(model_config: ModelConfig, facts: FamilyFacts) -> 
 def _find_missing_components(
     detected: DetectedModel, facts: FamilyFacts, component_sources: Mapping[str, ComponentSource]
 ) -> list[str]:
-    options = {component: option for option, component in facts.component_options.items()}
+    options = {component: option for option, component in facts.options.components.items()}
     available = {*detected.single_file_components, *component_sources}
     missing = [name for name in facts.components if name not in available and not is_tokenizer(name)]
     return [

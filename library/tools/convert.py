@@ -208,6 +208,6 @@ def _find_best_fit(tensors: "Mapping[str, Tensor]", stated: str | None, models: 
 def find_stated_family(metadata: Mapping[str, str]) -> str | None:
     """The family that the file names."""
     architecture = metadata.get("modelspec.architecture", "")
-    starts = {facts.modelspec_architecture: family for family, facts in FAMILY_FACTS.items()}
+    starts = {facts.lora.modelspec_architecture: family for family, facts in FAMILY_FACTS.items()}
     found = [start for start in starts if start and architecture.startswith(start)]
     return starts[max(found, key=len)] if found else None

@@ -193,7 +193,7 @@ class SaveAdapter:
             raise InvalidAdapterFileError(f"{path} differs from the trained adapter: {shown}")
 
     def _build_metadata(self, run: TrainingRun) -> dict[str, str]:
-        info, is_v2 = run.task.family.get_base_model_info(run.task.pipe), run.task.family.facts.is_version_2
+        info, is_v2 = run.task.family.get_base_model_info(run.task.pipe), run.task.family.facts.options.is_version_2
         prediction_type = run.task.objective.process.prediction_type
         model = BaseModelMetadata(
             info.base_model_version, info.architecture, prediction_type, is_version_2=is_v2, metadata=info.metadata
@@ -244,7 +244,7 @@ def build_adapter_file(
     state, alphas = adapter.kept.add_to(dict(state_dict), adapter.alphas)
     components, adapters = collect_component_keys(family, pipe), group_by_module(state, alphas)
     is_auto = save_format == "auto"
-    form: Any = choose_file_format(adapters, components, family.lora_format) if is_auto else save_format
+    form: Any = choose_file_format(adapters, components, family.facts.lora.format) if is_auto else save_format
     equal_alphas = is_auto and needs_equal_alphas(adapters, components, form)
     tensors, metadata = convert_to_file_format(state, alphas, components, form, equal_alphas=equal_alphas)
     return AdapterFile(tensors, metadata, form, list_client_losses(adapters, components, form, equal_alphas))

@@ -48,14 +48,17 @@ def test_the_facts_of_a_family_match_its_class(case):
     family, tiny = case
     facts = family.facts
     assert facts is FAMILY_FACTS[tiny.family]
-    assert facts.pipeline_class == type(tiny.pipe).__name__
-    assert (facts.denoiser_name, sorted(facts.components)) == (family.denoiser_name, sorted(family.components))
-    assert set(facts.component_options.values()) <= set(facts.components)
-    assert set(family.tokenizer_repo_ids) == set(filter(is_tokenizer, family.text_components))
-    assert tuple(family.text_lora_prefixes) == tuple(family.text_lora_target_modules) == facts.text_encoders
-    assert {*facts.text_encoders} <= {*family.text_components}
-    assert facts.t5_encoder is None or facts.t5_encoder in facts.text_encoders
-    for option in (*facts.component_options, *facts.extra_options):
+    assert facts.pipeline.class_name == type(tiny.pipe).__name__
+    assert (facts.denoiser_name, sorted(facts.components)) == (
+        family.facts.denoiser_name,
+        sorted(family.facts.components),
+    )
+    assert set(facts.options.components.values()) <= set(facts.components)
+    assert set(family.facts.text.tokenizer_repo_ids) == set(filter(is_tokenizer, family.facts.text.components))
+    assert tuple(family.facts.lora.text_encoders) == tuple(family.text_lora_target_modules) == facts.lora.text_encoders
+    assert {*facts.lora.text_encoders} <= {*family.facts.text.components}
+    assert facts.text.t5_encoder is None or facts.text.t5_encoder in facts.lora.text_encoders
+    for option in (*facts.options.components, *facts.options.extra):
         assert hasattr(ModelConfig(), option)
 
 
@@ -68,7 +71,7 @@ def disable_guidance(tiny):
 def test_the_denoiser_is_called_as_the_diffusers_pipeline_calls_it(case):
     family, tiny = case
     pipe, batch = tiny.pipe, take_rows(tiny.batch, tiny.max_rows)
-    denoiser = getattr(pipe, family.denoiser_name)
+    denoiser = getattr(pipe, family.facts.denoiser_name)
     record, steps = Recorder(denoiser), []
     step = pipe.scheduler.step
     pipe.scheduler.step = lambda out, t, *args, **kw: (steps.append((out, t)), step(out, t, *args, **kw))[1]
@@ -120,7 +123,7 @@ def test_the_scheduler_samples_the_clean_latents_with_a_perfect_model(case):
 @torch.no_grad()
 def test_prompts_are_encoded_as_the_diffusers_pipeline_encodes_them(case):
     family, tiny = case
-    pipe, denoiser = tiny.pipe, getattr(tiny.pipe, family.denoiser_name)
+    pipe, denoiser = tiny.pipe, getattr(tiny.pipe, family.facts.denoiser_name)
     texts = ["a red circle on white ground", "Blau, 7"][: tiny.max_rows]
     for group in [[text] for text in texts] if tiny.encodes_prompts_alone else [texts]:
         record, rows = Recorder(denoiser), take_rows(tiny.batch, len(group))
@@ -147,7 +150,7 @@ def test_prompts_are_encoded_as_the_diffusers_pipeline_encodes_them(case):
 def test_a_sample_does_not_depend_on_the_other_prompts_of_its_batch(case):
     """Prompts of different lengths in one batch give the same conditioning and prediction as alone."""
     family, tiny = case
-    pipe, denoiser, batch = tiny.pipe, getattr(tiny.pipe, family.denoiser_name), tiny.batch
+    pipe, denoiser, batch = tiny.pipe, getattr(tiny.pipe, family.facts.denoiser_name), tiny.batch
     texts, t = ["a red circle on white ground", "Blau, 7"], torch.tensor([700.0, 250.0])
     batched = tiny.encode_prompts(family, pipe, texts)
     pair = family.predict(pipe, denoiser, batch.latents, t, replace(batch, cond=batched))
@@ -177,16 +180,16 @@ def test_memory_estimates_see_the_shapes_of_a_real_step(case):
     sizes, latents = tiny.batch.size_conditioning.to("meta"), tiny.batch.latents.to("meta")
     controls = tuple(each.to("meta") for each in tiny.batch.control_latents)
     batch = replace(tiny.batch, latents=latents, cond=cond, size_conditioning=sizes, control_latents=controls)
-    denoiser = getattr(pipe, family.denoiser_name)
+    denoiser = getattr(pipe, family.facts.denoiser_name)
     assert family.predict(pipe, denoiser, latents, torch.empty(2, device="meta"), batch).shape == latents.shape
 
 
 @torch.no_grad()
 def test_the_size_multiple_is_the_smallest_that_the_model_supports(case):
     family, tiny = case
-    match = family.facts.match_configs(build_bundled_reader(load_bundled_config(get_config_name(tiny))))
+    match = family.facts.detection.match_configs(build_bundled_reader(load_bundled_config(get_config_name(tiny))))
     step = match.size_multiple // tiny.latent_factor
-    pipe, denoiser, batch = tiny.pipe, getattr(tiny.pipe, family.denoiser_name), tiny.batch
+    pipe, denoiser, batch = tiny.pipe, getattr(tiny.pipe, family.facts.denoiser_name), tiny.batch
     t, channels = torch.tensor([700.0, 250.0]), batch.latents.shape[1]
     for height, width in ((step, 3 * step), (5 * step, 2 * step)):
         noisy = torch.zeros(2, channels, height, width)
@@ -203,11 +206,11 @@ def get_config_name(tiny):
 
 def test_a_text_encoder_can_be_trained_through_the_prompts(case):
     family, tiny = case
-    if not family.text_lora_prefixes:
+    if not family.facts.lora.text_encoders:
         return
     cond = family.encode_prompts(tiny.pipe, ["a red circle"])
     sum(value.float().square().sum() for row in cond.values() for value in row if value.requires_grad).backward()
-    for name in family.text_lora_prefixes:
+    for name in family.facts.lora.text_encoders:
         encoder = getattr(tiny.pipe, name)
         assert any(bool(p.grad.abs().sum() > 0) for p in encoder.parameters() if p.grad is not None), name
 
@@ -364,7 +367,7 @@ def make_image(size):
 def test_a_preview_changes_no_state(case):
     """The global generator, the pipeline's scheduler and the training mode of modules are unchanged."""
     family, tiny = case
-    denoiser = getattr(tiny.pipe, family.denoiser_name).train()
+    denoiser = getattr(tiny.pipe, family.facts.denoiser_name).train()
     eval_module = list(denoiser.modules())[-1].eval()
     rng_state, scheduler = torch.random.get_rng_state(), tiny.pipe.scheduler
     scheduler_state = dict(vars(scheduler))
@@ -380,7 +383,7 @@ def test_a_preview_needs_no_text_encoder_and_works_in_bfloat16(case):
     prompt = build_preview_prompt(tiny, "a", num_inference_steps=2)
     with torch.no_grad():
         cond, negative = (tiny.encode_prompts(family, pipe, [text]) for text in ("a", ""))
-    for part in family.text_components:
+    for part in family.facts.text.components:
         setattr(pipe, part, None)
     image = family.generate_image(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), None)
     assert image.size == (WIDTH, HEIGHT)
@@ -391,10 +394,10 @@ def test_every_lora_weight_gets_a_gradient(case):
     from library.adapters import injection
 
     family, tiny = case
-    denoiser = getattr(tiny.pipe, family.denoiser_name)
+    denoiser = getattr(tiny.pipe, family.facts.denoiser_name)
     config, generator = AdapterConfig(network_dim=3, network_alpha=2), torch.Generator().manual_seed(0)
     injection.inject_into_model(
-        denoiser, config, family.lora_target_modules, 0, family.lora_key_style, family.get_unused_layers(denoiser)
+        denoiser, config, family.facts.lora.targets, 0, family.facts.lora.key_style, family.get_unused_layers(denoiser)
     )
     with torch.no_grad():
         for name, weight in injection.iter_adapter_parameters(denoiser):
@@ -440,7 +443,7 @@ def test_lora_targets_are_the_layers_that_sd_scripts_trains(case):
     from library.adapters.targets_rank_alpha import match_target_modules
 
     family, tiny = case
-    denoiser = getattr(tiny.pipe, family.denoiser_name)
+    denoiser = getattr(tiny.pipe, family.facts.denoiser_name)
     blocks = [name for name, module in denoiser.named_modules() if type(module).__name__ in (tiny.blocks or BLOCKS)]
     expected = {
         name
@@ -449,4 +452,4 @@ def test_lora_targets_are_the_layers_that_sd_scripts_trains(case):
         and (isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1)))
         and not re.search(EXCLUDED.get(tiny.family, tiny.untrained), name)
     }
-    assert set(match_target_modules(denoiser, family.lora_target_modules)) == expected
+    assert set(match_target_modules(denoiser, family.facts.lora.targets)) == expected

@@ -101,7 +101,7 @@ class CachedRun:
         self.prepared: PreparedData = prepare_data(self.config.data, 8)
         model = detect_model(self.config.model)
         encoders = FrozenEncoders(
-            self.strategy, family, model, self.config.model, self.config.cache, family.text_components
+            self.strategy, family, model, self.config.model, self.config.cache, family.facts.text.components
         )
         self.prepared, self.latents = cache_latents(encoders, self.prepared)
         batches = self.prepared.build_batch_plan(self.strategy.comm.world_size, self.config.train)

@@ -122,7 +122,7 @@ def run_extract(files: Sequence[str], arguments: ExtractArguments) -> Iterator[s
         getattr(torch, options.math),
         SAVE_DTYPES[arguments.format.save_precision or "float"],
         None if options.device is None else _parse_device(options.device),
-        (arguments.format.to or base.family.lora_format) == "kohya",
+        (arguments.format.to or base.family.facts.lora.format) == "kohya",
     )
     result = extract(base, tuned, settings)
     if not result.updates:

@@ -111,7 +111,7 @@ def describe_other_family(file: LoraFile) -> str | None:
     stated = find_stated_family(file.lora.metadata)
     if (
         stated is None
-        or FAMILY_FACTS[stated].modelspec_architecture == FAMILY_FACTS[file.family].modelspec_architecture
+        or FAMILY_FACTS[stated].lora.modelspec_architecture == FAMILY_FACTS[file.family].lora.modelspec_architecture
     ):
         return None
     return (

@@ -66,7 +66,7 @@ def test_latents_of_the_demo_images_have_about_unit_variance():
 def test_a_training_step_is_fast_and_reduces_the_loss():
     family, pipe = FAMILIES.get("sd1")(), tiny_sd1.build_pipeline()
     injection.inject_into_model(
-        pipe.unet, AdapterConfig(network_dim=8, network_alpha=8), family.lora_target_modules, seed=0
+        pipe.unet, AdapterConfig(network_dim=8, network_alpha=8), family.facts.lora.targets, seed=0
     )
     weights = [parameter for _, parameter in injection.iter_adapter_parameters(pipe.unet)]
     optimizer, process = torch.optim.AdamW(weights, lr=5e-3), family.build_noise_process(pipe)

@@ -60,7 +60,7 @@ def test_every_bundled_config_is_detected_as_its_family(name, tmp_path):
     )
     assert read.family == detected.family == family
     assert (read.size_multiple, read.prediction_type) == (detected.size_multiple, detected.prediction_type)
-    assert FAMILY_FACTS[read.family].pipeline_class in read.reason and f"sizes of {name}" in detected.reason
+    assert FAMILY_FACTS[read.family].pipeline.class_name in read.reason and f"sizes of {name}" in detected.reason
 
 
 def test_size_multiples_and_prediction_types_are_those_of_the_published_models():
@@ -242,7 +242,7 @@ def test_the_family_option_must_match_the_model(tmp_path):
     assert "its files are not those of family sd2" in detect_problem(write_model_folder(tmp_path / "b"), family="sd2")
     own = detect_model(ModelConfig(folder, family="library.models.families.sdxl:StableDiffusionXL"))
     assert own.family == "library.models.families.sdxl:StableDiffusionXL"
-    assert FAMILIES.get(own.family).denoiser_name == "unet"
+    assert FAMILIES.get(own.family).facts.denoiser_name == "unet"
     file = write_sparse_file(tmp_path / "model.safetensors", XL)
     assert "does not contain weights of family sd1" in detect_problem(file, family="sd1")
     assert "is of family sdxl, not sd1" in detect_problem("random:sdxl:tiny", family="sd1")
