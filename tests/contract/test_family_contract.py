@@ -24,11 +24,12 @@ from torch import nn
 
 from library.config.schema import AdapterConfig, ModelConfig
 from library.dataloader.sample_prompts import Prompt
-from library.models.base import Family
+from library.models.base import ControlTextFamily, Family, T5Family
 from library.models.detect import detect_model
 from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.loading import load_pipeline_on_meta
 from library.models.model_configs import build_bundled_reader, is_tokenizer, load_bundled_config
+from library.models.text_encoding import encode_text_on_meta
 
 __all__ = ["build_case", "case"]  # fixtures
 
@@ -49,15 +50,13 @@ def test_the_facts_of_a_family_match_its_class(case):
     facts = family.facts
     assert facts is FAMILY_FACTS[tiny.family]
     assert facts.pipeline.class_name == type(tiny.pipe).__name__
-    assert (facts.denoiser_name, sorted(facts.components)) == (
-        family.facts.denoiser_name,
-        sorted(family.facts.components),
-    )
     assert set(facts.options.components.values()) <= set(facts.components)
-    assert set(family.facts.text.tokenizer_repo_ids) == set(filter(is_tokenizer, family.facts.text.components))
-    assert tuple(family.facts.lora.text_encoders) == tuple(family.text_lora_target_modules) == facts.lora.text_encoders
-    assert {*facts.lora.text_encoders} <= {*family.facts.text.components}
-    assert facts.text.t5_encoder is None or facts.text.t5_encoder in facts.lora.text_encoders
+    assert set(facts.text.tokenizer_repo_ids) == set(filter(is_tokenizer, facts.text.components))
+    assert {*facts.lora.text_encoders} <= {*facts.text.components}
+    assert (facts.text.t5_encoder in facts.lora.text_encoders) == isinstance(family, T5Family)
+    assert (facts.control.text_tokens_per_image > 0) == isinstance(family, ControlTextFamily)
+    has_negative_encoding = type(family).encode_negative_prompts is not Family.encode_negative_prompts
+    assert facts.text.has_negative_encoding == has_negative_encoding
     for option in (*facts.options.components, *facts.options.extra):
         assert hasattr(ModelConfig(), option)
 
@@ -172,7 +171,7 @@ def test_memory_estimates_see_the_shapes_of_a_real_step(case):
     pipe = load_pipeline_on_meta(family, detect_model(tiny.source), torch.float32)
     texts = ["a red circle on white ground", "Blau, 7"]
     sizes = [image.size for image in tiny.controls]
-    cond = family.encode_prompts_with_controls_on_meta(pipe, texts, sizes)
+    cond = encode_text_on_meta(family, pipe, texts, sizes)
     real = tiny.encode_prompts(family, tiny.pipe, texts)
     assert {name: [row.shape for row in rows] for name, rows in cond.items()} == {
         name: [row.shape for row in rows] for name, rows in real.items()
@@ -219,7 +218,7 @@ def test_a_text_encoder_can_be_trained_through_the_prompts(case):
 def test_pixels_are_encoded_as_by_the_inpainting_pipeline_of_diffusers(case):
     family, tiny = case
     reference = tiny.encode(tiny.pipe, make_pixels(), make_generators())
-    ours = family.encode_pixels(tiny.pipe, make_pixels(), make_generators())
+    ours = family.encode_moments(tiny.pipe, make_pixels()).sample(make_generators())
     torch.testing.assert_close(ours, reference)
     assert ours.shape == tiny.batch.latents.shape
 
@@ -239,7 +238,9 @@ def test_latents_are_decoded_as_the_diffusers_pipeline_decodes_them(case):
 def test_decoding_inverts_encoding_up_to_the_error_of_the_vae(case):
     family, tiny = case
     vae = tiny.pipe.vae
-    restored = family.decode_latents(tiny.pipe, family.encode_pixels(tiny.pipe, make_pixels(1), make_generators(1)))
+    restored = family.decode_latents(
+        tiny.pipe, family.encode_moments(tiny.pipe, make_pixels(1)).sample(make_generators(1))
+    )
     is_video_vae = "temperal_downsample" in vae.config
     vae_input = tiny.add_channels(make_pixels(1))
     vae_input = vae_input.unsqueeze(2) if is_video_vae else vae_input
@@ -275,10 +276,10 @@ def test_latents_are_sampled_with_their_mean_and_standard_deviation(case):
     moments = family.encode_moments(tiny.pipe, corner)
     if not moments.mean_and_std[0, 1].any():  # the model was trained on the mean
         torch.testing.assert_close(
-            family.encode_pixels(tiny.pipe, corner, make_generators(1))[0], moments.mean_and_std[0, 0]
+            family.encode_moments(tiny.pipe, corner).sample(make_generators(1))[0], moments.mean_and_std[0, 0]
         )
         return
-    draws = family.encode_pixels(tiny.pipe, corner.expand(400, -1, -1, -1), make_generators(400))
+    draws = family.encode_moments(tiny.pipe, corner.expand(400, -1, -1, -1)).sample(make_generators(400))
     mean, std = moments.mean_and_std[0]
     assert float(std.min()) > 0
     assert float(((draws.mean(0) - mean) / std).abs().max()) < 0.35  # 400 draws: 7 standard errors
@@ -287,10 +288,12 @@ def test_latents_are_sampled_with_their_mean_and_standard_deviation(case):
 
 def test_latents_of_a_sample_do_not_depend_on_the_others_in_the_batch(case):
     family, tiny = case
-    batched = family.encode_pixels(tiny.pipe, make_pixels(), make_generators())
-    single = family.encode_pixels(tiny.pipe, make_pixels()[1:], make_generators()[1:])
+    batched = family.encode_moments(tiny.pipe, make_pixels()).sample(make_generators())
+    single = family.encode_moments(tiny.pipe, make_pixels()[1:]).sample(make_generators()[1:])
     torch.testing.assert_close(batched[1:], single)
-    assert not torch.allclose(batched[:1], family.encode_pixels(tiny.pipe, make_pixels()[:1], make_generators()[1:]))
+    assert not torch.allclose(
+        batched[:1], family.encode_moments(tiny.pipe, make_pixels()[:1]).sample(make_generators()[1:])
+    )
 
 
 def build_preview_prompt(tiny, text, negative="", **options):
@@ -307,8 +310,8 @@ def generate(family, tiny, sampler=None, **options):
     prompt = build_preview_prompt(
         tiny, "a red circle", "blue", **{"num_inference_steps": 3, "cfg_scale": 3.0, **options}
     )
-    texts = prompt.text, family.mark_negative_prompt(prompt.negative_prompt)
-    cond, negative = (tiny.encode_prompts(family, pipe, [text]) for text in texts)
+    cond = tiny.encode_prompts(family, pipe, [prompt.text])
+    negative = tiny.encode_negative_prompts(family, pipe, [prompt.negative_prompt])
     return family.generate_image(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), sampler)
 
 

@@ -183,16 +183,16 @@ def test_keys_and_shapes_of_the_denoiser_are_those_of_sd_scripts(family, config,
 )
 def test_keys_and_shapes_of_the_text_encoders_are_those_of_sd_scripts(family, config, name):
     family = FAMILIES.get(family)
-    trained = {
-        part: prefix for part, prefix in family.facts.lora.text_encoders.items() if part != family.facts.text.t5_encoder
-    }
-    for part, prefix in trained.items():
+    lora, t5_encoder = family.facts.lora, family.facts.text.t5_encoder
+    trained = {part: encoder for part, encoder in lora.text_encoders.items() if part != t5_encoder}
+    for part, encoder in trained.items():
         _, tensors = export_lora(
-            build_component_on_meta(config, part), family.facts.lora.text_encoders[part].targets, prefix, CLIP_KEYS
+            build_component_on_meta(config, part), encoder.targets, encoder.prefix, encoder.key_style
         )
-        assert {key: list(tensor.shape) for key, tensor in tensors.items()} == filter_prefix(prefix, read_golden(name))
+        expected = filter_prefix(encoder.prefix, read_golden(name))
+        assert {key: list(tensor.shape) for key, tensor in tensors.items()} == expected
     assert {key.split("_")[1] for key in read_golden(name)} == {
-        prefix.split("_")[1] for prefix in (family.facts.lora.prefix, *trained.values())
+        prefix.split("_")[1] for prefix in (lora.prefix, *(encoder.prefix for encoder in trained.values()))
     }
 
 

@@ -185,7 +185,7 @@ def count_in_diffusers(family: Any, model: Any, path: Path, file: Any) -> int | 
         scaled = {key: 4 * tensor if key.endswith(".alpha") else tensor for key, tensor in tensors.items()}
         stronger = loaded if not any(key.endswith(".alpha") for key in tensors) else load_layers(family, model, scaled)
     except Exception as error:  # what a user would see
-        print(f"{family.facts.name}: diffusers: {error!r:.300}", file=sys.stderr)
+        print(f"{family.facts.title}: diffusers: {error!r:.300}", file=sys.stderr)
         return "refused"
     numbers = {number for layer in loaded.values() for number in layer[:2]}
     read = {

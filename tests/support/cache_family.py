@@ -21,6 +21,7 @@ from library.dataloader.run_plan import RunPlan
 from library.distributed.accelerator import prepare_accelerator
 from library.distributed.communicator import Communicator
 from library.models.detect import detect_model
+from library.models.facts import TextFacts
 from library.models.families import FAMILY_FACTS
 from library.parallel.ddp import DDPStrategy
 from library.parallel.strategy import Strategy, StrategySettings
@@ -29,12 +30,7 @@ from library.parallel.strategy import Strategy, StrategySettings
 class AveragePoolFamily:
     """Latents are means of 8 x 8 pixels; the conditioning of a caption is the numbers in its text."""
 
-    text_components = ("text_encoder",)
-    lora_prefix = ""
-    facts = FAMILY_FACTS["sd1"]
-
-    def mark_negative_prompt(self, text: str) -> str:
-        return text
+    facts = replace(FAMILY_FACTS["sd1"], text=TextFacts(components=("text_encoder",), tokenizer_repo_ids={}))
 
     def __init__(self, vae_dtype: torch.dtype = torch.float32):
         self.vae_dtype = vae_dtype
