@@ -58,7 +58,7 @@ class ComponentKeys:
     key_prefix: str
     """Prefix of its keys in kohya files."""
     key_style: KeyStyle = DIFFUSERS_KEYS
-    """How kohya files name the modules: see ``LoraFacts.key_style`` of the model family."""
+    """How kohya files name the modules: see ``FamilyLora.key_style`` of the model family."""
     other_key_styles: tuple[KeyStyle, ...] = ()
     """Further key styles that are read."""
 

@@ -37,7 +37,7 @@ class TargetComponent:
     model: nn.Module
     target_modules: Sequence[str]
     key_style: KeyStyle = DIFFUSERS_KEYS
-    """``LoraFacts.key_style`` of the denoiser or ``TextEncoderLora.key_style`` of a text encoder."""
+    """``FamilyLora.key_style`` of the denoiser or ``TextEncoderLora.key_style`` of a text encoder."""
     key_prefix: str = "lora_unet"
     """Prefix of its keys in kohya files."""
     unused_layers: Sequence[str] = ()

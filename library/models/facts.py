@@ -1,7 +1,7 @@
 """The static facts of a model family in groups, known without torch.
 
 A fact is in one place: the class of a family (``library.models.base``) holds only methods and reads everything else
-here.  Every group but ``PipelineFacts``, ``DetectionFacts``, ``LoraFacts``, ``TextFacts`` and ``SamplingFacts`` may be
+here.  Every group but ``PipelineFacts``, ``DetectionFacts``, ``FamilyLora``, ``TextFacts`` and ``SamplingFacts`` may be
 left out, and within a group everything that has a default.
 """
 
@@ -107,7 +107,7 @@ class TextEncoderLora:
 
 
 @dataclass(frozen=True)
-class LoraFacts:
+class FamilyLora:
     """Which layers get a LoRA, and how LoRA files of the family name them."""
 
     targets: tuple[str, ...]
@@ -250,7 +250,7 @@ class FamilyFacts:
     """Name in messages."""
     pipeline: PipelineFacts
     detection: DetectionFacts
-    lora: LoraFacts
+    lora: FamilyLora
     text: TextFacts
     sampling: SamplingFacts
     blocks: BlockFacts = BlockFacts()

@@ -24,6 +24,10 @@ PLANTED = {
     "bare participles": ("dataloader/x.py", "def kept(): ...\n" + "A = 1\n" * 60),
     "begin with a verb, %": ("dataloader/x.py", "def images(): ...\ndef captions(): ...\n"),
     "public names defined twice": ("dataloader/x.py", "def load_b(): ...\n" + "A = 1\n" * 60),
+    "knobs on the family interface": (
+        "models/facts.py",
+        "class FamilyFacts:\n" + "".join(f"    a{number}: int = 1\n" for number in range(13)),
+    ),
 }
 
 

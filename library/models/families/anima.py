@@ -15,9 +15,9 @@ from ..facts import (
     BlockFacts,
     DetectionFacts,
     FamilyFacts,
+    FamilyLora,
     FamilyMatch,
     FamilyOptions,
-    LoraFacts,
     PipelineFacts,
     SamplingFacts,
     SingleFileFacts,
@@ -115,7 +115,7 @@ FACTS = FamilyFacts(
         },
         classes={"vae": "AutoencoderKLWan"},
     ),
-    lora=LoraFacts(
+    lora=FamilyLora(
         # The linear layers of the blocks except the modulation; not those of the adapter between text and transformer.
         targets=(
             *(

@@ -13,9 +13,9 @@ from ..facts import (
     BlockFacts,
     DetectionFacts,
     FamilyFacts,
+    FamilyLora,
     FamilyMatch,
     FamilyOptions,
-    LoraFacts,
     PipelineFacts,
     SamplingFacts,
     SingleFileFacts,
@@ -64,7 +64,7 @@ FACTS = FamilyFacts(
             "text_encoder": ("text_encoders.pile_t5xl.transformer.",),
         },
     ),
-    lora=LoraFacts(
+    lora=FamilyLora(
         # The attention of all blocks.
         targets=JOINT_ATTENTION_LORA_TARGET_MODULES,
         targets_of="SimpleTuner",

@@ -11,9 +11,9 @@ from ..facts import (
     BlockFacts,
     DetectionFacts,
     FamilyFacts,
+    FamilyLora,
     FamilyMatch,
     FamilyOptions,
-    LoraFacts,
     PipelineFacts,
     SamplingFacts,
     SingleFileFacts,
@@ -68,7 +68,7 @@ FACTS = FamilyFacts(
     single_files=SingleFileFacts(
         prefixes={"transformer": DENOISER_PREFIXES, "vae": ("vae.",), "text_encoder": T5_PREFIXES},
     ),
-    lora=LoraFacts(
+    lora=FamilyLora(
         # Every linear layer of the double and single blocks; another proj_out lies outside of them.
         targets=(
             *JOINT_ATTENTION_LORA_TARGET_MODULES,

@@ -11,9 +11,9 @@ from ..facts import (
     BlockFacts,
     DetectionFacts,
     FamilyFacts,
+    FamilyLora,
     FamilyMatch,
     FamilyOptions,
-    LoraFacts,
     PipelineFacts,
     SamplingFacts,
     SingleFileFacts,
@@ -58,7 +58,7 @@ FACTS = FamilyFacts(
             "text_encoder": ("text_encoders.glm4_9b.transformer.",),
         },
     ),
-    lora=LoraFacts(
+    lora=FamilyLora(
         # The attention, which text and image share.
         targets=("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0"),
         key_style=DIFFUSERS_ONLY_KEYS,

@@ -12,9 +12,9 @@ from ..facts import (
     BlockFacts,
     DetectionFacts,
     FamilyFacts,
+    FamilyLora,
     FamilyMatch,
     FamilyOptions,
-    LoraFacts,
     PipelineFacts,
     SamplingFacts,
     SingleFileFacts,
@@ -58,7 +58,7 @@ FACTS = FamilyFacts(
         classes={"vae": "AutoencoderKL"},
         renames={"encoder.quant_conv.": "quant_conv.", "decoder.post_quant_conv.": "post_quant_conv."},
     ),
-    lora=LoraFacts(
+    lora=FamilyLora(
         # Every linear layer of the blocks; the modulation is outside of them.
         targets=(
             *(f"layers.*.self_attention.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),

@@ -24,9 +24,9 @@ from ..facts import (
     BlockFacts,
     DetectionFacts,
     FamilyFacts,
+    FamilyLora,
     FamilyMatch,
     FamilyOptions,
-    LoraFacts,
     PipelineFacts,
     SamplingFacts,
     SingleFileFacts,
@@ -158,7 +158,7 @@ FACTS = FamilyFacts(
             "text_encoder_2": T5_PREFIXES,
         },
     ),
-    lora=LoraFacts(
+    lora=FamilyLora(
         # Every linear layer of the double and single blocks; another proj_out lies outside of them.
         targets=(
             *JOINT_BLOCK_LORA_TARGET_MODULES,

@@ -16,9 +16,9 @@ from ..facts import (
     ControlFacts,
     DetectionFacts,
     FamilyFacts,
+    FamilyLora,
     FamilyMatch,
     FamilyOptions,
-    LoraFacts,
     PipelineFacts,
     SamplingFacts,
     SingleFileFacts,
@@ -103,7 +103,7 @@ DEV_FACTS = FamilyFacts(
         classes={"vae": "AutoencoderKL"},
         renames={"encoder.quant_conv.": "quant_conv.", "decoder.post_quant_conv.": "post_quant_conv."},
     ),
-    lora=LoraFacts(
+    lora=FamilyLora(
         # Every linear layer of the blocks; the modulation is outside of them.
         targets=(
             *(

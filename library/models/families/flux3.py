@@ -13,9 +13,9 @@ from ..facts import (
     BlockFacts,
     DetectionFacts,
     FamilyFacts,
+    FamilyLora,
     FamilyMatch,
     FamilyOptions,
-    LoraFacts,
     PipelineFacts,
     SamplingFacts,
     SingleFileFacts,
@@ -107,7 +107,7 @@ FACTS = FamilyFacts(
             "text_encoder": ("text_encoders.qwen3vl_4b.transformer.",),
         },
     ),
-    lora=LoraFacts(
+    lora=FamilyLora(
         # Every linear layer of the blocks; the modulation is outside of them.
         targets=(
             *(f"attn.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),

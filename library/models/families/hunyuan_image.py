@@ -13,9 +13,9 @@ from ..facts import (
     BlockFacts,
     DetectionFacts,
     FamilyFacts,
+    FamilyLora,
     FamilyMatch,
     FamilyOptions,
-    LoraFacts,
     PipelineFacts,
     SamplingFacts,
     SingleFileFacts,
@@ -75,7 +75,7 @@ FACTS = FamilyFacts(
         layout=LAYOUT,
         build_vae_patterns=build_vae_patterns,
     ),
-    lora=LoraFacts(
+    lora=FamilyLora(
         # Every linear layer of the double and single blocks; those that refine the text have some of the same names.
         targets=(
             *(f"transformer_blocks.*.{layer}" for layer in (*IMAGE_STREAM, *TEXT_STREAM)),

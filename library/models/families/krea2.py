@@ -11,9 +11,9 @@ from ..facts import (
     BlockFacts,
     DetectionFacts,
     FamilyFacts,
+    FamilyLora,
     FamilyMatch,
     FamilyOptions,
-    LoraFacts,
     PipelineFacts,
     SamplingFacts,
     SingleFileFacts,
@@ -97,7 +97,7 @@ FACTS = FamilyFacts(
         },
         classes={"vae": "AutoencoderKLWan"},
     ),
-    lora=LoraFacts(
+    lora=FamilyLora(
         # Every linear layer: blocks, text fusion, and the layers before and after them; but not the 12 weights of
         # text_fusion.projector, whose input peft's OFT takes for images.
         targets=(

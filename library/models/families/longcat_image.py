@@ -11,9 +11,9 @@ from ..facts import (
     BlockFacts,
     DetectionFacts,
     FamilyFacts,
+    FamilyLora,
     FamilyMatch,
     FamilyOptions,
-    LoraFacts,
     PipelineFacts,
     SamplingFacts,
     SingleFileFacts,
@@ -65,7 +65,7 @@ FACTS = FamilyFacts(
         },
         layout=build_single_file_layout("time_embed.timestep_embedder"),
     ),
-    lora=LoraFacts(
+    lora=FamilyLora(
         # The attention of the image stream and of the single blocks.
         targets=("to_q", "to_k", "to_v", "to_out.0"),
         targets_of="SimpleTuner",

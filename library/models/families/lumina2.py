@@ -13,9 +13,9 @@ from ..facts import (
     BlockFacts,
     DetectionFacts,
     FamilyFacts,
+    FamilyLora,
     FamilyMatch,
     FamilyOptions,
-    LoraFacts,
     PipelineFacts,
     SamplingFacts,
     SingleFileFacts,
@@ -90,7 +90,7 @@ FACTS = FamilyFacts(
             "text_encoder": GEMMA2_PREFIXES,
         },
     ),
-    lora=LoraFacts(
+    lora=FamilyLora(
         # The linear layers of all blocks, refiners and modulation included, and of the final layer.
         targets=(
             *(f"attn.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),

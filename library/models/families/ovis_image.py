@@ -11,9 +11,9 @@ from ..facts import (
     BlockFacts,
     DetectionFacts,
     FamilyFacts,
+    FamilyLora,
     FamilyMatch,
     FamilyOptions,
-    LoraFacts,
     PipelineFacts,
     SamplingFacts,
     SingleFileFacts,
@@ -69,7 +69,7 @@ FACTS = FamilyFacts(
         layout=build_single_file_layout("timestep_embedder", OriginalModule("txt_norm", ("context_embedder_norm",))),
         joins={"mlp.0": ("mlp.up_proj", "mlp.gate_proj"), "mlp.2": ("mlp.down_proj",)},
     ),
-    lora=LoraFacts(
+    lora=FamilyLora(
         # The attention of all blocks; ComfyUI has other names for the gated MLPs.
         targets=JOINT_ATTENTION_LORA_TARGET_MODULES,
         key_style=TRANSFORMER_LOADER_KEYS,

@@ -10,9 +10,9 @@ from ..facts import (
     BlockFacts,
     DetectionFacts,
     FamilyFacts,
+    FamilyLora,
     FamilyMatch,
     FamilyOptions,
-    LoraFacts,
     PipelineFacts,
     SamplingFacts,
     SingleFileFacts,
@@ -63,7 +63,7 @@ FACTS = FamilyFacts(
         },
         classes={"vae": "AutoencoderKLWan"},
     ),
-    lora=LoraFacts(
+    lora=FamilyLora(
         # The linear layers of the blocks except the modulation.
         targets=(
             *JOINT_ATTENTION_LORA_TARGET_MODULES,

@@ -12,9 +12,9 @@ from ..facts import (
     BlockFacts,
     DetectionFacts,
     FamilyFacts,
+    FamilyLora,
     FamilyMatch,
     FamilyOptions,
-    LoraFacts,
     PipelineFacts,
     SamplingFacts,
     SingleFileFacts,
@@ -88,7 +88,7 @@ FACTS = FamilyFacts(
         },
         build_vae_patterns=lambda config: _VAE_PATTERNS,
     ),
-    lora=LoraFacts(
+    lora=FamilyLora(
         # Every linear layer of the blocks; the modulation is outside of them.
         targets=(
             *(f"attn.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),

@@ -11,9 +11,9 @@ from ..facts import (
     BlockFacts,
     DetectionFacts,
     FamilyFacts,
+    FamilyLora,
     FamilyMatch,
     FamilyOptions,
-    LoraFacts,
     PipelineFacts,
     SamplingFacts,
     SingleFileFacts,
@@ -54,7 +54,7 @@ FACTS = FamilyFacts(
     single_files=SingleFileFacts(
         prefixes={"transformer": DENOISER_PREFIXES, "vae": ("vae.",), "text_encoder": GEMMA2_PREFIXES},
     ),
-    lora=LoraFacts(
+    lora=FamilyLora(
         # Both kinds of attention.
         targets=("to_q", "to_k", "to_v", "to_out.0"),
         targets_of="SimpleTuner",

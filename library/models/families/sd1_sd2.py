@@ -14,9 +14,9 @@ from ..facts import (
     BlockFacts,
     DetectionFacts,
     FamilyFacts,
+    FamilyLora,
     FamilyMatch,
     FamilyOptions,
-    LoraFacts,
     PipelineFacts,
     SamplingFacts,
     SingleFileFacts,
@@ -86,7 +86,7 @@ SD1_FACTS = FamilyFacts(
             "text_encoder": ("cond_stage_model.transformer.",),
         },
     ),
-    lora=LoraFacts(
+    lora=FamilyLora(
         targets=UNET_LORA_TARGET_MODULES,
         targets_of="sd-scripts",
         conv_targets=UNET_CONV_LORA_TARGET_MODULES,

@@ -19,9 +19,9 @@ from ..facts import (
     BlockFacts,
     DetectionFacts,
     FamilyFacts,
+    FamilyLora,
     FamilyMatch,
     FamilyOptions,
-    LoraFacts,
     PipelineFacts,
     SamplingFacts,
     SingleFileFacts,
@@ -105,7 +105,7 @@ FACTS = FamilyFacts(
             "text_encoder_3": T5_PREFIXES,
         },
     ),
-    lora=LoraFacts(
+    lora=FamilyLora(
         # Every linear layer of the joint blocks, including the second attention of 3.5-medium.
         targets=JOINT_BLOCK_LORA_TARGET_MODULES,
         targets_of="sd-scripts",

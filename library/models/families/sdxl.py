@@ -12,9 +12,9 @@ from ..facts import (
     BlockFacts,
     DetectionFacts,
     FamilyFacts,
+    FamilyLora,
     FamilyMatch,
     FamilyOptions,
-    LoraFacts,
     PipelineFacts,
     SamplingFacts,
     SingleFileFacts,
@@ -79,7 +79,7 @@ FACTS = FamilyFacts(
             "text_encoder_2": ("conditioner.embedders.1.model.",),
         },
     ),
-    lora=LoraFacts(
+    lora=FamilyLora(
         targets=UNET_LORA_TARGET_MODULES,
         targets_of="sd-scripts",
         conv_targets=UNET_CONV_LORA_TARGET_MODULES,

@@ -11,9 +11,9 @@ from ..facts import (
     BlockFacts,
     DetectionFacts,
     FamilyFacts,
+    FamilyLora,
     FamilyMatch,
     FamilyOptions,
-    LoraFacts,
     PipelineFacts,
     SamplingFacts,
     SingleFileFacts,
@@ -89,7 +89,7 @@ FACTS = FamilyFacts(
             "text_encoder": ("text_encoders.qwen3_4b.transformer.",),
         },
     ),
-    lora=LoraFacts(
+    lora=FamilyLora(
         # The linear layers of the main blocks, without the refiners before them and without the modulation.
         targets=(
             *(f"layers.*.attention.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
