@@ -161,7 +161,8 @@ def compute_text_encoder_fingerprint(encoders: FrozenEncoders, cache_dir: Path) 
     scheduler = json.dumps(get_config_reader(encoders.model)("scheduler/scheduler_config.json"), sort_keys=True)
     precision = str(MIXED_PRECISION_DTYPES[encoders.strategy.mixed_precision])
     options = _list_model_options(encoders.model_config)
-    parts = ["T5 only"] if encoders.is_t5_only else []
+    version = encoders.family.facts.text.version
+    parts = [*(["T5 only"] if encoders.is_t5_only else []), *([f"version {version}"] if version > 1 else [])]
     return compute_encoder_fingerprint(type(encoders.family).__name__, *parts, precision, scheduler, *options, *weights)
 
 

@@ -84,7 +84,8 @@ def describe_signature(signature: ComponentSignature) -> str:
 
 def has_denoiser(header: SafetensorsHeader, facts: FamilyFacts) -> bool:
     """Whether the file contains the denoiser of a family."""
-    return all(_find_shape(header, key, facts) is not None for key in facts.detection.keys)
+    keys = facts.detection.keys
+    return bool(keys) and all(_find_shape(header, key, facts) is not None for key in keys)
 
 
 def match_bundled_config(header: SafetensorsHeader, family: str, facts: FamilyFacts) -> str | None:

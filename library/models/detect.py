@@ -4,7 +4,7 @@ Imports no torch and loads no weights, so that a wrong model is reported at once
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from ..dataset.controls import ControlLimits
 from ..demo import BUILT_IN_MODEL_DIR
 from ..errors import ConfigError, FileError
 from ..registry import suggest_name
+from .base import Family
 from .checkpoint_inspection import (
     ComponentSource,
     SafetensorsHeader,
@@ -107,12 +108,23 @@ def get_family_facts(family: str) -> FamilyFacts:
     if family in FAMILY_FACTS:
         return FAMILY_FACTS[family]
     try:
-        facts = getattr(FAMILIES.get(family), "facts", None)
+        found = FAMILIES.get(family)
     except ConfigError as error:
         raise ConfigError([f"family: {line}" for line in error.problems]) from None
-    if not isinstance(facts, FamilyFacts):
-        raise ConfigError([f"family: {family} is not a model family; subclass library.models.base.Family"])
-    return facts
+    if problems := list(_find_missing_parts(found)):
+        raise ConfigError([f"family: {family} {problem}; see docs/adding_a_family.md" for problem in problems])
+    return found.facts
+
+
+def _find_missing_parts(family: Any) -> Iterator[str]:
+    """Find what the author of a family has not written yet."""
+    if not (isinstance(family, type) and issubclass(family, Family)):
+        yield "is not a model family; subclass library.models.base.Family"
+        return
+    if not isinstance(getattr(family, "facts", None), FamilyFacts):
+        yield "has no facts; set facts = FamilyFacts(...)"
+    if methods := sorted(family.__abstractmethods__):
+        yield f"does not write {', '.join(methods)}"
 
 
 def build_control_limits(model: DetectedModel) -> ControlLimits:

@@ -188,6 +188,9 @@ class TextFacts:
     """Pad (and mask) variable-length text to a multiple of this many tokens where fewer shapes pay off (compile)."""
     is_masked_in_denoiser: bool = False
     """Whether ``apply_t5_attn_mask`` masks the denoiser's attention, too."""
+    version: int = 1
+    """Incremented when the family encodes the same caption in another way than before, so that cached outputs of text
+    encoders are made anew."""
     has_negative_encoding: bool = False
     """Whether negative prompts are encoded in another way than captions: by ``encode_negative_prompts``."""
 

@@ -150,8 +150,7 @@ def _inspect_network_file(adapter: AdapterConfig, content: AdapterFileContents, 
     """Why an adapter cannot be trained on."""
     start = f"--network_weights: {adapter.network_weights}:"
     updates, own_type = content.updates, get_adapter_type(adapter)
-    types = {update.adapter_type if update.is_trainable else update.title for update in updates.values()}
-    types |= {fused.update.title for fused in content.fused.values()}
+    types = {update.adapter_type for update in updates.values()}
     if untrainable := sorted({each.title for each in updates.values() if not each.is_trainable}):
         yield (
             f"{start} has layers of type {' and '.join(untrainable)}, which can be merged"

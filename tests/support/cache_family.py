@@ -18,6 +18,7 @@ from library.config import RunConfig, parse_config
 from library.dataloader.batch import Cond, Moments
 from library.dataloader.prepare import PreparedData, prepare_data
 from library.dataloader.run_plan import RunPlan
+from library.dataloader.sample_prompts import Prompt
 from library.distributed.accelerator import prepare_accelerator
 from library.distributed.communicator import Communicator
 from library.models.detect import detect_model
@@ -91,7 +92,7 @@ class EncodedNames:
 class CachedRun:
     """The caches of a run, in one of its processes."""
 
-    def __init__(self, family: Any, *flags: str, strategy: Strategy | None = None):
+    def __init__(self, family: Any, *flags: str, strategy: Strategy | None = None, prompts: Sequence[Prompt] = ()):
         self.config: RunConfig = parse_config([*flags, "--quiet"]).require_valid()
         self.strategy = strategy or DDPStrategy(Communicator(prepare_accelerator(self.config)), StrategySettings())
         self.prepared: PreparedData = prepare_data(self.config.data, 8)
@@ -102,7 +103,7 @@ class CachedRun:
         self.prepared, self.latents = cache_latents(encoders, self.prepared)
         batches = self.prepared.build_batch_plan(self.strategy.comm.world_size, self.config.train)
         self.plan = RunPlan.from_config(batches, self.config.train, self.config.optim)
-        self.texts = cache_text_encoder_outputs(encoders, self.prepared, self.plan, [])
+        self.texts = cache_text_encoder_outputs(encoders, self.prepared, self.plan, prompts)
 
     def build_loader(self) -> Any:
         return build_step_loader(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from ...dataloader.batch import Batch, Cond
     from ...dataloader.sample_prompts import Prompt
 
+QUOTES = (r'"(.*?)"', r"‘(.*?)’", r"“(.*?)”")
+"""Patterns of text to draw, in the order in which the encoder gets it."""
 MAX_GLYPH_TOKENS = 128
 """Maximum bytes of what is in quotes, with the words around it, as in diffusers' pipeline."""
 DISTILLED = "the distilled HunyuanImage 2.1; use the base model"
@@ -104,6 +107,7 @@ FACTS = FamilyFacts(
         tokenizer_repo_ids={"tokenizer": "Qwen/Qwen2.5-VL-7B-Instruct", "tokenizer_2": "google/byt5-small"},
         has_variable_length=True,
         pad_multiple=64,
+        version=2,  # single quotes were quotes before
     ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=3.5, image_size=(2048, 2048)),
     options=FamilyOptions(
@@ -197,22 +201,28 @@ class HunyuanImage(Family):
         return kwargs
 
 
+def _find_glyph_text(prompt: str) -> str | None:
+    """Find what is in quotes, in the words that byT5 was trained on; None without quotes.
+
+    As in sd-scripts and ComfyUI, single quotes are none: they would be any two apostrophes.  diffusers takes them.
+    """
+    texts = [text for pattern in QUOTES for text in re.findall(pattern, prompt)]
+    return ". ".join(f'Text "{text}"' for text in texts) + ". " if texts else None
+
+
 def _count_glyph_tokens(prompt: str) -> int:
     """The tokens of what is in quotes, which are its bytes and one for the end; 0 without quotes."""
-    from diffusers.pipelines.hunyuan_image.pipeline_hunyuanimage import extract_glyph_text
-
-    text = extract_glyph_text(prompt)
+    text = _find_glyph_text(prompt)
     return 0 if text is None else len(text.encode()) + 1
 
 
 def _encode_glyphs(pipe: Any, prompt: str) -> Tensor:
     """Encode what is in quotes (tokens, width); one token of zeros stands for none."""
     import torch
-    from diffusers.pipelines.hunyuan_image.pipeline_hunyuanimage import extract_glyph_text
 
     from .. import text_encoding
 
-    text, encoder = extract_glyph_text(prompt), pipe.text_encoder_2
+    text, encoder = _find_glyph_text(prompt), pipe.text_encoder_2
     if text is None:
         return torch.zeros(1, encoder.config.d_model, device=encoder.device, dtype=encoder.dtype)
     embeds, mask = pipe._get_byt5_prompt_embeds(

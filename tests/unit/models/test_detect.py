@@ -248,6 +248,16 @@ def test_the_family_option_must_match_the_model(tmp_path):
     assert "is of family sdxl, not sd1" in detect_problem("random:sdxl:tiny", family="sd1")
 
 
+def test_the_author_of_a_family_is_told_all_that_is_missing(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        detect_model(ModelConfig(write_model_folder(tmp_path), family="library.models.base:Family"))
+    assert caught.value.problems == [
+        "family: library.models.base:Family has no facts; set facts = FamilyFacts(...); see docs/adding_a_family.md",
+        "family: library.models.base:Family does not write encode_prompts, get_base_model_info, predict; see"
+        " docs/adding_a_family.md",
+    ]
+
+
 def test_options_of_other_families_are_all_rejected_at_once(tmp_path):
     with pytest.raises(ConfigError) as caught:
         detect_model(ModelConfig(write_model_folder(tmp_path), clip_g="x", ae="y", v2=True))

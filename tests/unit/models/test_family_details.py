@@ -36,6 +36,7 @@ from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.models.families.anima import ANIMA_KEYS
 from library.models.families.hunyuan_image_keys import HUNYUAN_IMAGE_KEYS
+from library.models.loading import load_pipeline_on_meta
 from library.models.model_configs import load_bundled_config
 from library.models.validate_options import validate_prompts
 
@@ -206,6 +207,17 @@ def test_flux3_masks_the_window_of_longer_texts_and_is_loaded_from_a_folder_that
         output = each(prompt="a cat", **SIZE, num_inference_steps=2, generator=generator)
         images.append((output.get("images") if each is modular else output.images)[0])
     assert images[0].tobytes() == images[1].tobytes()
+
+
+@torch.no_grad()
+def test_hunyuan_image_takes_apostrophes_for_no_quotes(build_case):
+    family, tiny = build_case("hunyuan_image")
+    with_apostrophes, in_quotes = "the woman's dress and the man's hat", 'a sign “open” beside "it\'s"'
+    glyphs = family.encode_prompts(tiny.pipe, [with_apostrophes, in_quotes])["glyphs"]
+    assert [len(row) for row in glyphs] == [1, len('Text "it\'s". Text "open". ') + 1] and not glyphs[0].any()
+    pipe = load_pipeline_on_meta(family, detect_model(tiny.source), torch.float32)
+    on_meta = family.encode_prompts_on_meta(pipe, [with_apostrophes, in_quotes])["glyphs"]
+    assert [len(row) for row in on_meta] == [len(row) for row in glyphs]
 
 
 @pytest.mark.slow

@@ -75,6 +75,17 @@ def test_lora_dropout_is_a_function_of_step_and_position(task):
     assert task.dropout.sample_keys.tolist() != sample_keys[2:].tolist()
 
 
+@torch.no_grad()
+def test_negative_prompts_are_encoded_as_such_without_a_cache():
+    family, pipe = FAMILIES.get("sana")(), TINY["sana"]().pipe
+    objective = build_objective(NoiseConfig(), LossConfig(), family, pipe)
+    task = DiffusionTask(family, pipe, pipe.transformer, objective, 7, CopyStream(torch.device("cpu")))
+    caption, negative = (task.encode_text(["blue"], is_negative=each)["embeds"][0] for each in (False, True))
+    assert torch.equal(caption, family.encode_prompts(pipe, ["blue"])["embeds"][0])
+    assert torch.equal(negative, family.encode_negative_prompts(pipe, ["blue"])["embeds"][0])
+    assert caption.shape != negative.shape
+
+
 CAPTIONS = ["a", "a lorikeet", "a lorikeet on a branch", " ".join(["a lorikeet on a branch"] * 20)]
 
 
