@@ -46,6 +46,8 @@ class PipelineFacts:
     """What the model makes: images from text, edited images, or videos."""
     num_parameters: int = 0
     """Number of parameters of the published denoiser; of its largest size, if there are several."""
+    hub_id: str = ""
+    """Hub id of this published model, with which presets of the web page begin."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def _match_aura_flow(read: ConfigReader) -> FamilyMatch:
 
 FACTS = FamilyFacts(
     title="AuraFlow",
-    pipeline=PipelineFacts(class_name="AuraFlowPipeline", num_parameters=6_858_605_568),
+    pipeline=PipelineFacts(class_name="AuraFlowPipeline", num_parameters=6_858_605_568, hub_id="fal/AuraFlow-v0.3"),
     detection=DetectionFacts(
         match_configs=_match_aura_flow,
         keys=("double_layers.0.attn.w2q.weight", "cond_seq_linear.weight", "positional_encoding"),

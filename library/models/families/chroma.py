@@ -46,7 +46,7 @@ def _match_chroma(read: ConfigReader) -> FamilyMatch:
 
 FACTS = FamilyFacts(
     title="Chroma",
-    pipeline=PipelineFacts(class_name="ChromaPipeline", num_parameters=8_899_983_424),
+    pipeline=PipelineFacts(class_name="ChromaPipeline", num_parameters=8_899_983_424, hub_id="lodestones/Chroma1-HD"),
     detection=DetectionFacts(
         match_configs=_match_chroma,
         keys=(

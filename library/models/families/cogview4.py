@@ -42,7 +42,7 @@ def _match_cogview4(read: ConfigReader) -> FamilyMatch:
 
 FACTS = FamilyFacts(
     title="CogView4",
-    pipeline=PipelineFacts(class_name="CogView4Pipeline", num_parameters=6_369_118_272),
+    pipeline=PipelineFacts(class_name="CogView4Pipeline", num_parameters=6_369_118_272, hub_id="THUDM/CogView4-6B"),
     detection=DetectionFacts(
         match_configs=_match_cogview4,
         keys=("patch_embed.text_proj.weight", "time_condition_embed.condition_embedder.linear_1.weight"),

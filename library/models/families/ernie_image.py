@@ -40,7 +40,7 @@ def _match_ernie_image(read: ConfigReader) -> FamilyMatch:
 
 FACTS = FamilyFacts(
     title="ERNIE-Image",
-    pipeline=PipelineFacts(class_name="ErnieImagePipeline", num_parameters=8_033_490_048),
+    pipeline=PipelineFacts(class_name="ErnieImagePipeline", num_parameters=8_033_490_048, hub_id="baidu/ERNIE-Image"),
     detection=DetectionFacts(
         match_configs=_match_ernie_image,
         keys=("layers.0.self_attention.to_q.weight", "layers.0.mlp.linear_fc2.weight"),

@@ -77,7 +77,9 @@ FLUX2_KEYS = KeyStyle("flux2", _LAYOUT, has_lokr_in_diffusers=True, is_comfy_for
 
 DEV_FACTS = FamilyFacts(
     title="FLUX.2 dev",
-    pipeline=PipelineFacts(class_name="Flux2Pipeline", num_parameters=32_223_281_152),
+    pipeline=PipelineFacts(
+        class_name="Flux2Pipeline", num_parameters=32_223_281_152, hub_id="black-forest-labs/FLUX.2-dev"
+    ),
     detection=DetectionFacts(
         match_configs=_match_flux2,
         keys=("guidance_in.in_layer.weight", *_KLEIN_KEYS),

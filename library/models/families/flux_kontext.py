@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 FACTS = replace(
     FLUX_FACTS,
     title="FLUX.1 Kontext",
-    pipeline=replace(FLUX_FACTS.pipeline, class_name="FluxKontextPipeline", kind="edit"),
+    pipeline=replace(
+        FLUX_FACTS.pipeline,
+        class_name="FluxKontextPipeline",
+        kind="edit",
+        hub_id="black-forest-labs/FLUX.1-Kontext-dev",
+    ),
     # Its weights have the names and shapes of FLUX.1 dev's, so a single file needs --family.
     detection=replace(FLUX_FACTS.detection, unsupported_shapes={}),
     control=ControlFacts(num_images=(0, 1)),

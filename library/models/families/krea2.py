@@ -75,7 +75,7 @@ KREA2_KEYS = KeyStyle("krea2", rename=_rename_to_original, is_read_by_diffusers=
 
 FACTS = FamilyFacts(
     title="Krea 2",
-    pipeline=PipelineFacts(class_name="Krea2Pipeline", num_parameters=12_820_073_036),
+    pipeline=PipelineFacts(class_name="Krea2Pipeline", num_parameters=12_820_073_036, hub_id="krea/Krea-2-Raw"),
     detection=DetectionFacts(
         match_configs=_match_krea2,
         keys=("txtfusion.projector.weight", "blocks.0.attn.wq.weight"),

@@ -42,7 +42,9 @@ def _match_longcat_image(read: ConfigReader) -> FamilyMatch:
 
 FACTS = FamilyFacts(
     title="LongCat-Image",
-    pipeline=PipelineFacts(class_name="LongCatImagePipeline", num_parameters=6_270_668_864),
+    pipeline=PipelineFacts(
+        class_name="LongCatImagePipeline", num_parameters=6_270_668_864, hub_id="meituan-longcat/LongCat-Image"
+    ),
     detection=DetectionFacts(
         match_configs=_match_longcat_image,
         # Others with FLUX.1's blocks have texts of another width.

@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 FACTS = replace(
     LONGCAT_FACTS,
     title="LongCat-Image-Edit",
-    pipeline=replace(LONGCAT_FACTS.pipeline, class_name="LongCatImageEditPipeline", kind="edit"),
+    pipeline=replace(
+        LONGCAT_FACTS.pipeline,
+        class_name="LongCatImageEditPipeline",
+        kind="edit",
+        hub_id="meituan-longcat/LongCat-Image-Edit",
+    ),
     lora=replace(LONGCAT_FACTS.lora, modelspec_architecture="longcat-image-edit"),
     text=replace(
         LONGCAT_FACTS.text,

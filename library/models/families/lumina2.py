@@ -65,7 +65,9 @@ LUMINA2_KEYS = KeyStyle(
 
 FACTS = FamilyFacts(
     title="Lumina-Image 2.0",
-    pipeline=PipelineFacts(class_name="Lumina2Pipeline", num_parameters=2_609_769_152),
+    pipeline=PipelineFacts(
+        class_name="Lumina2Pipeline", num_parameters=2_609_769_152, hub_id="Alpha-VLLM/Lumina-Image-2.0"
+    ),
     detection=DetectionFacts(
         match_configs=_match_lumina2,
         keys=(

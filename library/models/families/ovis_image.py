@@ -46,7 +46,9 @@ def _match_ovis_image(read: ConfigReader) -> FamilyMatch:
 
 FACTS = FamilyFacts(
     title="Ovis-Image",
-    pipeline=PipelineFacts(class_name="OvisImagePipeline", num_parameters=7_370_449_728),
+    pipeline=PipelineFacts(
+        class_name="OvisImagePipeline", num_parameters=7_370_449_728, hub_id="AIDC-AI/Ovis-Image-7B"
+    ),
     detection=DetectionFacts(
         match_configs=_match_ovis_image,
         keys=("double_blocks.0.img_mlp.gate_proj.weight", "img_in.weight", "txt_in.weight"),

@@ -45,7 +45,7 @@ def _match_qwen_image(read: ConfigReader) -> FamilyMatch:
 
 FACTS = FamilyFacts(
     title="Qwen-Image",
-    pipeline=PipelineFacts(class_name="QwenImagePipeline", num_parameters=20_430_401_088),
+    pipeline=PipelineFacts(class_name="QwenImagePipeline", num_parameters=20_430_401_088, hub_id="Qwen/Qwen-Image"),
     detection=DetectionFacts(
         match_configs=_match_qwen_image,
         keys=("transformer_blocks.0.img_mlp.net.0.proj.weight", "transformer_blocks.0.attn.add_q_proj.weight"),

@@ -71,7 +71,9 @@ COMFYUI_KEYS = KeyStyle(
 
 FACTS = FamilyFacts(
     title="Qwen-Image 2.1",
-    pipeline=PipelineFacts(class_name="QwenImage21Pipeline", num_parameters=7_115_124_736),
+    pipeline=PipelineFacts(
+        class_name="QwenImage21Pipeline", num_parameters=7_115_124_736, hub_id="Qwen/Qwen-Image-2.1"
+    ),
     detection=DetectionFacts(
         match_configs=_match_qwen_image21,
         keys=("txt_in.text_norm.weight", "modulation.1.weight", "transformer_blocks.0.attn.to_q.weight"),

@@ -35,7 +35,9 @@ def _match_edit(read: ConfigReader) -> FamilyMatch:
 EDIT_FACTS = replace(
     QWEN_IMAGE_FACTS,
     title="Qwen-Image-Edit",
-    pipeline=replace(QWEN_IMAGE_FACTS.pipeline, class_name="QwenImageEditPipeline", kind="edit"),
+    pipeline=replace(
+        QWEN_IMAGE_FACTS.pipeline, class_name="QwenImageEditPipeline", kind="edit", hub_id="Qwen/Qwen-Image-Edit"
+    ),
     detection=replace(QWEN_IMAGE_FACTS.detection, match_configs=_match_edit),
     lora=replace(QWEN_IMAGE_FACTS.lora, modelspec_architecture="qwen-image-edit"),
     blocks=replace(
@@ -53,7 +55,7 @@ EDIT_FACTS = replace(
 PLUS_FACTS = replace(
     EDIT_FACTS,
     title="Qwen-Image-Edit-Plus",
-    pipeline=replace(EDIT_FACTS.pipeline, class_name="QwenImageEditPlusPipeline"),
+    pipeline=replace(EDIT_FACTS.pipeline, class_name="QwenImageEditPlusPipeline", hub_id="Qwen/Qwen-Image-Edit-2509"),
     lora=replace(EDIT_FACTS.lora, modelspec_architecture="qwen-image-edit-plus"),
     text=replace(EDIT_FACTS.text, tokenizer_repo_ids={"processor": "Qwen/Qwen-Image-Edit-2509:processor"}),
     sampling=replace(EDIT_FACTS.sampling, num_inference_steps=40),

@@ -41,7 +41,11 @@ def _match_sana(read: ConfigReader) -> FamilyMatch:
 
 FACTS = FamilyFacts(
     title="Sana",
-    pipeline=PipelineFacts(class_name="SanaPipeline", num_parameters=1_604_641_952),
+    pipeline=PipelineFacts(
+        class_name="SanaPipeline",
+        num_parameters=1_604_641_952,
+        hub_id="Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers",
+    ),
     detection=DetectionFacts(
         match_configs=_match_sana,
         # Of files with diffusers' keys: diffusers' conversion of the original ones knows no normalized attention.

@@ -68,7 +68,9 @@ Z_IMAGE_KEYS = KeyStyle(
 
 FACTS = FamilyFacts(
     title="Z-Image",
-    pipeline=PipelineFacts(class_name="ZImagePipeline", num_parameters=6_154_908_736),
+    pipeline=PipelineFacts(
+        class_name="ZImagePipeline", num_parameters=6_154_908_736, hub_id="Tongyi-MAI/Z-Image-Turbo"
+    ),
     detection=DetectionFacts(
         match_configs=_match_z_image,
         keys=(
