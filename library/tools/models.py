@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import UserError
-from ..models.families import CONTROL_FAMILIES, FAMILIES, FAMILY_FACTS
+from ..models.families import CONTROL_FAMILIES, FAMILY_FACTS
 from ..registry import suggest_name
 
 USAGE = "usage: python -m library models [--json | --markdown]"
@@ -41,7 +41,7 @@ def list_models() -> list[dict[str, Any]]:
             "kind": facts.pipeline.kind,
             "parameters": facts.pipeline.num_parameters,
             "sources": ["folder", "hub", *(("file",) if facts.detection.keys else ()), "random"],
-            "strategies": list(FAMILIES.get(name).facts.blocks.list_strategies()),
+            "strategies": list(facts.blocks.list_strategies()),
             "lora_targets": facts.lora.targets_of,
             "control_images": list(facts.control.num_images),
             "control": list(CONTROL_FAMILIES.get(name, ())),
