@@ -35,22 +35,22 @@ class BaseModelInfo:
     """How the metadata of a LoRA file names the base model."""
 
     base_model_version: str
-    """``ss_base_model_version``."""
+    """The value of ``ss_base_model_version``."""
     architecture: str
-    """``modelspec.architecture``, without ``/lora``."""
+    """The value of ``modelspec.architecture``, without ``/lora``."""
     metadata: Mapping[str, object] = field(default_factory=dict)
-    """What sd-scripts writes for this family only."""
+    """Further keys and values that sd-scripts writes for this family only."""
 
 
 class Family(ABC):
-    """One class per family; variants of a family may subclass it.
+    """The methods of a model family; variants of a family may subclass it.
 
     A family has ``facts`` and writes ``get_base_model_info``, ``encode_prompts`` and ``predict``.  All other methods
     are hooks with defaults, grouped by what they are about: a family overrides those in which it differs.
     """
 
     facts: ClassVar[FamilyFacts]
-    """What is known without importing torch."""
+    """Everything that is known of the family without importing torch."""
 
     def __init__(self, model_config: ModelConfig | None = None):
         self.model_config = model_config or ModelConfig()

@@ -208,7 +208,7 @@ _SIGNATURE_BY_CLASS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class ComponentSource:
-    """Where one component is loaded from."""
+    """The file or folder that one component is loaded from."""
 
     source_type: Literal["file", "folder", "hub"]
     path_or_id: str

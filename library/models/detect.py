@@ -49,7 +49,7 @@ SourceType = Literal["folder", "hub", "file", "random"]
 
 @dataclass(frozen=True)
 class DetectedModel:
-    """What is known of a model before it is loaded; the input of ``Family.load``."""
+    """A model that is not loaded yet: its family, its files and what they tell; the input of ``Family.load``."""
 
     family: str
     reason: str
@@ -61,7 +61,7 @@ class DetectedModel:
     """Whether the denoiser takes the guidance scale as an input."""
     source_type: SourceType = "folder"
     path_or_id: str = ""
-    """The folder, hub id or file."""
+    """The folder, hub id or file of the model."""
     bundled_config: str | None = None
     """Name of the bundled config, for single files and random weights."""
     single_file_components: tuple[str, ...] = ()
@@ -80,12 +80,12 @@ class DetectedModel:
 
     @property
     def family_name(self) -> str:
-        """Its registered name in messages, or the title of a family that is found by its import path."""
+        """The family in messages: its registered name, or the title of a family that is found by its import path."""
         return self.family if self.family in FAMILY_FACTS else get_family_facts(self.family).title
 
     @property
     def short_name(self) -> str:
-        """What messages call it."""
+        """The model in messages."""
         return "the built-in demo model" if self.is_built_in else "this model"
 
 

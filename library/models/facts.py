@@ -20,10 +20,10 @@ TORCH_ATTENTION_MODES = ("sdpa", "torch")
 
 @dataclass(frozen=True)
 class FamilyMatch:
-    """What the JSON files of a model tell."""
+    """The result of a detection: what the JSON files of a model tell about it."""
 
     reason: str
-    """Why it is a model of this family, in the words of a message."""
+    """The words in which messages say why it is a model of this family."""
     size_multiple: int
     """Width and height of training images are multiples of this."""
     prediction_type: str
@@ -43,7 +43,7 @@ class PipelineFacts:
     denoisers: tuple[str, ...] = ("transformer",)
     """The components that predict the noise: ``unet`` or ``transformer``; the first is trained."""
     kind: Literal["image", "edit", "video"] = "image"
-    """What the model makes: images from text, edited images, or videos."""
+    """The kind of output: images from text, edited images, or videos."""
     num_parameters: int = 0
     """Number of parameters of the published denoiser; of its largest size, if there are several."""
     hub_id: str = ""
@@ -65,7 +65,7 @@ class DetectionFacts:
     Without any, models of the family are not loaded from single files.
     """
     diffusers_keys: Mapping[str, str] = field(default_factory=dict)
-    """One of the keys of a single file -> its name in diffusers, which files with only the denoiser may use."""
+    """Key of a single file -> its name in diffusers, which files with only the denoiser may use."""
     shape_checks: Mapping[tuple[str, int | None], tuple[str | int, ...]] = field(default_factory=dict)
     """A key and an axis -> path of its length in the bundled config, to tell families and variants apart.
 
@@ -127,7 +127,7 @@ class FamilyLora:
     key_style: KeyStyle = DIFFUSERS_KEYS
     """How a kohya file names the denoiser's modules: as diffusers does, or as the original code."""
     other_key_styles: tuple[KeyStyle, ...] = ()
-    """Further styles of keys that are read."""
+    """Styles of keys that are read besides ``key_style``."""
     format: Literal["kohya", "diffusers", "comfy"] = "kohya"
     """The file format that most programs load for this family."""
     modelspec_architecture: str = ""
@@ -148,10 +148,10 @@ class BlockFacts:
     activation_args: tuple[str, ...] = ("encoder_hidden_states", "hidden_states")
     """The arguments that a block gets from the previous block, in the order in which it returns them."""
     token_args: Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]] = field(default_factory=dict)
-    """Further block arguments with a token axis -> for each of their tensors: that axis, and the ``activation_args``
-    whose tokens it covers, in order."""
+    """Block argument with a token axis that is no activation -> for each of its tensors: that axis, and the
+    ``activation_args`` whose tokens it covers, in order."""
     single_stream_lists: tuple[str, ...] = ()
-    """Those of ``lists`` whose layers get text and image tokens together."""
+    """The part of ``lists`` whose layers get text and image tokens together."""
     text_attention_calls: tuple[int, ...] = ()
     """Indices of the attention calls in a block that attend to a text that is not in ``activation_args``."""
     text_attention_layers: tuple[str, ...] = ()
@@ -202,11 +202,11 @@ class SamplingFacts:
     """Defaults of previews, unless their prompts set other values."""
 
     num_inference_steps: int
-    """Sampling steps."""
+    """Number of sampling steps of a preview."""
     guidance_scale: float
-    """Classifier-free guidance."""
+    """Scale of classifier-free guidance."""
     image_size: tuple[int, int] = (1024, 1024)
-    """Width and height."""
+    """Width and height of the image."""
 
     def get_guidance_scale(self, cfg_scale: float | None) -> float:
         """Return the guidance of a prompt that may set its own."""
@@ -252,7 +252,7 @@ class FamilyFacts:
     """Everything that is known of a model family without torch."""
 
     title: str
-    """Name in messages."""
+    """Name of the family in messages."""
     pipeline: PipelineFacts
     detection: DetectionFacts
     lora: FamilyLora
@@ -263,7 +263,7 @@ class FamilyFacts:
     control: ControlFacts = ControlFacts()
     options: FamilyOptions = FamilyOptions()
     notes: str = ""
-    """What users of this family have to know, in a few words for the table of models."""
+    """A few words for the table of models about what users of this family have to know."""
 
     @property
     def denoiser_name(self) -> str:

@@ -38,7 +38,7 @@ class Conditions:
     is_independent: bool = False
     """Whether condition tokens attend to themselves alone, so that their keys and values stay the same."""
     stored: KeysAndValues | None = None
-    """Where keys and values are stored (if empty) or taken from."""
+    """The cache in which keys and values are stored, if it is empty, or from which they are taken."""
 
 
 @dataclass

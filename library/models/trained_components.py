@@ -1,4 +1,4 @@
-"""Which components a run trains, with which learning rates, and which text encoders stay as they are."""
+"""The components that a run trains, with which learning rates, and which text encoders stay as they are."""
 
 from ..config.network_args import get_network_args
 from ..config.schema import AdapterConfig, OptimConfig

@@ -71,7 +71,7 @@ def bypass_training_adapter(model: nn.Module) -> Iterator[None]:
 
 
 def inspect_training_adapter(content: AdapterFileContents, denoiser_name: str) -> Iterator[str]:
-    """Why a file cannot be a training adapter; the messages do not name it."""
+    """Find out why a file cannot be a training adapter; the messages do not name it."""
     merge = "; a training adapter has to be a LoRA"
     updates = (*content.updates.values(), *(each.update for each in content.fused.values()))
     if others := sorted({update.title for update in updates if update.adapter_type != "lora"}):

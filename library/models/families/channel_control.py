@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ...dataloader.sample_prompts import Prompt
 
 CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Of a call of the denoiser: positional arguments, and those by name."""
+"""The arguments of a call of the denoiser: positional ones, and those by name."""
 
 
 class ChannelControl(Family):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ...dataloader.batch import Batch, Cond, Moments
 
 BATCH_NORM_EPS = 1e-5
-"""Of the latents' statistics, as in diffusers' pipeline; the VAE's config has another."""
+"""Added to the variance of latents, as in diffusers' pipeline; the VAE's config has another value."""
 
 
 def _match_ernie_image(read: ConfigReader) -> FamilyMatch:

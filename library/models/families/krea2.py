@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 KREA2_MAX_SEQUENCE_LENGTH = 512
 """Maximum tokens of the prompt with the end of its template, as in diffusers' pipeline."""
 TURBO_SHIFT_EXPONENT = 1.15
-"""Of the Turbo's shift, which is the same at every resolution."""
+"""Logarithm of the Turbo's timestep shift, which is the same at every resolution."""
 
 
 def _match_krea2(read: ConfigReader) -> FamilyMatch:

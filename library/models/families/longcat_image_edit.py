@@ -58,7 +58,7 @@ class LongCatImageEdit(LongCatImage, ControlTextFamily):
     def encode_prompts_with_controls(
         self, pipe: Any, prompts: Sequence[str], controls: Sequence[Sequence[Image]]
     ) -> Cond:
-        """One by one, as the pipeline does."""
+        """Encode texts one by one with their image, as the pipeline does."""
         import torch
 
         rows = []

@@ -254,7 +254,7 @@ def _lay_out_tokens(
 
 
 def _build_rotations_back(pos_embed: Any, key_valid: Tensor, is_image: Tensor, num_pairs: int) -> Tensor:
-    """For each sample, the rotation of the image's tokens by the padding of its text (B, tokens, 1, pairs of channels).
+    """Compute how the padding of each text rotates the image's tokens (B, tokens, 1, pairs of channels).
 
     The image's position on the first axis, that of frames, is the number of text tokens before it, padding included.
     """
@@ -268,7 +268,7 @@ def _build_rotations_back(pos_embed: Any, key_valid: Tensor, is_image: Tensor, n
 
 
 def _build_shard_mask(num_tokens: int, num_text_tokens: int, places: Tensor, key_valid: Tensor | None) -> Tensor:
-    """Which of a rank's tokens each token of the sequence attends to: text to the text before it, the image to all."""
+    """Build the attention mask of all tokens to those of a rank: text sees the text before it, the image sees all."""
     import torch
 
     queries = torch.arange(num_tokens, device=places.device).unsqueeze(1)

@@ -76,7 +76,7 @@ class QwenImageEdit(QwenImage, ControlTextFamily):
     def encode_prompts_with_controls(
         self, pipe: Any, prompts: Sequence[str], controls: Sequence[Sequence[Image]]
     ) -> Cond:
-        """One by one, as the pipeline does; nothing is truncated."""
+        """Encode texts one by one with their images, as the pipeline does; nothing is truncated."""
         rows = []
         for prompt, images in zip(prompts, controls, strict=True):
             resized = [pipe.image_processor.resize(image, *self.compute_text_size(image.size)) for image in images]

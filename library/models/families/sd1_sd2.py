@@ -133,7 +133,7 @@ SD2_FACTS = replace(
 
 
 class StableDiffusion1(Family):
-    """Stable Diffusion 1.x."""
+    """Stable Diffusion 1.x, whose text encoder is CLIP."""
 
     facts = SD1_FACTS
 
