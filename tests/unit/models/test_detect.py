@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import httpx
 import huggingface_hub
@@ -16,6 +17,7 @@ from library.dataset.dataset_config import load_dataset_config
 from library.dataset.validate import validate_resolution_multiple
 from library.errors import ConfigError
 from library.models.detect import detect_model
+from library.models.facts import DetectionFacts
 from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.model_configs import is_tokenizer, list_bundled_configs, list_family_configs, load_bundled_config
 
@@ -246,6 +248,18 @@ def test_the_family_option_must_match_the_model(tmp_path):
     file = write_sparse_file(tmp_path / "model.safetensors", XL)
     assert "does not contain weights of family sd1" in detect_problem(file, family="sd1")
     assert "is of family sdxl, not sd1" in detect_problem("random:sdxl:tiny", family="sd1")
+
+
+class FamilyOfFolders(FAMILIES.get("sdxl")):
+    """A family without keys of single files."""
+
+    facts = replace(FAMILY_FACTS["sdxl"], detection=DetectionFacts(FAMILY_FACTS["sdxl"].detection.match_configs))
+
+
+def test_a_family_without_keys_is_in_no_single_file(tmp_path):
+    file = write_sparse_file(tmp_path / "model.safetensors", XL)
+    problem = detect_problem(file, family=f"{__name__}:FamilyOfFolders")
+    assert "does not contain weights of family" in problem
 
 
 def test_the_author_of_a_family_is_told_all_that_is_missing(tmp_path):
