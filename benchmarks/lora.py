@@ -88,14 +88,14 @@ def write_model_and_loras(source: str, dtype: torch.dtype, folder: Path, *, is_f
     for seed, name in enumerate(("one", "two")):
         generator, state = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
         for part in components:
-            model, is_denoiser = getattr(pipe, part.name), part.name == family.denoiser_name
-            targets = family.lora_target_modules if is_denoiser else family.text_lora_target_modules[part.name]
+            model, is_denoiser = getattr(pipe, part.name), part.name == family.facts.denoiser_name
+            targets = family.facts.lora.targets if is_denoiser else family.facts.lora.text_encoders[part.name].targets
             for module in match_target_modules(model, targets):
                 outputs, inputs, *kernel = model.get_submodule(module).weight.shape
                 for end, shape in (("A", (RANK, inputs, *kernel)), ("B", (outputs, RANK, *[1] * len(kernel)))):
                     state[f"{part.name}.{module}.lora_{end}.weight"] = FACTOR * torch.randn(shape, generator=generator)
         alphas = {key.removesuffix(".lora_A.weight"): ALPHA for key in state if key.endswith(".lora_A.weight")}
-        tensors, metadata = convert_to_file_format(state, alphas, components, family.lora_format)
+        tensors, metadata = convert_to_file_format(state, alphas, components, family.facts.lora.format)
         write_adapter_file(folder / f"{name}.safetensors", tensors, metadata, is_trained=False)
 
 

@@ -61,7 +61,7 @@ class ComponentKeys:
     key_prefix: str
     """The prefix of the component's keys in kohya files."""
     key_style: KeyStyle = DIFFUSERS_KEYS
-    """The module names of kohya files: see ``Family.lora_key_style``."""
+    """How kohya files name the modules: see ``FamilyLora.key_style`` of the model family."""
     other_key_styles: tuple[KeyStyle, ...] = ()
     """Key styles that are read besides ``key_style``."""
 

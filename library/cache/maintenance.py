@@ -17,6 +17,7 @@ from ..distributed.communicator import Communicator
 from ..models.base import Family
 from ..models.detect import build_control_limits, detect_model
 from ..models.families import FAMILIES
+from ..models.trained_components import list_cached_text_components
 from ..parallel.strategy_registry import build_strategy
 from .distributed_encoding import CacheEncoder, CacheSpec, fill_cache
 from .frozen_encoders import FrozenEncoders
@@ -152,15 +153,8 @@ def open_run_caches(config: RunConfig) -> Iterator[RunCaches]:
             control_limits=build_control_limits(model),
             max_side=model.max_side,
         )
-        text_components = family.list_cached_text_components(config.adapter, config.optim)
-        encoders = FrozenEncoders(
-            strategy=strategy,
-            family=family,
-            model=model,
-            model_config=config.model,
-            cache=config.cache,
-            text_components=text_components,
-        )
+        text_components = list_cached_text_components(config.adapter, config.optim, family.facts)
+        encoders = FrozenEncoders(strategy, family, model, config.model, config.cache, text_components)
         caches = [_build_latent_cache(encoders, prepared)] if config.cache.caches_latents else []
         if config.cache.caches_text_outputs:
             batch_plan = prepared.build_batch_plan(strategy.data_parallel_size, config.train)

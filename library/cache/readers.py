@@ -84,10 +84,15 @@ class TextReader:
     def __init__(self, store: CacheStore, encoder_fingerprint: str, reads_controls: bool = False):
         self.store, self.encoder_fingerprint, self.reads_controls = store, encoder_fingerprint, reads_controls
 
-    def read_cond(self, captions: Sequence[str], control_keys: Sequence[str] = ()) -> Cond:
-        """Return what the family's text encoders return for these captions, each with its control images if read."""
+    def read_cond(
+        self, captions: Sequence[str], control_keys: Sequence[str] = (), *, is_negative: bool = False
+    ) -> Cond:
+        """Return what the family's text encoders return for these captions, each with its control images if read.
+
+        ``is_negative``: they are negative prompts, of a family that encodes these in another way.
+        """
         used_keys = control_keys if self.reads_controls else [""] * len(captions)
-        texts = map(EncodedText, captions, used_keys)
+        texts = [EncodedText(*text, is_negative) for text in zip(captions, used_keys, strict=True)]
         keys = stack_keys(compute_text_key(text, self.encoder_fingerprint) for text in texts)
         rows = self.store.find_rows(keys)
         if (rows < 0).any():

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL.Image import Image, fromarray
@@ -63,10 +64,8 @@ class CaptionEncoder:
             if pipe is None:
                 dtype = MIXED_PRECISION_DTYPES[strategy.mixed_precision]
                 pipe = self.encoders.load(self.encoders.text_components, dtype)
-            captions = [self.text_keys.captions[index] for index in batch]
-            controls = [self._load_controls(index) for index in batch] if self.encoders.reads_controls else []
-            with torch.no_grad(), strategy.accelerator.autocast():
-                rows = split_cond(self.encoders.encode_prompts(pipe, captions, controls), len(captions))
+            rows = self._encode_texts(pipe, batch)
+            captions = [self.text_keys.texts[index].caption for index in batch]
             for caption, row in zip(captions, rows, strict=True):
                 if not all(bool(tensor.isfinite().all()) for tensor in row.values()):
                     raise UserError(f"the text encoder returns NaN or Inf for the caption {caption!r}")
@@ -74,6 +73,21 @@ class CaptionEncoder:
             yield len(batch), list(map(EncodedEntry, batch, rows, names))
         del pipe
         strategy.empty_device_cache()
+
+    def _encode_texts(self, pipe: Any, batch: Sequence[int]) -> list[dict[str, torch.Tensor]]:
+        """Encode the captions of a batch, and its negative prompts where they are encoded in another way."""
+        texts = self.text_keys.texts
+        rows: dict[int, dict[str, torch.Tensor]] = {}
+        for is_negative in (False, True):
+            part = [index for index in batch if texts[index].is_negative == is_negative]
+            captions = [texts[index].caption for index in part]
+            if not part:
+                continue
+            controls = [self._load_controls(index) for index in part] if self.encoders.reads_controls else []
+            with torch.no_grad(), self.encoders.strategy.accelerator.autocast():
+                cond = self.encoders.encode_prompts(pipe, captions, controls, is_negative=is_negative)
+            rows |= zip(part, split_cond(cond, len(part)), strict=True)
+        return [rows[index] for index in batch]
 
     def _load_controls(self, entry_index: int) -> list[Image]:
         source = self.text_keys.sources[entry_index]
@@ -117,8 +131,14 @@ def build_text_cache(
     """Build the spec of the cache of text-encoder outputs and its encoder."""
     merged, with_controls = prepared.merge_validation(), encoders.reads_controls
     augmenter, plan = merged.build_augmenter(run_plan.batch_plan, run_plan.steps), run_plan.batch_plan
-    mark = encoders.family.mark_negative_prompt
-    texts = collect_run_captions(augmenter, plan, run_plan.steps, prompts, mark, with_controls=with_controls)
+    texts = collect_run_captions(
+        augmenter,
+        plan,
+        run_plan.steps,
+        prompts,
+        with_controls=with_controls,
+        has_negative_encoding=encoders.family.facts.text.has_negative_encoding,
+    )
     extent = " with their control images" if with_controls else ""
     logger.info("%d different captions%s in %d steps", len(texts), extent, run_plan.steps)
     text_keys = build_text_keys(texts, encoder_fingerprint)
@@ -143,7 +163,8 @@ def compute_text_encoder_fingerprint(encoders: FrozenEncoders, cache_dir: Path) 
     scheduler = json.dumps(get_config_reader(encoders.model)("scheduler/scheduler_config.json"), sort_keys=True)
     precision = str(MIXED_PRECISION_DTYPES[encoders.strategy.mixed_precision])
     options = _list_model_options(encoders.model_config)
-    parts = ["T5 only"] if encoders.is_t5_only else []
+    version = encoders.family.facts.text.version
+    parts = [*(["T5 only"] if encoders.is_t5_only else []), *([f"version {version}"] if version > 1 else [])]
     return compute_encoder_fingerprint(type(encoders.family).__name__, *parts, precision, scheduler, *options, *weights)
 
 

@@ -12,9 +12,9 @@ from ..config.schema_distributed import DeepSpeedConfig, ParallelConfig, Shardin
 from ..dataloader.batch_plan import AnyBatchPlan
 from ..errors import ConfigError
 from ..models.detect import DetectedModel
-from ..models.facts import caches_only_t5, select_trained_text_encoders
 from ..models.families import FAMILIES
 from ..models.loading import load_components_on_meta
+from ..models.trained_components import caches_only_t5, select_trained_text_encoders
 from ..parallel.block_swap import find_innermost_blocks
 from .memory_estimate import DevicePart, MemoryEstimate, estimate_memory, estimate_optimizer_state, split_model
 from .meta_run import LargestBatch, MetaRun, count_all_reduce_bytes
@@ -197,7 +197,7 @@ def get_partition(layout: ParallelLayout, model: DetectedModel) -> Partition:
     The stages of a pipeline can be cut out of any run, unless it pads texts or splits tokens elsewhere.
     """
     dims = layout.dims
-    varies = dims.cp > 1 or FAMILIES.get(model.family).has_variable_text_length
+    varies = dims.cp > 1 or FAMILIES.get(model.family).facts.text.has_variable_length
     return dims.tp, dims.cp, dims.pp > 1 and varies
 
 
@@ -292,7 +292,7 @@ def _list_savings(model: DetectedModel, can_cache_texts: bool) -> Iterator[dict[
     yield {"gradient_checkpointing": True}
     yield {"quantize_base": "int8"}
     yield {"quantize_base": "nf4"}
-    part = FAMILIES.get(model.family).denoiser_name
+    part = FAMILIES.get(model.family).facts.denoiser_name
     yield {"blocks_to_swap": len(find_innermost_blocks(getattr(load_components_on_meta(model, (part,)), part)))}
     yield {"gradient_checkpointing": True, "cpu_offload_checkpointing": True}
     yield {"train_batch_size": 1}

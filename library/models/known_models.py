@@ -32,7 +32,7 @@ class KnownModel:
     family: str
     components: tuple[ComponentKeys, ...]
     shapes: Mapping[str, Shape]
-    """The shape of each weight by the name of its layer, which begins with the component."""
+    """Shapes of the weights by the names of their layers, in which the component comes first."""
 
     @functools.cached_property
     def lookup(self) -> dict[str, tuple[ComponentKeys, ModuleGroup]]:
@@ -88,7 +88,7 @@ def _expand_name(name: str) -> Iterator[str]:
 
 
 def _parse_ranges(text: str) -> list[int]:
-    """Parse ``0-2,5`` to 0, 1, 2 and 5."""
+    """Parse ranges of numbers: ``0-2,5`` means 0, 1, 2, 5."""
     bounds = [part.split("-") for part in text.split(",")]
     return [number for each in bounds for number in range(int(each[0]), int(each[-1]) + 1)]
 

@@ -46,7 +46,7 @@ def load_bundled_config(name: str) -> BundledConfig:
 
 
 class ModelError(Exception):
-    """A model cannot be used; the text says why."""
+    """The error of a model that cannot be used; its text says why."""
 
 
 def build_folder_reader(directory: Path) -> ConfigReader:

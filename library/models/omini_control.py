@@ -38,7 +38,7 @@ class Conditions:
     is_independent: bool = False
     """Whether condition tokens attend to themselves alone, so that their keys and values stay the same."""
     stored: KeysAndValues | None = None
-    """Keys and values of the condition: filled by a forward pass if empty, or else taken from here."""
+    """The cache in which keys and values are stored, if it is empty, or from which they are taken."""
 
 
 @dataclass

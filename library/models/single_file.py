@@ -26,19 +26,19 @@ class KeyConversion:
     layout: tuple[OriginalModule, ...] = ()
     """The original modules, where diffusers converts no class with these keys."""
     joins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Weights that are joined, as ``FamilyFacts.single_file_joins`` describes them."""
+    """Names of modules that files have instead of one in the layout: see ``SingleFileFacts.joins``."""
     patterns: Mapping[str, str] = field(default_factory=dict)
     """Patterns of keys in diffusers, and what they are in the file, where diffusers converts none."""
 
 
 def build_key_conversion(facts: FamilyFacts, component: str, config: Mapping[str, Any]) -> KeyConversion:
-    """Build the conversion of the keys of a component with this config."""
-    conversion = KeyConversion(facts.single_file_classes.get(component), facts.single_file_renames)
-    if component == "vae" and facts.build_vae_patterns is not None:
-        return replace(conversion, patterns=facts.build_vae_patterns(config))
+    """How the keys of a component with this config are converted."""
+    conversion = KeyConversion(facts.single_files.classes.get(component), facts.single_files.renames)
+    if component == "vae" and facts.single_files.build_vae_patterns is not None:
+        return replace(conversion, patterns=facts.single_files.build_vae_patterns(config))
     if component != facts.denoiser_name:
         return conversion
-    return replace(conversion, layout=facts.single_file_layout, joins=facts.single_file_joins)
+    return replace(conversion, layout=facts.single_files.layout, joins=facts.single_files.joins)
 
 
 def load_single_file_component(

@@ -71,11 +71,10 @@ def bypass_training_adapter(model: nn.Module) -> Iterator[None]:
 
 
 def inspect_training_adapter(content: AdapterFileContents, denoiser_name: str) -> Iterator[str]:
-    """Yield the reasons why a file cannot be a training adapter; the messages do not name the file."""
+    """Find out why a file cannot be a training adapter; the messages do not name it."""
     merge = "; a training adapter has to be a LoRA"
     updates = (*content.updates.values(), *(each.update for each in content.fused.values()))
-    types = {update.title for update in updates}
-    if others := sorted(types - {"lora"}):
+    if others := sorted({update.title for update in updates if update.adapter_type != "lora"}):
         yield f"has layers of type {' and '.join(others)}{merge}"
     elif content.fused:
         name, fused = next(iter(content.fused.items()))

@@ -21,8 +21,9 @@ from ..dataset.schema import SubsetConfig
 from ..dataset.validate import validate_resolution_multiple
 from ..errors import ConfigError, FileError
 from .detect import COMPONENT_OPTIONS, DetectedModel, build_control_limits, detect_model, get_family_facts
-from .facts import TORCH_ATTENTION_MODES, select_trained_text_encoders
+from .facts import TORCH_ATTENTION_MODES
 from .families import FAMILY_FACTS
+from .trained_components import select_trained_text_encoders
 
 
 def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> Iterator[str]:
@@ -39,14 +40,19 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> I
                 config.noise, config.loss, facts.title, detected.prediction_type
             ),
             *validate_adapter.validate_adapter_for_model(
-                config.adapter, config.optim, facts.network, facts.title, facts.text_encoders, facts.t5_encoder
+                config.adapter,
+                config.optim,
+                facts.options.network,
+                facts.title,
+                tuple(facts.lora.text_encoders),
+                facts.text.t5_encoder,
             ),
             *_validate_text_mask(config.model, config.distributed.attn_mode, config.parallel.cp_size, detected),
             *validate_adapter.validate_text_caching(
                 config.adapter,
                 config.cache,
                 select_trained_text_encoders(config.adapter, config.optim, facts),
-                facts.t5_encoder,
+                facts.text.t5_encoder,
             ),
             *((("attn_mode",), line) for line in validate_attention_mode(config.distributed.attn_mode, detected)),
         ]
@@ -67,7 +73,7 @@ def _validate_text_mask(
     model: ModelConfig, attn_mode: str, cp_size: int, detected: DetectedModel
 ) -> Iterator[OptionConflict]:
     """Some families mask padding tokens in the denoiser's attention, which not every kernel and layout can."""
-    if not model.apply_t5_attn_mask or not get_family_facts(detected.family).masks_text_in_denoiser:
+    if not model.apply_t5_attn_mask or not get_family_facts(detected.family).text.is_masked_in_denoiser:
         return
     if attn_mode in ("flash", "flash3"):
         yield ("apply_t5_attn_mask", "attn_mode"), f"attn_mode {attn_mode} has no masks; use sdpa"
@@ -77,7 +83,7 @@ def _validate_text_mask(
 
 def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedModel) -> Iterator[str]:
     """Check bucket steps, resolutions and control images, if the datasets themselves are valid."""
-    reads_controls = get_family_facts(model.family).text_tokens_per_control > 0
+    reads_controls = get_family_facts(model.family).control.text_tokens_per_image > 0
     if reads_controls and cache.caches_latents and not cache.caches_text_outputs:
         title = get_family_facts(model.family).title
         yield (
@@ -112,8 +118,8 @@ def _find_random_controls(subset: SubsetConfig) -> Iterator[str]:
 def validate_attention_mode(mode: str, model: DetectedModel) -> Iterator[str]:
     """Check that the family's denoiser supports this ``attn_mode``."""
     facts = get_family_facts(model.family)
-    if mode not in (*TORCH_ATTENTION_MODES, *facts.attention_modes):
-        modes = ", ".join(("sdpa", *facts.attention_modes))
+    if mode not in (*TORCH_ATTENTION_MODES, *facts.blocks.attention_modes):
+        modes = ", ".join(("sdpa", *facts.blocks.attention_modes))
         yield f"{mode} is not supported for {facts.title}, only {modes}; sdpa chooses the fastest kernel itself"
 
 
@@ -131,7 +137,7 @@ def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[str]:
     for key, side in sides:
         if side is not None and model.max_side is not None and side > model.max_side:
             yield f"{prompt.locate_key(key)}: {title} has positions for at most {model.max_side} pixels, not {side}"
-    if get_family_facts(model.family).is_preview_size_of_control:
+    if get_family_facts(model.family).control.sets_preview_size:
         problem = f"previews of {title} have the shape of their control image; leave it out"
         yield from (f"{prompt.locate_key(key)}: {problem}" for key, side in sides if side is not None)
     elif model.prediction_type == "flow":
@@ -164,12 +170,12 @@ def drop_unused_model_options(loaded: ParsedConfig) -> ParsedConfig:
     reasons |= _find_unavailable_xformers(loaded, detected)
     loaded = loaded.without_unused({name: why for name, why in reasons.items() if name in loaded.locations})
     facts, adapter = get_family_facts(detected.family), loaded.config.adapter
-    if not facts.network.is_unet:
+    if not facts.options.network.is_unet:
         names = [name for name in list_arg_names(adapter.network_args) if name in ("conv_dim", "conv_alpha")]
         loaded = loaded.without_args(dict.fromkeys(names, f"{facts.title} has no convolutions"))
     unusable = tuple(_find_unusable_samplers(loaded.config.preview, loaded.config.noise, detected))
     loaded = _round_bucket_steps(replace(loaded, unused=(*loaded.unused, *unusable)), detected)
-    lengths = find_block_lr_weight_lengths(parse_network_args(adapter.network_args)[0], facts.network)
+    lengths = find_block_lr_weight_lengths(parse_network_args(adapter.network_args)[0], facts.options.network)
     where = loaded.locations.get("network_args", "")
     loaded = replace(loaded, notices=[*loaded.notices, *(f"{where}: {line}" for line in lengths)])
     return replace(loaded, kohya_defaults=tuple(_find_other_defaults(loaded, detected)))
@@ -213,7 +219,7 @@ def _find_other_defaults(loaded: ParsedConfig, detected: DetectedModel) -> Itera
     optim, facts = loaded.config.optim, get_family_facts(detected.family)
     text_encoders = select_trained_text_encoders(loaded.config.adapter, optim, facts)
     has_all_rates = optim.unet_lr is not None and (optim.text_encoder_lr or not text_encoders)
-    sampling, theirs_of = loaded.config.noise.flow_timestep_sampling, facts.kohya_defaults.get
+    sampling, theirs_of = loaded.config.noise.flow_timestep_sampling, facts.options.kohya_defaults.get
     others = {
         "seed": ("42", "another one for each run", True),
         "learning_rate": ("1e-4", "2e-6", not has_all_rates and not is_self_tuning_adafactor(optim)),
@@ -237,15 +243,15 @@ def find_unused_model_options(
 ) -> dict[str, str]:
     """Find the options without effect on this model, and why; options with their default values may be among them."""
     facts = get_family_facts(detected.family)
-    special = {option for each in FAMILY_FACTS.values() for option in each.extra_options} - set(facts.extra_options)
+    special = {option for each in FAMILY_FACTS.values() for option in each.options.extra} - set(facts.options.extra)
     unused = dict.fromkeys(sorted(special), f"not for {facts.title}")
-    unused |= {name: f"not for {facts.title}" for name in COMPONENT_OPTIONS if name not in facts.component_options}
+    unused |= {name: f"not for {facts.title}" for name in COMPONENT_OPTIONS if name not in facts.options.components}
     if not detected.has_guidance_embeds:
         unused["guidance_scale"] = "the model has no guidance embedding"
     unused |= validate_objective.find_options_of_other_models(noise, loss, detected.prediction_type)
     if detected.prediction_type == "flow":
         unused["sample_sampler"] = "flow matching samples with euler"
-    if not facts.text_encoders and not adapter.network_train_text_encoder_only:
+    if not facts.lora.text_encoders and not adapter.network_train_text_encoder_only:
         unused |= dict.fromkeys(
             ("network_train_unet_only", "text_encoder_lr"), f"the text encoders of {facts.title} are never trained"
         )
@@ -256,6 +262,6 @@ def _find_unavailable_xformers(loaded: ParsedConfig, detected: DetectedModel) ->
     """``xformers = true`` asks for speed; where it cannot run, PyTorch's attention computes the same."""
     if not loaded.locations.get("attn_mode", "").endswith("xformers"):
         return {}
-    if "xformers" not in (*TORCH_ATTENTION_MODES, *get_family_facts(detected.family).attention_modes):
+    if "xformers" not in (*TORCH_ATTENTION_MODES, *get_family_facts(detected.family).blocks.attention_modes):
         return {"attn_mode": f"not supported for {detected.family}; PyTorch's attention is used"}
     return {} if find_spec("xformers") else {"attn_mode": "not installed; PyTorch's attention is used"}

@@ -170,26 +170,28 @@ class ParallelPlan:
 
 def build_block_sequence(family: Family, denoiser: Any) -> BlockSequence:
     """Return the denoiser's blocks in the order in which they run."""
-    if family.has_skip_connections:
+    facts = family.facts.blocks
+    if facts.has_skip_connections:
         return UNetBlockSequence.from_unet(denoiser)
-    return BlockSequence.from_lists(denoiser, family.block_lists, family.block_activation_args)
+    return BlockSequence.from_lists(denoiser, facts.lists, facts.activation_args)
 
 
 def build_parallel_plan(family: Family, denoiser: nn.Module) -> ParallelPlan:
     """Describe how the denoiser can be split over processes."""
+    facts = family.facts.blocks
     return ParallelPlan(
-        block_sequence=build_block_sequence(family, denoiser),
-        tensor_parallel=build_tensor_parallel_plan(denoiser, family.fused_parallel_layers),
-        block_token_args=family.block_token_args,
-        layer_token_streams=map_layer_token_streams(
+        build_block_sequence(family, denoiser),
+        build_tensor_parallel_plan(denoiser, facts.fused_layers),
+        facts.token_args,
+        map_layer_token_streams(
             denoiser,
-            family.block_lists,
-            family.block_activation_args,
-            family.single_stream_block_lists,
-            family.text_attention_layers,
+            facts.lists,
+            facts.activation_args,
+            facts.single_stream_lists,
+            facts.text_attention_layers,
         ),
-        text_attention_calls=family.text_attention_calls,
-        denoiser=denoiser,
+        facts.text_attention_calls,
+        denoiser,
     )
 
 

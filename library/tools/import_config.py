@@ -92,7 +92,7 @@ def build_files(result: ImportedConfig, output_dir: Path, name: str, source: Pat
     if not TRAINED_PART_OPTIONS & options.keys():
         options["network_train_unet_only"] = True  # the other programs train text encoders only where they say so
     is_file = str(options.get("pretrained_model_name_or_path", "")).endswith(".safetensors")
-    if is_file and get_family_facts(result.family).kind == "edit":
+    if is_file and get_family_facts(result.family).pipeline.kind == "edit":
         options["family"] = result.family  # its file is like that of the model that it comes from
     if not result.datasets:  # the settings of all images are options of the run, too
         options |= {_OPTION_OF_KEY.get(key, key): value for key, value in result.general.items()}
@@ -200,20 +200,20 @@ def check_written_files(run_path: Path, family: str) -> list[str]:
 
 def _check_family(loaded: ParsedConfig, family: str) -> list[str]:
     config, facts = loaded.config, get_family_facts(family)
-    prediction = "flow" if not facts.network.is_unet else "v" if config.noise.v_parameterization else "epsilon"
+    prediction = "flow" if not facts.options.network.is_unet else "v" if config.noise.v_parameterization else "epsilon"
     conflicts = [
         *validate_objective.validate_objective_for_model(config.noise, config.loss, facts.title, prediction),
         *validate_adapter.validate_adapter_for_model(
             config.adapter,
             config.optim,
-            facts.network,
-            title=facts.title,
-            text_encoders=facts.text_encoders,
-            t5=facts.t5_encoder,
+            facts.options.network,
+            facts.title,
+            tuple(facts.lora.text_encoders),
+            facts.text.t5_encoder,
         ),
     ]
     given = flatten_config(config)
     for option in ("t5xxl_max_token_length", "guidance_scale"):
-        if option in loaded.locations and option not in facts.extra_options and given[option] is not None:
+        if option in loaded.locations and option not in facts.options.extra and given[option] is not None:
             conflicts.append(((option,), f"not applicable to {facts.title}; remove it"))
     return [f"{loaded.locations.get(names[0], f'--{names[0]}')}: {problem}" for names, problem in conflicts]

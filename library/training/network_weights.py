@@ -68,7 +68,7 @@ def read_initial_weights(
     """Read all files before the model is loaded; all problems are reported at once."""
     if not has_initial_weights(adapter):
         return InitialWeights()
-    names = (family.denoiser_name, *family.text_lora_prefixes)
+    names = (family.facts.denoiser_name, *family.facts.lora.text_encoders)
     pipe = load_components_on_meta(detected, names)
     components = collect_component_keys(family, pipe)
     layers = ((f"{name}.{module}", each) for name in names for module, each in getattr(pipe, name).named_modules())
@@ -86,7 +86,7 @@ def read_initial_weights(
         path = adapter.training_adapter
         content = _read_contents("training_adapter", path, components, shapes, problems)
         if content is not None:
-            reasons = inspect_training_adapter(content, family.denoiser_name)
+            reasons = inspect_training_adapter(content, family.facts.denoiser_name)
             problems += [f"--training_adapter: {path}: {reason}" for reason in reasons]
             training = Path(path).name, content
     idle, independent = None, frozenset[str]()
@@ -163,8 +163,7 @@ def _inspect_network_file(adapter: AdapterConfig, content: AdapterFileContents, 
     """Yield the reasons why an adapter cannot be trained further."""
     start = f"--network_weights: {adapter.network_weights}:"
     updates, own_type = content.updates, get_adapter_type(adapter)
-    types = {update.adapter_type if update.is_trainable else update.title for update in updates.values()}
-    types |= {fused.update.title for fused in content.fused.values()}
+    types = {update.adapter_type for update in updates.values()}
     if untrainable := sorted({each.title for each in updates.values() if not each.is_trainable}):
         yield (
             f"{start} has layers of type {' and '.join(untrainable)}, which can be merged"
@@ -178,22 +177,23 @@ def _inspect_network_file(adapter: AdapterConfig, content: AdapterFileContents, 
         yield f"{start} has type {found}, but this run trains {own_type}; change network_module or network_args"
     elif not adapter.dim_from_weights and any(update.is_tucker for update in updates.values()):
         yield f"{start} has Tucker layers; add dim_from_weights"
-    encoders = sorted({module.partition(".")[0] for module in updates} - {family.denoiser_name})
+    encoders = sorted({module.partition(".")[0] for module in updates} - {family.facts.denoiser_name})
     if encoders and not adapter.trains_text_encoders:
         yield (
             f"{start} has layers of {', '.join(encoders)}, which this run does not train; remove"
             " network_train_unet_only, or use --base_weights"
         )
-    elif family.facts.t5_encoder in encoders and not get_network_args(adapter).train_t5xxl:
-        yield f'{start} has layers of {family.facts.t5_encoder} (T5); add network_args = ["train_t5xxl=True"]'
-    if not adapter.trains_denoiser and any(module.startswith(f"{family.denoiser_name}.") for module in updates):
-        yield f"{start} has layers of {family.denoiser_name}; remove network_train_text_encoder_only"
+    elif family.facts.text.t5_encoder in encoders and not get_network_args(adapter).train_t5xxl:
+        yield f'{start} has layers of {family.facts.text.t5_encoder} (T5); add network_args = ["train_t5xxl=True"]'
+    if not adapter.trains_denoiser and any(module.startswith(f"{family.facts.denoiser_name}.") for module in updates):
+        yield f"{start} has layers of {family.facts.denoiser_name}; remove network_train_text_encoder_only"
 
 
 def _list_idle_modules(family: Family, pipe: Any) -> list[str]:
     """The modules that get no gradient, since the model discards their output."""
-    idle = [f"{family.denoiser_name}.{name}" for name in family.get_unused_layers(getattr(pipe, family.denoiser_name))]
-    for part in family.text_lora_prefixes:
+    denoiser = family.facts.denoiser_name
+    idle = [f"{denoiser}.{name}" for name in family.get_unused_layers(getattr(pipe, denoiser))]
+    for part in family.facts.lora.text_encoders:
         idle += [f"{part}.{module}" for module in family.get_unused_text_layers(getattr(pipe, part), part)]
     return idle
 
@@ -293,9 +293,9 @@ def add_training_adapter(pipe: Any, family: Family, initial_weights: InitialWeig
     if initial_weights.training_adapter is None:
         return
     name, content = initial_weights.training_adapter
-    prefix = f"{family.denoiser_name}."
+    prefix = f"{family.facts.denoiser_name}."
     updates = {path.removeprefix(prefix): update for path, update in content.updates.items()}
-    attach_training_adapter(getattr(pipe, family.denoiser_name), updates)
+    attach_training_adapter(getattr(pipe, family.facts.denoiser_name), updates)
     logger.info("training_adapter: %s: %d modules; previews and the LoRA are without it", name, len(updates))
 
 

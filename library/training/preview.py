@@ -105,8 +105,8 @@ class Preview:
             seed = derive_seed(run.config.train.seed, Purpose.PREVIEW, index) % 2**32
         with run.strategy.accelerator.autocast():
             controls = [load_preview_controls(prompt)]
-            texts = prompt.text, task.family.mark_negative_prompt(prompt.negative_prompt)
-            cond, negative = (task.encode_text([text], controls) for text in texts)
+            cond = task.encode_text([prompt.text], controls)
+            negative = task.encode_text([prompt.negative_prompt], controls, is_negative=True)
             generator = torch.Generator().manual_seed(seed)
             sampler = prompt.sampler or self.config.sample_sampler
             with move_temporarily(task.pipe.vae, task.to_device.device):

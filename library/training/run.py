@@ -29,8 +29,8 @@ from ..errors import UserError
 from ..log import ProgressBar
 from ..models.base import Family
 from ..models.detect import DetectedModel, detect_model, get_family_facts
-from ..models.facts import describe_trained_components
 from ..models.families import FAMILIES
+from ..models.trained_components import describe_trained_components, list_cached_text_components
 from ..optim.lr_schedulers import build_lr_schedule
 from ..parallel.strategy import Strategy
 from ..parallel.strategy_registry import build_strategy
@@ -95,11 +95,13 @@ def _prepare_and_train(
     for line in find_overridden_settings(config, locations):
         logger.warning("%s", line)
     detected = detect_model(config.model)
-    _log_model(config, detected)
+    facts = get_family_facts(detected.family)
+    logger.info("model family %s: %s", detected.family_name, detected.reason)
+    logger.info("%s", describe_trained_components(config.adapter, config.optim, facts))
     family: Family = FAMILIES.get(detected.family)(config.model)
     check_run_settings(config, RunFacts.from_strategy(strategy, family, detected))
-    text_components = family.list_cached_text_components(config.adapter, config.optim)
-    encoders = FrozenEncoders(strategy, family, detected, config.model, config.cache, text_components=text_components)
+    text_components = list_cached_text_components(config.adapter, config.optim, family.facts)
+    encoders = FrozenEncoders(strategy, family, detected, config.model, config.cache, text_components)
     cached = text_components if config.cache.caches_text_outputs else ()
     initial_weights = read_initial_weights(config.adapter, family, detected, cached_components=cached)
     prompts = load_preview_prompts(config.preview)

@@ -197,8 +197,8 @@ class SaveAdapter:
             info.base_model_version,
             info.architecture,
             run.task.objective.process.prediction_type,
-            facts.modelspec_implementation,
-            is_version_2=facts.is_version_2,
+            facts.lora.modelspec_implementation,
+            is_version_2=facts.options.is_version_2,
             metadata=info.metadata,
         )
         return build_metadata(run.config, model, self._collect_run_facts(run), SOFTWARE)
@@ -247,7 +247,7 @@ def build_adapter_file(
     state, alphas = adapter.kept.add_to(dict(state_dict), adapter.alphas)
     components, adapters = collect_component_keys(family, pipe), group_by_module(state, alphas)
     is_auto = save_format == "auto"
-    form: Any = choose_file_format(adapters, components, family.lora_format) if is_auto else save_format
+    form: Any = choose_file_format(adapters, components, family.facts.lora.format) if is_auto else save_format
     equal_alphas = is_auto and needs_equal_alphas(adapters, components, form)
     tensors, metadata = convert_to_file_format(state, alphas, components, form, equal_alphas=equal_alphas)
     return AdapterFile(tensors, metadata, form, list_client_losses(adapters, components, form, equal_alphas))

@@ -35,9 +35,9 @@ from ..models.attention import set_attention_mode
 from ..models.base import Family
 from ..models.collect_component_keys import collect_component_keys
 from ..models.detect import DetectedModel, build_control_limits
-from ..models.facts import select_trained_text_encoders
 from ..models.model_configs import is_tokenizer
 from ..models.noise_schedulers import override_scheduler
+from ..models.trained_components import list_cached_text_components, select_trained_text_encoders
 from ..optim import lr_schedulers, optimizers
 from ..optim.ema import AdapterEMA
 from ..optim.validate_optimizer import find_learning_rate_warnings
@@ -80,21 +80,21 @@ def load_training_pipeline(
     """
     cached = set() if cache_readers.latent_reader is None else {"vae"}
     if cache_readers.text_reader is not None:
-        cached |= {*family.list_cached_text_components(config.adapter, config.optim)}
-    needed = [name for name in family.components if name not in cached or is_tokenizer(name)]
+        cached |= {*list_cached_text_components(config.adapter, config.optim, family.facts)}
+    needed = [name for name in family.facts.components if name not in cached or is_tokenizer(name)]
     dtype = MIXED_PRECISION_DTYPES[strategy.mixed_precision]
     encoders = select_trained_text_encoders(config.adapter, config.optim, family.facts)
-    trained = {family.denoiser_name, *encoders}
+    trained = {family.facts.denoiser_name, *encoders}
     devices = {name: strategy.base_load_device if name in trained else strategy.device for name in needed}
     if is_quantized_or_offloaded(config.model, config.train):  # the full weights might not fit on the device
-        devices[family.denoiser_name] = HOST
+        devices[family.facts.denoiser_name] = HOST
     pipe = None
     for device in dict.fromkeys(devices.values()):
         names = [name for name in needed if devices[name] == device]
         pipe = family.load(detected, dtype, names, pipe=pipe, device=device)
     if "vae" not in needed and prompts:
         pipe = family.load(detected, dtype, ("vae",), pipe=pipe)
-    for name in family.components:
+    for name in family.facts.components:
         module = getattr(pipe, name)
         if isinstance(module, torch.nn.Module):
             module.requires_grad_(False)
@@ -115,7 +115,7 @@ def build_run(
 ) -> tuple[TrainingRun, injection.Adapter]:
     """Inject the adapters, build optimizer, task and loader, and wrap the model; without callbacks and logger yet."""
     objective = build_objective(config.noise, config.loss, family, pipe)
-    set_attention_mode(getattr(pipe, family.denoiser_name), config.distributed.attn_mode)
+    set_attention_mode(getattr(pipe, family.facts.denoiser_name), config.distributed.attn_mode)
     trained, adapter = build_trainable_modules(
         config, family, pipe, initial_weights.rank_alphas, initial_weights.independent_modules
     )

@@ -99,6 +99,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "public names defined twice": (0, 0),
     "docstring fragments": (0, 50),
     "calls with six or more positional arguments": (0, 8),
+    "knobs on the family interface": (0, 12),
 }
 """The smallest and the largest value that `test_code_metrics.py` accepts; the other rows are printed, so that growth
 is seen, and fail no build: a new file, option or check needs no change here."""
@@ -234,6 +235,22 @@ def count_public_duplicates(trees: dict[str, ast.Module]) -> int:
     return sum(count > 1 for count in names.values())
 
 
+FAMILY_INTERFACE = {"models/facts.py": "FamilyFacts", "models/base.py": "Family"}
+"""The module and class of what the author of a model family fills in: its facts, and its methods."""
+
+
+def list_family_members(trees: dict[str, ast.Module]) -> list[ast.stmt]:
+    """The fields, class variables and methods at the top level of the family interface."""
+    return [
+        member
+        for file, name in FAMILY_INTERFACE.items()
+        if file in trees
+        for node in trees[file].body
+        if isinstance(node, ast.ClassDef) and node.name == name
+        for member in node.body
+    ]
+
+
 def measure(root: Path) -> dict[str, float]:
     """The table of one checkout."""
     paths = sorted((root / "library").rglob("*.py"))
@@ -248,6 +265,7 @@ def measure(root: Path) -> dict[str, float]:
     variadic_names = list_variadic_names(trees.values())
     calls = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.Call)]
     docstrings = [item for file, tree in trees.items() for item in list_docstrings(file, tree)]
+    family = list_family_members(trees)
     modules = [file for file in lines if not file.endswith(("__init__.py", "__main__.py"))]
     return {
         "files": len(paths),
@@ -267,6 +285,8 @@ def measure(root: Path) -> dict[str, float]:
         "calls with six or more positional arguments": sum(
             has_many_positional_arguments(call, variadic_names) for call in calls
         ),
+        "knobs on the family interface": sum(isinstance(member, (ast.AnnAssign, ast.Assign)) for member in family),
+        "methods of the family interface": sum(isinstance(member, ast.FunctionDef) for member in family),
         "fmt: skip in library": skips["library"],
         "fmt: skip in tests": skips["tests"],
         "pre-flight functions outside the list": sum(refuses_settings(item) for item in outside),

@@ -37,6 +37,10 @@ PLANTED = {
     "public names defined twice": ("dataloader/x.py", "def load_b(): ...\n" + "A = 1\n" * 60),
     "docstring fragments": ("dataloader/x.py", 'SHARE = 0.9\n"""Of the limit."""\n' * 100),
     "calls with six or more positional arguments": ("dataloader/x.py", "build(1, 2, 3, 4, 5, 6)\n" * 100),
+    "knobs on the family interface": (
+        "models/facts.py",
+        "class FamilyFacts:\n" + "".join(f"    a{number}: int = 1\n" for number in range(13)),
+    ),
 }
 
 

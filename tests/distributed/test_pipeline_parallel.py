@@ -164,7 +164,7 @@ def test_profiled_flops_are_divided_by_the_model_parallel_size(tmp_path):
     profiler.calls, profiler.seconds = SimpleNamespace(count_flops=lambda denoiser: 4e12), 1.0
     run = SimpleNamespace(
         strategy=SimpleNamespace(model_parallel_size=2, device=torch.device("cpu"), mixed_precision="bf16"),
-        task=SimpleNamespace(pipe=SimpleNamespace(unet=None), family=SimpleNamespace(denoiser_name="unet")),
+        task=SimpleNamespace(pipe=SimpleNamespace(unet=None), family=FAMILIES.get("sd1")()),
         metric_logger=SimpleNamespace(log_values=lambda run, values: metrics.update(values)),
     )
     with torch.profiler.profile() as profile, record_phase("other"):

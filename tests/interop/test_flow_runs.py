@@ -29,7 +29,7 @@ def predict(family, pipe, name):
     """The prediction of a model for one batch."""
     batch = TINY[name]().batch
     cond = family.encode_prompts(pipe, ["a red circle", "a longer text, of blue"])
-    denoiser = getattr(pipe, family.denoiser_name).eval()
+    denoiser = getattr(pipe, family.facts.denoiser_name).eval()
     return family.predict(pipe, denoiser, batch.latents, torch.tensor([900.0, 300.0]), replace(batch, cond=cond))
 
 

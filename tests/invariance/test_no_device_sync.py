@@ -114,7 +114,7 @@ def test_a_step_with_checkpoints_on_the_host_and_a_quantized_base_never_waits_fo
 @pytest.mark.parametrize("name", ["sd1", "sdxl"])
 def test_encoding_captions_in_a_step_does_not_wait_for_the_device(name):
     tiny, family = TINY[name](), FAMILIES.get(name)()
-    for part in family.text_components:
+    for part in family.facts.text.components:
         if isinstance(module := getattr(tiny.pipe, part), torch.nn.Module):
             module.to(DEVICE)
     with BlockingCopyDetector():

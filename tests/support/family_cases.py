@@ -97,7 +97,7 @@ def take_rows(batch, count):
 
 def get_modules(family, pipe):
     """The components that have weights."""
-    return {name: part for name in family.components if isinstance(part := getattr(pipe, name), nn.Module)}
+    return {name: part for name in family.facts.components if isinstance(part := getattr(pipe, name), nn.Module)}
 
 
 def make_pixels(count=2):

@@ -135,7 +135,7 @@ def read_trained_components(reader: KeyReader) -> None:
         return  # the denoiser only
     if result.family == "lumina2":
         reader.list_change("text_encoder_lr", "the text encoder is not trained here; set it to 0", text_lr)
-    if not FAMILY_FACTS[result.family].text_encoders:
+    if not FAMILY_FACTS[result.family].lora.text_encoders:
         return
     if unet_lr == 0 and text_lr != 0:
         result.options["network_train_text_encoder_only"] = True

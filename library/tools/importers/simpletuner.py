@@ -185,7 +185,7 @@ def _read_model(config: KeyReader, flavour: str, models: Mapping[str, str]) -> N
         result.options |= {"torch_compile": True, "dynamo_backend": str(config.read("dynamo_backend"))}
     config.read_keys.update(key for key in config.table if key.startswith("dynamo_"))
     if length := config.read("tokenizer_max_length", None, to_integer):
-        if "t5xxl_max_token_length" in FAMILY_FACTS[result.family].extra_options:
+        if "t5xxl_max_token_length" in FAMILY_FACTS[result.family].options.extra:
             result.set_option("t5xxl_max_token_length", length)
         else:
             config.list_change("tokenizer_max_length", "the length of captions is fixed; see max_token_length")

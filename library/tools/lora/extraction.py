@@ -265,7 +265,7 @@ def build_extracted_lora(
         "modelspec.date": datetime.now(timezone.utc).replace(microsecond=0).isoformat(),
         SOURCES_KEY: json.dumps({"made_by": how, "sources": [{"file": base.path.name}, {"file": tuned.path.name}]}),
     }
-    file_format: Any = to or choose_file_format(result.updates, base.components, base.family.lora_format)
+    file_format: Any = to or choose_file_format(result.updates, base.components, base.family.facts.lora.format)
     sizes = NetworkSizes(frozenset(), frozenset())
     return NewLora(
         updates=result.updates,

@@ -126,8 +126,8 @@ def _read_lora_for_model(path: Path, model: ModelFiles) -> IdentifiedLora:
 def describe_other_family(file: LoraFile) -> str | None:
     """The notice for a file that fits, although its metadata name another family; None if they do not."""
     stated = find_stated_families(file.lora.metadata)
-    architectures = {FAMILY_FACTS[family].modelspec_architecture for family in stated}
-    if not stated or FAMILY_FACTS[file.family].modelspec_architecture in architectures:
+    architectures = {FAMILY_FACTS[family].lora.modelspec_architecture for family in stated}
+    if not stated or FAMILY_FACTS[file.family].lora.modelspec_architecture in architectures:
         return None
     return (
         f"{file.path.name}: its metadata say that it is for {' or '.join(sorted(stated))}; its layers and sizes are"

@@ -180,9 +180,9 @@ def locate_model_weights(text: str) -> ModelFiles:
 
 
 def _list_usual_targets(family: type[Family], component: str) -> tuple[str, ...]:
-    if component == family.denoiser_name:
-        return (*family.lora_target_modules, *family.conv_lora_target_modules)
-    return family.text_lora_target_modules[component]
+    if component == family.facts.denoiser_name:
+        return (*family.facts.lora.targets, *family.facts.lora.conv_targets)
+    return family.facts.lora.text_encoders[component].targets
 
 
 def _detect_model(path: Path) -> DetectedModel:
@@ -214,7 +214,7 @@ def _list_component_tensors(path: Path, detected: DetectedModel, component: Comp
     """The tensors of a component by their keys without prefix."""
     if path.is_file():
         tensors = {each.key: each for each in list_stored_tensors(path)}
-        prefixes = get_family_facts(detected.family).single_file_prefixes.get(component.name, ())
+        prefixes = get_family_facts(detected.family).single_files.prefixes.get(component.name, ())
         if component.is_text_encoder and not any(key.startswith(prefix) for key in tensors for prefix in prefixes):
             return {}
         prefix, keys = select_component_keys(tensors, prefixes)

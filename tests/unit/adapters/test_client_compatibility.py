@@ -128,7 +128,7 @@ def build_flux_state(width):
     return (
         state,
         modules,
-        [ComponentKeys("transformer", tuple(names), "lora_unet", FAMILIES.get("flux").lora_key_style)],
+        [ComponentKeys("transformer", tuple(names), "lora_unet", FAMILIES.get("flux").facts.lora.key_style)],
     )
 
 

@@ -220,7 +220,7 @@ def test_a_model_of_custom_size_is_identified_by_its_keys_and_by_the_metadata():
     )
     family = FAMILIES.get("sd1")
     state, alphas = {}, {}
-    for module in match_target_modules(unet, family.lora_target_modules):
+    for module in match_target_modules(unet, family.facts.lora.targets):
         for end, size in list_tensor_shapes("lora", unet.get_submodule(module).weight.shape, 2).items():
             state[f"unet.{module}.{end}"] = torch.ones(size)
         alphas[f"unet.{module}"] = 1.0
@@ -231,7 +231,7 @@ def test_a_model_of_custom_size_is_identified_by_its_keys_and_by_the_metadata():
     built_in = load_components_on_meta(detect_model(None), ("unet",)).unet
     state = {
         f"unet.{name}.lora_{end}.weight": torch.ones(2, 2)
-        for name in match_target_modules(built_in, family.lora_target_modules)
+        for name in match_target_modules(built_in, family.facts.lora.targets)
         for end in "AB"
     }
     alphas = {key.removesuffix(".lora_A.weight"): 1.0 for key in state if "lora_A" in key}

@@ -131,7 +131,9 @@ OURS_TOO = {
 def test_the_keys_are_those_that_sd_scripts_writes(architecture):
     kind = "epsilon" if "stable-diffusion-v1" in architecture or "xl" in architecture else "flow"
     transformer = SimpleNamespace(config=SimpleNamespace(guidance_embeds=True, qk_norm=None))
-    family = next(name for name, facts in FAMILY_FACTS.items() if architecture.startswith(facts.modelspec_architecture))
+    family = next(
+        name for name, facts in FAMILY_FACTS.items() if architecture.startswith(facts.lora.modelspec_architecture)
+    )
     info = FAMILIES.get(family)().get_base_model_info(SimpleNamespace(transformer=transformer))
     assert info.architecture == architecture
     model = BaseModelMetadata(info.base_model_version, architecture, kind, metadata=info.metadata)

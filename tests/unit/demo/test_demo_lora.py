@@ -150,7 +150,9 @@ def test_the_loss_on_the_bird_decreases_significantly(pipes):
     for path in sorted((ROOT / "dataset_configs" / "demo").glob("*.png")):
         side = Image.open(path).resize((96, 96))
         pixels = torch.from_numpy(np.array(side)).permute(2, 0, 1)[None] / 127.5 - 1
-        latents = family.encode_pixels(pipes[0], pixels, [torch.Generator().manual_seed(1)]).expand(4, -1, -1, -1)
+        latents = (
+            family.encode_moments(pipes[0], pixels).sample([torch.Generator().manual_seed(1)]).expand(4, -1, -1, -1)
+        )
         t = torch.tensor([200.0, 400.0, 600.0, 800.0])
         noise = torch.randn(4, *latents.shape[1:], generator=seeded(path))
         noisy, target = family.build_noise_process(pipes[0]).add_noise(latents, noise, t)

@@ -76,8 +76,8 @@ def test_base_weights_are_merged_with_their_multiplier(name, file_format, kind, 
 @torch.no_grad()
 def test_network_weights_load_with_any_alpha(name, file_format, tmp_path):
     path = tmp_path / "lora.safetensors"
-    denoiser, family = f"{FAMILIES.get(name).denoiser_name}.", FAMILIES.get(name)()
-    unused_layers = family.get_unused_layers(getattr(TINY[name]().pipe, family.denoiser_name))
+    denoiser, family = f"{FAMILIES.get(name).facts.denoiser_name}.", FAMILIES.get(name)()
+    unused_layers = family.get_unused_layers(getattr(TINY[name]().pipe, family.facts.denoiser_name))
     state, alphas = save_adapter_file(path, name, file_format, prefixes=denoiser, zero_modules=unused_layers)
     for module in unused_layers:
         del alphas[f"{denoiser}{module}"], state[f"{denoiser}{module}.lora_A.weight"]

@@ -118,7 +118,7 @@ def test_callbacks_between_steps_are_not_counted(tmp_path):
         strategy=SimpleNamespace(
             device=HOST, comm=SimpleNamespace(is_main=True), model_parallel_size=1, mixed_precision="no"
         ),
-        task=SimpleNamespace(pipe=SimpleNamespace(unet=model), family=SimpleNamespace(denoiser_name="unet")),
+        task=SimpleNamespace(pipe=SimpleNamespace(unet=model), family=FAMILIES.get("sd1")()),
     )
 
     class SlowCallback:
@@ -153,9 +153,7 @@ def test_rolled_back_steps_are_profiled_when_repeated(tmp_path):
         strategy=SimpleNamespace(
             device=HOST, comm=SimpleNamespace(is_main=True), model_parallel_size=1, mixed_precision="no"
         ),
-        task=SimpleNamespace(
-            pipe=SimpleNamespace(unet=torch.nn.Identity()), family=SimpleNamespace(denoiser_name="unet")
-        ),
+        task=SimpleNamespace(pipe=SimpleNamespace(unet=torch.nn.Identity()), family=FAMILIES.get("sd1")()),
     )
     logged_steps = []
     run.metric_logger = SimpleNamespace(log_values=lambda run, values: logged_steps.append(run.state.step))
