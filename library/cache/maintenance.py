@@ -154,7 +154,14 @@ def open_run_caches(config: RunConfig) -> Iterator[RunCaches]:
             max_side=model.max_side,
         )
         text_components = list_cached_text_components(config.adapter, config.optim, family.facts)
-        encoders = FrozenEncoders(strategy, family, model, config.model, config.cache, text_components)
+        encoders = FrozenEncoders(
+            strategy=strategy,
+            family=family,
+            model=model,
+            model_config=config.model,
+            cache=config.cache,
+            text_components=text_components,
+        )
         caches = [_build_latent_cache(encoders, prepared)] if config.cache.caches_latents else []
         if config.cache.caches_text_outputs:
             batch_plan = prepared.build_batch_plan(strategy.data_parallel_size, config.train)

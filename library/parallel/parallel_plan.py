@@ -180,18 +180,18 @@ def build_parallel_plan(family: Family, denoiser: nn.Module) -> ParallelPlan:
     """Describe how the denoiser can be split over processes."""
     facts = family.facts.blocks
     return ParallelPlan(
-        build_block_sequence(family, denoiser),
-        build_tensor_parallel_plan(denoiser, facts.fused_layers),
-        facts.token_args,
-        map_layer_token_streams(
+        block_sequence=build_block_sequence(family, denoiser),
+        tensor_parallel=build_tensor_parallel_plan(denoiser, facts.fused_layers),
+        block_token_args=facts.token_args,
+        layer_token_streams=map_layer_token_streams(
             denoiser,
             facts.lists,
             facts.activation_args,
             facts.single_stream_lists,
             facts.text_attention_layers,
         ),
-        facts.text_attention_calls,
-        denoiser,
+        text_attention_calls=facts.text_attention_calls,
+        denoiser=denoiser,
     )
 
 

@@ -207,9 +207,9 @@ def _check_family(loaded: ParsedConfig, family: str) -> list[str]:
             config.adapter,
             config.optim,
             facts.options.network,
-            facts.title,
-            tuple(facts.lora.text_encoders),
-            facts.text.t5_encoder,
+            title=facts.title,
+            text_encoders=tuple(facts.lora.text_encoders),
+            t5=facts.text.t5_encoder,
         ),
     ]
     given = flatten_config(config)

@@ -171,16 +171,16 @@ def identify_lora(
     if not is_for_inspection and any(each.list_written_layers() != written for each in others):
         raise UserError(_describe_ambiguity([model.family, *(each.model.family for each in others)]))
     return IdentifiedLora(
-        model.family,
-        contents,
-        model.components,
-        metadata,
-        fit.is_known_size,
-        list_network_sizes(tensors),
-        model.shapes,
-        len(tensors),
-        tuple(dict.fromkeys(each.model.family for each in others)),
-        unread,
+        family=model.family,
+        contents=contents,
+        components=model.components,
+        metadata=metadata,
+        is_known_size=fit.is_known_size,
+        sizes=list_network_sizes(tensors),
+        shapes=model.shapes,
+        num_tensors=len(tensors),
+        similar_families=tuple(dict.fromkeys(each.model.family for each in others)),
+        unread=unread,
     )
 
 
@@ -245,7 +245,7 @@ def find_stated_families(metadata: Mapping[str, str]) -> frozenset[str]:
     FLUX.1 and FLUX.1 Kontext have one architecture: there the version of the base model tells more.
     """
     architecture = metadata.get("modelspec.architecture", "").partition("/")[0]
-    by_architecture = [(facts.modelspec_architecture, name) for name, facts in FAMILY_FACTS.items()]
+    by_architecture = [(facts.lora.modelspec_architecture, name) for name, facts in FAMILY_FACTS.items()]
     first = _find_families(architecture, by_architecture)
     second = _find_families(metadata.get("ss_base_model_version", ""), [*_NAMES_IN_METADATA.items(), *by_architecture])
     return first & second or first | second

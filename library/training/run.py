@@ -95,13 +95,18 @@ def _prepare_and_train(
     for line in find_overridden_settings(config, locations):
         logger.warning("%s", line)
     detected = detect_model(config.model)
-    facts = get_family_facts(detected.family)
-    logger.info("model family %s: %s", detected.family_name, detected.reason)
-    logger.info("%s", describe_trained_components(config.adapter, config.optim, facts))
+    _log_model(config, detected)
     family: Family = FAMILIES.get(detected.family)(config.model)
     check_run_settings(config, RunFacts.from_strategy(strategy, family, detected))
     text_components = list_cached_text_components(config.adapter, config.optim, family.facts)
-    encoders = FrozenEncoders(strategy, family, detected, config.model, config.cache, text_components)
+    encoders = FrozenEncoders(
+        strategy=strategy,
+        family=family,
+        model=detected,
+        model_config=config.model,
+        cache=config.cache,
+        text_components=text_components,
+    )
     cached = text_components if config.cache.caches_text_outputs else ()
     initial_weights = read_initial_weights(config.adapter, family, detected, cached_components=cached)
     prompts = load_preview_prompts(config.preview)
@@ -148,7 +153,7 @@ def _prepare_and_train(
 
 def _log_model(config: RunConfig, detected: DetectedModel) -> None:
     facts = get_family_facts(detected.family)
-    logger.info("model family %s: %s", facts.name or detected.family, detected.reason)
+    logger.info("model family %s: %s", detected.family_name, detected.reason)
     logger.info("%s", describe_trained_components(config.adapter, config.optim, facts))
 
 

@@ -70,24 +70,24 @@ def select_target_components(
         )
         parts.append(
             TargetComponent(
-                denoiser_name,
-                denoiser,
-                targets,
-                lora.key_style,
-                lora.prefix,
-                family.get_unused_layers(denoiser),
+                name=denoiser_name,
+                model=denoiser,
+                target_modules=targets,
+                key_style=lora.key_style,
+                key_prefix=lora.prefix,
+                unused_layers=family.get_unused_layers(denoiser),
             )
         )
     for name in select_trained_text_encoders(config, optim, family.facts):
         encoder = getattr(pipe, name)
         parts.append(
             TargetComponent(
-                name,
-                encoder,
-                (*lora.text_encoders[name].targets, *own.get(name, ())),
-                lora.text_encoders[name].key_style,
-                lora.text_encoders[name].prefix,
-                family.get_unused_text_layers(encoder, name),
+                name=name,
+                model=encoder,
+                target_modules=(*lora.text_encoders[name].targets, *own.get(name, ())),
+                key_style=lora.text_encoders[name].key_style,
+                key_prefix=lora.text_encoders[name].prefix,
+                unused_layers=family.get_unused_text_layers(encoder, name),
             )
         )
     return parts
@@ -106,7 +106,12 @@ def build_trainable_modules(
     denoiser = getattr(pipe, denoiser_name)
     denoiser.requires_grad_(False)
     adapter = injection.inject_adapters(
-        parts, config.adapter, config.train.seed, family.facts.options.network, rank_alphas, independent_modules
+        parts,
+        config.adapter,
+        config.train.seed,
+        network=family.facts.options.network,
+        rank_alphas=rank_alphas,
+        independent_modules=independent_modules,
     )
     trained = TrainableModules(denoiser_name, {denoiser_name: denoiser, **{part.name: part.model for part in parts}})
     for part in parts:

@@ -114,16 +114,16 @@ def run_extract(files: Sequence[str], arguments: ExtractArguments) -> Iterator[s
     options, path = arguments.extract, Path(arguments.output.output or "").expanduser()
     base, tuned = _locate_models(files)
     settings = ExtractionSettings(
-        build_rank_rule(arguments.ranks),
-        options.type,
-        options.factor,
-        options.layers == "all",
-        not options.no_conv,
-        options.min_difference,
-        getattr(torch, options.math),
-        SAVE_DTYPES[arguments.format.save_precision or "float"],
-        None if options.device is None else _parse_device(options.device),
-        (arguments.format.to or base.family.facts.lora.format) == "kohya",
+        rule=build_rank_rule(arguments.ranks),
+        adapter_type=options.type,
+        factor=options.factor,
+        with_all_layers=options.layers == "all",
+        with_convolutions=not options.no_conv,
+        min_difference=options.min_difference,
+        dtype=getattr(torch, options.math),
+        save_dtype=SAVE_DTYPES[arguments.format.save_precision or "float"],
+        device=None if options.device is None else _parse_device(options.device),
+        fuses_layers=(arguments.format.to or base.family.facts.lora.format) == "kohya",
     )
     result = extract(base, tuned, settings)
     if not result.updates:

@@ -260,7 +260,7 @@ def build_extracted_lora(
         "ss_training_comment": how,
         "modelspec.sai_model_spec": "1.0.1",
         "modelspec.architecture": f"{base.info.architecture}/lora",
-        "modelspec.implementation": base.family.facts.modelspec_implementation,
+        "modelspec.implementation": base.family.facts.lora.modelspec_implementation,
         "modelspec.title": path.stem,
         "modelspec.date": datetime.now(timezone.utc).replace(microsecond=0).isoformat(),
         SOURCES_KEY: json.dumps({"made_by": how, "sources": [{"file": base.path.name}, {"file": tuned.path.name}]}),

@@ -23,7 +23,7 @@ class OutputOptions:
 
 
 @dataclass(frozen=True)
-class FamilyOptions:
+class ModelFamilyOptions:
     """What all commands that read LoRA files have, except ``metadata``."""
 
     family: str | None = define_option(
@@ -137,7 +137,7 @@ class InspectArguments:
     """All options of ``inspect``."""
 
     inspect: InspectOptions = field(default_factory=InspectOptions)
-    family: FamilyOptions = field(default_factory=FamilyOptions)
+    family: ModelFamilyOptions = field(default_factory=ModelFamilyOptions)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class MergeArguments:
     """All options of ``merge``."""
 
     merge: MergeOptions = field(default_factory=MergeOptions)
-    family: FamilyOptions = field(default_factory=FamilyOptions)
+    family: ModelFamilyOptions = field(default_factory=ModelFamilyOptions)
     ranks: RankOptions = field(default_factory=RankOptions)
     format: FormatOptions = field(default_factory=FormatOptions)
     output: OutputOptions = field(default_factory=OutputOptions)
@@ -166,7 +166,7 @@ class ResizeArguments:
     """All options of ``resize``."""
 
     resize: ResizeOptions = field(default_factory=ResizeOptions)
-    family: FamilyOptions = field(default_factory=FamilyOptions)
+    family: ModelFamilyOptions = field(default_factory=ModelFamilyOptions)
     ranks: RankOptions = field(default_factory=RankOptions)
     format: FormatOptions = field(default_factory=FormatOptions)
     output: OutputOptions = field(default_factory=OutputOptions)
@@ -177,7 +177,7 @@ class BlockArguments:
     """All options of ``scale`` and ``prune``."""
 
     blocks: BlockOptions = field(default_factory=BlockOptions)
-    family: FamilyOptions = field(default_factory=FamilyOptions)
+    family: ModelFamilyOptions = field(default_factory=ModelFamilyOptions)
     format: FormatOptions = field(default_factory=FormatOptions)
     output: OutputOptions = field(default_factory=OutputOptions)
 

@@ -123,7 +123,7 @@ def build_full_lora(model):
     family, state = FAMILIES.get(model.family), {}
     ends = tuple(f".{end}" for end in family.lora_target_modules)
     for name, shape in model.shapes.items():
-        if name.startswith(f"{family.denoiser_name}.") and name.endswith(ends) and len(shape) == 2:
+        if name.startswith(f"{family.facts.denoiser_name}.") and name.endswith(ends) and len(shape) == 2:
             state[f"{name}.lora_A.weight"] = torch.ones(1, shape[1], dtype=torch.half)
             state[f"{name}.lora_B.weight"] = torch.ones(shape[0], 1, dtype=torch.half)
     alphas = {key.removesuffix(".lora_A.weight"): 1.0 for key in state if "lora_A" in key}
