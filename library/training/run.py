@@ -99,14 +99,7 @@ def _prepare_and_train(
     family: Family = FAMILIES.get(detected.family)(config.model)
     check_run_settings(config, RunFacts.from_strategy(strategy, family, detected))
     text_components = list_cached_text_components(config.adapter, config.optim, family.facts)
-    encoders = FrozenEncoders(
-        strategy=strategy,
-        family=family,
-        model=detected,
-        model_config=config.model,
-        cache=config.cache,
-        text_components=text_components,
-    )
+    encoders = FrozenEncoders(strategy, family, detected, config.model, config.cache, text_components=text_components)
     cached = text_components if config.cache.caches_text_outputs else ()
     initial_weights = read_initial_weights(config.adapter, family, detected, cached_components=cached)
     prompts = load_preview_prompts(config.preview)
