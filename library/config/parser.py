@@ -15,7 +15,6 @@ from ..registry import suggest_name
 from .kohya_compat import (
     KOHYA_OPTIONS,
     KOHYA_VALUES,
-    OPTIONS_WITHOUT_INFLUENCE,
     RENAMED_OPTIONS,
     RENAMED_VALUES,
     OptionAlias,
@@ -32,7 +31,7 @@ from .kohya_compat import (
     rename_kohya_value,
     take_unchecked_value,
 )
-from .options import OFF_AT_ZERO, Option, build_config, iter_options
+from .options import ExplicitOptions, Option, build_config, iter_options
 from .schema import RunConfig
 from .toml_positions import is_table, read_run_toml
 from .unused_options import (
@@ -77,6 +76,11 @@ class ParsedConfig:
     """Environment variables for the keys and tokens that were given."""
     adjustments: Mapping[str, str] = field(default_factory=dict)
     """Values that were set otherwise, as problems name them (``bucket_reso_steps 64``), and why."""
+
+    @property
+    def explicit(self) -> ExplicitOptions:
+        """The options that were set by a flag or in the run TOML, without those that have no effect."""
+        return frozenset(self.locations)
 
     def require_valid(self) -> RunConfig:
         """Return the configuration, or raise a ``ConfigError`` with all problems."""
@@ -258,7 +262,7 @@ class _SettingsReader:
     def _set_value(self, name: str, spelling: Spelling, *, is_flag: bool) -> None:
         first = self.spellings.setdefault((name, is_flag), spelling)
         if first.contradicts(spelling):
-            if name not in OPTIONS_WITHOUT_INFLUENCE:
+            if self.options[name].changes_result:
                 self.problems.append(f"{spelling.location}: {first.describe_conflict(spelling)}")
             elif spelling.value is False:  # sd-scripts has two switches, either of which turns it on
                 return
@@ -350,14 +354,14 @@ def _sort_switch_aliases_first(settings: Sequence[RawSetting]) -> list[RawSettin
 def _resolve_run_config(parsed: ParsedConfig) -> ParsedConfig:
     """Resolve learning rates of 0, drop options without effect, and check the options against each other."""
     adapter = resolve_lycoris_preset(parsed.config.adapter)
-    parsed = replace(parsed, config=replace(parsed.config, adapter=adapter)).without_args(find_unused_args(adapter))
-    reasons = find_unused_options(parsed.config, frozenset(parsed.locations))
-    parsed = parsed.without_unused(reasons)
+    parsed = replace(parsed, config=replace(parsed.config, adapter=adapter))
+    parsed = parsed.without_args(find_unused_args(adapter, parsed.config.optim))
+    parsed = parsed.without_unused(find_unused_options(parsed.config, parsed.explicit, unknown=parsed.invalid_options))
     adapter, optim = resolve_trained_components(parsed.config.adapter, parsed.config.optim)
     parsed = replace(parsed, config=replace(parsed.config, adapter=adapter, optim=optim))
     problems = [
         f"{parsed.locations.get(names[0], f'--{names[0]}')}: {message}"
-        for names, message in validate_config(parsed.config, frozenset(parsed.locations))
+        for names, message in validate_config(parsed.config, parsed.explicit)
         if not parsed.invalid_options.intersection(names)
     ]
     return replace(parsed, problems=[*parsed.problems, *problems])
@@ -368,7 +372,7 @@ def _convert_value(setting: RawSetting, option: Option) -> Any:
         setting = rename_kohya_value(setting, KOHYA_VALUES[option.name])
     if not setting.is_flag:
         return _UNSET if option.is_unset_by(setting.value) else option.parse_lenient_toml_value(setting.value)
-    if option.name in OFF_AT_ZERO and setting.value == ["0"]:
+    if option.is_unset_by_zero and setting.value == ["0"]:
         return _UNSET
     return bool(setting.value[0]) if option.value_type is bool else option.parse_words(setting.value)
 

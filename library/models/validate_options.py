@@ -10,19 +10,23 @@ from ..config.network_args import find_block_lr_weight_lengths, list_arg_names, 
 from ..config.options import OptionConflict
 from ..config.schema import AdapterConfig, ModelConfig
 from ..config.schema_data import CacheConfig, DataConfig
-from ..config.schema_objective import LossConfig, NoiseConfig
+from ..config.schema_objective import NoiseConfig
 from ..config.schema_output import PreviewConfig
 from ..config.types import is_prompt_text
-from ..config.unused_options import find_unusable_sampler, is_self_tuning_adafactor
+from ..config.unused_options import (
+    ModelTraits,
+    find_unusable_sampler,
+    find_unused_options,
+    is_self_tuning_adafactor,
+)
 from ..dataloader.sample_prompts import Prompt, load_preview_prompts
 from ..dataset.controls import CONTROLS_FROM_IMAGE
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
 from ..dataset.schema import SubsetConfig
 from ..dataset.validate import validate_resolution_multiple
 from ..errors import ConfigError, FileError
-from .detect import COMPONENT_OPTIONS, DetectedModel, build_control_limits, detect_model, get_family_facts
+from .detect import DetectedModel, build_control_limits, detect_model, get_family_facts
 from .facts import TORCH_ATTENTION_MODES, select_trained_text_encoders
-from .families import FAMILY_FACTS
 
 
 def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> Iterator[str]:
@@ -157,12 +161,12 @@ def _detect_without_options(model: ModelConfig) -> DetectedModel | None:
 
 def drop_unused_model_options(loaded: ParsedConfig) -> ParsedConfig:
     """Set options that mean nothing to the model back to their defaults; a model that is not found is left alone."""
-    detected, config = _detect_without_options(loaded.config.model), loaded.config
+    detected = _detect_without_options(loaded.config.model)
     if detected is None:
         return loaded  # reported by validate_model_options
-    reasons = find_unused_model_options(config.adapter, config.noise, config.loss, detected)
-    reasons |= _find_unavailable_xformers(loaded, detected)
-    loaded = loaded.without_unused({name: why for name, why in reasons.items() if name in loaded.locations})
+    model = collect_model_traits(detected, loaded.config.adapter)
+    loaded = loaded.without_unused(find_unused_options(loaded.config, loaded.explicit, model))
+    loaded = loaded.without_unused(_find_unavailable_xformers(loaded, detected))
     facts, adapter = get_family_facts(detected.family), loaded.config.adapter
     if not facts.network.is_unet:
         names = [name for name in list_arg_names(adapter.network_args) if name in ("conv_dim", "conv_alpha")]
@@ -232,24 +236,16 @@ def _find_other_defaults(loaded: ParsedConfig, detected: DetectedModel) -> Itera
             yield f"{name} {ours} (there {theirs})"
 
 
-def find_unused_model_options(
-    adapter: AdapterConfig, noise: NoiseConfig, loss: LossConfig, detected: DetectedModel
-) -> dict[str, str]:
-    """Find the options without effect on this model, and why; options with their default values may be among them."""
+def collect_model_traits(detected: DetectedModel, adapter: AdapterConfig) -> ModelTraits:
+    """Collect what the effect of options depends on in a model."""
     facts = get_family_facts(detected.family)
-    special = {option for each in FAMILY_FACTS.values() for option in each.extra_options} - set(facts.extra_options)
-    unused = dict.fromkeys(sorted(special), f"not for {facts.title}")
-    unused |= {name: f"not for {facts.title}" for name in COMPONENT_OPTIONS if name not in facts.component_options}
-    if not detected.has_guidance_embeds:
-        unused["guidance_scale"] = "the model has no guidance embedding"
-    unused |= validate_objective.find_options_of_other_models(noise, loss, detected.prediction_type)
-    if detected.prediction_type == "flow":
-        unused["sample_sampler"] = "flow matching samples with euler"
-    if not facts.text_encoders and not adapter.network_train_text_encoder_only:
-        unused |= dict.fromkeys(
-            ("network_train_unet_only", "text_encoder_lr"), f"the text encoders of {facts.title} are never trained"
-        )
-    return unused
+    return ModelTraits(
+        facts.title,
+        detected.prediction_type,
+        detected.has_guidance_embeds,
+        bool(facts.text_encoders) or adapter.network_train_text_encoder_only,  # the latter is an error then
+        {*facts.extra_options, *facts.component_options},
+    )
 
 
 def _find_unavailable_xformers(loaded: ParsedConfig, detected: DetectedModel) -> dict[str, str]:

@@ -172,7 +172,7 @@ class OptionTable:
 
 
 def list_option_names(trees: dict[str, ast.Module]) -> frozenset[str]:
-    """The fields of ``config/schema*.py`` that are declared by ``define_option``."""
+    """The fields of ``config/schema*.py`` that are declared by ``define_option`` or a short form of it."""
     return frozenset(
         node.target.id
         for file, tree in trees.items()
@@ -183,7 +183,7 @@ def list_option_names(trees: dict[str, ast.Module]) -> frozenset[str]:
 
 
 def _is_option(value: ast.expr | None) -> bool:
-    return isinstance(value, ast.Call) and ast.unparse(value.func) == "define_option"
+    return isinstance(value, ast.Call) and ast.unparse(value.func).lstrip("_").startswith("define_")
 
 
 def list_option_tables(trees: dict[str, ast.Module]) -> list[OptionTable]:
