@@ -171,10 +171,10 @@ class HasValue:
         value = run.get(self.name)
         if value is UNKNOWN or value in self.values:
             return None
-        return self.reason or f"only for {self.name} {' and '.join(map(str, self.values))}"
+        return self.reason or f"only for {self.name} {_join_values(self.values, 'and')}"
 
     def describe(self) -> str:
-        return f"`{self.name}` {' or '.join(map(_format_value, self.values))}"
+        return f"`{self.name}` {_join_values(self.values, 'or')}"
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class LacksValue:
         return self.reason or f"{self.name} is {_format_value(value)}"
 
     def describe(self) -> str:
-        return f"`{self.name}` other than {' or '.join(map(_format_value, self.values))}"
+        return f"`{self.name}` other than {_join_values(self.values, 'or')}"
 
 
 @dataclass(frozen=True)
@@ -223,6 +223,12 @@ class AnyOf:
 
 
 Needs = Sequence[Need]
+
+
+def _join_values(values: Sequence[Any], word: str) -> str:
+    """Join values as a sentence does: ``a, b or c``."""
+    *first, last = map(_format_value, values)
+    return f"{', '.join(first)} {word} {last}" if first else last
 
 
 def _format_value(value: Any) -> str:
@@ -263,14 +269,14 @@ def find_unmet_needs(
     explicit: Collection[str],
     values: Mapping[str, Any],
     build_cases: Callable[[Mapping[str, Any]], Sequence[Circumstances]],
-) -> dict[str, str]:
+) -> dict[str, str | None]:
     """Find the options among ``explicit`` that have no effect, and why.
 
-    A value that asks for what happens anyway is not named. An option without effect is set back to its default before
-    those are judged that depend on it: ``logit_mean`` has no effect where ``weighting_scheme`` has none.
+    A value that asks for what happens anyway needs no reason: None. An option without effect is set back to its default
+    before those are judged that depend on it: ``logit_mean`` has no effect where ``weighting_scheme`` has none.
     """
     candidates = {option.name: option for option in options if option.name in explicit and option.needs}
-    unused, values = dict[str, str](), dict(values)
+    unused, values = dict[str, str | None](), dict(values)
     while True:
         cases = build_cases(values)
         unmet = {
@@ -283,8 +289,7 @@ def find_unmet_needs(
             return unused
         for name in (name for name in candidates.copy() if name in settled):
             option, (need, reason) = candidates.pop(name), unmet[name]
-            if not option.is_off(values[name]) or need.counts_for_defaults:
-                unused[name] = reason
+            unused[name] = reason if need.counts_for_defaults or not option.is_off(values[name]) else None
             values[name] = option.default
 
 

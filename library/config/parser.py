@@ -88,9 +88,12 @@ class ParsedConfig:
             raise ConfigError(self.problems)
         return self.config
 
-    def without_unused(self, reasons: Mapping[str, str]) -> "ParsedConfig":
-        """Set options that have no effect on this run back to their defaults; ``reasons`` says why of each."""
-        unused = tuple((self.locations[name], reason) for name, reason in reasons.items())
+    def without_unused(self, reasons: Mapping[str, str | None]) -> "ParsedConfig":
+        """Set options that have no effect on this run back to their defaults; ``reasons`` says why of each.
+
+        None is the reason of a value that asks for what happens anyway; the notice does not name it.
+        """
+        unused = tuple((self.locations[name], reason) for name, reason in reasons.items() if reason is not None)
         locations = {name: location for name, location in self.locations.items() if name not in reasons}
         config = reset_options(self.config, reasons)
         return replace(self, config=config, locations=locations, unused=(*self.unused, *unused))

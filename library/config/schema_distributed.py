@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from .option_needs import Has, HasValue, LacksValue, Trait
+from .option_needs import AnyOf, Has, HasValue, LacksValue, Trait
 from .options import ALWAYS, Alias, define_option
 from .types import DeviceMap
 
@@ -227,7 +227,7 @@ class DeepSpeedConfig:
         "the launcher, or 2",
         minimum=0,
         maximum=3,
-        needs=(Has(Trait.DEEPSPEED),),
+        needs=(AnyOf((HasValue("zero_stage", (2,)), Has(Trait.DEEPSPEED))),),
         changes_result=False,
     )
     offload_optimizer_device: str | None = define_option(

@@ -78,9 +78,10 @@ def find_unused_options(
     model: ModelTraits | None = None,
     subsets: Sequence[Mapping[str, Any]] | None = None,
     unknown: Collection[str] = (),
-) -> dict[str, str]:
+) -> dict[str, str | None]:
     """Find the options among ``explicit`` that have no effect, as their facts say; return the reason of each.
 
+    The reason is None for a value that asks for what happens anyway, and of which there is nothing to say.
     ``subsets`` are the settings that a dataset file has for each of its image sources, by the names of options;
     ``unknown`` are options whose values could not be read.
     """

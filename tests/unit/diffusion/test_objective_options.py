@@ -192,4 +192,3 @@ def test_an_option_that_does_not_fit_the_model_is_reported_with_its_location_bef
     assert result.returncode == 2
     lines = [line.strip() for line in result.stderr.splitlines()]
     assert lines[-1].startswith(f"{path}:2: zero_terminal_snr: needs a model that predicts v")
-    assert "no effect on this run: scale_v_pred_loss_like_noise_pred (line 4: the model predicts the noise" in lines[0]
