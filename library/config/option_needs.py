@@ -56,6 +56,7 @@ class Trait(Enum):
     COMPILED = "`torch_compile`"
     FSDP = "`fsdp`"
     DEEPSPEED = "`deepspeed`"
+    LAUNCHED_DEEPSPEED = "DeepSpeed of the launcher"
     TRACKER = "a tracker (`logging_dir` or `log_with`)"
     WANDB = "`log_with` wandb or all"
     RATE = "an optimizer that does not set its own learning rate"
@@ -284,7 +285,7 @@ def find_unmet_needs(
             for name, option in candidates.items()
             if (found := explain_no_effect(option, cases)) is not None
         }
-        settled = {name for name in unmet if not unmet.keys() & (set(_list_needed_names(candidates[name])) - {name})}
+        settled = {name for name in unmet if not unmet.keys() & (set(list_needed_names(candidates[name])) - {name})}
         if not (settled := settled or set(unmet)):
             return unused
         for name in (name for name in candidates.copy() if name in settled):
@@ -293,5 +294,6 @@ def find_unmet_needs(
             values[name] = option.default
 
 
-def _list_needed_names(option: OptionWithNeeds) -> list[str]:
+def list_needed_names(option: OptionWithNeeds) -> list[str]:
+    """List the options and kinds of images that the needs of an option name."""
     return [name for need in option.needs or () for name in need.names]

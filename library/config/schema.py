@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .option_needs import AnyOf, Has, HasValue, IsSet, IsUnset, OfModel, Trait
+from .option_needs import AnyOf, Has, HasValue, IsSet, IsUnset, Needs, OfModel, Trait
 from .options import ALWAYS, Alias, define_option
 from .schema_data import CacheConfig, DataConfig, ValidateConfig
 from .schema_distributed import DeepSpeedConfig, DistributedConfig, ParallelConfig, ShardingConfig
@@ -12,12 +12,12 @@ from .schema_output import LogConfig, PreviewConfig, SaveConfig, StateConfig
 from .types import StepRange, StepsOrRatio
 
 
-def _define_component(help: str, **facts: Any) -> Any:
+def _define_component(help: str, *, needs: Needs | None = None, **facts: Any) -> Any:
     """Declare an option that replaces a component of the model by one of another file."""
     return define_option(
         None,
         help,
-        needs=(OfModel(),),
+        needs=(OfModel(),) if needs is None else needs,
         is_compared_by_content=True,
         is_path=True,
         changes_text_outputs=False,
@@ -53,7 +53,9 @@ class ModelConfig:
         is_compared_by_content=True,
         changes_text_outputs=False,
     )
-    vae: str | None = _define_component("VAE to use instead of the model's: file, diffusers folder or hub id")
+    vae: str | None = _define_component(
+        "VAE to use instead of the model's: file, diffusers folder or hub id", needs=ALWAYS
+    )
     clip_l: str | None = _define_component("CLIP-L text encoder: file, folder or hub id")
     clip_g: str | None = _define_component("CLIP-G text encoder: file, folder or hub id")
     t5xxl: str | None = _define_component("T5-XXL text encoder: file, folder or hub id")

@@ -7,6 +7,8 @@ from .option_needs import AnyOf, HasValue, IsSet, IsUnset, LacksValue
 from .options import ALWAYS, Alias, define_option
 from .types import MAX_SIDE, MemorySize, Resolution, ResolutionSchedule
 
+_UPSCALES = LacksValue("bucket_no_upscale", (True,), "bucket_no_upscale is set")
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -56,7 +58,7 @@ class DataConfig:
     resolution: Resolution | None = define_option(
         None,
         "training resolution in pixels: 512, or 512,768 (width,height)",
-        needs=ALWAYS,
+        needs=(IsUnset("resolution_schedule"),),
         is_basic=True,
         dataset_table="dataset",
     )
@@ -88,7 +90,7 @@ class DataConfig:
         "minimum side of a bucket in pixels",
         minimum=1,
         maximum=MAX_SIDE,
-        needs=(IsSet("enable_bucket"), LacksValue("bucket_no_upscale", (True,), "bucket_no_upscale is set")),
+        needs=(IsSet("enable_bucket"), _UPSCALES),
         dataset_table="dataset",
     )
     max_bucket_reso: int = define_option(
@@ -96,7 +98,7 @@ class DataConfig:
         "maximum side of a bucket in pixels",
         minimum=1,
         maximum=MAX_SIDE,
-        needs=(IsSet("enable_bucket"), LacksValue("bucket_no_upscale", (True,), "bucket_no_upscale is set")),
+        needs=(IsSet("enable_bucket"), AnyOf((IsSet("has_native_stage"), _UPSCALES))),
         dataset_table="dataset",
     )
     bucket_reso_steps: int = define_option(

@@ -245,7 +245,13 @@ class DeepSpeedConfig:
     offload_param_nvme_path: str | None = define_option(
         None,
         "deepspeed: folder for offload_param_device nvme, on a fast local disk of each node",
-        needs=(Has(Trait.DEEPSPEED),),
+        needs=(
+            Has(Trait.DEEPSPEED),
+            AnyOf(
+                (HasValue("offload_param_device", ("nvme",)), Has(Trait.LAUNCHED_DEEPSPEED)),
+                "offload_param_device is not nvme",
+            ),
+        ),
         changes_result=False,
         is_path=True,
     )

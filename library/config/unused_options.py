@@ -109,18 +109,15 @@ def list_config_traits(config: RunConfig) -> dict[Trait, str | None]:
     arguments = parse_network_args(adapter.network_args)[0]
     is_lycoris = adapter.network_module == "lycoris.kohya"
     has_tracker = log.log_with not in (None, "none") or (log.log_with is None and log.logging_dir is not None)
-    uses_engine = {
-        name: switch or (switch is None and bool(parse_env_bool(os.environ.get(f"ACCELERATE_USE_{name}"))))
-        for name, switch in (("FSDP", config.sharding.fsdp), ("DEEPSPEED", config.deepspeed.deepspeed))
-    }
     is_compiled_by_launcher = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO"
     is_compiled = config.distributed.torch_compile
     is_rotation = is_lycoris and LYCORIS_ALGORITHMS.get(arguments.algo) in ROTATION_TYPES
     missing = {
         Trait.COMPILED: not (is_compiled_by_launcher if is_compiled is None else is_compiled)
         and "torch_compile is not set",
-        Trait.FSDP: not uses_engine["FSDP"] and "fsdp is not set",
-        Trait.DEEPSPEED: not uses_engine["DEEPSPEED"] and "deepspeed is not set",
+        Trait.FSDP: not _uses_engine("FSDP", config.sharding.fsdp) and "fsdp is not set",
+        Trait.DEEPSPEED: not _uses_engine("DEEPSPEED", config.deepspeed.deepspeed) and "deepspeed is not set",
+        Trait.LAUNCHED_DEEPSPEED: not _uses_engine("DEEPSPEED", None) and "the launcher does not start DeepSpeed",
         Trait.TRACKER: not has_tracker and "no tracker is set",
         Trait.WANDB: log.log_with not in ("wandb", "all") and "wandb is not used",
         Trait.RATE: is_self_tuning_adafactor(optim) and "Adafactor with relative_step sets its own",
@@ -133,6 +130,12 @@ def list_config_traits(config: RunConfig) -> dict[Trait, str | None]:
         Trait.SAMPLER: find_unusable_sampler(config.preview.sample_sampler, config.noise),
     }
     return {trait: reason or None for trait, reason in missing.items()}
+
+
+def _uses_engine(name: str, switch: bool | None) -> bool:
+    """Whether our option, or accelerate's launcher where it is not set, requests an engine."""
+    is_launched = bool(parse_env_bool(os.environ.get(f"ACCELERATE_USE_{name}")))
+    return is_launched if switch is None else switch
 
 
 def reset_options(config: RunConfig, names: Iterable[str]) -> RunConfig:

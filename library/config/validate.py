@@ -89,8 +89,6 @@ def validate_data_options(data: DataConfig) -> Iterator[OptionConflict]:
     if data.min_bucket_reso > data.max_bucket_reso:
         problem = f"min_bucket_reso {data.min_bucket_reso} is above max_bucket_reso {data.max_bucket_reso}"
         yield ("min_bucket_reso", "max_bucket_reso"), problem
-    if data.resolution is not None and data.resolution_schedule is not None:
-        yield ("resolution", "resolution_schedule"), "cannot be combined with resolution_schedule; remove one of them"
 
 
 def validate_log_options(log: LogConfig, explicit: ExplicitOptions) -> Iterator[OptionConflict]:

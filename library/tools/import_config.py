@@ -184,7 +184,7 @@ def check_written_files(run_path: Path, family: str) -> list[str]:
     config = loaded.config
     problems = [
         *(NO_DATASET if problem.startswith("--dataset_config: missing") else problem for problem in loaded.problems),
-        *validate_dataset_config(config.data, config.cache, config.validate, config.train, loaded.invalid_options),
+        *validate_dataset_config(config.data, config.cache, config.train, loaded.invalid_options),
     ]
     model = config.model.pretrained_model_name_or_path
     if model is not None and Path(model).expanduser().exists():

@@ -74,7 +74,14 @@ from library.training.preflight import find_settings_problems, load_settings
         ("--no_metadata --metadata_title a --training_comment b", {"metadata_title": "", "training_comment": ""}),
         ("--dim_from_weights --network_dim 8", {"dim_from_weights": "network_weights is not set"}),
         ("--zero_stage 3", {"zero_stage": "deepspeed is not set"}),
+        ("--zero_stage 2", {}),
         ("--fsdp_offload_params", {"fsdp_offload_params": "fsdp is not set"}),
+        ("--dp_shard_size 2", {"dp_shard_size": "fsdp is not set"}),
+        ("--offload_optimizer_device cpu", {"offload_optimizer_device": "deepspeed is not set"}),
+        (
+            "--deepspeed --zero_stage 3 --offload_param_device cpu --offload_param_nvme_path /tmp",
+            {"offload_param_nvme_path": "offload_param_device is not nvme"},
+        ),
         (
             "--torch_compile --gradient_checkpointing --activation_memory_budget 0.5 --dynamo_backend eager",
             {"activation_memory_budget": "only for dynamo_backend inductor and aot_eager"},
