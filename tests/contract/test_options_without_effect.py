@@ -3,7 +3,6 @@
 The cases are generated from the facts of the options, so a new option has its test when it has its field.
 """
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -281,7 +280,7 @@ def test_an_option_whose_needs_are_met_is_kept(name, index, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_run_with_many_options_without_effect_starts_and_names_them_in_one_line(form, tmp_path, monkeypatch, caplog):
+def test_a_run_with_many_options_without_effect_starts_and_names_them_in_one_line(form, tmp_path, monkeypatch, capsys):
     """All options at once that have no effect on a run of the tiny Stable Diffusion 1 without further settings."""
     monkeypatch.chdir(tmp_path)
     settings = {}
@@ -289,11 +288,10 @@ def test_a_run_with_many_options_without_effect_starts_and_names_them_in_one_lin
         case = build_unmet(OPTIONS[name].needs[index], OPTIONS[name])
         if case == Case() and name != "resolution":
             settings[name] = choose_value(OPTIONS[name], OPTIONS[name].needs[index])
-    data = ["--dataset_config", str(ROOT / "dataset_configs" / "demo.toml")]
-    model = ["--pretrained_model_name_or_path", "random:sd1:tiny", "--dry_run"]
-    caplog.set_level(logging.WARNING)
+    data = write_images(tmp_path, Case(subset=f"image_dir = '{ROOT / 'dataset_configs' / 'demo'}'"))
 
-    assert cli.main([*data, *model, *build_argv(tmp_path, form, settings)]) == 0
+    assert cli.main([*data, "--dry_run", *build_argv(tmp_path, form, settings)]) == 0
 
-    (line,) = [record.getMessage() for record in caplog.records if "no effect on this run" in record.getMessage()]
+    output = capsys.readouterr()
+    (line,) = [line for line in (output.out + output.err).splitlines() if "no effect on this run" in line]
     assert len(settings) > 60 and [name for name in settings if name not in line] == []
