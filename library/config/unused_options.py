@@ -139,8 +139,12 @@ def _uses_engine(name: str, switch: bool | None) -> bool:
 
 
 def reset_options(config: RunConfig, names: Iterable[str]) -> RunConfig:
-    """Set options back to their defaults."""
-    names, groups = set(names), {}
+    """Set options back to their defaults, but for those that dataset files have as well.
+
+    Checkpoints and LoRA files record these for each subset, whether it uses them or not.
+    """
+    is_reset = {option.name for option in iter_options(RunConfig) if not option.dataset_table}
+    names, groups = is_reset.intersection(names), {}
     for group in dataclasses.fields(config):
         value = getattr(config, group.name)
         changes = {field.name: field.default for field in dataclasses.fields(value) if field.name in names}
