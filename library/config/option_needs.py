@@ -45,8 +45,8 @@ class Need(Protocol):
         """Say why ``option`` has no effect; None where the need is met, or cannot be decided yet."""
         ...
 
-    def describe(self) -> str:
-        """Describe the need for docs/options.md."""
+    def describe(self, option: str) -> str:
+        """Describe the need of ``option`` for ``--help`` and docs/options.md."""
         ...
 
 
@@ -89,7 +89,7 @@ class Has:
         missing = run.traits.get(self.trait)
         return missing and (self.reason or missing)
 
-    def describe(self) -> str:
+    def describe(self, option: str) -> str:
         return self.trait.value
 
 
@@ -105,7 +105,7 @@ class OfModel:
             return None
         return f"not for {run.model_title}"
 
-    def describe(self) -> str:
+    def describe(self, option: str) -> str:
         return "a model that has it"
 
 
@@ -115,6 +115,8 @@ class IsSet:
 
     name: str
     reason: str = ""
+    text: str = ""
+    """The description, where the name is that of a kind of images and not of an option."""
 
     counts_for_defaults: ClassVar[bool] = False
 
@@ -129,8 +131,8 @@ class IsSet:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         return self.reason or f"{self.name} is {'0' if is_number else 'not set'}"
 
-    def describe(self) -> str:
-        return f"`{self.name}`"
+    def describe(self, option: str) -> str:
+        return self.text or f"`{self.name}`"
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ class IsUnset:
         value = run.get(self.name)
         return (self.reason or f"{self.name} is set") if value and value is not UNKNOWN else None
 
-    def describe(self) -> str:
+    def describe(self, option: str) -> str:
         return f"no `{self.name}`"
 
 
@@ -174,7 +176,7 @@ class HasValue:
             return None
         return self.reason or f"only for {self.name} {_join_values(self.values, 'and')}"
 
-    def describe(self) -> str:
+    def describe(self, option: str) -> str:
         return f"`{self.name}` {_join_values(self.values, 'or')}"
 
 
@@ -185,6 +187,8 @@ class LacksValue:
     name: str
     values: tuple[Any, ...]
     reason: str = ""
+    text: str = ""
+    """The description, where the name is that of a kind of images and not of an option."""
 
     counts_for_defaults: ClassVar[bool] = False
 
@@ -198,8 +202,10 @@ class LacksValue:
             return None
         return self.reason or f"{self.name} is {_format_value(value)}"
 
-    def describe(self) -> str:
-        return f"`{self.name}` other than {_join_values(self.values, 'or')}"
+    def describe(self, option: str) -> str:
+        if self.values == (True,):
+            return f"no `{self.name}`"
+        return self.text or f"`{self.name}` other than {_join_values(self.values, 'or')}"
 
 
 @dataclass(frozen=True)
@@ -219,8 +225,9 @@ class AnyOf:
         reasons = [need.explain_unmet(run, option) for need in self.needs]
         return (self.reason or reasons[-1]) if all(reasons) else None
 
-    def describe(self) -> str:
-        return " or ".join(need.describe() for need in self.needs)
+    def describe(self, option: str) -> str:
+        others = [need.describe(option) for need in self.needs if option not in need.names]
+        return " or ".join(others)
 
 
 Needs = Sequence[Need]

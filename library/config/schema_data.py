@@ -7,6 +7,9 @@ from .option_needs import AnyOf, HasValue, IsSet, IsUnset, LacksValue
 from .options import ALWAYS, Alias, define_option
 from .types import MAX_SIDE, MemorySize, Resolution, ResolutionSchedule
 
+_HAS_MASKS = LacksValue(
+    "mask_source", (None,), "no subset has masks (conditioning_data_dir or alpha_mask)", "images with masks"
+)
 _UPSCALES = LacksValue("bucket_no_upscale", (True,), "bucket_no_upscale is set")
 
 
@@ -98,7 +101,10 @@ class DataConfig:
         "maximum side of a bucket in pixels",
         minimum=1,
         maximum=MAX_SIDE,
-        needs=(IsSet("enable_bucket"), AnyOf((IsSet("has_native_stage"), _UPSCALES))),
+        needs=(
+            IsSet("enable_bucket"),
+            AnyOf((IsSet("has_native_stage", text="a native stage in `resolution_schedule`"), _UPSCALES)),
+        ),
         dataset_table="dataset",
     )
     bucket_reso_steps: int = define_option(
@@ -161,18 +167,22 @@ class DataConfig:
     alpha_mask: bool = define_option(
         False,
         "use the alpha channel as a loss mask: transparent pixels are excluded from the loss",
-        needs=(LacksValue("mask_source", ("folder",), "conditioning_data_dir has the masks"),),
+        needs=(
+            LacksValue(
+                "mask_source", ("folder",), "conditioning_data_dir has the masks", "no masks in `conditioning_data_dir`"
+            ),
+        ),
         dataset_table="subset",
     )
     masked_loss: bool = define_option(
         False,
         "weight the loss by masks, the grayscale images in conditioning_data_dir of a subset",
-        needs=(LacksValue("mask_source", (None,), "no subset has masks (conditioning_data_dir or alpha_mask)"),),
+        needs=(_HAS_MASKS,),
     )
     masked_loss_normalize: bool = define_option(
         False,
         "normalize the masked loss by the mask area, so that every image has equal weight",
-        needs=(LacksValue("mask_source", (None,), "no subset has masks (conditioning_data_dir or alpha_mask)"),),
+        needs=(_HAS_MASKS,),
     )
     caption_extension: tuple[str, ...] | None = define_option(
         None,
@@ -288,7 +298,7 @@ class DataConfig:
         1.0,
         "loss weight of regularization images (is_reg)",
         minimum=0,
-        needs=(IsSet("is_reg", "there are no regularization images"),),
+        needs=(IsSet("is_reg", "there are no regularization images", "regularization images"),),
         metadata_key="ss_prior_loss_weight",
         dataset_table="run",
     )
@@ -342,14 +352,14 @@ class DataConfig:
     remote_cache_dir: str | None = define_option(
         None,
         "folder for copies of remote files (s3://, gs://, hf://, https://); default: ~/.cache/lorikeet/remote",
-        needs=(IsSet("is_remote", "no images are read from a URL"),),
+        needs=(IsSet("is_remote", "no images are read from a URL", "images at URLs"),),
         changes_result=False,
         is_per_machine=True,
     )
     remote_cache_size: MemorySize = define_option(
         MemorySize(50 * 2**30),
         "maximum size of these copies; the ones not used for longest are deleted",
-        needs=(IsSet("is_remote", "no images are read from a URL"),),
+        needs=(IsSet("is_remote", "no images are read from a URL", "images at URLs"),),
         changes_result=False,
         is_per_machine=True,
     )
@@ -357,7 +367,7 @@ class DataConfig:
         120.0,
         "how long a failed request to a remote server is repeated before the run stops",
         minimum=0,
-        needs=(IsSet("is_remote", "no images are read from a URL"),),
+        needs=(IsSet("is_remote", "no images are read from a URL", "images at URLs"),),
         changes_result=False,
         is_per_machine=True,
     )

@@ -225,12 +225,12 @@ class _DatasetKeys:
     control_resolution: Resolution | None = define_option(  # noqa: RUF009
         None,
         "resolution of control images; without it, that of their pictures",
-        needs=(IsSet("has_controls", "no subset here has control images"),),
+        needs=(IsSet("has_controls", "no subset here has control images", "control images"),),
     )
     no_resize_control: bool = define_option(
         False,
         "keep the size of control images; with control_resolution, shrink only the larger ones",
-        needs=(IsSet("has_controls", "no subset here has control images"),),
+        needs=(IsSet("has_controls", "no subset here has control images", "control images"),),
     )
 
 
