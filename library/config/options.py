@@ -74,6 +74,8 @@ class OptionFacts:
     """The key under which a LoRA file records the value."""
     is_dropped_at_zero: bool = False
     """Whether 0 is recorded as None in the metadata, as by sd-scripts."""
+    varies: Literal["", "image", "caption"] = ""
+    """Whether it draws another image or another caption each time; validation images are never varied."""
     dataset_table: Literal["", "dataset", "shared", "subset", "run"] = ""
     """For options that a dataset file has as well: ``dataset`` for keys of [general] and [[datasets]], ``shared`` for
     those that [[datasets.subsets]] have, too, ``subset`` for keys of subsets only, ``run`` for none of these."""

@@ -37,6 +37,7 @@ from .toml_positions import is_table, read_run_toml
 from .unused_options import (
     find_unused_args,
     find_unused_options,
+    find_unused_tool_options,
     remove_args,
     reset_options,
     resolve_lycoris_preset,
@@ -181,7 +182,9 @@ def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedC
         has_kohya_options,
         secrets=reader.secrets,
     )
-    return _resolve_run_config(parsed) if config_class is RunConfig else parsed
+    if config_class is RunConfig:
+        return _resolve_run_config(parsed)
+    return parsed.without_unused(find_unused_tool_options(parsed.config, parsed.explicit, parsed.invalid_options))
 
 
 @dataclass

@@ -153,15 +153,20 @@ class DataConfig:
         dataset_table="shared",
     )
     flip_aug: bool = define_option(
-        False, "flip half of the images horizontally, chosen anew in each epoch", needs=ALWAYS, dataset_table="shared"
+        False,
+        "flip half of the images horizontally, chosen anew in each epoch",
+        needs=ALWAYS,
+        varies="image",
+        dataset_table="shared",
     )
     random_crop: bool = define_option(
-        False, "crop at a random position instead of the center", needs=ALWAYS, dataset_table="shared"
+        False, "crop at a random position instead of the center", needs=ALWAYS, varies="image", dataset_table="shared"
     )
     color_aug: bool = define_option(
         False,
         "change hue or gamma slightly in a third of the images, chosen anew in each epoch",
         needs=ALWAYS,
+        varies="image",
         dataset_table="shared",
     )
     alpha_mask: bool = define_option(
@@ -214,7 +219,11 @@ class DataConfig:
         dataset_table="shared",
     )
     shuffle_caption: bool = define_option(
-        False, "shuffle the tags of a caption each time it is used", needs=ALWAYS, dataset_table="shared"
+        False,
+        "shuffle the tags of a caption each time it is used",
+        needs=ALWAYS,
+        varies="caption",
+        dataset_table="shared",
     )
     keep_tokens: int = define_option(
         0,
@@ -246,7 +255,11 @@ class DataConfig:
         dataset_table="shared",
     )
     enable_wildcard: bool = define_option(
-        False, "choose randomly from {a|b} in captions, and from several lines", needs=ALWAYS, dataset_table="shared"
+        False,
+        "choose randomly from {a|b} in captions, and from several lines",
+        needs=ALWAYS,
+        varies="caption",
+        dataset_table="shared",
     )
     caption_prefix: str | None = define_option(
         None, "text to prepend to every caption", needs=ALWAYS, dataset_table="shared"
@@ -261,6 +274,7 @@ class DataConfig:
         maximum=1,
         needs=ALWAYS,
         metadata_key="ss_caption_dropout_rate",
+        varies="caption",
         dataset_table="shared",
     )
     caption_dropout_every_n_epochs: int = define_option(
@@ -269,6 +283,7 @@ class DataConfig:
         minimum=0,
         needs=ALWAYS,
         metadata_key="ss_caption_dropout_every_n_epochs",
+        varies="caption",
         dataset_table="shared",
     )
     caption_tag_dropout_rate: float = define_option(
@@ -278,6 +293,7 @@ class DataConfig:
         maximum=1,
         needs=ALWAYS,
         metadata_key="ss_caption_tag_dropout_rate",
+        varies="caption",
         dataset_table="shared",
     )
     token_warmup_min: int = define_option(
@@ -292,6 +308,7 @@ class DataConfig:
         "token warmup: step (below 1: ratio of the run) at which all tags are used; 0: no warmup",
         minimum=0,
         needs=ALWAYS,
+        varies="caption",
         dataset_table="shared",
     )
     prior_loss_weight: float = define_option(

@@ -103,6 +103,16 @@ def find_unused_options(
     return find_unmet_needs(iter_options(RunConfig), explicit, flatten_config(config), build_cases)
 
 
+def find_unused_tool_options(config: Any, explicit: ExplicitOptions, unknown: Collection[str]) -> dict[str, str | None]:
+    """Find the options of a tool among ``explicit`` that have no effect, and why; their needs are each other."""
+    return find_unmet_needs(
+        iter_options(type(config)),
+        explicit,
+        flatten_config(config),
+        lambda values: [Circumstances({**values, **dict.fromkeys(unknown, UNKNOWN)})],
+    )
+
+
 def list_config_traits(config: RunConfig) -> dict[Trait, str | None]:
     """Say of each trait that does not depend on the model whether a run has it, or why not."""
     adapter, optim, log = config.adapter, config.optim, config.log
@@ -138,18 +148,18 @@ def _uses_engine(name: str, switch: bool | None) -> bool:
     return is_launched if switch is None else switch
 
 
-def reset_options(config: RunConfig, names: Iterable[str]) -> RunConfig:
+def reset_options(config: Any, names: Iterable[str]) -> Any:
     """Set options back to their defaults, but for those that dataset files have as well.
 
     Checkpoints and LoRA files record these for each subset, whether it uses them or not.
     """
-    is_reset = {option.name for option in iter_options(RunConfig) if not option.dataset_table}
+    is_reset = {option.name for option in iter_options(type(config)) if not option.dataset_table}
     names, groups = is_reset.intersection(names), {}
     for group in dataclasses.fields(config):
         value = getattr(config, group.name)
         changes = {field.name: field.default for field in dataclasses.fields(value) if field.name in names}
         groups[group.name] = dataclasses.replace(value, **changes) if changes else value
-    return RunConfig(**groups)
+    return type(config)(**groups)
 
 
 def resolve_lycoris_preset(adapter: AdapterConfig) -> AdapterConfig:

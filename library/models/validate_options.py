@@ -6,8 +6,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..config import ParsedConfig, RunConfig, validate_adapter, validate_objective
+from ..config.help import format_default
 from ..config.network_args import find_block_lr_weight_lengths, list_arg_names, parse_network_args
-from ..config.options import OptionConflict
+from ..config.options import OptionConflict, iter_options
 from ..config.schema import AdapterConfig, ModelConfig
 from ..config.schema_data import CacheConfig, DataConfig
 from ..config.schema_objective import NoiseConfig
@@ -17,7 +18,6 @@ from ..config.unused_options import (
     ModelTraits,
     find_unusable_sampler,
     find_unused_options,
-    is_self_tuning_adafactor,
 )
 from ..dataloader.sample_prompts import Prompt, load_preview_prompts
 from ..dataset.controls import CONTROLS_FROM_IMAGE
@@ -217,23 +217,20 @@ def _find_other_defaults(loaded: ParsedConfig, detected: DetectedModel) -> Itera
     optim, facts = loaded.config.optim, get_family_facts(detected.family)
     text_encoders = select_trained_text_encoders(loaded.config.adapter, optim, facts)
     has_all_rates = optim.unet_lr is not None and (optim.text_encoder_lr or not text_encoders)
-    sampling, theirs_of = loaded.config.noise.flow_timestep_sampling, facts.kohya_defaults.get
-    others = {
-        "seed": ("42", "another one for each run", True),
-        "learning_rate": ("1e-4", "2e-6", not has_all_rates and not is_self_tuning_adafactor(optim)),
-        "v_parameterization": ("true, as the model says", "false", detected.prediction_type == "v"),
-        "guidance_scale": ("1", "3.5", detected.has_guidance_embeds),
-        "timestep_sampling": ("shift", theirs_of("timestep_sampling"), sampling != "sigma"),
-        "discrete_flow_shift": (
-            "as in the model's pipeline",
-            theirs_of("discrete_flow_shift"),
-            sampling in ("shift", "sigma"),
-        ),
-        "model_prediction_type": ("raw", theirs_of("model_prediction_type"), True),
+    is_other = {
+        "learning_rate": not has_all_rates,
+        "v_parameterization": detected.prediction_type == "v",
+        "timestep_sampling": loaded.config.noise.flow_timestep_sampling != "sigma",
     }
-    for name, (ours, theirs, applies) in others.items():
-        if applies and theirs is not None and name not in loaded.locations:
-            yield f"{name} {ours} (there {theirs})"
+    options = [option for option in iter_options(RunConfig) if is_other.get(option.name, True)]
+    theirs = {option.name: option.kohya_default for option in options if option.kohya_default} | facts.kohya_defaults
+    model, names = collect_model_traits(detected, loaded.config.adapter), theirs.keys() - loaded.locations.keys()
+    without_effect = find_unused_options(loaded.config, frozenset(names), model)
+    for option in options:
+        if option.name in names - without_effect.keys():
+            yield f"{option.name} {option.default_text or format_default(option.default)} (there {theirs[option.name]})"
+    if "model_prediction_type" in names:  # an option of sd-scripts only
+        yield f"model_prediction_type raw (there {theirs['model_prediction_type']})"
 
 
 def collect_model_traits(detected: DetectedModel, adapter: AdapterConfig) -> ModelTraits:

@@ -369,4 +369,5 @@ def test_defaults_that_differ_from_sd_scripts_are_named(model, flags, named):
     """By its train_util.py, flux_train_utils.py and sd3_train_utils.py."""
     argv = [*DATA, "--network_module", "networks.lora", "--pretrained_model_name_or_path", f"random:{model}:tiny"]
     loaded = load_settings([*argv, *flags.split()])
-    assert [text.split()[0] for text in loaded.kohya_defaults] == named.split()
+    assert sorted(text.split()[0] for text in loaded.kohya_defaults) == sorted(named.split())
+    assert {"learning_rate 1e-4 (there 2e-6)", "seed 42 (there another one for each run)"} & {*loaded.kohya_defaults}
