@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, get_type_hints
 
-from .options import Option, flatten_config, iter_options
+from .options import Option, flatten_config, iter_group_options, iter_options
 from .schema import RunConfig
 
 
@@ -104,7 +104,7 @@ def iter_option_groups() -> Iterator[tuple[str, str, list[Option]]]:
     """Iterate over the groups with their titles and options."""
     hints = get_type_hints(RunConfig)
     for group in dataclasses.fields(RunConfig):
-        options = [option for option in iter_options(RunConfig) if option.group == group.name]
+        options = list(iter_group_options(hints[group.name], group.name))
         yield group.name, (hints[group.name].__doc__ or "").strip(), options
 
 

@@ -285,7 +285,7 @@ def find_unmet_needs(
     """
     candidates = {option.name: option for option in options if option.name in explicit and option.needs}
     unused, values = dict[str, str | None](), dict(values)
-    while True:
+    while candidates:
         cases = build_cases(values)
         unmet = {
             name: found
@@ -294,11 +294,12 @@ def find_unmet_needs(
         }
         settled = {name for name in unmet if not unmet.keys() & (set(list_needed_names(candidates[name])) - {name})}
         if not (settled := settled or set(unmet)):
-            return unused
+            break
         for name in (name for name in candidates.copy() if name in settled):
             option, (need, reason) = candidates.pop(name), unmet[name]
             unused[name] = reason if need.counts_for_defaults or not option.is_off(values[name]) else None
             values[name] = option.default
+    return unused
 
 
 def list_needed_names(option: OptionWithNeeds) -> list[str]:

@@ -182,8 +182,9 @@ class Option(OptionFacts):
 
 def iter_options(config_class: type) -> Iterator[Option]:
     """Iterate over the options of all groups of a configuration class, in order of declaration."""
+    hints = get_type_hints(config_class)
     for group in dataclasses.fields(config_class):
-        yield from iter_group_options(get_type_hints(config_class)[group.name], group.name)
+        yield from iter_group_options(hints[group.name], group.name)
 
 
 def iter_group_options(group_type: type, name: str = "") -> Iterator[Option]:
@@ -204,17 +205,20 @@ def iter_group_options(group_type: type, name: str = "") -> Iterator[Option]:
 
 def build_config(config_class: type, values: dict[str, Any]) -> Any:
     """Build a configuration from parsed values by option name; the others keep their defaults."""
-    groups: dict[str, dict[str, Any]] = {group.name: {} for group in dataclasses.fields(config_class)}
-    for option in iter_options(config_class):
-        if option.name in values:
-            groups[option.group][option.name] = values[option.name]
     hints = get_type_hints(config_class)
-    return config_class(**{name: hints[name](**members) for name, members in groups.items()})
+    groups = {group.name: hints[group.name] for group in dataclasses.fields(config_class)}
+    return config_class(
+        **{
+            name: group(**{each.name: values[each.name] for each in dataclasses.fields(group) if each.name in values})
+            for name, group in groups.items()
+        }
+    )
 
 
 def flatten_config(config: Any) -> dict[str, Any]:
     """Return the value of every option by name: the inverse of ``build_config``."""
-    return {option.name: getattr(getattr(config, option.group), option.name) for option in iter_options(type(config))}
+    groups = [getattr(config, group.name) for group in dataclasses.fields(config)]
+    return {each.name: getattr(group, each.name) for group in groups for each in dataclasses.fields(group)}
 
 
 def _resolve_type_hint(hint: Any) -> tuple[Any, bool, bool]:

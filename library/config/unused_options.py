@@ -85,12 +85,10 @@ def find_unused_options(
     ``subsets`` are the settings that a dataset file has for each of its image sources, by the names of options;
     ``unknown`` are options whose values could not be read.
     """
+    all_options = list(iter_options(RunConfig))
     if subsets is None:
         is_in_file = config.data.dataset_config is not None
-        keys = (
-            {option.name: UNKNOWN for option in iter_options(RunConfig) if option.dataset_table} if is_in_file else {}
-        )
-        subsets = [keys]
+        subsets = [{option.name: UNKNOWN for option in all_options if option.dataset_table and is_in_file}]
 
     def build_cases(values: Mapping[str, Any]) -> list[Circumstances]:
         run = build_config(RunConfig, dict(values))
@@ -100,7 +98,7 @@ def find_unused_options(
         title, options = (model.title, model.options) if model is not None else ("", None)
         return [Circumstances({**values, **implied, **keys}, traits, options, title) for keys in subsets]
 
-    return find_unmet_needs(iter_options(RunConfig), explicit, flatten_config(config), build_cases)
+    return find_unmet_needs(all_options, explicit, flatten_config(config), build_cases)
 
 
 def find_unused_tool_options(config: Any, explicit: ExplicitOptions, unknown: Collection[str]) -> dict[str, str | None]:
@@ -153,11 +151,14 @@ def reset_options(config: Any, names: Iterable[str]) -> Any:
 
     Checkpoints and LoRA files record these for each subset, whether it uses them or not.
     """
-    is_reset = {option.name for option in iter_options(type(config)) if not option.dataset_table}
-    names, groups = is_reset.intersection(names), {}
+    names, groups = set(names), {}
     for group in dataclasses.fields(config):
         value = getattr(config, group.name)
-        changes = {field.name: field.default for field in dataclasses.fields(value) if field.name in names}
+        changes = {
+            field.name: field.default
+            for field in dataclasses.fields(value)
+            if field.name in names and not field.metadata["facts"].dataset_table
+        }
         groups[group.name] = dataclasses.replace(value, **changes) if changes else value
     return type(config)(**groups)
 

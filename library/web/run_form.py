@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ..config import RunConfig
-from ..config.help import collect_changed_settings, format_config_as_toml, format_default, iter_option_groups
+from ..config.help import (
+    collect_changed_settings,
+    format_config_as_toml,
+    format_default,
+    format_needs,
+    iter_option_groups,
+)
 from ..config.options import Option, flatten_config, iter_options
 from ..config.parser import ParsedConfig, format_unused_settings, parse_config
 from ..errors import UserError
@@ -33,6 +39,10 @@ class FormField:
     @property
     def default(self) -> str:
         return format_default(self.option.default)
+
+    @property
+    def needs(self) -> str:
+        return format_needs(self.option).replace("`", "")
 
     @property
     def input_mode(self) -> str:
