@@ -47,7 +47,7 @@ def split_validation_samples(samples: Sequence[Sample], datasets: Sequence[Datas
 
 def disable_augmentations(dataset: DatasetConfig) -> DatasetConfig:
     """Turn off everything that varies an image or a caption from view to view."""
-    off = _collect_defaults_of_varying_keys() | _BAKED_IN_CAPTION_SETTINGS
+    off = {**_collect_defaults_of_varying_keys(), **_BAKED_IN_CAPTION_SETTINGS}
     return replace(dataset, subsets=tuple(replace(subset, **off) for subset in dataset.subsets))
 
 

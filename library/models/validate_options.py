@@ -223,7 +223,8 @@ def _find_other_defaults(loaded: ParsedConfig, detected: DetectedModel) -> Itera
         "timestep_sampling": loaded.config.noise.flow_timestep_sampling != "sigma",
     }
     options = [option for option in iter_options(RunConfig) if is_other.get(option.name, True)]
-    theirs = {option.name: option.kohya_default for option in options if option.kohya_default} | facts.kohya_defaults
+    theirs = {option.name: option.kohya_default for option in options if option.kohya_default}
+    theirs.update(facts.kohya_defaults)
     model, names = collect_model_traits(detected, loaded.config.adapter), theirs.keys() - loaded.locations.keys()
     without_effect = find_unused_options(loaded.config, frozenset(names), model)
     for option in options:
