@@ -85,7 +85,7 @@ class Trackers:
 
     @property
     def has_trackers(self) -> bool:
-        """The same on all ranks."""
+        """Whether any tracker is set; all ranks have the same answer."""
         return bool(self.accelerator.log_with)
 
     def init_trackers(self, log: LogConfig, options: Mapping[str, Any]) -> None:
@@ -136,7 +136,7 @@ WANDB_PRIVATE_SETTINGS = {
     "disable_job_creation": True,
     "console": "off",
 }
-"""By default wandb uploads the command line, the program's path, the git remote and the terminal output."""
+"""Settings that keep wandb from uploading command line, program path, git remote and terminal output, its default."""
 
 
 def collect_shareable_settings(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class BaseModelMetadata:
     implementation: str = "diffusers"
     is_version_2: bool = False
     metadata: Mapping[str, object] = field(default_factory=dict)
-    """Keys of this family only."""
+    """Metadata that only models of this family have, by key."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class RunMetadata:
 
     step: int
     epoch: int
-    max_train_steps: int  # of the whole run
+    max_train_steps: int  # the steps of the whole run
     num_epochs: int
     started_at: float  # seconds since 1970
     saved_at: float
     session_id: int
-    num_train_images: int  # with repeats, without regularization images
+    num_train_images: int  # counts repeats, but no regularization images
     num_reg_images: int
     num_validation_images: int
     num_batches_per_epoch: int
@@ -62,7 +62,7 @@ class RunMetadata:
     rank: int | str  # text where modules differ
     alpha: float | str
     optimizer: str  # module.Class(name=value,...)
-    mixed_precision: str  # as resolved from options and launcher
+    mixed_precision: str  # the precision that options and launcher resolve to
 
 
 def build_metadata(config: RunConfig, model: BaseModelMetadata, run: RunMetadata, software: str) -> dict[str, str]:
@@ -80,7 +80,7 @@ def build_metadata(config: RunConfig, model: BaseModelMetadata, run: RunMetadata
             **_build_run_metadata(run),
             **_build_option_metadata(config, is_flow=is_flow),
             **_build_memory_metadata(config.model),
-            "ss_sd_scripts_commit_hash": "",  # it is another program
+            "ss_sd_scripts_commit_hash": "",  # this is another program
             **_build_training_adapter_metadata(config.adapter),
             "ss_cache_latents": config.cache.caches_latents,
             **objective,
@@ -97,7 +97,7 @@ def add_model_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str])
     parts = _iter_file_parts(tensors, {key: value for key, value in metadata.items() if key.startswith("ss_")})
     for part in parts:
         legacy_hash.update(part[max(0, 0x100000 - position) : max(0, 0x110000 - position)])
-        if position:  # after the header
+        if position:  # 0 is the header
             model_hash.update(part)
         position += len(part)
     hashes = {"sshs_model_hash": model_hash.hexdigest(), "sshs_legacy_hash": legacy_hash.hexdigest()[:8]}
@@ -165,7 +165,7 @@ def update_network_metadata(metadata: Mapping[str, str], before: NetworkSizes, n
 
 
 def _build_minimum_metadata(config: AdapterConfig, model: BaseModelMetadata, run: RunMetadata) -> dict[str, Any]:
-    """What loaders and web UIs need, even with ``no_metadata``."""
+    """Build the metadata that loaders and web UIs need, even with ``no_metadata``."""
     return {
         "ss_v2": model.is_version_2,
         "ss_base_model_version": model.base_model_version,
@@ -213,7 +213,7 @@ def _build_training_adapter_metadata(config: AdapterConfig) -> dict[str, Any]:
 
 
 def _build_memory_metadata(model: ModelConfig) -> dict[str, Any]:
-    """What sd-scripts can do to save memory, and the crop at faces, which no option here does."""
+    """Build the keys of options of sd-scripts that save memory or crop at faces, which no option here does."""
     return {
         "ss_full_fp16": False,
         "ss_lowram": False,
@@ -224,7 +224,7 @@ def _build_memory_metadata(model: ModelConfig) -> dict[str, Any]:
 
 
 def _build_flow_metadata(noise: NoiseConfig) -> dict[str, Any]:
-    """Written for flow-matching models only, as by sd-scripts."""
+    """Build the keys that are written for flow-matching models only, as sd-scripts does."""
     return {
         "ss_timestep_sampling": noise.flow_timestep_sampling,
         "ss_weighting_scheme": noise.weighting_scheme or "none",

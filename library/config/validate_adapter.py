@@ -109,13 +109,17 @@ def validate_save_format(adapter_types: Iterable[str], file_format: str) -> list
     for adapter_type in sorted(set(adapter_types)):
         if adapter_type in ("oft", "boft") and file_format in ("kohya", "comfy"):
             problems.append(
-                f"{adapter_type} rotates a layer's input, and the {file_format} format rotates its output; use auto,"
-                " which peft loads"
+                f"{adapter_type} rotates a layer's input, and the {file_format} format rotates its output; use"
+                " diffusers, which peft loads"
             )
         if adapter_type in ("glora", "diag-oft", "norm", "full") and file_format == "diffusers":
             problems.append(f"diffusers does not load LyCORIS' type {adapter_type}; use comfy or kohya")
+        if adapter_type == "diff_b" and file_format == "diffusers":
+            problems.append("diffusers does not load changes of biases (diff_b); use comfy or kohya")
+        if adapter_type == "input-dora" and file_format == "diffusers":
+            problems.append("diffusers and peft have no DoRA with a dora_scale per input; use comfy or kohya")
         if adapter_type in ("loha", "lokr") and file_format == "diffusers":
-            problems.append(f"diffusers does not load {adapter_type}; use auto or comfy")
+            problems.append(f"diffusers does not load {adapter_type}; use comfy")
     return problems
 
 

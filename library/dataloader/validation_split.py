@@ -1,4 +1,7 @@
-"""Split off the validation set: a hash of each image decides, independent of the other images."""
+"""Split off the validation set: a hash of each image decides, independent of the other images.
+
+So adding images does not change the set, and the copy of a validation image in another folder is not trained on.
+"""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,7 +14,7 @@ from .captions import process_caption
 from .manifest import Sample
 
 DEFAULT_VALIDATION_SEED = 0
-"""Without ``validation_seed``: the same split for every training seed."""
+"""The seed of the split without ``validation_seed``: the training seed does not change which images are set aside."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ class ListedImage:
     caption: str
     dataset: int
     subset: int
-    problem: str | None = None  # with the caption: a complete message
+    problem: str | None = None  # a problem with the caption, as a complete message
     controls: tuple[ImageRef, ...] = ()  # control images that a metadata file lists
 
 
@@ -38,16 +38,16 @@ class SubsetListing:
 
     subset: SubsetConfig
     dataset: int  # index of the dataset
-    index: int  # of the subset in the dataset
+    index: int  # the number of the subset in the dataset
     images: list[ListedImage] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)  # a message for each image that is listed but cannot be read
-    problems: list[str] = field(default_factory=list)  # with the subset as a whole
+    problems: list[str] = field(default_factory=list)  # problems with the subset as a whole
     notes: list[str] = field(default_factory=list)
     expected_source: str = ""  # where captions are looked for
     caption_sources: Counter[str] = field(default_factory=Counter)
     multiline_captions: int = 0
     uncaptioned: list[str] = field(default_factory=list)  # names of the images without a caption
-    used_settings: set[str] = field(default_factory=set)  # that had an effect
+    used_settings: set[str] = field(default_factory=set)  # the settings that had an effect
     unused_settings: dict[str, str] = field(default_factory=dict)  # the message if no other subset uses them
 
     @property
@@ -56,7 +56,7 @@ class SubsetListing:
 
     @property
     def caption_source(self) -> str:
-        """Where captions were read from, or where they were expected if there are none."""
+        """The place that captions were read from, or that they were expected in if there are none."""
         if len(self.caption_sources) < 2:
             return next(iter(self.caption_sources), self.expected_source)
         return ", ".join(f"{count} {source}" for source, count in self.caption_sources.most_common())
@@ -68,7 +68,16 @@ class SubsetListing:
             text = self._choose_text(caption)
         elif caption.problem is None:
             self.uncaptioned.append(name)
-        self.images.append(ListedImage(image, text, self.dataset, self.index, caption.problem, controls))
+        self.images.append(
+            ListedImage(
+                image=image,
+                caption=text,
+                dataset=self.dataset,
+                subset=self.index,
+                problem=caption.problem,
+                controls=controls,
+            )
+        )
 
     def _choose_text(self, caption: ImageCaption) -> str:
         self.caption_sources[caption.source] += 1

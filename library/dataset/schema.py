@@ -52,7 +52,7 @@ class SubsetConfig(_LocatedKeys):
     alpha_mask: bool
     num_repeats: int
     class_tokens: str | None
-    caption_extension: tuple[str, ...] | None  # None: not set
+    caption_extension: tuple[str, ...] | None  # None means not set
     caption_separator: str
     shuffle_caption: bool
     keep_tokens: int
@@ -158,7 +158,7 @@ class DatasetConfig(_LocatedKeys):
     from_step: int = 0  # first step that trains this dataset, counted from 0
     to_step: int | None = None  # end of these steps, exclusive
     dataset_index_in_file: int = 0  # index in the file
-    control_resolution: Resolution | None = None  # of control images; None: that of their pictures
+    control_resolution: Resolution | None = None  # the resolution of control images; None means that of their pictures
     no_resize_control: bool = False
 
     @property

@@ -1,4 +1,7 @@
-"""Config agreement: before anything slow, all ranks exchange code version and settings, and stop where they differ."""
+"""Config agreement: before anything slow, all ranks exchange code version and settings, and stop where they differ.
+
+This goes over the key-value store, before the process group exists: a collective cannot say which rank is missing.
+"""
 
 import hashlib
 import json
@@ -25,7 +28,7 @@ PACKAGE_DIR = Path(__file__).resolve().parents[1]
 POLL_SECONDS = 0.1
 NOTICE_SECONDS = 30.0
 READ_GRACE_SECONDS = 5.0
-"""How long a rank that cannot start stays, so that the others can read why."""
+"""The time that a rank which cannot start stays, so that the others can read why."""
 
 HASH_MISMATCH_FIXES = {
     "code": "install the same version of this program on every machine",
@@ -45,7 +48,7 @@ MISMATCH_FIXES = {NF4_KERNEL: "install the same version of bitsandbytes on every
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank publishes before it joins the process group."""
+    """The report that a rank publishes before it joins the process group."""
 
     hostname: str
     settings: Mapping[str, Any]

@@ -26,7 +26,8 @@ from ..dataset.schema import SubsetConfig
 from ..dataset.validate import validate_resolution_multiple
 from ..errors import ConfigError, FileError
 from .detect import DetectedModel, build_control_limits, detect_model, get_family_facts
-from .facts import TORCH_ATTENTION_MODES, select_trained_text_encoders
+from .facts import TORCH_ATTENTION_MODES
+from .trained_components import select_trained_text_encoders
 
 
 def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> Iterator[str]:
@@ -43,14 +44,19 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> I
                 config.noise, config.loss, facts.title, detected.prediction_type
             ),
             *validate_adapter.validate_adapter_for_model(
-                config.adapter, config.optim, facts.network, facts.title, facts.text_encoders, facts.t5_encoder
+                config.adapter,
+                config.optim,
+                facts.options.network,
+                facts.title,
+                tuple(facts.lora.text_encoders),
+                facts.text.t5_encoder,
             ),
             *_validate_text_mask(config.model, config.distributed.attn_mode, config.parallel.cp_size, detected),
             *validate_adapter.validate_text_caching(
                 config.adapter,
                 config.cache,
                 select_trained_text_encoders(config.adapter, config.optim, facts),
-                facts.t5_encoder,
+                facts.text.t5_encoder,
             ),
             *((("attn_mode",), line) for line in validate_attention_mode(config.distributed.attn_mode, detected)),
         ]
@@ -71,7 +77,7 @@ def _validate_text_mask(
     model: ModelConfig, attn_mode: str, cp_size: int, detected: DetectedModel
 ) -> Iterator[OptionConflict]:
     """Some families mask padding tokens in the denoiser's attention, which not every kernel and layout can."""
-    if not model.apply_t5_attn_mask or not get_family_facts(detected.family).masks_text_in_denoiser:
+    if not model.apply_t5_attn_mask or not get_family_facts(detected.family).text.is_masked_in_denoiser:
         return
     if attn_mode in ("flash", "flash3"):
         yield ("apply_t5_attn_mask", "attn_mode"), f"attn_mode {attn_mode} has no masks; use sdpa"
@@ -81,7 +87,7 @@ def _validate_text_mask(
 
 def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedModel) -> Iterator[str]:
     """Check bucket steps, resolutions and control images, if the datasets themselves are valid."""
-    reads_controls = get_family_facts(model.family).text_tokens_per_control > 0
+    reads_controls = get_family_facts(model.family).control.text_tokens_per_image > 0
     if reads_controls and cache.caches_latents and not cache.caches_text_outputs:
         title = get_family_facts(model.family).title
         yield (
@@ -116,8 +122,8 @@ def _find_random_controls(subset: SubsetConfig) -> Iterator[str]:
 def validate_attention_mode(mode: str, model: DetectedModel) -> Iterator[str]:
     """Check that the family's denoiser supports this ``attn_mode``."""
     facts = get_family_facts(model.family)
-    if mode not in (*TORCH_ATTENTION_MODES, *facts.attention_modes):
-        modes = ", ".join(("sdpa", *facts.attention_modes))
+    if mode not in (*TORCH_ATTENTION_MODES, *facts.blocks.attention_modes):
+        modes = ", ".join(("sdpa", *facts.blocks.attention_modes))
         yield f"{mode} is not supported for {facts.title}, only {modes}; sdpa chooses the fastest kernel itself"
 
 
@@ -135,7 +141,7 @@ def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[str]:
     for key, side in sides:
         if side is not None and model.max_side is not None and side > model.max_side:
             yield f"{prompt.locate_key(key)}: {title} has positions for at most {model.max_side} pixels, not {side}"
-    if get_family_facts(model.family).is_preview_size_of_control:
+    if get_family_facts(model.family).control.sets_preview_size:
         problem = f"previews of {title} have the shape of their control image; leave it out"
         yield from (f"{prompt.locate_key(key)}: {problem}" for key, side in sides if side is not None)
     elif model.prediction_type == "flow":
@@ -168,12 +174,12 @@ def drop_unused_model_options(loaded: ParsedConfig) -> ParsedConfig:
     loaded = loaded.without_unused(find_unused_options(loaded.config, loaded.explicit, model))
     loaded = loaded.without_unused(_find_unavailable_xformers(loaded, detected))
     facts, adapter = get_family_facts(detected.family), loaded.config.adapter
-    if not facts.network.is_unet:
+    if not facts.options.network.is_unet:
         names = [name for name in list_arg_names(adapter.network_args) if name in ("conv_dim", "conv_alpha")]
         loaded = loaded.without_args(dict.fromkeys(names, f"{facts.title} has no convolutions"))
     unusable = tuple(_find_unusable_samplers(loaded.config.preview, loaded.config.noise, detected))
     loaded = _round_bucket_steps(replace(loaded, unused=(*loaded.unused, *unusable)), detected)
-    lengths = find_block_lr_weight_lengths(parse_network_args(adapter.network_args)[0], facts.network)
+    lengths = find_block_lr_weight_lengths(parse_network_args(adapter.network_args)[0], facts.options.network)
     where = loaded.locations.get("network_args", "")
     loaded = replace(loaded, notices=[*loaded.notices, *(f"{where}: {line}" for line in lengths)])
     return replace(loaded, kohya_defaults=tuple(_find_other_defaults(loaded, detected)))
@@ -224,7 +230,7 @@ def _find_other_defaults(loaded: ParsedConfig, detected: DetectedModel) -> Itera
     }
     options = [option for option in iter_options(RunConfig) if is_other.get(option.name, True)]
     theirs = {option.name: option.kohya_default for option in options if option.kohya_default}
-    theirs.update(facts.kohya_defaults)
+    theirs.update(facts.options.kohya_defaults)
     model, names = collect_model_traits(detected, loaded.config.adapter), theirs.keys() - loaded.locations.keys()
     without_effect = find_unused_options(loaded.config, frozenset(names), model)
     for option in options:
@@ -241,8 +247,8 @@ def collect_model_traits(detected: DetectedModel, adapter: AdapterConfig) -> Mod
         facts.title,
         detected.prediction_type,
         detected.has_guidance_embeds,
-        bool(facts.text_encoders) or adapter.network_train_text_encoder_only,  # the latter is an error then
-        {*facts.extra_options, *facts.component_options},
+        bool(facts.lora.text_encoders) or adapter.network_train_text_encoder_only,  # the latter is an error then
+        {*facts.options.extra, *facts.options.components},
     )
 
 
@@ -250,6 +256,6 @@ def _find_unavailable_xformers(loaded: ParsedConfig, detected: DetectedModel) ->
     """``xformers = true`` asks for speed; where it cannot run, PyTorch's attention computes the same."""
     if not loaded.locations.get("attn_mode", "").endswith("xformers"):
         return {}
-    if "xformers" not in (*TORCH_ATTENTION_MODES, *get_family_facts(detected.family).attention_modes):
+    if "xformers" not in (*TORCH_ATTENTION_MODES, *get_family_facts(detected.family).blocks.attention_modes):
         return {"attn_mode": f"not supported for {detected.family}; PyTorch's attention is used"}
     return {} if find_spec("xformers") else {"attn_mode": "not installed; PyTorch's attention is used"}

@@ -52,7 +52,7 @@ class CaptionOptions:
     caption_extension: str = define_option(".txt", "extension of caption files")
     caption_prefix: str = define_option("", "put before each caption")
     caption_suffix: str = define_option("", "put after each caption")
-    trigger_word: str = define_option("", "put first, unless the caption contains it")
+    trigger_word: str = define_option("", "put first, unless the caption contains it as whole words")
     if_exists: Literal["keep", "overwrite", "append"] = define_option(
         "keep", "images that have a caption: keep it, overwrite it, or append the tags that it lacks"
     )

@@ -93,7 +93,7 @@ def build_files(result: ImportedConfig, output_dir: Path, name: str, source: Pat
     if not TRAINED_PART_OPTIONS & options.keys():
         options["network_train_unet_only"] = True  # the other programs train text encoders only where they say so
     is_file = str(options.get("pretrained_model_name_or_path", "")).endswith(".safetensors")
-    if is_file and get_family_facts(result.family).kind == "edit":
+    if is_file and get_family_facts(result.family).pipeline.kind == "edit":
         options["family"] = result.family  # its file is like that of the model that it comes from
     if not result.datasets:  # the settings of all images are options of the run, too
         options |= {DATASET_KEYS[key].flag or key: value for key, value in result.general.items()}
@@ -154,7 +154,7 @@ def format_toml(value: Any) -> str:
 
 
 def format_untaken(result: ImportedConfig, indent: str) -> list[str]:
-    """Two lists: what changes the result, and what does not."""
+    """Format two lists of keys that were not taken over: those that change the result, and those that do not."""
     lines = []
     for title, changes in (("changes the result", True), ("no effect on the result", False)):
         listed = [item for item in dict.fromkeys(map(_freeze, result.untaken)) if item[0] is changes]
@@ -202,15 +202,22 @@ def check_written_files(run_path: Path, family: str) -> list[str]:
 def _check_family(loaded: ParsedConfig, family: str) -> list[str]:
     """Check the options for a family, without a model; those that have no effect on it are no problems."""
     facts = get_family_facts(family)
-    prediction = "flow" if not facts.network.is_unet else "v" if loaded.config.noise.v_parameterization else "epsilon"
-    own = {*facts.extra_options, *facts.component_options}
-    model = ModelTraits(facts.title, prediction, "guidance_scale" in own, bool(facts.text_encoders), own)
+    prediction = (
+        "flow" if not facts.options.network.is_unet else "v" if loaded.config.noise.v_parameterization else "epsilon"
+    )
+    own = {*facts.options.extra, *facts.options.components}
+    model = ModelTraits(facts.title, prediction, "guidance_scale" in own, bool(facts.lora.text_encoders), own)
     loaded = loaded.without_unused(find_unused_options(loaded.config, loaded.explicit, model))
     config = loaded.config
     conflicts = [
         *validate_objective.validate_objective_for_model(config.noise, config.loss, facts.title, prediction),
         *validate_adapter.validate_adapter_for_model(
-            config.adapter, config.optim, facts.network, facts.title, facts.text_encoders, facts.t5_encoder
+            config.adapter,
+            config.optim,
+            facts.options.network,
+            facts.title,
+            tuple(facts.lora.text_encoders),
+            facts.text.t5_encoder,
         ),
     ]
     return [f"{loaded.locations.get(names[0], f'--{names[0]}')}: {problem}" for names, problem in conflicts]

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What checks of a run need to know besides the settings."""
+    """Facts of a run that its checks need besides the settings."""
 
     family: "Family"
     detected: "DetectedModel"
@@ -56,12 +56,12 @@ class RunFacts:
     @classmethod
     def from_strategy(cls, strategy: "Strategy", family: "Family", detected: "DetectedModel") -> "RunFacts":
         return cls(
-            family,
-            detected,
-            strategy.has_full_model,
-            strategy.can_quantize_base,
-            strategy.is_compile_enabled,
-            strategy.optimizer_sharding_engine,
+            family=family,
+            detected=detected,
+            has_full_model=strategy.has_full_model,
+            can_quantize_base=strategy.can_quantize_base,
+            is_compile_enabled=strategy.is_compile_enabled,
+            optimizer_sharding_engine=strategy.optimizer_sharding_engine,
         )
 
 
@@ -151,7 +151,7 @@ def list_installation_checks() -> Sequence[SettingsCheck]:
 
 
 def _validate_output_files_here(loaded: ParsedConfig) -> Iterator[str]:
-    """Of several processes the main one decides, when they have met, since only its disk is written to."""
+    """Check the output files here if this is the only process; of several, the main one does so when they have met."""
     config = loaded.config
     if config.train.dry_run or os.environ.get("WORLD_SIZE", "").strip() in ("", "1"):
         yield from validate_output_files(config.save, config.state, config.train, config.optim.ema_decay is not None)

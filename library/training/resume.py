@@ -44,7 +44,7 @@ COMPARED_METADATA = {
     "batch": "images per step",
     "training_adapter": "the training adapter",
 }
-"""What a checkpoint records besides the settings -> what messages call it."""
+"""The names in messages of what a checkpoint records besides the settings."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,15 +74,50 @@ PREFLIGHT_NAME = re.compile(
 )
 """The last ones are the words of version 0.1."""
 
+FRAGMENT_STARTS = frozenset(
+    """
+    of for by from as at on in to with without inside into between per besides beside within beyond behind beginning
+    before after until since up
+    it its they them their those these such ours hers one's
+    who whom whose
+    none
+    assumed called incremented independent returned refers shown stands tolerated written
+    larger smaller further former others alternatively either
+    """.split()
+)
+"""First words of docstrings that only its author can complete: prepositions ("Of the limit."), pronouns without what they
+stand for ("Its name."), participles without a subject ("Shown first."), comparatives without what is compared."""
+
+RELATIVES = frozenset({"what", "how", "where", "which", "why", "when"})
+"""First words that make the docstring of a function a fragment: a function returns, lists or writes something."""
+
 LIMITS: dict[str, tuple[float, float]] = {
     "files over 600 lines": (0, 0),
     "functions over 60 lines": (0, 0),
     "bare participles": (0, 0),
     "begin with a verb, %": (90, 100),
     "public names defined twice": (0, 0),
+    "docstring fragments": (0, 50),
+    "calls with six or more positional arguments": (0, 8),
+    "knobs on the family interface": (0, 12),
 }
 """The smallest and the largest value that `test_code_metrics.py` accepts; the other rows are printed, so that growth
 is seen, and fail no build: a new file, option or check needs no change here."""
+
+
+@dataclass(frozen=True)
+class Docstring:
+    """A docstring or the string below a field or constant, and where it begins."""
+
+    file: str
+    line: int
+    text: str
+    is_of_function: bool  # and not of a property
+
+    @property
+    def is_fragment(self) -> bool:
+        """Whether its first sentence does not stand alone."""
+        return is_fragment(self.text, is_of_function=self.is_of_function)
 
 
 @dataclass(frozen=True)
@@ -101,6 +136,55 @@ def list_functions(file: str, tree: ast.Module) -> Iterator[Function]:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             decorators = {ast.unparse(item).split("(")[0].rpartition(".")[2] for item in node.decorator_list}
             yield Function(file, node.name, node, bool(decorators & {"property", "cached_property"}))
+
+
+def list_docstrings(file: str, tree: ast.Module) -> Iterator[Docstring]:
+    """Every docstring of a module, and every string below a field or constant."""
+    properties = {item.node for item in list_functions(file, tree) if item.is_property}
+    for node in ast.walk(tree):
+        statements = getattr(node, "body", None)
+        for statement in statements if isinstance(statements, list) else []:
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and statement is node.body[0]
+                yield Docstring(file, statement.lineno, value.value, is_function and node not in properties)
+
+
+def is_fragment(text: str, *, is_of_function: bool = False) -> bool:
+    """Whether the first sentence of a docstring is a fragment: see ``FRAGMENT_STARTS``; or ``this -> that`` in prose."""
+    sentence = re.split(r"(?<=[.!?])\s", " ".join(text.split()), maxsplit=1)[0]
+    words = re.findall(r"[\w'`-]+", sentence.lower())
+    prose = re.sub(r"``[^`]*``", "", sentence)
+    return (
+        not words
+        or words[0] in FRAGMENT_STARTS
+        or words[:2] == ["the", "same"]
+        or (is_of_function and words[0] in RELATIVES)
+        or "->" in prose
+        or "→" in prose
+    )
+
+
+def list_variadic_names(trees: Iterable[ast.Module]) -> set[str]:
+    """Names of functions and classes that take any number of positional arguments, which cannot be keywords."""
+    names = set()
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.args.vararg is not None:
+                names.add(node.name)
+    return names
+
+
+def has_many_positional_arguments(call: ast.Call, variadic_names: set[str]) -> bool:
+    """Whether a call has six positional arguments or more, where keywords would say what they are.
+
+    Messages with their values (``logger.info``), unpacked sequences and ``*args`` do not count.
+    """
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    owner = getattr(call.func, "value", None)
+    if name in variadic_names or getattr(owner, "id", "") == "logger":
+        return False
+    return sum(not isinstance(argument, ast.Starred) for argument in call.args) >= 6
 
 
 def is_dunder(name: str) -> bool:
@@ -222,6 +306,22 @@ def _collect_option_names(node: ast.AST, options: frozenset[str]) -> frozenset[s
     return frozenset(name for item in items if item is not None for name in _collect_option_names(item, options))
 
 
+FAMILY_INTERFACE = {"models/facts.py": "FamilyFacts", "models/base.py": "Family"}
+"""The module and class of what the author of a model family fills in: its facts, and its methods."""
+
+
+def list_family_members(trees: dict[str, ast.Module]) -> list[ast.stmt]:
+    """The fields, class variables and methods at the top level of the family interface."""
+    return [
+        member
+        for file, name in FAMILY_INTERFACE.items()
+        if file in trees
+        for node in trees[file].body
+        if isinstance(node, ast.ClassDef) and node.name == name
+        for member in node.body
+    ]
+
+
 def measure(root: Path) -> dict[str, float]:
     """The table of one checkout."""
     paths = sorted((root / "library").rglob("*.py"))
@@ -233,6 +333,10 @@ def measure(root: Path) -> dict[str, float]:
     folders = Counter(path.parent for path in paths if path.name != "__init__.py")
     skips = {name: _count_skips(root / name) for name in ("library", "tests")}
     outside = [item for item in named if not PREFLIGHT_MODULES.search(item.file)]
+    variadic_names = list_variadic_names(trees.values())
+    calls = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    docstrings = [item for file, tree in trees.items() for item in list_docstrings(file, tree)]
+    family = list_family_members(trees)
     modules = [file for file in lines if not file.endswith(("__init__.py", "__main__.py"))]
     option_tables = list_option_tables(trees)
     return {
@@ -249,6 +353,12 @@ def measure(root: Path) -> dict[str, float]:
         "begin with a verb, %": round(100 * sum(begins_with_verb(item.name) for item in named) / max(1, len(named)), 1),
         "public names defined twice": count_public_duplicates(trees),
         "RunConfig parameters": sum(takes_run_config(item) for item in functions),
+        "docstring fragments": sum(item.is_fragment for item in docstrings),
+        "calls with six or more positional arguments": sum(
+            has_many_positional_arguments(call, variadic_names) for call in calls
+        ),
+        "knobs on the family interface": sum(isinstance(member, (ast.AnnAssign, ast.Assign)) for member in family),
+        "methods of the family interface": sum(isinstance(member, ast.FunctionDef) for member in family),
         "fmt: skip in library": skips["library"],
         "fmt: skip in tests": skips["tests"],
         "pre-flight functions outside the list": sum(refuses_settings(item) for item in outside),

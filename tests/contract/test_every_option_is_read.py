@@ -97,17 +97,9 @@ def _has_one_value_only(name: str) -> bool:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "network_dim",
-        "max_grad_norm",
-        "flip_aug",
-        "save_every_n_steps",
-        "cache_precision",
-        "train_batch_size",
-        "min_snr_gamma",
-        "vae",
-        "seed",
-    ],
+    (
+        "network_dim max_grad_norm flip_aug save_every_n_steps cache_precision train_batch_size min_snr_gamma vae seed"
+    ).split(),
 )
 def test_an_option_that_is_never_read_is_found(name):
     other = IN_FILES.get(name, name)

@@ -46,18 +46,10 @@ def build_flags(data: Path, folder: Path, *more: str) -> list[str]:
         str(data),
         "--output_dir",
         str(folder),
-        "--max_train_steps",
-        "4",
-        "--train_batch_size",
-        "2",
-        "--learning_rate",
-        "0.02",
-        "--network_dim",
-        "4",
-        "--validation_split",
-        "0.4",
-        "--validate_every_n_steps",
-        "2",
+        *(
+            "--max_train_steps 4 --train_batch_size 2 --learning_rate 0.02 --network_dim 4 --validation_split 0.4 "
+            "--validate_every_n_steps 2"
+        ).split(),
         *more,
     ]
 

@@ -197,7 +197,7 @@ def _read_schedule(reader: KeyReader) -> None:
 
 
 def _read_warmup(reader: KeyReader) -> float | str | None:
-    """Steps, or else the percentage of the run."""
+    """Read the length of the warmup: steps, or else a percentage of the run."""
     steps = reader.read("lr_warmup_steps", None, to_positive_integer)
     percentage = reader.read("lr_warmup", 10, to_positive_number)
     return steps or (f"{percentage:g}%" if percentage else None)
@@ -244,7 +244,7 @@ def _read_objective(reader: KeyReader) -> None:
 
 
 def _read_noise(reader: KeyReader, is_flow: bool) -> None:
-    """Either noise offset or multires noise, as ``noise_offset_type`` says."""
+    """Read noise offset or multires noise, as ``noise_offset_type`` says."""
     result, kind = reader.result, reader.read("noise_offset_type", "Original")
     offset = reader.read("noise_offset", None, to_positive_number)
     adaptive = reader.read("adaptive_noise_scale", None, lambda value: to_number(value or 0) or None)

@@ -30,6 +30,15 @@ class OutputOptions:
 
 
 @dataclass(frozen=True)
+class FamilyOptions:
+    """What all commands that read LoRA files have, except ``metadata``."""
+
+    family: str | None = define_option(
+        None, "model family of the files, where names and sizes of their layers fit several (default: detected)"
+    )
+
+
+@dataclass(frozen=True)
 class FormatOptions:
     """What all commands that write a LoRA file have."""
 
@@ -171,6 +180,7 @@ class InspectArguments:
     """All options of ``inspect``."""
 
     inspect: InspectOptions = field(default_factory=InspectOptions)
+    family: FamilyOptions = field(default_factory=FamilyOptions)
 
 
 @dataclass(frozen=True)
@@ -178,6 +188,7 @@ class MergeArguments:
     """All options of ``merge``."""
 
     merge: MergeOptions = field(default_factory=MergeOptions)
+    family: FamilyOptions = field(default_factory=FamilyOptions)
     ranks: RankOptions = field(default_factory=RankOptions)
     format: FormatOptions = field(default_factory=FormatOptions)
     output: OutputOptions = field(default_factory=OutputOptions)
@@ -198,6 +209,7 @@ class ResizeArguments:
     """All options of ``resize``."""
 
     resize: ResizeOptions = field(default_factory=ResizeOptions)
+    family: FamilyOptions = field(default_factory=FamilyOptions)
     ranks: RankOptions = field(default_factory=RankOptions)
     format: FormatOptions = field(default_factory=FormatOptions)
     output: OutputOptions = field(default_factory=OutputOptions)
@@ -208,6 +220,7 @@ class BlockArguments:
     """All options of ``scale`` and ``prune``."""
 
     blocks: BlockOptions = field(default_factory=BlockOptions)
+    family: FamilyOptions = field(default_factory=FamilyOptions)
     format: FormatOptions = field(default_factory=FormatOptions)
     output: OutputOptions = field(default_factory=OutputOptions)
 

@@ -314,24 +314,13 @@ def test_every_default_is_a_valid_value():
 def test_output_config_round_trips_all_settings(tmp_path):
     argv = [
         *DATA,
-        "--resolution",
-        "512,768",
-        "--lr_warmup_steps",
-        "10%",
-        "--lr_scheduler",
-        "cosine",
-        "--enable_bucket",
-        "--optimizer_args",
-        "weight_decay=0.1",
-        "betas=0.9,0.99",
+        *(
+            "--resolution 512,768 --lr_warmup_steps 10% --lr_scheduler cosine --enable_bucket "
+            "--optimizer_args weight_decay=0.1 betas=0.9,0.99"
+        ).split(),
         "--caption_prefix",
         'a "quoted" [text]',
-        "--seed",
-        "7",
-        "--network_alpha",
-        "2.5",
-        "--mixed_precision",
-        "bf16",
+        *"--seed 7 --network_alpha 2.5 --mixed_precision bf16".split(),
     ]
     config = parse_config(argv).require_valid()
     path = write_run_file(tmp_path, format_config_as_toml(config))
@@ -490,12 +479,7 @@ def test_any_string_survives_a_round_trip_through_toml(text, tmp_path):
         [
             *DATA,
             f"--training_comment={text}",
-            "--lr_warmup_steps",
-            "1234567",
-            "--lr_scheduler",
-            "linear",
-            "--max_train_steps",
-            "2000000",
+            *"--lr_warmup_steps 1234567 --lr_scheduler linear --max_train_steps 2000000".split(),
         ]
     ).require_valid()
     path = write_run_file(tmp_path, format_config_as_toml(config))

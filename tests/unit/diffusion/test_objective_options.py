@@ -113,18 +113,10 @@ def test_flow_matching_options_are_rejected_for_other_models(name, prediction):
 
 
 def test_values_that_equal_the_default_behavior_are_accepted():
-    off = [
-        "--min_snr_gamma",
-        "0",
-        "--noise_offset",
-        "0",
-        "--no-zero_terminal_snr",
-        "--no-v_parameterization",
-        "--v_pred_like_loss",
-        "0",
-        "--multires_noise_iterations",
-        "0",
-    ]
+    off = (
+        "--min_snr_gamma 0 --noise_offset 0 --no-zero_terminal_snr --no-v_parameterization --v_pred_like_loss 0 "
+        "--multires_noise_iterations 0"
+    ).split()
     assert list_conflicts("flow", *off) == {}
     assert list_conflicts("epsilon", *off, "--timestep_sampling", "uniform", "--weighting_scheme", "none") == {}
 
@@ -147,20 +139,9 @@ def test_the_prediction_type_decides_and_the_option_overrides_the_scheduler_conf
 
 
 def test_options_at_their_neutral_values_are_not_rejected():
-    flags = [
-        "--noise_offset",
-        "0",
-        "--huber_c",
-        "0.1",
-        "--timestep_sampling",
-        "sigmoid",
-        "--sigmoid_scale",
-        "0",
-        "--min_timestep",
-        "0",
-        "--loss_type",
-        "l1",
-    ]
+    flags = (
+        "--noise_offset 0 --huber_c 0.1 --timestep_sampling sigmoid --sigmoid_scale 0 --min_timestep 0 --loss_type l1"
+    ).split()
     config = parse_config([*DATA, *flags]).config
     assert find_active_options(config.noise, config.loss) == {
         "timestep_sampling": "sigmoid",

@@ -170,20 +170,10 @@ def test_every_image_is_listed_as_it_is_trained(dataset):
 
 def test_problems_of_tool_and_training_options_are_reported_together(tmp_path):
     result = run_plan(
-        "--jsn",
-        "--resolve-only",
-        "--world_size",
-        "0",
-        "--network_dimm",
-        "4",
-        "--preveiw",
-        "x.png",
-        "--json=1",
-        "--preview_limit",
-        "3",
-        "--resume_from_huggingface",
-        "--learning_rate",
-        "fast",
+        *(
+            "--jsn --resolve-only --world_size 0 --network_dimm 4 --preveiw x.png --json=1 --preview_limit 3 "
+            "--resume_from_huggingface --learning_rate fast"
+        ).split()
     )
     assert result.returncode == 2 and result.stdout == ""
     assert [line.strip().partition(";")[0] for line in result.stderr.splitlines()[1:]] == [
