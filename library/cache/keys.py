@@ -18,7 +18,7 @@ from ..dataloader.buckets import BucketAssignment, list_control_facts
 from ..dataloader.images import CropParams, load_preview_controls
 from ..dataloader.manifest import Sample
 from ..dataloader.sample_prompts import Prompt
-from ..dataset.schema import SubsetConfig
+from ..dataset.schema import DATASET_KEYS, SubsetConfig
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -112,17 +112,9 @@ def hash_controls(images: Sequence["Image"]) -> str:
 
 def find_varying_caption_keys(subset: SubsetConfig) -> tuple[str, ...]:
     """Return the keys that make captions of this subset vary from view to view."""
-    return tuple(key for key in _VARYING_CAPTION_KEYS if getattr(subset, key))
+    keys = (name for name, key in DATASET_KEYS.items() if key.option.varies == "caption")
+    return tuple(key for key in keys if getattr(subset, key))
 
-
-_VARYING_CAPTION_KEYS = (
-    "shuffle_caption",
-    "enable_wildcard",
-    "caption_dropout_rate",
-    "caption_dropout_every_n_epochs",
-    "caption_tag_dropout_rate",
-    "token_warmup_step",
-)
 
 LATENT_KEY_VERSION = 1
 """A part of each key, incremented when the same image, crop and VAE would give other latents than before."""

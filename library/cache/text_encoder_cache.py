@@ -3,13 +3,14 @@
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL.Image import Image, fromarray
 
+from ..config.options import iter_group_options
 from ..config.schema import ModelConfig
 from ..dataloader.augment import Augmenter
 from ..dataloader.images import BadSample, load_control_pixels, load_preview_controls
@@ -37,11 +38,6 @@ MAX_CAPTION_CHARACTERS = 80
 """The longest part of a caption that is shown as the name of an entry."""
 
 MAX_KEYS_SHOWN = 3
-MODEL_OPTIONS_WITHOUT_TEXT_EFFECT = frozenset(
-    "pretrained_model_name_or_path family v2 vae clip_l clip_g t5xxl text_encoder ae tokenizer_cache_dir guidance_scale"
-    " quantize_base".split()
-)
-"""Options that do not change text-encoder outputs; the weights themselves are in the fingerprint by content."""
 
 
 @dataclass
@@ -169,10 +165,16 @@ def compute_text_encoder_fingerprint(encoders: FrozenEncoders, cache_dir: Path) 
 
 
 def _list_model_options(model: ModelConfig) -> list[str]:
-    """List the model options that are set; excludes the known harmless ones, so that a new option is not forgotten."""
-    names = [field.name for field in fields(ModelConfig) if field.name not in MODEL_OPTIONS_WITHOUT_TEXT_EFFECT]
-    defaults = ModelConfig()
-    return [f"{name}={getattr(model, name)!r}" for name in names if getattr(model, name) != getattr(defaults, name)]
+    """List the model options that are set and change text-encoder outputs, as their facts say.
+
+    The weights themselves are in the fingerprint by content.
+    """
+    values = [(option, getattr(model, option.name)) for option in iter_group_options(ModelConfig)]
+    return [
+        f"{option.name}={value!r}"
+        for option, value in values
+        if option.changes_text_outputs and value != option.default
+    ]
 
 
 def _suggest_fewer_captions(prepared: PreparedData, option: str) -> str:

@@ -95,8 +95,6 @@ def validate_initial_weights(adapter: AdapterConfig) -> Iterator[OptionConflict]
         yield ("base_weights_multiplier", "base_weights"), problem
     if not adapter.dim_from_weights:
         return
-    if adapter.network_weights is None:
-        yield ("dim_from_weights", "network_weights"), "needs network_weights"
     arguments = [name for name in list_arg_names(adapter.network_args) if name.endswith(_RANK_ARG_SUFFIXES)]
     if arguments:
         yield (

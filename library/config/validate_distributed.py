@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from .network_args import get_adapter_type
-from .options import ExplicitOptions, OptionConflict
+from .options import OptionConflict
 from .schema import AdapterConfig, RunConfig, TrainConfig
 from .schema_distributed import DeepSpeedConfig, DistributedConfig, ParallelConfig
 
@@ -20,14 +20,6 @@ ATTENTION_PACKAGES = {
 
 MIN_PROFILE_STEPS = 3
 """One step without the profiler for timing, one to warm the profiler up, and one to record."""
-
-_CHECKPOINTING_DEFAULTS = {
-    "gradient_checkpointing_every": 1,
-    "activation_memory_budget": 0,
-    "cpu_offload_checkpointing": False,
-}
-_BUDGET_BACKENDS = ("inductor", "aot_eager")
-"""Backends with torch's partitioner, which decides what is recomputed."""
 
 
 def validate_attention_package(mode: str) -> Iterator[str]:
@@ -57,11 +49,7 @@ def validate_device_map_options(config: RunConfig) -> Iterator[OptionConflict]:
 
 
 def validate_parallel_options(
-    parallel: ParallelConfig,
-    adapter: AdapterConfig,
-    distributed: DistributedConfig,
-    deepspeed: DeepSpeedConfig,
-    explicit: ExplicitOptions,
+    parallel: ParallelConfig, adapter: AdapterConfig, distributed: DistributedConfig, deepspeed: DeepSpeedConfig
 ) -> Iterator[OptionConflict]:
     """Check tensor, context and pipeline parallelism."""
     adapter_type = get_adapter_type(adapter)
@@ -74,28 +62,14 @@ def validate_parallel_options(
     name = next((name for name, size in parallel.model_parallel_sizes.items() if size > 1), None)
     if name is None:
         return
-    regional = "dynamo_use_regional_compilation"
-    if distributed.torch_compile and regional in explicit and not distributed.dynamo_use_regional_compilation:
-        yield (regional, name), f"with {name} the model is always compiled block by block"
     if deepspeed.deepspeed:
         problem = f"cannot be combined with {name}; use fsdp with {'cp_size' if name == 'cp_size' else 'tp_size'}"
         yield ("deepspeed", name), problem
 
 
-def validate_checkpointing(train: TrainConfig, distributed: DistributedConfig) -> Iterator[OptionConflict]:
-    """Check activation checkpointing and block swapping."""
-    is_set = {name: getattr(train, name) != default for name, default in _CHECKPOINTING_DEFAULTS.items()}
-    if not distributed.torch_compile:
-        return
-    if is_set["activation_memory_budget"]:
-        if distributed.dynamo_backend not in _BUDGET_BACKENDS:
-            problem = f"dynamo_backend {distributed.dynamo_backend} ignores it; use {' or '.join(_BUDGET_BACKENDS)}"
-            yield ("activation_memory_budget", "dynamo_backend"), problem
-        for name in ("gradient_checkpointing_every", "cpu_offload_checkpointing"):
-            if is_set[name]:
-                problem = "with torch_compile, activation_memory_budget alone decides what is recomputed"
-                yield (name, "activation_memory_budget"), problem
-    if train.blocks_to_swap:
+def validate_block_swap_options(train: TrainConfig, distributed: DistributedConfig) -> Iterator[OptionConflict]:
+    """Check block swapping."""
+    if distributed.torch_compile and train.blocks_to_swap:
         yield ("blocks_to_swap", "torch_compile"), "cannot be combined with torch_compile; remove one of them"
 
 

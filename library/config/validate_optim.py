@@ -7,11 +7,8 @@ from .options import OptionConflict
 from .schema import AdapterConfig, OptimConfig
 from .unused_options import is_self_tuning_adafactor
 
-PER_MODULE_LR_ARGS = {
-    *("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio", "network_reg_lrs"),
-    *("down_lr_weight", "mid_lr_weight", "up_lr_weight"),
-}
-"""network_args that give some modules a learning rate of their own."""
+BLOCK_RATE_ARGS = ("down_lr_weight", "mid_lr_weight", "up_lr_weight")
+"""network_args with the learning rates of blocks; a block whose rate is 0 is not trained, whatever the optimizer."""
 
 
 def validate_lr_scheduler(optim: OptimConfig) -> Iterator[OptionConflict]:
@@ -22,11 +19,6 @@ def validate_lr_scheduler(optim: OptimConfig) -> Iterator[OptionConflict]:
     elif scheduler in ("constant", "adafactor") and warmup.value > 0:
         problem = f"lr_scheduler {scheduler} has no warmup; use lr_scheduler constant_with_warmup"
         yield ("lr_warmup_steps", "lr_scheduler"), problem
-    if optim.lr_scheduler_args and not optim.lr_scheduler_type and scheduler != "piecewise_constant":
-        yield (
-            ("lr_scheduler_args", "lr_scheduler"),
-            "only used by lr_scheduler_type and lr_scheduler piecewise_constant",
-        )
     if scheduler == "cosine_with_restarts" and not optim.lr_scheduler_num_cycles and not optim.lr_scheduler_type:
         problem = "0 cycles keep the learning rate constant; write 1 or more, or use lr_scheduler constant"
         yield ("lr_scheduler_num_cycles", "lr_scheduler"), problem
@@ -48,21 +40,17 @@ def find_schedule_overflow(optim: OptimConfig, total_steps: int) -> str | None:
 
 
 def validate_self_tuning_optimizers(optim: OptimConfig, adapter: AdapterConfig) -> Iterator[OptionConflict]:
-    """Adafactor sets one learning rate for all modules, unless relative_step is False."""
+    """Adafactor with relative_step sets one learning rate for all modules; lr_scheduler adafactor reports it."""
     if not is_self_tuning_adafactor(optim):
         if optim.lr_scheduler == "adafactor":
             problem = "adafactor is for optimizer_type Adafactor with relative_step; use lr_scheduler constant"
             yield ("lr_scheduler", "optimizer_type"), problem
-        return
-    is_used = {
-        "network_args": PER_MODULE_LR_ARGS.intersection(list_arg_names(adapter.network_args)),
-        "lr_scheduler_type": optim.lr_scheduler_type,
-    }
-    for option in (option for option, value in is_used.items() if value):
-        problem = (
-            "no effect: Adafactor sets its own learning rate; to use this, add relative_step=False to optimizer_args"
+    elif weights := [name for name in list_arg_names(adapter.network_args) if name in BLOCK_RATE_ARGS]:
+        fix = "remove it, or add relative_step=False to optimizer_args"
+        yield (
+            ("network_args", "optimizer_args"),
+            f"{weights[0]}: Adafactor sets one learning rate for all blocks; {fix}",
         )
-        yield (option, "optimizer_args"), problem
 
 
 def validate_learning_rates(optim: OptimConfig, adapter: AdapterConfig) -> Iterator[OptionConflict]:

@@ -211,7 +211,8 @@ def merge_small_buckets(
     """
     merged, notes = list(assignments), []
     for number, dataset in enumerate(datasets):
-        if dataset.bucket_min_images == 1:
+        has_symmetric_buckets = dataset.enable_bucket and dataset.bucket_mode == "symmetric"
+        if not has_symmetric_buckets or dataset.bucket_min_images == 1:
             continue
         members: defaultdict[WidthHeight, list[int]] = defaultdict(list)
         for index, sample in enumerate(samples):

@@ -66,9 +66,6 @@ _UNSUPPORTED_MUSUBI_KEYS: Mapping[str, str] = {
     ),
 }
 _KIND_KEYS: Mapping[DatasetKind, str] = {"finetuning": "metadata_file", "controlnet": "conditioning_data_dir"}
-_SYMMETRIC_DEFAULTS = {"bucket_max_crop": 1, "bucket_min_images": 1}
-"""Keys that only bucket_mode symmetric has, and the values that change nothing."""
-
 _SOURCE_KEYS = ("image_dir", "parquet", "webdataset")
 _UNSUPPORTED_KEYS_BY_SOURCE: Mapping[str, tuple[str, ...]] = {
     "image_dir": ("control_column",),
@@ -223,23 +220,17 @@ def _validate_duplicate_sources(subsets: Sequence[Mapping[str, LocatedValue]]) -
 
 
 def _validate_bucket_mode(values: Mapping[str, LocatedValue], location: str) -> Iterator[str]:
-    """Yield keys that contradict bucket_mode; sd-scripts has none of them, so that they are errors."""
+    """Yield keys that contradict bucket_mode."""
 
     def format_key(name: str) -> str:
         if values[name].is_in_file:
             return f"{values[name].location}: {name}"
         return f"--{name}" if location.startswith("--") else f"--{name} (for {location})"
 
-    names = ("bucket_mode", "enable_bucket", "bucket_no_upscale", *_SYMMETRIC_DEFAULTS)
-    if any(values[name].is_invalid for name in names):
+    if any(values[name].is_invalid for name in ("bucket_mode", "enable_bucket", "bucket_no_upscale")):
         return
-    if values["bucket_mode"].value == "kohya":
-        for name, default in _SYMMETRIC_DEFAULTS.items():
-            if values[name].value != default:
-                yield f"{format_key(name)}: needs bucket_mode symmetric; set bucket_mode = 'symmetric', or remove it"
-    elif not values["enable_bucket"].value:
-        yield f"{format_key('bucket_mode')}: needs buckets; set enable_bucket = true"
-    elif values["bucket_no_upscale"].value:
+    is_symmetric = values["bucket_mode"].value == "symmetric" and values["enable_bucket"].value
+    if is_symmetric and values["bucket_no_upscale"].value:
         yield (
             f"{format_key('bucket_mode')}: symmetric buckets all have the same area, so that small images are"
             " upscaled; remove bucket_no_upscale"

@@ -41,9 +41,8 @@ def validate_fsdp(sharding: ShardingConfig, train: TrainConfig, tp_size: int, wo
     if sharding.fsdp is False and is_launched:
         return ["--no-fsdp: the launcher requests FSDP; remove one of the two"]
     if not (sharding.fsdp or is_launched):
-        names = [f"--{name}" for name in FSDP_OPTION_VARIABLES if getattr(sharding, name) is not None]
         sizes = [name for name, size in variables.items() if name.endswith("_SIZE") and size != "1"]
-        names += [f"the launcher's {format_launcher_option(size)}" for size in sizes]
+        names = [f"the launcher's {format_launcher_option(size)}" for size in sizes]
         return [f"{name}: no effect without FSDP; add --fsdp" for name in names]
     problems = [
         *_validate_fsdp_variables(sharding, variables),
@@ -100,10 +99,6 @@ def validate_deepspeed(config: RunConfig, world: World) -> Iterator[str]:
     """Compare options, launcher settings and the JSON file; check what does not work together with DeepSpeed."""
     ours, distributed, is_launched = config.deepspeed, config.distributed, "DeepSpeed" in world.engines
     if not (ours.deepspeed or is_launched):
-        for name in ZERO_OPTION_KEYS:
-            value = getattr(ours, name, None)
-            if value is not None and (name, value) != ("zero_stage", 2):  # the default of sd-scripts
-                yield f"--{name}: no effect without DeepSpeed; add --deepspeed"
         return
     if ours.deepspeed is False:
         yield "--no-deepspeed: the launcher requests DeepSpeed; remove one of the two"

@@ -6,23 +6,27 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..config import ParsedConfig, RunConfig, validate_adapter, validate_objective
+from ..config.help import format_default
 from ..config.network_args import find_block_lr_weight_lengths, list_arg_names, parse_network_args
-from ..config.options import OptionConflict
+from ..config.options import OptionConflict, iter_options
 from ..config.schema import AdapterConfig, ModelConfig
 from ..config.schema_data import CacheConfig, DataConfig
-from ..config.schema_objective import LossConfig, NoiseConfig
+from ..config.schema_objective import NoiseConfig
 from ..config.schema_output import PreviewConfig
 from ..config.types import is_prompt_text
-from ..config.unused_options import find_unusable_sampler, is_self_tuning_adafactor
+from ..config.unused_options import (
+    ModelTraits,
+    find_unusable_sampler,
+    find_unused_options,
+)
 from ..dataloader.sample_prompts import Prompt, load_preview_prompts
 from ..dataset.controls import CONTROLS_FROM_IMAGE
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
 from ..dataset.schema import SubsetConfig
 from ..dataset.validate import validate_resolution_multiple
 from ..errors import ConfigError, FileError
-from .detect import COMPONENT_OPTIONS, DetectedModel, build_control_limits, detect_model, get_family_facts
+from .detect import DetectedModel, build_control_limits, detect_model, get_family_facts
 from .facts import TORCH_ATTENTION_MODES
-from .families import FAMILY_FACTS
 from .trained_components import select_trained_text_encoders
 
 
@@ -163,12 +167,12 @@ def _detect_without_options(model: ModelConfig) -> DetectedModel | None:
 
 def drop_unused_model_options(loaded: ParsedConfig) -> ParsedConfig:
     """Set options that mean nothing to the model back to their defaults; a model that is not found is left alone."""
-    detected, config = _detect_without_options(loaded.config.model), loaded.config
+    detected = _detect_without_options(loaded.config.model)
     if detected is None:
         return loaded  # reported by validate_model_options
-    reasons = find_unused_model_options(config.adapter, config.noise, config.loss, detected)
-    reasons |= _find_unavailable_xformers(loaded, detected)
-    loaded = loaded.without_unused({name: why for name, why in reasons.items() if name in loaded.locations})
+    model = collect_model_traits(detected, loaded.config.adapter)
+    loaded = loaded.without_unused(find_unused_options(loaded.config, loaded.explicit, model))
+    loaded = loaded.without_unused(_find_unavailable_xformers(loaded, detected))
     facts, adapter = get_family_facts(detected.family), loaded.config.adapter
     if not facts.options.network.is_unet:
         names = [name for name in list_arg_names(adapter.network_args) if name in ("conv_dim", "conv_alpha")]
@@ -219,43 +223,33 @@ def _find_other_defaults(loaded: ParsedConfig, detected: DetectedModel) -> Itera
     optim, facts = loaded.config.optim, get_family_facts(detected.family)
     text_encoders = select_trained_text_encoders(loaded.config.adapter, optim, facts)
     has_all_rates = optim.unet_lr is not None and (optim.text_encoder_lr or not text_encoders)
-    sampling, theirs_of = loaded.config.noise.flow_timestep_sampling, facts.options.kohya_defaults.get
-    others = {
-        "seed": ("42", "another one for each run", True),
-        "learning_rate": ("1e-4", "2e-6", not has_all_rates and not is_self_tuning_adafactor(optim)),
-        "v_parameterization": ("true, as the model says", "false", detected.prediction_type == "v"),
-        "guidance_scale": ("1", "3.5", detected.has_guidance_embeds),
-        "timestep_sampling": ("shift", theirs_of("timestep_sampling"), sampling != "sigma"),
-        "discrete_flow_shift": (
-            "as in the model's pipeline",
-            theirs_of("discrete_flow_shift"),
-            sampling in ("shift", "sigma"),
-        ),
-        "model_prediction_type": ("raw", theirs_of("model_prediction_type"), True),
+    is_other = {
+        "learning_rate": not has_all_rates,
+        "v_parameterization": detected.prediction_type == "v",
+        "timestep_sampling": loaded.config.noise.flow_timestep_sampling != "sigma",
     }
-    for name, (ours, theirs, applies) in others.items():
-        if applies and theirs is not None and name not in loaded.locations:
-            yield f"{name} {ours} (there {theirs})"
+    options = [option for option in iter_options(RunConfig) if is_other.get(option.name, True)]
+    theirs = {option.name: option.kohya_default for option in options if option.kohya_default}
+    theirs.update(facts.options.kohya_defaults)
+    model, names = collect_model_traits(detected, loaded.config.adapter), theirs.keys() - loaded.locations.keys()
+    without_effect = find_unused_options(loaded.config, frozenset(names), model)
+    for option in options:
+        if option.name in names - without_effect.keys():
+            yield f"{option.name} {option.default_text or format_default(option.default)} (there {theirs[option.name]})"
+    if "model_prediction_type" in names:  # an option of sd-scripts only
+        yield f"model_prediction_type raw (there {theirs['model_prediction_type']})"
 
 
-def find_unused_model_options(
-    adapter: AdapterConfig, noise: NoiseConfig, loss: LossConfig, detected: DetectedModel
-) -> dict[str, str]:
-    """Find the options without effect on this model, and why; options with their default values may be among them."""
+def collect_model_traits(detected: DetectedModel, adapter: AdapterConfig) -> ModelTraits:
+    """Collect what the effect of options depends on in a model."""
     facts = get_family_facts(detected.family)
-    special = {option for each in FAMILY_FACTS.values() for option in each.options.extra} - set(facts.options.extra)
-    unused = dict.fromkeys(sorted(special), f"not for {facts.title}")
-    unused |= {name: f"not for {facts.title}" for name in COMPONENT_OPTIONS if name not in facts.options.components}
-    if not detected.has_guidance_embeds:
-        unused["guidance_scale"] = "the model has no guidance embedding"
-    unused |= validate_objective.find_options_of_other_models(noise, loss, detected.prediction_type)
-    if detected.prediction_type == "flow":
-        unused["sample_sampler"] = "flow matching samples with euler"
-    if not facts.lora.text_encoders and not adapter.network_train_text_encoder_only:
-        unused |= dict.fromkeys(
-            ("network_train_unet_only", "text_encoder_lr"), f"the text encoders of {facts.title} are never trained"
-        )
-    return unused
+    return ModelTraits(
+        facts.title,
+        detected.prediction_type,
+        detected.has_guidance_embeds,
+        bool(facts.lora.text_encoders) or adapter.network_train_text_encoder_only,  # the latter is an error then
+        {*facts.options.extra, *facts.options.components},
+    )
 
 
 def _find_unavailable_xformers(loaded: ParsedConfig, detected: DetectedModel) -> dict[str, str]:

@@ -18,6 +18,7 @@ from ..captioning.caption_writer import (
 from ..captioning.onnx_tagger import OnnxTagger, TagSelection, find_tagger
 from ..captioning.openai_api import ApiCaptioner
 from ..config import parse_config
+from ..config.option_needs import IsSet
 from ..config.options import define_option, iter_options
 from ..log import configure_logging
 from .validate_arguments import check_caption_arguments
@@ -42,7 +43,9 @@ class CaptionOptions:
     api_base: str | None = define_option(
         None, "address of a server with OpenAI's chat interface, such as http://127.0.0.1:8080/v1"
     )
-    api_timeout: float = define_option(300.0, "api_base: seconds to wait for an answer", minimum=0.1)
+    api_timeout: float = define_option(
+        300.0, "api_base: seconds to wait for an answer", minimum=0.1, needs=(IsSet("api_base"),)
+    )
     prompt: str | None = define_option(
         None, "question, task token (Florence-2) or beginning of the caption (BLIP); default: by model"
     )
@@ -85,6 +88,7 @@ def run_caption(argv: Sequence[str]) -> tuple[str, int] | Generator[str, None, i
     options: CaptionOptions = cast(Any, own.config).caption
     check_caption_arguments(options, folders, own, USAGE)
     configure_logging(simple=True)
+    own.log_notices()
     return _write_captions(options, folders)
 
 

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ..config import parse_config, validate_adapter, validate_objective
-from ..config.options import flatten_config, iter_options
+from ..config.options import iter_options
 from ..config.parser import ParsedConfig
 from ..config.schema import RunConfig
 from ..config.types import is_prompt_text
+from ..config.unused_options import ModelTraits, find_unused_options
 from ..dataloader.sample_prompts import load_prompts
+from ..dataset.schema import DATASET_KEYS
 from ..dataset.validate import validate_dataset_config
 from ..errors import ConfigError, UserError
 from ..models.detect import get_family_facts
@@ -32,7 +34,6 @@ HELP = f"""{USAGE}
 NAME.toml is for --config_file, and names NAME.dataset.toml. See docs/import.md."""
 TRAINED_PART_OPTIONS = {"network_train_unet_only", "network_train_text_encoder_only"}
 NO_DATASET = "no image folder was found in the file; write a dataset TOML (docs/datasets.md) and set dataset_config"
-_OPTION_OF_KEY = {"batch_size": "train_batch_size", "num_repeats": "dataset_repeats"}
 
 
 def run_import_config(argv: Sequence[str]) -> tuple[str, int]:
@@ -95,7 +96,7 @@ def build_files(result: ImportedConfig, output_dir: Path, name: str, source: Pat
     if is_file and get_family_facts(result.family).pipeline.kind == "edit":
         options["family"] = result.family  # its file is like that of the model that it comes from
     if not result.datasets:  # the settings of all images are options of the run, too
-        options |= {_OPTION_OF_KEY.get(key, key): value for key, value in result.general.items()}
+        options |= {DATASET_KEYS[key].flag or key: value for key, value in result.general.items()}
     run_path, dataset_path = output_dir / f"{name}.toml", output_dir / f"{name}.dataset.toml"
     if result.datasets:
         options["dataset_config"] = str(dataset_path)
@@ -184,7 +185,7 @@ def check_written_files(run_path: Path, family: str) -> list[str]:
     config = loaded.config
     problems = [
         *(NO_DATASET if problem.startswith("--dataset_config: missing") else problem for problem in loaded.problems),
-        *validate_dataset_config(config.data, config.cache, config.validate, config.train, loaded.invalid_options),
+        *validate_dataset_config(config.data, config.cache, config.train, loaded.invalid_options),
     ]
     model = config.model.pretrained_model_name_or_path
     if model is not None and Path(model).expanduser().exists():
@@ -199,8 +200,15 @@ def check_written_files(run_path: Path, family: str) -> list[str]:
 
 
 def _check_family(loaded: ParsedConfig, family: str) -> list[str]:
-    config, facts = loaded.config, get_family_facts(family)
-    prediction = "flow" if not facts.options.network.is_unet else "v" if config.noise.v_parameterization else "epsilon"
+    """Check the options for a family, without a model; those that have no effect on it are no problems."""
+    facts = get_family_facts(family)
+    prediction = (
+        "flow" if not facts.options.network.is_unet else "v" if loaded.config.noise.v_parameterization else "epsilon"
+    )
+    own = {*facts.options.extra, *facts.options.components}
+    model = ModelTraits(facts.title, prediction, "guidance_scale" in own, bool(facts.lora.text_encoders), own)
+    loaded = loaded.without_unused(find_unused_options(loaded.config, loaded.explicit, model))
+    config = loaded.config
     conflicts = [
         *validate_objective.validate_objective_for_model(config.noise, config.loss, facts.title, prediction),
         *validate_adapter.validate_adapter_for_model(
@@ -212,8 +220,4 @@ def _check_family(loaded: ParsedConfig, family: str) -> list[str]:
             t5=facts.text.t5_encoder,
         ),
     ]
-    given = flatten_config(config)
-    for option in ("t5xxl_max_token_length", "guidance_scale"):
-        if option in loaded.locations and option not in facts.options.extra and given[option] is not None:
-            conflicts.append(((option,), f"not applicable to {facts.title}; remove it"))
     return [f"{loaded.locations.get(names[0], f'--{names[0]}')}: {problem}" for names, problem in conflicts]

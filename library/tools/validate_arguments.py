@@ -24,7 +24,7 @@ PREVIEW_SUFFIXES = (".png", ".jpg", ".webp")
 def check_plan_arguments(options: "PlanOptions", own: ParsedConfig, training: ParsedConfig) -> None:
     """Raise with all problems of ``plan``'s options and of the training options that it uses."""
     data = training.config.data
-    problems = [*own.problems, *validate_plan_options(options, frozenset(own.locations))]
+    problems = [*own.problems, *validate_plan_options(options)]
     if options.resolve_only:
         problems += [*training.problems, *(load_dataset_config(data).problems if can_load_datasets(data) else ())]
         if not can_load_datasets(data) and not problems:
@@ -42,20 +42,13 @@ def check_plan_arguments(options: "PlanOptions", own: ParsedConfig, training: Pa
         raise ConfigError(list(dict.fromkeys(problems)))
 
 
-def validate_plan_options(options: "PlanOptions", explicit: frozenset[str]) -> Iterator[str]:
+def validate_plan_options(options: "PlanOptions") -> Iterator[str]:
     if options.resolve_only and not options.json:
         yield "--resolve_only: prints JSON only; add --json"
     if options.resolve_only:
         for name in ("preview", "gpu_memory"):
             if getattr(options, name) is not None:
                 yield f"--{name}: needs the images, which --resolve_only does not read; remove one of the two"
-        if "world_size" in explicit:
-            yield "--world_size: no effect with --resolve_only; remove one of the two"
-    for name in ("gpu_tflops", "link_speed"):
-        if name in explicit and options.gpu_memory is None:
-            yield f"--{name}: no effect without --gpu_memory"
-    if "preview_limit" in explicit and options.preview is None:
-        yield "--preview_limit: no effect without --preview"
 
 
 def validate_preview_path(path: Path, data: DataConfig) -> Iterator[str]:
@@ -100,8 +93,6 @@ def check_caption_arguments(options: "CaptionOptions", folders: Sequence[Path], 
         problems.append("--model: missing; a folder, a hub id, or with --api_base the name of the server's model")
     if options.api_base is not None and not options.api_base.startswith(("http://", "https://")):
         problems.append(f"--api_base: {options.api_base}: expected an address such as http://127.0.0.1:8080/v1")
-    if "api_timeout" in own.locations and options.api_base is None:
-        problems.append("--api_timeout: no effect without --api_base")
     if problems:
         raise ConfigError(problems)
 

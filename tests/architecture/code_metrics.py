@@ -235,6 +235,77 @@ def count_public_duplicates(trees: dict[str, ast.Module]) -> int:
     return sum(count > 1 for count in names.values())
 
 
+COMPONENT_NAMES = frozenset({"vae", "text_encoder"})
+"""Options that are called as the component of a pipeline that they replace; where one stands, it may be the latter."""
+
+
+@dataclass(frozen=True)
+class OptionTable:
+    """A literal that names two or more options of training outside the schemas."""
+
+    file: str
+    line: int
+    names: frozenset[str]
+    is_constant: bool
+    """Whether it is assigned at the top of a module or class."""
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it lists options: two that a check names together are a pair, not a table."""
+        return self.is_constant or len(self.names) > 2
+
+
+def list_option_names(trees: dict[str, ast.Module]) -> frozenset[str]:
+    """The fields of ``config/schema*.py`` that are declared by ``define_option`` or a short form of it."""
+    return frozenset(
+        node.target.id
+        for file, tree in trees.items()
+        if file.startswith("config/schema")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and _is_option(node.value)
+    )
+
+
+def _is_option(value: ast.expr | None) -> bool:
+    return isinstance(value, ast.Call) and ast.unparse(value.func).lstrip("_").startswith("define_")
+
+
+def list_option_tables(trees: dict[str, ast.Module]) -> list[OptionTable]:
+    """Every outermost tuple, list, set, dict or split text with the names of two or more options of training."""
+    options = list_option_names(trees) - COMPONENT_NAMES
+    found: list[OptionTable] = []
+
+    def visit(file: str, node: ast.AST, is_constant: bool) -> None:
+        names = _collect_option_names(node, options)
+        if len(names) > 1:
+            found.append(OptionTable(file, getattr(node, "lineno", 0), names, is_constant))
+            return
+        is_constant = is_constant and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for child in ast.iter_child_nodes(node):
+            visit(file, child, is_constant)
+
+    for file, tree in trees.items():
+        if not file.startswith("config/schema"):
+            visit(file, tree, is_constant=True)
+    return found
+
+
+def _collect_option_names(node: ast.AST, options: frozenset[str]) -> frozenset[str]:
+    """The options that a literal names; keys and values of a dict alike."""
+    if isinstance(node, ast.Constant):
+        return frozenset({node.value} & options) if isinstance(node.value, str) else frozenset()
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "split":
+        text = node.func.value
+        is_text = isinstance(text, ast.Constant) and isinstance(text.value, str)
+        return frozenset(text.value.split()) & options if is_text else frozenset()
+    items: list[ast.AST | None] = []
+    if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+        items = [item.value if isinstance(item, ast.Starred) else item for item in node.elts]
+    elif isinstance(node, ast.Dict):
+        items = [*node.keys, *node.values]
+    return frozenset(name for item in items if item is not None for name in _collect_option_names(item, options))
+
+
 FAMILY_INTERFACE = {"models/facts.py": "FamilyFacts", "models/base.py": "Family"}
 """The module and class of what the author of a model family fills in: its facts, and its methods."""
 
@@ -267,6 +338,7 @@ def measure(root: Path) -> dict[str, float]:
     docstrings = [item for file, tree in trees.items() for item in list_docstrings(file, tree)]
     family = list_family_members(trees)
     modules = [file for file in lines if not file.endswith(("__init__.py", "__main__.py"))]
+    option_tables = list_option_tables(trees)
     return {
         "files": len(paths),
         "lines": sum(lines.values()),
@@ -290,6 +362,8 @@ def measure(root: Path) -> dict[str, float]:
         "fmt: skip in library": skips["library"],
         "fmt: skip in tests": skips["tests"],
         "pre-flight functions outside the list": sum(refuses_settings(item) for item in outside),
+        "places that name several options": len(option_tables),
+        "option tables outside the schemas": sum(table.is_table for table in option_tables),
     }
 
 

@@ -20,7 +20,7 @@ from training_runs import max_relative_difference, train, write_images
 from library import tools
 from library.config import parse_config
 from library.config.schema import TrainConfig
-from library.config.schema_data import CacheConfig, DataConfig, ValidateConfig
+from library.config.schema_data import CacheConfig, DataConfig
 from library.dataloader.batch_plan import BatchPlan, StagedBatchPlan
 from library.dataloader.buckets import build_bucket_assigner
 from library.dataloader.prepare import prepare_data
@@ -164,7 +164,7 @@ def test_invalid_schedules_are_reported_with_file_line_and_key(tmp_path, text):
     path = tmp_path / "x.toml"
     path.write_text(f"[[datasets]]\n{text}\n{SUBSET}", "utf-8")
     problem, *others = validate_dataset_config(
-        DataConfig(dataset_config=str(path)), CacheConfig(), ValidateConfig(), TrainConfig(max_train_steps=100)
+        DataConfig(dataset_config=str(path)), CacheConfig(), TrainConfig(max_train_steps=100)
     )
     assert INVALID[text] in problem and "x.toml" in problem
     assert all("resolution_schedule: 16,16 is too small" in other for other in others)

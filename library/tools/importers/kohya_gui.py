@@ -6,6 +6,7 @@ from typing import Any
 
 from ...config import parse_config
 from ...config.options import flatten_config
+from ...config.unused_options import is_self_tuning_adafactor
 from .equivalents import FLOW_FAMILIES
 from .imported import (
     ImportedConfig,
@@ -132,18 +133,11 @@ def _read_model_keys(reader: KeyReader) -> None:
         reader.list_change("lumina_system_prompt", reason, reader.read("lumina_system_prompt", ""))
     if family == "sd3":
         options |= {"timestep_sampling": "sigma", "discrete_flow_shift": 1.0}
-        _drop_unused_weighting(options)
     for suffix in ("", "_to_disk"):
         prefix = {"flux": "flux1", "chroma": "flux1", "lumina2": "lumina"}.get(family, family)
         name = f"{prefix}_cache_text_encoder_outputs{suffix}"
         if reader.read(name, False, to_switch):
             reader.result.set_option(f"cache_text_encoder_outputs{suffix}", True)
-
-
-def _drop_unused_weighting(options: dict[str, Any]) -> None:
-    for option, scheme in (("logit_mean", "logit_normal"), ("logit_std", "logit_normal"), ("mode_scale", "mode")):
-        if options.get("weighting_scheme") != scheme:
-            options.pop(option, None)
 
 
 def _read_precision(reader: KeyReader) -> None:
@@ -300,24 +294,14 @@ def _format_flags(options: dict[str, Any]) -> list[str]:
 
 
 def _drop_overridden(result: ImportedConfig) -> None:
-    """Drop options that sd-scripts does not use together with others, where we would refuse them."""
-    options, dropped = result.options, list[tuple[str, str]]()
-    if "lr_scheduler_type" in options:
-        names = ("lr_scheduler", "lr_scheduler_num_cycles", "lr_scheduler_power", "lr_warmup_steps")
-        dropped += [(name, "lr_scheduler_type replaces it, there too") for name in names]
-    if options.get("network_train_unet_only", True) and not options.get("network_train_text_encoder_only"):
-        dropped.append(("text_encoder_lr", "text encoders are not trained, there either"))
-    if options.get("dim_from_weights"):
-        dropped += [(name, "dim_from_weights replaces it, there too") for name in ("network_dim", "network_alpha")]
-    if not options.get("log_with") and not options.get("logging_dir"):
-        trackers = ("log_prefix", "log_tracker_name", "log_tracker_config", "wandb_run_name", "log_config")
-        dropped += [(name, "no effect without a tracker, there either") for name in trackers]
-    if options.get("optimizer_type") == "Adafactor" and "relative_step=False" not in options.get("optimizer_args", ()):
-        rates = ("learning_rate", "unet_lr", "text_encoder_lr", "lr_scheduler", "lr_warmup_steps")
-        dropped += [(name, "Adafactor with relative_step sets its own learning rate, there too") for name in rates]
-    for name, reason in dropped:
+    """Drop options that have no effect beside the others, as their facts say; sd-scripts ignores them, too."""
+    options, parsed = result.options, parse_config(_format_flags(result.options))
+    dropped = {location.removeprefix("--").removeprefix("no-"): reason for location, reason in parsed.unused}
+    if "lr_scheduler_type" in options or is_self_tuning_adafactor(parsed.config.optim):
+        dropped["lr_warmup_steps"] = "the schedule has no warmup"
+    for name, reason in dropped.items():
         if name in options:
-            result.list_harmless(name, options.pop(name), reason)
+            result.list_harmless(name, options.pop(name), f"{reason}, as in sd-scripts")
 
 
 def _list_unused(reader: KeyReader) -> None:

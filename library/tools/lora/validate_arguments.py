@@ -9,6 +9,7 @@ from ...errors import ConfigError
 from ...registry import suggest_name
 from .block_names import BlockFactor, parse_block_factors
 from .options import (
+    RULES,
     BlockArguments,
     BlockOptions,
     ExtractArguments,
@@ -24,7 +25,6 @@ from .rank_rule import RankRule
 if TYPE_CHECKING:
     from .options import ExtractOptions, MergeOptions, MetadataOptions
 
-RULES = ("sv_ratio", "sv_fro", "sv_cumulative", "energy", "threshold")
 _LYCORIS_REASONS = {
     "loha": "the elementwise product of two low-rank matrices has no best approximation in closed form; use lora",
     "oft": "a rotation keeps the length of each neuron's weights, which training changes; use lora or dora",
@@ -38,6 +38,7 @@ def parse_arguments(argv: Sequence[str], arguments: type, check: Callable[..., I
     problems = [*parsed.problems, *parsed.notices, *check(files, parsed.config)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
+    parsed.log_notices()
     return files, parsed.config
 
 
@@ -72,13 +73,8 @@ def validate_merge(files: Sequence[str], arguments: MergeArguments) -> Iterator[
     if merge.model is not None:
         yield from _validate_model_path("--model", merge.model)
         yield from validate_output(arguments.output, files, is_model=merge.model)
-        for name, is_set in (("--to", arguments.format.to), ("--method", merge.method), ("--rank", has_rule)):
-            if is_set:
-                yield f"{name}: no effect with --model; remove one of the two"
     else:
         yield from validate_output(arguments.output, files)
-        if merge.math != "float32":
-            yield "--math: only with --model; LoRAs are merged in float64"
 
 
 def _validate_weights(merge: "MergeOptions", count: int) -> Iterator[str]:
@@ -89,8 +85,6 @@ def _validate_weights(merge: "MergeOptions", count: int) -> Iterator[str]:
     given = (merge.weights, merge.denoiser_weights, merge.text_encoder_weights)
     if merge.weights and not any(weight for weights in given for weight in weights or ()):
         yield "--weights: all are 0, which leaves nothing to write"
-    if merge.weights and merge.denoiser_weights and merge.text_encoder_weights:
-        yield "--weights: no effect beside --denoiser_weights and --text_encoder_weights; remove it"
 
 
 def _iter_block_factors(texts: Sequence[str], count: int) -> Iterator[tuple[int | None, list[BlockFactor]] | str]:
@@ -121,8 +115,6 @@ def validate_rank_options(ranks: RankOptions) -> Iterator[str]:
     rules = [name for name in RULES if getattr(ranks, name) is not None]
     if len(rules) > 1:
         yield f"--{rules[1]}: contradicts --{rules[0]}; use one rule"
-    if ranks.conv_rank is not None and ranks.rank is None and not rules:
-        yield "--conv_rank: needs --rank"
 
 
 def build_rank_rule(ranks: RankOptions) -> RankRule | None:
@@ -196,8 +188,6 @@ def validate_metadata(files: Sequence[str], arguments: MetadataArguments) -> Ite
         yield from validate_output(arguments.output, files)
     elif arguments.output.output is not None:
         yield "--output: nothing to change; add --set or --remove"
-    if changes and options.json:
-        yield "--json: only to print; remove --set and --remove"
 
 
 def _validate_one_file(files: Sequence[str], output: OutputOptions) -> Iterator[str]:

@@ -199,7 +199,6 @@ def test_all_mistakes_are_reported_at_once(tmp_path):
     for part in (
         "--caption_extension: 'txt'",
         "--model: missing",
-        "--api_timeout: no effect",
         "did you mean --if_exists",
         "--batch_size",
     ):

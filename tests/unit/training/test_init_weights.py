@@ -216,13 +216,11 @@ def test_a_file_may_lack_some_modules_that_share_lora_a(tmp_path):
 def test_conflicting_options_are_reported(tmp_path):
     flags = [
         "--dim_from_weights",
-        "--base_weights",
-        str(tmp_path / "no.safetensors"),
+        *("--network_weights", str(tmp_path / "no.safetensors"), "--base_weights", str(tmp_path / "no.safetensors")),
         *"--base_weights_multiplier 1 2 --network_dim 4 --network_args conv_dim=4".split(),
     ]
     problems = " ".join(parse_config(flags).problems)
     for text in (
-        "dim_from_weights: needs network_weights",
         "no such file",
         "2 multipliers for 1 base_weights",
         "conv_dim: dim_from_weights",
