@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..adapters.original_module_names import CLIP_KEYS, DIFFUSERS_KEYS, T5_KEYS, KeyStyle
+from ..adapters.token_layout import TokenLayout
 from ..config.schema import AdapterConfig, ModelConfig, OptimConfig
 from .facts import FamilyFacts, caches_only_t5
 
@@ -89,6 +90,9 @@ class Family(ABC):
 
     single_stream_block_lists: ClassVar[tuple[str, ...]] = ()
     """Those of ``block_lists`` whose layers get text and image tokens together."""
+    token_layouts: ClassVar[Mapping[str, TokenLayout]] = {}
+    """Pattern of the names of the denoiser's layers -> the layout of their activations, where it is not
+    (batch, tokens, width), or where anything comes after a text of variable length; LoRA dropout needs it."""
     text_attention_calls: ClassVar[tuple[int, ...]] = ()
     """Indices of the attention calls in a block that attend to a text that is not in ``block_activation_args``."""
     text_attention_layers: ClassVar[tuple[str, ...]] = ()

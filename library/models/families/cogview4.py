@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import DIFFUSERS_ONLY_KEYS
+from ...adapters.token_layout import OTHER_TOKENS, TokenLayout
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, read_required
@@ -65,6 +66,7 @@ class CogView4(Family):
     lora_key_style = DIFFUSERS_ONLY_KEYS
     block_lists = ("transformer_blocks",)
     block_activation_args = ("hidden_states", "encoder_hidden_states")
+    token_layouts = {r"\.attn1\.": TokenLayout(segments=("encoder_hidden_states", OTHER_TOKENS))}
     unsupported_strategies = {
         "cp": "the feed-forward layers of CogView4 see the image and the text one after the other"
     }

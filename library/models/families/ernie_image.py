@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import DIFFUSERS_ONLY_KEYS
+from ...adapters.token_layout import TokenLayout
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, read_required
@@ -69,6 +70,7 @@ class ErnieImage(Family):
     lora_key_style = DIFFUSERS_ONLY_KEYS
     block_lists = ("layers",)
     block_activation_args = ("x",)
+    token_layouts = {r"^layers\.\d+\.mlp\.": TokenLayout(batch_axis=1)}
     fused_parallel_layers = {
         r"\.mlp\.(gate|up)_proj$": ("colwise", (1,)),
         r"\.mlp\.linear_fc2$": ("rowwise", (1,)),

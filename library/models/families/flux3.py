@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import KeyStyle
+from ...adapters.token_layout import OTHER_TOKENS, TokenLayout
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, ModelError, read_required
@@ -123,6 +124,9 @@ class Flux3(Family):
         "image_rotary_emb": ((0, ("encoder_hidden_states", "hidden_states")),) * 2,
     }
     single_stream_block_lists = ("single_transformer_blocks",)
+    token_layouts = {
+        r"^single_transformer_blocks\.": TokenLayout(segments=("encoder_hidden_states", OTHER_TOKENS)),
+    }
     fused_parallel_layers = {r"\.ff\.linear_in$": ("colwise", (1, 1)), r"\.ff\.linear_out$": ("rowwise", (1,))}
     has_variable_text_length = True
     text_pad_multiple = TOKENS_MULTIPLE

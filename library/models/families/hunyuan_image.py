@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import IMAGE_STREAM, TEXT_STREAM
+from ...adapters.token_layout import OTHER_TOKENS, TokenLayout
 from ...config.network_args import NetworkFacts
 from ...registry import copy_class_name
 from ..base import BaseModelInfo, Family
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 MAX_GLYPH_TOKENS = 128
 """Maximum bytes of what is in quotes, with the words around it, as in diffusers' pipeline."""
+BOTH_TEXTS = ("encoder_hidden_states_2", "encoder_hidden_states")
+"""What is in quotes, and the whole text, as arguments of the transformer in the order in which they are joined."""
 DISTILLED = "the distilled HunyuanImage 2.1; use the base model"
 
 
@@ -94,6 +97,10 @@ class HunyuanImage(Family):
         "image_rotary_emb": ((0, ("hidden_states",)),) * 2,
     }
     single_stream_block_lists = ("single_transformer_blocks",)
+    token_layouts = {
+        r"^transformer_blocks\..*(add_[qkv]_proj|to_add_out|ff_context)": TokenLayout(segments=BOTH_TEXTS),
+        r"^single_transformer_blocks\.": TokenLayout(segments=(OTHER_TOKENS, *BOTH_TEXTS)),
+    }
     # One matrix for the output of the attention and of the MLP.
     fused_parallel_layers = {r"single_transformer_blocks\.\d+\.proj_out$": ("rowwise", (1, 4))}
     has_variable_text_length = True

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import KeyStyle
+from ...adapters.token_layout import OTHER_TOKENS, TokenLayout
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, read_required
@@ -111,6 +112,7 @@ class Krea2(Family):
     lora_format = "diffusers"
     block_lists = ("transformer_blocks",)
     block_activation_args = ("hidden_states",)
+    token_layouts = {r"^transformer_blocks\.": TokenLayout(segments=("encoder_hidden_states", OTHER_TOKENS))}
     block_token_args = {
         "attention_mask": ((3, ("hidden_states",)),),
         "image_rotary_emb": ((0, ("hidden_states",)), (0, ("hidden_states",))),

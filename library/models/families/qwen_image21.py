@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import KeyStyle, OriginalModule
+from ...adapters.token_layout import OTHER_TOKENS, TokenLayout
 from ..base import BaseModelInfo, Family
 from ..facts import FamilyFacts, FamilyMatch
 from ..model_configs import ConfigReader, ModelError, read_required
@@ -99,6 +100,7 @@ class QwenImage21(Family):
     lora_format = "diffusers"
     block_lists = ("transformer_blocks",)
     block_activation_args = ("hidden_states",)
+    token_layouts = {r"^transformer_blocks\.": TokenLayout(segments=("encoder_hidden_states", OTHER_TOKENS))}
     fused_parallel_layers = {
         r"\.img_mlp\.(proj|gate_layer)$": ("colwise", (1,)),
         r"\.img_mlp\.out$": ("rowwise", (1,)),
