@@ -48,9 +48,8 @@ class LoraDropout:
 
         ``layouts`` are those of the layers' activations; without them all are (batch, tokens, width).
         """
-        unique = {
-            id(down): (down, layout) for down, layout in zip_longest(down_layers, layouts, fillvalue=PLAIN_LAYOUT)
-        }
+        pairs: Any = zip_longest(down_layers, layouts, fillvalue=PLAIN_LAYOUT)
+        unique: dict[int, tuple[Any, TokenLayout]] = {id(down): (down, layout) for down, layout in pairs}
         for index, (down, layout) in enumerate(unique.values()):
             down.register_forward_hook(self._make_hook(torch.tensor(index), layout))
 
