@@ -84,6 +84,20 @@ def parse_launch_command(words: Sequence[str], environment: Mapping[str, str]) -
 
 
 def find_launch_command() -> LaunchCommand | None:
+    """Return the command of the launcher that started this process."""
+    try:
+        launcher = find_launcher_process()
+        if launcher is None:
+            return None
+        environment: dict[str, str] = {}
+        with suppress(psutil.Error, OSError, NotImplementedError):  # a process of another user
+            environment = launcher.environ()
+        return parse_launch_command(launcher.cmdline(), environment)
+    except (psutil.Error, ConfigError):  # not allowed to look, or a launcher of another version
+        return None
+
+
+def find_launcher_process() -> psutil.Process | None:
     """Return the launcher that started this process; shells, mpirun and the like in between are skipped."""
     try:
         process = psutil.Process()
@@ -91,14 +105,11 @@ def find_launch_command() -> LaunchCommand | None:
         for parent in process.parents():
             words = parent.cmdline()
             if _match_launcher(words) is not None:
-                environment: dict[str, str] = {}
-                with suppress(psutil.Error, OSError, NotImplementedError):  # a process of another user
-                    environment = parent.environ()
-                return parse_launch_command(words, environment)
+                return parent
             is_python = bool(words) and _strip_directory(words[0]).startswith("python")
             if is_python and words[1:] != own[1:]:  # on Windows a virtual environment starts Python twice
                 return None
-    except (psutil.Error, ConfigError):  # not allowed to look, or a launcher of another version
+    except psutil.Error:  # not allowed to look
         return None
     return None
 

@@ -87,7 +87,12 @@ class ProcessIdentity:
     @classmethod
     def get_current(cls) -> "ProcessIdentity":
         """Identify this process."""
-        return cls(socket.gethostname(), _read_boot_id(), os.getpid(), _compute_start_time(psutil.Process()))
+        return cls.from_process(psutil.Process())
+
+    @classmethod
+    def from_process(cls, process: psutil.Process) -> "ProcessIdentity":
+        """Identify a process of this machine."""
+        return cls(socket.gethostname(), _read_boot_id(), process.pid, _compute_start_time(process))
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "ProcessIdentity | None":

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..adapters.original_module_names import CLIP_KEYS, DIFFUSERS_KEYS, KeyStyle, OriginalModule
+from ..adapters.token_layout import TokenLayout
 from ..config.network_args import GENERAL_NETWORK, NetworkFacts
 from ..config.schema import ModelConfig
 from .model_configs import ConfigReader
@@ -154,6 +155,12 @@ class BlockFacts:
     ``activation_args`` whose tokens it covers, in order."""
     single_stream_lists: tuple[str, ...] = ()
     """The part of ``lists`` whose layers get text and image tokens together."""
+    token_layouts: Mapping[str, TokenLayout] = field(default_factory=dict)
+    """Pattern of the names of the denoiser's layers -> the layout of their activations.
+
+    For layers whose activations are not (batch, tokens, width), and for those in which tokens come after a text of
+    variable length: LoRA dropout is a function of sample and token, so it has to know where these are.
+    """
     text_attention_calls: tuple[int, ...] = ()
     """Indices of the attention calls in a block that attend to a text that is not in ``activation_args``."""
     text_attention_layers: tuple[str, ...] = ()

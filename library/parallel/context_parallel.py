@@ -44,6 +44,11 @@ class TokenMap:
     owner_ranks: Tensor
     """CPU tensor with the owning rank of each token, in the order in which ranks send them."""
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of the concatenation, on all ranks together."""
+        return self.owner_ranks.shape[0]
+
 
 @dataclass(frozen=True)
 class SequenceShards:
@@ -123,10 +128,10 @@ class ContextParallel:
             "context parallel: rank %d of %d, each with its part of the tokens of an image", self.rank, self.size
         )
 
-    def get_token_positions(self, lora_a: nn.Module) -> Tensor | None:
-        """Return the positions of the tokens that an adapter's down matrix sees here; ``None``: all of them."""
+    def get_sharded_tokens(self, lora_a: nn.Module) -> TokenMap | None:
+        """Return which tokens an adapter's down matrix sees here; ``None``: all of them."""
         streams: tuple[str, ...] | None = getattr(lora_a, "token_streams", None)
-        return None if streams is None else self._token_maps[streams].positions
+        return None if streams is None else self._token_maps[streams]
 
     @property
     def shards(self) -> SequenceShards:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
+from ..adapters.token_layout import ShardedTokens
 from ..dataloader.batch import PixelBatch
 from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST
@@ -101,8 +102,8 @@ class DeviceMeshStrategy(Strategy):
         with self.tensor_parallel.bypass():
             yield
 
-    def get_token_positions(self, lora_a: nn.Module) -> Tensor | None:
-        return None if self.context_parallel is None else self.context_parallel.get_token_positions(lora_a)
+    def get_sharded_tokens(self, lora_a: nn.Module) -> ShardedTokens | None:
+        return None if self.context_parallel is None else self.context_parallel.get_sharded_tokens(lora_a)
 
     def backward(self, loss: Tensor) -> None:
         (loss * float(self.is_last_stage)).backward()  # type: ignore[no-untyped-call]

@@ -11,6 +11,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..adapters.token_layout import ShardedTokens
 from ..config.types import DeviceMap
 from ..dataloader.batch import PixelBatch
 from ..distributed.communicator import Communicator
@@ -226,8 +227,8 @@ class Strategy(ABC):
         if (scaler := self.accelerator.scaler) is not None:
             scaler.update(scaler.get_scale())
 
-    def get_token_positions(self, lora_a: nn.Module) -> Tensor | None:
-        """Return the positions of the tokens that an adapter's down matrix sees on this rank; ``None``: all."""
+    def get_sharded_tokens(self, lora_a: nn.Module) -> ShardedTokens | None:
+        """Return which tokens an adapter's down matrix sees on this rank; ``None``: all."""
         return None
 
     def sync_master_weights(self) -> None:  # noqa: B027

@@ -27,6 +27,7 @@ from ..distributed.signals import (
     PROCESS_PREFIX,
     SIGNAL_FILE,
     SUPERVISOR_DIR,
+    SUPERVISOR_FILE,
     list_stop_signals,
     read_number,
     write_number,
@@ -68,6 +69,7 @@ class Supervisor:
     def run(self, command: Sequence[str]) -> int:
         """Return the exit code of a run that was stopped by a signal, else that of the launcher."""
         environment = os.environ | {SUPERVISOR_DIR: str(self.folder)}
+        write_number(self.folder / SUPERVISOR_FILE, os.getpid())
         with self._forwarding():
             try:
                 # In a session of its own it does not get the terminal's Ctrl-C a second time.

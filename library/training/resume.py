@@ -189,9 +189,10 @@ class Resume:
         save_checkpoint.save(run, name, pending)
         save_checkpoint.wait_until_written(run)
         number = signals.received or signal.SIGTERM  # None if only another rank received it
+        reason = signals.reason or signal.Signals(number).name
         code = self.state_config.requeue_exit_code
         return RunInterrupted(
-            f"{signal.Signals(number).name} after step {run.state.step} of {run.plan.steps}; checkpoint saved to"
+            f"{reason} after step {run.state.step} of {run.plan.steps}; checkpoint saved to"
             f" {self.output_dir / f'{name}-state'}.\n  To resume: run the same command with --auto_resume",
             128 + number if code is None else code,
         )

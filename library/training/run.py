@@ -22,6 +22,7 @@ from ..dataloader.prepare import PreparedData
 from ..dataloader.run_plan import RunPlan
 from ..dataloader.sample_prompts import Prompt, load_preview_prompts
 from ..distributed.config_agreement import NF4_KERNEL
+from ..distributed.launcher_monitor import LauncherMonitor
 from ..distributed.launcher_settings import find_overridden_settings
 from ..distributed.process_group import drain_gloo_threads
 from ..distributed.signals import StopSignals
@@ -68,8 +69,11 @@ def run_training(
     """
     started_at = time.time()
     signals = StopSignals()
-    strategy = build_strategy(config, lambda: signals.received is not None)
-    with strategy.comm.process_group_scope(), closing(strategy), ExitStack() as stack:
+    with ExitStack() as stack:
+        stack.enter_context(LauncherMonitor(signals))
+        strategy = build_strategy(config, lambda: signals.received is not None)
+        stack.enter_context(strategy.comm.process_group_scope())
+        stack.enter_context(closing(strategy))
         strategy.comm.run_on_main(lambda: _prepare_output_dir(config.save, config.distributed.compile_cache_dir, stack))
         strategy.comm.run_on_main(check_output)
         failure_handler = FailureHandler(strategy.comm, config)

@@ -131,7 +131,7 @@ def build_run(
     optimizer = _build_optimizer(config.optim, groups)
     compilation = _compile(config.distributed, config.train, config.cache, strategy, trained, prepared=prepared)
     model, optimizer = strategy.wrap(trained, optimizer, build_parallel_plan(family, trained.denoiser))
-    dropout = build_lora_dropout(config.adapter, trained, adapter, strategy.get_token_positions)
+    dropout = build_lora_dropout(config.adapter, family, trained, adapter, strategy.get_sharded_tokens)
     task = _build_task(
         config, strategy, family, pipe, model, objective=objective, cache_readers=cache_readers, dropout=dropout
     )

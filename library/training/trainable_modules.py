@@ -4,17 +4,19 @@ They are one ``nn.Module``, with the denoiser and the trained text encoders as c
 attributes, so that engines wrap one model and checkpoints have one list of names.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..adapters import injection
 from ..adapters.dropout_and_max_norm import LoraDropout
 from ..adapters.peft_types import RankAlpha
 from ..adapters.targets_rank_alpha import TargetComponent, TargetLayer
+from ..adapters.token_layout import PLAIN_LAYOUT, ShardedTokens, TokenLayout
 from ..config.network_args import (
     get_lycoris_preset,
     get_network_args,
@@ -125,19 +127,32 @@ def build_trainable_modules(
 
 def build_lora_dropout(
     config: AdapterConfig,
+    family: Family,
     trainable: TrainableModules,
     adapter: injection.Adapter,
-    get_token_positions: Callable[[nn.Module], Tensor | None] | None = None,
+    get_sharded_tokens: Callable[[nn.Module], ShardedTokens | None] | None = None,
 ) -> LoraDropout | None:
     """Build the dropout of the adapter; None if all rates are 0."""
     arguments = get_network_args(config)
     rates = config.network_dropout, arguments.rank_dropout, arguments.module_dropout
     if not any(rates):
         return None
-    dropout = LoraDropout(*rates, get_token_positions)
+    dropout = LoraDropout(*rates, get_sharded_tokens)
     layers: list[Any] = [trainable.get_submodule(name) for name in adapter.modules]
-    dropout.attach(layer.lora_A["default"] for layer in layers)
+    layouts = [_find_token_layout(family, name) for name in adapter.modules]
+    dropout.attach((layer.lora_A["default"] for layer in layers), layouts)
+    if text_arguments := sorted({name for layout in layouts for name in layout.text_arguments}):
+        dropout.record_text_lengths(trainable.denoiser, text_arguments)
     return dropout
+
+
+def _find_token_layout(family: Family, name: str) -> TokenLayout:
+    """Find the layout of the activations of a layer, which is named with its component."""
+    component, _, layer = name.partition(".")
+    if component != family.facts.denoiser_name:
+        return PLAIN_LAYOUT
+    found = (layout for pattern, layout in family.facts.blocks.token_layouts.items() if re.search(pattern, layer))
+    return next(found, PLAIN_LAYOUT)
 
 
 def _disable_dropout(encoder: nn.Module) -> None:

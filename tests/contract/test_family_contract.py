@@ -22,7 +22,8 @@ from PIL import Image, ImageChops
 from tiny_pipelines import HEIGHT, TINY, WIDTH, TinyCase
 from torch import nn
 
-from library.config.schema import AdapterConfig, ModelConfig
+from library.adapters import injection
+from library.config.schema import AdapterConfig, ModelConfig, RunConfig
 from library.dataloader.sample_prompts import Prompt
 from library.models.base import ControlTextFamily, Family, T5Family
 from library.models.detect import detect_model
@@ -30,8 +31,18 @@ from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.loading import load_pipeline_on_meta
 from library.models.model_configs import build_bundled_reader, is_tokenizer, load_bundled_config
 from library.models.text_encoding import encode_text_on_meta
+from library.training.trainable_modules import build_lora_dropout, build_trainable_modules
 
 __all__ = ["build_case", "case"]  # fixtures
+
+
+@torch.no_grad()
+def draw_lora_up_weights(denoiser):
+    """Draw the up matrices of an adapter, which are zero at first."""
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in injection.iter_adapter_parameters(denoiser):
+        if "lora_B" in name:
+            weight.copy_(torch.randn(weight.shape, generator=generator))
 
 
 @pytest.mark.slow
@@ -162,6 +173,41 @@ def test_a_sample_does_not_depend_on_the_other_prompts_of_its_batch(case):
         single = replace(batch, cond=alone, size_conditioning=batch.size_conditioning[row], control_latents=controls)
         predicted = family.predict(pipe, denoiser, batch.latents[row], t[row], single)
         torch.testing.assert_close(predicted, pair[row], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("network_args", [(), ("rank_dropout=0.3", "module_dropout=0.3")])
+@torch.no_grad()
+def test_the_dropout_of_a_sample_depends_neither_on_its_batch_nor_on_the_padding_of_its_text(case, network_args):
+    family, tiny = case
+    denoiser, batch = getattr(tiny.pipe, family.facts.denoiser_name), tiny.batch
+    rates = AdapterConfig(network_train_unet_only=True, network_dropout=0.3, network_args=network_args)
+    config = RunConfig(adapter=rates)
+    trained, adapter = build_trainable_modules(config, family, tiny.pipe)
+    dropout = build_lora_dropout(config.adapter, family, trained, adapter)
+    draw_lora_up_weights(denoiser)
+    t, keys = torch.tensor([700.0, 250.0]), torch.tensor([5, 6])
+    cond = tiny.encode_prompts(family, tiny.pipe, ['"GLYPHS"' + " in a red circle" * 40, "Blau, 7"])
+
+    def predict(rows, text_pad_multiple=1):
+        dropout.sample_keys = keys[rows]
+        each = replace(
+            batch,
+            cond={name: value[rows] for name, value in cond.items()},
+            size_conditioning=batch.size_conditioning[rows],
+            control_latents=tuple(latents[rows] for latents in batch.control_latents),
+            text_pad_multiple=text_pad_multiple,
+        )
+        return family.predict(tiny.pipe, denoiser, batch.latents[rows], t[rows], each)
+
+    both = slice(0, 2)
+    pair = predict(both)
+    for row in (slice(0, 1), slice(1, 2)):
+        torch.testing.assert_close(predict(row), pair[row], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(predict(both, family.text_pad_multiple), pair, rtol=1e-3, atol=1e-4)
+    dropout.sample_keys = None
+    assert not torch.allclose(
+        pair, family.predict(tiny.pipe, denoiser.eval(), batch.latents, t, replace(batch, cond=cond))
+    )
 
 
 @torch.no_grad()
@@ -394,18 +440,13 @@ def test_a_preview_needs_no_text_encoder_and_works_in_bfloat16(case):
 
 def test_every_lora_weight_gets_a_gradient(case):
     """DDP would wait forever for a missing gradient."""
-    from library.adapters import injection
-
     family, tiny = case
     denoiser = getattr(tiny.pipe, family.facts.denoiser_name)
-    config, generator = AdapterConfig(network_dim=3, network_alpha=2), torch.Generator().manual_seed(0)
+    config = AdapterConfig(network_dim=3, network_alpha=2)
     injection.inject_into_model(
         denoiser, config, family.facts.lora.targets, 0, family.facts.lora.key_style, family.get_unused_layers(denoiser)
     )
-    with torch.no_grad():
-        for name, weight in injection.iter_adapter_parameters(denoiser):
-            if "lora_B" in name:
-                weight.copy_(torch.randn(weight.shape, generator=generator))
+    draw_lora_up_weights(denoiser)
     t = torch.tensor([700.0, 250.0])
     family.predict(tiny.pipe, ForwardOnlyWrapper(denoiser), tiny.batch.latents, t, tiny.batch).square().sum().backward()
     without_gradient = [

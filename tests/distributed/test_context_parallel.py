@@ -231,6 +231,7 @@ def test_layers_outside_of_the_blocks_see_all_tokens():
     context_parallel._token_maps = {
         down.token_streams: SequenceShards({"image": 5}, 1, 2).build_token_map(("image",), torch.device("cpu"))
     }
-    assert context_parallel.get_token_positions(nn.Linear(2, 2)) is None
-    assert context_parallel.get_token_positions(down).tolist() == [2, 3, 4]
+    assert context_parallel.get_sharded_tokens(nn.Linear(2, 2)) is None
+    assert context_parallel.get_sharded_tokens(down).positions.tolist() == [2, 3, 4]
+    assert context_parallel.get_sharded_tokens(down).num_tokens == 5
     assert context_parallel._token_maps[down.token_streams].owner_ranks.tolist() == [0, 0, 1, 1, 1]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import DIFFUSERS_ONLY_KEYS
+from ...adapters.token_layout import OTHER_TOKENS, TokenLayout
 from ..base import BaseModelInfo, Family
 from ..facts import (
     BlockFacts,
@@ -66,6 +67,7 @@ FACTS = FamilyFacts(
         modelspec_architecture="cogview4",
     ),
     blocks=BlockFacts(
+        token_layouts={r"\.attn1\.": TokenLayout(segments=("encoder_hidden_states", OTHER_TOKENS))},
         lists=("transformer_blocks",),
         activation_args=("hidden_states", "encoder_hidden_states"),
         unsupported_strategies={

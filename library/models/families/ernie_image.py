@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import DIFFUSERS_ONLY_KEYS
+from ...adapters.token_layout import TokenLayout
 from ..base import BaseModelInfo, Family
 from ..facts import (
     BlockFacts,
@@ -70,6 +71,7 @@ FACTS = FamilyFacts(
         modelspec_architecture="ernie-image",
     ),
     blocks=BlockFacts(
+        token_layouts={r"^layers\.\d+\.mlp\.": TokenLayout(batch_axis=1)},
         lists=("layers",),
         activation_args=("x",),
         fused_layers={

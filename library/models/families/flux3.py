@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import KeyStyle
+from ...adapters.token_layout import OTHER_TOKENS, TokenLayout
 from ..base import BaseModelInfo, Family
 from ..facts import (
     BlockFacts,
@@ -118,6 +119,7 @@ FACTS = FamilyFacts(
         modelspec_architecture="flux-3",
     ),
     blocks=BlockFacts(
+        token_layouts={r"^single_transformer_blocks\.": TokenLayout(segments=("encoder_hidden_states", OTHER_TOKENS))},
         # The blocks of one stream alone come before: only the joint ones are split.
         lists=("single_transformer_blocks",),
         token_args={

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import IMAGE_STREAM, TEXT_STREAM
+from ...adapters.token_layout import OTHER_TOKENS, TokenLayout
 from ...config.network_args import NetworkFacts
 from ...registry import copy_class_name
 from ..base import BaseModelInfo, Family
@@ -36,6 +37,8 @@ QUOTES = (r'"(.*?)"', r"‘(.*?)’", r"“(.*?)”")
 """Patterns of text to draw, in the order in which the encoder gets it."""
 MAX_GLYPH_TOKENS = 128
 """Maximum bytes of what is in quotes, with the words around it, as in diffusers' pipeline."""
+BOTH_TEXTS = ("encoder_hidden_states_2", "encoder_hidden_states")
+"""What is in quotes, and the whole text, as arguments of the transformer in the order in which they are joined."""
 DISTILLED = "the distilled HunyuanImage 2.1; use the base model"
 
 
@@ -92,6 +95,10 @@ FACTS = FamilyFacts(
         modelspec_implementation="https://github.com/Tencent-Hunyuan/HunyuanImage-2.1",
     ),
     blocks=BlockFacts(
+        token_layouts={
+            r"^transformer_blocks\..*(add_[qkv]_proj|to_add_out|ff_context)": TokenLayout(segments=BOTH_TEXTS),
+            r"^single_transformer_blocks\.": TokenLayout(segments=(OTHER_TOKENS, *BOTH_TEXTS)),
+        },
         lists=("transformer_blocks", "single_transformer_blocks"),
         activation_args=("hidden_states", "encoder_hidden_states"),
         token_args={

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import KeyStyle
+from ...adapters.token_layout import OTHER_TOKENS, TokenLayout
 from ..base import BaseModelInfo, Family
 from ..facts import (
     BlockFacts,
@@ -112,6 +113,7 @@ FACTS = FamilyFacts(
         modelspec_architecture="krea-2",
     ),
     blocks=BlockFacts(
+        token_layouts={r"^transformer_blocks\.": TokenLayout(segments=("encoder_hidden_states", OTHER_TOKENS))},
         lists=("transformer_blocks",),
         activation_args=("hidden_states",),
         token_args={

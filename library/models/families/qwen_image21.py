@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import KeyStyle, OriginalModule
+from ...adapters.token_layout import OTHER_TOKENS, TokenLayout
 from ..base import BaseModelInfo, Family
 from ..facts import (
     BlockFacts,
@@ -102,6 +103,7 @@ FACTS = FamilyFacts(
         modelspec_architecture="qwen-image-2.1",
     ),
     blocks=BlockFacts(
+        token_layouts={r"^transformer_blocks\.": TokenLayout(segments=("encoder_hidden_states", OTHER_TOKENS))},
         lists=("transformer_blocks",),
         activation_args=("hidden_states",),
         token_args={"rotary_emb": ((0, ("hidden_states",)),)},
