@@ -61,15 +61,16 @@ def build_search(flags, memory=2**40):
 
 
 @pytest.mark.parametrize("flags", [FLUX, pytest.param(SDXL, marks=pytest.mark.slow)], ids=["flux", "sdxl"])
-def test_derived_estimates_are_those_of_real_steps(flags):
+def test_derived_estimates_are_those_of_real_steps_or_a_little_more(flags):
     finder, search = build_search(flags)
     found = [*search.estimate_candidates()]
     kinds = {(each.layout.config.model.quantize_base, bool(each.options.get("blocks_to_swap"))) for each in found}
     assert kinds >= {(kind, is_swapped) for kind in RELATIVE_ERRORS for is_swapped in (False, True)}
     for each in found[:: max(1, len(found) // 12)]:
         (real,) = estimate_layouts([each.layout], finder.model, BATCH, Devices(1, 2**40))
-        reserved = real.memory.reserved
-        assert each.total - reserved == pytest.approx(real.memory.total - reserved, rel=0.05), each.options
+        derived, expected = (total - real.memory.reserved for total in (each.total, real.memory.total))
+        # A layer with a converted weight saves less than torch's: up to 6 % of this tiny UNet, 2 % of the published one.
+        assert 0.99 * expected <= derived <= 1.08 * expected, each.options
 
 
 def test_checkpointing_every_second_block_is_put_together_from_two_steps():
