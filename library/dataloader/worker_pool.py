@@ -212,12 +212,13 @@ def _keep_sigchld_handler() -> Iterator[None]:
 def _format_worker_death(pid: int, exit_code: int, settings_hint: str) -> str:
     """Format how a worker died, and what to do."""
     worker = f"DataLoader worker (pid {pid})"
-    if exit_code == -signal.SIGKILL:
+    death = signal.Signals(-exit_code).name if exit_code < 0 else ""  # on Windows exit codes are never negative
+    if death == "SIGKILL":
         return (
             f"{worker} was killed, probably because the system ran out of memory; lower {settings_hint}, or give the"
             " job more memory"
         )
-    if exit_code == -signal.SIGBUS:
+    if death == "SIGBUS":
         return f"{worker}: no shared memory left; {_SHARED_MEMORY_HINT}"
-    how = f"died of {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exited with code {exit_code}"
+    how = f"died of {death}" if death else f"exited with code {exit_code}"
     return f"{worker} {how}; --max_data_loader_n_workers 0 loads images in the main process and shows where it fails"

@@ -106,10 +106,10 @@ def get_peak_memory(device: torch.device) -> int:
 
 
 def _get_peak_resident() -> int:
-    try:
-        import resource
-    except ImportError:  # on Windows, whose peak is in memory_info
+    if sys.platform == "win32":  # its peak is in memory_info
         return 0
+    import resource
+
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

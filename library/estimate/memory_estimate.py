@@ -82,6 +82,10 @@ class DevicePart:
     def flops(self) -> int:
         return sum(chunk.flops for chunk in self.chunks)
 
+    @property
+    def kernels(self) -> int:
+        return sum(chunk.kernels for chunk in self.chunks)
+
 
 def split_model(run: MetaRun, layout: ParallelLayout, devices: int, device_memory: int) -> list[DevicePart]:
     """Split a run into one part per pipeline stage or device of a device map; otherwise all devices hold the same."""
@@ -168,7 +172,7 @@ def _estimate_part(
     elements = round(part.trainable_share * sum(parameter.numel() for parameter in run.trainable))
     gradients, optimizer = adapters, round(part.trainable_share * optimizer_state)
     activations = part.count_activation_bytes(run.encoding_peak)
-    weights, gathered = part.frozen_bytes, run.offloaded.count_device_bytes(train.gradient_checkpointing)
+    weights, gathered = part.frozen_bytes, run.stored.offloaded.count_device_bytes(train.gradient_checkpointing)
     buffers = 0
     if layout.dims.pp > 1:
         buffers = int(train.gradient_accumulation_steps * (part.received_bytes + part.sent_bytes) * buffered_shapes)

@@ -181,6 +181,9 @@ class FetchWeight(Protocol):
     def __call__(self, in_backward: bool = False, has_backward: bool = False) -> QuantizedWeight: ...
 
 
+RELATIVE_ERRORS = {"none": 0.0, "int8": 0.0085, "fp8": 0.0265, "nf4": 0.092}
+"""Root mean square error of the weights of a normal 3072 x 3072 matrix, relative to theirs; the most exact first."""
+
 STORED_NAMES = "quantized_weight", "weight_scale", "weight_levels"
 
 

@@ -137,7 +137,7 @@ def run_in_child(
         code = process.exitcode
         raise CheckFailed(f"crashed with {signal.Signals(-code).name}" if code < 0 else f"exit code {code}") from None
     finally:
-        if hasattr(os, "killpg"):
+        if sys.platform != "win32":
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         process.kill()
@@ -146,7 +146,7 @@ def run_in_child(
 
 def _call(sender: Connection, function: Callable[..., Any], arguments: Sequence[str]) -> None:
     """Run in the child: answer with the result, or with the first line of the error."""
-    if hasattr(os, "setsid"):
+    if sys.platform != "win32":
         os.setsid()
     for name in list(os.environ):
         if name in LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIXES):

@@ -101,8 +101,9 @@ def _format_plan(options: PlanOptions, training: "ParsedConfig") -> str:
 def _search_layouts(options: PlanOptions, training: "ParsedConfig", dry_run: "DryRun") -> "LayoutReport | None":
     if options.gpu_memory is None:
         return None
-    from ..estimate.layout_search import Devices, find_largest_batch, search_layouts
+    from ..estimate.layout_search import find_largest_batch, search_layouts
     from ..estimate.parallel_layouts import LayoutFinder
+    from ..estimate.step_time import Devices
 
     speeds = options.gpu_tflops * 1e12, options.link_speed * 1e9
     devices = Devices(options.world_size, options.gpu_memory.num_bytes, *speeds)

@@ -24,11 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from library.config import parse_config
 from library.config.schema import OptimConfig
-from library.estimate.layout_search import Devices, estimate_layouts, get_partition, suggest_savings
+from library.estimate.layout_search import estimate_layouts, get_partition, suggest_savings
 from library.estimate.memory_estimate import count_in_flight, estimate_optimizer_state, split_model
-from library.estimate.memory_meter import AutocastEmulation, MemoryMeter, run_backward
+from library.estimate.memory_meter import AutocastEmulation, MemoryMeter, MeterReading, run_backward
 from library.estimate.meta_run import LargestBatch, MetaRun, StepMemory
 from library.estimate.parallel_layouts import LayoutFinder
+from library.estimate.step_time import Devices
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.optim.optimizers import ParamGroup, build_optimizer
@@ -260,7 +261,8 @@ def test_memory_counts_until_its_last_tensor_is_freed():
         assert (meter.live, meter.peak) == (40, 440)
         torch.mm(two.view(2, 5), two.view(5, 2))
     assert meter.flops == 2 * 2 * 5 * 2
-    assert meter.read_and_reset() == (40, 440, 40) and meter.read_and_reset() == (40, 40, 0)
+    assert meter.read_and_reset() == MeterReading(live=40, peak=440, flops=40, kernels=3), "views launch nothing"
+    assert meter.read_and_reset() == MeterReading(40, 40, 0, 0)
 
 
 class ExecutedOps(TorchDispatchMode):
@@ -287,7 +289,7 @@ def test_equal_ops_on_the_meta_device_count_like_the_first_and_are_not_executed_
     with ExecutedOps() as executed, MemoryMeter(torch.device("meta")) as meter:
         first, second = run(meter), run(meter)
     assert executed.counts[torch.ops.aten.mm] == executed.counts[torch.ops.aten._softmax] == 1
-    assert first == second and first[0] == 0 and first[1] > 0 and first[2] == 2 * 4 * 4 * 8
+    assert first == second and first.live == 0 and first.peak > 0 and first.flops == 2 * 4 * 4 * 8
 
 
 @pytest.mark.slow
@@ -303,9 +305,10 @@ def test_runs_with_other_cached_outputs_share_a_step():
 
 
 def test_the_peaks_of_parts_add_up_to_the_peak_of_the_step():
-    one, two = StepMemory(100, 150, 80, 1), StepMemory(20, 30, 5, 2)
-    assert (one + two) == StepMemory(120, 150, 60, 3) and (one + two).peak == 180  # the backward pass of the first part
-    assert (two + one) == StepMemory(120, 170, 80, 3) and (two + one).peak == 200
+    one, two = StepMemory(100, 150, 80, 1, 7), StepMemory(20, 30, 5, 2, 4)
+    assert (one + two) == StepMemory(120, 150, 60, 3, 11)
+    assert (one + two).peak == 180, "in the backward pass of the first part"
+    assert (two + one) == StepMemory(120, 170, 80, 3, 11) and (two + one).peak == 200
     assert (one + two) + one == one + (two + one)
 
 
