@@ -107,7 +107,7 @@ class ComponentKeys:
         return frozenset(names)
 
     def list_written_groups(self, modules: Iterable[str]) -> frozenset[tuple[Hashable, ...]]:
-        """What the names of these modules in a new file follow from; equal entries give equal names in every format."""
+        """Collect what the names of these modules in a new file follow from: equal entries give equal names in every format."""
         listed = list(modules)
         return frozenset(
             (self.name, self.key_prefix, *_list_naming_rules(style), group)
@@ -141,5 +141,5 @@ class ComponentKeys:
 
 
 def _list_naming_rules(style: KeyStyle) -> tuple[bool, ...]:
-    """What else than a name decides which prefix a file has, and which layout ``comfy`` stands for."""
+    """Collect what decides, beside the name, which prefix a file has, and which layout ``comfy`` stands for."""
     return style.has_names_of_comfy, style.has_original_names_in_diffusers, style.is_kohya_in_comfyui

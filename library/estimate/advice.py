@@ -37,7 +37,7 @@ class Candidate:
 
     options: Mapping[str, Any]
     layout: ParallelLayout
-    """With the options in its configuration."""
+    """The layout, with the options in its configuration."""
     total: int
     """Bytes on the fullest device."""
     images_per_second: float

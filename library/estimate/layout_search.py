@@ -179,7 +179,9 @@ def find_advice(
     for _ in range(MAX_ESTIMATES):
         advice, wrong = list[LayoutEstimate](), None
         for candidate in select_candidates(candidates, limit):
-            if (found := _estimate_again(finder, candidate, batch, devices, savings, runs)) is None:
+            if (
+                found := _estimate_again(finder, candidate, batch, devices=devices, savings=savings, runs=runs)
+            ) is None:
                 wrong = candidate
                 break
             advice.append(found)
@@ -202,7 +204,7 @@ def _estimate_again(
     layouts = [] if changed is None else changed.find_layouts()[0]
     same = [layout for layout in layouts if layout.name == candidate.layout.name]
     added = {**savings, **candidate.options}
-    for estimate in estimate_layouts(same, finder.model, batch, devices, added, runs):
+    for estimate in estimate_layouts(same, finder.model, batch, devices=devices, savings=added, runs=runs):
         if estimate.memory.total <= (1 - MARGIN) * devices.memory:
             return replace(estimate, images_per_second=candidate.images_per_second)
     return None

@@ -17,13 +17,13 @@ from .meta_run import MetaRun, count_all_reduce_bytes
 from .parallel_layouts import ParallelLayout
 
 SECONDS_PER_KERNEL = 28e-6
-"""In which Python, autograd and CUDA start one kernel."""
+"""The time that Python, autograd and CUDA take to start one kernel."""
 RECOMPUTATION_FACTOR = 1.34
 """How much slower kernels start with activation checkpointing, whose hooks run for every tensor that is saved."""
 BYTES_PER_FLOP = 1e-2
 """Bandwidth of a device's memory for its speed: 1 TB/s for 100 TFLOP/s."""
 SECONDS_PER_FETCH = 350e-6
-"""In which a swapped weight is fetched once: the computation waits for it, however small it is."""
+"""The time that the computation waits when a swapped weight is fetched, however small it is."""
 
 
 @dataclass(frozen=True)
