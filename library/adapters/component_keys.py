@@ -107,7 +107,7 @@ class ComponentKeys:
         return frozenset(names)
 
     def list_written_groups(self, modules: Iterable[str]) -> frozenset[tuple[Hashable, ...]]:
-        """Collect what the names of these modules in a new file follow from: equal entries give equal names in every format."""
+        """Collect what the names of these modules in a new file follow from: with equal entries, names are equal."""
         listed = list(modules)
         return frozenset(
             (self.name, self.key_prefix, *_list_naming_rules(style), group)
