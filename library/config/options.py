@@ -7,9 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-OptionConflict = tuple[tuple[str, ...], str]
-"""The options that contradict each other, the one to change first, and the problem."""
-
 ExplicitOptions = frozenset[str]
 """Names of the options that were set by a flag or in the run TOML."""
 

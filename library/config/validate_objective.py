@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import fields
 
-from .options import OptionConflict
+from ..problems import Problem
 from .schema_objective import LossConfig, NoiseConfig
 
 DIFFUSION_ONLY_OPTIONS = dict.fromkeys(
@@ -23,7 +23,7 @@ FLOW_ONLY_OPTIONS = (
 """Options for flow matching."""
 
 
-def validate_objective_options(noise: NoiseConfig, loss: LossConfig) -> Iterator[OptionConflict]:
+def validate_objective_options(noise: NoiseConfig, loss: LossConfig) -> Iterator[Problem]:
     """Check the noise, timestep and loss options, whatever the model."""
     yield from _validate_noise(noise)
     yield from _validate_timesteps(noise)
@@ -33,26 +33,26 @@ def validate_objective_options(noise: NoiseConfig, loss: LossConfig) -> Iterator
         ("discrete_flow_shift", noise.discrete_flow_shift),
     ):
         if value is not None and value <= 0:
-            yield (name,), f"must be above 0, got {value:g}"
+            yield Problem(name, f"must be above 0, got {value:g}")
 
 
-def _validate_noise(noise: NoiseConfig) -> Iterator[OptionConflict]:
+def _validate_noise(noise: NoiseConfig) -> Iterator[Problem]:
     if noise.adaptive_noise_scale and not noise.noise_offset:
-        yield ("adaptive_noise_scale", "noise_offset"), "needs noise_offset; set it above 0"
+        yield Problem("adaptive_noise_scale", "needs noise_offset", "set it above 0", others=("noise_offset",))
 
 
-def _validate_timesteps(noise: NoiseConfig) -> Iterator[OptionConflict]:
+def _validate_timesteps(noise: NoiseConfig) -> Iterator[Problem]:
     low, high = noise.min_timestep or 0, 1000 if noise.max_timestep is None else noise.max_timestep
     if low >= high:
-        yield ("min_timestep", "max_timestep"), f"min_timestep {low} is not below max_timestep {high}"
+        yield Problem("min_timestep", f"min_timestep {low} is not below max_timestep {high}", others=("max_timestep",))
 
 
 def validate_objective_for_model(
     noise: NoiseConfig, loss: LossConfig, family: str, prediction_type: str
-) -> Iterator[OptionConflict]:
+) -> Iterator[Problem]:
     """Check the objective options against a model that predicts ``epsilon``, ``v`` or ``flow``."""
     for name, reason in find_options_of_other_models(noise, loss, prediction_type).items():
-        yield (name,), f"not applicable to {family}, {reason}; remove it"
+        yield Problem(name, f"not applicable to {family}, {reason}", "remove it")
     if prediction_type == "flow":
         return
     active = find_active_options(noise, loss)
@@ -60,13 +60,19 @@ def validate_objective_for_model(
     predicts_v = prediction_type == "v" if override is None else override
     for name in ("zero_terminal_snr", "scale_v_pred_loss_like_noise_pred"):
         if name in active and not predicts_v:
-            problem = (
-                f"needs a model that predicts v, but this {family} model predicts the noise; set v_parameterization"
+            yield Problem(
+                name,
+                f"needs a model that predicts v, but this {family} model predicts the noise",
+                "set v_parameterization",
+                others=("v_parameterization",),
             )
-            yield (name, "v_parameterization"), problem
     if "v_pred_like_loss" in active and predicts_v:
-        problem = f"needs a model that predicts the noise, but this {family} model predicts v; remove it"
-        yield ("v_pred_like_loss", "v_parameterization"), problem
+        yield Problem(
+            "v_pred_like_loss",
+            f"needs a model that predicts the noise, but this {family} model predicts v",
+            "remove it",
+            others=("v_parameterization",),
+        )
 
 
 def find_options_of_other_models(noise: NoiseConfig, loss: LossConfig, prediction_type: str) -> dict[str, str]:
