@@ -20,7 +20,7 @@ class Place:
     key: str = ""
     """The option or key as it is written there."""
     flag: str = ""
-    """The argument of a command line, with its dashes; then there is no file."""
+    """The argument of a command line, with its dashes, or another program that sets it; then there is no file."""
 
     def __str__(self) -> str:
         file = self.file if self.line is None else f"{self.file}:{self.line}"
@@ -47,6 +47,8 @@ class Problem:
     """The way out, if the cause does not show it."""
     place: Place | None = None
     """Where the option was set; None where a validator knows only its name."""
+    value: str = ""
+    """The value of the option, where the line is to name it beside the option."""
     others: tuple[str, ...] = ()
     """The other options that take part in it."""
     ranks: str = ""
@@ -57,6 +59,7 @@ class Problem:
     def __str__(self) -> str:
         option = f"--{self.option}" if self.option else ""
         where = str(self.place) if self.place is not None else option
+        where = f"{where} {self.value}" if self.value else where
         text = f"{self.text}; {self.fix}" if self.fix else self.text
         line = ": ".join(filter(None, (self.ranks, where, text)))
         return f"{line} ({self.note})" if self.note else line

@@ -1,6 +1,7 @@
 """Checks of the adapter options: against each other, and against what the model supports."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..problems import Problem
@@ -30,15 +31,13 @@ def validate_adapter_options(
 ) -> Iterator[Problem]:
     """Check the adapter options, whatever the model."""
     if (problem := validate_network_module(adapter.network_module)) is not None:
-        yield Problem("network_module", problem)
+        yield problem
         return
     _, problems = parse_network_args(adapter.network_args)
     if problems:
-        yield from (Problem("network_args", problem) for problem in problems)
+        yield from problems
         return
-    yield from (
-        Problem("network_args", problem, others=("network_module",)) for problem in find_args_of_other_types(adapter)
-    )
+    yield from (replace(problem, others=("network_module",)) for problem in find_args_of_other_types(adapter))
     yield from _validate_adapter_type(adapter, optim, explicit)
     yield from _validate_rank(adapter)
     if adapter.network_train_text_encoder_only and adapter.network_train_unet_only:
@@ -157,7 +156,7 @@ def validate_adapter_for_model(
     if not problems:
         problems = find_args_of_other_families(adapter, network, title)
         problems += validate_block_arg_lengths(arguments, network)
-        yield from (Problem("network_args", problem) for problem in problems)
+        yield from problems
     if adapter.network_module in SPECIAL_MODULES and adapter.network_module not in network.modules:
         yield Problem("network_module", f"{adapter.network_module} does not support {title}", "use networks.lora")
     if not text_encoders and adapter.network_train_text_encoder_only:

@@ -33,7 +33,8 @@ _BUDGET_BACKENDS = ("inductor", "aot_eager")
 
 def validate_attention_package(mode: str) -> Iterator[Problem]:
     if mode in ATTENTION_PACKAGES and find_spec(ATTENTION_PACKAGES[mode][0]) is None:
-        yield Problem("attn_mode", f"{mode}: not installed", f"pip install {ATTENTION_PACKAGES[mode][1]}, or use sdpa")
+        fix = f"pip install {ATTENTION_PACKAGES[mode][1]}, or use sdpa"
+        yield Problem("attn_mode", "not installed", fix, value=mode)
 
 
 def validate_precision(distributed: DistributedConfig) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from ..config import RunConfig
 from ..config.options import flatten_config
 from ..config.types import parse_env_bool
 from ..errors import ConfigError, FileError
+from ..problems import Place, Problem
 from .launch_command import ACCELERATE, TORCHRUN, LaunchCommand
 from .slurm_and_mpi import find_world_size_variable
 from .world import World
@@ -105,7 +106,9 @@ def read_accelerate_config(path: Path) -> dict[str, Any]:
         content = {name: value for name, value in yaml.safe_load(path.read_text("utf-8")).items() if value is not None}
     except Exception as error:  # whatever is wrong with a hand-written file, it is the file that has to be changed
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise FileError([f"{path}: accelerate cannot read its config file: {reason}"]) from None
+        raise FileError(
+            [Problem("", f"accelerate cannot read its config file: {reason}", place=Place(str(path)))]
+        ) from None
     dynamo = content.pop("dynamo_config", {})
     return {**content, **{f"dynamo_{name.removeprefix('dynamo_')}": value for name, value in dynamo.items()}}
 
