@@ -30,6 +30,10 @@ class Place:
         """Return the place of a key in this table or line; a flag names what it sets itself."""
         return self if self.flag else replace(self, key=key)
 
+    def without_key(self) -> "Place":
+        """Return the file and the line, for a message that names the key itself."""
+        return self if self.flag else replace(self, key="")
+
     def narrow(self, word: str) -> "Place":
         """Return the place of one of several words that are given here: ``--network_args conv_dim``."""
         return replace(self, flag=f"{self.flag} {word}") if self.flag else replace(self, key=f"{self.key} {word}")
@@ -81,11 +85,21 @@ def load_problem(values: Mapping[str, Any]) -> Problem:
 
 
 def locate_problems(problems: Iterable[Problem], places: Mapping[str, Place]) -> list[Problem]:
-    """Fill in where each option was set, for problems that do not know it."""
-    return [
-        replace(each, place=places[each.option]) if each.place is None and each.option in places else each
-        for each in problems
-    ]
+    """Fill in where each option was set, for problems that do not know it.
+
+    A dataset key that an option of the run sets has the flag as its place, also where the run TOML sets the option.
+    """
+    names = {f"--{name}": name for name in places}
+    located = []
+    for each in problems:
+        name = each.option if each.place is None else names.get(each.place.flag, "")
+        if name in places:
+            place = places[name]
+            if each.place is not None and each.place.key:  # a part of the value, such as an option of a prompt
+                place = replace(place, part=place.key, key=each.place.key)
+            each = replace(each, option=name, place=place)
+        located.append(each)
+    return located
 
 
 def dedupe_problems(problems: Iterable[Problem]) -> list[Problem]:

@@ -12,6 +12,7 @@ from ..atomic_files import open_atomic_path
 from ..dataset.image_inspection import Pixels
 from ..dataset.masks import MaskPixels, load_image_and_mask
 from ..errors import UserError
+from ..problems import Problem
 from .buckets import BucketAssignment
 from .contact_sheet_text import TEXT_COLOR, TextRenderer
 from .images import BadSample, CropParams, load_control_pixels, resize_and_crop, resize_and_crop_mask
@@ -123,7 +124,7 @@ def save_contact_sheet(sheet: "Image", path: Path) -> None:
         with open_atomic_path(path) as temporary:
             sheet.save(temporary)
     except (OSError, ValueError) as error:
-        raise UserError(f"--preview: {path} cannot be written: {error}") from error
+        raise UserError(Problem("preview", f"{path} cannot be written: {error}")) from error
 
 
 def _draw_cell(

@@ -93,7 +93,7 @@ def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedMode
         key = subset.control_key or ("control_from_image" if subset.control_from_image else None)
         if key is not None and not limits.most:
             hint = "; if these are masks, set --masked_loss" if subset.conditioning_is_control else ""
-            yield f"{subset.format_location(key)}: {limits.describe_problem(1)}{hint}"
+            yield f"{subset.locate(key)}: {limits.describe_problem(1)}{hint}"
         if reads_controls and cache.caches_text_outputs:
             yield from _find_random_controls(subset)
 
@@ -104,7 +104,7 @@ def _find_random_controls(subset: SubsetConfig) -> Iterator[str]:
     is_random = {"random_crop": subset.random_crop, "control_from_image": bool(made and CONTROLS_FROM_IMAGE[made])}
     for key in (key for key, value in is_random.items() if value):
         yield (
-            f"{subset.format_location(key)}: cannot be used with cache_text_encoder_outputs, because the text encoder"
+            f"{subset.locate(key)}: cannot be used with cache_text_encoder_outputs, because the text encoder"
             " sees the control image, and this changes it each time; remove one of the two"
         )
 
