@@ -55,8 +55,8 @@ class Problem:
     """The value of the option, where the line is to name it beside the option."""
     others: tuple[str, ...] = ()
     """The other options that take part in it."""
-    ranks: str = ""
-    """Which ranks have it, where not all of them do."""
+    scope: str = ""
+    """Who has it, where not everything does: some ranks, some of the layouts that were tried."""
     note: str = ""
     """Why a value in the text is not the one that was set, or what else explains the problem."""
 
@@ -65,7 +65,7 @@ class Problem:
         where = str(self.place) if self.place is not None else option
         where = f"{where} {self.value}" if self.value else where
         text = f"{self.text}; {self.fix}" if self.fix else self.text
-        line = ": ".join(filter(None, (self.ranks, where, text)))
+        line = ": ".join(filter(None, (self.scope, where, text)))
         return f"{line} ({self.note})" if self.note else line
 
     @property
@@ -76,6 +76,16 @@ class Problem:
     def export_json(self) -> dict[str, Any]:
         """Export as plain data that ``load_problem`` reads."""
         return asdict(self)
+
+
+def report_file(path: object, text: str, fix: str = "") -> Problem:
+    """Build a problem of a file or folder as a whole, such as an image."""
+    return Problem("", text, fix, Place(str(path)))
+
+
+def report_argument(word: str, text: str, fix: str = "") -> Problem:
+    """Build a problem of a word of a command line that is no option of a run."""
+    return Problem("", text, fix, Place(flag=word))
 
 
 def load_problem(values: Mapping[str, Any]) -> Problem:

@@ -100,7 +100,7 @@ def convert_to_file_format(
         raise ValueError(f"{len(wrapped)} keys contain names of wrappers, for example {wrapped[0]}")
     adapters = group_by_module({key: tensor.detach().cpu() for key, tensor in state_dict.items()}, alphas)
     if problems := validate_save_format((adapter.adapter_type for adapter in adapters.values()), file_format):
-        raise UserError("; ".join(problems))
+        raise UserError("; ".join(map(str, problems)))
     prefixes = tuple(f"{component.name}." for component in components)
     if unknown := [module for module in adapters if not module.startswith(prefixes)]:
         raise ValueError(f"{unknown[0]} is in no component of the pipeline")

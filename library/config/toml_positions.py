@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..problems import Place, Problem
+from ..problems import Place, Problem, report_file
 from .kohya_compat import RENAMED_OPTIONS, RawSetting
 
 if sys.version_info >= (3, 11):
@@ -58,7 +58,7 @@ def read_toml_with_lines(path: Path) -> tuple[dict[str, Any], Mapping[KeyPath, i
 
 
 def _build_error(path: Path, text: str, fix: str = "") -> ConfigError:
-    return ConfigError([Problem("", text, fix, Place(str(path)))])
+    return ConfigError([report_file(path, text, fix)])
 
 
 def _find_duplicate_key(lines: list[str]) -> tuple[str, int] | None:

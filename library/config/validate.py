@@ -28,6 +28,13 @@ from .validate_optim import validate_learning_rates, validate_lr_scheduler, vali
 
 THUMBNAIL_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 MAX_THUMBNAIL_BYTES = 2**22
+MISSING_DATASET = Problem(
+    "dataset_config",
+    "missing",
+    "give a dataset TOML, for example dataset_configs/demo.toml, or the images with --train_data_dir",
+)
+"""The problem of a run without images, which is none for what needs no images."""
+
 _METADATA_OPTIONS = [field.name for field in fields(SaveConfig) if field.name.startswith("metadata_")]
 _REPO_ID_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -71,8 +78,7 @@ def validate_dataset_path(data: DataConfig) -> Iterator[Problem]:
     path = data.dataset_config
     if path is None:
         if data.dataset_option is None:
-            hint = "for example dataset_configs/demo.toml, or the images with --train_data_dir"
-            yield Problem("dataset_config", "missing", f"give a dataset TOML, {hint}")
+            yield MISSING_DATASET
     elif Path(path).is_dir():
         yield Problem(
             "dataset_config", f"{path} is a folder", "give the dataset TOML that points to it, or --train_data_dir"

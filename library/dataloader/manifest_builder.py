@@ -18,7 +18,7 @@ from ..dataset.schema import DatasetConfig
 from ..dataset.sources import list_all_images
 from ..dataset.validate import find_unused_keys, validate_epoch_length, validate_stages_not_empty
 from ..errors import ConfigError, FileError
-from ..problems import Place, Problem
+from ..problems import Problem, report_file
 from ..storage.filesystems import RemoteOutage
 from .buckets import BucketAssignment, build_bucket_assigner, merge_small_buckets
 from .invalid_images import (
@@ -119,12 +119,12 @@ def _build_samples(
             defect, assignment = ImageDefect("of a size that fits no bucket", str(error)), None
         if defect is not None and (item.image, defect.text) not in reported:
             reported.add((item.image, defect.text))
-            problems.append(DataProblem(defect.kind, Problem("", defect.text, place=Place(str(item.image)))))
+            problems.append(DataProblem(defect.kind, report_file(item.image, defect.text)))
         mask_key = (item.dataset, item.subset, item.image)
         if mask_problem := mask_scan.problems.get(mask_key):
-            problems.append(DataProblem("mask", Problem("", mask_problem, place=Place(str(item.image)))))
+            problems.append(DataProblem("mask", report_file(item.image, mask_problem)))
         if control_problem := control_scan.problems.get(mask_key):
-            problems.append(DataProblem("control image", Problem("", control_problem, place=Place(str(item.image)))))
+            problems.append(DataProblem("control image", report_file(item.image, control_problem)))
         if item.problem:
             problems.append(DataProblem("caption", item.problem))
         if assignment is None or mask_problem or control_problem or item.problem:

@@ -14,7 +14,7 @@ from ..dataset.controls import CONTROLS_FROM_IMAGE
 from ..dataset.image_inspection import inspect_image
 from ..dataset.schema import resolve_path
 from ..errors import FileError
-from ..problems import Place, Problem
+from ..problems import Place, Problem, report_file
 from ..registry import suggest_name
 from ..storage.remote_store import RemoteStore
 
@@ -60,7 +60,7 @@ def load_prompts(path: Path) -> list[Prompt]:
     """Read a .txt, .toml or .json file."""
     readers = {".txt": _load_txt, ".toml": _load_toml, ".json": _load_json}
     if path.suffix.lower() not in readers:
-        raise FileError([Problem("", "not a .txt, .toml or .json file", place=Place(str(path)))])
+        raise FileError([report_file(path, "not a .txt, .toml or .json file")])
     problems: list[Problem] = []
     prompts = readers[path.suffix.lower()](path, problems)
     source = Place(str(path))
@@ -244,9 +244,7 @@ def _load_toml(path: Path, problems: list[Problem]) -> Iterator[Prompt]:
     data, lines = read_toml_with_lines(path)
     common = data.get("prompt")
     if set(data) != {"prompt"} or not isinstance(common, dict) or not isinstance(common.get("subset"), list):
-        problems.append(
-            Problem("", "expected a [prompt] table with a [[prompt.subset]] for each image", place=Place(str(path)))
-        )
+        problems.append(report_file(path, "expected a [prompt] table with a [[prompt.subset]] for each image"))
         return
     shared = {key: value for key, value in common.items() if key != "subset"}
     for number, subset in enumerate(common["subset"]):
@@ -268,7 +266,7 @@ def _load_json(path: Path, problems: list[Problem]) -> Iterator[Prompt]:
         problems.append(Problem("", f"not valid JSON: {error.msg}", place=Place(str(path), error.lineno)))
         return
     if not isinstance(data, list):
-        problems.append(Problem("", "expected a list of prompts", place=Place(str(path))))
+        problems.append(report_file(path, "expected a list of prompts"))
         return
     for number, item in enumerate(data, start=1):
         place = Place(str(path), part=f"prompt {number}")
@@ -323,6 +321,6 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise FileError([Problem("", "no such file", place=Place(str(path)))]) from None
+        raise FileError([report_file(path, "no such file")]) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise FileError([Problem("", f"cannot be read: {error}", place=Place(str(path)))]) from None
+        raise FileError([report_file(path, f"cannot be read: {error}")]) from None

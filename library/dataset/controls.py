@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
-from ..problems import Place, Problem
+from ..problems import Problem, report_file
 from ..storage.remote_path import resolve_links
 from .image_inspection import InspectedImage, build_image_inspector
 from .image_ref import ImageRef
@@ -215,12 +215,11 @@ def _match_subset(
     if matches.unmatched:
         names = format_first_names([path.name for path in matches.unmatched])
         result.unmatched.append(
-            Problem(
-                "",
+            report_file(
+                control_dir,
                 f"{format_count(len(matches.unmatched), 'control image')} without an image of the same"
                 f" name in {image_dir}: {names}",
                 "remove them, or ignore them with --on_invalid_images skip",
-                place=Place(str(control_dir)),
             )
         )
     return matches.controls

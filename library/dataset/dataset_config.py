@@ -16,7 +16,7 @@ from ..config.schema_data import DataConfig
 from ..config.toml_positions import KeyPath, read_text_file, read_toml_with_lines
 from ..config.types import Resolution, ResolutionSchedule
 from ..errors import ConfigError
-from ..problems import Place, Problem
+from ..problems import Place, Problem, report_file
 from ..storage.remote_store import RemoteStore
 from .caption_files import DEFAULT_EXTENSION
 from .kohya_folders import read_kohya_dataset
@@ -157,11 +157,11 @@ def _read_json(path: Path) -> tuple[dict[str, Any], _Locate]:
         text = f"not valid JSON: {error.msg} (column {error.colno})"
         raise ConfigError([Problem("", text, place=place)]) from None
     except ValueError as error:
-        raise ConfigError([Problem("", f"not valid JSON: {error}", place=Place(str(path)))]) from None
+        raise ConfigError([report_file(path, f"not valid JSON: {error}")]) from None
     except RecursionError:
-        raise ConfigError([Problem("", "nested too deeply", place=Place(str(path)))]) from None
+        raise ConfigError([report_file(path, "nested too deeply")]) from None
     if not isinstance(document, dict):
-        raise ConfigError([Problem("", "expected an object {...}", place=Place(str(path)))])
+        raise ConfigError([report_file(path, "expected an object {...}")])
     if duplicates:
         places = {key: _locate_in_json(path, key).with_key(str(key[-1])) for key in duplicates}
         raise ConfigError([Problem(str(key[-1]), "duplicate key", place=place) for key, place in places.items()])

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import cast
 
-from ..problems import Place, Problem
+from ..problems import Place, Problem, report_file
 from ..registry import suggest_name
 from ..storage.filesystems import RemoteError
 from ..storage.remote_path import RemotePath, is_remote, strip_query
@@ -71,7 +71,7 @@ def _list_remote_tree(folder: RemotePath, *, recursive: bool) -> DirectoryTree:
     try:
         listing = folder.list_folder(recursive=recursive)
     except RemoteError as error:
-        tree.problems.append(Problem("", f"cannot be listed: {error}", place=Place(str(folder))))
+        tree.problems.append(report_file(folder, f"cannot be listed: {error}"))
         return tree
     tree.files = [name for name in listing.files if not any(part.startswith(".") for part in name.split("/"))]
     tree.folders = [name for name in listing.folders if not name.startswith(".")]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
-from ..problems import Place, Problem
+from ..problems import Place, Problem, report_file
 from ..storage.remote_path import is_remote, prefetch_files
 from .caption_files import (
     CAPTION_COLUMNS,
@@ -131,13 +131,13 @@ def _read_caption(folder: Path, name: str, extension: str, json_reader: JsonCapt
         try:
             return ImageCaption(json_reader.read_lines(text), extension)
         except ValueError as error:
-            return ImageCaption((), extension, Problem("", str(error), place=Place(str(path))))
+            return ImageCaption((), extension, report_file(path, str(error)))
         except CaptionColumnError as error:
             raise CaptionColumnError(f"{path}: {error}") from None
     try:
         return ImageCaption(read_caption_file(path), extension)
     except ValueError as error:
-        return ImageCaption((), extension, Problem("", str(error), place=Place(str(path))))
+        return ImageCaption((), extension, report_file(path, str(error)))
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..problems import Place, Problem
+from ..problems import Problem, report_file
 from ..storage.filesystems import RemoteOutage
 from ..storage.remote_path import is_remote, resolve_links
 from .image_inspection import (
@@ -265,12 +265,11 @@ def _scan_mask_dir(
     if matches.unmatched:
         names = format_first_names([path.name for path in matches.unmatched])
         result.unmatched.append(
-            Problem(
-                "",
+            report_file(
+                mask_dir,
                 f"{format_count(len(matches.unmatched), 'mask')} without an image of the same name in"
                 f" {image_dir}: {names}",
                 "remove them, or ignore them with --on_invalid_images skip",
-                place=Place(str(mask_dir)),
             )
         )
     color = [file.name for file, mask in inspected_masks.items() if mask.is_color]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from ..problems import Place, Problem
+from ..problems import Place, Problem, report_file
 from ..storage.filesystems import RemoteOutage
 from ..storage.remote_path import is_remote
 from .caption_files import (
@@ -59,7 +59,7 @@ def load_tar_index(path: Path) -> TarIndex:
     except RemoteOutage:
         raise
     except OSError as error:
-        return TarIndex(problems=[Problem("", f"cannot be read: {error}", place=Place(str(path)))])
+        return TarIndex(problems=[report_file(path, f"cannot be read: {error}")])
     index = read_tar_index(path, keeps_texts=True)
     if not index.problems:
         remote.write_derived(_INDEX_NAME, _format_index(index))
@@ -87,11 +87,10 @@ def read_tar_index(path: Path, *, keeps_texts: bool = False) -> TarIndex:
         names = next((names for magic, names in _COMPRESSIONS.items() if start.startswith(magic)), None)
         if names is not None:
             index.problems.append(
-                Problem(
-                    "",
+                report_file(
+                    path,
                     f"is compressed ({names[0]}), but images are read in place from plain tar files:"
                     f" {names[1]} {path.name}",
-                    place=Place(str(path)),
                 )
             )
             return index
@@ -106,12 +105,10 @@ def read_tar_index(path: Path, *, keeps_texts: bool = False) -> TarIndex:
         raise RemoteOutage(f"{path}: {error}") from error
     except tarfile.ReadError as error:
         index.problems.append(
-            Problem("", f"is not a tar file: {error}", place=Place(str(path)))
-            if start
-            else Problem("", "is empty", place=Place(str(path)))
+            report_file(path, f"is not a tar file: {error}") if start else report_file(path, "is empty")
         )
     except OSError as error:
-        index.problems.append(Problem("", f"cannot be read: {error.strerror}", place=Place(str(path))))
+        index.problems.append(report_file(path, f"cannot be read: {error.strerror}"))
     return index
 
 
@@ -123,9 +120,7 @@ def _iterate_headers(tar: tarfile.TarFile, path: Path, index: TarIndex) -> Itera
         try:
             info = tar.next()
         except tarfile.ReadError as error:
-            index.problems.append(
-                Problem("", f"cannot be read after {previous} ({error})", "the rest is lost", place=Place(str(path)))
-            )
+            index.problems.append(report_file(path, f"cannot be read after {previous} ({error})", "the rest is lost"))
             return
         if info is None:
             break
@@ -134,12 +129,7 @@ def _iterate_headers(tar: tarfile.TarFile, path: Path, index: TarIndex) -> Itera
         missing = info.offset_data + info.size - size
         if info.isreg() and missing > 0:
             index.problems.append(
-                Problem(
-                    "",
-                    f"is truncated in {previous}, {missing} bytes missing",
-                    "the rest is lost",
-                    place=Place(str(path)),
-                )
+                report_file(path, f"is truncated in {previous}, {missing} bytes missing", "the rest is lost")
             )
             return
         yield info
@@ -147,16 +137,12 @@ def _iterate_headers(tar: tarfile.TarFile, path: Path, index: TarIndex) -> Itera
         file.seek(tar.offset)
         block = file.read(tarfile.BLOCKSIZE)
     if not block:
-        index.problems.append(
-            Problem("", f"has no end mark after {previous}", "it may be truncated", place=Place(str(path)))
-        )
+        index.problems.append(report_file(path, f"has no end mark after {previous}", "it may be truncated"))
     elif len(block) < tarfile.BLOCKSIZE:
-        index.problems.append(Problem("", f"is truncated after {previous}", "the rest is lost", place=Place(str(path))))
+        index.problems.append(report_file(path, f"is truncated after {previous}", "the rest is lost"))
     elif block.strip(b"\0"):
         index.problems.append(
-            Problem(
-                "", f"is damaged after {previous}, at byte {tar.offset}", "the rest is lost", place=Place(str(path))
-            )
+            report_file(path, f"is damaged after {previous}, at byte {tar.offset}", "the rest is lost")
         )
 
 
@@ -175,7 +161,7 @@ def _add_member(info: tarfile.TarInfo, path: Path, index: TarIndex) -> None:
     else:
         index.members.append(ByteRange(name, info.offset_data, info.size))
         return
-    index.problems.append(Problem("", problem, place=Place(str(path))))
+    index.problems.append(report_file(path, problem))
 
 
 Sample = dict[str, ByteRange]
@@ -199,7 +185,7 @@ def list_webdataset_images(subset: SubsetConfig, dataset: int, index: int) -> Su
         except RemoteOutage:
             raise
         except OSError as error:
-            listing.missing.append(Problem("", f"cannot be read: {error.strerror}", place=Place(str(path))))
+            listing.missing.append(report_file(path, f"cannot be read: {error.strerror}"))
         except CaptionColumnError as error:
             listing.add_problem("webdataset", str(error))
             listing.mark_used("caption_column")
@@ -226,9 +212,7 @@ def _group_by_key(members: Sequence[ByteRange], path: Path, listing: SubsetListi
         stem, dot, extension = name.partition(".")
         sample = samples.setdefault(f"{folder}{slash}{stem}", {})
         if dot + extension.lower() in sample:
-            listing.missing.append(
-                Problem("", f"duplicate member {member.name!r}", "rename it", place=Place(str(path)))
-            )
+            listing.missing.append(report_file(path, f"duplicate member {member.name!r}", "rename it"))
         sample.setdefault(dot + extension.lower(), member)
     return samples
 
@@ -255,7 +239,7 @@ def _add_samples(
         try:
             controls = sort_control_members(sample)
         except ValueError as error:
-            listing.missing.append(Problem("", f"key {key!r}: {error}", place=Place(str(path))))
+            listing.missing.append(report_file(path, f"key {key!r}: {error}"))
             continue
         images = _find_extensions([each for each in sample if each not in controls], IMAGE_EXTENSIONS)
         text, wanted = None, ""
@@ -267,11 +251,8 @@ def _add_samples(
         if len(images) > 1:
             names = ", ".join(images)
             listing.missing.append(
-                Problem(
-                    "",
-                    f"several images with the key {key!r}: {names}",
-                    "rename them to differ before the first dot",
-                    place=Place(str(path)),
+                report_file(
+                    path, f"several images with the key {key!r}: {names}", "rename them to differ before the first dot"
                 )
             )
         if len(images) != 1:

@@ -236,7 +236,7 @@ def _collect_rank_problems(reports: Sequence[RankReport]) -> list[Problem]:
             ranks_by_problem.setdefault(problem, []).append(rank)
     hostnames = [report.hostname for report in reports]
     return [
-        problem if len(ranks) == len(reports) else replace(problem, ranks=format_ranks(ranks, hostnames))
+        problem if len(ranks) == len(reports) else replace(problem, scope=format_ranks(ranks, hostnames))
         for problem, ranks in ranks_by_problem.items()
     ]
 

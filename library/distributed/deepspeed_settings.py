@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.schema_distributed import DeepSpeedConfig
-from ..problems import Place, Problem
+from ..problems import Problem, report_file
 from .world import World
 
 ZERO_OPTION_KEYS = {
@@ -117,10 +117,10 @@ class DeepSpeedSources:
                 variables,
                 path,
                 {},
-                Problem("", f"DeepSpeed's file cannot be read: {error}", place=Place(path)),
+                report_file(path, f"DeepSpeed's file cannot be read: {error}"),
             )
         if not isinstance(content, dict) or not isinstance(content.get("zero_optimization", {}), dict):
-            return cls(deepspeed, variables, path, {}, Problem("", "not a DeepSpeed config", place=Place(path)))
+            return cls(deepspeed, variables, path, {}, report_file(path, "not a DeepSpeed config"))
         return cls(deepspeed, variables, path, content)
 
     def find_values(self, name: str) -> list[tuple[str, Any]]:

@@ -10,7 +10,7 @@ from ..config import RunConfig
 from ..config.options import flatten_config
 from ..config.types import parse_env_bool
 from ..errors import ConfigError, FileError
-from ..problems import Place, Problem
+from ..problems import Place, report_file
 from .launch_command import ACCELERATE, TORCHRUN, LaunchCommand
 from .slurm_and_mpi import find_world_size_variable
 from .world import World
@@ -87,7 +87,7 @@ Sources = dict[str, SettingSource]
 """What one place sets, by name."""
 
 
-def find_overridden_settings(config: RunConfig, locations: Mapping[str, str]) -> list[str]:
+def find_overridden_settings(config: RunConfig, locations: Mapping[str, Place]) -> list[str]:
     """Return a warning for each setting of this run that several sources set to different values.
 
     ``locations`` says where each of our options was written.
@@ -106,9 +106,7 @@ def read_accelerate_config(path: Path) -> dict[str, Any]:
         content = {name: value for name, value in yaml.safe_load(path.read_text("utf-8")).items() if value is not None}
     except Exception as error:  # whatever is wrong with a hand-written file, it is the file that has to be changed
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise FileError(
-            [Problem("", f"accelerate cannot read its config file: {reason}", place=Place(str(path)))]
-        ) from None
+        raise FileError([report_file(path, f"accelerate cannot read its config file: {reason}")]) from None
     dynamo = content.pop("dynamo_config", {})
     return {**content, **{f"dynamo_{name.removeprefix('dynamo_')}": value for name, value in dynamo.items()}}
 
@@ -121,7 +119,7 @@ def get_accelerate_config_path() -> Path:
 
 
 def resolve_settings(
-    options: Mapping[str, Any], locations: Mapping[str, str], world: World, environment: Mapping[str, str]
+    options: Mapping[str, Any], locations: Mapping[str, Place], world: World, environment: Mapping[str, str]
 ) -> list[ResolvedSetting]:
     """Resolve everything that a launcher can set; ``environment`` is that of the training script."""
     own = _find_own_options(options, locations)
@@ -137,7 +135,7 @@ def resolve_settings(
     return resolved
 
 
-def _find_own_options(options: Mapping[str, Any], locations: Mapping[str, str]) -> Sources:
+def _find_own_options(options: Mapping[str, Any], locations: Mapping[str, Place]) -> Sources:
     own = {}
     for setting in SETTINGS:
         location = locations.get(setting.option)
@@ -145,10 +143,10 @@ def _find_own_options(options: Mapping[str, Any], locations: Mapping[str, str]) 
         if setting.name.startswith("dynamo_"):
             if options["torch_compile"] is None:
                 continue
-            location = location or locations.get("torch_compile", "--torch_compile")
+            location = location or locations.get("torch_compile", Place(flag="--torch_compile"))
             value = value if options["torch_compile"] else "no"
         if location is not None:
-            own[setting.name] = SettingSource(location.removesuffix(f": {setting.option}"), value)
+            own[setting.name] = SettingSource(str(location.without_key()), value)
     return own
 
 

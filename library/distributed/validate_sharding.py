@@ -9,7 +9,7 @@ from ..config import RunConfig
 from ..config.schema import TrainConfig
 from ..config.schema_distributed import ShardingConfig
 from ..config.types import parse_env_bool
-from ..problems import Place, Problem
+from ..problems import Place, Problem, report_file
 from .deepspeed_settings import (
     BATCH_SIZE_KEYS,
     FORBIDDEN_SECTIONS,
@@ -156,7 +156,7 @@ def validate_deepspeed(config: RunConfig, world: World) -> Iterator[Problem]:
 def _validate_config_file(sources: DeepSpeedSources, mixed_precision: str) -> Iterator[Problem]:
     content, path = sources.content, sources.path
     if content and get_config_value(content, "zero_optimization", "stage") is None:
-        yield Problem("", "zero_optimization.stage is missing", "set it to 1, 2 or 3", place=Place(path))
+        yield report_file(path, "zero_optimization.stage is missing", "set it to 1, 2 or 3")
     for name, alternative in FORBIDDEN_SECTIONS.items():
         if name in content:
             yield Problem(
@@ -177,11 +177,8 @@ def _validate_config_file(sources: DeepSpeedSources, mixed_precision: str) -> It
         if isinstance(section, dict) and section.get("enabled") is True:
             value = value or {"float16": "fp16"}.get(section.get("dtype", ""), "bf16")
             if value != mixed_precision:
-                yield Problem(
-                    "",
-                    f"{name} enables {value}, but mixed_precision is {mixed_precision}",
-                    "make them equal",
-                    place=Place(path),
+                yield report_file(
+                    path, f"{name} enables {value}, but mixed_precision is {mixed_precision}", "make them equal"
                 )
 
 
@@ -194,11 +191,8 @@ def _validate_config_values(
         ("gradient_clipping", "max_grad_norm", max_grad_norm),
     ):
         if content.get(name, "auto") not in ("auto", ours):
-            yield Problem(
-                "",
-                f"{name} is {content[name]}, but --{option} is {ours}",
-                'set it to "auto" in the file',
-                place=Place(sources.path),
+            yield report_file(
+                sources.path, f"{name} is {content[name]}, but --{option} is {ours}", 'set it to "auto" in the file'
             )
     if variables.get("MOE_LAYER_CLS_NAMES", "none").lower() != "none":
         yield Problem("", "accelerate's deepspeed_moe_layer_cls_names: no model here has MoE layers", "remove it")

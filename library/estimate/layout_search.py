@@ -16,6 +16,7 @@ from ..models.facts import caches_only_t5, select_trained_text_encoders
 from ..models.families import FAMILIES
 from ..models.loading import load_components_on_meta
 from ..parallel.block_swap import find_innermost_blocks
+from ..problems import Place, Problem
 from .memory_estimate import DevicePart, MemoryEstimate, estimate_memory, estimate_optimizer_state, split_model
 from .meta_run import LargestBatch, MetaRun, count_all_reduce_bytes
 from .parallel_layouts import LAYOUT_OPTIONS, LayoutFinder, ParallelLayout, format_flags
@@ -132,8 +133,10 @@ def search_layouts(finder: LayoutFinder, batch: LargestBatch, devices: Devices) 
         raise ConfigError(problems)
     layouts, reasons = finder.find_layouts()
     if not layouts:
-        options = ", ".join(f"--{option}" for option in LAYOUT_OPTIONS if option in finder.explicit)
-        raise ConfigError(reasons or [f"{options}: no layout with these options can be estimated"])
+        options = [option for option in LAYOUT_OPTIONS if option in finder.explicit]
+        place = Place(flag=", ".join(f"--{option}" for option in options))
+        unknown = Problem("", "no layout with these options can be estimated", place=place, others=tuple(options))
+        raise ConfigError(reasons or [unknown])
     runs: MetaRuns = {}
     report = LayoutReport(devices, batch, estimate_layouts(layouts, finder.model, batch, devices, runs=runs), None)
     if any(map(report.fits, report.estimates)):

@@ -8,6 +8,7 @@ from ..adapters.original_module_names import OriginalModule
 from ..config.network_args import GENERAL_NETWORK, NetworkFacts, get_network_args
 from ..config.schema import AdapterConfig, ModelConfig, OptimConfig
 from ..config.unused_options import is_self_tuning_adafactor
+from ..problems import Problem
 from .model_configs import ConfigReader
 
 TORCH_ATTENTION_MODES = ("sdpa", "torch")
@@ -76,7 +77,7 @@ class FamilyFacts:
     """Whether previews have the size that the diffusers pipeline takes from their control image."""
     masks_text_in_denoiser: bool = False
     """Whether ``apply_t5_attn_mask`` masks the denoiser's attention, too."""
-    validate_options: Callable[[ConfigReader, ModelConfig], Iterator[str]] = lambda read, options: iter(())
+    validate_options: Callable[[ConfigReader, ModelConfig], Iterator[Problem]] = lambda read, options: iter(())
     """Yield a problem for each option that this model does not support."""
     attention_modes: tuple[str, ...] = ("xformers",)
     """Values of ``attn_mode`` that the denoiser supports, in addition to ``TORCH_ATTENTION_MODES``."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..models.families import FAMILY_FACTS
+from ..problems import report_file
 from .validate_arguments import check_convert_arguments
 
 if TYPE_CHECKING:  # torch is imported only after the arguments were checked
@@ -125,17 +126,17 @@ def read_lora_file(path: Path, *, can_be_fused: bool = False, models: "Sequence[
     known models, for one file after another.
     """
     if not path.is_file():
-        raise UserError(f"{path}: no such file (looked in {path.absolute().parent})")
+        raise UserError(report_file(path, f"no such file (looked in {path.absolute().parent})"))
     from ..adapters.file_reader import read_adapter_file
 
     tensors, metadata = read_adapter_file(path)
     try:
         lora = identify_lora(tensors, metadata, models)
     except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(report_file(path, str(error))) from None
     if lora.contents.fused and not can_be_fused:
         name, fused = next(iter(lora.contents.fused.items()))
-        raise UserError(f"{path}: {name}: {fused.reason}; --base_weights can merge it")
+        raise UserError(report_file(path, f"{name}: {fused.reason}", "--base_weights can merge it"))
     return lora
 
 

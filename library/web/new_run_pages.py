@@ -67,7 +67,7 @@ def start_plan(request: Request, body: Mapping[str, Any]) -> Response:
     """Start ``plan`` on the form: steps and buckets, and with ``memory`` the estimate for a GPU of that size."""
     form, processes = _check(request, body)
     if form.problems:
-        raise UserError("\n".join(form.problems))
+        raise UserError(*form.problems)
     words = [sys.executable, "-m", "library", "plan", "--world_size", str(processes)]
     if memory := str(body.get("memory", "")).strip():
         try:
@@ -90,7 +90,7 @@ def add_job(request: Request, body: Mapping[str, Any]) -> Response:
     """Queue a run, which starts at once if no other one is running."""
     form, processes = _check(request, body)
     if form.problems:
-        raise UserError("\n".join(form.problems))
+        raise UserError(*form.problems)
     job = _get_queue(request).add(form, processes)
     key = get_workbench(request).folders.make_key(Path(job.folder) / job.name)
     return JSONAnswer({"id": job.id, "run": key})
@@ -106,7 +106,7 @@ def resume_run(request: Request, body: Mapping[str, Any]) -> Response:
     values = {**summary.all_settings, "output_dir": str(run.folder), "output_name": run.name}
     form = workbench.forms.check(values, is_resumed=True)
     if form.problems:
-        raise UserError("\n".join(form.problems))
+        raise UserError(*form.problems)
     return JSONAnswer({"id": _get_queue(request).add(form, summary.num_processes, is_resumed=True).id})
 
 

@@ -9,6 +9,7 @@ from ...adapters.file_reader import read_adapter_file, read_header, read_safeten
 from ...adapters.file_writer import write_adapter_file
 from ...adapters.metadata import MODELSPEC_USER_KEYS, add_model_hashes
 from ...errors import FileError
+from ...problems import Problem
 from ..convert import identify_lora
 
 HASH_KEYS = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
@@ -35,11 +36,11 @@ def edit_metadata(path: Path, output: Path, changes: Sequence[str], removed: Seq
     read_adapter_file(path)  # raises with all that is damaged
     tensors, metadata = read_safetensors(path)
     edited = dict(metadata)
-    lines, problems = [], list[str]()
+    lines, problems = [], list[Problem]()
     for pattern in removed:
         keys = [key for key in edited if fnmatchcase(key, _complete_key(pattern)) and key not in HASH_KEYS]
         if not keys:
-            problems.append(f"--remove: {path.name} has no key {pattern}")
+            problems.append(Problem("remove", f"{path.name} has no key {pattern}"))
         lines += [f"- {key}" for key in keys]
         edited = {key: value for key, value in edited.items() if key not in keys}
     for text in changes:

@@ -17,6 +17,7 @@ from ...adapters.module_adapter import ModuleAdapter
 from ...atomic_files import fsync_dir, fsync_file
 from ...errors import FileError, UserError
 from ...log import ProgressBar
+from ...problems import Problem, report_file
 from .combining import WeightedFile
 from .lora_files import SOURCES_KEY, format_sources
 from .model_weights import (
@@ -67,18 +68,19 @@ class MergedModel:
     num_bytes: int
 
 
-def iter_model_obstacles(model: ModelFiles, files: Sequence[WeightedFile]) -> Iterator[str]:
+def iter_model_obstacles(model: ModelFiles, files: Sequence[WeightedFile]) -> Iterator[Problem]:
     """Why LoRAs cannot be merged into a model."""
     for weighted in files:
         file = weighted.file
-        yield from (f"{file.path}: {each}" for each in find_missing_weights(model, file.list_modules()))
+        yield from (report_file(file.path, each) for each in find_missing_weights(model, file.list_modules()))
         for name, update in file.updates.items():
             if update.adapter_type in UNMERGEABLE_TYPES:
-                yield f"{file.path}: {name}: {update.title} of peft cannot be merged; it rotates the inputs of a layer"
+                text = f"{name}: {update.title} of peft cannot be merged; it rotates the inputs of a layer"
+                yield report_file(file.path, text)
                 break
         for name, update in file.updates.items():
             if {"b_norm", "diff_b"} & update.tensors.keys() and name not in model.biases:
-                yield f"{file.path}: {name} has a bias in the file, but none in the model"
+                yield report_file(file.path, f"{name} has a bias in the file, but none in the model")
                 break
 
 
@@ -226,7 +228,9 @@ class _Writer:
             return
         values = (tensor.read() if merged is None else merged).to(DTYPES[dtype])
         if not bool(values.float().isfinite().all()):
-            raise UserError(f"{tensor.path}: {tensor.key}: the merged weight overflows {dtype}, or is not finite")
+            raise UserError(
+                report_file(tensor.path, f"{tensor.key}: the merged weight overflows {dtype}, or is not finite")
+            )
         yield values.contiguous().flatten().view(torch.uint8).numpy().data
 
 
