@@ -8,9 +8,9 @@ from ..config.parser import ParsedConfig
 from ..config.schema_data import DataConfig
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
 from ..errors import ConfigError
-from ..problems import Problem, report_argument, report_file
 from ..registry import suggest_name
 from ..training.preflight import find_settings_problems
+from ..problems import Problem, report_argument, report_file
 
 if TYPE_CHECKING:
     from ..distributed.launch_command import LaunchCommand
@@ -168,7 +168,7 @@ def check_convert_arguments(words: Sequence[str], file_format: str, formats: Col
 def check_web_arguments(options: "WebOptions", problems: Sequence[Problem]) -> None:
     """Raise with all problems of ``web``'s options, of which each folder has to exist."""
     missing = [name for name in options.root if not Path(name).expanduser().is_dir()]
-    if found := [*problems, *(f"--root: {name}: no such folder" for name in missing)]:
+    if found := [*problems, *(Problem("root", f"{name}: no such folder") for name in missing)]:
         raise ConfigError(found)
 
 
