@@ -144,14 +144,14 @@ def _validate_tracker_config(tracker: str, path: str) -> Iterator[Problem]:
     try:
         tables, lines = read_toml_with_lines(Path(path))
     except ConfigError as error:
-        yield from error.problems
+        yield from (Problem("log_tracker_config", str(each)) for each in error.problems)
         return
     for name, table in tables.items():
         place = Place(path, lines[(name,)], key=name)
         if tracker not in ("all", name):
-            yield Problem("log_tracker_config", f"not the tracker in use ({tracker})", place=place)
+            yield Problem("log_tracker_config", f"{place}: not the tracker in use ({tracker})")
         elif not isinstance(table, dict):
-            yield Problem("log_tracker_config", f"expected a table, [{name}]", place=place)
+            yield Problem("log_tracker_config", f"{place}: expected a table, [{name}]")
 
 
 def validate_preview_options(preview: PreviewConfig) -> Iterator[Problem]:

@@ -86,7 +86,7 @@ def _find_overlaps(dataset: DatasetConfig, listings: Sequence[SubsetListing]) ->
                 hint = "exclude them in one of the two" if key == "image_dir" else "list each file once"
                 yield Problem(
                     key,
-                    f"{format_count(len(shared), 'image')} also in {other.locate(other.source_key)}:"
+                    f"{format_count(len(shared), 'image')} also in {other.locate(other.source_key).without_key()}:"
                     f" {format_first_names(shared)}",
                     hint,
                     place=subset.locate(key),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from problem_lines import format_lines
 from rank_processes import build_communicator, run_on_ranks
 
 from library.errors import ConfigError, UserError
@@ -45,7 +46,7 @@ def failing_work() -> tuple[list[str], bool, int]:
     try:
         comm.run_local_main_first(work)
     except ConfigError as error:
-        return error.problems, error.is_reported, count
+        return format_lines(error.problems), error.is_reported, count
     finally:
         comm.destroy_process_group()
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from family_runs import train
+from problem_lines import format_lines
 from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from text_encoder_runs import build_trainable_case, compute_loss, parse_settings
@@ -156,8 +157,10 @@ def test_a_learning_rate_of_0_excludes_a_text_encoder():
 
 def find_adapter_problems(name, *flags):
     config, facts = parse_settings(*flags), FAMILIES.get(name)().facts
-    problems = validate_adapter_for_model(
-        config.adapter, config.optim, facts.network, facts.title, facts.text_encoders, facts.t5_encoder
+    problems = format_lines(
+        validate_adapter_for_model(
+            config.adapter, config.optim, facts.network, facts.title, facts.text_encoders, facts.t5_encoder
+        )
     )
     return [problem for _, problem in problems]
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from problem_lines import format_lines
 from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from training_runs import max_relative_difference, train, write_images
@@ -245,7 +246,7 @@ def test_validation_does_not_change_losses_and_files(data, reference, tmp_path):
 
 def find_problems(*build_flags: str) -> list[str]:
     config = parse_config(build_flags).config
-    return validate_dataset_config(config.data, config.cache, config.validate)
+    return format_lines(validate_dataset_config(config.data, config.cache, config.validate))
 
 
 @pytest.mark.parametrize(

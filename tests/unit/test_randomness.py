@@ -3,6 +3,7 @@
 import pickle
 
 import pytest
+from problem_lines import format_lines
 
 from library.errors import ConfigError
 from library.randomness import derive_rng, derive_seed
@@ -72,4 +73,4 @@ def test_generators_of_different_indices_are_independent():
 
 
 def test_config_errors_can_be_pickled():
-    assert pickle.loads(pickle.dumps(ConfigError(["one", "two"]))).problems == ["one", "two"]
+    assert format_lines(pickle.loads(pickle.dumps(ConfigError(["one", "two"]))).problems) == ["one", "two"]

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from problem_lines import format_lines
 
 from library.config import parse_config
 from library.config.options import iter_options
@@ -21,7 +22,7 @@ DATA = ["--dataset_config", str(ROOT / "pyproject.toml")]
 
 
 def list_problems(*flags):
-    return parse_config([*DATA, *flags]).problems
+    return format_lines(parse_config([*DATA, *flags]).problems)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def test_compatible_options_are_accepted(flags):
 
 def list_conflicts(prediction, *flags):
     config = parse_config([*DATA, *flags]).config
-    actual = validate_objective_for_model(config.noise, config.loss, "test", prediction)
+    actual = format_lines(validate_objective_for_model(config.noise, config.loss, "test", prediction))
     return {names[0]: problem for names, problem in actual}
 
 

@@ -10,6 +10,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError
 from model_files import write_json_files
+from problem_lines import format_lines
 
 from library.config.schema import DataConfig, ModelConfig
 from library.dataset.dataset_config import load_dataset_config
@@ -39,7 +40,7 @@ def write_model_folder(folder, name="StableDiffusionPipeline", unet=None, vae=No
 def detect_problem(source, **options):
     with pytest.raises(ConfigError) as caught:
         detect_model(ModelConfig(source, **options))
-    (line,) = caught.value.problems
+    (line,) = format_lines(caught.value.problems)
     assert options or line.startswith(f"pretrained_model_name_or_path: {source}: ")
     return line
 
@@ -82,7 +83,7 @@ def test_the_demo_datasets_have_bucket_steps_of_every_tiny_model(name):
     for file in ("demo.toml", "demo_control.toml"):
         read = load_dataset_config(DataConfig(dataset_config=f"dataset_configs/{file}"))
         assert read.datasets and not read.problems
-        assert not validate_resolution_multiple(read.datasets, multiple), file
+        assert not format_lines(validate_resolution_multiple(read.datasets, multiple)), file
 
 
 def test_the_built_in_model_is_detected_from_its_files(tmp_path):
@@ -251,7 +252,7 @@ def test_the_family_option_must_match_the_model(tmp_path):
 def test_options_of_other_families_are_all_rejected_at_once(tmp_path):
     with pytest.raises(ConfigError) as caught:
         detect_model(ModelConfig(write_model_folder(tmp_path), clip_g="x", ae="y", v2=True))
-    assert caught.value.problems == [
+    assert format_lines(caught.value.problems) == [
         "clip_g: Stable Diffusion 1 has no such component",
         "ae: Stable Diffusion 1 has no such component",
         "v2: the model is Stable Diffusion 1; leave this option out",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from family_cases import get_modules
 from loaded_weights import assert_same_weights, list_loaded_components
+from problem_lines import format_lines
 from safetensors.torch import save_file
 from tiny_pipelines import TINY
 
@@ -136,7 +137,7 @@ def test_a_file_with_only_the_denoiser_needs_the_other_component_options(tmp_pat
     save_file(original_checkpoints.convert_clip(tiny.pipe.text_encoder_2), clip_g)
     with pytest.raises(ConfigError) as caught:
         detect_model(single)
-    assert [line.split("the file has ")[1] for line in caught.value.problems] == [
+    assert [line.split("the file has ")[1] for line in format_lines(caught.value.problems)] == [
         "no vae; give one with --vae",
         "no text_encoder; give one with --clip_l",
         "no text_encoder_2; give one with --clip_g",
@@ -175,7 +176,7 @@ def test_component_options_replace_the_components_of_the_model(tmp_path):
 def load_problem(tmp_path: Path, **options: str) -> str:
     with pytest.raises(ConfigError) as caught:
         detect_model(ModelConfig("random:sdxl:tiny", **options))
-    (line,) = caught.value.problems
+    (line,) = format_lines(caught.value.problems)
     return line
 
 
@@ -211,7 +212,11 @@ def test_flux_is_loaded_from_four_files_and_a_transformer_with_diffusers_keys(tm
     save_file(original_checkpoints.convert_text_encoder(tiny.pipe.text_encoder_2), files["t5xxl"])
     with pytest.raises(ConfigError) as caught:
         detect_model(files["flux"])
-    assert [line.split("; give one with ")[1] for line in caught.value.problems] == ["--vae", "--clip_l", "--t5xxl"]
+    assert [line.split("; give one with ")[1] for line in format_lines(caught.value.problems)] == [
+        "--vae",
+        "--clip_l",
+        "--t5xxl",
+    ]
     options = ModelConfig(files.pop("flux"), **files, tokenizer_cache_dir=str(tokenizer_cache))
     family, actual = FAMILIES.get("flux")(options), detect_model(options)
     assert (actual.family, actual.bundled_config) == ("flux", "flux_schnell_tiny")

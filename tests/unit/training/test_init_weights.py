@@ -6,6 +6,7 @@ import pytest
 import torch
 from adapter_states import build_random_state
 from adapter_tensors import merge
+from problem_lines import format_lines
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_pipelines import TINY, get_tiny_sd1_folder
@@ -226,7 +227,7 @@ def test_conflicting_options_are_reported(tmp_path):
         "--network_args",
         "conv_dim=4",
     ]
-    problems = " ".join(parse_config(flags).problems)
+    problems = " ".join(format_lines(parse_config(flags).problems))
     for text in (
         "dim_from_weights: needs network_weights",
         "no such file",
