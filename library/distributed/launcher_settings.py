@@ -67,6 +67,8 @@ class SettingSource:
 
     location: str
     value: str
+    is_launch_flag: bool = field(default=False, compare=False)
+    """Whether it is a flag of ``accelerate launch``."""
     in_config_file: bool = field(default=False, compare=False)
     """Whether it is accelerate's config file, which the flags of ``accelerate launch`` are meant to override."""
 
@@ -181,7 +183,9 @@ def _find_launcher_sources(world: World, environment: Mapping[str, str]) -> tupl
 def find_flags(command: LaunchCommand) -> Sources:
     flags = {}
     for name, value in command.options.items():
-        flags[name] = SettingSource(f"{command.launcher} --{name}", _normalize(value))
+        flags[name] = SettingSource(
+            f"{command.launcher} --{name}", _normalize(value), is_launch_flag=command.launcher == ACCELERATE
+        )
     if command.launcher == TORCHRUN:
         return {setting.name: flags[setting.torchrun] for setting in SETTINGS if setting.torchrun in flags}
     return {**flags, "device": replace(flags["cpu"], value="cpu")} if "cpu" in flags else flags
@@ -200,7 +204,7 @@ def find_config_file_settings(command: LaunchCommand) -> Sources:
         content[f"use_{content.get('distributed_type', 'NO')}".lower()] = True
         content |= {"use_parallelism_config": True} if content.get("parallelism_config") else {}
     content |= {"device": "cpu"} if content.get("use_cpu") else {}
-    return {name: SettingSource(str(path), _normalize(value), True) for name, value in content.items()}
+    return {name: SettingSource(str(path), _normalize(value), in_config_file=True) for name, value in content.items()}
 
 
 def _find_variables(environment: Mapping[str, str], names: Mapping[str, str]) -> Sources:
@@ -245,7 +249,7 @@ def _resolve(name: str, value: str, sources: list[SettingSource], unread: list[S
     winner, *others = sources or [SettingSource("detected" if name == "device" else "default", value)]
     different = []
     for source in (*others, *unread):
-        is_flag_over_file = source.in_config_file and winner.location.startswith(ACCELERATE)
+        is_flag_over_file = source.in_config_file and winner.is_launch_flag
         if source.value != winner.value and not is_flag_over_file:
             different.append(f"{source.value} ({source.location})")
     warning = f"{name}: {winner.value} ({winner.location}); overridden: {', '.join(different)}" if different else ""

@@ -246,9 +246,9 @@ def _validate_device_count(world: World) -> Iterator[Problem]:
 
 
 def _validate_numa_affinity(world: World) -> Iterator[Problem]:
-    problem = world.machine.numa_affinity_problem
-    if world.numa_affinity and world.device_type == "cuda" and "missing" in problem:
-        yield Problem("", f"NUMA affinity is enabled, but {problem}")
+    machine = world.machine
+    if world.numa_affinity and world.device_type == "cuda" and machine.lacks_numa_package:
+        yield Problem("", f"NUMA affinity is enabled, but {machine.numa_affinity_problem}")
 
 
 def validate_attention_support(mode: str, world: World, precision: str | None) -> list[Problem]:

@@ -118,6 +118,6 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
 def _answer_error(request: Request, problems: Sequence[Problem], status: int) -> Response:
     """Answer with JSON to the page's script, and with a page otherwise."""
     if request.url.path.startswith("/api/"):
-        exported = [problem.export_json() for problem in problems]
+        exported = [{**problem.export_json(), "line": str(problem)} for problem in problems]
         return JSONAnswer({"error": "\n".join(map(str, problems)), "problems": exported}, status)
     return render_page(request, "error.html", {"problems": problems, "title": "Not possible"}, status)

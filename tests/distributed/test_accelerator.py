@@ -272,7 +272,9 @@ def test_accelerate_does_not_step_the_scheduler_and_gets_the_accumulation_steps(
             replace(
                 CUDA,
                 numa_affinity=True,
-                machine=Machine("cuda", 4, numa_affinity_problem="the package pynvml is missing"),
+                machine=Machine(
+                    "cuda", 4, numa_affinity_problem="the package pynvml is missing", lacks_numa_package=True
+                ),
             ),
             (),
             "NUMA affinity is enabled, but the package pynvml is missing",
