@@ -50,9 +50,9 @@ def find_tagger(model: str) -> Path | None:
     except EntryNotFoundError:
         return None
     except HFValidationError:
-        raise UserError(Problem("model", "no such folder, and not a hub id", value=str(model))) from None
+        raise UserError(Problem("model", "no such folder, and not a hub id", value=model)) from None
     except (HfHubHTTPError, OSError) as error:
-        raise UserError(Problem("model", str(error).splitlines()[0], value=str(model))) from None
+        raise UserError(Problem("model", str(error).splitlines()[0], value=model)) from None
 
 
 class OnnxTagger:

@@ -55,7 +55,7 @@ class ApiCaptioner:
             text = answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
             raise UserError(
-                Problem("api_base", "the answer has no choices[0].message.content", value=str(self.url))
+                Problem("api_base", "the answer has no choices[0].message.content", value=self.url)
             ) from None
         return " ".join(str(text or "").split())
 
@@ -71,12 +71,12 @@ class ApiCaptioner:
                     return json.loads(response.read())
             except urllib.error.HTTPError as error:
                 if error.code not in RETRIED_STATUS or attempt == MAX_ATTEMPTS:
-                    raise UserError(Problem("api_base", _describe_http_error(error), value=str(self.url))) from None
+                    raise UserError(Problem("api_base", _describe_http_error(error), value=self.url)) from None
             except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:  # refused, cut off, too slow
                 if attempt == MAX_ATTEMPTS:
                     reason = getattr(error, "reason", None) or error
                     raise UserError(
-                        Problem("api_base", f"no answer after {attempt} attempts: {reason}", value=str(self.url))
+                        Problem("api_base", f"no answer after {attempt} attempts: {reason}", value=self.url)
                     ) from None
             time.sleep(pause)
             pause *= 2

@@ -39,16 +39,14 @@ class VisionLanguageModel:
             chosen = DTYPES[dtype] if dtype is not None else torch.bfloat16 if accelerator else torch.float32
             model = auto.AutoModelForImageTextToText.from_pretrained(name, dtype=chosen)
         except (OSError, ValueError, ImportError) as error:
-            raise UserError(Problem("model", _take_first_line(error), value=str(name))) from None
+            raise UserError(Problem("model", _take_first_line(error), value=name)) from None
         self.model: Any = model.to(self.device).eval()
         self.is_chat = bool(getattr(self.processor, "chat_template", None))
         is_florence = self.model_type == "florence2"
         default = FLORENCE_TASKS[2] if is_florence else CHAT_PROMPT if self.is_chat else None
         self.prompt = prompt if prompt is not None else default
         if is_florence and self.prompt not in FLORENCE_TASKS:
-            raise UserError(
-                Problem("prompt", f"choose from {', '.join(FLORENCE_TASKS)} for Florence-2", value=str(prompt))
-            )
+            raise UserError(Problem("prompt", f"choose from {', '.join(FLORENCE_TASKS)} for Florence-2", value=prompt))
         self.generate_options = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "do_sample": False}
         tokenizer = getattr(self.processor, "tokenizer", None)
         if tokenizer is not None and self.is_chat:

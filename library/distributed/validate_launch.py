@@ -271,7 +271,7 @@ def _validate_deterministic_attention(config: DistributedConfig) -> Iterator[Pro
     """flash-attn and xformers do not ask torch, and torch has no deterministic backward of cuDNN's attention."""
     if config.deterministic and config.attn_mode in ("flash", "flash3", "cudnn", "xformers"):
         yield Problem(
-            "attn_mode", "has no deterministic backward", "use sdpa with --deterministic", value=str(config.attn_mode)
+            "attn_mode", "has no deterministic backward", "use sdpa with --deterministic", value=config.attn_mode
         )
 
 

@@ -257,4 +257,4 @@ def _validate_nvme_path(path: str | None) -> Iterator[Problem]:
             value="nvme",
         )
     elif not Path(path).is_dir() or not os.access(path, os.W_OK):
-        yield Problem("offload_param_nvme_path", "not a writable directory on this machine", value=str(path))
+        yield Problem("offload_param_nvme_path", "not a writable directory on this machine", value=path)

@@ -234,7 +234,7 @@ def estimate_optimizer_state(config: OptimConfig, groups: Sequence[ParamGroup]) 
             Problem(
                 "optimizer_type",
                 f"cannot take a step on this machine, so the size of its state is unknown ({reason})",
-                value=str(config.optimizer_type),
+                value=config.optimizer_type,
             )
         ) from error
     total = 0

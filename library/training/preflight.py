@@ -1,6 +1,7 @@
 """Pre-flight checks: the list of all checks of settings. All problems are reported at once, before a model is loaded.
 
-To add a check, write ``validate_*`` in a validate*.py of its package and add a line here, by what it needs:
+To add a check, write ``validate_*`` in a validate*.py of its package, which yields a ``Problem`` with the option, the
+cause and the fix, and add a line here, by what it needs:
 
 - ``list_settings_checks``: options, dataset TOML, model files, prompts. No torch, so a typo is reported in a second.
 - What needs the scanned images (dataset weights, empty stages) is in ``dataset.validate``, called by prepare.py.

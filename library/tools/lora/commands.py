@@ -166,7 +166,7 @@ def _parse_device(name: str) -> torch.device:
         torch.zeros(1, device=name)
         return torch.device(name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise FileError([Problem("device", f"cannot be used: {str(error).splitlines()[0]}", value=str(name))]) from None
+        raise FileError([Problem("device", f"cannot be used: {str(error).splitlines()[0]}", value=name)]) from None
 
 
 def _merge_into_model(files: Sequence[str], arguments: MergeArguments) -> Iterator[str]:

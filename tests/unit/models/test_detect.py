@@ -41,7 +41,7 @@ def detect_problem(source, **options):
     with pytest.raises(ConfigError) as caught:
         detect_model(ModelConfig(source, **options))
     (line,) = format_lines(caught.value.problems)
-    assert options or line.startswith(f"pretrained_model_name_or_path: {source}: ")
+    assert options or line.startswith(f"--pretrained_model_name_or_path: {source}: ")
     return line
 
 
@@ -238,7 +238,7 @@ def test_the_family_option_must_match_the_model(tmp_path):
     folder = write_model_folder(tmp_path / "one", config="sdxl", name="")
     actual = detect_model(ModelConfig(folder, family="sdxl"))
     assert actual.family == "sdxl" and "set by --family" in actual.reason
-    assert detect_problem(folder, family="sdxll") == "family: unknown model family 'sdxll'; did you mean sdxl?"
+    assert detect_problem(folder, family="sdxll") == "--family: unknown model family 'sdxll'; did you mean sdxl?"
     assert "pathlib:Path is not a model family" in detect_problem(folder, family="pathlib:Path")
     assert "its files are not those of family sd2" in detect_problem(write_model_folder(tmp_path / "b"), family="sd2")
     own = detect_model(ModelConfig(folder, family="library.models.families.sdxl:StableDiffusionXL"))
@@ -253,9 +253,9 @@ def test_options_of_other_families_are_all_rejected_at_once(tmp_path):
     with pytest.raises(ConfigError) as caught:
         detect_model(ModelConfig(write_model_folder(tmp_path), clip_g="x", ae="y", v2=True))
     assert format_lines(caught.value.problems) == [
-        "clip_g: Stable Diffusion 1 has no such component",
-        "ae: Stable Diffusion 1 has no such component",
-        "v2: the model is Stable Diffusion 1; leave this option out",
+        "--clip_g: Stable Diffusion 1 has no such component",
+        "--ae: Stable Diffusion 1 has no such component",
+        "--v2: the model is Stable Diffusion 1; leave this option out",
     ]
     assert "clip_skip: does not apply to Stable Diffusion XL; leave this option out" in detect_problem(
         "random:sdxl:tiny", clip_skip=2

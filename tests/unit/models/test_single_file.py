@@ -200,7 +200,7 @@ def test_a_component_of_the_wrong_type_is_rejected_by_its_type(tmp_path):
     assert "is a LoRA file, not a model" in load_problem(tmp_path, vae=path)
     assert "no such file or folder" in load_problem(tmp_path, vae=str(tmp_path / "absent"))
     assert "no config.json in it" in load_problem(tmp_path, vae=str(tmp_path))
-    assert load_problem(tmp_path, ae=path) == "ae: Stable Diffusion XL has no such component"
+    assert load_problem(tmp_path, ae=path) == "--ae: Stable Diffusion XL has no such component"
 
 
 def test_flux_is_loaded_from_four_files_and_a_transformer_with_diffusers_keys(tmp_path, tokenizer_cache):
