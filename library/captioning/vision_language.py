@@ -46,7 +46,9 @@ class VisionLanguageModel:
         default = FLORENCE_TASKS[2] if is_florence else CHAT_PROMPT if self.is_chat else None
         self.prompt = prompt if prompt is not None else default
         if is_florence and self.prompt not in FLORENCE_TASKS:
-            raise UserError(Problem("prompt", f"choose from {', '.join(FLORENCE_TASKS)} for Florence-2", value=prompt))
+            raise UserError(
+                Problem("prompt", f"choose from {', '.join(FLORENCE_TASKS)} for Florence-2", value=str(prompt))
+            )
         self.generate_options = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "do_sample": False}
         tokenizer = getattr(self.processor, "tokenizer", None)
         if tokenizer is not None and self.is_chat:

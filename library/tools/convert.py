@@ -67,7 +67,7 @@ def convert_lora_file(source: Path, target: Path, file_format: Any) -> str:
             content.state_dict, content.alphas, lora.components, file_format, content.alpha_dtype
         )
     except UserError as error:
-        raise UserError(f"{source}: {error}") from None
+        raise UserError(report_file(source, str(error))) from None
     has_embeddings = bool(content.embeddings) and file_format != "diffusers"
     if has_embeddings:
         tensors |= content.embeddings

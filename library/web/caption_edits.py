@@ -139,9 +139,11 @@ class CaptionEditor:
         picture, now = self.pictures.pictures[index], self.pictures.captions[index]
         if not picture.is_editable:
             source = picture.subset.source
-            raise UserError(f"{picture.sample.key}: its caption is in {source}; edit that file")
+            raise UserError(report_file(picture.sample.key, f"its caption is in {source}", "edit that file"))
         if len(text) > MAX_CAPTION_LENGTH:
-            raise UserError(f"{picture.sample.key}: a caption of {len(text)} characters; at most {MAX_CAPTION_LENGTH}")
+            raise UserError(
+                report_file(picture.sample.key, f"a caption of {len(text)} characters", f"at most {MAX_CAPTION_LENGTH}")
+            )
         file = find_caption_file(picture, self._find_extensions(picture))
         self.pictures.folders.resolve(file)
         before = _read_bytes(file)

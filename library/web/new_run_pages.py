@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from ..config.types import MemorySize
 from ..errors import UserError
+from ..problems import report_file
 from .commands import CommandRunner
 from .jobs import JobQueue, build_command
 from .picture_pages import take_json
@@ -35,7 +36,7 @@ def show_form(request: Request) -> Response:
     elif "file" in query:
         path = workbench.folders.resolve_key(query["file"])
         if path.suffix != ".toml" or not path.is_file():
-            raise UserError(f"{path.name}: no run TOML")
+            raise UserError(report_file(path.name, "no run TOML"))
         values = export_values(read_settings_file(path))
     elif "dataset" in query:
         values = {"dataset_config": _format_setting_path(workbench.folders.resolve_key(query["dataset"]))}
@@ -102,7 +103,7 @@ def resume_run(request: Request, body: Mapping[str, Any]) -> Response:
     run = workbench.runs.get_run(str(body.get("run", "")))
     summary = workbench.runs.read_summary(run)
     if summary is None:
-        raise UserError(f"{run.name}: its settings are unknown; it was started by an older version")
+        raise UserError(report_file(run.name, "its settings are unknown", "it was started by an older version"))
     values = {**summary.all_settings, "output_dir": str(run.folder), "output_name": run.name}
     form = workbench.forms.check(values, is_resumed=True)
     if form.problems:

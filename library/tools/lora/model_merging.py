@@ -134,7 +134,7 @@ def merge_into_model(
                 writer.write(model.path, temporary)
         _replace(temporary, output)
     except OSError as error:
-        raise UserError(f"{output}: cannot be written: {error}") from error
+        raise UserError(report_file(output, f"cannot be written: {error}")) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True) if temporary.is_dir() else temporary.unlink(missing_ok=True)
     return MergedModel(output, len(changes), writer.num_tensors, writer.num_bytes)
@@ -205,7 +205,7 @@ class _Writer:
                     file.write(part)
         fsync_file(target)
         if _hash_content(target) != digest.digest():
-            raise UserError(f"{target}: reads back other bytes than were written; the disk may be faulty")
+            raise UserError(report_file(target, "reads back other bytes than were written", "the disk may be faulty"))
         self._advance(source, 1.0)
         self.read_megabytes += _count_megabytes(source)
         self.num_tensors += len(tensors)
