@@ -46,7 +46,8 @@ def compare_variants(
     if not measured:
         raise ConfigError(problem for problems in rejected.values() for problem in problems)
     measurements = [each for name in measured for each in report_variant(name, trainings, measured[0])]
-    return [*measurements, *(Measurement(name, [], note=f"not measured: {'; '.join(map(str, why))}") for name, why in rejected.items())]
+    reasons = {name: "; ".join(map(str, problems)) for name, problems in rejected.items()}
+    return [*measurements, *(Measurement(name, [], note=f"not measured: {why}") for name, why in reasons.items())]
 
 
 def measure_steps(run: "TrainingRun", steps: int) -> dict[str, Any]:
