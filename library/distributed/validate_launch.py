@@ -285,17 +285,18 @@ def validate_trackers(log: LogConfig, environment: Mapping[str, str]) -> list[Pr
 
 
 def _validate_tracker(name: str, log: LogConfig, environment: Mapping[str, str]) -> Iterator[Problem]:
-    option = f"--log_with {log.log_with}" if log.log_with else f"--logging_dir {log.logging_dir}"
     if name not in LoggerType:
-        yield Problem(option, f"this version of accelerate does not support {name}", "pip install -U accelerate")
+        text, fix = f"this version of accelerate does not support {name}", "pip install -U accelerate"
     elif LoggerType(name) not in get_available_trackers():
-        yield Problem(option, f"the package {name} is not installed", f"pip install {name}")
+        text, fix = f"the package {name} is not installed", f"pip install {name}"
     elif LOGGER_TYPE_TO_CLASS[name].requires_logging_directory and log.logging_dir is None:
-        yield Problem(option, f"{name} writes to a directory", "set --logging_dir")
+        text, fix = f"{name} writes to a directory", "set --logging_dir"
     elif name == "wandb" and not is_wandb_ready(environment):
-        yield Problem(
-            option, "not logged in to wandb", "run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
-        )
+        text, fix = "not logged in to wandb", "run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
+    else:
+        return
+    option = "log_with" if log.log_with else "logging_dir"
+    yield Problem(option, text, fix, value=str(getattr(log, option)))
 
 
 @dataclass(frozen=True)

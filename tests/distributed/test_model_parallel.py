@@ -235,7 +235,7 @@ def test_parallel_dims_divide_the_world_size():
         *format_lines(validate_parallel_dims(config, World(world_size=8)))
     ]
     (problem,) = format_lines(validate_parallel_dims(config, World(world_size=6)))
-    assert problem.startswith("--pp_size 2 --tp_size 2: the world size 6 is not a multiple of 4; start 8")
+    assert problem.startswith("--pp_size 2: with tp_size 2, the world size 6 is not a multiple of 4; start 8")
     shared = replace(config, parallel=replace(config.parallel, pp_size=1, cp_size=3))
     assert build_parallel_dims(shared.parallel, 12) == ParallelDims(2, 1, 2, 3)
 
@@ -255,7 +255,7 @@ def test_parallel_dims_divide_the_world_size():
         (
             "flux",
             ("--cp_size", "2", "--tp_size", "2"),
-            "--tp_size 2 --cp_size 2: 2 attention heads are not divisible by 4; use 2 in total",
+            "--tp_size 2: with cp_size 2, 2 attention heads are not divisible by 4; use 2 in total",
         ),
         ("z_image", ("--cp_size", "3"), "--cp_size 3: 2 attention heads are not divisible; use 2"),
         ("sd3", ("--pp_size", "3"), "has 2 blocks, too few for 3 devices; use 2"),

@@ -144,8 +144,8 @@ def test_settings_that_rule_out_caching_are_rejected_early_with_both_options(tmp
     for switch, name in (("--no-network_train_unet_only", "network_train_unet_only"), (f"--{TEXTS}", TEXTS)):
         loaded = parse_config([*switch.split(), "--cache_text_encoder_outputs"])
         adapter, cache = loaded.config.adapter, loaded.config.cache
-        ((names, problem),) = format_lines(validate_text_caching(adapter, cache, ["text_encoder"], None))
-        assert names[0] == "cache_text_encoder_outputs" and name in problem
+        (problem,) = validate_text_caching(adapter, cache, ["text_encoder"], None)
+        assert problem.options[0] == "cache_text_encoder_outputs" and name in str(problem)
         assert format_lines(validate_text_caching(adapter, cache, [], None)) == []
         assert format_lines(validate_text_caching(adapter, cache, ["text_encoder"], "text_encoder_2")) == []
         ((names, problem),) = format_lines(validate_text_caching(adapter, cache, ["text_encoder_2"], "text_encoder_2"))
