@@ -148,8 +148,8 @@ def test_settings_that_rule_out_caching_are_rejected_early_with_both_options(tmp
         assert problem.options[0] == "cache_text_encoder_outputs" and name in str(problem)
         assert format_lines(validate_text_caching(adapter, cache, [], None)) == []
         assert format_lines(validate_text_caching(adapter, cache, ["text_encoder"], "text_encoder_2")) == []
-        ((names, problem),) = format_lines(validate_text_caching(adapter, cache, ["text_encoder_2"], "text_encoder_2"))
-        assert names[1] == "network_args" and "remove train_t5xxl" in problem
+        (problem,) = validate_text_caching(adapter, cache, ["text_encoder_2"], "text_encoder_2")
+        assert problem.options[1] == "network_args" and "remove train_t5xxl" in problem.fix
 
 
 def test_caching_conflicts_are_reported_without_importing_torch(tmp_path):

@@ -71,8 +71,8 @@ def test_compatible_options_are_accepted(flags):
 
 def list_conflicts(prediction, *flags):
     config = parse_config([*DATA, *flags]).config
-    actual = format_lines(validate_objective_for_model(config.noise, config.loss, "test", prediction))
-    return {names[0]: problem for names, problem in actual}
+    found = validate_objective_for_model(config.noise, config.loss, "test", prediction)
+    return {problem.option: f"{problem.text}; {problem.fix}" for problem in found}
 
 
 VALUES = {
