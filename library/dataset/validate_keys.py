@@ -236,10 +236,10 @@ def _validate_duplicate_sources(subsets: Sequence[Mapping[str, LocatedValue]]) -
 def _validate_bucket_mode(values: Mapping[str, LocatedValue], location: Place) -> Iterator[Problem]:
     """Yield keys that contradict bucket_mode; sd-scripts has none of them, so that they are errors."""
 
-    def locate(name: str) -> Place | None:
+    def report(name: str, text: str, fix: str, other: str) -> Problem:
         if values[name].is_in_file:
-            return values[name].locate(name, location)
-        return None if location.flag else Place(flag=f"--{name} (for {location})")
+            return Problem(name, text, fix, values[name].locate(name, location), others=(other,))
+        return Problem(name, text, fix, value="" if location.flag else f"(for {location})", others=(other,))
 
     names = ("bucket_mode", "enable_bucket", "bucket_no_upscale", *_SYMMETRIC_DEFAULTS)
     if any(values[name].is_invalid for name in names):
@@ -248,14 +248,12 @@ def _validate_bucket_mode(values: Mapping[str, LocatedValue], location: Place) -
         for name, default in _SYMMETRIC_DEFAULTS.items():
             if values[name].value != default:
                 fix = "set bucket_mode = 'symmetric', or remove it"
-                yield Problem(name, "needs bucket_mode symmetric", fix, locate(name), others=("bucket_mode",))
+                yield report(name, "needs bucket_mode symmetric", fix, "bucket_mode")
     elif not values["enable_bucket"].value:
-        fix = "set enable_bucket = true"
-        yield Problem("bucket_mode", "needs buckets", fix, locate("bucket_mode"), others=("enable_bucket",))
+        yield report("bucket_mode", "needs buckets", "set enable_bucket = true", "enable_bucket")
     elif values["bucket_no_upscale"].value:
         text = "symmetric buckets all have the same area, so that small images are upscaled"
-        place, others = locate("bucket_mode"), ("bucket_no_upscale",)
-        yield Problem("bucket_mode", text, "remove bucket_no_upscale", place, others=others)
+        yield report("bucket_mode", text, "remove bucket_no_upscale", "bucket_no_upscale")
 
 
 def _validate_bucket_limits(values: Mapping[str, LocatedValue], location: Place, key: str) -> Iterator[Problem]:
