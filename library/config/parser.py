@@ -100,13 +100,18 @@ class ParsedConfig:
         return replace(self, config=replace(self.config, adapter=adapter), unused=(*self.unused, *unused))
 
     def locate_problems(self, problems: Iterable[Problem]) -> list[Problem]:
-        """Fill in the flag or the line that sets each option, and explain a value that is not what was set."""
-        return [
-            replace(each, note=each.note or self.adjustments[name])
-            if (name := next(filter(self.adjustments.__contains__, each.options), None))
-            else each
-            for each in locate_problems(problems, self.locations)
-        ]
+        """Fill in the flag or the line that sets each option, and explain a value that is not what was set.
+
+        The parser's own problems know their places: a wrong flag stays the place where a file sets it, too.
+        """
+        own, located = set(self.problems), list[Problem]()
+        for problem in problems:
+            if problem not in own:
+                (problem,) = locate_problems([problem], self.locations)
+                if name := next(filter(self.adjustments.__contains__, problem.options), None):
+                    problem = replace(problem, note=problem.note or self.adjustments[name])
+            located.append(problem)
+        return located
 
     def log_notices(self) -> None:
         logger = logging.getLogger(__name__)

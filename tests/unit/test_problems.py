@@ -166,6 +166,14 @@ def test_a_dataset_key_that_the_run_file_sets_is_located_there(folder):
     assert (problem.option, problem.place) == ("dataset_repeats", Place("run.toml", 1, key="dataset_repeats"))
 
 
+def test_a_flag_that_is_wrong_is_named_although_the_file_sets_the_option_as_well(folder):
+    (folder / "run.toml").write_text("lr_warmup_steps = 10\n")
+    argv = ["--config_file", "run.toml", "--dataset_config", "set.toml", "--lr_warmup_steps", "5", "more"]
+    first = find_settings_problems(load_settings(argv))[0]
+
+    assert (first.option, first.place) == ("lr_warmup_steps", Place(flag="--lr_warmup_steps"))
+
+
 def test_a_value_that_is_not_what_was_set_is_explained_by_its_option(folder):
     parsed = replace(parse_config([]), adjustments={"bucket_reso_steps": "run.toml:1: bucket_reso_steps: 8 is finer"})
     named = Problem("resolution", "too small for a bucket", others=("bucket_reso_steps",))
