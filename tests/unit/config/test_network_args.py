@@ -71,7 +71,7 @@ def sites():
 def get_ranks(sites, name, *words, **options):
     config = build_config(*words, **options).adapter
     ranks = assign_ranks(sites[name], config, FAMILY_FACTS[name].network)
-    if problems := [*format_lines(validate_ranks(sites[name], ranks, config))]:
+    if problems := [*validate_ranks(sites[name], ranks, config)]:
         raise ConfigError(problems)
     return ranks
 
