@@ -127,6 +127,8 @@ def test_the_command_line_shows_each_of_them_in_its_line(folder, capsys):
 
 
 def test_the_page_shows_a_problem_at_the_field_of_its_option_and_others_above(folder):
+    with (folder / "set.toml").open("a") as file:
+        file.write("keep_tokens = -1\n")
     values = {"dataset_config": str(folder / "set.toml"), "network_dim": "0"}
     values |= {"min_timestep": "500", "max_timestep": "400"}
     answer = open_page(folder).post("/api/new/check", json={"values": values}).json()
@@ -135,7 +137,8 @@ def test_the_page_shows_a_problem_at_the_field_of_its_option_and_others_above(fo
     assert shown == {
         "--network_dim:": "network_dim",
         "--min_timestep:": "min_timestep",
-        f"{folder}/set.toml:5:": "",  # num_repeats is no option, and the dataset file no field
+        f"{folder}/set.toml:5:": "",  # num_repeats is no option
+        f"{folder}/set.toml:6:": "",  # keep_tokens is one, which the form does not set
     }
 
 
