@@ -68,7 +68,7 @@ def count_blocks(config: RunConfig) -> int:
     from library.parallel.block_swap import find_innermost_blocks
 
     detected = detect_model(config.model)
-    denoiser = FAMILIES.get(detected.family).denoiser_name
+    denoiser = FAMILIES.get(detected.family).facts.denoiser_name
     return len(find_innermost_blocks(getattr(load_components_on_meta(detected, (denoiser,)), denoiser)))
 
 

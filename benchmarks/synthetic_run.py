@@ -102,6 +102,7 @@ def _assemble_run(config: RunConfig, strategy: "Strategy", directory: Path) -> "
     from library.log import ProgressBar
     from library.models.detect import detect_model
     from library.models.families import FAMILIES
+    from library.models.trained_components import list_cached_text_components
     from library.trackers import Trackers
     from library.training.metrics import MetricsFile, TrainingLogger
     from library.training.network_weights import read_initial_weights
@@ -116,7 +117,7 @@ def _assemble_run(config: RunConfig, strategy: "Strategy", directory: Path) -> "
     plan = RunPlan.from_config(
         prepared.build_batch_plan(strategy.data_parallel_size, config.train), config.train, config.optim
     )
-    text_components = family.list_cached_text_components(config.adapter, config.optim)
+    text_components = list_cached_text_components(config.adapter, config.optim, family.facts)
     encoders = FrozenEncoders(strategy, family, detected, config.model, config.cache, text_components)
     prepared, latents = cache_latents(encoders, prepared)
     cached = CacheReaders(latents, cache_text_encoder_outputs(encoders, prepared, plan, ()))

@@ -87,7 +87,7 @@ class Trackers:
 
     @property
     def has_trackers(self) -> bool:
-        """The same on all ranks."""
+        """Whether any tracker is set; all ranks have the same answer."""
         return bool(self.accelerator.log_with)
 
     def init_trackers(self, log: LogConfig, options: Mapping[str, Any]) -> None:
@@ -138,19 +138,12 @@ WANDB_PRIVATE_SETTINGS = {
     "disable_job_creation": True,
     "console": "off",
 }
-"""By default wandb uploads the command line, the program's path, the git remote and the terminal output."""
-
-SHAREABLE_TEXT_OPTIONS = {"network_module", "optimizer_type", "optimizer_args"}
-"""Text options that hold no path and nothing private."""
+"""Settings that keep wandb from uploading command line, program path, git remote and terminal output, its default."""
 
 
 def collect_shareable_settings(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Select numbers, switches and choices, which hold nothing private, in types that every tracker accepts."""
-    names = [
-        option.name
-        for option in iter_options(RunConfig)
-        if option.value_type is not str or option.name in SHAREABLE_TEXT_OPTIONS
-    ]
+    """Select numbers, switches, choices and public texts, which hold nothing private, in types that trackers accept."""
+    names = [option.name for option in iter_options(RunConfig) if option.value_type is not str or option.is_public]
     plain = (bool, int, float, str)
     return {
         name: options[name] if isinstance(options[name], plain) else str(options[name])

@@ -35,7 +35,7 @@ VISIBILITY_TIMEOUT_SECONDS = 60.0
 REFRESH_INTERVAL_SECONDS = 2.0
 POLL_INTERVAL_SECONDS = 0.2
 STALL_TIMEOUT_SECONDS = 30 * 60
-"""Without progress of any rank for this long, waiting ranks give up."""
+"""Waiting ranks give up when no rank has made progress for this long."""
 
 MAX_NAMES_SHOWN = 5
 EntryIndices = NDArray[np.int64]
@@ -48,19 +48,19 @@ class EncodedEntry:
 
     index: int
     tensors: dict[str, Tensor]
-    name: str  # in messages
+    name: str  # the name in messages
 
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What a cache has to contain, and where."""
+    """The entries that a cache has to contain, and the folders that it is in."""
 
     name: str  # "latents"
     unit: str  # "image"
-    option: str  # that enables the cache, for messages
+    option: str  # the option that enables the cache, for messages
     keys: KeyArray
-    directories: Sequence[Path]  # of each key
-    relative_sizes: Sequence[int]  # of each entry, in any unit
+    directories: Sequence[Path]  # the directory of each key
+    relative_sizes: Sequence[int]  # the size of each entry, in any unit
     disk_full_hint: str  # what to do when the disk is too small
 
     @property
@@ -99,7 +99,15 @@ def fill_cache(
             _drop_damaged(store, damaged, spec, writers)
         with track_shared_progress(comm, partition, spec.name, len(missing), spec.unit) as progress:
             if len(missing):
-                _encode_missing(store, spec, encoder, missing, writers, progress, partition)
+                _encode_missing(
+                    store,
+                    spec,
+                    encoder,
+                    missing_indices=missing,
+                    writers=writers,
+                    progress=progress,
+                    partition=partition,
+                )
     own_failures = {bytes(spec.keys[index]): reason for index, reason in encoder.failures.items()}
     failed = {key: reason for failures in comm.all_gather_object(own_failures) for key, reason in failures.items()}
     failures = {index: failed[bytes(key)] for index, key in enumerate(spec.keys) if key in failed} if failed else {}
@@ -178,12 +186,12 @@ class SharedProgress:
 
 @dataclass(frozen=True)
 class WorkPartition:
-    """This rank encodes every ``count``-th entry, from ``index`` on."""
+    """The entries that this rank encodes: every ``count``-th, from ``index`` on."""
 
     index: int
     count: int
     run_token: str
-    """Equal on all ranks, and different in every run."""
+    """A text that is equal on all ranks and different in every run."""
 
 
 def _encode_missing(

@@ -19,7 +19,7 @@ from ..dataloader.prepare import PreparedData
 from ..dataloader.worker_pool import prefetch_in_threads
 from ..dataset.image_inspection import Pixels
 from ..dataset.masks import MaskPixels
-from ..diffusion.losses import resize_mask_to_latents
+from ..diffusion.masked_loss import resize_mask_to_latents
 from ..errors import FileError
 from ..problems import Problem, report_file
 from .distributed_encoding import CacheSpec, EncodedEntry, fill_cache, open_cache_dirs, open_shards, split_into_batches
@@ -31,7 +31,7 @@ from .readers import CONTROL_TENSOR, MASK_TENSOR, MOMENTS_TENSOR, LatentReader
 logger = logging.getLogger(__name__)
 CACHE_DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 PREFETCH_PER_THREAD = 2
-"""Images."""
+"""The number of images that each thread reads ahead."""
 
 LoadedEntry = tuple[Pixels, MaskPixels | None, tuple[Pixels, ...]]
 """An image, its mask and its control images."""
@@ -143,7 +143,7 @@ class LatentEncoder:
             return self.encoders.family.encode_moments(pipe, values).mean_and_std
 
     def _resize_mask(self, mask: MaskPixels, latent_size: tuple[int, int]) -> Tensor:
-        """On the device, as training resizes it."""
+        """Resize a mask to the latents, on the device as training does."""
         on_device = torch.from_numpy(mask)[None, None].to(self.encoders.strategy.device)
         return resize_mask_to_latents(on_device, latent_size)[0].cpu()
 

@@ -45,7 +45,7 @@ class FileHashCache:
         return digest
 
     def _save(self) -> None:
-        with suppress(OSError):  # it only saves time
+        with suppress(OSError):  # the cache of hashes only saves time
             write_atomic(self.cache_file, json.dumps(self._entries).encode())
 
 
@@ -116,7 +116,7 @@ def _iter_component_fingerprints(
     elif is_in_file and is_tokenizer(component):
         yield _hash_loaded_component(getattr(family.load(model, torch.float32, (component,)), component))
     elif is_in_file:
-        prefixes = family.facts.single_file_prefixes.get(component, ())
+        prefixes = family.facts.single_files.prefixes.get(component, ())
         yield file_hashes.get_hash(Path(path_or_id), component, lambda path: _hash_single_file_weights(path, prefixes))
         yield _format_config(get_config_reader(model)(f"{component}/config.json") or {})
     else:

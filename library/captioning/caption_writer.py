@@ -1,6 +1,7 @@
 """Write captions for the images of folders with a model: in batches, resumable, keeping what is there unless told."""
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +30,12 @@ class Captioner(Protocol):
 
 @dataclass(frozen=True)
 class CaptionFormat:
-    """What is put around the text of the model."""
+    """The texts that are put around the model's caption."""
 
     caption_prefix: str = ""
     caption_suffix: str = ""
     trigger_word: str = ""
-    """At the start, unless the text has it."""
+    """A text that begins each caption that does not contain it as whole words."""
     if_exists: str = "keep"
 
     def build(self, text: str, existing: str | None) -> str:
@@ -44,14 +45,19 @@ class CaptionFormat:
             has = split_tags(existing)
             added = [tag for tag in split_tags(text) if tag not in has]
             text = ", ".join([existing.strip().rstrip(","), *added])
-        if self.trigger_word and self.trigger_word not in text:
+        if self.trigger_word and not _contains_words(text, self.trigger_word):
             text = f"{self.trigger_word}, {text}" if text else self.trigger_word
         return text
 
 
+def _contains_words(text: str, words: str) -> bool:
+    """Tell whether a text has these words as they are, and not as a part of longer words, as ``cathedral`` has cat."""
+    return re.search(rf"(?<![\w-]){re.escape(words)}(?![\w-])", text) is not None
+
+
 @dataclass
 class CaptionSummary:
-    """What was done, and the images that could not be decoded."""
+    """The number of captions written and kept, and the images that could not be decoded."""
 
     written: int
     kept: int

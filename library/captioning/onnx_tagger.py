@@ -25,7 +25,7 @@ _MAX_EMOTICON_LENGTH = 3
 
 @dataclass(frozen=True)
 class TagSelection:
-    """Which of a tagger's tags go into a caption, under sd-scripts' names."""
+    """The choice of a tagger's tags that go into a caption, under sd-scripts' names."""
 
     general_threshold: float = 0.35
     character_threshold: float = 0.35

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MAX_ATTEMPTS = 4
 RETRIED_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
 MAX_SIDE = 1536
-"""Larger images are reduced before they are sent."""
+"""The longest side of an image that is sent, in pixels; images above it are reduced."""
 
 
 class ApiCaptioner:

@@ -18,7 +18,7 @@ FLORENCE_TASKS = ("<CAPTION>", "<DETAILED_CAPTION>", "<MORE_DETAILED_CAPTION>", 
 """Task tokens of Florence-2 whose answer is text; others answer with positions."""
 
 CHAT_PROMPT = "Describe this image in one paragraph. Write only the description."
-"""For models that are asked in a chat."""
+"""The prompt for models that are asked in a chat."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

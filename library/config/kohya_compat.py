@@ -1,6 +1,7 @@
 """Options under other names: options of sd-scripts that are not in ``schema*.py``, and options that were renamed.
 
-An option of sd-scripts is an alias of one of ours, changes nothing here, or is refused with a reason.
+An option of sd-scripts is an alias of one of ours, as the field of that one says, changes nothing here, or is refused
+with a reason.
 """
 
 import re
@@ -11,6 +12,8 @@ from typing import Any
 
 from ..problems import Place
 from ..registry import suggest_name
+from .options import iter_options
+from .schema import RunConfig
 
 
 @dataclass(frozen=True)
@@ -60,27 +63,20 @@ class SecretOption:
     variable: str
 
 
-RENAMED_OPTIONS = {
-    "base_storage": "quantize_base",
-    "resume_anyway": "force_resume",
-    "max_bad_steps": "max_nan_steps",
-    "on_bad_data": "on_invalid_images",
-    "max_bad_samples": "max_invalid_images",
-    "bucket_min_pictures": "bucket_min_images",
-    "gradient_checkpointing_budget": "activation_memory_budget",
-    "compile_shapes": "compile_dynamic",
+RENAMED_OPTIONS: dict[str, str] = {
+    option.former_name: option.name for option in iter_options(RunConfig) if option.former_name
 }
 """Former names of options, accepted with a notice for one release."""
 
 RENAMED_VALUES: dict[str, dict[Any, str]] = {
-    "quantize_base": {"float": "none"},
-    "on_oom": {"ladder": "recover"},
-    "compile_dynamic": {"static": "false", "dynamic": "true"},
+    option.name: dict(option.former_values) for option in iter_options(RunConfig) if option.former_values
 }
 """Former values, by the current name of the option."""
 
 
-FORMER_DEFAULTS = {"caption_extension": "('.caption',)"}
+FORMER_DEFAULTS = {
+    option.name: option.former_default for option in iter_options(RunConfig) if option.former_default is not None
+}
 """Defaults of the last release that checkpoints recorded; today's defaults do the same."""
 
 
@@ -150,28 +146,16 @@ KEYS_OF_OTHER_FILES = {
 """Keys that are often in run files, where sd-scripts does not read them."""
 
 KOHYA_VALUES: dict[str, dict[Any, str]] = {
-    "dynamo_backend": {"tensort": "tensorrt"},
-    "save_precision": {"fp32": "float", "float32": "float"},
+    option.name: dict(option.value_aliases) for option in iter_options(RunConfig) if option.value_aliases
 }
 """Values that sd-scripts spells in another way."""
 
-OPTIONS_WITHOUT_INFLUENCE = frozenset(["attn_mode", "blocks_to_swap", "cpu_offload_checkpointing"])
-"""Options of speed and memory: a switch that sets one of them yields to the option itself."""
-
 KOHYA_OPTIONS: dict[str, OptionAlias | NoEffectOption | UnsupportedOption | SecretOption] = {
-    "caption_extention": OptionAlias("caption_extension"),
-    "training_shift": OptionAlias("discrete_flow_shift"),
-    "fp8_base": OptionAlias("quantize_base", "fp8"),
-    "fp8_base_unet": OptionAlias("quantize_base", "fp8"),
-    "fp8_scaled": OptionAlias("quantize_base", "fp8"),
-    "qwen3": OptionAlias("text_encoder"),
-    "xformers": OptionAlias("attn_mode", "xformers"),
-    "use_flash_attn": OptionAlias("attn_mode", "flash"),
-    "unsloth_offload_checkpointing": OptionAlias("cpu_offload_checkpointing", True),
-    "use_8bit_adam": OptionAlias("optimizer_type", "AdamW8bit"),
-    "use_lion_optimizer": OptionAlias("optimizer_type", "Lion"),
-    "split_mode": OptionAlias("blocks_to_swap", 18),
-    "lr_restart_cycles": OptionAlias("lr_scheduler_num_cycles"),
+    **{
+        alias.name: OptionAlias(option.name, alias.value)
+        for option in iter_options(RunConfig)
+        for alias in option.aliases
+    },
     # no effect on the result
     "sdpa": NoEffectOption("PyTorch's attention is the default; attn_mode chooses another"),
     "persistent_data_loader_workers": NoEffectOption("workers live as long as the run"),

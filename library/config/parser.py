@@ -16,7 +16,6 @@ from ..registry import suggest_name
 from .kohya_compat import (
     KOHYA_OPTIONS,
     KOHYA_VALUES,
-    OPTIONS_WITHOUT_INFLUENCE,
     RENAMED_OPTIONS,
     RENAMED_VALUES,
     OptionAlias,
@@ -33,12 +32,13 @@ from .kohya_compat import (
     rename_kohya_value,
     take_unchecked_value,
 )
-from .options import OFF_AT_ZERO, Option, build_config, iter_options
+from .options import ExplicitOptions, Option, build_config, iter_options
 from .schema import RunConfig
 from .toml_positions import is_table, read_run_toml
 from .unused_options import (
     find_unused_args,
     find_unused_options,
+    find_unused_tool_options,
     remove_args,
     reset_options,
     resolve_lycoris_preset,
@@ -80,15 +80,23 @@ class ParsedConfig:
     adjustments: Mapping[str, str] = field(default_factory=dict)
     """Options whose value is not the one that was set, and why."""
 
+    @property
+    def explicit(self) -> ExplicitOptions:
+        """The options that were set by a flag or in the run TOML, without those that have no effect."""
+        return frozenset(self.locations)
+
     def require_valid(self) -> RunConfig:
         """Return the configuration, or raise a ``ConfigError`` with all problems."""
         if self.problems:
             raise ConfigError(self.problems)
         return self.config
 
-    def without_unused(self, reasons: Mapping[str, str]) -> "ParsedConfig":
-        """Set options that have no effect on this run back to their defaults; ``reasons`` says why of each."""
-        unused = tuple((self.locations[name], reason) for name, reason in reasons.items())
+    def without_unused(self, reasons: Mapping[str, str | None]) -> "ParsedConfig":
+        """Set options that have no effect on this run back to their defaults; ``reasons`` says why of each.
+
+        None is the reason of a value that asks for what happens anyway; the notice does not name it.
+        """
+        unused = tuple((self.locations[name], reason) for name, reason in reasons.items() if reason is not None)
         locations = {name: location for name, location in self.locations.items() if name not in reasons}
         config = reset_options(self.config, reasons)
         return replace(self, config=config, locations=locations, unused=(*self.unused, *unused))
@@ -166,7 +174,9 @@ def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedC
         has_kohya_options,
         secrets=reader.secrets,
     )
-    return _resolve_run_config(parsed) if config_class is RunConfig else parsed
+    if config_class is RunConfig:
+        return _resolve_run_config(parsed)
+    return parsed.without_unused(find_unused_tool_options(parsed.config, parsed.explicit, parsed.invalid_options))
 
 
 @dataclass
@@ -251,7 +261,7 @@ class _SettingsReader:
     def _set_value(self, name: str, spelling: Spelling, *, is_flag: bool) -> None:
         first = self.spellings.setdefault((name, is_flag), spelling)
         if first.contradicts(spelling):
-            if name not in OPTIONS_WITHOUT_INFLUENCE:
+            if self.options[name].changes_result:
                 text = first.describe_conflict(spelling)
                 self.problems.append(Problem(name, text, "remove one of them", spelling.place))
             elif spelling.value is False:  # sd-scripts has two switches, either of which turns it on
@@ -345,14 +355,14 @@ def _sort_switch_aliases_first(settings: Sequence[RawSetting]) -> list[RawSettin
 def _resolve_run_config(parsed: ParsedConfig) -> ParsedConfig:
     """Resolve learning rates of 0, drop options without effect, and check the options against each other."""
     adapter = resolve_lycoris_preset(parsed.config.adapter)
-    parsed = replace(parsed, config=replace(parsed.config, adapter=adapter)).without_args(find_unused_args(adapter))
-    reasons = find_unused_options(parsed.config, frozenset(parsed.locations))
-    parsed = parsed.without_unused(reasons)
+    parsed = replace(parsed, config=replace(parsed.config, adapter=adapter))
+    parsed = parsed.without_args(find_unused_args(adapter, parsed.config.optim))
+    parsed = parsed.without_unused(find_unused_options(parsed.config, parsed.explicit, unknown=parsed.invalid_options))
     adapter, optim = resolve_trained_components(parsed.config.adapter, parsed.config.optim)
     parsed = replace(parsed, config=replace(parsed.config, adapter=adapter, optim=optim))
     problems = [
         problem
-        for problem in validate_config(parsed.config, frozenset(parsed.locations))
+        for problem in validate_config(parsed.config, parsed.explicit)
         if not parsed.invalid_options.intersection(problem.options)
     ]
     return replace(parsed, problems=[*parsed.problems, *locate_problems(problems, parsed.locations)])
@@ -363,7 +373,7 @@ def _convert_value(setting: RawSetting, option: Option) -> Any:
         setting = rename_kohya_value(setting, KOHYA_VALUES[option.name])
     if not setting.is_flag:
         return _UNSET if option.is_unset_by(setting.value) else option.parse_lenient_toml_value(setting.value)
-    if option.name in OFF_AT_ZERO and setting.value == ["0"]:
+    if option.is_unset_by_zero and setting.value == ["0"]:
         return _UNSET
     return bool(setting.value[0]) if option.value_type is bool else option.parse_words(setting.value)
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from .toml_positions import read_toml_with_lines
 from .types import is_prompt_text
 from .validate_adapter import validate_adapter_options, validate_initial_weights, validate_save_format
 from .validate_distributed import (
-    validate_checkpointing,
+    validate_block_swap_options,
     validate_device_map_options,
     validate_parallel_options,
     validate_precision,
@@ -35,7 +35,6 @@ MISSING_DATASET = Problem(
 )
 """The problem of a run without images, which is none for what needs no images."""
 
-_METADATA_OPTIONS = [field.name for field in fields(SaveConfig) if field.name.startswith("metadata_")]
 _REPO_ID_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -45,7 +44,6 @@ def validate_config(config: RunConfig, explicit: ExplicitOptions) -> Iterator[Pr
     checks = (
         validate_dataset_path(config.data),
         validate_max_token_length(config.model),
-        validate_control_options(config.model),
         validate_step_count(config.train),
         validate_adapter_options(config.adapter, config.optim, explicit),
         validate_lr_scheduler(config.optim),
@@ -56,7 +54,7 @@ def validate_config(config: RunConfig, explicit: ExplicitOptions) -> Iterator[Pr
         validate_preview_options(config.preview),
         validate_objective_options(config.noise, config.loss),
         validate_device_map_options(config),
-        validate_parallel_options(parallel, config.adapter, distributed, deepspeed, explicit),
+        validate_parallel_options(parallel, config.adapter, distributed, deepspeed),
         validate_resume_options(config.state),
         validate_precision(distributed),
         validate_save_options(config.save, config.adapter),
@@ -68,7 +66,7 @@ def validate_config(config: RunConfig, explicit: ExplicitOptions) -> Iterator[Pr
         ),
         validate_initial_weights(config.adapter),
         validate_upload_options(config.save),
-        validate_checkpointing(config.train, distributed),
+        validate_block_swap_options(config.train, distributed),
         validate_profile_steps(config.train),
     )
     return chain.from_iterable(checks)
@@ -102,25 +100,12 @@ def validate_max_token_length(model: ModelConfig) -> Iterator[Problem]:
         yield Problem("max_token_length", f"expected 75, 150 or 225, got {model.max_token_length}")
 
 
-def validate_control_options(model: ModelConfig) -> Iterator[Problem]:
-    for name in ("control_position", "control_independent", "control_scale"):
-        if model.control != "omini" and getattr(model, name) != getattr(ModelConfig, name):
-            yield Problem(name, "has an effect with control omini only", "set control, or remove this")
-
-
 def validate_data_options(data: DataConfig) -> Iterator[Problem]:
     if data.min_bucket_reso > data.max_bucket_reso:
         yield Problem(
             "min_bucket_reso",
             f"min_bucket_reso {data.min_bucket_reso} is above max_bucket_reso {data.max_bucket_reso}",
             others=("max_bucket_reso",),
-        )
-    if data.resolution is not None and data.resolution_schedule is not None:
-        yield Problem(
-            "resolution",
-            "cannot be combined with resolution_schedule",
-            "remove one of them",
-            others=("resolution_schedule",),
         )
 
 
@@ -176,9 +161,6 @@ def validate_save_options(save: SaveConfig, adapter: AdapterConfig) -> Iterator[
     if save.save_format != "auto" and not parse_network_args(adapter.network_args)[1]:
         for problem in validate_save_format([get_adapter_type(adapter)], save.save_format):
             yield replace(problem, option="save_format", others=("network_module",))
-    for name in _METADATA_OPTIONS:
-        if getattr(save, name) is not None and save.no_metadata:
-            yield Problem(name, "cannot be combined with no_metadata", "remove one of them", others=("no_metadata",))
     if save.metadata_thumbnail is not None:
         yield from _validate_thumbnail(Path(save.metadata_thumbnail).expanduser())
 

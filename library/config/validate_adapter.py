@@ -112,8 +112,6 @@ def validate_initial_weights(adapter: AdapterConfig) -> Iterator[Problem]:
         )
     if not adapter.dim_from_weights:
         return
-    if adapter.network_weights is None:
-        yield Problem("dim_from_weights", "needs network_weights", others=("network_weights",))
     arguments = [name for name in list_arg_names(adapter.network_args) if name.endswith(_RANK_ARG_SUFFIXES)]
     if arguments:
         yield Problem(
@@ -133,13 +131,18 @@ def validate_save_format(adapter_types: Iterable[str], file_format: str) -> list
                 Problem(
                     "",
                     f"{adapter_type} rotates a layer's input, and the {file_format} format rotates its output",
-                    "use auto, which peft loads",
+                    "use diffusers, which peft loads",
                 )
             )
         if adapter_type in ("glora", "diag-oft", "norm", "full") and file_format == "diffusers":
             problems.append(Problem("", f"diffusers does not load LyCORIS' type {adapter_type}", "use comfy or kohya"))
+        if adapter_type == "diff_b" and file_format == "diffusers":
+            problems.append(Problem("", "diffusers does not load changes of biases (diff_b)", "use comfy or kohya"))
+        if adapter_type == "input-dora" and file_format == "diffusers":
+            text = "diffusers and peft have no DoRA with a dora_scale per input"
+            problems.append(Problem("", text, "use comfy or kohya"))
         if adapter_type in ("loha", "lokr") and file_format == "diffusers":
-            problems.append(Problem("", f"diffusers does not load {adapter_type}", "use auto or comfy"))
+            problems.append(Problem("", f"diffusers does not load {adapter_type}", "use comfy"))
     return problems
 
 

@@ -5,7 +5,6 @@ from importlib.util import find_spec
 
 from ..problems import Problem
 from .network_args import get_adapter_type
-from .options import ExplicitOptions
 from .schema import AdapterConfig, RunConfig, TrainConfig
 from .schema_distributed import DeepSpeedConfig, DistributedConfig, ParallelConfig
 
@@ -21,14 +20,6 @@ ATTENTION_PACKAGES = {
 
 MIN_PROFILE_STEPS = 3
 """One step without the profiler for timing, one to warm the profiler up, and one to record."""
-
-_CHECKPOINTING_DEFAULTS = {
-    "gradient_checkpointing_every": 1,
-    "activation_memory_budget": 0,
-    "cpu_offload_checkpointing": False,
-}
-_BUDGET_BACKENDS = ("inductor", "aot_eager")
-"""Backends with torch's partitioner, which decides what is recomputed."""
 
 
 def validate_attention_package(mode: str) -> Iterator[Problem]:
@@ -59,11 +50,7 @@ def validate_device_map_options(config: RunConfig) -> Iterator[Problem]:
 
 
 def validate_parallel_options(
-    parallel: ParallelConfig,
-    adapter: AdapterConfig,
-    distributed: DistributedConfig,
-    deepspeed: DeepSpeedConfig,
-    explicit: ExplicitOptions,
+    parallel: ParallelConfig, adapter: AdapterConfig, distributed: DistributedConfig, deepspeed: DeepSpeedConfig
 ) -> Iterator[Problem]:
     """Check tensor, context and pipeline parallelism."""
     adapter_type = get_adapter_type(adapter)
@@ -84,9 +71,6 @@ def validate_parallel_options(
     name = next((name for name, size in parallel.model_parallel_sizes.items() if size > 1), None)
     if name is None:
         return
-    regional = "dynamo_use_regional_compilation"
-    if distributed.torch_compile and regional in explicit and not distributed.dynamo_use_regional_compilation:
-        yield Problem(regional, f"with {name} the model is always compiled block by block", others=(name,))
     if deepspeed.deepspeed:
         yield Problem(
             "deepspeed",
@@ -96,27 +80,9 @@ def validate_parallel_options(
         )
 
 
-def validate_checkpointing(train: TrainConfig, distributed: DistributedConfig) -> Iterator[Problem]:
-    """Check activation checkpointing and block swapping."""
-    is_set = {name: getattr(train, name) != default for name, default in _CHECKPOINTING_DEFAULTS.items()}
-    if not distributed.torch_compile:
-        return
-    if is_set["activation_memory_budget"]:
-        if distributed.dynamo_backend not in _BUDGET_BACKENDS:
-            yield Problem(
-                "activation_memory_budget",
-                f"dynamo_backend {distributed.dynamo_backend} ignores it",
-                f"use {' or '.join(_BUDGET_BACKENDS)}",
-                others=("dynamo_backend",),
-            )
-        for name in ("gradient_checkpointing_every", "cpu_offload_checkpointing"):
-            if is_set[name]:
-                yield Problem(
-                    name,
-                    "with torch_compile, activation_memory_budget alone decides what is recomputed",
-                    others=("activation_memory_budget",),
-                )
-    if train.blocks_to_swap:
+def validate_block_swap_options(train: TrainConfig, distributed: DistributedConfig) -> Iterator[Problem]:
+    """Check block swapping."""
+    if distributed.torch_compile and train.blocks_to_swap:
         yield Problem(
             "blocks_to_swap", "cannot be combined with torch_compile", "remove one of them", others=("torch_compile",)
         )

@@ -7,11 +7,8 @@ from .network_args import list_arg_names
 from .schema import AdapterConfig, OptimConfig
 from .unused_options import is_self_tuning_adafactor
 
-PER_MODULE_LR_ARGS = {
-    *("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio", "network_reg_lrs"),
-    *("down_lr_weight", "mid_lr_weight", "up_lr_weight"),
-}
-"""network_args that give some modules a learning rate of their own."""
+BLOCK_RATE_ARGS = ("down_lr_weight", "mid_lr_weight", "up_lr_weight")
+"""network_args with the learning rates of blocks; a block whose rate is 0 is not trained, whatever the optimizer."""
 
 
 def validate_lr_scheduler(optim: OptimConfig) -> Iterator[Problem]:
@@ -29,12 +26,6 @@ def validate_lr_scheduler(optim: OptimConfig) -> Iterator[Problem]:
             "lr_warmup_steps",
             f"lr_scheduler {scheduler} has no warmup",
             "use lr_scheduler constant_with_warmup",
-            others=("lr_scheduler",),
-        )
-    if optim.lr_scheduler_args and not optim.lr_scheduler_type and scheduler != "piecewise_constant":
-        yield Problem(
-            "lr_scheduler_args",
-            "only used by lr_scheduler_type and lr_scheduler piecewise_constant",
             others=("lr_scheduler",),
         )
     if scheduler == "cosine_with_restarts" and not optim.lr_scheduler_num_cycles and not optim.lr_scheduler_type:
@@ -65,7 +56,7 @@ def find_schedule_overflow(optim: OptimConfig, total_steps: int) -> str | None:
 
 
 def validate_self_tuning_optimizers(optim: OptimConfig, adapter: AdapterConfig) -> Iterator[Problem]:
-    """Adafactor sets one learning rate for all modules, unless relative_step is False."""
+    """Adafactor with relative_step sets one learning rate for all modules; lr_scheduler adafactor reports it."""
     if not is_self_tuning_adafactor(optim):
         if optim.lr_scheduler == "adafactor":
             yield Problem(
@@ -74,16 +65,11 @@ def validate_self_tuning_optimizers(optim: OptimConfig, adapter: AdapterConfig) 
                 "use lr_scheduler constant",
                 others=("optimizer_type",),
             )
-        return
-    is_used = {
-        "network_args": PER_MODULE_LR_ARGS.intersection(list_arg_names(adapter.network_args)),
-        "lr_scheduler_type": optim.lr_scheduler_type,
-    }
-    for option in (option for option, value in is_used.items() if value):
+    elif weights := [name for name in list_arg_names(adapter.network_args) if name in BLOCK_RATE_ARGS]:
         yield Problem(
-            option,
-            "no effect: Adafactor sets its own learning rate",
-            "to use this, add relative_step=False to optimizer_args",
+            "network_args",
+            f"{weights[0]}: Adafactor sets one learning rate for all blocks",
+            "remove it, or add relative_step=False to optimizer_args",
             others=("optimizer_args",),
         )
 

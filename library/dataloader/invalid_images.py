@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 MAX_LISTED_PROBLEMS = 100
-"""Up to this number, all problems are listed."""
+"""The number of problems up to which all are listed."""
 
 MAX_LISTED_PER_KIND = 5
-"""Of each kind, if there are more problems."""
+"""The number of problems of each kind that are listed, if there are more than ``MAX_LISTED_PROBLEMS`` in all."""
 
 REPORT_FILENAME = "report.txt"
 
 
 @dataclass(frozen=True, slots=True)
 class DataProblem:
-    """Why an image cannot be used."""
+    """An image that cannot be used, and the reason."""
 
-    kind: str  # such as "truncated"; problems of one kind have the same fix
+    kind: str  # a word such as "truncated"; problems of one kind have the same fix
     problem: Problem
 
 
@@ -40,7 +40,7 @@ class DataNotice:
     """A notice about images that are used."""
 
     text: str
-    names: tuple[str, ...] = ()  # of all images, if the text has only the first ones
+    names: tuple[str, ...] = ()  # the names of all images, if the text has only the first ones
 
 
 def summarize_bad_data(problems: Sequence[DataProblem]) -> list[Problem]:
@@ -89,10 +89,10 @@ def write_full_report(
 
 MAX_NAMES_SHOWN = 3
 UPSCALE_WARNING_FACTOR = 2.0
-"""From this factor on, upscaling is reported."""
+"""The factor from which upscaling is reported."""
 
 CROP_WARNING_FRACTION = 1 / 3
-"""From this fraction on, cropping is reported."""
+"""The fraction of an image from which cropping is reported."""
 
 UNSUPPORTED_EXTENSIONS = (
     *(".heic", ".heif", ".tif", ".tiff", ".gif", ".jfif", ".jpe", ".jp2", ".psd", ".svg", ".tga", ".ico", ".exr"),

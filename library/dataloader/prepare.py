@@ -36,7 +36,7 @@ class PreparedData:
 
     config: DataConfig
     manifest: Manifest
-    assignments: tuple[BucketAssignment, ...]  # of each sample
+    assignments: tuple[BucketAssignment, ...]  # the bucket of each sample
     buckets: tuple[Bucket, ...]
     validation: "PreparedData | None" = None
     """The validation images, which are in no bucket."""
@@ -104,7 +104,14 @@ class PreparedData:
         """Build one rank's loader of pixels; ``total_steps`` resolves a token warmup given as a fraction of the run."""
         from .loader import ImageLoader, MicroBatchDataset  # torch is not needed to inspect a dataset
 
-        dataset = MicroBatchDataset(self.manifest, self.assignments, batch_plan, rank, batch_plan.seed, total_steps)
+        dataset = MicroBatchDataset(
+            self.manifest,
+            self.assignments,
+            batch_plan=batch_plan,
+            rank=rank,
+            seed=batch_plan.seed,
+            total_steps=total_steps,
+        )
         return ImageLoader(
             dataset,
             batch_plan,
@@ -251,5 +258,14 @@ def _build_buckets(manifest: Manifest, assignments: Sequence[BucketAssignment]) 
         dataset = manifest.datasets[dataset_index]
         repeats = array("d", [manifest.samples[index].repeats for index in indices])
         number = dataset.dataset_index_in_file
-        buckets.append(Bucket(resolution, array("q", indices), repeats, dataset.batch_size, number, controls))
+        buckets.append(
+            Bucket(
+                resolution=resolution,
+                sample_indices=array("q", indices),
+                repeats=repeats,
+                batch_size=dataset.batch_size,
+                dataset_index_in_file=number,
+                control_resolutions=controls,
+            )
+        )
     return tuple(buckets)

@@ -19,7 +19,7 @@ from ..registry import suggest_name
 from ..storage.remote_store import RemoteStore
 
 IMAGE_SIZE_MULTIPLE = 8
-"""Every VAE downsamples by 8 or more."""
+"""The multiple of the sides of previews: every VAE downsamples by 8 or more."""
 
 
 def _locate_nowhere(key: str) -> Place:
@@ -42,7 +42,7 @@ class Prompt:
     sampler: str | None = None
     control_images: tuple[Path, ...] = ()
     control_from_image: str | None = None
-    """What is made of the control images before they are used: a key of ``CONTROLS_FROM_IMAGE``."""
+    """The way control images are derived from the given ones: a key of ``CONTROLS_FROM_IMAGE``."""
 
     locate_key: Callable[[str], Place] = field(default=_locate_nowhere, compare=False, repr=False)
     """Return the place of a key in the file, for messages."""
@@ -53,7 +53,7 @@ class Prompt:
 
 
 class _InvalidValue(ValueError):
-    """What is wrong with a value."""
+    """A value is wrong; the text says why."""
 
 
 def load_prompts(path: Path) -> list[Prompt]:
@@ -174,7 +174,7 @@ _PROMPT_FIELDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "control_image_path": ("control_images", _parse_paths),
     "control_from_image": ("control_from_image", _parse_control_kind),
 }
-"""Key in the file -> field of ``Prompt``, and the parser of its values."""
+"""The field of ``Prompt`` that each key of a prompt file sets, and the parser of its values."""
 
 _CONTROL_KEY = "control_image_path"
 _TEXT_KEYS = frozenset({"prompt", "negative_prompt", "sample_sampler", "control_from_image", _CONTROL_KEY})

@@ -24,14 +24,14 @@ _EXIT_TIMEOUT_SECONDS = 1.0  # between a closed sentinel and a known exit code
 
 
 class SharedMemoryItem(Protocol):
-    """What a dataset returns: it can move to shared memory."""
+    """An item of a dataset, which can move to shared memory."""
 
     def share_memory(self) -> "SharedMemoryItem": ...
 
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """Returned by a worker instead of a batch; it ends the run."""
+    """The answer of a worker that has no batch to return; it ends the run."""
 
     problems: Sequence[Problem]
 
@@ -161,7 +161,7 @@ def prefetch_in_threads(
 
 
 class _PositionSampler:
-    """Every position from ``first_position`` on."""
+    """A sampler of every position from ``first_position`` on, without end."""
 
     def __init__(self, first_position: int):
         self.first_position = first_position

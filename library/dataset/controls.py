@@ -39,14 +39,14 @@ class ControlImage:
 
     image: ImageRef
     size: tuple[int, int]  # (width, height) in EXIF orientation
-    content_hash: str  # of the file
+    content_hash: str  # the hash of the file
     made: str = ""
-    """What is made of the image, which is the picture itself: a key of ``CONTROLS_FROM_IMAGE``."""
+    """The way the control image is derived from the picture itself: a key of ``CONTROLS_FROM_IMAGE``."""
 
 
 @dataclass(frozen=True)
 class ControlLimits:
-    """How many control images a model takes for a picture."""
+    """The numbers of control images that a model takes for a picture."""
 
     fewest: int
     most: int
@@ -67,7 +67,7 @@ class ControlLimits:
 
 @dataclass(frozen=True)
 class ColumnsWithControls(Container[str]):
-    """These columns and those of control images, whose number is not known before the file is read."""
+    """The columns in ``names`` and those of control images, whose number is not known before the file is read."""
 
     names: Container[str]
 
@@ -153,9 +153,9 @@ class ControlScanResult:
     """The control images of all pictures, with problems and notes."""
 
     controls: dict[MaskKey, tuple[ControlImage, ...]] = field(default_factory=dict)
-    problems: dict[MaskKey, str] = field(default_factory=dict)  # without the name of the picture
+    problems: dict[MaskKey, str] = field(default_factory=dict)  # messages without the name of the picture
     settings: list[Problem] = field(default_factory=list)  # settings of subsets that control images do not allow
-    unmatched: list[Problem] = field(default_factory=list)  # a line for each subset with control images of no picture
+    unmatched: list[Problem] = field(default_factory=list)  # one for each subset with control images of no picture
     notes: list[str] = field(default_factory=list)
 
 
@@ -183,7 +183,7 @@ def scan_controls(
         if found or subset.control_from_image:
             result.settings += _find_unusable_settings(dataset, subset)
         if found:
-            _inspect_subset(result, dataset, (number, index), found, inspected, roots)
+            _inspect_subset(result, dataset, subset_key=(number, index), found=found, inspected=inspected, roots=roots)
         if subset.control_from_image:
             _add_own_images(result, (number, index), subset.control_from_image, members, inspected)
     return result

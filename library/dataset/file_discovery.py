@@ -34,7 +34,7 @@ class DirectoryTree:
     """Relative paths with ``/`` in an order that is the same on every machine, without hidden files and folders."""
 
     files: list[str] = field(default_factory=list)
-    folders: list[str] = field(default_factory=list)  # at the top, whether searched or not
+    folders: list[str] = field(default_factory=list)  # the folders at the top, whether searched or not
     loops: list[str] = field(default_factory=list)  # links to folders that are searched anyway
     problems: list[Problem] = field(default_factory=list)  # folders that cannot be read
 

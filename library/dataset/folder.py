@@ -145,7 +145,7 @@ class _FolderTables:
     """Captions from the metadata tables in a folder and its subfolders."""
 
     captions: dict[str, ImageCaption] = field(default_factory=dict)
-    names: list[str] = field(default_factory=list)  # of the tables that were read
+    names: list[str] = field(default_factory=list)  # the names of the tables that were read
     deeper: list[str] = field(default_factory=list)  # images in subfolders that are not searched
 
 
@@ -169,7 +169,7 @@ def _read_folder_tables(
             listing.add_problem("image_dir", f"several metadata tables in {folder}: {', '.join(paths)}; {hint}")
         else:
             try:
-                _read_folder_table(folder, paths[0], files, images, tables, listing)
+                _read_folder_table(folder, path=paths[0], files=files, images=images, tables=tables, listing=listing)
             except ValueError as error:
                 listing.add_problem("image_dir", str(error))
     if tables.deeper:

@@ -20,7 +20,7 @@ class ListedImage:
     caption: str
     dataset: int
     subset: int
-    problem: Problem | None = None  # with the caption
+    problem: Problem | None = None  # a problem with the caption
     controls: tuple[ImageRef, ...] = ()  # control images that a metadata file lists
 
 
@@ -39,16 +39,16 @@ class SubsetListing:
 
     subset: SubsetConfig
     dataset: int  # index of the dataset
-    index: int  # of the subset in the dataset
+    index: int  # the number of the subset in the dataset
     images: list[ListedImage] = field(default_factory=list)
     missing: list[Problem] = field(default_factory=list)  # one for each image that is listed but cannot be read
-    problems: list[Problem] = field(default_factory=list)  # with the subset as a whole
+    problems: list[Problem] = field(default_factory=list)  # problems with the subset as a whole
     notes: list[str] = field(default_factory=list)
     expected_source: str = ""  # where captions are looked for
     caption_sources: Counter[str] = field(default_factory=Counter)
     multiline_captions: int = 0
     uncaptioned: list[str] = field(default_factory=list)  # names of the images without a caption
-    used_settings: set[tuple[Place, str]] = field(default_factory=set)  # that had an effect, with the value of a list
+    used_settings: set[tuple[Place, str]] = field(default_factory=set)  # those with an effect, and the value of a list
     unused_settings: dict[tuple[Place, str], Problem] = field(default_factory=dict)  # if no other subset uses them
 
     @property
@@ -57,7 +57,7 @@ class SubsetListing:
 
     @property
     def caption_source(self) -> str:
-        """Where captions were read from, or where they were expected if there are none."""
+        """The place that captions were read from, or that they were expected in if there are none."""
         if len(self.caption_sources) < 2:
             return next(iter(self.caption_sources), self.expected_source)
         return ", ".join(f"{count} {source}" for source, count in self.caption_sources.most_common())
@@ -69,7 +69,16 @@ class SubsetListing:
             text = self._choose_text(caption)
         elif caption.problem is None:
             self.uncaptioned.append(name)
-        self.images.append(ListedImage(image, text, self.dataset, self.index, caption.problem, controls))
+        self.images.append(
+            ListedImage(
+                image=image,
+                caption=text,
+                dataset=self.dataset,
+                subset=self.index,
+                problem=caption.problem,
+                controls=controls,
+            )
+        )
 
     def _choose_text(self, caption: ImageCaption) -> str:
         self.caption_sources[caption.source] += 1

@@ -121,7 +121,7 @@ class _Metadata:
 
     entries: Sequence[_Entry]
     folders: Sequence[Path]
-    caption_column: str | None  # None: caption followed by tags
+    caption_column: str | None  # None means the caption followed by the tags
     has_controls: bool = False  # entries list control images
 
 

@@ -32,7 +32,7 @@ LARGE_ROW_GROUP_BYTES = 256 * 2**20
 _ARROW_EXTENSION = ".arrow"
 _BATCH_ROWS = 4096
 _MAPPED_FILE_BYTES = 2 * 2**20
-"""What a memory-mapped file counts in the cache of row groups: little, so that many stay open, but not all."""
+"""The size at which a mapped file counts in the cache of row groups: small, so that many stay open, but not all."""
 
 _REWRITE_SCRIPT = "import pyarrow.parquet as p; p.write_table(p.read_table('OLD'), 'NEW', row_group_size=100)"
 

@@ -1,21 +1,23 @@
 """Validate dataset settings before any image is opened: paths, masks, caching, validation and stages of steps."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
+from ..config.option_needs import Circumstances, explain_no_effect
 from ..config.schema import TrainConfig
-from ..config.schema_data import CacheConfig, DataConfig, ValidateConfig
+from ..config.schema_data import CacheConfig, DataConfig
 from ..problems import Place, Problem
 from ..registry import suggest_name
 from ..storage.filesystems import RemoteError
-from ..storage.remote_path import RemotePath, is_remote
+from ..storage.remote_path import RemotePath, is_remote, is_remote_url
 from .controls import CONTROLS_FROM_IMAGE
 from .dataset_config import can_load_datasets, load_dataset_config
 from .file_discovery import describe_missing_path, describe_missing_url
 from .masks import get_mask_source
 from .resolution_stages import build_stages, expand_resolution_schedule
-from .schema import DatasetConfig, SubsetConfig
+from .schema import DATASET_KEYS, DatasetConfig, SubsetConfig
 from .sources import find_missing_sources
 
 _RANDOM_AUGMENTATIONS = {"random_crop": "cropped", "color_aug": "recolored"}
@@ -33,7 +35,6 @@ _KNOWN_ATTRIBUTE = "diff_output_preservation"
 def validate_dataset_config(
     config: DataConfig,
     cache: CacheConfig | None = None,
-    validate: ValidateConfig | None = None,
     train: TrainConfig | None = None,
     invalid_flags: Set[str] = frozenset(),
 ) -> list[Problem]:
@@ -50,10 +51,9 @@ def validate_dataset_config(
         *validate_paths(datasets),
         *validate_supported_features(datasets),
         *validate_repeats(datasets),
-        *validate_masks(datasets, config),
+        *validate_masks(datasets),
         *validate_control_settings(datasets),
         *validate_latent_caching(datasets, cache or CacheConfig()),
-        *validate_validation_options(datasets, validate or ValidateConfig()),
         *validate_stages(datasets, train),
     ]
     return list(dict.fromkeys(problems))
@@ -129,42 +129,72 @@ def validate_repeats(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
             yield subset.report("num_repeats", f"{subset.num_repeats} is too large", _SET_RUN_LENGTH)
 
 
+def collect_subset_settings(datasets: Sequence[DatasetConfig]) -> list[dict[str, Any]]:
+    """Collect what a dataset file sets for each subset, by the names of options, and what kinds of images it has.
+
+    Settings that only an option of the run sets are left out: that option has them.
+    """
+    return [
+        {**_collect_values(dataset, subset, is_from_file=True), **_find_kinds_of_images(dataset, subset)}
+        for dataset in datasets
+        for subset in dataset.subsets
+    ]
+
+
+def _collect_values(dataset: DatasetConfig, subset: SubsetConfig, *, is_from_file: bool) -> dict[str, Any]:
+    values = dict[str, Any]()
+    for key in DATASET_KEYS.values():
+        table = _get_table(key.name, dataset, subset)
+        is_option = key.flag is not None and bool(table.locate(key.name).flag)
+        if not (is_from_file and is_option):
+            values[key.flag or key.name] = getattr(table, key.name)
+    return values
+
+
+def _get_table(key: str, dataset: DatasetConfig, subset: SubsetConfig) -> DatasetConfig | SubsetConfig:
+    return subset if hasattr(subset, key) else dataset
+
+
+def _find_kinds_of_images(dataset: DatasetConfig, subset: SubsetConfig) -> dict[str, Any]:
+    """Return what the needs of options ask about images: masks, control images, URLs, images of native size."""
+    schedule = dataset.resolution_schedule
+    has_table = bool(subset.metadata_file or subset.parquet)  # whose files may be URLs
+    return {
+        "mask_source": get_mask_source(subset),
+        "has_controls": _can_have_controls(subset),
+        "has_native_stage": schedule is not None and schedule.has_native,
+        "is_remote": has_table or is_remote(subset.resolve_image_dir()) or any(map(is_remote_url, subset.webdataset)),
+    }
+
+
 def find_unused_keys(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
-    """Yield keys that have no effect next to others; sd-scripts accepts them, so that these are notes, not problems."""
-    for dataset in datasets:
-        if dataset.resolution_schedule is not None and dataset.is_set_in_file("resolution"):
-            schedule = dataset.locate("resolution_schedule").flag or "resolution_schedule"
-            yield f"{dataset.locate('resolution')}: not used, because {schedule} is set"
-        keys: tuple[str, ...]
-        if not dataset.enable_bucket:
-            keys, reason = ("min_bucket_reso", "max_bucket_reso", "bucket_reso_steps"), "enable_bucket is not set"
-        elif dataset.bucket_no_upscale:
-            keys, reason = ("min_bucket_reso", "max_bucket_reso"), "bucket_no_upscale is set"
-            if dataset.resolution_schedule is not None and dataset.resolution_schedule.has_native:
-                keys = keys[:1]
-        else:
-            continue
-        for key in keys:
-            if dataset.is_set_in_file(key):
-                yield f"{dataset.locate(key)}: not used, because {reason}"
+    """Yield keys of the file that have no effect next to others; sd-scripts accepts them, so these are notes."""
+    reasons = defaultdict[Place, list[str | None]](list)
+    for dataset, subset in ((each, subset) for each in datasets for subset in each.subsets):
+        values = _collect_values(dataset, subset, is_from_file=False) | _find_kinds_of_images(dataset, subset)
+        for key in DATASET_KEYS.values():
+            table = _get_table(key.name, dataset, subset)
+            if not table.is_set_in_file(key.name) or key.option.needs is None:
+                continue
+            unmet = explain_no_effect(key.option, [Circumstances(values)])
+            is_asked = unmet is not None and (
+                unmet[0].counts_for_defaults or not key.option.is_off(getattr(table, key.name))
+            )
+            reasons[table.locate(key.name)].append(unmet[1] if unmet is not None and is_asked else None)
+    for place, found in reasons.items():
+        if all(found):  # a key of [general] may have an effect on some subsets only
+            yield f"{place}: not used, because {found[0]}"
     for subset in _iter_subsets(datasets):
         if names := set(subset.custom_attributes or {}) - {_KNOWN_ATTRIBUTE}:
             where = subset.locate("custom_attributes")
             yield f"{where}: {', '.join(sorted(names))}: not used, training reads no such attributes"
 
 
-def validate_masks(datasets: Sequence[DatasetConfig], config: DataConfig) -> Iterator[Problem]:
-    """Yield problems of mask settings; as in sd-scripts mask folders need ``masked_loss``, ``alpha_mask`` does not."""
-    subsets = list(_iter_subsets(datasets))
-    for subset in subsets:
+def validate_masks(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
+    """Yield problems of mask folders; as in sd-scripts they need ``masked_loss``, ``alpha_mask`` does not."""
+    for subset in _iter_subsets(datasets):
         if get_mask_source(subset) == "folder":
             yield from _validate_second_dir(subset, "conditioning_data_dir", subset.resolve_mask_dir(), "masks")
-    sources = {get_mask_source(subset) for subset in subsets}
-    if config.masked_loss_normalize and sources == {None}:
-        fix = "set conditioning_data_dir or alpha_mask in a subset, or remove this option"
-        yield Problem("masked_loss_normalize", "no subset has masks", fix)
-    if config.alpha_mask and sources == {"folder"}:
-        yield Problem("alpha_mask", "all subsets have their masks in conditioning_data_dir", "remove one of the two")
 
 
 def validate_control_settings(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
@@ -176,17 +206,6 @@ def validate_control_settings(datasets: Sequence[DatasetConfig]) -> Iterator[Pro
         if subset.control_directory is not None and subset.conditioning_is_control:
             fix = "remove one of the two, or set --masked_loss if it has masks"
             yield subset.report("conditioning_data_dir", "control_directory is set too", fix)
-    for key in ("control_resolution", "no_resize_control"):
-        used, unused = set[Place](), dict[Place, None]()
-        for dataset in datasets:
-            if any(map(_can_have_controls, dataset.subsets)):
-                used.add(dataset.locate(key))
-            elif getattr(dataset, key):
-                unused[dataset.locate(key)] = None
-        for place in unused:
-            if place not in used:
-                fix = "set control_directory, or remove this"
-                yield Problem(key, "no subset here has control images", fix, place)
 
 
 def _can_have_controls(subset: SubsetConfig) -> bool:
@@ -232,18 +251,6 @@ def validate_latent_caching(datasets: Iterable[DatasetConfig], cache: CacheConfi
             kind = subset.control_from_image
             text = f"{kind} cannot be used with {option}, because it is drawn anew each time"
             yield subset.report("control_from_image", text, f"remove {option}", others=(option,))
-
-
-def validate_validation_options(datasets: Sequence[DatasetConfig], validate: ValidateConfig) -> Iterator[Problem]:
-    """Yield options of the validation loss if no images are set aside for it."""
-    if any(subset.validation_split for subset in _iter_subsets(datasets)):
-        return
-    text, fix = "no effect without validation images", "set validation_split, or remove this"
-    for option in fields(ValidateConfig):
-        if getattr(validate, option.name) is not None:
-            yield Problem(option.name, text, fix)
-    with_seed = [dataset for dataset in datasets if dataset.validation_seed is not None]
-    yield from dict.fromkeys(dataset.report("validation_seed", text, fix) for dataset in with_seed)
 
 
 def validate_resolution_multiple(

@@ -71,9 +71,6 @@ _UNSUPPORTED_MUSUBI_KEYS: Mapping[str, str] = {
     ),
 }
 _KIND_KEYS: Mapping[DatasetKind, str] = {"finetuning": "metadata_file", "controlnet": "conditioning_data_dir"}
-_SYMMETRIC_DEFAULTS = {"bucket_max_crop": 1, "bucket_min_images": 1}
-"""Keys that only bucket_mode symmetric has, and the values that change nothing."""
-
 _SOURCE_KEYS = ("image_dir", "parquet", "webdataset")
 _UNSUPPORTED_KEYS_BY_SOURCE: Mapping[str, tuple[str, ...]] = {
     "image_dir": ("control_column",),
@@ -234,24 +231,17 @@ def _validate_duplicate_sources(subsets: Sequence[Mapping[str, LocatedValue]]) -
 
 
 def _validate_bucket_mode(values: Mapping[str, LocatedValue], location: Place) -> Iterator[Problem]:
-    """Yield keys that contradict bucket_mode; sd-scripts has none of them, so that they are errors."""
+    """Yield keys that contradict bucket_mode."""
 
     def report(name: str, text: str, fix: str, other: str) -> Problem:
         if values[name].is_in_file:
             return Problem(name, text, fix, values[name].locate(name, location), others=(other,))
         return Problem(name, text, fix, value="" if location.flag else f"(for {location})", others=(other,))
 
-    names = ("bucket_mode", "enable_bucket", "bucket_no_upscale", *_SYMMETRIC_DEFAULTS)
-    if any(values[name].is_invalid for name in names):
+    if any(values[name].is_invalid for name in ("bucket_mode", "enable_bucket", "bucket_no_upscale")):
         return
-    if values["bucket_mode"].value == "kohya":
-        for name, default in _SYMMETRIC_DEFAULTS.items():
-            if values[name].value != default:
-                fix = "set bucket_mode = 'symmetric', or remove it"
-                yield report(name, "needs bucket_mode symmetric", fix, "bucket_mode")
-    elif not values["enable_bucket"].value:
-        yield report("bucket_mode", "needs buckets", "set enable_bucket = true", "enable_bucket")
-    elif values["bucket_no_upscale"].value:
+    is_symmetric = values["bucket_mode"].value == "symmetric" and values["enable_bucket"].value
+    if is_symmetric and values["bucket_no_upscale"].value:
         text = "symmetric buckets all have the same area, so that small images are upscaled"
         yield report("bucket_mode", text, "remove bucket_no_upscale", "bucket_no_upscale")
 

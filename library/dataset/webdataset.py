@@ -181,7 +181,9 @@ def list_webdataset_images(subset: SubsetConfig, dataset: int, index: int) -> Su
         samples = _group_by_key(tar_index.members, path, listing)
         try:
             with path.open("rb") as file:
-                unused += _add_samples(path, file, tar_index.texts, samples, json_reader, listing)
+                unused += _add_samples(
+                    path, file, tar_index.texts, samples=samples, json_reader=json_reader, listing=listing
+                )
         except RemoteOutage:
             raise
         except OSError as error:

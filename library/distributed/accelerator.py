@@ -1,4 +1,8 @@
-"""``prepare_accelerator``: join the process group and build the ``Accelerator``, its handlers, dynamo and tracker."""
+"""``prepare_accelerator``: join the process group and build the ``Accelerator``, its handlers, dynamo and tracker.
+
+accelerate sets up neither FSDP nor DeepSpeed, though the launcher's variables for them are read: it would wrap whole
+models, on some devices only, and go on silently on others.
+"""
 
 import logging
 import os

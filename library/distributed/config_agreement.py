@@ -1,4 +1,7 @@
-"""Config agreement: before anything slow, all ranks exchange code version and settings, and stop where they differ."""
+"""Config agreement: before anything slow, all ranks exchange code version and settings, and stop where they differ.
+
+This goes over the key-value store, before the process group exists: a collective cannot say which rank is missing.
+"""
 
 import hashlib
 import json
@@ -13,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..config.options import iter_options
+from ..config.schema import RunConfig
 from ..errors import ConfigError, UserError
 from ..problems import Problem, load_problem
 from .process_group import KeyValueStore
@@ -24,23 +29,7 @@ PACKAGE_DIR = Path(__file__).resolve().parents[1]
 POLL_SECONDS = 0.1
 NOTICE_SECONDS = 30.0
 READ_GRACE_SECONDS = 5.0
-"""How long a rank that cannot start stays, so that the others can read why."""
-
-PATH_OPTIONS = {
-    *("pretrained_model_name_or_path", "vae", "clip_l", "clip_g", "t5xxl", "text_encoder", "ae", "tokenizer_cache_dir"),
-    *("network_weights", "base_weights", "training_adapter", "cache_dir", "output_dir", "resume"),
-    *("dataset_config", "train_data_dir", "reg_data_dir", "in_json"),
-    *("sample_prompts", "logging_dir", "log_tracker_config", "metadata_thumbnail", "compile_cache_dir"),
-    "offload_param_nvme_path",
-}
-"""Paths may differ between machines; the contents of the files are compared instead."""
-
-PER_MACHINE_OPTIONS = {
-    *("max_data_loader_n_workers", "prefetch_factor"),
-    *("quiet", "console_log_level", "console_log_file", "console_log_simple"),
-    *("remote_cache_dir", "remote_cache_size", "remote_retry_seconds"),
-}
-"""Settings that may differ between machines."""
+"""The time that a rank which cannot start stays, so that the others can read why."""
 
 HASH_MISMATCH_FIXES = {
     "code": "install the same version of this program on every machine",
@@ -60,7 +49,7 @@ MISMATCH_FIXES = {NF4_KERNEL: "install the same version of bitsandbytes on every
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank publishes before it joins the process group."""
+    """The report that a rank publishes before it joins the process group."""
 
     hostname: str
     settings: Mapping[str, Any]
@@ -97,11 +86,14 @@ def get_package_versions() -> dict[str, str]:
 
 
 def collect_agreed_settings(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that have to be equal on all ranks; of a path, whether it is set."""
+    """Return the options that have to be equal on all ranks; of a path, whether it is set.
+
+    The contents of files are compared instead of their paths, which may differ between machines.
+    """
     return {
-        name: value is not None and value != () if name in PATH_OPTIONS else _to_json_value(value)
-        for name, value in options.items()
-        if name not in PER_MACHINE_OPTIONS
+        option.name: options[option.name] not in (None, ()) if option.is_path else _to_json_value(options[option.name])
+        for option in iter_options(RunConfig)
+        if not option.is_per_machine
     }
 
 

@@ -50,7 +50,7 @@ class DeepSpeedSettings:
     passthrough_config: Mapping[str, Any] = field(default_factory=dict)
     """The other keys of the user's JSON file, passed to DeepSpeed as they are."""
     batch_sizes: Mapping[str, int] = field(default_factory=dict)
-    """The batch sizes in that file."""
+    """The batch sizes in DeepSpeed's JSON file."""
 
     def build_config(self, *, pin_memory: bool) -> dict[str, Any]:
         """Build DeepSpeed's config; to DeepSpeed every micro-batch is a step, with the boundary set on each."""
@@ -91,9 +91,9 @@ class DeepSpeedSources:
 
     deepspeed: DeepSpeedConfig
     variables: Mapping[str, str]
-    """What the launcher exports, without the prefix of the names."""
+    """The variables that the launcher exports, without the prefix of their names."""
     path: str
-    """Of the JSON file; empty without one."""
+    """The path of DeepSpeed's JSON file, empty without one."""
     content: Mapping[str, Any]
     file_problem: Problem | None = None
 

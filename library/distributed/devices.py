@@ -13,7 +13,7 @@ import psutil
 import torch
 
 HOST = torch.device("cpu")
-"""The host's memory."""
+"""The device whose memory is the host's."""
 
 NUMA_NODES_DIR = Path("/sys/devices/system/node")
 
@@ -23,13 +23,13 @@ class Machine:
     """The hardware, independent of settings."""
 
     device_type: str = "cpu"
-    """Of the accelerator; cpu without one."""
+    """The type of the accelerator, or cpu without one."""
     device_count: int = 0
     physical_cores: int = 1
     usable_cpus: int = 1
     numa_nodes: int = 1
     numa_affinity_problem: str = ""
-    """Why accelerate cannot bind a process to the NUMA node of its device; empty if it can."""
+    """The reason why accelerate cannot bind a process to the NUMA node of its device; empty if it can."""
     lacks_numa_package: bool = False
     """Whether the reason is a package that accelerate needs for that, and stops without."""
 

@@ -31,7 +31,7 @@ LAUNCHERS: Mapping[tuple[str, ...], str] = {
 """The ways to write each launcher, programs without their directory."""
 
 _UNSET = object()
-"""Stands for an option that was not written; a parser's default value does not show it."""
+"""The value of an option that was not written, which a parser's default value would not show."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class LaunchCommand:
     flags: tuple[str, ...]
     """The launcher's own flags as they were written."""
     options: Mapping[str, Any]
-    """The same flags parsed: only those that were written."""
+    """The parsed values of ``flags``: only what was written, no defaults."""
     script: str
     script_args: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -73,7 +73,15 @@ def parse_launch_command(words: Sequence[str], environment: Mapping[str, str]) -
     script, script_args = options.pop("training_script"), tuple(options.pop("training_script_args", None) or ())
     flags = tuple(words[start : len(words) - len(script_args) - 1])
     environment = {**environment, **assignments}
-    return LaunchCommand(launcher, tuple(words[:start]), flags, options, script, script_args, environment)
+    return LaunchCommand(
+        launcher=launcher,
+        program=tuple(words[:start]),
+        flags=flags,
+        options=options,
+        script=script,
+        script_args=script_args,
+        environment=environment,
+    )
 
 
 def find_launch_command() -> LaunchCommand | None:

@@ -25,9 +25,9 @@ class Setting:
     """The environment variable in which the training script finds it."""
     default: str = "false"
     option: str = ""
-    """Our option of the same meaning."""
+    """The option of this program that has the same meaning."""
     torchrun: str = ""
-    """torchrun's flag of the same meaning."""
+    """The flag of torchrun that has the same meaning."""
     is_inherited: bool = False
     """Whether ``accelerate launch`` passes the variable on as it was; it overwrites the others."""
 
@@ -58,7 +58,7 @@ SETTINGS = (
 )
 
 ENGINE_FLAGS = ("multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
-"""With one of these, ``accelerate launch`` ignores ``distributed_type`` in its config file."""
+"""Flags with which ``accelerate launch`` ignores ``distributed_type`` in its config file."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ class ResolvedSetting:
     source: str
     overridden: tuple[SettingSource, ...] = ()
     warning: str = ""
-    """Empty if the sources agree."""
+    """A warning about sources that disagree; empty if they agree."""
 
 
 Sources = dict[str, SettingSource]
-"""What one place sets, by name."""
+"""The values that one place sets, by name."""
 
 
 def find_overridden_settings(config: RunConfig, locations: Mapping[str, Place]) -> list[str]:

@@ -42,11 +42,9 @@ def validate_fsdp(sharding: ShardingConfig, train: TrainConfig, tp_size: int, wo
     if sharding.fsdp is False and is_launched:
         return [Problem("fsdp", "the launcher requests FSDP", "remove one of the two", Place(flag="--no-fsdp"))]
     if not (sharding.fsdp or is_launched):
-        names = [name for name in FSDP_OPTION_VARIABLES if getattr(sharding, name) is not None]
         sizes = [name for name, size in variables.items() if name.endswith("_SIZE") and size != "1"]
-        launched = [Place(flag=f"the launcher's {format_launcher_option(size)}") for size in sizes]
-        text, fix = "no effect without FSDP", "add --fsdp"
-        return [Problem(name, text, fix) for name in names] + [Problem("", text, fix, place) for place in launched]
+        places = [Place(flag=f"the launcher's {format_launcher_option(size)}") for size in sizes]
+        return [Problem("", "no effect without FSDP", "add --fsdp", place) for place in places]
     problems = [
         *_validate_fsdp_variables(sharding, variables),
         *_validate_fsdp_combinations(train, world, variables),
@@ -107,10 +105,6 @@ def validate_deepspeed(config: RunConfig, world: World) -> Iterator[Problem]:
     """Compare options, launcher settings and the JSON file; check what does not work together with DeepSpeed."""
     ours, distributed, is_launched = config.deepspeed, config.distributed, "DeepSpeed" in world.engines
     if not (ours.deepspeed or is_launched):
-        for name in ZERO_OPTION_KEYS:
-            value = getattr(ours, name, None)
-            if value is not None and (name, value) != ("zero_stage", 2):  # the default of sd-scripts
-                yield Problem(name, "no effect without DeepSpeed", "add --deepspeed")
         return
     if ours.deepspeed is False:
         place = Place(flag="--no-deepspeed")

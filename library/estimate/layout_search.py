@@ -12,9 +12,9 @@ from ..config.schema_distributed import DeepSpeedConfig, ParallelConfig, Shardin
 from ..dataloader.batch_plan import AnyBatchPlan
 from ..errors import ConfigError
 from ..models.detect import DetectedModel
-from ..models.facts import caches_only_t5, select_trained_text_encoders
 from ..models.families import FAMILIES
 from ..models.loading import load_components_on_meta
+from ..models.trained_components import caches_only_t5, select_trained_text_encoders
 from ..parallel.block_swap import find_innermost_blocks
 from ..problems import Place, Problem
 from .memory_estimate import DevicePart, MemoryEstimate, estimate_memory, estimate_optimizer_state, split_model
@@ -29,7 +29,7 @@ MAX_BUFFERED_SHAPES = 64
 
 Partition = tuple[int, int, bool]
 MetaRuns = dict[tuple[str, Partition], MetaRun]
-"""By the settings that change a step, and the partition."""
+"""Steps that were run on the meta device, by the settings that change a step, and the partition."""
 
 _NO_LAYOUT: Mapping[str, Any] = {
     "parallel": ParallelConfig(),
@@ -46,7 +46,7 @@ class Devices:
     count: int
     memory: int
     flops: float = 1e14
-    """Per second, as models of this kind reach them."""
+    """The operations per second that diffusion models reach on such a device."""
     link_speed: float = 25e9
     """Bytes per second between devices, and to host memory."""
 
@@ -56,7 +56,7 @@ class LayoutEstimate:
     layout: ParallelLayout
     memory: MemoryEstimate
     images_per_second: float
-    """For comparing layouts, not for predicting a duration."""
+    """A speed to compare layouts by; it does not predict how long a run takes."""
     savings: Mapping[str, Any] = field(default_factory=dict)
     """Options that were added to the user's."""
 
@@ -70,9 +70,9 @@ class LayoutReport:
     devices: Devices
     batch: LargestBatch
     estimates: Sequence[LayoutEstimate]
-    """Fastest first."""
+    """The estimates of all layouts, fastest first."""
     suggestion: LayoutEstimate | None
-    """Where nothing fits: what would fit with more options, or comes closest."""
+    """The layout that would fit with more options, or comes closest, if none fits."""
 
     def fits(self, estimate: LayoutEstimate) -> bool:
         return estimate.memory.total <= self.devices.memory
@@ -200,7 +200,7 @@ def get_partition(layout: ParallelLayout, model: DetectedModel) -> Partition:
     The stages of a pipeline can be cut out of any run, unless it pads texts or splits tokens elsewhere.
     """
     dims = layout.dims
-    varies = dims.cp > 1 or FAMILIES.get(model.family).has_variable_text_length
+    varies = dims.cp > 1 or FAMILIES.get(model.family).facts.text.has_variable_length
     return dims.tp, dims.cp, dims.pp > 1 and varies
 
 
@@ -268,7 +268,9 @@ def suggest_savings(
         logger.info("estimating memory: no layout fits; trying %s", format_flags(options))
         layouts = [layout for layout in changed.find_layouts()[0] if layout.name in names]
         largest = replace(batch, captions=batch.captions[: tried.get("train_batch_size")])
-        changed_estimates = estimate_layouts(layouts, finder.model, largest, devices, tried, dict(runs or {}))
+        changed_estimates = estimate_layouts(
+            layouts, finder.model, largest, devices=devices, savings=tried, runs=dict(runs or {})
+        )
         if fitting := [estimate for estimate in changed_estimates if estimate.memory.total <= devices.memory]:
             return min(fitting, key=lambda estimate: (-estimate.images_per_second, len(estimate.layout.options)))
         best = min([smallest, *changed_estimates], key=lambda estimate: estimate.memory.total)
@@ -293,7 +295,7 @@ def _list_savings(model: DetectedModel, can_cache_texts: bool) -> Iterator[dict[
     yield {"gradient_checkpointing": True}
     yield {"quantize_base": "int8"}
     yield {"quantize_base": "nf4"}
-    part = FAMILIES.get(model.family).denoiser_name
+    part = FAMILIES.get(model.family).facts.denoiser_name
     yield {"blocks_to_swap": len(find_innermost_blocks(getattr(load_components_on_meta(model, (part,)), part)))}
     yield {"gradient_checkpointing": True, "cpu_offload_checkpointing": True}
     yield {"train_batch_size": 1}

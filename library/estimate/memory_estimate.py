@@ -23,9 +23,9 @@ from .meta_run import MetaRun, StepMemory, count_frozen_bytes
 from .parallel_layouts import ParallelLayout
 
 CONTEXT_BYTES = 768 * 2**20
-"""Assumed: CUDA context, cuBLAS and cuDNN workspaces, fragmentation."""
+"""An assumption for the CUDA context, the workspaces of cuBLAS and cuDNN, and fragmentation."""
 COMMUNICATION_BYTES = 256 * 2**20
-"""Assumed: NCCL buffers."""
+"""An assumption for NCCL's buffers."""
 UNLIMITED = 2**60
 ZERO_DEFAULTS = {"stage3_param_persistence_threshold": 100_000, "stage3_max_live_parameters": 1_000_000_000}
 """DeepSpeed's defaults, in elements."""
@@ -36,7 +36,7 @@ class MemoryEstimate:
     """Peak bytes on the GPU that needs most."""
 
     weights: int
-    """Frozen, as far as they stay on the device."""
+    """Frozen weights, as far as they stay on the device."""
     adapters: int
     gradients: int
     optimizer: int
@@ -46,9 +46,9 @@ class MemoryEstimate:
     gathered: int
     """Frozen weights all-gathered from other ranks or copied from host memory, while they are used."""
     buffers: int
-    """Of DDP, ZeRO or pipeline communication."""
+    """The buffers of DDP, ZeRO or pipeline communication."""
     reserved: int
-    """Context and NCCL."""
+    """The CUDA context and NCCL's buffers."""
 
     @property
     def total(self) -> int:
@@ -57,12 +57,12 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class DevicePart:
-    """What one device holds of the model: all of it, a pipeline stage, or its part of a device map."""
+    """The part of the model that one device holds: all of it, a pipeline stage, or its part of a device map."""
 
     frozen_bytes: int
     """Bytes of frozen weights, before FSDP or ZeRO shard them."""
     chunks: tuple[StepMemory, ...]
-    """More than one in an interleaved pipeline."""
+    """The memory of each part of the model on this device; an interleaved pipeline has several."""
     received_bytes: int = 0
     """Bytes of activations from other pipeline stages, in a micro-batch."""
     sent_bytes: int = 0
@@ -139,7 +139,17 @@ def _split_device_map(run: MetaRun, device_map: DeviceMap, devices: int, device_
             frozen = run.frozen_bytes - sum(part.frozen_bytes for part in parts)
             share = 1 - sum(part.trainable_share for part in parts)
             chunk = run.step.head + chunk + run.step.tail
-        parts.append(DevicePart(frozen, (chunk,), received, received, 1, share, device == 0))
+        parts.append(
+            DevicePart(
+                frozen_bytes=frozen,
+                chunks=(chunk,),
+                received_bytes=received,
+                sent_bytes=received,
+                in_flight=1,
+                trainable_share=share,
+                encodes=device == 0,
+            )
+        )
     return parts[::-1]
 
 
@@ -180,7 +190,17 @@ def _estimate_part(
             buffers += max(0, adapters - activations)  # flattened after activations are freed
     ema = 0 if layout.config.optim.ema_decay is None else 4 * elements
     reserved = CONTEXT_BYTES + (COMMUNICATION_BYTES if ranks > 1 else 0)
-    return MemoryEstimate(weights, adapters, gradients, optimizer, ema, activations, gathered, buffers, reserved)
+    return MemoryEstimate(
+        weights=weights,
+        adapters=adapters,
+        gradients=gradients,
+        optimizer=optimizer,
+        ema=ema,
+        activations=activations,
+        gathered=gathered,
+        buffers=buffers,
+        reserved=reserved,
+    )
 
 
 def _shard_by_fsdp(run: MetaRun, frozen: int, sharding: FSDPSettings) -> tuple[int, int]:

@@ -33,7 +33,7 @@ FLOAT32_OPS: Any = {
 
 @dataclass(frozen=True)
 class _KnownCall:
-    """What an op on the meta device returned: most blocks of a model are equal, and meta kernels in Python are slow."""
+    """The result of an op on the meta device: most blocks of a model are equal, and meta kernels in Python are slow."""
 
     results: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype] | None, ...]
     """Size, strides and dtype of each tensor."""
@@ -42,7 +42,7 @@ class _KnownCall:
 
     @classmethod
     def from_result(cls, result: Any, flops: int) -> "_KnownCall | None":
-        """None if the op returned something else than tensors without gaps."""
+        """Record the result of an op; return None unless it is a tensor without gaps, or several of them."""
         tensors, results = result if isinstance(result, tuple) else (result,), list[Any]()
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.is_meta and not tensor.storage_offset():
@@ -147,7 +147,7 @@ def _count_flops(operation: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """What the fused kernel of GPUs allocates: it saves its input and a number for each row."""
+    """A model of the fused kernel of GPUs, which saves its input and a number for each row."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, num_dims: int) -> Tensor:

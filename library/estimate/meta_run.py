@@ -19,11 +19,12 @@ from ..adapters.injection import cast_trainable_parameters, leave_input_casts_to
 from ..config import RunConfig
 from ..dataloader.batch import Cond, Moments, PixelBatch
 from ..distributed.devices import MIXED_PRECISION_DTYPES
-from ..models.base import Family
+from ..models.base import Family, T5Family
 from ..models.detect import DetectedModel
-from ..models.facts import select_trained_text_encoders
 from ..models.families import FAMILIES
 from ..models.loading import load_pipeline_on_meta
+from ..models.text_encoding import encode_text_on_meta
+from ..models.trained_components import list_cached_text_components, select_trained_text_encoders
 from ..optim.optimizers import ParamGroup
 from ..parallel.async_copy import CopyStream
 from ..parallel.block_swap import OffloadedBytes, is_quantized_or_offloaded, quantize_and_offload_base
@@ -62,9 +63,9 @@ class StepMemory:
     saved: int = 0
     """Bytes that forward saves for backward."""
     forward_peak: int = 0
-    """Bytes above what was live before forward."""
+    """The peak of bytes during forward, above those in use before it."""
     backward_peak: int = 0
-    """Bytes above what was live after forward."""
+    """The peak of bytes during backward, above those in use after forward."""
     flops: int = 0
 
     @property
@@ -123,7 +124,7 @@ class FakeGroup:
 
 
 class _FakeAllToAll(torch.autograd.Function):
-    """Gradients are sent back."""
+    """An all-to-all without data, whose backward sends the gradients back."""
 
     @staticmethod
     def forward(ctx: Any, sent: Tensor, rows: int, sent_bytes: float, group: FakeGroup) -> Tensor:
@@ -207,7 +208,7 @@ class MetaRun:
         pipeline: bool = False,
         same_settings: "MetaRun | None" = None,
     ):
-        """What does not depend on the partition is taken from ``same_settings``, another run."""
+        """Take the batch and the peaks of encoding from ``same_settings``, a run that differs in the partition only."""
         precision = config.distributed.mixed_precision or "no"
         self.config, self._dtype = config, None if precision == "no" else MIXED_PRECISION_DTYPES[precision]
         self.family: Family = FAMILIES.get(model.family)(config.model)
@@ -233,12 +234,12 @@ class MetaRun:
             self._cast_inputs_of_frozen_layers()
         self.trainable = get_trainable_parameters(self.trained)
         self.task = DiffusionTask(
-            self.family,
-            self.pipe,
-            self.trained,
-            build_objective(config.noise, config.loss, self.family, self.pipe),
-            config.train.seed,
-            CopyStream(META),
+            family=self.family,
+            pipe=self.pipe,
+            denoiser=self.trained,
+            objective=build_objective(config.noise, config.loss, self.family, self.pipe),
+            seed=config.train.seed,
+            to_device=CopyStream(META),
             trains_text_encoders=bool(self.trained_encoders),
             pads_texts=pipeline,
         )
@@ -253,7 +254,7 @@ class MetaRun:
         count = 2 if config.train.blocks_to_swap or config.train.activation_memory_budget else 1
         self.step = [self._run_step() for _ in range(count)][-1]
         self.sent_bytes = sum(group.sent_bytes for group in groups) / count
-        """To tensor- and context-parallel ranks, per micro-batch."""
+        """Bytes that a micro-batch sends to tensor- and context-parallel ranks."""
 
     def replace_cache_settings(self, config: RunConfig) -> "MetaRun":
         """Return the same run with other outputs of frozen encoders cached, which do not change the step."""
@@ -277,8 +278,8 @@ class MetaRun:
         """Frozen VAE and text encoders that stay on the device, as their outputs are not cached."""
         cache, adapter, optim = self.config.cache, self.config.adapter, self.config.optim
         names = [] if cache.caches_latents else ["vae"]
-        cached = self.family.list_cached_text_components(adapter, optim) if cache.caches_text_outputs else ()
-        names += [name for name in self.family.text_components if name not in (*self.trained_encoders, *cached)]
+        cached = list_cached_text_components(adapter, optim, self.family.facts) if cache.caches_text_outputs else ()
+        names += [name for name in self.family.facts.text.components if name not in (*self.trained_encoders, *cached)]
         return [part for name in names if isinstance(part := getattr(self.pipe, name), nn.Module)]
 
     def build_param_groups(self) -> list[ParamGroup]:
@@ -342,13 +343,13 @@ class MetaRun:
     def _build_batch(self, batch: LargestBatch) -> PixelBatch:
         """Build the encoded batch, and measure the encoders."""
         (width, height), count, cache = batch.size, len(batch.captions), self.config.cache
-        encode = self.family.encode_prompts_with_controls_on_meta
-        cond: Cond | None = encode(self.pipe, batch.captions, batch.control_sizes)
+        cond: Cond | None = encode_text_on_meta(self.family, self.pipe, batch.captions, batch.control_sizes)
         if self.trained_encoders:
-            with torch.no_grad():
-                texts = self.pipe, batch.captions
-                cond = self.family.encode_t5_prompts(*texts) if cache.caches_text_outputs else None
-        elif not cache.caches_text_outputs and not self.family.has_variable_text_length:
+            cond = None
+            if cache.caches_text_outputs and isinstance(self.family, T5Family):
+                with torch.no_grad():
+                    cond = self.family.encode_t5_prompts(self.pipe, batch.captions)
+        elif not cache.caches_text_outputs and not self.family.facts.text.has_variable_length:
             with self._measure(self._models, self._dtype) as meter:
                 self.family.encode_prompts_on_meta(self.pipe, batch.captions[: cache.text_encoder_batch_size])
             self.encoding_peaks["text"] = meter.peak

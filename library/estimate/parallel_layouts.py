@@ -45,7 +45,7 @@ class ParallelLayout:
 
     name: str
     options: Mapping[str, Any]
-    """The options that select it."""
+    """The options that select the layout."""
     config: RunConfig
     dims: ParallelDims
     sharding: FSDPSettings | None
@@ -92,7 +92,7 @@ class LayoutFinder:
         return layouts, [replace(problem, scope=", ".join(names)) for problem, names in reasons.items()]
 
     def find_rejections(self) -> list[Problem]:
-        """Why training would reject the user's own settings on so many devices."""
+        """List the reasons why training would reject the user's own settings on so many devices."""
         launch = validate_parallelism(self.config, self._build_world(self.config.parallel))
         return [*validate_optimizer(self.config.optim), *launch, *self._find_model_rejections(self.config)]
 
@@ -135,7 +135,7 @@ class LayoutFinder:
         world = self._build_world(config.parallel)
         sharding = resolve_fsdp(config.sharding, config.parallel.tp_size, world)
         dims, zero = build_parallel_dims(config.parallel, world.world_size), resolve_deepspeed(config.deepspeed, world)
-        return ParallelLayout(name, options, config, dims, sharding, zero)
+        return ParallelLayout(name=name, options=options, config=config, dims=dims, sharding=sharding, zero=zero)
 
     def _build_world(self, parallel: ParallelConfig) -> World:
         return World.build_fake(1 if parallel.device_map else self.num_devices, self.num_devices)

@@ -11,10 +11,10 @@ from ..registry import suggest_name
 
 @dataclass(frozen=True)
 class OptimizerInfo:
-    """Where an optimizer is imported from, and how its arguments differ from sd-scripts'."""
+    """The import path of an optimizer, and the arguments that differ from sd-scripts'."""
 
     import_path: str
-    pip_package: str | None = None  # for the message when an optional package is missing
+    pip_package: str | None = None  # named in the message when an optional package is missing
     default_args: Mapping[str, Any] = field(default_factory=dict)  # arguments that sd-scripts sets
     arg_aliases: Mapping[str, str] = field(default_factory=dict)  # name of an argument in sd-scripts -> name here
     is_lr_free: bool = False  # learning_rate is a factor, usually 1, on the rate that it estimates

@@ -60,7 +60,7 @@ def _instantiate_optimizer(
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Its name and, for torch optimizers, which implementation it uses."""
+    """Describe an optimizer by its name and, for those of torch, the implementation that it uses."""
     group, name = optimizer.param_groups[0], type(optimizer).__name__
     if "foreach" not in group:
         return name

@@ -22,7 +22,7 @@ from .strategy import StrategySettings
 
 logger = logging.getLogger(__name__)
 SEQUENTIAL_FILL_RATIO = 0.7
-"""How much of a device's free memory ``sequential`` fills with weights; the rest is for activations."""
+"""The part of a device's free memory that ``sequential`` fills with weights; the rest is for activations."""
 
 
 def build_device_map(model: nn.Module, device_map: DeviceMap, free_memory: Sequence[int]) -> dict[str, int]:

@@ -1,4 +1,8 @@
-"""FSDP2 (``fully_shard``): which blocks are wrapped; the frozen model is sharded, LoRA adapters are replicated."""
+"""FSDP2 (``fully_shard``): which blocks are wrapped; the frozen model is sharded, LoRA adapters are replicated.
+
+The adapter is whole on every rank because it is small: optimizers that look at all weights (Prodigy), clipping, EMA,
+files and checkpoints then need to know nothing of sharding.
+"""
 
 import logging
 import warnings

@@ -41,9 +41,9 @@ NEEDED = {
     "wandb": (0, 30),
     "tensorboard": (2, 18),
 }
-"""Oldest releases, as in pyproject.toml."""
+"""The oldest release of each package that works, as in pyproject.toml."""
 ANY_RELEASE = {"numpy": "numpy", "PIL": "pillow", "psutil": "psutil", "toml": "toml", "tqdm": "tqdm", "yaml": "pyyaml"}
-"""Module and package; any release will do."""
+"""The module and package name of optional packages of which any release will do."""
 OPTIONAL = ("deepspeed", "bitsandbytes", "nvidia-ml-py", "torchao", "pyarrow", "s3fs", "gcsfs")
 PYTHONS = ((3, 10), (3, 13))
 MIN_FREE_DISK = 2 * 2**30

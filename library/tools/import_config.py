@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ..config import parse_config, validate_adapter, validate_objective
-from ..config.options import flatten_config, iter_options
+from ..config.options import iter_options
 from ..config.parser import ParsedConfig
 from ..config.schema import RunConfig
 from ..config.types import is_prompt_text
+from ..config.unused_options import ModelTraits, find_unused_options
 from ..config.validate import MISSING_DATASET
 from ..dataloader.sample_prompts import load_prompts
+from ..dataset.schema import DATASET_KEYS
 from ..dataset.validate import validate_dataset_config
 from ..errors import ConfigError, UserError
 from ..models.detect import get_family_facts
@@ -40,8 +42,6 @@ NO_DATASET = Problem(
     "write a dataset TOML (docs/datasets.md) and set dataset_config",
 )
 """What a file without image folders lacks."""
-
-_OPTION_OF_KEY = {"batch_size": "train_batch_size", "num_repeats": "dataset_repeats"}
 
 
 def run_import_config(argv: Sequence[str]) -> tuple[str, int]:
@@ -103,10 +103,10 @@ def build_files(result: ImportedConfig, output_dir: Path, name: str, source: Pat
     if not TRAINED_PART_OPTIONS & options.keys():
         options["network_train_unet_only"] = True  # the other programs train text encoders only where they say so
     is_file = str(options.get("pretrained_model_name_or_path", "")).endswith(".safetensors")
-    if is_file and get_family_facts(result.family).kind == "edit":
+    if is_file and get_family_facts(result.family).pipeline.kind == "edit":
         options["family"] = result.family  # its file is like that of the model that it comes from
     if not result.datasets:  # the settings of all images are options of the run, too
-        options |= {_OPTION_OF_KEY.get(key, key): value for key, value in result.general.items()}
+        options |= {DATASET_KEYS[key].flag or key: value for key, value in result.general.items()}
     run_path, dataset_path = output_dir / f"{name}.toml", output_dir / f"{name}.dataset.toml"
     if result.datasets:
         options["dataset_config"] = str(dataset_path)
@@ -164,7 +164,7 @@ def format_toml(value: Any) -> str:
 
 
 def format_untaken(result: ImportedConfig, indent: str) -> list[str]:
-    """Two lists: what changes the result, and what does not."""
+    """Format two lists of keys that were not taken over: those that change the result, and those that do not."""
     lines = []
     for title, changes in (("changes the result", True), ("no effect on the result", False)):
         listed = [item for item in dict.fromkeys(map(_freeze, result.untaken)) if item[0] is changes]
@@ -195,7 +195,7 @@ def check_written_files(run_path: Path, family: str) -> list[Problem]:
     config = loaded.config
     problems = [
         *(NO_DATASET if problem == MISSING_DATASET else problem for problem in loaded.problems),
-        *validate_dataset_config(config.data, config.cache, config.validate, config.train, loaded.invalid_options),
+        *validate_dataset_config(config.data, config.cache, config.train, loaded.invalid_options),
     ]
     model = config.model.pretrained_model_name_or_path
     if model is not None and Path(model).expanduser().exists():
@@ -210,16 +210,24 @@ def check_written_files(run_path: Path, family: str) -> list[Problem]:
 
 
 def _check_family(loaded: ParsedConfig, family: str) -> list[Problem]:
-    config, facts = loaded.config, get_family_facts(family)
-    prediction = "flow" if not facts.network.is_unet else "v" if config.noise.v_parameterization else "epsilon"
+    """Check the options for a family, without a model; those that have no effect on it are no problems."""
+    facts = get_family_facts(family)
+    prediction = (
+        "flow" if not facts.options.network.is_unet else "v" if loaded.config.noise.v_parameterization else "epsilon"
+    )
+    own = {*facts.options.extra, *facts.options.components}
+    model = ModelTraits(facts.title, prediction, "guidance_scale" in own, bool(facts.lora.text_encoders), own)
+    loaded = loaded.without_unused(find_unused_options(loaded.config, loaded.explicit, model))
+    config = loaded.config
     conflicts = [
         *validate_objective.validate_objective_for_model(config.noise, config.loss, facts.title, prediction),
         *validate_adapter.validate_adapter_for_model(
-            config.adapter, config.optim, facts.network, facts.title, facts.text_encoders, facts.t5_encoder
+            config.adapter,
+            config.optim,
+            facts.options.network,
+            title=facts.title,
+            text_encoders=tuple(facts.lora.text_encoders),
+            t5=facts.text.t5_encoder,
         ),
     ]
-    given = flatten_config(config)
-    for option in ("t5xxl_max_token_length", "guidance_scale"):
-        if option in loaded.locations and option not in facts.extra_options and given[option] is not None:
-            conflicts.append(Problem(option, f"not applicable to {facts.title}", "remove it"))
     return loaded.locate_problems(conflicts)

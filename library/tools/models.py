@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import UserError
-from ..models.families import CONTROL_FAMILIES, FAMILIES, FAMILY_FACTS
+from ..models.families import CONTROL_FAMILIES, FAMILY_FACTS
 from ..problems import report_argument
 from ..registry import suggest_name
 
@@ -39,12 +39,12 @@ def list_models() -> list[dict[str, Any]]:
         {
             "name": name,
             "title": facts.title,
-            "kind": facts.kind,
-            "parameters": facts.num_parameters,
-            "sources": ["folder", "hub", *(("file",) if facts.single_file_keys else ()), "random"],
-            "strategies": list(FAMILIES.get(name).list_strategies()),
-            "lora_targets": facts.lora_targets_of,
-            "control_images": list(facts.control_images),
+            "kind": facts.pipeline.kind,
+            "parameters": facts.pipeline.num_parameters,
+            "sources": ["folder", "hub", *(("file",) if facts.detection.keys else ()), "random"],
+            "strategies": list(facts.blocks.list_strategies()),
+            "lora_targets": facts.lora.targets_of,
+            "control_images": list(facts.control.num_images),
             "control": list(CONTROL_FAMILIES.get(name, ())),
             "notes": facts.notes,
         }

@@ -25,7 +25,7 @@ PREVIEW_SUFFIXES = (".png", ".jpg", ".webp")
 def check_plan_arguments(options: "PlanOptions", own: ParsedConfig, training: ParsedConfig) -> None:
     """Raise with all problems of ``plan``'s options and of the training options that it uses."""
     data = training.config.data
-    problems = [*own.problems, *validate_plan_options(options, frozenset(own.locations))]
+    problems = [*own.problems, *validate_plan_options(options)]
     if options.resolve_only:
         problems += [*training.problems, *(load_dataset_config(data).problems if can_load_datasets(data) else ())]
         if not can_load_datasets(data) and not problems:
@@ -43,20 +43,13 @@ def check_plan_arguments(options: "PlanOptions", own: ParsedConfig, training: Pa
         raise ConfigError(problems)
 
 
-def validate_plan_options(options: "PlanOptions", explicit: frozenset[str]) -> Iterator[Problem]:
+def validate_plan_options(options: "PlanOptions") -> Iterator[Problem]:
     if options.resolve_only and not options.json:
         yield Problem("resolve_only", "prints JSON only", "add --json")
     if options.resolve_only:
         for name in ("preview", "gpu_memory"):
             if getattr(options, name) is not None:
                 yield Problem(name, "needs the images, which --resolve_only does not read", "remove one of the two")
-        if "world_size" in explicit:
-            yield Problem("world_size", "no effect with --resolve_only", "remove one of the two")
-    for name in ("gpu_tflops", "link_speed"):
-        if name in explicit and options.gpu_memory is None:
-            yield Problem(name, "no effect without --gpu_memory")
-    if "preview_limit" in explicit and options.preview is None:
-        yield Problem("preview_limit", "no effect without --preview")
 
 
 def validate_preview_path(path: Path, data: DataConfig) -> Iterator[Problem]:
@@ -107,8 +100,6 @@ def check_caption_arguments(options: "CaptionOptions", folders: Sequence[Path], 
         problems.append(
             Problem("api_base", f"{options.api_base}: expected an address such as http://127.0.0.1:8080/v1")
         )
-    if "api_timeout" in own.locations and options.api_base is None:
-        problems.append(Problem("api_timeout", "no effect without --api_base"))
     if problems:
         raise ConfigError(problems)
 

@@ -16,10 +16,10 @@ from ..problems import Problem
 
 logger = logging.getLogger(__name__)
 LEASE_SECONDS = 60.0
-"""Without a heartbeat for this long, a run on another machine or in another container is taken for dead."""
+"""A run on another machine or in another container is taken for dead if it has sent no heartbeat for this long."""
 
 HEARTBEAT_SECONDS = 5.0
-"""How often the lease is refreshed, and so how long a second run waits at most until it is refused."""
+"""The interval at which the lease is refreshed, and so the longest wait of a second run until it is refused."""
 
 
 @contextmanager

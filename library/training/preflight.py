@@ -25,12 +25,15 @@ from typing import TYPE_CHECKING
 
 from ..atomic_files import find_write_error
 from ..config import ParsedConfig, RunConfig, parse_config
+from ..config.option_needs import list_needed_names
+from ..config.options import iter_options
 from ..config.schema import TrainConfig
 from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.schema_output import SaveConfig, StateConfig
+from ..config.unused_options import find_unused_options
 from ..config.validate_objective import validate_objective_for_model
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
-from ..dataset.masks import get_mask_source
+from ..dataset.validate import collect_subset_settings
 from ..errors import ConfigError
 from ..problems import Problem, dedupe_problems
 
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What checks of a run need to know besides the settings."""
+    """Facts of a run that its checks need besides the settings."""
 
     family: "Family"
     detected: "DetectedModel"
@@ -55,12 +58,12 @@ class RunFacts:
     @classmethod
     def from_strategy(cls, strategy: "Strategy", family: "Family", detected: "DetectedModel") -> "RunFacts":
         return cls(
-            family,
-            detected,
-            strategy.has_full_model,
-            strategy.can_quantize_base,
-            strategy.is_compile_enabled,
-            strategy.optimizer_sharding_engine,
+            family=family,
+            detected=detected,
+            has_full_model=strategy.has_full_model,
+            can_quantize_base=strategy.can_quantize_base,
+            is_compile_enabled=strategy.is_compile_enabled,
+            optimizer_sharding_engine=strategy.optimizer_sharding_engine,
         )
 
 
@@ -78,11 +81,7 @@ def list_settings_checks() -> Sequence[SettingsCheck]:
         lambda loaded: loaded.problems,  # of config.parser and config.validate
         lambda loaded: validate_optimizer_name(loaded.config.optim.optimizer_type),
         lambda loaded: validate_dataset_config(
-            loaded.config.data,
-            loaded.config.cache,
-            loaded.config.validate,
-            loaded.config.train,
-            loaded.invalid_options,
+            loaded.config.data, loaded.config.cache, loaded.config.train, loaded.invalid_options
         ),
         lambda loaded: validate_model_options(loaded.config, loaded.locations),
     )
@@ -155,7 +154,7 @@ def list_installation_checks() -> Sequence[SettingsCheck]:
 
 
 def _validate_output_files_here(loaded: ParsedConfig) -> Iterator[Problem]:
-    """Of several processes the main one decides, when they have met, since only its disk is written to."""
+    """Check the output files here if this is the only process; of several, the main one does so when they have met."""
     config = loaded.config
     if config.train.dry_run or os.environ.get("WORLD_SIZE", "").strip() in ("", "1"):
         yield from validate_output_files(config.save, config.state, config.train, config.optim.ema_decay is not None)
@@ -226,19 +225,21 @@ def load_settings(argv: Sequence[str]) -> ParsedConfig:
     parsed = parse_config(argv)
     os.environ.update(parsed.secrets)
     sys.argv[:] = [word for word in sys.argv if word.rpartition("=")[2] not in parsed.secrets.values()]
-    return drop_unused_model_options(_drop_masked_loss_without_masks(parsed))
+    return drop_unused_model_options(_drop_unused_data_options(parsed))
 
 
-def _drop_masked_loss_without_masks(parsed: ParsedConfig) -> ParsedConfig:
-    """Nothing is masked where no subset has masks, in sd-scripts as well."""
+def _drop_unused_data_options(parsed: ParsedConfig) -> ParsedConfig:
+    """Set options back to their defaults that have no effect on the images of any subset."""
     data = parsed.config.data
-    if not data.masked_loss or not can_load_datasets(data):
-        return parsed
+    options = list(iter_options(RunConfig))
+    needed = {name for option in options if option.name in parsed.explicit for name in list_needed_names(option)}
+    if needed <= {option.name for option in options if not option.dataset_table} or not can_load_datasets(data):
+        return parsed  # nothing depends on the images
     loaded = load_dataset_config(data)
-    subsets = [subset for dataset in loaded.datasets for subset in dataset.subsets]
-    if loaded.problems or any(get_mask_source(subset) for subset in subsets):
+    if loaded.problems or not loaded.datasets:
         return parsed
-    return parsed.without_unused({"masked_loss": "no subset has masks (conditioning_data_dir or alpha_mask)"})
+    subsets = collect_subset_settings(loaded.datasets)
+    return parsed.without_unused(find_unused_options(parsed.config, parsed.explicit, subsets=subsets))
 
 
 def find_settings_problems(loaded: ParsedConfig) -> list[Problem]:

@@ -1,6 +1,9 @@
 """Checkpoints: capture and restore the state of a run (adapter, EMA, optimizer, counters), and the callback.
 
 Old checkpoints are deleted here (``save_last_n_*_state``), old LoRA files in ``save_adapter`` (``save_last_n_*``).
+
+``accelerator.save_state`` is not used: it writes the whole frozen model, RNG states, and the optimizer by position.
+Here every tensor has a name, nothing is pickled, and another world size or strategy can read the file.
 """
 
 import logging

@@ -13,8 +13,8 @@ from ..config.validate_adapter import validate_adapter_for_model
 from ..errors import ConfigError
 from ..models.base import Family
 from ..models.detect import DetectedModel
-from ..models.facts import select_trained_text_encoders
 from ..models.loading import load_components_on_meta
+from ..models.trained_components import select_trained_text_encoders
 from ..models.validate_options import validate_attention_mode
 from ..optim.optimizers import resolve_optimizer
 from ..parallel.block_swap import find_innermost_blocks
@@ -34,15 +34,17 @@ def validate_adapter_targets(
     """Check the adapter options, and that the patterns of ``network_args`` match layers."""
     facts = family.facts
     problems = list(
-        validate_adapter_for_model(adapter, optim, facts.network, facts.title, facts.text_encoders, facts.t5_encoder)
+        validate_adapter_for_model(
+            adapter, optim, facts.options.network, facts.title, tuple(facts.lora.text_encoders), facts.text.t5_encoder
+        )
     )
     yield from problems
     if not problems and adapter.network_args:
         encoders = select_trained_text_encoders(adapter, optim, facts)
-        pipe = load_components_on_meta(detected, (family.denoiser_name, *encoders))
+        pipe = load_components_on_meta(detected, (family.facts.denoiser_name, *encoders))
         components = select_target_components(adapter, optim, family, pipe)
         try:
-            injection.select_target_layers(components, adapter, facts.network)
+            injection.select_target_layers(components, adapter, facts.options.network)
         except ConfigError as error:
             yield from error.problems
 
@@ -64,11 +66,11 @@ def validate_model_parallel(
             )
     yield from _validate_pipeline(parallel, family, denoiser)
     for name, size in parallel.model_parallel_sizes.items():
-        reason = family.unsupported_strategies.get(name.removesuffix("_size"))
+        reason = family.facts.blocks.unsupported_strategies.get(name.removesuffix("_size"))
         if size > 1 and reason:
             yield Problem(name, reason, "use --fsdp", value=str(size))
             return
-    if parallel.cp_size > 1 and not family.block_lists:
+    if parallel.cp_size > 1 and not family.facts.blocks.lists:
         size = parallel.cp_size
         yield Problem(
             "cp_size",
@@ -82,7 +84,7 @@ def validate_model_parallel(
 
 def load_denoiser_on_meta(family: Family, detected: DetectedModel) -> Any:
     """Build the denoiser on the meta device."""
-    return getattr(load_components_on_meta(detected, (family.denoiser_name,)), family.denoiser_name)
+    return getattr(load_components_on_meta(detected, (family.facts.denoiser_name,)), family.facts.denoiser_name)
 
 
 def _validate_pipeline(parallel: ParallelConfig, family: Family, denoiser: nn.Module) -> Iterator[Problem]:
@@ -146,7 +148,7 @@ def validate_quantize_offload(
 
 
 def validate_compile(family: Family, is_compile_enabled: bool) -> Iterator[Problem]:
-    reason = family.unsupported_strategies.get("compile")
+    reason = family.facts.blocks.unsupported_strategies.get("compile")
     if is_compile_enabled and reason:
         yield Problem("torch_compile", reason, "remove it")
 

@@ -1,4 +1,9 @@
-"""The web application: routes, login, errors, and the guard around them."""
+"""The web application: routes, login, errors, and the guard around them.
+
+Pages are rendered on the server, with a few kB of script written by hand: there is nothing to build.  Starlette is the
+core under FastAPI, whose schemas have no use here, since options have their own; NiceGUI and Gradio keep the state of
+each browser in the process and change their front end from version to version.
+"""
 
 import asyncio
 import threading

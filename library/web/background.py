@@ -34,7 +34,7 @@ class BackgroundWork:
 
     title: str
     if_stopped: str
-    """What is said of what was done until then."""
+    """The message about what was done until a stop."""
 
     completed: int = 0
     total: int = 0

@@ -18,7 +18,7 @@ from .undo_log import CaptionChange, UndoLog
 MAX_CAPTION_LENGTH = 20_000
 BUSY = "captions are being written; wait for the end, or stop it"
 WRITTEN, UNDONE = "Undo puts back what was written", "Undo goes on"
-"""What is said of a stopped edit, and of a stopped undo."""
+"""The messages about a stopped edit and a stopped undo."""
 
 Report = Callable[[str, int, int], None]
 """Takes what is done, how far it is, and how much there is; raises if it is to stop."""
@@ -39,7 +39,7 @@ class CaptionEditor:
 
     _extensions: dict[tuple[Path, tuple[str, ...]], Sequence[str]] = field(default_factory=dict)
     _turn: threading.Lock = field(default_factory=threading.Lock)
-    """Of whom is writing."""
+    """The lock that an edit or an undo holds while it writes captions."""
 
     @property
     def num_undo(self) -> int:

@@ -144,15 +144,15 @@ class PictureSet:
     folders: OpenedFolders
     pictures: Sequence[Picture] = ()
     captions: list[str] = field(default_factory=list)
-    """As they are now; the manifest has them as they were scanned."""
+    """The captions as they are now; the manifest has them as they were scanned."""
 
     warnings: list[tuple[str, ...]] = field(default_factory=list)
     notes: Sequence[str] = ()
     work: BackgroundWork = field(default_factory=lambda: BackgroundWork("listing the pictures", KEPT))
-    """The scan."""
+    """The scan of the pictures, which runs in the background."""
 
     version: int = 0
-    """Changes with every edit."""
+    """A number that changes with every edit."""
 
     _selections: "OrderedDict[tuple[int, str, str, str], list[int]]" = field(default_factory=OrderedDict)
 

@@ -183,7 +183,15 @@ def _get_compared(request: Request) -> list[str]:
 
 
 def _build_unknown_summary(run: Run) -> RunSummary:
-    return RunSummary(run.name, 0, "", {}, run.metrics_time, 1, "unknown")
+    return RunSummary(
+        name=run.name,
+        steps=0,
+        plan="",
+        settings={},
+        started_at=run.metrics_time,
+        num_processes=1,
+        mixed_precision="unknown",
+    )
 
 
 def _export_charts(charts: Sequence[Chart]) -> list[dict[str, Any]]:

@@ -21,18 +21,18 @@ from .folders import OpenedFolders, OutsideFolders
 from .jobs import FOLDER
 
 MAX_UNDO, MAX_LOG_BYTES = 50, 2**26
-"""Older edits are forgotten."""
+"""Limits of the log: edits beyond them are forgotten, oldest first."""
 
 END = ".json.gz"
 
 
 @dataclass(frozen=True)
 class CaptionChange:
-    """What an edit does to one caption file."""
+    """The change that an edit makes to one caption file."""
 
     image: ImageRef
     file: Path
-    before: bytes | None  # None: there was no file
+    before: bytes | None  # the content before; None if there was no file
     old_caption: str
     new_caption: str
 

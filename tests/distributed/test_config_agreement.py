@@ -14,7 +14,8 @@ from training_runs import write_images
 
 from library.cache.distributed_encoding import describe_shared_disks
 from library.config import parse_config
-from library.config.options import flatten_config
+from library.config.options import flatten_config, iter_options
+from library.config.schema import RunConfig
 from library.distributed import config_agreement
 from library.distributed.config_agreement import RankReport, find_disagreements, format_rank_placement
 from library.distributed.process_group import KeyValueStore
@@ -170,12 +171,12 @@ def test_rank_0_opens_the_store_before_the_others_start_and_reports_who_is_missi
 def test_every_setting_is_compared_except_paths_and_per_machine_options(data, tmp_path):
     config = parse_config([*data, "--output_dir", str(tmp_path)]).config
     settings = config_agreement.collect_agreed_settings(flatten_config(config))
-    option_names = {name for name in flatten_config(parse_config([]).config)}
-    assert option_names >= config_agreement.PATH_OPTIONS | config_agreement.PER_MACHINE_OPTIONS
-    assert set(settings) == option_names - config_agreement.PER_MACHINE_OPTIONS
-    assert {
-        name for name in option_names if name.endswith(("_dir", "_path", "_file"))
-    } <= config_agreement.PATH_OPTIONS | config_agreement.PER_MACHINE_OPTIONS
+    options = list(iter_options(RunConfig))
+    assert (
+        set(settings) == {option.name for option in options if not option.is_per_machine} < set(flatten_config(config))
+    )
+    folders = [option for option in options if option.name.endswith(("_dir", "_path", "_file", "_dirs"))]
+    assert len(folders) > 8 and all(option.is_path or option.is_per_machine for option in folders)
     assert settings["output_dir"] is True and settings["sample_prompts"] is False and settings["network_dim"] == 2
 
 

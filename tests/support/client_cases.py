@@ -155,9 +155,9 @@ def write_file(case: TrainedCase, path: Path, file_format: str = "auto") -> Adap
 def compute_outputs(name: str, pipe: Any) -> dict[str, Tensor]:
     """The prediction of the denoiser for one batch, and the hidden states of the text encoders."""
     family, batch = FAMILIES.get(get_family_name(name))(), _load_tiny(name).batch
-    denoiser = getattr(pipe, family.denoiser_name)
+    denoiser = getattr(pipe, family.facts.denoiser_name)
     found = {"denoiser": family.predict(pipe, denoiser, batch.latents, torch.tensor([300.0, 700.0]), batch)}
-    for part in family.text_lora_prefixes:
+    for part in family.facts.lora.text_encoders:
         encoder = getattr(pipe, part)
         ids = torch.tensor([[5, 7, 11, encoder.config.eos_token_id]])
         found[part] = encoder(ids, output_hidden_states=True).hidden_states[-1]

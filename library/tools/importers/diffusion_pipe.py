@@ -51,7 +51,9 @@ def import_diffusion_pipe(content: dict[str, Any], path: Path, others: Sequence[
     if "adapter" not in run:
         result.problems.append(Problem("", "no [adapter]: full fine-tuning", "only LoRA is trained here"))
         return result
-    dataset = find_companion(run, "dataset", path, others, is_directory_list, "dataset")
+    dataset = find_companion(
+        run, key="dataset", main_path=path, others=others, matches=is_directory_list, title="dataset"
+    )
     result.family = _find_family(keys.FAMILIES[kind], content["model"], None if dataset is None else dataset.content)
     _read_model(run)
     _read_adapter(run)
@@ -135,7 +137,7 @@ def _read_paths(model: KeyReader) -> None:
 
 
 def _read_sdxl(model: KeyReader) -> None:
-    """SDXL's text encoders are always trained."""
+    """Read the options of SDXL, whose text encoders diffusion-pipe always trains."""
     result, options = model.result, model.result.options
     if model.read("v_pred", False, to_switch):
         options["v_parameterization"] = True

@@ -1,4 +1,4 @@
-"""What an import produces, and the rules by which the keys of another program's file are taken over or listed."""
+"""The result of an import, and the rules by which the keys of another program's file are taken over or listed."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -31,7 +31,7 @@ class UntakenKey:
     key: str
     value: Any
     reason: str
-    """Why, and what to do."""
+    """The reason why the key was not taken over, and what to do."""
     changes_result: bool
     is_default: bool = False
     """Whether the key is not in the file and the value is the default of the other program."""
@@ -80,11 +80,11 @@ class ImportedConfig:
 
 @dataclass(frozen=True)
 class Take:
-    """Take a key over as one of our options or keys."""
+    """The rule for a key that is taken over as an option or a key of the dataset file."""
 
     name: str
     default: Any = None
-    """What the other program does without the key."""
+    """The value that the other program uses without the key."""
     convert: Callable[[Any], Any] = lambda value: value
 
 

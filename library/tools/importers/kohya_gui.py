@@ -6,6 +6,7 @@ from typing import Any
 
 from ...config import parse_config
 from ...config.options import flatten_config
+from ...config.unused_options import is_self_tuning_adafactor
 from ...config.validate import MISSING_DATASET
 from ...problems import Problem
 from .equivalents import FLOW_FAMILIES
@@ -134,18 +135,11 @@ def _read_model_keys(reader: KeyReader) -> None:
         reader.list_change("lumina_system_prompt", reason, reader.read("lumina_system_prompt", ""))
     if family == "sd3":
         options |= {"timestep_sampling": "sigma", "discrete_flow_shift": 1.0}
-        _drop_unused_weighting(options)
     for suffix in ("", "_to_disk"):
         prefix = {"flux": "flux1", "chroma": "flux1", "lumina2": "lumina"}.get(family, family)
         name = f"{prefix}_cache_text_encoder_outputs{suffix}"
         if reader.read(name, False, to_switch):
             reader.result.set_option(f"cache_text_encoder_outputs{suffix}", True)
-
-
-def _drop_unused_weighting(options: dict[str, Any]) -> None:
-    for option, scheme in (("logit_mean", "logit_normal"), ("logit_std", "logit_normal"), ("mode_scale", "mode")):
-        if options.get("weighting_scheme") != scheme:
-            options.pop(option, None)
 
 
 def _read_precision(reader: KeyReader) -> None:
@@ -205,7 +199,7 @@ def _read_schedule(reader: KeyReader) -> None:
 
 
 def _read_warmup(reader: KeyReader) -> float | str | None:
-    """Steps, or else the percentage of the run."""
+    """Read the length of the warmup: steps, or else a percentage of the run."""
     steps = reader.read("lr_warmup_steps", None, to_positive_integer)
     percentage = reader.read("lr_warmup", 10, to_positive_number)
     return steps or (f"{percentage:g}%" if percentage else None)
@@ -252,7 +246,7 @@ def _read_objective(reader: KeyReader) -> None:
 
 
 def _read_noise(reader: KeyReader, is_flow: bool) -> None:
-    """Either noise offset or multires noise, as ``noise_offset_type`` says."""
+    """Read noise offset or multires noise, as ``noise_offset_type`` says."""
     result, kind = reader.result, reader.read("noise_offset_type", "Original")
     offset = reader.read("noise_offset", None, to_positive_number)
     adaptive = reader.read("adaptive_noise_scale", None, lambda value: to_number(value or 0) or None)
@@ -303,24 +297,14 @@ def _format_flags(options: dict[str, Any]) -> list[str]:
 
 
 def _drop_overridden(result: ImportedConfig) -> None:
-    """Drop options that sd-scripts does not use together with others, where we would refuse them."""
-    options, dropped = result.options, list[tuple[str, str]]()
-    if "lr_scheduler_type" in options:
-        names = ("lr_scheduler", "lr_scheduler_num_cycles", "lr_scheduler_power", "lr_warmup_steps")
-        dropped += [(name, "lr_scheduler_type replaces it, there too") for name in names]
-    if options.get("network_train_unet_only", True) and not options.get("network_train_text_encoder_only"):
-        dropped.append(("text_encoder_lr", "text encoders are not trained, there either"))
-    if options.get("dim_from_weights"):
-        dropped += [(name, "dim_from_weights replaces it, there too") for name in ("network_dim", "network_alpha")]
-    if not options.get("log_with") and not options.get("logging_dir"):
-        trackers = ("log_prefix", "log_tracker_name", "log_tracker_config", "wandb_run_name", "log_config")
-        dropped += [(name, "no effect without a tracker, there either") for name in trackers]
-    if options.get("optimizer_type") == "Adafactor" and "relative_step=False" not in options.get("optimizer_args", ()):
-        rates = ("learning_rate", "unet_lr", "text_encoder_lr", "lr_scheduler", "lr_warmup_steps")
-        dropped += [(name, "Adafactor with relative_step sets its own learning rate, there too") for name in rates]
-    for name, reason in dropped:
+    """Drop options that have no effect beside the others, as their facts say; sd-scripts ignores them, too."""
+    options, parsed = result.options, parse_config(_format_flags(result.options))
+    dropped = {place.flag.removeprefix("--").removeprefix("no-"): reason for place, reason in parsed.unused}
+    if "lr_scheduler_type" in options or is_self_tuning_adafactor(parsed.config.optim):
+        dropped["lr_warmup_steps"] = "the schedule has no warmup"
+    for name, reason in dropped.items():
         if name in options:
-            result.list_harmless(name, options.pop(name), reason)
+            result.list_harmless(name, options.pop(name), f"{reason}, as in sd-scripts")
 
 
 def _list_unused(reader: KeyReader) -> None:

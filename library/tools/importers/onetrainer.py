@@ -45,13 +45,27 @@ def import_onetrainer(content: dict[str, Any], path: Path, others: Sequence[Sour
     concepts = config.read("concepts")
     if concepts is None:
         found = find_companion(
-            config, "concept_file_name", path, others, is_concept_list, "concepts", "training_concepts/concepts.json"
+            config,
+            key="concept_file_name",
+            main_path=path,
+            others=others,
+            matches=is_concept_list,
+            title="concepts",
+            default="training_concepts/concepts.json",
         )
         concepts = None if found is None else found.content
     read_concepts(config, concepts)
     samples = config.read("samples")
     if samples is None:
-        found = find_companion(config, "sample_definition_file_name", path, others, is_sample_list, "samples", "")
+        found = find_companion(
+            config,
+            key="sample_definition_file_name",
+            main_path=path,
+            others=others,
+            matches=is_sample_list,
+            title="samples",
+            default="",
+        )
         samples = None if found is None else found.content
     read_samples(config, samples or [])
     config.apply_rules(keys.RUN_RULES)
@@ -229,7 +243,7 @@ def _read_precision_and_files(config: KeyReader) -> None:
 
 
 def _read_intervals(config: KeyReader) -> None:
-    """Saving and previews; its steps are micro-batches."""
+    """Read the intervals of saving and previews; the steps of OneTrainer are micro-batches."""
     result, accumulation = config.result, config.table.get("gradient_accumulation_steps") or 1
     for key, default, option in (("save_every", 0, "save"), ("sample_after", 10, "sample")):
         number = config.read(key, default, to_positive_integer)

@@ -25,7 +25,7 @@ class Program:
 
     name: str
     matches: Callable[[Any], bool]
-    """Whether this is its main file, by content."""
+    """Tells by its content whether a file is the main file of this program."""
     import_files: Callable[[Any, Path, Sequence[SourceFile]], ImportedConfig]
     """The content of the main file, its path, and the other files that were given."""
 

@@ -105,7 +105,13 @@ def import_simpletuner(content: Any, path: Path, others: Sequence[SourceFile]) -
     lycoris = None
     if config.read("lora_type", "standard") == "lycoris":
         lycoris = find_companion(
-            config, "lycoris_config", path, others, is_lycoris_config, "LyCORIS", "config/lycoris_config.json"
+            config,
+            key="lycoris_config",
+            main_path=path,
+            others=others,
+            matches=is_lycoris_config,
+            title="LyCORIS",
+            default="config/lycoris_config.json",
         )
     config.read("lycoris_config")
     read_lora_or_lycoris(config, None if lycoris is None else lycoris.content)
@@ -113,7 +119,9 @@ def import_simpletuner(content: Any, path: Path, others: Sequence[SourceFile]) -
     _read_length_and_schedule(config)
     _read_objective(config)
     _read_saving_and_logs(config)
-    backends = find_companion(config, "data_backend_config", path, others, is_backend_list, "dataloader")
+    backends = find_companion(
+        config, key="data_backend_config", main_path=path, others=others, matches=is_backend_list, title="dataloader"
+    )
     read_backends(config, backends.content if backends is not None else None)
     read_previews(config)
     _list_features(config)
@@ -178,7 +186,7 @@ def _read_model(config: KeyReader, flavour: str, models: Mapping[str, str]) -> N
         result.options |= {"torch_compile": True, "dynamo_backend": str(config.read("dynamo_backend"))}
     config.read_keys.update(key for key in config.table if key.startswith("dynamo_"))
     if length := config.read("tokenizer_max_length", None, to_integer):
-        if "t5xxl_max_token_length" in FAMILY_FACTS[result.family].extra_options:
+        if "t5xxl_max_token_length" in FAMILY_FACTS[result.family].options.extra:
             result.set_option("t5xxl_max_token_length", length)
         else:
             config.list_change("tokenizer_max_length", "the length of captions is fixed; see max_token_length")

@@ -2,21 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 
-from ...adapters.module_adapter import UP, ModuleAdapter
+from ...adapters.module_adapter import BIAS, UP, ModuleAdapter
 from ...errors import FileError
 from ...problems import Problem, report_file
 from .block_names import BlockFactor, find_unused_names, get_factor, is_selected
 from .lora_files import LoraFile
 
 _SCALED_TENSORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    "lora": ((UP,),),
-    "loha": (("hada_w1_a",),),
-    "lokr": (("lokr_w1", "lokr_w1_a"),),
-    "full": (("diff",), ("diff_b",)),
+    "lora": ((UP,), (BIAS,)),
+    "loha": (("hada_w1_a",), (BIAS,)),
+    "lokr": (("lokr_w1", "lokr_w1_a"), (BIAS,)),
+    "full": (("diff",), (BIAS,)),
     "norm": (("w_norm",), ("b_norm",)),
-    "glora": (("a1",), ("b1",)),
+    "glora": (("a1",), ("b1",), (BIAS,)),
 }
-"""Adapter type -> the tensors that the update is proportional to: one of each group."""
+"""The tensors of each adapter type that its update is proportional to; one of each group is scaled."""
 
 
 def scale_blocks(file: LoraFile, factors: Sequence[BlockFactor]) -> dict[str, ModuleAdapter]:
@@ -29,7 +29,7 @@ def scale_blocks(file: LoraFile, factors: Sequence[BlockFactor]) -> dict[str, Mo
         if factor == 1:
             updates[module] = update
         elif factor != 0:
-            if "magnitude" in update.tensors or update.adapter_type not in _SCALED_TENSORS:
+            if update.has_magnitudes or update.adapter_type not in _SCALED_TENSORS:
                 obstacles.setdefault(update.title, module)
             else:
                 updates[module] = _scale_adapter(update, factor)
@@ -62,7 +62,7 @@ def _require_selection(file: LoraFile, factors: Sequence[BlockFactor]) -> None:
         for name in find_unused_names(factors, file.list_modules())
     ]
     for name, fused in file.lora.contents.fused.items():
-        problems.append(report_file(file.path, f"{name}: {fused.reason}", "turn it into LoRA first: lora resize"))
+        problems.append(report_file(file.path, f"{name}: {fused.reason}", fused.way_out))
     if problems:
         raise FileError(problems)
 

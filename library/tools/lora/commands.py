@@ -52,7 +52,7 @@ def resolve_dtype(options: FormatOptions, files: Sequence[LoraFile]) -> torch.dt
 
 
 def run_resize(files: Sequence[str], arguments: ResizeArguments) -> Iterator[str]:
-    (file,) = read_lora_files(files)
+    (file,) = read_lora_files(files, arguments.family.family)
     rule = build_rank_rule(arguments.ranks)
     if rule is None:
         raise AssertionError("preflight checks the rule")
@@ -91,7 +91,7 @@ def run_merge(files: Sequence[str], arguments: MergeArguments) -> Iterator[str]:
     if arguments.merge.model is not None:
         yield from _merge_into_model(files, arguments)
         return
-    loras = read_lora_files(files)
+    loras = read_lora_files(files, arguments.family.family)
     if problems := list_merge_obstacles(loras):
         raise FileError(problems)
     weighted = weigh_files(loras, arguments.merge)
@@ -105,7 +105,8 @@ def run_merge(files: Sequence[str], arguments: MergeArguments) -> Iterator[str]:
     how = "concatenated" if rule is None else f"SVD to {rule.describe()}"
     new = build_merged_lora(weighted, updates, path, arguments.format.to, how)
     written = write_lora(path, new, arguments.format.save_precision)
-    yield f"merged {len(loras)} LoRAs of {loras[0].family}: {how}"
+    families = " and ".join(dict.fromkeys(file.family for file in loras))
+    yield f"merged {len(loras)} LoRAs of {families}: {how}"
     yield from format_errors(errors, shows_layers=False)
     yield written.describe()
 
@@ -114,16 +115,16 @@ def run_extract(files: Sequence[str], arguments: ExtractArguments) -> Iterator[s
     options, path = arguments.extract, Path(arguments.output.output or "").expanduser()
     base, tuned = _locate_models(files)
     settings = ExtractionSettings(
-        build_rank_rule(arguments.ranks),
-        options.type,
-        options.factor,
-        options.layers == "all",
-        not options.no_conv,
-        options.min_difference,
-        getattr(torch, options.math),
-        SAVE_DTYPES[arguments.format.save_precision or "float"],
-        None if options.device is None else _parse_device(options.device),
-        (arguments.format.to or base.family.lora_format) == "kohya",
+        rule=build_rank_rule(arguments.ranks),
+        adapter_type=options.type,
+        factor=options.factor,
+        with_all_layers=options.layers == "all",
+        with_convolutions=not options.no_conv,
+        min_difference=options.min_difference,
+        dtype=getattr(torch, options.math),
+        save_dtype=SAVE_DTYPES[arguments.format.save_precision or "float"],
+        device=None if options.device is None else _parse_device(options.device),
+        fuses_layers=(arguments.format.to or base.family.facts.lora.format) == "kohya",
     )
     result = extract(base, tuned, settings)
     if not result.updates:
@@ -131,7 +132,7 @@ def run_extract(files: Sequence[str], arguments: ExtractArguments) -> Iterator[s
             [report_file(tuned.path, f"the layers that a LoRA can change are equal to those of {base.path}")]
         )
     yield from _describe_extraction(result, options.show_layers)
-    new = build_extracted_lora(base, tuned, settings, result, path, arguments.format.to)
+    new = build_extracted_lora(base, tuned, settings, result=result, path=path, to=arguments.format.to)
     yield write_lora(path, new).describe()
 
 
@@ -171,6 +172,9 @@ def _parse_device(name: str) -> torch.device:
 
 def _merge_into_model(files: Sequence[str], arguments: MergeArguments) -> Iterator[str]:
     (model,) = _locate_models([arguments.merge.model or ""])
+    if (family := arguments.family.family) not in (None, model.detected.family):
+        text = f"contradicts --model, which is a model of {model.detected.family}"
+        raise FileError([Problem("family", text, value=family or "", others=("model",))])
     loras = read_lora_files_for_model(files, model)
     weighted = weigh_files(loras, arguments.merge)
     dtype = getattr(torch, arguments.merge.math)
@@ -187,7 +191,8 @@ def _merge_into_model(files: Sequence[str], arguments: MergeArguments) -> Iterat
 
 def run_inspect(files: Sequence[str], arguments: InspectArguments) -> Iterator[str]:
     options = arguments.inspect
-    facts = [inspect_lora(file) for file in read_lora_files(files)]
+    loras = read_lora_files(files, arguments.family.family, is_for_inspection=True)
+    facts = [inspect_lora(file) for file in loras]
     if options.json:
         exported: dict[str, Any] = {"files": [export_json(each, with_layers=options.layers) for each in facts]}
         if len(facts) == 2:
@@ -201,14 +206,14 @@ def run_inspect(files: Sequence[str], arguments: InspectArguments) -> Iterator[s
 
 
 def run_scale(files: Sequence[str], arguments: BlockArguments) -> Iterator[str]:
-    (file,) = read_lora_files(files)
+    (file,) = read_lora_files(files, arguments.family.family)
     texts = arguments.blocks.blocks
     factors = [factor for text in texts for factor in parse_block_factors(text)]
     yield from _write_blocks(file, scale_blocks(file, factors), f"scaled by block: {' '.join(texts)}", arguments)
 
 
 def run_prune(files: Sequence[str], arguments: BlockArguments) -> Iterator[str]:
-    (file,) = read_lora_files(files)
+    (file,) = read_lora_files(files, arguments.family.family)
     options = arguments.blocks
     what = f"removed {' '.join(options.blocks)}" if options.blocks else f"kept {' '.join(options.keep)} only"
     yield from _write_blocks(file, prune_blocks(file, options.blocks, options.keep), f"pruned: {what}", arguments)

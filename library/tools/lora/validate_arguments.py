@@ -10,6 +10,7 @@ from ...problems import Place, Problem, report_argument, report_file
 from ...registry import suggest_name
 from .block_names import BlockFactor, parse_block_factors
 from .options import (
+    RULES,
     BlockArguments,
     BlockOptions,
     ExtractArguments,
@@ -25,7 +26,6 @@ from .rank_rule import RankRule
 if TYPE_CHECKING:
     from .options import ExtractOptions, MergeOptions, MetadataOptions
 
-RULES = ("sv_ratio", "sv_fro", "sv_cumulative", "energy", "threshold")
 _LYCORIS_REASONS = {
     "loha": "the elementwise product of two low-rank matrices has no best approximation in closed form; use lora",
     "oft": "a rotation keeps the length of each neuron's weights, which training changes; use lora or dora",
@@ -41,6 +41,7 @@ def parse_arguments(
     notices = [Problem("", notice) for notice in parsed.notices]
     if problems := [*parsed.problems, *notices, *check(files, parsed.config)]:
         raise ConfigError(problems)
+    parsed.log_notices()
     return files, parsed.config
 
 
@@ -77,13 +78,8 @@ def validate_merge(files: Sequence[str], arguments: MergeArguments) -> Iterator[
     if merge.model is not None:
         yield from _validate_model_path(merge.model, "model")
         yield from validate_output(arguments.output, files, is_model=merge.model)
-        for name, is_set in (("to", arguments.format.to), ("method", merge.method), ("rank", has_rule)):
-            if is_set:
-                yield Problem(name, "no effect with --model", "remove one of the two", others=("model",))
     else:
         yield from validate_output(arguments.output, files)
-        if merge.math != "float32":
-            yield Problem("math", "only with --model", "LoRAs are merged in float64")
 
 
 def _validate_weights(merge: "MergeOptions", count: int) -> Iterator[Problem]:
@@ -94,8 +90,6 @@ def _validate_weights(merge: "MergeOptions", count: int) -> Iterator[Problem]:
     given = (merge.weights, merge.denoiser_weights, merge.text_encoder_weights)
     if merge.weights and not any(weight for weights in given for weight in weights or ()):
         yield Problem("weights", "all are 0, which leaves nothing to write")
-    if merge.weights and merge.denoiser_weights and merge.text_encoder_weights:
-        yield Problem("weights", "no effect beside --denoiser_weights and --text_encoder_weights", "remove it")
 
 
 def _iter_block_factors(texts: Sequence[str], count: int) -> Iterator[tuple[int | None, list[BlockFactor]] | Problem]:
@@ -128,8 +122,6 @@ def validate_rank_options(ranks: RankOptions) -> Iterator[Problem]:
     rules = [name for name in RULES if getattr(ranks, name) is not None]
     if len(rules) > 1:
         yield Problem(rules[1], f"contradicts --{rules[0]}", "use one rule")
-    if ranks.conv_rank is not None and ranks.rank is None and not rules:
-        yield Problem("conv_rank", "needs --rank")
 
 
 def build_rank_rule(ranks: RankOptions) -> RankRule | None:
@@ -204,8 +196,6 @@ def validate_metadata(files: Sequence[str], arguments: MetadataArguments) -> Ite
         yield from validate_output(arguments.output, files)
     elif arguments.output.output is not None:
         yield Problem("output", "nothing to change", "add --set or --remove")
-    if changes and options.json:
-        yield Problem("json", "only to print", "remove --set and --remove")
 
 
 def _validate_one_file(files: Sequence[str], output: OutputOptions) -> Iterator[Problem]:

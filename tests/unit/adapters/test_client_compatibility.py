@@ -16,22 +16,11 @@ from library.training.save_adapter import build_adapter_file
 
 QUICK_KINDS = ("LoRA", "DoRA")
 QUICK_FAMILIES = ("sdxl", "flux")
-EVERY_KIND_FAMILIES = (
-    "sd1",
-    "sdxl",
-    "sd3",
-    "flux",
-    "flux2_klein",
-    "z_image",
-    "qwen_image",
-    "lumina2",
-    "krea2",
-    "sana",
-    "anima",
-    "hunyuan_image",
-    "qwen_image21",
-    "ovis_image",
-    "aura_flow",
+EVERY_KIND_FAMILIES = tuple(
+    (
+        "sd1 sdxl sd3 flux flux2_klein z_image qwen_image lumina2 krea2 sana anima hunyuan_image qwen_image21 ovis_image "
+        "aura_flow"
+    ).split()
 )
 """Every key style; each other family shares one of these."""
 
@@ -139,7 +128,7 @@ def build_flux_state(width):
     return (
         state,
         modules,
-        [ComponentKeys("transformer", tuple(names), "lora_unet", FAMILIES.get("flux").lora_key_style)],
+        [ComponentKeys("transformer", tuple(names), "lora_unet", FAMILIES.get("flux").facts.lora.key_style)],
     )
 
 

@@ -16,7 +16,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from original_checkpoints import build_checkpoint
 from rank_processes import run_on_ranks
+from tiny_pipelines import TINY
 
 from benchmarks import compile as compile_benchmark
 from benchmarks import data, lora, memory, peers, pipeline, strategies, variants
@@ -489,3 +491,14 @@ def test_the_page_is_used_in_a_browser():
     assert len(measured["pictures: after a jump"]["values"]) == 4
     assert 0 < measured["pictures: cells in the page"]["median"] <= 200
     assert measured["long run: size of an answer"]["median"] < 1
+
+
+def test_a_single_file_of_the_lora_benchmark_has_the_keys_of_the_original_code():
+    """All of them, which the conversion of the tests writes by other rules, and which diffusers loads."""
+    pipe = TINY["sd1"]().pipe
+    expected = build_checkpoint("sd1", pipe)
+    found = lora.collect_original_tensors(pipe)
+
+    names = {key for key in expected if not key.startswith(("model_ema.", "alphas_cumprod"))}
+    assert found.keys() == names
+    assert all(torch.equal(found[key], expected[key]) for key in names)

@@ -89,10 +89,7 @@ def build_texts(file: str, cache: str) -> tuple[list[tuple[str, int]], list[str]
         file,
         "--cache_dir",
         cache,
-        "--cache_text_encoder_outputs",
-        "--shuffle_caption",
-        "--max_train_steps",
-        "6",
+        *"--cache_text_encoder_outputs --shuffle_caption --max_train_steps 6".split(),
     ]
     return tools(["build", *options], ["info", *options, "--cache_latents"]), sorted(os.listdir(cache))
 

@@ -145,10 +145,7 @@ def test_all_problems_are_reported_together_before_torch_is_imported(tmp_path):
     result = run_python(
         "-c",
         script,
-        "--network_dim",
-        "x",
-        "--pretrained_model_name_or_path",
-        "/no/where",
+        *"--network_dim x --pretrained_model_name_or_path /no/where".split(),
         "--sample_prompts",
         tmp_path / "prompts.txt",
         "--dataset_config",

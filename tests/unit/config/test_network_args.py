@@ -45,7 +45,10 @@ def build_model(name):
 
 def match_sites(name, config):
     family = FAMILIES.get(name)()
-    names = (family.denoiser_name, *(part for part in family.facts.text_encoders if part != family.facts.t5_encoder))
+    names = (
+        family.facts.denoiser_name,
+        *(part for part in family.facts.lora.text_encoders if part != family.facts.text.t5_encoder),
+    )
     return select_target_components(
         config.adapter, config.optim, family, load_components_on_meta(build_model(name), names)
     )
@@ -62,7 +65,7 @@ def sites():
     }
     return {
         name: injection.select_target_layers(
-            match_sites(name, build_config(*words)), build_config(*words).adapter, FAMILY_FACTS[name].network
+            match_sites(name, build_config(*words)), build_config(*words).adapter, FAMILY_FACTS[name].options.network
         )[0]
         for name, words in more.items()
     }
@@ -70,7 +73,7 @@ def sites():
 
 def get_ranks(sites, name, *words, **options):
     config = build_config(*words, **options).adapter
-    ranks = assign_ranks(sites[name], config, FAMILY_FACTS[name].network)
+    ranks = assign_ranks(sites[name], config, FAMILY_FACTS[name].options.network)
     if problems := [*validate_ranks(sites[name], ranks, config)]:
         raise ConfigError(problems)
     return ranks
@@ -116,7 +119,7 @@ def test_modules_without_conv_dim_equal_those_of_sd_scripts(name, file):
     actual = {
         site.kohya_name
         for site in injection.select_target_layers(
-            match_sites(name, build_config()), build_config().adapter, FAMILY_FACTS[name].network
+            match_sites(name, build_config()), build_config().adapter, FAMILY_FACTS[name].options.network
         )[0]
     }
     assert actual == {module for module in load_golden_ranks(file) if not module.startswith(UNUSED_LAYERS[name])}
@@ -125,7 +128,7 @@ def test_modules_without_conv_dim_equal_those_of_sd_scripts(name, file):
 def test_blocks_are_numbered_as_in_sd_scripts(sites):
     numbers = {
         name: {
-            site.kohya_name: get_unet_block_index(site.kohya_name, FAMILY_FACTS[name].network)
+            site.kohya_name: get_unet_block_index(site.kohya_name, FAMILY_FACTS[name].options.network)
             for site in sites[name]
             if not site.is_text_encoder
         }
@@ -189,7 +192,7 @@ def test_block_lr_weights_multiply_the_learning_rate_and_0_excludes_a_block(site
 
 def test_block_lr_weight_curves_have_the_expected_end_values():
     def weights(**weights):
-        return compute_block_lr_weights(NetworkArgs(**weights), FAMILY_FACTS["sdxl"].network)
+        return compute_block_lr_weights(NetworkArgs(**weights), FAMILY_FACTS["sdxl"].options.network)
 
     assert weights() is None
     assert weights(down_lr_weight="linear")[1:10] == pytest.approx([number / 8 for number in range(9)])
@@ -201,7 +204,7 @@ def test_block_lr_weight_curves_have_the_expected_end_values():
 def test_block_lr_weights_for_another_number_of_blocks_are_cut_or_filled_with_1_as_in_sd_scripts():
     """SDXL has 9, 3 and 9 blocks; GUIs write the 12 values of Stable Diffusion 1."""
     values = tuple(number / 10 for number in range(1, 13))
-    network, arguments = FAMILY_FACTS["sdxl"].network, NetworkArgs(down_lr_weight=values, mid_lr_weight=(0.5,))
+    network, arguments = FAMILY_FACTS["sdxl"].options.network, NetworkArgs(down_lr_weight=values, mid_lr_weight=(0.5,))
     expected = [1.0, *values[:9], 0.5, 1.0, 1.0, *[1.0] * 9, 1.0]
     assert compute_block_lr_weights(arguments, network) == expected
     assert list(find_block_lr_weight_lengths(arguments, network)) == [
@@ -213,11 +216,7 @@ def test_block_lr_weights_for_another_number_of_blocks_are_cut_or_filled_with_1_
 def test_layer_type_and_block_ranks_of_flux(sites):
     actual = get_ranks_by_original_name(
         sites,
-        "flux",
-        "img_attn_dim=3",
-        "single_dim=0",
-        "train_double_block_indices=0,3-5",
-        "in_dims=2,0,0,0,7",
+        *"flux img_attn_dim=3 single_dim=0 train_double_block_indices=0,3-5 in_dims=2,0,0,0,7".split(),
         network_train_unet_only=True,
     )
     assert actual["lora_unet_double_blocks_3_img_attn_qkv"][0] == 3
@@ -233,11 +232,7 @@ def test_layer_type_and_block_ranks_of_flux(sites):
 def test_layer_type_and_block_ranks_of_sd3(sites):
     actual = get_ranks_by_original_name(
         sites,
-        "sd3",
-        "context_mlp_dim=5",
-        "x_mod_dim=0",
-        "train_block_indices=23",
-        "emb_dims=1,2,3,4,5,6",
+        *"sd3 context_mlp_dim=5 x_mod_dim=0 train_block_indices=23 emb_dims=1,2,3,4,5,6".split(),
         network_train_unet_only=True,
     )
     inner = {module.split("_", 5)[5]: rank for module, (rank, _) in actual.items() if "joint" in module}
@@ -383,9 +378,8 @@ def test_arguments_that_do_not_apply_to_a_family_are_reported(name, words, probl
 
     facts = FAMILY_FACTS[name]
     adapter, optim = build_config(*words).adapter, OptimConfig()
-    found = validate_adapter_for_model(
-        adapter, optim, facts.network, facts.title, facts.text_encoders, facts.t5_encoder
-    )
+    encoders, t5 = tuple(facts.lora.text_encoders), facts.text.t5_encoder
+    found = validate_adapter_for_model(adapter, optim, facts.options.network, facts.title, encoders, t5)
     assert format_texts(found) == [problem]
 
 
@@ -395,9 +389,8 @@ def test_network_modules_of_other_families_are_refused_and_those_of_lycoris_are_
     from library.config.validate_adapter import validate_adapter_for_model
 
     config = build_config(network_module="networks.lora_flux")
-    found = validate_adapter_for_model(
-        config.adapter, config.optim, facts.network, facts.title, facts.text_encoders, facts.t5_encoder
-    )
+    encoders, t5 = tuple(facts.lora.text_encoders), facts.text.t5_encoder
+    found = validate_adapter_for_model(config.adapter, config.optim, facts.options.network, facts.title, encoders, t5)
     assert format_texts(found) == ["networks.lora_flux does not support Stable Diffusion XL; use networks.lora"]
     for algorithm, kind in {"locon": "lora", "diag-oft": "oft", "boft": "boft", "lokr": "lokr"}.items():
         assert (
@@ -514,14 +507,7 @@ def test_arguments_of_lycoris_that_change_the_result_are_refused(words, problem)
 
 
 def test_arguments_of_convolutions_have_no_effect_on_models_without_them():
-    argv = [
-        *DATA,
-        "--pretrained_model_name_or_path",
-        "random:flux:tiny",
-        "--network_args",
-        "conv_dim=4",
-        "conv_alpha=1",
-    ]
+    argv = [*DATA, *"--pretrained_model_name_or_path random:flux:tiny --network_args conv_dim=4 conv_alpha=1".split()]
     loaded = load_settings([*argv, "loraplus_lr_ratio=2"])
     assert loaded.config.adapter.network_args == ("loraplus_lr_ratio=2",)
     assert dict(format_unused(loaded.unused)) == {
@@ -532,7 +518,9 @@ def test_arguments_of_convolutions_have_no_effect_on_models_without_them():
 
 def test_a_conv_dim_of_0_trains_the_small_convolutions_as_in_sd_scripts(sites):
     config = build_config("conv_dim=0")
-    layers, _ = injection.select_target_layers(match_sites("sd1", config), config.adapter, FAMILY_FACTS["sd1"].network)
+    layers, _ = injection.select_target_layers(
+        match_sites("sd1", config), config.adapter, FAMILY_FACTS["sd1"].options.network
+    )
     assert [layer.name for layer in layers] == [layer.name for layer in sites["sd1"]], (
         "those between the blocks as well"
     )

@@ -19,7 +19,7 @@ from library.training.preflight import find_settings_problems, load_settings
     ("flags", "unused"),
     [
         ("--max_train_steps 5 --max_train_epochs 1", {"max_train_steps": "max_train_epochs is set"}),
-        ("--sample_at_first", {"sample_at_first": "no sample_prompts"}),
+        ("--sample_at_first", {"sample_at_first": "sample_prompts is not set"}),
         ("--sample_every_n_epochs 1 --sample_sampler ddim", {"sample_every_n_epochs": "", "sample_sampler": ""}),
         ("--prefetch_factor 3 --max_data_loader_n_workers 0", {"prefetch_factor": "there are no data loader workers"}),
         ("--dynamo_backend eager", {"dynamo_backend": "torch_compile is not set"}),
@@ -48,14 +48,56 @@ from library.training.preflight import find_settings_problems, load_settings
         ("--noise_offset 0 --adaptive_noise_scale 0.1", {"adaptive_noise_scale": "noise_offset is 0"}),
         ("--ip_noise_gamma_random_strength", {"ip_noise_gamma_random_strength": "ip_noise_gamma is 0"}),
         ("--multires_noise_discount 0.5", {"multires_noise_discount": "multires_noise_iterations is 0"}),
-        ("--huber_c 0.2", {"huber_c": "loss_type is l2"}),
-        ("--loss_type l1 --huber_schedule constant", {"huber_schedule": "loss_type is l1"}),
+        ("--huber_c 0.2", {"huber_c": "only for loss_type huber and smooth_l1"}),
+        ("--loss_type l1 --huber_schedule constant", {"huber_schedule": ""}),
         ("--logit_mean 0.5", {"logit_mean": "only for weighting_scheme logit_normal"}),
         ("--mode_scale 0", {"mode_scale": "only for weighting_scheme mode"}),
-        ("--weighting_scheme cosmap --sigmoid_scale 2", {"sigmoid_scale": "not for timestep_sampling sigma"}),
+        (
+            "--weighting_scheme cosmap --sigmoid_scale 2",
+            {"sigmoid_scale": "only for timestep_sampling sigmoid, shift and flux_shift"},
+        ),
         (
             "--timestep_sampling flux_shift --discrete_flow_shift 3",
-            {"discrete_flow_shift": "not for timestep_sampling flux_shift"},
+            {"discrete_flow_shift": "only for timestep_sampling shift and sigma"},
+        ),
+        ("--lr_scheduler_args gamma=1", {"lr_scheduler_args": ""}),
+        (
+            "--sample_prompts pyproject.toml --sample_every_n_steps 2 --sample_every_n_epochs 1",
+            {"sample_every_n_steps": "sample_every_n_epochs is set"},
+        ),
+        ("--optimizer_type adafactor --lr_scheduler_type StepLR", {"lr_scheduler_type": ""}),
+        (
+            "--optimizer_type adafactor --network_args loraplus_lr_ratio=4",
+            {"network_args loraplus_lr_ratio": "Adafactor with relative_step sets its own"},
+        ),
+        ("--control_scale 2", {"control_scale": "only for control omini"}),
+        ("--adaptive_noise_scale 0.1", {"adaptive_noise_scale": "noise_offset is 0"}),
+        ("--no_metadata --metadata_title a --training_comment b", {"metadata_title": "", "training_comment": ""}),
+        ("--dim_from_weights --network_dim 8", {"dim_from_weights": "network_weights is not set"}),
+        ("--zero_stage 3", {"zero_stage": "deepspeed is not set"}),
+        ("--zero_stage 2", {}),
+        ("--fsdp_offload_params", {"fsdp_offload_params": "fsdp is not set"}),
+        ("--dp_shard_size 2", {"dp_shard_size": "fsdp is not set"}),
+        ("--offload_optimizer_device cpu", {"offload_optimizer_device": "deepspeed is not set"}),
+        (
+            "--deepspeed --zero_stage 3 --offload_param_device cpu --offload_param_nvme_path /tmp",
+            {"offload_param_nvme_path": "offload_param_device is not nvme"},
+        ),
+        (
+            "--torch_compile --gradient_checkpointing --activation_memory_budget 0.5 --dynamo_backend eager",
+            {"activation_memory_budget": "only for dynamo_backend inductor and aot_eager"},
+        ),
+        (
+            "--torch_compile --gradient_checkpointing --activation_memory_budget 0.5 --cpu_offload_checkpointing",
+            {"cpu_offload_checkpointing": ""},
+        ),
+        (
+            "--torch_compile --pp_size 2 --no-dynamo_use_regional_compilation",
+            {"no-dynamo_use_regional_compilation": "with pp_size, the model is always compiled block by block"},
+        ),
+        (
+            "--timestep_sampling shift --weighting_scheme logit_normal --logit_mean 1",
+            {"weighting_scheme": "", "logit_mean": "only for weighting_scheme logit_normal"},
         ),
         ("--lowram", {"lowram": ""}),
         (
@@ -85,7 +127,10 @@ def test_a_setting_without_effect_is_named_and_set_back(flags, unused):
         ("sd1", "--t5xxl nowhere --ae nowhere", {"t5xxl", "ae"}),
         ("sd3", "--min_snr_gamma 5 --noise_offset 0.1 --adaptive_noise_scale 0.1", {"min_snr_gamma", "noise_offset"}),
         ("flux", "--sample_sampler euler_a --sample_prompts pyproject.toml", {"sample_sampler"}),
-        ("z_image", "--no-network_train_unet_only", {"no-network_train_unet_only"}),
+        ("z_image", "--network_train_unet_only", {"network_train_unet_only"}),
+        ("z_image", "--no-network_train_unet_only", set()),
+        ("sd1", "--scale_v_pred_loss_like_noise_pred", {"scale_v_pred_loss_like_noise_pred"}),
+        ("sd1", "--v_parameterization --v_pred_like_loss 1", {"v_pred_like_loss"}),
         ("sd1", "--clip_skip 2 --v_parameterization --min_snr_gamma 5", set()),
     ],
 )
@@ -327,4 +372,5 @@ def test_defaults_that_differ_from_sd_scripts_are_named(model, flags, named):
     """By its train_util.py, flux_train_utils.py and sd3_train_utils.py."""
     argv = [*DATA, "--network_module", "networks.lora", "--pretrained_model_name_or_path", f"random:{model}:tiny"]
     loaded = load_settings([*argv, *flags.split()])
-    assert [text.split()[0] for text in loaded.kohya_defaults] == named.split()
+    assert sorted(text.split()[0] for text in loaded.kohya_defaults) == sorted(named.split())
+    assert {"learning_rate 1e-4 (there 2e-6)", "seed 42 (there another one for each run)"} & {*loaded.kohya_defaults}

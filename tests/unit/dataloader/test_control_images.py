@@ -192,10 +192,14 @@ def test_settings_that_control_images_do_not_allow_are_errors(folder):
         prepare(folder, f"{SUBSET}\nrandom_crop = true", "control_resolution = 64")
     with pytest.raises(ConfigError, match=r"control_directory: is the same folder as image_dir"):
         prepare(folder, "image_dir = 'p'\ncontrol_directory = 'p'")
-    with pytest.raises(ConfigError, match=r"control_resolution: no subset here has control images"):
-        prepare(folder, "image_dir = 'p'", "control_resolution = 64")
     with pytest.raises(ConfigError, match=r"conditioning_data_dir: control_directory is set too"):
         prepare(folder, f"{SUBSET}\nconditioning_data_dir = 'c'")
+    (note,) = [
+        each
+        for each in prepare(folder, "image_dir = 'p'", "control_resolution = 64").manifest.notes
+        if "not used" in each
+    ]
+    assert note.endswith("control_resolution: not used, because no subset here has control images")
 
 
 def test_the_number_of_control_images_fits_the_model(folder):

@@ -90,10 +90,49 @@ def test_keys_without_effect_are_noted(tmp_path):
     text = (tmp_path / "set.toml").read_text().replace("enable_bucket = true", "enable_bucket = false")
     (tmp_path / "set.toml").write_text(text)
     prepared = prepare_data(DataConfig(dataset_config=str(tmp_path / "set.toml")), 8)
-    assert [note.split(":")[1:3] for note in prepared.manifest.notes] == [
+    assert sorted(note.split(":")[1:3] for note in prepared.manifest.notes) == [
         ["4", " min_bucket_reso"],
+        ["5", " bucket_no_upscale"],
         ["6", " bucket_reso_steps"],
     ]
+
+
+def test_keys_that_have_no_effect_on_any_subset_of_their_table_are_noted(tmp_path):
+    for name in "ab":
+        save(tmp_path / name / "1.png", caption="x", ending=".caption")
+    text = """
+[general]
+keep_tokens = 2
+validation_seed = 3
+control_resolution = 64
+bucket_max_crop = 0.5
+[[datasets]]
+resolution = 64
+  [[datasets.subsets]]
+  image_dir = "a"
+  token_warmup_min = 2
+  validation_split = 0.0
+  [[datasets.subsets]]
+  image_dir = "b"
+"""
+    path = tmp_path / "set.toml"
+
+    def list_notes(text):
+        path.write_text(text)
+        notes = prepare_data(DataConfig(dataset_config=str(path)), 8).manifest.notes
+        return {note.split(": ")[1]: note.split("not used, because ")[1] for note in notes if "not used" in note}
+
+    assert list_notes(text) == {
+        "keep_tokens": "tags are neither shuffled nor dropped",
+        "validation_seed": "validation_split is 0",
+        "control_resolution": "no subset here has control images",
+        "bucket_max_crop": "only for bucket_mode symmetric",
+        "token_warmup_min": "token_warmup_step is 0",
+    }
+    save(tmp_path / "a" / "2.png", caption="y", ending=".caption")
+    text = text.replace("token_warmup_min = 2", "token_warmup_min = 2\n  token_warmup_step = 5")
+    text = text.replace("validation_split = 0.0", "validation_split = 0.5")
+    assert list_notes(text).keys() == {"control_resolution", "bucket_max_crop"}, "one subset uses the others"
 
 
 def test_sample_keys_are_unique_across_extensions_folders_and_datasets(tmp_path):

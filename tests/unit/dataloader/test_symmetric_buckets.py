@@ -242,6 +242,8 @@ def test_small_buckets_merge_into_the_nearest_by_log_ratio_counting_images_witho
     kept, notes = merge_small_buckets(samples, single, [replace(dataset, bucket_max_crop=0.5)])
     assert kept[6] == single[6] and notes[0].endswith("an image would lose 75.0%, more than bucket_max_crop 0.5")
 
+    assert merge_small_buckets(samples, single, [replace(dataset, bucket_mode="kohya")]) == (tuple(single), [])
+
 
 GOOD = "[[datasets]]\nresolution = 512\n[[datasets.subsets]]\nimage_dir = 'a'\n"
 
@@ -249,10 +251,7 @@ GOOD = "[[datasets]]\nresolution = 512\n[[datasets.subsets]]\nimage_dir = 'a'\n"
 @pytest.mark.parametrize(
     ("general", "flags", "expected"),
     [
-        ("bucket_max_crop = 0.5", {}, ["set.toml:2: bucket_max_crop: needs bucket_mode symmetric"]),
-        ("bucket_min_images = 3\nenable_bucket = true", {}, ["set.toml:2: bucket_min_images: needs bucket_mode"]),
-        ("enable_bucket = true", {"bucket_max_crop": 0.1}, ["--bucket_max_crop (for set.toml:3): needs bucket_mode"]),
-        ("bucket_mode = 'symmetric'", {}, ["set.toml:2: bucket_mode: needs buckets; set enable_bucket = true"]),
+        ("bucket_min_images = 3\nenable_bucket = true", {}, []),
         (
             "bucket_mode = 'symmetric'\nbucket_no_upscale = true\nenable_bucket = true",
             {},

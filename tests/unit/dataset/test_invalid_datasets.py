@@ -337,7 +337,7 @@ resolution = 512
 resolution = 512
 enable_bucket = true
 min_bucket_reso = 1024                             # is above
-bucket_max_crop = 0.5                              # needs bucket_mode symmetric
+bucket_max_crop = 1.5                              # must be at most 1
   [[datasets.subsets]]
   image_dir = "images"
   is_reg = true

@@ -191,7 +191,7 @@ def test_each_device_of_a_device_map_takes_the_estimated_memory(model):
     """Compared to fake devices with accelerate's dispatch hooks."""
     flags = (MODEL, f"random:{model}:tiny")
     meta_run, (whole,) = run_on_meta_device(*flags, batch=MEDIUM)
-    part = meta_run.family.denoiser_name
+    part = meta_run.family.facts.denoiser_name
     device_map = str(build_device_map(getattr(meta_run.pipe, part), 2))
     _, devices = run_on_meta_device(*flags, "--device_map", device_map, world_size=2, batch=MEDIUM)
     chunks = [chunk for device in devices for chunk in device.chunks]

@@ -25,7 +25,7 @@ def tokenizer_cache(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizers")
     for name in FAMILIES.list_names():
         family, pipe = FAMILIES.get(name), TINY[name]().pipe
-        for part, hub_id in family.tokenizer_repo_ids.items():
+        for part, hub_id in family.facts.text.tokenizer_repo_ids.items():
             tokenizer = getattr(pipe, part)
             if "CLIP" in type(tokenizer).__name__:
                 tokenizer.pad_token = (
@@ -72,9 +72,9 @@ def test_a_single_file_loads_the_same_model_as_the_folder(single_file):
 def test_only_the_requested_components_of_a_single_file_are_loaded(single_file):
     family, tiny, _ = single_file
     actual = detect_model(family.model_config)
-    pipe = family.load(actual, torch.float32, family.text_components)
-    assert list_loaded_components(family, pipe) == set(family.text_components)
-    family.load(actual, torch.float32, ("vae", family.denoiser_name), pipe=pipe)
+    pipe = family.load(actual, torch.float32, family.facts.text.components)
+    assert list_loaded_components(family, pipe) == set(family.facts.text.components)
+    family.load(actual, torch.float32, ("vae", family.facts.denoiser_name), pipe=pipe)
     assert_same_weights(family, pipe, tiny.pipe)
 
 
@@ -87,7 +87,7 @@ def test_half_precision_weights_are_cast_to_the_requested_dtype(single_file, tmp
     pipe = family.load(detect_model(str(path)), torch.bfloat16)
     dtypes = {part: {p.dtype for p in module.parameters()} for part, module in get_modules(family, pipe).items()}
     assert dtypes.pop("vae") == {torch.float32}
-    assert family.denoiser_name in dtypes and all(each == {torch.bfloat16} for each in dtypes.values()), dtypes
+    assert family.facts.denoiser_name in dtypes and all(each == {torch.bfloat16} for each in dtypes.values()), dtypes
 
 
 def test_a_file_with_missing_weights_is_reported(single_file):
@@ -96,8 +96,10 @@ def test_a_file_with_missing_weights_is_reported(single_file):
     lost = [name for name in tensors if re.match(r"model\.diffusion_model\..*(bias|proj_out\.weight)$", name)][-1]
     del tensors[lost]
     save_file(tensors, path)
-    with pytest.raises(ConfigError, match=f"its {family.denoiser_name} cannot be loaded: the file lacks 1 weights"):
-        family.load(detect_model(str(path)), torch.float32, (family.denoiser_name,))
+    with pytest.raises(
+        ConfigError, match=f"its {family.facts.denoiser_name} cannot be loaded: the file lacks 1 weights"
+    ):
+        family.load(detect_model(str(path)), torch.float32, (family.facts.denoiser_name,))
     text = next(
         name
         for name in tensors
@@ -113,7 +115,7 @@ def test_a_tokenizer_without_network_and_cache_is_reported_with_a_fix(single_fil
     family, _, path = single_file
     strict = type(family)(ModelConfig())
     with pytest.raises(ConfigError, match=r"contains no tokenizer.* --tokenizer_cache_dir FOLDER"):
-        strict.load(str(path), torch.float32, tuple(family.tokenizer_repo_ids)[:1])
+        strict.load(str(path), torch.float32, tuple(family.facts.text.tokenizer_repo_ids)[:1])
 
 
 def test_a_hub_that_does_not_answer_is_not_asked_for_each_file_of_a_tokenizer(single_file, monkeypatch):
@@ -124,7 +126,7 @@ def test_a_hub_that_does_not_answer_is_not_asked_for_each_file_of_a_tokenizer(si
     retries = []
     monkeypatch.setattr("time.sleep", retries.append)
     with pytest.raises(ConfigError, match=r"contains no tokenizer"):
-        type(family)(ModelConfig()).load(str(path), torch.float32, tuple(family.tokenizer_repo_ids)[:1])
+        type(family)(ModelConfig()).load(str(path), torch.float32, tuple(family.facts.text.tokenizer_repo_ids)[:1])
     assert retries == []
 
 

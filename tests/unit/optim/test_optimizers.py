@@ -277,7 +277,7 @@ def test_prodigy_accepts_the_usual_arguments_of_sd_scripts():
 
 
 def test_a_schedule_that_is_too_short_for_the_run_is_reported_before_the_model_is_loaded(tmp_path, monkeypatch):
-    def load(*_):
+    def load(*_, **__):
         raise AssertionError("the model is loaded")
 
     monkeypatch.setattr("library.training.run.load_training_pipeline", load)
@@ -290,11 +290,7 @@ def test_a_schedule_that_is_too_short_for_the_run_is_reported_before_the_model_i
             "4",
             "--output_dir",
             str(tmp_path / "out"),
-            "--lr_scheduler_type",
-            "OneCycleLR",
-            "--lr_scheduler_args",
-            "total_steps=3",
-            "max_lr=1e-3",
+            *"--lr_scheduler_type OneCycleLR --lr_scheduler_args total_steps=3 max_lr=1e-3".split(),
         )
 
 

@@ -37,7 +37,7 @@ MODELS = ("sd1", "sdxl", "sd3", "flux", "z_image", "qwen_image")
 
 def empty_denoiser(model: str) -> nn.Module:
     config = parse_config(["--pretrained_model_name_or_path", f"random:{model}:tiny"]).config
-    part = FAMILIES.get(model).denoiser_name
+    part = FAMILIES.get(model).facts.denoiser_name
     return getattr(load_components_on_meta(detect_model(config.model), (part,)), part)
 
 
@@ -63,7 +63,7 @@ def test_weights_are_balanced_or_placed_sequentially():
 def test_inputs_of_every_layer_are_on_its_device(model, count):
     tiny = TINY[model]()
     family, batch, first = FAMILIES.get(tiny.family)(), tiny.batch, torch.device(DEVICE_TYPE, 0)
-    with dispatch_to_fake_devices(tiny.pipe, family.denoiser_name, count) as devices:
+    with dispatch_to_fake_devices(tiny.pipe, family.facts.denoiser_name, count) as devices:
         assert len(devices) == count
         moved = replace(
             batch,
@@ -73,10 +73,10 @@ def test_inputs_of_every_layer_are_on_its_device(model, count):
             loss_weights=move_to_device(first, batch.loss_weights),
         )
         t = torch.full((len(batch.latents),), 0.5, device=first)
-        output = family.predict(tiny.pipe, getattr(tiny.pipe, family.denoiser_name), moved.latents, t, moved)
+        output = family.predict(tiny.pipe, getattr(tiny.pipe, family.facts.denoiser_name), moved.latents, t, moved)
         assert output.device == first and output.shape == batch.latents.shape
         output.sum().backward()
-        weights = getattr(tiny.pipe, family.denoiser_name).named_parameters()
+        weights = getattr(tiny.pipe, family.facts.denoiser_name).named_parameters()
         reached = {weight.device for name, weight in weights if weight.grad is not None}
         assert reached == {torch.device(DEVICE_TYPE, number) for number in range(count)}
 

@@ -25,17 +25,12 @@ from library.tools.importers.programs import import_sources
 from library.tools.importers.source_file import SourceFile, read_source
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "import"
-FILES = (
-    "kohya_sdxl.json",
-    "kohya_flux.json",
-    "ai_toolkit_flux.yaml",
-    "ai_toolkit_sdxl.yaml",
-    "onetrainer_sdxl.json",
-    "onetrainer_flux.json",
-    "diffusion_pipe_flux.toml",
-    "diffusion_pipe_sdxl.toml",
-    "simpletuner_flux/config.json",
-    "simpletuner_sdxl/config.env",
+FILES = tuple(
+    (
+        "kohya_sdxl.json kohya_flux.json ai_toolkit_flux.yaml ai_toolkit_sdxl.yaml onetrainer_sdxl.json "
+        "onetrainer_flux.json diffusion_pipe_flux.toml diffusion_pipe_sdxl.toml simpletuner_flux/config.json "
+        "simpletuner_sdxl/config.env"
+    ).split()
 )
 FOLDERS = ("photos/10_lorikeet bird", "photos/sub", "reg/2_bird", "masks")
 

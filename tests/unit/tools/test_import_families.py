@@ -74,7 +74,7 @@ def list_controls(result):
 def test_every_model_of_ai_toolkit_that_is_here(arch, family):
     result = import_content(build_ai_toolkit(arch, dataset={"control_path": "before"}))
 
-    takes_controls = FAMILY_FACTS[family].control_images[1] > 0
+    takes_controls = FAMILY_FACTS[family].control.num_images[1] > 0
     assert result.family == family
     assert list_controls(result) == (["before"] if takes_controls else [None])
     assert any("control_path" in item.key for item in result.untaken) == (not takes_controls)

@@ -35,7 +35,7 @@ DATA = ["--dataset_config", "pyproject.toml"]
 
 def predict(name: str, mode: str) -> torch.Tensor:
     family, tiny = FAMILIES.get(TINY[name]().family)(), TINY[name]()
-    denoiser = getattr(tiny.pipe, family.denoiser_name)
+    denoiser = getattr(tiny.pipe, family.facts.denoiser_name)
     set_attention_mode(denoiser, mode)
     backends = {
         str(module.processor._attention_backend.value)
@@ -77,9 +77,9 @@ def test_cudnn_gets_gradients_of_one_layout_whatever_follows_attention(wrap, lay
 def test_each_attention_mode_that_a_family_lists_reaches_its_denoiser(name):
     """Sana, Lumina 2 and CogView4 have processors without backends: any mode would have switched xformers on."""
     family = FAMILIES.get(name)()
-    denoiser = getattr(TINY[name]().pipe, family.denoiser_name)
+    denoiser = getattr(TINY[name]().pipe, family.facts.denoiser_name)
     with attention_backend("native"):
-        for mode in {"math", "efficient"} & set(FAMILY_FACTS[name].attention_modes):
+        for mode in {"math", "efficient"} & set(FAMILY_FACTS[name].blocks.attention_modes):
             set_attention_mode(denoiser, mode)
             backends = {str(each.processor._attention_backend.value) for each in iter_attention(denoiser)}
             assert backends == {DIFFUSERS_ATTENTION_BACKENDS[mode]}
@@ -116,8 +116,8 @@ def test_torch_never_chooses_cudnn_attention_by_itself():
 def test_a_family_lists_only_attention_modes_of_its_denoiser():
     for name, facts in FAMILY_FACTS.items():
         for mode in (*TORCH_ATTENTION_MODES, *DIFFUSERS_ATTENTION_BACKENDS):
-            problems = [*format_lines(validate_attention_mode(mode, SimpleNamespace(family=name)))]
-            assert (not problems) == (mode in (*TORCH_ATTENTION_MODES, *facts.attention_modes)), (name, mode)
+            problems = [*validate_attention_mode(mode, SimpleNamespace(family=name))]
+            assert (not problems) == (mode in (*TORCH_ATTENTION_MODES, *facts.blocks.attention_modes)), (name, mode)
     (problem,) = format_lines(validate_attention_mode("flash", SimpleNamespace(family="sd3")))
     assert "flash is not supported for Stable Diffusion 3, only sdpa, xformers" in problem
 
@@ -198,12 +198,7 @@ def test_the_base_is_in_bf16_and_the_adapter_only_with_full_bf16(options, adapte
         str(even_dataset),
         "--output_dir",
         str(tmp_path),
-        "--max_train_steps",
-        "2",
-        "--learning_rate",
-        "0.1",
-        "--mixed_precision",
-        "bf16",
+        *"--max_train_steps 2 --learning_rate 0.1 --mixed_precision bf16".split(),
         *options,
     )
 

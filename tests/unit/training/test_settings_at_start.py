@@ -93,16 +93,7 @@ def test_a_finished_lora_is_not_overwritten_without_being_asked(tmp_path):
 
 
 def test_files_between_that_the_run_would_write_are_not_overwritten_either(tmp_path):
-    flags = (
-        "--output_dir",
-        str(tmp_path),
-        "--output_name",
-        "my.lora",
-        "--max_train_steps",
-        "400",
-        "--ema_decay",
-        "0.9",
-    )
+    flags = ("--output_dir", str(tmp_path), *"--output_name my.lora --max_train_steps 400 --ema_decay 0.9".split())
     numbers = ("-000002", "-000003", "-000004-ema", "-step00000200", "-step00000300", "-step00000400", "-2", "")
     paths = {number: tmp_path / f"my.lora{number}.safetensors" for number in numbers}
     for path in (*paths.values(), tmp_path / "myxlora.safetensors"):
