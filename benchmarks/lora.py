@@ -27,6 +27,7 @@ from library.cli import run_tool
 from library.errors import ConfigError, UserError
 from library.models.collect_component_keys import collect_component_keys
 from library.models.families import FAMILIES
+from library.problems import Problem, report_argument
 from library.tools.lora.lora_files import read_lora_files_for_model
 from library.tools.lora.low_rank import add_updates, compute_difference, compute_norm, factor_update
 from library.tools.lora.model_weights import ModelFiles, locate_model_weights
@@ -52,9 +53,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace, training_options: Sequence[str], directory: Path) -> Iterator[Measurement]:
     """Try all tools on one model after another."""
     if training_options:
-        raise ConfigError([f"{training_options[0]}: unknown option"])
+        raise ConfigError([report_argument(training_options[0], "unknown option")])
     if options.single_file and any(source.split(":")[1] != "sd1" for source in options.models):
-        raise ConfigError(["--single_file: only for random:sd1"])
+        raise ConfigError([Problem("single_file", "only for random:sd1")])
     for source in options.models:
         folder = directory / source.replace(":", "_")
         folder.mkdir()

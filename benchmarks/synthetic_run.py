@@ -16,6 +16,7 @@ from PIL import Image
 
 from library.config import RunConfig, parse_config
 from library.errors import ConfigError
+from library.problems import Problem
 
 if TYPE_CHECKING:
     from library.parallel.strategy import Strategy
@@ -35,7 +36,7 @@ def load_training_options(argv: Sequence[str]) -> tuple[RunConfig, frozenset[str
     """Load training options, before there is a dataset; return the names of those that are set, too."""
     loaded = parse_config([*DEFAULT_OPTIONS, *argv])
     if rejected := [name for name in SET_HERE if name in loaded.locations]:
-        raise ConfigError([f"--{name}: set by the benchmark; remove it" for name in rejected])
+        raise ConfigError([Problem(name, "set by the benchmark", "remove it") for name in rejected])
     return loaded.config, frozenset(loaded.locations)
 
 

@@ -16,6 +16,7 @@ from .config.schema_output import LogConfig
 from .config.toml_positions import read_toml_with_lines
 from .config.types import parse_env_bool
 from .errors import UserError
+from .problems import Problem
 
 logger = logging.getLogger(__name__)
 
@@ -60,14 +61,15 @@ def is_wandb_ready(environment: Mapping[str, str]) -> bool:
     return bool(wandb.login(prompt=False, verify=False))  # verifying would need the network
 
 
-def create_tracker_dir(directory: str | None, log: LogConfig) -> list[str]:
+def create_tracker_dir(directory: str | None, log: LogConfig) -> list[Problem]:
     """Create the run's directory and direct wandb to it; return problems."""
     if directory is None:
         return []
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        return [f"--logging_dir {log.logging_dir}: cannot create the directory: {error.strerror}"]
+        text = f"cannot create the directory: {error.strerror}"
+        return [Problem("logging_dir", text, value=str(log.logging_dir))]
     if resolve_tracker(log) in ("wandb", "all"):
         os.environ["WANDB_DIR"] = directory
     return []

@@ -28,6 +28,7 @@ from ..config.network_args import (
 )
 from ..config.schema import AdapterConfig
 from ..errors import ConfigError, FileError
+from ..problems import Problem
 from .component_keys import clean_parameter_name
 from .module_adapter import DOWN, PEFT_SUFFIXES
 from .original_module_names import DIFFUSERS_KEYS, KeyStyle, group_by_original_module
@@ -104,7 +105,7 @@ def inject_adapters(
     else:
         layers = [layer for component in components for layer in find_target_layers(component)]
         if unexpected := sorted(rank_alphas.keys() - {layer.name for layer in layers}):
-            raise FileError([f"--network_weights: it trains {unexpected[0]}, which is no target of this run"])
+            raise FileError([Problem("network_weights", f"it trains {unexpected[0]}, which is no target of this run")])
         assigned = dict(rank_alphas)
     injected: dict[str, RankAlpha] = {}
     for part in components:

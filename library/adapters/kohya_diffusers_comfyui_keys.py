@@ -112,7 +112,7 @@ def convert_to_file_format(
     types = {adapter.adapter_type for adapter in adapters.values()}
     has_biases = any(BIAS in adapter.tensors for adapter in adapters.values())
     if problems := validate_save_format({*types, BIAS} if has_biases else types, file_format):
-        raise UserError("; ".join(problems))
+        raise UserError("; ".join(map(str, problems)))
     prefixes = tuple(f"{component.name}." for component in components)
     if unknown := [module for module in adapters if not module.startswith(prefixes)]:
         raise ValueError(f"{unknown[0]} is in no component of the pipeline")

@@ -22,6 +22,7 @@ from ..distributed.communicator import Communicator
 from ..distributed.process_group import KeyValueStore
 from ..errors import UserError
 from ..log import ProgressBar
+from ..problems import Problem
 from .keys import KeyArray, get_key_bytes
 from .paths import check_disk_space, check_writable, format_bytes, get_temporary_cache_dir, resolve_cache_dirs
 from .store import CacheStore
@@ -71,7 +72,7 @@ class CacheSpec:
 class CacheEncoder(Protocol):
     """Encodes entries; loads its model when the first batch is requested."""
 
-    failures: dict[int, str]
+    failures: dict[int, Problem]
     """Entries that could not be encoded, with the reason."""
 
     def make_batches(self, indices: Sequence[int]) -> list[list[int]]:
@@ -83,7 +84,7 @@ class CacheEncoder(Protocol):
 
 def fill_cache(
     comm: Communicator, spec: CacheSpec, encoder: CacheEncoder, *, verify_existing: bool
-) -> tuple[CacheStore, dict[int, str]]:
+) -> tuple[CacheStore, dict[int, Problem]]:
     """Encode what is missing; return the cache, and the entries that could not be encoded with the reason."""
     partition = partition_by_shared_disk(comm, spec.unique_directories)
     store = CacheStore(spec.unique_directories)
@@ -250,7 +251,7 @@ def _check_required_space(
         check_disk_space(directory, num_bytes, entries, spec.disk_full_hint)
 
 
-def _wait_until_visible(store: CacheStore, spec: CacheSpec, failures: dict[int, str]) -> None:
+def _wait_until_visible(store: CacheStore, spec: CacheSpec, failures: dict[int, Problem]) -> None:
     """Wait until this machine sees all entries, whichever machine wrote them."""
     expected = np.setdiff1d(np.arange(len(spec.keys)), list(failures))
     deadline = time.monotonic() + VISIBILITY_TIMEOUT_SECONDS

@@ -20,6 +20,7 @@ from ..models.base import Family
 from ..models.detect import DetectedModel, get_config_reader
 from ..models.model_configs import is_tokenizer
 from ..models.single_file import select_component_keys
+from ..problems import Problem
 
 
 class FileHashCache:
@@ -136,7 +137,7 @@ def _resolve_component_dir(path_or_id: str, subfolder: str, *, is_hub: bool) -> 
         root = Path(snapshot_download(path_or_id, allow_patterns=patterns))
     if not (root / subfolder).is_dir():
         raise FileError(
-            [f"pretrained_model_name_or_path: {path_or_id}: {subfolder} is missing; the model is incomplete"]
+            [Problem("pretrained_model_name_or_path", f"{path_or_id}: {subfolder} is missing; the model is incomplete")]
         )
     return root / subfolder
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UserError
+from ..problems import report_file
 from .format import (
     ENTRY_RECORD,
     RECORD_DTYPE,
@@ -194,8 +195,11 @@ class CacheStore:
             mapped = self._mmaps[shard] = self._map_shard(*shard)
         if len(mapped) < start + length:
             raise UserError(
-                f"{self._index_files[shard[0]].directory}: a cache file was truncated; start again to encode the"
-                " missing entries"
+                report_file(
+                    self._index_files[shard[0]].directory,
+                    "a cache file was truncated",
+                    "start again to encode the missing entries",
+                )
             )
         return mapped[start : start + length]
 

@@ -20,6 +20,7 @@ from ..dataloader.sample_prompts import Prompt
 from ..distributed.devices import MIXED_PRECISION_DTYPES
 from ..errors import UserError
 from ..models.detect import get_config_reader
+from ..problems import Problem, report_file
 from .distributed_encoding import CacheSpec, EncodedEntry, fill_cache, open_cache_dirs, open_shards, split_into_batches
 from .frozen_encoders import FrozenEncoders
 from .keys import (
@@ -47,7 +48,7 @@ class CaptionEncoder:
     encoders: FrozenEncoders
     augmenter: Augmenter
     text_keys: TextKeys
-    failures: dict[int, str] = field(default_factory=dict)
+    failures: dict[int, Problem] = field(default_factory=dict)
 
     def make_batches(self, indices: Sequence[int]) -> list[list[int]]:
         """Group entries to batches of ``--text_encoder_batch_size``."""
@@ -94,7 +95,7 @@ class CaptionEncoder:
         sample, assignment = augmenter.manifest.samples[index], augmenter.assignments[index]
         loaded = load_control_pixels(sample, assignment, augmenter.get_dataset(index), crop)
         if isinstance(loaded, BadSample):
-            raise UserError(f"{loaded.name}: {loaded.problem}")
+            raise UserError(report_file(loaded.name, loaded.problem))
         return list(map(fromarray, loaded))
 
 

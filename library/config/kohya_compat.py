@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
+from ..problems import Place
 from ..registry import suggest_name
 from .options import iter_options
 from .schema import RunConfig
@@ -79,7 +80,7 @@ FORMER_DEFAULTS = {
 """Defaults of the last release that checkpoints recorded; today's defaults do the same."""
 
 
-def format_rename_notice(location: str, name: str) -> str:
+def format_rename_notice(location: Place | str, name: str) -> str:
     return f"{location}: renamed to {name}; the old name will be removed in the next release"
 
 
@@ -239,15 +240,10 @@ class RawSetting:
 
     name: str
     value: Any  # the words after a flag, or a TOML value
-    location: str  # "--network_dim" or "run.toml:3: network_dim"
+    place: Place
     is_flag: bool
-    replaces: str = ""
-    """File and line of the same key with another value, in an earlier section of the run TOML."""
-
-    @property
-    def line(self) -> str:
-        """The line in the run TOML."""
-        return self.location.rpartition(": ")[0].rpartition(":")[2]
+    replaced_line: int | None = None
+    """Line of the same key with another value, in an earlier section of the run TOML."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +251,7 @@ class Spelling:
     """An option as it was set under one of its names."""
 
     name: str
-    location: str
+    place: Place
     value: Any
 
     def contradicts(self, other: "Spelling") -> bool:
@@ -264,13 +260,12 @@ class Spelling:
         return self.name != other.name and values[0] != values[1]
 
     def describe_conflict(self, other: "Spelling") -> str:
-        """Describe another value of the same option, whose location stands before the message."""
-        line = self.location.removesuffix(f": {self.name}").rpartition(":")[2]
-        where = self.location if self.location.startswith("--") else f"{self.name} in line {line}"
+        """Describe another value of the same option, whose place stands before the message."""
+        where = self.place.flag or f"{self.name} in line {self.place.line}"
         ours, theirs = (
             " ".join(map(str, each)) if isinstance(each, tuple) else each for each in (self.value, other.value)
         )
-        return f"{theirs} contradicts {where}, another name of this option, which is {ours}; remove one of them"
+        return f"{theirs} contradicts {where}, another name of this option, which is {ours}"
 
 
 def is_from_kohya(settings: Collection[RawSetting]) -> bool:
@@ -338,7 +333,7 @@ def read_secret(setting: RawSetting, variable: str, notices: list[str]) -> dict[
         raise ValueError("expects one value" if setting.is_flag else "expected text in quotes")
     if setting.is_flag:
         notices.append(
-            f"{setting.location}: flags appear in process lists and shell histories; set {variable}, or write it in the"
+            f"{setting.place}: flags appear in process lists and shell histories; set {variable}, or write it in the"
             " run file"
         )
     return {variable: value.strip()}

@@ -9,9 +9,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .option_needs import Needs
 
-OptionConflict = tuple[tuple[str, ...], str]
-"""The options that contradict each other, the one to change first, and the problem."""
-
 ExplicitOptions = frozenset[str]
 """Names of the options that were set by a flag or in the run TOML."""
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 
+from ..problems import Problem
 from .option_needs import Circumstances, explain_no_effect
-from .options import Option, OptionConflict, iter_group_options
+from .options import Option, iter_group_options
 from .schema_objective import LossConfig, NoiseConfig
 from .unused_options import list_prediction_traits
 
 
-def validate_objective_options(noise: NoiseConfig, loss: LossConfig) -> Iterator[OptionConflict]:
+def validate_objective_options(noise: NoiseConfig, loss: LossConfig) -> Iterator[Problem]:
     """Check the noise, timestep and loss options, whatever the model."""
     yield from _validate_timesteps(noise)
     for name, value in (
@@ -17,26 +18,30 @@ def validate_objective_options(noise: NoiseConfig, loss: LossConfig) -> Iterator
         ("discrete_flow_shift", noise.discrete_flow_shift),
     ):
         if value is not None and value <= 0:
-            yield (name,), f"must be above 0, got {value:g}"
+            yield Problem(name, f"must be above 0, got {value:g}")
 
 
-def _validate_timesteps(noise: NoiseConfig) -> Iterator[OptionConflict]:
+def _validate_timesteps(noise: NoiseConfig) -> Iterator[Problem]:
     low, high = noise.min_timestep or 0, 1000 if noise.max_timestep is None else noise.max_timestep
     if low >= high:
-        yield ("min_timestep", "max_timestep"), f"min_timestep {low} is not below max_timestep {high}"
+        yield Problem("min_timestep", f"min_timestep {low} is not below max_timestep {high}", others=("max_timestep",))
 
 
 def validate_objective_for_model(
     noise: NoiseConfig, loss: LossConfig, family: str, prediction_type: str
-) -> Iterator[OptionConflict]:
+) -> Iterator[Problem]:
     """Check the objective options against a model that predicts ``epsilon``, ``v`` or ``flow``."""
     for name, reason in find_options_of_other_models(noise, loss, prediction_type).items():
-        yield (name,), f"not applicable to {family}, {reason}; remove it"
+        yield Problem(name, f"not applicable to {family}, {reason}", "remove it")
     override = noise.v_parameterization
     predicts_v = prediction_type == "v" if override is None else override
     if prediction_type != "flow" and noise.zero_terminal_snr and not predicts_v:
-        problem = f"needs a model that predicts v, but this {family} model predicts the noise; set v_parameterization"
-        yield ("zero_terminal_snr", "v_parameterization"), problem
+        yield Problem(
+            "zero_terminal_snr",
+            f"needs a model that predicts v, but this {family} model predicts the noise",
+            "set v_parameterization",
+            others=("v_parameterization",),
+        )
 
 
 def find_options_of_other_models(noise: NoiseConfig, loss: LossConfig, prediction_type: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ from ..atomic_files import open_atomic_path
 from ..dataset.image_inspection import Pixels
 from ..dataset.masks import MaskPixels, load_image_and_mask
 from ..errors import UserError
+from ..problems import Problem, report_file
 from .buckets import BucketAssignment
 from .contact_sheet_text import TEXT_COLOR, TextRenderer
 from .images import BadSample, CropParams, load_control_pixels, resize_and_crop, resize_and_crop_mask
@@ -135,7 +136,7 @@ def save_contact_sheet(sheet: "Image", path: Path) -> None:
         with open_atomic_path(path) as temporary:
             sheet.save(temporary)
     except (OSError, ValueError) as error:
-        raise UserError(f"--preview: {path} cannot be written: {error}") from error
+        raise UserError(Problem("preview", f"{path} cannot be written: {error}")) from error
 
 
 def _draw_cell(
@@ -222,7 +223,7 @@ def _load_controls_as_trained(
     crop = CropParams(assignment.crop_left_top, is_flipped=False, interpolation=interpolation)
     controls = load_control_pixels(sample, assignment, dataset, crop)
     if isinstance(controls, BadSample):
-        raise UserError(f"{controls.name}: {controls.problem}")
+        raise UserError(report_file(controls.name, controls.problem))
     return controls
 
 

@@ -11,6 +11,7 @@ from ..atomic_files import write_atomic
 from ..dataset.image_inspection import TRAIT_DESCRIPTIONS, InspectedImage
 from ..dataset.image_ref import ImageRef
 from ..dataset.schema import DatasetConfig
+from ..problems import Problem
 from .buckets import BucketAssignment
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class DataProblem:
     """An image that cannot be used, and the reason."""
 
     kind: str  # a word such as "truncated"; problems of one kind have the same fix
-    message: str
+    problem: Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +43,18 @@ class DataNotice:
     names: tuple[str, ...] = ()  # the names of all images, if the text has only the first ones
 
 
-def summarize_bad_data(problems: Sequence[DataProblem]) -> list[str]:
+def summarize_bad_data(problems: Sequence[DataProblem]) -> list[Problem]:
     """List problems by kind; of many, the first ones of each kind and a count."""
-    by_kind: defaultdict[str, list[str]] = defaultdict(list)
-    for problem in problems:
-        by_kind[problem.kind].append(problem.message)
+    by_kind: defaultdict[str, list[Problem]] = defaultdict(list)
+    for each in problems:
+        by_kind[each.kind].append(each.problem)
     shown = MAX_LISTED_PER_KIND if len(problems) > MAX_LISTED_PROBLEMS else MAX_LISTED_PROBLEMS
-    lines = []
+    listed = list[Problem]()
     for kind, members in by_kind.items():
-        lines += members[:shown]
+        listed += members[:shown]
         if len(members) > shown:
-            lines.append(f"... and {len(members) - shown} more like the last ({kind})")
-    return lines
+            listed.append(Problem("", f"... and {len(members) - shown} more like the last ({kind})"))
+    return listed
 
 
 def format_problem_counts(problems: Iterable[DataProblem]) -> str:
@@ -73,7 +74,7 @@ def write_full_report(
     problems: Sequence[DataProblem], notices: Sequence[DataNotice], directories: Sequence[Path]
 ) -> str:
     """Write the full report to the first writable directory; return a suffix for messages that says where it is."""
-    lines = [problem.message for problem in problems]
+    lines = [str(each.problem) for each in problems]
     for notice in notices:
         lines += ["", notice.text, *(f"  {name}" for name in notice.names)] if notice.names else []
     for folder in directories:

@@ -6,7 +6,7 @@ import multiprocessing.connection
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from ..errors import UserError
+from ..problems import Problem
 
 SHUTDOWN_TIMEOUT_SECONDS = 10.0
 """Workers that are alive after this are killed."""
@@ -32,7 +33,7 @@ class SharedMemoryItem(Protocol):
 class WorkerFailure:
     """The answer of a worker that has no batch to return; it ends the run."""
 
-    problem: str
+    problems: Sequence[Problem]
 
 
 Item = TypeVar("Item", bound=SharedMemoryItem)
@@ -50,7 +51,7 @@ class _ReportingDataset(Dataset[Item | WorkerFailure]):
         try:
             return self.dataset[position]
         except UserError as error:
-            return WorkerFailure(str(error))
+            return WorkerFailure(error.problems)
 
 
 class PrefetchIterator(Generic[Item]):
@@ -99,7 +100,7 @@ class PrefetchIterator(Generic[Item]):
             self.shutdown(kill=True)
             raise UserError(_format_worker_death(dead[0].pid, dead[0].exitcode, self.settings_hint)) from error
         if isinstance(item, WorkerFailure):  # raised here: a worker's traceback would become part of it
-            raise UserError(item.problem)
+            raise UserError(*item.problems)
         return item
 
     def _find_dead_workers(self) -> list[Any]:
@@ -180,7 +181,8 @@ def _move_to_shared_memory(item: Any) -> Any:
     try:
         return item.share_memory()
     except RuntimeError as error:
-        return WorkerFailure(f"no shared memory left for prefetched images; {_SHARED_MEMORY_HINT}: {error}")
+        fix = f"{_SHARED_MEMORY_HINT}: {error}"
+        return WorkerFailure([Problem("", "no shared memory left for prefetched images", fix)])
 
 
 _SHARED_MEMORY_HINT = "give the container more (docker run --shm-size 8g, or --ipc host), or use fewer workers"

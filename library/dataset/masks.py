@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ..problems import Problem, report_file
 from ..storage.filesystems import RemoteOutage
 from ..storage.remote_path import is_remote, resolve_links
 from .image_inspection import (
@@ -174,7 +175,7 @@ class MaskScanResult:
 
     masks: dict[MaskKey, Mask] = field(default_factory=dict)
     problems: dict[MaskKey, str] = field(default_factory=dict)  # messages without the name of the image
-    unmatched: list[str] = field(default_factory=list)  # a line for each subset with masks that have no image
+    unmatched: list[Problem] = field(default_factory=list)  # one for each subset with masks that have no image
     notes: list[str] = field(default_factory=list)
 
 
@@ -207,12 +208,12 @@ def scan_masks(
     return result
 
 
-def find_subsets_without_masks(datasets: Sequence[DatasetConfig], masks: Sequence[Mask | None]) -> list[str]:
+def find_subsets_without_masks(datasets: Sequence[DatasetConfig], masks: Sequence[Mask | None]) -> list[Problem]:
     """List the subsets with a folder of masks, if no image of the run has a mask."""
     if any(mask is not None for mask in masks):
         return []
     return [
-        f"{subset.format_location('conditioning_data_dir')}: none of the usable images has a mask"
+        subset.report("conditioning_data_dir", "none of the usable images has a mask")
         for dataset in datasets
         for subset in dataset.subsets
         if get_mask_source(subset) == "folder"
@@ -271,8 +272,12 @@ def _scan_mask_dir(
     if matches.unmatched:
         names = format_first_names([path.name for path in matches.unmatched])
         result.unmatched.append(
-            f"{mask_dir}: {format_count(len(matches.unmatched), 'mask')} without an image of the same name in"
-            f" {image_dir}: {names}; remove them, or ignore them with --on_invalid_images skip"
+            report_file(
+                mask_dir,
+                f"{format_count(len(matches.unmatched), 'mask')} without an image of the same name in"
+                f" {image_dir}: {names}",
+                "remove them, or ignore them with --on_invalid_images skip",
+            )
         )
     color = [file.name for file, mask in inspected_masks.items() if mask.is_color]
     if color:

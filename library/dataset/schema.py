@@ -10,6 +10,7 @@ from ..config.options import ALWAYS, Option, define_option, iter_options
 from ..config.schema import RunConfig
 from ..config.schema_data import DataConfig
 from ..config.types import Resolution, ResolutionSchedule
+from ..problems import Place, Problem
 from ..storage.remote_path import build_remote_path, is_remote_url, strip_query
 from ..storage.remote_store import RemoteSettings, RemoteStore
 from .caption_files import DEFAULT_EXTENSION
@@ -20,16 +21,19 @@ DatasetKind = Literal["dreambooth", "finetuning", "controlnet"]
 
 
 class _LocatedKeys:
-    locations: Mapping[str, str]
+    locations: Mapping[str, Place]
 
-    def locate(self, key: str) -> str:
+    def locate(self, key: str) -> Place:
         """Return where the value of ``key`` was set, for the start of a message."""
-        return self.locations.get(key, self.locations[""])
+        return self.locations.get(key, self.locations[""]).with_key(key)
 
-    def format_location(self, key: str) -> str:
-        """Return the location and the key; a location that is a flag names the key itself."""
-        location = self.locate(key)
-        return location if location.startswith("--") else f"{location}: {key}"
+    def is_set_in_file(self, key: str) -> bool:
+        """Whether the dataset file sets ``key``, and not an option of the run."""
+        return key in self.locations and not self.locations[key].flag
+
+    def report(self, key: str, text: str, fix: str = "", *, others: tuple[str, ...] = ()) -> Problem:
+        """Build a problem of the value of ``key``."""
+        return Problem(key, text, fix, self.locate(key), others=others)
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class SubsetConfig(_LocatedKeys):
     cache_directory: str | None
     validation_split: float
     dataset_file: Path | None = field(compare=False)
-    locations: Mapping[str, str] = field(compare=False, repr=False)  # "file:line" of each key; "" for the subset itself
+    locations: Mapping[str, Place] = field(compare=False, repr=False)  # of each key; "" for the subset itself
     control_from_image: str | None = None
     join_caption_lines: bool = False  # musubi-tuner joins the lines of a caption; not a key of the file
     conditioning_is_control: bool = False  # without --masked_loss, conditioning_data_dir has control images
@@ -152,7 +156,7 @@ class DatasetConfig(_LocatedKeys):
     resize_interpolation: str | None
     prior_loss_weight: float
     subsets: tuple[SubsetConfig, ...]
-    locations: Mapping[str, str] = field(compare=False, repr=False)
+    locations: Mapping[str, Place] = field(compare=False, repr=False)
     weight: float | None = None  # share of an epoch relative to the other datasets
     resolution_schedule: ResolutionSchedule | None = None
     from_step: int = 0  # first step that trains this dataset, counted from 0

@@ -10,7 +10,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from .. import __version__
 from ..config.options import iter_options
 from ..config.schema import RunConfig
 from ..errors import ConfigError, UserError
+from ..problems import Problem, load_problem
 from .process_group import KeyValueStore
 from .world import MAX_RANKS_SHOWN, World, format_ranks
 
@@ -52,10 +53,10 @@ class RankReport:
 
     hostname: str
     settings: Mapping[str, Any]
-    problems: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
 
 
-def build_rank_report(options: Mapping[str, Any], world: World, problems: Iterable[str] = ()) -> RankReport:
+def build_rank_report(options: Mapping[str, Any], world: World, problems: Iterable[Problem] = ()) -> RankReport:
     """Collect code version, package versions, launcher settings and options."""
     settings = {
         "code": compute_code_version(),
@@ -103,20 +104,29 @@ def exchange_rank_reports(
 
     Raise on all ranks when some do not arrive in time, cannot start, or have other settings.
     """
-    key_value_store.set(f"report {rank}", json.dumps([report.hostname, dict(report.settings), report.problems]))
+    key_value_store.set(f"report {rank}", json.dumps(_export_report(report)))
     key_value_store.add("arrived", 1)
     _wait_for_all_ranks(key_value_store, rank, world_size, report, timeout_seconds)
     if rank == 0:  # compares for all: every rank reading every report would be quadratic
         raw = [json.loads(key_value_store.get(f"report {other}") or "") for other in range(world_size)]
-        reports = [RankReport(hostname, settings, tuple(problems)) for hostname, settings, problems in raw]
-        outcome = [[report.hostname for report in reports], find_report_problems(reports)]
+        reports = [_load_report(*values) for values in raw]
+        problems = [problem.export_json() for problem in find_report_problems(reports)]
+        outcome = [[report.hostname for report in reports], problems]
         key_value_store.set("outcome", json.dumps(outcome))
     while (message := key_value_store.get("outcome")) is None:
         time.sleep(POLL_SECONDS)
     hostnames, problems = json.loads(message)
     _wait_until_read(key_value_store, rank, world_size)
-    _raise_on_every_rank(problems, rank)
+    _raise_on_every_rank(list(map(load_problem, problems)), rank)
     return list(hostnames)
+
+
+def _export_report(report: RankReport) -> tuple[str, Mapping[str, Any], list[Mapping[str, Any]]]:
+    return report.hostname, dict(report.settings), [problem.export_json() for problem in report.problems]
+
+
+def _load_report(hostname: str, settings: Mapping[str, Any], problems: Iterable[Mapping[str, Any]]) -> RankReport:
+    return RankReport(hostname, settings, tuple(map(load_problem, problems)))
 
 
 def _wait_for_all_ranks(
@@ -158,21 +168,21 @@ def check_rank_reports(reports: Sequence[RankReport], rank: int) -> None:
     _raise_on_every_rank(find_report_problems(reports), rank)
 
 
-def find_report_problems(reports: Sequence[RankReport]) -> list[str]:
+def find_report_problems(reports: Sequence[RankReport]) -> list[Problem]:
     """Return the problems of single ranks, and the settings that differ."""
     return [*_collect_rank_problems(reports), *find_disagreements(reports)]
 
 
-def _raise_on_every_rank(problems: list[str], rank: int) -> None:
+def _raise_on_every_rank(problems: list[Problem], rank: int) -> None:
     if problems:
         error = ConfigError(problems)
         error.is_reported = rank != 0
         raise error
 
 
-def find_disagreements(reports: Sequence[RankReport]) -> list[str]:
-    """Return a line for each setting in which some rank differs from the majority."""
-    hostnames, problems = [report.hostname for report in reports], []
+def find_disagreements(reports: Sequence[RankReport]) -> list[Problem]:
+    """Return a problem for each setting in which some rank differs from the majority."""
+    hostnames, problems = [report.hostname for report in reports], list[Problem]()
     reference = "rank 0" if len(reports) == 2 else "most others"
     for name in dict.fromkeys(name for report in reports for name in report.settings):
         values = [json.dumps(report.settings.get(name)) for report in reports]
@@ -180,11 +190,15 @@ def find_disagreements(reports: Sequence[RankReport]) -> list[str]:
         for value in dict.fromkeys(value for value in values if value != common):
             ranks = format_ranks([rank for rank, other in enumerate(values) if other == value], hostnames)
             if name in HASH_MISMATCH_FIXES:
-                problems.append(f"{name}: {ranks}: not the same as on {reference}; {HASH_MISMATCH_FIXES[name]}")
+                problems.append(
+                    Problem("", f"{name}: {ranks}: not the same as on {reference}", HASH_MISMATCH_FIXES[name])
+                )
             else:
                 fix = MISMATCH_FIXES.get(name, "start all of them with the same value")
                 problems.append(
-                    f"{name}: {_format_value(value)} on {ranks}, {_format_value(common)} on {reference}; {fix}"
+                    Problem(
+                        "", f"{name}: {_format_value(value)} on {ranks}, {_format_value(common)} on {reference}", fix
+                    )
                 )
     return problems
 
@@ -207,14 +221,14 @@ def format_rank_placement(hostnames: Sequence[str]) -> str:
     return f"{len(hostnames)} processes on {machines}: {'; '.join(parts)}{more}"
 
 
-def _collect_rank_problems(reports: Sequence[RankReport]) -> list[str]:
-    ranks_by_problem: dict[str, list[int]] = {}
+def _collect_rank_problems(reports: Sequence[RankReport]) -> list[Problem]:
+    ranks_by_problem: dict[Problem, list[int]] = {}
     for rank, report in enumerate(reports):
         for problem in report.problems:
             ranks_by_problem.setdefault(problem, []).append(rank)
     hostnames = [report.hostname for report in reports]
     return [
-        problem if len(ranks) == len(reports) else f"{format_ranks(ranks, hostnames)}: {problem}"
+        problem if len(ranks) == len(reports) else replace(problem, scope=format_ranks(ranks, hostnames))
         for problem, ranks in ranks_by_problem.items()
     ]
 

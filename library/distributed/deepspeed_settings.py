@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.schema_distributed import DeepSpeedConfig
+from ..problems import Problem, report_file
 from .world import World
 
 ZERO_OPTION_KEYS = {
@@ -94,7 +95,7 @@ class DeepSpeedSources:
     path: str
     """The path of DeepSpeed's JSON file, empty without one."""
     content: Mapping[str, Any]
-    file_problem: str = ""
+    file_problem: Problem | None = None
 
     @classmethod
     def read(cls, deepspeed: DeepSpeedConfig, world: World) -> "DeepSpeedSources":
@@ -111,9 +112,15 @@ class DeepSpeedSources:
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            return cls(deepspeed, variables, path, {}, f"{path}: DeepSpeed's file cannot be read: {error}")
+            return cls(
+                deepspeed,
+                variables,
+                path,
+                {},
+                report_file(path, f"DeepSpeed's file cannot be read: {error}"),
+            )
         if not isinstance(content, dict) or not isinstance(content.get("zero_optimization", {}), dict):
-            return cls(deepspeed, variables, path, {}, f"{path}: not a DeepSpeed config")
+            return cls(deepspeed, variables, path, {}, report_file(path, "not a DeepSpeed config"))
         return cls(deepspeed, variables, path, content)
 
     def find_values(self, name: str) -> list[tuple[str, Any]]:

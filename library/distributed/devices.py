@@ -30,6 +30,8 @@ class Machine:
     numa_nodes: int = 1
     numa_affinity_problem: str = ""
     """The reason why accelerate cannot bind a process to the NUMA node of its device; empty if it can."""
+    lacks_numa_package: bool = False
+    """Whether the reason is a package that accelerate needs for that, and stops without."""
 
 
 def detect_machine(environment: Mapping[str, str]) -> Machine:
@@ -43,6 +45,7 @@ def detect_machine(environment: Mapping[str, str]) -> Machine:
         usable_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         numa_nodes=count_numa_nodes(NUMA_NODES_DIR),
         numa_affinity_problem=find_numa_affinity_problem(device, environment),
+        lacks_numa_package=device == "cuda" and importlib.util.find_spec(_get_numa_package()) is None,
     )
 
 
@@ -52,15 +55,22 @@ def count_numa_nodes(directory: Path) -> int:
     return max(1, sum(bool(_read_text(node / "cpulist")) for node in nodes))
 
 
+_NUMA_PACKAGES = {"amdsmi": "comes with ROCm", "pynvml": "pip install nvidia-ml-py"}
+"""The package with which accelerate finds the NUMA node of a device, and where it comes from."""
+
+
+def _get_numa_package() -> str:
+    return "amdsmi" if torch.version.hip else "pynvml"
+
+
 def find_numa_affinity_problem(device: str, environment: Mapping[str, str]) -> str:
     """Return why accelerate cannot bind processes to NUMA nodes, with a fix; empty if it can."""
     if device != "cuda":
         return f"accelerate supports it for CUDA devices only, this is {device}"
     if not hasattr(os, "sched_setaffinity"):
         return "this operating system has no CPU affinity"
-    package, install = ("amdsmi", "comes with ROCm") if torch.version.hip else ("pynvml", "pip install nvidia-ml-py")
-    if importlib.util.find_spec(package) is None:
-        return f"the package {package} is missing ({install})"
+    if importlib.util.find_spec(package := _get_numa_package()) is None:
+        return f"the package {package} is missing ({_NUMA_PACKAGES[package]})"
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.split(",") != [str(index) for index in range(len(visible.split(",")))]:
         return f"accelerate counts devices from 0 and ignores CUDA_VISIBLE_DEVICES={visible}"

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import psutil
 
 from ..errors import ConfigError
+from ..problems import Problem
 
 ACCELERATE, TORCHRUN = "accelerate launch", "torchrun"
 
@@ -142,7 +143,7 @@ def predict_script_environment(command: LaunchCommand, *, is_running: bool = Fal
                 environment.setdefault("OMP_NUM_THREADS", "1")
             return environment
     except Exception as error:  # accelerate and torch raise errors of any type for settings that they refuse
-        raise ConfigError([f"{command.launcher}: {str(error) or type(error).__name__}"]) from None
+        raise ConfigError([Problem("", f"{command.launcher}: {str(error) or type(error).__name__}")]) from None
     finally:
         logger.disabled = was_disabled
 
@@ -216,7 +217,7 @@ def _build_parser(launcher: str) -> Any:
         from torch.distributed.run import get_args_parser as build
 
     def fail(message: str) -> NoReturn:
-        raise ConfigError([f"{launcher}: {message}"])
+        raise ConfigError([Problem("", f"{launcher}: {message}")])
 
     parser: Any = build()
     parser.error = fail

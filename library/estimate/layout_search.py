@@ -16,6 +16,7 @@ from ..models.loading import load_components_on_meta
 from ..models.trained_components import caches_only_t5, select_trained_text_encoders
 from ..parallel.block_swap import find_innermost_blocks
 from ..parallel.quantize import RELATIVE_ERRORS
+from ..problems import Place, Problem
 from .advice import MARGIN, Candidate, GridSearch, add_free_savings, select_candidates
 from .memory_estimate import MemoryEstimate, estimate_memory, estimate_optimizer_state, split_model
 from .meta_run import LargestBatch, MetaRun, disable_logging
@@ -145,8 +146,10 @@ def search_layouts(finder: LayoutFinder, batch: LargestBatch, devices: Devices) 
         raise ConfigError(problems)
     layouts, reasons = finder.find_layouts()
     if not layouts:
-        options = ", ".join(f"--{option}" for option in LAYOUT_OPTIONS if option in finder.explicit)
-        raise ConfigError(reasons or [f"{options}: no layout with these options can be estimated"])
+        options = [option for option in LAYOUT_OPTIONS if option in finder.explicit]
+        place = Place(flag=", ".join(f"--{option}" for option in options))
+        unknown = Problem("", "no layout with these options can be estimated", place=place, others=tuple(options))
+        raise ConfigError(reasons or [unknown])
     runs: MetaRuns = {}
     report = LayoutReport(devices, batch, estimate_layouts(layouts, finder.model, batch, devices, runs=runs))
     limit = (1 - MARGIN) * devices.memory

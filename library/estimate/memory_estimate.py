@@ -18,6 +18,7 @@ from ..optim.optimizers import ParamGroup, build_optimizer
 from ..parallel.device_map import build_device_map, iter_weight_devices
 from ..parallel.fsdp import find_fsdp_blocks
 from ..parallel.pipeline_stages import partition_blocks
+from ..problems import Problem
 from .meta_run import MetaRun, StepMemory, count_frozen_bytes
 from .parallel_layouts import ParallelLayout
 
@@ -254,8 +255,11 @@ def estimate_optimizer_state(config: OptimConfig, groups: Sequence[ParamGroup]) 
     except (RuntimeError, NotImplementedError, AttributeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"--optimizer_type {config.optimizer_type}: cannot take a step on this machine, so the size of its state"
-            f" is unknown ({reason})"
+            Problem(
+                "optimizer_type",
+                f"cannot take a step on this machine, so the size of its state is unknown ({reason})",
+                value=config.optimizer_type,
+            )
         ) from error
     total = 0
     for parameter, count in zip(parameters, counts.values(), strict=True):

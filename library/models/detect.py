@@ -13,6 +13,7 @@ from ..config.schema import ModelConfig
 from ..dataset.controls import ControlLimits
 from ..demo import BUILT_IN_MODEL_DIR
 from ..errors import ConfigError, FileError
+from ..problems import Problem
 from ..registry import suggest_name
 from .base import Family
 from .checkpoint_inspection import (
@@ -99,7 +100,7 @@ def detect_model(model: ModelConfig | str | None) -> DetectedModel:
         detected = _detect_source(model)
     except ModelError as problem:
         name = model.pretrained_model_name_or_path
-        raise FileError([f"pretrained_model_name_or_path: {name}: {problem}"]) from None
+        raise FileError([Problem("pretrained_model_name_or_path", f"{name}: {problem}")]) from None
     return _apply_options(detected, model)
 
 
@@ -110,9 +111,10 @@ def get_family_facts(family: str) -> FamilyFacts:
     try:
         found = FAMILIES.get(family)
     except ConfigError as error:
-        raise ConfigError([f"family: {line}" for line in error.problems]) from None
-    if problems := list(_find_missing_parts(found)):
-        raise ConfigError([f"family: {family} {problem}; see docs/adding_a_family.md" for problem in problems])
+        raise ConfigError([replace(problem, option="family") for problem in error.problems]) from None
+    if missing := list(_find_missing_parts(found)):
+        guide = "see docs/adding_a_family.md"
+        raise ConfigError([Problem("family", f"{family} {text}", guide) for text in missing])
     return found.facts
 
 
@@ -302,7 +304,7 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
     """Resolve the component options and check the options of the family; all problems are raised together."""
     control, controls = model_config.control, CONTROL_FAMILIES.get(detected.family, {})
     detected = replace(detected, family=controls.get(control, detected.family))
-    facts, problems, read = get_family_facts(detected.family), list[str](), get_config_reader(detected)
+    facts, problems, read = get_family_facts(detected.family), list[Problem](), get_config_reader(detected)
     sources = {}
     for option in COMPONENT_OPTIONS:
         path_or_id = getattr(model_config, option)
@@ -310,30 +312,30 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
             continue
         component = facts.options.components.get(option)
         if component is None:
-            problems.append(f"{option}: {facts.title} has no such component")
+            problems.append(Problem(option, f"{facts.title} has no such component"))
             continue
         try:
             sources[component] = resolve_component_source(path_or_id, component, read)
         except ModelError as problem:
-            problems.append(f"{option}: {path_or_id}: {problem}")
+            problems.append(Problem(option, f"{path_or_id}: {problem}"))
     problems += [*_find_unsupported_options(model_config, facts), *facts.options.validate(read, model_config)]
     if detected.source_type == "file":
         problems += _find_missing_components(detected, facts, sources)
     if control not in ("none", *controls):
         others = ", ".join(FAMILY_FACTS[name].title for name, each in CONTROL_FAMILIES.items() if control in each)
-        problems.append(f"control: {control} is not supported for {facts.title}, only for {others}")
+        problems.append(Problem("control", f"{control} is not supported for {facts.title}, only for {others}"))
     if model_config.v2 and not facts.options.is_version_2:
-        problems.append(f"v2: the model is {facts.title}; leave this option out")
+        problems.append(Problem("v2", f"the model is {facts.title}", "leave this option out"))
     if problems:
         raise ConfigError(problems)
     return replace(detected, component_sources=sources)
 
 
-def _find_unsupported_options(model_config: ModelConfig, facts: FamilyFacts) -> list[str]:
+def _find_unsupported_options(model_config: ModelConfig, facts: FamilyFacts) -> list[Problem]:
     """Options of other families that are set."""
     special = {option for each in FAMILY_FACTS.values() for option in each.options.extra} - set(facts.options.extra)
     return [
-        f"{option}: does not apply to {facts.title}; leave this option out"
+        Problem(option, f"does not apply to {facts.title}", "leave this option out")
         for option in sorted(special)
         if getattr(model_config, option) != getattr(ModelConfig, option)
     ]
@@ -341,13 +343,16 @@ def _find_unsupported_options(model_config: ModelConfig, facts: FamilyFacts) -> 
 
 def _find_missing_components(
     detected: DetectedModel, facts: FamilyFacts, component_sources: Mapping[str, ComponentSource]
-) -> list[str]:
+) -> list[Problem]:
     options = {component: option for option, component in facts.options.components.items()}
     available = {*detected.single_file_components, *component_sources}
     missing = [name for name in facts.components if name not in available and not is_tokenizer(name)]
     return [
-        f"pretrained_model_name_or_path: {detected.path_or_id}: the file has no {name}"
-        + (f"; give one with --{options[name]}" if name in options else "")
+        Problem(
+            "pretrained_model_name_or_path",
+            f"{detected.path_or_id}: the file has no {name}",
+            f"give one with --{options[name]}" if name in options else "",
+        )
         for name in missing
     ]
 

@@ -13,6 +13,7 @@ from ..adapters.original_module_names import CLIP_KEYS, DIFFUSERS_KEYS, KeyStyle
 from ..adapters.token_layout import TokenLayout
 from ..config.network_args import GENERAL_NETWORK, NetworkFacts
 from ..config.schema import ModelConfig
+from ..problems import Problem
 from .model_configs import ConfigReader
 
 TORCH_ATTENTION_MODES = ("sdpa", "torch")
@@ -246,7 +247,7 @@ class FamilyOptions:
     """Option that sets the file or folder of one component -> that component."""
     extra: tuple[str, ...] = ()
     """Options of ``ModelConfig`` that apply to this family, but not to all."""
-    validate: Callable[[ConfigReader, ModelConfig], Iterator[str]] = lambda read, options: iter(())
+    validate: Callable[[ConfigReader, ModelConfig], Iterator[Problem]] = lambda read, options: iter(())
     """Yield a problem for each option whose value this model does not support."""
     network: NetworkFacts = GENERAL_NETWORK
     """The family's own network modules and ``network_args``."""

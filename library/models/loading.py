@@ -15,6 +15,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from ..errors import FileError
+from ..problems import Problem
 from .detect import DetectedModel, detect_model, get_config_reader
 from .families import FAMILIES
 from .model_configs import (
@@ -262,7 +263,7 @@ def _raise_config_error(model: DetectedModel, component: str) -> Iterator[None]:
             model.component_sources[component].path_or_id if component in model.component_sources else model.path_or_id
         )
         cause = f"its {component} cannot be loaded: {_summarize_error(error)}"
-        raise FileError([f"pretrained_model_name_or_path: {path}: {cause}"]) from error
+        raise FileError([Problem("pretrained_model_name_or_path", f"{path}: {cause}")]) from error
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch
 from ..config.schema import OptimConfig
 from ..config.types import split_keyword_args
 from ..errors import UserError
+from ..problems import Problem
 from .arguments import find_unknown_args, import_class, parse_keyword_args
 
 LRSchedule = Callable[[int], float]
@@ -115,8 +116,11 @@ def _build_piecewise_constant(context: ScheduleContext) -> LRSchedule:
             raise ValueError
     except (ValueError, IndexError):
         raise UserError(
-            "--lr_scheduler_args: piecewise_constant takes step_rules=1:10,0.1:20,0.01 (factor 1 until step 10, 0.1 "
-            "until step 20, then 0.01) and nothing else"
+            Problem(
+                "lr_scheduler_args",
+                "piecewise_constant takes step_rules=1:10,0.1:20,0.01 (factor 1 until step 10, 0.1 until"
+                " step 20, then 0.01) and nothing else",
+            )
         ) from None
     return lambda step: next((factor for limit, factor in limits if step < limit), last)
 
@@ -164,7 +168,7 @@ def _build_from_scheduler_class(config: OptimConfig, total_steps: int) -> LRSche
     peak = config.learning_rate or 1.0
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
     if unknown := find_unknown_args(scheduler_class, list(arguments)):
-        raise UserError(f"--lr_scheduler_args: {name} does not take {', '.join(unknown)}")
+        raise UserError(Problem("lr_scheduler_args", f"{name} does not take {', '.join(unknown)}"))
     try:
         scheduler = scheduler_class(optimizer, **arguments)
         rates = []
@@ -173,5 +177,5 @@ def _build_from_scheduler_class(config: OptimConfig, total_steps: int) -> LRSche
             optimizer.step()
             scheduler.step()
     except Exception as error:  # a user's class may raise anything
-        raise UserError(f"--lr_scheduler_type: {name}: {error}") from None
+        raise UserError(Problem("lr_scheduler_type", f"{name}: {error}")) from None
     return lambda step: float(rates[min(step, len(rates) - 1)])

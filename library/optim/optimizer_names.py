@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
+from ..problems import Problem
 from ..registry import suggest_name
 
 
@@ -74,7 +75,7 @@ PIP_PACKAGES = {
 """Packages of optimizers that are often named with their module in sd-scripts."""
 
 
-def validate_optimizer_name(optimizer_type: str) -> Iterator[str]:
+def validate_optimizer_name(optimizer_type: str) -> Iterator[Problem]:
     """Check that the name is one of ours, of torch.optim, or a class with its package."""
     name = optimizer_type or "AdamW"
     if _find_optimizer(name) is not None or "." in name or ":" in name:
@@ -83,7 +84,7 @@ def validate_optimizer_name(optimizer_type: str) -> Iterator[str]:
 
     if not isinstance(getattr(torch.optim, name, None), type):
         hint = suggest_name(name, OPTIMIZERS) or f"; known are {', '.join(OPTIMIZERS)} and any package.module.Class"
-        yield f"--optimizer_type: no optimizer {name!r}{hint}"
+        yield Problem("optimizer_type", f"no optimizer {name!r}{hint}")
 
 
 def find_missing_package(optimizer_type: str) -> str:

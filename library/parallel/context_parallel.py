@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ..errors import UserError
+from ..problems import Problem
 from .parallel_plan import ParallelPlan
 from .ulysses import (
     AllToAllGroup,
@@ -182,8 +183,12 @@ class ContextParallel:
             output = block_forward(*bound.args, **bound.kwargs)
         if not attention.calls:
             raise UserError(
-                f"--cp_size {self.size}: attention did not go through scaled_dot_product_attention, so its tokens"
-                " cannot be sharded; unset DIFFUSERS_ATTN_BACKEND if it is set"
+                Problem(
+                    "cp_size",
+                    "attention did not go through scaled_dot_product_attention, so its tokens cannot be sharded",
+                    "unset DIFFUSERS_ATTN_BACKEND if it is set",
+                    value=str(self.size),
+                )
             )
         return output
 

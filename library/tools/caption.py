@@ -103,7 +103,7 @@ def _write_captions(options: CaptionOptions, folders: Sequence[Path]) -> Generat
         yield "dry run: nothing was written"
         return 0
     summary = write_folder_captions(images, build, style, options.batch_size)
-    yield from summary.problems
+    yield from map(str, summary.problems)
     kept = f", {summary.kept} kept (--if_exists overwrite replaces them)" if summary.kept else ""
     yield f"{summary.written} captions written{kept}"
     return 1 if summary.problems else 0

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
+from ..problems import report_file
 from .validate_arguments import check_convert_arguments
 
 if TYPE_CHECKING:  # torch is imported only after the arguments were checked
@@ -67,7 +68,7 @@ def convert_lora_file(source: Path, target: Path, file_format: Any, family: str 
             content.state_dict, content.alphas, lora.components, file_format, content.alpha_dtype
         )
     except UserError as error:
-        raise UserError(f"{source}: {error}") from None
+        raise UserError(report_file(source, str(error))) from None
     if content.embeddings and file_format != "diffusers":
         tensors |= content.embeddings
     # diffusers takes rank and alpha from peft's settings if there are any; here they are in the tensors.

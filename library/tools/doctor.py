@@ -108,14 +108,15 @@ def check_command(words: Sequence[str]) -> "Iterator[Finding | ResolvedSetting]"
     try:
         environment = dict(os.environ) if launch is None else predict_script_environment(launch)
     except ConfigError as error:
-        yield Finding("command", str(error), ok=False)
+        for problem in error.problems:
+            yield Finding("command", str(replace(problem, fix="")), ok=False, fix=problem.fix)
         return
     world = replace(World.from_environment(environment), launch_command=launch)
     for notice in loaded.notices:
         yield Finding("command", notice)
     yield from resolve_settings(flatten_config(loaded.config), loaded.locations, world, environment)
     for problem in (*loaded.problems, *validate_distributed(loaded.config, world)):
-        yield Finding("command", problem, ok=False)
+        yield Finding("command", str(replace(problem, fix="")), ok=False, fix=problem.fix)
 
 
 def format_setting(setting: "ResolvedSetting") -> str:

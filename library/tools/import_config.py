@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ from ..config.parser import ParsedConfig
 from ..config.schema import RunConfig
 from ..config.types import is_prompt_text
 from ..config.unused_options import ModelTraits, find_unused_options
+from ..config.validate import MISSING_DATASET
 from ..dataloader.sample_prompts import load_prompts
 from ..dataset.schema import DATASET_KEYS
 from ..dataset.validate import validate_dataset_config
 from ..errors import ConfigError, UserError
 from ..models.detect import get_family_facts
 from ..models.validate_options import validate_model_options
+from ..problems import Place, Problem, report_argument, report_file
 from .importers.imported import ImportedConfig, UntakenKey
 from .importers.programs import import_sources
 from .importers.source_file import SourceFile, read_source
@@ -33,7 +36,12 @@ HELP = f"""{USAGE}
 
 NAME.toml is for --config_file, and names NAME.dataset.toml. See docs/import.md."""
 TRAINED_PART_OPTIONS = {"network_train_unet_only", "network_train_text_encoder_only"}
-NO_DATASET = "no image folder was found in the file; write a dataset TOML (docs/datasets.md) and set dataset_config"
+NO_DATASET = Problem(
+    "dataset_config",
+    "no image folder was found in the file",
+    "write a dataset TOML (docs/datasets.md) and set dataset_config",
+)
+"""What a file without image folders lacks."""
 
 
 def run_import_config(argv: Sequence[str]) -> tuple[str, int]:
@@ -44,18 +52,20 @@ def run_import_config(argv: Sequence[str]) -> tuple[str, int]:
     sources = [read_source(path) for path in paths]
     main, result = import_sources(sources)
     if result.problems:
-        raise UserError("\n".join(f"{main.path}: {problem}" for problem in result.problems))
+        raise UserError(
+            *(replace(each, place=replace(each.place or Place(), file=str(main.path))) for each in result.problems)
+        )
     name = choose_name(main)
     files = build_files(result, output_dir, name, main.path)
     existing = [path for path in files if path.exists()]
     if existing and not is_overwriting:
-        raise UserError("\n".join(f"{path}: already exists; add --overwrite to replace it" for path in existing))
+        raise UserError(*(report_file(path, "already exists", "add --overwrite to replace it") for path in existing))
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
             path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--output_dir: cannot write to {output_dir}: {error.strerror}") from None
+        raise UserError(Problem("output_dir", f"cannot write to {output_dir}: {error.strerror}")) from None
     problems = check_written_files(output_dir / f"{name}.toml", result.family)
     return format_report(result, list(files), problems), 0
 
@@ -66,17 +76,17 @@ def _parse_arguments(argv: list[str]) -> tuple[list[Path], Path, bool]:
         at = argv.index("--output_dir")
         values = argv[at + 1 : at + 2]
         if not values or values[0].startswith("--"):
-            problems.append("--output_dir: expects a folder")
+            problems.append(Problem("output_dir", "expects a folder"))
         else:
             output_dir = Path(values[0]).expanduser()
         del argv[at : at + 2]
     flags = [word for word in argv if word.startswith("--")]
-    problems += [f"{word}: unknown option; {USAGE}" for word in flags if word != "--overwrite"]
+    problems += [report_argument(word, "unknown option", USAGE) for word in flags if word != "--overwrite"]
     paths = [Path(word).expanduser() for word in argv if not word.startswith("--")]
     if not paths:
-        problems.append(f"no file; {USAGE}")
+        problems.append(Problem("", "no file", USAGE))
     if problems:
-        raise UserError("\n".join(problems))
+        raise UserError(*problems)
     return paths, output_dir, "--overwrite" in flags
 
 
@@ -167,7 +177,7 @@ def _freeze(item: UntakenKey) -> tuple[bool, str]:
     return item.changes_result, str(item)
 
 
-def format_report(result: ImportedConfig, files: Sequence[Path], problems: Sequence[str]) -> str:
+def format_report(result: ImportedConfig, files: Sequence[Path], problems: Sequence[Problem]) -> str:
     """Format what was written, what was not taken over, and what our own checks say."""
     subsets = sum(len(dataset["subsets"]) for dataset in result.datasets)
     lines = [f"{result.program}, {result.family}: {len(result.options)} options, {subsets} image folders"]
@@ -179,12 +189,12 @@ def format_report(result: ImportedConfig, files: Sequence[Path], problems: Seque
     return "\n".join(lines)
 
 
-def check_written_files(run_path: Path, family: str) -> list[str]:
+def check_written_files(run_path: Path, family: str) -> list[Problem]:
     """Run our own checks of the written files, without loading a model or asking the hub."""
     loaded = parse_config(["--config_file", str(run_path)])
     config = loaded.config
     problems = [
-        *(NO_DATASET if problem.startswith("--dataset_config: missing") else problem for problem in loaded.problems),
+        *(NO_DATASET if problem == MISSING_DATASET else problem for problem in loaded.problems),
         *validate_dataset_config(config.data, config.cache, config.train, loaded.invalid_options),
     ]
     model = config.model.pretrained_model_name_or_path
@@ -199,7 +209,7 @@ def check_written_files(run_path: Path, family: str) -> list[str]:
     return [*problems, *_check_family(loaded, family)]
 
 
-def _check_family(loaded: ParsedConfig, family: str) -> list[str]:
+def _check_family(loaded: ParsedConfig, family: str) -> list[Problem]:
     """Check the options for a family, without a model; those that have no effect on it are no problems."""
     facts = get_family_facts(family)
     prediction = (
@@ -220,4 +230,4 @@ def _check_family(loaded: ParsedConfig, family: str) -> list[str]:
             t5=facts.text.t5_encoder,
         ),
     ]
-    return [f"{loaded.locations.get(names[0], f'--{names[0]}')}: {problem}" for names, problem in conflicts]
+    return loaded.locate_problems(conflicts)

@@ -31,6 +31,7 @@ from ..adapters.validate_tensors import find_tensor_problems
 from ..errors import UserError
 from ..models.families import FAMILIES, FAMILY_FACTS
 from ..models.known_models import KnownModel, load_known_models
+from ..problems import Problem, report_file
 
 _NAMES_IN_METADATA: Mapping[str, str] = {
     **{name: name for name in FAMILY_FACTS if name != "flux"},
@@ -124,15 +125,15 @@ def read_lora_file(
     ``is_for_inspection``: also files that could be of several families, or contain more than is read.
     """
     if not path.is_file():
-        raise UserError(f"{path}: no such file (looked in {path.absolute().parent})")
+        raise UserError(report_file(path, f"no such file (looked in {path.absolute().parent})"))
     tensors, metadata = read_adapter_file(path)
     try:
         lora = identify_lora(tensors, metadata, models, is_for_inspection=is_for_inspection)
     except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(report_file(path, str(error))) from None
     if lora.contents.fused and not can_be_fused:
         name, fused = next(iter(lora.contents.fused.items()))
-        raise UserError(f"{path}: {name}: {fused.reason}; {fused.way_out}")
+        raise UserError(report_file(path, f"{name}: {fused.reason}", fused.way_out))
     return lora
 
 
@@ -191,7 +192,8 @@ def select_models(models: Sequence[KnownModel], family: str | None) -> Sequence[
     if found := [model for model in models if model.family == family]:
         return found
     FAMILIES.get(family)  # raises with the name that may be meant
-    raise UserError(f"--family {family}: its layers are in no table; give one of the families of this program")
+    text = "its layers are in no table"
+    raise UserError(Problem("family", text, "give one of the families of this program", value=family))
 
 
 def _describe_ambiguity(families: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..models.families import CONTROL_FAMILIES, FAMILY_FACTS
+from ..problems import report_argument
 from ..registry import suggest_name
 
 USAGE = "usage: python -m library models [--json | --markdown]"
@@ -26,7 +27,7 @@ def run_models(argv: Sequence[str]) -> tuple[str, int]:
         return HELP, 0
     for word in argv:
         if word not in forms:
-            raise UserError(f"{word}: unknown option{suggest_name(word, forms) or f'; {USAGE}'}")
+            raise UserError(report_argument(word, f"unknown option{suggest_name(word, forms) or f'; {USAGE}'}"))
     if len(argv) > 1:
         raise UserError(f"one of --json and --markdown; {USAGE}")
     return (forms[argv[0]] if argv else format_text)(list_models()), 0

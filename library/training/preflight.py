@@ -1,6 +1,7 @@
 """Pre-flight checks: the list of all checks of settings. All problems are reported at once, before a model is loaded.
 
-To add a check, write ``validate_*`` in a validate*.py of its package and add a line here, by what it needs:
+To add a check, write ``validate_*`` in a validate*.py of its package, which yields a ``Problem`` with the option, the
+cause and the fix, and add a line here, by what it needs:
 
 - ``list_settings_checks``: options, dataset TOML, model files, prompts. No torch, so a typo is reported in a second.
 - What needs the scanned images (dataset weights, empty stages) is in ``dataset.validate``, called by prepare.py.
@@ -34,6 +35,7 @@ from ..config.validate_objective import validate_objective_for_model
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
 from ..dataset.validate import collect_subset_settings
 from ..errors import ConfigError
+from ..problems import Problem, dedupe_problems
 
 if TYPE_CHECKING:
     from ..diffusion.process import NoiseProcess
@@ -65,8 +67,8 @@ class RunFacts:
         )
 
 
-SettingsCheck = Callable[[ParsedConfig], Iterable[str]]
-RunCheck = Callable[[RunConfig, RunFacts], Iterable[str]]
+SettingsCheck = Callable[[ParsedConfig], Iterable[Problem]]
+RunCheck = Callable[[RunConfig, RunFacts], Iterable[Problem]]
 
 
 def list_settings_checks() -> Sequence[SettingsCheck]:
@@ -123,14 +125,15 @@ def list_run_checks() -> Sequence[RunCheck]:
 
 def validate_objective(
     noise: NoiseConfig, loss: LossConfig, family: "Family", process: "NoiseProcess"
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     """Check the objective against the prediction type, which is certain only when the model is loaded."""
     from ..diffusion.weighting import find_unbounded_weightings
 
-    for names, problem in validate_objective_for_model(noise, loss, family.facts.title, process.prediction_type):
-        yield f"--{names[0]}: {problem}"
+    yield from validate_objective_for_model(noise, loss, family.facts.title, process.prediction_type)
     for name in find_unbounded_weightings(process, loss):
-        yield f"--{name}: the model's last timestep has zero SNR, so its loss weight is infinite; remove the option"
+        yield Problem(
+            name, "the model's last timestep has zero SNR, so its loss weight is infinite", "remove the option"
+        )
 
 
 def list_installation_checks() -> Sequence[SettingsCheck]:
@@ -140,7 +143,7 @@ def list_installation_checks() -> Sequence[SettingsCheck]:
 
     return (
         lambda loaded: (
-            [f"--optimizer_type: {missing}"]
+            [Problem("optimizer_type", missing)]
             if (missing := find_missing_package(loaded.config.optim.optimizer_type))
             else []
         ),
@@ -150,7 +153,7 @@ def list_installation_checks() -> Sequence[SettingsCheck]:
     )
 
 
-def _validate_output_files_here(loaded: ParsedConfig) -> Iterator[str]:
+def _validate_output_files_here(loaded: ParsedConfig) -> Iterator[Problem]:
     """Check the output files here if this is the only process; of several, the main one does so when they have met."""
     config = loaded.config
     if config.train.dry_run or os.environ.get("WORLD_SIZE", "").strip() in ("", "1"):
@@ -163,7 +166,7 @@ def check_output_files(save: SaveConfig, state: StateConfig, train: TrainConfig,
         raise ConfigError(problems)
 
 
-def validate_output_files(save: SaveConfig, state: StateConfig, train: TrainConfig, has_ema: bool) -> Iterator[str]:
+def validate_output_files(save: SaveConfig, state: StateConfig, train: TrainConfig, has_ema: bool) -> Iterator[Problem]:
     """LoRA files are not overwritten by the same command; a run that resumes writes its own files again."""
     if save.overwrite or state.resume is not None:
         return
@@ -182,7 +185,7 @@ def validate_output_files(save: SaveConfig, state: StateConfig, train: TrainConf
         free = next(each for each in names if not any(folder.glob(f"{glob.escape(each)}*.safetensors")))
         more = f" and {len(existing) - 1} more files, such as {existing[1].name}," if len(existing) > 1 else ""
         found = f"{existing[0]}{more} exist" if more else f"{existing[0]} exists,"
-        yield f"--output_name: {found} from an earlier run; add --overwrite, or --output_name {free}"
+        yield Problem("output_name", f"{found} from an earlier run", f"add --overwrite, or --output_name {free}")
 
 
 def _find_output_files(save: SaveConfig, train: TrainConfig, has_ema: bool) -> list[Path]:
@@ -205,7 +208,7 @@ def _find_output_files(save: SaveConfig, train: TrainConfig, has_ema: bool) -> l
     return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
-def _validate_upload(save: SaveConfig) -> Iterator[str]:
+def _validate_upload(save: SaveConfig) -> Iterator[Problem]:
     if save.huggingface_repo_id is not None:
         from .hub_upload import validate_hub_token
 
@@ -239,19 +242,19 @@ def _drop_unused_data_options(parsed: ParsedConfig) -> ParsedConfig:
     return parsed.without_unused(find_unused_options(parsed.config, parsed.explicit, subsets=subsets))
 
 
-def find_settings_problems(loaded: ParsedConfig) -> list[str]:
+def find_settings_problems(loaded: ParsedConfig) -> list[Problem]:
     """Run the checks of the settings of a command line."""
     return _run_checks(loaded, list_settings_checks())
 
 
-def find_installation_problems(loaded: ParsedConfig) -> list[str]:
+def find_installation_problems(loaded: ParsedConfig) -> list[Problem]:
     """Run the checks of what is installed and what exists on this machine."""
     return _run_checks(loaded, list_installation_checks())
 
 
-def _run_checks(loaded: ParsedConfig, checks: Iterable[SettingsCheck]) -> list[str]:
+def _run_checks(loaded: ParsedConfig, checks: Iterable[SettingsCheck]) -> list[Problem]:
     problems = [problem for check in checks for problem in check(loaded)]
-    return list(dict.fromkeys(loaded.locate_problems(problems)))
+    return dedupe_problems(loaded.locate_problems(problems))
 
 
 def check_run_settings(config: RunConfig, facts: RunFacts) -> None:
@@ -268,8 +271,8 @@ def check_objective(noise: NoiseConfig, loss: LossConfig, family: "Family", proc
 
 def check_setting_changes(changes: Iterable[object], force_resume: bool) -> None:
     """Raise if settings that change the result differ from the checkpoint's, unless ``--force_resume`` is given."""
-    hint = "this changes the result; restore the old value, or add --force_resume"
-    problems = [f"--resume: {change}; {hint}" for change in changes]
+    fix = "this changes the result; restore the old value, or add --force_resume"
+    problems = [Problem("resume", str(change), fix) for change in changes]
     if problems and not force_resume:
         raise ConfigError(problems)
 
@@ -277,7 +280,7 @@ def check_setting_changes(changes: Iterable[object], force_resume: bool) -> None
 def check_output_dirs(directories: Mapping[str, Path]) -> None:
     """Raise if a directory, by option, cannot be written to; for the rank that writes."""
     problems = [
-        f"--{option}: cannot write to {directory}: {error}"
+        Problem(option, f"cannot write to {directory}: {error}")
         for option, directory in directories.items()
         if (error := find_write_error(directory))
     ]

@@ -29,6 +29,7 @@ from ..errors import RunInterrupted, UserError
 from ..models.detect import DetectedModel
 from ..parallel.quantize import BUILT_IN_KERNEL
 from ..parallel.strategy import Strategy
+from ..problems import Problem
 from . import checkpoint_dir
 from .checkpoint_dir import CheckpointInfo, find_checkpoints, read_checkpoint_info
 from .preflight import check_setting_changes
@@ -208,7 +209,7 @@ def select_checkpoint(config: StateConfig, output_dir: Path, name: str) -> Check
             parent = path if path.is_dir() and _list_checkpoint_names(path, name) else output_dir
             others = _list_checkpoint_names(parent, name)
             hint = f"; checkpoints in {parent}: {', '.join(others)}" if others else ""
-            raise UserError(f"--resume: {config.resume} is not a complete checkpoint: {info}{hint}")
+            raise UserError(Problem("resume", f"{config.resume} is not a complete checkpoint: {info}{hint}"))
         return info
     if config.resume is None and not config.auto_resume:
         if _list_checkpoint_names(output_dir, name):
@@ -228,8 +229,12 @@ def select_checkpoint(config: StateConfig, output_dir: Path, name: str) -> Check
         return max(complete, key=lambda info: info.sort_key)
     if config.resume == LATEST:
         raise UserError(
-            f"--resume latest: no checkpoint {name}*-state in {output_dir.resolve()}; checkpoints are saved with"
-            " --save_state, and when a signal stops a run"
+            Problem(
+                "resume",
+                f"no checkpoint {name}*-state in {output_dir.resolve()}",
+                "checkpoints are saved with --save_state, and when a signal stops a run",
+                value="latest",
+            )
         )
     logger.info("--auto_resume: no checkpoint in %s; starting from scratch", output_dir)
     return None

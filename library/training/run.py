@@ -35,6 +35,7 @@ from ..models.trained_components import describe_trained_components, list_cached
 from ..optim.lr_schedulers import build_lr_schedule
 from ..parallel.strategy import Strategy
 from ..parallel.strategy_registry import build_strategy
+from ..problems import Place
 from ..report import preview_grid
 from ..trackers import Trackers
 from . import checkpoint_dir
@@ -61,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_training(
-    config: RunConfig, locations: Mapping[str, str] | None = None, check_output: Callable[[], None] = lambda: None
+    config: RunConfig, locations: Mapping[str, Place] | None = None, check_output: Callable[[], None] = lambda: None
 ) -> None:
     """Train a LoRA; ``locations`` says where each option was set, for messages.
 
@@ -89,7 +90,7 @@ def run_training(
 
 def _prepare_and_train(
     config: RunConfig,
-    locations: Mapping[str, str],
+    locations: Mapping[str, Place],
     strategy: Strategy,
     started_at: float,
     failure_handler: FailureHandler,

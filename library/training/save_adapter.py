@@ -37,6 +37,7 @@ from ..models.base import Family
 from ..models.collect_component_keys import collect_component_keys
 from ..models.sampling import use_eval_mode
 from ..optim.optimizers import use_eval_weights
+from ..problems import report_file
 from ..randomness import Purpose, derive_seed
 from .hub_upload import HubUploader
 from .network_weights import split_idle_layers
@@ -306,8 +307,12 @@ def _reserve_disk_space(path: Path, tensors: Mapping[str, Tensor], run: Training
     needed = file_bytes + num_checkpoints * run.nan_guard.count_snapshot_bytes() + MIN_FREE_BYTES
     if 0 < free < needed:  # some network drives always report 0
         raise UserError(
-            f"{path}: not written, as checkpoints would not fit any more: {format_bytes(free)} free, about"
-            f" {format_bytes(needed)} needed; free some space, then resume"
+            report_file(
+                path,
+                f"not written, as checkpoints would not fit any more: {format_bytes(free)} free, about"
+                f" {format_bytes(needed)} needed",
+                "free some space, then resume",
+            )
         )
 
 

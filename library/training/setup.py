@@ -287,7 +287,7 @@ def prepare_dataset(data: DataConfig, cache: CacheConfig, comm: Communicator, mo
         reports = comm.all_gather_object((fingerprint, manifest.compute_sample_digests()))
         other = next(digests for its_fingerprint, digests in reports if its_fingerprint != reports[0][0])
         difference = comm.run_on_main_and_broadcast(lambda: manifest.describe_difference(other))
-        detailed = ConfigError(f"{problem} ({difference})" for problem in error.problems)
+        detailed = ConfigError(replace(problem, note=difference) for problem in error.problems)
         detailed.is_reported = error.is_reported
         raise detailed from None
     return prepared

@@ -136,7 +136,7 @@ def run_command(request: Request, body: Mapping[str, Any]) -> Response:
     chosen = {name: value for name, value in values.items() if name in known}
     problems = list(find_path_problems(workbench.folders, chosen))
     if problems:
-        raise UserError("\n".join(problems))
+        raise UserError(*problems)
     flags = build_arguments(chosen, command.arguments)
     words = [sys.executable, "-m", "library.web.background"]
     if command.writes:

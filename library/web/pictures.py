@@ -19,6 +19,7 @@ from ..dataset.dataset_config import load_dataset_config
 from ..dataset.image_ref import ImageRef
 from ..dataset.schema import DatasetConfig, SubsetConfig
 from ..errors import UserError
+from ..problems import report_file
 from .background import BackgroundWork
 from .folders import OpenedFolders
 
@@ -254,7 +255,7 @@ class PictureShelf:
     def open(self, path: Path, *, is_again: bool = False) -> PictureSet:
         """Return the pictures of a dataset file; the first call starts the scan."""
         if path.suffix not in (".toml", ".json") or not path.is_file():
-            raise UserError(f"{self.folders.format_path(path)}: no dataset file (.toml or .json)")
+            raise UserError(report_file(self.folders.format_path(path), "no dataset file (.toml or .json)"))
         with self._lock:
             opened = self._sets.get(path)
             if opened is None or (is_again and opened.is_ready):

@@ -19,6 +19,7 @@ from ..config.help import (
 from ..config.options import Option, flatten_config, iter_options
 from ..config.parser import ParsedConfig, format_unused_settings, parse_config
 from ..errors import UserError
+from ..problems import Problem, dedupe_problems
 from ..training.preflight import find_installation_problems, find_settings_problems, load_settings
 from .folders import OpenedFolders
 from .validate_requests import find_dataset_path_problems, find_path_problems
@@ -65,7 +66,7 @@ class CheckedForm:
     """The settings of a form, and everything that is wrong with them."""
 
     parsed: ParsedConfig
-    problems: Sequence[str]
+    problems: Sequence[Problem]
     notices: Sequence[str]
 
     @property
@@ -85,12 +86,12 @@ class CheckedForm:
         return self.parsed.config.save.output_name
 
     def export_problems(self) -> list[dict[str, str]]:
-        """Name the field of each problem, if it begins with one."""
+        """Name the field of each problem, if the page has one for its option."""
         names = {option.name for option in iter_options(RunConfig)}
         rows = []
         for problem in self.problems:
-            first = problem.removeprefix("--").partition(":")[0].partition(" ")[0]
-            rows.append({"field": first if first in names else "", "text": problem})
+            is_of_field = problem.option in names and (problem.place is None or not problem.place.file)
+            rows.append({"field": problem.option if is_of_field else "", "text": str(problem)})
         return rows
 
 
@@ -112,7 +113,7 @@ class FormChecker:
             loaded = load_settings(argv)
             problems = [*find_settings_problems(loaded), *find_installation_problems(loaded)]
         unused = [format_unused_settings(loaded.unused, None).removeprefix("None: ")] if loaded.unused else []
-        return CheckedForm(loaded, list(dict.fromkeys(problems)), [*loaded.notices, *unused])
+        return CheckedForm(loaded, dedupe_problems(problems), [*loaded.notices, *unused])
 
 
 def build_arguments(values: Mapping[str, Any], config_class: type = RunConfig) -> list[str]:
@@ -130,7 +131,7 @@ def _build_flag(option: Option, value: Any) -> Iterator[str]:
     elif option.is_list:
         words = _split_words(value)
         if flags := [word for word in words if re.match(r"--|-[A-Za-z]", word)]:
-            raise UserError(f"--{option.name}: {flags[0]!r} begins with a dash, which would be another option")
+            raise UserError(Problem(option.name, f"{flags[0]!r} begins with a dash, which would be another option"))
         yield from (f"--{option.name}", *words)
     else:
         yield f"--{option.name}={value}"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..problems import report_file
 from ..report.metric_series import MetricTable, is_plain_number
 from ..report.page import RunSummary
 from ..report.preview_grid import PreviewRow, find_preview_files
@@ -132,7 +133,7 @@ class RunReader:
         path = self.folders.resolve_key(key)
         files = [path.with_name(f"{path.name}{end}") for end in (METRICS_END, SUMMARY_END, LOG_END)]
         if not any(self.folders.contains(file) and file.is_file() for file in files):
-            raise UserError(f"{self.folders.format_path(path)}: no run of this name")
+            raise UserError(report_file(self.folders.format_path(path), "no run of this name"))
         lock, errors = path.with_name(f".{path.name}.lock"), path.parent.glob(f"{glob.escape(path.name)}.error-rank*")
         error_time = max(map(_get_time, errors), default=0.0)
         return Run(path.parent, path.name, _get_time(files[0]), _get_time(lock), error_time)

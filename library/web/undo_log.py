@@ -16,6 +16,7 @@ from pathlib import Path
 from ..atomic_files import write_atomic
 from ..dataset.image_ref import ImageRef
 from ..errors import UserError
+from ..problems import report_file
 from .folders import OpenedFolders, OutsideFolders
 from .jobs import FOLDER
 
@@ -108,7 +109,7 @@ class UndoLog:
             return edit.read()
         except (OSError, ValueError, TypeError, EOFError, zlib.error):
             self._remove(edit)
-            raise UserError(f"{edit.path}: cannot be read; this edit cannot be undone") from None
+            raise UserError(report_file(edit.path, "cannot be read", "this edit cannot be undone")) from None
 
     def remove_last(self) -> None:
         self._remove(self.edits[-1])

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from problem_lines import format_lines
 
 from library.config import parse_config
 from library.config.kohya_compat import KOHYA_OPTIONS, NoEffectOption, NotYetSupported, OptionAlias, SecretOption
@@ -91,7 +92,7 @@ def test_every_option_is_read_by_code_that_acts_on_it():
 
 def _has_one_value_only(name: str) -> bool:
     """Whether the option has one allowed value only."""
-    problems = parse_config(["--dataset_config", str(ROOT / "pyproject.toml"), f"--no-{name}"]).problems
+    problems = format_lines(parse_config(["--dataset_config", str(ROOT / "pyproject.toml"), f"--no-{name}"]).problems)
     return any(problem.startswith(f"--{name}:") for problem in problems)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from problem_lines import format_lines
 from rank_processes import find_free_port, run_on_ranks
 from training_runs import write_images
 
@@ -136,14 +137,17 @@ def build_reports(*says: dict) -> list[RankReport]:
 
 def test_the_majority_is_the_reference_and_rank_0_in_a_tie():
     one, other = {"seed": 1, "code": "x"}, {"seed": None, "code": "y"}
-    assert find_disagreements(build_reports(one, one, one)) == []
-    assert find_disagreements(build_reports(other, one, one, one)) == [
+    assert format_lines(find_disagreements(build_reports(one, one, one))) == []
+    assert format_lines(find_disagreements(build_reports(other, one, one, one))) == [
         "seed: not set on rank 0 (on a), 1 on most others; start all of them with the same value",
         "code: rank 0 (on a): not the same as on most others; "
         "install the same version of this program on every machine",
     ]
-    assert "not set on ranks 2, 3 (on b), 1 on most" in find_disagreements(build_reports(one, one, other, other))[0]
-    assert "not set on rank 1 (on a), 1 on rank 0;" in find_disagreements(build_reports(one, other))[0]
+    assert (
+        "not set on ranks 2, 3 (on b), 1 on most"
+        in format_lines(find_disagreements(build_reports(one, one, other, other)))[0]
+    )
+    assert "not set on rank 1 (on a), 1 on rank 0;" in format_lines(find_disagreements(build_reports(one, other)))[0]
     assert format_rank_placement(["a", "a", "b", "b"]) == (
         "4 processes on 2 machines: ranks 0, 1 on a; ranks 2, 3 on b"
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from data_paths import ROOT
+from problem_lines import format_lines, format_unused
 from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 
@@ -94,7 +95,7 @@ def test_a_found_run_file_is_accepted_or_refused_with_its_reasons(name, folder, 
     if code:
         return
     loaded = load_settings(argv)
-    unused = [location.removeprefix(f"{path}:").split(": ")[-1] for location, _ in loaded.unused]
+    unused = [location.removeprefix(f"{path}:").split(": ")[-1] for location, _ in format_unused(loaded.unused)]
     (trained,) = [line for line in output.out.splitlines() if line.startswith("training: ")]
     assert " ".join(key for key in unused if key != "xformers") == expected["no_effect"]
     assert trained.count("text encoder") == expected["text_encoders"]
@@ -105,7 +106,7 @@ def test_a_found_run_file_is_accepted_or_refused_with_its_reasons(name, folder, 
 def test_settings_are_those_that_the_parser_of_sd_scripts_reads(name, folder):
     loaded = load_settings(build_argv(name))
     values, prefix = flatten_config(loaded.config), f"{FOLDER / name}:"
-    unused = {location.removeprefix(prefix).split(": ")[-1] for location, _ in loaded.unused}
+    unused = {location.removeprefix(prefix).split(": ")[-1] for location, _ in format_unused(loaded.unused)}
 
     assert unused - {"xformers"} == set(UNUSED[name].split())
     assert set(EXPECTED[name]["ignored"]) <= {*GUI_KEYS, *KOHYA_OPTIONS}
@@ -148,5 +149,5 @@ def train_run_file(name: str, *argv: str) -> None:
     from library.training.run import run_training
 
     loaded = load_settings([*argv, "--quiet", "--max_data_loader_n_workers", "0", "--no-full_bf16"])
-    assert loaded.problems == [], name
+    assert format_lines(loaded.problems) == [], name
     run_training(loaded.config, loaded.locations)

@@ -14,6 +14,7 @@ import torch
 from cache_family import AveragePoolFamily, CachedRun, EncodedNames, write_dataset_file
 from numbered_images import write_numbered_images
 from PIL import Image
+from problem_lines import format_lines
 from rank_processes import CONTEXT, run_on_ranks
 from training_runs import write_images
 
@@ -370,7 +371,7 @@ def build_cache_with_breaking_image(dataset_file: str, on_invalid_images: str) -
             on_invalid_images,
         )
     except ConfigError as error:
-        return error.problems
+        return format_lines(error.problems)
     names = [sample.key for sample in run.prepared.manifest.samples]
     planned = {sample for bucket in run.plan.batch_plan.buckets for sample in bucket.sample_indices}
     return names, [round(((value + 1) * 127.5 - 20) / 10) for value in read_latent_maxima(run)], sorted(planned)

@@ -12,6 +12,7 @@ from compiled_runs import COMPILED
 from compiled_runs import train_compiled as compiled
 from hypothesis import given
 from hypothesis import strategies as st
+from problem_lines import format_lines
 from rank_processes import run_on_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -163,8 +164,8 @@ INVALID = {
 def test_invalid_schedules_are_reported_with_file_line_and_key(tmp_path, text):
     path = tmp_path / "x.toml"
     path.write_text(f"[[datasets]]\n{text}\n{SUBSET}", "utf-8")
-    problem, *others = validate_dataset_config(
-        DataConfig(dataset_config=str(path)), CacheConfig(), TrainConfig(max_train_steps=100)
+    problem, *others = format_lines(
+        validate_dataset_config(DataConfig(dataset_config=str(path)), CacheConfig(), TrainConfig(max_train_steps=100))
     )
     assert INVALID[text] in problem and "x.toml" in problem
     assert all("resolution_schedule: 16,16 is too small" in other for other in others)
@@ -177,7 +178,7 @@ def test_an_invalid_resolution_is_reported_once_and_not_as_missing(tmp_path, fla
     for command in ("plan", "cache build"):
         with pytest.raises(ConfigError) as error:
             tools.TOOLS[command.split()[0]][1]([*command.split()[1:], "--dataset_config", str(path), *flags])
-        (problem,) = error.value.problems
+        (problem,) = format_lines(error.value.problems)
         assert problem.startswith(flags[0])
 
 
@@ -186,7 +187,7 @@ def test_sizes_that_the_model_does_not_support_are_reported_with_their_key(tmp_p
     path.write_text(f"[[datasets]]\nresolution_schedule = '36:9,48'\n{SUBSET}", "utf-8")
     with pytest.raises(ConfigError) as error:
         prepare_data(DataConfig(dataset_config=str(path)), 8, str(tmp_path))
-    assert error.value.problems == [
+    assert format_lines(error.value.problems) == [
         f"{path}:2: resolution_schedule: 36,36 is not a multiple of 8 on each side, which this model needs;"
         " set [32, 32]"
     ]

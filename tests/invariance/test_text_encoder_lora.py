@@ -3,6 +3,7 @@
 import pytest
 import torch
 from family_runs import train
+from problem_lines import format_texts
 from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from text_encoder_runs import build_trainable_case, compute_loss, parse_settings
@@ -158,15 +159,16 @@ def test_a_learning_rate_of_0_excludes_a_text_encoder():
 
 def find_adapter_problems(name, *flags):
     config, facts = parse_settings(*flags), FAMILIES.get(name)().facts
-    problems = validate_adapter_for_model(
-        config.adapter,
-        config.optim,
-        facts.options.network,
-        facts.title,
-        tuple(facts.lora.text_encoders),
-        facts.text.t5_encoder,
+    return format_texts(
+        validate_adapter_for_model(
+            config.adapter,
+            config.optim,
+            facts.options.network,
+            facts.title,
+            tuple(facts.lora.text_encoders),
+            facts.text.t5_encoder,
+        )
     )
-    return [problem for _, problem in problems]
 
 
 def test_three_learning_rates_for_two_text_encoders_are_an_error():

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from problem_lines import format_unused
 from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from training_runs import max_relative_difference, train, write_images
@@ -237,7 +238,7 @@ def test_validation_does_not_change_losses_and_files(data, reference, tmp_path):
 def find_unused(*build_flags: str) -> dict[str, str]:
     loaded = load_settings(build_flags)
     assert find_settings_problems(loaded) == []
-    return dict(loaded.unused)
+    return dict(format_unused(loaded.unused))
 
 
 @pytest.mark.parametrize(

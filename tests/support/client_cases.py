@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from diffusers import FluxTransformer2DModel, SD3Transformer2DModel
+from problem_lines import format_lines
 from safetensors.torch import save_file
 from tiny_pipelines import TINY
 from torch import Tensor
@@ -74,7 +75,7 @@ def build_config(name: str, kind: str, *flags: str) -> Any:
     words += ["--network_args", *arguments] if arguments else []
     words += ["--no-network_train_unet_only"] if get_family_name(name) in WITH_TEXT else []
     parsed = parse_config([*words, *flags])
-    problems = [line for line in parsed.problems if "dataset_config" not in line]
+    problems = [line for line in format_lines(parsed.problems) if "dataset_config" not in line]
     assert not problems, problems
     return parsed.config
 

@@ -19,6 +19,7 @@ from ...adapters.original_module_names import (
 )
 from ...config.network_args import NetworkFacts
 from ...config.schema import ModelConfig
+from ...problems import Problem
 from ..base import BaseModelInfo, T5Family
 from ..facts import (
     BlockFacts,
@@ -60,10 +61,10 @@ def _match_flux(read: ConfigReader) -> FamilyMatch:
     return replace(match_flow_model(read, 4, f"the transformer {variant}"), has_guidance_embeds=has_guidance)
 
 
-def _validate_flux_guidance(read: ConfigReader, options: ModelConfig) -> Iterator[str]:
+def _validate_flux_guidance(read: ConfigReader, options: ModelConfig) -> Iterator[Problem]:
     has_guidance = (read("transformer/config.json") or {}).get("guidance_embeds", False)
     if not has_guidance and options.guidance_scale != ModelConfig.guidance_scale:
-        yield "guidance_scale: FLUX.1 schnell has no guidance embedding; leave this option out"
+        yield Problem("guidance_scale", "FLUX.1 schnell has no guidance embedding", "leave this option out")
 
 
 _STREAM_NAMES = ("attn.qkv", "attn.proj", "mlp.0", "mlp.2", "mod.lin")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...adapters.original_module_names import LDM_KEYS
 from ...config.network_args import NetworkFacts
 from ...config.schema import ModelConfig
+from ...problems import Problem
 from ..base import BaseModelInfo, Family
 from ..facts import (
     BlockFacts,
@@ -54,12 +55,13 @@ def _is_sd2(read: ConfigReader) -> bool:
     return unet.get("cross_attention_dim") == 1024 or bool(unet.get("use_linear_projection"))
 
 
-def _validate_clip_skip(read: ConfigReader, options: ModelConfig) -> Iterator[str]:
+def _validate_clip_skip(read: ConfigReader, options: ModelConfig) -> Iterator[Problem]:
     layers = (read("text_encoder/config.json") or {}).get("num_hidden_layers", 12)
     if options.clip_skip == 0:
-        yield "clip_skip: 0 is the input of the first layer in sd-scripts; 1 is the last layer, 2 the one before it"
+        text = "0 is the input of the first layer in sd-scripts; 1 is the last layer, 2 the one before it"
+        yield Problem("clip_skip", text)
     elif (options.clip_skip or 1) > layers:
-        yield f"clip_skip: {options.clip_skip}; the text encoder has {layers} layers, and 1 or 2 are usual"
+        yield Problem("clip_skip", f"{options.clip_skip}; the text encoder has {layers} layers, and 1 or 2 are usual")
 
 
 SD1_FACTS = FamilyFacts(

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...problems import Problem
 from .diffusion_pipe_data import read_directories
 from .equivalents import (
     BLOCKS,
@@ -45,10 +46,10 @@ def import_diffusion_pipe(content: dict[str, Any], path: Path, others: Sequence[
     run = KeyReader(content, result)
     kind = content["model"].get("type")
     if kind not in keys.FAMILIES:
-        result.problems.append(f'model.type = "{kind}": not supported; {SUPPORTED} are')
+        result.problems.append(Problem("", f'model.type = "{kind}": not supported', f"{SUPPORTED} are"))
         return result
     if "adapter" not in run:
-        result.problems.append("no [adapter]: full fine-tuning; only LoRA is trained here")
+        result.problems.append(Problem("", "no [adapter]: full fine-tuning", "only LoRA is trained here"))
         return result
     dataset = find_companion(
         run, key="dataset", main_path=path, others=others, matches=is_directory_list, title="dataset"

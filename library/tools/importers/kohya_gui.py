@@ -7,6 +7,8 @@ from typing import Any
 from ...config import parse_config
 from ...config.options import flatten_config
 from ...config.unused_options import is_self_tuning_adafactor
+from ...config.validate import MISSING_DATASET
+from ...problems import Problem
 from .equivalents import FLOW_FAMILIES
 from .imported import (
     ImportedConfig,
@@ -38,8 +40,8 @@ def import_kohya_gui(content: dict[str, Any], path: Path) -> ImportedConfig:
     """Turn a file that the GUI saved for LoRA training into our options and datasets."""
     result = ImportedConfig(PROGRAM)
     reader = KeyReader(content, result)
-    if problem := _find_other_training(reader):
-        result.problems.append(problem)
+    if text := _describe_other_training(reader):
+        result.problems.append(Problem("", text))
         return result
     _read_family(reader)
     read_keys(reader, keys.RUN_KEYS)
@@ -62,7 +64,7 @@ def import_kohya_gui(content: dict[str, Any], path: Path) -> ImportedConfig:
     return result
 
 
-def _find_other_training(reader: KeyReader) -> str:
+def _describe_other_training(reader: KeyReader) -> str:
     """Say what else a file is for; empty for LoRA training of a family that we have."""
     if "num_vectors_per_token" in reader or "token_string" in reader:
         return "a file for textual inversion; only LoRA is trained here"
@@ -270,17 +272,18 @@ def _read_extra_flags(reader: KeyReader) -> None:
     options = reader.result.options
     alone, together = parse_config(words), parse_config([*_format_flags(options), *words])
     values = flatten_config(together.config)
-    for name in alone.locations.keys() | {flag.removeprefix("--") for flag, _ in alone.unused}:
+    for name in alone.locations.keys() | {place.flag.removeprefix("--") for place, _ in alone.unused}:
         if name in together.locations:
             value = values[name]
             plain = isinstance(value, (bool, int, float, str, tuple))
             options[name] = list(value) if isinstance(value, tuple) else value if plain else str(value)
-    for flag, reason in together.unused:
+    for place, reason in together.unused:
+        flag = place.flag
         if flag in words or any(word.startswith(f"{flag}=") for word in words):
             reader.result.list_harmless("additional_parameters", flag, reason or "no effect on the result")
     for problem in alone.problems:
-        if problem in together.problems and not problem.startswith("--dataset_config: missing"):
-            reader.list_change("additional_parameters", problem)
+        if problem in together.problems and problem != MISSING_DATASET:
+            reader.list_change("additional_parameters", str(problem))
 
 
 def _format_flags(options: dict[str, Any]) -> list[str]:
@@ -296,7 +299,7 @@ def _format_flags(options: dict[str, Any]) -> list[str]:
 def _drop_overridden(result: ImportedConfig) -> None:
     """Drop options that have no effect beside the others, as their facts say; sd-scripts ignores them, too."""
     options, parsed = result.options, parse_config(_format_flags(result.options))
-    dropped = {location.removeprefix("--").removeprefix("no-"): reason for location, reason in parsed.unused}
+    dropped = {place.flag.removeprefix("--").removeprefix("no-"): reason for place, reason in parsed.unused}
     if "lr_scheduler_type" in options or is_self_tuning_adafactor(parsed.config.optim):
         dropped["lr_warmup_steps"] = "the schedule has no warmup"
     for name, reason in dropped.items():

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...problems import Problem
 from .equivalents import GUIDED_FAMILIES, SUPPORTED, UNET_FAMILIES, set_quantization
 from .imported import ImportedConfig, KeyReader, to_integer, to_number, to_positive_integer, to_switch, to_text
 from .keys import onetrainer as keys
@@ -27,8 +28,8 @@ def import_onetrainer(content: dict[str, Any], path: Path, others: Sequence[Sour
     """Turn a configuration and its concepts into our options and datasets."""
     result = ImportedConfig(PROGRAM)
     config = KeyReader(upgrade_keys(content), result)
-    if problem := _find_other_training(config):
-        result.problems.append(problem)
+    if text := _describe_other_training(config):
+        result.problems.append(Problem("", text))
         return result
     result.family = keys.FAMILIES[config.read("model_type", "STABLE_DIFFUSION_15")]
     if result.family == "flux2_dev" and "klein" in str(config.read("base_model_name", "")).lower():
@@ -99,7 +100,7 @@ def upgrade_keys(content: dict[str, Any]) -> dict[str, Any]:
     return table
 
 
-def _find_other_training(config: KeyReader) -> str:
+def _describe_other_training(config: KeyReader) -> str:
     """Say what else a configuration is for; empty for LoRA training of a family that we have."""
     kind = config.read("model_type", "STABLE_DIFFUSION_15")
     if kind not in keys.FAMILIES:

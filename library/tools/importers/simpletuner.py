@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ...models.families import FAMILY_FACTS
+from ...problems import Problem
 from .equivalents import FLOW_FAMILIES, GUIDED_FAMILIES, SUPPORTED, set_optimizer, set_quantization
 from .imported import (
     ImportedConfig,
@@ -94,8 +95,8 @@ def import_simpletuner(content: Any, path: Path, others: Sequence[SourceFile]) -
     """Turn a configuration and its dataloader configuration into our options and datasets."""
     result = ImportedConfig(PROGRAM)
     config = KeyReader(normalize_keys(content), result)
-    if problem := _find_other_training(config):
-        result.problems.append(problem)
+    if text := _describe_other_training(config):
+        result.problems.append(Problem("", text))
         return result
     base = keys.FAMILIES[config.read("model_family")]
     flavour = config.read("model_flavour", keys.MODELS[base][0])
@@ -132,7 +133,7 @@ def import_simpletuner(content: Any, path: Path, others: Sequence[SourceFile]) -
     return result
 
 
-def _find_other_training(config: KeyReader) -> str:
+def _describe_other_training(config: KeyReader) -> str:
     """Say what else a configuration is for; empty for LoRA training of a family that we have."""
     family = config.read("model_family")
     if family not in keys.FAMILIES:

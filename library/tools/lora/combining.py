@@ -13,6 +13,7 @@ from ...adapters.metadata import NetworkSizes
 from ...adapters.module_adapter import BIAS, DOWN, UP, ModuleAdapter
 from ...errors import FileError
 from ...log import iter_with_progress
+from ...problems import Problem, report_file
 from .block_names import BlockFactor, get_factor, is_text_encoder
 from .lora_files import SOURCES_KEY, LoraFile, NewLora, Unit, build_single_unit, format_sources, get_kernel, iter_units
 from .low_rank import (
@@ -74,25 +75,31 @@ class Term:
     source: LoraFile
 
 
-def list_merge_obstacles(files: Sequence[LoraFile]) -> list[str]:
+def list_merge_obstacles(files: Sequence[LoraFile]) -> list[Problem]:
     """List why files cannot be merged into one: other models, or types whose effect depends on the base model."""
-    first, found = files[0], list[str]()
+    first, found = files[0], list[Problem]()
     for file in files:
         if file.family != first.family and file.lora.components != first.lora.components:
-            found.append(f"{file.path}: is a LoRA of {file.family}, and {first.path.name} one of {first.family}")
+            text = f"is a LoRA of {file.family}, and {first.path.name} one of {first.family}"
+            found.append(report_file(file.path, text))
         elif any(
             file.lora.shapes.get(name) != first.lora.shapes.get(name)
             for name in set(file.list_modules()) & set(first.list_modules())
         ):
-            found.append(f"{file.path}: has layers of other sizes than {first.path.name}; it is for another model")
+            text = f"has layers of other sizes than {first.path.name}; it is for another model"
+            found.append(report_file(file.path, text))
         dependent = {
             unit.adapter.title: unit.title
             for unit in iter_units(file)
             if unit.adapter.adapter_type in BASE_DEPENDENT_TYPES or unit.adapter.has_magnitudes
         }
         found += [
-            f"{file.path}: {layer}: the effect of {title} depends on the weights of the base model, so it cannot be"
-            " merged with others alone; merge into a model (--model), and extract from that"
+            report_file(
+                file.path,
+                f"{layer}: the effect of {title} depends on the weights of the base model, so it cannot be merged with"
+                " others alone",
+                "merge into a model (--model), and extract from that",
+            )
             for title, layer in dependent.items()
         ]
     return found
@@ -104,7 +111,7 @@ def merge_loras(
     """Merge; without a rule exactly. Return the updates and what was lost of each layer."""
     updates: dict[str, ModuleAdapter] = {}
     errors: list[LayerError] = []
-    problems: list[str] = []
+    problems: list[Problem] = []
     for terms in iter_with_progress(list(_group_terms(files)), "merging", "layer"):
         terms = [term for term in terms if term.weight]
         if not terms:
@@ -113,7 +120,8 @@ def merge_loras(
         types = {term.unit.adapter.adapter_type for term in weights}
         if types & set(ADDITIVE_TYPES) and len(types) > 1:
             names = " and ".join(sorted(types))
-            problems.append(f"{terms[0].unit.title}: has layers of type {names}, which cannot be merged into one")
+            text = f"{terms[0].unit.title}: has layers of type {names}, which cannot be merged into one"
+            problems.append(Problem("", text))
             continue
         if not weights or types & set(ADDITIVE_TYPES):
             updates |= terms[0].unit.split(_add_tensors(terms))

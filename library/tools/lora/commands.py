@@ -10,7 +10,8 @@ import torch
 
 from ...adapters.file_writer import SAVE_DTYPES
 from ...adapters.module_adapter import ModuleAdapter
-from ...errors import ConfigError, FileError, UserError
+from ...errors import FileError, UserError
+from ...problems import Problem, report_file
 from .block_names import find_unused_names, parse_block_factors
 from .block_scaling import prune_blocks, scale_blocks
 from .combining import WeightedFile, build_merged_lora, find_exact_dtype, list_merge_obstacles, merge_loras
@@ -71,7 +72,7 @@ def weigh_files(files: Sequence[LoraFile], options: MergeOptions) -> list[Weight
     denoiser, texts = options.denoiser_weights or common, options.text_encoder_weights or common
     blocks = resolve_block_factors(options.blocks, len(files))
     problems = [
-        f"--blocks: {name} selects no layer of {file.path.name}; its blocks are listed by lora inspect"
+        Problem("blocks", f"{name} selects no layer of {file.path.name}", "its blocks are listed by lora inspect")
         for file, factors in zip(files, blocks, strict=True)
         for name in find_unused_names(factors, file.list_modules())
         if not any(
@@ -82,7 +83,7 @@ def weigh_files(files: Sequence[LoraFile], options: MergeOptions) -> list[Weight
         )
     ]
     if problems:
-        raise FileError(list(dict.fromkeys(problems)))
+        raise FileError(problems)
     return [WeightedFile(*each) for each in zip(files, denoiser, texts, blocks, strict=True)]
 
 
@@ -127,7 +128,9 @@ def run_extract(files: Sequence[str], arguments: ExtractArguments) -> Iterator[s
     )
     result = extract(base, tuned, settings)
     if not result.updates:
-        raise FileError([f"{tuned.path}: the layers that a LoRA can change are equal to those of {base.path}"])
+        raise FileError(
+            [report_file(tuned.path, f"the layers that a LoRA can change are equal to those of {base.path}")]
+        )
     yield from _describe_extraction(result, options.show_layers)
     new = build_extracted_lora(base, tuned, settings, result=result, path=path, to=arguments.format.to)
     yield write_lora(path, new).describe()
@@ -148,14 +151,12 @@ def _describe_extraction(result: Extraction, shows_layers: bool) -> Iterator[str
 
 
 def _locate_models(files: Sequence[str]) -> list[ModelFiles]:
-    models, problems = [], list[str]()
+    models, problems = [], list[Problem]()
     for text in files:
         try:
             models.append(locate_model_weights(text))
-        except ConfigError as error:
-            problems += error.problems
         except UserError as error:
-            problems.append(str(error))
+            problems += error.problems
     if problems:
         raise FileError(problems)
     return models
@@ -166,13 +167,14 @@ def _parse_device(name: str) -> torch.device:
         torch.zeros(1, device=name)
         return torch.device(name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise FileError([f"--device {name}: cannot be used: {str(error).splitlines()[0]}"]) from None
+        raise FileError([Problem("device", f"cannot be used: {str(error).splitlines()[0]}", value=name)]) from None
 
 
 def _merge_into_model(files: Sequence[str], arguments: MergeArguments) -> Iterator[str]:
     (model,) = _locate_models([arguments.merge.model or ""])
     if (family := arguments.family.family) not in (None, model.detected.family):
-        raise FileError([f"--family {family}: contradicts --model, which is a model of {model.detected.family}"])
+        text = f"contradicts --model, which is a model of {model.detected.family}"
+        raise FileError([Problem("family", text, value=family or "", others=("model",))])
     loras = read_lora_files_for_model(files, model)
     weighted = weigh_files(loras, arguments.merge)
     dtype = getattr(torch, arguments.merge.math)

@@ -18,6 +18,7 @@ from ...adapters.module_adapter import MAGNITUDE, ModuleAdapter
 from ...adapters.original_module_names import OriginalModule
 from ...errors import FileError
 from ...log import iter_with_progress
+from ...problems import Problem, report_file
 from .lora_files import SOURCES_KEY, NewLora, Unit, build_single_unit
 from .low_rank import build_lora, decompose, truncate
 from .model_weights import ModelFiles
@@ -66,17 +67,16 @@ class Extraction:
         return math.sqrt(sum(each.norm**2 for each in self.errors))
 
 
-def list_extraction_obstacles(base: ModelFiles, tuned: ModelFiles) -> list[str]:
+def list_extraction_obstacles(base: ModelFiles, tuned: ModelFiles) -> list[Problem]:
     """List why the difference of two models cannot be taken: other families or sizes."""
     if base.detected.family != tuned.detected.family:
-        return [f"{tuned.path}: is a model of {tuned.detected.family}, and {base.path} one of {base.detected.family}"]
+        text = f"is a model of {tuned.detected.family}, and {base.path} one of {base.detected.family}"
+        return [report_file(tuned.path, text)]
     shared = base.weights.keys() & tuned.weights.keys()
     if sizes := [name for name in sorted(shared) if base.shapes[name] != tuned.shapes[name]]:
-        return [
-            f"{tuned.path}: {sizes[0]} has other sizes than in {base.path}: {list(tuned.shapes[sizes[0]])} and"
-            f" {list(base.shapes[sizes[0]])}"
-        ]
-    return [] if shared else [f"{tuned.path}: has no layer in common with {base.path}"]
+        both = f"{list(tuned.shapes[sizes[0]])} and {list(base.shapes[sizes[0]])}"
+        return [report_file(tuned.path, f"{sizes[0]} has other sizes than in {base.path}: {both}")]
+    return [] if shared else [report_file(tuned.path, f"has no layer in common with {base.path}")]
 
 
 def extract(base: ModelFiles, tuned: ModelFiles, settings: ExtractionSettings) -> Extraction:
@@ -142,7 +142,7 @@ def _extract_unit(
     if not bool(difference.any()):
         return None
     if not bool(difference.isfinite().all()):
-        raise FileError([f"{tuned.path}: {modules[0]}: NaN or infinite values; the file is damaged"])
+        raise FileError([report_file(tuned.path, f"{modules[0]}: NaN or infinite values", "the file is damaged")])
     kernel = tuple(difference.shape[2:])
     matrix = (_scale_rows(new, new - difference) if settings.adapter_type == "dora" else difference).flatten(1)
     matrix = matrix.to(settings.device)

@@ -22,6 +22,7 @@ from ...adapters.peft_metadata import PEFT_METADATA_KEY
 from ...errors import FileError, UserError
 from ...models.families import FAMILY_FACTS
 from ...models.known_models import load_known_models
+from ...problems import Problem, report_file
 from ..lora_identification import (
     IdentifiedLora,
     find_stated_families,
@@ -71,14 +72,14 @@ def read_lora_files(
     paths: Sequence[str], family: str | None = None, *, is_for_inspection: bool = False
 ) -> list[LoraFile]:
     """Read all files, or raise with the problems of all; ``family`` tells what they are for."""
-    files, problems, models = [], list[str](), select_models(load_known_models(), family)
+    files, problems, models = [], list[Problem](), select_models(load_known_models(), family)
     for text in paths:
         path = Path(text).expanduser()
         try:
             lora = read_lora_file(path, can_be_fused=True, is_for_inspection=is_for_inspection, models=models)
             files.append(LoraFile(path, lora))
         except UserError as error:
-            problems.append(str(error))
+            problems += error.problems
     if problems:
         raise FileError(problems)
     return files
@@ -90,20 +91,27 @@ def read_lora_files_for_model(paths: Sequence[str], model: ModelFiles) -> list[L
     Keys and sizes decide, as with ``base_weights``: families share them, so that the file alone does not tell which of
     them it is for.
     """
-    files, problems = [], list[str]()
+    files, problems = [], list[Problem]()
     for text in paths:
         path = Path(text).expanduser()
         try:
             files.append(LoraFile(path, _read_lora_for_model(path, model)))
         except UserError as error:
-            problems.append(str(error) if str(error).startswith(str(path)) else f"{path}: {error}")
+            problems += error.problems
     if problems:
         raise FileError(problems)
     return files
 
 
 def _read_lora_for_model(path: Path, model: ModelFiles) -> IdentifiedLora:
-    tensors, metadata = read_adapter_file(path)
+    tensors, metadata = read_adapter_file(path)  # whose errors name the file
+    try:
+        return _fit_lora_to_model(tensors, metadata, model)
+    except UserError as error:
+        raise UserError(report_file(path, str(error))) from None
+
+
+def _fit_lora_to_model(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], model: ModelFiles) -> IdentifiedLora:
     family, components = model.detected.family, model.all_components
     try:
         contents = convert_from_file_format(tensors, metadata, components, model.shapes)
@@ -260,7 +268,7 @@ def write_lora(path: Path, new: NewLora, precision: str | None = None) -> Writte
         tensors, alpha_metadata = convert_to_file_format(state, alphas, new.components, file_format, new.alpha_dtype)
         tensors = cast_tensors(tensors, precision)
     except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(report_file(path, str(error))) from None
     has_embeddings = bool(new.embeddings) and file_format != "diffusers"
     tensors |= {key: tensor for key, tensor in new.embeddings.items() if has_embeddings}
     replaced = {*ALPHA_METADATA_KEYS, PEFT_METADATA_KEY}

@@ -10,6 +10,7 @@ from ...adapters.file_writer import write_adapter_file
 from ...adapters.metadata import MODELSPEC_USER_KEYS, add_model_hashes
 from ...adapters.validate_file import describe_unknown_keys
 from ...errors import FileError
+from ...problems import Problem, report_file
 from ..lora_identification import identify_lora
 
 HASH_KEYS = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
@@ -36,11 +37,11 @@ def edit_metadata(path: Path, output: Path, changes: Sequence[str], removed: Seq
     read_adapter_file(path)  # raises with all that is damaged
     tensors, metadata = read_safetensors(path)
     edited = dict(metadata)
-    lines, problems = [], list[str]()
+    lines, problems = [], list[Problem]()
     for pattern in removed:
         keys = [key for key in edited if fnmatchcase(key, _complete_key(pattern)) and key not in HASH_KEYS]
         if not keys:
-            problems.append(f"--remove: {path.name} has no key {pattern}")
+            problems.append(Problem("remove", f"{path.name} has no key {pattern}"))
         lines += [f"- {key}" for key in keys]
         edited = {key: value for key, value in edited.items() if key not in keys}
     for text in changes:
@@ -53,7 +54,7 @@ def edit_metadata(path: Path, output: Path, changes: Sequence[str], removed: Seq
         raise FileError(problems)
     lora = identify_lora({key: tensor.float() for key, tensor in tensors.items()}, edited)  # as a loader reads it
     if lora.unread:
-        raise FileError([f"{path}: {describe_unknown_keys(list(tensors), len(tensors))}"])
+        raise FileError([report_file(path, describe_unknown_keys(list(tensors), len(tensors)))])
     edited = add_model_hashes(tensors, edited)
     lines += [f"~ {key} = {edited[key]}" for key in HASH_KEYS if edited.get(key) != metadata.get(key)]
     write_adapter_file(output, tensors, edited, is_trained=False)

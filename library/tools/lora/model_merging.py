@@ -17,6 +17,7 @@ from ...adapters.module_adapter import BIAS, INPUT_MAGNITUDE, ModuleAdapter
 from ...atomic_files import fsync_dir, fsync_file
 from ...errors import FileError, UserError
 from ...log import ProgressBar
+from ...problems import Problem, report_file
 from .combining import WeightedFile
 from .lora_files import SOURCES_KEY, format_sources
 from .model_weights import (
@@ -75,18 +76,19 @@ class MergedModel:
     num_bytes: int
 
 
-def iter_model_obstacles(model: ModelFiles, files: Sequence[WeightedFile]) -> Iterator[str]:
+def iter_model_obstacles(model: ModelFiles, files: Sequence[WeightedFile]) -> Iterator[Problem]:
     """Yield the reasons why LoRAs cannot be merged into a model."""
     for weighted in files:
         file = weighted.file
-        yield from (f"{file.path}: {each}" for each in find_missing_weights(model, file.list_modules()))
+        yield from (report_file(file.path, each) for each in find_missing_weights(model, file.list_modules()))
         for name, update in file.updates.items():
             if update.adapter_type in UNMERGEABLE_TYPES:
-                yield f"{file.path}: {name}: {update.title} of peft cannot be merged; it rotates the inputs of a layer"
+                text = f"{name}: {update.title} of peft cannot be merged; it rotates the inputs of a layer"
+                yield report_file(file.path, text)
                 break
         for name, fused in file.lora.contents.fused.items():
             if INPUT_MAGNITUDE in fused.update.tensors:
-                yield f"{file.path}: {name}: {fused.reason}; {fused.way_out}"
+                yield report_file(file.path, f"{name}: {fused.reason}", fused.way_out)
                 break
         with_bias = {name: update for name, update in file.updates.items() if {"b_norm", BIAS} & update.tensors.keys()}
         for fused in file.lora.contents.fused.values():
@@ -94,7 +96,7 @@ def iter_model_obstacles(model: ModelFiles, files: Sequence[WeightedFile]) -> It
             with_bias |= dict.fromkeys(parts if BIAS in fused.update.tensors else (), fused.update)
         for name in with_bias:
             if name not in model.biases:
-                yield f"{file.path}: {name} has a bias in the file, but none in the model"
+                yield report_file(file.path, f"{name} has a bias in the file, but none in the model")
                 break
 
 
@@ -148,7 +150,7 @@ def merge_into_model(
                 writer.write(model.path, temporary)
         _replace(temporary, output)
     except OSError as error:
-        raise UserError(f"{output}: cannot be written: {error}") from error
+        raise UserError(report_file(output, f"cannot be written: {error}")) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True) if temporary.is_dir() else temporary.unlink(missing_ok=True)
     return MergedModel(output, len(changes), writer.num_tensors, writer.num_bytes)
@@ -219,7 +221,7 @@ class _Writer:
                     file.write(part)
         fsync_file(target)
         if _hash_content(target) != digest.digest():
-            raise UserError(f"{target}: reads back other bytes than were written; the disk may be faulty")
+            raise UserError(report_file(target, "reads back other bytes than were written", "the disk may be faulty"))
         self._advance(source, 1.0)
         self.read_megabytes += _count_megabytes(source)
         self.num_tensors += len(tensors)
@@ -242,7 +244,9 @@ class _Writer:
             return
         values = (tensor.read() if merged is None else merged).to(DTYPES[dtype])
         if not bool(values.float().isfinite().all()):
-            raise UserError(f"{tensor.path}: {tensor.key}: the merged weight overflows {dtype}, or is not finite")
+            raise UserError(
+                report_file(tensor.path, f"{tensor.key}: the merged weight overflows {dtype}, or is not finite")
+            )
         yield values.contiguous().flatten().view(torch.uint8).numpy().data
 
 

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +30,7 @@ from ...models.families import FAMILIES, FAMILY_FACTS
 from ...models.loading import load_components_on_meta
 from ...models.model_configs import ModelError
 from ...models.single_file import select_component_keys
+from ...problems import report_file
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -192,7 +193,7 @@ def _detect_model(path: Path) -> DetectedModel:
     except ConfigError as error:
         if path.is_file() and (detected := _detect_denoiser(path)) is not None:
             return detected
-        raise FileError([each.replace("pretrained_model_name_or_path: ", "") for each in error.problems]) from None
+        raise FileError(replace(each, option="") for each in error.problems) from None
 
 
 def _detect_denoiser(path: Path) -> DetectedModel | None:
@@ -228,7 +229,7 @@ def list_weight_files(folder: Path) -> list[Path]:
     variants = {file: len(file.name.split(".")) > 2 for file in files}
     plain = [file for file in files if not variants[file]]
     if not files:
-        raise UserError(f"{folder}: has no .safetensors weights; pickles (.bin) are never read")
+        raise UserError(report_file(folder, "has no .safetensors weights", "pickles (.bin) are never read"))
     return plain or files
 
 
@@ -252,11 +253,13 @@ def list_stored_tensors(path: Path) -> list[StoredTensor]:
         ]
     except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError) as error:
         raise UserError(
-            f"{path}: is no complete safetensors file ({type(error).__name__}); download it again"
+            report_file(path, f"is no complete safetensors file ({type(error).__name__})", "download it again")
         ) from None
     end = max((each.start + each.num_bytes for each in found), default=0)
     if path.stat().st_size < end:
-        raise UserError(f"{path}: is truncated: {path.stat().st_size:,} of {end:,} bytes; download or copy it again")
+        raise UserError(
+            report_file(path, f"is truncated: {path.stat().st_size:,} of {end:,} bytes", "download or copy it again")
+        )
     return sorted(found, key=lambda each: each.start)
 
 

@@ -9,6 +9,7 @@ import torch
 from ...adapters.module_adapter import BIAS, DOWN, INPUT_MAGNITUDE, MAGNITUDE, UP, ModuleAdapter
 from ...errors import FileError
 from ...log import iter_with_progress
+from ...problems import report_file
 from .lora_files import LoraFile, Unit, get_kernel, iter_units
 from .low_rank import (
     LowRank,
@@ -57,7 +58,7 @@ def resize_lora(file: LoraFile, rule: RankRule, dtype: torch.dtype) -> Resized:
     """Resize every layer; the factors are written in ``dtype``."""
     for name, fused in file.lora.contents.fused.items():
         if INPUT_MAGNITUDE in fused.update.tensors:
-            raise FileError([f"{file.path}: {name}: {fused.reason}; {fused.way_out}"])
+            raise FileError([report_file(file.path, f"{name}: {fused.reason}", fused.way_out)])
     updates: dict[str, ModuleAdapter] = {}
     errors: list[LayerError] = []
     unchanged: dict[str, int] = {}

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from problem_lines import format_lines
 from safetensors.torch import save_file
 from training_runs import write_images
 
@@ -171,7 +172,7 @@ def test_base_weights_with_a_damaged_tensor_are_named_with_the_layer(damaged_fil
     with pytest.raises(ConfigError) as error:
         read_initial_weights(adapter, FAMILIES.get("sd1")(), detect_model("random:sd1:tiny"))
 
-    assert_each_is_named(error.value.problems, damaged_files, "--base_weights: ")
+    assert_each_is_named(format_lines(error.value.problems), damaged_files, "--base_weights: ")
 
 
 def test_a_dry_run_names_damaged_files_of_both_options(damaged_files, tmp_path, capsys):

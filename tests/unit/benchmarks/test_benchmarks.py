@@ -32,6 +32,7 @@ from library.dataloader.batch_plan import Bucket
 from library.dataloader.prepare import prepare_data
 from library.errors import ConfigError, UserError
 from library.estimate.memory_meter import MemoryMeter
+from library.problems import Problem
 
 SMALL = ("--resolution", "64", "--network_dim", "2")
 
@@ -202,7 +203,7 @@ def test_variants_take_turns_and_are_compared_to_the_first_one_that_runs(monkeyp
     def train(function, options, argv, world_size):
         calls.append(argv[0])
         if argv[0] == "rejected":
-            raise ConfigError(["--pp_size 4: too many"])
+            raise ConfigError([Problem("pp_size", "too many", value="4")])
         seconds = {"base": 0.5, "other": 0.25}[argv[0]] * len(calls)
         return [{"seconds": seconds / (rank + 1), "images": 8, "sent": 1.5, "peak": 3 - len(argv)} for rank in range(2)]
 

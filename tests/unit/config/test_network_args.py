@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from data_paths import DATA
+from problem_lines import format_lines, format_texts, format_unused
 from torch import nn
 
 from library.adapters import injection
@@ -349,7 +350,7 @@ def test_parts_of_a_fused_module_cannot_have_two_ranks(sites):
     ],
 )
 def test_problems_are_reported_when_options_are_parsed(words, problem):
-    (actual,) = parse_config([*DATA, "--network_train_unet_only", "--network_args", words]).problems
+    (actual,) = format_lines(parse_config([*DATA, "--network_train_unet_only", "--network_args", words]).problems)
     assert actual.startswith(problem)
 
 
@@ -361,7 +362,7 @@ def test_problems_are_reported_when_options_are_parsed(words, problem):
     ],
 )
 def test_an_unsupported_network_module_is_refused_with_a_reason(name, problem):
-    assert parse_config([*DATA, "--network_module", name]).problems == [f"--network_module: {problem}"]
+    assert format_lines(parse_config([*DATA, "--network_module", name]).problems) == [f"--network_module: {problem}"]
 
 
 @pytest.mark.parametrize(
@@ -376,17 +377,10 @@ def test_arguments_that_do_not_apply_to_a_family_are_reported(name, words, probl
     from library.config.validate_adapter import validate_adapter_for_model
 
     facts = FAMILY_FACTS[name]
-    assert [
-        text
-        for _, text in validate_adapter_for_model(
-            build_config(*words).adapter,
-            OptimConfig(),
-            facts.options.network,
-            facts.title,
-            tuple(facts.lora.text_encoders),
-            facts.text.t5_encoder,
-        )
-    ] == [problem]
+    adapter, optim = build_config(*words).adapter, OptimConfig()
+    encoders, t5 = tuple(facts.lora.text_encoders), facts.text.t5_encoder
+    found = validate_adapter_for_model(adapter, optim, facts.options.network, facts.title, encoders, t5)
+    assert format_texts(found) == [problem]
 
 
 def test_network_modules_of_other_families_are_refused_and_those_of_lycoris_are_known():
@@ -395,17 +389,9 @@ def test_network_modules_of_other_families_are_refused_and_those_of_lycoris_are_
     from library.config.validate_adapter import validate_adapter_for_model
 
     config = build_config(network_module="networks.lora_flux")
-    assert [
-        text
-        for _, text in validate_adapter_for_model(
-            config.adapter,
-            config.optim,
-            facts.options.network,
-            facts.title,
-            tuple(facts.lora.text_encoders),
-            facts.text.t5_encoder,
-        )
-    ] == ["networks.lora_flux does not support Stable Diffusion XL; use networks.lora"]
+    encoders, t5 = tuple(facts.lora.text_encoders), facts.text.t5_encoder
+    found = validate_adapter_for_model(config.adapter, config.optim, facts.options.network, facts.title, encoders, t5)
+    assert format_texts(found) == ["networks.lora_flux does not support Stable Diffusion XL; use networks.lora"]
     for algorithm, kind in {"locon": "lora", "diag-oft": "oft", "boft": "boft", "lokr": "lokr"}.items():
         assert (
             get_adapter_type(AdapterConfig(network_module="lycoris.kohya", network_args=(f"algo={algorithm}",))) == kind
@@ -487,9 +473,9 @@ def test_arguments_of_lycoris_without_effect_are_named_and_removed(module, words
     dropout = () if module == "networks.loha" else ("--network_dropout", "0.1")
     argv = [*DATA, "--network_module", module, *dropout, "--network_args", *words.split()]
     parsed = parse_config(argv)
-    unused = {location.removeprefix("--network_args ") for location, _ in parsed.unused}
+    unused = {location.removeprefix("--network_args ") for location, _ in format_unused(parsed.unused)}
     names = [word.partition("=")[0] for word in words.split()]
-    assert parsed.problems == []
+    assert format_lines(parsed.problems) == []
     assert [arg.partition("=")[0] for arg in parsed.config.adapter.network_args] == kept.split()
     assert unused - {"--network_dropout"} == set(names) - set(kept.split())
     assert ("--network_dropout" in unused) == (module == "lycoris.kohya"), "LyCORIS drops nothing"
@@ -516,7 +502,7 @@ def test_arguments_of_lycoris_without_effect_are_named_and_removed(module, words
 )
 def test_arguments_of_lycoris_that_change_the_result_are_refused(words, problem):
     words = ["--network_module", "lycoris.kohya", "--network_args", *words.split()]
-    (actual,) = parse_config([*DATA, *words]).problems
+    (actual,) = format_lines(parse_config([*DATA, *words]).problems)
     assert actual.startswith(f"--network_args: {problem}")
 
 
@@ -524,7 +510,7 @@ def test_arguments_of_convolutions_have_no_effect_on_models_without_them():
     argv = [*DATA, *"--pretrained_model_name_or_path random:flux:tiny --network_args conv_dim=4 conv_alpha=1".split()]
     loaded = load_settings([*argv, "loraplus_lr_ratio=2"])
     assert loaded.config.adapter.network_args == ("loraplus_lr_ratio=2",)
-    assert dict(loaded.unused) == {
+    assert dict(format_unused(loaded.unused)) == {
         "--network_args conv_dim": "FLUX.1 has no convolutions",
         "--network_args conv_alpha": "FLUX.1 has no convolutions",
     }
@@ -559,7 +545,7 @@ def test_use_tucker_decomposes_spatial_convolutions(algo):
 def test_arguments_may_be_repeated_as_guis_do_and_those_that_are_off_need_no_support():
     arguments, problems = parse_network_args(["use_tucker=False", "conv_dim=4", "use_tucker=False", "split_qkv=False"])
     assert (arguments.use_tucker, arguments.conv_dim, problems) == (False, 4, [])
-    assert parse_network_args(["conv_dim=4", "conv_dim=8"])[1] == ["conv_dim: duplicate argument"]
+    assert format_texts(parse_network_args(["conv_dim=4", "conv_dim=8"])[1]) == ["conv_dim: duplicate argument"]
 
 
 @pytest.mark.parametrize(
@@ -575,14 +561,14 @@ def test_arguments_may_be_repeated_as_guis_do_and_those_that_are_off_need_no_sup
     ],
 )
 def test_what_is_not_supported_names_the_nearest(argument, problem):
-    assert parse_network_args([argument])[1] == [problem]
+    assert format_texts(parse_network_args([argument])[1]) == [problem]
 
 
 def test_oft_of_sd_scripts_trains_no_text_encoder():
     parsed = parse_config(["--network_module", "networks.oft", "--text_encoder_lr", "1e-5"])
 
     assert parsed.config.adapter.network_train_unet_only
-    assert ("--text_encoder_lr", "text encoders are not trained") in parsed.unused
+    assert ("--text_encoder_lr", "text encoders are not trained") in format_unused(parsed.unused)
 
 
 @pytest.mark.slow
@@ -602,6 +588,6 @@ def test_oft_of_sd_scripts_trains_attention_layers_unless_enable_all_linear_is_s
 
 def test_oft_of_lycoris_has_no_alpha_and_no_convolutions():
     flags = ["--network_module", "lycoris.kohya", "--network_alpha", "4", "--network_args", "algo=diag-oft"]
-    assert ("--network_alpha", "diag-oft has no alpha") in parse_config(flags).unused
-    (problem,) = [each for each in parse_config([*flags, "conv_dim=2"]).problems if "conv_dim" in each]
+    assert ("--network_alpha", "diag-oft has no alpha") in format_unused(parse_config(flags).unused)
+    (problem,) = [each for each in format_lines(parse_config([*flags, "conv_dim=2"]).problems) if "conv_dim" in each]
     assert "oft is for linear layers only; remove it and write preset=full-lin" in problem

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from data_paths import DATA
+from problem_lines import format_lines, format_unused
 
 from library.config import parse_config
 from library.config.help import format_config_as_toml
@@ -109,8 +110,8 @@ from library.training.preflight import find_settings_problems, load_settings
 def test_a_setting_without_effect_is_named_and_set_back(flags, unused):
     parsed = parse_config([*DATA, *flags.split()])
 
-    actual = {location.removeprefix("--"): reason for location, reason in parsed.unused}
-    assert parsed.problems == [] and actual.keys() == unused.keys()
+    actual = {location.removeprefix("--"): reason for location, reason in format_unused(parsed.unused)}
+    assert format_lines(parsed.problems) == [] and actual.keys() == unused.keys()
     assert all(actual[name] == reason for name, reason in unused.items() if reason)
     defaults, values = flatten_config(type(parsed.config)()), flatten_config(parsed.config)
     assert {name for name in unused if name in values and values[name] != defaults[name]} == set()
@@ -137,7 +138,7 @@ def test_options_of_other_models_are_named_and_set_back(model, flags, unused):
     argv = [*DATA, "--pretrained_model_name_or_path", f"random:{model}:tiny", *flags.split()]
     parsed = drop_unused_model_options(parse_config(argv))
 
-    actual = {location.removeprefix("--") for location, _ in parsed.unused}
+    actual = {location.removeprefix("--") for location, _ in format_unused(parsed.unused)}
     assert actual - {"discrete_flow_shift", "adaptive_noise_scale"} == unused - {"discrete_flow_shift"}
     defaults, values = flatten_config(type(parsed.config)()), flatten_config(parsed.config)
     assert {name for name in unused if values.get(name) != defaults.get(name)} == set()
@@ -145,11 +146,11 @@ def test_options_of_other_models_are_named_and_set_back(model, flags, unused):
 
 def test_options_of_validation_need_validation_images():
     argv = "--train_data_dir a --resolution 64 --validate_every_n_epochs 1 --validation_seed 3".split()
-    assert dict(parse_config(argv).unused) == {
+    assert dict(format_unused(parse_config(argv).unused)) == {
         "--validate_every_n_epochs": "validation_split is 0",
         "--validation_seed": "validation_split is 0",
     }
-    assert parse_config([*argv, "--validation_split", "0.1"]).unused == ()
+    assert format_unused(parse_config([*argv, "--validation_split", "0.1"]).unused) == ()
 
 
 def test_all_settings_without_effect_are_one_line_with_the_lines_of_the_file(tmp_path):
@@ -174,7 +175,7 @@ def test_a_learning_rate_of_0_for_text_encoders_trains_the_denoiser_only():
         "--no-network_train_unet_only --unet_lr 0 --text_encoder_lr 0",
         "--network_train_unet_only --unet_lr 0",
     ):
-        (problem,) = parse_config([*DATA, *flags.split()]).problems
+        (problem,) = format_lines(parse_config([*DATA, *flags.split()]).problems)
         assert problem.endswith("_rate: 0 trains nothing; set a learning rate such as 1e-4") or "unet_lr" in problem
 
 
@@ -235,7 +236,7 @@ def test_what_is_often_wrong_in_toml_has_a_hint(tmp_path, line, hint):
     path = tmp_path / "run.toml"
     path.write_text(f"seed = 3\n{line}\n")
 
-    (problem,) = parse_config([*DATA, "--config_file", str(path)]).problems
+    (problem,) = format_lines(parse_config([*DATA, "--config_file", str(path)]).problems)
     assert problem.startswith(f"{path}:2: not valid TOML: ") and problem.endswith(hint)
 
 
@@ -261,19 +262,21 @@ def test_two_names_of_one_option_with_different_values_are_an_error(tmp_path, fi
     parsed, start = parse_file(tmp_path, f"seed = 1\n{first}\n{second}\n")
     new, old = values.split()
     name = first.partition(" ")[0]
-    assert parsed.problems == [
+    assert format_lines(parsed.problems) == [
         f"{start}3: {option}: {new} contradicts {name} in line 2, another name of this option, which is {old};"
         " remove one of them"
     ]
     flags = [f"--{line.split()[0]}" + ("" if "true" in line else f"={line.split()[2]}") for line in (first, second)]
-    (problem,) = parse_config([*DATA, *(flag.replace("'", "") for flag in flags)]).problems
+    (problem,) = format_lines(parse_config([*DATA, *(flag.replace("'", "") for flag in flags)]).problems)
     assert problem.startswith(f"--{option}: ") and f"contradicts --{name}, another" in problem
-    assert parse_file(tmp_path, f"{first}\n", flags[1].replace("'", ""))[0].problems == [], "flags win over the file"
+    assert format_lines(parse_file(tmp_path, f"{first}\n", flags[1].replace("'", ""))[0].problems) == [], (
+        "flags win over the file"
+    )
 
 
 def test_flags_without_a_value_turn_off_what_the_file_sets(tmp_path):
     parsed, _ = parse_file(tmp_path, "vae_batch_size = 4\nscale_weight_norms = 2", *"--vae_batch_size 0".split())
-    assert (parsed.problems, parsed.config.cache.vae_batch_size) == ([], 1)
+    assert (format_lines(parsed.problems), parsed.config.cache.vae_batch_size) == ([], 1)
     parsed, _ = parse_file(tmp_path, "scale_weight_norms = 2", "--scale_weight_norms", "0")
     assert parsed.config.adapter.scale_weight_norms is None
 
@@ -287,14 +290,14 @@ def test_masked_loss_without_masks_is_one_line_of_notice_as_nothing_is_masked(tm
         loaded = load_settings(["--dataset_config", str(file), "--masked_loss"])
         assert loaded.config.data.masked_loss == is_used
         reason = "no subset has masks (conditioning_data_dir or alpha_mask)"
-        assert loaded.unused == (() if is_used else (("--masked_loss", reason),))
+        assert format_unused(loaded.unused) == (() if is_used else (("--masked_loss", reason),))
 
 
 def test_keys_and_tokens_become_environment_variables_and_are_shown_nowhere(tmp_path, monkeypatch, capsys):
     for name in ("WANDB_API_KEY", "HF_TOKEN"):
         monkeypatch.setenv(name, "old")
     parsed, start = parse_file(tmp_path, "wandb_api_key = 'key-1'\nhuggingface_token = 'hf_2'\n")
-    assert (parsed.problems, parsed.notices, parsed.unused) == ([], [], ())
+    assert (format_lines(parsed.problems), parsed.notices, format_unused(parsed.unused)) == ([], [], ())
     assert parsed.secrets == {"WANDB_API_KEY": "key-1", "HF_TOKEN": "hf_2"}
     assert not any(secret in f"{parsed}{format_config_as_toml(parsed.config)}" for secret in ("key-1", "hf_2"))
 
@@ -309,10 +312,10 @@ def test_keys_and_tokens_become_environment_variables_and_are_shown_nowhere(tmp_
         " file"
     )
     assert parse_file(tmp_path, "wandb_api_key = ''\nhuggingface_token = false")[0].secrets == {}
-    assert parse_file(tmp_path, "wandb_api_key = 5")[0].problems == [
+    assert format_lines(parse_file(tmp_path, "wandb_api_key = 5")[0].problems) == [
         f"{start}1: wandb_api_key: expected text in quotes"
     ]
-    (problem,) = parse_file(tmp_path, "wandb_api_key = abcdef")[0].problems
+    (problem,) = format_lines(parse_file(tmp_path, "wandb_api_key = abcdef")[0].problems)
     assert "abcdef" not in problem and problem.endswith('; text needs quotes: wandb_api_key = "..."')
     parsed, _ = parse_file(
         tmp_path, "additional_parameters = '--lowram --wandb_api_key=key-1 --huggingface_token  hf_2'"
@@ -324,17 +327,17 @@ def test_only_the_syntax_error_of_a_run_file_is_told(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("dataset_config = 'data.toml'\nseed = \n")
     loaded = load_settings(["--config_file", str(path)])
-    (problem,) = find_settings_problems(loaded)
+    (problem,) = format_lines(find_settings_problems(loaded))
     assert problem.startswith(f"{path}:2: not valid TOML: ")
-    (problem,) = find_settings_problems(load_settings(["--config_file", str(tmp_path / "absent.toml")]))
+    (problem,) = format_lines(find_settings_problems(load_settings(["--config_file", str(tmp_path / "absent.toml")])))
     assert "no such file" in problem
 
 
 def test_a_preset_without_text_encoders_names_their_learning_rate():
     argv = [*DATA, "--network_module", "lycoris.kohya", "--network_args", "preset=unet-only"]
     parsed = parse_config([*argv, "--text_encoder_lr", "1e-5"])
-    assert parsed.problems == [] and parsed.config.adapter.network_train_unet_only
-    assert dict(parsed.unused) == {"--text_encoder_lr": "text encoders are not trained"}
+    assert format_lines(parsed.problems) == [] and parsed.config.adapter.network_train_unet_only
+    assert dict(format_unused(parsed.unused)) == {"--text_encoder_lr": "text encoders are not trained"}
     assert parsed.config.optim.text_encoder_lr == ()
 
 
@@ -345,8 +348,8 @@ def test_samplers_of_prompts_that_previews_do_not_use_are_named(tmp_path, monkey
     for model, lines in (("flux", {1: "k_dpm_2", 2: "lms"}), ("sd1", {2: "lms"})):
         argv = [*DATA, "--pretrained_model_name_or_path", f"random:{model}:tiny", "--sample_prompts", str(prompts)]
         loaded = load_settings([*argv, "--sample_sampler", "k_lms"])
-        assert loaded.problems == [] and loaded.config.preview.sample_sampler is None
-        names = {location for location, _ in loaded.unused}
+        assert format_lines(loaded.problems) == [] and loaded.config.preview.sample_sampler is None
+        names = {location for location, _ in format_unused(loaded.unused)}
         assert names == {"--sample_sampler", *(f"{prompts}:{line}: --ss {name}" for line, name in lines.items())}
 
 

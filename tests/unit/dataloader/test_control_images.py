@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from problem_lines import format_lines
 
 from library.config.schema_data import DataConfig
 from library.dataloader.batch_plan import BatchPlan
@@ -157,9 +158,12 @@ def test_metadata_files_list_control_images(folder):
     with pytest.raises(FileError) as caught:
         prepare(folder, "metadata_file = 'set.jsonl'")
     assert any(
-        "set.jsonl:1: 'p/a0.png': control_path: 'c/none.png' not found" in line for line in caught.value.problems
+        "set.jsonl:1: 'p/a0.png': control_path: 'c/none.png' not found" in line
+        for line in format_lines(caught.value.problems)
     )
-    assert any("set.jsonl:2: 'p/a2.png': no control_path, which other" in line for line in caught.value.problems)
+    assert any(
+        "set.jsonl:2: 'p/a2.png': no control_path, which other" in line for line in format_lines(caught.value.problems)
+    )
 
 
 def test_all_problems_of_control_images_are_reported_at_once(folder):
@@ -169,7 +173,7 @@ def test_all_problems_of_control_images_are_reported_at_once(folder):
     draw(folder / "c" / "other.png", (96, 64), 5)
     with pytest.raises(FileError) as caught:
         prepare(folder)
-    text = "\n".join(caught.value.problems)
+    text = "\n".join(format_lines(caught.value.problems))
     for expected in (
         "a0.png: has no control image: no a0.png, a0_0.png",
         "a1.png: its control image",

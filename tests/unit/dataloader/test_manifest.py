@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from problem_lines import format_lines
 
 from library.config.schema import TrainConfig
 from library.config.schema_data import DataConfig
@@ -159,7 +160,7 @@ def test_all_unusable_images_are_in_one_report(tmp_path):
     )
     with pytest.raises(ConfigError) as caught:
         prepare_data(settings, 8)
-    start = [problem.replace(f"{tmp_path}/", "")[:46] for problem in caught.value.problems]
+    start = [problem.replace(f"{tmp_path}/", "")[:46] for problem in format_lines(caught.value.problems)]
     assert start == [
         "a/cut.png: is truncated: the file ends before ",
         "a/empty.txt: is empty; write a caption, or del",
@@ -187,7 +188,7 @@ def test_a_folder_without_images_is_reported_with_its_content_and_a_fix(tmp_path
     (tmp_path / "b").mkdir()
     with pytest.raises(ConfigError) as caught:
         made(tmp_path, "image_dir = 'a'", "image_dir = 'b'")
-    assert [problem.replace(f"{tmp_path}/", "") for problem in caught.value.problems] == [
+    assert [problem.replace(f"{tmp_path}/", "") for problem in format_lines(caught.value.problems)] == [
         "set.toml:7: image_dir: no images; a contains 1 .txt, 1 image in cat/; subfolders are not searched: set"
         " recursive = true, or image_dir = 'a/cat'",
         "set.toml:9: image_dir: no images; b contains nothing; image extensions are .png .jpg .jpeg .webp .bmp .avif"
@@ -243,7 +244,7 @@ def test_errors_in_metadata_files_are_reported_with_line_numbers(tmp_path):
     (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ConfigError) as caught:
         made(tmp_path, "metadata_file = 'm.jsonl'")
-    assert [problem.replace(f"{tmp_path}/", "") for problem in caught.value.problems] == [
+    assert [problem.replace(f"{tmp_path}/", "") for problem in format_lines(caught.value.problems)] == [
         f"m.jsonl:2: 'b.png' not found in {Path.cwd()}, {tmp_path}",
         "m.jsonl:1: 'a.png': no caption and no tags",
         "m.jsonl:3: 'a.png': caption is not a string: 3",
@@ -374,16 +375,18 @@ def test_validation_reports_all_problems_without_importing_torch_or_pillow(tmp_p
     settings = config(
         tmp_path, "image_dir = 'a'\nface_crop_aug_range = [2.0, 4.0]", "image_dir = 'b'", head="batch_size = 'x'"
     )
-    actual = [line.replace(f"{tmp_path}/", "").partition(";")[0] for line in validate_dataset_config(settings)]
+    actual = [
+        line.replace(f"{tmp_path}/", "").partition(";")[0] for line in format_lines(validate_dataset_config(settings))
+    ]
     assert actual == [
         "set.toml:5: batch_size: expected an integer, got 'x'",
         "set.toml:10: image_dir: 'b' not found (also searched next to set.toml)",
         "set.toml:8: face_crop_aug_range: not supported yet: cropping around faces",
     ]
     assert (
-        validate_dataset_config(DataConfig())
+        format_lines(validate_dataset_config(DataConfig()))
         == []
-        == validate_dataset_config(DataConfig(dataset_config="nowhere.toml"))
+        == format_lines(validate_dataset_config(DataConfig(dataset_config="nowhere.toml")))
     )  # reported with the options
     source = (
         "import sys, library.dataloader.prepare\nassert not {'torch', 'PIL'} & set(sys.modules), sys.modules.keys()"
@@ -422,7 +425,7 @@ def test_images_that_would_be_cropped_too_much_are_reported_or_skipped(tmp_path)
     with pytest.raises(ConfigError) as caught:
         symmetric(tmp_path, "bucket_max_crop = 0.3")
     assert len(caught.value.problems) == 2
-    assert caught.value.problems[0].startswith(
+    assert format_lines(caught.value.problems)[0].startswith(
         f"{tmp_path}/a/thin.png: 300x40 pixels would lose 46.7% in the nearest bucket 128x32, more than bucket_max_crop"
     )
     skipped = symmetric(tmp_path, "bucket_max_crop = 0.3", on_invalid_images="skip")

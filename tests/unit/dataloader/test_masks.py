@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from problem_lines import format_lines
 
 from library.config.schema import TrainConfig
 from library.config.schema_data import DataConfig
@@ -262,7 +263,7 @@ def zoo(tmp_path) -> Path:
 def test_all_unusable_masks_are_in_one_report(zoo):
     with pytest.raises(ConfigError) as caught:
         prepare_data(config(zoo, dataset(FOLDER), masked_loss=True), 8)
-    actual = [problem.replace(f"{zoo}/", "") for problem in caught.value.problems]
+    actual = [problem.replace(f"{zoo}/", "") for problem in format_lines(caught.value.problems)]
     assert actual[:3] + actual[4:] == [
         "p/black.png: its mask m/black.png is black everywhere, so that nothing of the image would be trained",
         actual[1],
@@ -293,7 +294,7 @@ def test_a_run_with_mask_settings_fails_without_any_mask(zoo):
     with pytest.raises(ConfigError) as caught:
         prepare_data(settings, 8)
     message = f"{zoo}/set.toml:9: conditioning_data_dir: none of the usable images has a mask"
-    assert caught.value.problems[-1] == message and len(caught.value.problems) == 8
+    assert format_lines(caught.value.problems)[-1] == message and len(caught.value.problems) == 8
 
 
 def test_images_in_a_tar_have_their_masks_in_the_tar(tmp_path):
@@ -403,7 +404,7 @@ def test_mask_folders_that_cannot_be_are_rejected_before_images_are_read(tmp_pat
     for name in ("p/m", "m"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "p" / "1.png").write_bytes(b"would be told, too")
-    (actual,) = validate_dataset_config(config(tmp_path, dataset(subset), **options))
+    (actual,) = format_lines(validate_dataset_config(config(tmp_path, dataset(subset), **options)))
     assert actual.replace(f"{tmp_path}/", "").startswith(expected)
 
 
@@ -418,7 +419,7 @@ def test_mask_folders_that_cannot_be_are_rejected_before_images_are_read(tmp_pat
 def test_compatible_mask_settings_are_accepted(tmp_path, subset, options):
     for name in ("p", "m"):
         (tmp_path / name).mkdir()
-    assert validate_dataset_config(config(tmp_path, dataset(subset), **options)) == []
+    assert format_lines(validate_dataset_config(config(tmp_path, dataset(subset), **options))) == []
 
 
 def test_a_mask_deleted_during_the_run_is_a_bad_sample(tmp_path):

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from problem_lines import format_lines
 
 from library.config.schema_data import DataConfig
 from library.config.types import Resolution
@@ -265,7 +266,7 @@ GOOD = "[[datasets]]\nresolution = 512\n[[datasets.subsets]]\nimage_dir = 'a'\n"
 def test_invalid_bucket_settings_are_rejected(tmp_path, general, flags, expected):
     path = tmp_path / "set.toml"
     path.write_text(f"[general]\n{general}\n{GOOD}", encoding="utf-8")
-    actual = parse_dataset_config(path, collect_flag_defaults(DataConfig(**flags))).problems
+    actual = format_lines(parse_dataset_config(path, collect_flag_defaults(DataConfig(**flags))).problems)
     assert len(actual) == len(expected)
     for problem, start in zip(actual, expected, strict=True):
         assert problem.replace(f"{tmp_path}/", "").startswith(start)

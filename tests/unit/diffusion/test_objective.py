@@ -11,6 +11,7 @@ import torch
 from diffusers import DDIMScheduler, DDPMScheduler, EulerDiscreteScheduler, PNDMScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.schedulers.scheduling_ddim import rescale_zero_terminal_snr
+from problem_lines import format_lines
 
 from library.config.options import iter_options
 from library.config.schema import RunConfig
@@ -238,7 +239,7 @@ def test_conflicts_with_the_loaded_scheduler_are_rejected_after_loading():
     wrong = LossConfig(debiased_estimation_loss=True, scale_v_pred_loss_like_noise_pred=True)
     with pytest.raises(ConfigError) as caught:
         build_objective(NoiseConfig(), wrong, family, pipe)
-    first, second = caught.value.problems
+    first, second = format_lines(caught.value.problems)
     assert first.startswith("--scale_v_pred_loss_like_noise_pred: needs a model that predicts v")
     assert second == (
         "--debiased_estimation_loss: the model's last timestep has zero SNR, so its loss weight is infinite;"

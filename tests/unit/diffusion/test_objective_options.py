@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from problem_lines import format_lines
 
 from library.config import parse_config
 from library.config.option_needs import Need, Trait
@@ -27,7 +28,7 @@ def list_options_for(trait: Trait) -> list[str]:
 
 
 def list_problems(*flags):
-    return parse_config([*DATA, *flags]).problems
+    return format_lines(parse_config([*DATA, *flags]).problems)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +76,8 @@ def test_compatible_options_are_accepted(flags):
 
 def list_conflicts(prediction, *flags):
     config = parse_config([*DATA, *flags]).config
-    actual = validate_objective_for_model(config.noise, config.loss, "test", prediction)
-    return {names[0]: problem for names, problem in actual}
+    found = validate_objective_for_model(config.noise, config.loss, "test", prediction)
+    return {problem.option: f"{problem.text}; {problem.fix}" for problem in found}
 
 
 VALUES = {

@@ -11,6 +11,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError
 from model_files import write_json_files
+from problem_lines import format_lines
 
 from library.config.schema import DataConfig, ModelConfig
 from library.dataset.dataset_config import load_dataset_config
@@ -41,8 +42,8 @@ def write_model_folder(folder, name="StableDiffusionPipeline", unet=None, vae=No
 def detect_problem(source, **options):
     with pytest.raises(ConfigError) as caught:
         detect_model(ModelConfig(source, **options))
-    (line,) = caught.value.problems
-    assert options or line.startswith(f"pretrained_model_name_or_path: {source}: ")
+    (line,) = format_lines(caught.value.problems)
+    assert options or line.startswith(f"--pretrained_model_name_or_path: {source}: ")
     return line
 
 
@@ -84,7 +85,7 @@ def test_the_demo_datasets_have_bucket_steps_of_every_tiny_model(name):
     for file in ("demo.toml", "demo_control.toml"):
         read = load_dataset_config(DataConfig(dataset_config=f"dataset_configs/{file}"))
         assert read.datasets and not read.problems
-        assert not validate_resolution_multiple(read.datasets, multiple), file
+        assert not format_lines(validate_resolution_multiple(read.datasets, multiple)), file
 
 
 def test_the_built_in_model_is_detected_from_its_files(tmp_path):
@@ -239,7 +240,7 @@ def test_the_family_option_must_match_the_model(tmp_path):
     folder = write_model_folder(tmp_path / "one", config="sdxl", name="")
     actual = detect_model(ModelConfig(folder, family="sdxl"))
     assert actual.family == "sdxl" and "set by --family" in actual.reason
-    assert detect_problem(folder, family="sdxll") == "family: unknown model family 'sdxll'; did you mean sdxl?"
+    assert detect_problem(folder, family="sdxll") == "--family: unknown model family 'sdxll'; did you mean sdxl?"
     assert "pathlib:Path is not a model family" in detect_problem(folder, family="pathlib:Path")
     assert "its files are not those of family sd2" in detect_problem(write_model_folder(tmp_path / "b"), family="sd2")
     own = detect_model(ModelConfig(folder, family="library.models.families.sdxl:StableDiffusionXL"))
@@ -275,10 +276,10 @@ def test_the_author_of_a_family_is_told_all_that_is_missing(tmp_path):
 def test_options_of_other_families_are_all_rejected_at_once(tmp_path):
     with pytest.raises(ConfigError) as caught:
         detect_model(ModelConfig(write_model_folder(tmp_path), clip_g="x", ae="y", v2=True))
-    assert caught.value.problems == [
-        "clip_g: Stable Diffusion 1 has no such component",
-        "ae: Stable Diffusion 1 has no such component",
-        "v2: the model is Stable Diffusion 1; leave this option out",
+    assert format_lines(caught.value.problems) == [
+        "--clip_g: Stable Diffusion 1 has no such component",
+        "--ae: Stable Diffusion 1 has no such component",
+        "--v2: the model is Stable Diffusion 1; leave this option out",
     ]
     assert "clip_skip: does not apply to Stable Diffusion XL; leave this option out" in detect_problem(
         "random:sdxl:tiny", clip_skip=2

@@ -22,6 +22,7 @@ from diffusers import (
 from family_cases import SIZE, Recorder, build_case, make_generators
 from loaded_weights import assert_same_weights
 from PIL import Image
+from problem_lines import format_lines
 from published_configs import build_component_on_meta
 from safetensors.torch import save_file
 
@@ -67,7 +68,7 @@ def test_auraflow_refuses_images_without_positions(tmp_path):
             prepare(resolution, bucket)
         assert prepare(resolution, bucket, max_side=None).manifest.samples
     assert prepare(256, "false").manifest.samples
-    problems = list(validate_prompts([Prompt("a", width=320, height=256)], model))
+    problems = format_lines(validate_prompts([Prompt("a", width=320, height=256)], model))
     assert len(problems) == 1 and "AuraFlow has positions for at most 256 pixels, not 320" in problems[0]
 
 

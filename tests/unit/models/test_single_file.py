@@ -9,6 +9,7 @@ import pytest
 import torch
 from family_cases import get_modules
 from loaded_weights import assert_same_weights, list_loaded_components
+from problem_lines import format_lines
 from safetensors.torch import save_file
 from tiny_pipelines import TINY
 
@@ -138,7 +139,7 @@ def test_a_file_with_only_the_denoiser_needs_the_other_component_options(tmp_pat
     save_file(original_checkpoints.convert_clip(tiny.pipe.text_encoder_2), clip_g)
     with pytest.raises(ConfigError) as caught:
         detect_model(single)
-    assert [line.split("the file has ")[1] for line in caught.value.problems] == [
+    assert [line.split("the file has ")[1] for line in format_lines(caught.value.problems)] == [
         "no vae; give one with --vae",
         "no text_encoder; give one with --clip_l",
         "no text_encoder_2; give one with --clip_g",
@@ -177,7 +178,7 @@ def test_component_options_replace_the_components_of_the_model(tmp_path):
 def load_problem(tmp_path: Path, **options: str) -> str:
     with pytest.raises(ConfigError) as caught:
         detect_model(ModelConfig("random:sdxl:tiny", **options))
-    (line,) = caught.value.problems
+    (line,) = format_lines(caught.value.problems)
     return line
 
 
@@ -201,7 +202,7 @@ def test_a_component_of_the_wrong_type_is_rejected_by_its_type(tmp_path):
     assert "is a LoRA file, not a model" in load_problem(tmp_path, vae=path)
     assert "no such file or folder" in load_problem(tmp_path, vae=str(tmp_path / "absent"))
     assert "no config.json in it" in load_problem(tmp_path, vae=str(tmp_path))
-    assert load_problem(tmp_path, ae=path) == "ae: Stable Diffusion XL has no such component"
+    assert load_problem(tmp_path, ae=path) == "--ae: Stable Diffusion XL has no such component"
 
 
 def test_flux_is_loaded_from_four_files_and_a_transformer_with_diffusers_keys(tmp_path, tokenizer_cache):
@@ -213,7 +214,11 @@ def test_flux_is_loaded_from_four_files_and_a_transformer_with_diffusers_keys(tm
     save_file(original_checkpoints.convert_text_encoder(tiny.pipe.text_encoder_2), files["t5xxl"])
     with pytest.raises(ConfigError) as caught:
         detect_model(files["flux"])
-    assert [line.split("; give one with ")[1] for line in caught.value.problems] == ["--vae", "--clip_l", "--t5xxl"]
+    assert [line.split("; give one with ")[1] for line in format_lines(caught.value.problems)] == [
+        "--vae",
+        "--clip_l",
+        "--t5xxl",
+    ]
     options = ModelConfig(files.pop("flux"), **files, tokenizer_cache_dir=str(tokenizer_cache))
     family, actual = FAMILIES.get("flux")(options), detect_model(options)
     assert (actual.family, actual.bundled_config) == ("flux", "flux_schnell_tiny")

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from diffusers.optimization import get_scheduler as diffusers_scheduler
+from problem_lines import format_lines
 from training_runs import train, write_images
 from transformers.optimization import get_scheduler
 
@@ -153,7 +154,7 @@ def test_a_mistake_in_the_schedule_options_is_reported(settings, message):
         build_lr_schedule(OptimConfig(**settings), STEPS)
 
     assert message in str(caught.value)
-    assert str(caught.value).splitlines() == [*validate_lr_schedule(OptimConfig(**settings))]
+    assert str(caught.value).splitlines() == [*format_lines(validate_lr_schedule(OptimConfig(**settings)))]
 
 
 def test_the_peak_learning_rate_follows_the_warmup():
@@ -324,7 +325,7 @@ def test_adafactor_sets_its_learning_rate_unless_relative_step_is_false():
     ],
 )
 def test_a_mistake_in_the_optimizer_options_is_reported(name, arguments, message):
-    (problem,) = validate_optimizer(OptimConfig(optimizer_type=name, optimizer_args=arguments))
+    (problem,) = format_lines(validate_optimizer(OptimConfig(optimizer_type=name, optimizer_args=arguments)))
 
     assert re.match(r"--optimizer_(type|args): ", problem) and message in problem
 
@@ -332,7 +333,7 @@ def test_a_mistake_in_the_optimizer_options_is_reported(name, arguments, message
 def test_a_missing_package_is_reported_with_its_pip_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
 
-    (problem,) = validate_optimizer(OptimConfig(optimizer_type="AdamW8bit"))
+    (problem,) = format_lines(validate_optimizer(OptimConfig(optimizer_type="AdamW8bit")))
 
     assert re.search(r"AdamW8bit: .*bitsandbytes.*; pip install bitsandbytes", problem)
 

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from unittest.mock import patch
 
 import pytest
+from problem_lines import format_lines
 from rank_processes import run_on_ranks
 from training_runs import train
 
@@ -79,7 +80,7 @@ def write_deepspeed_config(tmp_path):
 )
 def test_options_and_launcher_are_resolved_to_one_configuration(flags, world, expected):
     assert resolve_deepspeed(parse_flags(*flags, world=world).deepspeed, world) == expected
-    assert validate_distributed(parse_flags(*flags, world=world), world) == []
+    assert format_lines(validate_distributed(parse_flags(*flags, world=world), world)) == []
 
 
 def test_a_deepspeed_config_file_is_completed_and_passed_on(write_deepspeed_config):
@@ -101,7 +102,10 @@ def test_a_deepspeed_config_file_is_completed_and_passed_on(write_deepspeed_conf
     settings_config = parse_flags("--gradient_accumulation_steps", "2", "--mixed_precision", "bf16", world=world)
     settings = resolve_deepspeed(settings_config.deepspeed, world)
 
-    assert [*validate_deepspeed(settings_config, world)] == [] and (settings.stage, settings.offload_param_device) == (
+    assert [*format_lines(validate_deepspeed(settings_config, world))] == [] and (
+        settings.stage,
+        settings.offload_param_device,
+    ) == (
         3,
         "cpu",
     )
@@ -113,8 +117,8 @@ def test_a_deepspeed_config_file_is_completed_and_passed_on(write_deepspeed_conf
     }
     assert handed["steps_per_print"] == 50 and handed["gradient_accumulation_steps"] == 1
     assert not {"bf16", "fp16", "train_batch_size"} & handed.keys()
-    assert validate_deepspeed_batch_sizes(settings, [4], 2, 2) == []
-    micro, global_batch = validate_deepspeed_batch_sizes(settings, [4, 8], 2, 2)
+    assert format_lines(validate_deepspeed_batch_sizes(settings, [4], 2, 2)) == []
+    micro, global_batch = format_lines(validate_deepspeed_batch_sizes(settings, [4, 8], 2, 2))
     assert "train_micro_batch_size_per_gpu is 4, but the batch plan has 4 and 8" in micro
     assert "train_batch_size is 16, but the batch plan has 16 and 32" in global_batch
 
@@ -202,7 +206,8 @@ def test_a_deepspeed_config_file_is_completed_and_passed_on(write_deepspeed_conf
 )
 def test_incompatible_deepspeed_settings_are_refused_before_the_rendezvous(flags, world, expected):
     world = replace(world, machine=replace(world.machine, device_count=2))
-    (problem,) = [line for line in validate_distributed(parse_flags(*flags, world=world), world) if expected in line]
+    lines = format_lines(validate_distributed(parse_flags(*flags, world=world), world))
+    (problem,) = [line for line in lines if expected in line]
     assert "\n" not in problem
 
 
@@ -231,7 +236,7 @@ def test_incompatible_deepspeed_settings_are_refused_before_the_rendezvous(flags
 )
 def test_a_config_file_that_contradicts_the_options_is_refused(flags, content, expected, write_deepspeed_config):
     world = write_deepspeed_config(**{"zero_optimization": {"stage": 1}, **content})
-    (problem,) = validate_deepspeed(parse_flags(*flags, world=world), world)
+    (problem,) = format_lines(validate_deepspeed(parse_flags(*flags, world=world), world))
     assert expected in problem
 
 
@@ -250,14 +255,14 @@ def test_nvme_settings_are_passed_on(write_deepspeed_config, tmp_path):
 
 @pytest.mark.parametrize("name", ["", "AdamW", "SGDNesterov", "lion", "RMSprop"])
 def test_elementwise_optimizers_can_be_sharded(name):
-    assert not [
-        *validate_elementwise_optimizer(parse_flags("--optimizer_type", name, world=World()).optim, "DeepSpeed")
-    ]
+    optim = parse_flags("--optimizer_type", name, world=World()).optim
+    assert not [*validate_elementwise_optimizer(optim, "DeepSpeed")]
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Prodigy", "CAME", "AdamW8bit", "Muon", "AdamWScheduleFree"])
 def test_other_optimizers_are_refused_with_alternatives(name):
-    (problem,) = validate_elementwise_optimizer(parse_flags("--optimizer_type", name, world=World()).optim, "DeepSpeed")
+    optim = parse_flags("--optimizer_type", name, world=World()).optim
+    (problem,) = format_lines(validate_elementwise_optimizer(optim, "DeepSpeed"))
     assert problem.startswith(f"--optimizer_type {name}: needs whole tensors") and "or --fsdp" in problem
 
 

@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import pytest
 from launcher_cases import TRAIN, check_launch_command, use_environment, write_accelerate_config
+from problem_lines import format_lines
 
 from library.config import parse_config
 from library.distributed.fsdp_settings import (
@@ -97,7 +98,12 @@ def test_fsdp_options_and_launcher_are_resolved_to_one_configuration(flags, worl
     settings_config = parse_flags(*flags, world=world)
 
     assert resolve_fsdp(settings_config.sharding, settings_config.parallel.tp_size, world) == expected
-    assert validate_fsdp(settings_config.sharding, settings_config.train, settings_config.parallel.tp_size, world) == []
+    assert (
+        format_lines(
+            validate_fsdp(settings_config.sharding, settings_config.train, settings_config.parallel.tp_size, world)
+        )
+        == []
+    )
     assert [*find_ignored_fsdp_settings(world)] == []
 
 
@@ -148,7 +154,7 @@ def test_fsdp_options_and_launcher_are_resolved_to_one_configuration(flags, worl
     ],
 )
 def test_invalid_fsdp_settings_are_refused_before_the_rendezvous(flags, world, expected):
-    (problem,) = validate_distributed(parse_flags(*flags, world=world), world)
+    (problem,) = format_lines(validate_distributed(parse_flags(*flags, world=world), world))
 
     assert expected in problem
 

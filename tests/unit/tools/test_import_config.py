@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from problem_lines import format_lines
 
 from library.cli import EXIT_USER_ERROR, run_tool
 from library.config import parse_config
@@ -64,7 +65,7 @@ def describe(result):
     """All that an import says and would write."""
     return json.dumps(
         [
-            result.problems,
+            format_lines(result.problems),
             result.family,
             sorted(result.options.items(), key=str),
             result.general,
@@ -91,7 +92,7 @@ def test_presets_of_lycoris_are_taken_over(work, preset, lora_type, arguments, i
 
     text, loaded, _ = import_file("preset.json")
 
-    assert loaded.problems == [] and loaded.config.adapter.network_module == "lycoris.kohya"
+    assert format_lines(loaded.problems) == [] and loaded.config.adapter.network_module == "lycoris.kohya"
     assert {each for each in loaded.config.adapter.network_args if each.startswith("preset")} == arguments
     assert ("LyCORIS_preset" in text) == is_listed
     assert ("use_tucker=True" in loaded.config.adapter.network_args) == (preset == "full"), "with convolutions"
@@ -109,8 +110,8 @@ def test_bucket_steps_that_the_model_cannot_train_become_those_that_it_needs(wor
 def test_the_output_is_accepted_by_our_own_parser(work, name):
     text, loaded, datasets = import_file(name)
 
-    assert loaded.problems == []
-    assert datasets.problems == []
+    assert format_lines(loaded.problems) == []
+    assert format_lines(datasets.problems) == []
     assert "to fix before training (0)" in text
 
 

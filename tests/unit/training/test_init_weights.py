@@ -6,6 +6,7 @@ import pytest
 import torch
 from adapter_states import build_random_state
 from adapter_tensors import merge
+from problem_lines import format_lines
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_pipelines import TINY, get_tiny_sd1_folder
@@ -219,7 +220,7 @@ def test_conflicting_options_are_reported(tmp_path):
         *("--network_weights", str(tmp_path / "no.safetensors"), "--base_weights", str(tmp_path / "no.safetensors")),
         *"--base_weights_multiplier 1 2 --network_dim 4 --network_args conv_dim=4".split(),
     ]
-    problems = " ".join(parse_config(flags).problems)
+    problems = " ".join(format_lines(parse_config(flags).problems))
     for text in (
         "no such file",
         "2 multipliers for 1 base_weights",

@@ -7,6 +7,7 @@ import pytest
 import torch
 from diffusers import attention_backend
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from problem_lines import format_lines
 from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from tiny_pipelines import TINY
@@ -117,36 +118,40 @@ def test_a_family_lists_only_attention_modes_of_its_denoiser():
         for mode in (*TORCH_ATTENTION_MODES, *DIFFUSERS_ATTENTION_BACKENDS):
             problems = [*validate_attention_mode(mode, SimpleNamespace(family=name))]
             assert (not problems) == (mode in (*TORCH_ATTENTION_MODES, *facts.blocks.attention_modes)), (name, mode)
-    (problem,) = validate_attention_mode("flash", SimpleNamespace(family="sd3"))
+    (problem,) = format_lines(validate_attention_mode("flash", SimpleNamespace(family="sd3")))
     assert "flash is not supported for Stable Diffusion 3, only sdpa, xformers" in problem
 
 
 def test_an_attention_mode_that_is_not_installed_is_reported_with_a_fix():
     world = replace(World.from_environment(), device_type="cpu")
-    assert validate_attention_support("sdpa", world, "no") == validate_attention_support("math", world, None) == []
-    assert validate_attention_support("flash", world, "no") == [
+    assert (
+        format_lines(validate_attention_support("sdpa", world, "no"))
+        == format_lines(validate_attention_support("math", world, None))
+        == []
+    )
+    assert format_lines(validate_attention_support("flash", world, "no")) == [
         "--attn_mode flash: not installed; pip install flash-attn, or use sdpa",
         "--attn_mode flash: needs a CUDA device, and this is cpu; use sdpa",
         "--attn_mode flash: supports half precision only; set mixed_precision bf16, or use sdpa",
     ]
-    assert validate_attention_support("cudnn", replace(world, device_type="cuda"), "bf16") == []
+    assert format_lines(validate_attention_support("cudnn", replace(world, device_type="cuda"), "bf16")) == []
 
 
 @pytest.mark.parametrize(("mode", "is_refused"), [("flash", True), ("cudnn", True), ("sdpa", False), ("math", False)])
 def test_attention_without_deterministic_backward_is_refused_with_deterministic(mode, is_refused):
     config = parse_config([*DATA, "--attn_mode", mode, "--deterministic"]).config
     problem = f"--attn_mode {mode}: has no deterministic backward; use sdpa with --deterministic"
-    assert (problem in validate_distributed(config, World.from_environment())) == is_refused
+    assert (problem in format_lines(validate_distributed(config, World.from_environment()))) == is_refused
 
 
 @pytest.mark.parametrize(("flag", "mode"), [("--xformers", "xformers"), ("--use_flash_attn", "flash")])
 def test_flags_of_sd_scripts_select_an_attention_mode(flag, mode, tmp_path):
     loaded = parse_config([*DATA, flag])
-    assert loaded.problems == [] and loaded.config.distributed.attn_mode == mode
+    assert format_lines(loaded.problems) == [] and loaded.config.distributed.attn_mode == mode
     (tmp_path / "run.toml").write_text(f"{flag[2:]} = false\n")
     loaded = parse_config([*DATA, "--config_file", str(tmp_path / "run.toml")])
-    assert loaded.problems == [] and loaded.config.distributed.attn_mode == "sdpa"
-    assert parse_config([*DATA, flag, "3"]).problems == [f"{flag}: takes no value"]
+    assert format_lines(loaded.problems) == [] and loaded.config.distributed.attn_mode == "sdpa"
+    assert format_lines(parse_config([*DATA, flag, "3"]).problems) == [f"{flag}: takes no value"]
 
 
 @pytest.mark.slow
@@ -221,7 +226,7 @@ def test_bf16_adapters_train_equally_on_two_ranks_and_close_to_float32(even_data
 
 @pytest.mark.slow
 def test_full_bf16_without_mixed_precision_bf16_is_refused(even_dataset, tmp_path):
-    assert parse_config([*DATA, "--full_bf16", "--mixed_precision", "no"]).problems == [
+    assert format_lines(parse_config([*DATA, "--full_bf16", "--mixed_precision", "no"]).problems) == [
         "--full_bf16: needs mixed_precision bf16, not no"
     ]
     with pytest.raises(AssertionError, match="--full_bf16: needs mixed_precision bf16, not no"):

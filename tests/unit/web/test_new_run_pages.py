@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from problem_lines import format_lines
 from web_pages import open_page, write_run
 
 from library.config import RunConfig, parse_config
@@ -126,7 +127,7 @@ def test_every_preset_is_a_run_that_the_parser_accepts(root):
     assert PRESETS.keys() - FAMILY_FACTS.keys() == {"demo", "flux2_klein_4b"}
     for preset in list_presets():
         parsed = parse_config(["--dataset_config", "set.toml", *build_arguments(preset["values"])])
-        assert parsed.problems == [], preset["name"]
+        assert format_lines(parsed.problems) == [], preset["name"]
 
 
 def write_job(queue: JobQueue, name: str, *words: str) -> Job:
