@@ -16,7 +16,7 @@ from ..errors import UserError
 from ..models.model_configs import MODULAR_INDEX
 from ..tools.convert import FORMAT_DESCRIPTIONS
 from ..tools.lora import COMMANDS
-from ..tools.lora.validate_arguments import RULES
+from ..tools.lora.options import RULES
 from .folders import OpenedFolders
 from .picture_pages import take_json
 from .run_form import FormField, build_arguments
