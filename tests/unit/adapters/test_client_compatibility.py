@@ -171,5 +171,5 @@ def test_flux_files_that_diffusers_cannot_convert_get_diffusers_keys():
 def test_a_format_that_cannot_hold_an_adapter_is_named_with_the_option_that_set_it():
     case = build_trained_case("flux", "LoHa")
 
-    with pytest.raises(UserError, match="save_format kohya: transformer.* cannot be fused; use comfy"):
+    with pytest.raises(UserError, match=r"save_format kohya: transformer.* cannot be fused; use comfy"):
         build_adapter_file(case.state, case.adapter, case.family, case.pipe, "kohya")

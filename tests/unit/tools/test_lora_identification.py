@@ -109,6 +109,13 @@ def test_a_family_that_is_unknown_or_that_does_not_fit_is_refused(tmp_path, caps
     assert not out.exists()
 
 
+@pytest.mark.parametrize(("prefix", "family"), [("lora_te", "sd1"), ("lora_te1", "sdxl")])
+def test_the_number_of_a_text_encoder_tells_models_of_one_and_of_several_apart(prefix, family, models):
+    names = [f"{prefix}_text_model_encoder_layers_{n}_self_attn_q_proj" for n in range(12)]
+
+    assert identify_lora(build_lora(names, width=768), {}, models, is_for_inspection=False).family == family
+
+
 def test_inspect_names_all_families_that_a_file_fits(tmp_path, capsys):
     source = save_lora(tmp_path / "in.safetensors", DIFFUSERS_NAMES, ("lora_A", "lora_B"))
 
