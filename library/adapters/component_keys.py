@@ -103,14 +103,15 @@ class ComponentKeys:
         names = {f"{prefix}{module}" for module in self._list_layers() for prefix in (f"{self.name}.", "")}
         for style in filter(None, (self.key_style, self.key_style.comfyui_style)):
             for group in self._group_modules(style):
-                names |= {build_kohya_name(group.name, self.key_prefix), f"diffusion_model.{group.name}"}
+                dotted = self.name if self.is_text_encoder else "diffusion_model"
+                names |= {build_kohya_name(group.name, self.key_prefix), f"{dotted}.{group.name}"}
         return frozenset(names)
 
     def list_written_groups(self, modules: Iterable[str]) -> frozenset[tuple[Hashable, ...]]:
         """Collect what the names of these modules in a new file follow from: with equal entries, names are equal."""
         listed = list(modules)
         return frozenset(
-            (self.name, self.key_prefix, *_list_naming_rules(style), group)
+            (self.name, self.key_prefix, *_list_naming_rules(style), group.name if self.is_text_encoder else group)
             for style in filter(None, (self.key_style, self.key_style.comfyui_style))
             for group in self.get_key_map(style).group_modules(listed)
         )

@@ -93,10 +93,9 @@ class ModelFit:
 
     @property
     def num_foreign_names(self) -> int:
-        """Layers of the denoiser whose name in the file no program writes for this family."""
+        """Layers that sd-scripts, ComfyUI and diffusers name otherwise for this family than the file does."""
         own = {name for part in self.model.components for name in part.list_written_names()}
-        denoisers = {part.name for part in self.model.components if not part.is_text_encoder}
-        return sum(self.model.lookup[name][0].name in denoisers and name not in own for name in self.file_modules)
+        return sum(name not in own for name in self.file_modules)
 
     def list_written_layers(self) -> frozenset[tuple[Hashable, ...]]:
         """Collect what decides how a converter names the layers of the file: equal sets give equal files."""

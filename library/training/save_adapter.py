@@ -250,7 +250,10 @@ def build_adapter_file(
     is_auto = save_format == "auto"
     form: Any = choose_file_format(adapters, components, family.facts.lora.format) if is_auto else save_format
     equal_alphas = is_auto and needs_equal_alphas(adapters, components, form)
-    tensors, metadata = convert_to_file_format(state, alphas, components, form, equal_alphas=equal_alphas)
+    try:
+        tensors, metadata = convert_to_file_format(state, alphas, components, form, equal_alphas=equal_alphas)
+    except UserError as error:
+        raise UserError(f"save_format {save_format}: {error}") from None
     return AdapterFile(tensors, metadata, form, list_client_losses(adapters, components, form, equal_alphas))
 
 

@@ -56,9 +56,7 @@ class LoraFacts:
         others, stated = self.file.lora.similar_families, describe_other_family(self.file)
         lines = [stated] if stated else []
         if others:
-            lines.append(
-                f"{' and '.join(others)} have layers of the same names and sizes, and its metadata do not decide"
-            )
+            lines.append(f"its layers fit {' and '.join(others)} as well, and its metadata name none of them")
         lines += [f"{len(keys)} tensors are {kind}, which is not read" for kind, keys in self.file.lora.unread.items()]
         return lines
 

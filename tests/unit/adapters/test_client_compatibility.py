@@ -155,3 +155,10 @@ def test_flux_files_that_diffusers_cannot_convert_get_diffusers_keys():
     outer = "transformer.x_embedder"
     state |= {f"{outer}.lora_A.weight": torch.ones(2, 64), f"{outer}.lora_B.weight": torch.ones(3072, 2)}
     assert choose_file_format(group_by_module(state, {**alphas, outer: 1.5}), parts, "kohya") == "diffusers"
+
+
+def test_a_format_that_cannot_hold_an_adapter_is_named_with_the_option_that_set_it():
+    case = build_trained_case("flux", "LoHa")
+
+    with pytest.raises(UserError, match=r"save_format kohya: transformer.* cannot be fused; use comfy"):
+        build_adapter_file(case.state, case.adapter, case.family, case.pipe, "kohya")

@@ -109,13 +109,20 @@ def test_a_family_that_is_unknown_or_that_does_not_fit_is_refused(tmp_path, caps
     assert not out.exists()
 
 
+@pytest.mark.parametrize(("prefix", "family"), [("lora_te", "sd1"), ("lora_te1", "sdxl")])
+def test_the_number_of_a_text_encoder_tells_models_of_one_and_of_several_apart(prefix, family, models):
+    names = [f"{prefix}_text_model_encoder_layers_{n}_self_attn_q_proj" for n in range(12)]
+
+    assert identify_lora(build_lora(names, width=768), {}, models, is_for_inspection=False).family == family
+
+
 def test_inspect_names_all_families_that_a_file_fits(tmp_path, capsys):
     source = save_lora(tmp_path / "in.safetensors", DIFFUSERS_NAMES, ("lora_A", "lora_B"))
 
     assert run_tool(["lora", "inspect", str(source)]) == 0
 
     text = capsys.readouterr().out
-    assert "for flux" in text and "qwen_image" in text and "same names and sizes" in text
+    assert "for flux" in text and "qwen_image" in text and "its layers fit flux_kontext and" in text
 
 
 def build_full_lora(model):
@@ -211,3 +218,18 @@ def test_a_part_of_a_fused_layer_without_effect_may_be_left_out():
 
     assert list_changing_layers(adapters) == frozenset()
     assert list_changing_layers({"a": ModuleAdapter({"down": down, "up": torch.ones(2, 1)}, 1.0)}) == {"a"}
+
+
+def test_files_of_models_with_the_same_layers_can_be_merged_and_others_cannot(tmp_path, capsys):
+    names = [f"lora_unet_double_blocks_{n}_img_attn_proj" for n in range(3)]
+    paths = [tmp_path / f"{version}.safetensors" for version in ("flux1", "flux_kontext")]
+    for path in paths:
+        save_lora(path, names, ss_base_model_version=path.stem)
+    other = save_lora(tmp_path / "qwen.safetensors", KOHYA_NAMES, **QWEN_METADATA)
+    out = tmp_path / "out.safetensors"
+
+    assert run_tool(["lora", "merge", *map(str, paths), "--output", str(out)]) == 0
+    assert "merged 2 LoRAs of flux and flux_kontext" in capsys.readouterr().out
+    assert len(load_file(out)) == 3 * len(names)
+    assert run_tool(["lora", "merge", str(paths[0]), str(other), "--output", str(out), "--overwrite"]) == 2
+    assert "is a LoRA of qwen_image, and flux1.safetensors one of flux" in capsys.readouterr().err
