@@ -415,12 +415,14 @@ class TrainConfig:
     )
     activation_memory_budget: float = define_option(
         0.0,
-        "gradient_checkpointing: fraction of the activations of expensive operations to keep; 0 recomputes everything",
+        "gradient_checkpointing, torch_compile: fraction of the activations of expensive operations to keep; 0: with"
+        " gradient_checkpointing recompute everything",
         minimum=0,
         maximum=1,
         needs=(
             AnyOf(
-                (IsSet("gradient_checkpointing"), HasValue("on_oom", ("recover",))), "gradient_checkpointing is not set"
+                (IsSet("gradient_checkpointing"), HasValue("on_oom", ("recover",)), Has(Trait.COMPILED)),
+                "neither gradient_checkpointing nor torch_compile is set",
             ),
             AnyOf((IsUnset("torch_compile"), HasValue("dynamo_backend", ("inductor", "aot_eager")))),
         ),

@@ -181,6 +181,14 @@ class _MetaContextParallel(ContextParallel):
         return F.scaled_dot_product_attention(*args, **kwargs)
 
 
+def _checkpoint_within_budget(config: RunConfig) -> RunConfig:
+    """Estimate what the compiler recomputes for ``activation_memory_budget`` as checkpointing with that budget."""
+    train = config.train
+    if config.distributed.torch_compile and train.activation_memory_budget and not train.gradient_checkpointing:
+        return replace(config, train=replace(train, gradient_checkpointing=True))
+    return config
+
+
 class _StepRecorder:
     """Reads a meter at each block boundary: in forward directly, in backward by hooks on activations."""
 
@@ -241,6 +249,7 @@ class MetaRun:
         same_settings: "MetaRun | None" = None,
     ):
         """Take the batch and the peaks of encoding from ``same_settings``, a run that differs in the partition only."""
+        config = _checkpoint_within_budget(config)
         precision = config.distributed.mixed_precision or "no"
         self.config, self._dtype = config, None if precision == "no" else MIXED_PRECISION_DTYPES[precision]
         self.family: Family = FAMILIES.get(model.family)(config.model)

@@ -354,6 +354,15 @@ def test_the_meta_batch_has_the_sizes_of_images_and_captions():
     assert batch.moments.mean_and_std.shape[-2:] == (12, 8) and len(short) < len(long_one)
 
 
+def test_a_budget_of_the_compiler_reduces_the_estimate():
+    saved = {}
+    for budget in ("", "1", "0.5"):
+        flags = ("--activation_memory_budget", budget) if budget else ()
+        run, _ = run_on_meta_device(*FLUX, "--torch_compile", *flags, batch=MEDIUM)
+        saved[budget] = run.step.total.saved
+    assert saved["0.5"] < saved["1"] < saved[""]
+
+
 # layouts
 
 ZERO = {f"ZeRO-{stage} 2" for stage in (1, 2, 3)} | {f"ZeRO-{stage} 2, optimizer offload" for stage in (1, 2, 3)}
