@@ -24,6 +24,11 @@ class DistributedConfig:
         "attention backend; sdpa, torch: PyTorch chooses, but not cuDNN; the others must be supported by the model and"
         " the GPU; cudnn is the fastest on Hopper",
     )
+    fused_layers: bool = define_option(
+        True,
+        "mixed precision without torch_compile: LoRA layers in fewer kernels, and norms that write half precision, for"
+        " less time and memory; off: peft's layers, and norms in float32 as autocast has them",
+    )
     ddp_timeout: int | None = define_option(None, "timeout of the process group in minutes; default: 30", minimum=1)
     ddp_gradient_as_bucket_view: bool = define_option(
         False, "DDP: gradients are views of the communication buckets, which saves memory"

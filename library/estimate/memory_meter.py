@@ -22,6 +22,8 @@ HALF_OPS: Any = {
 }
 """Ops that CUDA's autocast runs in half precision, as far as diffusion models use them."""
 RMS_NORMS: Any = {F.rms_norm, torch.rms_norm}
+RMS_NORM_OPERATOR: Any = torch.ops.aten.rms_norm.default
+"""Called by norms that write half precision, which autocast leaves alone."""
 FLOAT32_OPS: Any = {
     *(RMS_NORMS if torch.__version__ >= "2.12" else ()),
     *(F.layer_norm, F.group_norm, F.softmax, torch.softmax, Tensor.softmax, torch.pow, Tensor.pow, Tensor.__pow__),
@@ -186,7 +188,7 @@ class AutocastEmulation(TorchFunctionMode):
             inputs = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
             if all(each.ndim == 4 and each.shape[-1] == inputs[0].shape[-1] for each in inputs):
                 return ATTENTION(*inputs)[0]
-        if function in RMS_NORMS:
+        if function in RMS_NORMS or function is RMS_NORM_OPERATOR:
             output = _normalize_fused(*args, **kwargs)
             if output is not None:
                 return output

@@ -1,5 +1,6 @@
 """The trainable modules: which components get adapters, their adapters and LoRA dropout, and a summary of them."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
@@ -15,10 +16,16 @@ from ..config.network_args import (
     get_lycoris_preset,
     get_network_args,
 )
-from ..config.schema import AdapterConfig, OptimConfig, RunConfig
+from ..config.schema import AdapterConfig, OptimConfig, RunConfig, TrainConfig
+from ..config.schema_distributed import DistributedConfig
+from ..distributed.devices import MIXED_PRECISION_DTYPES
 from ..models.base import Family
 from ..models.facts import select_trained_text_encoders
+from ..models.half_precision_norms import write_norms_in_half_precision
 from ..parallel.activation_checkpointing import enable_activation_checkpointing
+from ..parallel.lora_linear import fuse_lora_layers
+
+logger = logging.getLogger(__name__)
 
 
 class TrainableModules(nn.Module):
@@ -112,6 +119,19 @@ def build_trainable_modules(
         enable_activation_checkpointing(trained.children(), trained.denoiser, config.train)
     trained.train()
     return trained, adapter
+
+
+def fuse_layers(trained: TrainableModules, distributed: DistributedConfig, train: TrainConfig, precision: str) -> None:
+    """Fuse LoRA layers and norms for training under autocast (``--fused_layers``); torch.compile does so by itself.
+
+    A budget of activations can only save outputs that nothing is added to, so it leaves LoRA layers to peft.
+    """
+    if not distributed.fused_layers or precision not in ("fp16", "bf16"):  # for fp8 accelerate replaces the layers
+        return
+    dtype = MIXED_PRECISION_DTYPES[precision]
+    norms = write_norms_in_half_precision(trained.denoiser, dtype)
+    layers = 0 if train.activation_memory_budget else sum(fuse_lora_layers(each, dtype) for each in trained.children())
+    logger.info("fused layers: %d LoRA layers in fewer kernels, %d norms that write %s", layers, norms, precision)
 
 
 def build_lora_dropout(
