@@ -23,23 +23,17 @@ from .quantize import FrozenLinear
 
 
 class HalfPrecisionCopies:
-    """Copies of the adapters of a model in the dtype of autocast, which are written before each forward of the model.
-
-    Backward reads them again: they have the same values until the optimizer changes the adapters.
-    """
+    """Copies of the adapters of a model in the dtype of autocast, written before each forward of the model."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype):
-        """Parameters that have the dtype already need no copy."""
         self.dtype = dtype
-        self._parameters = [each for each in dict.fromkeys(parameters) if each.dtype != dtype]
-        self._copies: dict[nn.Parameter, Tensor] = {}
+        self._copies: dict[nn.Parameter, Tensor] = dict.fromkeys(parameters, torch.empty(0))
         self._versions: dict[nn.Parameter, tuple[int, int]] = {}
 
     def get(self, parameter: nn.Parameter) -> Tensor:
         """Return the copy of a parameter; copies are written first if it has changed, as far as autograd knows."""
-        if parameter.dtype == self.dtype:
-            return parameter.detach()
-        if self._versions.get(parameter) != _read_version(parameter):
+        if self._versions.get(parameter) != (parameter._version, parameter.data_ptr()):
+            self._copies.setdefault(parameter, torch.empty(0))
             self.refresh()
         return self._copies[parameter]
 
@@ -47,21 +41,18 @@ class HalfPrecisionCopies:
     def refresh(self, *_: Any) -> None:
         """Write all copies: some optimizers change the parameters without telling autograd."""
         groups: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-        for parameter in self._parameters:
-            copy = self._copies.get(parameter)
-            if copy is None or copy.device != parameter.device:
-                copy = self._copies[parameter] = torch.empty_like(parameter, dtype=self.dtype, requires_grad=False)
+        for parameter, copy in self._copies.items():
+            self._versions[parameter] = parameter._version, parameter.data_ptr()
+            if parameter.dtype == self.dtype:
+                self._copies[parameter] = parameter.detach()
+                continue
+            if copy.shape != parameter.shape or copy.device != parameter.device:
+                self._copies[parameter] = copy = torch.empty_like(parameter, dtype=self.dtype, requires_grad=False)
             copies, sources = groups.setdefault(parameter.device, ([], []))
             copies.append(copy)
             sources.append(parameter.detach())
-            self._versions[parameter] = _read_version(parameter)
         for copies, sources in groups.values():
             torch._foreach_copy_(copies, sources)
-
-
-def _read_version(parameter: nn.Parameter) -> tuple[int, int]:
-    """Return what changes with the values of a parameter, and with a tensor that is assigned to its ``data``."""
-    return parameter._version, parameter.untyped_storage()._cdata
 
 
 class FusedLoraForward:
@@ -79,13 +70,15 @@ class FusedLoraForward:
             output: Tensor = self._peft_forward(input, *args, **kwargs)
         elif self.down._forward_hooks:  # LoRA dropout
             apply_base, apply_up = _BaseAndDown.apply, _Up.apply
-            output, hidden = apply_base(input, self.down.weight, self)  # type: ignore[no-untyped-call]
+            down, up = self.down.weight, self.up.weight
+            output, hidden = apply_base(input, down, self.copies.get(down), self)  # type: ignore[no-untyped-call]
             for hook in self.down._forward_hooks.values():
                 hidden = hook(self.down, (input,), hidden)
-            output = apply_up(output, hidden.to(output.dtype), self.up.weight, self)  # type: ignore[no-untyped-call]
+            hidden = hidden.to(output.dtype)
+            output = apply_up(output, hidden, up, self.copies.get(up), self)  # type: ignore[no-untyped-call]
         else:
-            apply = _LoraLinear.apply
-            output = apply(input, self.down.weight, self.up.weight, self)  # type: ignore[no-untyped-call]
+            apply, get, down, up = _LoraLinear.apply, self.copies.get, self.down.weight, self.up.weight
+            output = apply(input, down, up, get(down), get(up), self)  # type: ignore[no-untyped-call]
         return output
 
     def _is_supported(self, input: Tensor) -> bool:
@@ -96,15 +89,17 @@ class FusedLoraForward:
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == self.copies.dtype
         ):
             return False
-        return not any(_is_modified(each) for each in (self.base, self.up)) and "forward" not in self.down.__dict__
+        return not (_is_modified(self.base) or _is_modified(self.up) or "forward" in self.down.__dict__)
 
     def compute_base(self, states: Tensor, *, has_backward: bool) -> Tensor:
         bias = self.base.bias
         weight = self._fetch_base_weight(states.dtype, has_backward=has_backward)
         return F.linear(states, weight, None if bias is None else bias.to(states.dtype))
 
-    def compute_base_grad(self, gradient: Tensor) -> Tensor:
-        return gradient @ self._fetch_base_weight(gradient.dtype, in_backward=True)
+    def compute_input_grad(self, gradient: Tensor, hidden_grad: Tensor, half_down: Tensor) -> Tensor:
+        """Compute the gradient of the input from those of the outputs of the base and of lora_A."""
+        grad = torch.mm(gradient, self._fetch_base_weight(gradient.dtype, in_backward=True))
+        return torch.addmm(grad, hidden_grad, half_down, out=grad)
 
     def _fetch_base_weight(self, dtype: torch.dtype, **when: bool) -> Tensor:
         base = self.base
@@ -137,86 +132,83 @@ def _flatten(tensor: Tensor) -> Tensor:
 
 
 class _LoraLinear(torch.autograd.Function):
-    """Saves the input in half precision, and the output of lora_A."""
+    """Saves the input in half precision, and the output of lora_A; copies keep their values until the next step."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, down: Tensor, up: Tensor, layer: FusedLoraForward) -> Tensor:
-        copies = layer.copies
-        states = _flatten(input.to(copies.dtype))
-        output = layer.compute_base(states, has_backward=ctx.needs_input_grad[0])
-        hidden = _multiply(states, copies.get(down).t(), layer.scaling)  # type: ignore[arg-type]
-        torch.addmm(output, hidden, copies.get(up).t(), out=output)  # type: ignore[arg-type]
+    def forward(ctx: Any, input: Tensor, down: Tensor, up: Tensor, *rest: Any) -> Tensor:
+        half_down, half_up, layer = ctx.rest = rest
+        states = _flatten(input.to(half_up.dtype))
+        output: Tensor = layer.compute_base(states, has_backward=ctx.needs_input_grad[0])
+        hidden = _multiply(states, half_down.t(), layer.scaling)
+        torch.addmm(output, hidden, half_up.t(), out=output)
         ctx.save_for_backward(states, hidden)
-        ctx.weights, ctx.layer, ctx.shape, ctx.dtype = (down, up), layer, input.shape, input.dtype
+        ctx.shape, ctx.dtype, ctx.weight_dtype = input.shape, input.dtype, down.dtype
         return output.view(*input.shape[:-1], output.shape[-1])
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable  # type: ignore[misc]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (states, hidden), layer, (down, up) = ctx.saved_tensors, ctx.layer, ctx.weights
+        (states, hidden), (half_down, half_up, layer) = ctx.saved_tensors, ctx.rest
         gradient = _flatten(gradient)
-        hidden_grad = _multiply(gradient, layer.copies.get(up), layer.scaling)
+        hidden_grad = _multiply(gradient, half_up, layer.scaling)
         input_grad = down_grad = up_grad = None
         if ctx.needs_input_grad[0]:
-            base_grad = layer.compute_base_grad(gradient)
-            torch.addmm(base_grad, hidden_grad, layer.copies.get(down), out=base_grad)
-            input_grad = base_grad.view(ctx.shape).to(ctx.dtype)
+            input_grad = layer.compute_input_grad(gradient, hidden_grad, half_down).view(ctx.shape).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            down_grad = layer.compute_weight_grad(hidden_grad, states, down.dtype)
+            down_grad = layer.compute_weight_grad(hidden_grad, states, ctx.weight_dtype)
         if ctx.needs_input_grad[2]:
-            up_grad = layer.compute_weight_grad(gradient, hidden, up.dtype)
-        return input_grad, down_grad, up_grad, None
+            up_grad = layer.compute_weight_grad(gradient, hidden, ctx.weight_dtype)
+        return input_grad, down_grad, up_grad, None, None, None
 
 
 class _BaseAndDown(torch.autograd.Function):
     """The base and lora_A of a layer, where hooks change the output of lora_A."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, down: Tensor, layer: FusedLoraForward) -> tuple[Tensor, Tensor]:
-        states = _flatten(input.to(layer.copies.dtype))
+    def forward(ctx: Any, input: Tensor, down: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        half_down, layer = ctx.rest = rest
+        states = _flatten(input.to(half_down.dtype))
         output = layer.compute_base(states, has_backward=ctx.needs_input_grad[0])
-        hidden = torch.mm(states, layer.copies.get(down).t())  # type: ignore[arg-type]
+        hidden = torch.mm(states, half_down.t())
         ctx.save_for_backward(states)
-        ctx.down, ctx.layer, ctx.shape, ctx.dtype = down, layer, input.shape, input.dtype
+        ctx.shape, ctx.dtype, ctx.weight_dtype = input.shape, input.dtype, down.dtype
         outer = input.shape[:-1]
         return output.view(*outer, output.shape[-1]), hidden.view(*outer, hidden.shape[-1])
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable  # type: ignore[misc]
     def backward(ctx: Any, gradient: Tensor, hidden_grad: Tensor) -> tuple[Tensor | None, ...]:
-        (states,), layer = ctx.saved_tensors, ctx.layer
+        (states,), (half_down, layer) = ctx.saved_tensors, ctx.rest
         gradient, hidden_grad = _flatten(gradient), _flatten(hidden_grad)
         input_grad = down_grad = None
         if ctx.needs_input_grad[0]:
-            base_grad = layer.compute_base_grad(gradient)
-            torch.addmm(base_grad, hidden_grad, layer.copies.get(ctx.down), out=base_grad)
-            input_grad = base_grad.view(ctx.shape).to(ctx.dtype)
+            input_grad = layer.compute_input_grad(gradient, hidden_grad, half_down).view(ctx.shape).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            down_grad = layer.compute_weight_grad(hidden_grad, states, ctx.down.dtype)
-        return input_grad, down_grad, None
+            down_grad = layer.compute_weight_grad(hidden_grad, states, ctx.weight_dtype)
+        return input_grad, down_grad, None, None
 
 
 class _Up(torch.autograd.Function):
     """Adds lora_B to the output of the base."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, hidden: Tensor, up: Tensor, layer: FusedLoraForward) -> Tensor:
-        hidden = _flatten(hidden)
+    def forward(ctx: Any, output: Tensor, hidden: Tensor, up: Tensor, *rest: Any) -> Tensor:
+        half_up, layer = ctx.rest = rest
         ctx.save_for_backward(hidden)
-        ctx.up, ctx.layer, ctx.outer = up, layer, output.shape[:-1]
-        total = torch.addmm(_flatten(output), hidden, layer.copies.get(up).t(), alpha=layer.scaling)  # type: ignore[arg-type]
+        ctx.weight_dtype = up.dtype
+        total = torch.addmm(_flatten(output), _flatten(hidden), half_up.t(), alpha=layer.scaling)
         return total.view(output.shape)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable  # type: ignore[misc]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden,), layer, flat = ctx.saved_tensors, ctx.layer, _flatten(gradient)
+        (hidden,), (half_up, layer), flat = ctx.saved_tensors, ctx.rest, _flatten(gradient)
         hidden_grad = up_grad = None
         if ctx.needs_input_grad[1]:
-            hidden_grad = _multiply(flat, layer.copies.get(ctx.up), layer.scaling).view(*ctx.outer, hidden.shape[-1])
+            hidden_grad = _multiply(flat, half_up, layer.scaling).view(hidden.shape)
         if ctx.needs_input_grad[2]:
-            up_grad = layer.compute_weight_grad(flat, hidden * layer.scaling, ctx.up.dtype)
-        return gradient, hidden_grad, up_grad, None
+            up_grad = layer.compute_weight_grad(flat, _flatten(hidden) * layer.scaling, ctx.weight_dtype)
+        return gradient, hidden_grad, up_grad, None, None
 
 
 def fuse_lora_layers(model: nn.Module, dtype: torch.dtype) -> int:
