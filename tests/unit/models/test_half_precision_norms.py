@@ -87,7 +87,7 @@ def test_outputs_and_gradients_are_about_as_exact_as_those_of_autocast(name, is_
         sums += torch.tensor([measure_errors(compute(model, states), exact) for model in (plain, half)])
     (output_before, grad_before), (output, grad) = (sums / 6).tolist()
     has_more_roundings = is_modulated or name == "GroupNorm"  # modulation and SiLU are in half precision as well
-    assert output <= (1.3 if has_more_roundings else 1.02) * output_before
+    assert output <= (1.4 if has_more_roundings else 1.02) * output_before
     assert grad <= 1.7 * grad_before  # gradients of the readers are added in half precision
     assert max(output, grad) < 6e-3
 
