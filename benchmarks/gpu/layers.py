@@ -35,7 +35,9 @@ def compare_layers(context: SectionContext) -> Iterator[Measurement]:
     from library.training.loop import train
 
     turn, turns = context.choose(5, 1), 2
-    argv = write_dataset([*context.training_options, *CACHED], context.directory, 2 * turn * (turns + 1))
+    precision = ("--mixed_precision", "bf16") if context.is_tiny else ()
+    options = [*context.training_options, *CACHED, *precision]
+    argv = write_dataset(options, context.directory, 2 * turn * (turns + 1))
     with build_run(argv, context.directory) as run:
         callback = LayerSwitch(run, turn)
         run.callbacks = [callback]

@@ -297,10 +297,14 @@ def _find_unused_memory_options(
     distributed: DistributedConfig, train: TrainConfig, parallel: ParallelConfig
 ) -> Iterator[UnusedOption]:
     is_compiled_by_launcher = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO"
-    if not (distributed.torch_compile or (distributed.torch_compile is None and is_compiled_by_launcher)):
+    if distributed.torch_compile or (distributed.torch_compile is None and is_compiled_by_launcher):
+        yield "fused_layers", "torch_compile fuses by itself"
+    else:
         for name in COMPILE_OPTIONS:
             if getattr(distributed, name) != getattr(DistributedConfig, name):
                 yield name, "torch_compile is not set"
+    if distributed.mixed_precision in ("no", "fp8"):
+        yield "fused_layers", "mixed_precision is neither fp16 nor bf16"
     if not train.gradient_checkpointing and train.on_oom != "recover":
         for name in CHECKPOINTING_OPTIONS:
             if getattr(train, name) != getattr(TrainConfig, name):
