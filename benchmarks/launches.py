@@ -7,7 +7,7 @@ the forward of the denoiser, loss, backward, clipping and AdamW.
 
 import math
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,17 +24,10 @@ from .report import Measurement
 from .synthetic_run import CAPTION, load_training_options
 
 META = torch.device("meta")
-MODELS: Mapping[str, Sequence[str]] = {
-    "SDXL, batch size 4": ("random:sdxl", "1024", "4"),
-    "SDXL, batch size 1": ("random:sdxl", "1024", "1"),
-    "FLUX.1, batch size 1": ("random:flux", "1024", "1"),
-    "Qwen-Image, batch size 1": ("random:qwen_image", "1024", "1"),
-    "Stable Diffusion 1.5, batch size 8": ("random:sd1", "512", "8"),
-    "Z-Image, batch size 1": ("random:z_image", "1024", "1"),
-}
-"""Model, resolution and batch size."""
-MAX_LAUNCHES = {"SDXL, batch size 4": 8500, "FLUX.1, batch size 1": 9000, "Qwen-Image, batch size 1": 12000}
-MAX_SAVED_GB = {"SDXL, batch size 4": 27.5, "FLUX.1, batch size 1": 33.0, "Qwen-Image, batch size 1": 31.0}
+MODELS = ("sdxl:4", "sdxl:1", "flux:1", "qwen_image:1", "sd1:8", "z_image:1")
+"""Family and batch size."""
+MAX_LAUNCHES = {"sdxl:4": 8500, "flux:1": 9000, "qwen_image:1": 12000}
+MAX_SAVED_GB = {"sdxl:4": 27.5, "flux:1": 33.0, "qwen_image:1": 31.0}
 OURS, PEFT, DIFFUSERS, SD_SCRIPTS = "fused layers", "peft's layers", "as diffusers' scripts", "as sd-scripts"
 LAYERS = (PEFT, DIFFUSERS, SD_SCRIPTS, OURS)
 WITHOUT_KERNEL = {
@@ -59,17 +52,21 @@ class StepCounts:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="which models (all)")
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="families and batch sizes (all)"
+    )
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS), help="which LoRA layers (all)")
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same families, at 64 x 64")
 
 
 def run(options: Namespace, training_options: Sequence[str], directory: Path) -> Iterator[Measurement]:
     """Count a step of each model with each kind of layers."""
-    for title in options.models:
-        model, resolution, batch_size = MODELS[title]
+    for name in options.models:
+        family, _, batch_size = name.partition(":")
+        model, resolution = f"random:{family}", "512" if family == "sd1" else "1024"
         if options.tiny:
             model, resolution = f"{model}:tiny", "64"
+        title = f"{family}, {resolution} x {resolution}, batch size {batch_size}"
         argv = ["--pretrained_model_name_or_path", model, "--resolution", resolution, "--train_batch_size", batch_size]
         config, _ = load_training_options([*argv, "--mixed_precision", "bf16", *training_options])
         before: StepCounts | None = None
@@ -78,9 +75,9 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
             before = before or counts
             is_target = layers == OURS and not options.tiny
             note = f"{counts.launches / before.launches:.2f} x {options.layers[0]}" if counts is not before else ""
-            limit = MAX_LAUNCHES.get(title) if is_target else None
+            limit = MAX_LAUNCHES.get(name) if is_target else None
             yield Measurement(f"{title}, {layers}: launches", [counts.launches], at_most=limit, note=note)
-            limit = MAX_SAVED_GB.get(title) if is_target else None
+            limit = MAX_SAVED_GB.get(name) if is_target else None
             saved = counts.saved_bytes / 1e9
             yield Measurement(f"{title}, {layers}: saved for backward", [saved], "GB", at_most=limit)
 

@@ -92,6 +92,7 @@ SECTIONS: Sequence[Section] = (
     Section("layers_sdxl4", "layers:compare_layers", 65, "the same with a batch size of 4", "random:sdxl",
             (*_1024, "--train_batch_size", "4")),
     Section("layers_flux", "layers:compare_layers", 60, "the same for FLUX.1", "random:flux", _1024),
+    Section("layers_z_image", "layers:compare_layers", 45, "the same for Z-Image", "random:z_image", _1024),
     Section("layers_sd1", "layers:compare_layers", 35, "the same for Stable Diffusion 1.5, batch size 8", "random:sd1",
             ("--resolution", "512", *_BF16, "--train_batch_size", "8")),
     Section("flux_cards", "memory:fit_into_cards", 170, "FLUX.1 within 12, 16 and 24 GB", "random:flux", _1024),
