@@ -75,11 +75,10 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
             before = before or counts
             is_target = layers == OURS and not options.tiny
             note = f"{counts.launches / before.launches:.2f} x {options.layers[0]}" if counts is not before else ""
-            limit = MAX_LAUNCHES.get(name) if is_target else None
-            yield Measurement(f"{title}, {layers}: launches", [counts.launches], at_most=limit, note=note)
-            limit = MAX_SAVED_GB.get(name) if is_target else None
+            most, most_gb = (MAX_LAUNCHES.get(name), MAX_SAVED_GB.get(name)) if is_target else (None, None)
+            yield Measurement(f"{title}, {layers}: launches", [counts.launches], at_most=most, note=note)
             saved = counts.saved_bytes / 1e9
-            yield Measurement(f"{title}, {layers}: saved for backward", [saved], "GB", at_most=limit)
+            yield Measurement(f"{title}, {layers}: saved for backward", [saved], "GB", at_most=most_gb)
 
 
 def count_step(config: RunConfig, layers: str) -> StepCounts:
@@ -108,7 +107,7 @@ def count_step(config: RunConfig, layers: str) -> StepCounts:
 
 
 @torch.no_grad()
-def clip_gradients(gradients: Sequence[Tensor]) -> None:
+def clip_gradients(gradients: list[Tensor]) -> None:
     """Do what ``torch.nn.utils.clip_grad_norm_`` does, which has no foreach operators for the meta device."""
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     torch._foreach_mul_(gradients, (1 / (norm + 1e-6)).clamp(max=1.0))

@@ -147,7 +147,7 @@ def take_gradients(trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
 
 def compute_error(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
     squares = [(gradients[name].double() - value.double()).square().sum() for name, value in exact.items()]
-    return float((sum(squares) / sum(each.double().square().sum() for each in exact.values())) ** 0.5)  # type: ignore[arg-type]
+    return float((sum(squares) / sum(each.double().square().sum() for each in exact.values())) ** 0.5)
 
 
 def compute_in_float32(denoiser: nn.Module, loop: BareLoop) -> float:
@@ -174,7 +174,7 @@ def measure_graph(run: "TrainingRun", repetitions: int = 15) -> tuple[float, flo
     arguments, options = record_arguments(denoiser, loop)
     parameters = replace_adapter_parameters(denoiser)
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True, capturable=True)
-    stream: Any = torch.cuda.Stream()
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def step() -> None:
         with loop.autocast():
@@ -209,7 +209,7 @@ def measure_graph(run: "TrainingRun", repetitions: int = 15) -> tuple[float, flo
 def record_arguments(denoiser: nn.Module, loop: BareLoop) -> tuple[Any, Any]:
     """Return what the family passes to the denoiser, which is in the same memory in each replay."""
     calls: list[tuple[Any, Any]] = []
-    hook = denoiser.register_forward_pre_hook(lambda _, *inputs: calls.append(inputs), with_kwargs=True)  # type: ignore[arg-type]
+    hook = denoiser.register_forward_pre_hook(lambda _, *inputs: calls.append(inputs), with_kwargs=True)
     with torch.no_grad(), loop.autocast():
         loop.batches[0][0]()
     hook.remove()

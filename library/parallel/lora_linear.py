@@ -146,7 +146,7 @@ class _LoraLinear(torch.autograd.Function):
         return output.view(*input.shape[:-1], output.shape[-1])
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (states, hidden), (half_down, half_up, layer) = ctx.saved_tensors, ctx.rest
         gradient = _flatten(gradient)
@@ -176,7 +176,7 @@ class _BaseAndDown(torch.autograd.Function):
         return output.view(*outer, output.shape[-1]), hidden.view(*outer, hidden.shape[-1])
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, hidden_grad: Tensor) -> tuple[Tensor | None, ...]:
         (states,), (half_down, layer) = ctx.saved_tensors, ctx.rest
         gradient, hidden_grad = _flatten(gradient), _flatten(hidden_grad)
@@ -200,7 +200,7 @@ class _Up(torch.autograd.Function):
         return total.view(output.shape)
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (hidden,), (half_up, layer), flat = ctx.saved_tensors, ctx.rest, _flatten(gradient)
         hidden_grad = up_grad = None
@@ -216,7 +216,7 @@ def fuse_lora_layers(model: nn.Module, dtype: torch.dtype) -> int:
 
     Call it before the model is wrapped, after its base is quantized and its adapter is on the device.
     """
-    layers = [layer for layer in find_linear_lora_layers(model) if _can_fuse(layer)]
+    layers: list[Any] = [layer for layer in find_linear_lora_layers(model) if _can_fuse(layer)]
     parameters = [getattr(layer, half)[ADAPTER_NAME].weight for layer in layers for half in ("lora_A", "lora_B")]
     copies = HalfPrecisionCopies(parameters, dtype)
     devices = {parameter.device: _multiplies_to_float32(parameter.device, dtype) for parameter in parameters}
