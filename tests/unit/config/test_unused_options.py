@@ -43,7 +43,7 @@ from library.training.preflight import find_settings_problems, load_settings
         ("--skip_cache_check", {"skip_cache_check": "there is no disk cache"}),
         ("--cache_precision fp16", {"cache_precision": "latents are not cached"}),
         ("--pp_schedule gpipe", {"pp_schedule": "pp_size is 1"}),
-        ("--no-fused_layers --torch_compile", {"fused_layers": "torch_compile fuses by itself"}),
+        ("--fused_layers --torch_compile", {"fused_layers": "torch_compile fuses by itself"}),
         ("--fused_layers --mixed_precision no", {"fused_layers": "mixed_precision is neither fp16 nor bf16"}),
         ("--noise_offset_random_strength", {"noise_offset_random_strength": "noise_offset is 0"}),
         ("--noise_offset 0 --adaptive_noise_scale 0.1", {"adaptive_noise_scale": "noise_offset is 0"}),
