@@ -1,10 +1,13 @@
 """LoRA dropout, max-norm regularization, and the norms of updates.
 
 Dropout is stateless: each random number is a hash of the sample's key, the module and the element, so it is the same
-on every device and for any partition of the batch.  torch's dropout draws from a global generator per batch.
+on every device, for any partition of the batch, and however far texts are padded (``token_layout``).  torch's dropout
+draws from a global generator per batch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from inspect import signature
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from torch import Tensor, nn
 
 from .component_keys import clean_parameter_name
 from .injection import Adapter
+from .token_layout import PLAIN_LAYOUT, ShardedTokens, TokenLayout
 
 _UINT32_MASK = 0xFFFFFFFF
 MAX_COPIED_NUMEL = 2**24
@@ -29,35 +33,67 @@ class LoraDropout:
         dropout: float,
         rank_dropout: float,
         module_dropout: float,
-        get_token_positions: Callable[[nn.Module], Tensor | None] | None = None,
+        get_sharded_tokens: Callable[[nn.Module], ShardedTokens | None] | None = None,
     ):
         self.dropout, self.rank_dropout, self.module_dropout = dropout, rank_dropout, module_dropout
         self.sample_keys: Tensor | None = None
         """One number per sample of the batch; None disables dropout."""
-        self.token_positions = get_token_positions or (lambda lora_a: None)
-        """The positions of a layer's tokens in the sequence, where context parallelism shards it."""
+        self.get_sharded_tokens = get_sharded_tokens or (lambda lora_a: None)
+        """Which tokens of the sequence a layer sees, where context parallelism shards it."""
+        self.text_lengths: dict[str, Tensor] = {}
+        """The padded lengths of the texts in the latest forward of the denoiser, by argument."""
 
-    def attach(self, down_layers: Iterable[nn.Module]) -> None:
-        """Register the forward hooks; a lora_A that modules share gets one hook."""
-        for index, down in enumerate({id(down): down for down in down_layers}.values()):
-            down.register_forward_hook(self._make_hook(torch.tensor(index)))
+    def attach(self, down_layers: Iterable[nn.Module], layouts: Iterable[TokenLayout] = ()) -> None:
+        """Register the forward hooks; a lora_A that modules share gets one hook.
 
-    def _make_hook(self, layer_index: Tensor) -> Any:
+        ``layouts`` are those of the layers' activations; without them all are (batch, tokens, width).
+        """
+        pairs: Any = zip_longest(down_layers, layouts, fillvalue=PLAIN_LAYOUT)
+        unique: dict[int, tuple[Any, TokenLayout]] = {id(down): (down, layout) for down, layout in pairs}
+        for index, (down, layout) in enumerate(unique.values()):
+            down.register_forward_hook(self._make_hook(torch.tensor(index), layout))
+
+    def record_text_lengths(self, denoiser: nn.Module, arguments: Sequence[str]) -> None:
+        """Record at each forward of the denoiser to how many tokens these texts (batch, tokens, ...) are padded."""
+        forward_signature = signature(denoiser.forward)
+
+        def record(_: nn.Module, args: Any, kwargs: Any) -> None:
+            texts = forward_signature.bind(*args, **kwargs).arguments
+            self.text_lengths = {
+                name: torch.full((), texts[name].shape[1], device=texts[name].device) for name in arguments
+            }
+
+        denoiser.register_forward_pre_hook(record, with_kwargs=True)
+
+    def _make_hook(self, layer_index: Tensor, layout: TokenLayout) -> Any:
         # A tensor: torch.compile would specialize on an int and compile every module anew.
         def apply_dropout(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             if not module.training or self.sample_keys is None:
                 return output
             if isinstance(module, nn.Conv2d):
                 return self.apply(output, layer_index, axis=1)
-            positions = self.token_positions(module) if output.dim() == SEQUENCE_NDIM else None
-            return self.apply(output, layer_index, axis=-1, positions=positions)
+            if output.dim() != SEQUENCE_NDIM:
+                return self.apply(output, layer_index, axis=-1)
+            output = output.transpose(0, layout.batch_axis)
+            tokens = self._number_tokens(layout, output, self.get_sharded_tokens(module))
+            return self.apply(output, layer_index, axis=-1, tokens=tokens).transpose(0, layout.batch_axis)
 
         return apply_dropout
 
-    def apply(
-        self, activations: Tensor, layer_index: int | Tensor, axis: int, positions: Tensor | None = None
-    ) -> Tensor:
-        """Apply dropout to activations (B, ..., rank), or (B, rank, height, width), whose rank axis is ``axis``."""
+    def _number_tokens(self, layout: TokenLayout, output: Tensor, shard: ShardedTokens | None) -> Tensor | None:
+        """Number the tokens of activations (batch, tokens, rank); ``None``: by their positions."""
+        if shard is not None:
+            return layout.number_tokens(shard.positions.to(output.device), shard.num_tokens, self.text_lengths)
+        if not layout.text_arguments:
+            return None
+        positions = torch.arange(output.shape[1], device=output.device)
+        return layout.number_tokens(positions, output.shape[1], self.text_lengths)
+
+    def apply(self, activations: Tensor, layer_index: int | Tensor, axis: int, tokens: Tensor | None = None) -> Tensor:
+        """Apply dropout to activations (B, ..., rank), or (B, rank, height, width), whose rank axis is ``axis``.
+
+        ``tokens`` are the numbers of the tokens of activations (B, tokens, rank), unless they count from 0.
+        """
         if self.sample_keys is None:
             raise AssertionError("the samples have no keys")
         chunks, remainder = divmod(len(activations), len(self.sample_keys))  # long captions are encoded in chunks
@@ -66,9 +102,9 @@ class LoraDropout:
         device, keys = activations.device, self.sample_keys.to(activations.device).repeat_interleave(chunks)
         if self.dropout:
             columns = torch.arange(activations[0].numel(), device=device)
-            if positions is not None:
+            if tokens is not None:
                 width = activations.shape[-1]
-                columns = (positions.to(device)[:, None] * width + columns[:width]).flatten()
+                columns = (tokens[:, None] * width + columns[:width]).flatten()
             mask = hash_to_uniform(keys, 3 * layer_index, columns).view(activations.shape) >= self.dropout
             activations = activations * mask / (1 - self.dropout)
         shape = [len(keys)] + [1] * (activations.dim() - 1)
@@ -123,7 +159,7 @@ def compute_lora_norm(down: Tensor, ups: Sequence[Tensor], scale: float) -> Tens
 
 
 def compute_lora_norms(down: Tensor, ups: Sequence[Tensor], scale: float) -> Tensor:
-    """The same of matrices, or of stacks of them, from Gram matrices of rank x rank."""
+    """Compute the norms of ``scale * up @ down``, of matrices or stacks of them, from Gram matrices of rank x rank."""
     inner = down @ down.mT
     outer = sum((up.mT @ up for up in ups), torch.zeros_like(inner))
     return (inner * outer).sum(dim=(-2, -1)).clamp_min(0).sqrt() * scale
@@ -140,13 +176,13 @@ def _is_adapter_layer(layer: nn.Module) -> bool:  # mypy would narrow the type o
 
 
 def compute_update_norms(model: nn.Module) -> dict[str, float]:
-    """Layer -> norm of its update; 0 if untrained.  Synchronizes with the device once."""
+    """Compute the norm of each layer's update, which is 0 before training; synchronizes with the device once."""
     return compute_layer_update_norms(find_adapter_layers(model))
 
 
 @torch.no_grad()
 def compute_layer_update_norms(layers: Mapping[str, nn.Module]) -> dict[str, float]:
-    """The same for given layers; finding them takes longer than computing their norms.
+    """Compute the norm of the update of these layers, for callers that keep them: finding layers is slower than norms.
 
     LoRA layers of one shape are computed at once: large models have hundreds, and each takes a dozen small kernels.
     """

@@ -13,10 +13,12 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+import psutil
+
 SUPERVISOR_DIR = "LORIKEET_SUPERVISOR"
 """The environment variable with the directory that ``python -m library launch`` shares with training processes."""
 
-SIGNAL_FILE, EXIT_CODE_FILE, PROCESS_PREFIX = "signal", "exit_code", "process-"
+SIGNAL_FILE, EXIT_CODE_FILE, SUPERVISOR_FILE, PROCESS_PREFIX = "signal", "exit_code", "supervisor", "process-"
 DUPLICATE_SIGNAL_SECONDS = 3.0
 """Launchers forward signals that the process also gets itself; one that comes later is a second request."""
 
@@ -26,10 +28,15 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self.reason = ""
+        """Why the run stops, if not by a signal."""
+        self.has_begun = False
+        """Whether there is, or was, training that can be stopped after a step."""
         self._received_at = 0.0
         self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
+        self.has_begun = True
         if threading.current_thread() is threading.main_thread():  # Python sets handlers in no other thread
             self._previous_handlers = {
                 number: signal.signal(number, self._handle_signal) for number in list_stop_signals()
@@ -43,6 +50,12 @@ class StopSignals:
     ) -> None:
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def request_stop(self, number: int, reason: str) -> None:
+        """Stop the run as this signal does, from any thread."""
+        if self.received is None:
+            self.reason = reason
+            self.received, self._received_at = number, time.monotonic()
 
     def ignore_sigterm(self) -> None:
         """Ignore SIGTERM, which launchers send when another rank has failed, while the error is reported."""
@@ -74,6 +87,16 @@ def register_process() -> int | None:
     folder = Path(os.environ[SUPERVISOR_DIR])
     write_number(folder / f"{PROCESS_PREFIX}{os.getpid()}", 0)
     return read_number(folder / SIGNAL_FILE)
+
+
+def find_supervisor_process() -> psutil.Process | None:
+    """Return the ``python -m library launch`` above this process."""
+    if SUPERVISOR_DIR not in os.environ:
+        return None
+    number = read_number(Path(os.environ[SUPERVISOR_DIR]) / SUPERVISOR_FILE)
+    with suppress(psutil.Error):
+        return next((parent for parent in psutil.Process().parents() if parent.pid == number), None)
+    return None
 
 
 def report_exit_code(code: int) -> int:

@@ -19,7 +19,7 @@ from .world import format_ranks
 
 logger = logging.getLogger(__name__)
 EXIT_CODE = 2
-"""As for user errors: the cause is outside of the program."""
+"""The exit code of a process that the watchdog ends: that of user errors, since the cause is outside of the program."""
 
 STORE_ANSWER_SECONDS = 3.0
 REPORTER_GRACE_SECONDS = 2.0
@@ -87,7 +87,12 @@ class ProcessIdentity:
     @classmethod
     def get_current(cls) -> "ProcessIdentity":
         """Identify this process."""
-        return cls(socket.gethostname(), _read_boot_id(), os.getpid(), _compute_start_time(psutil.Process()))
+        return cls.from_process(psutil.Process())
+
+    @classmethod
+    def from_process(cls, process: psutil.Process) -> "ProcessIdentity":
+        """Identify a process of this machine."""
+        return cls(socket.gethostname(), _read_boot_id(), process.pid, _compute_start_time(process))
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "ProcessIdentity | None":

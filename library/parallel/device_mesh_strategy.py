@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
+from ..adapters.token_layout import ShardedTokens
 from ..dataloader.batch import PixelBatch
 from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST
 from .context_parallel import ContextParallel
-from .gradient_accumulation import LossFunction
+from .gradient_accumulation import TrainingTask
 from .gradient_sync import all_reduce_gradients
 from .parallel_plan import ParallelPlan
 from .strategy import Strategy, StrategySettings
@@ -101,17 +102,17 @@ class DeviceMeshStrategy(Strategy):
         with self.tensor_parallel.bypass():
             yield
 
-    def get_token_positions(self, lora_a: nn.Module) -> Tensor | None:
-        return None if self.context_parallel is None else self.context_parallel.get_token_positions(lora_a)
+    def get_sharded_tokens(self, lora_a: nn.Module) -> ShardedTokens | None:
+        return None if self.context_parallel is None else self.context_parallel.get_sharded_tokens(lora_a)
 
     def backward(self, loss: Tensor) -> None:
         (loss * float(self.is_last_stage)).backward()  # type: ignore[no-untyped-call]
         self._all_reduce_gradients(self.dims.dp)
 
     def compute_gradients(
-        self, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
+        self, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor:
-        loss = self._all_reduce_loss(self._accumulate_gradients(loss_function, batches, num_samples, step))
+        loss = self._all_reduce_loss(self._accumulate_gradients(task, batches, num_samples, step))
         self._all_reduce_gradients(self.comm.world_size)
         return loss
 

@@ -27,6 +27,7 @@ from ..distributed.signals import (
     PROCESS_PREFIX,
     SIGNAL_FILE,
     SUPERVISOR_DIR,
+    SUPERVISOR_FILE,
     list_stop_signals,
     read_number,
     write_number,
@@ -35,7 +36,7 @@ from ..errors import UserError
 
 logger = logging.getLogger(__name__)
 WATCH_INTERVAL_SECONDS = 30.0
-DEFAULT_PORT = 29500  # of accelerate and torchrun
+DEFAULT_PORT = 29500  # the default of accelerate and torchrun
 
 USAGE = """usage: python -m library launch LAUNCHER ...
 
@@ -68,6 +69,7 @@ class Supervisor:
     def run(self, command: Sequence[str]) -> int:
         """Return the exit code of a run that was stopped by a signal, else that of the launcher."""
         environment = os.environ | {SUPERVISOR_DIR: str(self.folder)}
+        write_number(self.folder / SUPERVISOR_FILE, os.getpid())
         with self._forwarding():
             try:
                 # In a session of its own it does not get the terminal's Ctrl-C a second time.
@@ -131,7 +133,7 @@ class Supervisor:
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """Where the launchers of several machines find each other."""
+    """The place where the launchers of several machines find each other."""
 
     address: str
     port: int
@@ -184,7 +186,7 @@ class MeetingPoint:
 
 
 def find_meeting_point(command: Sequence[str]) -> MeetingPoint | None:
-    """Where running launchers of this command meet; ``None`` for one machine, other rendezvous, unknown launchers."""
+    """Find where running launchers of this command meet; ``None`` for one machine, unknown launchers or rendezvous."""
     from ..distributed.launch_command import parse_launch_command, predict_script_environment
 
     try:

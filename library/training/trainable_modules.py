@@ -1,17 +1,23 @@
-"""The trainable modules: which components get adapters, their adapters and LoRA dropout, and a summary of them."""
+"""The trainable modules: which components get adapters, their adapters and LoRA dropout, and a summary of them.
+
+They are one ``nn.Module``, with the denoiser and the trained text encoders as children named after the pipeline's
+attributes, so that engines wrap one model and checkpoints have one list of names.
+"""
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..adapters import injection
 from ..adapters.dropout_and_max_norm import LoraDropout
 from ..adapters.peft_types import RankAlpha
 from ..adapters.targets_rank_alpha import TargetComponent, TargetLayer
+from ..adapters.token_layout import PLAIN_LAYOUT, ShardedTokens, TokenLayout
 from ..config.network_args import (
     get_lycoris_preset,
     get_network_args,
@@ -20,8 +26,8 @@ from ..config.schema import AdapterConfig, OptimConfig, RunConfig, TrainConfig
 from ..config.schema_distributed import DistributedConfig
 from ..distributed.devices import MIXED_PRECISION_DTYPES
 from ..models.base import Family
-from ..models.facts import select_trained_text_encoders
 from ..models.half_precision_norms import write_norms_in_half_precision
+from ..models.trained_components import select_trained_text_encoders
 from ..parallel.activation_checkpointing import enable_activation_checkpointing
 from ..parallel.lora_linear import fuse_lora_layers
 
@@ -54,42 +60,43 @@ def select_target_components(
 ) -> list[TargetComponent]:
     """Select the components that get an adapter, with the target modules of the settings, or with ``modules``."""
     parts = []
+    lora, denoiser_name = family.facts.lora, family.facts.denoiser_name
     all_layers = modules is not None
     own: dict[str, list[str]] = {}
     for name in modules or ():
         own.setdefault(name.partition(".")[0], []).append(name.partition(".")[2])
     if config.trains_denoiser:
-        denoiser, arguments = getattr(pipe, family.denoiser_name), get_network_args(config)
+        denoiser, arguments = getattr(pipe, denoiser_name), get_network_args(config)
         has_preset = get_lycoris_preset(config) is not None
         has_wide = all_layers or has_preset or arguments.conv_dim is not None
         has_outside = all_layers or (arguments.in_dims or arguments.emb_dims) is not None
         targets = (
-            *family.lora_target_modules,
-            *(family.conv_lora_target_modules if has_wide else ()),
-            *(family.get_non_block_lora_target_modules(denoiser) if has_outside else ()),
-            *(family.preset_lora_target_modules if has_preset else ()),
-            *own.get(family.denoiser_name, ()),
+            *lora.targets,
+            *(lora.conv_targets if has_wide else ()),
+            *(family.get_non_block_lora_targets(denoiser) if has_outside else ()),
+            *(lora.preset_targets if has_preset else ()),
+            *own.get(denoiser_name, ()),
         )
         parts.append(
             TargetComponent(
-                family.denoiser_name,
-                denoiser,
-                targets,
-                family.lora_key_style,
-                family.lora_prefix,
-                family.get_unused_layers(denoiser),
+                name=denoiser_name,
+                model=denoiser,
+                target_modules=targets,
+                key_style=lora.key_style,
+                key_prefix=lora.prefix,
+                unused_layers=family.get_unused_layers(denoiser),
             )
         )
     for name in select_trained_text_encoders(config, optim, family.facts):
         encoder = getattr(pipe, name)
         parts.append(
             TargetComponent(
-                name,
-                encoder,
-                (*family.text_lora_target_modules[name], *own.get(name, ())),
-                family.get_text_key_style(name),
-                family.text_lora_prefixes[name],
-                family.get_unused_text_layers(encoder, name),
+                name=name,
+                model=encoder,
+                target_modules=(*lora.text_encoders[name].targets, *own.get(name, ())),
+                key_style=lora.text_encoders[name].key_style,
+                key_prefix=lora.text_encoders[name].prefix,
+                unused_layers=family.get_unused_text_layers(encoder, name),
             )
         )
     return parts
@@ -104,14 +111,18 @@ def build_trainable_modules(
 ) -> tuple[TrainableModules, injection.Adapter]:
     """Inject the adapters, with the ranks of a file if given, freeze the rest, and switch to training mode."""
     parts = select_target_components(config.adapter, config.optim, family, pipe, modules=rank_alphas)
-    denoiser = getattr(pipe, family.denoiser_name)
+    denoiser_name = family.facts.denoiser_name
+    denoiser = getattr(pipe, denoiser_name)
     denoiser.requires_grad_(False)
     adapter = injection.inject_adapters(
-        parts, config.adapter, config.train.seed, family.facts.network, rank_alphas, independent_modules
+        parts,
+        config.adapter,
+        config.train.seed,
+        network=family.facts.options.network,
+        rank_alphas=rank_alphas,
+        independent_modules=independent_modules,
     )
-    trained = TrainableModules(
-        family.denoiser_name, {family.denoiser_name: denoiser, **{part.name: part.model for part in parts}}
-    )
+    trained = TrainableModules(denoiser_name, {denoiser_name: denoiser, **{part.name: part.model for part in parts}})
     for part in parts:
         if part.is_text_encoder:
             _disable_dropout(part.model)
@@ -136,19 +147,32 @@ def fuse_layers(trained: TrainableModules, distributed: DistributedConfig, train
 
 def build_lora_dropout(
     config: AdapterConfig,
+    family: Family,
     trainable: TrainableModules,
     adapter: injection.Adapter,
-    get_token_positions: Callable[[nn.Module], Tensor | None] | None = None,
+    get_sharded_tokens: Callable[[nn.Module], ShardedTokens | None] | None = None,
 ) -> LoraDropout | None:
     """Build the dropout of the adapter; None if all rates are 0."""
     arguments = get_network_args(config)
     rates = config.network_dropout, arguments.rank_dropout, arguments.module_dropout
     if not any(rates):
         return None
-    dropout = LoraDropout(*rates, get_token_positions)
+    dropout = LoraDropout(*rates, get_sharded_tokens)
     layers: list[Any] = [trainable.get_submodule(name) for name in adapter.modules]
-    dropout.attach(layer.lora_A["default"] for layer in layers)
+    layouts = [_find_token_layout(family, name) for name in adapter.modules]
+    dropout.attach((layer.lora_A["default"] for layer in layers), layouts)
+    if text_arguments := sorted({name for layout in layouts for name in layout.text_arguments}):
+        dropout.record_text_lengths(trainable.denoiser, text_arguments)
     return dropout
+
+
+def _find_token_layout(family: Family, name: str) -> TokenLayout:
+    """Find the layout of the activations of a layer, which is named with its component."""
+    component, _, layer = name.partition(".")
+    if component != family.facts.denoiser_name:
+        return PLAIN_LAYOUT
+    found = (layout for pattern, layout in family.facts.blocks.token_layouts.items() if re.search(pattern, layer))
+    return next(found, PLAIN_LAYOUT)
 
 
 def _disable_dropout(encoder: nn.Module) -> None:

@@ -71,7 +71,7 @@ def train_steps(backend: str | None, dynamic: str):
     context_parallel.wrap_sequence_ends()
     for block in model.blocks:  # as if all layers were lora_A
         block.both.token_streams, block.alone.token_streams = FLOW, FLOW[1:]
-    dropout.token_positions = context_parallel.get_token_positions
+    dropout.get_sharded_tokens = context_parallel.get_sharded_tokens
     dropout.attach(layer for block in model.blocks for layer in (block.both, block.alone))
     if compilation:
         with compilation.record_shapes(), torch.no_grad():

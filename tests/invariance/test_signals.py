@@ -25,6 +25,8 @@ from library.training.output_lock import hold_output_lock
 
 __all__ = ["settings"]  # a fixture
 
+ACCELERATE = str(Path(sys.executable).parent / "accelerate")
+
 
 @pytest.mark.parametrize(
     ("ranks", "number", "flags", "code"),
@@ -52,6 +54,51 @@ def test_resume_after_a_signal_gives_equal_weights(settings, tmp_path, ranks, nu
         run_on_ranks(ranks, train, *settings, "--output_dir", str(tmp_path / folder), "--auto_resume")
     expected, actual = (load_file(tmp_path / name / "lora.safetensors") for name in ("whole", "ended"))
     assert all(torch.equal(expected[key], actual[key]) for key in expected)
+
+
+def wait_and_kill(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Wait until these processes end, and kill and return those that do not."""
+    _, still_running = psutil.wait_procs(processes, timeout=60)
+    for process in still_running:
+        process.kill()
+    return still_running
+
+
+@pytest.mark.parametrize(("ranks", "launcher"), [(1, "accelerate launch"), (2, "torchrun"), (2, "library launch")])
+def test_ranks_save_a_checkpoint_and_end_when_their_launcher_is_killed(settings, tmp_path, ranks, launcher):
+    wrapper = {
+        "accelerate launch": (ACCELERATE, "launch", "--cpu", "--num_processes", "1", "--no_python"),
+        "torchrun": (),
+        "library launch": (sys.executable, "-m", "library", "launch"),
+    }[launcher]
+    run = start_run(ranks, settings, tmp_path, "--max_train_steps", "100000", wrapper=wrapper)
+    wait_until_training(run, tmp_path)
+    others = psutil.Process(run.pid).children(recursive=True)
+    assert len(others) >= ranks
+    run.kill()
+    still_running = wait_and_kill(others)
+    output = run.communicate()[0]
+
+    assert not still_running, output
+    (state,) = tmp_path.glob("lora-step*-state")
+    assert "has died after step" in output and str(state) in output, output
+
+
+def test_processes_end_at_once_when_their_launcher_is_killed_before_training(settings, tmp_path):
+    run = start_run(2, settings, tmp_path)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / ".lora.lock").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    others = psutil.Process(run.pid).children(recursive=True)
+    run.kill()
+    still_running = wait_and_kill(others)
+    assert others and not still_running, run.communicate()[0]
+
+
+def test_the_end_of_a_shell_or_scheduler_that_started_the_launcher_ends_nothing():
+    script = "import time; from library.distributed.launcher_monitor import find_launchers; print(find_launchers())"
+    for command in ([sys.executable, "-c", script], ["sh", "-c", shlex.join([sys.executable, "-c", script])]):
+        assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def test_a_second_run_with_the_same_output_name_is_refused_until_the_first_is_dead(settings, tmp_path):

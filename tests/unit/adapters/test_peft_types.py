@@ -178,7 +178,7 @@ def test_the_chunks_of_a_long_caption_have_the_dropout_of_their_sample():
 
 def test_dropout_is_applied_to_every_lora_module_and_to_shared_ones_once():
     case = build_trainable_case("flux", *SIZE, "--network_dropout", "0.5")
-    dropout = build_lora_dropout(AdapterConfig(network_dropout=0.5), case.model, case.adapter)
+    dropout = build_lora_dropout(AdapterConfig(network_dropout=0.5), case.family, case.model, case.adapter)
     downs = {id(case.model.get_submodule(name).lora_A["default"]) for name in case.adapter.modules}
     hooked = [module for module in case.model.modules() if module._forward_hooks]
     assert {id(module) for module in hooked} == downs
