@@ -57,6 +57,7 @@ from .trainable_modules import (
     build_lora_dropout,
     build_trainable_modules,
     format_trainable_summary,
+    fuse_layers,
     get_trainable_parameters,
 )
 
@@ -130,6 +131,8 @@ def build_run(
     groups = build_param_groups(trained, adapter, config.adapter, config.optim, family.facts)
     optimizer = _build_optimizer(config.optim, groups)
     compilation = _compile(config.distributed, config.train, config.cache, strategy, trained, prepared=prepared)
+    if compilation is None:
+        fuse_layers(trained, config.distributed, config.train, strategy.mixed_precision)
     model, optimizer = strategy.wrap(trained, optimizer, build_parallel_plan(family, trained.denoiser))
     dropout = build_lora_dropout(config.adapter, family, trained, adapter, strategy.get_sharded_tokens)
     task = _build_task(
