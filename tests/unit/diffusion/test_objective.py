@@ -16,7 +16,7 @@ from problem_lines import format_lines
 from library.config.options import iter_options
 from library.config.schema import RunConfig
 from library.config.schema_objective import LossConfig, NoiseConfig
-from library.config.unused_options import SAMPLERS_WITHOUT_ZERO_SNR
+from library.config.unused_options import _SAMPLERS_WITHOUT_ZERO_SNR
 from library.dataloader.sample_prompts import Prompt
 from library.diffusion.objective import Objective
 from library.diffusion.process import EpsilonProcess, FixedShift, FlowMatchingProcess, VPredictionProcess
@@ -195,7 +195,7 @@ def test_training_and_every_sampler_follow_the_options(kind, caplog):
     assert process.snr(torch.tensor([999.0])) == 0
     for name in SAMPLERS:
         artist = build_scheduler(name, scheduler)
-        assert isinstance(artist, DDIMScheduler) or name.removeprefix("k_") not in ("ddim", *SAMPLERS_WITHOUT_ZERO_SNR)
+        assert isinstance(artist, DDIMScheduler) or name.removeprefix("k_") not in ("ddim", *_SAMPLERS_WITHOUT_ZERO_SNR)
         assert artist.config.prediction_type == "v_prediction"
         assert artist.config.rescale_betas_zero_snr
         artist.set_timesteps(5)
