@@ -272,11 +272,7 @@ class MetaRun:
         self.stored = self._store_base_weights(config)
         self._saved_bytes = 0
         self._whole_bytes: int | None = None
-        if is_quantized_or_offloaded(config.model, config.train):
-            quantize_and_offload_base(self.denoiser, (META, META), config.model, config.train)
-            self._set_dtype_of_frozen_layers()
-        if not config.distributed.torch_compile:
-            fuse_layers(self.trained, config.distributed, config.train, precision)
+        self._quantize_and_fuse(config, precision)
         self.trainable = get_trainable_parameters(self.trained)
         self.task = DiffusionTask(
             family=self.family,
@@ -441,11 +437,15 @@ class MetaRun:
         )
         return PixelBatch(*fields, moments=moments, cond=cond, control_latents=controls)
 
-    def _set_dtype_of_frozen_layers(self) -> None:
-        """Set it here, as those layers ask the device for its autocast dtype, and the meta device has none."""
+    def _quantize_and_fuse(self, config: RunConfig, precision: str) -> None:
+        if is_quantized_or_offloaded(config.model, config.train):
+            quantize_and_offload_base(self.denoiser, (META, META), config.model, config.train)
         for layer in self.denoiser.modules():
             if isinstance(layer, (FrozenLinear, FrozenConv2d)):
+                # These layers ask the device for its autocast dtype, and the meta device has none.
                 layer.autocast_dtype = self._dtype
+        if not config.distributed.torch_compile:
+            fuse_layers(self.trained, config.distributed, config.train, precision)
 
 
 @contextmanager

@@ -78,7 +78,7 @@ class FusedLoraForward:
             output = apply_up(output, hidden, up, self.copies.get(up), self)  # type: ignore[no-untyped-call]
         else:
             apply, get, down, up = _LoraLinear.apply, self.copies.get, self.down.weight, self.up.weight
-            output = apply(input, down, up, get(down), get(up), self)  # type: ignore[no-untyped-call]
+            output = apply(input, down, up, (get(down), get(up)), self)  # type: ignore[no-untyped-call]
         return output
 
     def _is_supported(self, input: Tensor) -> bool:
@@ -136,7 +136,7 @@ class _LoraLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, down: Tensor, up: Tensor, *rest: Any) -> Tensor:
-        half_down, half_up, layer = ctx.rest = rest
+        (half_down, half_up), layer = ctx.rest = rest
         states = _flatten(input.to(half_up.dtype))
         output: Tensor = layer.compute_base(states, has_backward=ctx.needs_input_grad[0])
         hidden = _multiply(states, half_down.t(), layer.scaling)
@@ -148,7 +148,7 @@ class _LoraLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (states, hidden), (half_down, half_up, layer) = ctx.saved_tensors, ctx.rest
+        (states, hidden), ((half_down, half_up), layer) = ctx.saved_tensors, ctx.rest
         gradient = _flatten(gradient)
         hidden_grad = _multiply(gradient, half_up, layer.scaling)
         input_grad = down_grad = up_grad = None
@@ -158,7 +158,7 @@ class _LoraLinear(torch.autograd.Function):
             down_grad = layer.compute_weight_grad(hidden_grad, states, ctx.weight_dtype)
         if ctx.needs_input_grad[2]:
             up_grad = layer.compute_weight_grad(gradient, hidden, ctx.weight_dtype)
-        return input_grad, down_grad, up_grad, None, None, None
+        return input_grad, down_grad, up_grad, None, None
 
 
 class _BaseAndDown(torch.autograd.Function):
