@@ -107,7 +107,7 @@ class ComponentKeys:
         return frozenset(names)
 
     def list_written_groups(self, modules: Iterable[str]) -> frozenset[tuple[Hashable, ...]]:
-        """What the names of these modules in a new file follow from; equal entries give equal names in every format."""
+        """List what decides the names of these modules in a new file; equal entries give equal names in all formats."""
         listed = list(modules)
         return frozenset(
             (self.name, self.key_prefix, *_list_naming_rules(style), group)
@@ -141,5 +141,5 @@ class ComponentKeys:
 
 
 def _list_naming_rules(style: KeyStyle) -> tuple[bool, ...]:
-    """What else than a name decides which prefix a file has, and which layout ``comfy`` stands for."""
+    """List what decides, besides the names, which prefix a file has and which layout ``comfy`` stands for."""
     return style.has_names_of_comfy, style.has_original_names_in_diffusers, style.is_kohya_in_comfyui
