@@ -240,7 +240,10 @@ def test_conflicts_with_the_loaded_scheduler_are_rejected_after_loading():
     with pytest.raises(ConfigError) as caught:
         build_objective(NoiseConfig(), wrong, family, pipe)
     first, second = format_lines(caught.value.problems)
-    assert first.startswith("--scale_v_pred_loss_like_noise_pred: needs a model that predicts v")
+    assert first == (
+        "--scale_v_pred_loss_like_noise_pred: not applicable to Stable Diffusion 1, the model predicts the noise;"
+        " v_parameterization is not set; remove it"
+    )
     assert second == (
         "--debiased_estimation_loss: the model's last timestep has zero SNR, so its loss weight is infinite;"
         " remove the option"
