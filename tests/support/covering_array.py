@@ -7,13 +7,15 @@ Everything is deterministic, so that the rows of a slice are the same in every p
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 Row = tuple[int, ...]
 """The index of the value of each factor; 0 is its default."""
 Setting = tuple[int, int]
 """The index of a factor, and of one of its values."""
+MAX_TRIED_VALUES = 8
+"""Two settings that are refused are tried with every value of the factors that have no more values than these."""
 ATTEMPTS = 12
 """Orders of the factors in which a row is built; the one that covers most is used."""
 
@@ -55,6 +57,11 @@ class CoveringArray:
             self.rows.append(row)
             self._close(map(frozenset, itertools.combinations(enumerate(row), 2)))
             yield row
+        for settings in [settings for settings in self.refused if len(settings) == 2]:
+            if (row := self._find_other_context(settings)) is not None:
+                del self.refused[settings]
+                self.rows.append(row)
+                yield row
 
     @property
     def refused_pairs(self) -> set[frozenset[Setting]]:
@@ -116,10 +123,15 @@ class CoveringArray:
                 row = plain
         return row
 
-    def _is_allowed(self, settings: "Iterator[Setting] | Sequence[Setting]", new: Setting | None = None) -> bool:
+    def _is_allowed(
+        self,
+        settings: "Iterable[Setting]",
+        new: Setting | None = None,
+        apart_from: frozenset[Setting] = frozenset(),
+    ) -> bool:
         """Whether no known refusal is contained in these settings; ``new`` is the one that was added last."""
         given = frozenset(settings)
-        return not any(each <= given for each in self.refused if new is None or new in each)
+        return not any(each <= given for each in self.refused if (new is None or new in each) and each != apart_from)
 
     def _count_new_pairs(self, row: Row) -> int:
         return sum(frozenset(pair) in self.uncovered for pair in itertools.combinations(enumerate(row), 2))
@@ -153,6 +165,18 @@ class CoveringArray:
                 first += size
             size //= 2
         return row, problem
+
+    def _find_other_context(self, settings: frozenset[Setting]) -> Row | None:
+        """Find a row in which two settings are allowed that are refused together with defaults."""
+        seen: set[Setting] = set()
+        for row in list(self.rows):
+            changed = tuple(dict(settings).get(factor, value) for factor, value in enumerate(row))
+            new = {setting for setting in enumerate(changed) if self.sizes[setting[0]] <= MAX_TRIED_VALUES} - seen
+            if new and self._is_allowed(enumerate(changed), apart_from=settings):
+                seen |= new
+                if not self.find_problem(changed):
+                    return changed
+        return None
 
     def _is_needed(self, row: Row, factor: int) -> bool:
         """Whether some other value of a factor makes a refused row allowed."""

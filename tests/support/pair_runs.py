@@ -35,8 +35,6 @@ from library.models.families import FAMILIES
 from library.training import validate_model
 from library.training.preflight import RunFacts, find_settings_problems, list_run_checks, load_settings
 
-CONTEXT.set_forkserver_preload(["tests.support.warm_server", "tests.support.warm_families"])
-
 ROOT = Path(__file__).resolve().parents[2]
 COMMON = (
     *f"--max_train_steps {STEPS} --learning_rate 0.1 --network_dim 4 --seed 3 --quiet".split(),
@@ -157,38 +155,39 @@ class Workspace:
 
 
 def _write_dataset(folder: Path, kinds: Sequence[str]) -> None:
-    """Write two buckets, of which each divides into whole steps."""
+    """Write two buckets, of which each divides into whole steps, and images that are held out."""
     path = write_images(folder, {(96, 64): 2 * GLOBAL_BATCH, (64, 96): GLOBAL_BATCH})
-    lines = []
+    text = path.read_text().rpartition("[[datasets.subsets]]")[0]
+    text += _write_subset(folder, kinds)
+    if "validation" in kinds:
+        held_out = folder / "held_out"
+        (held_out / "images").mkdir(parents=True)
+        for file in sorted((folder / "images").iterdir())[:10]:
+            shutil.copy(file, held_out / "images")
+        for file in (held_out / "images").glob("*.png"):  # other pictures than those that are trained
+            ImageChops.offset(Image.open(file), 7, 5).save(file)
+        text += _write_subset(held_out, kinds) + "validation_split = 1.0\n"
+    path.write_text(text)
+
+
+def _write_subset(folder: Path, kinds: Sequence[str]) -> str:
+    """Give the images of a folder what these kinds of data are, and return the lines of the subset."""
+    lines = ["[[datasets.subsets]]", f"image_dir = '{folder / 'images'}'"]
+    for kind, key in {"masks": "conditioning_data_dir", "controls": "control_directory"}.items():
+        if kind in kinds:
+            (folder / kind).mkdir()
+            lines.append(f"{key} = '{folder / kind}'")
     for number, file in enumerate(sorted((folder / "images").glob("*.png"))):
-        image = Image.open(file)
+        image = Image.open(file).convert("RGB")
         gradient = Image.linear_gradient("L").resize(image.size).rotate(90 * (number % 4))
+        if "masks" in kinds:
+            gradient.save(folder / "masks" / file.name)
+        if "controls" in kinds:
+            ImageChops.invert(image).save(folder / "controls" / file.name)
         if "alpha" in kinds:
             image.putalpha(gradient)
             image.save(file)
-        if "masks" in kinds:
-            (folder / "masks").mkdir(exist_ok=True)
-            gradient.save(folder / "masks" / file.name)
-        if "controls" in kinds:
-            (folder / "controls").mkdir(exist_ok=True)
-            ImageChops.invert(image.convert("RGB")).save(folder / "controls" / file.name)
-    if "masks" in kinds:
-        lines.append(f"conditioning_data_dir = '{folder / 'masks'}'")
-    if "controls" in kinds:
-        lines.append(f"control_directory = '{folder / 'controls'}'")
-    text = "\n".join([path.read_text(), *lines, ""])
-    if "validation" in kinds:
-        held_out = folder / "held_out"
-        shutil.copytree(folder / "images", held_out / "images")
-        for file in sorted((held_out / "images").iterdir())[6:]:
-            file.unlink()
-        for file in (held_out / "images").glob("*.png"):  # other pictures than those that are trained
-            ImageChops.offset(Image.open(file), 7, 5).save(file)
-        more = [line.replace(str(folder / "images"), str(held_out / "images")) for line in lines]
-        text += "\n".join(
-            ["[[datasets.subsets]]", f"image_dir = '{held_out / 'images'}'", "validation_split = 1.0", *more, ""]
-        )
-    path.write_text(text)
+    return "\n".join([*lines, ""])
 
 
 def find_problem(case: Case, workspace: Workspace) -> str:
@@ -341,15 +340,21 @@ def build_array(workspace: Workspace) -> tuple[CoveringArray, tuple[Factor, ...]
     return CoveringArray([len(factor.values) for factor in factors], find), factors
 
 
-def load_rows(workspace: Workspace) -> list[Row]:
+def start_warm_server() -> None:
+    """Have the server of test processes import every model family; without effect once it runs."""
+    CONTEXT.set_forkserver_preload(["tests.support.warm_server", "tests.support.warm_families"])
+
+
+def load_rows() -> list[Row]:
     """Generate all rows, or read what was generated on this machine from the same source files."""
     folders = (ROOT / "library", ROOT / "tests" / "support")
     sources = sorted(path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".json"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
     stored = Path(tempfile.gettempdir()) / f"lorikeet-pairs-{digest}.json"
     if not stored.exists():
-        array, _ = build_array(workspace)
-        write_atomic(stored, json.dumps(list(array.iter_rows())).encode())
+        with tempfile.TemporaryDirectory() as folder:
+            array, _ = build_array(Workspace(Path(folder)))
+            write_atomic(stored, json.dumps(list(array.iter_rows())).encode())
     return [tuple(row) for row in json.loads(stored.read_text("utf-8"))]
 
 
@@ -392,8 +397,9 @@ def main(word: str) -> None:
         for line in describe_array(workspace):
             print_line(line)
         return
+    start_warm_server()
     factors = tuple(list_factors())
-    for number, row in select_slice(list(enumerate(load_rows(workspace))), word):
+    for number, row in select_slice(list(enumerate(load_rows())), word):
         case, start = Case(factors, row), time.monotonic()
         try:
             outcome = run_case(case, workspace)
