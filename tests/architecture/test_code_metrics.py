@@ -8,7 +8,7 @@ import pytest
 from code_metrics import LIMITS, ROOT, begins_with_verb, is_bare_participle, main, measure
 
 TEST_FILES = sorted((ROOT / "tests").rglob("test_*.py"))
-TEST_FOLDERS = {"unit", "contract", "invariance", "golden", "distributed", "interop", "architecture"}
+TEST_FOLDERS = {"unit", "pairs", "contract", "invariance", "golden", "distributed", "interop", "architecture"}
 
 
 def test_the_structure_is_within_its_limits():

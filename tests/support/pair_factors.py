@@ -132,7 +132,7 @@ MASKS = (
     Value("masks, by area", ("--masked_loss", "--masked_loss_normalize"), data="masks"),
     Value("alpha", ("--alpha_mask",), data="alpha"),
 )
-VALIDATION = (Value("none"), Value("each step", ("--validate_every_n_steps", "1"), data="validation"))
+VALIDATION = (Value("none"), Value("each second step", ("--validate_every_n_steps", "2"), data="validation"))
 PREVIEWS = (Value("none"), Value("each second step", ("--sample_every_n_steps", "2"), data="prompts"))
 ACCUMULATION = (Value("none"), Value("two", ("--gradient_accumulation_steps", "2"), splits_batch=True))
 

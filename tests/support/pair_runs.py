@@ -162,7 +162,7 @@ def _write_dataset(folder: Path, kinds: Sequence[str]) -> None:
     if "validation" in kinds:
         held_out = folder / "held_out"
         (held_out / "images").mkdir(parents=True)
-        for file in sorted((folder / "images").iterdir())[:10]:
+        for file in sorted((folder / "images").iterdir())[:6]:
             shutil.copy(file, held_out / "images")
         for file in (held_out / "images").glob("*.png"):  # other pictures than those that are trained
             ImageChops.offset(Image.open(file), 7, 5).save(file)
