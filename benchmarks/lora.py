@@ -6,6 +6,7 @@ layers, text encoders included.
 
 import json
 import math
+import re
 import shutil
 import sys
 import time
@@ -26,6 +27,7 @@ from library.cli import run_tool
 from library.errors import ConfigError, UserError
 from library.models.collect_component_keys import collect_component_keys
 from library.models.families import FAMILIES
+from library.problems import Problem, report_argument
 from library.tools.lora.lora_files import read_lora_files_for_model
 from library.tools.lora.low_rank import add_updates, compute_difference, compute_norm, factor_update
 from library.tools.lora.model_weights import ModelFiles, locate_model_weights
@@ -51,9 +53,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace, training_options: Sequence[str], directory: Path) -> Iterator[Measurement]:
     """Try all tools on one model after another."""
     if training_options:
-        raise ConfigError([f"{training_options[0]}: unknown option"])
+        raise ConfigError([report_argument(training_options[0], "unknown option")])
     if options.single_file and any(source.split(":")[1] != "sd1" for source in options.models):
-        raise ConfigError(["--single_file: only for random:sd1"])
+        raise ConfigError([Problem("single_file", "only for random:sd1")])
     for source in options.models:
         folder = directory / source.replace(":", "_")
         folder.mkdir()
@@ -87,19 +89,19 @@ def write_model_and_loras(source: str, dtype: torch.dtype, folder: Path, *, is_f
     for seed, name in enumerate(("one", "two")):
         generator, state = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
         for part in components:
-            model, is_denoiser = getattr(pipe, part.name), part.name == family.denoiser_name
-            targets = family.lora_target_modules if is_denoiser else family.text_lora_target_modules[part.name]
+            model, is_denoiser = getattr(pipe, part.name), part.name == family.facts.denoiser_name
+            targets = family.facts.lora.targets if is_denoiser else family.facts.lora.text_encoders[part.name].targets
             for module in match_target_modules(model, targets):
                 outputs, inputs, *kernel = model.get_submodule(module).weight.shape
                 for end, shape in (("A", (RANK, inputs, *kernel)), ("B", (outputs, RANK, *[1] * len(kernel)))):
                     state[f"{part.name}.{module}.lora_{end}.weight"] = FACTOR * torch.randn(shape, generator=generator)
         alphas = {key.removesuffix(".lora_A.weight"): ALPHA for key in state if key.endswith(".lora_A.weight")}
-        tensors, metadata = convert_to_file_format(state, alphas, components, family.lora_format)
+        tensors, metadata = convert_to_file_format(state, alphas, components, family.facts.lora.format)
         write_adapter_file(folder / f"{name}.safetensors", tensors, metadata, is_trained=False)
 
 
 def collect_original_tensors(pipe: Any) -> dict[str, torch.Tensor]:
-    """The tensors of Stable Diffusion 1 by the keys of the original code; the tools copy the VAE whatever its keys."""
+    """The tensors of Stable Diffusion 1 by the keys of the original code."""
     names = map_to_ldm_names(name for name, _ in pipe.unet.named_modules())
     tensors = dict[str, torch.Tensor]()
     for key, tensor in pipe.unet.state_dict().items():
@@ -107,7 +109,39 @@ def collect_original_tensors(pipe: Any) -> dict[str, torch.Tensor]:
         tensors[f"model.diffusion_model.{names[module]}.{end}"] = tensor
     for key, tensor in pipe.text_encoder.state_dict().items():
         tensors[f"cond_stage_model.transformer.text_model.{key.removeprefix('text_model.')}"] = tensor
-    return tensors | {f"first_stage_model.{key}": tensor for key, tensor in pipe.vae.state_dict().items()}
+    num_levels = len(pipe.vae.config.block_out_channels)
+    for key, tensor in pipe.vae.state_dict().items():
+        is_projection = tensor.dim() == 2  # a convolution of 1x1 in the original
+        name = f"first_stage_model.{rename_vae_key(key, num_levels)}"
+        tensors[name] = tensor[:, :, None, None] if is_projection else tensor
+    return tensors
+
+
+VAE_NAMES = {
+    "resnets": "block",
+    "downsamplers.0": "downsample",
+    "upsamplers.0": "upsample",
+    "mid_block.resnets.0": "mid.block_1",
+    "mid_block.resnets.1": "mid.block_2",
+    "mid_block.attentions.0": "mid.attn_1",
+    "group_norm": "norm",
+    "to_q": "q",
+    "to_k": "k",
+    "to_v": "v",
+    "to_out.0": "proj_out",
+    "conv_norm_out": "norm_out",
+    "conv_shortcut": "nin_shortcut",
+}
+"""Parts of key names of a VAE in diffusers, and in the original code."""
+
+
+def rename_vae_key(key: str, num_levels: int) -> str:
+    """The key in the original code, which numbers the levels of the decoder from the other end."""
+    key = re.sub(r"up_blocks\.(\d+)", lambda match: f"up.{num_levels - 1 - int(match[1])}", key)
+    key = key.replace("down_blocks.", "down.")
+    for name in sorted(VAE_NAMES, key=len, reverse=True):
+        key = re.sub(rf"(?<![^.]){re.escape(name)}(?![^.])", VAE_NAMES[name], key)
+    return key
 
 
 def list_commands(folder: Path, end: str) -> dict[str, list[str]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from library.config import RunConfig, parse_config
 from library.errors import ConfigError
+from library.problems import Problem
 
 from .report import Measurement, add_count_option
 from .synthetic_run import CAPTION, load_training_options, write_dataset
@@ -43,9 +44,9 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
     config, explicit = load_training_options(training_options)
     flags = {word for switch in SWITCHES.values() for word in switch if word.startswith("--")}
     if rejected := sorted(explicit & {flag.removeprefix("--") for flag in flags}):
-        raise ConfigError([f"--{name}: set by the benchmark; choose with --switches" for name in rejected])
+        raise ConfigError([Problem(name, "set by the benchmark", "choose with --switches") for name in rejected])
     if rejected := sorted(explicit & SEVERAL_DEVICES):
-        raise ConfigError([f"--{name}: this benchmark runs on one device; remove it" for name in rejected])
+        raise ConfigError([Problem(name, "this benchmark runs on one device", "remove it") for name in rejected])
     blocks = count_blocks(config)
     numbers = {"HALF": str(blocks // 2), "ALL": str(blocks)}
     switches = {
@@ -67,7 +68,7 @@ def count_blocks(config: RunConfig) -> int:
     from library.parallel.block_swap import find_innermost_blocks
 
     detected = detect_model(config.model)
-    denoiser = FAMILIES.get(detected.family).denoiser_name
+    denoiser = FAMILIES.get(detected.family).facts.denoiser_name
     return len(find_innermost_blocks(getattr(load_components_on_meta(detected, (denoiser,)), denoiser)))
 
 

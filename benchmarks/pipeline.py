@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 from library.distributed.devices import synchronize
 from library.errors import ConfigError
+from library.problems import Problem
 
 from .processes import run_workers
 from .report import Measurement, add_count_option
@@ -40,9 +41,9 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
     config, explicit = load_training_options(training_options)
     stages = config.parallel.pp_size
     if stages == 1:
-        raise ConfigError(["--pp_size: a pipeline needs at least 2 stages"])
+        raise ConfigError([Problem("pp_size", "a pipeline needs at least 2 stages")])
     if "gradient_accumulation_steps" in explicit:
-        raise ConfigError(["--gradient_accumulation_steps: set by the benchmark; use --micro_batches"])
+        raise ConfigError([Problem("gradient_accumulation_steps", "set by the benchmark", "use --micro_batches")])
     arguments = {"repetitions": options.repetitions, "simulated_seconds": options.simulate_ms / 1000}
     for count in options.micro_batches:
         accumulation = ["--gradient_accumulation_steps", str(count)]

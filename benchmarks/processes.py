@@ -17,6 +17,7 @@ from typing import Any
 
 from library.errors import ConfigError, UserError
 from library.log import configure_logging
+from library.problems import load_problem
 
 from .synthetic_run import build_run
 
@@ -81,7 +82,7 @@ def run_workers(
             _, errors = process.communicate()
         results = [json.loads(path.read_text("utf-8")) for path in sorted(Path(name).glob("*.json"))]
     if rejected := [result["problems"] for result in results if "problems" in result]:
-        raise ConfigError(rejected[0])
+        raise ConfigError(map(load_problem, rejected[0]))
     if process.returncode:
         raise UserError(f"a worker of {function} failed:\n{errors[-TAIL:]}")
     return [result["result"] for result in results]
@@ -98,7 +99,7 @@ def run_worker(argv: Sequence[str]) -> int:
         with build_run(training_options, rank_directory) as run:
             content = {"result": resolve_name(function)(run, **json.loads(options))}
     except ConfigError as error:
-        content = {"problems": error.problems}
+        content = {"problems": [problem.export_json() for problem in error.problems]}
     rank_directory.with_suffix(".json").write_text(json.dumps(content), encoding="utf-8")
     return 2 if "problems" in content else 0
 

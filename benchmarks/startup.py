@@ -79,8 +79,8 @@ def prepare_commands(training_options: Sequence[str], directory: Path) -> Mappin
         torch.save(record_inputs(job, denoiser), model / "inputs.pt")
         precision, dtype = job.strategy.mixed_precision, next(denoiser.parameters()).dtype
     family.load(config.model.pretrained_model_name_or_path, dtype).save_pretrained(model)
-    names = [family.facts.pipeline_class, type(denoiser).__name__, family.denoiser_name]
-    arguments = [str(model), *names, str(config.adapter.network_dim), precision, *family.lora_target_modules]
+    names = [family.facts.pipeline.class_name, type(denoiser).__name__, family.facts.denoiser_name]
+    arguments = [str(model), *names, str(config.adapter.network_dim), precision, *family.facts.lora.targets]
     return {
         "ours": [*TRAIN, *argv, "--pretrained_model_name_or_path", str(model), *CACHE_ON_DISK],
         "bare": ["-c", BARE_SCRIPT, *arguments],

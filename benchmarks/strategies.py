@@ -7,6 +7,7 @@ from pathlib import Path
 
 from library.config import RunConfig
 from library.errors import ConfigError
+from library.problems import Problem
 
 from .report import Measurement, add_count_option
 from .synthetic_run import load_training_options, write_dataset
@@ -45,7 +46,7 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
     config, explicit = load_training_options(training_options)
     flags = {word for layout in LAYOUTS.values() for word in layout.flags if word.startswith("--")}
     if rejected := sorted(explicit & {flag.removeprefix("--") for flag in flags}):
-        raise ConfigError([f"--{name}: set by the benchmark; choose with --layouts" for name in rejected])
+        raise ConfigError([Problem(name, "set by the benchmark", "choose with --layouts") for name in rejected])
     job = write_dataset(training_options, directory, 2 * options.bench_steps, world_size=options.world_size)
     variants = {name: [*job, *resolve_layout(LAYOUTS[name], options.world_size, config)] for name in options.layouts}
     return compare_variants(

@@ -16,6 +16,7 @@ from PIL import Image
 
 from library.config import RunConfig, parse_config
 from library.errors import ConfigError
+from library.problems import Problem
 
 if TYPE_CHECKING:
     from library.parallel.strategy import Strategy
@@ -35,7 +36,7 @@ def load_training_options(argv: Sequence[str]) -> tuple[RunConfig, frozenset[str
     """Load training options, before there is a dataset; return the names of those that are set, too."""
     loaded = parse_config([*DEFAULT_OPTIONS, *argv])
     if rejected := [name for name in SET_HERE if name in loaded.locations]:
-        raise ConfigError([f"--{name}: set by the benchmark; remove it" for name in rejected])
+        raise ConfigError([Problem(name, "set by the benchmark", "remove it") for name in rejected])
     return loaded.config, frozenset(loaded.locations)
 
 
@@ -101,6 +102,7 @@ def _assemble_run(config: RunConfig, strategy: "Strategy", directory: Path) -> "
     from library.log import ProgressBar
     from library.models.detect import detect_model
     from library.models.families import FAMILIES
+    from library.models.trained_components import list_cached_text_components
     from library.trackers import Trackers
     from library.training.metrics import MetricsFile, TrainingLogger
     from library.training.network_weights import read_initial_weights
@@ -115,7 +117,7 @@ def _assemble_run(config: RunConfig, strategy: "Strategy", directory: Path) -> "
     plan = RunPlan.from_config(
         prepared.build_batch_plan(strategy.data_parallel_size, config.train), config.train, config.optim
     )
-    text_components = family.list_cached_text_components(config.adapter, config.optim)
+    text_components = list_cached_text_components(config.adapter, config.optim, family.facts)
     encoders = FrozenEncoders(strategy, family, detected, config.model, config.cache, text_components)
     prepared, latents = cache_latents(encoders, prepared)
     cached = CacheReaders(latents, cache_text_encoder_outputs(encoders, prepared, plan, ()))

@@ -14,6 +14,7 @@ import psutil
 
 from library.distributed.devices import get_peak_memory, synchronize
 from library.errors import ConfigError
+from library.problems import Problem
 
 from .processes import run_workers
 from .report import Measurement, compute_ratios
@@ -33,19 +34,20 @@ def compare_variants(
 ) -> list[Measurement]:
     """Train each variant, given as all of its training options; a variant that is rejected is reported as such."""
     trainings: Trainings = {name: [] for name in variants}
-    rejected: dict[str, str] = {}
+    rejected: dict[str, list[Problem]] = {}
     for _ in range(repetitions):
         for name in [name for name in variants if name not in rejected]:
             try:
                 ranks = run_workers("benchmarks.variants:measure_steps", {"steps": steps}, variants[name], world_size)
                 trainings[name].append(ranks)
             except ConfigError as error:
-                rejected[name] = "; ".join(error.problems)
+                rejected[name] = error.problems
     measured = [name for name in variants if name not in rejected]
     if not measured:
-        raise ConfigError(list(dict.fromkeys(rejected.values())))
+        raise ConfigError(problem for problems in rejected.values() for problem in problems)
     measurements = [each for name in measured for each in report_variant(name, trainings, measured[0])]
-    return [*measurements, *(Measurement(name, [], note=f"not measured: {why}") for name, why in rejected.items())]
+    reasons = {name: "; ".join(map(str, problems)) for name, problems in rejected.items()}
+    return [*measurements, *(Measurement(name, [], note=f"not measured: {why}") for name, why in reasons.items())]
 
 
 def measure_steps(run: "TrainingRun", steps: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 from PIL import Image
 
 from library.errors import ConfigError, UserError
+from library.problems import report_argument
 
 from .processes import ROOT
 from .report import Measurement, add_count_option
@@ -70,7 +71,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace, training_options: Sequence[str], directory: Path) -> Iterator[Measurement]:
     """Write the files, start the page, and use it as a person would."""
     if training_options:
-        raise ConfigError([f"{training_options[0]}: unknown option"])
+        raise ConfigError([report_argument(training_options[0], "unknown option")])
     write_pictures(directory, options.pictures)
     write_runs(directory / "runs", options.runs)
     write_long_run(directory / "long", options.lines)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from .distributed.slurm_and_mpi import export_rank_variables
 from .errors import ConfigError, CrashError, RunInterrupted, UserError, format_error, write_traceback
+from .problems import Problem
 
 EXIT_BUG = 1
 EXIT_USER_ERROR = 2
@@ -135,8 +136,7 @@ def _run_training(argv: Sequence[str]) -> int:
             lambda: check_output_files(config.save, config.state, config.train, has_ema),
         )
     except ConfigError as error:  # found later, such as warmup steps beyond the run: name the line of the run TOML
-        error.problems = loaded.locate_problems(error.problems)
-        error.args = ("\n".join(error.problems),)
+        error.args = tuple(loaded.locate_problems(error.problems))
         raise
     return 0
 
@@ -153,19 +153,21 @@ def _pause_garbage_collection() -> Iterator[None]:
         gc.freeze()
 
 
-def _write_config(path: Path | None, text: str, problems: list[str]) -> int:
+def _write_config(path: Path | None, text: str, problems: Sequence[Problem]) -> int:
     """``--output_config``: write the settings to a file and exit, as in sd-scripts."""
+    from .config.validate import MISSING_DATASET
+
     if path is None:
-        problems = [*problems, "--output_config: needs --config_file, the file to write"]
+        problems = [*problems, Problem("output_config", "needs --config_file, the file to write")]
     elif path.exists():
-        problems = [*problems, f"--output_config: {path} already exists; it is not overwritten"]
-    problems = [problem for problem in problems if not problem.startswith("--dataset_config: missing")]
+        problems = [*problems, Problem("output_config", f"{path} already exists", "it is not overwritten")]
+    problems = [problem for problem in problems if problem != MISSING_DATASET]
     if path is None or problems:
         raise ConfigError(problems)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError([f"--config_file: {path} cannot be written: {error.strerror}"]) from None
+        raise ConfigError([Problem("config_file", f"{path} cannot be written: {error.strerror}")]) from None
     print(f"settings written to {path}")
     return 0
 
@@ -204,7 +206,7 @@ def _report_user_error(error: UserError) -> None:
         return
     rank = _get_rank("RANK")
     where = f" on rank {rank}" if rank else ""
-    count = f"{len(error.problems)} problems:" if isinstance(error, ConfigError) and len(error.problems) > 1 else ""
+    count = f"{len(error.problems)} problems:" if len(error.problems) > 1 else ""
     _print_error(f"train_lora: stopped{where}. {count}".rstrip(), _indent_lines(error))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from . import __version__
+from .problems import Problem, dedupe_problems
 
 MAX_MESSAGE_LENGTH = 400
 
@@ -16,6 +17,17 @@ class UserError(Exception):
 
     is_reported = False
     """Whether another rank has printed it."""
+
+    def __init__(self, *problems: Problem | str):
+        super().__init__(*problems)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
+
+    @property
+    def problems(self) -> list[Problem]:
+        """What is wrong; a message that was given as text is a problem without option and place."""
+        return [each if isinstance(each, Problem) else Problem("", str(each)) for each in self.args]
 
 
 class CrashError(Exception):
@@ -35,12 +47,11 @@ class RunInterrupted(Exception):
 class ConfigError(UserError):
     """Invalid settings: all problems, one line each."""
 
-    def __init__(self, problems: Iterable[str]):
-        self.problems = list(problems)
-        super().__init__("\n".join(self.problems))
+    def __init__(self, problems: Iterable[Problem]):
+        super().__init__(*dedupe_problems(problems))
 
-    def __reduce__(self) -> tuple[type, tuple[list[str]]]:
-        """Pickle the problems and not the message, which is what ``Exception`` would do."""
+    def __reduce__(self) -> tuple[type, tuple[list[Problem]]]:
+        """Pickle the problems as one argument, where ``Exception`` would pass each of them to ``__init__``."""
         return type(self), (self.problems,)
 
 

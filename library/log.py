@@ -12,6 +12,7 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from .errors import FileError
+from .problems import Problem
 
 T = TypeVar("T")
 ROOT_LOGGER_NAME = __name__.rpartition(".")[0]
@@ -48,7 +49,7 @@ def _open_log_file(path: Path) -> logging.Handler:
         path.parent.mkdir(parents=True, exist_ok=True)
         return logging.FileHandler(path, mode="w", encoding="utf-8")
     except OSError as error:
-        raise FileError([f"--console_log_file: {path} cannot be written: {error.strerror}"]) from None
+        raise FileError([Problem("console_log_file", f"{path} cannot be written: {error.strerror}")]) from None
 
 
 class _TqdmHandler(logging.Handler):

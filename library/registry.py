@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Generic, TypeVar, cast
 
 from .errors import ConfigError
+from .problems import Problem
 
 Entry = TypeVar("Entry")
 Class = TypeVar("Class", bound=type)
@@ -39,12 +40,12 @@ class Registry(Generic[Entry]):
         target = self.entries.get(name, name if ":" in name else None)
         if target is None:
             hint = suggest_name(name, self.entries) or f"; available: {', '.join(self.list_names())}"
-            raise ConfigError([f"unknown {self.label} {name!r}{hint}"])
+            raise ConfigError([Problem("", f"unknown {self.label} {name!r}{hint}")])
         module_name, _, attribute = target.partition(":")
         try:
             module = importlib.import_module(module_name, self.package)
         except ModuleNotFoundError as error:
-            raise ConfigError([f"{self.label} {name!r}: {error}"]) from None
+            raise ConfigError([Problem("", f"{self.label} {name!r}: {error}")]) from None
         if not hasattr(module, attribute):
-            raise ConfigError([f"{self.label} {name!r}: module {module_name} has no {attribute!r}"])
+            raise ConfigError([Problem("", f"{self.label} {name!r}: module {module_name} has no {attribute!r}")])
         return cast(Entry, getattr(module, attribute))

@@ -16,6 +16,7 @@ from .config.schema_output import LogConfig
 from .config.toml_positions import read_toml_with_lines
 from .config.types import parse_env_bool
 from .errors import UserError
+from .problems import Problem
 
 logger = logging.getLogger(__name__)
 
@@ -60,14 +61,15 @@ def is_wandb_ready(environment: Mapping[str, str]) -> bool:
     return bool(wandb.login(prompt=False, verify=False))  # verifying would need the network
 
 
-def create_tracker_dir(directory: str | None, log: LogConfig) -> list[str]:
+def create_tracker_dir(directory: str | None, log: LogConfig) -> list[Problem]:
     """Create the run's directory and direct wandb to it; return problems."""
     if directory is None:
         return []
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        return [f"--logging_dir {log.logging_dir}: cannot create the directory: {error.strerror}"]
+        text = f"cannot create the directory: {error.strerror}"
+        return [Problem("logging_dir", text, value=str(log.logging_dir))]
     if resolve_tracker(log) in ("wandb", "all"):
         os.environ["WANDB_DIR"] = directory
     return []
@@ -85,7 +87,7 @@ class Trackers:
 
     @property
     def has_trackers(self) -> bool:
-        """The same on all ranks."""
+        """Whether any tracker is set; all ranks have the same answer."""
         return bool(self.accelerator.log_with)
 
     def init_trackers(self, log: LogConfig, options: Mapping[str, Any]) -> None:
@@ -136,19 +138,12 @@ WANDB_PRIVATE_SETTINGS = {
     "disable_job_creation": True,
     "console": "off",
 }
-"""By default wandb uploads the command line, the program's path, the git remote and the terminal output."""
-
-SHAREABLE_TEXT_OPTIONS = {"network_module", "optimizer_type", "optimizer_args"}
-"""Text options that hold no path and nothing private."""
+"""Settings that keep wandb from uploading command line, program path, git remote and terminal output, its default."""
 
 
 def collect_shareable_settings(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Select numbers, switches and choices, which hold nothing private, in types that every tracker accepts."""
-    names = [
-        option.name
-        for option in iter_options(RunConfig)
-        if option.value_type is not str or option.name in SHAREABLE_TEXT_OPTIONS
-    ]
+    """Select numbers, switches, choices and public texts, which hold nothing private, in types that trackers accept."""
+    names = [option.name for option in iter_options(RunConfig) if option.value_type is not str or option.is_public]
     plain = (bool, int, float, str)
     return {
         name: options[name] if isinstance(options[name], plain) else str(options[name])

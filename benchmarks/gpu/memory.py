@@ -72,9 +72,10 @@ def measure_switches(context: SectionContext) -> Iterator[Measurement]:
 
 def estimate_peak(training_options: Sequence[str]) -> int:
     """Estimate the peak of a run on one device in bytes, without what the allocator does not count."""
-    from library.estimate.layout_search import Devices, estimate_layouts
+    from library.estimate.layout_search import estimate_layouts
     from library.estimate.meta_run import LargestBatch
     from library.estimate.parallel_layouts import LayoutFinder
+    from library.estimate.step_time import Devices
     from library.models.detect import detect_model
 
     config, explicit = load_training_options(training_options)

@@ -1,4 +1,4 @@
-"""Which layout of a LoRA file diffusers and ComfyUI read right: the default of a run, what is lost in which program.
+"""The layouts of a LoRA file that diffusers and ComfyUI read right: the default of a run, and what other layouts lose.
 
 The keys themselves are written in ``kohya_diffusers_comfyui_keys``.
 
@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from .component_keys import ComponentKeys
 from .kohya_diffusers_comfyui_keys import FileFormat, resolve_comfy_format
-from .module_adapter import DOWN, ModuleAdapter
+from .module_adapter import BIAS, DOWN, ModuleAdapter
 from .original_module_names import T5_KEYS
 
 ModuleAdapters = Mapping[str, ModuleAdapter]
-"""By module of the state dict, component included."""
+"""The adapters of a file by module name, as in a state dict: component first."""
 
 
 def choose_file_format(
@@ -47,7 +47,7 @@ def needs_equal_alphas(adapters: ModuleAdapters, components: Sequence[ComponentK
 def list_client_losses(
     adapters: ModuleAdapters, components: Sequence[ComponentKeys], file_format: FileFormat, equal_alphas: bool = False
 ) -> dict[str, str]:
-    """What diffusers and ComfyUI do not read right of a file in this layout."""
+    """Describe for diffusers and for ComfyUI what they do not read right of a file in this layout."""
     types = {adapter.adapter_type for adapter in adapters.values()}
     if types & {"oft", "boft"}:
         name = "/".join(sorted(types)).upper()
@@ -81,6 +81,8 @@ def _iter_losses(
     has_own_names = is_comfy and is_kohya and style.comfyui_style is not None
     if not has_own_names and (unread := style.unread_in_comfyui.get(file_format)):
         yield "ComfyUI", unread
+    if style.layout and not is_kohya and any(BIAS in adapter.tensors for adapter in adapters.values()):
+        yield "ComfyUI", "loads no changes of biases (diff_b) under diffusers' names"
     for reason in _iter_losses_in_diffusers(adapters, types, components, file_format):
         yield "diffusers", reason
     attention_alphas = {adapter.alpha for module, adapter in adapters.items() if ".attn" in module}
@@ -101,6 +103,11 @@ def _iter_losses_in_diffusers(
         elif encoders:
             yield "loads no LoKr of text encoders"
         return
+    if "input-dora" in types:
+        yield "has no DoRA with a dora_scale per input"
+        return
+    if any(BIAS in adapter.tensors for adapter in adapters.values()):
+        yield "loads no changes of biases (diff_b)"
     unread = style.unread_in_diffusers.get(file_format)
     is_converted = style.is_read_by_diffusers and (is_kohya or style.is_comfy_format_in_diffusers)
     if not (unread or is_plain or is_converted):
@@ -125,7 +132,7 @@ def _list_trained(adapters: ModuleAdapters, components: Sequence[ComponentKeys])
 
 
 def _describe_conversion_loss(adapters: ModuleAdapters, components: Sequence[ComponentKeys]) -> str | None:
-    """What diffusers does not convert of the denoiser in a kohya file with fused modules."""
+    """Describe what diffusers does not convert of the denoiser in a kohya file with fused modules."""
     denoiser = _find_denoiser(components)
     prefix, width, loss = f"{denoiser.name}.", denoiser.key_style.diffusers_width, None
     own = {module.removeprefix(prefix): each for module, each in adapters.items() if module.startswith(prefix)}

@@ -1,10 +1,13 @@
 """Key names of adapter weights: clean parameter names, and those of each component's modules in all LoRA formats.
 
 The keys of a file are written in ``kohya_diffusers_comfyui_keys``.
+
+Names are looked up in a table of every name under which some program stores a module of this model.  They are not
+rewritten by rules, since an underscore in a kohya name may stand for a dot or for an underscore.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -36,7 +39,7 @@ def build_key_map(modules: Iterable[str], key_style: KeyStyle) -> KeyMap:
 
 
 def build_kohya_name(module: str, prefix: str) -> str:
-    """``mid_block.attentions.0.proj_in`` -> ``lora_unet_mid_block_attentions_0_proj_in``."""
+    """Build a name such as ``lora_unet_mid_block_attentions_0_proj_in`` from ``mid_block.attentions.0.proj_in``."""
     return f"{prefix}_{module.replace('.', '_')}"
 
 
@@ -52,15 +55,15 @@ class ComponentKeys:
     """A trainable component of a pipeline, and how LoRA files name its modules."""
 
     name: str
-    """In the pipeline: ``unet``, ``transformer``, ``text_encoder``."""
+    """The attribute of the pipeline that holds the component: ``unet``, ``transformer``, ``text_encoder``."""
     modules: tuple[str, ...]
     """Names of all modules, containers included."""
     key_prefix: str
-    """Prefix of its keys in kohya files."""
+    """The prefix of the component's keys in kohya files."""
     key_style: KeyStyle = DIFFUSERS_KEYS
-    """How kohya files name the modules: see ``Family.lora_key_style``."""
+    """How kohya files name the modules: see ``FamilyLora.key_style`` of the model family."""
     other_key_styles: tuple[KeyStyle, ...] = ()
-    """Further key styles that are read."""
+    """Key styles that are read besides ``key_style``."""
 
     @property
     def is_text_encoder(self) -> bool:
@@ -71,7 +74,7 @@ class ComponentKeys:
         return build_key_map(self.modules, key_style or self.key_style)
 
     def use_comfyui_names(self) -> "ComponentKeys":
-        """The same component with the names of kohya files for ComfyUI."""
+        """Return the component with the names of kohya files for ComfyUI."""
         return replace(self, key_style=self.key_style.comfyui_style or self.key_style)
 
     def has_comfyui_names(self, names: Iterable[str]) -> bool:
@@ -95,6 +98,24 @@ class ComponentKeys:
                 for prefix in underscored:
                     yield build_kohya_name(group.name, prefix), group
 
+    def list_written_names(self) -> frozenset[str]:
+        """The names that sd-scripts, ComfyUI and diffusers write for its layers; other programs write more."""
+        names = {f"{prefix}{module}" for module in self._list_layers() for prefix in (f"{self.name}.", "")}
+        for style in filter(None, (self.key_style, self.key_style.comfyui_style)):
+            for group in self._group_modules(style):
+                dotted = self.name if self.is_text_encoder else "diffusion_model"
+                names |= {build_kohya_name(group.name, self.key_prefix), f"{dotted}.{group.name}"}
+        return frozenset(names)
+
+    def list_written_groups(self, modules: Iterable[str]) -> frozenset[tuple[Hashable, ...]]:
+        """Collect what the names of these modules in a new file follow from: with equal entries, names are equal."""
+        listed = list(modules)
+        return frozenset(
+            (self.name, self.key_prefix, *_list_naming_rules(style), group.name if self.is_text_encoder else group)
+            for style in filter(None, (self.key_style, self.key_style.comfyui_style))
+            for group in self.get_key_map(style).group_modules(listed)
+        )
+
     def _list_key_styles(self) -> tuple[KeyStyle, ...]:
         styles = (self.key_style, *self.other_key_styles)
         return styles if any(style.keeps_names for style in styles) else (*styles, DIFFUSERS_KEYS)
@@ -112,7 +133,14 @@ class ComponentKeys:
         return dotted, () if self.key_prefix == f"lora_te{number}" else (f"lora_te{number}",)
 
     def _group_modules(self, key_style: KeyStyle) -> list[ModuleGroup]:
-        key_map = self.get_key_map(key_style)
-        containers = {name.rpartition(".")[0] for name in self.modules}
-        layers = [name for name in self.modules if name not in containers]
+        key_map, layers = self.get_key_map(key_style), self._list_layers()
         return key_map.group_modules(key_map.filter_known_modules(layers) if key_map.layout else layers)
+
+    def _list_layers(self) -> list[str]:
+        containers = {name.rpartition(".")[0] for name in self.modules}
+        return [name for name in self.modules if name not in containers]
+
+
+def _list_naming_rules(style: KeyStyle) -> tuple[bool, ...]:
+    """Collect what decides, beside the name, which prefix a file has, and which layout ``comfy`` stands for."""
+    return style.has_names_of_comfy, style.has_original_names_in_diffusers, style.is_kohya_in_comfyui

@@ -159,7 +159,7 @@ def compute_lora_norm(down: Tensor, ups: Sequence[Tensor], scale: float) -> Tens
 
 
 def compute_lora_norms(down: Tensor, ups: Sequence[Tensor], scale: float) -> Tensor:
-    """The same of matrices, or of stacks of them, from Gram matrices of rank x rank."""
+    """Compute the norms of ``scale * up @ down``, of matrices or stacks of them, from Gram matrices of rank x rank."""
     inner = down @ down.mT
     outer = sum((up.mT @ up for up in ups), torch.zeros_like(inner))
     return (inner * outer).sum(dim=(-2, -1)).clamp_min(0).sqrt() * scale
@@ -176,13 +176,13 @@ def _is_adapter_layer(layer: nn.Module) -> bool:  # mypy would narrow the type o
 
 
 def compute_update_norms(model: nn.Module) -> dict[str, float]:
-    """Layer -> norm of its update; 0 if untrained.  Synchronizes with the device once."""
+    """Compute the norm of each layer's update, which is 0 before training; synchronizes with the device once."""
     return compute_layer_update_norms(find_adapter_layers(model))
 
 
 @torch.no_grad()
 def compute_layer_update_norms(layers: Mapping[str, nn.Module]) -> dict[str, float]:
-    """The same for given layers; finding them takes longer than computing their norms.
+    """Compute the norm of the update of these layers, for callers that keep them: finding layers is slower than norms.
 
     LoRA layers of one shape are computed at once: large models have hundreds, and each takes a dozen small kernels.
     """

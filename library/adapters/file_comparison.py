@@ -13,7 +13,7 @@ from .kohya_diffusers_comfyui_keys import AdapterFileContents
 from .module_adapter import PEFT_SUFFIXES, UP
 
 UPDATE_TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-"""Tolerated relative error of a layer's update in a file of this dtype."""
+"""The relative error that a layer's update may have in a file of this dtype."""
 
 
 @torch.no_grad()
@@ -67,7 +67,7 @@ def _run_layer(layer: nn.Module) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _replace_partial_base(layer: nn.Module) -> Iterator[Any]:
-    """Inside, a base layer without its full weight has random weights; yield the base layer.
+    """Give a base layer without its full weight random weights within the context; yield the base layer.
 
     Any weights will do to compare two adapters; all-gathering the real ones would need all ranks.
     """

@@ -15,13 +15,13 @@ from torch import Tensor
 from ..errors import UserError
 from .module_adapter import ALPHA
 from .peft_metadata import PEFT_METADATA_KEY, read_peft_config
-from .validate_file import describe_foreign_keys, join_messages
+from .validate_file import describe_foreign_keys, group_unread_keys, join_messages
 
 MAX_HEADER_BYTES = 100_000_000
-"""As safetensors limits it."""
+"""The limit that safetensors itself has."""
 
 MAX_MAPPED_BYTES = 2**26
-"""Of a file whose tensors are read one by one."""
+"""Bytes of a file that ``iter_tensors`` maps into memory at once."""
 
 PICKLE_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pkl")
 _FOREIGN_STARTS: Mapping[bytes, str] = {
@@ -31,7 +31,7 @@ _FOREIGN_STARTS: Mapping[bytes, str] = {
     b"PK\x03\x04": "is a pickle; only .safetensors files are read, since unpickling can run code",
     b"\x80": "is a pickle; only .safetensors files are read, since unpickling can run code",
 }
-"""First bytes of files that are no safetensors -> what they are."""
+"""What a file is that begins with these bytes, and so is no safetensors file."""
 
 _READ_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -57,7 +57,7 @@ class FileHeader:
     """The header of a safetensors file that is complete."""
 
     ends: Mapping[str, int]
-    """Where the bytes of each tensor end."""
+    """The position in the file at which the bytes of each tensor end."""
     metadata: Mapping[str, str]
 
 
@@ -133,8 +133,11 @@ def read_adapter_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def find_damaged_tensors(tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """What is wrong with the tensors of a file, whatever model it is for."""
+    """Yield what is wrong with the tensors of a file, whatever model it is for."""
+    unread = {key for keys in group_unread_keys(tensors).values() for key in keys}
     for key, tensor in tensors.items():
+        if key in unread:  # which is said where the file is identified
+            continue
         is_alpha = key.endswith(f".{ALPHA}")
         if tensor.dtype not in (*_READ_DTYPES, *(_INTEGER_DTYPES if is_alpha else ())):
             yield f"{key} is of type {str(tensor.dtype).removeprefix('torch.')}; float tensors are read"

@@ -4,7 +4,7 @@ Key names are converted in kohya_diffusers_comfyui_keys.py; when a run saves is 
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ..atomic_files import fsync_dir, fsync_file
 from ..errors import UserError
-from .component_keys import find_wrapper_names
-from .file_reader import InvalidAdapterFileError, iter_tensors, read_header
-from .kohya_diffusers_comfyui_keys import EMBEDDING_PREFIX, TYPES_WITHOUT_ALPHA
-from .module_adapter import ALPHA, UP, ModuleAdapter, parse_tensor_key
+from .component_keys import ComponentKeys, find_wrapper_names
+from .file_reader import InvalidAdapterFileError, iter_tensors, read_adapter_file, read_header
+from .kohya_diffusers_comfyui_keys import EMBEDDING_PREFIX, TYPES_WITHOUT_ALPHA, convert_from_file_format
+from .module_adapter import ALPHA, UP, ModuleAdapter, parse_tensor, parse_tensor_key
 from .validate_tensors import find_tensor_problems
 
 SAVE_DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -72,7 +72,7 @@ ZERO_INIT_TENSORS = (UP, "hada_w2_b", "lokr_w1", "lokr_w1_a", "oft_R", "boft_R")
 """Tensors that are zero at the start of training."""
 
 LYCORIS_ZERO_INIT_TENSORS = ("hada_w1_a", "lokr_w2", "lokr_w2_b")
-"""Those of LyCORIS, in layers that network_weights contains and that are not trained."""
+"""Tensors that are zero in untrained layers of LyCORIS, which ``network_weights`` may contain."""
 
 
 def verify_adapter_file(
@@ -104,12 +104,41 @@ def verify_adapter_file(
         raise InvalidAdapterFileError(f"{name or path} failed its verification: {'; '.join(problems[:5])}{more}")
 
 
+def list_changing_layers(adapters: Mapping[str, ModuleAdapter]) -> frozenset[str]:
+    """The layers that an adapter changes; files with fused layers have no tensors for a part whose lora_B is zero."""
+    return frozenset(
+        module for module, adapter in adapters.items() if UP not in adapter.tensors or bool(adapter.tensors[UP].any())
+    )
+
+
+def verify_layers(
+    path: Path,
+    layers: Collection[str],
+    components: Sequence[ComponentKeys],
+    shapes: Mapping[str, Sequence[int]] | None,
+) -> None:
+    """Read a converted file as a loader does, and raise unless it has all these layers of the model."""
+    tensors, metadata = read_adapter_file(path)
+    contents = convert_from_file_format(tensors, metadata, components, shapes)
+    fused = {
+        f"{each.component}.{module}"
+        for each in contents.fused.values()
+        for module in each.group.modules
+        if module is not None
+    }
+    if lost := sorted(set(layers) - contents.alphas.keys() - fused):
+        raise InvalidAdapterFileError(
+            f"{len(lost)} of {len(layers)} layers would be lost in the new file, for example {lost[0]}; nothing is"
+            " written: please report it"
+        )
+
+
 @dataclass(frozen=True)
 class TensorFacts:
-    """What is to know about a tensor of a file."""
+    """A tensor of a file, as far as the checks of the file need it."""
 
     shape: Tensor
-    """On the meta device."""
+    """A tensor without data (on the meta device) of this shape and dtype."""
     is_finite: bool
     is_zero: bool
 
@@ -124,7 +153,7 @@ def _compare_tensor(key: str, actual: Tensor, wanted: Tensor | None) -> Iterator
 
 
 def _find_invalid_tensors(facts: Mapping[str, TensorFacts], is_trained: bool) -> Iterator[str]:
-    """What a loader would reject or ignore."""
+    """Yield what is wrong with tensors that a loader would reject or ignore."""
     if not facts:
         yield "it has no tensors"
     for key in find_wrapper_names(facts):
@@ -133,7 +162,7 @@ def _find_invalid_tensors(facts: Mapping[str, TensorFacts], is_trained: bool) ->
     for key, fact in facts.items():
         if key.startswith(EMBEDDING_PREFIX):
             continue
-        parsed = parse_tensor_key(key)
+        parsed = parse_tensor(key, fact.shape)
         if parsed is None:
             yield f"{key}: no loader knows this key"
             continue

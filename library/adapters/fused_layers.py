@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from .module_adapter import DOWN, MAGNITUDE, UP, ModuleAdapter
+from .module_adapter import BIAS, DOWN, INPUT_MAGNITUDE, MAGNITUDE, UP, ModuleAdapter
 from .original_module_names import OriginalModule
 
 
@@ -26,6 +26,8 @@ def fuse_adapters(adapters: Sequence[ModuleAdapter | None], original: OriginalMo
     if len(original.diffusers_modules) == 1:
         return _swap_scale_shift(first) if needs_scale_shift_swap(first, original) else first
     types = {part.adapter_type for part in parts}
+    if any(INPUT_MAGNITUDE in part.tensors for part in parts):
+        raise FusionError("a dora_scale per input is one for each part, and would be one for all")
     if not types <= {"lora", "dora"}:
         if len(types) == 1 and (joined := _join_rows(parts, original)) is not None:
             return joined
@@ -48,6 +50,11 @@ def fuse_adapters(adapters: Sequence[ModuleAdapter | None], original: OriginalMo
     fused = {DOWN: down, UP: up}
     if "dora" in types:
         fused[MAGNITUDE] = torch.cat([part.tensors[MAGNITUDE].flatten() for part in parts])
+    if any(BIAS in part.tensors for part in parts):
+        biases = [None if part is None else part.tensors.get(BIAS) for part in adapters]
+        like = next(bias for bias in biases if bias is not None)
+        zeros = (like.new_zeros(len(up)) for up in ups)
+        fused[BIAS] = torch.cat([zero if bias is None else bias for zero, bias in zip(zeros, biases, strict=True)])
     return ModuleAdapter(fused, alpha)
 
 
@@ -56,6 +63,8 @@ def split_adapter(fused: ModuleAdapter, original: OriginalModule) -> list[Module
     count = len(original.diffusers_modules)
     if count == 1:
         return [_swap_scale_shift(fused) if needs_scale_shift_swap(fused, original) else fused]
+    if INPUT_MAGNITUDE in fused.tensors:
+        raise FusionError(f"its dora_scale per input is that of {count} modules together")
     if fused.adapter_type not in ("lora", "dora"):
         return list(_split_by_rows(fused, original))
     down = fused.tensors[DOWN]
@@ -82,16 +91,27 @@ def split_adapter(fused: ModuleAdapter, original: OriginalModule) -> list[Module
         for part, magnitude in zip(parts, _split_rows(fused.tensors[MAGNITUDE].flatten(), sizes), strict=True):
             if part is not None:
                 part[MAGNITUDE] = magnitude.contiguous()
+    if BIAS in fused.tensors:
+        biases = _split_rows(fused.tensors[BIAS], sizes)
+        parts = [_add_bias(part, bias, down) for part, bias in zip(parts, biases, strict=True)]
     return [None if part is None else ModuleAdapter(part, alpha) for part, alpha in zip(parts, alphas, strict=True)]
 
 
+def _add_bias(part: dict[str, Tensor] | None, bias: Tensor, down: Tensor) -> dict[str, Tensor] | None:
+    """Add the bias of a part, which has an adapter of zeros if there is nothing else of it."""
+    if not bool(bias.any()):
+        return part
+    part = {DOWN: down, UP: down.new_zeros(len(bias), len(down))} if part is None else part
+    return {**part, BIAS: bias.contiguous()}
+
+
 _ROW_TENSORS: Mapping[str, tuple[str, ...]] = {
-    "loha": ("hada_w1_a", "hada_w2_a", MAGNITUDE),
-    "lokr": ("lokr_w1", "lokr_w1_a", MAGNITUDE),
-    "glora": ("b1",),
-    "full": ("diff", "diff_b"),
+    "loha": ("hada_w1_a", "hada_w2_a", MAGNITUDE, BIAS),
+    "lokr": ("lokr_w1", "lokr_w1_a", MAGNITUDE, BIAS),
+    "glora": ("b1", BIAS),
+    "full": ("diff", BIAS),
 }
-"""Adapter type -> the tensors whose rows belong to blocks of outputs; the others are shared by all parts."""
+"""The tensors of each adapter type whose rows belong to blocks of outputs; all parts share the others."""
 
 
 def _split_by_rows(fused: ModuleAdapter, original: OriginalModule) -> Iterator[ModuleAdapter]:
@@ -108,7 +128,7 @@ def _split_by_rows(fused: ModuleAdapter, original: OriginalModule) -> Iterator[M
 
 
 def _join_rows(parts: Sequence[ModuleAdapter], original: OriginalModule) -> ModuleAdapter | None:
-    """The reverse, if the parts share the rest."""
+    """Join the parts of a fused layer by rows, if they share all other tensors."""
     first, names = parts[0], _ROW_TENSORS.get(parts[0].adapter_type, ())
     shared = {name: each for name, each in first.tensors.items() if name not in names}
     if len(parts) != len(original.diffusers_modules) or not all(
@@ -170,10 +190,10 @@ def needs_scale_shift_swap(adapter: ModuleAdapter, original: OriginalModule) -> 
 
 def _swap_scale_shift(adapter: ModuleAdapter) -> ModuleAdapter:
     """Swap the halves of the output: shift and scale."""
-    names = {"loha": ("hada_w1_a", "hada_w2_a"), "lora": (UP,), "dora": (UP, MAGNITUDE)}.get(adapter.adapter_type, ())
-    if adapter.adapter_type == "lokr":
-        names = tuple(name for name in ("lokr_w1", "lokr_w1_a") if name in adapter.tensors)
-    if not names or adapter.is_tucker or any(len(adapter.tensors[name]) % 2 for name in names):
+    rows: dict[str, tuple[str, ...]] = {"loha": ("hada_w1_a", "hada_w2_a"), "lokr": ("lokr_w1", "lokr_w1_a")}
+    rows |= {"full": ("diff",), **dict.fromkeys(("lora", "dora", "input-dora"), (UP,))}
+    names = [name for name in (*rows.get(adapter.adapter_type, ()), MAGNITUDE, BIAS) if name in adapter.tensors]
+    if adapter.adapter_type not in rows or adapter.is_tucker or any(len(adapter.tensors[name]) % 2 for name in names):
         raise FusionError(f"shift and scale of a {adapter.adapter_type} adapter cannot be swapped")
     swapped = {name: torch.cat(adapter.tensors[name].chunk(2)[::-1]) for name in names}
     return ModuleAdapter({**adapter.tensors, **swapped}, adapter.alpha)

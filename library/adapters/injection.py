@@ -28,6 +28,7 @@ from ..config.network_args import (
 )
 from ..config.schema import AdapterConfig
 from ..errors import ConfigError, FileError
+from ..problems import Problem
 from .component_keys import clean_parameter_name
 from .module_adapter import DOWN, PEFT_SUFFIXES
 from .original_module_names import DIFFUSERS_KEYS, KeyStyle, group_by_original_module
@@ -40,13 +41,13 @@ AdapterStateDict = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class KeptTensors:
-    """What ``network_weights`` contains besides the trained layers: it is saved again."""
+    """The tensors that ``network_weights`` contains besides the trained layers, which are saved again."""
 
     state_dict: Mapping[str, Tensor] = field(default_factory=dict)
     alphas: Mapping[str, float] = field(default_factory=dict)
-    """Of layers that cannot change the image."""
+    """Alphas, by layer, of the layers in ``state_dict``, which cannot change the image."""
     siblings: Mapping[str, str] = field(default_factory=dict)
-    """Such a layer -> a trained layer that shares its lora_A."""
+    """A trained layer that shares its lora_A with a layer that cannot change the image, by the name of the latter."""
     embeddings: Mapping[str, Tensor] = field(default_factory=dict)
     """Embeddings that OneTrainer adds to a file, by key."""
 
@@ -69,7 +70,7 @@ class Adapter:
     alpha: float
     """Defaults for modules without a rank and alpha of their own."""
     rank_alphas: Mapping[str, RankAlpha]
-    """By module, named as in a state dict, in the models' order."""
+    """Rank and alpha of each module, named as in a state dict, in the models' order."""
     target_layers: tuple[TargetLayer, ...]
     """The layers of ``rank_alphas``."""
     kept: KeptTensors = field(default_factory=KeptTensors)
@@ -104,7 +105,7 @@ def inject_adapters(
     else:
         layers = [layer for component in components for layer in find_target_layers(component)]
         if unexpected := sorted(rank_alphas.keys() - {layer.name for layer in layers}):
-            raise FileError([f"--network_weights: it trains {unexpected[0]}, which is no target of this run"])
+            raise FileError([Problem("network_weights", f"it trains {unexpected[0]}, which is no target of this run")])
         assigned = dict(rank_alphas)
     injected: dict[str, RankAlpha] = {}
     for part in components:
@@ -113,7 +114,14 @@ def inject_adapters(
         # Two text encoders have the same module names, but must not get the same initial weights.
         seed_names = {module: name if part.is_text_encoder else module for module, name in names.items()}
         sizes = {module: assigned[name] for module, name in names.items()}
-        effective = inject_peft_layers(part.model, adapter_type, get_network_args(config), sizes, seed_names, seed)
+        effective = inject_peft_layers(
+            part.model,
+            adapter_type,
+            network_args=get_network_args(config),
+            rank_alphas=sizes,
+            seed_names=seed_names,
+            seed=seed,
+        )
         injected |= {names[module]: size for module, size in effective.items()}
         if adapter_type in LORA_TYPES and part.key_style.layout:
             for group in group_by_original_module(names, part.key_style.layout):
@@ -206,7 +214,7 @@ def leave_input_casts_to_autocast(model: nn.Module) -> None:
 
 @contextmanager
 def cast_lora_inputs(layer: Any) -> Iterator[None]:
-    """Inside the context, a layer casts its inputs as peft does, for use without autocast."""
+    """Let a layer cast its inputs as peft does within the context, for use without autocast."""
     before, layer.cast_input_dtype_enabled = getattr(layer, "cast_input_dtype_enabled", True), True
     try:
         yield
@@ -216,7 +224,7 @@ def cast_lora_inputs(layer: Any) -> Iterator[None]:
 
 @contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
-    """Inside the context, the model computes without its adapters."""
+    """Let the model compute without its adapters within the context."""
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     requires_grad = {parameter: parameter.requires_grad for parameter in model.parameters()}
     for layer in layers:
@@ -232,7 +240,7 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def bypass_lora(*layers: nn.Module) -> Iterator[None]:
-    """Inside the context, these layers compute with their base weights."""
+    """Let these layers compute with their base weights within the context."""
     adapted = [layer for layer in layers if isinstance(layer, BaseTunerLayer)]
     before = [layer._disable_adapters for layer in adapted]
     for layer in adapted:  # not peft's enable_adapters(False), which also clears requires_grad of the adapter

@@ -20,10 +20,12 @@ from .fused_layers import FusionError, fuse_adapters, split_adapter, swap_magnit
 from .merge import compose_tucker_down
 from .module_adapter import (
     ALPHA,
+    BIAS,
     COMFY_SUFFIXES,
     DIFFUSERS_SUFFIXES,
     DORA_SCALE,
     DOWN,
+    INPUT_MAGNITUDE,
     KOHYA_SUFFIXES,
     MAGNITUDE,
     MID,
@@ -31,6 +33,7 @@ from .module_adapter import (
     ModuleAdapter,
     group_by_module,
     iter_named_tensors,
+    parse_tensor,
     parse_tensor_key,
 )
 from .original_module_names import T5_KEYS, ModuleGroup
@@ -60,6 +63,13 @@ class FusedAdapter:
     group: ModuleGroup
     reason: str
 
+    @property
+    def way_out(self) -> str:
+        """What can be done with it all the same."""
+        if INPUT_MAGNITUDE in self.update.tensors:  # depends on the weights of all parts
+            return "--base_weights of a run can merge it"
+        return "lora resize writes it as LoRA, lora merge --model merges it into a model"
+
 
 @dataclass(frozen=True)
 class AdapterFileContents:
@@ -67,12 +77,12 @@ class AdapterFileContents:
 
     state_dict: dict[str, Tensor]
     alphas: dict[str, float]
-    """By module of the state dict, component included."""
+    """The alpha of each module of the state dict; names begin with the component."""
     file_format: FileFormat
     alpha_dtype: torch.dtype = torch.float32
     """Dtype of the alphas in the file."""
     fused: Mapping[str, FusedAdapter] = field(default_factory=dict)
-    """By name in the file."""
+    """Adapters of fused layers, by their name in the file."""
     embeddings: Mapping[str, Tensor] = field(default_factory=dict)
     """Bundled embeddings of OneTrainer, by key."""
     num_tucker: int = 0
@@ -99,12 +109,13 @@ def convert_to_file_format(
     if wrapped := find_wrapper_names(state_dict):
         raise ValueError(f"{len(wrapped)} keys contain names of wrappers, for example {wrapped[0]}")
     adapters = group_by_module({key: tensor.detach().cpu() for key, tensor in state_dict.items()}, alphas)
-    if problems := validate_save_format((adapter.adapter_type for adapter in adapters.values()), file_format):
-        raise UserError("; ".join(problems))
+    types = {adapter.adapter_type for adapter in adapters.values()}
+    has_biases = any(BIAS in adapter.tensors for adapter in adapters.values())
+    if problems := validate_save_format({*types, BIAS} if has_biases else types, file_format):
+        raise UserError("; ".join(map(str, problems)))
     prefixes = tuple(f"{component.name}." for component in components)
     if unknown := [module for module in adapters if not module.startswith(prefixes)]:
         raise ValueError(f"{unknown[0]} is in no component of the pipeline")
-    types = {adapter.adapter_type for adapter in adapters.values()}
     if file_format == "comfy":
         file_format = resolve_comfy_format(file_format, types, components)
         components = [part.use_comfyui_names() if file_format == "kohya" else part for part in components]
@@ -135,7 +146,7 @@ def resolve_comfy_format(
 ) -> FileFormat:
     """The layout that ``comfy`` stands for: kohya where ComfyUI knows the layers by their original names only."""
     has_original_names = any(
-        part.name == "unet" or (part.key_style.is_kohya_in_comfyui and {"lora", "dora"}.issuperset(types))
+        part.name == "unet" or (part.key_style.is_kohya_in_comfyui and {"lora", "dora", "input-dora"}.issuperset(types))
         for part in components
     )
     return "kohya" if file_format == "comfy" and has_original_names else file_format
@@ -167,7 +178,7 @@ def _format_kohya(adapters: Mapping[str, ModuleAdapter], component: ComponentKey
         try:
             fused = fuse_adapters(parts, group.original)
         except FusionError as error:
-            raise UserError(f"{component.name}.{group.name}: {error}; use save_format comfy") from None
+            raise UserError(f"{component.name}.{group.name}: {error}; use comfy") from None
         name = build_kohya_name(group.name, component.key_prefix)
         yield from iter_named_tensors(name, _reshape_dora_scale(fused), KOHYA_SUFFIXES)
         if fused.adapter_type not in TYPES_WITHOUT_ALPHA:
@@ -190,7 +201,7 @@ def _format_diffusers(adapters: Mapping[str, ModuleAdapter], component: Componen
 def _format_comfy(adapters: Mapping[str, ModuleAdapter], component: ComponentKeys) -> Iterator[tuple[str, Tensor]]:
     """Diffusers' names, as ComfyUI reads them; alphas only where no program stumbles over them."""
     for group, adapter in _iter_modules(adapters, component):
-        name, is_lycoris = _build_diffusers_name(group, component), adapter.adapter_type not in ("lora", "dora")
+        name, is_lycoris = _build_diffusers_name(group, component), DOWN not in adapter.tensors
         if component.is_text_encoder and is_lycoris:
             name = build_kohya_name(group.name, component.key_prefix)
         elif component.key_style.has_names_of_comfy and not component.is_text_encoder:
@@ -222,12 +233,11 @@ def _build_diffusers_name(group: ModuleGroup, component: ComponentKeys) -> str:
 
 
 def _reshape_dora_scale(adapter: ModuleAdapter) -> ModuleAdapter:
-    """The magnitude of a DoRA as one column."""
-    if MAGNITUDE not in adapter.tensors:
-        return adapter
+    """The magnitudes of a DoRA as one column, or those for each input as one row."""
     dims = adapter.tensors[DOWN].dim() if DOWN in adapter.tensors else 2
-    magnitude = adapter.tensors[MAGNITUDE].reshape(-1, *[1] * (dims - 1))
-    return ModuleAdapter({**adapter.tensors, MAGNITUDE: magnitude}, adapter.alpha)
+    shapes = {MAGNITUDE: (-1, *[1] * (dims - 1)), INPUT_MAGNITUDE: (1, -1, *[1] * (dims - 2))}
+    scales = {name: adapter.tensors[name].reshape(shape) for name, shape in shapes.items() if name in adapter.tensors}
+    return ModuleAdapter({**adapter.tensors, **scales}, adapter.alpha) if scales else adapter
 
 
 _FORMATTERS: Mapping[
@@ -272,7 +282,15 @@ def convert_from_file_format(
     file_format = detect_file_format(key for key in tensors if key not in embeddings)
     if file_format == "kohya" and any(part.has_comfyui_names(modules) for part in components):
         file_format = "comfy"
-    return AdapterFileContents(state_dict, alphas, file_format, alpha_dtype, fused, embeddings, num_tucker)
+    return AdapterFileContents(
+        state_dict=state_dict,
+        alphas=alphas,
+        file_format=file_format,
+        alpha_dtype=alpha_dtype,
+        fused=fused,
+        embeddings=embeddings,
+        num_tucker=num_tucker,
+    )
 
 
 def _build_adapters(
@@ -322,7 +340,7 @@ def _restore_magnitude(
 
 
 def build_key_lookup(components: Iterable[ComponentKeys]) -> dict[str, tuple[ComponentKeys, ModuleGroup]]:
-    """All known names of modules in files -> the component and its modules."""
+    """Map every name that a module may have in a file to its component and the modules that the name stands for."""
     lookup: dict[str, tuple[ComponentKeys, ModuleGroup]] = {}
     for component in components:
         for name, group in component.iter_known_names():
@@ -347,7 +365,7 @@ def group_by_file_module(
     sources: dict[tuple[str, str], str] = {}
     unknown, problems = [], []
     for key, tensor in tensors.items():
-        parsed = parse_tensor_key(key)
+        parsed = parse_tensor(key, tensor)
         if key.startswith(EMBEDDING_PREFIX):
             continue
         if parsed is None or parsed[0] not in lookup:
@@ -378,6 +396,8 @@ def _build_module_adapter(module_tensors: Tensors) -> ModuleAdapter:
     update = ModuleAdapter(tensors, 0)
     if MAGNITUDE in tensors:  # in peft's shape, which for convolutions is (1, outputs, 1, 1)
         tensors[MAGNITUDE] = tensors[MAGNITUDE].reshape((1, -1, 1, 1) if len(update.kernel) == 2 else (-1,))
+    if INPUT_MAGNITUDE in tensors:
+        tensors[INPUT_MAGNITUDE] = tensors[INPUT_MAGNITUDE].flatten()
     if update.adapter_type == "diag-oft":
         alpha = 0.0  # no constraint
     else:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from .module_adapter import DOWN, MAGNITUDE, UP, ModuleAdapter
+from .module_adapter import DOWN, INPUT_MAGNITUDE, MAGNITUDE, UP, ModuleAdapter
 
 
 @torch.no_grad()
@@ -25,7 +25,7 @@ def merge_bias_adapter(bias: Tensor | None, adapter: ModuleAdapter, multiplier: 
 
 
 def compute_delta_weight(adapter: ModuleAdapter, dtype: torch.dtype) -> Tensor:
-    """What an adapter adds to the weight, before scaling by alpha / rank, of a type that needs no base weights."""
+    """Compute what an adapter adds to the weight, before alpha / rank; not for types that need the base weight."""
     tensors = {name: tensor.to(dtype) for name, tensor in adapter.tensors.items()}
     return _compute_delta_weight(torch.zeros((), dtype=dtype), adapter.adapter_type, tensors)
 
@@ -39,13 +39,16 @@ def compute_merged_weight(base: Tensor, adapter: ModuleAdapter) -> Tensor:
     if MAGNITUDE in tensors:
         rows = changed.flatten(1).norm(dim=1)
         changed = changed * (tensors[MAGNITUDE].flatten() / rows).view(-1, *[1] * (base.dim() - 1))
+    if INPUT_MAGNITUDE in tensors:
+        columns = changed.transpose(0, 1).flatten(1).norm(dim=1)
+        changed = changed * (tensors[INPUT_MAGNITUDE].flatten() / columns).view(1, -1, *[1] * (base.dim() - 2))
     return changed
 
 
 def _compute_delta_weight(base: Tensor, adapter_type: str, tensors: dict[str, Tensor]) -> Tensor:
     """The delta weight before scaling by alpha / rank."""
     match adapter_type:
-        case "lora" | "dora":
+        case "lora" | "dora" | "input-dora":
             return tensors[UP].flatten(1) @ tensors[DOWN].flatten(1)
         case "loha":
             return _compose_factor(tensors, "hada_w1", "hada_t1") * _compose_factor(tensors, "hada_w2", "hada_t2")

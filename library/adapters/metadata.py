@@ -18,9 +18,10 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from ..config.schema import AdapterConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
-from ..config.schema_data import DataConfig, ValidateConfig
-from ..config.schema_objective import LossConfig, NoiseConfig
+from ..config.option_needs import Has, Trait
+from ..config.options import flatten_config, iter_group_options, iter_options
+from ..config.schema import AdapterConfig, ModelConfig, RunConfig
+from ..config.schema_objective import NoiseConfig
 from ..config.schema_output import SaveConfig
 from ..config.types import split_keyword_args
 from ..config.validate import THUMBNAIL_TYPES
@@ -37,7 +38,7 @@ class BaseModelMetadata:
     implementation: str = "diffusers"
     is_version_2: bool = False
     metadata: Mapping[str, object] = field(default_factory=dict)
-    """Keys of this family only."""
+    """Metadata that only models of this family have, by key."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ class RunMetadata:
 
     step: int
     epoch: int
-    max_train_steps: int  # of the whole run
+    max_train_steps: int  # the steps of the whole run
     num_epochs: int
     started_at: float  # seconds since 1970
     saved_at: float
     session_id: int
-    num_train_images: int  # with repeats, without regularization images
+    num_train_images: int  # counts repeats, but no regularization images
     num_reg_images: int
     num_validation_images: int
     num_batches_per_epoch: int
@@ -61,7 +62,7 @@ class RunMetadata:
     rank: int | str  # text where modules differ
     alpha: float | str
     optimizer: str  # module.Class(name=value,...)
-    mixed_precision: str  # as resolved from options and launcher
+    mixed_precision: str  # the precision that options and launcher resolve to
 
 
 def build_metadata(config: RunConfig, model: BaseModelMetadata, run: RunMetadata, software: str) -> dict[str, str]:
@@ -69,25 +70,17 @@ def build_metadata(config: RunConfig, model: BaseModelMetadata, run: RunMetadata
     minimum = _build_minimum_metadata(config.adapter, model, run)
     if config.save.no_metadata:
         return _convert_values_to_str(minimum)
-    objective = _build_objective_metadata(config.noise, config.loss)
-    if model.prediction_type == "flow":
-        objective |= _build_flow_metadata(config.noise)
-    objective |= model.metadata
+    is_flow = model.prediction_type == "flow"
+    objective = {**(_build_flow_metadata(config.noise) if is_flow else {}), **model.metadata}
     return _convert_values_to_str(
         {
             **minimum,
             **run.model_metadata,
             **run.dataset_metadata,
             **_build_run_metadata(run),
-            **_build_optim_metadata(config.optim),
-            **_build_options_metadata(config.train, config.data, config.model),
-            **_build_validation_metadata(config.data, config.validate),
+            **_build_option_metadata(config, is_flow=is_flow),
             **_build_memory_metadata(config.model),
-            "ss_sd_scripts_commit_hash": "",  # it is another program
-            "ss_output_name": config.save.output_name,
-            "ss_training_comment": config.save.training_comment,
-            "ss_network_dropout": config.adapter.network_dropout or None,
-            "ss_scale_weight_norms": config.adapter.scale_weight_norms,
+            "ss_sd_scripts_commit_hash": "",  # this is another program
             **_build_training_adapter_metadata(config.adapter),
             "ss_cache_latents": config.cache.caches_latents,
             **objective,
@@ -104,7 +97,7 @@ def add_model_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str])
     parts = _iter_file_parts(tensors, {key: value for key, value in metadata.items() if key.startswith("ss_")})
     for part in parts:
         legacy_hash.update(part[max(0, 0x100000 - position) : max(0, 0x110000 - position)])
-        if position:  # after the header
+        if position:  # 0 is the header
             model_hash.update(part)
         position += len(part)
     hashes = {"sshs_model_hash": model_hash.hexdigest(), "sshs_legacy_hash": legacy_hash.hexdigest()[:8]}
@@ -172,7 +165,7 @@ def update_network_metadata(metadata: Mapping[str, str], before: NetworkSizes, n
 
 
 def _build_minimum_metadata(config: AdapterConfig, model: BaseModelMetadata, run: RunMetadata) -> dict[str, Any]:
-    """What loaders and web UIs need, even with ``no_metadata``."""
+    """Build the metadata that loaders and web UIs need, even with ``no_metadata``."""
     return {
         "ss_v2": model.is_version_2,
         "ss_base_model_version": model.base_model_version,
@@ -201,30 +194,17 @@ def _build_run_metadata(run: RunMetadata) -> dict[str, Any]:
     }
 
 
-def _build_optim_metadata(optim: OptimConfig) -> dict[str, Any]:
-    rates = list(optim.text_encoder_lr)
-    return {
-        "ss_learning_rate": optim.learning_rate,
-        "ss_unet_lr": optim.unet_lr,
+def _build_option_metadata(config: RunConfig, *, is_flow: bool) -> dict[str, Any]:
+    """Record the options whose fields name a key; those for flow-matching models only where they are for the model."""
+    values, recorded = flatten_config(config), {}
+    for option in iter_options(RunConfig):
+        if option.metadata_key.startswith("ss_") and (is_flow or Has(Trait.FLOW) not in (option.needs or ())):
+            value = values[option.name]
+            recorded[option.metadata_key] = None if option.is_dropped_at_zero and not value else value
+    rates, length = list(config.optim.text_encoder_lr), config.model.max_token_length
+    return recorded | {
         "ss_text_encoder_lr": rates if len(rates) > 1 else rates[0] if rates else None,  # as in sd-scripts
-        "ss_max_grad_norm": optim.max_grad_norm,
-        "ss_lr_scheduler": optim.lr_scheduler,
-        "ss_lr_warmup_steps": optim.lr_warmup_steps,
-    }
-
-
-def _build_options_metadata(train: TrainConfig, data: DataConfig, model: ModelConfig) -> dict[str, Any]:
-    return {
-        "ss_gradient_accumulation_steps": train.gradient_accumulation_steps,
-        "ss_gradient_checkpointing": train.gradient_checkpointing,
-        "ss_seed": train.seed,
-        "ss_prior_loss_weight": data.prior_loss_weight,
-        "ss_caption_dropout_rate": data.caption_dropout_rate,
-        "ss_caption_dropout_every_n_epochs": data.caption_dropout_every_n_epochs,
-        "ss_caption_tag_dropout_rate": data.caption_tag_dropout_rate,
-        "ss_resize_interpolation": data.resize_interpolation,
-        "ss_clip_skip": model.clip_skip,
-        "ss_max_token_length": model.max_token_length if model.max_token_length > 75 else None,
+        "ss_max_token_length": length if length > 75 else None,
     }
 
 
@@ -232,18 +212,8 @@ def _build_training_adapter_metadata(config: AdapterConfig) -> dict[str, Any]:
     return {"ss_training_adapter": Path(config.training_adapter).name} if config.training_adapter else {}
 
 
-def _build_validation_metadata(data: DataConfig, validate: ValidateConfig) -> dict[str, Any]:
-    return {
-        "ss_validation_seed": data.validation_seed,
-        "ss_validation_split": data.validation_split,
-        "ss_max_validation_steps": validate.max_validation_steps,
-        "ss_validate_every_n_epochs": validate.validate_every_n_epochs,
-        "ss_validate_every_n_steps": validate.validate_every_n_steps,
-    }
-
-
 def _build_memory_metadata(model: ModelConfig) -> dict[str, Any]:
-    """What sd-scripts can do to save memory, and the crop at faces, which no option here does."""
+    """Build the keys of options of sd-scripts that save memory or crop at faces, which no option here does."""
     return {
         "ss_full_fp16": False,
         "ss_lowram": False,
@@ -253,35 +223,11 @@ def _build_memory_metadata(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _build_objective_metadata(noise: NoiseConfig, loss: LossConfig) -> dict[str, Any]:
-    return {
-        "ss_noise_offset": noise.noise_offset or None,
-        "ss_noise_offset_random_strength": noise.noise_offset_random_strength,
-        "ss_adaptive_noise_scale": noise.adaptive_noise_scale,
-        "ss_multires_noise_iterations": noise.multires_noise_iterations or None,
-        "ss_multires_noise_discount": noise.multires_noise_discount,
-        "ss_ip_noise_gamma": noise.ip_noise_gamma or None,
-        "ss_ip_noise_gamma_random_strength": noise.ip_noise_gamma_random_strength,
-        "ss_zero_terminal_snr": noise.zero_terminal_snr,
-        "ss_min_snr_gamma": loss.min_snr_gamma,
-        "ss_debiased_estimation": loss.debiased_estimation_loss,
-        "ss_loss_type": loss.loss_type,
-        "ss_huber_schedule": loss.huber_schedule,
-        "ss_huber_c": loss.huber_c,
-        "ss_huber_scale": loss.huber_scale,
-    }
-
-
 def _build_flow_metadata(noise: NoiseConfig) -> dict[str, Any]:
-    """Written for flow-matching models only, as by sd-scripts."""
+    """Build the keys that are written for flow-matching models only, as sd-scripts does."""
     return {
         "ss_timestep_sampling": noise.flow_timestep_sampling,
-        "ss_sigmoid_scale": noise.sigmoid_scale,
-        "ss_discrete_flow_shift": noise.discrete_flow_shift,
         "ss_weighting_scheme": noise.weighting_scheme or "none",
-        "ss_logit_mean": noise.logit_mean,
-        "ss_logit_std": noise.logit_std,
-        "ss_mode_scale": noise.mode_scale,
         "ss_model_prediction_type": "raw",
     }
 
@@ -290,11 +236,12 @@ def _convert_values_to_str(values: Mapping[str, Any]) -> dict[str, str]:
     return {key: value if isinstance(value, str) else str(value) for key, value in values.items()}
 
 
-MODELSPEC_USER_KEYS = (
-    *("author", "description", "license", "tags"),
-    *("usage_hint", "merged_from", "trigger_phrase", "preprocessor"),
-)
-"""Keys set by the user, each with an option ``metadata_KEY``."""
+MODELSPEC_USER_KEYS: Mapping[str, str] = {
+    option.metadata_key.removeprefix("modelspec."): option.name
+    for option in iter_group_options(SaveConfig)
+    if option.metadata_key.startswith("modelspec.")
+}
+"""Keys set by the user, and the option of each."""
 
 
 def _build_modelspec_metadata(
@@ -311,7 +258,8 @@ def _build_modelspec_metadata(
         "resolution": f"{width}x{height}",
         "prediction_type": model.prediction_type,
     }
-    values |= {name: value for name in MODELSPEC_USER_KEYS if (value := getattr(save, f"metadata_{name}")) is not None}
+    given = {key: getattr(save, option) for key, option in MODELSPEC_USER_KEYS.items()}
+    values |= {key: value for key, value in given.items() if value is not None}
     if save.metadata_thumbnail is not None:
         path = Path(save.metadata_thumbnail).expanduser()
         encoded = base64.b64encode(path.read_bytes()).decode()

@@ -23,8 +23,12 @@ TRAINABLE_TYPES = ("lora", "dora", "loha", "lokr", "oft", "boft")
 """The adapter types that peft computes; files of the others can be merged and converted."""
 
 DOWN, UP, MAGNITUDE = "down", "up", "magnitude"
+INPUT_MAGNITUDE = "input_magnitude"
+"""The magnitudes of a DoRA that has one for each input instead of each output (``wd_on_output=False``)."""
 MID = "mid"
 """The core of a Tucker LoRA of a convolution, which is multiplied into ``down`` when a file is read."""
+BIAS = "diff_b"
+"""What an update of any type adds to the bias of its layer, without alpha; alone it is of type ``full``."""
 ALPHA = "alpha"
 DORA_SCALE = "dora_scale"
 
@@ -37,14 +41,17 @@ PEFT_SUFFIXES = {
     "oft_R": "oft_R.weight",
     **_GLORA_SUFFIXES,
 }
-"""Key suffixes in the model and in a state dict."""
+"""Suffixes of the keys of each tensor in peft's models and state dicts."""
 
-KOHYA_SUFFIXES = {DOWN: "lora_down.weight", UP: "lora_up.weight", MAGNITUDE: DORA_SCALE, **_GLORA_SUFFIXES}
-COMFY_SUFFIXES = {DOWN: "lora_A.weight", UP: "lora_B.weight", MAGNITUDE: DORA_SCALE, **_GLORA_SUFFIXES}
+_MAGNITUDE_SUFFIXES = {MAGNITUDE: DORA_SCALE, INPUT_MAGNITUDE: DORA_SCALE}
+KOHYA_SUFFIXES = {DOWN: "lora_down.weight", UP: "lora_up.weight", **_MAGNITUDE_SUFFIXES, **_GLORA_SUFFIXES}
+COMFY_SUFFIXES = {DOWN: "lora_A.weight", UP: "lora_B.weight", **_MAGNITUDE_SUFFIXES, **_GLORA_SUFFIXES}
 DIFFUSERS_SUFFIXES = {**PEFT_SUFFIXES, MAGNITUDE: "lora_magnitude_vector"}
 
 _SUFFIX_TO_TENSOR_NAME: Mapping[str, str] = {
     **{end: name for ends in (PEFT_SUFFIXES, KOHYA_SUFFIXES, DIFFUSERS_SUFFIXES) for name, end in ends.items()},
+    DORA_SCALE: MAGNITUDE,
+    INPUT_MAGNITUDE: INPUT_MAGNITUDE,
     "lora_A.default.weight": DOWN,
     "lora_B.default.weight": UP,
     "lora.down.weight": DOWN,
@@ -56,7 +63,7 @@ _SUFFIX_TO_TENSOR_NAME: Mapping[str, str] = {
     "oft_R.weight": "oft_R",
     ALPHA: ALPHA,
 }
-"""Key suffix in any format -> tensor name."""
+"""The tensor name for each key suffix of any format."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +77,29 @@ class ModuleAdapter:
 
     @property
     def adapter_type(self) -> str:
-        """lora, dora, or one of ``TENSOR_NAMES``."""
+        """lora, dora, input-dora (one magnitude for each input), or one of ``TENSOR_NAMES``."""
+        is_lora = DOWN in self.tensors or UP in self.tensors
         for adapter_type, names in TENSOR_NAMES.items():
-            if any(name in self.tensors for name in names):
+            if any(name in self.tensors for name in names if name != BIAS or not is_lora):
                 return adapter_type
+        if INPUT_MAGNITUDE in self.tensors:
+            return "input-dora"
         return "dora" if MAGNITUDE in self.tensors else "lora"
+
+    @property
+    def has_magnitudes(self) -> bool:
+        """Whether it is a DoRA, or a LoHa or LoKr with magnitudes."""
+        return MAGNITUDE in self.tensors or INPUT_MAGNITUDE in self.tensors
 
     @property
     def title(self) -> str:
         """The adapter type in messages."""
+        if BIAS in self.tensors and self.adapter_type != "full":
+            without = {name: tensor for name, tensor in self.tensors.items() if name != BIAS}
+            return f"{ModuleAdapter(without, self.alpha).title} with a bias (diff_b)"
+        if INPUT_MAGNITUDE in self.tensors:
+            name = "dora" if self.adapter_type == "input-dora" else self.adapter_type
+            return f"{name} with a dora_scale per input"
         if self.adapter_type in ("loha", "lokr") and MAGNITUDE in self.tensors:
             return f"{self.adapter_type} with dora_scale"
         return f"tucker {self.adapter_type}" if self.is_tucker else self.adapter_type
@@ -91,7 +112,8 @@ class ModuleAdapter:
     @property
     def is_trainable(self) -> bool:
         """Whether peft has this type."""
-        return self.adapter_type in TRAINABLE_TYPES and (self.adapter_type == "dora" or MAGNITUDE not in self.tensors)
+        has_more = BIAS in self.tensors or (self.has_magnitudes and self.adapter_type != "dora")
+        return self.adapter_type in TRAINABLE_TYPES and not has_more
 
     @property
     def rank(self) -> int:
@@ -106,7 +128,7 @@ class ModuleAdapter:
         """Outputs of the module, and weights for each; zeros if the tensors do not tell."""
         tensors = self.tensors
         match self.adapter_type:
-            case "lora" | "dora":
+            case "lora" | "dora" | "input-dora":
                 return len(tensors[UP]), tensors[DOWN][0].numel() * math.prod(self.kernel if MID in tensors else ())
             case "loha":
                 return self._get_factor_shape("hada_w1", "hada_t1")
@@ -145,13 +167,25 @@ class ModuleAdapter:
 
 
 def parse_tensor_key(key: str) -> tuple[str, str] | None:
-    """``a.b.lora_A.weight`` -> ``a.b`` and ``down``; None if the key is not of an adapter."""
+    """Split ``a.b.lora_A.weight`` into ``a.b`` and ``down``; return None if the key is not of an adapter."""
     parts = _upgrade_diffusers_key(key).split(".")
     for count in (3, 2, 1):
         suffix = ".".join(parts[-count:])
         if len(parts) > count and suffix in _SUFFIX_TO_TENSOR_NAME:
             return ".".join(parts[:-count]), _SUFFIX_TO_TENSOR_NAME[suffix]
     return None
+
+
+def parse_tensor(key: str, tensor: Tensor) -> tuple[str, str] | None:
+    """Parse a key as ``parse_tensor_key`` does, and tell by its shape for which axis a ``dora_scale`` has magnitudes.
+
+    LyCORIS and OneTrainer write it as one column for the outputs, or as one row for the inputs.
+    """
+    parsed = parse_tensor_key(key)
+    if parsed is None or parsed[1] != MAGNITUDE or not key.endswith(f".{DORA_SCALE}"):
+        return parsed
+    is_row = tensor.dim() > 1 and tensor.shape[0] == 1 and tensor.numel() == tensor.shape[1] > 1
+    return (parsed[0], INPUT_MAGNITUDE) if is_row else parsed
 
 
 _LEGACY_ATTENTION_KEY = re.compile(r"\.to_(q|k|v|out)_lora\.")

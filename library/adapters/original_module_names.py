@@ -1,4 +1,4 @@
-"""How LoRA files name the modules of a component: the original model's names and its fused modules, ``KeyStyle``.
+"""``KeyStyle``: the names of a component's modules in LoRA files, those of the original model and its fused modules.
 
 sd-scripts names LoRA weights after the original modules, with one LoRA for a fused qkv.  The styles of one model family
 only are in its file in ``models/families/``.  No torch here.
@@ -15,7 +15,7 @@ class OriginalModule:
 
     name: str
     diffusers_modules: tuple[str, ...]
-    """Its modules in diffusers, in the order of their outputs."""
+    """The modules of diffusers that the original module became, in the order of their outputs."""
     output_ratios: tuple[int, ...] = (1, 1, 1)
     """Output features of each part, for fused modules, in units of which the inputs have ``input_ratio``."""
     input_ratio: int = 1
@@ -60,9 +60,9 @@ class KeyMap:
     """The names of a model's modules in sd-scripts' files."""
 
     renames: Mapping[str, str] = field(default_factory=dict)
-    """Module -> its name in files, if it differs."""
+    """Names in files, by module, where they differ."""
     layout: tuple[OriginalModule, ...] = ()
-    """Alternatively the original modules, where diffusers has split some."""
+    """The original modules, where diffusers has split some; used instead of ``renames``."""
 
     def group_modules(self, modules: Iterable[str]) -> list[ModuleGroup]:
         """Group modules by the original module that they are, or are parts of, in order of first occurrence."""
@@ -96,7 +96,7 @@ def group_by_original_module(modules: Iterable[str], layout: Sequence[OriginalMo
 
 
 def _split_block_index(module: str) -> tuple[str, str]:
-    """``transformer_blocks.7.attn.to_q`` -> ``transformer_blocks.{}.attn.to_q`` and ``7``."""
+    """Split ``transformer_blocks.7.attn.to_q`` into ``transformer_blocks.{}.attn.to_q`` and ``7``."""
     first, _, rest = module.partition(".")
     number, _, end = rest.partition(".")
     return (f"{first}.{{}}.{end}", number) if number.isdigit() else (module, "")
@@ -130,7 +130,7 @@ def map_to_ldm_names(modules: Iterable[str]) -> Mapping[str, str]:
 
 
 def _find_ldm_block_names(modules: list[str]) -> Iterator[tuple[str, str]]:
-    """Map resnets, attentions and samplers: ``down_blocks.1.attentions.0`` -> ``input_blocks.4.1``."""
+    """Map resnets, attentions and samplers, such as ``down_blocks.1.attentions.0`` to ``input_blocks.4.1``."""
     units = {match[0] for name in modules if (match := re.match(r"(?:down|up)_blocks\.\d+\.\w+\.\d+(?=\.|$)", name))}
     resnets_per_block = {}
     for side in ("down", "up"):
@@ -189,7 +189,7 @@ class KeyStyle:
     layout: tuple[OriginalModule, ...] = ()
     """The modules of the original model, where diffusers has split some."""
     rename: Callable[[Iterable[str]], Mapping[str, str]] = keep_names
-    """Without a layout: module names -> their names in files."""
+    """Maps module names to their names in files, if there is no layout."""
     is_text_encoder: bool = False
     is_read_by_diffusers: bool = True
     """Whether diffusers converts kohya files of this style."""
@@ -202,9 +202,9 @@ class KeyStyle:
     has_lokr_in_diffusers: bool = False
     """Whether diffusers loads LoKr in ComfyUI's format."""
     unread_in_diffusers: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """Layout of a LoRA file -> what diffusers does not load of it, where it loads the other layouts."""
+    """What diffusers does not load of a LoRA file, by layout, where it loads other layouts whole."""
     unread_in_comfyui: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """Layout of a file -> what ComfyUI does not load of it."""
+    """What ComfyUI does not load of a LoRA file, by layout."""
     comfyui_style: "KeyStyle | None" = None
     """The names of kohya files for ComfyUI, where it has others than sd-scripts."""
 
@@ -231,13 +231,13 @@ DIFFUSERS_ONLY_KEYS = KeyStyle("diffusers_only", is_read_by_diffusers=False)
 CONVERTED_BY_COMFYUI_KEYS = KeyStyle(
     "diffusers_only", is_read_by_diffusers=False, unread_in_comfyui={"kohya": "loads nothing of this layout"}
 )
-"""The same, where ComfyUI has the original model and converts diffusers' names, which kohya files do not have."""
+"""Names for a model that ComfyUI has in its original form: diffusers' names are converted, those of kohya files not."""
 TRANSFORMER_LOADER_KEYS = replace(
     CONVERTED_BY_COMFYUI_KEYS,
     has_lokr_in_diffusers=True,
     unread_in_diffusers={"comfy": "ignores the alphas of this layout"},
 )
-"""The same, where the pipeline has no loader in diffusers, but the transformer has."""
+"""``CONVERTED_BY_COMFYUI_KEYS`` for a pipeline without a LoRA loader in diffusers whose transformer has one."""
 
 LDM_KEYS = KeyStyle("ldm", rename=map_to_ldm_names)
 """A UNet as in the original code of Stable Diffusion."""

@@ -48,7 +48,7 @@ UNREAD_SETTINGS: Mapping[str, object] = {
     "use_cayley_neumann": True,
     "num_cayley_neumann_terms": 5,
 }
-"""Settings that change what a file does -> the value that is read, peft's default."""
+"""Settings that change what a file does, with the only value that is read: peft's default."""
 
 _READ_TYPES = ("LORA", "LOHA", "LOKR", "OFT", "BOFT")
 
@@ -85,12 +85,12 @@ class PeftSettings:
         rank = int(values["r"])
         alpha = values.get("lora_alpha", values.get("alpha"))
         settings = cls(
-            rank,
-            float(rank if alpha is None else alpha),
-            {str(key): int(value) for key, value in (values.get("rank_pattern") or {}).items()},
-            {str(key): float(value) for key, value in (values.get("alpha_pattern") or {}).items()},
-            bool(values.get("use_rslora")),
-            bool(values.get("use_dora")),
+            rank=rank,
+            alpha=float(rank if alpha is None else alpha),
+            rank_pattern={str(key): int(value) for key, value in (values.get("rank_pattern") or {}).items()},
+            alpha_pattern={str(key): float(value) for key, value in (values.get("alpha_pattern") or {}).items()},
+            use_rslora=bool(values.get("use_rslora")),
+            use_dora=bool(values.get("use_dora")),
         )
         for pattern in (*settings.rank_pattern, *settings.alpha_pattern):
             re.compile(pattern)
@@ -168,7 +168,7 @@ def _apply_settings(name: str, module: str, update: ModuleAdapter, settings: Pef
         # peft scales two full matrices, too; no other program does, so the scale is multiplied in.
         scale = settings.get_alpha(module) / settings.get_rank(module)
         return fold_alpha(replace(update, alpha=scale))
-    if update.adapter_type not in ("lora", "dora", "loha", "lokr"):
+    if update.adapter_type not in ("lora", "dora", "input-dora", "loha", "lokr"):
         return update
     if settings.use_dora and update.adapter_type == "lora":
         raise UserError(

@@ -37,9 +37,9 @@ class TargetComponent:
     model: nn.Module
     target_modules: Sequence[str]
     key_style: KeyStyle = DIFFUSERS_KEYS
-    """``Family.lora_key_style`` or ``Family.get_text_key_style``."""
+    """``FamilyLora.key_style`` of the denoiser or ``TextEncoderLora.key_style`` of a text encoder."""
     key_prefix: str = "lora_unet"
-    """Prefix of its keys in kohya files."""
+    """The prefix of the component's keys in kohya files."""
     unused_layers: Sequence[str] = ()
     """Layers without gradient, which get no adapter."""
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 OTHER_TOKENS = ""
-"""Stands for all tokens of a sequence that are in no other segment: those of the image and its control images."""
+"""The segment of all tokens that are in no other one: those of the image and its control images."""
 SEGMENT_STRIDE = 2**18
 """Numbers between the first tokens of two segments: more than any of them has tokens."""
 
@@ -20,7 +20,7 @@ class ShardedTokens(Protocol):
 
     @property
     def positions(self) -> Tensor:
-        """Their positions in the whole sequence."""
+        """The positions of this rank's tokens in the whole sequence."""
 
     @property
     def num_tokens(self) -> int:

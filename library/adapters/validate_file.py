@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import Tensor
 
 from .component_keys import ComponentKeys
-from .module_adapter import ModuleAdapter, parse_tensor_key
+from .module_adapter import INPUT_MAGNITUDE, ModuleAdapter, parse_tensor_key
 from .original_module_names import ModuleGroup
 from .validate_tensors import find_tensor_problems
 
@@ -23,13 +23,24 @@ UNREAD_KINDS: Mapping[str, str] = {
     r"\.oft_blocks\.\d+$": "OFT of sd-scripts for FLUX.1 (networks.oft_flux)",
     r"\.lora_E$|\.ranknum$": "AdaLoRA",
     r"\.vera_lambda_[bd]$": "VeRA",
-    r"\.(set|reshape)_weight$": "whole weights (ComfyUI's set_weight)",
+    r"\.set_weight$": "weights that replace those of the model (ComfyUI's set_weight)",
+    r"\.reshape_weight$": "layers that change the shape of the model's (ComfyUI's reshape_weight)",
     r"^lora_controlnet$": "ControlLoRA",
     r"(^|\.)(ip_adapter|image_proj)\.": "IP-Adapter",
     r"^(string_to_param|emb_params|clip_[lg]|t5xxl)$": "a textual inversion embedding",
     r"^(model\.diffusion_model|first_stage_model|cond_stage_model|conditioner)\.": "a whole checkpoint",
 }
 """Pattern of keys -> what they are, where it is not read."""
+
+
+def group_unread_keys(keys: Iterable[str]) -> dict[str, list[str]]:
+    """The keys of what is not read, by what it is."""
+    groups: dict[str, list[str]] = {}
+    for key in keys:
+        kind = next((kind for pattern, kind in UNREAD_KINDS.items() if re.search(pattern, key)), None)
+        if kind is not None:
+            groups.setdefault(kind, []).append(key)
+    return groups
 
 
 def describe_unknown_keys(keys: Sequence[str], total: int, model: str = "this model") -> str:
@@ -109,6 +120,9 @@ def _describe_misfit(update: ModuleAdapter, shape: Sequence[int]) -> str | None:
         return f"has {own_inputs} inputs in the file and {inputs} in the model"
     if own_outputs != outputs:
         return f"has {own_outputs} outputs in the file and {outputs} in the model"
+    scales = update.tensors.get(INPUT_MAGNITUDE)
+    if scales is not None and scales.numel() != shape[1]:
+        return f"has a dora_scale for {scales.numel()} inputs in the file and {shape[1]} in the model"
     kernel = update.kernel
     if kernel and kernel != tuple(shape[2:]) and (len(shape) == 4 or math.prod(kernel) > 1):
         return f"has a kernel of {kernel[0]}x{kernel[1]} in the file, and another or none in the model"

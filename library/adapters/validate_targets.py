@@ -8,13 +8,14 @@ from torch import nn
 from ..config.network_arg_types import LAST_BLOCK
 from ..config.network_args import NetworkArgs, get_network_args
 from ..config.schema import AdapterConfig
+from ..problems import Problem
 from .peft_types import RankAlpha, count_input_features
 from .targets_rank_alpha import BLOCK_INDEX_ARGS, TargetLayer, matches_full_name, matches_pattern
 
 
 def validate_ranks(
     layers: Sequence[TargetLayer], rank_alphas: Mapping[str, RankAlpha], config: AdapterConfig
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     """Check ``network_args`` against all target layers and the ranks that were assigned to them."""
     arguments = get_network_args(config)
     problems = [
@@ -24,24 +25,28 @@ def validate_ranks(
     ]
     if not rank_alphas and not problems:
         problems = ["no layer is left to train"]
-    yield from (f"--network_args: {problem}" for problem in problems)
+    yield from (Problem("network_args", text) for text in problems)
 
 
-def validate_boft_ranks(model: nn.Module, adapter_type: str, rank_alphas: Mapping[str, RankAlpha]) -> Iterator[str]:
+def validate_boft_ranks(model: nn.Module, adapter_type: str, rank_alphas: Mapping[str, RankAlpha]) -> Iterator[Problem]:
     """BOFT has one even block size for all layers, which has to divide their input features."""
     if adapter_type != "boft" or not rank_alphas:
         return
     ranks = sorted({size.rank for size in rank_alphas.values()})
     if len(ranks) > 1:
-        yield f"--network_args: boft needs the same rank for all layers, but there are {', '.join(map(str, ranks))}"
+        yield Problem(
+            "network_args", f"boft needs the same rank for all layers, but there are {', '.join(map(str, ranks))}"
+        )
         return
     if ranks[0] % 2:
-        yield f"--network_dim: {ranks[0]} is odd, but boft needs an even number"
+        yield Problem("network_dim", f"{ranks[0]} is odd, but boft needs an even number")
         return
     for name in rank_alphas:
         features = count_input_features(model.get_submodule(name))
         if features % ranks[0]:
-            yield f"--network_dim: boft needs a divisor of the {features} input features of {name}, not {ranks[0]}"
+            yield Problem(
+                "network_dim", f"boft needs a divisor of the {features} input features of {name}, not {ranks[0]}"
+            )
             return
 
 

@@ -8,7 +8,17 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from .module_adapter import DORA_SCALE, DOWN, MAGNITUDE, MID, TENSOR_NAMES, UP, ModuleAdapter
+from .module_adapter import (
+    BIAS,
+    DORA_SCALE,
+    DOWN,
+    INPUT_MAGNITUDE,
+    MAGNITUDE,
+    MID,
+    TENSOR_NAMES,
+    UP,
+    ModuleAdapter,
+)
 
 _LORA_NAMES = (DOWN, UP, MID)
 _TYPES_WITH_MAGNITUDE = {"lora", "loha", "lokr"}
@@ -52,14 +62,24 @@ def find_tensor_problems(tensors: Mapping[str, Tensor]) -> Iterator[str]:
         if problems := list(find(tensors)):
             yield from problems
             return
+    yield from _find_odd_vectors(tensors)
+
+
+def _find_odd_vectors(tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """Magnitudes and biases of another length than the layer's."""
+    outputs, _ = ModuleAdapter(tensors, 0).shape
+    if BIAS in tensors and outputs and len(tensors[BIAS]) != outputs:
+        yield f"{BIAS} has {len(tensors[BIAS])} values, and the layer {outputs} outputs"
     magnitude = tensors.get(MAGNITUDE)
     if magnitude is not None:
-        outputs, _ = ModuleAdapter(tensors, 0).shape
         if magnitude.numel() != outputs or (magnitude.dim() == 2 and magnitude.shape[0] != outputs):
-            yield (
-                f"{DORA_SCALE} is {list(magnitude.shape)}, which is per input or of another layer; only one value for"
-                f" each of the {outputs} outputs is supported"
-            )
+            yield f"{DORA_SCALE} is {list(magnitude.shape)}, and the layer has {outputs} outputs"
+    magnitude = tensors.get(INPUT_MAGNITUDE)
+    if magnitude is not None:
+        # The tensors of a LoHa or LoKr do not tell inputs and kernel apart.
+        inputs = tensors[DOWN].shape[1] if DOWN in tensors else ModuleAdapter(tensors, 0).shape[1]
+        if inputs % magnitude.numel() or (DOWN in tensors and magnitude.numel() != inputs):
+            yield f"{DORA_SCALE} is {list(magnitude.shape)}, and the layer has {inputs} inputs"
 
 
 def _find_mixed_types(tensors: Mapping[str, Tensor]) -> Iterator[str]:
@@ -67,10 +87,12 @@ def _find_mixed_types(tensors: Mapping[str, Tensor]) -> Iterator[str]:
     names = {"lora": _LORA_NAMES, **TENSOR_NAMES}
     types = {kind: [name for name in each if name in tensors] for kind, each in names.items()}
     found = {kind: each for kind, each in types.items() if each}
+    if len(found) > 1 and found.get("full") == [BIAS]:
+        del found["full"]
     if len(found) > 1:
         listed = " and ".join(f"{kind} ({', '.join(map(_format_name, each))})" for kind, each in found.items())
         yield f"has tensors of {listed}; a layer with several types is not supported"
-    elif MAGNITUDE in tensors and found and not found.keys() & _TYPES_WITH_MAGNITUDE:
+    elif {MAGNITUDE, INPUT_MAGNITUDE} & tensors.keys() and found and not found.keys() & _TYPES_WITH_MAGNITUDE:
         yield f"has a {DORA_SCALE} and is of type {next(iter(found))}, which has none"
     for name, _ in _FACTORS:
         if name in tensors and (more := [f"{name}{end}" for end in ("_a", "_b") if f"{name}{end}" in tensors]):
@@ -81,7 +103,7 @@ def _find_missing_tensors(tensors: Mapping[str, Tensor]) -> Iterator[str]:
     adapter_type = ModuleAdapter(tensors, 0).adapter_type
     required: tuple[str, ...] = ()
     match adapter_type:
-        case "lora" | "dora":
+        case "lora" | "dora" | "input-dora":
             required = (DOWN, UP)
         case "loha" | "lokr":
             factors = _FACTORS[:2] if adapter_type == "loha" else _FACTORS[2:]
@@ -144,4 +166,4 @@ def _find_odd_blocks(tensors: Mapping[str, Tensor]) -> Iterator[str]:
 def _format_name(name: str) -> str:
     if name in _LORA_NAMES:
         return f"lora_{name}"
-    return DORA_SCALE if name == MAGNITUDE else name
+    return DORA_SCALE if name in (MAGNITUDE, INPUT_MAGNITUDE) else name

@@ -22,6 +22,7 @@ from ..distributed.communicator import Communicator
 from ..distributed.process_group import KeyValueStore
 from ..errors import UserError
 from ..log import ProgressBar
+from ..problems import Problem
 from .keys import KeyArray, get_key_bytes
 from .paths import check_disk_space, check_writable, format_bytes, get_temporary_cache_dir, resolve_cache_dirs
 from .store import CacheStore
@@ -34,7 +35,7 @@ VISIBILITY_TIMEOUT_SECONDS = 60.0
 REFRESH_INTERVAL_SECONDS = 2.0
 POLL_INTERVAL_SECONDS = 0.2
 STALL_TIMEOUT_SECONDS = 30 * 60
-"""Without progress of any rank for this long, waiting ranks give up."""
+"""Waiting ranks give up when no rank has made progress for this long."""
 
 MAX_NAMES_SHOWN = 5
 EntryIndices = NDArray[np.int64]
@@ -47,19 +48,19 @@ class EncodedEntry:
 
     index: int
     tensors: dict[str, Tensor]
-    name: str  # in messages
+    name: str  # the name in messages
 
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What a cache has to contain, and where."""
+    """The entries that a cache has to contain, and the folders that it is in."""
 
     name: str  # "latents"
     unit: str  # "image"
-    option: str  # that enables the cache, for messages
+    option: str  # the option that enables the cache, for messages
     keys: KeyArray
-    directories: Sequence[Path]  # of each key
-    relative_sizes: Sequence[int]  # of each entry, in any unit
+    directories: Sequence[Path]  # the directory of each key
+    relative_sizes: Sequence[int]  # the size of each entry, in any unit
     disk_full_hint: str  # what to do when the disk is too small
 
     @property
@@ -71,7 +72,7 @@ class CacheSpec:
 class CacheEncoder(Protocol):
     """Encodes entries; loads its model when the first batch is requested."""
 
-    failures: dict[int, str]
+    failures: dict[int, Problem]
     """Entries that could not be encoded, with the reason."""
 
     def make_batches(self, indices: Sequence[int]) -> list[list[int]]:
@@ -83,7 +84,7 @@ class CacheEncoder(Protocol):
 
 def fill_cache(
     comm: Communicator, spec: CacheSpec, encoder: CacheEncoder, *, verify_existing: bool
-) -> tuple[CacheStore, dict[int, str]]:
+) -> tuple[CacheStore, dict[int, Problem]]:
     """Encode what is missing; return the cache, and the entries that could not be encoded with the reason."""
     partition = partition_by_shared_disk(comm, spec.unique_directories)
     store = CacheStore(spec.unique_directories)
@@ -98,7 +99,15 @@ def fill_cache(
             _drop_damaged(store, damaged, spec, writers)
         with track_shared_progress(comm, partition, spec.name, len(missing), spec.unit) as progress:
             if len(missing):
-                _encode_missing(store, spec, encoder, missing, writers, progress, partition)
+                _encode_missing(
+                    store,
+                    spec,
+                    encoder,
+                    missing_indices=missing,
+                    writers=writers,
+                    progress=progress,
+                    partition=partition,
+                )
     own_failures = {bytes(spec.keys[index]): reason for index, reason in encoder.failures.items()}
     failed = {key: reason for failures in comm.all_gather_object(own_failures) for key, reason in failures.items()}
     failures = {index: failed[bytes(key)] for index, key in enumerate(spec.keys) if key in failed} if failed else {}
@@ -177,12 +186,12 @@ class SharedProgress:
 
 @dataclass(frozen=True)
 class WorkPartition:
-    """This rank encodes every ``count``-th entry, from ``index`` on."""
+    """The entries that this rank encodes: every ``count``-th, from ``index`` on."""
 
     index: int
     count: int
     run_token: str
-    """Equal on all ranks, and different in every run."""
+    """A text that is equal on all ranks and different in every run."""
 
 
 def _encode_missing(
@@ -242,7 +251,7 @@ def _check_required_space(
         check_disk_space(directory, num_bytes, entries, spec.disk_full_hint)
 
 
-def _wait_until_visible(store: CacheStore, spec: CacheSpec, failures: dict[int, str]) -> None:
+def _wait_until_visible(store: CacheStore, spec: CacheSpec, failures: dict[int, Problem]) -> None:
     """Wait until this machine sees all entries, whichever machine wrote them."""
     expected = np.setdiff1d(np.arange(len(spec.keys)), list(failures))
     deadline = time.monotonic() + VISIBILITY_TIMEOUT_SECONDS

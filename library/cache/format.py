@@ -99,7 +99,7 @@ def _view_as_tensor(buffer: Tensor, span: TensorSpan) -> Tensor:
 
 
 FORMAT_VERSION = 1
-"""Incremented when old files can no longer be read; files of another version are ignored."""
+"""The version of the format, incremented when old files can no longer be read; files of another one are ignored."""
 
 HEADER_RECORD, ENTRY_RECORD, TOMBSTONE_RECORD = 1, 2, 3
 """Kinds of records: the first of a file; the location of an entry; an entry that must no longer be used."""
@@ -108,13 +108,13 @@ RECORD_DTYPE: np.dtype[Any] = np.dtype(
     [
         ("key", f"S{KEY_BYTES}"),
         ("kind", "<u4"),
-        ("part", "<u4"),  # which of the writer's shards
-        ("offset", "<u8"),  # of the entry in it
-        ("length", "<u8"),  # of the blob; the name of the image or caption follows it
+        ("part", "<u4"),  # the number of the writer's shard
+        ("offset", "<u8"),  # the first byte of the entry in the shard
+        ("length", "<u8"),  # the bytes of the blob, which the name of the image or caption follows
         ("name_length", "<u4"),
-        ("checksum", "<u4"),  # of blob and name
-        ("writer", "<u8"),  # whose entry it is: the file's own, except in a tombstone
-        ("check", "<u8"),  # of all fields above
+        ("checksum", "<u4"),  # the checksum of blob and name
+        ("writer", "<u8"),  # the writer of the entry: the file's own, except in a tombstone
+        ("check", "<u8"),  # the checksum of all fields above
     ]
 )
 

@@ -11,7 +11,7 @@ from PIL.Image import Image
 from ..config.schema import ModelConfig
 from ..config.schema_data import CacheConfig
 from ..dataloader.batch import Cond
-from ..models.base import Family
+from ..models.base import ControlTextFamily, Family, T5Family
 from ..models.detect import DetectedModel
 from ..parallel.strategy import Strategy
 from .model_fingerprint import FileHashCache, compute_component_fingerprints
@@ -33,19 +33,27 @@ class FrozenEncoders:
 
     @property
     def is_t5_only(self) -> bool:
-        return self.text_components != self.family.text_components
+        return self.text_components != self.family.facts.text.components
 
     @property
     def reads_controls(self) -> bool:
         """Whether the text encoder reads control images together with captions."""
-        return self.family.facts.text_tokens_per_control > 0
+        return isinstance(self.family, ControlTextFamily)
 
-    def encode_prompts(self, pipe: Any, prompts: Sequence[str], controls: Sequence[Sequence[Image]] = ()) -> Cond:
+    def encode_prompts(
+        self,
+        pipe: Any,
+        prompts: Sequence[str],
+        controls: Sequence[Sequence[Image]] = (),
+        *,
+        is_negative: bool = False,
+    ) -> Cond:
         """Encode texts with the text components; ``controls`` are the control images of each, if they are read."""
-        if self.reads_controls:
+        if isinstance(self.family, ControlTextFamily):
             return self.family.encode_prompts_with_controls(pipe, prompts, controls)
-        encode = self.family.encode_t5_prompts if self.is_t5_only else self.family.encode_prompts
-        return encode(pipe, prompts)
+        if isinstance(self.family, T5Family) and self.is_t5_only:
+            return self.family.encode_t5_prompts(pipe, prompts)
+        return (self.family.encode_negative_prompts if is_negative else self.family.encode_prompts)(pipe, prompts)
 
     def load(self, components: Sequence[str], dtype: torch.dtype) -> Any:
         """Load a pipeline with these components, frozen and on the device."""
@@ -57,7 +65,7 @@ class FrozenEncoders:
         return pipe
 
     def compute_weight_hashes(self, components: Sequence[str], cache_dir: Path) -> list[str]:
-        """On the main process only: the others need not read all weights as well."""
+        """Compute the hashes of components on the main process, so that the others need not read all weights too."""
         hashes = FileHashCache(cache_dir / FILE_HASHES_NAME)
         return self.strategy.comm.run_on_main_and_broadcast(
             lambda: compute_component_fingerprints(self.family, self.model, components, hashes)

@@ -1,7 +1,11 @@
-"""Cache keys: a hash of everything that decides the latents of an image or the text-encoder output of a caption."""
+"""Cache keys: a hash of everything that decides the latents of an image or the text-encoder output of a caption.
+
+An entry is found by what it was made from, so none can be stale: a changed image, crop, VAE or precision has another
+key.
+"""
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +18,7 @@ from ..dataloader.buckets import BucketAssignment, list_control_facts
 from ..dataloader.images import CropParams, load_preview_controls
 from ..dataloader.manifest import Sample
 from ..dataloader.sample_prompts import Prompt
-from ..dataset.schema import SubsetConfig
+from ..dataset.schema import DATASET_KEYS, SubsetConfig
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -39,15 +43,16 @@ class EncodedText:
 
     caption: str
     control_key: str = ""  # of the control images that the text encoder reads with it
+    is_negative: bool = False  # encoded as a negative prompt, in a family that encodes these in another way
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """Where a caption was found first, and its control images."""
+    """A caption with its control images, and where it was found first."""
 
     sample_index: int = 0  # decides about the directory
     is_flipped: bool = False
-    prompt: Prompt | None = None  # of a preview, instead of a sample
+    prompt: Prompt | None = None  # the prompt of a preview, instead of a sample
 
     def count_controls(self, augmenter: Augmenter) -> int:
         owner = augmenter.manifest.samples[self.sample_index].controls
@@ -59,20 +64,22 @@ def collect_run_captions(
     batch_plan: MicroBatchSchedule,
     total_steps: int,
     prompts: Iterable[Prompt] = (),
-    mark_negative_prompt: Callable[[str], str] = str,
     *,
     with_controls: bool = False,
+    has_negative_encoding: bool = False,
 ) -> dict[EncodedText, TextSource]:
     """Collect every caption of ``total_steps`` steps on any rank, the empty one included, each with a sample using it.
 
     Captions are drawn by a stateless generator, so the batch plan tells them before training.  Only samples whose
     captions vary need a walk through the plan.  ``with_controls``: the text encoder reads control images as well.
+    ``has_negative_encoding``: negative prompts are encoded in another way than captions.
     """
     texts = {} if with_controls else {EncodedText(""): TextSource()}
     for prompt in prompts:
         key = hash_controls(load_preview_controls(prompt)) if with_controls else ""
-        for text in (prompt.text, mark_negative_prompt(prompt.negative_prompt)):
-            texts.setdefault(EncodedText(text, key), TextSource(prompt=prompt))
+        negative = EncodedText(prompt.negative_prompt, key, has_negative_encoding)
+        for text in (EncodedText(prompt.text, key), negative):
+            texts.setdefault(text, TextSource(prompt=prompt))
 
     def add_view(view: SampleView, *, is_flipped: bool) -> None:
         key = augmenter.get_control_key(view.sample_index, is_flipped=is_flipped) if with_controls else ""
@@ -105,23 +112,15 @@ def hash_controls(images: Sequence["Image"]) -> str:
 
 def find_varying_caption_keys(subset: SubsetConfig) -> tuple[str, ...]:
     """Return the keys that make captions of this subset vary from view to view."""
-    return tuple(key for key in _VARYING_CAPTION_KEYS if getattr(subset, key))
+    keys = (name for name, key in DATASET_KEYS.items() if key.option.varies == "caption")
+    return tuple(key for key in keys if getattr(subset, key))
 
-
-_VARYING_CAPTION_KEYS = (
-    "shuffle_caption",
-    "enable_wildcard",
-    "caption_dropout_rate",
-    "caption_dropout_every_n_epochs",
-    "caption_tag_dropout_rate",
-    "token_warmup_step",
-)
 
 LATENT_KEY_VERSION = 1
-"""Incremented when the same image, crop and VAE would give different latents than before."""
+"""A part of each key, incremented when the same image, crop and VAE would give other latents than before."""
 
 TEXT_KEY_VERSION = 1
-"""Incremented when the same caption and text encoder would give different outputs than before."""
+"""A part of each key, incremented when the same caption and text encoder would give other outputs than before."""
 
 
 def compute_latent_key(
@@ -155,7 +154,8 @@ def compute_latent_key(
 def compute_text_key(text: EncodedText, encoder_fingerprint: str) -> bytes:
     """Hash one caption as the text encoder gets it."""
     controls = (text.control_key,) if text.control_key else ()
-    return _hash_facts("text", TEXT_KEY_VERSION, encoder_fingerprint, text.caption, *controls)
+    kind = "negative text" if text.is_negative else "text"
+    return _hash_facts(kind, TEXT_KEY_VERSION, encoder_fingerprint, text.caption, *controls)
 
 
 def compute_encoder_fingerprint(*facts: str) -> str:
@@ -184,7 +184,7 @@ class LatentKeys:
 class TextKeys:
     """Cached text-encoder outputs: one entry for each caption, or for each with its control images."""
 
-    captions: tuple[str, ...]
+    texts: tuple[EncodedText, ...]
     sources: tuple[TextSource, ...]
     keys: KeyArray
 
@@ -223,4 +223,4 @@ def get_cached_crop(augmenter: Augmenter, sample_index: int, *, is_flipped: bool
 def build_text_keys(texts: dict[EncodedText, TextSource], encoder_fingerprint: str) -> TextKeys:
     """Build the keys of captions, each given with its source."""
     keys = stack_keys(compute_text_key(text, encoder_fingerprint) for text in texts)
-    return TextKeys(tuple(text.caption for text in texts), tuple(texts.values()), keys)
+    return TextKeys(tuple(texts), tuple(texts.values()), keys)

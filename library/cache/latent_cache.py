@@ -19,8 +19,9 @@ from ..dataloader.prepare import PreparedData
 from ..dataloader.worker_pool import prefetch_in_threads
 from ..dataset.image_inspection import Pixels
 from ..dataset.masks import MaskPixels
-from ..diffusion.losses import resize_mask_to_latents
+from ..diffusion.masked_loss import resize_mask_to_latents
 from ..errors import FileError
+from ..problems import Problem, report_file
 from .distributed_encoding import CacheSpec, EncodedEntry, fill_cache, open_cache_dirs, open_shards, split_into_batches
 from .frozen_encoders import FrozenEncoders
 from .keys import LatentKeys, build_latent_keys, compute_encoder_fingerprint, get_cached_crop
@@ -30,7 +31,7 @@ from .readers import CONTROL_TENSOR, MASK_TENSOR, MOMENTS_TENSOR, LatentReader
 logger = logging.getLogger(__name__)
 CACHE_DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 PREFETCH_PER_THREAD = 2
-"""Images."""
+"""The number of images that each thread reads ahead."""
 
 LoadedEntry = tuple[Pixels, MaskPixels | None, tuple[Pixels, ...]]
 """An image, its mask and its control images."""
@@ -44,7 +45,7 @@ class LatentEncoder:
     augmenter: Augmenter
     latent_keys: LatentKeys
     num_threads: int
-    failures: dict[int, str] = field(default_factory=dict)
+    failures: dict[int, Problem] = field(default_factory=dict)
 
     def make_batches(self, indices: Sequence[int]) -> list[list[int]]:
         """Group entries of one resolution to batches of ``--vae_batch_size``."""
@@ -65,7 +66,7 @@ class LatentEncoder:
             images = {}
             for index, image in batch.items():
                 if isinstance(image, BadSample):
-                    self.failures[index] = f"{image.name}: {image.problem}"
+                    self.failures[index] = report_file(image.name, image.problem)
                 else:
                     images[index] = image
             yield len(batch), self._encode_images(pipe, images) if images else []
@@ -112,7 +113,7 @@ class LatentEncoder:
             sample = self.augmenter.manifest.samples[int(self.latent_keys.sample_indices[index])]
             value = moments[row] if finite[row] else self._reencode_in_float32(pipe, pixels[row], sample.key)
             if value is None:
-                self.failures[index] = f"{sample.image}: the VAE returns NaN or Inf"
+                self.failures[index] = _report_overflow(sample.image)
                 continue
             tensors = {MOMENTS_TENSOR: value.to(dtype).cpu()}
             if mask is not None:
@@ -120,7 +121,7 @@ class LatentEncoder:
             for number, control in enumerate(controls):
                 latents = self._encode_control(pipe, control, sample.controls[number].image.key)
                 if latents is None:
-                    self.failures[index] = f"{sample.controls[number].image}: the VAE returns NaN or Inf"
+                    self.failures[index] = _report_overflow(sample.controls[number].image)
                     break
                 tensors[CONTROL_TENSOR.format(number)] = latents.to(dtype).cpu()
             else:
@@ -142,7 +143,7 @@ class LatentEncoder:
             return self.encoders.family.encode_moments(pipe, values).mean_and_std
 
     def _resize_mask(self, mask: MaskPixels, latent_size: tuple[int, int]) -> Tensor:
-        """On the device, as training resizes it."""
+        """Resize a mask to the latents, on the device as training does."""
         on_device = torch.from_numpy(mask)[None, None].to(self.encoders.strategy.device)
         return resize_mask_to_latents(on_device, latent_size)[0].cpu()
 
@@ -210,12 +211,16 @@ def compute_vae_fingerprint(encoders: FrozenEncoders, cache_dir: Path) -> str:
     return compute_encoder_fingerprint(type(encoders.family).__name__, encoders.cache.cache_precision, *weights)
 
 
-def _remove_failed_images(prepared: PreparedData, failures: dict[int, str]) -> PreparedData:
+def _report_overflow(image: object) -> Problem:
+    return report_file(image, "the VAE returns NaN or Inf")
+
+
+def _remove_failed_images(prepared: PreparedData, failures: dict[int, Problem]) -> PreparedData:
     """Skip the images that could not be encoded, or fail, as ``--on_invalid_images`` says."""
-    lines = list(failures.values())
+    problems = list(failures.values())
     if prepared.config.on_invalid_images == "fail":
-        advice = f"{len(lines)} images cannot be encoded; fix, remove or skip them (--on_invalid_images skip)"
-        raise FileError([*lines, advice])
-    for line in lines:
-        logger.warning("%s; skipped", line)
+        fix = "fix, remove or skip them (--on_invalid_images skip)"
+        raise FileError([*problems, Problem("", f"{len(problems)} images cannot be encoded", fix)])
+    for problem in problems:
+        logger.warning("%s; skipped", problem)
     return prepared.remove_samples(frozenset(failures))

@@ -17,6 +17,7 @@ from ..distributed.communicator import Communicator
 from ..models.base import Family
 from ..models.detect import build_control_limits, detect_model
 from ..models.families import FAMILIES
+from ..models.trained_components import list_cached_text_components
 from ..parallel.strategy_registry import build_strategy
 from .distributed_encoding import CacheEncoder, CacheSpec, fill_cache
 from .frozen_encoders import FrozenEncoders
@@ -44,7 +45,7 @@ class WriterFiles:
     num_entries: int  # damaged ones included
     needed_rows: RowIndices
     is_busy: bool
-    tombstoned_writers: frozenset[int]  # whose damaged entries become valid again if this writer's files go first
+    tombstoned_writers: frozenset[int]  # writers whose damaged entries are valid again if this one's files go first
 
     @property
     def num_unneeded(self) -> int:
@@ -70,7 +71,16 @@ def list_writer_files(store: CacheStore, needed_keys: KeyArray) -> list[WriterFi
         is_busy, tombstoned = _is_recently_modified(files), index.tombstoned_writers
         needed = own[is_needed[own]]
         found.append(
-            WriterFiles(index.directory, writer_id, files, num_bytes, index.num_entries, needed, is_busy, tombstoned)
+            WriterFiles(
+                directory=index.directory,
+                writer_id=writer_id,
+                files=files,
+                num_bytes=num_bytes,
+                num_entries=index.num_entries,
+                needed_rows=needed,
+                is_busy=is_busy,
+                tombstoned_writers=tombstoned,
+            )
         )
     return found
 
@@ -143,15 +153,31 @@ def open_run_caches(config: RunConfig) -> Iterator[RunCaches]:
             control_limits=build_control_limits(model),
             max_side=model.max_side,
         )
-        text_components = family.list_cached_text_components(config.adapter, config.optim)
-        encoders = FrozenEncoders(strategy, family, model, config.model, config.cache, text_components)
+        text_components = list_cached_text_components(config.adapter, config.optim, family.facts)
+        encoders = FrozenEncoders(
+            strategy=strategy,
+            family=family,
+            model=model,
+            model_config=config.model,
+            cache=config.cache,
+            text_components=text_components,
+        )
         caches = [_build_latent_cache(encoders, prepared)] if config.cache.caches_latents else []
         if config.cache.caches_text_outputs:
             batch_plan = prepared.build_batch_plan(strategy.data_parallel_size, config.train)
             run_plan = RunPlan.from_config(batch_plan, config.train, config.optim)
             prompts, directories = load_preview_prompts(config.preview), _list_sample_dirs(encoders, prepared)
             fingerprint = compute_text_encoder_fingerprint(encoders, directories[0])
-            caches.append(build_text_cache(encoders, prepared, run_plan, prompts, directories, fingerprint))
+            caches.append(
+                build_text_cache(
+                    encoders,
+                    prepared,
+                    run_plan,
+                    prompts=prompts,
+                    cache_dirs=directories,
+                    encoder_fingerprint=fingerprint,
+                )
+            )
         yield RunCaches(strategy.comm, tuple(caches), not config.cache.skip_cache_check)
 
 

@@ -20,6 +20,7 @@ from ..models.base import Family
 from ..models.detect import DetectedModel, get_config_reader
 from ..models.model_configs import is_tokenizer
 from ..models.single_file import select_component_keys
+from ..problems import Problem
 
 
 class FileHashCache:
@@ -44,7 +45,7 @@ class FileHashCache:
         return digest
 
     def _save(self) -> None:
-        with suppress(OSError):  # it only saves time
+        with suppress(OSError):  # the cache of hashes only saves time
             write_atomic(self.cache_file, json.dumps(self._entries).encode())
 
 
@@ -115,7 +116,7 @@ def _iter_component_fingerprints(
     elif is_in_file and is_tokenizer(component):
         yield _hash_loaded_component(getattr(family.load(model, torch.float32, (component,)), component))
     elif is_in_file:
-        prefixes = family.facts.single_file_prefixes.get(component, ())
+        prefixes = family.facts.single_files.prefixes.get(component, ())
         yield file_hashes.get_hash(Path(path_or_id), component, lambda path: _hash_single_file_weights(path, prefixes))
         yield _format_config(get_config_reader(model)(f"{component}/config.json") or {})
     else:
@@ -136,7 +137,7 @@ def _resolve_component_dir(path_or_id: str, subfolder: str, *, is_hub: bool) -> 
         root = Path(snapshot_download(path_or_id, allow_patterns=patterns))
     if not (root / subfolder).is_dir():
         raise FileError(
-            [f"pretrained_model_name_or_path: {path_or_id}: {subfolder} is missing; the model is incomplete"]
+            [Problem("pretrained_model_name_or_path", f"{path_or_id}: {subfolder} is missing; the model is incomplete")]
         )
     return root / subfolder
 

@@ -9,6 +9,7 @@ from ..config.schema_data import CacheConfig
 from ..dataloader.manifest import Manifest
 from ..dataset.scan_cache import get_cache_folder
 from ..errors import UserError
+from ..problems import Problem
 from ..storage.remote_path import is_remote
 
 LATENTS_DIR_NAME, TEXTS_DIR_NAME = "latents", "texts"
@@ -40,7 +41,9 @@ def get_temporary_cache_dir(config: CacheConfig, run_token: str) -> Path:
 def check_writable(directory: Path, option: str) -> None:
     """Raise ``UserError`` if no file can be created in ``directory``, which is created if missing."""
     if reason := find_write_error(directory):
-        raise UserError(f"--{option}: {directory} is not writable: {reason}; set another directory with --cache_dir")
+        raise UserError(
+            Problem(option, f"{directory} is not writable: {reason}", "set another directory with --cache_dir")
+        )
 
 
 def check_disk_space(directory: Path, num_bytes: int, description: str, hint: str) -> None:

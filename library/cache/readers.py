@@ -84,10 +84,15 @@ class TextReader:
     def __init__(self, store: CacheStore, encoder_fingerprint: str, reads_controls: bool = False):
         self.store, self.encoder_fingerprint, self.reads_controls = store, encoder_fingerprint, reads_controls
 
-    def read_cond(self, captions: Sequence[str], control_keys: Sequence[str] = ()) -> Cond:
-        """Return what the family's text encoders return for these captions, each with its control images if read."""
+    def read_cond(
+        self, captions: Sequence[str], control_keys: Sequence[str] = (), *, is_negative: bool = False
+    ) -> Cond:
+        """Return what the family's text encoders return for these captions, each with its control images if read.
+
+        ``is_negative``: they are negative prompts, of a family that encodes these in another way.
+        """
         used_keys = control_keys if self.reads_controls else [""] * len(captions)
-        texts = map(EncodedText, captions, used_keys)
+        texts = [EncodedText(*text, is_negative) for text in zip(captions, used_keys, strict=True)]
         keys = stack_keys(compute_text_key(text, self.encoder_fingerprint) for text in texts)
         rows = self.store.find_rows(keys)
         if (rows < 0).any():
@@ -110,7 +115,7 @@ class CachedLatentLoader:
         pin_memory: bool,
     ):
         self.augmenter, self.rank, self.latent_reader, self.text_reader = augmenter, rank, latent_reader, text_reader
-        self.batch_plan = copy.deepcopy(batch_plan)  # its epoch cache must not be shared between two threads
+        self.batch_plan = copy.deepcopy(batch_plan)  # two threads must not share the plan's cache of epochs
         self.pin_memory = pin_memory
 
     def iter_steps(self, first_step: int) -> Iterator[StepBatches]:
@@ -206,7 +211,9 @@ def build_validation_reader(
     merged = prepared.merge_validation()
     batches = build_validation_batches(validation.manifest, validation.assignments, first_index, max_batches)
     if latent_reader is None:
-        read_pixels = MicroBatchDataset(merged.manifest, merged.assignments, batches, 0, 0, 0).__getitem__
+        read_pixels = MicroBatchDataset(
+            merged.manifest, merged.assignments, batch_plan=batches, rank=0, seed=0, total_steps=0
+        ).__getitem__
         if text_reader is None:
             return batches, read_pixels
         return batches, lambda number: add_cached_cond(read_pixels(number), text_reader)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UserError
+from ..problems import report_file
 from .format import (
     ENTRY_RECORD,
     RECORD_DTYPE,
@@ -33,7 +34,7 @@ _NO_RECORDS = np.zeros(0, RECORD_DTYPE)
 
 @dataclass
 class IndexFile:
-    """What has been read of one writer's index."""
+    """The part of one writer's index that has been read."""
 
     directory: Path
     num_bytes_read: int = 0
@@ -49,7 +50,7 @@ class CacheStore:
         self.directories = tuple(dict.fromkeys(directories))
         self.entries: RecordArray = _NO_RECORDS
         self._records: list[RecordArray] = []
-        self._index_files: dict[int, IndexFile] = {}  # by writer
+        self._index_files: dict[int, IndexFile] = {}  # the index file of each writer
         self._mmaps: dict[tuple[int, int], ByteArray] = {}
         self._sorted_key_prefixes: NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._sort_order: RowIndices = np.zeros(0, np.int64)
@@ -194,8 +195,11 @@ class CacheStore:
             mapped = self._mmaps[shard] = self._map_shard(*shard)
         if len(mapped) < start + length:
             raise UserError(
-                f"{self._index_files[shard[0]].directory}: a cache file was truncated; start again to encode the"
-                " missing entries"
+                report_file(
+                    self._index_files[shard[0]].directory,
+                    "a cache file was truncated",
+                    "start again to encode the missing entries",
+                )
             )
         return mapped[start : start + length]
 

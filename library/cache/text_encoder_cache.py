@@ -3,12 +3,14 @@
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL.Image import Image, fromarray
 
+from ..config.options import iter_group_options
 from ..config.schema import ModelConfig
 from ..dataloader.augment import Augmenter
 from ..dataloader.images import BadSample, load_control_pixels, load_preview_controls
@@ -18,6 +20,7 @@ from ..dataloader.sample_prompts import Prompt
 from ..distributed.devices import MIXED_PRECISION_DTYPES
 from ..errors import UserError
 from ..models.detect import get_config_reader
+from ..problems import Problem, report_file
 from .distributed_encoding import CacheSpec, EncodedEntry, fill_cache, open_cache_dirs, open_shards, split_into_batches
 from .frozen_encoders import FrozenEncoders
 from .keys import (
@@ -33,14 +36,9 @@ from .readers import TextReader, split_cond
 
 logger = logging.getLogger(__name__)
 MAX_CAPTION_CHARACTERS = 80
-"""Of a caption, as the name of an entry."""
+"""The longest part of a caption that is shown as the name of an entry."""
 
 MAX_KEYS_SHOWN = 3
-MODEL_OPTIONS_WITHOUT_TEXT_EFFECT = frozenset(
-    "pretrained_model_name_or_path family v2 vae clip_l clip_g t5xxl text_encoder ae tokenizer_cache_dir guidance_scale"
-    " quantize_base".split()
-)
-"""Options that do not change text-encoder outputs; the weights themselves are in the fingerprint by content."""
 
 
 @dataclass
@@ -50,7 +48,7 @@ class CaptionEncoder:
     encoders: FrozenEncoders
     augmenter: Augmenter
     text_keys: TextKeys
-    failures: dict[int, str] = field(default_factory=dict)
+    failures: dict[int, Problem] = field(default_factory=dict)
 
     def make_batches(self, indices: Sequence[int]) -> list[list[int]]:
         """Group entries to batches of ``--text_encoder_batch_size``."""
@@ -63,10 +61,8 @@ class CaptionEncoder:
             if pipe is None:
                 dtype = MIXED_PRECISION_DTYPES[strategy.mixed_precision]
                 pipe = self.encoders.load(self.encoders.text_components, dtype)
-            captions = [self.text_keys.captions[index] for index in batch]
-            controls = [self._load_controls(index) for index in batch] if self.encoders.reads_controls else []
-            with torch.no_grad(), strategy.accelerator.autocast():
-                rows = split_cond(self.encoders.encode_prompts(pipe, captions, controls), len(captions))
+            rows = self._encode_texts(pipe, batch)
+            captions = [self.text_keys.texts[index].caption for index in batch]
             for caption, row in zip(captions, rows, strict=True):
                 if not all(bool(tensor.isfinite().all()) for tensor in row.values()):
                     raise UserError(f"the text encoder returns NaN or Inf for the caption {caption!r}")
@@ -74,6 +70,21 @@ class CaptionEncoder:
             yield len(batch), list(map(EncodedEntry, batch, rows, names))
         del pipe
         strategy.empty_device_cache()
+
+    def _encode_texts(self, pipe: Any, batch: Sequence[int]) -> list[dict[str, torch.Tensor]]:
+        """Encode the captions of a batch, and its negative prompts where they are encoded in another way."""
+        texts = self.text_keys.texts
+        rows: dict[int, dict[str, torch.Tensor]] = {}
+        for is_negative in (False, True):
+            part = [index for index in batch if texts[index].is_negative == is_negative]
+            captions = [texts[index].caption for index in part]
+            if not part:
+                continue
+            controls = [self._load_controls(index) for index in part] if self.encoders.reads_controls else []
+            with torch.no_grad(), self.encoders.strategy.accelerator.autocast():
+                cond = self.encoders.encode_prompts(pipe, captions, controls, is_negative=is_negative)
+            rows |= zip(part, split_cond(cond, len(part)), strict=True)
+        return [rows[index] for index in batch]
 
     def _load_controls(self, entry_index: int) -> list[Image]:
         source = self.text_keys.sources[entry_index]
@@ -84,7 +95,7 @@ class CaptionEncoder:
         sample, assignment = augmenter.manifest.samples[index], augmenter.assignments[index]
         loaded = load_control_pixels(sample, assignment, augmenter.get_dataset(index), crop)
         if isinstance(loaded, BadSample):
-            raise UserError(f"{loaded.name}: {loaded.problem}")
+            raise UserError(report_file(loaded.name, loaded.problem))
         return list(map(fromarray, loaded))
 
 
@@ -98,7 +109,9 @@ def cache_text_encoder_outputs(
     to_disk = cache.cache_text_encoder_outputs_to_disk
     with open_cache_dirs(cache, comm, prepared, to_disk=to_disk) as directories:
         fingerprint = compute_text_encoder_fingerprint(encoders, directories[0]) if to_disk else TEMPORARY_FINGERPRINT
-        spec, encoder = build_text_cache(encoders, prepared, run_plan, prompts, directories, fingerprint)
+        spec, encoder = build_text_cache(
+            encoders, prepared, run_plan, prompts=prompts, cache_dirs=directories, encoder_fingerprint=fingerprint
+        )
         store, _ = fill_cache(comm, spec, encoder, verify_existing=to_disk and not cache.skip_cache_check)
         open_shards(store, comm, to_disk=to_disk)
         return TextReader(store, fingerprint, encoders.reads_controls)
@@ -115,8 +128,14 @@ def build_text_cache(
     """Build the spec of the cache of text-encoder outputs and its encoder."""
     merged, with_controls = prepared.merge_validation(), encoders.reads_controls
     augmenter, plan = merged.build_augmenter(run_plan.batch_plan, run_plan.steps), run_plan.batch_plan
-    mark = encoders.family.mark_negative_prompt
-    texts = collect_run_captions(augmenter, plan, run_plan.steps, prompts, mark, with_controls=with_controls)
+    texts = collect_run_captions(
+        augmenter,
+        plan,
+        run_plan.steps,
+        prompts,
+        with_controls=with_controls,
+        has_negative_encoding=encoders.family.facts.text.has_negative_encoding,
+    )
     extent = " with their control images" if with_controls else ""
     logger.info("%d different captions%s in %d steps", len(texts), extent, run_plan.steps)
     text_keys = build_text_keys(texts, encoder_fingerprint)
@@ -141,15 +160,22 @@ def compute_text_encoder_fingerprint(encoders: FrozenEncoders, cache_dir: Path) 
     scheduler = json.dumps(get_config_reader(encoders.model)("scheduler/scheduler_config.json"), sort_keys=True)
     precision = str(MIXED_PRECISION_DTYPES[encoders.strategy.mixed_precision])
     options = _list_model_options(encoders.model_config)
-    parts = ["T5 only"] if encoders.is_t5_only else []
+    version = encoders.family.facts.text.version
+    parts = [*(["T5 only"] if encoders.is_t5_only else []), *([f"version {version}"] if version > 1 else [])]
     return compute_encoder_fingerprint(type(encoders.family).__name__, *parts, precision, scheduler, *options, *weights)
 
 
 def _list_model_options(model: ModelConfig) -> list[str]:
-    """List the model options that are set; excludes the known harmless ones, so that a new option is not forgotten."""
-    names = [field.name for field in fields(ModelConfig) if field.name not in MODEL_OPTIONS_WITHOUT_TEXT_EFFECT]
-    defaults = ModelConfig()
-    return [f"{name}={getattr(model, name)!r}" for name in names if getattr(model, name) != getattr(defaults, name)]
+    """List the model options that are set and change text-encoder outputs, as their facts say.
+
+    The weights themselves are in the fingerprint by content.
+    """
+    values = [(option, getattr(model, option.name)) for option in iter_group_options(ModelConfig)]
+    return [
+        f"{option.name}={value!r}"
+        for option, value in values
+        if option.changes_text_outputs and value != option.default
+    ]
 
 
 def _suggest_fewer_captions(prepared: PreparedData, option: str) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..atomic_files import fsync_dir
 from ..errors import UserError
+from ..problems import report_file
 from .format import (
     ENTRY_RECORD,
     RECORD_DTYPE,
@@ -105,14 +106,17 @@ class CacheWriter:
 
     def _run_or_fail(self, operation: Callable[[], None]) -> None:
         if self._has_failed:
-            raise UserError(f"{self.directory}: not written to after an earlier write error")
+            raise UserError(report_file(self.directory, "not written to after an earlier write error"))
         try:
             operation()
         except OSError as error:
             self._has_failed = True
             raise UserError(
-                f"{self.directory}: write error: {error.strerror}; existing entries stay valid; free disk space, or"
-                " set another directory with --cache_dir"
+                report_file(
+                    self.directory,
+                    f"write error: {error.strerror}",
+                    "existing entries stay valid; free disk space, or set another directory with --cache_dir",
+                )
             ) from None
 
     def _append_entry(self, key: bytes, blob: bytes, label: bytes) -> None:

@@ -1,6 +1,7 @@
 """Write captions for the images of folders with a model: in batches, resumable, keeping what is there unless told."""
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..dataset.image_inspection import load_rgb_image, silence_pillow_warnings
 from ..log import ProgressBar
+from ..problems import Problem, report_file
 from .caption_folder import CaptionedImage, write_caption
 from .tag_edits import split_tags
 
@@ -28,12 +30,12 @@ class Captioner(Protocol):
 
 @dataclass(frozen=True)
 class CaptionFormat:
-    """What is put around the text of the model."""
+    """The texts that are put around the model's caption."""
 
     caption_prefix: str = ""
     caption_suffix: str = ""
     trigger_word: str = ""
-    """At the start, unless the text has it."""
+    """A text that begins each caption that does not contain it as whole words."""
     if_exists: str = "keep"
 
     def build(self, text: str, existing: str | None) -> str:
@@ -43,18 +45,23 @@ class CaptionFormat:
             has = split_tags(existing)
             added = [tag for tag in split_tags(text) if tag not in has]
             text = ", ".join([existing.strip().rstrip(","), *added])
-        if self.trigger_word and self.trigger_word not in text:
+        if self.trigger_word and not _contains_words(text, self.trigger_word):
             text = f"{self.trigger_word}, {text}" if text else self.trigger_word
         return text
 
 
+def _contains_words(text: str, words: str) -> bool:
+    """Tell whether a text has these words as they are, and not as a part of longer words, as ``cathedral`` has cat."""
+    return re.search(rf"(?<![\w-]){re.escape(words)}(?![\w-])", text) is not None
+
+
 @dataclass
 class CaptionSummary:
-    """What was done, and the images that could not be decoded."""
+    """The number of captions written and kept, and the images that could not be decoded."""
 
     written: int
     kept: int
-    problems: list[str]
+    problems: list[Problem]
 
 
 def select_images(images: Sequence[CaptionedImage], if_exists: str) -> list[CaptionedImage]:
@@ -66,7 +73,7 @@ def write_folder_captions(
     images: Sequence[CaptionedImage], build_captioner: Callable[[], Captioner], style: CaptionFormat, batch_size: int
 ) -> CaptionSummary:
     """Write the caption file of each image."""
-    chosen, problems, written = select_images(images, style.if_exists), list[str](), 0
+    chosen, problems, written = select_images(images, style.if_exists), list[Problem](), 0
     if not chosen:
         return CaptionSummary(0, len(images), problems)
     captioner = build_captioner()
@@ -83,7 +90,7 @@ def preview_captions(
     images: Sequence[CaptionedImage], build_captioner: Callable[[], Captioner], style: CaptionFormat
 ) -> Iterator[str]:
     """Yield the captions that the first images would get."""
-    chosen, problems = select_images(images, style.if_exists)[:DRY_RUN_EXAMPLES], list[str]()
+    chosen, problems = select_images(images, style.if_exists)[:DRY_RUN_EXAMPLES], list[Problem]()
     captioner = build_captioner() if chosen else None
     for batch, pixels in _load_batches(chosen, 1, problems):
         assert captioner is not None
@@ -92,11 +99,11 @@ def preview_captions(
             if image.has_caption:
                 yield f"  - {(image.text or '').strip()}"
             yield f"  + {style.build(text, image.text)}"
-    yield from problems
+    yield from map(str, problems)
 
 
 def _load_batches(
-    images: Sequence[CaptionedImage], batch_size: int, problems: list[str]
+    images: Sequence[CaptionedImage], batch_size: int, problems: list[Problem]
 ) -> Iterator[tuple[list[CaptionedImage], list["Image"]]]:
     """Yield images with their pixels; those that cannot be decoded become problems."""
     silence_pillow_warnings()
@@ -114,9 +121,9 @@ def _load_batches(
         yield batch, pixels
 
 
-def _load_image(path: Path, problems: list[str]) -> "Image | None":
+def _load_image(path: Path, problems: list[Problem]) -> "Image | None":
     try:
         return load_rgb_image(path)
     except Exception as error:  # Pillow's decoders raise almost anything on damaged data
-        problems.append(f"{path}: cannot be decoded: {error}")
+        problems.append(report_file(path, f"cannot be decoded: {error}"))
         return None

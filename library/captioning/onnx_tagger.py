@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import FileError, UserError
+from ..problems import Problem, report_file
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -24,7 +25,7 @@ _MAX_EMOTICON_LENGTH = 3
 
 @dataclass(frozen=True)
 class TagSelection:
-    """Which of a tagger's tags go into a caption, under sd-scripts' names."""
+    """The choice of a tagger's tags that go into a caption, under sd-scripts' names."""
 
     general_threshold: float = 0.35
     character_threshold: float = 0.35
@@ -49,9 +50,9 @@ def find_tagger(model: str) -> Path | None:
     except EntryNotFoundError:
         return None
     except HFValidationError:
-        raise UserError(f"--model {model}: no such folder, and not a hub id") from None
+        raise UserError(Problem("model", "no such folder, and not a hub id", value=model)) from None
     except (HfHubHTTPError, OSError) as error:
-        raise UserError(f"--model {model}: {str(error).splitlines()[0]}") from None
+        raise UserError(Problem("model", str(error).splitlines()[0], value=model)) from None
 
 
 class OnnxTagger:
@@ -64,12 +65,16 @@ class OnnxTagger:
         model_input = self.session.get_inputs()[0]
         self.input_name, (batch, height, width, channels) = model_input.name, _check_shape(model_input.shape, folder)
         if channels != 3 or height != width:
-            raise FileError([f"{folder / MODEL_FILE}: input {model_input.shape} is not batch x size x size x 3"])
+            raise FileError(
+                [report_file(folder / MODEL_FILE, f"input {model_input.shape} is not batch x size x size x 3")]
+            )
         self.size: int = height
         self.fixed_batch_size: int | None = batch if isinstance(batch, int) else None
         outputs = self.session.get_outputs()[0].shape[-1]
         if isinstance(outputs, int) and outputs != len(self.tags):
-            raise FileError([f"{folder / TAGS_FILE}: has {len(self.tags)} tags, the model has {outputs} outputs"])
+            raise FileError(
+                [report_file(folder / TAGS_FILE, f"has {len(self.tags)} tags, the model has {outputs} outputs")]
+            )
 
     def write_captions(self, images: Sequence["Image"]) -> list[str]:
         """Return a line of tags for each image, the most probable first."""
@@ -119,9 +124,9 @@ def _read_tag_table(path: Path) -> list[tuple[str, str]]:
                 raise KeyError
             return [(row["name"], row["category"]) for row in table]
     except OSError as error:
-        raise FileError([f"{path}: cannot be read: {error.strerror}"]) from None
+        raise FileError([report_file(path, f"cannot be read: {error.strerror}")]) from None
     except (KeyError, csv.Error, UnicodeDecodeError):
-        raise FileError([f"{path}: is not a table with the columns name and category"]) from None
+        raise FileError([report_file(path, "is not a table with the columns name and category")]) from None
 
 
 def _open_session(path: Path) -> Any:
@@ -134,12 +139,12 @@ def _open_session(path: Path) -> Any:
     try:
         return onnxruntime.InferenceSession(str(path), providers=onnxruntime.get_available_providers())
     except Exception as error:  # of onnxruntime's own types
-        raise FileError([f"{path}: cannot be loaded: {str(error).splitlines()[0]}"]) from None
+        raise FileError([report_file(path, f"cannot be loaded: {str(error).splitlines()[0]}")]) from None
 
 
 def _check_shape(shape: Sequence[Any], folder: Path) -> tuple[Any, Any, Any, Any]:
     if len(shape) != 4:
-        raise FileError([f"{folder / MODEL_FILE}: input {list(shape)} is not batch x size x size x 3"])
+        raise FileError([report_file(folder / MODEL_FILE, f"input {list(shape)} is not batch x size x size x 3")])
     return shape[0], shape[1], shape[2], shape[3]
 
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
+from ..problems import Problem
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 MAX_ATTEMPTS = 4
 RETRIED_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
 MAX_SIDE = 1536
-"""Larger images are reduced before they are sent."""
+"""The longest side of an image that is sent, in pixels; images above it are reduced."""
 
 
 class ApiCaptioner:
@@ -53,7 +54,9 @@ class ApiCaptioner:
         try:
             text = answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
-            raise UserError(f"--api_base {self.url}: the answer has no choices[0].message.content") from None
+            raise UserError(
+                Problem("api_base", "the answer has no choices[0].message.content", value=self.url)
+            ) from None
         return " ".join(str(text or "").split())
 
     def _post(self, body: bytes) -> Any:
@@ -68,11 +71,13 @@ class ApiCaptioner:
                     return json.loads(response.read())
             except urllib.error.HTTPError as error:
                 if error.code not in RETRIED_STATUS or attempt == MAX_ATTEMPTS:
-                    raise UserError(f"--api_base {self.url}: {_describe_http_error(error)}") from None
+                    raise UserError(Problem("api_base", _describe_http_error(error), value=self.url)) from None
             except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:  # refused, cut off, too slow
                 if attempt == MAX_ATTEMPTS:
                     reason = getattr(error, "reason", None) or error
-                    raise UserError(f"--api_base {self.url}: no answer after {attempt} attempts: {reason}") from None
+                    raise UserError(
+                        Problem("api_base", f"no answer after {attempt} attempts: {reason}", value=self.url)
+                    ) from None
             time.sleep(pause)
             pause *= 2
         raise AssertionError("the last attempt returns or raises")

@@ -22,7 +22,7 @@ def _split_lines(text: str, separator: str) -> list[str]:
 
 @dataclass(frozen=True)
 class TagEdit:
-    """What to do with the tags of each caption, in the order of the fields."""
+    """Changes to the tags of each caption, which are made in the order of the fields."""
 
     replace: Mapping[str, str] = field(default_factory=dict)
     """A tag may be replaced by several, with the separator between them."""

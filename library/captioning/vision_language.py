@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from ..problems import Problem
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -17,7 +18,7 @@ FLORENCE_TASKS = ("<CAPTION>", "<DETAILED_CAPTION>", "<MORE_DETAILED_CAPTION>", 
 """Task tokens of Florence-2 whose answer is text; others answer with positions."""
 
 CHAT_PROMPT = "Describe this image in one paragraph. Write only the description."
-"""For models that are asked in a chat."""
+"""The prompt for models that are asked in a chat."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -38,14 +39,16 @@ class VisionLanguageModel:
             chosen = DTYPES[dtype] if dtype is not None else torch.bfloat16 if accelerator else torch.float32
             model = auto.AutoModelForImageTextToText.from_pretrained(name, dtype=chosen)
         except (OSError, ValueError, ImportError) as error:
-            raise UserError(f"--model {name}: {_take_first_line(error)}") from None
+            raise UserError(Problem("model", _take_first_line(error), value=name)) from None
         self.model: Any = model.to(self.device).eval()
         self.is_chat = bool(getattr(self.processor, "chat_template", None))
         is_florence = self.model_type == "florence2"
         default = FLORENCE_TASKS[2] if is_florence else CHAT_PROMPT if self.is_chat else None
         self.prompt = prompt if prompt is not None else default
         if is_florence and self.prompt not in FLORENCE_TASKS:
-            raise UserError(f"--prompt {prompt}: choose from {', '.join(FLORENCE_TASKS)} for Florence-2")
+            raise UserError(
+                Problem("prompt", f"choose from {', '.join(FLORENCE_TASKS)} for Florence-2", value=str(prompt))
+            )
         self.generate_options = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "do_sample": False}
         tokenizer = getattr(self.processor, "tokenizer", None)
         if tokenizer is not None and self.is_chat:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, get_type_hints
 
-from .options import Option, flatten_config, iter_options
+from .options import Option, flatten_config, iter_group_options, iter_options
 from .schema import RunConfig
 
 
@@ -25,7 +25,11 @@ def format_help(program: str) -> str:
         section = parser.add_argument_group(f"{name}: {title}")
         for option in options:
             default = "" if option.value_type is bool else format_default(option.default)
-            text = f"{option.help}{f' (default: {default})' if default else ''}".replace("%", "%%")
+            remarks = [f"default: {default}"] * bool(default)
+            if option.needs:
+                remarks.append(f"needs {format_needs(option).replace('`', '')}")
+            remark = f" ({'; '.join(remarks)})" if remarks else ""
+            text = f"{option.help}{remark}".replace("%", "%%")
             kwargs: dict[str, Any] = {"metavar": _format_syntax(option)}
             if option.value_type is bool:
                 kwargs = {"action": "store_true"}
@@ -43,14 +47,26 @@ def format_options_page() -> str:
         "Each option is a flag (`--network_dim 8`) and a key of the run TOML, `--config_file` (`network_dim = 8`).",
         "Flags override the run TOML, which overrides the defaults. Section names in the run TOML have no meaning.",
         "A switch is turned on by `--name` and off by `--no-name`.",
+        "An option has an effect only with what the column *needs* names; without it, one line of notice names the",
+        "option. Options marked with * do not change the result, rounding aside, and may differ when a run is resumed.",
         "",
     ]
     for name, title, options in iter_option_groups():
-        lines += [f"## {name}", "", title, "", "| option | value | default | meaning |", "|---|---|---|---|"]
+        lines += [
+            f"## {name}",
+            "",
+            title,
+            "",
+            "| option | value | default | meaning | needs |",
+            "|---|---|---|---|---|",
+        ]
         for option in options:
-            syntax, text = (cell.replace("|", r"\|") for cell in (_format_syntax(option), option.help))
-            default = format_default(option.default)
-            lines.append(f"| `{option.name}` | {syntax} | {f'`{default}`' if default else ''} | {text} |")
+            cells = (_format_syntax(option), option.help, format_needs(option))
+            syntax, text, needs = (cell.replace("|", r"\|") for cell in cells)
+            default, mark = format_default(option.default), "" if option.changes_result else " *"
+            lines.append(
+                f"| `{option.name}`{mark} | {syntax} | {f'`{default}`' if default else ''} | {text} | {needs} |"
+            )
         lines.append("")
     return "\n".join(lines)
 
@@ -88,8 +104,13 @@ def iter_option_groups() -> Iterator[tuple[str, str, list[Option]]]:
     """Iterate over the groups with their titles and options."""
     hints = get_type_hints(RunConfig)
     for group in dataclasses.fields(RunConfig):
-        options = [option for option in iter_options(RunConfig) if option.group == group.name]
+        options = list(iter_group_options(hints[group.name], group.name))
         yield group.name, (hints[group.name].__doc__ or "").strip(), options
+
+
+def format_needs(option: Option) -> str:
+    """Describe what an option needs to have an effect; empty if it always has one."""
+    return ", ".join(need.describe(option.name) for need in option.needs or ())
 
 
 def _format_syntax(option: Option) -> str:

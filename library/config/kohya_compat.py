@@ -1,6 +1,7 @@
 """Options under other names: options of sd-scripts that are not in ``schema*.py``, and options that were renamed.
 
-An option of sd-scripts is an alias of one of ours, changes nothing here, or is refused with a reason.
+An option of sd-scripts is an alias of one of ours, as the field of that one says, changes nothing here, or is refused
+with a reason.
 """
 
 import re
@@ -9,7 +10,10 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
+from ..problems import Place
 from ..registry import suggest_name
+from .options import iter_options
+from .schema import RunConfig
 
 
 @dataclass(frozen=True)
@@ -59,31 +63,24 @@ class SecretOption:
     variable: str
 
 
-RENAMED_OPTIONS = {
-    "base_storage": "quantize_base",
-    "resume_anyway": "force_resume",
-    "max_bad_steps": "max_nan_steps",
-    "on_bad_data": "on_invalid_images",
-    "max_bad_samples": "max_invalid_images",
-    "bucket_min_pictures": "bucket_min_images",
-    "gradient_checkpointing_budget": "activation_memory_budget",
-    "compile_shapes": "compile_dynamic",
+RENAMED_OPTIONS: dict[str, str] = {
+    option.former_name: option.name for option in iter_options(RunConfig) if option.former_name
 }
 """Former names of options, accepted with a notice for one release."""
 
 RENAMED_VALUES: dict[str, dict[Any, str]] = {
-    "quantize_base": {"float": "none"},
-    "on_oom": {"ladder": "recover"},
-    "compile_dynamic": {"static": "false", "dynamic": "true"},
+    option.name: dict(option.former_values) for option in iter_options(RunConfig) if option.former_values
 }
 """Former values, by the current name of the option."""
 
 
-FORMER_DEFAULTS = {"caption_extension": "('.caption',)"}
+FORMER_DEFAULTS = {
+    option.name: option.former_default for option in iter_options(RunConfig) if option.former_default is not None
+}
 """Defaults of the last release that checkpoints recorded; today's defaults do the same."""
 
 
-def format_rename_notice(location: str, name: str) -> str:
+def format_rename_notice(location: Place | str, name: str) -> str:
     return f"{location}: renamed to {name}; the old name will be removed in the next release"
 
 
@@ -149,28 +146,16 @@ KEYS_OF_OTHER_FILES = {
 """Keys that are often in run files, where sd-scripts does not read them."""
 
 KOHYA_VALUES: dict[str, dict[Any, str]] = {
-    "dynamo_backend": {"tensort": "tensorrt"},
-    "save_precision": {"fp32": "float", "float32": "float"},
+    option.name: dict(option.value_aliases) for option in iter_options(RunConfig) if option.value_aliases
 }
 """Values that sd-scripts spells in another way."""
 
-OPTIONS_WITHOUT_INFLUENCE = frozenset(["attn_mode", "blocks_to_swap", "cpu_offload_checkpointing"])
-"""Options of speed and memory: a switch that sets one of them yields to the option itself."""
-
 KOHYA_OPTIONS: dict[str, OptionAlias | NoEffectOption | UnsupportedOption | SecretOption] = {
-    "caption_extention": OptionAlias("caption_extension"),
-    "training_shift": OptionAlias("discrete_flow_shift"),
-    "fp8_base": OptionAlias("quantize_base", "fp8"),
-    "fp8_base_unet": OptionAlias("quantize_base", "fp8"),
-    "fp8_scaled": OptionAlias("quantize_base", "fp8"),
-    "qwen3": OptionAlias("text_encoder"),
-    "xformers": OptionAlias("attn_mode", "xformers"),
-    "use_flash_attn": OptionAlias("attn_mode", "flash"),
-    "unsloth_offload_checkpointing": OptionAlias("cpu_offload_checkpointing", True),
-    "use_8bit_adam": OptionAlias("optimizer_type", "AdamW8bit"),
-    "use_lion_optimizer": OptionAlias("optimizer_type", "Lion"),
-    "split_mode": OptionAlias("blocks_to_swap", 18),
-    "lr_restart_cycles": OptionAlias("lr_scheduler_num_cycles"),
+    **{
+        alias.name: OptionAlias(option.name, alias.value)
+        for option in iter_options(RunConfig)
+        for alias in option.aliases
+    },
     # no effect on the result
     "sdpa": NoEffectOption("PyTorch's attention is the default; attn_mode chooses another"),
     "persistent_data_loader_workers": NoEffectOption("workers live as long as the run"),
@@ -255,15 +240,10 @@ class RawSetting:
 
     name: str
     value: Any  # the words after a flag, or a TOML value
-    location: str  # "--network_dim" or "run.toml:3: network_dim"
+    place: Place
     is_flag: bool
-    replaces: str = ""
-    """File and line of the same key with another value, in an earlier section of the run TOML."""
-
-    @property
-    def line(self) -> str:
-        """The line in the run TOML."""
-        return self.location.rpartition(": ")[0].rpartition(":")[2]
+    replaced_line: int | None = None
+    """Line of the same key with another value, in an earlier section of the run TOML."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +251,7 @@ class Spelling:
     """An option as it was set under one of its names."""
 
     name: str
-    location: str
+    place: Place
     value: Any
 
     def contradicts(self, other: "Spelling") -> bool:
@@ -280,13 +260,12 @@ class Spelling:
         return self.name != other.name and values[0] != values[1]
 
     def describe_conflict(self, other: "Spelling") -> str:
-        """Describe another value of the same option, whose location stands before the message."""
-        line = self.location.removesuffix(f": {self.name}").rpartition(":")[2]
-        where = self.location if self.location.startswith("--") else f"{self.name} in line {line}"
+        """Describe another value of the same option, whose place stands before the message."""
+        where = self.place.flag or f"{self.name} in line {self.place.line}"
         ours, theirs = (
             " ".join(map(str, each)) if isinstance(each, tuple) else each for each in (self.value, other.value)
         )
-        return f"{theirs} contradicts {where}, another name of this option, which is {ours}; remove one of them"
+        return f"{theirs} contradicts {where}, another name of this option, which is {ours}"
 
 
 def is_from_kohya(settings: Collection[RawSetting]) -> bool:
@@ -354,7 +333,7 @@ def read_secret(setting: RawSetting, variable: str, notices: list[str]) -> dict[
         raise ValueError("expects one value" if setting.is_flag else "expected text in quotes")
     if setting.is_flag:
         notices.append(
-            f"{setting.location}: flags appear in process lists and shell histories; set {variable}, or write it in the"
+            f"{setting.place}: flags appear in process lists and shell histories; set {variable}, or write it in the"
             " run file"
         )
     return {variable: value.strip()}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from ..problems import Problem
 from ..registry import suggest_name
 from . import network_arg_types as types
 from .schema import AdapterConfig
@@ -208,29 +209,29 @@ class NetworkArgs:
         return self.use_tucker or self.use_cp or self.use_conv_cp
 
 
-def parse_network_args(args: Sequence[str]) -> tuple[NetworkArgs, list[str]]:
+def parse_network_args(args: Sequence[str]) -> tuple[NetworkArgs, list[Problem]]:
     """Parse ``name=value`` arguments; return them and all problems."""
     known = {item.name: item for item in fields(NetworkArgs)}
-    values, texts, problems = dict[str, Any](), dict[str, str](), list[str]()
+    values, texts, problems = dict[str, Any](), dict[str, str](), list[Problem]()
     for name, text in split_keyword_args(args):
         if text is None:
-            problems.append(f"{name!r}: expected name=value")
+            problems.append(Problem("network_args", f"{name!r}: expected name=value"))
         elif name in types.UNSUPPORTED_ARGS:
             if types.parse_switch(text):
-                problems.append(f"{name}: {types.UNSUPPORTED_ARGS[name]}")
+                problems.append(Problem("network_args", f"{name}: {types.UNSUPPORTED_ARGS[name]}"))
         elif name not in known:
-            problems.append(f"{name}: unknown argument{suggest_name(name, known)}")
+            problems.append(Problem("network_args", f"{name}: unknown argument{suggest_name(name, known)}"))
         elif name in texts:
             if text != texts[name]:
-                problems.append(f"{name}: duplicate argument")
+                problems.append(Problem("network_args", f"{name}: duplicate argument"))
         elif (value := (name, "*.toml" if text.endswith(".toml") else text.lower())) in types.UNSUPPORTED_VALUES:
-            problems.append(types.UNSUPPORTED_VALUES[value])
+            problems.append(Problem("network_args", types.UNSUPPORTED_VALUES[value]))
         else:
             texts[name] = text
             try:
                 values[name] = known[name].metadata["parse"](text)
             except ValueError as error:
-                problems.append(f"{name}: {error}, got {text!r}")
+                problems.append(Problem("network_args", f"{name}: {error}, got {text!r}"))
     return NetworkArgs(**values), problems
 
 
@@ -266,34 +267,47 @@ def list_arg_names(args: Sequence[str]) -> list[str]:
     return [name for name, _ in split_keyword_args(args)]
 
 
-def validate_network_module(name: str) -> str | None:
+def validate_network_module(name: str) -> Problem | None:
     if name in NETWORK_MODULES:
         return None
     if re.fullmatch(r"networks\.\w+_(lumina|anima|hunyuan_image|flux|sd3)", name):
-        return f"{name} is not supported; use networks.lora, which takes its layers from the model"
+        text, fix = f"{name} is not supported", "use networks.lora, which takes its layers from the model"
+        return Problem("network_module", text, fix)
     hint = suggest_name(name, NETWORK_MODULES) or f"; expected one of {', '.join(NETWORK_MODULES)}"
-    return types.UNSUPPORTED_MODULES.get(name, f"unknown network module {name!r}{hint}")
+    return Problem("network_module", types.UNSUPPORTED_MODULES.get(name, f"unknown network module {name!r}{hint}"))
 
 
-def find_args_of_other_types(adapter: AdapterConfig) -> list[str]:
+def find_args_of_other_types(adapter: AdapterConfig) -> list[Problem]:
     """Return a problem for each argument that this adapter type does not have."""
     adapter_type, names = get_adapter_type(adapter), list_arg_names(adapter.network_args)
     supported = {item.name: item.metadata["adapter_types"] for item in fields(NetworkArgs)}
     arguments, defaults = parse_network_args(adapter.network_args)[0], NetworkArgs()
     is_rotation = adapter_type in ROTATION_TYPES
     problems = [
-        f"{name}: {adapter_type} is for linear layers only; remove it and write preset=full-lin"
+        Problem(
+            "network_args", f"{name}: {adapter_type} is for linear layers only", "remove it and write preset=full-lin"
+        )
         if is_rotation and name == "conv_dim"
-        else f"{name}: not supported for {adapter_type}, only for {', '.join(supported[name])}"
+        else Problem("network_args", f"{name}: not supported for {adapter_type}, only for {', '.join(supported[name])}")
         for name in names
         if supported.get(name)
         and adapter_type not in supported[name]
         and getattr(arguments, name) != getattr(defaults, name)
     ]
     if adapter.network_module != "lycoris.kohya":
-        problems += [f"{name}: only for network_module lycoris.kohya" for name in ("algo", "preset") if name in names]
+        problems += [
+            Problem("network_args", f"{name}: only for network_module lycoris.kohya")
+            for name in ("algo", "preset")
+            if name in names
+        ]
     if drops_in_bypass_mode(adapter):
-        problems.append("bypass_mode: drops other values than here; remove it or the dropout, or use networks.lora")
+        problems.append(
+            Problem(
+                "network_args",
+                "bypass_mode: drops other values than here",
+                "remove it or the dropout, or use networks.lora",
+            )
+        )
     return [*problems, *_find_unsupported_switches(arguments, names, adapter_type)]
 
 
@@ -304,32 +318,34 @@ def drops_in_bypass_mode(adapter: AdapterConfig) -> bool:
     return has_dropout and arguments.bypass_mode and adapter.network_module == "lycoris.kohya"
 
 
-def _find_unsupported_switches(arguments: NetworkArgs, names: Sequence[str], adapter_type: str) -> Iterator[str]:
+def _find_unsupported_switches(arguments: NetworkArgs, names: Sequence[str], adapter_type: str) -> Iterator[Problem]:
     """Say which arguments of LyCORIS are on and would change the result."""
     for item in fields(NetworkArgs):
         is_effective = adapter_type in item.metadata.get("effective_types", ())
         if not is_effective or not getattr(arguments, item.name) or item.name not in names:
             continue
         if item.name not in TUCKER_ARGS:
-            yield f"{item.name}: not supported: {item.metadata['reason']}; leave it out"
+            yield Problem("network_args", f"{item.name}: not supported: {item.metadata['reason']}", "leave it out")
         elif adapter_type not in TUCKER_TYPES:
-            yield f"{item.name}: only for algo loha and lokr; convolutions of {adapter_type} are not decomposed"
+            text = f"{item.name}: only for algo loha and lokr; convolutions of {adapter_type} are not decomposed"
+            yield Problem("network_args", text)
     if not arguments.wd_on_output and adapter_type == "dora":
-        yield "wd_on_output: not supported: DoRA has a magnitude for each output; leave it out"
+        text = "wd_on_output: not supported: DoRA has a magnitude for each output"
+        yield Problem("network_args", text, "leave it out")
 
 
-def find_args_of_other_families(adapter: AdapterConfig, network: NetworkFacts, title: str) -> list[str]:
+def find_args_of_other_families(adapter: AdapterConfig, network: NetworkFacts, title: str) -> list[Problem]:
     """Return a problem for each argument that does not apply to this model family."""
     scopes = {item.name: item.metadata["scope"] for item in fields(NetworkArgs)}
     return [
-        f"{name}: not applicable to {title}; remove it"
+        Problem("network_args", f"{name}: not applicable to {title}", "remove it")
         for name in list_arg_names(adapter.network_args)
         if (scopes.get(name) == "unet" and not network.is_unet)
         or (scopes.get(name) == "some" and name not in network.known_args)
     ]
 
 
-def validate_block_arg_lengths(network_args: NetworkArgs, network: NetworkFacts) -> Iterator[str]:
+def validate_block_arg_lengths(network_args: NetworkArgs, network: NetworkFacts) -> Iterator[Problem]:
     """Check that lists have a value for each block of a UNet."""
     if network.unet_blocks is None:
         return
@@ -338,7 +354,7 @@ def validate_block_arg_lengths(network_args: NetworkArgs, network: NetworkFacts)
     for name, count in counts.items():
         values = getattr(network_args, name)
         if isinstance(values, tuple) and len(values) != count:
-            yield f"{name}: {len(values)} values, expected {count} (one per block)"
+            yield Problem("network_args", f"{name}: {len(values)} values, expected {count} (one per block)")
 
 
 def compute_block_lr_weights(network_args: NetworkArgs, network: NetworkFacts) -> list[float] | None:

@@ -7,29 +7,91 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-OptionConflict = tuple[tuple[str, ...], str]
-"""The options that contradict each other, the one to change first, and the problem."""
+from .option_needs import Needs
 
 ExplicitOptions = frozenset[str]
 """Names of the options that were set by a flag or in the run TOML."""
 
 
-OFF_AT_ZERO = frozenset(
-    "scale_weight_norms sample_every_n_steps sample_every_n_epochs save_last_n_steps save_last_n_epochs"
-    " save_last_n_steps_state save_last_n_epochs_state vae_batch_size ddp_timeout".split()
-)
-"""Options that sd-scripts takes for not set at 0."""
-
-
-def define_option(default: Any, help: str, *, minimum: float | None = None, maximum: float | None = None) -> Any:
-    """Declare a field of a config group: default, help and bounds; name and type are the field's own."""
-    metadata = {"help": help, "minimum": minimum, "maximum": maximum}
-    return dataclasses.field(default=default, metadata=metadata)
-
-
 @dataclass(frozen=True)
-class Option:
-    """One option, for the parser, ``--help`` and docs/options.md."""
+class Alias:
+    """Another name of an option; with a value, a switch that sets the option to this value, unless it is set."""
+
+    name: str
+    value: Any = None
+    program: str = "sd-scripts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionFacts:
+    """Everything that is known about an option besides its name, type and default."""
+
+    help: str
+    minimum: float | None = None
+    maximum: float | None = None
+    needs: Needs | None = None
+    """What has to be given for the option to have an effect; an empty tuple says that it always has one. Where a need
+    is not met, the option is named in a notice and set back to its default."""
+    is_unset_by_zero: bool = False
+    """Whether 0, which is below the minimum, turns the option off, as in sd-scripts."""
+    changes_result: bool = True
+    """Whether another value gives another adapter, rounding aside. The others may differ when a run is resumed, and
+    no switch of sd-scripts that stands for one of them contradicts it."""
+    is_compared_by_content: bool = False
+    """Whether a checkpoint records what the option leads to, such as the files or the images of a step, and not its
+    value."""
+    is_path: bool = False
+    """Whether the value may differ between machines because it names a file or folder."""
+    is_per_machine: bool = False
+    """Whether the value may differ between the processes of one run."""
+    is_public: bool = False
+    """Whether a text may be sent to trackers: it holds no path and nothing private. Numbers, switches and choices
+    always may."""
+    is_basic: bool = False
+    """Whether the form of the web page shows the option first."""
+    is_in_form: bool = True
+    """Whether the form of the web page has the option; the page itself sets the others."""
+    changes_text_outputs: bool = True
+    """Whether cached outputs of text encoders depend on the value; only for options of the model."""
+    aliases: tuple[Alias, ...] = ()
+    """The names of the option in other programs."""
+    value_aliases: tuple[tuple[str, str], ...] = ()
+    """Values that sd-scripts spells otherwise, and ours."""
+    kohya_default: str = ""
+    """What sd-scripts does without the option, where that differs."""
+    default_text: str = ""
+    """What happens without the option, where the default does not say it."""
+    former_name: str = ""
+    """The name in the last release, accepted with a notice."""
+    former_values: tuple[tuple[Any, str], ...] = ()
+    """Values of the last release and their present names, accepted with a notice."""
+    former_default: str | None = None
+    """The default that checkpoints of the last release recorded; today's default does the same."""
+    metadata_key: str = ""
+    """The key under which a LoRA file records the value."""
+    is_dropped_at_zero: bool = False
+    """Whether 0 is recorded as None in the metadata, as by sd-scripts."""
+    varies: Literal["", "image", "caption"] = ""
+    """Whether it draws another image or another caption each time; validation images are never varied."""
+    dataset_table: Literal["", "dataset", "shared", "subset", "run"] = ""
+    """For options that a dataset file has as well: ``dataset`` for keys of [general] and [[datasets]], ``shared`` for
+    those that [[datasets.subsets]] have, too, ``subset`` for keys of subsets only, ``run`` for none of these."""
+    dataset_key: str = ""
+    """The name of the key in a dataset file, where it is another one."""
+
+
+ALWAYS: Needs = ()
+"""The needs of an option that always has an effect."""
+
+
+def define_option(default: Any, help: str, **facts: Any) -> Any:
+    """Declare a field of a config group: default, help and ``OptionFacts``; name and type are the field's own."""
+    return dataclasses.field(default=default, metadata={"facts": OptionFacts(help=help, **facts)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option(OptionFacts):
+    """One option with all its facts."""
 
     name: str
     group: str
@@ -37,9 +99,6 @@ class Option:
     is_list: bool
     is_optional: bool
     default: Any
-    help: str
-    minimum: float | None
-    maximum: float | None
 
     @property
     def syntax(self) -> str:
@@ -48,6 +107,10 @@ class Option:
         names = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}
         return names.get(self.value_type) or self.value_type.syntax
 
+    def is_off(self, value: Any) -> bool:
+        """Whether a value asks for what happens without the option: the default, or 0, false or nothing if that is."""
+        return bool(value == self.default or not (value or self.default))
+
     def parse_words(self, words: list[str]) -> Any:
         """Parse the words after a flag; ``ValueError`` says what is wrong."""
         values = tuple(self._validate_bounds(self._parse_word(word)) for word in words)
@@ -55,7 +118,7 @@ class Option:
 
     def is_unset_by(self, value: Any) -> bool:
         """Whether a TOML value leaves the option unset: ``resume = false`` or ``vae = ""``, as GUIs write them."""
-        if self.name in OFF_AT_ZERO and value == 0:
+        if self.is_unset_by_zero and value == 0:
             return True
         return (self.is_optional or self.is_list) and (value == "" or (value is False and self.value_type is not bool))
 
@@ -116,27 +179,43 @@ class Option:
 
 def iter_options(config_class: type) -> Iterator[Option]:
     """Iterate over the options of all groups of a configuration class, in order of declaration."""
+    hints = get_type_hints(config_class)
     for group in dataclasses.fields(config_class):
-        group_type = get_type_hints(config_class)[group.name]
-        hints = get_type_hints(group_type)
-        for field in dataclasses.fields(group_type):
-            resolved = _resolve_type_hint(hints[field.name])
-            yield Option(field.name, group.name, *resolved, field.default, **field.metadata)
+        yield from iter_group_options(hints[group.name], group.name)
+
+
+def iter_group_options(group_type: type, name: str = "") -> Iterator[Option]:
+    """Iterate over the options of one group, which a configuration class calls ``name``."""
+    hints = get_type_hints(group_type)
+    for field in dataclasses.fields(group_type):
+        value_type, is_list, is_optional = _resolve_type_hint(hints[field.name])
+        yield Option(
+            name=field.name,
+            group=name,
+            value_type=value_type,
+            is_list=is_list,
+            is_optional=is_optional,
+            default=field.default,
+            **vars(field.metadata["facts"]),
+        )
 
 
 def build_config(config_class: type, values: dict[str, Any]) -> Any:
     """Build a configuration from parsed values by option name; the others keep their defaults."""
-    groups: dict[str, dict[str, Any]] = {group.name: {} for group in dataclasses.fields(config_class)}
-    for option in iter_options(config_class):
-        if option.name in values:
-            groups[option.group][option.name] = values[option.name]
     hints = get_type_hints(config_class)
-    return config_class(**{name: hints[name](**members) for name, members in groups.items()})
+    groups = {group.name: hints[group.name] for group in dataclasses.fields(config_class)}
+    return config_class(
+        **{
+            name: group(**{each.name: values[each.name] for each in dataclasses.fields(group) if each.name in values})
+            for name, group in groups.items()
+        }
+    )
 
 
 def flatten_config(config: Any) -> dict[str, Any]:
     """Return the value of every option by name: the inverse of ``build_config``."""
-    return {option.name: getattr(getattr(config, option.group), option.name) for option in iter_options(type(config))}
+    groups = [getattr(config, group.name) for group in dataclasses.fields(config)]
+    return {each.name: getattr(group, each.name) for group in groups for each in dataclasses.fields(group)}
 
 
 def _resolve_type_hint(hint: Any) -> tuple[Any, bool, bool]:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..problems import Place, Problem, locate_problems
 from ..registry import suggest_name
 from .kohya_compat import (
     KOHYA_OPTIONS,
     KOHYA_VALUES,
-    OPTIONS_WITHOUT_INFLUENCE,
     RENAMED_OPTIONS,
     RENAMED_VALUES,
     OptionAlias,
@@ -32,12 +32,13 @@ from .kohya_compat import (
     rename_kohya_value,
     take_unchecked_value,
 )
-from .options import OFF_AT_ZERO, Option, build_config, iter_options
+from .options import ExplicitOptions, Option, build_config, iter_options
 from .schema import RunConfig
 from .toml_positions import is_table, read_run_toml
 from .unused_options import (
     find_unused_args,
     find_unused_options,
+    find_unused_tool_options,
     remove_args,
     reset_options,
     resolve_lycoris_preset,
@@ -51,6 +52,7 @@ COMMAND_OPTIONS = {"config_file": True, "output_config": False}
 _UNSET: Any = object()
 """The value of an option that the run TOML mentions and leaves unset."""
 
+_NO_EFFECT = "no effect on this run: "
 _FLAG_PATTERN = re.compile(r"--|-[A-Za-z]")  # -1 and - are values
 
 
@@ -59,16 +61,16 @@ class ParsedConfig:
     """A configuration, the location of every value that was set, and the problems."""
 
     config: RunConfig
-    locations: dict[str, str]
-    problems: list[str]
+    locations: dict[str, Place]
+    problems: list[Problem]
     notices: list[str]
     """One line for each deprecated name that was used."""
     config_file: Path | None = None
     output_config: bool = False
     invalid_options: frozenset[str] = frozenset()
     """Options whose value could not be read; ``config`` has their default, which must not lead to further problems."""
-    unused: tuple[tuple[str, str], ...] = ()
-    """Location and reason of each setting that has no effect on this run."""
+    unused: tuple[tuple[Place, str], ...] = ()
+    """Place and reason of each setting that has no effect on this run."""
     has_kohya_options: bool = False
     """Whether there are options that only sd-scripts has, or those that it always needs."""
     kohya_defaults: tuple[str, ...] = ()
@@ -76,7 +78,12 @@ class ParsedConfig:
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Environment variables for the keys and tokens that were given."""
     adjustments: Mapping[str, str] = field(default_factory=dict)
-    """Values that were set otherwise, as problems name them (``bucket_reso_steps 64``), and why."""
+    """Options whose value is not the one that was set, and why."""
+
+    @property
+    def explicit(self) -> ExplicitOptions:
+        """The options that were set by a flag or in the run TOML, without those that have no effect."""
+        return frozenset(self.locations)
 
     def require_valid(self) -> RunConfig:
         """Return the configuration, or raise a ``ConfigError`` with all problems."""
@@ -84,28 +91,34 @@ class ParsedConfig:
             raise ConfigError(self.problems)
         return self.config
 
-    def without_unused(self, reasons: Mapping[str, str]) -> "ParsedConfig":
-        """Set options that have no effect on this run back to their defaults; ``reasons`` says why of each."""
-        unused = tuple((self.locations[name], reason) for name, reason in reasons.items())
+    def without_unused(self, reasons: Mapping[str, str | None]) -> "ParsedConfig":
+        """Set options that have no effect on this run back to their defaults; ``reasons`` says why of each.
+
+        None is the reason of a value that asks for what happens anyway; the notice does not name it.
+        """
+        unused = tuple((self.locations[name], reason) for name, reason in reasons.items() if reason is not None)
         locations = {name: location for name, location in self.locations.items() if name not in reasons}
         config = reset_options(self.config, reasons)
         return replace(self, config=config, locations=locations, unused=(*self.unused, *unused))
 
     def without_args(self, reasons: Mapping[str, str]) -> "ParsedConfig":
         """Remove ``network_args`` without effect; ``reasons`` says why of each."""
-        unused = tuple((f"{self.locations['network_args']} {name}", reason) for name, reason in reasons.items())
+        unused = tuple((self.locations["network_args"].narrow(name), reason) for name, reason in reasons.items())
         adapter = remove_args(self.config.adapter, reasons.keys())
         return replace(self, config=replace(self.config, adapter=adapter), unused=(*self.unused, *unused))
 
-    def locate_problems(self, problems: Iterable[str]) -> list[str]:
-        """Replace ``--option`` or ``option`` at the start of a problem by the flag or the line that sets it.
+    def locate_problems(self, problems: Iterable[Problem]) -> list[Problem]:
+        """Fill in the flag or the line that sets each option, and explain a value that is not what was set.
 
-        A value that is not what was set is explained.
+        The parser's own problems know their places: a wrong flag stays the place where a file sets it, too.
         """
-        located = [_locate_problem(problem, self.locations) for problem in problems]
-        for value, notice in self.adjustments.items():
-            pattern = re.compile(rf"{re.escape(value)}\b")
-            located = [f"{each} ({notice})" if pattern.search(each) else each for each in located]
+        own, located = set(self.problems), list[Problem]()
+        for problem in problems:
+            if problem not in own:
+                (problem,) = locate_problems([problem], self.locations)
+                if name := next(filter(self.adjustments.__contains__, problem.options), None):
+                    problem = replace(problem, note=problem.note or self.adjustments[name])
+            located.append(problem)
         return located
 
     def log_notices(self) -> None:
@@ -118,35 +131,22 @@ class ParsedConfig:
             logger.warning("defaults that differ from sd-scripts': %s", ", ".join(self.kohya_defaults))
 
 
-def format_unused_settings(unused: Sequence[tuple[str, str]], path: Path | None) -> str:
+def format_unused_settings(unused: Sequence[tuple[Place, str]], path: Path | None) -> str:
     """Name all settings without effect in one line: ``run.toml: no effect on this run: epoch (line 9), ...``."""
-    items, prefix = [], f"{path}:"
-    for location, reason in unused:
-        line, _, name = location.removeprefix(prefix).partition(": ")
-        if not location.startswith(prefix):
-            items.append(f"{location} ({reason})" if reason else location)
+    items, is_in_file = [], False
+    for place, reason in unused:
+        if place.file and place.line is not None and place.file == str(path):
+            is_in_file = True
+            items.append(f"{place.key} (line {place.line}: {reason})" if reason else f"{place.key} (line {place.line})")
         else:
-            items.append(f"{name} (line {line}: {reason})" if reason else f"{name} (line {line})")
-    where = f"{path}: " if any(location.startswith(prefix) for location, _ in unused) else ""
-    return f"{where}no effect on this run: {', '.join(items)}"
-
-
-_OPTION_AT_START = re.compile(r"(--)?(\w+)(?=:? )")
-
-
-def _locate_problem(problem: str, locations: Mapping[str, str]) -> str:
-    match = _OPTION_AT_START.match(problem)
-    location = locations.get(match[2]) if match else None
-    if match is None or location is None:
-        return problem
-    rest = problem[match.end() :]
-    return f"{location}{rest if rest.startswith(':') or location.startswith('--') else ':' + rest}"
+            items.append(f"{place} ({reason})" if reason else str(place))
+    return f"{path}: {_NO_EFFECT}{', '.join(items)}" if is_in_file else f"{_NO_EFFECT}{', '.join(items)}"
 
 
 def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedConfig:
     """Parse flags, and the TOML file of ``--config_file``."""
     options = {option.name: option for option in iter_options(config_class)}
-    problems, invalid_options = list[str](), set[str]()
+    problems, invalid_options = list[Problem](), set[str]()
     flags = list(_parse_flags(argv, options, problems, invalid_options))
     commands = {setting.name: setting for setting in flags if setting.name in COMMAND_OPTIONS}
     path = _resolve_config_file(commands, problems)
@@ -174,7 +174,9 @@ def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedC
         has_kohya_options,
         secrets=reader.secrets,
     )
-    return _resolve_run_config(parsed) if config_class is RunConfig else parsed
+    if config_class is RunConfig:
+        return _resolve_run_config(parsed)
+    return parsed.without_unused(find_unused_tool_options(parsed.config, parsed.explicit, parsed.invalid_options))
 
 
 @dataclass
@@ -182,14 +184,14 @@ class _SettingsReader:
     """Converts settings one after another; later ones replace earlier ones."""
 
     options: dict[str, Option]
-    problems: list[str]
+    problems: list[Problem]
     invalid_options: set[str]
     is_from_kohya: bool
     """Whether unknown keys and values of the run TOML are taken as sd-scripts takes them."""
     values: dict[str, Any] = field(default_factory=dict)
-    locations: dict[str, str] = field(default_factory=dict)
+    locations: dict[str, Place] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
-    unused: list[tuple[str, str]] = field(default_factory=list)
+    unused: list[tuple[Place, str]] = field(default_factory=list)
     secrets: dict[str, str] = field(default_factory=dict)
     spellings: dict[tuple[str, bool], Spelling] = field(default_factory=dict)
     """The first setting of each option, in the file and in flags."""
@@ -200,7 +202,7 @@ class _SettingsReader:
         if notice is not None:
             self.notices.append(notice)
         if (reason := find_no_effect(setting)) is not None:
-            self.unused.append((setting.location, reason))
+            self.unused.append((setting.place, reason))
             return
         option, verdict = self.options.get(setting.name), KOHYA_OPTIONS.get(setting.name)
         if self.is_from_kohya and not setting.is_flag:
@@ -208,9 +210,9 @@ class _SettingsReader:
             if taken is None:
                 return
             setting = taken
-        elif setting.replaces:
-            line = setting.replaces.rpartition(":")[2]
-            self.problems.append(f"{setting.location}: duplicate key, first set in line {line}")
+        elif setting.replaced_line is not None:
+            text = f"duplicate key, first set in line {setting.replaced_line}"
+            self.problems.append(Problem(setting.name, text, place=setting.place))
             return
         try:
             if is_table(setting.value) and not setting.is_flag:
@@ -224,80 +226,83 @@ class _SettingsReader:
                 else _translate_kohya_option(setting, self.options)
             )
         except ValueError as error:
-            self.problems.append(f"{setting.location}: {error}")
+            self.problems.append(Problem(setting.name, str(error), place=setting.place))
             self.invalid_options.add(setting.name)
             return
         if name and value is not _UNSET:
-            self._set_value(name, Spelling(spelled_name, setting.location, value), is_flag=setting.is_flag)
+            self._set_value(name, Spelling(spelled_name, setting.place, value), is_flag=setting.is_flag)
         elif name and option is None:  # sd-scripts' own option, with the value of what happens anyway
-            self.locations[name] = setting.location
+            self.locations[name] = setting.place
         elif name and setting.is_flag:  # a zero turns off what the file has set
             self.values.pop(name, None)
             self.locations.pop(name, None)
 
     def _take_as_kohya(self, setting: RawSetting) -> RawSetting | None:
         """Return a setting of the run TOML as sd-scripts takes it; None where it reads nothing."""
-        if setting.replaces:
-            self.unused.append((f"{setting.replaces}: {setting.name}", f"line {setting.line} sets it again"))
+        if setting.replaced_line is not None:
+            first = replace(setting.place, line=setting.replaced_line)
+            self.unused.append((first, f"line {setting.place.line} sets it again"))
         option = self.options.get(setting.name)
         if option is None and setting.name not in KOHYA_OPTIONS:
             known = [*self.options, *KOHYA_OPTIONS, *COMMAND_OPTIONS]
             if (reason := explain_ignored_key(setting.name, known)) is None:
                 return setting
-            self.unused.append((setting.location, reason))
+            self.unused.append((setting.place, reason))
             return None
         samplers = self.options["sample_sampler"].value_type if "sample_sampler" in self.options else ()
         value, note = take_unchecked_value(setting, samplers)
         if value is None:
-            self.unused.append((setting.location, note))
+            self.unused.append((setting.place, note))
             return None
         if note:
-            self.notices.append(f"{setting.location}: {note}")
+            self.notices.append(f"{setting.place}: {note}")
         return replace(setting, value=value)
 
     def _set_value(self, name: str, spelling: Spelling, *, is_flag: bool) -> None:
         first = self.spellings.setdefault((name, is_flag), spelling)
         if first.contradicts(spelling):
-            if name not in OPTIONS_WITHOUT_INFLUENCE:
-                self.problems.append(f"{spelling.location}: {first.describe_conflict(spelling)}")
+            if self.options[name].changes_result:
+                text = first.describe_conflict(spelling)
+                self.problems.append(Problem(name, text, "remove one of them", spelling.place))
             elif spelling.value is False:  # sd-scripts has two switches, either of which turns it on
                 return
             else:
-                self.unused.append((first.location, f"{name} is set"))
-        self.values[name], self.locations[name] = spelling.value, spelling.location
+                self.unused.append((first.place, f"{name} is set"))
+        self.values[name], self.locations[name] = spelling.value, spelling.place
 
 
 def _parse_flags(
-    argv: Sequence[str], options: dict[str, Option], problems: list[str], invalid_options: set[str]
+    argv: Sequence[str], options: dict[str, Option], problems: list[Problem], invalid_options: set[str]
 ) -> Iterator[RawSetting]:
     """Split the command line into flags, each with the words that belong to it."""
     words = list(argv)
     while words:
         word = words.pop(0)
         if not word.startswith("--") or word == "--":
-            problems.append(f"{word}: unexpected argument; options start with --")
+            problems.append(Problem("", "unexpected argument", "options start with --", Place(flag=word)))
             continue
         name, equals, inline_value = word[2:].partition("=")
+        flag = Place(flag=f"--{name}")
         values = [inline_value] if equals else []
         while words and not equals and not _FLAG_PATTERN.match(words[0]):
             values.append(words.pop(0))
         positive_name = name.removeprefix("no-")
         option = _find_option(name, options) or _find_option(positive_name, options)
         if option is not None and option.value_type is bool and not values:
-            yield RawSetting(positive_name, ["" if name.startswith("no-") else "true"], f"--{name}", is_flag=True)
-        elif problem := _validate_flag(name, values, option):
-            problems.append(f"--{name}: {problem}")
-            invalid_options.add(option.name if option is not None else name)
+            yield RawSetting(positive_name, ["" if name.startswith("no-") else "true"], flag, is_flag=True)
+        elif text := _describe_wrong_count(name, values, option):
+            problems.append(Problem(option.name if option is not None else name, text, place=flag))
+            invalid_options.add(problems[-1].option)
         else:
-            yield RawSetting(name, values, f"--{name}", is_flag=True)
+            yield RawSetting(name, values, flag, is_flag=True)
 
 
 def _find_option(name: str, options: dict[str, Option]) -> Option | None:
     return options.get(RENAMED_OPTIONS.get(name, name))
 
 
-def _validate_flag(name: str, values: Sequence[str], option: Option | None) -> str | None:
-    """Check the number of values of a flag."""
+def _describe_wrong_count(name: str, values: Sequence[str], option: Option | None) -> str | None:
+    """Return what is wrong with the number of values of a flag."""
     if option is None:
         takes_value = COMMAND_OPTIONS.get(name)
         if takes_value and len(values) != 1:
@@ -312,13 +317,13 @@ def _validate_flag(name: str, values: Sequence[str], option: Option | None) -> s
     return None
 
 
-def _resolve_config_file(commands: dict[str, RawSetting], problems: list[str]) -> Path | None:
+def _resolve_config_file(commands: dict[str, RawSetting], problems: list[Problem]) -> Path | None:
     if "config_file" not in commands:
         return None
     text = commands["config_file"].value[0]
     path = Path(text)
     if path.name in ("", "..") or path.is_dir():
-        problems.append(f"--config_file: {text!r} is not a file; give the run TOML")
+        problems.append(Problem("config_file", f"{text!r} is not a file", "give the run TOML"))
         return None
     return path if path.suffix else path.with_suffix(".toml")
 
@@ -329,11 +334,11 @@ def _rename_deprecated(setting: RawSetting) -> tuple[RawSetting, str | None]:
     old_value = values[0] if setting.is_flag and values else values
     new_value = RENAMED_VALUES.get(name, {}).get(old_value) if isinstance(old_value, str) else None
     if new_value is not None:
-        notice = format_rename_notice(f"{setting.location} {old_value}", f"{name} {new_value}")
+        notice = format_rename_notice(f"{setting.place} {old_value}", f"{name} {new_value}")
         value = [new_value, *values[1:]] if setting.is_flag else new_value
         return replace(setting, name=name, value=value), notice
     if name != setting.name:
-        return replace(setting, name=name), format_rename_notice(setting.location, name)
+        return replace(setting, name=name), format_rename_notice(setting.place, name)
     return setting, None
 
 
@@ -350,17 +355,17 @@ def _sort_switch_aliases_first(settings: Sequence[RawSetting]) -> list[RawSettin
 def _resolve_run_config(parsed: ParsedConfig) -> ParsedConfig:
     """Resolve learning rates of 0, drop options without effect, and check the options against each other."""
     adapter = resolve_lycoris_preset(parsed.config.adapter)
-    parsed = replace(parsed, config=replace(parsed.config, adapter=adapter)).without_args(find_unused_args(adapter))
-    reasons = find_unused_options(parsed.config, frozenset(parsed.locations))
-    parsed = parsed.without_unused(reasons)
+    parsed = replace(parsed, config=replace(parsed.config, adapter=adapter))
+    parsed = parsed.without_args(find_unused_args(adapter, parsed.config.optim))
+    parsed = parsed.without_unused(find_unused_options(parsed.config, parsed.explicit, unknown=parsed.invalid_options))
     adapter, optim = resolve_trained_components(parsed.config.adapter, parsed.config.optim)
     parsed = replace(parsed, config=replace(parsed.config, adapter=adapter, optim=optim))
     problems = [
-        f"{parsed.locations.get(names[0], f'--{names[0]}')}: {message}"
-        for names, message in validate_config(parsed.config, frozenset(parsed.locations))
-        if not parsed.invalid_options.intersection(names)
+        problem
+        for problem in validate_config(parsed.config, parsed.explicit)
+        if not parsed.invalid_options.intersection(problem.options)
     ]
-    return replace(parsed, problems=[*parsed.problems, *problems])
+    return replace(parsed, problems=[*parsed.problems, *locate_problems(problems, parsed.locations)])
 
 
 def _convert_value(setting: RawSetting, option: Option) -> Any:
@@ -368,7 +373,7 @@ def _convert_value(setting: RawSetting, option: Option) -> Any:
         setting = rename_kohya_value(setting, KOHYA_VALUES[option.name])
     if not setting.is_flag:
         return _UNSET if option.is_unset_by(setting.value) else option.parse_lenient_toml_value(setting.value)
-    if option.name in OFF_AT_ZERO and setting.value == ["0"]:
+    if option.is_unset_by_zero and setting.value == ["0"]:
         return _UNSET
     return bool(setting.value[0]) if option.value_type is bool else option.parse_words(setting.value)
 

@@ -1,14 +1,28 @@
 """All options of training, in typed frozen groups; a field's name is its flag and its key in the run TOML."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from .options import define_option
+from .option_needs import AnyOf, Has, HasValue, IsSet, IsUnset, Needs, OfModel, Trait
+from .options import ALWAYS, Alias, define_option
 from .schema_data import CacheConfig, DataConfig, ValidateConfig
 from .schema_distributed import DeepSpeedConfig, DistributedConfig, ParallelConfig, ShardingConfig
 from .schema_objective import LossConfig, NoiseConfig
 from .schema_output import LogConfig, PreviewConfig, SaveConfig, StateConfig
 from .types import StepRange, StepsOrRatio
+
+
+def _define_component(help: str, *, needs: Needs | None = None, **facts: Any) -> Any:
+    """Declare an option that replaces a component of the model by one of another file."""
+    return define_option(
+        None,
+        help,
+        needs=(OfModel(),) if needs is None else needs,
+        is_compared_by_content=True,
+        is_path=True,
+        changes_text_outputs=False,
+        **facts,
+    )
 
 
 @dataclass(frozen=True)
@@ -19,62 +33,109 @@ class ModelConfig:
         None,
         "base model: diffusers folder, .safetensors file or hub id; random:FAMILY[:tiny] for random weights; default: "
         "the built-in demo model",
+        needs=ALWAYS,
+        is_compared_by_content=True,
+        is_path=True,
+        is_basic=True,
+        changes_text_outputs=False,
     )
     family: str | None = define_option(
-        None, "model family, or package.module:Class for your own; default: detected from the files"
+        None,
+        "model family, or package.module:Class for your own; default: detected from the files",
+        needs=ALWAYS,
+        is_compared_by_content=True,
+        changes_text_outputs=False,
     )
-    v2: bool = define_option(False, "require Stable Diffusion 2; an error for any other model")
-    vae: str | None = define_option(None, "VAE to use instead of the model's: file, diffusers folder or hub id")
-    clip_l: str | None = define_option(None, "CLIP-L text encoder: file, folder or hub id")
-    clip_g: str | None = define_option(None, "CLIP-G text encoder: file, folder or hub id")
-    t5xxl: str | None = define_option(None, "T5-XXL text encoder: file, folder or hub id")
-    byt5: str | None = define_option(None, "byT5 text encoder of HunyuanImage 2.1: file, folder or hub id")
-    text_encoder: str | None = define_option(None, "text encoder, where it is a language model: file, folder or hub id")
-    ae: str | None = define_option(None, "alias of vae, for flow-matching models: file, diffusers folder or hub id")
+    v2: bool = define_option(
+        False,
+        "require Stable Diffusion 2; an error for any other model",
+        needs=ALWAYS,
+        is_compared_by_content=True,
+        changes_text_outputs=False,
+    )
+    vae: str | None = _define_component(
+        "VAE to use instead of the model's: file, diffusers folder or hub id", needs=ALWAYS
+    )
+    clip_l: str | None = _define_component("CLIP-L text encoder: file, folder or hub id")
+    clip_g: str | None = _define_component("CLIP-G text encoder: file, folder or hub id")
+    t5xxl: str | None = _define_component("T5-XXL text encoder: file, folder or hub id")
+    byt5: str | None = _define_component("byT5 text encoder of HunyuanImage 2.1: file, folder or hub id")
+    text_encoder: str | None = _define_component(
+        "text encoder, where it is a language model: file, folder or hub id", aliases=(Alias("qwen3"),)
+    )
+    ae: str | None = _define_component("alias of vae, for flow-matching models: file, diffusers folder or hub id")
     tokenizer_cache_dir: str | None = define_option(
-        None, "folder of the tokenizers that single-file models need; downloaded from the hub if missing"
+        None,
+        "folder of the tokenizers that single-file models need; downloaded from the hub if missing",
+        needs=ALWAYS,
+        changes_result=False,
+        is_path=True,
+        changes_text_outputs=False,
     )
     clip_skip: int | None = define_option(
-        None, "use the output of CLIP's n-th layer from the end (Stable Diffusion 1 and 2)", minimum=0
+        None,
+        "use the output of CLIP's n-th layer from the end (Stable Diffusion 1 and 2)",
+        minimum=0,
+        needs=(OfModel(),),
+        metadata_key="ss_clip_skip",
     )
     max_token_length: int = define_option(
-        75, "maximum length of captions in tokens: 75, 150 or 225 (Stable Diffusion 1, 2, XL)", minimum=1
+        75,
+        "maximum length of captions in tokens: 75, 150 or 225 (Stable Diffusion 1, 2, XL)",
+        minimum=1,
+        needs=(OfModel(),),
     )
     t5xxl_max_token_length: int | None = define_option(
         None,
         "maximum length of T5 input in tokens; default: 256 for SD3 and FLUX.1 schnell, 512 for FLUX.1 dev",
         minimum=1,
         maximum=512,
+        needs=(OfModel(),),
     )
     apply_t5_attn_mask: bool = define_option(
         False,
         "mask the padding tokens of T5: in T5 itself (SD3, FLUX.1), and in the attention of the transformer (FLUX.1)",
+        needs=(OfModel(),),
     )
     quantize_base: Literal["none", "fp8", "int8", "nf4"] = define_option(
         "none",
         "quantize the frozen weights of the denoiser's blocks; each matmul dequantizes them to mixed_precision's dtype",
+        needs=ALWAYS,
+        changes_text_outputs=False,
+        aliases=(Alias("fp8_base", "fp8"), Alias("fp8_base_unet", "fp8"), Alias("fp8_scaled", "fp8")),
+        former_name="base_storage",
+        former_values=(("float", "none"),),
     )
     guidance_scale: float = define_option(
         1.0,
         "value of the guidance embedding of FLUX.1 dev and FLUX.2 dev in training; not classifier-free guidance",
         minimum=0,
+        needs=(Has(Trait.GUIDANCE), OfModel()),
+        changes_text_outputs=False,
+        kohya_default="3.5",
     )
     control: Literal["none", "omini", "channels"] = define_option(
         "none",
         "train conditioning on images: omini: OminiControl, the condition as extra tokens, with LoRA on these only "
         "(FLUX.1); channels: its latents as extra input channels, diffusers' control LoRA (FLUX.1, Stable Diffusion 1)",
+        needs=ALWAYS,
     )
     control_position: Literal["aligned", "offset"] = define_option(
         "aligned",
         "positions of condition tokens (control omini): those of the image, for edges, masks, colours; or left of it, "
         "for subjects",
+        needs=(HasValue("control", ("omini",)),),
     )
     control_independent: bool = define_option(
         False,
         "condition tokens attend to themselves alone (control omini): previews compute their keys and values once",
+        needs=(HasValue("control", ("omini",)),),
     )
     control_scale: float = define_option(
-        1.0, "strength of the condition in previews (control omini): a factor of its attention weights", minimum=0
+        1.0,
+        "strength of the condition in previews (control omini): a factor of its attention weights",
+        minimum=0,
+        needs=(HasValue("control", ("omini",)),),
     )
 
 
@@ -86,37 +147,71 @@ class AdapterConfig:
         "networks.lora",
         "adapter type: networks.lora, networks.loha, networks.lokr, networks.oft, or lycoris.kohya with algo in "
         "network_args",
+        needs=ALWAYS,
+        is_public=True,
     )
-    network_dim: int = define_option(4, "rank of the adapter", minimum=1)
+    network_dim: int = define_option(
+        4,
+        "rank of the adapter",
+        minimum=1,
+        needs=(IsUnset("dim_from_weights", "dim_from_weights takes it from network_weights"),),
+        is_basic=True,
+    )
     network_alpha: float = define_option(
-        1.0, "LoRA alpha: the update is multiplied by alpha / rank; 0: the same as the rank", minimum=0
+        1.0,
+        "LoRA alpha: the update is multiplied by alpha / rank; 0: the same as the rank",
+        minimum=0,
+        needs=(Has(Trait.ALPHA), IsUnset("dim_from_weights", "dim_from_weights takes it from network_weights")),
+        is_basic=True,
     )
     network_dropout: float = define_option(
-        0.0, "LoRA dropout: probability of zeroing each output of the down matrix", minimum=0, maximum=0.999
+        0.0,
+        "LoRA dropout: probability of zeroing each output of the down matrix",
+        minimum=0,
+        maximum=0.999,
+        needs=(Has(Trait.DROPOUT),),
+        metadata_key="ss_network_dropout",
+        is_dropped_at_zero=True,
     )
     network_args: tuple[str, ...] = define_option(
-        (), "more adapter arguments as name=value, such as conv_dim=4; see docs/adapters.md"
+        (), "more adapter arguments as name=value, such as conv_dim=4; see docs/adapters.md", needs=ALWAYS
     )
-    network_weights: str | None = define_option(None, "LoRA file to start from, saved by any program")
-    dim_from_weights: bool = define_option(False, "take modules, ranks and alphas from network_weights")
-    base_weights: tuple[str, ...] = define_option((), "LoRA files to merge into the base model before training")
+    network_weights: str | None = define_option(
+        None, "LoRA file to start from, saved by any program", needs=ALWAYS, is_path=True
+    )
+    dim_from_weights: bool = define_option(
+        False, "take modules, ranks and alphas from network_weights", needs=(IsSet("network_weights"),)
+    )
+    base_weights: tuple[str, ...] = define_option(
+        (), "LoRA files to merge into the base model before training", needs=ALWAYS, is_path=True
+    )
     base_weights_multiplier: tuple[float, ...] = define_option(
-        (), "multiplier for each file of base_weights; default: 1"
+        (), "multiplier for each file of base_weights; default: 1", needs=(IsSet("base_weights"),)
     )
     training_adapter: str | None = define_option(
         None,
         "LoRA file that undoes the distillation of a few-step model (Z-Image-Turbo, FLUX.1 schnell): added to the base "
         "model while training and validating, not in previews; not part of the trained LoRA",
+        needs=ALWAYS,
+        is_compared_by_content=True,
+        is_path=True,
     )
     scale_weight_norms: float | None = define_option(
-        None, "max-norm regularization: scale down modules whose weight norm exceeds this (LoRA only)", minimum=0.000001
+        None,
+        "max-norm regularization: scale down modules whose weight norm exceeds this (LoRA only)",
+        minimum=0.000001,
+        needs=ALWAYS,
+        is_unset_by_zero=True,
+        metadata_key="ss_scale_weight_norms",
     )
     network_train_unet_only: bool = define_option(
         False,
         "train the denoiser only (U-Net or transformer); default: also the CLIP text encoders of Stable Diffusion and "
         "FLUX.1, as in sd-scripts",
+        needs=(Has(Trait.TEXT_ENCODERS),),
+        is_basic=True,
     )
-    network_train_text_encoder_only: bool = define_option(False, "train the text encoders only")
+    network_train_text_encoder_only: bool = define_option(False, "train the text encoders only", needs=ALWAYS)
 
     @property
     def trains_denoiser(self) -> bool:
@@ -132,17 +227,46 @@ class OptimConfig:
     """Optimizer and learning rate schedule."""
 
     optimizer_type: str = define_option(
-        "AdamW", "AdamW, AdamW8bit, Lion, Adafactor, Prodigy, AdamWScheduleFree ..., or package.module.Class"
+        "AdamW",
+        "AdamW, AdamW8bit, Lion, Adafactor, Prodigy, AdamWScheduleFree ..., or package.module.Class",
+        needs=ALWAYS,
+        is_public=True,
+        is_basic=True,
+        aliases=(Alias("use_8bit_adam", "AdamW8bit"), Alias("use_lion_optimizer", "Lion")),
     )
-    optimizer_args: tuple[str, ...] = define_option((), "optimizer arguments as name=value, such as weight_decay=0.01")
-    learning_rate: float = define_option(1e-4, "peak learning rate", minimum=0)
+    optimizer_args: tuple[str, ...] = define_option(
+        (), "optimizer arguments as name=value, such as weight_decay=0.01", needs=ALWAYS, is_public=True
+    )
+    learning_rate: float = define_option(
+        1e-4,
+        "peak learning rate",
+        minimum=0,
+        needs=(Has(Trait.RATE),),
+        is_basic=True,
+        kohya_default="2e-6",
+        default_text="1e-4",
+        metadata_key="ss_learning_rate",
+    )
     unet_lr: float | None = define_option(
-        None, "peak learning rate of the denoiser (U-Net or transformer); default: learning_rate", minimum=0
+        None,
+        "peak learning rate of the denoiser (U-Net or transformer); default: learning_rate",
+        minimum=0,
+        needs=(Has(Trait.RATE), Has(Trait.TRAINED_DENOISER)),
+        metadata_key="ss_unet_lr",
     )
     text_encoder_lr: tuple[float, ...] = define_option(
-        (), "peak learning rate of the text encoders, one for all or one for each; default: learning_rate", minimum=0
+        (),
+        "peak learning rate of the text encoders, one for all or one for each; default: learning_rate",
+        minimum=0,
+        needs=(Has(Trait.RATE), Has(Trait.TRAINED_TEXT), Has(Trait.TEXT_ENCODERS)),
     )
-    max_grad_norm: float = define_option(1.0, "maximum gradient norm for gradient clipping; 0: no clipping", minimum=0)
+    max_grad_norm: float = define_option(
+        1.0,
+        "maximum gradient norm for gradient clipping; 0: no clipping",
+        minimum=0,
+        needs=ALWAYS,
+        metadata_key="ss_max_grad_norm",
+    )
     lr_scheduler: Literal[
         "constant",
         "constant_with_warmup",
@@ -156,35 +280,85 @@ class OptimConfig:
         "warmup_stable_decay",
         "piecewise_constant",
         "adafactor",
-    ] = define_option("constant", "learning rate schedule")
+    ] = define_option(
+        "constant",
+        "learning rate schedule",
+        needs=(
+            AnyOf((HasValue("lr_scheduler", ("constant", "adafactor")), Has(Trait.RATE))),
+            AnyOf((HasValue("lr_scheduler", ("constant", "constant_with_warmup")), Has(Trait.SCHEDULE))),
+            IsUnset("lr_scheduler_type"),
+        ),
+        is_basic=True,
+        metadata_key="ss_lr_scheduler",
+    )
     lr_warmup_steps: StepsOrRatio = define_option(
-        StepsOrRatio(0, False), "warmup steps: a number, a ratio of the run below 1, or N%"
+        StepsOrRatio(0, False),
+        "warmup steps: a number, a ratio of the run below 1, or N%",
+        needs=ALWAYS,
+        is_basic=True,
+        metadata_key="ss_lr_warmup_steps",
     )
     lr_decay_steps: StepsOrRatio = define_option(
-        StepsOrRatio(0, False), "warmup_stable_decay: decay steps at the end: a number, a ratio of the run, or N%"
+        StepsOrRatio(0, False),
+        "warmup_stable_decay: decay steps at the end: a number, a ratio of the run, or N%",
+        needs=(HasValue("lr_scheduler", ("warmup_stable_decay",)), IsUnset("lr_scheduler_type")),
     )
-    lr_scheduler_num_cycles: int = define_option(1, "cosine_with_restarts: number of cycles", minimum=0)
-    lr_scheduler_power: float = define_option(1.0, "polynomial: power", minimum=0)
+    lr_scheduler_num_cycles: int = define_option(
+        1,
+        "cosine_with_restarts: number of cycles",
+        minimum=0,
+        needs=(HasValue("lr_scheduler", ("cosine_with_restarts",)), IsUnset("lr_scheduler_type")),
+        aliases=(Alias("lr_restart_cycles"),),
+    )
+    lr_scheduler_power: float = define_option(
+        1.0,
+        "polynomial: power",
+        minimum=0,
+        needs=(HasValue("lr_scheduler", ("polynomial",)), IsUnset("lr_scheduler_type")),
+    )
     lr_scheduler_timescale: int | None = define_option(
-        None, "inverse_sqrt: time scale in steps, larger decays slower; default: lr_warmup_steps", minimum=1
+        None,
+        "inverse_sqrt: time scale in steps, larger decays slower; default: lr_warmup_steps",
+        minimum=1,
+        needs=(HasValue("lr_scheduler", ("inverse_sqrt",)), IsUnset("lr_scheduler_type")),
     )
     lr_scheduler_min_lr_ratio: float | None = define_option(
         None,
         "cosine_with_min_lr, warmup_stable_decay: minimum learning rate as a ratio of the peak",
         minimum=0,
         maximum=1,
+        needs=(
+            HasValue(
+                "lr_scheduler",
+                (
+                    "cosine_with_min_lr",
+                    "warmup_stable_decay",
+                ),
+            ),
+            IsUnset("lr_scheduler_type"),
+        ),
     )
     lr_scheduler_type: str = define_option(
-        "", "scheduler class to use instead of lr_scheduler: of torch.optim.lr_scheduler, or package.module.Class"
+        "",
+        "scheduler class to use instead of lr_scheduler: of torch.optim.lr_scheduler, or package.module.Class",
+        needs=(Has(Trait.RATE), Has(Trait.SCHEDULE)),
     )
     lr_scheduler_args: tuple[str, ...] = define_option(
-        (), "arguments of lr_scheduler_type or piecewise_constant as name=value, such as gamma=0.99"
+        (),
+        "arguments of lr_scheduler_type or piecewise_constant as name=value, such as gamma=0.99",
+        needs=(
+            AnyOf(
+                (IsSet("lr_scheduler_type"), HasValue("lr_scheduler", ("piecewise_constant",))),
+                "only for lr_scheduler_type and lr_scheduler piecewise_constant",
+            ),
+        ),
     )
     ema_decay: float | None = define_option(
         None,
         "decay of an exponential moving average of the adapter, such as 0.999; it is saved next to the adapter",
         minimum=0,
         maximum=1,
+        needs=ALWAYS,
     )
 
 
@@ -192,42 +366,137 @@ class OptimConfig:
 class TrainConfig:
     """Length of training, memory savings and error handling."""
 
-    max_train_steps: int = define_option(1600, "number of optimizer steps, whatever the number of GPUs", minimum=0)
-    max_train_epochs: int | None = define_option(None, "number of epochs, instead of max_train_steps", minimum=1)
-    gradient_accumulation_steps: int = define_option(1, "micro-batches per optimizer step", minimum=1)
-    gradient_checkpointing: bool = define_option(False, "recompute activations in backward: less memory, slower steps")
+    max_train_steps: int = define_option(
+        1600,
+        "number of optimizer steps, whatever the number of GPUs",
+        minimum=0,
+        needs=(IsUnset("max_train_epochs"),),
+        changes_result=False,
+        is_basic=True,
+    )
+    max_train_epochs: int | None = define_option(
+        None,
+        "number of epochs, instead of max_train_steps",
+        minimum=1,
+        needs=ALWAYS,
+        changes_result=False,
+        is_basic=True,
+    )
+    gradient_accumulation_steps: int = define_option(
+        1,
+        "micro-batches per optimizer step",
+        minimum=1,
+        needs=ALWAYS,
+        is_compared_by_content=True,
+        metadata_key="ss_gradient_accumulation_steps",
+    )
+    gradient_checkpointing: bool = define_option(
+        False,
+        "recompute activations in backward: less memory, slower steps",
+        needs=ALWAYS,
+        changes_result=False,
+        is_basic=True,
+        metadata_key="ss_gradient_checkpointing",
+    )
     gradient_checkpointing_every: int = define_option(
-        1, "gradient_checkpointing: checkpoint only every n-th block of the denoiser", minimum=1
+        1,
+        "gradient_checkpointing: checkpoint only every n-th block of the denoiser",
+        minimum=1,
+        needs=(
+            AnyOf(
+                (IsSet("gradient_checkpointing"), HasValue("on_oom", ("recover",))), "gradient_checkpointing is not set"
+            ),
+            AnyOf(
+                (IsUnset("torch_compile"), IsUnset("activation_memory_budget")),
+                "with torch_compile, activation_memory_budget alone decides what is recomputed",
+            ),
+        ),
+        changes_result=False,
     )
     activation_memory_budget: float = define_option(
         0.0,
-        "gradient_checkpointing: fraction of the activations of expensive operations to keep; 0 recomputes everything",
+        "gradient_checkpointing, torch_compile: fraction of the activations of expensive operations to keep; 0: with"
+        " gradient_checkpointing recompute everything",
         minimum=0,
         maximum=1,
+        needs=(
+            AnyOf(
+                (IsSet("gradient_checkpointing"), HasValue("on_oom", ("recover",)), Has(Trait.COMPILED)),
+                "neither gradient_checkpointing nor torch_compile is set",
+            ),
+            AnyOf((IsUnset("torch_compile"), HasValue("dynamo_backend", ("inductor", "aot_eager")))),
+        ),
+        changes_result=False,
+        former_name="gradient_checkpointing_budget",
     )
     cpu_offload_checkpointing: bool = define_option(
-        False, "gradient_checkpointing: offload the saved activations to CPU memory"
+        False,
+        "gradient_checkpointing: offload the saved activations to CPU memory",
+        needs=(
+            AnyOf(
+                (IsSet("gradient_checkpointing"), HasValue("on_oom", ("recover",))), "gradient_checkpointing is not set"
+            ),
+            AnyOf(
+                (IsUnset("torch_compile"), IsUnset("activation_memory_budget")),
+                "with torch_compile, activation_memory_budget alone decides what is recomputed",
+            ),
+        ),
+        changes_result=False,
+        aliases=(Alias("unsloth_offload_checkpointing", True),),
     )
     blocks_to_swap: int = define_option(
-        0, "number of denoiser blocks whose frozen weights are kept in CPU memory and prefetched when needed", minimum=0
+        0,
+        "number of denoiser blocks whose frozen weights are kept in CPU memory and prefetched when needed",
+        minimum=0,
+        needs=ALWAYS,
+        changes_result=False,
+        aliases=(Alias("split_mode", 18),),
     )
     block_swap_window_mb: int = define_option(
         0,
         "blocks_to_swap: MiB of prefetched weights that may wait on the device;"
         " 0: the size of the largest swapped block, at least 256",
         minimum=0,
+        needs=(IsSet("blocks_to_swap", "blocks_to_swap is not set"),),
+        changes_result=False,
     )
-    seed: int = define_option(42, "random seed of the run", minimum=0)
+    seed: int = define_option(
+        42,
+        "random seed of the run",
+        minimum=0,
+        needs=ALWAYS,
+        is_basic=True,
+        kohya_default="another one for each run",
+        metadata_key="ss_seed",
+    )
     max_nan_steps: int = define_option(
-        10, "stop after this many steps with a NaN or Inf loss or gradient; each of them is skipped", minimum=1
+        10,
+        "stop after this many steps with a NaN or Inf loss or gradient; each of them is skipped",
+        minimum=1,
+        needs=ALWAYS,
+        changes_result=False,
+        former_name="max_bad_steps",
     )
     on_oom: Literal["fail", "recover"] = define_option(
-        "fail", "when out of memory: stop, or recover by splitting micro-batches, then enabling gradient_checkpointing"
+        "fail",
+        "when out of memory: stop, or recover by splitting micro-batches, then enabling gradient_checkpointing",
+        needs=ALWAYS,
+        changes_result=False,
+        former_values=(("ladder", "recover"),),
     )
     profile_steps: StepRange | None = define_option(
-        None, "profile these steps, such as 11:30: time per phase, FLOPs, MFU, and a trace of the last three steps"
+        None,
+        "profile these steps, such as 11:30: time per phase, FLOPs, MFU, and a trace of the last three steps",
+        needs=ALWAYS,
+        changes_result=False,
     )
-    dry_run: bool = define_option(False, "validate the settings, print the plan, and exit without loading a model")
+    dry_run: bool = define_option(
+        False,
+        "validate the settings, print the plan, and exit without loading a model",
+        needs=ALWAYS,
+        changes_result=False,
+        is_in_form=False,
+    )
 
 
 @dataclass(frozen=True)

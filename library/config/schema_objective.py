@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from .options import define_option
+from .option_needs import AnyOf, Has, HasValue, IsSet, LacksValue, Trait
+from .options import ALWAYS, Alias, define_option
 
 
 @dataclass(frozen=True)
@@ -13,55 +14,125 @@ class NoiseConfig:
     v_parameterization: bool | None = define_option(
         None,
         "diffusion models: v-prediction instead of noise prediction; default: as the model's scheduler config says",
+        needs=(Has(Trait.DIFFUSION),),
+        kohya_default="false",
+        default_text="true, as the model says",
     )
     zero_terminal_snr: bool = define_option(
-        False, "v-prediction: rescale the noise schedule to zero terminal SNR, so that the last timestep is pure noise"
+        False,
+        "v-prediction: rescale the noise schedule to zero terminal SNR, so that the last timestep is pure noise",
+        needs=(Has(Trait.DIFFUSION),),
+        metadata_key="ss_zero_terminal_snr",
     )
-    min_timestep: int | None = define_option(None, "minimum timestep, of 1000; default: 0", minimum=0, maximum=999)
+    min_timestep: int | None = define_option(
+        None, "minimum timestep, of 1000; default: 0", minimum=0, maximum=999, needs=ALWAYS
+    )
     max_timestep: int | None = define_option(
-        None, "maximum timestep (exclusive), of 1000; default: 1000", minimum=1, maximum=1000
+        None, "maximum timestep (exclusive), of 1000; default: 1000", minimum=1, maximum=1000, needs=ALWAYS
     )
     timestep_sampling: Literal["uniform", "sigmoid", "shift", "flux_shift", "sigma"] | None = define_option(
-        None, "flow matching: distribution of timesteps; default: sigma with a weighting_scheme, shift without"
+        None,
+        "flow matching: distribution of timesteps; default: sigma with a weighting_scheme, shift without",
+        needs=(AnyOf((HasValue("timestep_sampling", ("uniform",)), Has(Trait.FLOW))),),
+        default_text="shift",
     )
     sigmoid_scale: float = define_option(
-        1.0, "timestep_sampling sigmoid, shift, flux_shift: scale; smaller concentrates on middle timesteps", minimum=0
+        1.0,
+        "timestep_sampling sigmoid, shift, flux_shift: scale; smaller concentrates on middle timesteps",
+        minimum=0,
+        needs=(Has(Trait.FLOW), HasValue("timestep_sampling", ("sigmoid", "shift", "flux_shift"))),
+        metadata_key="ss_sigmoid_scale",
     )
     discrete_flow_shift: float | None = define_option(
-        None, "timestep_sampling shift, sigma: shift towards noise; default: as in the model's pipeline"
+        None,
+        "timestep_sampling shift, sigma: shift towards noise; default: as in the model's pipeline",
+        needs=(Has(Trait.FLOW), HasValue("timestep_sampling", ("shift", "sigma"))),
+        aliases=(Alias("training_shift"),),
+        default_text="as in the model's pipeline",
+        metadata_key="ss_discrete_flow_shift",
     )
     weighting_scheme: Literal["none", "uniform", "sigma_sqrt", "cosmap", "logit_normal", "mode"] | None = define_option(
-        None, "flow matching: loss weighting (sigma_sqrt, cosmap) or timestep distribution (logit_normal, mode)"
+        None,
+        "flow matching: loss weighting (sigma_sqrt, cosmap) or timestep distribution (logit_normal, mode)",
+        needs=(
+            AnyOf((HasValue("weighting_scheme", ("none", "uniform")), Has(Trait.FLOW))),
+            AnyOf(
+                (
+                    LacksValue("weighting_scheme", ("logit_normal", "mode")),
+                    HasValue("timestep_sampling", ("sigma",), "timestep_sampling samples the timesteps"),
+                )
+            ),
+        ),
     )
-    logit_mean: float = define_option(0.0, "weighting_scheme logit_normal: mean; above 0 means more noise")
+    logit_mean: float = define_option(
+        0.0,
+        "weighting_scheme logit_normal: mean; above 0 means more noise",
+        needs=(Has(Trait.FLOW), HasValue("weighting_scheme", ("logit_normal",))),
+        metadata_key="ss_logit_mean",
+    )
     logit_std: float = define_option(
-        1.0, "weighting_scheme logit_normal: standard deviation; smaller concentrates on middle timesteps", minimum=0
+        1.0,
+        "weighting_scheme logit_normal: standard deviation; smaller concentrates on middle timesteps",
+        minimum=0,
+        needs=(Has(Trait.FLOW), HasValue("weighting_scheme", ("logit_normal",))),
+        metadata_key="ss_logit_std",
     )
     mode_scale: float = define_option(
-        1.29, "weighting_scheme mode: scale; above 0 concentrates on middle timesteps", minimum=-1, maximum=1.75
+        1.29,
+        "weighting_scheme mode: scale; above 0 concentrates on middle timesteps",
+        minimum=-1,
+        maximum=1.75,
+        needs=(Has(Trait.FLOW), HasValue("weighting_scheme", ("mode",))),
+        metadata_key="ss_mode_scale",
     )
     noise_offset: float = define_option(
         0.0,
         "diffusion models: noise offset per channel, to learn dark and bright images; 0.05 to 0.1 is usual",
         minimum=0,
+        needs=(Has(Trait.DIFFUSION),),
+        metadata_key="ss_noise_offset",
+        is_dropped_at_zero=True,
     )
     noise_offset_random_strength: bool = define_option(
-        False, "sample noise_offset uniformly between 0 and its value for each image"
+        False,
+        "sample noise_offset uniformly between 0 and its value for each image",
+        needs=(Has(Trait.DIFFUSION), IsSet("noise_offset")),
+        metadata_key="ss_noise_offset_random_strength",
     )
     adaptive_noise_scale: float | None = define_option(
-        None, "add the mean of the latents times this to noise_offset; the sum is at least 0"
+        None,
+        "add the mean of the latents times this to noise_offset; the sum is at least 0",
+        needs=(Has(Trait.DIFFUSION), IsSet("noise_offset")),
+        metadata_key="ss_adaptive_noise_scale",
     )
     multires_noise_iterations: int = define_option(
-        0, "diffusion models: number of coarser noise levels to add (pyramid noise); 6 to 10 is usual", minimum=0
+        0,
+        "diffusion models: number of coarser noise levels to add (pyramid noise); 6 to 10 is usual",
+        minimum=0,
+        needs=(Has(Trait.DIFFUSION),),
+        metadata_key="ss_multires_noise_iterations",
+        is_dropped_at_zero=True,
     )
     multires_noise_discount: float = define_option(
-        0.3, "multires_noise_iterations: factor of each coarser noise level to the one before", minimum=0
+        0.3,
+        "multires_noise_iterations: factor of each coarser noise level to the one before",
+        minimum=0,
+        needs=(Has(Trait.DIFFUSION), IsSet("multires_noise_iterations")),
+        metadata_key="ss_multires_noise_discount",
     )
     ip_noise_gamma: float = define_option(
-        0.0, "input perturbation noise: noise added to the model's input but not to its target; 0.1 is usual", minimum=0
+        0.0,
+        "input perturbation noise: noise added to the model's input but not to its target; 0.1 is usual",
+        minimum=0,
+        needs=ALWAYS,
+        metadata_key="ss_ip_noise_gamma",
+        is_dropped_at_zero=True,
     )
     ip_noise_gamma_random_strength: bool = define_option(
-        False, "sample ip_noise_gamma uniformly between 0 and its value for each image"
+        False,
+        "sample ip_noise_gamma uniformly between 0 and its value for each image",
+        needs=(IsSet("ip_noise_gamma"),),
+        metadata_key="ss_ip_noise_gamma_random_strength",
     )
 
     @property
@@ -74,24 +145,51 @@ class LossConfig:
     """Loss function and loss weighting."""
 
     loss_type: Literal["l2", "l1", "huber", "smooth_l1"] = define_option(
-        "l2", "loss function; huber and smooth_l1 are less sensitive to outliers than l2"
+        "l2",
+        "loss function; huber and smooth_l1 are less sensitive to outliers than l2",
+        needs=ALWAYS,
+        metadata_key="ss_loss_type",
     )
     huber_schedule: Literal["constant", "exponential", "snr"] = define_option(
         "snr",
         "huber, smooth_l1: threshold by timestep: huber_c (constant), or from 1 at low noise to huber_c at high noise "
         "(exponential, snr)",
+        needs=(HasValue("loss_type", ("huber", "smooth_l1")),),
+        metadata_key="ss_huber_schedule",
     )
-    huber_c: float = define_option(0.1, "huber, smooth_l1: threshold above which a difference counts linearly")
-    huber_scale: float = define_option(1.0, "huber, smooth_l1: factor of the threshold at all timesteps")
+    huber_c: float = define_option(
+        0.1,
+        "huber, smooth_l1: threshold above which a difference counts linearly",
+        needs=(HasValue("loss_type", ("huber", "smooth_l1")),),
+        metadata_key="ss_huber_c",
+    )
+    huber_scale: float = define_option(
+        1.0,
+        "huber, smooth_l1: factor of the threshold at all timesteps",
+        needs=(HasValue("loss_type", ("huber", "smooth_l1")),),
+        metadata_key="ss_huber_scale",
+    )
     min_snr_gamma: float | None = define_option(
-        None, "diffusion models: gamma of min-SNR weighting, which reduces the loss at low noise; 5 is usual", minimum=0
+        None,
+        "diffusion models: gamma of min-SNR weighting, which reduces the loss at low noise; 5 is usual",
+        minimum=0,
+        needs=(Has(Trait.DIFFUSION),),
+        metadata_key="ss_min_snr_gamma",
     )
     debiased_estimation_loss: bool = define_option(
-        False, "diffusion models: debiased estimation loss, which raises the loss weight at high noise"
+        False,
+        "diffusion models: debiased estimation loss, which raises the loss weight at high noise",
+        needs=(Has(Trait.DIFFUSION),),
+        metadata_key="ss_debiased_estimation",
     )
     scale_v_pred_loss_like_noise_pred: bool = define_option(
-        False, "v-prediction: weight timesteps as noise prediction does"
+        False,
+        "v-prediction: weight timesteps as noise prediction does",
+        needs=(Has(Trait.DIFFUSION), Has(Trait.V_PREDICTION)),
     )
     v_pred_like_loss: float | None = define_option(
-        None, "noise prediction: add a v-prediction-like loss with this weight", minimum=0
+        None,
+        "noise prediction: add a v-prediction-like loss with this weight",
+        minimum=0,
+        needs=(Has(Trait.DIFFUSION), Has(Trait.NOISE_PREDICTION)),
     )

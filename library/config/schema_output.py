@@ -3,76 +3,235 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from .options import define_option
+from .option_needs import AnyOf, Has, IsSet, IsUnset, LacksValue, Trait
+from .options import ALWAYS, define_option
 
 
 @dataclass(frozen=True)
 class SaveConfig:
     """LoRA files: when they are saved, their format and metadata, and upload to the hub."""
 
-    output_dir: str = define_option("output", "folder for LoRA files and previews")
-    output_name: str = define_option("lora", "file name of the LoRA, without extension")
+    output_dir: str = define_option(
+        "output", "folder for LoRA files and previews", needs=ALWAYS, changes_result=False, is_path=True, is_basic=True
+    )
+    output_name: str = define_option(
+        "lora",
+        "file name of the LoRA, without extension",
+        needs=ALWAYS,
+        changes_result=False,
+        is_basic=True,
+        metadata_key="ss_output_name",
+    )
     save_precision: Literal["float", "fp16", "bf16"] | None = define_option(
-        None, "dtype of the saved weights; default: as trained"
+        None,
+        "dtype of the saved weights; default: as trained",
+        needs=ALWAYS,
+        changes_result=False,
+        value_aliases=(("fp32", "float"), ("float32", "float")),
     )
     save_format: Literal["auto", "kohya", "diffusers", "comfy"] = define_option(
-        "auto", "key names: of sd-scripts (kohya), diffusers or ComfyUI; auto: the ones that most programs read"
+        "auto",
+        "key names: of sd-scripts (kohya), diffusers or ComfyUI; auto: the ones that most programs read",
+        needs=ALWAYS,
+        changes_result=False,
     )
-    save_every_n_epochs: int | None = define_option(None, "save a LoRA file every n epochs", minimum=1)
-    save_every_n_steps: int | None = define_option(None, "save a LoRA file every n steps", minimum=1)
+    save_every_n_epochs: int | None = define_option(
+        None, "save a LoRA file every n epochs", minimum=1, needs=(IsUnset("save_n_epoch_ratio"),), changes_result=False
+    )
+    save_every_n_steps: int | None = define_option(
+        None, "save a LoRA file every n steps", minimum=1, needs=ALWAYS, changes_result=False, is_basic=True
+    )
     save_n_epoch_ratio: int | None = define_option(
-        None, "save n LoRA files over the run, at ends of epochs; overrides save_every_n_epochs; 0: off", minimum=0
+        None,
+        "save n LoRA files over the run, at ends of epochs; overrides save_every_n_epochs; 0: off",
+        minimum=0,
+        needs=ALWAYS,
+        changes_result=False,
     )
     save_last_n_epochs: int | None = define_option(
-        None, "save_every_n_epochs: keep only the files of the last n epochs", minimum=1
+        None,
+        "save_every_n_epochs: keep only the files of the last n epochs",
+        minimum=1,
+        needs=(AnyOf((IsSet("save_n_epoch_ratio"), IsSet("save_every_n_epochs")), "save_every_n_epochs is not set"),),
+        is_unset_by_zero=True,
+        changes_result=False,
     )
     save_last_n_steps: int | None = define_option(
-        None, "save_every_n_steps: keep only the files of the last n steps", minimum=1
+        None,
+        "save_every_n_steps: keep only the files of the last n steps",
+        minimum=1,
+        needs=(IsSet("save_every_n_steps"),),
+        is_unset_by_zero=True,
+        changes_result=False,
     )
-    overwrite: bool = define_option(False, "overwrite the LoRA file of an earlier run with the same output_name")
-    training_comment: str | None = define_option(None, "comment in the metadata")
-    no_metadata: bool = define_option(False, "save only the metadata that loaders need")
-    metadata_title: str | None = define_option(None, "title in the metadata; default: output_name")
-    metadata_author: str | None = define_option(None, "author in the metadata")
-    metadata_description: str | None = define_option(None, "description in the metadata")
-    metadata_license: str | None = define_option(None, "license in the metadata")
-    metadata_tags: str | None = define_option(None, "comma-separated tags in the metadata")
-    metadata_usage_hint: str | None = define_option(None, "usage hint in the metadata")
-    metadata_thumbnail: str | None = define_option(None, "image of up to 4 MiB to embed in the metadata as a thumbnail")
-    metadata_merged_from: str | None = define_option(None, "models that were merged into the LoRA, in the metadata")
-    metadata_trigger_phrase: str | None = define_option(None, "trigger phrase in the metadata")
-    metadata_preprocessor: str | None = define_option(None, "preprocessor that images need, in the metadata")
+    overwrite: bool = define_option(
+        False,
+        "overwrite the LoRA file of an earlier run with the same output_name",
+        needs=ALWAYS,
+        changes_result=False,
+        is_basic=True,
+    )
+    training_comment: str | None = define_option(
+        None,
+        "comment in the metadata",
+        needs=(IsUnset("no_metadata"),),
+        changes_result=False,
+        metadata_key="ss_training_comment",
+    )
+    no_metadata: bool = define_option(
+        False, "save only the metadata that loaders need", needs=ALWAYS, changes_result=False
+    )
+    metadata_title: str | None = define_option(
+        None, "title in the metadata; default: output_name", needs=(IsUnset("no_metadata"),), changes_result=False
+    )
+    metadata_author: str | None = define_option(
+        None,
+        "author in the metadata",
+        needs=(IsUnset("no_metadata"),),
+        changes_result=False,
+        metadata_key="modelspec.author",
+    )
+    metadata_description: str | None = define_option(
+        None,
+        "description in the metadata",
+        needs=(IsUnset("no_metadata"),),
+        changes_result=False,
+        metadata_key="modelspec.description",
+    )
+    metadata_license: str | None = define_option(
+        None,
+        "license in the metadata",
+        needs=(IsUnset("no_metadata"),),
+        changes_result=False,
+        metadata_key="modelspec.license",
+    )
+    metadata_tags: str | None = define_option(
+        None,
+        "comma-separated tags in the metadata",
+        needs=(IsUnset("no_metadata"),),
+        changes_result=False,
+        metadata_key="modelspec.tags",
+    )
+    metadata_usage_hint: str | None = define_option(
+        None,
+        "usage hint in the metadata",
+        needs=(IsUnset("no_metadata"),),
+        changes_result=False,
+        metadata_key="modelspec.usage_hint",
+    )
+    metadata_thumbnail: str | None = define_option(
+        None,
+        "image of up to 4 MiB to embed in the metadata as a thumbnail",
+        needs=(IsUnset("no_metadata"),),
+        changes_result=False,
+        is_path=True,
+    )
+    metadata_merged_from: str | None = define_option(
+        None,
+        "models that were merged into the LoRA, in the metadata",
+        needs=(IsUnset("no_metadata"),),
+        changes_result=False,
+        metadata_key="modelspec.merged_from",
+    )
+    metadata_trigger_phrase: str | None = define_option(
+        None,
+        "trigger phrase in the metadata",
+        needs=(IsUnset("no_metadata"),),
+        changes_result=False,
+        metadata_key="modelspec.trigger_phrase",
+    )
+    metadata_preprocessor: str | None = define_option(
+        None,
+        "preprocessor that images need, in the metadata",
+        needs=(IsUnset("no_metadata"),),
+        changes_result=False,
+        metadata_key="modelspec.preprocessor",
+    )
     huggingface_repo_id: str | None = define_option(
-        None, "hub repository (OWNER/NAME) to upload each LoRA file to; needs `hf auth login` or HF_TOKEN"
+        None,
+        "hub repository (OWNER/NAME) to upload each LoRA file to; needs `hf auth login` or HF_TOKEN",
+        needs=ALWAYS,
+        changes_result=False,
     )
-    huggingface_repo_type: Literal["model", "dataset", "space"] = define_option("model", "type of huggingface_repo_id")
-    huggingface_path_in_repo: str | None = define_option(None, "folder in huggingface_repo_id")
+    huggingface_repo_type: Literal["model", "dataset", "space"] = define_option(
+        "model", "type of huggingface_repo_id", needs=(IsSet("huggingface_repo_id"),), changes_result=False
+    )
+    huggingface_path_in_repo: str | None = define_option(
+        None, "folder in huggingface_repo_id", needs=(IsSet("huggingface_repo_id"),), changes_result=False
+    )
     huggingface_repo_visibility: Literal["private", "public"] = define_option(
-        "private", "visibility of huggingface_repo_id, if it is created by this run"
+        "private",
+        "visibility of huggingface_repo_id, if it is created by this run",
+        needs=(IsSet("huggingface_repo_id"),),
+        changes_result=False,
     )
-    async_upload: bool = define_option(False, "upload in the background")
+    async_upload: bool = define_option(
+        False, "upload in the background", needs=(IsSet("huggingface_repo_id"),), changes_result=False
+    )
 
 
 @dataclass(frozen=True)
 class StateConfig:
     """Training states, to resume a run."""
 
-    save_state: bool = define_option(False, "save the training state with every LoRA file, to resume from there")
+    save_state: bool = define_option(
+        False,
+        "save the training state with every LoRA file, to resume from there",
+        needs=ALWAYS,
+        changes_result=False,
+        is_basic=True,
+    )
     save_state_on_train_end: bool = define_option(
-        False, "save the training state at the end, to continue with more steps later"
+        False,
+        "save the training state at the end, to continue with more steps later",
+        needs=ALWAYS,
+        changes_result=False,
     )
-    save_last_n_epochs_state: int | None = define_option(None, "keep only the states of the last n epochs", minimum=1)
-    save_last_n_steps_state: int | None = define_option(None, "keep only the states of the last n steps", minimum=1)
+    save_last_n_epochs_state: int | None = define_option(
+        None,
+        "keep only the states of the last n epochs",
+        minimum=1,
+        needs=(IsSet("save_state"),),
+        is_unset_by_zero=True,
+        changes_result=False,
+    )
+    save_last_n_steps_state: int | None = define_option(
+        None,
+        "keep only the states of the last n steps",
+        minimum=1,
+        needs=(IsSet("save_state"),),
+        is_unset_by_zero=True,
+        changes_result=False,
+    )
     resume: str | None = define_option(
-        None, "resume from this state folder, or from the latest one in output_dir: latest"
+        None,
+        "resume from this state folder, or from the latest one in output_dir: latest",
+        needs=ALWAYS,
+        changes_result=False,
+        is_path=True,
+        is_in_form=False,
     )
-    auto_resume: bool = define_option(False, "resume from the latest state in output_dir; start from scratch if none")
-    force_resume: bool = define_option(False, "resume even if settings or images that change the result differ")
+    auto_resume: bool = define_option(
+        False,
+        "resume from the latest state in output_dir; start from scratch if none",
+        needs=ALWAYS,
+        changes_result=False,
+        is_in_form=False,
+    )
+    force_resume: bool = define_option(
+        False,
+        "resume even if settings or images that change the result differ",
+        needs=(AnyOf((IsSet("resume"), IsSet("auto_resume")), "nothing is resumed"),),
+        changes_result=False,
+        former_name="resume_anyway",
+    )
     requeue_exit_code: int | None = define_option(
         None,
         "exit code when a signal (SIGTERM, SIGINT) ends the run and the state is saved; default: 128 + signal number",
         minimum=0,
         maximum=255,
+        needs=ALWAYS,
+        changes_result=False,
     )
 
 
@@ -81,13 +240,37 @@ class PreviewConfig:
     """Sample images during training."""
 
     sample_prompts: str | None = define_option(
-        None, "file of prompts: .txt (one per line), .toml or .json; or a prompt"
+        None,
+        "file of prompts: .txt (one per line), .toml or .json; or a prompt",
+        needs=ALWAYS,
+        changes_result=False,
+        is_path=True,
+        is_basic=True,
     )
-    sample_every_n_steps: int | None = define_option(None, "generate samples every n steps", minimum=1)
+    sample_every_n_steps: int | None = define_option(
+        None,
+        "generate samples every n steps",
+        minimum=1,
+        needs=(IsSet("sample_prompts"), IsUnset("sample_every_n_epochs")),
+        is_unset_by_zero=True,
+        changes_result=False,
+        is_basic=True,
+    )
     sample_every_n_epochs: int | None = define_option(
-        None, "generate samples every n epochs; overrides sample_every_n_steps", minimum=1
+        None,
+        "generate samples every n epochs; overrides sample_every_n_steps",
+        minimum=1,
+        needs=(IsSet("sample_prompts"),),
+        is_unset_by_zero=True,
+        changes_result=False,
     )
-    sample_at_first: bool = define_option(False, "also generate samples before the first step")
+    sample_at_first: bool = define_option(
+        False,
+        "also generate samples before the first step",
+        needs=(IsSet("sample_prompts"),),
+        changes_result=False,
+        is_basic=True,
+    )
     sample_sampler: (
         Literal[
             "ddim",
@@ -109,14 +292,25 @@ class PreviewConfig:
             "k_dpm_2_a",
         ]
         | None
-    ) = define_option(None, "sampler; default: ddim; flow matching always samples with euler")
+    ) = define_option(
+        None,
+        "sampler; default: ddim; flow matching always samples with euler",
+        needs=(IsSet("sample_prompts"), Has(Trait.DIFFUSION, "flow matching samples with euler"), Has(Trait.SAMPLER)),
+        changes_result=False,
+    )
 
 
 @dataclass(frozen=True)
 class LogConfig:
     """Experiment trackers and console output."""
 
-    logging_dir: str | None = define_option(None, "folder for trackers; each run gets a subfolder")
+    logging_dir: str | None = define_option(
+        None,
+        "folder for trackers; each run gets a subfolder",
+        needs=(LacksValue("log_with", ("none",)),),
+        changes_result=False,
+        is_path=True,
+    )
     log_with: (
         Literal[
             "none",
@@ -132,17 +326,55 @@ class LogConfig:
             "trackio",
         ]
         | None
-    ) = define_option(None, "experiment tracker; default: tensorboard if logging_dir is set")
-    log_prefix: str | None = define_option(None, "prefix of the run's subfolder in logging_dir")
-    log_tracker_name: str | None = define_option(None, "project name in the tracker; default: network_train")
+    ) = define_option(
+        None, "experiment tracker; default: tensorboard if logging_dir is set", needs=ALWAYS, changes_result=False
+    )
+    log_prefix: str | None = define_option(
+        None, "prefix of the run's subfolder in logging_dir", needs=(Has(Trait.TRACKER),), changes_result=False
+    )
+    log_tracker_name: str | None = define_option(
+        None, "project name in the tracker; default: network_train", needs=(Has(Trait.TRACKER),), changes_result=False
+    )
     log_tracker_config: str | None = define_option(
-        None, "TOML file of tracker arguments, with a table for each tracker"
+        None,
+        "TOML file of tracker arguments, with a table for each tracker",
+        needs=(Has(Trait.TRACKER),),
+        changes_result=False,
+        is_path=True,
     )
-    wandb_run_name: str | None = define_option(None, "name of the run in wandb")
-    log_config: bool = define_option(False, "log the settings to the tracker, without secrets and paths")
+    wandb_run_name: str | None = define_option(
+        None, "name of the run in wandb", needs=(Has(Trait.TRACKER), Has(Trait.WANDB)), changes_result=False
+    )
+    log_config: bool = define_option(
+        False,
+        "log the settings to the tracker, without secrets and paths",
+        needs=(Has(Trait.TRACKER),),
+        changes_result=False,
+    )
     console_log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = define_option(
-        "INFO", "minimum level of console messages"
+        "INFO", "minimum level of console messages", needs=ALWAYS, changes_result=False, is_per_machine=True
     )
-    console_log_file: str | None = define_option(None, "write messages to this file instead of the console")
-    console_log_simple: bool = define_option(False, "console messages without time and color")
-    quiet: bool = define_option(False, "warnings and errors only, without a progress bar")
+    console_log_file: str | None = define_option(
+        None,
+        "write messages to this file instead of the console",
+        needs=ALWAYS,
+        changes_result=False,
+        is_per_machine=True,
+        is_in_form=False,
+    )
+    console_log_simple: bool = define_option(
+        False,
+        "console messages without time and color",
+        needs=ALWAYS,
+        changes_result=False,
+        is_per_machine=True,
+        is_in_form=False,
+    )
+    quiet: bool = define_option(
+        False,
+        "warnings and errors only, without a progress bar",
+        needs=ALWAYS,
+        changes_result=False,
+        is_per_machine=True,
+        is_in_form=False,
+    )

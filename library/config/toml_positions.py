@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..problems import Place, Problem, report_file
 from .kohya_compat import RENAMED_OPTIONS, RawSetting
 
 if sys.version_info >= (3, 11):
@@ -32,11 +33,11 @@ def read_text_file(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError([f"{path}: no such file (looked in {path.resolve().parent})"]) from None
+        raise _build_error(path, f"no such file (looked in {path.resolve().parent})") from None
     except UnicodeDecodeError as error:
-        raise ConfigError([f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8"]) from None
+        raise _build_error(path, f"not UTF-8 at byte {error.start}", "save the file as UTF-8") from None
     except OSError as error:
-        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
+        raise _build_error(path, f"cannot be read: {error.strerror}") from None
 
 
 def read_toml_with_lines(path: Path) -> tuple[dict[str, Any], Mapping[KeyPath, int]]:
@@ -47,12 +48,17 @@ def read_toml_with_lines(path: Path) -> tuple[dict[str, Any], Mapping[KeyPath, i
     except tomllib.TOMLDecodeError as error:
         message = str(error)
         position = re.search(r" \(at line (\d+), column \d+\)", message)
-        line = position[1] if position else text.count("\n") + 1
-        if first := _find_duplicate_key(text.splitlines()[: int(line)]):
-            raise ConfigError([f"{path}:{line}: {first[0]}: duplicate key, first set in line {first[1]}"]) from None
+        line = int(position[1]) if position else text.count("\n") + 1
+        if first := _find_duplicate_key(text.splitlines()[:line]):
+            text, place = f"duplicate key, first set in line {first[1]}", Place(str(path), line, key=first[0])
+            raise ConfigError([Problem(first[0], text, place=place)]) from None
         reason = message.replace(position[0] if position else " (at end of document)", "")
-        hint = _hint_toml_fix(text.splitlines()[int(line) - 1] if int(line) <= len(text.splitlines()) else "")
-        raise ConfigError([f"{path}:{line}: not valid TOML: {reason}{hint}"]) from None
+        fix = _suggest_toml_fix(text.splitlines()[line - 1] if line <= len(text.splitlines()) else "")
+        raise ConfigError([Problem("", f"not valid TOML: {reason}", fix, Place(str(path), line))]) from None
+
+
+def _build_error(path: Path, text: str, fix: str = "") -> ConfigError:
+    return ConfigError([report_file(path, text, fix)])
 
 
 def _find_duplicate_key(lines: list[str]) -> tuple[str, int] | None:
@@ -67,20 +73,20 @@ def _find_duplicate_key(lines: list[str]) -> tuple[str, int] | None:
     return None
 
 
-def _hint_toml_fix(line: str) -> str:
+def _suggest_toml_fix(line: str) -> str:
     """Suggest how to write what is often written wrong: booleans of Python, paths of Windows, text without quotes."""
     key, _, value = line.partition("=")
     value = value.partition(" #")[0].strip()
     if value in ("True", "False"):
-        return f"; write {value.lower()} in lower case"
+        return f"write {value.lower()} in lower case"
     if value == "None":
-        return "; TOML has no None: remove the line"
+        return "TOML has no None: remove the line"
     if value.startswith('"') and "\\" in value:
-        return "; write paths with backslashes in single quotes: " + value.replace('"', "'")
+        return "write paths with backslashes in single quotes: " + value.replace('"', "'")
     if key.strip() in SECRET_KEYS:
         value = re.sub(r"\w+", "...", value)
     if value and re.fullmatch(r"[A-Za-z/~.][^\"'\[\]{}]*", value):
-        return f'; text needs quotes: {key.strip()} = "{value}"'
+        return f'text needs quotes: {key.strip()} = "{value}"'
     return ""
 
 
@@ -188,29 +194,29 @@ class _KeyScanner:
         self.lines.setdefault(path, self.text.count("\n", 0, offset) + 1)
 
 
-def read_run_toml(path: Path, command_options: Container[str], problems: list[str]) -> Iterator[RawSetting]:
+def read_run_toml(path: Path, command_options: Container[str], problems: list[Problem]) -> Iterator[RawSetting]:
     """Read the keys of a run TOML; as in sd-scripts, section names have no meaning."""
     data, lines = read_toml_with_lines(path)
     first: dict[str, tuple[int, Any]] = {}
     if "general_args" in data and "subsets" in data:
         program = "LoRA_Easy_Training_Scripts"
-        raise ConfigError([f"{path}: a file of {program}' window; give runtime_store/config.toml, its run file"])
+        raise _build_error(path, f"a file of {program}' window", "give runtime_store/config.toml, its run file")
     for key, item in data.items():
         members = {(key, name): value for name, value in item.items()} if isinstance(item, dict) else {(key,): item}
         for key_path, value in members.items():
             name, line = str(key_path[-1]), lines[key_path]
-            current_name, location = RENAMED_OPTIONS.get(name, name), f"{path}:{line}: {name}"
+            current_name, place = RENAMED_OPTIONS.get(name, name), Place(str(path), line, key=name)
             if current_name in first:
                 first_line, first_value = first[current_name]
                 if value != first_value:
-                    yield RawSetting(name, value, location, is_flag=False, replaces=f"{path}:{first_line}")
+                    yield RawSetting(name, value, place, is_flag=False, replaced_line=first_line)
             elif name in command_options:
-                problems.append(f"{location}: only allowed on the command line")
+                problems.append(Problem(name, "only allowed on the command line", place=place))
             elif is_table(value) and ("datasets" in key_path or "subsets" in key_path):
-                hint = "this looks like a dataset TOML: give it with --dataset_config"
-                problems.append(f"{location}: expected a value, got a table; {hint}")
+                fix = "this looks like a dataset TOML: give it with --dataset_config"
+                problems.append(Problem(name, "expected a value, got a table", fix, place))
             else:
-                yield RawSetting(name, value, location, is_flag=False)
+                yield RawSetting(name, value, place, is_flag=False)
             first.setdefault(current_name, (line, value))
 
 

@@ -6,8 +6,10 @@ ignored cannot be read by accident.
 
 import dataclasses
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 from .network_args import (
     LYCORIS_ALGORITHMS,
@@ -23,69 +25,142 @@ from .network_args import (
     parse_network_args,
     validate_network_module,
 )
-from .options import ExplicitOptions
-from .schema import AdapterConfig, OptimConfig, RunConfig, TrainConfig
-from .schema_data import CacheConfig, DataConfig
-from .schema_distributed import DistributedConfig, ParallelConfig
-from .schema_objective import LossConfig, NoiseConfig
-from .schema_output import LogConfig, PreviewConfig, SaveConfig, StateConfig
-from .types import StepsOrRatio, split_keyword_args
+from .option_needs import UNKNOWN, Circumstances, Trait, find_unmet_needs
+from .options import ExplicitOptions, build_config, flatten_config, iter_options
+from .schema import AdapterConfig, OptimConfig, RunConfig
+from .schema_objective import NoiseConfig
+from .types import parse_env_bool, split_keyword_args
 
-UnusedOption = tuple[str, str]
-"""An option and why it has no effect."""
-
-COMPILE_OPTIONS = (
-    *("dynamo_backend", "dynamo_mode", "dynamo_fullgraph", "dynamo_use_regional_compilation"),
-    *("compile_dynamic", "compile_cache_dir"),
-)
-TIMESTEP_WEIGHTING_SCHEMES = ("logit_normal", "mode")
-SAMPLERS_WITHOUT_ZERO_SNR = ("heun", "pndm", "lms", "dpm_2", "dpm_2_a", "dpmsingle")
-CHECKPOINTING_OPTIONS = ("gradient_checkpointing_every", "activation_memory_budget", "cpu_offload_checkpointing")
-SCHEDULER_OPTIONS = (
-    ("lr_scheduler_num_cycles", 1, ("cosine_with_restarts",)),
-    ("lr_scheduler_power", 1, ("polynomial",)),
-    ("lr_scheduler_timescale", None, ("inverse_sqrt",)),
-    ("lr_scheduler_min_lr_ratio", None, ("cosine_with_min_lr", "warmup_stable_decay")),
-    ("lr_decay_steps", StepsOrRatio(0, False), ("warmup_stable_decay",)),
-)
-"""Option, its default, and the schedulers that use it."""
-
-_UPLOAD_OPTIONS = ("huggingface_repo_type", "huggingface_path_in_repo", "huggingface_repo_visibility", "async_upload")
-_TRACKER_OPTIONS = ("log_prefix", "log_tracker_name", "log_tracker_config", "wandb_run_name", "log_config")
 _DROPOUT_OF_LYCORIS = "LyCORIS drops nothing without bypass_mode; networks.lora does"
+_RATE_ARGS = ("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio", "network_reg_lrs")
+"""network_args that give some modules a learning rate of their own."""
+
 _NO_CONVOLUTIONS = "convolutions are not trained"
-_RATE_OPTIONS = ("learning_rate", "unet_lr", "text_encoder_lr")
+_SAMPLERS_WITHOUT_ZERO_SNR = ("heun", "pndm", "lms", "dpm_2", "dpm_2_a", "dpmsingle")
 
 
-def find_unused_options(config: RunConfig, explicit: ExplicitOptions) -> dict[str, str]:
-    """Find the options among ``explicit`` that have no effect, whatever the model; return the reason of each."""
-    candidates: Iterable[Iterator[UnusedOption]] = (
-        _find_unused_lengths(config.train, explicit),
-        _find_unused_rates(config.adapter, config.optim),
-        _find_unused_scheduler_options(config.optim),
-        _find_unused_adapter_options(config.adapter),
-        _find_unused_data_options(config.data, config.cache),
-        _find_unused_log_options(config.log),
-        _find_unused_preview_options(config.preview, config.noise),
-        _find_unused_noise_options(config.noise, config.loss, explicit),
-        _find_unused_memory_options(config.distributed, config.train, config.parallel),
-        _find_unused_save_options(config.save, config.state),
+@dataclass(frozen=True)
+class ModelTraits:
+    """What the effect of options depends on in a model."""
+
+    title: str
+    prediction_type: str
+    """``epsilon``, ``v`` or ``flow``."""
+    has_guidance_embedding: bool
+    can_train_text_encoders: bool
+    options: Collection[str]
+    """The options that the model's family has of its own, with those of its components."""
+
+    def list_traits(self, noise: NoiseConfig) -> dict[Trait, str | None]:
+        """Say of each trait of models whether this one has it, or why not."""
+        traits = list_prediction_traits(self.prediction_type, noise)
+        traits[Trait.GUIDANCE] = None if self.has_guidance_embedding else "the model has no guidance embedding"
+        missing = f"the text encoders of {self.title} are never trained"
+        traits[Trait.TEXT_ENCODERS] = None if self.can_train_text_encoders else missing
+        return traits
+
+
+def list_prediction_traits(prediction_type: str, noise: NoiseConfig) -> dict[Trait, str | None]:
+    """Say which options of noise and loss mean something to a model that predicts ``epsilon``, ``v`` or ``flow``."""
+    is_flow, override = prediction_type == "flow", noise.v_parameterization
+    predicts_v = prediction_type == "v" if override is None else override
+    return {
+        Trait.FLOW: None if is_flow else "only for flow matching",
+        Trait.DIFFUSION: "not for flow matching" if is_flow else None,
+        Trait.V_PREDICTION: None if predicts_v else "the model predicts the noise; v_parameterization is not set",
+        Trait.NOISE_PREDICTION: "the model predicts v" if predicts_v else None,
+    }
+
+
+def find_unused_options(
+    config: RunConfig,
+    explicit: ExplicitOptions,
+    model: ModelTraits | None = None,
+    subsets: Sequence[Mapping[str, Any]] | None = None,
+    unknown: Collection[str] = (),
+) -> dict[str, str | None]:
+    """Find the options among ``explicit`` that have no effect, as their facts say; return the reason of each.
+
+    The reason is None for a value that asks for what happens anyway, and of which there is nothing to say.
+    ``subsets`` are the settings that a dataset file has for each of its image sources, by the names of options;
+    ``unknown`` are options whose values could not be read.
+    """
+    all_options = list(iter_options(RunConfig))
+    if subsets is None:
+        is_in_file = config.data.dataset_config is not None
+        subsets = [{option.name: UNKNOWN for option in all_options if option.dataset_table and is_in_file}]
+
+    def build_cases(values: Mapping[str, Any]) -> list[Circumstances]:
+        run = build_config(RunConfig, dict(values))
+        traits = list_config_traits(run)
+        traits |= model.list_traits(run.noise) if model is not None else {}
+        implied = {"timestep_sampling": run.noise.flow_timestep_sampling, **dict.fromkeys(unknown, UNKNOWN)}
+        title, options = (model.title, model.options) if model is not None else ("", None)
+        return [Circumstances({**values, **implied, **keys}, traits, options, title) for keys in subsets]
+
+    return find_unmet_needs(all_options, explicit, flatten_config(config), build_cases)
+
+
+def find_unused_tool_options(config: Any, explicit: ExplicitOptions, unknown: Collection[str]) -> dict[str, str | None]:
+    """Find the options of a tool among ``explicit`` that have no effect, and why; their needs are each other."""
+    return find_unmet_needs(
+        iter_options(type(config)),
+        explicit,
+        flatten_config(config),
+        lambda values: [Circumstances({**values, **dict.fromkeys(unknown, UNKNOWN)})],
     )
-    unused = dict[str, str]()
-    for name, reason in (pair for pairs in candidates for pair in pairs):
-        if name in explicit:
-            unused.setdefault(name, reason)
-    return unused
 
 
-def reset_options(config: RunConfig, names: Iterable[str]) -> RunConfig:
-    """Set options back to their defaults."""
+def list_config_traits(config: RunConfig) -> dict[Trait, str | None]:
+    """Say of each trait that does not depend on the model whether a run has it, or why not."""
+    adapter, optim, log = config.adapter, config.optim, config.log
+    arguments = parse_network_args(adapter.network_args)[0]
+    is_lycoris = adapter.network_module == "lycoris.kohya"
+    has_tracker = log.log_with not in (None, "none") or (log.log_with is None and log.logging_dir is not None)
+    is_compiled_by_launcher = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO"
+    is_compiled = config.distributed.torch_compile
+    is_rotation = is_lycoris and LYCORIS_ALGORITHMS.get(arguments.algo) in ROTATION_TYPES
+    missing = {
+        Trait.COMPILED: not (is_compiled_by_launcher if is_compiled is None else is_compiled)
+        and "torch_compile is not set",
+        Trait.FSDP: not _uses_engine("FSDP", config.sharding.fsdp) and "fsdp is not set",
+        Trait.DEEPSPEED: not _uses_engine("DEEPSPEED", config.deepspeed.deepspeed) and "deepspeed is not set",
+        Trait.LAUNCHED_DEEPSPEED: not _uses_engine("DEEPSPEED", None) and "the launcher does not start DeepSpeed",
+        Trait.TRACKER: not has_tracker and "no tracker is set",
+        Trait.WANDB: log.log_with not in ("wandb", "all") and "wandb is not used",
+        Trait.RATE: is_self_tuning_adafactor(optim) and "Adafactor with relative_step sets its own",
+        Trait.SCHEDULE: get_optimizer_name(optim).endswith("schedulefree")
+        and f"{optim.optimizer_type} needs no schedule",
+        Trait.TRAINED_TEXT: not adapter.trains_text_encoders and "text encoders are not trained",
+        Trait.TRAINED_DENOISER: not adapter.trains_denoiser and "only text encoders are trained",
+        Trait.ALPHA: is_rotation and f"{arguments.algo} has no alpha",
+        Trait.DROPOUT: is_lycoris and not arguments.bypass_mode and _DROPOUT_OF_LYCORIS,
+        Trait.SAMPLER: find_unusable_sampler(config.preview.sample_sampler, config.noise),
+    }
+    return {trait: reason or None for trait, reason in missing.items()}
+
+
+def _uses_engine(name: str, switch: bool | None) -> bool:
+    """Whether our option, or accelerate's launcher where it is not set, requests an engine."""
+    is_launched = bool(parse_env_bool(os.environ.get(f"ACCELERATE_USE_{name}")))
+    return is_launched if switch is None else switch
+
+
+def reset_options(config: Any, names: Iterable[str]) -> Any:
+    """Set options back to their defaults, but for those that dataset files have as well.
+
+    Checkpoints and LoRA files record these for each subset, whether it uses them or not.
+    """
     names, groups = set(names), {}
     for group in dataclasses.fields(config):
         value = getattr(config, group.name)
-        changes = {field.name: field.default for field in dataclasses.fields(value) if field.name in names}
+        changes = {
+            field.name: field.default
+            for field in dataclasses.fields(value)
+            if field.name in names and not field.metadata["facts"].dataset_table
+        }
         groups[group.name] = dataclasses.replace(value, **changes) if changes else value
-    return RunConfig(**groups)
+    return type(config)(**groups)
 
 
 def resolve_lycoris_preset(adapter: AdapterConfig) -> AdapterConfig:
@@ -111,7 +186,7 @@ def resolve_trained_components(adapter: AdapterConfig, optim: OptimConfig) -> tu
     return adapter, optim
 
 
-def find_unused_args(adapter: AdapterConfig) -> dict[str, str]:
+def find_unused_args(adapter: AdapterConfig, optim: OptimConfig) -> dict[str, str]:
     """Find valid arguments without effect on this adapter, and why; they have none in sd-scripts either."""
     arguments, problems = parse_network_args(adapter.network_args)
     if problems or validate_network_module(adapter.network_module) is not None:
@@ -136,6 +211,8 @@ def find_unused_args(adapter: AdapterConfig) -> dict[str, str]:
         if not preset.has_convolutions:
             unused |= dict.fromkeys(("conv_dim", "conv_alpha"), _NO_CONVOLUTIONS)
     unused["unit"] = "only for networks.dylora"
+    if is_self_tuning_adafactor(optim):
+        unused |= dict.fromkeys(_RATE_ARGS, "Adafactor with relative_step sets its own")
     if drops_in_bypass_mode(adapter):
         unused = {name: reason for name, reason in unused.items() if name not in ("dropout", "bypass_mode")}
     names, defaults = list_arg_names(adapter.network_args), NetworkArgs()
@@ -176,152 +253,11 @@ def get_optimizer_name(optim: OptimConfig) -> str:
     return optim.optimizer_type.lower().replace(":", ".").rpartition(".")[2]
 
 
-def _find_unused_lengths(train: TrainConfig, explicit: ExplicitOptions) -> Iterator[UnusedOption]:
-    if train.max_train_epochs is not None and "max_train_epochs" in explicit:
-        yield "max_train_steps", "max_train_epochs is set"
-
-
-def _find_unused_rates(adapter: AdapterConfig, optim: OptimConfig) -> Iterator[UnusedOption]:
-    if is_self_tuning_adafactor(optim):
-        for name in _RATE_OPTIONS:
-            yield name, "Adafactor with relative_step sets its own"
-        if optim.lr_scheduler not in ("constant", "adafactor"):
-            yield "lr_scheduler", "Adafactor with relative_step has its own"
-    if not adapter.trains_text_encoders:
-        yield "text_encoder_lr", "text encoders are not trained"
-    if not adapter.trains_denoiser:
-        yield "unet_lr", "only text encoders are trained"
-
-
-def _find_unused_scheduler_options(optim: OptimConfig) -> Iterator[UnusedOption]:
-    scheduler = optim.lr_scheduler
-    if get_optimizer_name(optim).endswith("schedulefree"):
-        if scheduler not in ("constant", "constant_with_warmup"):
-            yield "lr_scheduler", f"{optim.optimizer_type} needs no schedule"
-        yield "lr_scheduler_type", f"{optim.optimizer_type} needs no schedule"
-    elif optim.lr_scheduler_type:
-        yield "lr_scheduler", "lr_scheduler_type is set"
-    for name, default, schedulers in SCHEDULER_OPTIONS:
-        if getattr(optim, name) != default and (scheduler not in schedulers or optim.lr_scheduler_type):
-            yield name, f"only for lr_scheduler {' and '.join(schedulers)}"
-
-
-def _find_unused_adapter_options(adapter: AdapterConfig) -> Iterator[UnusedOption]:
-    arguments = parse_network_args(adapter.network_args)[0]
-    if adapter.network_module == "lycoris.kohya" and LYCORIS_ALGORITHMS.get(arguments.algo) in ROTATION_TYPES:
-        yield "network_alpha", f"{arguments.algo} has no alpha"
-    if adapter.network_module == "lycoris.kohya" and adapter.network_dropout and not arguments.bypass_mode:
-        yield "network_dropout", _DROPOUT_OF_LYCORIS
-    if adapter.dim_from_weights and adapter.network_weights:
-        for name in ("network_dim", "network_alpha"):
-            yield name, "dim_from_weights takes it from network_weights"
-
-
-def _find_unused_data_options(data: DataConfig, cache: CacheConfig) -> Iterator[UnusedOption]:
-    if data.dataset_config is not None:
-        for name in ("train_data_dir", "reg_data_dir", "in_json"):
-            yield name, "dataset_config is set"
-    elif data.train_data_dir and not data.in_json:
-        yield "dataset_repeats", "the names of the folders in train_data_dir set the repeats"
-    if not data.max_data_loader_n_workers:
-        yield "prefetch_factor", "there are no data loader workers"
-    if not (cache.cache_latents_to_disk or cache.cache_text_encoder_outputs_to_disk):
-        if cache.skip_cache_check:
-            yield "skip_cache_check", "there is no disk cache"
-    if not cache.caches_latents:
-        yield "cache_precision", "latents are not cached"
-    if data.dataset_config is None and not data.validation_split:  # a dataset file may set it for a subset
-        for name in ("validate_every_n_steps", "validate_every_n_epochs", "max_validation_steps", "validation_seed"):
-            yield name, "validation_split is 0"
-
-
-def _find_unused_log_options(log: LogConfig) -> Iterator[UnusedOption]:
-    has_tracker = log.log_with not in (None, "none") or (log.log_with is None and log.logging_dir is not None)
-    for name in _TRACKER_OPTIONS:
-        if getattr(log, name) and not has_tracker:
-            yield name, "no tracker is set"
-    if log.wandb_run_name and log.log_with not in ("wandb", "all"):
-        yield "wandb_run_name", "wandb is not used"
-
-
 def find_unusable_sampler(sampler: str | None, noise: NoiseConfig) -> str | None:
     """Return why previews use ddim instead of a sampler, whatever the model."""
     name = (sampler or "").removeprefix("k_")
-    if noise.zero_terminal_snr and name in SAMPLERS_WITHOUT_ZERO_SNR:
+    if noise.zero_terminal_snr and name in _SAMPLERS_WITHOUT_ZERO_SNR:
         return "it does not support zero_terminal_snr; previews use ddim"
     if name == "lms" and find_spec("scipy") is None:
         return "it needs the package scipy, which is not installed; previews use ddim"
     return None
-
-
-def _find_unused_preview_options(preview: PreviewConfig, noise: NoiseConfig) -> Iterator[UnusedOption]:
-    if reason := find_unusable_sampler(preview.sample_sampler, noise):
-        yield "sample_sampler", reason
-    if preview.sample_prompts is None:
-        for name in ("sample_every_n_steps", "sample_every_n_epochs", "sample_at_first", "sample_sampler"):
-            if getattr(preview, name):
-                yield name, "no sample_prompts"
-
-
-def _find_unused_noise_options(
-    noise: NoiseConfig, loss: LossConfig, explicit: ExplicitOptions
-) -> Iterator[UnusedOption]:
-    for name, required in (
-        ("noise_offset_random_strength", "noise_offset"),
-        ("adaptive_noise_scale", "noise_offset"),
-        ("ip_noise_gamma_random_strength", "ip_noise_gamma"),
-    ):
-        is_needed = name != "adaptive_noise_scale" or required in explicit
-        if getattr(noise, name) and not getattr(noise, required) and is_needed:
-            yield name, f"{required} is 0"
-    if noise.multires_noise_discount != NoiseConfig.multires_noise_discount and not noise.multires_noise_iterations:
-        yield "multires_noise_discount", "multires_noise_iterations is 0"
-    for name, required in (("logit_mean", "logit_normal"), ("logit_std", "logit_normal"), ("mode_scale", "mode")):
-        if getattr(noise, name) != getattr(NoiseConfig, name) and noise.weighting_scheme != required:
-            yield name, f"only for weighting_scheme {required}"
-    sampling = noise.flow_timestep_sampling
-    if noise.weighting_scheme in TIMESTEP_WEIGHTING_SCHEMES and sampling != "sigma":
-        yield "weighting_scheme", f"timestep_sampling {sampling} samples the timesteps"
-    for name, samplings in (
-        ("sigmoid_scale", ("sigmoid", "shift", "flux_shift")),
-        ("discrete_flow_shift", ("shift", "sigma")),
-    ):
-        if getattr(noise, name) != getattr(NoiseConfig, name) and sampling not in samplings:
-            yield name, f"not for timestep_sampling {sampling}"
-    for name in ("huber_schedule", "huber_c", "huber_scale"):
-        if loss.loss_type in ("l2", "l1") and getattr(loss, name) != getattr(LossConfig, name):
-            yield name, f"loss_type is {loss.loss_type}"
-
-
-def _find_unused_memory_options(
-    distributed: DistributedConfig, train: TrainConfig, parallel: ParallelConfig
-) -> Iterator[UnusedOption]:
-    is_compiled_by_launcher = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO"
-    if not (distributed.torch_compile or (distributed.torch_compile is None and is_compiled_by_launcher)):
-        for name in COMPILE_OPTIONS:
-            if getattr(distributed, name) != getattr(DistributedConfig, name):
-                yield name, "torch_compile is not set"
-    if not train.gradient_checkpointing and train.on_oom != "recover":
-        for name in CHECKPOINTING_OPTIONS:
-            if getattr(train, name) != getattr(TrainConfig, name):
-                yield name, "gradient_checkpointing is not set"
-    if not train.blocks_to_swap and train.block_swap_window_mb:
-        yield "block_swap_window_mb", "blocks_to_swap is not set"
-    if parallel.pp_size == 1:
-        yield "pp_schedule", "pp_size is 1"
-
-
-def _find_unused_save_options(save: SaveConfig, state: StateConfig) -> Iterator[UnusedOption]:
-    for unit in ("epochs", "steps"):
-        every = f"save_every_n_{unit}"
-        has_every = getattr(save, every) is not None or (unit == "epochs" and save.save_n_epoch_ratio)
-        if getattr(save, f"save_last_n_{unit}") is not None and not has_every:
-            yield f"save_last_n_{unit}", f"{every} is not set"
-        if getattr(state, f"save_last_n_{unit}_state") is not None and not state.save_state:
-            yield f"save_last_n_{unit}_state", "save_state is not set"
-    if save.huggingface_repo_id is None:
-        for name in _UPLOAD_OPTIONS:
-            if getattr(save, name) != getattr(SaveConfig, name):
-                yield name, "huggingface_repo_id is not set"
-    if state.resume is None and not state.auto_resume:
-        yield "force_resume", "nothing is resumed"

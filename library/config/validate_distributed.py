@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+from ..problems import Problem
 from .network_args import get_adapter_type
-from .options import ExplicitOptions, OptionConflict
 from .schema import AdapterConfig, RunConfig, TrainConfig
 from .schema_distributed import DeepSpeedConfig, DistributedConfig, ParallelConfig
 
@@ -21,27 +21,20 @@ ATTENTION_PACKAGES = {
 MIN_PROFILE_STEPS = 3
 """One step without the profiler for timing, one to warm the profiler up, and one to record."""
 
-_CHECKPOINTING_DEFAULTS = {
-    "gradient_checkpointing_every": 1,
-    "activation_memory_budget": 0,
-    "cpu_offload_checkpointing": False,
-}
-_BUDGET_BACKENDS = ("inductor", "aot_eager")
-"""Backends with torch's partitioner, which decides what is recomputed."""
 
-
-def validate_attention_package(mode: str) -> Iterator[str]:
+def validate_attention_package(mode: str) -> Iterator[Problem]:
     if mode in ATTENTION_PACKAGES and find_spec(ATTENTION_PACKAGES[mode][0]) is None:
-        yield f"--attn_mode {mode}: not installed; pip install {ATTENTION_PACKAGES[mode][1]}, or use sdpa"
+        fix = f"pip install {ATTENTION_PACKAGES[mode][1]}, or use sdpa"
+        yield Problem("attn_mode", "not installed", fix, value=mode)
 
 
-def validate_precision(distributed: DistributedConfig) -> Iterator[OptionConflict]:
+def validate_precision(distributed: DistributedConfig) -> Iterator[Problem]:
     precision = distributed.mixed_precision
     if distributed.full_bf16 and precision not in (None, "bf16"):
-        yield ("full_bf16", "mixed_precision"), f"needs mixed_precision bf16, not {precision}"
+        yield Problem("full_bf16", f"needs mixed_precision bf16, not {precision}", others=("mixed_precision",))
 
 
-def validate_device_map_options(config: RunConfig) -> Iterator[OptionConflict]:
+def validate_device_map_options(config: RunConfig) -> Iterator[Problem]:
     """A device map places whole modules, so nothing else may split, move or compile the model."""
     if config.parallel.device_map is None:
         return
@@ -53,58 +46,58 @@ def validate_device_map_options(config: RunConfig) -> Iterator[OptionConflict]:
         "blocks_to_swap": config.train.blocks_to_swap,
     }
     for name in (name for name, value in is_used.items() if value):
-        yield ("device_map", name), f"cannot be combined with {name}; remove one of them"
+        yield Problem("device_map", f"cannot be combined with {name}", "remove one of them", others=(name,))
 
 
 def validate_parallel_options(
-    parallel: ParallelConfig,
-    adapter: AdapterConfig,
-    distributed: DistributedConfig,
-    deepspeed: DeepSpeedConfig,
-    explicit: ExplicitOptions,
-) -> Iterator[OptionConflict]:
+    parallel: ParallelConfig, adapter: AdapterConfig, distributed: DistributedConfig, deepspeed: DeepSpeedConfig
+) -> Iterator[Problem]:
     """Check tensor, context and pipeline parallelism."""
     adapter_type = get_adapter_type(adapter)
     if parallel.tp_size > 1 and adapter_type != "lora":
-        problem = f"tensor parallelism supports lora only, not {adapter_type}; use pp_size, cp_size or fsdp"
-        yield ("tp_size", "network_args"), problem
+        yield Problem(
+            "tp_size",
+            f"tensor parallelism supports lora only, not {adapter_type}",
+            "use pp_size, cp_size or fsdp",
+            others=("network_args",),
+        )
     if parallel.cp_size > 1 and distributed.attn_mode in NON_TORCH_ATTENTION:
-        problem = f"context parallelism does not support {distributed.attn_mode}; use sdpa or cudnn"
-        yield ("attn_mode", "cp_size"), problem
+        yield Problem(
+            "attn_mode",
+            f"context parallelism does not support {distributed.attn_mode}",
+            "use sdpa or cudnn",
+            others=("cp_size",),
+        )
     name = next((name for name, size in parallel.model_parallel_sizes.items() if size > 1), None)
     if name is None:
         return
-    regional = "dynamo_use_regional_compilation"
-    if distributed.torch_compile and regional in explicit and not distributed.dynamo_use_regional_compilation:
-        yield (regional, name), f"with {name} the model is always compiled block by block"
     if deepspeed.deepspeed:
-        problem = f"cannot be combined with {name}; use fsdp with {'cp_size' if name == 'cp_size' else 'tp_size'}"
-        yield ("deepspeed", name), problem
+        yield Problem(
+            "deepspeed",
+            f"cannot be combined with {name}",
+            f"use fsdp with {'cp_size' if name == 'cp_size' else 'tp_size'}",
+            others=(name,),
+        )
 
 
-def validate_checkpointing(train: TrainConfig, distributed: DistributedConfig) -> Iterator[OptionConflict]:
-    """Check activation checkpointing and block swapping."""
-    is_set = {name: getattr(train, name) != default for name, default in _CHECKPOINTING_DEFAULTS.items()}
-    if not distributed.torch_compile:
-        return
-    if is_set["activation_memory_budget"]:
-        if distributed.dynamo_backend not in _BUDGET_BACKENDS:
-            problem = f"dynamo_backend {distributed.dynamo_backend} ignores it; use {' or '.join(_BUDGET_BACKENDS)}"
-            yield ("activation_memory_budget", "dynamo_backend"), problem
-        for name in ("gradient_checkpointing_every", "cpu_offload_checkpointing"):
-            if is_set[name]:
-                problem = "with torch_compile, activation_memory_budget alone decides what is recomputed"
-                yield (name, "activation_memory_budget"), problem
-    if train.blocks_to_swap:
-        yield ("blocks_to_swap", "torch_compile"), "cannot be combined with torch_compile; remove one of them"
+def validate_block_swap_options(train: TrainConfig, distributed: DistributedConfig) -> Iterator[Problem]:
+    """Check block swapping."""
+    if distributed.torch_compile and train.blocks_to_swap:
+        yield Problem(
+            "blocks_to_swap", "cannot be combined with torch_compile", "remove one of them", others=("torch_compile",)
+        )
 
 
-def validate_profile_steps(train: TrainConfig) -> Iterator[OptionConflict]:
+def validate_profile_steps(train: TrainConfig) -> Iterator[Problem]:
     steps = train.profile_steps
     if steps is None:
         return
     if steps.first < 2 or steps.last - steps.first + 1 < MIN_PROFILE_STEPS:
-        problem = f"{steps}: expected at least {MIN_PROFILE_STEPS} steps after step 1 (warmup), such as 11:30"
-        yield ("profile_steps",), problem
+        yield Problem(
+            "profile_steps",
+            f"{steps}: expected at least {MIN_PROFILE_STEPS} steps after step 1 (warmup), such as 11:30",
+        )
     elif train.max_train_epochs is None and steps.last > train.max_train_steps:
-        yield ("profile_steps", "max_train_steps"), f"{steps}: the run has {train.max_train_steps} steps"
+        yield Problem(
+            "profile_steps", f"{steps}: the run has {train.max_train_steps} steps", others=("max_train_steps",)
+        )

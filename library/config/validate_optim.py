@@ -2,37 +2,45 @@
 
 from collections.abc import Iterator
 
+from ..problems import Problem
 from .network_args import list_arg_names
-from .options import OptionConflict
 from .schema import AdapterConfig, OptimConfig
 from .unused_options import is_self_tuning_adafactor
 
-PER_MODULE_LR_ARGS = {
-    *("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio", "network_reg_lrs"),
-    *("down_lr_weight", "mid_lr_weight", "up_lr_weight"),
-}
-"""network_args that give some modules a learning rate of their own."""
+BLOCK_RATE_ARGS = ("down_lr_weight", "mid_lr_weight", "up_lr_weight")
+"""network_args with the learning rates of blocks; a block whose rate is 0 is not trained, whatever the optimizer."""
 
 
-def validate_lr_scheduler(optim: OptimConfig) -> Iterator[OptionConflict]:
+def validate_lr_scheduler(optim: OptimConfig) -> Iterator[Problem]:
     scheduler, warmup = optim.lr_scheduler, optim.lr_warmup_steps
     if optim.lr_scheduler_type:
         if warmup.value:
-            yield ("lr_warmup_steps", "lr_scheduler_type"), "no effect with lr_scheduler_type; remove one of them"
+            yield Problem(
+                "lr_warmup_steps",
+                "no effect with lr_scheduler_type",
+                "remove one of them",
+                others=("lr_scheduler_type",),
+            )
     elif scheduler in ("constant", "adafactor") and warmup.value > 0:
-        problem = f"lr_scheduler {scheduler} has no warmup; use lr_scheduler constant_with_warmup"
-        yield ("lr_warmup_steps", "lr_scheduler"), problem
-    if optim.lr_scheduler_args and not optim.lr_scheduler_type and scheduler != "piecewise_constant":
-        yield (
-            ("lr_scheduler_args", "lr_scheduler"),
-            "only used by lr_scheduler_type and lr_scheduler piecewise_constant",
+        yield Problem(
+            "lr_warmup_steps",
+            f"lr_scheduler {scheduler} has no warmup",
+            "use lr_scheduler constant_with_warmup",
+            others=("lr_scheduler",),
         )
     if scheduler == "cosine_with_restarts" and not optim.lr_scheduler_num_cycles and not optim.lr_scheduler_type:
-        problem = "0 cycles keep the learning rate constant; write 1 or more, or use lr_scheduler constant"
-        yield ("lr_scheduler_num_cycles", "lr_scheduler"), problem
+        yield Problem(
+            "lr_scheduler_num_cycles",
+            "0 cycles keep the learning rate constant",
+            "write 1 or more, or use lr_scheduler constant",
+            others=("lr_scheduler",),
+        )
     if scheduler == "cosine_with_min_lr" and optim.lr_scheduler_min_lr_ratio is None:
-        problem = "cosine_with_min_lr needs lr_scheduler_min_lr_ratio, such as 0.1"
-        yield ("lr_scheduler", "lr_scheduler_min_lr_ratio"), problem
+        yield Problem(
+            "lr_scheduler",
+            "cosine_with_min_lr needs lr_scheduler_min_lr_ratio, such as 0.1",
+            others=("lr_scheduler_min_lr_ratio",),
+        )
 
 
 def find_schedule_overflow(optim: OptimConfig, total_steps: int) -> str | None:
@@ -47,25 +55,26 @@ def find_schedule_overflow(optim: OptimConfig, total_steps: int) -> str | None:
     return None
 
 
-def validate_self_tuning_optimizers(optim: OptimConfig, adapter: AdapterConfig) -> Iterator[OptionConflict]:
-    """Adafactor sets one learning rate for all modules, unless relative_step is False."""
+def validate_self_tuning_optimizers(optim: OptimConfig, adapter: AdapterConfig) -> Iterator[Problem]:
+    """Adafactor with relative_step sets one learning rate for all modules; lr_scheduler adafactor reports it."""
     if not is_self_tuning_adafactor(optim):
         if optim.lr_scheduler == "adafactor":
-            problem = "adafactor is for optimizer_type Adafactor with relative_step; use lr_scheduler constant"
-            yield ("lr_scheduler", "optimizer_type"), problem
-        return
-    is_used = {
-        "network_args": PER_MODULE_LR_ARGS.intersection(list_arg_names(adapter.network_args)),
-        "lr_scheduler_type": optim.lr_scheduler_type,
-    }
-    for option in (option for option, value in is_used.items() if value):
-        problem = (
-            "no effect: Adafactor sets its own learning rate; to use this, add relative_step=False to optimizer_args"
+            yield Problem(
+                "lr_scheduler",
+                "adafactor is for optimizer_type Adafactor with relative_step",
+                "use lr_scheduler constant",
+                others=("optimizer_type",),
+            )
+    elif weights := [name for name in list_arg_names(adapter.network_args) if name in BLOCK_RATE_ARGS]:
+        yield Problem(
+            "network_args",
+            f"{weights[0]}: Adafactor sets one learning rate for all blocks",
+            "remove it, or add relative_step=False to optimizer_args",
+            others=("optimizer_args",),
         )
-        yield (option, "optimizer_args"), problem
 
 
-def validate_learning_rates(optim: OptimConfig, adapter: AdapterConfig) -> Iterator[OptionConflict]:
+def validate_learning_rates(optim: OptimConfig, adapter: AdapterConfig) -> Iterator[Problem]:
     """A run in which nothing learns is refused at the start."""
     if is_self_tuning_adafactor(optim):
         return
@@ -73,4 +82,4 @@ def validate_learning_rates(optim: OptimConfig, adapter: AdapterConfig) -> Itera
     text_rates = optim.text_encoder_lr or (optim.learning_rate,)
     if not (adapter.trains_denoiser and unet_lr) and not (adapter.trains_text_encoders and any(text_rates)):
         name = "unet_lr" if optim.unet_lr == 0 and adapter.trains_denoiser else "learning_rate"
-        yield (name,), "0 trains nothing; set a learning rate such as 1e-4"
+        yield Problem(name, "0 trains nothing", "set a learning rate such as 1e-4")

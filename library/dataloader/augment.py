@@ -17,7 +17,7 @@ from .manifest import Manifest
 
 COLOR_AUG_PROBABILITY = 0.33
 MAX_HUE_SHIFT = 8 / 180
-"""As a fraction of the circle; sd-scripts shifts by 8 of OpenCV's 180 hues."""
+"""The largest change of hue as a fraction of the circle; sd-scripts shifts by 8 of OpenCV's 180 hues."""
 
 MAX_GAMMA_CHANGE = 0.05
 

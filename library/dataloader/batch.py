@@ -49,16 +49,16 @@ class PixelBatch:
     captions: tuple[str, ...]
     size_conditioning: Tensor  # (B, 6): original height, width; crop top, left; target height, width; in pixels
     loss_weights: Tensor  # (B,): weight of each sample's loss; 0 for padding
-    global_positions: tuple[int, ...]  # of each sample in the optimizer step, over all ranks
-    sample_keys: tuple[str, ...]  # for messages
+    global_positions: tuple[int, ...]  # the position of each sample in the optimizer step, over all ranks
+    sample_keys: tuple[str, ...]  # the names of the samples in messages
     mask: Tensor | None = None  # (B, 1, height, width), 0..255: 255 where the loss counts in full
     bad_samples: tuple[BadSample, ...] = ()  # images replaced by others, with weight 0
     moments: Moments | None = None
     latent_mask: Tensor | None = None  # (B, 1, H, W), 0..1: the cached mask at latent resolution
     cond: Cond | None = None
-    control_pixels: tuple[Tensor, ...] = ()  # for each control image (B, 3, height, width), 0..255
+    control_pixels: tuple[Tensor, ...] = ()  # one tensor for each control image (B, 3, height, width), 0..255
     control_latents: tuple[Tensor, ...] = ()  # cached ones, instead: (B, C, H, W)
-    control_keys: tuple[str, ...] = ()  # of each sample: what identifies its control images
+    control_keys: tuple[str, ...] = ()  # a text for each sample that identifies its control images
 
     def __len__(self) -> int:
         return len(self.sample_keys)
@@ -100,12 +100,12 @@ class PixelBatch:
         )
         cond = None if self.cond is None else {name: _select_rows(value, rows) for name, value in self.cond.items()}
         return PixelBatch(
-            pixels,
-            tuple(self.captions[row] for row in rows),
-            size_conditioning,
-            torch.ones(batch_size),
-            tuple(range(batch_size)),
-            tuple(self.sample_keys[row] for row in rows),
+            pixels=pixels,
+            captions=tuple(self.captions[row] for row in rows),
+            size_conditioning=size_conditioning,
+            loss_weights=torch.ones(batch_size),
+            global_positions=tuple(range(batch_size)),
+            sample_keys=tuple(self.sample_keys[row] for row in rows),
             moments=moments,
             cond=cond,
             control_pixels=controls if self.moments is None else (),
@@ -217,7 +217,7 @@ class Batch:
     sample_keys: tuple[str, ...]
     mask: Tensor | None = None  # (B, 1, H, W), 0..1: weight of the loss
     text_pad_multiple: int = 1  # texts of varying length are padded to a multiple of this, and masked
-    control_latents: tuple[Tensor, ...] = ()  # of each control image (B, C, H, W), without noise
+    control_latents: tuple[Tensor, ...] = ()  # one tensor for each control image (B, C, H, W), without noise
 
     def __len__(self) -> int:
         return len(self.sample_keys)

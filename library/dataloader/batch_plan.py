@@ -10,6 +10,9 @@ These micro-batches are shuffled over all buckets and grouped to steps; blocks a
 Every step has exactly ``accumulation_steps`` micro-batches and may cross an epoch boundary: micro-batches outside of
 blocks come first, to complete the step that the previous epoch left open, and last.  If there are too few of them, one
 block is broken up.  With ``one_bucket_per_step`` the remainder of a bucket is padded to a full step instead.
+
+The remainders of all buckets are pooled because small folders that are trained with accumulation would otherwise train
+mostly padding.
 """
 
 from bisect import bisect_right
@@ -32,7 +35,7 @@ class Bucket:
     repeats: Sequence[float]
     batch_size: int
     dataset_index_in_file: int = 0
-    control_resolutions: tuple[tuple[int, int], ...] = ()  # of the control images of each sample
+    control_resolutions: tuple[tuple[int, int], ...] = ()  # the resolutions of the control images of each sample
 
 
 @dataclass(frozen=True)
@@ -42,26 +45,26 @@ class MicroBatch:
     bucket_index: int  # index into the plan's buckets
     epoch: int
     sample_indices: tuple[int, ...]
-    repeat_indices: tuple[int, ...]  # which of the sample's repeats in this epoch
+    repeat_indices: tuple[int, ...]  # the number of the sample's repeat in this epoch
     is_real: tuple[bool, ...]  # False for padding
-    global_positions: tuple[int, ...]  # in the optimizer step, independent of how it is split
+    global_positions: tuple[int, ...]  # positions in the optimizer step, however it is split
 
     def shard(self, rank: int, dp_size: int) -> "MicroBatch":
         """Return the slice of one rank."""
         size = len(self.sample_indices) // dp_size
         own = slice(rank * size, (rank + 1) * size)
         return MicroBatch(
-            self.bucket_index,
-            self.epoch,
-            self.sample_indices[own],
-            self.repeat_indices[own],
-            self.is_real[own],
-            self.global_positions[own],
+            bucket_index=self.bucket_index,
+            epoch=self.epoch,
+            sample_indices=self.sample_indices[own],
+            repeat_indices=self.repeat_indices[own],
+            is_real=self.is_real[own],
+            global_positions=self.global_positions[own],
         )
 
 
 class MicroBatchSchedule(Protocol):
-    """What maps positions to micro-batches: a batch plan, or the fixed batches of validation."""
+    """The mapping of positions to micro-batches: a batch plan, or the fixed batches of validation."""
 
     @property
     def buckets(self) -> tuple[Bucket, ...]: ...
@@ -80,7 +83,7 @@ class MicroBatchSchedule(Protocol):
 class _EpochLayout(NamedTuple):
     """Micro-batch k of an epoch is ``real_counts[k]`` of ``entries[bucket_indices[k]]``, from ``starts[k]`` on."""
 
-    sample_indices: list[IndexArray]  # of each bucket, in the order of its ``repeats``
+    sample_indices: list[IndexArray]  # the samples of each bucket, in the order of its ``repeats``
     entries: list[IndexArray]
     bucket_indices: IndexArray
     starts: IndexArray
@@ -170,12 +173,12 @@ class BatchPlan:
         copies = entries - (self._repeat_ends[bucket] - self._repeats[bucket])[owners]
         first = self._count_preceding_samples(position)
         return MicroBatch(
-            bucket,
-            number,
-            tuple(epoch.sample_indices[bucket][owners].tolist()),
-            tuple(copies.tolist()),
-            (True,) * real + (False,) * (size - real),
-            tuple(range(first, first + size)),
+            bucket_index=bucket,
+            epoch=number,
+            sample_indices=tuple(epoch.sample_indices[bucket][owners].tolist()),
+            repeat_indices=tuple(copies.tolist()),
+            is_real=(True,) * real + (False,) * (size - real),
+            global_positions=tuple(range(first, first + size)),
         )
 
     def get_step(self, step: int) -> tuple[MicroBatch, ...]:

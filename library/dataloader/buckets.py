@@ -182,7 +182,7 @@ def assign_controls(
 
 
 def list_control_facts(sample: Sample, assignments: Sequence[BucketAssignment]) -> Iterator[str | int]:
-    """What decides the pixels of the control images of a sample, given their assignments, besides flip and filter."""
+    """List all that decides the pixels of the control images of a sample besides flip and filter."""
     for control, own in zip(sample.controls, assignments, strict=True):
         yield from ("control", control.content_hash, *own.resized_size, *own.crop_left_top, *own.bucket_resolution)
         if control.made:
@@ -211,7 +211,8 @@ def merge_small_buckets(
     """
     merged, notes = list(assignments), []
     for number, dataset in enumerate(datasets):
-        if dataset.bucket_min_images == 1:
+        has_symmetric_buckets = dataset.enable_bucket and dataset.bucket_mode == "symmetric"
+        if not has_symmetric_buckets or dataset.bucket_min_images == 1:
             continue
         members: defaultdict[WidthHeight, list[int]] = defaultdict(list)
         for index, sample in enumerate(samples):
@@ -269,7 +270,7 @@ def _find_nearest_neighbor(small_bucket: WidthHeight, bucket_members: dict[Width
 
 
 def _compute_signed_log_ratio(resolution: WidthHeight) -> float:
-    """Positive for landscape, negative for portrait."""
+    """Compute the logarithm of the aspect ratio, which is positive for landscape and negative for portrait."""
     ratio = compute_log_aspect_ratio(resolution)
     return ratio if resolution[0] >= resolution[1] else -ratio
 
@@ -344,7 +345,7 @@ def _divide_rounded(dividend: int, divisor: int) -> int:
 
 
 def _list_candidate_resolutions(area: int, max_size: int, step: int) -> Iterable[WidthHeight]:
-    """For every length of one side, list the two lengths of the other around the wanted area."""
+    """List resolutions around the wanted area: for every length of one side, the two nearest lengths of the other."""
     sizes = set()
     for side in range(step, max_size + 1, step):
         other = area // side // step * step

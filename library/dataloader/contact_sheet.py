@@ -12,6 +12,7 @@ from ..atomic_files import open_atomic_path
 from ..dataset.image_inspection import Pixels
 from ..dataset.masks import MaskPixels, load_image_and_mask
 from ..errors import UserError
+from ..problems import Problem, report_file
 from .buckets import BucketAssignment
 from .contact_sheet_text import TEXT_COLOR, TextRenderer
 from .images import BadSample, CropParams, load_control_pixels, resize_and_crop, resize_and_crop_mask
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_IMAGES = 480
-"""On one sheet; with many buckets, fewer of each bucket are drawn."""
+"""The number of images on one sheet; with many buckets, fewer of each are drawn."""
 
 SHEET_WIDTH = 1600
 THUMBNAIL_AREA, MAX_THUMBNAIL_SIDE = 200 * 200, 420
 TITLE_WIDTH = 480
-MIN_CELL_WIDTH = 160  # for the text
+MIN_CELL_WIDTH = 160  # leaves room for the text
 CELL_GAP, MARGIN, ROW_GAP, CONTROL_GAP = 14, 24, 30, 4
 LINE_HEIGHT, HEADING_HEIGHT, TITLE_HEIGHT = 17, 56, 56
 CAPTION_LINES = 2
@@ -45,9 +46,11 @@ class Cell:
     summary: BucketSummary
     sample_index: int
     thumbnail_size: tuple[int, int]
-    num_shown: int  # of the bucket
+    num_shown: int  # the number of images of the bucket that are shown
     is_first: bool
-    control_sizes: tuple[tuple[int, int], ...] = ()  # of thumbnails as high as the image's, to its right
+    control_sizes: tuple[
+        tuple[int, int], ...
+    ] = ()  # the sizes of thumbnails to the right of the image and as high as it
 
     @property
     def size(self) -> tuple[int, int]:
@@ -72,7 +75,17 @@ def build_cells(
         indices = sorted(bucket.sample_indices, key=lambda index: (-assignments[index].cropped_fraction, index))
         indices, size = indices[:max_per_bucket], compute_thumbnail_size(bucket.resolution)
         controls = tuple((max(size[1] * wide // high, 1), size[1]) for wide, high in bucket.control_resolutions)
-        cells += [Cell(bucket, index, size, len(indices), index == indices[0], controls) for index in indices]
+        cells += [
+            Cell(
+                summary=bucket,
+                sample_index=index,
+                thumbnail_size=size,
+                num_shown=len(indices),
+                is_first=index == indices[0],
+                control_sizes=controls,
+            )
+            for index in indices
+        ]
     return cells
 
 
@@ -111,7 +124,7 @@ def draw_contact_sheet(
     title += f"; {num_hidden} more buckets are not shown" if num_hidden else ""
     renderer.draw_text((MARGIN, MARGIN - 4), title, width, 20)
     for cell, corner in zip(cells, corners, strict=True):
-        _draw_cell(sheet, renderer, corner, cell, manifest, assignments[cell.sample_index])
+        _draw_cell(sheet, renderer, corner, cell=cell, manifest=manifest, assignment=assignments[cell.sample_index])
     subtitle = "the most cropped images of each bucket first"
     subtitle += "; characters without a font are shown as codes" if renderer.has_escaped_characters else ""
     renderer.draw_text((MARGIN, MARGIN + 24), subtitle, width, color=MUTED_COLOR)
@@ -123,7 +136,7 @@ def save_contact_sheet(sheet: "Image", path: Path) -> None:
         with open_atomic_path(path) as temporary:
             sheet.save(temporary)
     except (OSError, ValueError) as error:
-        raise UserError(f"--preview: {path} cannot be written: {error}") from error
+        raise UserError(Problem("preview", f"{path} cannot be written: {error}")) from error
 
 
 def _draw_cell(
@@ -210,7 +223,7 @@ def _load_controls_as_trained(
     crop = CropParams(assignment.crop_left_top, is_flipped=False, interpolation=interpolation)
     controls = load_control_pixels(sample, assignment, dataset, crop)
     if isinstance(controls, BadSample):
-        raise UserError(f"{controls.name}: {controls.problem}")
+        raise UserError(report_file(controls.name, controls.problem))
     return controls
 
 

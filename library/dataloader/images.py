@@ -18,6 +18,7 @@ from ..dataset.masks import (
 )
 from ..dataset.schema import DatasetConfig
 from ..errors import UserError
+from ..problems import report_file
 from ..storage.filesystems import RemoteOutage
 from .augment import augment_color, make_condition
 from .buckets import BucketAssignment, assign_controls
@@ -57,7 +58,7 @@ def load_sample_pixels(
             left_top, is_flipped = crop_params.left_top, crop_params.is_flipped
             mask = resize_and_crop_mask(sample.mask, values, assignment, left_top, is_flipped=is_flipped)
     except RemoteOutage as error:  # no fault of the image
-        raise UserError(f"{sample.image}: {error}") from error
+        raise UserError(report_file(sample.image, str(error))) from error
     except Exception as error:  # Pillow's decoders raise almost anything on damaged data
         return BadSample(str(sample.image), f"was readable at the start of the run, cannot be read now: {error}")
     if image.size != sample.size:
@@ -86,7 +87,7 @@ def load_control_pixels(
         try:
             image = load_rgb_image(verify_remote_image(control.image, control.content_hash))
         except RemoteOutage as error:  # no fault of the image
-            raise UserError(f"{control.image}: {error}") from error
+            raise UserError(report_file(control.image, str(error))) from error
         except Exception as error:  # Pillow's decoders raise almost anything on damaged data
             reason = f"{name} was readable at the start of the run, cannot be read now: {error}"
             return BadSample(str(sample.image), reason)

@@ -11,6 +11,7 @@ from ..atomic_files import write_atomic
 from ..dataset.image_inspection import TRAIT_DESCRIPTIONS, InspectedImage
 from ..dataset.image_ref import ImageRef
 from ..dataset.schema import DatasetConfig
+from ..problems import Problem
 from .buckets import BucketAssignment
 
 if TYPE_CHECKING:
@@ -18,20 +19,20 @@ if TYPE_CHECKING:
 
 
 MAX_LISTED_PROBLEMS = 100
-"""Up to this number, all problems are listed."""
+"""The number of problems up to which all are listed."""
 
 MAX_LISTED_PER_KIND = 5
-"""Of each kind, if there are more problems."""
+"""The number of problems of each kind that are listed, if there are more than ``MAX_LISTED_PROBLEMS`` in all."""
 
 REPORT_FILENAME = "report.txt"
 
 
 @dataclass(frozen=True, slots=True)
 class DataProblem:
-    """Why an image cannot be used."""
+    """An image that cannot be used, and the reason."""
 
-    kind: str  # such as "truncated"; problems of one kind have the same fix
-    message: str
+    kind: str  # a word such as "truncated"; problems of one kind have the same fix
+    problem: Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +40,21 @@ class DataNotice:
     """A notice about images that are used."""
 
     text: str
-    names: tuple[str, ...] = ()  # of all images, if the text has only the first ones
+    names: tuple[str, ...] = ()  # the names of all images, if the text has only the first ones
 
 
-def summarize_bad_data(problems: Sequence[DataProblem]) -> list[str]:
+def summarize_bad_data(problems: Sequence[DataProblem]) -> list[Problem]:
     """List problems by kind; of many, the first ones of each kind and a count."""
-    by_kind: defaultdict[str, list[str]] = defaultdict(list)
-    for problem in problems:
-        by_kind[problem.kind].append(problem.message)
+    by_kind: defaultdict[str, list[Problem]] = defaultdict(list)
+    for each in problems:
+        by_kind[each.kind].append(each.problem)
     shown = MAX_LISTED_PER_KIND if len(problems) > MAX_LISTED_PROBLEMS else MAX_LISTED_PROBLEMS
-    lines = []
+    listed = list[Problem]()
     for kind, members in by_kind.items():
-        lines += members[:shown]
+        listed += members[:shown]
         if len(members) > shown:
-            lines.append(f"... and {len(members) - shown} more like the last ({kind})")
-    return lines
+            listed.append(Problem("", f"... and {len(members) - shown} more like the last ({kind})"))
+    return listed
 
 
 def format_problem_counts(problems: Iterable[DataProblem]) -> str:
@@ -73,7 +74,7 @@ def write_full_report(
     problems: Sequence[DataProblem], notices: Sequence[DataNotice], directories: Sequence[Path]
 ) -> str:
     """Write the full report to the first writable directory; return a suffix for messages that says where it is."""
-    lines = [problem.message for problem in problems]
+    lines = [str(each.problem) for each in problems]
     for notice in notices:
         lines += ["", notice.text, *(f"  {name}" for name in notice.names)] if notice.names else []
     for folder in directories:
@@ -88,10 +89,10 @@ def write_full_report(
 
 MAX_NAMES_SHOWN = 3
 UPSCALE_WARNING_FACTOR = 2.0
-"""From this factor on, upscaling is reported."""
+"""The factor from which upscaling is reported."""
 
 CROP_WARNING_FRACTION = 1 / 3
-"""From this fraction on, cropping is reported."""
+"""The fraction of an image from which cropping is reported."""
 
 UNSUPPORTED_EXTENSIONS = (
     *(".heic", ".heif", ".tif", ".tiff", ".gif", ".jfif", ".jpe", ".jp2", ".psd", ".svg", ".tga", ".ico", ".exr"),

@@ -1,4 +1,8 @@
-"""Load image batches of a rank with DataLoader workers, and the fixed batches of validation."""
+"""Load image batches of a rank with DataLoader workers, and the fixed batches of validation.
+
+The loader is not given to ``accelerator.prepare``, whose sharding of a bucketed sampler drops images and mixes buckets
+in a batch.
+"""
 
 import itertools
 import os
@@ -71,7 +75,16 @@ def build_validation_batches(
     buckets, batches = [], []
     for number, ((dataset_index, size, controls), samples) in enumerate(sorted(members.items())):
         batch_size = manifest.datasets[dataset_index].batch_size
-        buckets.append(Bucket(size, samples, [1.0] * len(samples), batch_size, dataset_index, controls))
+        buckets.append(
+            Bucket(
+                resolution=size,
+                sample_indices=samples,
+                repeats=[1.0] * len(samples),
+                batch_size=batch_size,
+                dataset_index_in_file=dataset_index,
+                control_resolutions=controls,
+            )
+        )
         batches += [
             _build_micro_batch(manifest, number, samples[start : start + batch_size], first_index)
             for start in range(0, len(samples), batch_size)
@@ -96,7 +109,14 @@ def _build_micro_batch(
         for index in sample_indices
     )
     indices, count = tuple(first_index + index for index in sample_indices), len(sample_indices)
-    return MicroBatch(bucket_index, 0, indices, (0,) * count, (True,) * count, positions)
+    return MicroBatch(
+        bucket_index=bucket_index,
+        epoch=0,
+        sample_indices=indices,
+        repeat_indices=(0,) * count,
+        is_real=(True,) * count,
+        global_positions=positions,
+    )
 
 
 BatchDataset = Dataset[PixelBatch | WorkerFailure]
@@ -105,7 +125,7 @@ BatchDataset = Dataset[PixelBatch | WorkerFailure]
 
 @dataclass(frozen=True)
 class StepBatches:
-    """This rank's micro-batches of one optimizer step."""
+    """The micro-batches of one optimizer step on this rank."""
 
     micro_batches: tuple[PixelBatch, ...]
     num_global_samples: int  # planned, over all ranks, without padding
@@ -117,14 +137,14 @@ class StepBatches:
 
 
 class StepLoader(Protocol):
-    """What yields the batches of every step."""
+    """An iterator over the batches of every step."""
 
     def iter_steps(self, first_step: int) -> Iterator[StepBatches]:
         """Yield the batches of each optimizer step from ``first_step`` on, without end."""
 
 
 class ImageLoader:
-    """This rank's batches from image files; the number of workers does not change them."""
+    """Loads the batches of this rank from image files; the number of workers does not change them."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ class Sample:
     caption: str  # lines are alternatives
     dataset_index: int
     subset_index: int
-    repeats: float  # in an epoch; 2.5 alternates between 2 and 3
+    repeats: float  # uses in an epoch; 2.5 alternates between 2 and 3
     loss_weight: float  # factor of its loss
     is_reg: bool
     content_hash: str  # hash of the file
@@ -37,7 +37,7 @@ class Manifest:
     samples: tuple[Sample, ...]
     notes: tuple[str, ...]
     caption_counts: tuple[tuple[int, int, str, int, int], ...]
-    """Of each subset: dataset, subset, caption extension, captions found, images."""
+    """Dataset, subset, caption extension, number of captions found, and number of images of each subset."""
 
     validation_samples: tuple[Sample, ...] = ()  # not trained on
 
@@ -137,7 +137,7 @@ _FINGERPRINT_ADDED = {"control_resolution": None, "no_resize_control": False, "c
 """Fields that are in the fingerprint only where they are set: checkpoints of the last release do not know them."""
 
 _FINGERPRINT_NAMES = {"bucket_min_images": "bucket_min_pictures", "join_caption_lines": "joins_lines"}
-"""Former names of fields, which stay in the fingerprint so that checkpoints of the last release can be resumed."""
+"""Names of fields in the fingerprint as the last release had them, so that its checkpoints can be resumed."""
 
 
 def _format_fingerprint_settings(table: DatasetConfig | SubsetConfig) -> str:

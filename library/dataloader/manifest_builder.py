@@ -18,6 +18,7 @@ from ..dataset.schema import DatasetConfig
 from ..dataset.sources import list_all_images
 from ..dataset.validate import find_unused_keys, validate_epoch_length, validate_stages_not_empty
 from ..errors import ConfigError, FileError
+from ..problems import Problem, report_file
 from ..storage.filesystems import RemoteOutage
 from .buckets import BucketAssignment, build_bucket_assigner, merge_small_buckets
 from .invalid_images import (
@@ -48,14 +49,14 @@ def build_manifest(
     listing_problems = [problem for listing in listings for problem in listing.problems]
     notes += [note for listing in listings for note in listing.notes]
     found = [image for listing in listings for image in listing.images]
-    bad = [DataProblem("missing", line) for listing in listings for line in listing.missing]
+    bad = [DataProblem("missing", problem) for listing in listings for problem in listing.missing]
     roots = ScanRoots(datasets, cache_dir)
     try:
         scan = scan_images(build_image_inspector(), roots.group_by_root(found), roots.get_cache_dir)
         masks = scan_masks(datasets, found, scan.images, roots)
         controls = scan_controls(datasets, found, scan.images, roots)
     except RemoteOutage as error:
-        raise FileError([*listing_problems, f"{error}; what was scanned is kept"]) from None
+        raise FileError([*listing_problems, Problem("", str(error), "what was scanned is kept")]) from None
     notes += describe_remote_images(item.image for item in found)
     listing_problems += dict.fromkeys(controls.settings)
     unmatched = [*masks.unmatched, *controls.unmatched]
@@ -63,7 +64,7 @@ def build_manifest(
     num_unusable, total = len(found) - len(samples) + len(bad), len(found) + len(bad)
     bad += sample_problems
     if listing_problems or ((bad or unmatched) and on_invalid_images == "fail"):  # folders are not skipped
-        bad_data = _format_bad_data(bad, unmatched, num_unusable, total, scan.cache_folders)
+        bad_data = _collect_bad_data(bad, unmatched, num_unusable, total, scan.cache_folders)
         raise FileError([*listing_problems, *bad_data])
     notices = collect_notices(datasets, samples, assignments, scan.images)
     notes = list(dict.fromkeys(notes))  # two datasets may use the same folder
@@ -72,18 +73,18 @@ def build_manifest(
         notes.append(f"not all names are listed above{location}")
     if bad:
         skipped = f"{_count_images(num_unusable)} skipped ({format_problem_counts(bad)}):"
-        notes.append("\n  ".join([skipped, *summarize_bad_data(bad)]))
+        notes.append("\n  ".join([skipped, *map(str, summarize_bad_data(bad))]))
     split = split_validation_samples(samples, datasets)
-    notes += [*unmatched, *split.notes]
+    notes += [*map(str, unmatched), *split.notes]
     samples = list(split.train_samples)
     for number in range(len(datasets)):
         samples, balance_notes = balance_regularization_images(samples, number)
         notes += balance_notes
     used_masks = [sample.mask for sample in (*samples, *split.validation_samples)]
-    problems = []
+    problems = list[Problem]()
     if all(sample.is_reg for sample in samples):
-        reason = "; validation_split takes all of them" if split.validation_samples else ""
-        problems.append(f"no images left to train on{reason}")
+        reason = "validation_split takes all of them" if split.validation_samples else ""
+        problems.append(Problem("", "no images left to train on", reason))
     elif subsets_without_masks := find_subsets_without_masks(datasets, used_masks):
         problems += subsets_without_masks
     if problems:
@@ -118,12 +119,12 @@ def _build_samples(
             defect, assignment = ImageDefect("of a size that fits no bucket", str(error)), None
         if defect is not None and (item.image, defect.text) not in reported:
             reported.add((item.image, defect.text))
-            problems.append(DataProblem(defect.kind, f"{item.image}: {defect.text}"))
+            problems.append(DataProblem(defect.kind, report_file(item.image, defect.text)))
         mask_key = (item.dataset, item.subset, item.image)
         if mask_problem := mask_scan.problems.get(mask_key):
-            problems.append(DataProblem("mask", f"{item.image}: {mask_problem}"))
+            problems.append(DataProblem("mask", report_file(item.image, mask_problem)))
         if control_problem := control_scan.problems.get(mask_key):
-            problems.append(DataProblem("control image", f"{item.image}: {control_problem}"))
+            problems.append(DataProblem("control image", report_file(item.image, control_problem)))
         if item.problem:
             problems.append(DataProblem("caption", item.problem))
         if assignment is None or mask_problem or control_problem or item.problem:
@@ -151,23 +152,21 @@ def _build_samples(
     return samples, assignments, problems
 
 
-def _format_bad_data(
+def _collect_bad_data(
     problems: Sequence[DataProblem],
-    unmatched: Sequence[str],
+    unmatched: Sequence[Problem],
     num_unusable: int,
     total: int,
     directories: Sequence[Path],
-) -> list[str]:
-    """Format the error of a run that does not start."""
+) -> list[Problem]:
+    """List the problems of a run that does not start."""
     if not problems:
         return list(unmatched)
-    end = (
-        f"{num_unusable} of {_count_images(total)} cannot be used; fix or remove them, or skip them with"
-        " --on_invalid_images skip"
-    )
+    text = f"{num_unusable} of {_count_images(total)} cannot be used"
+    fix = "fix or remove them, or skip them with --on_invalid_images skip"
     if is_summary_truncated(problems, []):
-        end += f" ({format_problem_counts(problems)}){write_full_report(problems, [], directories)}"
-    return [*summarize_bad_data(problems), *unmatched, end]
+        fix += f" ({format_problem_counts(problems)}){write_full_report(problems, [], directories)}"
+    return [*summarize_bad_data(problems), *unmatched, Problem("", text, fix)]
 
 
 def _count_images(count: int) -> str:
@@ -180,7 +179,7 @@ def assign_buckets(
     """Expand the manifest to the datasets of all stages, in order, and assign each image to a bucket."""
     stages = build_stages(datasets)
     all_datasets, samples, assignments = list[DatasetConfig](), list[Sample](), list[BucketAssignment]()
-    notes, problems = list(manifest.notes), list[str]()
+    notes, problems = list(manifest.notes), list[Problem]()
     latest: dict[int, int] = {}  # dataset of the file -> its index in the last stage so far
     for stage in stages:
         used = {dataset.dataset_index_in_file: dataset for dataset in stage.datasets}

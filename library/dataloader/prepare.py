@@ -16,6 +16,7 @@ from ..dataset.dataset_config import ParsedDatasetConfig, load_dataset_config
 from ..dataset.listing import format_first_names
 from ..dataset.validate import validate_dataset_config, validate_resolution_multiple, validate_stages_not_empty
 from ..errors import ConfigError, FileError
+from ..problems import Place, Problem
 from ..randomness import Purpose, derive_seed
 from .augment import Augmenter, SampleView
 from .batch_plan import AnyBatchPlan, BatchPlan, Bucket, StagedBatchPlan
@@ -35,7 +36,7 @@ class PreparedData:
 
     config: DataConfig
     manifest: Manifest
-    assignments: tuple[BucketAssignment, ...]  # of each sample
+    assignments: tuple[BucketAssignment, ...]  # the bucket of each sample
     buckets: tuple[Bucket, ...]
     validation: "PreparedData | None" = None
     """The validation images, which are in no bucket."""
@@ -103,7 +104,14 @@ class PreparedData:
         """Build one rank's loader of pixels; ``total_steps`` resolves a token warmup given as a fraction of the run."""
         from .loader import ImageLoader, MicroBatchDataset  # torch is not needed to inspect a dataset
 
-        dataset = MicroBatchDataset(self.manifest, self.assignments, batch_plan, rank, batch_plan.seed, total_steps)
+        dataset = MicroBatchDataset(
+            self.manifest,
+            self.assignments,
+            batch_plan=batch_plan,
+            rank=rank,
+            seed=batch_plan.seed,
+            total_steps=total_steps,
+        )
         return ImageLoader(
             dataset,
             batch_plan,
@@ -163,11 +171,11 @@ def prepare_data(
     the images.
     """
     if config.dataset_option is None:
-        raise ConfigError(["--dataset_config: missing; set the TOML file that lists the image folders"])
+        raise ConfigError([Problem("dataset_config", "missing", "set the TOML file that lists the image folders")])
     parsed = load_dataset_config(config)
     problems = [*validate_dataset_config(config), *validate_resolution_multiple(parsed.datasets, size_multiple, model)]
     if problems or parsed.problems:
-        raise ConfigError(list(dict.fromkeys(problems or parsed.problems)))
+        raise ConfigError(problems or parsed.problems)
     with _pause_garbage_collection():
         prepared = _build_prepared_data(config, parsed, Path(cache_dir).expanduser() if cache_dir else None)
     if control_limits is not None:
@@ -179,36 +187,34 @@ def prepare_data(
 
 def _check_bucket_sides(prepared: PreparedData, max_side: int, model: str) -> None:
     """Raise ``FileError`` for buckets with a side that the model has no positions for, by dataset."""
-    found: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)
+    found: defaultdict[tuple[str, Place], set[tuple[int, int]]] = defaultdict(set)
     for sample, assignment in zip(prepared.manifest.samples, prepared.assignments, strict=True):
         size = assignment.bucket_resolution
         if max(size) > max_side:
             dataset = prepared.manifest.datasets[sample.dataset_index]
             key = "max_bucket_reso" if dataset.enable_bucket and min(size) <= max_side else "resolution"
-            found[dataset.format_location(key)].add(size)
-    if found:
-        raise FileError(
-            [
-                f"{where}: {model} has positions for sides of up to {max_side} pixels, not for buckets of "
-                f"{', '.join(f'{width}x{height}' for width, height in sorted(sizes)[:3])}; set at most {max_side}"
-                for where, sizes in found.items()
-            ]
-        )
+            found[key, dataset.locate(key)].add(size)
+    problems = []
+    for (key, place), sizes in found.items():
+        shown = ", ".join(f"{width}x{height}" for width, height in sorted(sizes)[:3])
+        text = f"{model} has positions for sides of up to {max_side} pixels, not for buckets of {shown}"
+        problems.append(Problem(key, text, f"set at most {max_side}", place))
+    if problems:
+        raise FileError(problems)
 
 
 def _check_control_counts(manifest: Manifest, limits: ControlLimits) -> None:
     """Raise ``FileError`` for pictures with more or fewer control images than the model takes, by subset."""
-    found: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    found: defaultdict[Problem, list[str]] = defaultdict(list)
     for sample in manifest.samples:
-        if problem := limits.describe_problem(len(sample.controls)):
+        if text := limits.describe_problem(len(sample.controls)):
             subset = manifest.datasets[sample.dataset_index].subsets[sample.subset_index]
-            found[subset.format_location(subset.control_key or subset.source_key), problem].append(sample.image.name)
+            found[subset.report(subset.control_key or subset.source_key, text)].append(sample.image.name)
     if found:
-        lines = (
-            f"{where}: {problem}: {format_first_names(list(dict.fromkeys(names)))}"
-            for (where, problem), names in found.items()
+        raise FileError(
+            replace(problem, text=f"{problem.text}: {format_first_names(list(dict.fromkeys(names)))}")
+            for problem, names in found.items()
         )
-        raise FileError(list(lines))
 
 
 @contextmanager
@@ -252,5 +258,14 @@ def _build_buckets(manifest: Manifest, assignments: Sequence[BucketAssignment]) 
         dataset = manifest.datasets[dataset_index]
         repeats = array("d", [manifest.samples[index].repeats for index in indices])
         number = dataset.dataset_index_in_file
-        buckets.append(Bucket(resolution, array("q", indices), repeats, dataset.batch_size, number, controls))
+        buckets.append(
+            Bucket(
+                resolution=resolution,
+                sample_indices=array("q", indices),
+                repeats=repeats,
+                batch_size=dataset.batch_size,
+                dataset_index_in_file=number,
+                control_resolutions=controls,
+            )
+        )
     return tuple(buckets)

@@ -1,4 +1,7 @@
-"""Repeats: regularization balance, dataset weights, fractional repeats, and the shuffle that spreads copies."""
+"""Repeats: regularization balance, dataset weights, fractional repeats, and the shuffle that spreads copies.
+
+A dataset weight may give an image 2.5 repeats.  The plan alternates 2 and 3, so that all epochs have the same length.
+"""
 
 import math
 from collections import defaultdict
@@ -150,7 +153,7 @@ class BucketRepeats:
 
 def build_bucket_repeats(repeats: Sequence[Sequence[float]], dataset_indices: Sequence[int]) -> list[BucketRepeats]:
     """Round the repeats of each bucket to integers, so that each dataset's total is rounded only once."""
-    rest: defaultdict[int, float] = defaultdict(float)  # of each dataset: the rounding error so far
+    rest: defaultdict[int, float] = defaultdict(float)  # the rounding error of each dataset so far
     found = []
     for values, dataset in zip(repeats, dataset_indices, strict=True):
         whole = np.floor(np.asarray(values, np.float64)).astype(np.int64)

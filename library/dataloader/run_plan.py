@@ -20,13 +20,12 @@ class RunPlan:
     @classmethod
     def from_config(cls, batch_plan: AnyBatchPlan, train: TrainConfig, optim: OptimConfig) -> "RunPlan":
         """Resolve ``max_train_epochs`` to steps; ``ConfigError`` if stages do not fit the run."""
-        steps, location = train.max_train_steps, "steps of datasets"
+        steps, key, value = train.max_train_steps, "", ""
         if train.max_train_epochs is not None:  # otherwise preflight has checked this
             steps = batch_plan.count_steps_for_epochs(train.max_train_epochs)
-            location = f"--max_train_epochs {train.max_train_epochs}, which is {steps} steps"
+            key, value = "max_train_epochs", f"{train.max_train_epochs}, which is {steps} steps"
         last = get_planned_stages(batch_plan)[-1]
-        problems = list(validate_run_length(last.first_step, last.end_step, steps, location))
-        if problems:
+        if problems := list(validate_run_length(last.first_step, last.end_step, steps, key=key, value=value)):
             raise ConfigError(problems)
         if overflow := find_schedule_overflow(optim, steps):
             logging.getLogger(__name__).warning("%s", overflow)

@@ -14,11 +14,16 @@ from ..dataset.controls import CONTROLS_FROM_IMAGE
 from ..dataset.image_inspection import inspect_image
 from ..dataset.schema import resolve_path
 from ..errors import FileError
+from ..problems import Place, Problem, report_file
 from ..registry import suggest_name
 from ..storage.remote_store import RemoteStore
 
 IMAGE_SIZE_MULTIPLE = 8
-"""Every VAE downsamples by 8 or more."""
+"""The multiple of the sides of previews: every VAE downsamples by 8 or more."""
+
+
+def _locate_nowhere(key: str) -> Place:
+    return Place(key=key)
 
 
 @dataclass(frozen=True)
@@ -37,41 +42,46 @@ class Prompt:
     sampler: str | None = None
     control_images: tuple[Path, ...] = ()
     control_from_image: str | None = None
-    """What is made of the control images before they are used: a key of ``CONTROLS_FROM_IMAGE``."""
+    """The way control images are derived from the given ones: a key of ``CONTROLS_FROM_IMAGE``."""
 
-    locate_key: Callable[[str], str] = field(default=str, compare=False, repr=False)
-    """Return the location of a key in the file, for messages."""
+    locate_key: Callable[[str], Place] = field(default=_locate_nowhere, compare=False, repr=False)
+    """Return the place of a key in the file, for messages."""
+
+    def report(self, key: str, text: str, fix: str = "") -> Problem:
+        """Build a problem of a setting of this prompt."""
+        return Problem("sample_prompts", text, fix, self.locate_key(key))
 
 
 class _InvalidValue(ValueError):
-    """What is wrong with a value."""
+    """A value is wrong; the text says why."""
 
 
 def load_prompts(path: Path) -> list[Prompt]:
     """Read a .txt, .toml or .json file."""
     readers = {".txt": _load_txt, ".toml": _load_toml, ".json": _load_json}
     if path.suffix.lower() not in readers:
-        raise FileError([f"{path}: not a .txt, .toml or .json file"])
-    problems: list[str] = []
+        raise FileError([report_file(path, "not a .txt, .toml or .json file")])
+    problems: list[Problem] = []
     prompts = readers[path.suffix.lower()](path, problems)
-    return _require_prompts([_resolve_controls(each, path, problems) for each in prompts], str(path), problems)
+    source = Place(str(path))
+    return _require_prompts([_resolve_controls(each, path, problems) for each in prompts], source, problems)
 
 
-def _require_prompts(prompts: list[Prompt], source: str, problems: list[str]) -> list[Prompt]:
+def _require_prompts(prompts: list[Prompt], source: Place, problems: list[Problem]) -> list[Prompt]:
     if not prompts and not problems:
-        problems.append(f"{source}: no prompts")
+        problems.append(Problem("sample_prompts", "no prompts", place=source))
     if problems:
         raise FileError(problems)
     return prompts
 
 
-def _resolve_controls(prompt: Prompt, path: Path | None, problems: list[str]) -> Prompt:
+def _resolve_controls(prompt: Prompt, path: Path | None, problems: list[Problem]) -> Prompt:
     """Find the control images of a prompt, from the working directory or next to the file, and check them."""
     found = tuple(resolve_path(path, str(image), RemoteStore()) for image in prompt.control_images)
     for image in found:
         defect = inspect_image(image).problem if image.is_file() else "no such file"
         if defect:
-            problems.append(f"{prompt.locate_key('control_image_path')}: {image}: {defect}")
+            problems.append(prompt.report("control_image_path", f"{image}: {defect}"))
     return replace(prompt, control_images=found)
 
 
@@ -80,9 +90,9 @@ def load_preview_prompts(preview: PreviewConfig) -> list[Prompt]:
     value = preview.sample_prompts
     if not value or not is_prompt_text(value):
         return load_prompts(Path(value)) if value else []
-    problems: list[str] = []
-    prompts = [_resolve_controls(each, None, problems) for each in _parse_lines(value, "--sample_prompts", problems)]
-    return _require_prompts(prompts, "--sample_prompts", problems)
+    problems, source = list[Problem](), Place(flag="--sample_prompts")
+    prompts = [_resolve_controls(each, None, problems) for each in _parse_lines(value, source, problems)]
+    return _require_prompts(prompts, source, problems)
 
 
 def _parse_int(value: Any, minimum: int, maximum: int | None = None) -> int:
@@ -164,7 +174,7 @@ _PROMPT_FIELDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "control_image_path": ("control_images", _parse_paths),
     "control_from_image": ("control_from_image", _parse_control_kind),
 }
-"""Key in the file -> field of ``Prompt``, and the parser of its values."""
+"""The field of ``Prompt`` that each key of a prompt file sets, and the parser of its values."""
 
 _CONTROL_KEY = "control_image_path"
 _TEXT_KEYS = frozenset({"prompt", "negative_prompt", "sample_sampler", "control_from_image", _CONTROL_KEY})
@@ -182,23 +192,23 @@ _UNSUPPORTED_KEYS: Mapping[str, str] = {
 }
 
 
-def _load_txt(path: Path, problems: list[str]) -> Iterator[Prompt]:
-    return _parse_lines(_read_text(path), f"{path}:", problems)
+def _load_txt(path: Path, problems: list[Problem]) -> Iterator[Prompt]:
+    return _parse_lines(_read_text(path), Place(str(path)), problems)
 
 
-def _parse_lines(text: str, source: str, problems: list[str]) -> Iterator[Prompt]:
-    """Parse a prompt for each line; a ``source`` that ends in ``:`` gets the number of the line."""
+def _parse_lines(text: str, source: Place, problems: list[Problem]) -> Iterator[Prompt]:
+    """Parse a prompt for each line; the place of a problem is the line, if the ``source`` is a file."""
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip() and not line.lstrip().startswith("#"):
-            if prompt := _parse_line(line, f"{source}{number if source.endswith(':') else ''}", problems):
+            if prompt := _parse_line(line, replace(source, line=number) if source.file else source, problems):
                 yield prompt
 
 
-def _parse_line(line: str, location: str, problems: list[str]) -> Prompt | None:
+def _parse_line(line: str, place: Place, problems: list[Problem]) -> Prompt | None:
     """Parse ``a cat --w 512 --n a dog``: a prompt, then options in any order."""
     text, *options = re.split(r"\s--(?=\S)", " " + line.strip())
     values: dict[str, Any] = {"prompt": text}
-    line_problems: list[str] = []
+    line_problems: list[Problem] = []
     for option in options:
         name, _, value = option.strip().partition(" ")
         key = _SHORT_OPTIONS.get(name.lower())
@@ -206,15 +216,17 @@ def _parse_line(line: str, location: str, problems: list[str]) -> Prompt | None:
             supported = {short: key for short, key in _SHORT_OPTIONS.items() if key not in _UNSUPPORTED_KEYS}
             known = ", ".join(f"--{short} {key}" for short, key in supported.items())
             hint = suggest_name(name, _SHORT_OPTIONS, "--") or f"; use {known}"
-            line_problems.append(f"{location}: --{name}: unknown option{hint}")
+            line_problems.append(
+                Problem("sample_prompts", f"unknown option{hint}", place=replace(place, key=f"--{name}"))
+            )
         elif key in values and key != _CONTROL_KEY:
-            line_problems.append(f"{location}: --{name}: duplicate option")
+            line_problems.append(Problem("sample_prompts", "duplicate option", place=replace(place, key=f"--{name}")))
         elif not value.strip():
-            line_problems.append(f"{location}: --{name}: value missing")
+            line_problems.append(Problem("sample_prompts", "value missing", place=replace(place, key=f"--{name}")))
         else:
             parsed = value.strip() if key in _TEXT_KEYS else _parse_number(value.strip())
             values[key] = [*values.get(key, []), parsed] if key == _CONTROL_KEY else parsed
-    return _build_prompt(values, lambda key: f"{location}: {_format_short_option(key)}", line_problems, problems)
+    return _build_prompt(values, lambda key: replace(place, key=_format_short_option(key)), line_problems, problems)
 
 
 def _parse_number(text: str) -> int | float | str:
@@ -227,68 +239,75 @@ def _parse_number(text: str) -> int | float | str:
     return text
 
 
-def _load_toml(path: Path, problems: list[str]) -> Iterator[Prompt]:
+def _load_toml(path: Path, problems: list[Problem]) -> Iterator[Prompt]:
     """Read ``[prompt]``, the shared settings, and a ``[[prompt.subset]]`` for each prompt."""
     data, lines = read_toml_with_lines(path)
     common = data.get("prompt")
     if set(data) != {"prompt"} or not isinstance(common, dict) or not isinstance(common.get("subset"), list):
-        problems.append(f"{path}: expected a [prompt] table with a [[prompt.subset]] for each image")
+        problems.append(report_file(path, "expected a [prompt] table with a [[prompt.subset]] for each image"))
         return
     shared = {key: value for key, value in common.items() if key != "subset"}
     for number, subset in enumerate(common["subset"]):
 
-        def locate_key(key: str, number: int = number) -> str:
+        def locate_key(key: str, number: int = number) -> Place:
             line = lines.get(("prompt", "subset", number, key)) or lines.get(("prompt", key))
             line = line or lines.get(("prompt", "subset", number), 1)
-            return f"{path}:{line}: {key}"
+            return Place(str(path), line, key=key)
 
         if prompt := _build_prompt({**shared, **subset}, locate_key, [], problems):
             yield prompt
 
 
-def _load_json(path: Path, problems: list[str]) -> Iterator[Prompt]:
+def _load_json(path: Path, problems: list[Problem]) -> Iterator[Prompt]:
     """Read a list of objects, or of lines as in a text file."""
     try:
         data = json.loads(_read_text(path))
     except json.JSONDecodeError as error:
-        problems.append(f"{path}:{error.lineno}: not valid JSON: {error.msg}")
+        problems.append(Problem("", f"not valid JSON: {error.msg}", place=Place(str(path), error.lineno)))
         return
     if not isinstance(data, list):
-        problems.append(f"{path}: expected a list of prompts")
+        problems.append(report_file(path, "expected a list of prompts"))
         return
     for number, item in enumerate(data, start=1):
-        location = f"{path}: prompt {number}"
+        place = Place(str(path), part=f"prompt {number}")
         prompt = None
         if isinstance(item, str):
-            prompt = _parse_line(item, location, problems)
+            prompt = _parse_line(item, place, problems)
         elif isinstance(item, dict):
-            prompt = _build_prompt(item, lambda key, prefix=location: f"{prefix}: {key}", [], problems)  # type: ignore[misc]
+            prompt = _build_prompt(item, place.with_key, [], problems)
         else:
-            problems.append(f"{location}: expected an object or a string, got {item!r}")
+            problems.append(Problem("", f"expected an object or a string, got {item!r}", place=place))
         if prompt:
             yield prompt
 
 
 def _build_prompt(
-    values: Mapping[str, Any], locate_key: Callable[[str], str], prompt_problems: list[str], problems: list[str]
+    values: Mapping[str, Any],
+    locate_key: Callable[[str], Place],
+    prompt_problems: list[Problem],
+    problems: list[Problem],
 ) -> Prompt | None:
     """Build a prompt, or append its problems, after the given ``prompt_problems``, and return None."""
     fields: dict[str, Any] = {}
+
+    def add_problem(key: str, text: str, fix: str = "") -> None:
+        prompt_problems.append(Problem("sample_prompts", text, fix, locate_key(key)))
+
     for key, value in values.items():
         if key in _UNSUPPORTED_KEYS:
-            prompt_problems.append(f"{locate_key(key)}: {_UNSUPPORTED_KEYS[key]}")
+            add_problem(key, _UNSUPPORTED_KEYS[key])
         elif key not in _PROMPT_FIELDS:
-            prompt_problems.append(f"{locate_key(key)}: unknown key{suggest_name(key, _PROMPT_FIELDS)}")
+            add_problem(key, f"unknown key{suggest_name(key, _PROMPT_FIELDS)}")
         else:
             try:
                 field_name, parse = _PROMPT_FIELDS[key]
                 fields[field_name] = parse(value)
-            except _InvalidValue as problem:
-                prompt_problems.append(f"{locate_key(key)}: {problem}")
+            except _InvalidValue as error:
+                add_problem(key, str(error))
     if "control_from_image" in fields and "control_images" not in fields:
-        prompt_problems.append(f"{locate_key('control_from_image')}: no control image to make it from; add --ci PATH")
+        add_problem("control_from_image", "no control image to make it from", "add --ci PATH")
     if "prompt" not in values:
-        prompt_problems.append(f"{locate_key('prompt')}: missing")
+        add_problem("prompt", "missing")
     problems.extend(prompt_problems)
     return None if prompt_problems else Prompt(**fields, locate_key=locate_key)
 
@@ -302,6 +321,6 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise FileError([f"{path}: no such file"]) from None
+        raise FileError([report_file(path, "no such file")]) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise FileError([f"{path}: cannot be read: {error}"]) from None
+        raise FileError([report_file(path, f"cannot be read: {error}")]) from None

@@ -16,18 +16,18 @@ from .manifest import Manifest
 class BucketSummary:
     """One bucket of one dataset in one epoch."""
 
-    dataset_index_in_file: int  # its number in the file
+    dataset_index_in_file: int  # the number of the dataset in the file
     resolution: tuple[int, int]
     sample_indices: tuple[int, ...]  # positions in the manifest
-    samples_per_epoch: int  # with repeats
+    samples_per_epoch: int  # counts repeats
     batch_size: int
-    num_micro_batches: int  # of all ranks together
+    num_micro_batches: int  # counts global micro-batches, each of all ranks
     remainder: int  # samples that do not fill a step
     padding: int  # samples of weight 0
     mean_cropped_fraction: float  # fraction of an image
     most_cropped_sample: int  # position in the manifest
     max_cropped_fraction: float
-    from_step: int = 0  # of its stage
+    from_step: int = 0  # the first step of the stage
     control_resolutions: tuple[tuple[int, int], ...] = ()
 
 

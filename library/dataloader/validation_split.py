@@ -1,17 +1,20 @@
-"""Split off the validation set: a hash of each image decides, independent of the other images."""
+"""Split off the validation set: a hash of each image decides, independent of the other images.
+
+So adding images does not change the set, and the copy of a validation image in another folder is not trained on.
+"""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..dataset.schema import DatasetConfig, SubsetConfig
+from ..dataset.schema import DATASET_KEYS, DatasetConfig, SubsetConfig
 from ..randomness import Purpose, derive_rng, derive_seed
 from .captions import process_caption
 from .manifest import Sample
 
 DEFAULT_VALIDATION_SEED = 0
-"""Without ``validation_seed``: the same split for every training seed."""
+"""The seed of the split without ``validation_seed``: the training seed does not change which images are set aside."""
 
 
 @dataclass(frozen=True)
@@ -47,32 +50,20 @@ def split_validation_samples(samples: Sequence[Sample], datasets: Sequence[Datas
 
 def disable_augmentations(dataset: DatasetConfig) -> DatasetConfig:
     """Turn off everything that varies an image or a caption from view to view."""
-    return replace(
-        dataset,
-        subsets=tuple(
-            replace(subset, **_RANDOM_SETTINGS_OFF, **_BAKED_IN_CAPTION_SETTINGS) for subset in dataset.subsets
-        ),
-    )
+    off = {**_collect_defaults_of_varying_keys(), **_BAKED_IN_CAPTION_SETTINGS}
+    return replace(dataset, subsets=tuple(replace(subset, **off) for subset in dataset.subsets))
 
 
-_RANDOM_SETTINGS_OFF: Mapping[str, Any] = {
-    "flip_aug": False,
-    "random_crop": False,
-    "color_aug": False,
-    "shuffle_caption": False,
-    "caption_dropout_rate": 0.0,
-    "caption_dropout_every_n_epochs": 0,
-    "caption_tag_dropout_rate": 0.0,
-    "token_warmup_step": 0.0,
-}
+def _collect_defaults_of_varying_keys() -> dict[str, Any]:
+    return {name: key.option.default for name, key in DATASET_KEYS.items() if key.option.varies}
+
 
 _BAKED_IN_CAPTION_SETTINGS: Mapping[str, Any] = {
-    "enable_wildcard": False,
     "caption_prefix": None,
     "caption_suffix": None,
     "secondary_separator": None,
 }
-"""Already applied to the captions of validation images."""
+"""Already applied to the captions of validation images, as is the choice of ``enable_wildcard``."""
 
 
 def _select_validation_samples(samples: Sequence[Sample], dataset: DatasetConfig) -> list[Sample]:
@@ -108,7 +99,8 @@ def _freeze_sample(sample: Sample, datasets: Sequence[DatasetConfig]) -> Sample:
     """Fix a validation sample: one repeat, weight 1, one caption."""
     dataset = datasets[sample.dataset_index]
     subset: SubsetConfig = dataset.subsets[sample.subset_index]
-    settled = replace(subset, **_RANDOM_SETTINGS_OFF)
+    is_drawn_once = {"enable_wildcard": subset.enable_wildcard}
+    settled = replace(subset, **_collect_defaults_of_varying_keys() | is_drawn_once)
     draw = derive_rng(_get_validation_seed(dataset), f"{Purpose.VALIDATION_CAPTION}/{sample.content_hash}")
     caption = process_caption(sample.caption, settled, draw, epoch=0, step=0, total_steps=0)
     return replace(sample, repeats=1, loss_weight=1.0, caption=caption)

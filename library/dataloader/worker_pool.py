@@ -6,7 +6,7 @@ import multiprocessing.connection
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from ..errors import UserError
+from ..problems import Problem
 
 SHUTDOWN_TIMEOUT_SECONDS = 10.0
 """Workers that are alive after this are killed."""
@@ -23,16 +24,16 @@ _EXIT_TIMEOUT_SECONDS = 1.0  # between a closed sentinel and a known exit code
 
 
 class SharedMemoryItem(Protocol):
-    """What a dataset returns: it can move to shared memory."""
+    """An item of a dataset, which can move to shared memory."""
 
     def share_memory(self) -> "SharedMemoryItem": ...
 
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """Returned by a worker instead of a batch; it ends the run."""
+    """The answer of a worker that has no batch to return; it ends the run."""
 
-    problem: str
+    problems: Sequence[Problem]
 
 
 Item = TypeVar("Item", bound=SharedMemoryItem)
@@ -50,7 +51,7 @@ class _ReportingDataset(Dataset[Item | WorkerFailure]):
         try:
             return self.dataset[position]
         except UserError as error:
-            return WorkerFailure(str(error))
+            return WorkerFailure(error.problems)
 
 
 class PrefetchIterator(Generic[Item]):
@@ -99,7 +100,7 @@ class PrefetchIterator(Generic[Item]):
             self.shutdown(kill=True)
             raise UserError(_format_worker_death(dead[0].pid, dead[0].exitcode, self.settings_hint)) from error
         if isinstance(item, WorkerFailure):  # raised here: a worker's traceback would become part of it
-            raise UserError(item.problem)
+            raise UserError(*item.problems)
         return item
 
     def _find_dead_workers(self) -> list[Any]:
@@ -160,7 +161,7 @@ def prefetch_in_threads(
 
 
 class _PositionSampler:
-    """Every position from ``first_position`` on."""
+    """A sampler of every position from ``first_position`` on, without end."""
 
     def __init__(self, first_position: int):
         self.first_position = first_position
@@ -180,7 +181,8 @@ def _move_to_shared_memory(item: Any) -> Any:
     try:
         return item.share_memory()
     except RuntimeError as error:
-        return WorkerFailure(f"no shared memory left for prefetched images; {_SHARED_MEMORY_HINT}: {error}")
+        fix = f"{_SHARED_MEMORY_HINT}: {error}"
+        return WorkerFailure([Problem("", "no shared memory left for prefetched images", fix)])
 
 
 _SHARED_MEMORY_HINT = "give the container more (docker run --shm-size 8g, or --ipc host), or use fewer workers"
@@ -212,12 +214,13 @@ def _keep_sigchld_handler() -> Iterator[None]:
 def _format_worker_death(pid: int, exit_code: int, settings_hint: str) -> str:
     """Format how a worker died, and what to do."""
     worker = f"DataLoader worker (pid {pid})"
-    if exit_code == -signal.SIGKILL:
+    death = signal.Signals(-exit_code).name if exit_code < 0 else ""  # on Windows exit codes are never negative
+    if death == "SIGKILL":
         return (
             f"{worker} was killed, probably because the system ran out of memory; lower {settings_hint}, or give the"
             " job more memory"
         )
-    if exit_code == -signal.SIGBUS:
+    if death == "SIGBUS":
         return f"{worker}: no shared memory left; {_SHARED_MEMORY_HINT}"
-    how = f"died of {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exited with code {exit_code}"
+    how = f"died of {death}" if death else f"exited with code {exit_code}"
     return f"{worker} {how}; --max_data_loader_n_workers 0 loads images in the main process and shows where it fails"

@@ -1,1 +1,1 @@
-"""What is on disk: the dataset file, the discovery of images, captions and masks, and their inspection."""
+"""The dataset on disk: the dataset file, the discovery of images, captions and masks, and their inspection."""

@@ -176,17 +176,17 @@ def parse_caption_cell(cell: Any, column: str) -> list[str]:
     return lines
 
 
-def parse_json_object(text: str, location: str) -> dict[str, Any]:
-    """Parse one JSON object; raise ``ValueError`` with the location otherwise."""
+def parse_json_object(text: str) -> dict[str, Any]:
+    """Parse one JSON object; raise ``ValueError`` otherwise."""
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
         position = f"line {error.lineno}, column {error.colno}" if "\n" in text else f"column {error.colno}"
-        raise ValueError(f"{location}: not valid JSON: {error.msg} ({position})") from None
+        raise ValueError(f"not valid JSON: {error.msg} ({position})") from None
     except RecursionError:
-        raise ValueError(f"{location}: not valid JSON: nested too deeply") from None
+        raise ValueError("not valid JSON: nested too deeply") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{location}: expected an object {{...}}")
+        raise ValueError("expected an object {...}")
     return values
 
 
@@ -200,15 +200,12 @@ class JsonCaptionReader:
         self._caption_column = caption_column
         self.column: str | None = None
 
-    def read_lines(self, text: str, location: str) -> list[str]:
+    def read_lines(self, text: str) -> list[str]:
         """Return the lines of the caption, which may be none; raise ``ValueError`` if it is not text."""
-        values = parse_json_object(text, location)
+        values = parse_json_object(text)
         if self.column is None:
             try:
                 self.column = resolve_caption_column(list(values), self._caption_column)
             except ValueError as error:
-                raise CaptionColumnError(f"{location}: {error}") from None
-        try:
-            return parse_caption_cell(values.get(self.column), self.column)
-        except ValueError as error:
-            raise ValueError(f"{location}: {error}") from None
+                raise CaptionColumnError(str(error)) from None
+        return parse_caption_cell(values.get(self.column), self.column)

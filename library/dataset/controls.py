@@ -6,6 +6,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
+from ..problems import Problem, report_file
 from ..storage.remote_path import resolve_links
 from .image_inspection import InspectedImage, build_image_inspector
 from .image_ref import ImageRef
@@ -38,14 +39,14 @@ class ControlImage:
 
     image: ImageRef
     size: tuple[int, int]  # (width, height) in EXIF orientation
-    content_hash: str  # of the file
+    content_hash: str  # the hash of the file
     made: str = ""
-    """What is made of the image, which is the picture itself: a key of ``CONTROLS_FROM_IMAGE``."""
+    """The way the control image is derived from the picture itself: a key of ``CONTROLS_FROM_IMAGE``."""
 
 
 @dataclass(frozen=True)
 class ControlLimits:
-    """How many control images a model takes for a picture."""
+    """The numbers of control images that a model takes for a picture."""
 
     fewest: int
     most: int
@@ -66,7 +67,7 @@ class ControlLimits:
 
 @dataclass(frozen=True)
 class ColumnsWithControls(Container[str]):
-    """These columns and those of control images, whose number is not known before the file is read."""
+    """The columns in ``names`` and those of control images, whose number is not known before the file is read."""
 
     names: Container[str]
 
@@ -152,9 +153,9 @@ class ControlScanResult:
     """The control images of all pictures, with problems and notes."""
 
     controls: dict[MaskKey, tuple[ControlImage, ...]] = field(default_factory=dict)
-    problems: dict[MaskKey, str] = field(default_factory=dict)  # without the name of the picture
-    settings: list[str] = field(default_factory=list)  # settings of subsets that control images do not allow
-    unmatched: list[str] = field(default_factory=list)  # a line for each subset with control images of no picture
+    problems: dict[MaskKey, str] = field(default_factory=dict)  # messages without the name of the picture
+    settings: list[Problem] = field(default_factory=list)  # settings of subsets that control images do not allow
+    unmatched: list[Problem] = field(default_factory=list)  # one for each subset with control images of no picture
     notes: list[str] = field(default_factory=list)
 
 
@@ -182,7 +183,7 @@ def scan_controls(
         if found or subset.control_from_image:
             result.settings += _find_unusable_settings(dataset, subset)
         if found:
-            _inspect_subset(result, dataset, (number, index), found, inspected, roots)
+            _inspect_subset(result, dataset, subset_key=(number, index), found=found, inspected=inspected, roots=roots)
         if subset.control_from_image:
             _add_own_images(result, (number, index), subset.control_from_image, members, inspected)
     return result
@@ -214,20 +215,24 @@ def _match_subset(
     if matches.unmatched:
         names = format_first_names([path.name for path in matches.unmatched])
         result.unmatched.append(
-            f"{control_dir}: {format_count(len(matches.unmatched), 'control image')} without an image of the same name"
-            f" in {image_dir}: {names}; remove them, or ignore them with --on_invalid_images skip"
+            report_file(
+                control_dir,
+                f"{format_count(len(matches.unmatched), 'control image')} without an image of the same"
+                f" name in {image_dir}: {names}",
+                "remove them, or ignore them with --on_invalid_images skip",
+            )
         )
     return matches.controls
 
 
-def _find_unusable_settings(dataset: DatasetConfig, subset: SubsetConfig) -> Iterable[str]:
+def _find_unusable_settings(dataset: DatasetConfig, subset: SubsetConfig) -> Iterable[Problem]:
     for key, reason in _KEYS_THAT_CHANGE_THE_PICTURE.items():
         if getattr(subset, key):
-            yield f"{subset.format_location(key)}: {reason}; remove one of the two"
+            yield subset.report(key, reason, "remove one of the two")
     if subset.random_crop and dataset.has_own_control_size:
         key = "no_resize_control" if dataset.no_resize_control else "control_resolution"
-        where = subset.format_location("random_crop")
-        yield f"{where}: control images with {key} are not cropped like their picture; remove one of the two"
+        text = f"control images with {key} are not cropped like their picture"
+        yield subset.report("random_crop", text, "remove one of the two", others=(key,))
 
 
 def _inspect_subset(

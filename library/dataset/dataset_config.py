@@ -16,6 +16,7 @@ from ..config.schema_data import DataConfig
 from ..config.toml_positions import KeyPath, read_text_file, read_toml_with_lines
 from ..config.types import Resolution, ResolutionSchedule
 from ..errors import ConfigError
+from ..problems import Place, Problem, report_file
 from ..storage.remote_store import RemoteStore
 from .caption_files import DEFAULT_EXTENSION
 from .kohya_folders import read_kohya_dataset
@@ -44,7 +45,7 @@ from .validate_keys import (
 )
 
 Values = dict[str, LocatedValue]
-_Locate = Callable[[KeyPath], str]
+_Locate = Callable[[KeyPath], Place]
 _PLACEHOLDER_RESOLUTION = Resolution(1, 1)  # keeps the config complete when the resolution is missing or invalid
 _EXTRA_DATASET_KEYS = (
     "bucket_mode bucket_max_crop bucket_min_images weight resolution_schedule from_step to_step control_resolution"
@@ -65,7 +66,7 @@ class ParsedDatasetConfig:
     """The datasets as far as they could be parsed, and all problems of the file."""
 
     datasets: tuple[DatasetConfig, ...]
-    problems: list[str]
+    problems: list[Problem]
     notices: tuple[str, ...] = ()  # deprecated keys
 
     def require_valid(self) -> tuple[DatasetConfig, ...]:
@@ -133,7 +134,7 @@ def parse_dataset_config(
 
 def _read_toml(path: Path) -> tuple[dict[str, Any], _Locate]:
     document, lines = read_toml_with_lines(path)
-    return document, lambda key_path: f"{path}:{lines[key_path]}"
+    return document, lambda key_path: Place(str(path), lines[key_path])
 
 
 class _JsonObject(dict[str, Any]):
@@ -152,16 +153,19 @@ def _read_json(path: Path) -> tuple[dict[str, Any], _Locate]:
         document = json.loads(text, object_pairs_hook=_JsonObject, parse_constant=_reject_constant)
         duplicates = list(_find_duplicates(document, ()))
     except json.JSONDecodeError as error:
-        raise ConfigError([f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})"]) from None
+        place = Place(str(path), error.lineno)
+        text = f"not valid JSON: {error.msg} (column {error.colno})"
+        raise ConfigError([Problem("", text, place=place)]) from None
     except ValueError as error:
-        raise ConfigError([f"{path}: not valid JSON: {error}"]) from None
+        raise ConfigError([report_file(path, f"not valid JSON: {error}")]) from None
     except RecursionError:
-        raise ConfigError([f"{path}: nested too deeply"]) from None
+        raise ConfigError([report_file(path, "nested too deeply")]) from None
     if not isinstance(document, dict):
-        raise ConfigError([f"{path}: expected an object {{...}}"])
+        raise ConfigError([report_file(path, "expected an object {...}")])
     if duplicates:
-        raise ConfigError([f"{_format_json_location(path, key)}: {key[-1]}: duplicate key" for key in duplicates])
-    return document, partial(_format_json_location, path)
+        places = {key: _locate_in_json(path, key).with_key(str(key[-1])) for key in duplicates}
+        raise ConfigError([Problem(str(key[-1]), "duplicate key", place=place) for key, place in places.items()])
+    return document, partial(_locate_in_json, path)
 
 
 def _reject_constant(constant: str) -> None:
@@ -176,11 +180,11 @@ def _find_duplicates(value: Any, key_path: KeyPath) -> Iterator[KeyPath]:
         yield from _find_duplicates(member, (*key_path, key))
 
 
-def _format_json_location(path: Path, key_path: KeyPath) -> str:
+def _locate_in_json(path: Path, key_path: KeyPath) -> Place:
     """Return the file and the table of a key, as ``set.json: datasets[0].subsets[1]``."""
     table = key_path[:-1] if isinstance(key_path[-1], str) else key_path
     keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in table).removeprefix(".")
-    return f"{path}: {keys}" if keys else str(path)
+    return Place(str(path), part=keys)
 
 
 class _DatasetConfigParser:
@@ -188,15 +192,15 @@ class _DatasetConfigParser:
 
     def __init__(
         self,
-        format_location: _Locate,
+        locate: _Locate,
         dataset_file: Path | None,
         flag_defaults: Mapping[str, Any],
         invalid_flags: Set[str],
         remote: RemoteStore,
     ):
-        self.format_location, self.dataset_file, self.remote = format_location, dataset_file, remote
+        self.locate, self.dataset_file, self.remote = locate, dataset_file, remote
         self.flag_defaults, self.invalid_flags = flag_defaults, invalid_flags
-        self.problems: list[str] = []
+        self.problems: list[Problem] = []
         self.notices: list[str] = []
 
     def parse(self, document: Mapping[str, Any]) -> ParsedDatasetConfig:
@@ -208,15 +212,16 @@ class _DatasetConfigParser:
         for name in document:
             if name not in ("general", "datasets"):
                 reason = explain_misplaced_key(name, "the top of the file")
-                self.add_problem((name,), reason or "unknown table; expected [general] or [[datasets]]")
+                self.add_problem(
+                    (name,), reason or "unknown table", "" if reason else "expected [general] or [[datasets]]"
+                )
         general = self.parse_table(("general",), document.get("general", {}), GENERAL_TABLE)
         tables = document.get("datasets", [])
         if not self.is_array_of_tables(("datasets",), tables, DATASET_TABLE):
             return []
         if not tables:
-            self.problems.append(
-                f"{self.dataset_file}: no [[datasets]]; add one, and [[datasets.subsets]] with image_dir"
-            )
+            fix, place = "add one, and [[datasets.subsets]] with image_dir", Place(str(self.dataset_file))
+            self.problems.append(Problem("", "no [[datasets]]", fix, place))
         return [self.parse_dataset(("datasets", index), table, general) for index, table in enumerate(tables)]
 
     def parse_dataset(self, key_path: KeyPath, table: Mapping[str, Any], general: Values) -> DatasetConfig:
@@ -230,7 +235,7 @@ class _DatasetConfigParser:
         else:
             subsets = self.parse_subsets(key_path, table, values)
         resolved = self.apply_flag_defaults(values)
-        location = self.format_location(key_path)
+        location = self.locate(key_path)
         self.problems += validate_dataset_keys(resolved, subsets, location)
         return DatasetConfig(
             kind=infer_dataset_kind(subsets),
@@ -244,9 +249,9 @@ class _DatasetConfigParser:
         values = dict(inherited)
         names = [name for name in MUSUBI_SUBSET_KEYS if name in table]
         if not names:  # a video dataset, which is reported by its own key
-            values["image_dir"] = LocatedValue(None, self.format_location(key_path), is_invalid=True)
+            values["image_dir"] = LocatedValue(None, self.locate(key_path), is_invalid=True)
         for name in names:
-            value, location = table[name], self.format_location((*key_path, name))
+            value, location = table[name], self.locate((*key_path, name))
             if isinstance(value, str):
                 values[MUSUBI_SUBSET_KEYS[name]] = LocatedValue(value, location)
             else:
@@ -259,7 +264,7 @@ class _DatasetConfigParser:
         if not self.is_array_of_tables((*key_path, "subsets"), tables, SUBSET_TABLE):
             return []
         if not tables:
-            self.add_problem(key_path, "no [[datasets.subsets]]; add one with image_dir = 'FOLDER'")
+            self.add_problem(key_path, "no [[datasets.subsets]]", "add one with image_dir = 'FOLDER'")
         subsets = []
         for index, subset in enumerate(tables):
             subset_path = (*key_path, "subsets", index)
@@ -269,7 +274,7 @@ class _DatasetConfigParser:
 
     def resolve_subset(self, key_path: KeyPath, values: Values, own_keys: Values) -> Values:
         """Add the defaults and validate; the location of the subset itself is stored under the empty key."""
-        location = self.format_location(key_path)
+        location = self.locate(key_path)
         resolved = {**self.apply_flag_defaults(values), "": LocatedValue(None, location)}
         self.problems += validate_subset_keys(resolved, own_keys, location)
         self.problems += validate_source_keys(resolved, own_keys)
@@ -289,12 +294,12 @@ class _DatasetConfigParser:
                 reason = explain_misplaced_key(name, table_name) or explain_unknown_key(name, table_name)
                 self.add_problem(value_path, reason)
                 continue
-            location = self.format_location(value_path)
+            location = self.locate(value_path)
             if name in values:
                 first = values[name].location
                 self.add_problem(value_path, f"duplicate key: the former name of {name}, set at {first}")
             elif name != written_name:
-                self.notices.append(format_rename_notice(f"{location}: {written_name}", name))
+                self.notices.append(format_rename_notice(location.with_key(written_name), name))
             try:
                 values[name] = LocatedValue(key.option.parse_toml_value(value), location)
             except ValueError as error:
@@ -312,7 +317,7 @@ class _DatasetConfigParser:
         """Return every key with its value: from the file, from the run's options, or the default of the option."""
         resolved = {}
         for name, key in DATASET_KEYS.items():
-            location = f"--{key.flag}" if key.flag is not None else None
+            location = Place(flag=f"--{key.flag}") if key.flag is not None else None
             default = self.flag_defaults.get(name, key.option.default)
             resolved[name] = LocatedValue(default, location, key.flag in self.invalid_flags)
         for name, item in values.items():
@@ -325,12 +330,15 @@ class _DatasetConfigParser:
             dataset_file=self.dataset_file,
             join_caption_lines="join_caption_lines" in values,
             remote=self.remote,
-            **_collect_fields(SubsetConfig, values, values[""].location or ""),
+            **_collect_fields(SubsetConfig, values, values[""].location or Place()),
         )
 
-    def add_problem(self, key_path: KeyPath, message: str) -> None:
-        name = f"{key_path[-1]}: " if isinstance(key_path[-1], str) else ""
-        self.problems.append(f"{self.format_location(key_path)}: {name}{message}")
+    def add_problem(self, key_path: KeyPath, text: str, fix: str = "") -> None:
+        name, place = key_path[-1], self.locate(key_path)
+        if isinstance(name, str):
+            self.problems.append(Problem(name, text, fix, place.with_key(name)))
+        else:
+            self.problems.append(Problem("", text, fix, place))
 
 
 def _is_musubi_dataset(table: Mapping[str, object]) -> bool:
@@ -339,7 +347,7 @@ def _is_musubi_dataset(table: Mapping[str, object]) -> bool:
     )
 
 
-def _collect_fields(config_class: type, located: Values, location: str) -> dict[str, Any]:
+def _collect_fields(config_class: type, located: Values, location: Place) -> dict[str, Any]:
     """Collect the arguments of a config class, with the location of each."""
     names = [item.name for item in fields(config_class) if item.name in DATASET_KEYS]
     values = {name: located[name].value for name in names}

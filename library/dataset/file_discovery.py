@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import cast
 
+from ..problems import Place, Problem, report_file
 from ..registry import suggest_name
 from ..storage.filesystems import RemoteError
 from ..storage.remote_path import RemotePath, is_remote, strip_query
@@ -33,9 +34,9 @@ class DirectoryTree:
     """Relative paths with ``/`` in an order that is the same on every machine, without hidden files and folders."""
 
     files: list[str] = field(default_factory=list)
-    folders: list[str] = field(default_factory=list)  # at the top, whether searched or not
+    folders: list[str] = field(default_factory=list)  # the folders at the top, whether searched or not
     loops: list[str] = field(default_factory=list)  # links to folders that are searched anyway
-    problems: list[str] = field(default_factory=list)  # folders that cannot be read
+    problems: list[Problem] = field(default_factory=list)  # folders that cannot be read
 
     def format_content(self, max_names: int = SHOWN_NAMES) -> str:
         """Format the first files and top folders for a message."""
@@ -70,7 +71,7 @@ def _list_remote_tree(folder: RemotePath, *, recursive: bool) -> DirectoryTree:
     try:
         listing = folder.list_folder(recursive=recursive)
     except RemoteError as error:
-        tree.problems.append(f"{folder}: cannot be listed: {error}")
+        tree.problems.append(report_file(folder, f"cannot be listed: {error}"))
         return tree
     tree.files = [name for name in listing.files if not any(part.startswith(".") for part in name.split("/"))]
     tree.folders = [name for name in listing.folders if not name.startswith(".")]
@@ -91,7 +92,8 @@ def _walk(folder: Path, start: str, tree: DirectoryTree, visited: set[str], recu
         try:
             entries = sorted(_scan_entries(folder / here if here else folder))
         except OSError as error:
-            tree.problems.append(f"{folder / here}: cannot be read: {error.strerror}")
+            place = Place(str(folder / here))
+            tree.problems.append(Problem("", f"cannot be read: {error.strerror}", place=place))
             continue
         for name, is_folder, is_link in entries:
             path = f"{here}/{name}" if here else name
@@ -234,7 +236,7 @@ class Shards:
     """Files in the order in which they are read, and a message for each name without any."""
 
     files: list[Path] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
 
 
 def resolve_shards(subset: SubsetConfig) -> Shards:
@@ -243,18 +245,16 @@ def resolve_shards(subset: SubsetConfig) -> Shards:
     listed: set[Path] = set()
     for key in SHARD_EXTENSIONS:
         for name in getattr(subset, key):
-            setting = subset.format_location(key)
             try:
                 files = list(_resolve_name(name, key, subset))
             except (ValueError, RemoteError) as error:
-                where = f"{setting}: {strip_query(name)}" if isinstance(error, RemoteError) else setting
-                shards.problems.append(f"{where}: {error}")
+                text = f"{strip_query(name)}: {error}" if isinstance(error, RemoteError) else str(error)
+                shards.problems.append(subset.report(key, text))
                 continue
             duplicates = [str(path) for path in files if path in listed]
             if duplicates:
-                shards.problems.append(
-                    f"{setting}: {strip_query(name)!r} matches files listed before: {format_first_names(duplicates)}"
-                )
+                text = f"{strip_query(name)!r} matches files listed before: {format_first_names(duplicates)}"
+                shards.problems.append(subset.report(key, text))
             shards.files += files
             listed.update(files)
     return shards
@@ -297,7 +297,7 @@ def _require_readable(path: Path) -> Path:
 def _list_shards(folder: Path, key: str, *, recursive: bool) -> list[Path]:
     tree = walk_directory(folder, recursive=recursive)
     if tree.problems:
-        raise ValueError(tree.problems[0])
+        raise ValueError(str(tree.problems[0]))
     files = [folder / name for name in tree.files if name.lower().endswith(SHARD_EXTENSIONS[key])]
     if not files and key == "parquet":
         files = list(map(_require_readable, _list_saved_dataset(folder, tree.files)))
@@ -333,7 +333,7 @@ def _glob_remote_files(pattern: RemotePath) -> list[Path]:
         folder = folder.parent
     tree = walk_directory(cast(Path, folder), recursive="/" in rest or "**" in rest)
     if tree.problems:
-        raise ValueError(tree.problems[0])
+        raise ValueError(str(tree.problems[0]))
     regex = re.compile("".join(_translate_token(token[0]) for token in _PATTERN_TOKEN.finditer(rest)), re.DOTALL)
     return [_require_readable(cast(Path, folder / name)) for name in tree.files if regex.fullmatch(name)]
 
@@ -358,7 +358,7 @@ def describe_missing_url(paths: Sequence[RemotePath]) -> str:
         return f"{path} is empty"
     tree = walk_directory(cast(Path, path.parent), recursive=False)
     content = f"{path.parent} contains {tree.format_content(_MAX_NAMES_IN_FOLDER)}"
-    content = tree.problems[0] if tree.problems else content
+    content = str(tree.problems[0]) if tree.problems else content
     return f"{missing}; {content}{suggest_name(path.name, [*tree.files, *tree.folders])}"
 
 
@@ -371,7 +371,7 @@ def describe_missing_path(names: Sequence[str], dataset_file: Path | None = None
         missing = missing.parent
     tree = walk_directory(missing.parent, recursive=False)
     content = f"{missing.parent} contains {tree.format_content(_MAX_NAMES_IN_FOLDER)}"
-    content = tree.problems[0] if tree.problems else content
+    content = str(tree.problems[0]) if tree.problems else content
     searched = "" if path.is_absolute() or dataset_file is None else f" (also searched next to {dataset_file})"
     if len(names) > 1:
         return f"{len(names)} files not found{searched}: {format_first_names(names)}; {content}"

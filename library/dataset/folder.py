@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
+from ..problems import Place, Problem, report_file
 from ..storage.remote_path import is_remote, prefetch_files
 from .caption_files import (
     CAPTION_COLUMNS,
@@ -124,13 +125,19 @@ def _read_caption(folder: Path, name: str, extension: str, json_reader: JsonCapt
     path = cast(Path, folder / name) if is_remote(folder) else os.path.join(folder, name)
     if extension.lower() == JSON_EXTENSION:
         try:
-            return ImageCaption(json_reader.read_lines(read_utf8_file(path), str(path)), extension)
+            text = read_utf8_file(path)
         except ValueError as error:
-            return ImageCaption((), extension, str(error))
+            return ImageCaption((), extension, Problem("", str(error)))
+        try:
+            return ImageCaption(json_reader.read_lines(text), extension)
+        except ValueError as error:
+            return ImageCaption((), extension, report_file(path, str(error)))
+        except CaptionColumnError as error:
+            raise CaptionColumnError(f"{path}: {error}") from None
     try:
         return ImageCaption(read_caption_file(path), extension)
     except ValueError as error:
-        return ImageCaption((), extension, f"{path}: {error}")
+        return ImageCaption((), extension, report_file(path, str(error)))
 
 
 @dataclass
@@ -138,7 +145,7 @@ class _FolderTables:
     """Captions from the metadata tables in a folder and its subfolders."""
 
     captions: dict[str, ImageCaption] = field(default_factory=dict)
-    names: list[str] = field(default_factory=list)  # of the tables that were read
+    names: list[str] = field(default_factory=list)  # the names of the tables that were read
     deeper: list[str] = field(default_factory=list)  # images in subfolders that are not searched
 
 
@@ -162,7 +169,7 @@ def _read_folder_tables(
             listing.add_problem("image_dir", f"several metadata tables in {folder}: {', '.join(paths)}; {hint}")
         else:
             try:
-                _read_folder_table(folder, paths[0], files, images, tables, listing)
+                _read_folder_table(folder, path=paths[0], files=files, images=images, tables=tables, listing=listing)
             except ValueError as error:
                 listing.add_problem("image_dir", str(error))
     if tables.deeper:
@@ -204,28 +211,30 @@ def _read_folder_table(
     for key in ("image_column", "caption_column"):
         listing.mark_used(key)
     tables.names.append(path)
-    first_locations: dict[str, str] = {}
+    first_locations: dict[str, Place] = {}
     for number, values in table.rows:
-        name, location = values.get(file_column), table.format_location(number)
+        name, location = values.get(file_column), table.locate_row(number)
         image = posixpath.normpath(posixpath.join(posixpath.dirname(path), str(name)))
         if not isinstance(name, str) or not name:
-            listing.missing.append(f"{location}: no {file_column}")
+            listing.missing.append(Problem("", f"no {file_column}", place=location))
         elif image in first_locations:
-            listing.missing.append(f"{location}: {name!r} is already listed in {first_locations[image]}; remove one")
+            listing.missing.append(
+                Problem("", f"{name!r} is already listed in {first_locations[image]}", "remove one", place=location)
+            )
         elif image in images:
             tables.captions[image] = _parse_table_caption(values, caption_column, table.path.name, location)
         elif image not in files and is_image_file(image) and (folder / image).is_file():
             tables.deeper.append(image)
         elif image not in files:
-            listing.missing.append(f"{location}: {name!r} not found in {folder.absolute()}")
+            listing.missing.append(Problem("", f"{name!r} not found in {folder.absolute()}", place=location))
         first_locations.setdefault(image, location)
 
 
-def _parse_table_caption(values: Mapping[str, Any], column: str, source: str, location: str) -> ImageCaption:
+def _parse_table_caption(values: Mapping[str, Any], column: str, source: str, location: Place) -> ImageCaption:
     try:
         return ImageCaption(parse_caption_cell(values.get(column), column), source)
     except ValueError as error:
-        return ImageCaption((), source, f"{location}: {error}")
+        return ImageCaption((), source, Problem("", str(error), place=location))
 
 
 def _suggest_caption_extension(folder: Path, tree: DirectoryTree, files: CaptionFiles, listing: SubsetListing) -> None:

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Pixels = NDArray[np.uint8]
-"""(height, width, 3), RGB."""
+"""The pixels of an RGB image: (height, width, 3)."""
 
 INSPECTION_VERSION = 2
-"""Incremented when the inspection of the same bytes may give another result, so that cached ones are not used."""
+"""The version of the inspection, incremented when it may give another result for the same bytes."""
 
 MAX_PIXELS = 178_956_970
 """Pillow's own limit for opening an image, 512 MiB as RGB; repeated here because users can change Pillow's."""
 
 LARGE_IMAGE_PIXELS = 2**25
-"""Larger images are decoded one at a time, so that a pool of threads does not fill the memory."""
+"""The number of pixels above which images are decoded one at a time, so that threads do not fill the memory."""
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "JPEG2000", "PPM", "QOI", "AVIF", "JXL", "JPEG XL")
 """Formats that are decoded if Pillow can; others are not tried, because for EPS Pillow would run Ghostscript."""
@@ -60,7 +60,7 @@ _SIGNATURES: tuple[tuple[bytes, str], ...] = (
     (b"\0\0\0\x0cJXL \r\n\x87\n", "JPEG XL"),
 )
 _FORMAT_HINTS = {"AVIF": "; Pillow 11.3 and later can read it", "JPEG XL": ", for example with `djxl`"}
-_CONTAINER_BRANDS = {  # of ISO base media files, the container of images and videos
+_CONTAINER_BRANDS = {  # brands of ISO base media files, the container of images and videos
     "HEIC": (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"),
     "AVIF": (b"avif", b"avis"),
     "a video": (b"isom", b"iso2", b"mp41", b"mp42", b"qt  ", b"M4V ", b"dash"),
@@ -134,7 +134,7 @@ class InspectedImage:
     """The result of inspecting one image file."""
 
     size: tuple[int, int]  # (width, height) in EXIF orientation
-    content_hash: str  # of the file; empty if it could not be read
+    content_hash: str  # the hash of the file; empty if it could not be read
     defect: ImageDefect | None = None
     traits: tuple[str, ...] = ()  # keys of TRAIT_DESCRIPTIONS
     exif_orientation: int = 1
@@ -157,7 +157,14 @@ def build_image_inspector() -> Inspector[InspectedImage]:
         return InspectedImage(size, content_hash, ImageDefect(*defect) if defect else None, trait_names, orientation)
 
     version = build_inspection_version()
-    return Inspector("images", version, inspect_bytes, build_defective_image, _pack_image, unpack)
+    return Inspector(
+        name="images",
+        version=version,
+        inspect=inspect_bytes,
+        fail=build_defective_image,
+        pack=_pack_image,
+        unpack=unpack,
+    )
 
 
 def _pack_image(image: InspectedImage) -> list[Any]:

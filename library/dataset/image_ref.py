@@ -1,4 +1,4 @@
-"""Where the bytes of an image are: in a file of its own, in a byte range of a tar shard, or in a row of a table."""
+"""The place of an image's bytes: a file of its own, a byte range of a tar shard, or a row of a table."""
 
 import hashlib
 from collections.abc import Iterable
@@ -37,7 +37,7 @@ class TableRow:
     """One row of a parquet or Arrow file that holds images in a column."""
 
     reader: ColumnReader
-    row: int  # in the file, from 0
+    row: int  # the number of the row in the file, from 0
 
     @property
     def name(self) -> str:
@@ -56,7 +56,7 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """Refers to one image; small, because a dataset may have a million: all images of a folder share its path."""
+    """A reference to one image; small, because a dataset may have a million: all images of a folder share its path."""
 
     folder: Path
     file: str  # relative to the folder, with "/"

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..config.schema_data import DataConfig
 from ..config.toml_positions import KeyPath
+from ..problems import Place, Problem
 from ..storage.filesystems import RemoteError
 from ..storage.remote_path import is_remote
 from ..storage.remote_store import RemoteStore
@@ -36,21 +37,23 @@ class KohyaDataset:
     """A dataset in the structure of a dataset file, where each value comes from, and what is wrong with it."""
 
     subsets: list[dict[str, Any]] = field(default_factory=list)
-    locations: dict[KeyPath, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    locations: dict[KeyPath, Place] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
 
     @property
     def document(self) -> dict[str, Any]:
         return {"datasets": [{"subsets": self.subsets}]}
 
-    def locate(self, key_path: KeyPath) -> str:
+    def locate(self, key_path: KeyPath) -> Place:
         """Return the option or the folder that sets a value."""
         while key_path not in self.locations:
             key_path = key_path[:-1]
         return self.locations[key_path]
 
-    def add_subset(self, values: dict[str, Any], location: str, key_locations: dict[str, str] | None = None) -> None:
+    def add_subset(
+        self, values: dict[str, Any], location: Place, key_locations: dict[str, Place] | None = None
+    ) -> None:
         key_path = (*_SUBSETS, len(self.subsets))
         self.subsets.append(values)
         self.locations[key_path] = location
@@ -78,11 +81,11 @@ def find_repeats_folders(folder: Path) -> list[RepeatsFolder]:
 
 def find_unused_folder_names(listing: SubsetListing, folder: Path, subfolders: Sequence[str]) -> Iterator[str]:
     """Yield a hint if folders have names as for ``train_data_dir``, which set nothing in a dataset file."""
-    subset, where = listing.subset, listing.subset.format_location("image_dir")
+    subset, where = listing.subset, listing.subset.locate("image_dir")
     option = "--reg_data_dir" if subset.is_reg else "--train_data_dir"
     parsed = _parse_plausible_name(folder.absolute().name)
     if parsed is not None:
-        is_repeats_set = subset.num_repeats != 1 or not subset.locate("num_repeats").startswith("--")
+        is_repeats_set = subset.num_repeats != 1 or not subset.locate("num_repeats").flag
         keys = [] if is_repeats_set or parsed[0] == 1 else [f"num_repeats = {parsed[0]}"]
         if listing.uncaptioned and subset.class_tokens is None and parsed[1]:
             keys.append(f"class_tokens = {parsed[1]!r}")
@@ -112,13 +115,17 @@ def read_kohya_dataset(config: DataConfig, remote: RemoteStore) -> KohyaDataset:
     if config.in_json:
         _add_metadata_file(config.in_json, config, dataset)
         return dataset
-    dataset.locations[()] = "--train_data_dir"
+    dataset.locations[()] = Place(flag="--train_data_dir")
     if not config.train_data_dir:
-        dataset.problems.append("--reg_data_dir: no images to train on; give their folder with --train_data_dir")
+        dataset.problems.append(
+            Problem("reg_data_dir", "no images to train on", "give their folder with --train_data_dir")
+        )
         return dataset
     train, reg = (_resolve_folder(name, config, dataset, remote) for name in ("train_data_dir", "reg_data_dir"))
     if train is not None and reg is not None and is_remote(train) == is_remote(reg) and train.samefile(reg):
-        dataset.problems.append("--reg_data_dir: is the same folder as --train_data_dir; remove one of the two")
+        dataset.problems.append(
+            Problem("reg_data_dir", "is the same folder as --train_data_dir", "remove one of the two")
+        )
         reg = None
     for option, folder in (("train_data_dir", train), ("reg_data_dir", reg)):
         if folder is not None:
@@ -127,11 +134,13 @@ def read_kohya_dataset(config: DataConfig, remote: RemoteStore) -> KohyaDataset:
 
 
 def _add_metadata_file(in_json: str, config: DataConfig, dataset: KohyaDataset) -> None:
-    dataset.locations[()] = "--in_json"
+    dataset.locations[()] = place = Place(flag="--in_json")
     image_dir = {"image_dir": config.train_data_dir} if config.train_data_dir else {}
-    dataset.add_subset({"metadata_file": in_json, **image_dir}, "--in_json", {"image_dir": "--train_data_dir"})
+    dataset.add_subset({"metadata_file": in_json, **image_dir}, place, {"image_dir": Place(flag="--train_data_dir")})
     if config.reg_data_dir:
-        dataset.problems.append("--reg_data_dir: not used with in_json, in sd-scripts neither; remove one of the two")
+        dataset.problems.append(
+            Problem("reg_data_dir", "not used with in_json, in sd-scripts neither", "remove one of the two")
+        )
 
 
 def _resolve_folder(option: str, config: DataConfig, dataset: KohyaDataset, remote: RemoteStore) -> Path | None:
@@ -142,15 +151,15 @@ def _resolve_folder(option: str, config: DataConfig, dataset: KohyaDataset, remo
         if folder is None or folder.is_dir():
             return folder
         if is_remote(folder):
-            dataset.problems.append(f"--{option}: {describe_missing_url([folder])}")
+            dataset.problems.append(Problem(option, describe_missing_url([folder])))
             return None
     except RemoteError as error:
-        dataset.problems.append(f"--{option}: {folder}: {error}")
+        dataset.problems.append(Problem(option, f"{folder}: {error}"))
         return None
     if folder.exists():
-        dataset.problems.append(f"--{option}: {folder} is a file, not a folder")
+        dataset.problems.append(Problem(option, f"{folder} is a file, not a folder"))
     else:
-        dataset.problems.append(f"--{option}: {describe_missing_path([str(folder)])}")
+        dataset.problems.append(Problem(option, describe_missing_path([str(folder)])))
     return None
 
 
@@ -159,17 +168,17 @@ def _add_repeats_folders(option: str, folder: Path, dataset: KohyaDataset) -> No
     try:
         found = find_repeats_folders(folder)
     except OSError as error:
-        dataset.problems.append(f"--{option}: {folder}: cannot be read: {error.strerror}")
+        dataset.problems.append(Problem(option, f"{folder}: cannot be read: {error.strerror}"))
         return
     for item in found:
         if has_images(item.path):
             values = {"num_repeats": item.num_repeats, "is_reg": option == "reg_data_dir"}
             # the location is the folder: its name is what there is to change
             dataset.add_subset(
-                {"image_dir": str(item.path), **values, "class_tokens": item.class_tokens}, str(item.path)
+                {"image_dir": str(item.path), **values, "class_tokens": item.class_tokens}, Place(str(item.path))
             )
     if not any(has_images(item.path) for item in found):
-        dataset.problems.append(f"--{option}: {_describe_unusable_folder(option, folder, found)}")
+        dataset.problems.append(Problem(option, _describe_unusable_folder(option, folder, found)))
         return
     if empty := [f"{item.path.name}/" for item in found if not has_images(item.path)]:
         dataset.notices.append(f"{folder}: no images in {format_first_names(empty)}")

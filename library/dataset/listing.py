@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..problems import Place, Problem
 from .image_ref import ImageRef
 from .schema import SubsetConfig
 
@@ -19,7 +20,7 @@ class ListedImage:
     caption: str
     dataset: int
     subset: int
-    problem: str | None = None  # with the caption: a complete message
+    problem: Problem | None = None  # a problem with the caption
     controls: tuple[ImageRef, ...] = ()  # control images that a metadata file lists
 
 
@@ -29,7 +30,7 @@ class ImageCaption:
 
     lines: Sequence[str] = ()
     source: str = ""  # extension or name of the file, or name of the column
-    problem: str | None = None  # a complete message
+    problem: Problem | None = None
 
 
 @dataclass
@@ -38,17 +39,17 @@ class SubsetListing:
 
     subset: SubsetConfig
     dataset: int  # index of the dataset
-    index: int  # of the subset in the dataset
+    index: int  # the number of the subset in the dataset
     images: list[ListedImage] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)  # a message for each image that is listed but cannot be read
-    problems: list[str] = field(default_factory=list)  # with the subset as a whole
+    missing: list[Problem] = field(default_factory=list)  # one for each image that is listed but cannot be read
+    problems: list[Problem] = field(default_factory=list)  # problems with the subset as a whole
     notes: list[str] = field(default_factory=list)
     expected_source: str = ""  # where captions are looked for
     caption_sources: Counter[str] = field(default_factory=Counter)
     multiline_captions: int = 0
     uncaptioned: list[str] = field(default_factory=list)  # names of the images without a caption
-    used_settings: set[str] = field(default_factory=set)  # that had an effect
-    unused_settings: dict[str, str] = field(default_factory=dict)  # the message if no other subset uses them
+    used_settings: set[tuple[Place, str]] = field(default_factory=set)  # those with an effect, and the value of a list
+    unused_settings: dict[tuple[Place, str], Problem] = field(default_factory=dict)  # if no other subset uses them
 
     @property
     def num_captions(self) -> int:
@@ -56,7 +57,7 @@ class SubsetListing:
 
     @property
     def caption_source(self) -> str:
-        """Where captions were read from, or where they were expected if there are none."""
+        """The place that captions were read from, or that they were expected in if there are none."""
         if len(self.caption_sources) < 2:
             return next(iter(self.caption_sources), self.expected_source)
         return ", ".join(f"{count} {source}" for source, count in self.caption_sources.most_common())
@@ -68,7 +69,16 @@ class SubsetListing:
             text = self._choose_text(caption)
         elif caption.problem is None:
             self.uncaptioned.append(name)
-        self.images.append(ListedImage(image, text, self.dataset, self.index, caption.problem, controls))
+        self.images.append(
+            ListedImage(
+                image=image,
+                caption=text,
+                dataset=self.dataset,
+                subset=self.index,
+                problem=caption.problem,
+                controls=controls,
+            )
+        )
 
     def _choose_text(self, caption: ImageCaption) -> str:
         self.caption_sources[caption.source] += 1
@@ -77,19 +87,18 @@ class SubsetListing:
         self.multiline_captions += len(caption.lines) > 1 or "\n" in caption.lines[0]
         return "\n".join(caption.lines) if self.subset.enable_wildcard else caption.lines[0]
 
-    def add_problem(self, key: str, message: str) -> None:
+    def add_problem(self, key: str, text: str, fix: str = "") -> None:
         """Add a problem with the subset as a whole."""
-        self.problems.append(f"{self.subset.format_location(key)}: {message}")
+        self.problems.append(self.subset.report(key, text, fix))
 
     def mark_used(self, key: str, value: str = "") -> None:
         """Note that a key, or one value of its list, had an effect."""
-        self.used_settings.add(f"{self.subset.format_location(key)}: {value}")
+        self.used_settings.add((self.subset.locate(key), value))
 
     def mark_unused(self, key: str, message: str, value: str = "") -> None:
         """Note that it had none: an error unless it is also set for another subset, where it has one."""
         if key in self.subset.locations:
-            setting = self.subset.format_location(key)
-            self.unused_settings[f"{setting}: {value}"] = f"{setting}: {message}"
+            self.unused_settings[self.subset.locate(key), value] = self.subset.report(key, message)
 
     def add_caption_notes(self, location: str, caption: str = "caption") -> None:
         """Add the notes about all captions together; ``caption`` says what was looked for."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ..problems import Problem, report_file
 from ..storage.filesystems import RemoteOutage
 from ..storage.remote_path import is_remote, resolve_links
 from .image_inspection import (
@@ -39,13 +40,13 @@ MaskSource = Literal["folder", "alpha"]
 """A folder of mask images with the names of the training images, or the alpha channel of these themselves."""
 
 MaskPixels = NDArray[np.uint8]
-"""(height, width)."""
+"""The pixels of a mask: (height, width)."""
 
 MaskKey = tuple[int, int, ImageRef]
 """Dataset, subset and image: in two subsets, an image may have two masks."""
 
 MASK_INSPECTION_VERSION = 1
-"""Incremented when the inspection of the same mask may give another result."""
+"""The version of the inspection of masks, incremented when it may give another result for the same mask."""
 
 _MAX_GRAY_CHANNEL_SPREAD = 48
 """Largest difference between the channels of a gray pixel after JPEG compression."""
@@ -173,8 +174,8 @@ class MaskScanResult:
     """The masks of all images, with problems and notes."""
 
     masks: dict[MaskKey, Mask] = field(default_factory=dict)
-    problems: dict[MaskKey, str] = field(default_factory=dict)  # without the name of the image
-    unmatched: list[str] = field(default_factory=list)  # a line for each subset with masks that have no image
+    problems: dict[MaskKey, str] = field(default_factory=dict)  # messages without the name of the image
+    unmatched: list[Problem] = field(default_factory=list)  # one for each subset with masks that have no image
     notes: list[str] = field(default_factory=list)
 
 
@@ -196,16 +197,23 @@ def scan_masks(
             readable = [item for item in members if inspected[item.image].problem is None]
             _scan_alpha_masks(result, subset, (dataset, index), readable, roots)
         elif source == "folder":
-            _scan_mask_dir(result, subset, (dataset, index), [item.image for item in members], inspected, roots)
+            _scan_mask_dir(
+                result,
+                subset,
+                subset_key=(dataset, index),
+                images=[item.image for item in members],
+                inspected=inspected,
+                roots=roots,
+            )
     return result
 
 
-def find_subsets_without_masks(datasets: Sequence[DatasetConfig], masks: Sequence[Mask | None]) -> list[str]:
+def find_subsets_without_masks(datasets: Sequence[DatasetConfig], masks: Sequence[Mask | None]) -> list[Problem]:
     """List the subsets with a folder of masks, if no image of the run has a mask."""
     if any(mask is not None for mask in masks):
         return []
     return [
-        f"{subset.format_location('conditioning_data_dir')}: none of the usable images has a mask"
+        subset.report("conditioning_data_dir", "none of the usable images has a mask")
         for dataset in datasets
         for subset in dataset.subsets
         if get_mask_source(subset) == "folder"
@@ -264,8 +272,12 @@ def _scan_mask_dir(
     if matches.unmatched:
         names = format_first_names([path.name for path in matches.unmatched])
         result.unmatched.append(
-            f"{mask_dir}: {format_count(len(matches.unmatched), 'mask')} without an image of the same name in"
-            f" {image_dir}: {names}; remove them, or ignore them with --on_invalid_images skip"
+            report_file(
+                mask_dir,
+                f"{format_count(len(matches.unmatched), 'mask')} without an image of the same name in"
+                f" {image_dir}: {names}",
+                "remove them, or ignore them with --on_invalid_images skip",
+            )
         )
     color = [file.name for file, mask in inspected_masks.items() if mask.is_color]
     if color:
@@ -309,7 +321,14 @@ def inspect_mask(source: ImageSource) -> InspectedMask:
     elif not values.any():
         problem = "is black everywhere, so that nothing of the image would be trained"
     coverage = _compute_coverage(values)
-    return InspectedMask(image.size, image.content_hash, coverage, problem, _is_color(stored), image.exif_orientation)
+    return InspectedMask(
+        size=image.size,
+        content_hash=image.content_hash,
+        coverage=coverage,
+        problem=problem,
+        is_color=_is_color(stored),
+        exif_orientation=image.exif_orientation,
+    )
 
 
 def inspect_alpha_mask(source: ImageSource) -> InspectedMask:
@@ -375,7 +394,16 @@ def _inspect_masks(
 
     version = f"{MASK_INSPECTION_VERSION} {build_inspection_version()}"
     scan = scan_images(
-        Inspector(name, version, inspect_bytes, _build_defective_mask, _pack_mask, _unpack_mask), images, get_cache_dir
+        Inspector(
+            name=name,
+            version=version,
+            inspect=inspect_bytes,
+            fail=_build_defective_mask,
+            pack=_pack_mask,
+            unpack=_unpack_mask,
+        ),
+        images,
+        get_cache_dir,
     )
     result.notes += scan.notes
     return scan.images

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..problems import Place, Problem
 from ..storage.filesystems import RemoteError, RemoteOutage
 from ..storage.remote_path import build_remote_path, is_remote, is_remote_url, prefetch_infos, strip_query
 from .caption_files import (
@@ -41,9 +42,11 @@ class MetadataTable:
     columns: list[str] = field(default_factory=list)
     rows: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)  # number of the line or row
 
-    def format_location(self, number: int) -> str:
-        """Return the start of a message about a row."""
-        return f"{self.path}: row {number}" if self.path.suffix.lower() == ".parquet" else f"{self.path}:{number}"
+    def locate_row(self, number: int) -> Place:
+        """Return the place of a row, or of the line that holds it."""
+        if self.path.suffix.lower() == ".parquet":
+            return Place(str(self.path), part=f"row {number}")
+        return Place(str(self.path), number)
 
 
 def read_metadata_table(path: Path, wanted: Container[str]) -> MetadataTable:
@@ -73,7 +76,10 @@ def read_utf8_file(path: str | Path) -> str:
 def _read_jsonl_rows(path: Path, wanted: Container[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(read_utf8_file(path).split("\n"), start=1):
         if line.strip():
-            yield number, parse_json_object(line, f"{path}:{number}")
+            try:
+                yield number, parse_json_object(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
 
 
 def _read_csv_rows(path: Path, wanted: Container[str]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -102,7 +108,7 @@ class _Entry:
 
     name: str
     values: Mapping[str, Any]
-    location: str
+    location: Place
 
     @property
     def shown_name(self) -> str:
@@ -115,7 +121,7 @@ class _Metadata:
 
     entries: Sequence[_Entry]
     folders: Sequence[Path]
-    caption_column: str | None  # None: caption followed by tags
+    caption_column: str | None  # None means the caption followed by the tags
     has_controls: bool = False  # entries list control images
 
 
@@ -134,18 +140,18 @@ def list_metadata_images(subset: SubsetConfig, path: Path, dataset: int, index: 
     for entry in metadata.entries:
         image = _find_image(_iter_candidates(entry.name, metadata, subset))
         if image is None:
-            listing.missing.append(f"{entry.location}: {_describe_missing(entry.name, metadata, subset)}")
+            listing.missing.append(Problem("", _describe_missing(entry.name, metadata, subset), place=entry.location))
             continue
         try:
             controls = _find_controls(entry, metadata, subset) if metadata.has_controls else ()
         except ValueError as error:
-            listing.missing.append(f"{entry.location}: {entry.shown_name}: {error}")
+            listing.missing.append(Problem("", f"{entry.shown_name}: {error}", place=entry.location))
             continue
         try:
             lines = _parse_caption(entry.values, metadata.caption_column, subset)
             caption = ImageCaption(lines, listing.expected_source)
         except ValueError as error:
-            caption = ImageCaption(problem=f"{entry.location}: {entry.shown_name}: {error}")
+            caption = ImageCaption(problem=Problem("", f"{entry.shown_name}: {error}", place=entry.location))
         listing.add_image(ImageRef(image.parent, image.name), strip_query(entry.name), caption, controls)
     listing.add_caption_notes(str(path))
     return listing
@@ -199,15 +205,20 @@ def _resolve_captions(columns: Sequence[str], subset: SubsetConfig, path: Path) 
 
 
 def _read_json_entries(path: Path) -> Iterator[_Entry]:
-    for name, values in parse_json_object(read_utf8_file(path), str(path)).items():
+    text = read_utf8_file(path)
+    try:
+        entries = parse_json_object(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    for name, values in entries.items():
         if not isinstance(values, dict):
             raise ValueError(f"{path}: {name!r}: expected an object with caption or tags")
-        yield _Entry(name, values, str(path))
+        yield _Entry(name, values, Place(str(path)))
 
 
 def _read_table_entries(table: MetadataTable, column: str) -> Iterator[_Entry]:
     for number, values in table.rows:
-        name, location = values.get(column), table.format_location(number)
+        name, location = values.get(column), table.locate_row(number)
         if not isinstance(name, str) or not name:
             raise ValueError(f"{location}: no {column}")
         yield _Entry(name, values, location)

@@ -1,4 +1,8 @@
-"""Resolution stages of a run: ranges of steps with the same datasets, by ``resolution_schedule`` and ``from_step``."""
+"""Resolution stages of a run: ranges of steps with the same datasets, by ``resolution_schedule`` and ``from_step``.
+
+Each stage has a batch plan of its own, over samples that exist once per stage.  So caches, readers and the trials
+before the first step need to know nothing of stages.
+"""
 
 import math
 from collections.abc import Iterator, Sequence

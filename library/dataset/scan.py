@@ -21,10 +21,10 @@ from .image_ref import ImageRef, prefetch_images
 from .scan_cache import SETTLED_AFTER_NS, UNSETTLED, CachedScan, FileStamp, ScanCache
 
 MAX_FILE_BYTES = 2**30
-"""Larger files, or parts of files, are not read."""
+"""The number of bytes above which a file, or a part of a file, is not read."""
 
 LARGE_FILE_BYTES = 2**26
-"""Larger files are read one at a time, so that a pool of threads does not fill the memory."""
+"""The number of bytes above which files are read one at a time, so that threads do not fill the memory."""
 
 _MAX_THREADS = 16
 _IMAGES_PER_TASK = 32
@@ -34,9 +34,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ImageDefect:
-    """Why an image cannot be used."""
+    """A reason not to use an image."""
 
-    kind: str  # for counting, such as "unreadable"
+    kind: str  # a word by which defects are counted, such as "unreadable"
     text: str  # completes the name of the image to a message: what is wrong, and what to do
 
 
@@ -92,9 +92,9 @@ def _describe_large_file(size: int) -> ImageDefect:
 
 @dataclass(frozen=True)
 class Inspector(Generic[T]):
-    """How an image is inspected, and how the result is cached."""
+    """The functions that inspect an image, and that write the result to the cache and read it back."""
 
-    name: str  # of the cache file, and in the progress bar
+    name: str  # the name of the cache file, and in the progress bar
     version: str  # changes when the result for the same bytes may change
     inspect: Callable[[bytes, str, AbstractContextManager[object]], T]  # bytes, their hash, lock for large images
     fail: Callable[[ImageDefect], T]  # the result for a file that cannot be read
@@ -133,7 +133,7 @@ class _Task:
 class _Outcome(Generic[T]):
     task: _Task
     result: T
-    entry: CachedScan | None  # None if it must not be cached
+    entry: CachedScan | None  # the result to cache; None if it must not be cached
 
 
 class _Scan(Generic[T]):

@@ -3,6 +3,8 @@
 A result is used only for a file with the cached size and times, or for bytes with the cached hash.  The file is
 replaced atomically, so that several processes may write it: the last one wins, and what the others had scanned is
 scanned again.
+
+A whole file needs no lock, no migration and no repair, which a database would.
 """
 
 import hashlib
@@ -22,7 +24,7 @@ from .schema import DatasetConfig
 
 logger = logging.getLogger(__name__)
 CACHE_FOLDER = ".cache-lorikeet"
-"""In a folder of images; hidden, so that no search for images enters it."""
+"""The folder of caches in a folder of images; hidden, so that no search for images enters it."""
 
 SCAN_FOLDER = "scan"
 _LAYOUT = "lorikeet scan 1"
@@ -30,7 +32,7 @@ FileStamp = tuple[int, int, int]
 """Size in bytes, time of the last change of the content and of the last change of the inode, in nanoseconds."""
 
 UNSETTLED: FileStamp = (-1, -1, -1)
-"""For a file changed so recently that a further change might not show in its times."""
+"""The stamp of a file that changed so recently that its times might not show a further change."""
 
 SETTLED_AFTER_NS = 2 * 10**9
 """The coarsest file systems have timestamps of two seconds."""

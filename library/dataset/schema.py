@@ -1,14 +1,16 @@
 """Schema of the dataset file: the keys of sd-scripts and ours, each with its type, its tables and its flag."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from ..config.options import Option, define_option, iter_options
+from ..config.option_needs import IsSet
+from ..config.options import ALWAYS, Option, define_option, iter_options
 from ..config.schema import RunConfig
 from ..config.schema_data import DataConfig
 from ..config.types import Resolution, ResolutionSchedule
+from ..problems import Place, Problem
 from ..storage.remote_path import build_remote_path, is_remote_url, strip_query
 from ..storage.remote_store import RemoteSettings, RemoteStore
 from .caption_files import DEFAULT_EXTENSION
@@ -19,16 +21,19 @@ DatasetKind = Literal["dreambooth", "finetuning", "controlnet"]
 
 
 class _LocatedKeys:
-    locations: Mapping[str, str]
+    locations: Mapping[str, Place]
 
-    def locate(self, key: str) -> str:
+    def locate(self, key: str) -> Place:
         """Return where the value of ``key`` was set, for the start of a message."""
-        return self.locations.get(key, self.locations[""])
+        return self.locations.get(key, self.locations[""]).with_key(key)
 
-    def format_location(self, key: str) -> str:
-        """Return the location and the key; a location that is a flag names the key itself."""
-        location = self.locate(key)
-        return location if location.startswith("--") else f"{location}: {key}"
+    def is_set_in_file(self, key: str) -> bool:
+        """Whether the dataset file sets ``key``, and not an option of the run."""
+        return key in self.locations and not self.locations[key].flag
+
+    def report(self, key: str, text: str, fix: str = "", *, others: tuple[str, ...] = ()) -> Problem:
+        """Build a problem of the value of ``key``."""
+        return Problem(key, text, fix, self.locate(key), others=others)
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class SubsetConfig(_LocatedKeys):
     alpha_mask: bool
     num_repeats: int
     class_tokens: str | None
-    caption_extension: tuple[str, ...] | None  # None: not set
+    caption_extension: tuple[str, ...] | None  # None means not set
     caption_separator: str
     shuffle_caption: bool
     keep_tokens: int
@@ -75,7 +80,7 @@ class SubsetConfig(_LocatedKeys):
     cache_directory: str | None
     validation_split: float
     dataset_file: Path | None = field(compare=False)
-    locations: Mapping[str, str] = field(compare=False, repr=False)  # "file:line" of each key; "" for the subset itself
+    locations: Mapping[str, Place] = field(compare=False, repr=False)  # of each key; "" for the subset itself
     control_from_image: str | None = None
     join_caption_lines: bool = False  # musubi-tuner joins the lines of a caption; not a key of the file
     conditioning_is_control: bool = False  # without --masked_loss, conditioning_data_dir has control images
@@ -151,13 +156,13 @@ class DatasetConfig(_LocatedKeys):
     resize_interpolation: str | None
     prior_loss_weight: float
     subsets: tuple[SubsetConfig, ...]
-    locations: Mapping[str, str] = field(compare=False, repr=False)
+    locations: Mapping[str, Place] = field(compare=False, repr=False)
     weight: float | None = None  # share of an epoch relative to the other datasets
     resolution_schedule: ResolutionSchedule | None = None
     from_step: int = 0  # first step that trains this dataset, counted from 0
     to_step: int | None = None  # end of these steps, exclusive
     dataset_index_in_file: int = 0  # index in the file
-    control_resolution: Resolution | None = None  # of control images; None: that of their pictures
+    control_resolution: Resolution | None = None  # the resolution of control images; None means that of their pictures
     no_resize_control: bool = False
 
     @property
@@ -215,47 +220,59 @@ class _FreeTable:
 
 @dataclass(frozen=True)
 class _DatasetKeys:
-    network_multiplier: float = define_option(1.0, "multiplier of the LoRA during training")
-    weight: float | None = define_option(None, "share of an epoch relative to the weights of the other datasets")
-    from_step: int = define_option(0, "train the dataset from this step on", minimum=0)
-    to_step: int | None = define_option(None, "train the dataset up to this step", minimum=1)
+    network_multiplier: float = define_option(1.0, "multiplier of the LoRA during training", needs=ALWAYS)
+    weight: float | None = define_option(
+        None, "share of an epoch relative to the weights of the other datasets", needs=ALWAYS
+    )
+    from_step: int = define_option(0, "train the dataset from this step on", minimum=0, needs=ALWAYS)
+    to_step: int | None = define_option(None, "train the dataset up to this step", minimum=1, needs=ALWAYS)
     control_resolution: Resolution | None = define_option(  # noqa: RUF009
-        None, "resolution of control images; without it, that of their pictures"
+        None,
+        "resolution of control images; without it, that of their pictures",
+        needs=(IsSet("has_controls", "no subset here has control images", "control images"),),
     )
     no_resize_control: bool = define_option(
-        False, "keep the size of control images; with control_resolution, shrink only the larger ones"
+        False,
+        "keep the size of control images; with control_resolution, shrink only the larger ones",
+        needs=(IsSet("has_controls", "no subset here has control images", "control images"),),
     )
 
 
 @dataclass(frozen=True)
 class _SharedKeys:
-    class_tokens: str | None = define_option(None, "caption of images without one")
+    class_tokens: str | None = define_option(None, "caption of images without one", needs=ALWAYS)
     control_from_image: str | None = define_option(
-        None, "make the control image from the image itself: canny, inpainting, colorization or deblurring"
+        None,
+        "make the control image from the image itself: canny, inpainting, colorization or deblurring",
+        needs=ALWAYS,
     )
-    face_crop_aug_range: _FloatRange | None = define_option(None, "crop around faces")  # noqa: RUF009
-    custom_attributes: _FreeTable | None = define_option(None, "free table")  # noqa: RUF009
-    cache_info: bool = define_option(False, "cache sizes and captions in a file")
-    cache_directory: str | None = define_option(None, "folder for the caches of these images")
-    recursive: bool = define_option(False, "search subfolders too")
-    include: tuple[str, ...] = define_option((), "use only images whose path matches one of these patterns")
-    exclude: tuple[str, ...] = define_option((), "skip images whose path matches one of these patterns")
-    image_column: str | None = define_option(None, "column of images, or of their file names")
-    caption_column: str | None = define_option(None, "column of captions")
+    face_crop_aug_range: _FloatRange | None = define_option(None, "crop around faces", needs=ALWAYS)  # noqa: RUF009
+    custom_attributes: _FreeTable | None = define_option(None, "free table", needs=ALWAYS)  # noqa: RUF009
+    cache_info: bool = define_option(False, "cache sizes and captions in a file", needs=ALWAYS)
+    cache_directory: str | None = define_option(None, "folder for the caches of these images", needs=ALWAYS)
+    recursive: bool = define_option(False, "search subfolders too", needs=ALWAYS)
+    include: tuple[str, ...] = define_option(
+        (), "use only images whose path matches one of these patterns", needs=ALWAYS
+    )
+    exclude: tuple[str, ...] = define_option((), "skip images whose path matches one of these patterns", needs=ALWAYS)
+    image_column: str | None = define_option(None, "column of images, or of their file names", needs=ALWAYS)
+    caption_column: str | None = define_option(None, "column of captions", needs=ALWAYS)
 
 
 @dataclass(frozen=True)
 class _SubsetKeys:
-    image_dir: str | None = define_option(None, "folder of images")
-    metadata_file: str | None = define_option(None, ".json, .jsonl, .csv or .parquet file of image paths and captions")
-    parquet: tuple[str, ...] = define_option((), "parquet files that contain the images")
-    webdataset: tuple[str, ...] = define_option((), "tar shards that contain the images")
-    conditioning_data_dir: str | None = define_option(
-        None, "folder of control images; with --masked_loss, folder of masks"
+    image_dir: str | None = define_option(None, "folder of images", needs=ALWAYS)
+    metadata_file: str | None = define_option(
+        None, ".json, .jsonl, .csv or .parquet file of image paths and captions", needs=ALWAYS
     )
-    control_directory: str | None = define_option(None, "folder of control images, for editing models")
-    control_column: tuple[str, ...] = define_option((), "columns of control images in parquet files")
-    is_reg: bool = define_option(False, "regularization images")
+    parquet: tuple[str, ...] = define_option((), "parquet files that contain the images", needs=ALWAYS)
+    webdataset: tuple[str, ...] = define_option((), "tar shards that contain the images", needs=ALWAYS)
+    conditioning_data_dir: str | None = define_option(
+        None, "folder of control images; with --masked_loss, folder of masks", needs=ALWAYS
+    )
+    control_directory: str | None = define_option(None, "folder of control images, for editing models", needs=ALWAYS)
+    control_column: tuple[str, ...] = define_option((), "columns of control images in parquet files", needs=ALWAYS)
+    is_reg: bool = define_option(False, "regularization images", needs=ALWAYS)
 
 
 @dataclass(frozen=True)
@@ -271,26 +288,14 @@ _TABLES_BY_LEVEL = {
     "subset": (SUBSET_TABLE,),
     "run": (),
 }
-_FLAG_TO_KEY = {"train_batch_size": "batch_size", "dataset_repeats": "num_repeats"}
-_DATASET_FLAGS = frozenset(
-    "resolution train_batch_size enable_bucket min_bucket_reso max_bucket_reso bucket_reso_steps bucket_no_upscale"
-    " bucket_mode bucket_max_crop bucket_min_images validation_seed resolution_schedule".split()
-)
-_LEVEL_BY_FLAG = {
-    **dict.fromkeys(_DATASET_FLAGS, "dataset"),
-    "alpha_mask": "subset",
-    "prior_loss_weight": "run",  # sd-scripts accepts it as a flag only
-}
 
 
 def _build_keys() -> dict[str, DatasetKey]:
     keys = {option.name: DatasetKey(option, _TABLES_BY_LEVEL[option.group]) for option in iter_options(_FileOnlyKeys)}
-    names = {item.name for item in (*fields(SubsetConfig), *fields(DatasetConfig))}
     for option in iter_options(RunConfig):
-        name = _FLAG_TO_KEY.get(option.name, option.name)
-        if option.group == "data" and name in names:
-            tables = _TABLES_BY_LEVEL[_LEVEL_BY_FLAG.get(option.name, "shared")]
-            keys[name] = DatasetKey(replace(option, name=name), tables, option.name)
+        if option.dataset_table:
+            name = option.dataset_key or option.name
+            keys[name] = DatasetKey(replace(option, name=name), _TABLES_BY_LEVEL[option.dataset_table], option.name)
     return keys
 
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ..problems import Problem
 from ..storage.filesystems import RemoteError
 from ..storage.remote_path import resolve_links
 from .file_discovery import resolve_shards
@@ -15,12 +16,12 @@ from .tables import PYARROW_NEEDED, is_pyarrow_installed, list_table_images
 from .webdataset import list_webdataset_images
 
 
-def find_missing_sources(subset: SubsetConfig) -> Iterator[str]:
+def find_missing_sources(subset: SubsetConfig) -> Iterator[Problem]:
     """Report shards that do not exist, and pyarrow if it is needed and not installed."""
     yield from resolve_shards(subset).problems
     needs_pyarrow = subset.parquet or str(subset.metadata_file).lower().endswith(".parquet")
     if needs_pyarrow and not is_pyarrow_installed():
-        yield f"{subset.format_location(subset.source_key)}: {PYARROW_NEEDED}"
+        yield Problem(subset.source_key, PYARROW_NEEDED, place=subset.locate(subset.source_key))
 
 
 def list_images(subset: SubsetConfig, dataset: int, index: int) -> SubsetListing:
@@ -63,7 +64,7 @@ def list_all_images(datasets: Sequence[DatasetConfig]) -> list[SubsetListing]:
     return flat
 
 
-def _find_overlaps(dataset: DatasetConfig, listings: Sequence[SubsetListing]) -> Iterator[str]:
+def _find_overlaps(dataset: DatasetConfig, listings: Sequence[SubsetListing]) -> Iterator[Problem]:
     """Report images that two subsets share: they would be trained more often than either ``num_repeats`` says.
 
     Metadata files may list an image again, as in sd-scripts.
@@ -83,9 +84,12 @@ def _find_overlaps(dataset: DatasetConfig, listings: Sequence[SubsetListing]) ->
             if shared:
                 key = subset.source_key
                 hint = "exclude them in one of the two" if key == "image_dir" else "list each file once"
-                yield (
-                    f"{subset.format_location(key)}: {format_count(len(shared), 'image')} also in"
-                    f" {other.locate(other.source_key)}: {format_first_names(shared)}; {hint}"
+                yield Problem(
+                    key,
+                    f"{format_count(len(shared), 'image')} also in {other.locate(other.source_key).without_key()}:"
+                    f" {format_first_names(shared)}",
+                    hint,
+                    place=subset.locate(key),
                 )
 
 

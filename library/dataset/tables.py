@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..problems import Place, Problem, report_file
 from ..storage.filesystems import RemoteOutage
 from ..storage.remote_path import is_remote
 from .caption_files import parse_caption_cell, require_column, resolve_caption_column
@@ -31,7 +32,7 @@ LARGE_ROW_GROUP_BYTES = 256 * 2**20
 _ARROW_EXTENSION = ".arrow"
 _BATCH_ROWS = 4096
 _MAPPED_FILE_BYTES = 2 * 2**20
-"""What a memory-mapped file counts in the cache of row groups: little, so that many stay open, but not all."""
+"""The size at which a mapped file counts in the cache of row groups: small, so that many stay open, but not all."""
 
 _REWRITE_SCRIPT = "import pyarrow.parquet as p; p.write_table(p.read_table('OLD'), 'NEW', row_group_size=100)"
 
@@ -231,7 +232,7 @@ def list_table_images(subset: SubsetConfig, dataset: int, index: int) -> SubsetL
             raise RemoteOutage(f"{path}: {error}") from error
         except read_errors as error:
             kind = "an Arrow stream of save_to_disk" if path.suffix.lower() == _ARROW_EXTENSION else "parquet"
-            listing.missing.append(f"{path}: cannot be read as {kind}: {_format_error(error)}")
+            listing.missing.append(report_file(path, f"cannot be read as {kind}: {_format_error(error)}"))
             continue
         large += [f"{path} ({largest / 2**20:.0f} MiB)"] if largest > LARGE_ROW_GROUP_BYTES else []
         folder = path.parent
@@ -334,7 +335,7 @@ def _read_rows(
             try:
                 caption = ImageCaption(parse_caption_cell(text, columns.caption), columns.caption)
             except ValueError as error:
-                caption = ImageCaption(problem=f"{path}: row {row}: {error}")
+                caption = ImageCaption(problem=Problem("", str(error), place=Place(str(path), part=f"row {row}")))
             yield caption, {column: path or None for column, path in zip(images, paths, strict=True)}
             row += 1
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..problems import Place, Problem
 from ..registry import suggest_name
 from .file_discovery import PathPattern
 from .schema import DATASET_KEYS, DATASET_TABLE, DatasetConfig, DatasetKind
@@ -16,12 +17,16 @@ class LocatedValue:
     """A value and where it was set; None for defaults."""
 
     value: Any
-    location: str | None
+    location: Place | None
     is_invalid: bool = False  # the value in the file is invalid; this is its default
 
     @property
     def is_in_file(self) -> bool:
-        return self.location is not None and not self.location.startswith("--")
+        return self.location is not None and not self.location.flag
+
+    def locate(self, key: str, table: Place) -> Place:
+        """Return where ``key`` was set, or the table where it is missing."""
+        return (self.location or table).with_key(key)
 
 
 UNSUPPORTED_KEYS_BY_KIND: Mapping[DatasetKind, tuple[str, ...]] = {
@@ -66,9 +71,6 @@ _UNSUPPORTED_MUSUBI_KEYS: Mapping[str, str] = {
     ),
 }
 _KIND_KEYS: Mapping[DatasetKind, str] = {"finetuning": "metadata_file", "controlnet": "conditioning_data_dir"}
-_SYMMETRIC_DEFAULTS = {"bucket_max_crop": 1, "bucket_min_images": 1}
-"""Keys that only bucket_mode symmetric has, and the values that change nothing."""
-
 _SOURCE_KEYS = ("image_dir", "parquet", "webdataset")
 _UNSUPPORTED_KEYS_BY_SOURCE: Mapping[str, tuple[str, ...]] = {
     "image_dir": ("control_column",),
@@ -128,44 +130,47 @@ def _infer_subset_kind(subset: Mapping[str, LocatedValue]) -> DatasetKind:
 
 
 def validate_subset_keys(
-    values: Mapping[str, LocatedValue], own_keys: Mapping[str, LocatedValue], location: str
-) -> Iterator[str]:
+    values: Mapping[str, LocatedValue], own_keys: Mapping[str, LocatedValue], location: Place
+) -> Iterator[Problem]:
     """Yield problems of one subset; ``own_keys`` are those set in it, not inherited."""
     kind = _infer_subset_kind(values)
     for name in UNSUPPORTED_KEYS_BY_KIND[kind]:
         if name in own_keys:
-            yield f"{own_keys[name].location}: {name}: not supported with {_KIND_KEYS[kind]}; remove one of the two"
+            place = own_keys[name].locate(name, location)
+            yield Problem(name, f"not supported with {_KIND_KEYS[kind]}", "remove one of the two", place)
     sources = [values[name] for name in _SOURCE_KEYS]
     if kind != "finetuning" and not any(item.value or item.is_invalid for item in sources):
-        image_dir_location = values["image_dir"].location or location
-        yield f"{image_dir_location}: image_dir: missing; set the folder of images: image_dir = 'FOLDER'"
+        place = values["image_dir"].locate("image_dir", location)
+        yield Problem("image_dir", "missing", "set the folder of images: image_dir = 'FOLDER'", place)
     separator = values["caption_separator"]
     if not separator.value:
-        yield f"{separator.location or location}: caption_separator: must not be empty; the default is ','"
+        place = separator.locate("caption_separator", location)
+        yield Problem("caption_separator", "must not be empty", "the default is ','", place)
 
 
-def validate_source_keys(values: Mapping[str, LocatedValue], own_keys: Mapping[str, LocatedValue]) -> Iterator[str]:
+def validate_source_keys(values: Mapping[str, LocatedValue], own_keys: Mapping[str, LocatedValue]) -> Iterator[Problem]:
     """Yield problems of the image source of one subset, and of the keys that depend on it."""
+    table = values[""].location or Place()
     sources = [name for name in _SOURCE_KEYS if values[name].value]
     for name in sources[1:]:
-        yield (
-            f"{values[name].location}: {name}: {sources[0]} is set too, and a subset has one source; use a"
-            " [[datasets.subsets]] for each"
-        )
+        text, place = f"{sources[0]} is set too, and a subset has one source", values[name].locate(name, table)
+        yield Problem(name, text, "use a [[datasets.subsets]] for each", place)
     for name in _UNSUPPORTED_KEYS_BY_SOURCE[sources[0]] if sources else ():
         if name in own_keys:
-            yield f"{own_keys[name].location}: {name}: not supported with {sources[0]}; remove one of the two"
+            place = own_keys[name].locate(name, table)
+            yield Problem(name, f"not supported with {sources[0]}", "remove one of the two", place)
     for name in _LIST_KEYS:
         item = values[name]
         is_empty = item.value == () and item.location is not None and not item.is_invalid
         # an empty caption extension is valid: sd-scripts then reads caption files without one
         if is_empty or (name != "caption_extension" and "" in item.value):
-            yield f"{item.location}: {name}: is empty; set at least one value, or remove it"
+            yield Problem(name, "is empty", "set at least one value, or remove it", item.locate(name, table))
     for name in ("include", "exclude"):
-        yield from (f"{values[name].location}: {name}: {reason}" for reason in _validate_patterns(values[name].value))
+        place = values[name].locate(name, table)
+        yield from (Problem(name, reason, place=place) for reason in _find_invalid_patterns(values[name].value))
 
 
-def _validate_patterns(patterns: Sequence[str]) -> Iterator[str]:
+def _find_invalid_patterns(patterns: Sequence[str]) -> Iterator[str]:
     for text in patterns:
         try:
             PathPattern.compile(text)
@@ -174,19 +179,20 @@ def _validate_patterns(patterns: Sequence[str]) -> Iterator[str]:
 
 
 def validate_dataset_keys(
-    values: Mapping[str, LocatedValue], subsets: Sequence[Mapping[str, LocatedValue]], location: str
-) -> Iterator[str]:
+    values: Mapping[str, LocatedValue], subsets: Sequence[Mapping[str, LocatedValue]], location: Place
+) -> Iterator[Problem]:
     """Yield problems of the keys of one dataset, and between its subsets."""
     kinds = {_infer_subset_kind(subset): subset[""].location for subset in reversed(subsets)}
     if len(kinds) > 1:
         names = ", ".join(f"{_KIND_KEYS.get(kind, 'neither')} ({where})" for kind, where in sorted(kinds.items()))
-        yield (
-            f"{location}: subsets of different types in one dataset: {names}; set metadata_file or"
-            " conditioning_data_dir in all of them or in none, or use a [[datasets]] for each type"
+        fix = (
+            "set metadata_file or conditioning_data_dir in all of them or in none, or use a [[datasets]] for each type"
         )
+        yield Problem("", f"subsets of different types in one dataset: {names}", fix, location)
     yield from _validate_duplicate_sources(subsets)
     if subsets and all(subset["is_reg"].value for subset in subsets):
-        yield f"{location}: all subsets are regularization images (is_reg); add a subset of images to train on"
+        text, fix = "all subsets are regularization images (is_reg)", "add a subset of images to train on"
+        yield Problem("is_reg", text, fix, location)
     yield from _validate_bucket_mode(values, location)
     resolution, schedule = values["resolution"], values["resolution_schedule"]
     if resolution.is_invalid or schedule.is_invalid:
@@ -197,57 +203,54 @@ def validate_dataset_keys(
             return
         key, resolution = "resolution_schedule", LocatedValue(schedule.value.largest, schedule.location)
     if resolution.value is None:
-        if location.startswith("--"):
-            yield f"--resolution: missing; {location.removeprefix('--')} needs it, such as 512 or 512,768"
+        if location.flag:
+            yield Problem(
+                "resolution", "missing", f"{location.flag.removeprefix('--')} needs it, such as 512 or 512,768"
+            )
         else:
             fix = "set it here, in [general] or with --resolution, such as 512 or [512, 768]"
-            yield f"{location}: resolution: missing; {fix}"
+            yield Problem("resolution", "missing", fix, location.with_key("resolution"))
     elif values["enable_bucket"].value:
         yield from _validate_bucket_limits({**values, "resolution": resolution}, location, key)
 
 
-def _validate_duplicate_sources(subsets: Sequence[Mapping[str, LocatedValue]]) -> Iterator[str]:
-    first_locations: dict[str, str] = {}
+def _validate_duplicate_sources(subsets: Sequence[Mapping[str, LocatedValue]]) -> Iterator[Problem]:
+    first_locations: dict[str, Place] = {}
     for subset in subsets:
         if subset["include"].value or subset["exclude"].value:
             continue  # parts of one folder; overlaps are found when the images are listed
         key = "metadata_file" if _infer_subset_kind(subset) == "finetuning" else "image_dir"
         value, location = subset[key].value, subset[key].location
-        if not value:
+        if not value or location is None:
             continue
         path = os.path.normpath(value)
         if path in first_locations:
-            first = first_locations[path]
-            yield f"{location}: {key}: {value!r} is already set in {first}; for more repeats raise num_repeats there"
-        first_locations.setdefault(path, str(location))
+            text = f"{value!r} is already set in {first_locations[path].without_key()}"
+            yield Problem(key, text, "for more repeats raise num_repeats there", location.with_key(key))
+        first_locations.setdefault(path, location)
 
 
-def _validate_bucket_mode(values: Mapping[str, LocatedValue], location: str) -> Iterator[str]:
-    """Yield keys that contradict bucket_mode; sd-scripts has none of them, so that they are errors."""
+def _validate_bucket_mode(values: Mapping[str, LocatedValue], location: Place) -> Iterator[Problem]:
+    """Yield keys that contradict bucket_mode."""
 
-    def format_key(name: str) -> str:
+    def report(name: str, text: str, fix: str, other: str) -> Problem:
         if values[name].is_in_file:
-            return f"{values[name].location}: {name}"
-        return f"--{name}" if location.startswith("--") else f"--{name} (for {location})"
+            return Problem(name, text, fix, values[name].locate(name, location), others=(other,))
+        return Problem(name, text, fix, value="" if location.flag else f"(for {location})", others=(other,))
 
-    names = ("bucket_mode", "enable_bucket", "bucket_no_upscale", *_SYMMETRIC_DEFAULTS)
-    if any(values[name].is_invalid for name in names):
+    if any(values[name].is_invalid for name in ("bucket_mode", "enable_bucket", "bucket_no_upscale")):
         return
-    if values["bucket_mode"].value == "kohya":
-        for name, default in _SYMMETRIC_DEFAULTS.items():
-            if values[name].value != default:
-                yield f"{format_key(name)}: needs bucket_mode symmetric; set bucket_mode = 'symmetric', or remove it"
-    elif not values["enable_bucket"].value:
-        yield f"{format_key('bucket_mode')}: needs buckets; set enable_bucket = true"
-    elif values["bucket_no_upscale"].value:
-        yield (
-            f"{format_key('bucket_mode')}: symmetric buckets all have the same area, so that small images are"
-            " upscaled; remove bucket_no_upscale"
-        )
+    is_symmetric = values["bucket_mode"].value == "symmetric" and values["enable_bucket"].value
+    if is_symmetric and values["bucket_no_upscale"].value:
+        text = "symmetric buckets all have the same area, so that small images are upscaled"
+        yield report("bucket_mode", text, "remove bucket_no_upscale", "bucket_no_upscale")
 
 
-def _validate_bucket_limits(values: Mapping[str, LocatedValue], location: str, resolution_key: str) -> Iterator[str]:
-    """Yield limits that leave no bucket: sd-scripts rounds them to steps and requires the resolution between them."""
+def _validate_bucket_limits(values: Mapping[str, LocatedValue], location: Place, key: str) -> Iterator[Problem]:
+    """Yield limits that leave no bucket: sd-scripts rounds them to steps and requires the resolution between them.
+
+    ``key`` is the one that sets the resolution.
+    """
     names = ("min_bucket_reso", "max_bucket_reso", "bucket_reso_steps")
     if any(values[name].is_invalid for name in names):
         return
@@ -255,53 +258,58 @@ def _validate_bucket_limits(values: Mapping[str, LocatedValue], location: str, r
     size = values["resolution"].value
     shorter, longer = min(size.width, size.height), max(size.width, size.height)
 
-    def format_key(name: str, written_name: str) -> str:
-        item = values[name]
-        where = item.location if item.is_in_file else location
-        return f"--{written_name}" if str(where).startswith("--") else f"{where}: {written_name}"
+    def locate(name: str, written_name: str) -> Place | None:
+        place = values[name].location if values[name].is_in_file else location
+        return None if place is None or place.flag else place.with_key(written_name)
 
-    minimum, maximum = (f"{format_key(name, name)}: " for name in names[:2])
+    minimum, maximum = (locate(name, name) for name in names[:2])
+    others = () if values["bucket_reso_steps"].is_in_file else ("bucket_reso_steps",)
     if values["bucket_no_upscale"].value:
         if size.width * size.height < step * step:
-            where = format_key("resolution", resolution_key)
-            yield f"{where}: {size} is too small for a bucket with bucket_reso_steps {step}"
+            text, place = f"{size} is too small for a bucket with bucket_reso_steps {step}", locate("resolution", key)
+            yield Problem(key, text, place=place, others=others)
         return
     if smallest > largest:
         if values["min_bucket_reso"].is_in_file or values["max_bucket_reso"].is_in_file:
-            where = minimum if values["min_bucket_reso"].is_in_file else maximum
-            yield f"{where}min_bucket_reso {smallest} is above max_bucket_reso {largest}"
+            name, place = (names[0], minimum) if values["min_bucket_reso"].is_in_file else (names[1], maximum)
+            yield Problem(name, f"min_bucket_reso {smallest} is above max_bucket_reso {largest}", place=place)
         return
     if smallest - smallest % step > shorter:
-        yield f"{minimum}{smallest} is above the shorter side of {resolution_key} {size}; at most {shorter}"
+        text = f"{smallest} is above the shorter side of {key} {size}"
+        yield Problem(names[0], text, f"at most {shorter}", minimum)
     if largest + -largest % step < longer:
-        yield f"{maximum}{largest} is below the longer side of {resolution_key} {size}; at least {longer}"
+        yield Problem(names[1], f"{largest} is below the longer side of {key} {size}", f"at least {longer}", maximum)
     if smallest < step:
-        yield f"{minimum}{smallest} is below bucket_reso_steps {step}; at least {step}"
+        text, fix = f"{smallest} is below bucket_reso_steps {step}", f"at least {step}"
+        yield Problem(names[0], text, fix, minimum, others=others)
 
 
-def validate_across_datasets(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
+def validate_across_datasets(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
     """Yield problems between datasets, and of keys above them."""
     yield from _validate_inherited_keys(datasets)
     yield from _validate_weights(datasets)
 
 
-def _validate_inherited_keys(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
+def _validate_inherited_keys(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
     """Yield keys that no subset of their table can use."""
-    sources_by_key: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    sources_by_key: defaultdict[tuple[str, Place], list[str]] = defaultdict(list)
     for subset in (subset for dataset in datasets for subset in dataset.subsets):
         for name in _EXTRA_KEYS:
             if name in subset.locations:
                 sources_by_key[name, subset.locations[name]].append(subset.source_key)
     for (name, location), sources in sources_by_key.items():
         if all(name in _UNSUPPORTED_EXTRA_KEYS_BY_SOURCE[source] for source in sources):
-            yield f"{location}: {name}: not supported with {' and '.join(dict.fromkeys(sources))}; remove it"
+            text = f"not supported with {' and '.join(dict.fromkeys(sources))}"
+            yield Problem(name, text, "remove it", location.with_key(name))
 
 
-def _validate_weights(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
+def _validate_weights(datasets: Sequence[DatasetConfig]) -> Iterator[Problem]:
     locations = [dataset.locations["weight"] for dataset in datasets if "weight" in dataset.locations]
     for dataset in datasets:
-        where = dataset.format_location("weight")
+        place = dataset.locate("weight")
         if dataset.weight is not None and dataset.weight <= 0:
-            yield f"{where}: {dataset.weight:g} would exclude the dataset; set a positive weight, such as 0.5"
+            text = f"{dataset.weight:g} would exclude the dataset"
+            yield Problem("weight", text, "set a positive weight, such as 0.5", place)
         if locations and "weight" not in dataset.locations:
-            yield f"{where}: missing here, but set in {locations[0]}; set it for all [[datasets]] or for none"
+            text = f"missing here, but set in {locations[0].without_key()}"
+            yield Problem("weight", text, "set it for all [[datasets]] or for none", place)

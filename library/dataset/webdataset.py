@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from ..problems import Place, Problem, report_file
 from ..storage.filesystems import RemoteOutage
 from ..storage.remote_path import is_remote
 from .caption_files import (
@@ -42,7 +43,7 @@ class TarIndex:
     """The files in a tar file, and a message for each member that cannot be used."""
 
     members: list[ByteRange] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     texts: dict[int, bytes] = field(default_factory=dict)  # small members of a remote file, by their offset
 
 
@@ -58,7 +59,7 @@ def load_tar_index(path: Path) -> TarIndex:
     except RemoteOutage:
         raise
     except OSError as error:
-        return TarIndex(problems=[f"{path}: cannot be read: {error}"])
+        return TarIndex(problems=[report_file(path, f"cannot be read: {error}")])
     index = read_tar_index(path, keeps_texts=True)
     if not index.problems:
         remote.write_derived(_INDEX_NAME, _format_index(index))
@@ -86,8 +87,11 @@ def read_tar_index(path: Path, *, keeps_texts: bool = False) -> TarIndex:
         names = next((names for magic, names in _COMPRESSIONS.items() if start.startswith(magic)), None)
         if names is not None:
             index.problems.append(
-                f"{path}: is compressed ({names[0]}), but images are read in place from plain tar files:"
-                f" {names[1]} {path.name}"
+                report_file(
+                    path,
+                    f"is compressed ({names[0]}), but images are read in place from plain tar files:"
+                    f" {names[1]} {path.name}",
+                )
             )
             return index
         with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
@@ -100,9 +104,11 @@ def read_tar_index(path: Path, *, keeps_texts: bool = False) -> TarIndex:
     except RemoteOutage as error:  # no fault of the file, whose images are not left out
         raise RemoteOutage(f"{path}: {error}") from error
     except tarfile.ReadError as error:
-        index.problems.append(f"{path}: is not a tar file: {error}" if start else f"{path}: is empty")
+        index.problems.append(
+            report_file(path, f"is not a tar file: {error}") if start else report_file(path, "is empty")
+        )
     except OSError as error:
-        index.problems.append(f"{path}: cannot be read: {error.strerror}")
+        index.problems.append(report_file(path, f"cannot be read: {error.strerror}"))
     return index
 
 
@@ -114,7 +120,7 @@ def _iterate_headers(tar: tarfile.TarFile, path: Path, index: TarIndex) -> Itera
         try:
             info = tar.next()
         except tarfile.ReadError as error:
-            index.problems.append(f"{path}: cannot be read after {previous} ({error}); the rest is lost")
+            index.problems.append(report_file(path, f"cannot be read after {previous} ({error})", "the rest is lost"))
             return
         if info is None:
             break
@@ -122,18 +128,22 @@ def _iterate_headers(tar: tarfile.TarFile, path: Path, index: TarIndex) -> Itera
         previous = info.name
         missing = info.offset_data + info.size - size
         if info.isreg() and missing > 0:
-            index.problems.append(f"{path}: is truncated in {previous}, {missing} bytes missing; the rest is lost")
+            index.problems.append(
+                report_file(path, f"is truncated in {previous}, {missing} bytes missing", "the rest is lost")
+            )
             return
         yield info
     with path.open("rb") as file:
         file.seek(tar.offset)
         block = file.read(tarfile.BLOCKSIZE)
     if not block:
-        index.problems.append(f"{path}: has no end mark after {previous}; it may be truncated")
+        index.problems.append(report_file(path, f"has no end mark after {previous}", "it may be truncated"))
     elif len(block) < tarfile.BLOCKSIZE:
-        index.problems.append(f"{path}: is truncated after {previous}; the rest is lost")
+        index.problems.append(report_file(path, f"is truncated after {previous}", "the rest is lost"))
     elif block.strip(b"\0"):
-        index.problems.append(f"{path}: is damaged after {previous}, at byte {tar.offset}; the rest is lost")
+        index.problems.append(
+            report_file(path, f"is damaged after {previous}, at byte {tar.offset}", "the rest is lost")
+        )
 
 
 def _add_member(info: tarfile.TarInfo, path: Path, index: TarIndex) -> None:
@@ -151,7 +161,7 @@ def _add_member(info: tarfile.TarInfo, path: Path, index: TarIndex) -> None:
     else:
         index.members.append(ByteRange(name, info.offset_data, info.size))
         return
-    index.problems.append(f"{path}: {problem}")
+    index.problems.append(report_file(path, problem))
 
 
 Sample = dict[str, ByteRange]
@@ -171,11 +181,13 @@ def list_webdataset_images(subset: SubsetConfig, dataset: int, index: int) -> Su
         samples = _group_by_key(tar_index.members, path, listing)
         try:
             with path.open("rb") as file:
-                unused += _add_samples(path, file, tar_index.texts, samples, json_reader, listing)
+                unused += _add_samples(
+                    path, file, tar_index.texts, samples=samples, json_reader=json_reader, listing=listing
+                )
         except RemoteOutage:
             raise
         except OSError as error:
-            listing.missing.append(f"{path}: cannot be read: {error.strerror}")
+            listing.missing.append(report_file(path, f"cannot be read: {error.strerror}"))
         except CaptionColumnError as error:
             listing.add_problem("webdataset", str(error))
             listing.mark_used("caption_column")
@@ -202,7 +214,7 @@ def _group_by_key(members: Sequence[ByteRange], path: Path, listing: SubsetListi
         stem, dot, extension = name.partition(".")
         sample = samples.setdefault(f"{folder}{slash}{stem}", {})
         if dot + extension.lower() in sample:
-            listing.missing.append(f"{path}: duplicate member {member.name!r}; rename it")
+            listing.missing.append(report_file(path, f"duplicate member {member.name!r}", "rename it"))
         sample.setdefault(dot + extension.lower(), member)
     return samples
 
@@ -229,7 +241,7 @@ def _add_samples(
         try:
             controls = sort_control_members(sample)
         except ValueError as error:
-            listing.missing.append(f"{path}: key {key!r}: {error}")
+            listing.missing.append(report_file(path, f"key {key!r}: {error}"))
             continue
         images = _find_extensions([each for each in sample if each not in controls], IMAGE_EXTENSIONS)
         text, wanted = None, ""
@@ -241,7 +253,9 @@ def _add_samples(
         if len(images) > 1:
             names = ", ".join(images)
             listing.missing.append(
-                f"{path}: several images with the key {key!r}: {names}; rename them to differ before the first dot"
+                report_file(
+                    path, f"several images with the key {key!r}: {names}", "rename them to differ before the first dot"
+                )
             )
         if len(images) != 1:
             continue
@@ -249,7 +263,8 @@ def _add_samples(
         caption = ImageCaption()
         if text is not None:
             data = _read_member(sample[text], file, texts)
-            caption = _parse_caption(data, f"{path}: member {sample[text].name!r}", wanted, json_reader)
+            place = Place(str(path), part=f"member {sample[text].name!r}")
+            caption = _parse_caption(data, place, wanted, json_reader)
         own = tuple(ImageRef(folder, path.name, sample[extension]) for extension in controls)
         listing.add_image(ImageRef(folder, path.name, image), image.name, caption, own)
     return unused
@@ -272,17 +287,21 @@ def _read_member(member: ByteRange, file: BinaryIO, texts: Mapping[int, bytes]) 
     return file.read(member.length)
 
 
-def _parse_caption(data: bytes, location: str, extension: str, json_reader: JsonCaptionReader) -> ImageCaption:
+def _parse_caption(data: bytes, place: Place, extension: str, json_reader: JsonCaptionReader) -> ImageCaption:
     try:
         text = decode_utf8(data)
     except ValueError as error:
-        return ImageCaption(problem=f"{location} {error}")
+        return ImageCaption(problem=Problem("", str(error), place=place))
     if extension == JSON_EXTENSION:
         try:
-            return ImageCaption(json_reader.read_lines(text, location), extension)
+            return ImageCaption(json_reader.read_lines(text), extension)
         except ValueError as error:
-            return ImageCaption(problem=str(error))
+            return ImageCaption(problem=Problem("", str(error), place=place))
+        except CaptionColumnError as error:
+            raise CaptionColumnError(f"{place}: {error}") from None
     lines = split_lines(text)
     if not lines:
-        return ImageCaption(problem=f"{location} is empty; write a caption, or remove it if the image has none")
+        return ImageCaption(
+            problem=Problem("", "is empty", "write a caption, or remove it if the image has none", place)
+        )
     return ImageCaption(lines, extension)

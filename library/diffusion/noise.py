@@ -13,7 +13,7 @@ from ..config.schema_objective import NoiseConfig
 from ..randomness import Purpose
 
 GeneratorFactory = Callable[[str], list[torch.Generator]]
-"""Purpose -> one generator per sample, so that drawing for one purpose never shifts another."""
+"""Makes one generator per sample for a purpose, so that drawing for one purpose never shifts another."""
 
 
 def apply_noise_options(

@@ -9,7 +9,7 @@ from torch import Size, Tensor
 
 from ..config.schema_objective import LossConfig, NoiseConfig
 from ..randomness import Purpose
-from .losses import compute_elementwise_loss
+from .losses import LossContext, compute_elementwise_loss
 from .noise import GeneratorFactory, apply_input_perturbation, apply_noise_options, copy_async
 from .process import NoiseProcess
 from .timesteps import compute_timesteps, sample_quantiles_and_noise
@@ -58,8 +58,8 @@ class Objective:
 
     def compute_elementwise_loss(self, prediction: Tensor, noisy_batch: NoisyBatch) -> Tensor:
         """The unreduced loss, before masks and weights."""
-        target, timesteps = noisy_batch.target, noisy_batch.timesteps
-        return compute_elementwise_loss(prediction, target, timesteps, self.process, self.loss_config)
+        context = LossContext(self.loss_config, noisy_batch.timesteps, self.process)
+        return compute_elementwise_loss(prediction, noisy_batch.target, context)
 
     def compute_loss_weights(self, timesteps: Tensor) -> Tensor:
         """The loss weight of samples at these timesteps."""

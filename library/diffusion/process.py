@@ -93,7 +93,7 @@ class VPredictionProcess(DiscreteProcess):
 
 @dataclass(frozen=True)
 class FixedShift:
-    """The same shift at every resolution."""
+    """A shift that does not depend on the resolution."""
 
     factor: float = 1.0
 

@@ -69,7 +69,7 @@ TIMESTEP_SAMPLINGS: Mapping[str, Callable[[Tensor, NoiseConfig, FlowMatchingProc
     "shift": shift_quantile,
     "flux_shift": flux_shift_quantile,
 }
-"""``timestep_sampling`` -> quantile function that returns sigma; takes ``u``, the options, the process, the tokens."""
+"""The quantile function of each ``timestep_sampling``: sigma from ``u``, the options, the process and the tokens."""
 
 
 def compute_timesteps(u: Tensor, noise_config: NoiseConfig, process: NoiseProcess, latents_shape: Size) -> Tensor:

@@ -51,7 +51,7 @@ SNR_WEIGHTINGS: Mapping[str, Callable[[Tensor, float, str], Tensor]] = {
     "scale_v_pred_loss_like_noise_pred": scale_v_like_noise_weight,
     "v_pred_like_loss": v_pred_like_weight,
 }
-"""Option of ``LossConfig`` -> weighting for epsilon and v prediction; its second argument is the option's value."""
+"""The weighting for epsilon and v prediction of each option of ``LossConfig``, whose value is the second argument."""
 
 
 def sigma_sqrt_weight(sigmas: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def cosmap_weight(sigmas: Tensor) -> Tensor:
 
 
 FLOW_WEIGHTINGS: Mapping[str, Callable[[Tensor], Tensor]] = {"sigma_sqrt": sigma_sqrt_weight, "cosmap": cosmap_weight}
-"""``weighting_scheme`` -> weighting for flow matching; ``logit_normal`` and ``mode`` sample timesteps instead."""
+"""The weighting for flow matching of each ``weighting_scheme``; ``logit_normal`` and ``mode`` sample timesteps."""
 
 
 def compute_loss_weights(
@@ -83,7 +83,7 @@ def compute_loss_weights(
 
 
 def find_unbounded_weightings(process: NoiseProcess, loss_config: LossConfig) -> list[str]:
-    """Enabled options whose weight is infinite at some timestep, as happens with zero terminal SNR."""
+    """List the enabled options whose weight is infinite at some timestep, as happens with zero terminal SNR."""
     if not isinstance(process, DiscreteProcess):
         return []
     snr = process.snr(torch.arange(NUM_TRAIN_TIMESTEPS))

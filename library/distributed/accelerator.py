@@ -1,4 +1,8 @@
-"""``prepare_accelerator``: join the process group and build the ``Accelerator``, its handlers, dynamo and tracker."""
+"""``prepare_accelerator``: join the process group and build the ``Accelerator``, its handlers, dynamo and tracker.
+
+accelerate sets up neither FSDP nor DeepSpeed, though the launcher's variables for them are read: it would wrap whole
+models, on some devices only, and go on silently on others.
+"""
 
 import logging
 import os
@@ -22,6 +26,7 @@ from ..config.options import flatten_config
 from ..config.schema_distributed import DistributedConfig
 from ..config.schema_output import LogConfig
 from ..errors import ConfigError
+from ..problems import Problem
 from ..trackers import create_tracker_dir, resolve_tracker, resolve_tracker_dir
 from .config_agreement import build_rank_report
 from .devices import disable_cudnn_attention, enable_deterministic_kernels
@@ -30,7 +35,7 @@ from .rendezvous import build_partial_state_kwargs, join_process_group
 from .slurm_and_mpi import export_rank_variables
 from .validate_launch import (
     AcceleratorFacts,
-    format_mismatches,
+    find_mismatches,
     validate_accelerator,
     validate_distributed,
     validate_trackers,
@@ -64,7 +69,7 @@ def prepare_accelerator(args: RunConfig) -> Accelerator:
             bind_to_numa_node(state.local_process_index)
         try:
             ranks = {"world size": (world.world_size, state.num_processes), "rank": (world.rank, state.process_index)}
-            _raise_problems(format_mismatches(ranks))
+            _raise_problems(find_mismatches(ranks))
             world = replace(world, started_at=_agree_on_start_time(args.log, state))
             steps = args.train.gradient_accumulation_steps
             accelerator = Accelerator(**build_accelerator_kwargs(args.distributed, args.log, steps, world))
@@ -156,7 +161,7 @@ def read_accelerator_facts(accelerator: Accelerator) -> AcceleratorFacts:
 
 def _agree_on_start_time(log: LogConfig, state: PartialState) -> str:
     """Broadcast the main process's start time; problems with its trackers are raised on all ranks."""
-    message: list[tuple[str, list[str]]] = [("", [])]
+    message: list[tuple[str, list[Problem]]] = [("", [])]
     if state.is_main_process:
         started_at = format_timestamp()
         problems = validate_trackers(log, os.environ)
@@ -168,7 +173,7 @@ def _agree_on_start_time(log: LogConfig, state: PartialState) -> str:
     return started_at
 
 
-def _raise_problems(problems: list[str]) -> None:
+def _raise_problems(problems: list[Problem]) -> None:
     if problems:
         raise ConfigError(problems)
 

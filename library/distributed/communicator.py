@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Communicator:
-    """This rank's connection to the others.
+    """The connection of this rank to the others.
 
     Every method is a collective unless its docstring says otherwise: all ranks have to call it, in the same order.
     """
@@ -37,7 +37,7 @@ class Communicator:
         self.world_size = accelerator.num_processes
         self.is_main = accelerator.is_main_process
         self.hostnames = self.all_gather_object(socket.gethostname())
-        """By rank."""
+        """The name of the host that each rank runs on."""
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
@@ -81,7 +81,7 @@ class Communicator:
         for error in statuses:
             if isinstance(error, BaseException):
                 if isinstance(error, UserError):
-                    error.is_reported = True  # by the rank that raised it
+                    error.is_reported = True  # the rank that raised it reports it
                 raise error
         return work.results[0] if work is not None else function()
 

@@ -1,4 +1,7 @@
-"""Config agreement: before anything slow, all ranks exchange code version and settings, and stop where they differ."""
+"""Config agreement: before anything slow, all ranks exchange code version and settings, and stop where they differ.
+
+This goes over the key-value store, before the process group exists: a collective cannot say which rank is missing.
+"""
 
 import hashlib
 import json
@@ -7,13 +10,16 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..config.options import iter_options
+from ..config.schema import RunConfig
 from ..errors import ConfigError, UserError
+from ..problems import Problem, load_problem
 from .process_group import KeyValueStore
 from .world import MAX_RANKS_SHOWN, World, format_ranks
 
@@ -23,23 +29,7 @@ PACKAGE_DIR = Path(__file__).resolve().parents[1]
 POLL_SECONDS = 0.1
 NOTICE_SECONDS = 30.0
 READ_GRACE_SECONDS = 5.0
-"""How long a rank that cannot start stays, so that the others can read why."""
-
-PATH_OPTIONS = {
-    *("pretrained_model_name_or_path", "vae", "clip_l", "clip_g", "t5xxl", "text_encoder", "ae", "tokenizer_cache_dir"),
-    *("network_weights", "base_weights", "training_adapter", "cache_dir", "output_dir", "resume"),
-    *("dataset_config", "train_data_dir", "reg_data_dir", "in_json"),
-    *("sample_prompts", "logging_dir", "log_tracker_config", "metadata_thumbnail", "compile_cache_dir"),
-    "offload_param_nvme_path",
-}
-"""Paths may differ between machines; the contents of the files are compared instead."""
-
-PER_MACHINE_OPTIONS = {
-    *("max_data_loader_n_workers", "prefetch_factor"),
-    *("quiet", "console_log_level", "console_log_file", "console_log_simple"),
-    *("remote_cache_dir", "remote_cache_size", "remote_retry_seconds"),
-}
-"""Settings that may differ between machines."""
+"""The time that a rank which cannot start stays, so that the others can read why."""
 
 HASH_MISMATCH_FIXES = {
     "code": "install the same version of this program on every machine",
@@ -59,14 +49,14 @@ MISMATCH_FIXES = {NF4_KERNEL: "install the same version of bitsandbytes on every
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank publishes before it joins the process group."""
+    """The report that a rank publishes before it joins the process group."""
 
     hostname: str
     settings: Mapping[str, Any]
-    problems: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
 
 
-def build_rank_report(options: Mapping[str, Any], world: World, problems: Iterable[str] = ()) -> RankReport:
+def build_rank_report(options: Mapping[str, Any], world: World, problems: Iterable[Problem] = ()) -> RankReport:
     """Collect code version, package versions, launcher settings and options."""
     settings = {
         "code": compute_code_version(),
@@ -96,11 +86,14 @@ def get_package_versions() -> dict[str, str]:
 
 
 def collect_agreed_settings(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that have to be equal on all ranks; of a path, whether it is set."""
+    """Return the options that have to be equal on all ranks; of a path, whether it is set.
+
+    The contents of files are compared instead of their paths, which may differ between machines.
+    """
     return {
-        name: value is not None and value != () if name in PATH_OPTIONS else _to_json_value(value)
-        for name, value in options.items()
-        if name not in PER_MACHINE_OPTIONS
+        option.name: options[option.name] not in (None, ()) if option.is_path else _to_json_value(options[option.name])
+        for option in iter_options(RunConfig)
+        if not option.is_per_machine
     }
 
 
@@ -111,20 +104,29 @@ def exchange_rank_reports(
 
     Raise on all ranks when some do not arrive in time, cannot start, or have other settings.
     """
-    key_value_store.set(f"report {rank}", json.dumps([report.hostname, dict(report.settings), report.problems]))
+    key_value_store.set(f"report {rank}", json.dumps(_export_report(report)))
     key_value_store.add("arrived", 1)
     _wait_for_all_ranks(key_value_store, rank, world_size, report, timeout_seconds)
     if rank == 0:  # compares for all: every rank reading every report would be quadratic
         raw = [json.loads(key_value_store.get(f"report {other}") or "") for other in range(world_size)]
-        reports = [RankReport(hostname, settings, tuple(problems)) for hostname, settings, problems in raw]
-        outcome = [[report.hostname for report in reports], find_report_problems(reports)]
+        reports = [_load_report(*values) for values in raw]
+        problems = [problem.export_json() for problem in find_report_problems(reports)]
+        outcome = [[report.hostname for report in reports], problems]
         key_value_store.set("outcome", json.dumps(outcome))
     while (message := key_value_store.get("outcome")) is None:
         time.sleep(POLL_SECONDS)
     hostnames, problems = json.loads(message)
     _wait_until_read(key_value_store, rank, world_size)
-    _raise_on_every_rank(problems, rank)
+    _raise_on_every_rank(list(map(load_problem, problems)), rank)
     return list(hostnames)
+
+
+def _export_report(report: RankReport) -> tuple[str, Mapping[str, Any], list[Mapping[str, Any]]]:
+    return report.hostname, dict(report.settings), [problem.export_json() for problem in report.problems]
+
+
+def _load_report(hostname: str, settings: Mapping[str, Any], problems: Iterable[Mapping[str, Any]]) -> RankReport:
+    return RankReport(hostname, settings, tuple(map(load_problem, problems)))
 
 
 def _wait_for_all_ranks(
@@ -166,21 +168,21 @@ def check_rank_reports(reports: Sequence[RankReport], rank: int) -> None:
     _raise_on_every_rank(find_report_problems(reports), rank)
 
 
-def find_report_problems(reports: Sequence[RankReport]) -> list[str]:
+def find_report_problems(reports: Sequence[RankReport]) -> list[Problem]:
     """Return the problems of single ranks, and the settings that differ."""
     return [*_collect_rank_problems(reports), *find_disagreements(reports)]
 
 
-def _raise_on_every_rank(problems: list[str], rank: int) -> None:
+def _raise_on_every_rank(problems: list[Problem], rank: int) -> None:
     if problems:
         error = ConfigError(problems)
         error.is_reported = rank != 0
         raise error
 
 
-def find_disagreements(reports: Sequence[RankReport]) -> list[str]:
-    """Return a line for each setting in which some rank differs from the majority."""
-    hostnames, problems = [report.hostname for report in reports], []
+def find_disagreements(reports: Sequence[RankReport]) -> list[Problem]:
+    """Return a problem for each setting in which some rank differs from the majority."""
+    hostnames, problems = [report.hostname for report in reports], list[Problem]()
     reference = "rank 0" if len(reports) == 2 else "most others"
     for name in dict.fromkeys(name for report in reports for name in report.settings):
         values = [json.dumps(report.settings.get(name)) for report in reports]
@@ -188,11 +190,15 @@ def find_disagreements(reports: Sequence[RankReport]) -> list[str]:
         for value in dict.fromkeys(value for value in values if value != common):
             ranks = format_ranks([rank for rank, other in enumerate(values) if other == value], hostnames)
             if name in HASH_MISMATCH_FIXES:
-                problems.append(f"{name}: {ranks}: not the same as on {reference}; {HASH_MISMATCH_FIXES[name]}")
+                problems.append(
+                    Problem("", f"{name}: {ranks}: not the same as on {reference}", HASH_MISMATCH_FIXES[name])
+                )
             else:
                 fix = MISMATCH_FIXES.get(name, "start all of them with the same value")
                 problems.append(
-                    f"{name}: {_format_value(value)} on {ranks}, {_format_value(common)} on {reference}; {fix}"
+                    Problem(
+                        "", f"{name}: {_format_value(value)} on {ranks}, {_format_value(common)} on {reference}", fix
+                    )
                 )
     return problems
 
@@ -215,14 +221,14 @@ def format_rank_placement(hostnames: Sequence[str]) -> str:
     return f"{len(hostnames)} processes on {machines}: {'; '.join(parts)}{more}"
 
 
-def _collect_rank_problems(reports: Sequence[RankReport]) -> list[str]:
-    ranks_by_problem: dict[str, list[int]] = {}
+def _collect_rank_problems(reports: Sequence[RankReport]) -> list[Problem]:
+    ranks_by_problem: dict[Problem, list[int]] = {}
     for rank, report in enumerate(reports):
         for problem in report.problems:
             ranks_by_problem.setdefault(problem, []).append(rank)
     hostnames = [report.hostname for report in reports]
     return [
-        problem if len(ranks) == len(reports) else f"{format_ranks(ranks, hostnames)}: {problem}"
+        problem if len(ranks) == len(reports) else replace(problem, scope=format_ranks(ranks, hostnames))
         for problem, ranks in ranks_by_problem.items()
     ]
 

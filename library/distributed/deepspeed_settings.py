@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.schema_distributed import DeepSpeedConfig
+from ..problems import Problem, report_file
 from .world import World
 
 ZERO_OPTION_KEYS = {
@@ -49,7 +50,7 @@ class DeepSpeedSettings:
     passthrough_config: Mapping[str, Any] = field(default_factory=dict)
     """The other keys of the user's JSON file, passed to DeepSpeed as they are."""
     batch_sizes: Mapping[str, int] = field(default_factory=dict)
-    """The batch sizes in that file."""
+    """The batch sizes in DeepSpeed's JSON file."""
 
     def build_config(self, *, pin_memory: bool) -> dict[str, Any]:
         """Build DeepSpeed's config; to DeepSpeed every micro-batch is a step, with the boundary set on each."""
@@ -90,11 +91,11 @@ class DeepSpeedSources:
 
     deepspeed: DeepSpeedConfig
     variables: Mapping[str, str]
-    """What the launcher exports, without the prefix of the names."""
+    """The variables that the launcher exports, without the prefix of their names."""
     path: str
-    """Of the JSON file; empty without one."""
+    """The path of DeepSpeed's JSON file, empty without one."""
     content: Mapping[str, Any]
-    file_problem: str = ""
+    file_problem: Problem | None = None
 
     @classmethod
     def read(cls, deepspeed: DeepSpeedConfig, world: World) -> "DeepSpeedSources":
@@ -111,9 +112,15 @@ class DeepSpeedSources:
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            return cls(deepspeed, variables, path, {}, f"{path}: DeepSpeed's file cannot be read: {error}")
+            return cls(
+                deepspeed,
+                variables,
+                path,
+                {},
+                report_file(path, f"DeepSpeed's file cannot be read: {error}"),
+            )
         if not isinstance(content, dict) or not isinstance(content.get("zero_optimization", {}), dict):
-            return cls(deepspeed, variables, path, {}, f"{path}: not a DeepSpeed config")
+            return cls(deepspeed, variables, path, {}, report_file(path, "not a DeepSpeed config"))
         return cls(deepspeed, variables, path, content)
 
     def find_values(self, name: str) -> list[tuple[str, Any]]:

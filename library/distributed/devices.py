@@ -13,7 +13,7 @@ import psutil
 import torch
 
 HOST = torch.device("cpu")
-"""The host's memory."""
+"""The device whose memory is the host's."""
 
 NUMA_NODES_DIR = Path("/sys/devices/system/node")
 
@@ -23,13 +23,15 @@ class Machine:
     """The hardware, independent of settings."""
 
     device_type: str = "cpu"
-    """Of the accelerator; cpu without one."""
+    """The type of the accelerator, or cpu without one."""
     device_count: int = 0
     physical_cores: int = 1
     usable_cpus: int = 1
     numa_nodes: int = 1
     numa_affinity_problem: str = ""
-    """Why accelerate cannot bind a process to the NUMA node of its device; empty if it can."""
+    """The reason why accelerate cannot bind a process to the NUMA node of its device; empty if it can."""
+    lacks_numa_package: bool = False
+    """Whether the reason is a package that accelerate needs for that, and stops without."""
 
 
 def detect_machine(environment: Mapping[str, str]) -> Machine:
@@ -43,6 +45,7 @@ def detect_machine(environment: Mapping[str, str]) -> Machine:
         usable_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         numa_nodes=count_numa_nodes(NUMA_NODES_DIR),
         numa_affinity_problem=find_numa_affinity_problem(device, environment),
+        lacks_numa_package=device == "cuda" and importlib.util.find_spec(_get_numa_package()) is None,
     )
 
 
@@ -52,15 +55,22 @@ def count_numa_nodes(directory: Path) -> int:
     return max(1, sum(bool(_read_text(node / "cpulist")) for node in nodes))
 
 
+_NUMA_PACKAGES = {"amdsmi": "comes with ROCm", "pynvml": "pip install nvidia-ml-py"}
+"""The package with which accelerate finds the NUMA node of a device, and where it comes from."""
+
+
+def _get_numa_package() -> str:
+    return "amdsmi" if torch.version.hip else "pynvml"
+
+
 def find_numa_affinity_problem(device: str, environment: Mapping[str, str]) -> str:
     """Return why accelerate cannot bind processes to NUMA nodes, with a fix; empty if it can."""
     if device != "cuda":
         return f"accelerate supports it for CUDA devices only, this is {device}"
     if not hasattr(os, "sched_setaffinity"):
         return "this operating system has no CPU affinity"
-    package, install = ("amdsmi", "comes with ROCm") if torch.version.hip else ("pynvml", "pip install nvidia-ml-py")
-    if importlib.util.find_spec(package) is None:
-        return f"the package {package} is missing ({install})"
+    if importlib.util.find_spec(package := _get_numa_package()) is None:
+        return f"the package {package} is missing ({_NUMA_PACKAGES[package]})"
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.split(",") != [str(index) for index in range(len(visible.split(",")))]:
         return f"accelerate counts devices from 0 and ignores CUDA_VISIBLE_DEVICES={visible}"
@@ -106,10 +116,10 @@ def get_peak_memory(device: torch.device) -> int:
 
 
 def _get_peak_resident() -> int:
-    try:
-        import resource
-    except ImportError:  # on Windows, whose peak is in memory_info
+    if sys.platform == "win32":  # its peak is in memory_info
         return 0
+    import resource
+
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

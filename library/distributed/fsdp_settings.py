@@ -13,7 +13,7 @@ FSDP_OPTION_VARIABLES = {
     "dp_replicate_size": ("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"),
     "dp_shard_size": ("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1"),
 }
-"""Our options, the variable of the same meaning, and the default that ``accelerate launch`` exports."""
+"""Options, accelerate's variable of the same meaning, and the default that ``accelerate launch`` exports."""
 
 UNSUPPORTED_VARIABLES = {
     "FSDP_VERSION": (("2",), "FSDP1 is not supported: it cannot freeze a part of a flat parameter; use fsdp_version 2"),

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import psutil
 
 from ..errors import ConfigError
+from ..problems import Problem
 
 ACCELERATE, TORCHRUN = "accelerate launch", "torchrun"
 
@@ -30,7 +31,7 @@ LAUNCHERS: Mapping[tuple[str, ...], str] = {
 """The ways to write each launcher, programs without their directory."""
 
 _UNSET = object()
-"""Stands for an option that was not written; a parser's default value does not show it."""
+"""The value of an option that was not written, which a parser's default value would not show."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class LaunchCommand:
     flags: tuple[str, ...]
     """The launcher's own flags as they were written."""
     options: Mapping[str, Any]
-    """The same flags parsed: only those that were written."""
+    """The parsed values of ``flags``: only what was written, no defaults."""
     script: str
     script_args: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -72,7 +73,15 @@ def parse_launch_command(words: Sequence[str], environment: Mapping[str, str]) -
     script, script_args = options.pop("training_script"), tuple(options.pop("training_script_args", None) or ())
     flags = tuple(words[start : len(words) - len(script_args) - 1])
     environment = {**environment, **assignments}
-    return LaunchCommand(launcher, tuple(words[:start]), flags, options, script, script_args, environment)
+    return LaunchCommand(
+        launcher=launcher,
+        program=tuple(words[:start]),
+        flags=flags,
+        options=options,
+        script=script,
+        script_args=script_args,
+        environment=environment,
+    )
 
 
 def find_launch_command() -> LaunchCommand | None:
@@ -134,7 +143,7 @@ def predict_script_environment(command: LaunchCommand, *, is_running: bool = Fal
                 environment.setdefault("OMP_NUM_THREADS", "1")
             return environment
     except Exception as error:  # accelerate and torch raise errors of any type for settings that they refuse
-        raise ConfigError([f"{command.launcher}: {str(error) or type(error).__name__}"]) from None
+        raise ConfigError([Problem("", f"{command.launcher}: {str(error) or type(error).__name__}")]) from None
     finally:
         logger.disabled = was_disabled
 
@@ -208,7 +217,7 @@ def _build_parser(launcher: str) -> Any:
         from torch.distributed.run import get_args_parser as build
 
     def fail(message: str) -> NoReturn:
-        raise ConfigError([f"{launcher}: {message}"])
+        raise ConfigError([Problem("", f"{launcher}: {message}")])
 
     parser: Any = build()
     parser.error = fail

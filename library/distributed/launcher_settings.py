@@ -10,6 +10,7 @@ from ..config import RunConfig
 from ..config.options import flatten_config
 from ..config.types import parse_env_bool
 from ..errors import ConfigError, FileError
+from ..problems import Place, report_file
 from .launch_command import ACCELERATE, TORCHRUN, LaunchCommand
 from .slurm_and_mpi import find_world_size_variable
 from .world import World
@@ -24,9 +25,9 @@ class Setting:
     """The environment variable in which the training script finds it."""
     default: str = "false"
     option: str = ""
-    """Our option of the same meaning."""
+    """The option of this program that has the same meaning."""
     torchrun: str = ""
-    """torchrun's flag of the same meaning."""
+    """The flag of torchrun that has the same meaning."""
     is_inherited: bool = False
     """Whether ``accelerate launch`` passes the variable on as it was; it overwrites the others."""
 
@@ -57,7 +58,7 @@ SETTINGS = (
 )
 
 ENGINE_FLAGS = ("multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
-"""With one of these, ``accelerate launch`` ignores ``distributed_type`` in its config file."""
+"""Flags with which ``accelerate launch`` ignores ``distributed_type`` in its config file."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class SettingSource:
 
     location: str
     value: str
+    is_launch_flag: bool = field(default=False, compare=False)
+    """Whether it is a flag of ``accelerate launch``."""
     in_config_file: bool = field(default=False, compare=False)
     """Whether it is accelerate's config file, which the flags of ``accelerate launch`` are meant to override."""
 
@@ -79,14 +82,14 @@ class ResolvedSetting:
     source: str
     overridden: tuple[SettingSource, ...] = ()
     warning: str = ""
-    """Empty if the sources agree."""
+    """A warning about sources that disagree; empty if they agree."""
 
 
 Sources = dict[str, SettingSource]
-"""What one place sets, by name."""
+"""The values that one place sets, by name."""
 
 
-def find_overridden_settings(config: RunConfig, locations: Mapping[str, str]) -> list[str]:
+def find_overridden_settings(config: RunConfig, locations: Mapping[str, Place]) -> list[str]:
     """Return a warning for each setting of this run that several sources set to different values.
 
     ``locations`` says where each of our options was written.
@@ -105,7 +108,7 @@ def read_accelerate_config(path: Path) -> dict[str, Any]:
         content = {name: value for name, value in yaml.safe_load(path.read_text("utf-8")).items() if value is not None}
     except Exception as error:  # whatever is wrong with a hand-written file, it is the file that has to be changed
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise FileError([f"{path}: accelerate cannot read its config file: {reason}"]) from None
+        raise FileError([report_file(path, f"accelerate cannot read its config file: {reason}")]) from None
     dynamo = content.pop("dynamo_config", {})
     return {**content, **{f"dynamo_{name.removeprefix('dynamo_')}": value for name, value in dynamo.items()}}
 
@@ -118,7 +121,7 @@ def get_accelerate_config_path() -> Path:
 
 
 def resolve_settings(
-    options: Mapping[str, Any], locations: Mapping[str, str], world: World, environment: Mapping[str, str]
+    options: Mapping[str, Any], locations: Mapping[str, Place], world: World, environment: Mapping[str, str]
 ) -> list[ResolvedSetting]:
     """Resolve everything that a launcher can set; ``environment`` is that of the training script."""
     own = _find_own_options(options, locations)
@@ -134,7 +137,7 @@ def resolve_settings(
     return resolved
 
 
-def _find_own_options(options: Mapping[str, Any], locations: Mapping[str, str]) -> Sources:
+def _find_own_options(options: Mapping[str, Any], locations: Mapping[str, Place]) -> Sources:
     own = {}
     for setting in SETTINGS:
         location = locations.get(setting.option)
@@ -142,10 +145,10 @@ def _find_own_options(options: Mapping[str, Any], locations: Mapping[str, str]) 
         if setting.name.startswith("dynamo_"):
             if options["torch_compile"] is None:
                 continue
-            location = location or locations.get("torch_compile", "--torch_compile")
+            location = location or locations.get("torch_compile", Place(flag="--torch_compile"))
             value = value if options["torch_compile"] else "no"
         if location is not None:
-            own[setting.name] = SettingSource(location.removesuffix(f": {setting.option}"), value)
+            own[setting.name] = SettingSource(str(location.without_key()), value)
     return own
 
 
@@ -180,7 +183,9 @@ def _find_launcher_sources(world: World, environment: Mapping[str, str]) -> tupl
 def find_flags(command: LaunchCommand) -> Sources:
     flags = {}
     for name, value in command.options.items():
-        flags[name] = SettingSource(f"{command.launcher} --{name}", _normalize(value))
+        flags[name] = SettingSource(
+            f"{command.launcher} --{name}", _normalize(value), is_launch_flag=command.launcher == ACCELERATE
+        )
     if command.launcher == TORCHRUN:
         return {setting.name: flags[setting.torchrun] for setting in SETTINGS if setting.torchrun in flags}
     return {**flags, "device": replace(flags["cpu"], value="cpu")} if "cpu" in flags else flags
@@ -199,7 +204,7 @@ def find_config_file_settings(command: LaunchCommand) -> Sources:
         content[f"use_{content.get('distributed_type', 'NO')}".lower()] = True
         content |= {"use_parallelism_config": True} if content.get("parallelism_config") else {}
     content |= {"device": "cpu"} if content.get("use_cpu") else {}
-    return {name: SettingSource(str(path), _normalize(value), True) for name, value in content.items()}
+    return {name: SettingSource(str(path), _normalize(value), in_config_file=True) for name, value in content.items()}
 
 
 def _find_variables(environment: Mapping[str, str], names: Mapping[str, str]) -> Sources:
@@ -244,7 +249,7 @@ def _resolve(name: str, value: str, sources: list[SettingSource], unread: list[S
     winner, *others = sources or [SettingSource("detected" if name == "device" else "default", value)]
     different = []
     for source in (*others, *unread):
-        is_flag_over_file = source.in_config_file and winner.location.startswith(ACCELERATE)
+        is_flag_over_file = source.in_config_file and winner.is_launch_flag
         if source.value != winner.value and not is_flag_over_file:
             different.append(f"{source.value} ({source.location})")
     warning = f"{name}: {winner.value} ({winner.location}); overridden: {', '.join(different)}" if different else ""

@@ -134,7 +134,7 @@ def build_partial_state_kwargs(world: World, timeout_minutes: int | None) -> dic
 def _check_config_agreement(
     key_value_store: KeyValueStore, world: World, report: RankReport, timeout_seconds: float
 ) -> list[str]:
-    """Return the hostnames by rank."""
+    """Compare the configurations of all ranks, and return their hostnames."""
     try:
         hostnames = exchange_rank_reports(key_value_store, world.rank, world.world_size, report, timeout_seconds)
     except dist.DistError as error:  # the process that hosts the store ended

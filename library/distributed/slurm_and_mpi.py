@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 
 from ..errors import ConfigError
+from ..problems import Problem
 
 MPI_VARIABLES = {
     "Open MPI": {
@@ -125,4 +126,6 @@ def read_env_int(environment: Mapping[str, str], name: str) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise ConfigError([f"environment variable {name}: expected a whole number, got {text!r}"]) from None
+        raise ConfigError(
+            [Problem("", f"environment variable {name}: expected a whole number, got {text!r}")]
+        ) from None

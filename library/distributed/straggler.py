@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 TimeMark = Any
-"""A device event, or the time on a CPU."""
+"""The mark of a time: a device event, or the clock of the CPU."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Straggler:
     """The rank that the others wait for."""
 
     rank: int
-    lost_fraction: float  # of the time, that the others spend waiting for it on average
+    lost_fraction: float  # the part of the time that the others wait for it on average
 
 
 class StragglerMonitor:

@@ -12,6 +12,7 @@ from ..config.schema_distributed import DeepSpeedConfig, DistributedConfig
 from ..config.schema_output import LogConfig
 from ..config.types import DeviceMap
 from ..config.validate_distributed import validate_attention_package
+from ..problems import Place, Problem
 from ..trackers import is_wandb_ready, resolve_tracker
 from .launch_command import ACCELERATE, format_multi_process_command
 from .launcher_settings import find_config_file_settings, find_flags
@@ -25,7 +26,7 @@ CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 HALF_PRECISION_ATTENTION = ("flash", "flash3", "cudnn")
 
 
-def validate_distributed(config: RunConfig, world: World) -> list[str]:
+def validate_distributed(config: RunConfig, world: World) -> list[Problem]:
     """Return every problem that settings, launcher and machine show.  Pure."""
     ours = config.distributed
     return [
@@ -44,7 +45,7 @@ def validate_distributed(config: RunConfig, world: World) -> list[str]:
     ]
 
 
-def validate_parallelism(config: RunConfig, world: World) -> Iterator[str]:
+def validate_parallelism(config: RunConfig, world: World) -> Iterator[Problem]:
     """Check parallel dimensions and engines against the world size and each other; also for estimated worlds."""
     yield from validate_fsdp(config.sharding, config.train, config.parallel.tp_size, world)
     yield from validate_deepspeed(config, world)
@@ -54,55 +55,70 @@ def validate_parallelism(config: RunConfig, world: World) -> Iterator[str]:
     yield from _validate_compiled_context_parallel(config.parallel.cp_size, has_budget, config.distributed, world)
 
 
-def validate_parallel_dims(config: RunConfig, world: World) -> Iterator[str]:
+def validate_parallel_dims(config: RunConfig, world: World) -> Iterator[Problem]:
     """Check --pp_size, --tp_size and --cp_size."""
     parallel, size = config.parallel, config.parallel.model_parallel_size
     if size == 1:
         return
-    flags = " ".join(f"--{name} {size}" for name, size in parallel.model_parallel_sizes.items() if size > 1)
+    sizes = {name: size for name, size in parallel.model_parallel_sizes.items() if size > 1}
+    first, *others = sizes
+    flags, value = " ".join(f"--{name} {size}" for name, size in sizes.items()), str(sizes[first])
+    together = f"with {' and '.join(f'{name} {sizes[name]}' for name in others)}, " if others else ""
     if world.world_size % size:
         suggestion = -(-world.world_size // size) * size
-        yield (
-            f"{flags}: the world size {world.world_size} is not a multiple of {size}; start {suggestion} processes, or"
-            " use smaller sizes"
+        yield Problem(
+            first,
+            f"{together}the world size {world.world_size} is not a multiple of {size}",
+            f"start {suggestion} processes, or use smaller sizes",
+            value=value,
+            others=tuple(others),
         )
     if config.train.on_oom != "fail":
-        yield (
-            f"--on_oom {config.train.on_oom}: with {flags} every forward is a collective, so no rank can retry a step"
-            " alone; use --on_oom fail"
+        yield Problem(
+            "on_oom",
+            f"with {flags} every forward is a collective, so no rank can retry a step alone",
+            "use --on_oom fail",
+            value=config.train.on_oom,
+            others=tuple(sizes),
         )
     if parallel.pp_size > 1 and (config.sharding.fsdp or "FSDP" in world.engines):
-        yield (
-            f"{flags}: a pipeline stage under FSDP gathers its blocks for each micro-batch, slower than either alone;"
-            " turn FSDP off, or use it with --tp_size"
+        yield Problem(
+            "pp_size",
+            "a pipeline stage under FSDP gathers its blocks for each micro-batch, slower than either alone",
+            "turn FSDP off, or use it with --tp_size",
+            value=str(parallel.pp_size),
+            others=("fsdp",),
         )
 
 
 def validate_device_map_launch(
     device_map: DeviceMap | None, distributed: DistributedConfig, world: World
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     """Check what --device_map needs of launcher and machine."""
     count = world.machine.device_count
     if device_map is None:
         return
     if world.world_size > 1:
-        yield (
-            f"--device_map: needs a single process with several devices, but the world size is {world.world_size};"
-            " start one process, or use --pp_size, --tp_size or --fsdp"
+        yield Problem(
+            "device_map",
+            f"needs a single process with several devices, but the world size is {world.world_size}",
+            "start one process, or use --pp_size, --tp_size or --fsdp",
         )
     for engine in world.engines:
-        yield f"--device_map: the launcher requests {engine}; use one of the two"
+        yield Problem("device_map", f"the launcher requests {engine}", "use one of the two")
     if world.dynamo_backend not in (None, "no", "NO") and distributed.torch_compile is None:
-        yield "--device_map: the launcher requests torch.compile, which its hooks do not allow; add --no-torch_compile"
+        yield Problem(
+            "device_map", "the launcher requests torch.compile, which its hooks do not allow", "add --no-torch_compile"
+        )
     if world.device_type == "cpu" or count < 2:
-        yield f"--device_map: needs several accelerators, and this process sees {count}; remove it"
+        yield Problem("device_map", f"needs several accelerators, and this process sees {count}", "remove it")
     elif unknown := sorted({index for _, index in device_map.device_by_module if index >= count}):
-        yield f"--device_map: there is no device {unknown[0]}; this process sees devices 0 to {count - 1}"
+        yield Problem("device_map", f"there is no device {unknown[0]}", f"this process sees devices 0 to {count - 1}")
 
 
 def _validate_compiled_context_parallel(
     cp_size: int, has_checkpointing_budget: bool, distributed: DistributedConfig, world: World
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     """Check whether all-to-alls inside compiled blocks are safe, whether options or launcher request compiling."""
     if distributed.torch_compile is None:
         backend, mode = world.dynamo_backend or "no", world.dynamo_mode or "default"
@@ -111,18 +127,23 @@ def _validate_compiled_context_parallel(
     if cp_size == 1 or backend.lower() == "no":
         return
     if mode in CUDA_GRAPH_MODES:
-        yield (
-            f"--cp_size {cp_size}: dynamo's mode {mode} uses CUDA graphs, which cannot capture the all-to-all; use"
-            " default or max-autotune-no-cudagraphs"
+        yield Problem(
+            "cp_size",
+            f"dynamo's mode {mode} uses CUDA graphs, which cannot capture the all-to-all",
+            "use default or max-autotune-no-cudagraphs",
+            value=str(cp_size),
         )
     if has_checkpointing_budget:
-        yield (
-            f"--cp_size {cp_size}: with --activation_memory_budget each rank's compiler decides which all-to-alls to"
-            " recompute, and ranks could deadlock; remove the budget"
+        yield Problem(
+            "cp_size",
+            "with --activation_memory_budget each rank's compiler decides which all-to-alls to"
+            " recompute, and ranks could deadlock",
+            "remove the budget",
+            value=str(cp_size),
         )
 
 
-def _validate_launch_command(gradient_accumulation_steps: int, world: World) -> Iterator[str]:
+def _validate_launch_command(gradient_accumulation_steps: int, world: World) -> Iterator[Problem]:
     """Check for flags of ``accelerate launch`` that do not do what they say; suggest the command that does."""
     command = world.launch_command
     if command is None or command.launcher != ACCELERATE:
@@ -132,102 +153,129 @@ def _validate_launch_command(gradient_accumulation_steps: int, world: World) -> 
     if requested is not None and requested.value not in ("0", "1", str(world.world_size)):
         on_cpu = world.machine.device_type == "cpu" or "device" in flags or "device" in in_file
         needed = "--multi_gpu, on a CPU together with ACCELERATE_USE_CPU=true" if on_cpu else "--multi_gpu"
-        yield (
-            f"num_processes: {requested.value} ({requested.location}), but accelerate launch starts {world.world_size};"
-            f" several processes need {needed}:\n  {format_multi_process_command(command, on_cpu=on_cpu)}"
+        yield Problem(
+            "",
+            f"num_processes: {requested.value} ({requested.location}), but accelerate launch starts {world.world_size}",
+            f"several processes need {needed}:\n  {format_multi_process_command(command, on_cpu=on_cpu)}",
         )
     steps = flags.get("gradient_accumulation_steps")
     if steps is not None and steps.value != str(gradient_accumulation_steps):
-        yield (
-            f"gradient_accumulation_steps: {steps.value} ({steps.location}) is only passed to DeepSpeed, training uses "
-            f"{gradient_accumulation_steps}; move the flag behind {command.script}"
+        yield Problem(
+            "",
+            f"gradient_accumulation_steps: {steps.value} ({steps.location}) is only passed to"
+            f" DeepSpeed, training uses {gradient_accumulation_steps}",
+            f"move the flag behind {command.script}",
         )
 
 
-def _validate_gradient_accumulation(steps: int, world: World) -> Iterator[str]:
+def _validate_gradient_accumulation(steps: int, world: World) -> Iterator[Problem]:
     if world.gradient_accumulation_steps not in (None, steps):
-        yield (
-            f"--gradient_accumulation_steps {steps}: the environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS is"
-            f" {world.gradient_accumulation_steps}, and accelerate would use that; unset it, or make them equal"
+        yield Problem(
+            "gradient_accumulation_steps",
+            "the environment variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS is"
+            f" {world.gradient_accumulation_steps}, and accelerate would use that",
+            "unset it, or make them equal",
+            value=str(steps),
         )
 
 
-def _validate_engines(world: World) -> Iterator[str]:
+def _validate_engines(world: World) -> Iterator[Problem]:
     for engine in world.engines:
         if engine in UNSUPPORTED_ENGINES:
-            yield f"the launcher requests {engine}, which {UNSUPPORTED_ENGINES[engine]}; use --multi_gpu"
+            yield Problem("", f"the launcher requests {engine}, which {UNSUPPORTED_ENGINES[engine]}", "use --multi_gpu")
 
 
-def _validate_deepspeed_package(deepspeed: DeepSpeedConfig, world: World) -> Iterator[str]:
+def _validate_deepspeed_package(deepspeed: DeepSpeedConfig, world: World) -> Iterator[Problem]:
     is_requested = deepspeed.deepspeed or ("DeepSpeed" in world.engines and deepspeed.deepspeed is None)
     if is_requested and find_spec("deepspeed") is None:
-        yield "--deepspeed: the package deepspeed is not installed; pip install '.[deepspeed]'"
+        yield Problem("deepspeed", "the package deepspeed is not installed", "pip install '.[deepspeed]'")
 
 
-def _validate_mixed_precision(ours: str | None, world: World) -> Iterator[str]:
+def _validate_mixed_precision(ours: str | None, world: World) -> Iterator[Problem]:
     precision = ours or world.mixed_precision
-    source = "the launcher's mixed_precision" if ours is None else "--mixed_precision"
+    name, place = "mixed_precision", Place(flag="the launcher's mixed_precision") if ours is None else None
     if precision not in (None, "no", "fp16", "bf16", "fp8"):
-        yield f"{source}: {precision!r} is not one of no, fp16, bf16, fp8"
+        yield Problem(name, f"{precision!r} is not one of no, fp16, bf16, fp8", place=place)
     elif precision == "fp16" and world.device_type == "cpu" and ours:
-        yield f"{source} fp16: not supported on a CPU, accelerate would silently compute in fp32; use bf16 or no"
+        text = "not supported on a CPU, accelerate would silently compute in fp32"
+        yield Problem(name, text, "use bf16 or no", place, value=precision)
     elif precision == "fp8" and world.device_type != "cuda":
-        yield f"{source} fp8: needs a CUDA device, and this is {world.device_type}; use bf16"
+        text = f"needs a CUDA device, and this is {world.device_type}"
+        yield Problem(name, text, "use bf16", place, value=precision)
     elif precision == "fp8" and not is_fp8_available():
-        yield f"{source} fp8: needs torchao, transformer-engine or MS-AMP; pip install torchao, or use bf16"
+        text, fix = "needs torchao, transformer-engine or MS-AMP", "pip install torchao, or use bf16"
+        yield Problem(name, text, fix, place, value=precision)
 
 
-def _validate_dynamo_backend(distributed: DistributedConfig) -> Iterator[str]:
+def _validate_dynamo_backend(distributed: DistributedConfig) -> Iterator[Problem]:
     name = distributed.dynamo_backend
     if distributed.torch_compile and name.upper() not in DynamoBackend.__members__:
-        yield f"--dynamo_backend {name}: not supported by this version of accelerate; pip install -U accelerate"
-
-
-def _validate_main_address(world: World) -> Iterator[str]:
-    if world.world_size > 1 and not world.has_main_address:
-        yield (
-            f"MASTER_ADDR: not set for {world.world_size} processes; set it to the host of rank 0, and MASTER_PORT to a"
-            " free port there (mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ...)"
+        yield Problem(
+            "dynamo_backend",
+            "not supported by this version of accelerate",
+            "pip install -U accelerate",
+            value=name,
         )
 
 
-def _validate_device_count(world: World) -> Iterator[str]:
+def _validate_main_address(world: World) -> Iterator[Problem]:
+    if world.world_size > 1 and not world.has_main_address:
+        yield Problem(
+            "",
+            f"not set for {world.world_size} processes",
+            "set it to the host of rank 0, and MASTER_PORT to a free port there (mpirun -x"
+            " MASTER_ADDR=HOST -x MASTER_PORT=29500 ...)",
+            Place(flag="MASTER_ADDR"),
+        )
+
+
+def _validate_device_count(world: World) -> Iterator[Problem]:
     if world.world_size == 1 or world.device_type == "cpu":
         return
     if world.device_type == "mps":
-        yield f"{world.world_size} processes cannot share the device mps; start one, or set ACCELERATE_USE_CPU=true"
+        yield Problem(
+            "", f"{world.world_size} processes cannot share the device mps", "start one, or set ACCELERATE_USE_CPU=true"
+        )
     elif world.local_world_size > world.machine.device_count and not world.has_bound_device:
-        yield (
-            f"{world.local_world_size} processes on this machine, but {world.machine.device_count} devices "
-            f"({world.device_type}); start one process per device"
+        yield Problem(
+            "",
+            f"{world.local_world_size} processes on this machine, but {world.machine.device_count}"
+            f" devices ({world.device_type})",
+            "start one process per device",
         )
 
 
-def _validate_numa_affinity(world: World) -> Iterator[str]:
-    problem = world.machine.numa_affinity_problem
-    if world.numa_affinity and world.device_type == "cuda" and "missing" in problem:
-        yield f"NUMA affinity is enabled, but {problem}"
+def _validate_numa_affinity(world: World) -> Iterator[Problem]:
+    machine = world.machine
+    if world.numa_affinity and world.device_type == "cuda" and machine.lacks_numa_package:
+        yield Problem("", f"NUMA affinity is enabled, but {machine.numa_affinity_problem}")
 
 
-def validate_attention_support(mode: str, world: World, precision: str | None) -> list[str]:
+def validate_attention_support(mode: str, world: World, precision: str | None) -> list[Problem]:
     """Check whether this machine supports an attention mode; torch's own choice (sdpa) works everywhere."""
     if mode in ("sdpa", "torch", "math"):
         return []
     problems = list(validate_attention_package(mode))
     if world.device_type != "cuda":
-        problems.append(f"--attn_mode {mode}: needs a CUDA device, and this is {world.device_type}; use sdpa")
+        problems.append(
+            Problem("attn_mode", f"needs a CUDA device, and this is {world.device_type}", "use sdpa", value=mode)
+        )
     if mode in HALF_PRECISION_ATTENTION and precision not in ("bf16", "fp16"):
-        problems.append(f"--attn_mode {mode}: supports half precision only; set mixed_precision bf16, or use sdpa")
+        problems.append(
+            Problem("attn_mode", "supports half precision only", "set mixed_precision bf16, or use sdpa", value=mode)
+        )
     return problems
 
 
-def _validate_deterministic_attention(config: DistributedConfig) -> Iterator[str]:
+def _validate_deterministic_attention(config: DistributedConfig) -> Iterator[Problem]:
     """flash-attn and xformers do not ask torch, and torch has no deterministic backward of cuDNN's attention."""
     if config.deterministic and config.attn_mode in ("flash", "flash3", "cudnn", "xformers"):
-        yield f"--attn_mode {config.attn_mode}: has no deterministic backward; use sdpa with --deterministic"
+        yield Problem(
+            "attn_mode", "has no deterministic backward", "use sdpa with --deterministic", value=config.attn_mode
+        )
 
 
-def validate_trackers(log: LogConfig, environment: Mapping[str, str]) -> list[str]:
+def validate_trackers(log: LogConfig, environment: Mapping[str, str]) -> list[Problem]:
     """Check whether the trackers can start; for the main process, which runs them."""
     name = resolve_tracker(log)
     if name is None:
@@ -236,16 +284,19 @@ def validate_trackers(log: LogConfig, environment: Mapping[str, str]) -> list[st
     return [problem for item in names for problem in _validate_tracker(item, log, environment)]
 
 
-def _validate_tracker(name: str, log: LogConfig, environment: Mapping[str, str]) -> Iterator[str]:
-    option = f"--log_with {log.log_with}" if log.log_with else f"--logging_dir {log.logging_dir}"
+def _validate_tracker(name: str, log: LogConfig, environment: Mapping[str, str]) -> Iterator[Problem]:
     if name not in LoggerType:
-        yield f"{option}: this version of accelerate does not support {name}; pip install -U accelerate"
+        text, fix = f"this version of accelerate does not support {name}", "pip install -U accelerate"
     elif LoggerType(name) not in get_available_trackers():
-        yield f"{option}: the package {name} is not installed; pip install {name}"
+        text, fix = f"the package {name} is not installed", f"pip install {name}"
     elif LOGGER_TYPE_TO_CLASS[name].requires_logging_directory and log.logging_dir is None:
-        yield f"{option}: {name} writes to a directory; set --logging_dir"
+        text, fix = f"{name} writes to a directory", "set --logging_dir"
     elif name == "wandb" and not is_wandb_ready(environment):
-        yield f"{option}: not logged in to wandb; run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
+        text, fix = "not logged in to wandb", "run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
+    else:
+        return
+    option = "log_with" if log.log_with else "logging_dir"
+    yield Problem(option, text, fix, value=str(getattr(log, option)))
 
 
 @dataclass(frozen=True)
@@ -263,12 +314,12 @@ class AcceleratorFacts:
 
 def validate_accelerator(
     distributed: DistributedConfig, gradient_accumulation_steps: int, world: World, actual: AcceleratorFacts
-) -> list[str]:
+) -> list[Problem]:
     """Compare the ``Accelerator`` with the settings.  Pure."""
     compiles = distributed.torch_compile
     dynamo_backend = distributed.dynamo_backend if compiles else "no"
     precision = world.resolve_mixed_precision(distributed.mixed_precision) or world.mixed_precision
-    problems = format_mismatches(
+    problems = find_mismatches(
         {
             "world size": (world.world_size, actual.world_size),
             "rank": (world.rank, actual.rank),
@@ -279,14 +330,16 @@ def validate_accelerator(
         }
     )
     if distributed.full_bf16 and actual.mixed_precision != "bf16":
-        problems.append(f"--full_bf16: needs mixed_precision bf16, not {actual.mixed_precision}")
+        problems.append(Problem("full_bf16", f"needs mixed_precision bf16, not {actual.mixed_precision}"))
     if actual.distributed_type != "NO" and not actual.distributed_type.startswith("MULTI_"):
-        problems.append(f"accelerate set up {actual.distributed_type}, which is not supported; use --multi_gpu")
+        problems.append(
+            Problem("", f"accelerate set up {actual.distributed_type}, which is not supported", "use --multi_gpu")
+        )
     return problems
 
 
-def format_mismatches(expected_and_actual: Mapping[str, tuple[object, object]]) -> list[str]:
-    """Format a line for each difference."""
+def find_mismatches(expected_and_actual: Mapping[str, tuple[object, object]]) -> list[Problem]:
+    """Return a problem for each difference."""
     fixes = {
         "world size": "start through accelerate launch --multi_gpu, or torchrun",
         "rank": "start through accelerate launch --multi_gpu, or torchrun",
@@ -295,7 +348,7 @@ def format_mismatches(expected_and_actual: Mapping[str, tuple[object, object]]) 
     }
     default = "an Accelerator built earlier in this process keeps its settings; start a new process"
     return [
-        f"{name}: expected {expected}, but accelerate has {actual}; {fixes.get(name, default)}"
+        Problem("", f"{name}: expected {expected}, but accelerate has {actual}", fixes.get(name, default))
         for name, (expected, actual) in expected_and_actual.items()
         if expected != actual
     ]

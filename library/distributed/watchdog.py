@@ -19,7 +19,7 @@ from .world import format_ranks
 
 logger = logging.getLogger(__name__)
 EXIT_CODE = 2
-"""As for user errors: the cause is outside of the program."""
+"""The exit code of a process that the watchdog ends: that of user errors, since the cause is outside of the program."""
 
 STORE_ANSWER_SECONDS = 3.0
 REPORTER_GRACE_SECONDS = 2.0

@@ -41,15 +41,15 @@ ENGINE_VARIABLE_PREFIXES = ("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_DEEPSPEE
 
 @dataclass(frozen=True)
 class World:
-    """What the launcher set, the machine, and the start time of the run."""
+    """The values that the launcher set, the machine, and the start time of the run."""
 
     world_size: int = 1
     rank: int = 0
     local_rank: int | None = None
-    """``None`` without a launcher."""
+    """The rank on this machine; ``None`` without a launcher."""
     local_world_size: int = 1
     device_type: str = "cpu"
-    """As in ``torch.device(...).type``: cpu, cuda, xpu or mps."""
+    """The type as in ``torch.device(...).type``: cpu, cuda, xpu or mps."""
     machine: Machine = field(default_factory=Machine)
     has_bound_device: bool = False
     """Whether SLURM shows each process a device of its own (``--gpus-per-task``)."""
@@ -57,7 +57,7 @@ class World:
     """Whether MASTER_ADDR is set, or follows from SLURM's or MPI's variables."""
     is_windows: bool = False
     mixed_precision: str | None = None
-    """This field and the next four: as set by the launcher, ``None`` where it sets nothing."""
+    """The launcher's value, like those of the next four fields; ``None`` where it sets nothing."""
     gradient_accumulation_steps: int | None = None
     dynamo_backend: str | None = None
     dynamo_mode: str | None = None

@@ -28,10 +28,10 @@ class CacheEstimate:
     name: str
     num_entries: int
     num_bytes: int | None
-    """None if the model's config files do not determine it."""
+    """The size of the cache, or None if the model's config files do not determine it."""
     is_upper_bound: bool
     directories: Sequence[Path]
-    """Empty if cached for this run only."""
+    """The folders of the cache; empty if entries are for this run only."""
 
     def format_text(self) -> str:
         size = "unknown size"

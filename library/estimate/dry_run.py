@@ -20,8 +20,8 @@ from ..models.detect import (
     get_family_facts,
     list_size_multiples,
 )
-from ..models.facts import describe_trained_components
 from ..models.model_configs import read_encoded_sizes
+from ..models.trained_components import describe_trained_components, list_cached_text_components
 from .cache_size import CacheEstimate, estimate_caption_cache, estimate_latent_cache
 
 EPOCH_KEYS = (
@@ -42,12 +42,12 @@ class DryRun:
     plan: RunPlan
     cache_estimates: Sequence[CacheEstimate] = ()
     notes: Sequence[str] = ()
-    """What another model may reject, if none is set."""
+    """Sizes that some models would not accept, if no model is set."""
     trained_components: str = ""
 
     def format_summary(self) -> str:
         lines = [
-            f"model family {self.detected.family}: {self.detected.reason}",
+            f"model family {self.detected.family_name}: {self.detected.reason}",
             *([self.trained_components] if self.trained_components else []),
             *self.notes,
             self.prepared.format_summary(self.plan.batch_plan, self.plan.steps),
@@ -98,12 +98,17 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
         from ..training.network_weights import read_initial_weights  # imports torch
 
         family = FAMILIES.get(detected.family)(config.model)
-        text_components = family.list_cached_text_components(config.adapter, config.optim)
+        text_components = list_cached_text_components(config.adapter, config.optim, family.facts)
         cached = text_components if config.cache.caches_text_outputs else ()
         read_initial_weights(config.adapter, family, detected, cached_components=cached)
     limits = build_control_limits(detected)
     prepared = prepare_data(
-        config.data, detected.size_multiple, config.cache.cache_dir, detected.short_name, limits, detected.max_side
+        config.data,
+        detected.size_multiple,
+        config.cache.cache_dir,
+        model=detected.short_name,
+        control_limits=limits,
+        max_side=detected.max_side,
     )
     notes = (
         list(find_sizes_for_some_models(prepared.manifest.datasets, list_size_multiples()))
@@ -115,7 +120,14 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
     estimates = [estimate_latent_cache(*arguments)] if config.cache.caches_latents else []
     facts = get_family_facts(detected.family)
     if config.cache.caches_text_outputs:
-        settings = config.preview, config.distributed.mixed_precision, facts.text_tokens_per_control
+        settings = config.preview, config.distributed.mixed_precision, facts.control.text_tokens_per_image
         estimates.append(estimate_caption_cache(*arguments, *settings))
     trained = describe_trained_components(config.adapter, config.optim, facts)
-    return DryRun(detected, prepared, plan, estimates, notes, trained)
+    return DryRun(
+        detected=detected,
+        prepared=prepared,
+        plan=plan,
+        cache_estimates=estimates,
+        notes=notes,
+        trained_components=trained,
+    )

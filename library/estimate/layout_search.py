@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -12,23 +11,29 @@ from ..config.schema_distributed import DeepSpeedConfig, ParallelConfig, Shardin
 from ..dataloader.batch_plan import AnyBatchPlan
 from ..errors import ConfigError
 from ..models.detect import DetectedModel
-from ..models.facts import caches_only_t5, select_trained_text_encoders
 from ..models.families import FAMILIES
 from ..models.loading import load_components_on_meta
+from ..models.trained_components import caches_only_t5, select_trained_text_encoders
 from ..parallel.block_swap import find_innermost_blocks
-from .memory_estimate import DevicePart, MemoryEstimate, estimate_memory, estimate_optimizer_state, split_model
-from .meta_run import LargestBatch, MetaRun, count_all_reduce_bytes
+from ..parallel.quantize import RELATIVE_ERRORS
+from ..problems import Place, Problem
+from .advice import MARGIN, Candidate, GridSearch, add_free_savings, select_candidates
+from .memory_estimate import MemoryEstimate, estimate_memory, estimate_optimizer_state, split_model
+from .meta_run import LargestBatch, MetaRun, disable_logging
 from .parallel_layouts import LAYOUT_OPTIONS, LayoutFinder, ParallelLayout, format_flags
+from .step_time import Devices, estimate_images_per_second
 
 logger = logging.getLogger(__name__)
 GB = 2**30
+MAX_ESTIMATES = 4
+"""How often candidates are chosen again because one that was chosen does not fit after all."""
 MAX_BUFFERED_SHAPES = 64
 """Image sizes for which a pipeline keeps its buffers (``parallel/pipeline_schedule``)."""
 
 
 Partition = tuple[int, int, bool]
 MetaRuns = dict[tuple[str, Partition], MetaRun]
-"""By the settings that change a step, and the partition."""
+"""Steps that were run on the meta device, by the settings that change a step, and the partition."""
 
 _NO_LAYOUT: Mapping[str, Any] = {
     "parallel": ParallelConfig(),
@@ -39,23 +44,11 @@ _NO_LAYOUT: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Devices:
-    """GPUs to plan for; the speeds are assumed."""
-
-    count: int
-    memory: int
-    flops: float = 1e14
-    """Per second, as models of this kind reach them."""
-    link_speed: float = 25e9
-    """Bytes per second between devices, and to host memory."""
-
-
-@dataclass(frozen=True)
 class LayoutEstimate:
     layout: ParallelLayout
     memory: MemoryEstimate
     images_per_second: float
-    """For comparing layouts, not for predicting a duration."""
+    """A speed to compare layouts by; it does not predict how long a run takes."""
     savings: Mapping[str, Any] = field(default_factory=dict)
     """Options that were added to the user's."""
 
@@ -69,9 +62,11 @@ class LayoutReport:
     devices: Devices
     batch: LargestBatch
     estimates: Sequence[LayoutEstimate]
-    """Fastest first."""
-    suggestion: LayoutEstimate | None
-    """Where nothing fits: what would fit with more options, or comes closest."""
+    """The estimates of all layouts, fastest first."""
+    suggestion: LayoutEstimate | None = None
+    """The layout that comes closest, if none fits with any options."""
+    advice: Sequence[LayoutEstimate] = ()
+    """The fastest options with which the whole model fits, if it does not without; then more exact and slower ones."""
 
     def fits(self, estimate: LayoutEstimate) -> bool:
         return estimate.memory.total <= self.devices.memory
@@ -94,20 +89,38 @@ class LayoutReport:
         if others:
             lacking = ", ".join(f"{name} {(total - devices.memory) / GB:+.1f}" for total, name in others)
             lines.append(f"layouts that do not fit, and GB over the limit: {lacking}")
-        if not fitting and self.suggestion is None:
-            lines.append("nothing fits, and no option would change that: the CUDA context and the LoRA alone need more")
-        elif self.suggestion is not None:
-            memory, name = self.suggestion.memory, self.suggestion.layout.name
-            parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in asdict(memory).items() if size >= GB / 20)
-            lines.append(f"nothing fits; {name} needs {memory.total / GB:.1f} GB per device ({parts}) with")
-            lines.append(f"  {self.suggestion.flags}")
-            if "train_batch_size" in self.suggestion.savings:
-                lines.append("  (batch_size in the dataset TOML takes precedence over --train_batch_size)")
-            if not self.fits(self.suggestion):
-                lines.append(
-                    f"  still {(memory.total - devices.memory) / GB:.1f} GB too much: use larger or more devices"
-                )
+        lines += [*self._format_advice(), *([] if fitting or self.advice else self._format_suggestion())]
         return "\n".join(lines)
+
+    def _format_advice(self) -> Iterator[str]:
+        """Format a line for each estimate: speed relative to the fastest layout that fits, memory, exactness, flags."""
+        if not self.advice:
+            return
+        first = self.advice[0]
+        fitting = [each.images_per_second for each in self.estimates if self.fits(each)]
+        yield (
+            f"{'faster' if fitting else 'fits'} on {first.layout.name}, {1 - MARGIN:.0%} of the memory at most"
+            f" (speed{' relative to the first layout' if fitting else ''} by a model of the step's time):"
+        )
+        for each in self.advice:
+            kind = each.layout.config.model.quantize_base
+            weights = "exact weights" if kind == "none" else f"{kind} weights, error {RELATIVE_ERRORS[kind]:.2%}"
+            speed = each.images_per_second / (fitting or [first.images_per_second])[0]
+            yield f"  {speed:5.2f}  {each.memory.total / GB:6.2f} GB  {weights:<26} {each.flags}"
+
+    def _format_suggestion(self) -> Iterator[str]:
+        if self.suggestion is None:
+            yield "nothing fits, and no option would change that: the CUDA context and the LoRA alone need more"
+            return
+        memory, name = self.suggestion.memory, self.suggestion.layout.name
+        parts = ", ".join(f"{name} {size / GB:.1f}" for name, size in asdict(memory).items() if size >= GB / 20)
+        yield f"nothing fits; {name} needs {memory.total / GB:.1f} GB per device ({parts}) with"
+        yield f"  {self.suggestion.flags}"
+        if "train_batch_size" in self.suggestion.savings:
+            yield "  (batch_size in the dataset TOML takes precedence over --train_batch_size)"
+        if not self.fits(self.suggestion):
+            lacking = (memory.total - self.devices.memory) / GB
+            yield f"  still {lacking:.1f} GB too much: use larger or more devices"
 
     def export_json(self) -> dict[str, Any]:
         """Build the report as plain data, for JSON."""
@@ -120,10 +133,11 @@ class LayoutReport:
                 "bytes": {**asdict(each.memory), "total": each.memory.total},
                 "relative_speed": round(each.images_per_second / fastest, 3),
             }
-            for each in (*self.estimates, *([self.suggestion] if self.suggestion else []))
+            for each in (*self.estimates, *self.advice, *([self.suggestion] if self.suggestion else []))
         ]
         suggestion = {"suggestion": records.pop()} if self.suggestion else {}
-        return {"gpu_memory": self.devices.memory, "layouts": records, **suggestion}
+        layouts, advice = records[: len(self.estimates)], records[len(self.estimates) :]
+        return {"gpu_memory": self.devices.memory, "layouts": layouts, "advice": advice, **suggestion}
 
 
 def search_layouts(finder: LayoutFinder, batch: LargestBatch, devices: Devices) -> LayoutReport:
@@ -132,13 +146,71 @@ def search_layouts(finder: LayoutFinder, batch: LargestBatch, devices: Devices) 
         raise ConfigError(problems)
     layouts, reasons = finder.find_layouts()
     if not layouts:
-        options = ", ".join(f"--{option}" for option in LAYOUT_OPTIONS if option in finder.explicit)
-        raise ConfigError(reasons or [f"{options}: no layout with these options can be estimated"])
+        options = [option for option in LAYOUT_OPTIONS if option in finder.explicit]
+        place = Place(flag=", ".join(f"--{option}" for option in options))
+        unknown = Problem("", "no layout with these options can be estimated", place=place, others=tuple(options))
+        raise ConfigError(reasons or [unknown])
     runs: MetaRuns = {}
-    report = LayoutReport(devices, batch, estimate_layouts(layouts, finder.model, batch, devices, runs=runs), None)
+    report = LayoutReport(devices, batch, estimate_layouts(layouts, finder.model, batch, devices, runs=runs))
+    limit = (1 - MARGIN) * devices.memory
+    if any(is_plain(each.layout) and each.memory.total <= limit for each in report.estimates):
+        return report
+    if advice := find_advice(finder, batch, devices, report.estimates):
+        return replace(report, advice=advice)
     if any(map(report.fits, report.estimates)):
         return report
     return replace(report, suggestion=suggest_savings(finder, batch, devices, report.estimates, runs))
+
+
+def find_advice(
+    finder: LayoutFinder, batch: LargestBatch, devices: Devices, estimates: Sequence[LayoutEstimate]
+) -> list[LayoutEstimate]:
+    """Search options with which the whole model fits on each device, faster than by any layout that fits without them.
+
+    What the search estimates from few steps is estimated once more by a step of its own; what does not fit is dropped.
+    """
+    whole = next((each.layout.name for each in estimates if is_whole_model(each.layout)), None)
+    if whole is None:
+        return []
+    finder, savings = add_free_savings(finder)
+    layout = next((each for each in finder.find_layouts()[0] if each.name == whole), None)
+    candidates = [] if layout is None else [*GridSearch(finder, layout, batch, devices).estimate_candidates()]
+    limit = (1 - MARGIN) * devices.memory
+    slowest = max((each.images_per_second for each in estimates if each.memory.total <= limit), default=0.0)
+    candidates = [each for each in candidates if each.images_per_second > slowest]
+    runs: MetaRuns = {}
+    for _ in range(MAX_ESTIMATES):
+        advice, wrong = list[LayoutEstimate](), None
+        for candidate in select_candidates(candidates, limit):
+            if (
+                found := _estimate_again(finder, candidate, batch, devices=devices, savings=savings, runs=runs)
+            ) is None:
+                wrong = candidate
+                break
+            advice.append(found)
+        if wrong is None:
+            return advice
+        candidates = [each for each in candidates if each.total < wrong.total or each.error != wrong.error]
+    return []
+
+
+def _estimate_again(
+    finder: LayoutFinder,
+    candidate: Candidate,
+    batch: LargestBatch,
+    devices: Devices,
+    savings: Mapping[str, Any],
+    runs: MetaRuns,
+) -> LayoutEstimate | None:
+    """Estimate a candidate by a step of its own; None if training would refuse it, or if it does not fit."""
+    changed = finder.add_options(candidate.options) if candidate.options else finder
+    layouts = [] if changed is None else changed.find_layouts()[0]
+    same = [layout for layout in layouts if layout.name == candidate.layout.name]
+    added = {**savings, **candidate.options}
+    for estimate in estimate_layouts(same, finder.model, batch, devices=devices, savings=added, runs=runs):
+        if estimate.memory.total <= (1 - MARGIN) * devices.memory:
+            return replace(estimate, images_per_second=candidate.images_per_second)
+    return None
 
 
 def find_largest_batch(plan: AnyBatchPlan, captions: Iterable[str]) -> LargestBatch:
@@ -173,7 +245,7 @@ def estimate_layouts(
         if key not in runs:
             number, count = numbers.setdefault(partition, len(numbers) + 1), len(set(partitions))
             logger.info("estimating memory: step %d of %d on the meta device (%s)", number, count, layout.name)
-        with _disable_logging():
+        with disable_logging():
             if key not in runs:
                 same_settings = next((run for (other, _), run in runs.items() if other == settings), None)
                 runs[key] = MetaRun(layout.config, model, batch, *partition, same_settings)
@@ -197,48 +269,8 @@ def get_partition(layout: ParallelLayout, model: DetectedModel) -> Partition:
     The stages of a pipeline can be cut out of any run, unless it pads texts or splits tokens elsewhere.
     """
     dims = layout.dims
-    varies = dims.cp > 1 or FAMILIES.get(model.family).has_variable_text_length
+    varies = dims.cp > 1 or FAMILIES.get(model.family).facts.text.has_variable_length
     return dims.tp, dims.cp, dims.pp > 1 and varies
-
-
-@contextmanager
-def _disable_logging() -> Iterator[None]:
-    """Suppress what building a run logs, and accelerate's warnings about devices that this machine lacks."""
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def estimate_images_per_second(
-    layout: ParallelLayout, run: MetaRun, parts: Sequence[DevicePart], images: int, devices: Devices
-) -> float:
-    """Estimate the throughput of all devices together, from FLOPs, pipeline bubbles and bytes sent."""
-    config, zero, sharding, ranks = layout.config, layout.zero, layout.sharding, layout.world_size
-    micro_batches, stages = config.train.gradient_accumulation_steps, layout.dims.pp
-    flops = max(part.flops for part in parts)
-    sent_bytes = run.sent_bytes / stages + 2 * max(part.sent_bytes for part in parts)
-    if config.parallel.device_map is not None:  # one device after the other
-        flops, sent_bytes = sum(part.flops for part in parts), 2 * sum(part.sent_bytes for part in parts)
-    bubble = (stages - 1) / len(parts[0].chunks)
-    computation = (micro_batches + bubble) * flops / devices.flops
-    frozen_bytes = sum(parameter.nbytes for parameter in run.frozen)
-    passes = 3 if config.train.gradient_checkpointing else 2
-    gathered_bytes = 2.0 * run.offloaded.total
-    if sharding is not None:
-        passes = passes if sharding.reshard_after_forward else 1
-        gathered_bytes = passes * frozen_bytes * (sharding.dp_shard - 1 + sharding.offload_params) / sharding.dp_shard
-    elif zero is not None and zero.stage == 3:
-        gathered_bytes = passes * frozen_bytes * (ranks - 1 + bool(zero.offload_param_device)) / ranks
-    trainable_bytes = sum(parameter.nbytes for parameter in run.trainable)
-    synchronized_bytes = count_all_reduce_bytes(trainable_bytes, ranks)
-    if zero is not None and zero.offload_optimizer_device:
-        synchronized_bytes += 2 * trainable_bytes / ranks
-    # Gathering weights overlaps with computation; activations and gradients do not.
-    seconds = max(computation, micro_batches * gathered_bytes / devices.link_speed)
-    seconds += (micro_batches * sent_bytes + synchronized_bytes) / devices.link_speed
-    return micro_batches * images * layout.dims.dp / seconds
 
 
 def suggest_savings(
@@ -249,7 +281,7 @@ def suggest_savings(
     runs: MetaRuns | None = None,
 ) -> LayoutEstimate | None:
     """Add options that save memory until a layout fits, or all that help; None if no option could ever be enough."""
-    candidates = [estimate for estimate in estimates if _is_plain(estimate.layout)] or estimates
+    candidates = [estimate for estimate in estimates if is_plain(estimate.layout)] or estimates
     names = {estimate.layout.name for estimate in candidates}
     smallest = min(candidates, key=lambda estimate: estimate.memory.total)
     if smallest.memory.reserved + smallest.memory.adapters > devices.memory:
@@ -265,7 +297,9 @@ def suggest_savings(
         logger.info("estimating memory: no layout fits; trying %s", format_flags(options))
         layouts = [layout for layout in changed.find_layouts()[0] if layout.name in names]
         largest = replace(batch, captions=batch.captions[: tried.get("train_batch_size")])
-        changed_estimates = estimate_layouts(layouts, finder.model, largest, devices, tried, dict(runs or {}))
+        changed_estimates = estimate_layouts(
+            layouts, finder.model, largest, devices=devices, savings=tried, runs=dict(runs or {})
+        )
         if fitting := [estimate for estimate in changed_estimates if estimate.memory.total <= devices.memory]:
             return min(fitting, key=lambda estimate: (-estimate.images_per_second, len(estimate.layout.options)))
         best = min([smallest, *changed_estimates], key=lambda estimate: estimate.memory.total)
@@ -274,7 +308,12 @@ def suggest_savings(
     return smallest if savings else None
 
 
-def _is_plain(layout: ParallelLayout) -> bool:
+def is_whole_model(layout: ParallelLayout) -> bool:
+    """Whether each device holds the whole model, and no engine offloads anything."""
+    return is_plain(layout) and layout.sharding is None and layout.zero is None
+
+
+def is_plain(layout: ParallelLayout) -> bool:
     """Whether it is data parallel, sharded or not, without offloading."""
     return layout.dims.model_parallel_size == 1 and not any(
         "offload" in name or "map" in name for name in layout.options
@@ -290,7 +329,7 @@ def _list_savings(model: DetectedModel, can_cache_texts: bool) -> Iterator[dict[
     yield {"gradient_checkpointing": True}
     yield {"quantize_base": "int8"}
     yield {"quantize_base": "nf4"}
-    part = FAMILIES.get(model.family).denoiser_name
+    part = FAMILIES.get(model.family).facts.denoiser_name
     yield {"blocks_to_swap": len(find_innermost_blocks(getattr(load_components_on_meta(model, (part,)), part)))}
     yield {"gradient_checkpointing": True, "cpu_offload_checkpointing": True}
     yield {"train_batch_size": 1}

@@ -18,13 +18,14 @@ from ..optim.optimizers import ParamGroup, build_optimizer
 from ..parallel.device_map import build_device_map, iter_weight_devices
 from ..parallel.fsdp import find_fsdp_blocks
 from ..parallel.pipeline_stages import partition_blocks
+from ..problems import Problem
 from .meta_run import MetaRun, StepMemory, count_frozen_bytes
 from .parallel_layouts import ParallelLayout
 
 CONTEXT_BYTES = 768 * 2**20
-"""Assumed: CUDA context, cuBLAS and cuDNN workspaces, fragmentation."""
+"""An assumption for the CUDA context, the workspaces of cuBLAS and cuDNN, and fragmentation."""
 COMMUNICATION_BYTES = 256 * 2**20
-"""Assumed: NCCL buffers."""
+"""An assumption for NCCL's buffers."""
 UNLIMITED = 2**60
 ZERO_DEFAULTS = {"stage3_param_persistence_threshold": 100_000, "stage3_max_live_parameters": 1_000_000_000}
 """DeepSpeed's defaults, in elements."""
@@ -35,7 +36,7 @@ class MemoryEstimate:
     """Peak bytes on the GPU that needs most."""
 
     weights: int
-    """Frozen, as far as they stay on the device."""
+    """Frozen weights, as far as they stay on the device."""
     adapters: int
     gradients: int
     optimizer: int
@@ -45,9 +46,9 @@ class MemoryEstimate:
     gathered: int
     """Frozen weights all-gathered from other ranks or copied from host memory, while they are used."""
     buffers: int
-    """Of DDP, ZeRO or pipeline communication."""
+    """The buffers of DDP, ZeRO or pipeline communication."""
     reserved: int
-    """Context and NCCL."""
+    """The CUDA context and NCCL's buffers."""
 
     @property
     def total(self) -> int:
@@ -56,12 +57,12 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class DevicePart:
-    """What one device holds of the model: all of it, a pipeline stage, or its part of a device map."""
+    """The part of the model that one device holds: all of it, a pipeline stage, or its part of a device map."""
 
     frozen_bytes: int
     """Bytes of frozen weights, before FSDP or ZeRO shard them."""
     chunks: tuple[StepMemory, ...]
-    """More than one in an interleaved pipeline."""
+    """The memory of each part of the model on this device; an interleaved pipeline has several."""
     received_bytes: int = 0
     """Bytes of activations from other pipeline stages, in a micro-batch."""
     sent_bytes: int = 0
@@ -81,6 +82,10 @@ class DevicePart:
     @property
     def flops(self) -> int:
         return sum(chunk.flops for chunk in self.chunks)
+
+    @property
+    def kernels(self) -> int:
+        return sum(chunk.kernels for chunk in self.chunks)
 
 
 def split_model(run: MetaRun, layout: ParallelLayout, devices: int, device_memory: int) -> list[DevicePart]:
@@ -138,7 +143,17 @@ def _split_device_map(run: MetaRun, device_map: DeviceMap, devices: int, device_
             frozen = run.frozen_bytes - sum(part.frozen_bytes for part in parts)
             share = 1 - sum(part.trainable_share for part in parts)
             chunk = run.step.head + chunk + run.step.tail
-        parts.append(DevicePart(frozen, (chunk,), received, received, 1, share, device == 0))
+        parts.append(
+            DevicePart(
+                frozen_bytes=frozen,
+                chunks=(chunk,),
+                received_bytes=received,
+                sent_bytes=received,
+                in_flight=1,
+                trainable_share=share,
+                encodes=device == 0,
+            )
+        )
     return parts[::-1]
 
 
@@ -158,7 +173,7 @@ def _estimate_part(
     elements = round(part.trainable_share * sum(parameter.numel() for parameter in run.trainable))
     gradients, optimizer = adapters, round(part.trainable_share * optimizer_state)
     activations = part.count_activation_bytes(run.encoding_peak)
-    weights, gathered = part.frozen_bytes, run.offloaded.count_device_bytes(train.gradient_checkpointing)
+    weights, gathered = part.frozen_bytes, run.stored.offloaded.count_device_bytes(train.gradient_checkpointing)
     buffers = 0
     if layout.dims.pp > 1:
         buffers = int(train.gradient_accumulation_steps * (part.received_bytes + part.sent_bytes) * buffered_shapes)
@@ -179,7 +194,17 @@ def _estimate_part(
             buffers += max(0, adapters - activations)  # flattened after activations are freed
     ema = 0 if layout.config.optim.ema_decay is None else 4 * elements
     reserved = CONTEXT_BYTES + (COMMUNICATION_BYTES if ranks > 1 else 0)
-    return MemoryEstimate(weights, adapters, gradients, optimizer, ema, activations, gathered, buffers, reserved)
+    return MemoryEstimate(
+        weights=weights,
+        adapters=adapters,
+        gradients=gradients,
+        optimizer=optimizer,
+        ema=ema,
+        activations=activations,
+        gathered=gathered,
+        buffers=buffers,
+        reserved=reserved,
+    )
 
 
 def _shard_by_fsdp(run: MetaRun, frozen: int, sharding: FSDPSettings) -> tuple[int, int]:
@@ -230,8 +255,11 @@ def estimate_optimizer_state(config: OptimConfig, groups: Sequence[ParamGroup]) 
     except (RuntimeError, NotImplementedError, AttributeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"--optimizer_type {config.optimizer_type}: cannot take a step on this machine, so the size of its state"
-            f" is unknown ({reason})"
+            Problem(
+                "optimizer_type",
+                f"cannot take a step on this machine, so the size of its state is unknown ({reason})",
+                value=config.optimizer_type,
+            )
         ) from error
     total = 0
     for parameter, count in zip(parameters, counts.values(), strict=True):

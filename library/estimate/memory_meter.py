@@ -1,4 +1,4 @@
-"""Count live bytes and FLOPs op by op, and emulate autocast and fused kernels on torch's meta device."""
+"""Count live bytes, FLOPs and kernels op by op, and emulate autocast and fused kernels on torch's meta device."""
 
 import weakref
 from collections.abc import Iterable, Sequence
@@ -21,6 +21,10 @@ HALF_OPS: Any = {
     *(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, torch.addmm),
 }
 """Ops that CUDA's autocast runs in half precision, as far as diffusion models use them."""
+ALLOCATIONS: Any = {
+    *(torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided),
+    *(torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided, torch.ops.aten._unsafe_view),
+}
 RMS_NORMS: Any = {F.rms_norm, torch.rms_norm}
 FLOAT32_OPS: Any = {
     *(RMS_NORMS if torch.__version__ >= "2.12" else ()),
@@ -32,8 +36,21 @@ FLOAT32_OPS: Any = {
 
 
 @dataclass(frozen=True)
+class MeterReading:
+    """What a ``MemoryMeter`` counted since it was read last."""
+
+    live: int
+    """Bytes that are alive now."""
+    peak: int
+    """The most bytes that were alive at once."""
+    flops: int
+    kernels: int
+    """Ops that launch a kernel: the time in which the host starts them is a lower bound of a step's."""
+
+
+@dataclass(frozen=True)
 class _KnownCall:
-    """What an op on the meta device returned: most blocks of a model are equal, and meta kernels in Python are slow."""
+    """The result of an op on the meta device: most blocks of a model are equal, and meta kernels in Python are slow."""
 
     results: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype] | None, ...]
     """Size, strides and dtype of each tensor."""
@@ -42,7 +59,7 @@ class _KnownCall:
 
     @classmethod
     def from_result(cls, result: Any, flops: int) -> "_KnownCall | None":
-        """None if the op returned something else than tensors without gaps."""
+        """Record the result of an op; return None unless it is a tensor without gaps, or several of them."""
         tensors, results = result if isinstance(result, tuple) else (result,), list[Any]()
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.is_meta and not tensor.storage_offset():
@@ -75,20 +92,21 @@ def _describe_argument(value: Any) -> Any:
 
 
 class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Count FLOPs and the bytes of storages that are alive on a device, without its allocator."""
+    """Count FLOPs, kernels and the bytes of storages that are alive on a device, without its allocator."""
 
     def __init__(self, device: torch.device, allocated: Iterable[Tensor] = ()):
         """``allocated`` tensors exist beforehand and do not count."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device, self.live, self.peak, self.flops = device, 0, 0, 0
+        self.device, self.live, self.peak, self.flops, self.kernels = device, 0, 0, 0, 0
         self._known_calls: dict[Any, _KnownCall] = {}
         self._is_pure: dict[Any, bool] = {}
+        self._launches: dict[Any, bool] = {}
         self._storages: dict[int, Any] = {tensor.untyped_storage()._cdata: tensor for tensor in allocated}
 
-    def read_and_reset(self) -> tuple[int, int, int]:
-        """Return live bytes, and the peak and the FLOPs since the last reset."""
-        reading = self.live, self.peak, self.flops
-        self.peak, self.flops = self.live, 0
+    def read_and_reset(self) -> MeterReading:
+        """Return live bytes, and the peak, FLOPs and kernels since the last reset."""
+        reading = MeterReading(self.live, self.peak, self.flops, self.kernels)
+        self.peak, self.flops, self.kernels = self.live, 0, 0
         return reading
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,6 +121,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if key is not None and (call := _KnownCall.from_result(result, flops)) is not None:
                 self._known_calls[key] = call
         self.flops += flops
+        self.kernels += self._launches_kernel(function)
         for item in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(item, Tensor) and self._is_local(item.device):
                 self._add(item.untyped_storage())
@@ -120,6 +139,14 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(first, Tensor) or not first.is_meta:
             return None
         return function, _describe_argument(args), _describe_argument([*kwargs.items()])
+
+    def _launches_kernel(self, function: Any) -> bool:
+        """Whether the op computes: views share the memory of an argument, and allocations are no work."""
+        if function not in self._launches:
+            schema = function._schema
+            is_view = not schema.is_mutable and any(each.alias_info is not None for each in schema.returns)
+            self._launches[function] = not is_view and function.overloadpacket not in ALLOCATIONS
+        return self._launches[function]
 
     def _is_local(self, device: torch.device) -> bool:
         return device.type == self.device.type and self.device.index in (None, device.index)
@@ -147,7 +174,7 @@ def _count_flops(operation: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """What the fused kernel of GPUs allocates: it saves its input and a number for each row."""
+    """A model of the fused kernel of GPUs, which saves its input and a number for each row."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, num_dims: int) -> Tensor:

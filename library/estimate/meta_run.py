@@ -4,6 +4,7 @@ The training code itself builds, adapts and partitions the model, so there is no
 """
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,14 +20,15 @@ from ..adapters.injection import cast_trainable_parameters, leave_input_casts_to
 from ..config import RunConfig
 from ..dataloader.batch import Cond, Moments, PixelBatch
 from ..distributed.devices import MIXED_PRECISION_DTYPES
-from ..models.base import Family
+from ..models.base import Family, T5Family
 from ..models.detect import DetectedModel
-from ..models.facts import select_trained_text_encoders
 from ..models.families import FAMILIES
 from ..models.loading import load_pipeline_on_meta
+from ..models.text_encoding import encode_text_on_meta
+from ..models.trained_components import list_cached_text_components, select_trained_text_encoders
 from ..optim.optimizers import ParamGroup
 from ..parallel.async_copy import CopyStream
-from ..parallel.block_swap import OffloadedBytes, is_quantized_or_offloaded, quantize_and_offload_base
+from ..parallel.block_swap import is_quantized_or_offloaded, quantize_and_offload_base
 from ..parallel.context_parallel import ContextParallel
 from ..parallel.parallel_plan import Activations, build_parallel_plan
 from ..parallel.pipeline_stages import StageRunner
@@ -37,7 +39,8 @@ from ..training.param_groups import build_param_groups
 from ..training.setup import build_objective
 from ..training.task import DiffusionTask
 from ..training.trainable_modules import build_trainable_modules, get_trainable_parameters
-from .memory_meter import AutocastEmulation, MemoryMeter, run_backward
+from .base_storage import KERNELS_PER_UNPACKING, BlockWeights, StoredBase
+from .memory_meter import AutocastEmulation, MemoryMeter, MeterReading, run_backward
 
 META = torch.device("meta")
 
@@ -62,10 +65,11 @@ class StepMemory:
     saved: int = 0
     """Bytes that forward saves for backward."""
     forward_peak: int = 0
-    """Bytes above what was live before forward."""
+    """The peak of bytes during forward, above those in use before it."""
     backward_peak: int = 0
-    """Bytes above what was live after forward."""
+    """The peak of bytes during backward, above those in use after forward."""
     flops: int = 0
+    kernels: int = 0
 
     @property
     def peak(self) -> int:
@@ -75,7 +79,8 @@ class StepMemory:
         """Combine with the part that follows on the same device; backward runs in reverse order."""
         forward_peak = max(self.forward_peak, self.saved + after.forward_peak)
         backward_peak = max(after.backward_peak, self.backward_peak - after.saved)
-        return StepMemory(self.saved + after.saved, forward_peak, backward_peak, self.flops + after.flops)
+        flops, kernels = self.flops + after.flops, self.kernels + after.kernels
+        return StepMemory(self.saved + after.saved, forward_peak, backward_peak, flops, kernels)
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,27 @@ class MetaStep:
     def total(self) -> StepMemory:
         return self.run_stage(0, len(self.blocks))
 
+    def add_to_blocks(self, num_bytes: int, kernels: int) -> "MetaStep":
+        """Let each block need so many bytes more while it computes, and launch so many kernels more."""
+        blocks = tuple(
+            replace(
+                block,
+                forward_peak=block.forward_peak + num_bytes,
+                backward_peak=block.backward_peak + num_bytes,
+                kernels=block.kernels + kernels,
+            )
+            for block in self.blocks
+        )
+        return replace(self, blocks=blocks)
+
+    def mix_blocks(self, other: "MetaStep", every: int) -> "MetaStep":
+        """Take every n-th block, from the first one on, and what is around the blocks from ``other``."""
+        blocks = [
+            theirs if not index % every else ours
+            for index, (ours, theirs) in enumerate(zip(self.blocks, other.blocks, strict=True))
+        ]
+        return replace(other, blocks=tuple(blocks))
+
 
 class FakeGroup:
     """A process group with one process: counts the bytes sent, and returns tensors of the right size."""
@@ -123,7 +149,7 @@ class FakeGroup:
 
 
 class _FakeAllToAll(torch.autograd.Function):
-    """Gradients are sent back."""
+    """An all-to-all without data, whose backward sends the gradients back."""
 
     @staticmethod
     def forward(ctx: Any, sent: Tensor, rows: int, sent_bytes: float, group: FakeGroup) -> Tensor:
@@ -155,6 +181,14 @@ class _MetaContextParallel(ContextParallel):
         return F.scaled_dot_product_attention(*args, **kwargs)
 
 
+def _checkpoint_within_budget(config: RunConfig) -> RunConfig:
+    """Estimate what the compiler recomputes for ``activation_memory_budget`` as checkpointing with that budget."""
+    train = config.train
+    if config.distributed.torch_compile and train.activation_memory_budget and not train.gradient_checkpointing:
+        return replace(config, train=replace(train, gradient_checkpointing=True))
+    return config
+
+
 class _StepRecorder:
     """Reads a meter at each block boundary: in forward directly, in backward by hooks on activations."""
 
@@ -163,8 +197,8 @@ class _StepRecorder:
 
     def start(self, meter: MemoryMeter) -> None:
         self._meter, self._block = meter, 0
-        self._forward: list[tuple[int, int, int]] = []
-        self._backward: dict[int, tuple[int, int, int]] = {}
+        self._forward: list[MeterReading] = []
+        self._backward: dict[int, MeterReading] = {}
         self._flows: list[int] = []
 
     def end_forward(self) -> None:
@@ -187,10 +221,17 @@ class _StepRecorder:
     def build_step(self) -> MetaStep:
         self._backward[self._block] = self._meter.read_and_reset()
         parts, before = list[StepMemory](), 0
-        for number, (live, peak, flops) in enumerate(self._forward):
-            _, backward_peak, backward_flops = self._backward.get(number - 1, (0, live, 0))
-            parts.append(StepMemory(live - before, peak - before, backward_peak - live, flops + backward_flops))
-            before = live
+        for number, forward in enumerate(self._forward):
+            backward = self._backward.get(number - 1, MeterReading(0, forward.live, 0, 0))
+            part = StepMemory(
+                saved=forward.live - before,
+                forward_peak=forward.peak - before,
+                backward_peak=backward.peak - forward.live,
+                flops=forward.flops + backward.flops,
+                kernels=forward.kernels + backward.kernels,
+            )
+            parts.append(part)
+            before = forward.live
         return MetaStep(parts[0], tuple(parts[1:-1]), parts[-1], tuple(self._flows))
 
 
@@ -207,7 +248,8 @@ class MetaRun:
         pipeline: bool = False,
         same_settings: "MetaRun | None" = None,
     ):
-        """What does not depend on the partition is taken from ``same_settings``, another run."""
+        """Take the batch and the peaks of encoding from ``same_settings``, a run that differs in the partition only."""
+        config = _checkpoint_within_budget(config)
         precision = config.distributed.mixed_precision or "no"
         self.config, self._dtype = config, None if precision == "no" else MIXED_PRECISION_DTYPES[precision]
         self.family: Family = FAMILIES.get(model.family)(config.model)
@@ -226,19 +268,21 @@ class MetaRun:
         if self._dtype is not None:
             leave_input_casts_to_autocast(self.trained)
         self.denoiser: Any = self.trained.denoiser
-        self.offloaded = OffloadedBytes()
-        """Frozen weights in host memory (``blocks_to_swap``)."""
+        self.base_weights = BlockWeights(self.denoiser)
+        self.stored = self._store_base_weights(config)
+        self._saved_bytes = 0
+        self._whole_bytes: int | None = None
         if is_quantized_or_offloaded(config.model, config.train):
-            self.offloaded = quantize_and_offload_base(self.denoiser, (META, META), config.model, config.train)
+            quantize_and_offload_base(self.denoiser, (META, META), config.model, config.train)
             self._cast_inputs_of_frozen_layers()
         self.trainable = get_trainable_parameters(self.trained)
         self.task = DiffusionTask(
-            self.family,
-            self.pipe,
-            self.trained,
-            build_objective(config.noise, config.loss, self.family, self.pipe),
-            config.train.seed,
-            CopyStream(META),
+            family=self.family,
+            pipe=self.pipe,
+            denoiser=self.trained,
+            objective=build_objective(config.noise, config.loss, self.family, self.pipe),
+            seed=config.train.seed,
+            to_device=CopyStream(META),
             trains_text_encoders=bool(self.trained_encoders),
             pads_texts=pipeline,
         )
@@ -253,17 +297,45 @@ class MetaRun:
         count = 2 if config.train.blocks_to_swap or config.train.activation_memory_budget else 1
         self.step = [self._run_step() for _ in range(count)][-1]
         self.sent_bytes = sum(group.sent_bytes for group in groups) / count
-        """To tensor- and context-parallel ranks, per micro-batch."""
+        """Bytes that a micro-batch sends to tensor- and context-parallel ranks."""
 
     def replace_cache_settings(self, config: RunConfig) -> "MetaRun":
         """Return the same run with other outputs of frozen encoders cached, which do not change the step."""
         other = copy.copy(self)
-        other.config = config
+        other.config, other._whole_bytes = config, None
+        return other
+
+    def replace_storage(self, config: RunConfig) -> "MetaRun":
+        """Return the same run with the base weights stored as ``config`` says; this one has them in the model's dtype.
+
+        The step is not run again: a layer unpacks its weight, so the peak of each block has one more, and more kernels.
+        """
+        other, stored = self.replace_step(config, self.step), self._store_base_weights(config)
+        other.stored, other._saved_bytes = stored, stored.saved_bytes
+        passes = 3 if config.train.gradient_checkpointing else 2
+        kernels = round(passes * KERNELS_PER_UNPACKING * stored.unpacked_weights / len(self.step.blocks))
+        other.step = self.step.add_to_blocks(stored.largest_unpacked, kernels)
+        return other
+
+    def _store_base_weights(self, config: RunConfig) -> StoredBase:
+        train = config.train
+        return self.base_weights.store(config.model.quantize_base, train.blocks_to_swap, train.block_swap_window_mb)
+
+    def replace_step(self, config: RunConfig, step: MetaStep) -> "MetaRun":
+        """Return the same run with another step."""
+        self._count_whole_bytes()  # once for all copies
+        other = copy.copy(self)
+        other.config, other.step = config, step
         return other
 
     @property
     def frozen_bytes(self) -> int:
-        return count_frozen_bytes(self.trained, *self.frozen_encoders)
+        return self._count_whole_bytes() - self._saved_bytes
+
+    def _count_whole_bytes(self) -> int:
+        if self._whole_bytes is None:  # there are thousands of tensors
+            self._whole_bytes = count_frozen_bytes(self.trained, *self.frozen_encoders)
+        return self._whole_bytes
 
     @property
     def encoding_peak(self) -> int:
@@ -277,8 +349,8 @@ class MetaRun:
         """Frozen VAE and text encoders that stay on the device, as their outputs are not cached."""
         cache, adapter, optim = self.config.cache, self.config.adapter, self.config.optim
         names = [] if cache.caches_latents else ["vae"]
-        cached = self.family.list_cached_text_components(adapter, optim) if cache.caches_text_outputs else ()
-        names += [name for name in self.family.text_components if name not in (*self.trained_encoders, *cached)]
+        cached = list_cached_text_components(adapter, optim, self.family.facts) if cache.caches_text_outputs else ()
+        names += [name for name in self.family.facts.text.components if name not in (*self.trained_encoders, *cached)]
         return [part for name in names if isinstance(part := getattr(self.pipe, name), nn.Module)]
 
     def build_param_groups(self) -> list[ParamGroup]:
@@ -342,13 +414,13 @@ class MetaRun:
     def _build_batch(self, batch: LargestBatch) -> PixelBatch:
         """Build the encoded batch, and measure the encoders."""
         (width, height), count, cache = batch.size, len(batch.captions), self.config.cache
-        encode = self.family.encode_prompts_with_controls_on_meta
-        cond: Cond | None = encode(self.pipe, batch.captions, batch.control_sizes)
+        cond: Cond | None = encode_text_on_meta(self.family, self.pipe, batch.captions, batch.control_sizes)
         if self.trained_encoders:
-            with torch.no_grad():
-                texts = self.pipe, batch.captions
-                cond = self.family.encode_t5_prompts(*texts) if cache.caches_text_outputs else None
-        elif not cache.caches_text_outputs and not self.family.has_variable_text_length:
+            cond = None
+            if cache.caches_text_outputs and isinstance(self.family, T5Family):
+                with torch.no_grad():
+                    cond = self.family.encode_t5_prompts(self.pipe, batch.captions)
+        elif not cache.caches_text_outputs and not self.family.facts.text.has_variable_length:
             with self._measure(self._models, self._dtype) as meter:
                 self.family.encode_prompts_on_meta(self.pipe, batch.captions[: cache.text_encoder_batch_size])
             self.encoding_peaks["text"] = meter.peak
@@ -373,6 +445,16 @@ class MetaRun:
         for layer in self.denoiser.modules() if dtype is not None else ():
             if isinstance(layer, (FrozenLinear, FrozenConv2d)):
                 layer.register_forward_pre_hook(lambda _, args: (args[0].to(dtype), *args[1:]))
+
+
+@contextmanager
+def disable_logging() -> Iterator[None]:
+    """Suppress what building a run logs, and accelerate's warnings about devices that this machine lacks."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def count_frozen_bytes(*modules: nn.Module) -> int:

@@ -21,6 +21,7 @@ from ..models.detect import DetectedModel
 from ..models.families import FAMILIES
 from ..optim.validate_optimizer import validate_elementwise_optimizer, validate_optimizer
 from ..parallel.deepspeed.engine import DeepSpeedStrategy
+from ..problems import Problem
 from ..training.validate_model import load_denoiser_on_meta, validate_model_parallel, validate_quantize_offload
 
 SIZE_OPTIONS = {"pp_size": "PP", "tp_size": "TP", "cp_size": "CP"}
@@ -44,7 +45,7 @@ class ParallelLayout:
 
     name: str
     options: Mapping[str, Any]
-    """The options that select it."""
+    """The options that select the layout."""
     config: RunConfig
     dims: ParallelDims
     sharding: FSDPSettings | None
@@ -70,10 +71,10 @@ class LayoutFinder:
     model: DetectedModel
     num_devices: int
 
-    def find_layouts(self) -> tuple[list[ParallelLayout], list[str]]:
+    def find_layouts(self) -> tuple[list[ParallelLayout], list[Problem]]:
         """Return the layouts that training would accept, and why it would reject the others, each reason once."""
-        layouts, reasons = list[ParallelLayout](), dict[str, list[str]]()
-        model_problems = dict[tuple[ParallelDims, Any], str | None]()
+        layouts, reasons = list[ParallelLayout](), dict[Problem, list[str]]()
+        model_problems = dict[tuple[ParallelDims, Any], Problem | None]()
         for name, options in self._enumerate_options():
             layout = self._build_layout(name, options)
             problem = next(self._find_layout_rejections(layout), None)
@@ -88,10 +89,10 @@ class LayoutFinder:
                 reasons.setdefault(problem, []).append(name)
         if len(reasons) == 1:
             return layouts, [*reasons]
-        return layouts, [f"{', '.join(names)}: {problem}" for problem, names in reasons.items()]
+        return layouts, [replace(problem, scope=", ".join(names)) for problem, names in reasons.items()]
 
-    def find_rejections(self) -> list[str]:
-        """Why training would reject the user's own settings on so many devices."""
+    def find_rejections(self) -> list[Problem]:
+        """List the reasons why training would reject the user's own settings on so many devices."""
         launch = validate_parallelism(self.config, self._build_world(self.config.parallel))
         return [*validate_optimizer(self.config.optim), *launch, *self._find_model_rejections(self.config)]
 
@@ -107,7 +108,7 @@ class LayoutFinder:
     def _known_rejections(self) -> set[Any]:
         return set(validate_config(self.config, self.explicit))
 
-    def _find_model_rejections(self, config: RunConfig) -> Iterator[str]:
+    def _find_model_rejections(self, config: RunConfig) -> Iterator[Problem]:
         family = FAMILIES.get(self.model.family)(config.model)
         return validate_model_parallel(config.parallel, config.optim.optimizer_type, family, lambda: self._denoiser)
 
@@ -115,10 +116,10 @@ class LayoutFinder:
     def _denoiser(self) -> Any:
         return load_denoiser_on_meta(FAMILIES.get(self.model.family)(self.config.model), self.model)
 
-    def _find_layout_rejections(self, layout: ParallelLayout) -> Iterator[str]:
+    def _find_layout_rejections(self, layout: ParallelLayout) -> Iterator[Problem]:
         for problem in validate_config(layout.config, self.explicit | set(layout.options)):
             if problem not in self._known_rejections:
-                yield f"--{problem[0][0]}: {problem[1]}"
+                yield problem
         yield from validate_parallelism(layout.config, self._build_world(layout.config.parallel))
         is_replicated = layout.sharding is None and (layout.zero is None or layout.zero.stage < 3)
         has_whole_model = is_replicated and layout.dims.cp == layout.dims.model_parallel_size
@@ -134,7 +135,7 @@ class LayoutFinder:
         world = self._build_world(config.parallel)
         sharding = resolve_fsdp(config.sharding, config.parallel.tp_size, world)
         dims, zero = build_parallel_dims(config.parallel, world.world_size), resolve_deepspeed(config.deepspeed, world)
-        return ParallelLayout(name, options, config, dims, sharding, zero)
+        return ParallelLayout(name=name, options=options, config=config, dims=dims, sharding=sharding, zero=zero)
 
     def _build_world(self, parallel: ParallelConfig) -> World:
         return World.build_fake(1 if parallel.device_map else self.num_devices, self.num_devices)

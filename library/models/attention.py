@@ -25,7 +25,7 @@ DIFFUSERS_ATTENTION_BACKENDS = {
     "flash3": "_flash_3",
     "xformers": "xformers",
 }
-"""``attn_mode`` -> name of the attention backend in diffusers."""
+"""The name in diffusers of the attention backend of each ``attn_mode``."""
 
 
 def set_attention_mode(denoiser: Any, mode: str) -> None:
@@ -73,9 +73,9 @@ def attend_with_cudnn(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
-            attn_mask,
-            dropout_p,
-            is_causal,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
             scale=scale,
             enable_gqa=enable_gqa,
         )

@@ -33,7 +33,7 @@ _UNSUPPORTED_FILE_PATTERNS: tuple[tuple[str, str], ...] = (
     (r"scaled_fp8$|\.scale_weight$|\.weight_scale$", "a scaled-fp8 model; use the file with bf16 or fp16 weights"),
     (r"\.(absmax|quant_state|quant_map)\b", "a quantized model; use the file with bf16 or fp16 weights"),
 )
-"""Pattern of a key -> what the file is, if it is never usable."""
+"""Patterns of keys of files that are never usable, and what such a file is."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ _COMPONENT_SIGNATURES: Mapping[str, tuple[str, str, int]] = {
     "t5": (r"(?:^|\.)encoder\.block\.0\.layer\.0\.SelfAttention\.q\.weight$", "T5 text encoder of width {}", 1),
     "llm": (r"(?:^|\.)embed_tokens\.weight$", "language model of width {}", 1),
 }
-"""Component type -> pattern of one of its keys, its description, and the axis of its width."""
+"""The pattern of a key of each component type, the description of the type, and the axis of its width."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ def describe_signature(signature: ComponentSignature) -> str:
 
 def has_denoiser(header: SafetensorsHeader, facts: FamilyFacts) -> bool:
     """Whether the file contains the denoiser of a family."""
-    return all(_find_shape(header, key, facts) is not None for key in facts.single_file_keys)
+    keys = facts.detection.keys
+    return bool(keys) and all(_find_shape(header, key, facts) is not None for key in keys)
 
 
 def match_bundled_config(header: SafetensorsHeader, family: str, facts: FamilyFacts) -> str | None:
@@ -99,7 +100,7 @@ def find_component_names(header: SafetensorsHeader, facts: FamilyFacts) -> tuple
     """The family's components in the file; the denoiser may have no prefix."""
     names = [
         component
-        for component, prefixes in facts.single_file_prefixes.items()
+        for component, prefixes in facts.single_files.prefixes.items()
         if any(key.startswith(prefix) for prefix in prefixes for key in header.shapes)
     ]
     if has_denoiser(header, facts) and facts.denoiser_name not in names:
@@ -112,7 +113,7 @@ def reject_unsupported_model(header: SafetensorsHeader, families: Iterable[Famil
     for facts in families:
         if not has_denoiser(header, facts):
             continue
-        for (key, axis, length), description in facts.unsupported_shapes.items():
+        for (key, axis, length), description in facts.detection.unsupported_shapes.items():
             shape = _find_shape(header, key, facts)
             if shape is not None and len(shape) > axis and shape[axis] == length:
                 raise ModelError(f"is {description}")
@@ -122,7 +123,7 @@ def _iter_shape_checks(
     header: SafetensorsHeader, facts: FamilyFacts, config: BundledConfig
 ) -> Iterator[tuple[object, object]]:
     """The family's ``shape_checks``: the value in the file, and the value in the config."""
-    for (key, axis), (component, *steps) in facts.shape_checks.items():
+    for (key, axis), (component, *steps) in facts.detection.shape_checks.items():
         value: object = config.get(f"{component}/config.json")
         for step in steps:
             if isinstance(value, dict) or (isinstance(value, list) and isinstance(step, int) and step < len(value)):
@@ -136,9 +137,9 @@ def _iter_shape_checks(
 
 def _find_shape(header: SafetensorsHeader, key: str, facts: FamilyFacts | None = None) -> tuple[int, ...] | None:
     """The shape of a weight by its original or its diffusers key, with or without prefix."""
-    own = facts.single_file_prefixes.get(facts.denoiser_name, ()) if facts else ()
+    own = facts.single_files.prefixes.get(facts.denoiser_name, ()) if facts else ()
     prefixes = dict.fromkeys((DENOISER_PREFIX, "", *own))
-    keys = (key, facts.diffusers_keys.get(key, key) if facts else key)
+    keys = (key, facts.detection.diffusers_keys.get(key, key) if facts else key)
     names = [prefix + each for each in keys for prefix in prefixes]
     return next((header.shapes[name] for name in names if name in header.shapes), None)
 
@@ -202,12 +203,12 @@ _SIGNATURE_BY_CLASS: Mapping[str, tuple[str, str]] = {
     "Qwen3ForCausalLM": ("llm", "hidden_size"),
     "Qwen2_5_VLForConditionalGeneration": ("llm", "hidden_size"),
 }
-"""Class of a component -> component type, and the key of its width in the config."""
+"""The component type of each class, and the key of its width in the config."""
 
 
 @dataclass(frozen=True)
 class ComponentSource:
-    """Where one component is loaded from."""
+    """The file or folder that one component is loaded from."""
 
     source_type: Literal["file", "folder", "hub"]
     path_or_id: str

@@ -14,7 +14,7 @@ from .base import Family
 
 def list_adaptable_components(family: Family | type[Family]) -> tuple[str, ...]:
     """List the denoiser and the text encoders of a family that LoRA files can hold layers of."""
-    return (family.denoiser_name, *family.text_lora_prefixes)
+    return (family.facts.denoiser_name, *family.facts.lora.text_encoders)
 
 
 def collect_component_keys(family: Family | type[Family], pipe: Any) -> list[ComponentKeys]:
@@ -33,8 +33,8 @@ def build_component_keys(
 
     ``model`` is the component, wrapped or not, with or without an adapter, or the names of its modules.
     """
-    modules = list_module_names(model) if isinstance(model, nn.Module) else model
-    if component == family.denoiser_name:
-        styles = family.lora_key_style, family.lora_other_key_styles
-        return ComponentKeys(component, modules, family.lora_prefix, *styles)
-    return ComponentKeys(component, modules, family.text_lora_prefixes[component], family.get_text_key_style(component))
+    modules, lora = list_module_names(model) if isinstance(model, nn.Module) else model, family.facts.lora
+    if component == family.facts.denoiser_name:
+        return ComponentKeys(component, modules, lora.prefix, lora.key_style, lora.other_key_styles)
+    encoder = lora.text_encoders[component]
+    return ComponentKeys(component, modules, encoder.prefix, encoder.key_style)

@@ -4,7 +4,7 @@ Imports no torch and loads no weights, so that a wrong model is reported at once
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,9 @@ from ..config.schema import ModelConfig
 from ..dataset.controls import ControlLimits
 from ..demo import BUILT_IN_MODEL_DIR
 from ..errors import ConfigError, FileError
+from ..problems import Problem
 from ..registry import suggest_name
+from .base import Family
 from .checkpoint_inspection import (
     ComponentSource,
     SafetensorsHeader,
@@ -48,19 +50,19 @@ SourceType = Literal["folder", "hub", "file", "random"]
 
 @dataclass(frozen=True)
 class DetectedModel:
-    """What is known of a model before it is loaded; the input of ``Family.load``."""
+    """A model that is not loaded yet: its family, its files and what they tell; the input of ``Family.load``."""
 
     family: str
     reason: str
     size_multiple: int
     """Width and height of training images are multiples of this."""
     prediction_type: str = "epsilon"
-    """``epsilon``, ``v`` or ``flow``."""
+    """The target that the model predicts: ``epsilon``, ``v`` or ``flow``."""
     has_guidance_embeds: bool = False
     """Whether the denoiser takes the guidance scale as an input."""
     source_type: SourceType = "folder"
     path_or_id: str = ""
-    """The folder, hub id or file."""
+    """The folder, hub id or file of the model."""
     bundled_config: str | None = None
     """Name of the bundled config, for single files and random weights."""
     single_file_components: tuple[str, ...] = ()
@@ -78,8 +80,13 @@ class DetectedModel:
         return self.path_or_id == str(BUILT_IN_MODEL_DIR)
 
     @property
+    def family_name(self) -> str:
+        """The family in messages: its registered name, or the title of a family that is found by its import path."""
+        return self.family if self.family in FAMILY_FACTS else get_family_facts(self.family).title
+
+    @property
     def short_name(self) -> str:
-        """What messages call it."""
+        """The model in messages."""
         return "the built-in demo model" if self.is_built_in else "this model"
 
 
@@ -93,7 +100,7 @@ def detect_model(model: ModelConfig | str | None) -> DetectedModel:
         detected = _detect_source(model)
     except ModelError as problem:
         name = model.pretrained_model_name_or_path
-        raise FileError([f"pretrained_model_name_or_path: {name}: {problem}"]) from None
+        raise FileError([Problem("pretrained_model_name_or_path", f"{name}: {problem}")]) from None
     return _apply_options(detected, model)
 
 
@@ -102,20 +109,32 @@ def get_family_facts(family: str) -> FamilyFacts:
     if family in FAMILY_FACTS:
         return FAMILY_FACTS[family]
     try:
-        facts = getattr(FAMILIES.get(family), "facts", None)
+        found = FAMILIES.get(family)
     except ConfigError as error:
-        raise ConfigError([f"family: {line}" for line in error.problems]) from None
-    if not isinstance(facts, FamilyFacts):
-        raise ConfigError([f"family: {family} is not a model family; subclass library.models.base.Family"])
-    return facts
+        raise ConfigError([replace(problem, option="family") for problem in error.problems]) from None
+    if missing := list(_find_missing_parts(found)):
+        guide = "see docs/adding_a_family.md"
+        raise ConfigError([Problem("family", f"{family} {text}", guide) for text in missing])
+    return found.facts
+
+
+def _find_missing_parts(family: Any) -> Iterator[str]:
+    """Find what the author of a family has not written yet."""
+    if not (isinstance(family, type) and issubclass(family, Family)):
+        yield "is not a model family; subclass library.models.base.Family"
+        return
+    if not isinstance(getattr(family, "facts", None), FamilyFacts):
+        yield "has no facts; set facts = FamilyFacts(...)"
+    if methods := sorted(family.__abstractmethods__):
+        yield f"does not write {', '.join(methods)}"
 
 
 def build_control_limits(model: DetectedModel) -> ControlLimits:
-    """How many control images a model takes, and the models that take some."""
+    """Build the limits on the number of control images of a model, with the names of the models that take some."""
     facts = get_family_facts(model.family)
-    titles = [each.title for each in FAMILY_FACTS.values() if each.control_images[1]]
+    titles = [each.title for each in FAMILY_FACTS.values() if each.control.num_images[1]]
     titles += [f"{FAMILY_FACTS[name].title} with --control" for name in CONTROL_FAMILIES]
-    return ControlLimits(*facts.control_images, facts.title, ", ".join(titles))
+    return ControlLimits(*facts.control.num_images, facts.title, ", ".join(titles))
 
 
 def list_size_multiples() -> dict[str, int]:
@@ -160,12 +179,11 @@ def _detect_from_configs(
             + _hint_single_component(read)
         )
     name = index.get("_class_name")
-    candidates = (
-        [family_option] if family_option else [key for key in FAMILY_FACTS if FAMILY_FACTS[key].pipeline_class == name]
-    )
+    registered = [key for key, facts in FAMILY_FACTS.items() if facts.pipeline.class_name == name]
+    candidates = [family_option] if family_option else registered
     for family in candidates:
         facts = get_family_facts(family)
-        match = facts.match_configs(read)
+        match = facts.detection.match_configs(read)
         if match is None:
             continue
         for component in facts.components:
@@ -234,7 +252,7 @@ def _build_single_file_model(
             prediction_type, overrides = "epsilon", {"prediction_type": "epsilon"}
     if "ztsnr" in header.shapes:  # a marker key in models by NovelAI and others
         overrides["rescale_betas_zero_snr"] = True
-    key = facts.single_file_keys[-1]
+    key = facts.detection.keys[-1]
     reason = "set by --family" if has_family_option else f"the file has {key} with the shape of {facts.title}"
     return _build_detected(
         family,
@@ -249,7 +267,7 @@ def _build_single_file_model(
 
 
 def _match_bundled_config(facts: FamilyFacts, config: str) -> FamilyMatch:
-    match = facts.match_configs(build_bundled_reader(load_bundled_config(config)))
+    match = facts.detection.match_configs(build_bundled_reader(load_bundled_config(config)))
     if match is None:
         raise ModelError(f"its files are not those of {facts.title}")
     return match
@@ -286,38 +304,38 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
     """Resolve the component options and check the options of the family; all problems are raised together."""
     control, controls = model_config.control, CONTROL_FAMILIES.get(detected.family, {})
     detected = replace(detected, family=controls.get(control, detected.family))
-    facts, problems, read = get_family_facts(detected.family), list[str](), get_config_reader(detected)
+    facts, problems, read = get_family_facts(detected.family), list[Problem](), get_config_reader(detected)
     sources = {}
     for option in COMPONENT_OPTIONS:
         path_or_id = getattr(model_config, option)
         if path_or_id is None:
             continue
-        component = facts.component_options.get(option)
+        component = facts.options.components.get(option)
         if component is None:
-            problems.append(f"{option}: {facts.title} has no such component")
+            problems.append(Problem(option, f"{facts.title} has no such component"))
             continue
         try:
             sources[component] = resolve_component_source(path_or_id, component, read)
         except ModelError as problem:
-            problems.append(f"{option}: {path_or_id}: {problem}")
-    problems += [*_find_unsupported_options(model_config, facts), *facts.validate_options(read, model_config)]
+            problems.append(Problem(option, f"{path_or_id}: {problem}"))
+    problems += [*_find_unsupported_options(model_config, facts), *facts.options.validate(read, model_config)]
     if detected.source_type == "file":
         problems += _find_missing_components(detected, facts, sources)
     if control not in ("none", *controls):
         others = ", ".join(FAMILY_FACTS[name].title for name, each in CONTROL_FAMILIES.items() if control in each)
-        problems.append(f"control: {control} is not supported for {facts.title}, only for {others}")
-    if model_config.v2 and not facts.is_version_2:
-        problems.append(f"v2: the model is {facts.title}; leave this option out")
+        problems.append(Problem("control", f"{control} is not supported for {facts.title}, only for {others}"))
+    if model_config.v2 and not facts.options.is_version_2:
+        problems.append(Problem("v2", f"the model is {facts.title}", "leave this option out"))
     if problems:
         raise ConfigError(problems)
     return replace(detected, component_sources=sources)
 
 
-def _find_unsupported_options(model_config: ModelConfig, facts: FamilyFacts) -> list[str]:
+def _find_unsupported_options(model_config: ModelConfig, facts: FamilyFacts) -> list[Problem]:
     """Options of other families that are set."""
-    special = {option for each in FAMILY_FACTS.values() for option in each.extra_options} - set(facts.extra_options)
+    special = {option for each in FAMILY_FACTS.values() for option in each.options.extra} - set(facts.options.extra)
     return [
-        f"{option}: does not apply to {facts.title}; leave this option out"
+        Problem(option, f"does not apply to {facts.title}", "leave this option out")
         for option in sorted(special)
         if getattr(model_config, option) != getattr(ModelConfig, option)
     ]
@@ -325,13 +343,16 @@ def _find_unsupported_options(model_config: ModelConfig, facts: FamilyFacts) -> 
 
 def _find_missing_components(
     detected: DetectedModel, facts: FamilyFacts, component_sources: Mapping[str, ComponentSource]
-) -> list[str]:
-    options = {component: option for option, component in facts.component_options.items()}
+) -> list[Problem]:
+    options = {component: option for option, component in facts.options.components.items()}
     available = {*detected.single_file_components, *component_sources}
     missing = [name for name in facts.components if name not in available and not is_tokenizer(name)]
     return [
-        f"pretrained_model_name_or_path: {detected.path_or_id}: the file has no {name}"
-        + (f"; give one with --{options[name]}" if name in options else "")
+        Problem(
+            "pretrained_model_name_or_path",
+            f"{detected.path_or_id}: the file has no {name}",
+            f"give one with --{options[name]}" if name in options else "",
+        )
         for name in missing
     ]
 

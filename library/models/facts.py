@@ -1,13 +1,19 @@
-"""The static facts of a model family, known without torch: how it is detected, its components and its options."""
+"""The static facts of a model family in groups, known without torch.
+
+A fact is in one place: the class of a family (``library.models.base``) holds only methods and reads everything else
+here.  Every group but ``PipelineFacts``, ``DetectionFacts``, ``FamilyLora``, ``TextFacts`` and ``SamplingFacts`` may be
+left out, and within a group everything that has a default.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..adapters.original_module_names import OriginalModule
-from ..config.network_args import GENERAL_NETWORK, NetworkFacts, get_network_args
-from ..config.schema import AdapterConfig, ModelConfig, OptimConfig
-from ..config.unused_options import is_self_tuning_adafactor
+from ..adapters.original_module_names import CLIP_KEYS, DIFFUSERS_KEYS, KeyStyle, OriginalModule
+from ..adapters.token_layout import TokenLayout
+from ..config.network_args import GENERAL_NETWORK, NetworkFacts
+from ..config.schema import ModelConfig
+from ..problems import Problem
 from .model_configs import ConfigReader
 
 TORCH_ATTENTION_MODES = ("sdpa", "torch")
@@ -16,128 +22,265 @@ TORCH_ATTENTION_MODES = ("sdpa", "torch")
 
 @dataclass(frozen=True)
 class FamilyMatch:
-    """What the JSON files of a model tell."""
+    """The result of a detection: what the JSON files of a model tell about it."""
 
     reason: str
+    """The words in which messages say why it is a model of this family."""
     size_multiple: int
     """Width and height of training images are multiples of this."""
     prediction_type: str
     """``epsilon``, ``v`` or ``flow``."""
     has_guidance_embeds: bool = False
-    """Whether the denoiser takes the guidance scale as an input ."""
+    """Whether the denoiser takes the guidance scale as an input."""
     max_side: int | None = None
     """The longest side of an image, where the positions of the denoiser end."""
 
 
 @dataclass(frozen=True)
-class FamilyFacts:
-    """The facts of one family."""
+class PipelineFacts:
+    """The diffusers pipeline and the denoisers in it."""
 
-    title: str
-    """Name in messages."""
-    pipeline_class: str
-    """Name of the diffusers pipeline class."""
-    denoiser_name: str
-    """The component that is trained."""
-    components: tuple[str, ...]
-    """Subfolders of a complete model, apart from the scheduler's."""
-    match_configs: Callable[[ConfigReader], FamilyMatch | None]
-    """Detect the model from its JSON files; None for another family with the same pipeline class."""
-    num_parameters: int = 0
-    """Of the published denoiser; the largest of its sizes."""
+    class_name: str
+    """Name of the diffusers pipeline class in ``model_index.json``."""
+    denoisers: tuple[str, ...] = ("transformer",)
+    """The components that predict the noise: ``unet`` or ``transformer``; the first is trained."""
     kind: Literal["image", "edit", "video"] = "image"
-    lora_targets_of: str = ""
-    """The program that trains the same layers by default."""
-    notes: str = ""
-    """What users of this family have to know, in a few words."""
-    component_options: Mapping[str, str] = field(default_factory=dict)
-    """Option that sets the file or folder of one component -> that component."""
-    name: str = ""
-    """Name in the registry, used for ``network_args``; may be empty for a user's own family."""
-    text_encoders: tuple[str, ...] = ()
-    """The text encoders that can be trained."""
-    t5_encoder: str | None = None
-    """The T5 among them, which is large and therefore trained only on request."""
-    extra_options: tuple[str, ...] = ()
-    """Options of ``ModelConfig`` that apply to this family, but not to all."""
-    is_version_2: bool = False
-    """Whether sd-scripts' option ``v2`` stands for this family."""
-    kohya_defaults: Mapping[str, str] = field(default_factory=dict)
-    """Defaults of sd-scripts for this family that differ from those here."""
-    network: NetworkFacts = GENERAL_NETWORK
-    """The family's own network modules and arguments."""
-    modelspec_architecture: str = ""
-    """How ``modelspec.architecture`` in the family's LoRA files begins."""
-    control_images: tuple[int, int] = (0, 0)
-    """The fewest and the most control images of a picture: references of editing models."""
-    text_tokens_per_control: int = 0
-    """Text tokens of a control image, at most, where the text encoder reads it together with the caption; else 0."""
-    is_preview_size_of_control: bool = False
-    """Whether previews have the size that the diffusers pipeline takes from their control image."""
-    masks_text_in_denoiser: bool = False
-    """Whether ``apply_t5_attn_mask`` masks the denoiser's attention, too."""
-    validate_options: Callable[[ConfigReader, ModelConfig], Iterator[str]] = lambda read, options: iter(())
-    """Yield a problem for each option that this model does not support."""
-    attention_modes: tuple[str, ...] = ("xformers",)
-    """Values of ``attn_mode`` that the denoiser supports, in addition to ``TORCH_ATTENTION_MODES``."""
-    single_file_prefixes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Component -> possible prefixes of its keys in a single-file checkpoint."""
-    single_file_keys: tuple[str, ...] = ()
-    """Keys, without prefix, that identify the denoiser in a single-file checkpoint."""
+    """The kind of output: images from text, edited images, or videos."""
+    num_parameters: int = 0
+    """Number of parameters of the published denoiser; of its largest size, if there are several."""
+    hub_id: str = ""
+    """Hub id of this published model, with which presets of the web page begin."""
+
+
+@dataclass(frozen=True)
+class DetectionFacts:
+    """How a model of the family is recognised: by the JSON files of a folder, or by the keys of a single file."""
+
+    match_configs: Callable[[ConfigReader], FamilyMatch | None]
+    """Detect the model from its JSON files; None for another family with the same pipeline class.
+
+    It raises ``ModelError`` for a variant that cannot be trained.
+    """
+    keys: tuple[str, ...] = ()
+    """Keys of the denoiser in a single file, without prefix, that no other family has all of.
+
+    Without any, models of the family are not loaded from single files.
+    """
     diffusers_keys: Mapping[str, str] = field(default_factory=dict)
-    """Such a key -> its name in diffusers, which files with only the denoiser may use."""
-    unsupported_shapes: Mapping[tuple[str, int, int], str] = field(default_factory=dict)
-    """Such a key, an axis and its length -> what the model is, if it cannot be trained."""
-    single_file_classes: Mapping[str, str] = field(default_factory=dict)
-    """Component -> the class whose conversion of single files in diffusers it uses, if it has none of its own."""
-    single_file_renames: Mapping[str, str] = field(default_factory=dict)
-    """Beginning of a key in single files, without prefix -> that which the conversion expects."""
-    single_file_layout: tuple[OriginalModule, ...] = ()
-    """The original modules of the denoiser, where diffusers does not convert them."""
-    single_file_joins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """End of the name of such a module -> ends of the modules in files whose outputs it has, one after another."""
-    build_vae_patterns: Callable[[Mapping[str, Any]], Mapping[str, str]] | None = None
-    """Config of a VAE -> patterns of its keys in diffusers, and what original files have there, in this order."""
+    """Key of a single file -> its name in diffusers, which files with only the denoiser may use."""
     shape_checks: Mapping[tuple[str, int | None], tuple[str | int, ...]] = field(default_factory=dict)
-    """Such a key and an axis -> path of its length in the bundled config, to tell families and variants apart.
+    """A key and an axis -> path of its length in the bundled config, to tell families and variants apart.
 
     For example ``("x_embedder.weight", 0): ("transformer", "hidden_size")``; without an axis: whether the key exists.
     """
+    unsupported_shapes: Mapping[tuple[str, int, int], str] = field(default_factory=dict)
+    """A key, an axis and its length -> what a model with this shape is, if it cannot be trained."""
 
 
-def get_component_lr(component: str, config: OptimConfig, facts: FamilyFacts) -> float:
-    """Return the peak learning rate of the denoiser or of a text encoder."""
-    if component not in facts.text_encoders:
-        return config.learning_rate if config.unet_lr is None else config.unet_lr
-    rates = config.text_encoder_lr or (config.learning_rate,)
-    return rates[min(facts.text_encoders.index(component), len(rates) - 1)]
+@dataclass(frozen=True)
+class SingleFileFacts:
+    """How the weights of a single-file checkpoint are named, and how they become those of diffusers."""
+
+    prefixes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Component -> possible prefixes of its keys in a checkpoint of the whole model."""
+    classes: Mapping[str, str] = field(default_factory=dict)
+    """Component -> the diffusers class whose conversion of single files it uses, if its own class has none."""
+    renames: Mapping[str, str] = field(default_factory=dict)
+    """Beginning of a key in the file, without prefix -> the beginning that the conversion expects."""
+    layout: tuple[OriginalModule, ...] = ()
+    """The modules of the denoiser in the file, where diffusers does not convert them."""
+    joins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """End of the name of a module in ``layout`` -> ends of the modules that files have instead of it.
+
+    Their outputs, one after another, are those of the module.
+    """
+    build_vae_patterns: Callable[[Mapping[str, Any]], Mapping[str, str]] | None = None
+    """Config of a VAE -> patterns of its keys in diffusers, and what files have there, applied in this order."""
 
 
-def select_trained_text_encoders(config: AdapterConfig, optim: OptimConfig, facts: FamilyFacts) -> tuple[str, ...]:
-    """Select the text encoders that get an adapter; a learning rate of 0 excludes one."""
-    if not config.trains_text_encoders:
-        return ()
-    with_t5 = get_network_args(config).train_t5xxl
-    parts = [part for part in facts.text_encoders if with_t5 or part != facts.t5_encoder]
-    return tuple(part for part in parts if not optim.text_encoder_lr or get_component_lr(part, optim, facts))
+@dataclass(frozen=True)
+class TextEncoderLora:
+    """How the LoRA of one text encoder is made and named."""
+
+    targets: tuple[str, ...]
+    """Suffixes of the names of the modules that get a LoRA, matched at dots."""
+    prefix: str
+    """Prefix of the encoder's keys in a kohya file."""
+    key_style: KeyStyle = CLIP_KEYS
+    """How a kohya file names the modules."""
 
 
-def caches_only_t5(config: AdapterConfig, optim: OptimConfig, facts: FamilyFacts) -> bool:
-    """Whether cached text-encoder outputs are those of T5 alone, because CLIP is trained."""
-    trained = select_trained_text_encoders(config, optim, facts)
-    return bool(trained) and facts.t5_encoder is not None and facts.t5_encoder not in trained
+@dataclass(frozen=True)
+class FamilyLora:
+    """Which layers get a LoRA, and how LoRA files of the family name them."""
+
+    targets: tuple[str, ...]
+    """Suffixes of the names of the denoiser's modules that get a LoRA, matched at dots."""
+    targets_of: str = ""
+    """The program that trains the same layers by default."""
+    conv_targets: tuple[str, ...] = ()
+    """Modules that get a LoRA in addition to ``targets`` when convolutions are trained."""
+    preset_targets: tuple[str, ...] = ()
+    """Modules that presets of LyCORIS may train in addition to ``targets`` and ``conv_targets``."""
+    text_encoders: Mapping[str, TextEncoderLora] = field(default_factory=dict)
+    """The text encoders that can be trained, in the order of ``text_encoder_lr``."""
+    prefix: str = "lora_unet"
+    """Prefix of the denoiser's keys in a kohya file."""
+    key_style: KeyStyle = DIFFUSERS_KEYS
+    """How a kohya file names the denoiser's modules: as diffusers does, or as the original code."""
+    other_key_styles: tuple[KeyStyle, ...] = ()
+    """Styles of keys that are read besides ``key_style``."""
+    format: Literal["kohya", "diffusers", "comfy"] = "kohya"
+    """The file format that most programs load for this family."""
+    modelspec_architecture: str = ""
+    """The beginning of ``modelspec.architecture`` in the metadata of the family's LoRA files."""
+    modelspec_implementation: str = "diffusers"
+    """``modelspec.implementation`` in the family's LoRA files: where sd-scripts names the authors' repository, that."""
 
 
-def describe_trained_components(config: AdapterConfig, optim: OptimConfig, facts: FamilyFacts) -> str:
-    """Name what is trained, with learning rates: ``training: U-Net (1e-4), text encoder (5e-5)``."""
-    names = {} if not config.trains_denoiser else {facts.denoiser_name: _DENOISER_TITLES.get(facts.denoiser_name)}
-    for encoder in select_trained_text_encoders(config, optim, facts):
-        number = encoder.removeprefix("text_encoder").strip("_") or ("1" if len(facts.text_encoders) > 1 else "")
-        names[encoder] = f"text encoder {number}".strip()
-    if is_self_tuning_adafactor(optim):
-        return f"training: {', '.join(title or name for name, title in names.items())}"
-    rates = ((title or name, get_component_lr(name, optim, facts)) for name, title in names.items())
-    return f"training: {', '.join(f'{title} (learning rate {rate:g})' for title, rate in rates)}"
+@dataclass(frozen=True)
+class BlockFacts:
+    """The denoiser's blocks, as parallelism, offloading, compilation and attention backends need to know them.
+
+    Layers of usual names (``to_q``, ``net.0.proj`` ...) need not be named here.
+    """
+
+    lists: tuple[str, ...] = ()
+    """The denoiser's module lists of blocks in execution order; empty where blocks are not sequential."""
+    has_skip_connections: bool = False
+    """Whether the denoiser is a UNet."""
+    activation_args: tuple[str, ...] = ("encoder_hidden_states", "hidden_states")
+    """The arguments that a block gets from the previous block, in the order in which it returns them."""
+    token_args: Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]] = field(default_factory=dict)
+    """Block argument with a token axis that is no activation -> for each of its tensors: that axis, and the
+    ``activation_args`` whose tokens it covers, in order."""
+    single_stream_lists: tuple[str, ...] = ()
+    """The part of ``lists`` whose layers get text and image tokens together."""
+    token_layouts: Mapping[str, TokenLayout] = field(default_factory=dict)
+    """Pattern of the names of the denoiser's layers -> the layout of their activations.
+
+    For layers whose activations are not (batch, tokens, width), and for those in which tokens come after a text of
+    variable length: LoRA dropout is a function of sample and token, so it has to know where these are.
+    """
+    text_attention_calls: tuple[int, ...] = ()
+    """Indices of the attention calls in a block that attend to a text that is not in ``activation_args``."""
+    text_attention_layers: tuple[str, ...] = ()
+    """Name suffixes of the key and value projections of ``text_attention_calls``."""
+    fused_layers: Mapping[str, tuple[Literal["colwise", "rowwise"], tuple[int, ...]]] = field(default_factory=dict)
+    """Pattern of the names of layers with fused parts or unusual names -> how tensor parallelism splits them, and the
+    ratio of the parts' sizes, each of which is split."""
+    unsupported_strategies: Mapping[str, str] = field(default_factory=dict)
+    """``tp``, ``pp`` or ``cp`` -> why the denoiser cannot be split so; ``compile`` -> why it cannot be compiled."""
+    attention_modes: tuple[str, ...] = ("xformers",)
+    """Values of ``attn_mode`` that the denoiser supports, in addition to ``TORCH_ATTENTION_MODES``."""
+
+    def list_strategies(self) -> tuple[str, ...]:
+        """List how training can be distributed, and whether blocks can wait in host memory."""
+        blocks = ("pp",) if self.has_skip_connections or self.lists else ()
+        tokens = ("cp",) if self.lists else ()
+        names = ("ddp", "fsdp", "deepspeed", "tp", *blocks, *tokens, "block_swap")
+        return tuple(name for name in names if name not in self.unsupported_strategies)
 
 
-_DENOISER_TITLES = {"unet": "U-Net", "transformer": "transformer"}
+@dataclass(frozen=True)
+class TextFacts:
+    """The text encoders, and the length of what they return."""
+
+    components: tuple[str, ...]
+    """The components that ``encode_prompts`` needs; they can be freed before the denoiser is loaded."""
+    tokenizer_repo_ids: Mapping[str, str]
+    """Tokenizer or processor in ``components`` -> its hub id, for single-file checkpoints, which contain none."""
+    t5_encoder: str | None = None
+    """The T5 beside CLIP encoders.  It is large: it is trained only on request, and cached while CLIP is trained."""
+    has_variable_length: bool = False
+    """Whether the text conditioning is as long as its caption."""
+    denoiser_pad_multiple: int = 1
+    """The denoiser itself pads variable-length text to a multiple of this many tokens."""
+    pad_multiple: int = 1
+    """Pad (and mask) variable-length text to a multiple of this many tokens where fewer shapes pay off (compile)."""
+    is_masked_in_denoiser: bool = False
+    """Whether ``apply_t5_attn_mask`` masks the denoiser's attention, too."""
+    version: int = 1
+    """Incremented when the family encodes the same caption in another way than before, so that cached outputs of text
+    encoders are made anew."""
+    has_negative_encoding: bool = False
+    """Whether negative prompts are encoded in another way than captions: by ``encode_negative_prompts``."""
+
+
+@dataclass(frozen=True)
+class SamplingFacts:
+    """Defaults of previews, unless their prompts set other values."""
+
+    num_inference_steps: int
+    """Number of sampling steps of a preview."""
+    guidance_scale: float
+    """Scale of classifier-free guidance."""
+    image_size: tuple[int, int] = (1024, 1024)
+    """Width and height of the image."""
+
+    def get_guidance_scale(self, cfg_scale: float | None) -> float:
+        """Return the guidance of a prompt that may set its own."""
+        return self.guidance_scale if cfg_scale is None else cfg_scale
+
+    def get_image_size(self, width: int | None, height: int | None) -> tuple[int, int]:
+        """Return width and height of the image of a prompt that may set its own."""
+        return width or self.image_size[0], height or self.image_size[1]
+
+
+@dataclass(frozen=True)
+class ControlFacts:
+    """The control images beside a picture: conditions, and references of editing models."""
+
+    num_images: tuple[int, int] = (0, 0)
+    """The fewest and the most control images of a picture."""
+    text_tokens_per_image: int = 0
+    """Text tokens of a control image, at most, where the text encoder reads it together with the caption; else 0."""
+    sets_preview_size: bool = False
+    """Whether previews have the size that the diffusers pipeline takes from their control image."""
+
+
+@dataclass(frozen=True)
+class FamilyOptions:
+    """The options that depend on the family, and defaults of sd-scripts."""
+
+    components: Mapping[str, str] = field(default_factory=dict)
+    """Option that sets the file or folder of one component -> that component."""
+    extra: tuple[str, ...] = ()
+    """Options of ``ModelConfig`` that apply to this family, but not to all."""
+    validate: Callable[[ConfigReader, ModelConfig], Iterator[Problem]] = lambda read, options: iter(())
+    """Yield a problem for each option whose value this model does not support."""
+    network: NetworkFacts = GENERAL_NETWORK
+    """The family's own network modules and ``network_args``."""
+    is_version_2: bool = False
+    """Whether sd-scripts' option ``v2`` stands for this family."""
+    kohya_defaults: Mapping[str, str] = field(default_factory=dict)
+    """Option -> the default of sd-scripts for this family, where another one is the default here."""
+
+
+@dataclass(frozen=True)
+class FamilyFacts:
+    """Everything that is known of a model family without torch."""
+
+    title: str
+    """Name of the family in messages."""
+    pipeline: PipelineFacts
+    detection: DetectionFacts
+    lora: FamilyLora
+    text: TextFacts
+    sampling: SamplingFacts
+    blocks: BlockFacts = BlockFacts()
+    single_files: SingleFileFacts = SingleFileFacts()
+    control: ControlFacts = ControlFacts()
+    options: FamilyOptions = FamilyOptions()
+    notes: str = ""
+    """A few words for the table of models about what users of this family have to know."""
+
+    @property
+    def denoiser_name(self) -> str:
+        """The component that is trained."""
+        return self.pipeline.denoisers[0]
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """The subfolders of a complete model, apart from the scheduler's; all that can be loaded."""
+        return (*self.pipeline.denoisers, "vae", *self.text.components)

@@ -32,7 +32,7 @@ class KnownModel:
     family: str
     components: tuple[ComponentKeys, ...]
     shapes: Mapping[str, Shape]
-    """By the layer's name, component included."""
+    """Shapes of the weights by the names of their layers, in which the component comes first."""
 
     @functools.cached_property
     def lookup(self) -> dict[str, tuple[ComponentKeys, ModuleGroup]]:
@@ -79,7 +79,7 @@ def _expand_layers(layers: Mapping[str, Iterable[str]]) -> Iterator[tuple[str, S
 
 
 def _expand_name(name: str) -> Iterator[str]:
-    """``a.{0-1}.b`` -> ``a.0.b`` and ``a.1.b``."""
+    """Yield ``a.0.b`` and ``a.1.b`` for ``a.{0-1}.b``."""
     pieces = re.split(r"\{([^}]*)\}", name)
     ranges = [_parse_ranges(text) for text in pieces[1::2]]
     for numbers in product(*ranges):
@@ -88,7 +88,7 @@ def _expand_name(name: str) -> Iterator[str]:
 
 
 def _parse_ranges(text: str) -> list[int]:
-    """``0-2,5`` -> 0, 1, 2, 5."""
+    """Parse ranges of numbers: ``0-2,5`` means 0, 1, 2, 5."""
     bounds = [part.split("-") for part in text.split(",")]
     return [number for each in bounds for number in range(int(each[0]), int(each[-1]) + 1)]
 

@@ -15,6 +15,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from ..errors import FileError
+from ..problems import Problem
 from .detect import DetectedModel, detect_model, get_config_reader
 from .families import FAMILIES
 from .model_configs import (
@@ -93,9 +94,16 @@ def load_pipeline(
             precision = torch.float32 if name == "vae" else dtype
             component_class = import_model_class(*index[name])
             loaded[name] = _load_component(
-                family, model, read, component_class, name, precision, device, local_files_only
+                family,
+                model,
+                read,
+                component_class=component_class,
+                component=name,
+                dtype=precision,
+                device=device,
+                local_files_only=local_files_only,
             )
-            if name == family.denoiser_name:
+            if name == family.facts.denoiser_name:
                 family.prepare_denoiser(loaded[name])
     with _raise_config_error(model, "scheduler"):
         loaded["scheduler"] = _load_scheduler(model, read, index)
@@ -110,16 +118,23 @@ def load_pipeline_on_meta(family: "Family", model: DetectedModel, dtype: torch.d
     index = read_required(read, "model_index.json")
     loaded: dict[str, Any] = {"scheduler": _load_scheduler(model, read, index)}
     local_files_only = _uses_hub(model) and not is_hub_reachable()
-    for name in family.components:
+    for name in family.facts.components:
         component_class = import_model_class(*index[name])
         with _raise_config_error(model, name), _disable_progress_bars():
             if is_tokenizer(name):
                 loaded[name] = _load_component(
-                    family, model, read, component_class, name, dtype, None, local_files_only
+                    family,
+                    model,
+                    read,
+                    component_class=component_class,
+                    component=name,
+                    dtype=dtype,
+                    device=None,
+                    local_files_only=local_files_only,
                 )
                 continue
             component = build_empty_model(component_class, read_required(read, f"{name}/config.json"))
-        if name == family.denoiser_name:
+        if name == family.facts.denoiser_name:
             family.prepare_denoiser(component)
         for parameter in component.parameters():
             parameter.data = parameter.data.to(torch.float32 if name == "vae" else dtype)
@@ -137,8 +152,8 @@ def load_components_on_meta(model: DetectedModel, components: Sequence[str]) -> 
         if "pos_embed_max_size" in config:
             config["pos_embed_max_size"] = 8  # avoids computing a large position table, which affects no module
         loaded[name] = build_empty_model(import_model_class(*index[name]), config)
-    if family.denoiser_name in loaded:
-        family.prepare_denoiser(loaded[family.denoiser_name])
+    if family.facts.denoiser_name in loaded:
+        family.prepare_denoiser(loaded[family.facts.denoiser_name])
     return SimpleNamespace(**loaded)
 
 
@@ -174,10 +189,17 @@ def _load_component(
     separate = model.component_sources.get(component)
     if separate is not None and separate.source_type != "file":
         return load_pretrained_component(
-            component_class, separate.path_or_id, separate.subfolder, dtype, device, local_files_only
+            component_class,
+            separate.path_or_id,
+            separate.subfolder,
+            dtype=dtype,
+            device=device,
+            local_files_only=local_files_only,
         )
     if separate is None and model.bundled_config is None:
-        return load_pretrained_component(component_class, model.path_or_id, component, dtype, device, local_files_only)
+        return load_pretrained_component(
+            component_class, model.path_or_id, component, dtype=dtype, device=device, local_files_only=local_files_only
+        )
     if is_tokenizer(component):
         if model.source_type == "random":
             return build_byte_tokenizer(component_class, read_required(read, f"{component}/tokenizer_config.json"))
@@ -186,15 +208,17 @@ def _load_component(
             family.model_config.tokenizer_cache_dir,
         )
         return load_cached_tokenizer(
-            component_class, settings, family.tokenizer_repo_ids[component], cache_dir, local_files_only
+            component_class, settings, family.facts.text.tokenizer_repo_ids[component], cache_dir, local_files_only
         )
     config = read_required(read, f"{component}/config.json")
     if separate is None and model.source_type == "random":
         return build_random_component(component_class, config, component, dtype, device)
     path = model.path_or_id if separate is None else separate.path_or_id
-    prefixes = family.facts.single_file_prefixes.get(component, ())
+    prefixes = family.facts.single_files.prefixes.get(component, ())
     conversion = build_key_conversion(family.facts, component, config)
-    return load_single_file_component(component_class, path, config, prefixes, dtype, device, conversion)
+    return load_single_file_component(
+        component_class, path, config, prefixes=prefixes, dtype=dtype, device=device, conversion=conversion
+    )
 
 
 def import_model_class(library: str, name: str) -> Any:
@@ -239,7 +263,7 @@ def _raise_config_error(model: DetectedModel, component: str) -> Iterator[None]:
             model.component_sources[component].path_or_id if component in model.component_sources else model.path_or_id
         )
         cause = f"its {component} cannot be loaded: {_summarize_error(error)}"
-        raise FileError([f"pretrained_model_name_or_path: {path}: {cause}"]) from error
+        raise FileError([Problem("pretrained_model_name_or_path", f"{path}: {cause}")]) from error
 
 
 @contextmanager

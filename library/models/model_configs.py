@@ -14,7 +14,7 @@ _CONFIG_DIR = Path(__file__).parent / "configs"
 JsonDict = dict[str, Any]
 BundledConfig = Mapping[str, JsonDict]
 ConfigReader = Callable[[str], JsonDict | None]
-"""Path of a JSON file in the model -> its content, or None if it does not exist."""
+"""A function that returns the content of a JSON file of the model, or None if there is no file of that path."""
 
 MAX_TEXT_TOKENS = 512
 """Tokens of text encoders whose config sets no limit."""
@@ -46,7 +46,7 @@ def load_bundled_config(name: str) -> BundledConfig:
 
 
 class ModelError(Exception):
-    """Why a model cannot be used."""
+    """The error of a model that cannot be used; its text says why."""
 
 
 def build_folder_reader(directory: Path) -> ConfigReader:
@@ -173,7 +173,7 @@ class EncodedSizes:
 
     latent_channels: int
     vae_scale_factor: int
-    text_elements: int  # of one caption, at most
+    text_elements: int  # the most elements that one caption's tensors have
     text_width: int  # elements of one token
 
     def count_moment_elements(self, size: tuple[int, int]) -> int:

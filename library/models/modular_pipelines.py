@@ -18,11 +18,11 @@ class PipelineSteps:
     """The blocks of one modular pipeline, by name, in the order in which they run."""
 
     encode: Callable[[], Mapping[str, Any]]
-    """From texts to the embeddings that the denoiser gets."""
+    """Build the steps from texts to the embeddings that the denoiser gets."""
     denoise: Callable[[], Mapping[str, Any]]
-    """From embeddings to latents."""
+    """Build the steps from embeddings to latents."""
     decode: Callable[[], Mapping[str, Any]]
-    """From latents to images."""
+    """Build the steps from latents to images."""
 
 
 def build_pipeline_class(modular_class: Any, components: Sequence[str], steps: PipelineSteps) -> Any:

@@ -34,7 +34,7 @@ _SAMPLERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "dpmsingle": ("DPMSolverSinglestepScheduler", {"algorithm_type": "dpmsolver++"}),
 }
 SAMPLERS = {**_SAMPLERS, **{f"k_{name}": _SAMPLERS[name] for name in ("lms", "euler", "euler_a", "dpm_2", "dpm_2_a")}}
-"""Sampler -> diffusers class, and its config where it differs from the model's own scheduler."""
+"""The diffusers class of each sampler, and its config where it differs from the model's own scheduler."""
 
 
 def build_scheduler(sampler: str, model_scheduler: Any) -> Any:

@@ -24,12 +24,12 @@ Heads = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values (B, tokens, heads, channels) of some tokens."""
 
 KeysAndValues = dict[nn.Module, tuple[Tensor, Tensor]]
-"""Attention module -> keys and values of all condition tokens."""
+"""Keys and values of all condition tokens, by attention module."""
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """How the condition tokens of a forward pass attend; their tensors are arguments of the blocks."""
+    """The way the condition tokens of a forward pass attend; their tensors are arguments of the blocks."""
 
     lengths: tuple[int, ...]
     """Number of tokens of each condition image."""
@@ -38,7 +38,7 @@ class Conditions:
     is_independent: bool = False
     """Whether condition tokens attend to themselves alone, so that their keys and values stay the same."""
     stored: KeysAndValues | None = None
-    """Where keys and values are stored (if empty) or taken from."""
+    """The cache in which keys and values are stored, if it is empty, or from which they are taken."""
 
 
 @dataclass

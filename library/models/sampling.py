@@ -42,10 +42,10 @@ def sample_image(
     else:
         scheduler = build_scheduler(sampler or "ddim", pipe.scheduler)
     sampling_pipe = family.adapt_sampling_pipeline(_build_sampling_pipeline(pipe, scheduler))
-    width, height = prompt.width or family.default_image_size[0], prompt.height or family.default_image_size[1]
-    steps = prompt.num_inference_steps or family.default_num_inference_steps
+    width, height = family.facts.sampling.get_image_size(prompt.width, prompt.height)
+    steps = prompt.num_inference_steps or family.facts.sampling.num_inference_steps
     kwargs = {"num_inference_steps": steps, **sampling_kwargs, "width": width, "height": height}
-    with use_eval_mode(getattr(sampling_pipe, family.denoiser_name)):
+    with use_eval_mode(getattr(sampling_pipe, family.facts.denoiser_name)):
         latents = sampling_pipe(generator=generator, output_type="latent", **kwargs).images
     # Decode outside of the pipeline, which would cast the float32 VAE to the denoiser's dtype.
     pixels = family.decode_sampled_latents(sampling_pipe, latents, height, width)

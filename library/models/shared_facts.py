@@ -1,4 +1,4 @@
-"""What several model families share: checks of their JSON files, layers that get a LoRA, key prefixes; no torch."""
+"""Facts shared by model families: checks of their JSON files, layers that get a LoRA, key prefixes; no torch."""
 
 from .facts import FamilyMatch
 from .model_configs import ConfigReader, ModelError, get_downscale_factor, read_required, read_scheduler_config

@@ -17,28 +17,28 @@ from .weights import build_empty_model, load_tensors
 
 @dataclass(frozen=True)
 class KeyConversion:
-    """How the keys of a component in single files become those of diffusers."""
+    """The conversion of a component's keys in single files to those of diffusers."""
 
     class_name: str | None = None
     """The class whose keys it has, if diffusers does not know those of its own."""
     renames: Mapping[str, str] = field(default_factory=dict)
-    """Beginning of a key -> that which the conversion expects."""
+    """The beginnings of keys in the file that are replaced, and what diffusers' conversion expects instead."""
     layout: tuple[OriginalModule, ...] = ()
     """The original modules, where diffusers converts no class with these keys."""
     joins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """See ``FamilyFacts.single_file_joins``."""
+    """Names of modules that files have instead of one in the layout: see ``SingleFileFacts.joins``."""
     patterns: Mapping[str, str] = field(default_factory=dict)
     """Patterns of keys in diffusers, and what they are in the file, where diffusers converts none."""
 
 
 def build_key_conversion(facts: FamilyFacts, component: str, config: Mapping[str, Any]) -> KeyConversion:
-    """How the keys of a component with this config are converted."""
-    conversion = KeyConversion(facts.single_file_classes.get(component), facts.single_file_renames)
-    if component == "vae" and facts.build_vae_patterns is not None:
-        return replace(conversion, patterns=facts.build_vae_patterns(config))
+    """Describe the conversion of the keys of a component with this config."""
+    conversion = KeyConversion(facts.single_files.classes.get(component), facts.single_files.renames)
+    if component == "vae" and facts.single_files.build_vae_patterns is not None:
+        return replace(conversion, patterns=facts.single_files.build_vae_patterns(config))
     if component != facts.denoiser_name:
         return conversion
-    return replace(conversion, layout=facts.single_file_layout, joins=facts.single_file_joins)
+    return replace(conversion, layout=facts.single_files.layout, joins=facts.single_files.joins)
 
 
 def load_single_file_component(

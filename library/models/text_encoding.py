@@ -14,9 +14,23 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from ..config.schema import ModelConfig
+from ..dataloader.batch import Cond
+from .base import ControlTextFamily, Family
 
 CHUNK_LENGTH = 75
 """Tokens of a caption per CLIP pass, without the start and end token."""
+
+
+def encode_text_on_meta(
+    family: Family, pipe: Any, prompts: Sequence[str], control_sizes: Sequence[tuple[int, int]]
+) -> Cond:
+    """Return the shapes of the conditioning of texts, from a pipeline on the meta device.
+
+    Each text has control images of these (width, height), which some families encode together with it.
+    """
+    if isinstance(family, ControlTextFamily):
+        return family.encode_prompts_with_controls_on_meta(pipe, prompts, control_sizes)
+    return family.encode_prompts_on_meta(pipe, prompts)
 
 
 def get_last_layer_names(encoder: Any, count: int) -> tuple[str, ...]:

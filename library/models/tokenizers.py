@@ -123,7 +123,7 @@ def build_byte_vocabulary() -> dict[str, int]:
 
 
 def _build_t5_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> Any:
-    """One token per Latin-1 letter; all others are unknown."""
+    """Build a tokenizer with one token per Latin-1 letter; all others are unknown."""
     letters = [_METASPACE, *map(chr, [*range(33, 127), *range(161, 256)])]
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -2.0), *((letter, -3.0) for letter in letters)]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2))
@@ -153,7 +153,7 @@ def _build_gemma_tokenizer(tokenizer_class: Any, config: Mapping[str, Any]) -> A
 
 
 def _build_byte_fallback_tokenizer(tokenizer_class: Any, config: Mapping[str, Any], special: tuple[str, ...]) -> Any:
-    """One token per byte, of a model that falls back to bytes for all letters that it does not know."""
+    """Build a tokenizer with one token per byte, as of a model that falls back to bytes for unknown letters."""
     pieces = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
     settings = ("pad_token", "model_max_length", "add_bos_token", "add_eos_token", "padding_side")
     vocabulary = {piece: number for number, piece in enumerate(pieces)}

@@ -42,7 +42,7 @@ class TrainingAdapterLayer(nn.Module):
 
 
 def _add_update(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Forward hook of a base layer."""
+    """Add the training adapter's update to the output of a base layer, as a forward hook."""
     if not layer.training_adapter.is_active:
         return output
     update: Tensor = layer.training_adapter(inputs[0])
@@ -59,7 +59,7 @@ def attach_training_adapter(denoiser: nn.Module, updates: Mapping[str, ModuleAda
 
 @contextmanager
 def bypass_training_adapter(model: nn.Module) -> Iterator[None]:
-    """Inside the context, the model computes without its training adapter."""
+    """Let the model compute without its training adapter within the context."""
     layers = [module for module in model.modules() if isinstance(module, TrainingAdapterLayer)]
     for layer in layers:
         layer.is_active = False
@@ -71,11 +71,10 @@ def bypass_training_adapter(model: nn.Module) -> Iterator[None]:
 
 
 def inspect_training_adapter(content: AdapterFileContents, denoiser_name: str) -> Iterator[str]:
-    """Why a file cannot be a training adapter; the messages do not name it."""
+    """Find out why a file cannot be a training adapter; the messages do not name it."""
     merge = "; a training adapter has to be a LoRA"
     updates = (*content.updates.values(), *(each.update for each in content.fused.values()))
-    types = {update.title for update in updates}
-    if others := sorted(types - {"lora"}):
+    if others := sorted({update.title for update in updates if update.adapter_type != "lora"}):
         yield f"has layers of type {' and '.join(others)}{merge}"
     elif content.fused:
         name, fused = next(iter(content.fused.items()))

@@ -45,7 +45,7 @@ def _get_shift_factor(vae: Any) -> float:
 
 
 def get_latent_statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Per-channel mean and standard deviation of a video VAE's latents (B, C, 1, H, W)."""
+    """Return mean and standard deviation per channel of a video VAE's latents (B, C, 1, H, W)."""
     statistics = (vae.config.latents_mean, vae.config.latents_std)
     mean, std = (copy_async(torch.tensor(values).view(1, -1, 1, 1, 1), like) for values in statistics)
     return mean, std

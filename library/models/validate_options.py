@@ -6,26 +6,32 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..config import ParsedConfig, RunConfig, validate_adapter, validate_objective
+from ..config.help import format_default
 from ..config.network_args import find_block_lr_weight_lengths, list_arg_names, parse_network_args
-from ..config.options import OptionConflict
+from ..config.options import iter_options
 from ..config.schema import AdapterConfig, ModelConfig
 from ..config.schema_data import CacheConfig, DataConfig
-from ..config.schema_objective import LossConfig, NoiseConfig
+from ..config.schema_objective import NoiseConfig
 from ..config.schema_output import PreviewConfig
 from ..config.types import is_prompt_text
-from ..config.unused_options import find_unusable_sampler, is_self_tuning_adafactor
+from ..config.unused_options import (
+    ModelTraits,
+    find_unusable_sampler,
+    find_unused_options,
+)
 from ..dataloader.sample_prompts import Prompt, load_preview_prompts
 from ..dataset.controls import CONTROLS_FROM_IMAGE
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
 from ..dataset.schema import SubsetConfig
 from ..dataset.validate import validate_resolution_multiple
 from ..errors import ConfigError, FileError
-from .detect import COMPONENT_OPTIONS, DetectedModel, build_control_limits, detect_model, get_family_facts
-from .facts import TORCH_ATTENTION_MODES, select_trained_text_encoders
-from .families import FAMILY_FACTS
+from ..problems import Place, Problem, locate_problems
+from .detect import DetectedModel, build_control_limits, detect_model, get_family_facts
+from .facts import TORCH_ATTENTION_MODES
+from .trained_components import select_trained_text_encoders
 
 
-def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> Iterator[str]:
+def validate_model_options(config: RunConfig, locations: Mapping[str, Place]) -> Iterator[Problem]:
     """Check the model's files, the options for this model, and the prompts; ``locations`` is where options were set."""
     try:
         detected: DetectedModel | None = detect_model(config.model)
@@ -39,18 +45,23 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> I
                 config.noise, config.loss, facts.title, detected.prediction_type
             ),
             *validate_adapter.validate_adapter_for_model(
-                config.adapter, config.optim, facts.network, facts.title, facts.text_encoders, facts.t5_encoder
+                config.adapter,
+                config.optim,
+                facts.options.network,
+                facts.title,
+                tuple(facts.lora.text_encoders),
+                facts.text.t5_encoder,
             ),
             *_validate_text_mask(config.model, config.distributed.attn_mode, config.parallel.cp_size, detected),
             *validate_adapter.validate_text_caching(
                 config.adapter,
                 config.cache,
                 select_trained_text_encoders(config.adapter, config.optim, facts),
-                facts.t5_encoder,
+                facts.text.t5_encoder,
             ),
-            *((("attn_mode",), line) for line in validate_attention_mode(config.distributed.attn_mode, detected)),
+            *validate_attention_mode(config.distributed.attn_mode, detected),
         ]
-        yield from (f"{locations.get(names[0], f'--{names[0]}')}: {problem}" for names, problem in conflicts)
+        yield from locate_problems(conflicts, locations)
         yield from _validate_datasets(config.data, config.cache, detected)
     path = config.preview.sample_prompts
     try:
@@ -63,26 +74,25 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, str]) -> I
         yield from validate_prompts(prompts, detected)
 
 
-def _validate_text_mask(
-    model: ModelConfig, attn_mode: str, cp_size: int, detected: DetectedModel
-) -> Iterator[OptionConflict]:
+def _validate_text_mask(model: ModelConfig, attn_mode: str, cp_size: int, detected: DetectedModel) -> Iterator[Problem]:
     """Some families mask padding tokens in the denoiser's attention, which not every kernel and layout can."""
-    if not model.apply_t5_attn_mask or not get_family_facts(detected.family).masks_text_in_denoiser:
+    if not model.apply_t5_attn_mask or not get_family_facts(detected.family).text.is_masked_in_denoiser:
         return
     if attn_mode in ("flash", "flash3"):
-        yield ("apply_t5_attn_mask", "attn_mode"), f"attn_mode {attn_mode} has no masks; use sdpa"
+        yield Problem("apply_t5_attn_mask", f"attn_mode {attn_mode} has no masks", "use sdpa", others=("attn_mode",))
     if cp_size > 1:
-        yield ("apply_t5_attn_mask", "cp_size"), "not supported with cp_size; use tp_size or fsdp"
+        yield Problem("apply_t5_attn_mask", "not supported with cp_size", "use tp_size or fsdp", others=("cp_size",))
 
 
-def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedModel) -> Iterator[str]:
+def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedModel) -> Iterator[Problem]:
     """Check bucket steps, resolutions and control images, if the datasets themselves are valid."""
-    reads_controls = get_family_facts(model.family).text_tokens_per_control > 0
+    reads_controls = get_family_facts(model.family).control.text_tokens_per_image > 0
     if reads_controls and cache.caches_latents and not cache.caches_text_outputs:
         title = get_family_facts(model.family).title
-        yield (
-            f"cache_latents: the text encoder of {title} needs the control images, which are not loaded when latents"
-            " are cached; add cache_text_encoder_outputs"
+        yield Problem(
+            "cache_latents",
+            f"the text encoder of {title} needs the control images, which are not loaded when latents are cached",
+            "add cache_text_encoder_outputs",
         )
     parsed = load_dataset_config(data) if can_load_datasets(data) else None
     if parsed is None or parsed.problems:
@@ -92,59 +102,61 @@ def _validate_datasets(data: DataConfig, cache: CacheConfig, model: DetectedMode
     for subset in (subset for dataset in parsed.datasets for subset in dataset.subsets):
         key = subset.control_key or ("control_from_image" if subset.control_from_image else None)
         if key is not None and not limits.most:
-            hint = "; if these are masks, set --masked_loss" if subset.conditioning_is_control else ""
-            yield f"{subset.format_location(key)}: {limits.describe_problem(1)}{hint}"
+            fix = "if these are masks, set --masked_loss" if subset.conditioning_is_control else ""
+            yield subset.report(key, limits.describe_problem(1) or "", fix)
         if reads_controls and cache.caches_text_outputs:
             yield from _find_random_controls(subset)
 
 
-def _find_random_controls(subset: SubsetConfig) -> Iterator[str]:
+def _find_random_controls(subset: SubsetConfig) -> Iterator[Problem]:
     """Find what draws other control images each time, which cached captions cannot contain."""
     made = subset.control_from_image
     is_random = {"random_crop": subset.random_crop, "control_from_image": bool(made and CONTROLS_FROM_IMAGE[made])}
     for key in (key for key, value in is_random.items() if value):
-        yield (
-            f"{subset.format_location(key)}: cannot be used with cache_text_encoder_outputs, because the text encoder"
-            " sees the control image, and this changes it each time; remove one of the two"
+        text = (
+            "cannot be used with cache_text_encoder_outputs, because the text encoder sees the control image, and this"
+            " changes it each time"
         )
+        yield subset.report(key, text, "remove one of the two", others=("cache_text_encoder_outputs",))
 
 
-def validate_attention_mode(mode: str, model: DetectedModel) -> Iterator[str]:
+def validate_attention_mode(mode: str, model: DetectedModel) -> Iterator[Problem]:
     """Check that the family's denoiser supports this ``attn_mode``."""
     facts = get_family_facts(model.family)
-    if mode not in (*TORCH_ATTENTION_MODES, *facts.attention_modes):
-        modes = ", ".join(("sdpa", *facts.attention_modes))
-        yield f"{mode} is not supported for {facts.title}, only {modes}; sdpa chooses the fastest kernel itself"
+    if mode not in (*TORCH_ATTENTION_MODES, *facts.blocks.attention_modes):
+        modes = ", ".join(("sdpa", *facts.blocks.attention_modes))
+        text = f"{mode} is not supported for {facts.title}, only {modes}"
+        yield Problem("attn_mode", text, "sdpa chooses the fastest kernel itself")
 
 
-def validate_prompts(prompts: Sequence[Prompt], model: DetectedModel) -> Iterator[str]:
+def validate_prompts(prompts: Sequence[Prompt], model: DetectedModel) -> Iterator[Problem]:
     """Check that the model supports all settings of the previews."""
     for prompt in prompts:
         yield from _validate_prompt(prompt, model)
 
 
-def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[str]:
+def _validate_prompt(prompt: Prompt, model: DetectedModel) -> Iterator[Problem]:
     title = get_family_facts(model.family).title
     if problem := build_control_limits(model).describe_problem(len(prompt.control_images)):
-        yield f"{prompt.locate_key('control_image_path')}: {problem}"
+        yield prompt.report("control_image_path", problem)
     sides = ("width", prompt.width), ("height", prompt.height)
     for key, side in sides:
         if side is not None and model.max_side is not None and side > model.max_side:
-            yield f"{prompt.locate_key(key)}: {title} has positions for at most {model.max_side} pixels, not {side}"
-    if get_family_facts(model.family).is_preview_size_of_control:
-        problem = f"previews of {title} have the shape of their control image; leave it out"
-        yield from (f"{prompt.locate_key(key)}: {problem}" for key, side in sides if side is not None)
+            yield prompt.report(key, f"{title} has positions for at most {model.max_side} pixels, not {side}")
+    if get_family_facts(model.family).control.sets_preview_size:
+        text = f"previews of {title} have the shape of their control image"
+        yield from (prompt.report(key, text, "leave it out") for key, side in sides if side is not None)
     elif model.prediction_type == "flow":
         step = model.size_multiple
         for key, side in sides:
             if side is not None and side % step:
                 below = side - side % step
                 sizes = f"{below + step}" + (f" or {below}" if below else "")
-                yield f"{prompt.locate_key(key)}: {side} is not a multiple of {step} ({title}); use {sizes}"
+                yield prompt.report(key, f"{side} is not a multiple of {step} ({title})", f"use {sizes}")
     elif prompt.flow_shift is not None:
-        yield f"{prompt.locate_key('flow_shift')}: for flow-matching models only, not for {title}; leave it out"
+        yield prompt.report("flow_shift", f"for flow-matching models only, not for {title}", "leave it out")
     if prompt.embedded_guidance is not None and not model.has_guidance_embeds:
-        yield f"{prompt.locate_key('guidance_scale')}: {title} has no guidance embedding; use --l"
+        yield prompt.report("guidance_scale", f"{title} has no guidance embedding", "use --l")
 
 
 def _detect_without_options(model: ModelConfig) -> DetectedModel | None:
@@ -157,27 +169,27 @@ def _detect_without_options(model: ModelConfig) -> DetectedModel | None:
 
 def drop_unused_model_options(loaded: ParsedConfig) -> ParsedConfig:
     """Set options that mean nothing to the model back to their defaults; a model that is not found is left alone."""
-    detected, config = _detect_without_options(loaded.config.model), loaded.config
+    detected = _detect_without_options(loaded.config.model)
     if detected is None:
         return loaded  # reported by validate_model_options
-    reasons = find_unused_model_options(config.adapter, config.noise, config.loss, detected)
-    reasons |= _find_unavailable_xformers(loaded, detected)
-    loaded = loaded.without_unused({name: why for name, why in reasons.items() if name in loaded.locations})
+    model = collect_model_traits(detected, loaded.config.adapter)
+    loaded = loaded.without_unused(find_unused_options(loaded.config, loaded.explicit, model))
+    loaded = loaded.without_unused(_find_unavailable_xformers(loaded, detected))
     facts, adapter = get_family_facts(detected.family), loaded.config.adapter
-    if not facts.network.is_unet:
+    if not facts.options.network.is_unet:
         names = [name for name in list_arg_names(adapter.network_args) if name in ("conv_dim", "conv_alpha")]
         loaded = loaded.without_args(dict.fromkeys(names, f"{facts.title} has no convolutions"))
     unusable = tuple(_find_unusable_samplers(loaded.config.preview, loaded.config.noise, detected))
     loaded = _round_bucket_steps(replace(loaded, unused=(*loaded.unused, *unusable)), detected)
-    lengths = find_block_lr_weight_lengths(parse_network_args(adapter.network_args)[0], facts.network)
-    where = loaded.locations.get("network_args", "")
+    lengths = find_block_lr_weight_lengths(parse_network_args(adapter.network_args)[0], facts.options.network)
+    where = loaded.locations.get("network_args")
     loaded = replace(loaded, notices=[*loaded.notices, *(f"{where}: {line}" for line in lengths)])
     return replace(loaded, kohya_defaults=tuple(_find_other_defaults(loaded, detected)))
 
 
 def _find_unusable_samplers(
     preview: PreviewConfig, noise: NoiseConfig, model: DetectedModel
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[tuple[Place, str]]:
     """Find the samplers of prompts that previews of this model do not use: the first prompt of each, and why."""
     try:
         prompts = load_preview_prompts(preview)
@@ -191,7 +203,7 @@ def _find_unusable_samplers(
         if model.prediction_type == "flow" and sampler not in (None, "euler", "k_euler"):
             reason = "flow matching samples with euler"
         if reason:
-            yield f"{prompt.locate_key('sample_sampler')} {sampler}", reason
+            yield prompt.locate_key("sample_sampler").narrow(str(sampler)), reason
 
 
 def _round_bucket_steps(loaded: ParsedConfig, detected: DetectedModel) -> ParsedConfig:
@@ -202,7 +214,7 @@ def _round_bucket_steps(loaded: ParsedConfig, detected: DetectedModel) -> Parsed
         return loaded
     notice = f"{location}: {data.bucket_reso_steps} is finer than the model can train; buckets are multiples of {step}"
     config = replace(loaded.config, data=replace(data, bucket_reso_steps=step))
-    adjustments = {**loaded.adjustments, f"bucket_reso_steps {step}": notice}
+    adjustments = {**loaded.adjustments, "bucket_reso_steps": notice}
     return replace(loaded, config=config, notices=[*loaded.notices, notice], adjustments=adjustments)
 
 
@@ -213,49 +225,40 @@ def _find_other_defaults(loaded: ParsedConfig, detected: DetectedModel) -> Itera
     optim, facts = loaded.config.optim, get_family_facts(detected.family)
     text_encoders = select_trained_text_encoders(loaded.config.adapter, optim, facts)
     has_all_rates = optim.unet_lr is not None and (optim.text_encoder_lr or not text_encoders)
-    sampling, theirs_of = loaded.config.noise.flow_timestep_sampling, facts.kohya_defaults.get
-    others = {
-        "seed": ("42", "another one for each run", True),
-        "learning_rate": ("1e-4", "2e-6", not has_all_rates and not is_self_tuning_adafactor(optim)),
-        "v_parameterization": ("true, as the model says", "false", detected.prediction_type == "v"),
-        "guidance_scale": ("1", "3.5", detected.has_guidance_embeds),
-        "timestep_sampling": ("shift", theirs_of("timestep_sampling"), sampling != "sigma"),
-        "discrete_flow_shift": (
-            "as in the model's pipeline",
-            theirs_of("discrete_flow_shift"),
-            sampling in ("shift", "sigma"),
-        ),
-        "model_prediction_type": ("raw", theirs_of("model_prediction_type"), True),
+    is_other = {
+        "learning_rate": not has_all_rates,
+        "v_parameterization": detected.prediction_type == "v",
+        "timestep_sampling": loaded.config.noise.flow_timestep_sampling != "sigma",
     }
-    for name, (ours, theirs, applies) in others.items():
-        if applies and theirs is not None and name not in loaded.locations:
-            yield f"{name} {ours} (there {theirs})"
+    options = [option for option in iter_options(RunConfig) if is_other.get(option.name, True)]
+    theirs = {option.name: option.kohya_default for option in options if option.kohya_default}
+    theirs.update(facts.options.kohya_defaults)
+    model, names = collect_model_traits(detected, loaded.config.adapter), theirs.keys() - loaded.locations.keys()
+    without_effect = find_unused_options(loaded.config, frozenset(names), model)
+    for option in options:
+        if option.name in names - without_effect.keys():
+            yield f"{option.name} {option.default_text or format_default(option.default)} (there {theirs[option.name]})"
+    if "model_prediction_type" in names:  # an option of sd-scripts only
+        yield f"model_prediction_type raw (there {theirs['model_prediction_type']})"
 
 
-def find_unused_model_options(
-    adapter: AdapterConfig, noise: NoiseConfig, loss: LossConfig, detected: DetectedModel
-) -> dict[str, str]:
-    """Find the options without effect on this model, and why; options with their default values may be among them."""
+def collect_model_traits(detected: DetectedModel, adapter: AdapterConfig) -> ModelTraits:
+    """Collect what the effect of options depends on in a model."""
     facts = get_family_facts(detected.family)
-    special = {option for each in FAMILY_FACTS.values() for option in each.extra_options} - set(facts.extra_options)
-    unused = dict.fromkeys(sorted(special), f"not for {facts.title}")
-    unused |= {name: f"not for {facts.title}" for name in COMPONENT_OPTIONS if name not in facts.component_options}
-    if not detected.has_guidance_embeds:
-        unused["guidance_scale"] = "the model has no guidance embedding"
-    unused |= validate_objective.find_options_of_other_models(noise, loss, detected.prediction_type)
-    if detected.prediction_type == "flow":
-        unused["sample_sampler"] = "flow matching samples with euler"
-    if not facts.text_encoders and not adapter.network_train_text_encoder_only:
-        unused |= dict.fromkeys(
-            ("network_train_unet_only", "text_encoder_lr"), f"the text encoders of {facts.title} are never trained"
-        )
-    return unused
+    return ModelTraits(
+        facts.title,
+        detected.prediction_type,
+        detected.has_guidance_embeds,
+        bool(facts.lora.text_encoders) or adapter.network_train_text_encoder_only,  # the latter is an error then
+        {*facts.options.extra, *facts.options.components},
+    )
 
 
 def _find_unavailable_xformers(loaded: ParsedConfig, detected: DetectedModel) -> dict[str, str]:
     """``xformers = true`` asks for speed; where it cannot run, PyTorch's attention computes the same."""
-    if not loaded.locations.get("attn_mode", "").endswith("xformers"):
+    place = loaded.locations.get("attn_mode")
+    if place is None or "xformers" not in (place.key, place.flag.removeprefix("--")):
         return {}
-    if "xformers" not in (*TORCH_ATTENTION_MODES, *get_family_facts(detected.family).attention_modes):
+    if "xformers" not in (*TORCH_ATTENTION_MODES, *get_family_facts(detected.family).blocks.attention_modes):
         return {"attn_mode": f"not supported for {detected.family}; PyTorch's attention is used"}
     return {} if find_spec("xformers") else {"attn_mode": "not installed; PyTorch's attention is used"}

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..config.types import split_keyword_args
-from ..errors import UserError
+from ..errors import ConfigError, UserError
+from ..problems import Problem
 
 
 def parse_keyword_args(args: Sequence[str], option: str) -> dict[str, Any]:
@@ -16,14 +17,16 @@ def parse_keyword_args(args: Sequence[str], option: str) -> dict[str, Any]:
     problems = []
     for name, text in split_keyword_args(args):
         if text is None or not name.isidentifier():
-            problems.append(f"--{option}: {name!r} is not name=value")
+            problems.append(Problem(option, f"{name!r} is not name=value"))
             continue
         try:
             arguments[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
-            problems.append(f"--{option}: {name}: {text!r} is not a Python literal (a number, True, a list or 'text')")
+            problems.append(
+                Problem(option, f"{name}: {text!r} is not a Python literal (a number, True, a list or 'text')")
+            )
     if problems:
-        raise UserError("\n".join(problems))
+        raise ConfigError(problems)
     return arguments
 
 
@@ -41,6 +44,6 @@ def import_class(import_path: str, option: str, name: str, pip_package: str | No
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except ModuleNotFoundError as error:
-        raise UserError(f"--{option}: {name}: {error}{suggestion}") from None
+        raise UserError(Problem(option, f"{name}: {error}{suggestion}")) from None
     except AttributeError:
-        raise UserError(f"--{option}: {name}: module {module_name} has no {attribute!r}{suggestion}") from None
+        raise UserError(Problem(option, f"{name}: module {module_name} has no {attribute!r}{suggestion}")) from None

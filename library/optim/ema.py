@@ -27,7 +27,7 @@ class AdapterEMA:
 
     @contextmanager
     def swap_parameters(self) -> Iterator[None]:
-        """Inside the context, the parameters hold the average."""
+        """Let the parameters hold the average within the context."""
         backup = [item.detach().clone() for item in self.parameters]
         self._copy_to_parameters(self.shadow_params)
         try:

@@ -1,4 +1,7 @@
-"""Learning rate schedulers as pure functions of the optimizer step, independent of ranks, accumulation and resume."""
+"""Learning rate schedulers as pure functions of the optimizer step, independent of ranks, accumulation and resume.
+
+A schedule is not given to ``accelerator.prepare``, with which it would step once per process.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,15 +12,16 @@ import torch
 from ..config.schema import OptimConfig
 from ..config.types import split_keyword_args
 from ..errors import UserError
+from ..problems import Problem
 from .arguments import find_unknown_args, import_class, parse_keyword_args
 
 LRSchedule = Callable[[int], float]
-"""Optimizer step, from 0 -> factor on the peak learning rate."""
+"""A function of the optimizer step, counted from 0, that returns the factor on the peak learning rate."""
 
 
 @dataclass(frozen=True)
 class ScheduleContext:
-    """What a schedule depends on; lengths are in optimizer steps."""
+    """The options and lengths that a schedule depends on; lengths are in optimizer steps."""
 
     config: OptimConfig
     total_steps: int
@@ -30,7 +34,7 @@ class ScheduleContext:
 
 
 ProgressFactor = Callable[[float, ScheduleContext], float]
-"""Progress after the warmup, 0 to 1 -> factor on the peak."""
+"""A function that returns the factor on the peak from the progress after the warmup, which is between 0 and 1."""
 
 
 def _constant(progress: float, context: ScheduleContext) -> float:
@@ -78,17 +82,17 @@ PROGRESS_SCHEDULES: Mapping[str, ProgressFactor] = {
     "polynomial": _polynomial,
     "rex": _rex,
 }
-"""``lr_scheduler`` -> schedules that depend on the progress only."""
+"""The schedules that depend on the progress only, by ``lr_scheduler``."""
 
 
 def _build_inverse_sqrt(context: ScheduleContext) -> LRSchedule:
-    """``sqrt(timescale / (step - warmup + timescale))``."""
+    """Build the schedule ``sqrt(timescale / (step - warmup + timescale))``."""
     timescale = context.config.lr_scheduler_timescale or context.warmup_steps or 10_000
     return lambda step: math.sqrt(timescale / (step - context.warmup_steps + timescale))
 
 
 def _build_warmup_stable_decay(context: ScheduleContext) -> LRSchedule:
-    """Constant, then a cosine decay over the last ``lr_decay_steps``."""
+    """Build a constant schedule with a cosine decay over the last ``lr_decay_steps``."""
     start = context.total_steps - context.decay_steps
 
     def factor(step: int) -> float:
@@ -100,7 +104,7 @@ def _build_warmup_stable_decay(context: ScheduleContext) -> LRSchedule:
 
 
 def _build_piecewise_constant(context: ScheduleContext) -> LRSchedule:
-    """``step_rules=1:10,0.1:20,0.01``: factor 1 until step 10, 0.1 until step 20, then 0.01."""
+    """Build the schedule of ``step_rules=1:10,0.1:20,0.01``: factor 1 until step 10, 0.1 until step 20, then 0.01."""
     arguments = dict(split_keyword_args(context.config.lr_scheduler_args))
     rules = (arguments.pop("step_rules", "") or "").strip("'\"").split(",")
     try:
@@ -112,8 +116,11 @@ def _build_piecewise_constant(context: ScheduleContext) -> LRSchedule:
             raise ValueError
     except (ValueError, IndexError):
         raise UserError(
-            "--lr_scheduler_args: piecewise_constant takes step_rules=1:10,0.1:20,0.01 (factor 1 until step 10, 0.1 "
-            "until step 20, then 0.01) and nothing else"
+            Problem(
+                "lr_scheduler_args",
+                "piecewise_constant takes step_rules=1:10,0.1:20,0.01 (factor 1 until step 10, 0.1 until"
+                " step 20, then 0.01) and nothing else",
+            )
         ) from None
     return lambda step: next((factor for limit, factor in limits if step < limit), last)
 
@@ -123,7 +130,7 @@ STEP_SCHEDULES: Mapping[str, Callable[[ScheduleContext], LRSchedule]] = {
     "warmup_stable_decay": _build_warmup_stable_decay,
     "piecewise_constant": _build_piecewise_constant,
 }
-"""``lr_scheduler`` -> schedules that depend on the step."""
+"""The schedules that depend on the step, by ``lr_scheduler``."""
 
 
 def build_lr_schedule(config: OptimConfig, total_steps: int) -> LRSchedule:
@@ -161,7 +168,7 @@ def _build_from_scheduler_class(config: OptimConfig, total_steps: int) -> LRSche
     peak = config.learning_rate or 1.0
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
     if unknown := find_unknown_args(scheduler_class, list(arguments)):
-        raise UserError(f"--lr_scheduler_args: {name} does not take {', '.join(unknown)}")
+        raise UserError(Problem("lr_scheduler_args", f"{name} does not take {', '.join(unknown)}"))
     try:
         scheduler = scheduler_class(optimizer, **arguments)
         rates = []
@@ -170,5 +177,5 @@ def _build_from_scheduler_class(config: OptimConfig, total_steps: int) -> LRSche
             optimizer.step()
             scheduler.step()
     except Exception as error:  # a user's class may raise anything
-        raise UserError(f"--lr_scheduler_type: {name}: {error}") from None
+        raise UserError(Problem("lr_scheduler_type", f"{name}: {error}")) from None
     return lambda step: float(rates[min(step, len(rates) - 1)])

@@ -5,15 +5,16 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
+from ..problems import Problem
 from ..registry import suggest_name
 
 
 @dataclass(frozen=True)
 class OptimizerInfo:
-    """Where an optimizer is imported from, and how its arguments differ from sd-scripts'."""
+    """The import path of an optimizer, and the arguments that differ from sd-scripts'."""
 
     import_path: str
-    pip_package: str | None = None  # for the message when an optional package is missing
+    pip_package: str | None = None  # named in the message when an optional package is missing
     default_args: Mapping[str, Any] = field(default_factory=dict)  # arguments that sd-scripts sets
     arg_aliases: Mapping[str, str] = field(default_factory=dict)  # name of an argument in sd-scripts -> name here
     is_lr_free: bool = False  # learning_rate is a factor, usually 1, on the rate that it estimates
@@ -74,7 +75,7 @@ PIP_PACKAGES = {
 """Packages of optimizers that are often named with their module in sd-scripts."""
 
 
-def validate_optimizer_name(optimizer_type: str) -> Iterator[str]:
+def validate_optimizer_name(optimizer_type: str) -> Iterator[Problem]:
     """Check that the name is one of ours, of torch.optim, or a class with its package."""
     name = optimizer_type or "AdamW"
     if _find_optimizer(name) is not None or "." in name or ":" in name:
@@ -83,7 +84,7 @@ def validate_optimizer_name(optimizer_type: str) -> Iterator[str]:
 
     if not isinstance(getattr(torch.optim, name, None), type):
         hint = suggest_name(name, OPTIMIZERS) or f"; known are {', '.join(OPTIMIZERS)} and any package.module.Class"
-        yield f"--optimizer_type: no optimizer {name!r}{hint}"
+        yield Problem("optimizer_type", f"no optimizer {name!r}{hint}")
 
 
 def find_missing_package(optimizer_type: str) -> str:

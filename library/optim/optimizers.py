@@ -11,6 +11,7 @@ import torch
 
 from ..config.schema import OptimConfig
 from ..errors import UserError
+from ..problems import Problem
 from ..registry import suggest_name
 from .arguments import find_unknown_args, import_class, parse_keyword_args
 from .optimizer_names import OPTIMIZERS, OptimizerInfo
@@ -37,7 +38,7 @@ def build_optimizer(config: OptimConfig, param_groups: Sequence[ParamGroup]) -> 
     try:
         return _instantiate_optimizer(optimizer_class, groups, {"lr": lr, **arguments})
     except (TypeError, ValueError, AssertionError, NotImplementedError) as error:
-        raise UserError(f"--optimizer_args: {config.optimizer_type or 'AdamW'}: {error}") from None
+        raise UserError(Problem("optimizer_args", f"{config.optimizer_type or 'AdamW'}: {error}")) from None
 
 
 def _instantiate_optimizer(
@@ -59,7 +60,7 @@ def _instantiate_optimizer(
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Its name and, for torch optimizers, which implementation it uses."""
+    """Describe an optimizer by its name and, for those of torch, the implementation that it uses."""
     group, name = optimizer.param_groups[0], type(optimizer).__name__
     if "foreach" not in group:
         return name
@@ -79,13 +80,13 @@ def resolve_optimizer(name: str) -> OptimizerInfo:
     if isinstance(getattr(torch.optim, name, None), type):
         return OptimizerInfo(f"torch.optim.{name}")
     hint = suggest_name(name, OPTIMIZERS) or f"; known are {', '.join(OPTIMIZERS)} and any package.module.Class"
-    raise UserError(f"--optimizer_type: no optimizer {name!r}{hint}")
+    raise UserError(Problem("optimizer_type", f"no optimizer {name!r}{hint}"))
 
 
 def _import_optimizer_class(info: OptimizerInfo, name: str) -> type[torch.optim.Optimizer]:
     optimizer_class = import_class(info.import_path, "optimizer_type", name, info.pip_package)
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-        raise UserError(f"--optimizer_type: {name} is not a torch.optim.Optimizer")
+        raise UserError(Problem("optimizer_type", f"{name} is not a torch.optim.Optimizer"))
     return optimizer_class
 
 
@@ -95,7 +96,7 @@ def _build_optimizer_args(config: OptimConfig, info: OptimizerInfo, optimizer_cl
     unknown = find_unknown_args(optimizer_class, list(arguments))
     if unknown or "lr" in arguments:
         names = ", ".join(map(repr, unknown)) or "'lr', which is --learning_rate"
-        raise UserError(f"--optimizer_args: {config.optimizer_type or 'AdamW'} does not take {names}")
+        raise UserError(Problem("optimizer_args", f"{config.optimizer_type or 'AdamW'} does not take {names}"))
     return {**info.default_args, **arguments}
 
 

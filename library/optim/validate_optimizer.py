@@ -7,6 +7,7 @@ import torch
 
 from ..config.schema import OptimConfig
 from ..errors import UserError
+from ..problems import Problem
 from .lr_schedulers import build_lr_schedule
 from .optimizer_names import OPTIMIZERS
 from .optimizers import ParamGroup, build_optimizer, resolve_optimizer
@@ -23,12 +24,12 @@ MIN_USUAL_LR_FACTOR = 0.1
 """Learning-rate-free optimizers take a factor near 1; anything below this is probably meant as a learning rate."""
 
 
-def validate_optimizer(config: OptimConfig) -> Iterator[str]:
+def validate_optimizer(config: OptimConfig) -> Iterator[Problem]:
     """Build the optimizer once with a dummy parameter, so that a mistake shows before a model is loaded."""
     try:
         optimizer = build_optimizer(config, [ParamGroup("dummy", [torch.nn.Parameter(torch.zeros(2, 2))], 1.0)])
     except UserError as error:
-        yield from str(error).splitlines()
+        yield from error.problems
         return
     required = [
         name
@@ -36,26 +37,31 @@ def validate_optimizer(config: OptimConfig) -> Iterator[str]:
         if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
     ]
     if required:
-        yield (
-            f"--optimizer_type {config.optimizer_type}: its step() requires {', '.join(required)}: it evaluates the "
-            "loss several times per step, which is not supported; use another optimizer"
+        yield Problem(
+            "optimizer_type",
+            f"its step() requires {', '.join(required)}: it evaluates the loss several times per step,"
+            " which is not supported",
+            "use another optimizer",
+            value=config.optimizer_type,
         )
 
 
-def validate_lr_schedule(config: OptimConfig) -> Iterator[str]:
+def validate_lr_schedule(config: OptimConfig) -> Iterator[Problem]:
     """Build the schedule once for two steps, so that a mistake shows before a model is loaded."""
     try:
         build_lr_schedule(config, 2)
     except UserError as error:
-        yield from str(error).splitlines()
+        yield from error.problems
 
 
-def validate_elementwise_optimizer(config: OptimConfig, engine: str) -> Iterator[str]:
+def validate_elementwise_optimizer(config: OptimConfig, engine: str) -> Iterator[Problem]:
     """An engine that shards flattened parameters gives wrong results with optimizers that need whole tensors."""
     if resolve_optimizer(config.optimizer_type).import_path not in ELEMENTWISE_OPTIMIZERS:
-        yield (
-            f"--optimizer_type {config.optimizer_type}: needs whole tensors, but {engine} shards them over processes; "
-            "use AdamW, Adam, SGD or Lion, or --fsdp instead"
+        yield Problem(
+            "optimizer_type",
+            f"needs whole tensors, but {engine} shards them over processes",
+            "use AdamW, Adam, SGD or Lion, or --fsdp instead",
+            value=config.optimizer_type,
         )
 
 

@@ -1,4 +1,8 @@
-"""Gradient (activation) checkpointing: every n-th block, offloaded to the host, or selective with a memory budget."""
+"""Gradient (activation) checkpointing: every n-th block, offloaded to the host, or selective with a memory budget.
+
+Selective checkpointing decides in the first backward pass, when the sizes are known, which matrix multiplications,
+convolutions and attention outputs to save: those with the most FLOPs per byte, up to a budget.
+"""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -41,7 +41,7 @@ MIN_WINDOW_BYTES = 2**28
 
 @dataclass(frozen=True)
 class OffloadedBytes:
-    """What ``--blocks_to_swap`` keeps in host memory, and what it needs on the device while a step runs."""
+    """The bytes that ``--blocks_to_swap`` keeps in host memory, and that it needs on the device while a step runs."""
 
     total: int = 0
     largest_block: int = 0

@@ -1,6 +1,9 @@
 """``torch.compile`` of repeated blocks: equal blocks share their graphs, with dynamic shapes where sizes vary.
 
 Backend, mode and fullgraph are set in ``distributed.accelerator.build_dynamo_plugin``, from options and the launcher.
+
+Only what is trained is compiled.  Blocks are compiled by class and not the model as a whole, since dozens of equal
+blocks then need one graph.
 """
 
 import inspect
@@ -28,7 +31,7 @@ MAX_RECOMPILES = 4
 """Recompiles of a block class during training, after which its blocks run eagerly."""
 
 MAX_STATIC_SIZES = 2
-"""With more bucket sizes than this, ``auto`` compiles dynamic shapes."""
+"""The number of bucket sizes above which ``auto`` compiles dynamic shapes."""
 
 MAX_GRAPHS_PER_SIZE = 4
 """Graphs of a block class for one size: its input requires grad or not, text is masked or not."""
@@ -244,7 +247,7 @@ class Compilation:
 
     @contextmanager
     def record_shapes(self) -> Iterator[None]:
-        """Inside, blocks run eagerly and record their input layouts."""
+        """Let blocks run eagerly and record their input layouts within the context."""
         self._phase.is_recording_shapes = True
         try:
             yield

@@ -3,6 +3,9 @@
 All of a block but attention works on single tokens.  Attention exchanges tokens for heads and back (``ulysses``).
 What comes before and after the blocks is computed on every rank.  A rank's gradient is that of its own tokens, times
 the size of the group: the mean over the group is the gradient.
+
+Tokens are sharded around the model's own forward, so one implementation serves every family and attention backend.
+diffusers' engine has no plan for SD3 and Z-Image, and no backward for uneven numbers of tokens.
 """
 
 import inspect
@@ -18,6 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ..errors import UserError
+from ..problems import Problem
 from .parallel_plan import ParallelPlan
 from .ulysses import (
     AllToAllGroup,
@@ -34,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TokenMap:
-    """Where the tokens of concatenated streams are; as tensors, whose lengths a compiler can treat as dynamic."""
+    """The positions of the tokens of concatenated streams; tensors, whose lengths a compiler can treat as dynamic."""
 
     positions: Tensor
     """Positions of this rank's tokens in the concatenation."""
@@ -49,7 +53,7 @@ class TokenMap:
 
 @dataclass(frozen=True)
 class SequenceShards:
-    """Which tokens of each stream (text, image) belong to which rank."""
+    """The division of the tokens of each stream (text, image) among the ranks."""
 
     lengths: Mapping[str, int]
     rank: int
@@ -96,7 +100,7 @@ class ContextParallel:
         self.group, self.rank, self.size = group, group.rank, group.size
         self._mark_dynamic = mark_dynamic
         self._shards: SequenceShards | None = None
-        """Of the latest forward: activation checkpointing recomputes before the next forward."""
+        """The shards of the latest forward, since activation checkpointing recomputes before the next forward."""
         self._token_maps: dict[tuple[str, ...], TokenMap] = {}
 
     def wrap_blocks(self, model: nn.Module, parallel_plan: ParallelPlan) -> None:
@@ -179,8 +183,12 @@ class ContextParallel:
             output = block_forward(*bound.args, **bound.kwargs)
         if not attention.calls:
             raise UserError(
-                f"--cp_size {self.size}: attention did not go through scaled_dot_product_attention, so its tokens"
-                " cannot be sharded; unset DIFFUSERS_ATTN_BACKEND if it is set"
+                Problem(
+                    "cp_size",
+                    "attention did not go through scaled_dot_product_attention, so its tokens cannot be sharded",
+                    "unset DIFFUSERS_ATTN_BACKEND if it is set",
+                    value=str(self.size),
+                )
             )
         return output
 

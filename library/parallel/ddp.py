@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..dataloader.batch import PixelBatch
 from ..distributed.step_phases import OutOfMemory, record_phase
-from .gradient_accumulation import LossFunction
+from .gradient_accumulation import TrainingTask
 from .gradient_sync import FlatGradients, exclude_frozen_from_ddp, register_ddp_comm_hook
 from .parallel_plan import ParallelPlan
 from .strategy import Strategy
@@ -35,12 +35,12 @@ class DDPStrategy(Strategy):
         loss.backward()  # type: ignore[no-untyped-call]
 
     def compute_gradients(
-        self, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
+        self, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor:
-        return self._all_reduce_loss(self._accumulate_gradients(loss_function, batches, num_samples, step))
+        return self._all_reduce_loss(self._accumulate_gradients(task, batches, num_samples, step))
 
     def compute_gradients_catching_oom(
-        self, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
+        self, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor | OutOfMemory:
         """Compute gradients without collectives, and all-reduce them when no rank ran out of memory.
 
@@ -49,7 +49,7 @@ class DDPStrategy(Strategy):
 
         def compute_local_gradients() -> tuple[Tensor, FlatGradients | None]:
             accumulate = self.gradient_accumulation.accumulate_without_sync
-            total = accumulate(self.model, loss_function, batches, num_samples, step)
+            total = accumulate(self.model, task, batches, num_samples, step)
             self.straggler_monitor.mark_gradients_ready()
             with record_phase("communication"):
                 return total, FlatGradients(self.model) if self.comm.world_size > 1 else None

@@ -15,13 +15,14 @@ from ..config.types import DeviceMap
 from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST, get_free_memory
 from ..errors import ConfigError
+from ..problems import Problem
 from .ddp import DDPStrategy
 from .parallel_plan import ParallelPlan
 from .strategy import StrategySettings
 
 logger = logging.getLogger(__name__)
 SEQUENTIAL_FILL_RATIO = 0.7
-"""How much of a device's free memory ``sequential`` fills with weights; the rest is for activations."""
+"""The part of a device's free memory that ``sequential`` fills with weights; the rest is for activations."""
 
 
 def build_device_map(model: nn.Module, device_map: DeviceMap, free_memory: Sequence[int]) -> dict[str, int]:
@@ -38,11 +39,9 @@ def build_device_map(model: nn.Module, device_map: DeviceMap, free_memory: Seque
     if set(devices.values()) - set(range(len(free_memory))):
         needed = sum(tensor.nbytes for tensor in model.parameters()) / 2**30
         available = " + ".join(f"{free / 2**30:.1f}" for free in free_memory)
-        problem = (
-            f"--device_map {device_map}: {needed:.1f} GiB of weights do not fit into {available} GiB of free memory"
-        )
+        text = f"{needed:.1f} GiB of weights do not fit into {available} GiB of free memory"
         fix = "use more devices, --quantize_base nf4, or --blocks_to_swap instead of the device map"
-        raise ConfigError([f"{problem}; {fix}"])
+        raise ConfigError([Problem("device_map", text, fix, value=str(device_map))])
     return {name: int(device) for name, device in devices.items()}
 
 

@@ -19,7 +19,7 @@ from ..dataloader.batch import PixelBatch
 from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST
 from .context_parallel import ContextParallel
-from .gradient_accumulation import LossFunction
+from .gradient_accumulation import TrainingTask
 from .gradient_sync import all_reduce_gradients
 from .parallel_plan import ParallelPlan
 from .strategy import Strategy, StrategySettings
@@ -110,9 +110,9 @@ class DeviceMeshStrategy(Strategy):
         self._all_reduce_gradients(self.dims.dp)
 
     def compute_gradients(
-        self, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
+        self, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor:
-        loss = self._all_reduce_loss(self._accumulate_gradients(loss_function, batches, num_samples, step))
+        loss = self._all_reduce_loss(self._accumulate_gradients(task, batches, num_samples, step))
         self._all_reduce_gradients(self.comm.world_size)
         return loss
 

@@ -1,4 +1,8 @@
-"""FSDP2 (``fully_shard``): which blocks are wrapped; the frozen model is sharded, LoRA adapters are replicated."""
+"""FSDP2 (``fully_shard``): which blocks are wrapped; the frozen model is sharded, LoRA adapters are replicated.
+
+The adapter is whole on every rank because it is small: optimizers that look at all weights (Prodigy), clipping, EMA,
+files and checkpoints then need to know nothing of sharding.
+"""
 
 import logging
 import warnings
@@ -16,6 +20,7 @@ from ..distributed.communicator import Communicator
 from ..distributed.devices import HOST
 from ..distributed.fsdp_settings import FSDPSettings
 from ..errors import ConfigError
+from ..problems import Problem
 from ..registry import copy_class_name
 from .device_mesh_strategy import DeviceMeshStrategy
 from .parallel_plan import ParallelPlan
@@ -95,7 +100,7 @@ def find_fsdp_blocks(model: nn.Module, class_names: Sequence[str] = ()) -> list[
         if blocks:
             return blocks[::-1]
     option = "the launcher's fsdp_transformer_layer_cls_to_wrap"
-    raise ConfigError([f"FSDP: {type(model).__name__} does not list its block classes; set {option}"])
+    raise ConfigError([Problem("", f"FSDP: {type(model).__name__} does not list its block classes", f"set {option}")])
 
 
 def assert_sharded(model: nn.Module, trainable: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:

@@ -28,8 +28,8 @@ from ..dataloader.batch import PixelBatch
 from ..distributed.step_phases import record_phase
 
 
-class LossFunction(Protocol):
-    """The training task, as far as a strategy uses it."""
+class TrainingTask(Protocol):
+    """The training task (``training.task.DiffusionTask``), as far as a strategy uses it."""
 
     def __call__(self, batch: PixelBatch, step: int, /) -> Tensor:
         """Return the weighted loss of each sample in optimizer step ``step``."""
@@ -49,24 +49,24 @@ class GradientAccumulation:
         self._accelerator, self._backward = accelerator, backward
 
     def accumulate(
-        self, model: nn.Module, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
+        self, model: nn.Module, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor:
         """Accumulate gradients as accelerate counts micro-batches: DDP all-reduces in the backward of the last."""
         accumulate = self._accelerator.accumulate
-        total = self._run_micro_batches(lambda is_last: accumulate(model), loss_function, batches, num_samples, step)
+        total = self._run_micro_batches(lambda is_last: accumulate(model), task, batches, num_samples, step)
         if not self._accelerator.sync_gradients:
             raise AssertionError(f"step {step}: {len(batches)} micro-batches did not complete an optimizer step")
         return total
 
     def accumulate_without_sync(
-        self, model: nn.Module, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
+        self, model: nn.Module, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor:
         """Accumulate gradients without collectives; split batches are more than ``accumulate`` counts."""
         no_sync = self._accelerator.no_sync
-        return self._run_micro_batches(lambda is_last: no_sync(model), loss_function, batches, num_samples, step)
+        return self._run_micro_batches(lambda is_last: no_sync(model), task, batches, num_samples, step)
 
     def accumulate_in_deepspeed(
-        self, engine: Any, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
+        self, engine: Any, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor:
         """Accumulate gradients in DeepSpeed's engine, which reduces them in the backward of the last micro-batch."""
 
@@ -74,12 +74,12 @@ class GradientAccumulation:
             engine.set_gradient_accumulation_boundary(is_last)
             return nullcontext()
 
-        return self._run_micro_batches(start_micro_batch, loss_function, batches, num_samples, step)
+        return self._run_micro_batches(start_micro_batch, task, batches, num_samples, step)
 
     def _run_micro_batches(
         self,
         start_micro_batch: Callable[[bool], AbstractContextManager[Any]],
-        loss_function: LossFunction,
+        task: TrainingTask,
         batches: Sequence[PixelBatch],
         num_samples: int,
         step: int,
@@ -88,12 +88,12 @@ class GradientAccumulation:
         losses = []
         for index, batch in enumerate(batches, start=1):
             with start_micro_batch(index == len(batches)):
-                losses.append(self._run_micro_batch(loss_function, batch, num_samples, step))
+                losses.append(self._run_micro_batch(task, batch, num_samples, step))
         return functools.reduce(torch.add, losses)
 
-    def _run_micro_batch(self, loss_function: LossFunction, batch: PixelBatch, num_samples: int, step: int) -> Tensor:
+    def _run_micro_batch(self, task: TrainingTask, batch: PixelBatch, num_samples: int, step: int) -> Tensor:
         with record_phase("forward", batch), self._accelerator.autocast():
-            loss = loss_function(batch, step).sum() / num_samples
+            loss = task(batch, step).sum() / num_samples
         with record_phase("backward", batch):
             self._backward(loss)
         return loss.detach()

@@ -25,11 +25,11 @@ GATED_ACTIVATIONS = {"GEGLU", "SwiGLU"}
 """diffusers' activations whose projection holds the gate as well."""
 
 Activations = tuple[Tensor, ...]
-"""What a block passes to the next, in the order in which the block returns it."""
+"""The arguments that a block passes to the next, in the order in which it returns them."""
 
 BlockForward = Callable[..., Any]
 BlockHook = Callable[[BlockForward, Any, Any], Any]
-"""(the wrapped forward, args, kwargs) -> the output that the model sees."""
+"""A function of the wrapped forward, args and kwargs that returns the output that the model sees."""
 
 
 class BlockHooks:
@@ -146,22 +146,22 @@ def _get_submodules(block: nn.Module, name: str) -> Any:
 
 
 TensorParallelPlan = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Layer name -> ``colwise`` or ``rowwise``, and the sizes of its fused parts, each of which is sharded."""
+"""The sharding of each layer, by name: ``colwise`` or ``rowwise``, and the sizes of fused parts, each sharded alone."""
 
 TokenAxes = Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]]
-"""Block argument -> for each tensor in it: its token axis, and the streams (by activation name) concatenated there."""
+"""The token axis of each tensor in a block argument, and the streams (by activation name) concatenated there."""
 
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How a denoiser can be sharded: its blocks, its linear layers, and where tokens are."""
+    """The parts by which a denoiser can be sharded: its blocks, its linear layers, and the places of tokens."""
 
     block_sequence: BlockSequence = field(default_factory=BlockSequence)
     tensor_parallel: TensorParallelPlan = field(default_factory=dict)
     block_token_args: TokenAxes = field(default_factory=dict)
     """Block arguments with tokens besides the activations, which all have them along axis 1."""
     layer_token_streams: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Layer name -> the streams whose tokens pass through it; other layers of blocks see the text, which is whole."""
+    """The streams whose tokens pass through a layer, by layer name; other layers of blocks see the whole text."""
     text_attention_calls: tuple[int, ...] = ()
     """Indices of the attention calls in a block that attend to a text that is not an activation."""
     denoiser: nn.Module | None = None
@@ -170,26 +170,28 @@ class ParallelPlan:
 
 def build_block_sequence(family: Family, denoiser: Any) -> BlockSequence:
     """Return the denoiser's blocks in the order in which they run."""
-    if family.has_skip_connections:
+    facts = family.facts.blocks
+    if facts.has_skip_connections:
         return UNetBlockSequence.from_unet(denoiser)
-    return BlockSequence.from_lists(denoiser, family.block_lists, family.block_activation_args)
+    return BlockSequence.from_lists(denoiser, facts.lists, facts.activation_args)
 
 
 def build_parallel_plan(family: Family, denoiser: nn.Module) -> ParallelPlan:
     """Describe how the denoiser can be split over processes."""
+    facts = family.facts.blocks
     return ParallelPlan(
-        build_block_sequence(family, denoiser),
-        build_tensor_parallel_plan(denoiser, family.fused_parallel_layers),
-        family.block_token_args,
-        map_layer_token_streams(
+        block_sequence=build_block_sequence(family, denoiser),
+        tensor_parallel=build_tensor_parallel_plan(denoiser, facts.fused_layers),
+        block_token_args=facts.token_args,
+        layer_token_streams=map_layer_token_streams(
             denoiser,
-            family.block_lists,
-            family.block_activation_args,
-            family.single_stream_block_lists,
-            family.text_attention_layers,
+            facts.lists,
+            facts.activation_args,
+            facts.single_stream_lists,
+            facts.text_attention_layers,
         ),
-        family.text_attention_calls,
-        denoiser,
+        text_attention_calls=facts.text_attention_calls,
+        denoiser=denoiser,
     )
 
 
@@ -200,7 +202,7 @@ def map_layer_token_streams(
     single_stream_block_lists: Sequence[str] = (),
     text_layers: Sequence[str] = (),
 ) -> dict[str, tuple[str, ...]]:
-    """Layer -> the block arguments whose tokens it processes."""
+    """Map each layer to the block arguments whose tokens it processes."""
     streams = {}
     texts = [name for name in stream_args if name.startswith("encoder_")]
     text, image = (texts or stream_args)[0], [name for name in stream_args if name not in texts][-1]
@@ -218,7 +220,7 @@ def map_layer_token_streams(
 def build_tensor_parallel_plan(
     denoiser: nn.Module, fused_layers: Mapping[str, tuple[str, tuple[int, ...]]] = MappingProxyType({})
 ) -> TensorParallelPlan:
-    """Layer -> ``colwise`` or ``rowwise`` sharding, and the sizes of the sections that are sharded separately."""
+    """Choose ``colwise`` or ``rowwise`` for each layer, and the sizes of the sections that are sharded separately."""
     plan: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, layer in denoiser.named_modules():
         base: Any = getattr(layer, "base_layer", layer)

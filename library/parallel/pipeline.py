@@ -24,7 +24,7 @@ from ..dataloader.batch import PixelBatch
 from ..distributed.communicator import Communicator
 from ..distributed.step_phases import record_phase
 from .device_mesh_strategy import DeviceMeshStrategy
-from .gradient_accumulation import LossFunction
+from .gradient_accumulation import TrainingTask
 from .parallel_plan import Activations, BlockSequence, ParallelPlan
 from .pipeline_stages import StageBoundary, StageRunner, broadcast_stage_output, partition_blocks
 from .strategy import StrategySettings
@@ -97,19 +97,19 @@ class PipelineStrategy(DeviceMeshStrategy):
         )
 
     def compute_gradients(
-        self, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
+        self, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor:
         scaler = self.accelerator.scaler  # fp16's; it has to scale once on every stage, or it cannot unscale there
         scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self.device))
 
         def compute_loss(batch: PixelBatch) -> Tensor:
             with self.accelerator.autocast():
-                return loss_function(batch, step).sum() * (scale / num_samples)
+                return task(batch, step).sum() * (scale / num_samples)
 
         def prepare_recompute(batch: PixelBatch) -> None:
-            loss_function.seed_dropout(batch, step)
+            task.seed_dropout(batch, step)
 
-        schedules, get_shape_key = self.pipeline_schedules, loss_function.get_shape_key
+        schedules, get_shape_key = self.pipeline_schedules, task.get_shape_key
         total = schedules.run(compute_loss, prepare_recompute, get_shape_key, batches) / scale
         self.accelerator.sync_gradients = True
         self._all_reduce_gradients(1)

@@ -2,6 +2,8 @@
 
 The model's own ``forward`` runs on every rank.  There a block of another stage returns its input, or the output that
 the other stage sent.
+
+So no family has to be rewritten as a list of layers, which is what the pipelines of DeepSpeed need.
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -22,7 +22,7 @@ from ..distributed.step_phases import OutOfMemory
 from ..distributed.straggler import Straggler, StragglerMonitor, find_straggler
 from ..distributed.world import ParallelDims
 from .async_copy import AsyncScalarQueue
-from .gradient_accumulation import GradientAccumulation, LossFunction
+from .gradient_accumulation import GradientAccumulation, TrainingTask
 from .gradient_clipping import clip_grad_norm
 from .gradient_sync import all_reduce_loss, scale_loss
 from .parallel_plan import ParallelPlan
@@ -38,10 +38,10 @@ STOP_DELAY_STEPS = 2
 
 @dataclass(frozen=True)
 class StrategySettings:
-    """What the options and the launcher ask for, as the strategies take it."""
+    """The settings of options and launcher, in the form in which strategies take them."""
 
     dims: ParallelDims | None = None
-    """``None``: data parallelism over all ranks."""
+    """The dimensions of the parallelism; ``None`` stands for data parallelism over all ranks."""
     fsdp: FSDPSettings | None = None
     deepspeed: DeepSpeedSettings | None = None
     device_map: DeviceMap | None = None
@@ -51,7 +51,10 @@ class StrategySettings:
 
 
 class Strategy(ABC):
-    """Wraps model and optimizer, and computes the gradients of a step on all ranks."""
+    """Wraps model and optimizer, and computes the gradients of a step on all ranks.
+
+    A strategy has a ``Communicator`` (``comm``) and is not one: what only communicates needs no strategy.
+    """
 
     optimizer_sharding_engine = ""
     """The engine that shards optimizer state over flattened parameters (DeepSpeed ZeRO), if any."""
@@ -65,7 +68,7 @@ class Strategy(ABC):
     """Whether every rank holds all trainable parameters, equal to the bit."""
 
     nf4_kernel: str | None = None
-    """What dequantizes a base model in nf4 (``select_nf4_kernel``)."""
+    """The kernel that dequantizes a base model in nf4 (``select_nf4_kernel``)."""
 
     model: nn.Module
     """The wrapped model, after ``wrap``."""
@@ -77,7 +80,7 @@ class Strategy(ABC):
         """Number of ranks that work on the same images."""
         self.data_parallel_rank, self.data_parallel_size = self.dims.get_data_parallel_rank(comm.rank), self.dims.dp
         self.loss_ranks = self.dims.get_loss_ranks()
-        """For each data-parallel rank, a rank that has the losses of its samples."""
+        """A rank that has the losses of the samples of each data-parallel rank."""
         self.has_loss = comm.rank in self.loss_ranks
         self.devices = [self.device]
         """All devices that this process computes on."""
@@ -146,7 +149,7 @@ class Strategy(ABC):
             plugin.backend = backend
 
     def bypass_tensor_parallel(self) -> AbstractContextManager[None]:
-        """Inside, single layers can be called on one rank, with full weights and without collectives."""
+        """Allow calls of single layers on one rank within the context, with full weights and without collectives."""
         return nullcontext()
 
     @abstractmethod
@@ -155,7 +158,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def compute_gradients(
-        self, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
+        self, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor:
         """Accumulate the gradients of all micro-batches of a step (forward and backward) and synchronise them.
 
@@ -163,7 +166,7 @@ class Strategy(ABC):
         """
 
     def compute_gradients_catching_oom(
-        self, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
+        self, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor | OutOfMemory:
         """Compute gradients, or return ``OutOfMemory`` on all ranks if any of them ran out of memory."""
         raise NotImplementedError(f"{type(self).__name__} cannot recover: its forward or backward contains collectives")
@@ -183,9 +186,9 @@ class Strategy(ABC):
         return failure or OutOfMemory("another process")
 
     def _accumulate_gradients(
-        self, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
+        self, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor:
-        return self.gradient_accumulation.accumulate(self.model, loss_function, batches, num_samples, step)
+        return self.gradient_accumulation.accumulate(self.model, task, batches, num_samples, step)
 
     def _backward_micro_batch(self, loss: Tensor) -> None:
         accumulation_steps = self.accelerator.gradient_accumulation_steps

@@ -38,12 +38,12 @@ def build_strategy(config: RunConfig, is_stop_requested: Callable[[], bool] = la
     for notice in find_ignored_fsdp_settings(world):
         logger.warning("%s", notice)
     settings = StrategySettings(
-        build_parallel_dims(config.parallel, world.world_size),
-        resolve_fsdp(config.sharding, config.parallel.tp_size, world),
-        resolve_deepspeed(config.deepspeed, world),
-        config.parallel.device_map,
-        config.parallel.pp_schedule,
-        is_stop_requested,
+        dims=build_parallel_dims(config.parallel, world.world_size),
+        fsdp=resolve_fsdp(config.sharding, config.parallel.tp_size, world),
+        deepspeed=resolve_deepspeed(config.deepspeed, world),
+        device_map=config.parallel.device_map,
+        pp_schedule=config.parallel.pp_schedule,
+        is_stop_requested=is_stop_requested,
     )
     strategy = STRATEGIES.get(select_strategy(settings))(comm, settings)
     if config.model.quantize_base == "nf4":

@@ -4,6 +4,9 @@ A column-wise layer (torch's ``ColwiseParallel``; the *rows* of its weight are s
 row-wise layer takes some of its inputs and all-reduces its output.  An adapter uses the same slice of
 its own matrices, so its gradient on a rank is partial, and the sum over the tensor-parallel group is the gradient.
 Which layers are column-wise and which row-wise is decided in ``parallel_plan``.
+
+Shards are plain tensors and not DTensors, on which most optimizers fail.  diffusers' own plan is not used because it
+refuses models with adapters.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +24,7 @@ from .quantize import FrozenLayer, Ranges, take_ranges
 
 
 class TensorParallel:
-    """This rank's shard of a model's linear layers."""
+    """The shard of a model's linear layers on this rank."""
 
     def __init__(self, rank: int, size: int, all_reduce: Callable[[Tensor], object]):
         """``all_reduce`` sums a tensor over the tensor-parallel group, in place."""
@@ -47,7 +50,7 @@ class TensorParallel:
 
     @contextmanager
     def bypass(self) -> Iterator[None]:
-        """Inside, layers compute unsharded and without collectives; the caller provides full frozen weights."""
+        """Let layers compute unsharded, without collectives, within the context; callers give full frozen weights."""
         self._is_bypassed = True
         try:
             yield

@@ -45,7 +45,7 @@ class ProcessGroupAllToAll:
         self, tensor: Tensor, dependency: Tensor, owner_ranks: Tensor, rows: int, *, gather_heads: bool
     ) -> TensorAndDependency:
         received: TensorAndDependency = _all_to_all_tokens(
-            tensor.contiguous(), dependency, owner_ranks, rows, gather_heads, self._name
+            tensor.contiguous(), dependency, owner_ranks, rows=rows, gather_heads=gather_heads, group_name=self._name
         )
         return received
 
@@ -59,7 +59,12 @@ def _register_gradient(operation: CustomOpDef) -> CustomOpDef:
     def compute_gradient(ctx: Any, gradient: Tensor, dependency: Tensor) -> Any:
         (owner_ranks,) = ctx.saved_tensors
         received = _all_to_all_tokens(
-            gradient.contiguous(), dependency, owner_ranks, ctx.rows, not ctx.gather_heads, ctx.group_name
+            gradient.contiguous(),
+            dependency,
+            owner_ranks,
+            rows=ctx.rows,
+            gather_heads=not ctx.gather_heads,
+            group_name=ctx.group_name,
         )
         return *received, None, None, None, None
 
@@ -97,7 +102,7 @@ def create_dependency(tensor: Tensor) -> Tensor:
 def scatter_heads_gather_tokens(
     tensor: Tensor, dependency: Tensor, owner_ranks: Tensor, group: AllToAllGroup
 ) -> TensorAndDependency:
-    """(..., all heads, local tokens, dim) -> (..., local heads, all tokens, dim), tokens in order of ranks."""
+    """Turn (..., all heads, local tokens, dim) into (..., local heads, all tokens, dim), tokens in order of ranks."""
     outer, (heads, own, width), size = tensor.shape[:-3], tensor.shape[-3:], group.size
     rows, each, total = math.prod(outer), heads // size, owner_ranks.shape[0]
     sent = tensor.reshape(rows, size, each, own, width).permute(1, 3, 0, 2, 4).reshape(size * own, rows, each, width)
@@ -108,7 +113,7 @@ def scatter_heads_gather_tokens(
 def scatter_tokens_gather_heads(
     tensor: Tensor, local_tokens: int, dependency: Tensor, owner_ranks: Tensor, group: AllToAllGroup
 ) -> TensorAndDependency:
-    """(..., local heads, all tokens, dim) -> (..., all heads, local tokens, dim)."""
+    """Turn (..., local heads, all tokens, dim) into (..., all heads, local tokens, dim)."""
     outer, (each, tokens, width), size = tensor.shape[:-3], tensor.shape[-3:], group.size
     rows = math.prod(outer)
     sent = tensor.reshape(rows, each, tokens, width).permute(2, 0, 1, 3)
@@ -135,7 +140,7 @@ def all_gather_tokens_with_grad(shard: Tensor, dim: int, owner_ranks: Tensor, gr
 
 
 class _AllGatherTokens(torch.autograd.Function):
-    """Its gradient is the local slice times the group size, because ``gradient_sync`` averages over the group."""
+    """An all-gather whose gradient is the local slice times the group size, as ``gradient_sync`` averages over it."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, dim: int, owner_ranks: Tensor, group: AllToAllGroup) -> Tensor:

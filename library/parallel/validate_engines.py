@@ -14,51 +14,52 @@ from torch import nn
 from ..config.types import DeviceMap
 from ..distributed.deepspeed_settings import DeepSpeedSettings
 from ..errors import ConfigError
+from ..problems import Problem
 from .device_map import iter_parent_names, list_unsplit_modules
 
 logger = logging.getLogger(__name__)
-NVME_OPTION = "--offload_param_device nvme"
 LIBAIO_FIX = "apt install libaio-dev g++ (dnf: libaio-devel gcc-c++) and pip install ninja, or use cpu"
-AllGather = Callable[[list[str]], Sequence[list[str]]]
+AllGather = Callable[[list[Problem]], Sequence[list[Problem]]]
 
 
-def raise_problems(problems: Iterable[str], all_gather: AllGather = lambda problems: [problems]) -> None:
+def raise_problems(problems: Iterable[Problem], all_gather: AllGather = lambda problems: [problems]) -> None:
     """Raise if there are any; with ``all_gather``, those of any rank on all ranks (machines have their own disks)."""
-    gathered = dict.fromkeys(problem for rank_problems in all_gather(list(problems)) for problem in rank_problems)
-    if gathered:
-        raise ConfigError(list(gathered))
+    if gathered := [problem for rank_problems in all_gather(list(problems)) for problem in rank_problems]:
+        raise ConfigError(gathered)
 
 
-def validate_device_map(model: nn.Module, device_map: DeviceMap) -> Iterator[str]:
+def validate_device_map(model: nn.Module, device_map: DeviceMap) -> Iterator[Problem]:
     """Check a user's map against the model, which may be on the meta device."""
     modules, devices = dict(model.named_modules()), dict(device_map.device_by_module)
     unsplit = list_unsplit_modules(model)
     for name in devices:
         if name not in modules:
-            yield f"--device_map: {name!r} is no module of this model"
+            yield Problem("device_map", f"{name!r} is no module of this model")
         elif block := next((block for block in unsplit if name.startswith(f"{block}.")), None):
-            yield f"--device_map: {name!r} is inside of {block!r}, which cannot be split; map {block!r}"
+            yield Problem("device_map", f"{name!r} is inside of {block!r}, which cannot be split", f"map {block!r}")
     missing = [
         name for name, _ in model.named_parameters() if not any(key in devices for key in iter_parent_names(name))
     ]
     if devices and missing:
-        yield (
-            f'--device_map: {len(missing)} parameters have no device, such as {missing[0]}; add "": 0 for all modules'
-            " that are not listed"
+        yield Problem(
+            "device_map",
+            f"{len(missing)} parameters have no device, such as {missing[0]}",
+            'add "": 0 for all modules that are not listed',
         )
 
 
-def validate_fsdp_classes(model: nn.Module, class_names: Sequence[str]) -> Iterator[str]:
+def validate_fsdp_classes(model: nn.Module, class_names: Sequence[str]) -> Iterator[Problem]:
     """Check the launcher's classes to wrap against the modules of the model."""
     known = {type(module).__name__ for module in model.modules()}
     if unknown := ",".join(name for name in class_names if name not in known):
-        yield (
-            f"the launcher's fsdp_transformer_layer_cls_to_wrap {unknown}: this model has no such class; remove the"
-            " setting to use diffusers' classes"
+        yield Problem(
+            "",
+            f"the launcher's fsdp_transformer_layer_cls_to_wrap {unknown}: this model has no such class",
+            "remove the setting to use diffusers' classes",
         )
 
 
-def validate_zero_config(settings: DeepSpeedSettings) -> Iterator[str]:
+def validate_zero_config(settings: DeepSpeedSettings) -> Iterator[Problem]:
     """Check the user's DeepSpeed file with DeepSpeed's own validation."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -67,12 +68,12 @@ def validate_zero_config(settings: DeepSpeedSettings) -> Iterator[str]:
     except ValueError as error:
         faults: Any = getattr(error, "errors", list)()  # pydantic's
         for fault in faults:
-            yield f"DeepSpeed's file: zero_optimization.{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+            yield Problem("", f"DeepSpeed's file: zero_optimization.{'.'.join(map(str, fault['loc']))}: {fault['msg']}")
         if not faults:
-            yield f"DeepSpeed: {error}"
+            yield Problem("", f"DeepSpeed: {error}")
 
 
-def validate_libaio() -> Iterator[str]:
+def validate_libaio() -> Iterator[Problem]:
     """Compile DeepSpeed's async_io, which it does when it is first used."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -84,42 +85,51 @@ def validate_libaio() -> Iterator[str]:
             builder.load(verbose=False)
     except Exception as error:  # compilers raise exceptions of their own
         reason = str(error).partition("\n")[0]
-        yield f"{NVME_OPTION}: DeepSpeed's async_io cannot be built: {reason}; {LIBAIO_FIX}"
+        yield _report_nvme(f"DeepSpeed's async_io cannot be built: {reason}", LIBAIO_FIX)
         return
     if not is_compatible:
-        yield f"{NVME_OPTION}: DeepSpeed's async_io needs libaio and a compiler; {LIBAIO_FIX}"
+        yield _report_nvme("DeepSpeed's async_io needs libaio and a compiler", LIBAIO_FIX)
+
+
+def _report_nvme(text: str, fix: str) -> Problem:
+    return Problem("offload_param_device", text, fix, value="nvme")
 
 
 def validate_offload_buffers(
     offload: Any, partition_sizes: Sequence[int], trainable_numel: int, dtype: torch.dtype
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     """Check buffer settings of the user's DeepSpeed file with which DeepSpeed would crash later."""
     largest, locked = max(partition_sizes, default=0), offload.buffer_count * offload.buffer_size * dtype.itemsize
     if offload.buffer_size < largest:
-        yield (
-            f"DeepSpeed's file: offload_param.buffer_size is {offload.buffer_size}, and the largest partition has"
-            f" {largest} elements; set {largest}, or remove it"
+        yield Problem(
+            "",
+            f"DeepSpeed's file: offload_param.buffer_size is {offload.buffer_size}, and the largest"
+            f" partition has {largest} elements",
+            f"set {largest}, or remove it",
         )
     elif offload.buffer_count < 2:
-        yield f"DeepSpeed's file: offload_param.buffer_count is {offload.buffer_count}; set at least 2"
+        yield Problem("", f"DeepSpeed's file: offload_param.buffer_count is {offload.buffer_count}", "set at least 2")
     elif not can_lock_memory(locked):
-        yield (
-            f"{NVME_OPTION}: cannot lock {locked / 2**20:.0f} MiB of memory per process; raise `ulimit -l`, or lower"
-            " buffer_count or buffer_size in DeepSpeed's file"
+        yield _report_nvme(
+            f"cannot lock {locked / 2**20:.0f} MiB of memory per process",
+            "raise `ulimit -l`, or lower buffer_count or buffer_size in DeepSpeed's file",
         )
     if trainable_numel > offload.max_in_cpu:
-        yield (
-            f"DeepSpeed's file: offload_param.max_in_cpu is {offload.max_in_cpu}, and the adapter has {trainable_numel}"
-            " elements per process, which stay in memory; remove it"
+        yield Problem(
+            "",
+            f"DeepSpeed's file: offload_param.max_in_cpu is {offload.max_in_cpu}, and the adapter has"
+            f" {trainable_numel} elements per process, which stay in memory",
+            "remove it",
         )
 
 
-def validate_disk_space(directory: Path, num_bytes: int) -> Iterator[str]:
+def validate_disk_space(directory: Path, num_bytes: int) -> Iterator[Problem]:
     free = shutil.disk_usage(directory).free
     if num_bytes > free:
-        yield (
-            f"--offload_param_nvme_path {directory.parent}: not enough disk space for the model:"
-            f" {num_bytes / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free"
+        yield Problem(
+            "offload_param_nvme_path",
+            f"not enough disk space for the model: {num_bytes / 2**30:.1f} GiB needed, {free / 2**30:.1f} GiB free",
+            value=str(directory.parent),
         )
 
 

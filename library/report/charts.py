@@ -31,7 +31,7 @@ class Curve:
     @classmethod
     def from_series(cls, name: str, series: MetricSeries, *, is_faint: bool = False) -> "Curve":
         low, high = series.bounds or ([], [])
-        return cls(name, series.steps, series.means, low, high, is_faint)
+        return cls(name=name, x=series.steps, y=series.means, low=low, high=high, is_faint=is_faint)
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,13 @@ PREVIEW_WIDTH, MAX_PREVIEW_COLUMNS, MAX_PREVIEW_ROWS = 192, 8, 16
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What is known of a run besides its metrics and previews; ``NAME.run.json`` holds it from the first step on."""
+    """A run besides its metrics and previews; ``NAME.run.json`` holds this from the first step on."""
 
     name: str
     steps: int
     plan: str  # summary of images, buckets and steps
     settings: Mapping[str, Any]
-    """Those that hold nothing private, which the report shows."""
+    """The settings that the report shows, which are those that hold nothing private."""
 
     started_at: float
     num_processes: int

@@ -21,7 +21,7 @@ CELL_AREA = 208 * 208
 GRID_MARGIN, GRID_GAP, LABEL_WIDTH, COLUMN_HEADING_HEIGHT, TEXT_LINE_HEIGHT, FONT_SIZE = 20, 8, 170, 34, 20, 15
 BACKGROUND = (255, 255, 255)
 PreviewRow = dict[str, Path]
-"""Column (the step or epoch in the file name) -> file."""
+"""The files of a row by their column, which is the step or epoch in the file name."""
 
 
 def write_preview_grid(

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 STATIC_DIR = Path(__file__).parent / "static"
 STYLES = ("uplot.min.css", "shared.css")
 SCRIPTS = ("uplot.min.js", "charts.js")
-"""In this order, in the report and on every page with charts.  uPlot 1.6.32 is vendored; its licence is beside it."""
+"""The scripts of the report and of every page with charts, in the order in which they are loaded.
+
+uPlot 1.6.32 is vendored; its licence is beside it.
+"""
 
 
 def build_environment(*packages: str) -> "Environment":

@@ -19,13 +19,13 @@ from filelock import FileLock, Timeout
 logger = logging.getLogger(__name__)
 _CHECKSUM_BYTES = 4
 _FILL_AFTER_DELETING = 0.9
-"""Of the limit."""
+"""The fraction of the limit that remains in the folder after the oldest files have been deleted."""
 
 _CHECKS_PER_LIMIT = 200
 """The folder is measured again after each writer has added this part of the limit."""
 
 _MIN_FREE_PART, _MIN_FREE_BYTES = 0.02, 10 * 2**30
-"""Of the disk, which is left to others; the smaller of both, as a cluster's has thousands of gigabytes free at 99 %."""
+"""The space of the disk that is left to others: the smaller of the two, as 2 % of a cluster's disk is too much."""
 
 _ABANDONED_SECONDS = 3600
 """Unfinished files of writers that were killed are deleted after this."""

@@ -48,7 +48,7 @@ class IncompleteBodyError(Exception):
 
 @dataclass(frozen=True)
 class Scheme:
-    """What serves URLs of one scheme."""
+    """The file system that serves the URLs of one scheme."""
 
     package: str  # imported by fsspec
     install: str
@@ -139,11 +139,11 @@ _CREDENTIAL_CODES = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an exception of a file system means."""
+    """The meaning of an exception of a file system."""
 
     error: RemoteError
     is_transient: bool = False
-    is_answer: bool = True  # of the server
+    is_answer: bool = True  # whether the server answered
 
 
 def judge_error(error: Exception, scheme: str, container: str) -> Verdict:
@@ -217,12 +217,12 @@ def _format_reason(chain: list[BaseException]) -> str:
 
 @dataclass
 class RetryPolicy:
-    """How long a request is repeated; servers that are known to be down are not waited for again."""
+    """The time that a request is repeated; servers that are known to be down are not waited for again."""
 
     seconds: float
     has_answered: set[str] = field(default_factory=set)  # servers
     is_down: set[str] = field(default_factory=set)
-    is_announced: set[str] = field(default_factory=set)  # in the log
+    is_announced: set[str] = field(default_factory=set)  # the servers that the log names as down
 
     def call(self, request: Callable[[], T], scheme: str, container: str, shown: str, *, may_expire: bool = False) -> T:
         """Return the result of ``request``; raise ``RemoteError`` when it cannot succeed or has failed for too long.

@@ -1,4 +1,4 @@
-"""What servers tell about files: size and state of each, the files of a folder, and which server a URL names."""
+"""Facts that servers tell about files: size and state of each, the files of a folder, and the server of a URL."""
 
 import hashlib
 import time
@@ -13,11 +13,11 @@ from .filesystems import SCHEMES
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """What identifies the content of a remote file: another size, time or tag means that it has changed."""
+    """Size, time and tag of a remote file, which identify its content: if one of them differs, the file has changed."""
 
     size: int
     changed_ns: int
-    tag: int  # of the server's ETag or hash
+    tag: int  # a hash of the server's ETag or hash
 
     @property
     def stamp(self) -> tuple[int, int, int]:

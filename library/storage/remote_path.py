@@ -1,4 +1,8 @@
-"""The path of a remote file, with the methods of ``Path`` that reading a dataset needs, and files opened from it."""
+"""The path of a remote file, with the methods of ``Path`` that reading a dataset needs, and files opened from it.
+
+So listing, scanning and loading have one implementation for local and remote files.  A path holds its file system and
+its cache instead of looking them up in global state, so it works after fork and pickle.
+"""
 
 import io
 import os

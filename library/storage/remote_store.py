@@ -30,10 +30,10 @@ REQUEST_BYTES = 8 * BLOCK_BYTES
 """Missing blocks that follow each other are requested together, up to this."""
 
 SMALL_FILE_BYTES = 2**16
-"""Smaller files have a part of the cache of their own, so that images do not push out captions."""
+"""The size below which files have a part of the cache of their own, so that images do not push out captions."""
 
 _SMALL_FILES_PART = 0.1
-_AHEAD_PART, _PREFETCH_PART = 4, 16  # of the cache, which threads and processes share
+_AHEAD_PART, _PREFETCH_PART = 4, 16  # parts of the cache, which threads and processes share
 DEFAULT_CACHE_BYTES = 50 * 2**30
 DEFAULT_RETRY_SECONDS = 120.0
 
@@ -46,7 +46,7 @@ def get_default_directory() -> Path:
 
 @dataclass(frozen=True)
 class RemoteSettings:
-    """Where copies of remote files are kept, how large they may become, and how long a server is waited for."""
+    """The folder for copies of remote files, the size that they may reach, and the time that a server is waited for."""
 
     cache_dir: str | None = None
     cache_bytes: int = DEFAULT_CACHE_BYTES

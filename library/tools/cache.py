@@ -8,7 +8,7 @@ from ..config.schema import AdapterConfig, ModelConfig, OptimConfig
 from ..config.schema_data import CacheConfig
 from ..errors import ConfigError
 from ..models.detect import detect_model, get_family_facts
-from ..models.facts import caches_only_t5
+from ..models.trained_components import caches_only_t5
 from ..training.preflight import load_settings
 from .validate_arguments import check_cache_arguments, check_cache_command
 

@@ -18,6 +18,7 @@ from ..captioning.caption_writer import (
 from ..captioning.onnx_tagger import OnnxTagger, TagSelection, find_tagger
 from ..captioning.openai_api import ApiCaptioner
 from ..config import parse_config
+from ..config.option_needs import IsSet
 from ..config.options import define_option, iter_options
 from ..log import configure_logging
 from .validate_arguments import check_caption_arguments
@@ -42,14 +43,16 @@ class CaptionOptions:
     api_base: str | None = define_option(
         None, "address of a server with OpenAI's chat interface, such as http://127.0.0.1:8080/v1"
     )
-    api_timeout: float = define_option(300.0, "api_base: seconds to wait for an answer", minimum=0.1)
+    api_timeout: float = define_option(
+        300.0, "api_base: seconds to wait for an answer", minimum=0.1, needs=(IsSet("api_base"),)
+    )
     prompt: str | None = define_option(
         None, "question, task token (Florence-2) or beginning of the caption (BLIP); default: by model"
     )
     caption_extension: str = define_option(".txt", "extension of caption files")
     caption_prefix: str = define_option("", "put before each caption")
     caption_suffix: str = define_option("", "put after each caption")
-    trigger_word: str = define_option("", "put first, unless the caption contains it")
+    trigger_word: str = define_option("", "put first, unless the caption contains it as whole words")
     if_exists: Literal["keep", "overwrite", "append"] = define_option(
         "keep", "images that have a caption: keep it, overwrite it, or append the tags that it lacks"
     )
@@ -85,6 +88,7 @@ def run_caption(argv: Sequence[str]) -> tuple[str, int] | Generator[str, None, i
     options: CaptionOptions = cast(Any, own.config).caption
     check_caption_arguments(options, folders, own, USAGE)
     configure_logging(simple=True)
+    own.log_notices()
     return _write_captions(options, folders)
 
 
@@ -99,7 +103,7 @@ def _write_captions(options: CaptionOptions, folders: Sequence[Path]) -> Generat
         yield "dry run: nothing was written"
         return 0
     summary = write_folder_captions(images, build, style, options.batch_size)
-    yield from summary.problems
+    yield from map(str, summary.problems)
     kept = f", {summary.kept} kept (--if_exists overwrite replaces them)" if summary.kept else ""
     yield f"{summary.written} captions written{kept}"
     return 1 if summary.problems else 0

@@ -41,9 +41,9 @@ NEEDED = {
     "wandb": (0, 30),
     "tensorboard": (2, 18),
 }
-"""Oldest releases, as in pyproject.toml."""
+"""The oldest release of each package that works, as in pyproject.toml."""
 ANY_RELEASE = {"numpy": "numpy", "PIL": "pillow", "psutil": "psutil", "toml": "toml", "tqdm": "tqdm", "yaml": "pyyaml"}
-"""Module and package; any release will do."""
+"""The module and package name of optional packages of which any release will do."""
 OPTIONAL = ("deepspeed", "bitsandbytes", "nvidia-ml-py", "torchao", "pyarrow", "s3fs", "gcsfs")
 PYTHONS = ((3, 10), (3, 13))
 MIN_FREE_DISK = 2 * 2**30
@@ -108,14 +108,15 @@ def check_command(words: Sequence[str]) -> "Iterator[Finding | ResolvedSetting]"
     try:
         environment = dict(os.environ) if launch is None else predict_script_environment(launch)
     except ConfigError as error:
-        yield Finding("command", str(error), ok=False)
+        for problem in error.problems:
+            yield Finding("command", str(replace(problem, fix="")), ok=False, fix=problem.fix)
         return
     world = replace(World.from_environment(environment), launch_command=launch)
     for notice in loaded.notices:
         yield Finding("command", notice)
     yield from resolve_settings(flatten_config(loaded.config), loaded.locations, world, environment)
     for problem in (*loaded.problems, *validate_distributed(loaded.config, world)):
-        yield Finding("command", problem, ok=False)
+        yield Finding("command", str(replace(problem, fix="")), ok=False, fix=problem.fix)
 
 
 def format_setting(setting: "ResolvedSetting") -> str:

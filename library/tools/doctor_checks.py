@@ -28,7 +28,7 @@ PRELOAD = (
     *("diffusers.models.unets.unet_2d_condition", "diffusers.models.autoencoders.autoencoder_kl"),
     *("transformers.models.clip.modeling_clip", "torch._inductor.compile_fx"),
 )
-"""What several checks import, once for all of them."""
+"""Modules that several checks import, which are imported once for all of them."""
 LAUNCHER_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "MASTER_")
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 """A check must not inherit these: it is one process without a launcher."""
@@ -137,7 +137,7 @@ def run_in_child(
         code = process.exitcode
         raise CheckFailed(f"crashed with {signal.Signals(-code).name}" if code < 0 else f"exit code {code}") from None
     finally:
-        if hasattr(os, "killpg"):
+        if sys.platform != "win32":
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         process.kill()
@@ -146,7 +146,7 @@ def run_in_child(
 
 def _call(sender: Connection, function: Callable[..., Any], arguments: Sequence[str]) -> None:
     """Run in the child: answer with the result, or with the first line of the error."""
-    if hasattr(os, "setsid"):
+    if sys.platform != "win32":
         os.setsid()
     for name in list(os.environ):
         if name in LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIXES):
@@ -177,7 +177,16 @@ def describe_machine() -> tuple[list[Finding], list[Check]]:
     checks = []
     for device in devices:
         compiler = "install a C++ compiler (apt install g++), or train without --torch_compile"
-        checks.append(Check(f"torch.compile on {device}", check_compile, (device,), compiler, False, 240))
+        checks.append(
+            Check(
+                name=f"torch.compile on {device}",
+                function=check_compile,
+                arguments=(device,),
+                fix=compiler,
+                needed=False,
+                timeout=240,
+            )
+        )
         for precision in ("no", "bf16", "fp16"):
             name, is_plain = f"training step on {device}, mixed_precision {precision}", precision == "no"
             fix = "run the tests: make test" if is_plain else "use another --mixed_precision"
@@ -294,8 +303,8 @@ def check_training_step(device: str, precision: str) -> str:
     family = FAMILIES.get(detect_model(None).family)()
     pipe = family.load(None, torch.float32)
     pipe.to(target)
-    denoiser = getattr(pipe, family.denoiser_name)
-    inject_into_model(denoiser, AdapterConfig(), family.lora_target_modules, seed=0)
+    denoiser = getattr(pipe, family.facts.denoiser_name)
+    inject_into_model(denoiser, AdapterConfig(), family.facts.lora.targets, seed=0)
     objective = Objective(family.build_noise_process(pipe), NoiseConfig(), LossConfig())
     task = DiffusionTask(family, pipe, denoiser, objective, seed=0, to_device=CopyStream(target))
     optimizer = accelerator.prepare(torch.optim.SGD(get_trainable_parameters(denoiser), lr=1e-3))
@@ -303,7 +312,17 @@ def check_training_step(device: str, precision: str) -> str:
     pixels = torch.linspace(0, 255, 3 * height * width).to(torch.uint8).view(1, 3, height, width)
     frame = torch.tensor([[height, width, 0, 0, height, width]], dtype=torch.float32)
     with accelerator.autocast():
-        loss = task(PixelBatch(pixels, ("a test",), frame, torch.ones(1), (0,), ("test",)), step=0).sum()
+        loss = task(
+            PixelBatch(
+                pixels=pixels,
+                captions=("a test",),
+                size_conditioning=frame,
+                loss_weights=torch.ones(1),
+                global_positions=(0,),
+                sample_keys=("test",),
+            ),
+            step=0,
+        ).sum()
     accelerator.backward(loss)
     optimizer.step()
     gradients = [parameter.grad for parameter in get_trainable_parameters(denoiser) if parameter.grad is not None]

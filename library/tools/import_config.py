@@ -3,19 +3,24 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..config import parse_config, validate_adapter, validate_objective
-from ..config.options import flatten_config, iter_options
+from ..config.options import iter_options
 from ..config.parser import ParsedConfig
 from ..config.schema import RunConfig
 from ..config.types import is_prompt_text
+from ..config.unused_options import ModelTraits, find_unused_options
+from ..config.validate import MISSING_DATASET
 from ..dataloader.sample_prompts import load_prompts
+from ..dataset.schema import DATASET_KEYS
 from ..dataset.validate import validate_dataset_config
 from ..errors import ConfigError, UserError
 from ..models.detect import get_family_facts
 from ..models.validate_options import validate_model_options
+from ..problems import Place, Problem, report_argument, report_file
 from .importers.imported import ImportedConfig, UntakenKey
 from .importers.programs import import_sources
 from .importers.source_file import SourceFile, read_source
@@ -31,8 +36,12 @@ HELP = f"""{USAGE}
 
 NAME.toml is for --config_file, and names NAME.dataset.toml. See docs/import.md."""
 TRAINED_PART_OPTIONS = {"network_train_unet_only", "network_train_text_encoder_only"}
-NO_DATASET = "no image folder was found in the file; write a dataset TOML (docs/datasets.md) and set dataset_config"
-_OPTION_OF_KEY = {"batch_size": "train_batch_size", "num_repeats": "dataset_repeats"}
+NO_DATASET = Problem(
+    "dataset_config",
+    "no image folder was found in the file",
+    "write a dataset TOML (docs/datasets.md) and set dataset_config",
+)
+"""What a file without image folders lacks."""
 
 
 def run_import_config(argv: Sequence[str]) -> tuple[str, int]:
@@ -43,18 +52,20 @@ def run_import_config(argv: Sequence[str]) -> tuple[str, int]:
     sources = [read_source(path) for path in paths]
     main, result = import_sources(sources)
     if result.problems:
-        raise UserError("\n".join(f"{main.path}: {problem}" for problem in result.problems))
+        raise UserError(
+            *(replace(each, place=replace(each.place or Place(), file=str(main.path))) for each in result.problems)
+        )
     name = choose_name(main)
     files = build_files(result, output_dir, name, main.path)
     existing = [path for path in files if path.exists()]
     if existing and not is_overwriting:
-        raise UserError("\n".join(f"{path}: already exists; add --overwrite to replace it" for path in existing))
+        raise UserError(*(report_file(path, "already exists", "add --overwrite to replace it") for path in existing))
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
             path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--output_dir: cannot write to {output_dir}: {error.strerror}") from None
+        raise UserError(Problem("output_dir", f"cannot write to {output_dir}: {error.strerror}")) from None
     problems = check_written_files(output_dir / f"{name}.toml", result.family)
     return format_report(result, list(files), problems), 0
 
@@ -65,17 +76,17 @@ def _parse_arguments(argv: list[str]) -> tuple[list[Path], Path, bool]:
         at = argv.index("--output_dir")
         values = argv[at + 1 : at + 2]
         if not values or values[0].startswith("--"):
-            problems.append("--output_dir: expects a folder")
+            problems.append(Problem("output_dir", "expects a folder"))
         else:
             output_dir = Path(values[0]).expanduser()
         del argv[at : at + 2]
     flags = [word for word in argv if word.startswith("--")]
-    problems += [f"{word}: unknown option; {USAGE}" for word in flags if word != "--overwrite"]
+    problems += [report_argument(word, "unknown option", USAGE) for word in flags if word != "--overwrite"]
     paths = [Path(word).expanduser() for word in argv if not word.startswith("--")]
     if not paths:
-        problems.append(f"no file; {USAGE}")
+        problems.append(Problem("", "no file", USAGE))
     if problems:
-        raise UserError("\n".join(problems))
+        raise UserError(*problems)
     return paths, output_dir, "--overwrite" in flags
 
 
@@ -92,10 +103,10 @@ def build_files(result: ImportedConfig, output_dir: Path, name: str, source: Pat
     if not TRAINED_PART_OPTIONS & options.keys():
         options["network_train_unet_only"] = True  # the other programs train text encoders only where they say so
     is_file = str(options.get("pretrained_model_name_or_path", "")).endswith(".safetensors")
-    if is_file and get_family_facts(result.family).kind == "edit":
+    if is_file and get_family_facts(result.family).pipeline.kind == "edit":
         options["family"] = result.family  # its file is like that of the model that it comes from
     if not result.datasets:  # the settings of all images are options of the run, too
-        options |= {_OPTION_OF_KEY.get(key, key): value for key, value in result.general.items()}
+        options |= {DATASET_KEYS[key].flag or key: value for key, value in result.general.items()}
     run_path, dataset_path = output_dir / f"{name}.toml", output_dir / f"{name}.dataset.toml"
     if result.datasets:
         options["dataset_config"] = str(dataset_path)
@@ -153,7 +164,7 @@ def format_toml(value: Any) -> str:
 
 
 def format_untaken(result: ImportedConfig, indent: str) -> list[str]:
-    """Two lists: what changes the result, and what does not."""
+    """Format two lists of keys that were not taken over: those that change the result, and those that do not."""
     lines = []
     for title, changes in (("changes the result", True), ("no effect on the result", False)):
         listed = [item for item in dict.fromkeys(map(_freeze, result.untaken)) if item[0] is changes]
@@ -166,7 +177,7 @@ def _freeze(item: UntakenKey) -> tuple[bool, str]:
     return item.changes_result, str(item)
 
 
-def format_report(result: ImportedConfig, files: Sequence[Path], problems: Sequence[str]) -> str:
+def format_report(result: ImportedConfig, files: Sequence[Path], problems: Sequence[Problem]) -> str:
     """Format what was written, what was not taken over, and what our own checks say."""
     subsets = sum(len(dataset["subsets"]) for dataset in result.datasets)
     lines = [f"{result.program}, {result.family}: {len(result.options)} options, {subsets} image folders"]
@@ -178,13 +189,13 @@ def format_report(result: ImportedConfig, files: Sequence[Path], problems: Seque
     return "\n".join(lines)
 
 
-def check_written_files(run_path: Path, family: str) -> list[str]:
+def check_written_files(run_path: Path, family: str) -> list[Problem]:
     """Run our own checks of the written files, without loading a model or asking the hub."""
     loaded = parse_config(["--config_file", str(run_path)])
     config = loaded.config
     problems = [
-        *(NO_DATASET if problem.startswith("--dataset_config: missing") else problem for problem in loaded.problems),
-        *validate_dataset_config(config.data, config.cache, config.validate, config.train, loaded.invalid_options),
+        *(NO_DATASET if problem == MISSING_DATASET else problem for problem in loaded.problems),
+        *validate_dataset_config(config.data, config.cache, config.train, loaded.invalid_options),
     ]
     model = config.model.pretrained_model_name_or_path
     if model is not None and Path(model).expanduser().exists():
@@ -198,17 +209,25 @@ def check_written_files(run_path: Path, family: str) -> list[str]:
     return [*problems, *_check_family(loaded, family)]
 
 
-def _check_family(loaded: ParsedConfig, family: str) -> list[str]:
-    config, facts = loaded.config, get_family_facts(family)
-    prediction = "flow" if not facts.network.is_unet else "v" if config.noise.v_parameterization else "epsilon"
+def _check_family(loaded: ParsedConfig, family: str) -> list[Problem]:
+    """Check the options for a family, without a model; those that have no effect on it are no problems."""
+    facts = get_family_facts(family)
+    prediction = (
+        "flow" if not facts.options.network.is_unet else "v" if loaded.config.noise.v_parameterization else "epsilon"
+    )
+    own = {*facts.options.extra, *facts.options.components}
+    model = ModelTraits(facts.title, prediction, "guidance_scale" in own, bool(facts.lora.text_encoders), own)
+    loaded = loaded.without_unused(find_unused_options(loaded.config, loaded.explicit, model))
+    config = loaded.config
     conflicts = [
         *validate_objective.validate_objective_for_model(config.noise, config.loss, facts.title, prediction),
         *validate_adapter.validate_adapter_for_model(
-            config.adapter, config.optim, facts.network, facts.title, facts.text_encoders, facts.t5_encoder
+            config.adapter,
+            config.optim,
+            facts.options.network,
+            title=facts.title,
+            text_encoders=tuple(facts.lora.text_encoders),
+            t5=facts.text.t5_encoder,
         ),
     ]
-    given = flatten_config(config)
-    for option in ("t5xxl_max_token_length", "guidance_scale"):
-        if option in loaded.locations and option not in facts.extra_options and given[option] is not None:
-            conflicts.append(((option,), f"not applicable to {facts.title}; remove it"))
-    return [f"{loaded.locations.get(names[0], f'--{names[0]}')}: {problem}" for names, problem in conflicts]
+    return loaded.locate_problems(conflicts)

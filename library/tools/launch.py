@@ -36,7 +36,7 @@ from ..errors import UserError
 
 logger = logging.getLogger(__name__)
 WATCH_INTERVAL_SECONDS = 30.0
-DEFAULT_PORT = 29500  # of accelerate and torchrun
+DEFAULT_PORT = 29500  # the default of accelerate and torchrun
 
 USAGE = """usage: python -m library launch LAUNCHER ...
 
@@ -133,7 +133,7 @@ class Supervisor:
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """Where the launchers of several machines find each other."""
+    """The place where the launchers of several machines find each other."""
 
     address: str
     port: int
@@ -186,7 +186,7 @@ class MeetingPoint:
 
 
 def find_meeting_point(command: Sequence[str]) -> MeetingPoint | None:
-    """Where running launchers of this command meet; ``None`` for one machine, other rendezvous, unknown launchers."""
+    """Find where running launchers of this command meet; ``None`` for one machine, unknown launchers or rendezvous."""
     from ..distributed.launch_command import parse_launch_command, predict_script_environment
 
     try:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import UserError
-from ..models.families import CONTROL_FAMILIES, FAMILIES, FAMILY_FACTS
+from ..models.families import CONTROL_FAMILIES, FAMILY_FACTS
+from ..problems import report_argument
 from ..registry import suggest_name
 
 USAGE = "usage: python -m library models [--json | --markdown]"
@@ -26,7 +27,7 @@ def run_models(argv: Sequence[str]) -> tuple[str, int]:
         return HELP, 0
     for word in argv:
         if word not in forms:
-            raise UserError(f"{word}: unknown option{suggest_name(word, forms) or f'; {USAGE}'}")
+            raise UserError(report_argument(word, f"unknown option{suggest_name(word, forms) or f'; {USAGE}'}"))
     if len(argv) > 1:
         raise UserError(f"one of --json and --markdown; {USAGE}")
     return (forms[argv[0]] if argv else format_text)(list_models()), 0
@@ -38,12 +39,12 @@ def list_models() -> list[dict[str, Any]]:
         {
             "name": name,
             "title": facts.title,
-            "kind": facts.kind,
-            "parameters": facts.num_parameters,
-            "sources": ["folder", "hub", *(("file",) if facts.single_file_keys else ()), "random"],
-            "strategies": list(FAMILIES.get(name).list_strategies()),
-            "lora_targets": facts.lora_targets_of,
-            "control_images": list(facts.control_images),
+            "kind": facts.pipeline.kind,
+            "parameters": facts.pipeline.num_parameters,
+            "sources": ["folder", "hub", *(("file",) if facts.detection.keys else ()), "random"],
+            "strategies": list(facts.blocks.list_strategies()),
+            "lora_targets": facts.lora.targets_of,
+            "control_images": list(facts.control.num_images),
             "control": list(CONTROL_FAMILIES.get(name, ())),
             "notes": facts.notes,
         }

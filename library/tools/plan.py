@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..config import RunConfig, parse_config
 from ..config.kohya_compat import KOHYA_OPTIONS
+from ..config.option_needs import IsSet, IsUnset
 from ..config.options import define_option, iter_options
 from ..config.parser import COMMAND_OPTIONS
 from ..config.types import MemorySize
@@ -30,7 +31,7 @@ USAGE = "usage: python -m library plan --dataset_config FILE [--option value ...
 class PlanOptions:
     """The options of this tool."""
 
-    world_size: int = define_option(1, "plan for this many processes", minimum=1)
+    world_size: int = define_option(1, "plan for this many processes", minimum=1, needs=(IsUnset("resolve_only"),))
     json: bool = define_option(False, "print JSON: settings, buckets, every image, steps")
     resolve_only: bool = define_option(
         False, "with --json: only resolve the dataset file, under sd-scripts' names; no image folder is scanned"
@@ -39,14 +40,22 @@ class PlanOptions:
         None, "draw a contact sheet of the images as they will be trained into this file (.png, .jpg, .webp)"
     )
     preview_limit: int = define_option(
-        12, "images per bucket on the contact sheet, those that lose most by cropping first", minimum=1
+        12,
+        "images per bucket on the contact sheet, those that lose most by cropping first",
+        minimum=1,
+        needs=(IsSet("preview"),),
     )
     gpu_memory: MemorySize | None = define_option(
         None, "estimate which parallel layouts fit on GPUs with this much memory, such as 24GB"
     )
-    gpu_tflops: float = define_option(100.0, "gpu_memory: assumed speed of a GPU, in TFLOP/s", minimum=0.001)
+    gpu_tflops: float = define_option(
+        100.0, "gpu_memory: assumed speed of a GPU, in TFLOP/s", minimum=0.001, needs=(IsSet("gpu_memory"),)
+    )
     link_speed: float = define_option(
-        25.0, "gpu_memory: assumed bandwidth between GPUs and to the host, in GB/s", minimum=0.001
+        25.0,
+        "gpu_memory: assumed bandwidth between GPUs and to the host, in GB/s",
+        minimum=0.001,
+        needs=(IsSet("gpu_memory"),),
     )
 
 
@@ -64,10 +73,12 @@ def run_plan(argv: Sequence[str]) -> tuple[str, int]:
     options: PlanOptions = cast(Any, own.config).plan
     check_plan_arguments(options, own, training)
     if options.resolve_only:
+        own.log_notices()
         return _format_resolved_datasets(load_dataset_config(training.config.data).datasets), 0
     log = training.config.log
     configure_logging(level=log.console_log_level, simple=True, quiet=log.quiet)  # to stderr
     training.log_notices()
+    own.log_notices()
     return _format_plan(options, training), 0
 
 
@@ -90,8 +101,9 @@ def _format_plan(options: PlanOptions, training: "ParsedConfig") -> str:
 def _search_layouts(options: PlanOptions, training: "ParsedConfig", dry_run: "DryRun") -> "LayoutReport | None":
     if options.gpu_memory is None:
         return None
-    from ..estimate.layout_search import Devices, find_largest_batch, search_layouts
+    from ..estimate.layout_search import find_largest_batch, search_layouts
     from ..estimate.parallel_layouts import LayoutFinder
+    from ..estimate.step_time import Devices
 
     speeds = options.gpu_tflops * 1e12, options.link_speed * 1e9
     devices = Devices(options.world_size, options.gpu_memory.num_bytes, *speeds)

@@ -52,7 +52,7 @@ def run_tags(argv: Sequence[str]) -> tuple[str, int] | Generator[str, None, int]
     count = next((index for index, word in enumerate(rest) if word.startswith("--")), len(rest))
     folders, own = [Path(word).expanduser() for word in rest[:count]], parse_config(rest[count:], _Arguments)
     options: TagsOptions = cast(Any, own.config).tags
-    check_tags_arguments(command, COMMANDS, options, folders, own, USAGE)
+    check_tags_arguments(command, COMMANDS, options, folders=folders, own=own, usage=USAGE)
     images = list_captioned_images(folders, options.caption_extension, recursive=options.recursive)
     commands = {"count": _list_counts, "edit": _edit_tags, "duplicates": _list_duplicates}
     return commands[command](images, options)
@@ -72,14 +72,14 @@ def _edit_tags(images: Sequence[CaptionedImage], options: TagsOptions) -> Genera
     replace = dict(text.split("=", 1) for text in options.replace)
     separator = options.caption_separator
     edit = TagEdit(
-        {old.strip(): new.strip() for old, new in replace.items()},
-        options.remove,
-        [tag for text in options.prepend for tag in split_tags(text, separator)],
-        [tag for text in options.append for tag in split_tags(text, separator)],
-        options.deduplicate,
-        options.sort,
-        options.keep_tokens,
-        separator,
+        replace={old.strip(): new.strip() for old, new in replace.items()},
+        remove=options.remove,
+        prepend=[tag for text in options.prepend for tag in split_tags(text, separator)],
+        append=[tag for text in options.append for tag in split_tags(text, separator)],
+        deduplicate=options.deduplicate,
+        sort=options.sort,
+        keep_tokens=options.keep_tokens,
+        separator=separator,
     )
     captions = [(image, image.text) for image in images if image.text is not None]
     counts = count_tags((text for _, text in captions), separator) if options.sort == "frequency" else None

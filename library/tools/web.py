@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..config import parse_config
 from ..config.options import define_option, iter_options
 from ..errors import UserError
+from ..problems import Problem
 from .validate_arguments import check_web_arguments
 
 if TYPE_CHECKING:
@@ -80,7 +81,9 @@ def bind_listener(host: str, port: int) -> socket.socket:
         listener.bind(address)
         listener.listen()  # who opens the address as soon as it is printed waits, and is not refused
     except OSError as error:
-        raise UserError(f"--port {port}: cannot listen at {host}: {error.strerror}; give another --port") from None
+        raise UserError(
+            Problem("port", f"cannot listen at {host}: {error.strerror}", "give another --port", value=str(port))
+        ) from None
     return listener
 
 

@@ -29,7 +29,7 @@ _BLOCK_PREFIX = re.compile(r"^.*(?:blocks|layers|attentions|resnets)\.\d+\.")
 
 
 class UpdateNorms:
-    """After the last step: log the update norm of the LoRA by layer type, and warn of layers that were not updated."""
+    """Log the update norm of the LoRA by layer type after the last step, and warn of layers that were not updated."""
 
     id = "update_norms"
     is_deferrable = False
@@ -124,15 +124,15 @@ class SaveReport:
         config, strategy = run.config, run.strategy
         settings = flatten_config(config)
         return RunSummary(
-            config.save.output_name,
-            run.plan.steps,
-            self.plan_text,
-            collect_shareable_settings(settings),
-            self.started_at,
-            strategy.data_parallel_size,
-            strategy.mixed_precision,
-            self.prompts,
-            collect_changed_settings(settings),
+            name=config.save.output_name,
+            steps=run.plan.steps,
+            plan=self.plan_text,
+            settings=collect_shareable_settings(settings),
+            started_at=self.started_at,
+            num_processes=strategy.data_parallel_size,
+            mixed_precision=strategy.mixed_precision,
+            prompts=self.prompts,
+            all_settings=collect_changed_settings(settings),
         )
 
 

@@ -29,7 +29,7 @@ LEGACY_KEYS = {
     "bad_steps": "skipped_steps",
     "bad_pictures": "bad_samples",
 }
-"""Keys of state.json as version 0.1 wrote them -> current keys."""
+"""The current names of keys of state.json that version 0.1 wrote."""
 
 LEGACY_CALLBACKS = {
     "Export": "save_adapter",
@@ -40,7 +40,7 @@ LEGACY_CALLBACKS = {
     "Preview": "preview",
     "Validation": "validation",
 }
-"""Class names that version 0.1 wrote for pending callbacks -> callback ids."""
+"""The callback ids of the class names that version 0.1 wrote for pending callbacks."""
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,15 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from ..config.schema_output import SaveConfig
+from ..problems import Problem
 
 logger = logging.getLogger(__name__)
 
 
-def validate_hub_token() -> Iterator[str]:
+def validate_hub_token() -> Iterator[Problem]:
     """An upload needs a token; without one, it would fail after training."""
     if get_token() is None:
-        yield "--huggingface_repo_id: no token for the hub; run `hf auth login` or set HF_TOKEN"
+        yield Problem("huggingface_repo_id", "no token for the hub", "run `hf auth login` or set HF_TOKEN")
 
 
 class HubUploader:

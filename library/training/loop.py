@@ -66,7 +66,7 @@ def _train_until_roll_back(run: TrainingRun) -> bool:
 
 
 def _warm_up(run: TrainingRun, step_batches: StepBatches, first_step: int) -> None:
-    """Before the first step: compile, try the largest batch, and check that every parameter gets a gradient."""
+    """Prepare the first step: compile, try the largest batch, and check that every parameter gets a gradient."""
     batch = step_batches.micro_batches[0]
     if run.compilation is not None:
         warm_up_compilation(run, run.compilation, batch)
@@ -94,7 +94,14 @@ def _run_step(run: TrainingRun, step_batches: StepBatches, data_wait_seconds: fl
         run.compilation.mark_step_begin()
     loss = accumulate_gradients(run, step_batches)
     grad_norm = _clip_gradients(run)
-    metrics = StepMetrics(state.step, loss, grad_norm, {}, tuple(run.task.micro_batch_stats), data_wait_seconds)
+    metrics = StepMetrics(
+        step=state.step,
+        loss=loss,
+        grad_norm=grad_norm,
+        learning_rates={},
+        micro_batches=tuple(run.task.micro_batch_stats),
+        data_wait_seconds=data_wait_seconds,
+    )
     should_step = run.nan_guard.should_step(run, step_batches, metrics)
     if should_step:
         with record_phase("optimizer"):

@@ -1,4 +1,9 @@
-"""NaN and out-of-memory handling: roll back and skip NaN steps, recover from out of memory; report bad images."""
+"""NaN and out-of-memory handling: roll back and skip NaN steps, recover from out of memory; report bad images.
+
+Reading a loss waits for the device, so losses and gradient norms are read only every few steps and before anything is
+written.  If one is NaN or Inf, adapter, optimizer and EMA roll back to a snapshot in host memory, and the steps run
+again one by one to find the one to skip.
+"""
 
 import json
 import logging
@@ -39,7 +44,7 @@ class BadSamples:
     max_invalid_images: int  # --max_invalid_images
     num_images: int
     problems: dict[str, str] = field(default_factory=dict)
-    unreported: list[BadSample] = field(default_factory=list)  # of this rank, since the last synchronization
+    unreported: list[BadSample] = field(default_factory=list)  # images of this rank since the last synchronization
 
     def add(self, problems: Sequence[BadSample]) -> None:
         """Add the unreadable images of this rank."""
@@ -99,7 +104,7 @@ def _find_partial_failure(by_rank: Sequence[Sequence[BadSample]], model_parallel
 
 CHECK_INTERVAL_STEPS = 10
 CHECK_INTERVAL_SECONDS = 30.0
-"""At most so many steps and seconds, or one step, are lost if the run ends without warning."""
+"""The longest time between two checks, unless a step takes longer; work since a check is lost if the run is killed."""
 
 
 class NanGuard:
@@ -112,7 +117,7 @@ class NanGuard:
         self._started_at = time.perf_counter()
         self.skipped_steps: list[SkippedStep] = []
         self.check_each_step_until = 0
-        """After a rollback: check every step before this one, to find the bad one."""
+        """The step up to which every step is checked after a rollback, to find the bad one."""
         self._snapshot = HostSnapshot()
         self._scaler_state: dict[str, Any] | None = None
 
@@ -243,13 +248,15 @@ def _to_json(number: float) -> Any:
 class OomRecovery:
     """``--on_oom recover``: split micro-batches, then enable gradient checkpointing, until a step fits into memory.
 
-    All ranks do the same, since all have batches of the same shapes.
+    All ranks do the same, since all have batches of the same shapes.  A step first computes all gradients without
+    collectives, asks whether every rank has its own, and only then all-reduces them: a rank that fails inside a
+    collective would leave the others waiting.
     """
 
     def __init__(self, is_enabled: bool, enable_checkpointing: Callable[[], None] | None):
         self.is_enabled, self._enable_checkpointing = is_enabled, enable_checkpointing
         self.num_splits = 1
-        """Into how many parts each micro-batch is split."""
+        """The number of parts that each micro-batch is split into."""
 
     def compute_gradients(
         self, strategy: Strategy, task: DiffusionTask, step_batches: StepBatches, step: int

@@ -17,7 +17,7 @@ from ..adapters.fused_layers import needs_scale_shift_swap
 from ..adapters.injection import Adapter, KeptTensors
 from ..adapters.kohya_diffusers_comfyui_keys import AdapterFileContents, convert_from_file_format
 from ..adapters.merge import merge_adapter, merge_bias_adapter
-from ..adapters.module_adapter import DOWN, PEFT_SUFFIXES, ModuleAdapter, iter_named_tensors
+from ..adapters.module_adapter import BIAS, DOWN, PEFT_SUFFIXES, ModuleAdapter, iter_named_tensors
 from ..adapters.peft_types import RankAlpha
 from ..adapters.validate_file import describe_origin, list_layer_shapes
 from ..config.network_args import get_adapter_type, get_network_args
@@ -28,6 +28,7 @@ from ..models.collect_component_keys import collect_component_keys
 from ..models.detect import DetectedModel
 from ..models.loading import load_components_on_meta
 from ..models.training_adapter import attach_training_adapter, inspect_training_adapter
+from ..problems import Problem
 
 logger = logging.getLogger(__name__)
 UNMERGEABLE_TYPES = {"oft", "boft"}
@@ -35,12 +36,12 @@ UNMERGEABLE_TYPES = {"oft", "boft"}
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """The contents of the files."""
+    """The contents of the adapter files that a run starts with."""
 
     base_weights: Sequence[tuple[str, AdapterFileContents, float]] = ()
-    """File name, content and multiplier."""
+    """Name, content and multiplier of each file of ``base_weights``."""
     training_adapter: tuple[str, AdapterFileContents] | None = None
-    """File name and content."""
+    """Name and content of the file of the training adapter."""
     network_weights: AdapterFileContents | None = None
     is_dim_from_weights: bool = False
     idle_layers: AdapterFileContents | None = None
@@ -68,12 +69,12 @@ def read_initial_weights(
     """Read all files before the model is loaded; all problems are reported at once."""
     if not has_initial_weights(adapter):
         return InitialWeights()
-    names = (family.denoiser_name, *family.text_lora_prefixes)
+    names = (family.facts.denoiser_name, *family.facts.lora.text_encoders)
     pipe = load_components_on_meta(detected, names)
     components = collect_component_keys(family, pipe)
     layers = ((f"{name}.{module}", each) for name in names for module, each in getattr(pipe, name).named_modules())
     shapes = list_layer_shapes(layers)
-    problems: list[str] = []
+    problems: list[Problem] = []
     bases, weights = [], None
     multipliers = [*adapter.base_weights_multiplier, *[1.0] * len(adapter.base_weights)]
     for path, multiplier in zip(adapter.base_weights, multipliers, strict=False):
@@ -86,8 +87,8 @@ def read_initial_weights(
         path = adapter.training_adapter
         content = _read_contents("training_adapter", path, components, shapes, problems)
         if content is not None:
-            reasons = inspect_training_adapter(content, family.denoiser_name)
-            problems += [f"--training_adapter: {path}: {reason}" for reason in reasons]
+            reasons = inspect_training_adapter(content, family.facts.denoiser_name)
+            problems += [Problem("training_adapter", f"{path}: {reason}") for reason in reasons]
             training = Path(path).name, content
     idle, independent = None, frozenset[str]()
     if adapter.network_weights is not None:
@@ -99,7 +100,14 @@ def read_initial_weights(
             _log_notices(adapter.network_weights, weights, idle)
     if problems:
         raise FileError(problems)
-    return InitialWeights(bases, training, weights, adapter.dim_from_weights, idle, independent)
+    return InitialWeights(
+        base_weights=bases,
+        training_adapter=training,
+        network_weights=weights,
+        is_dim_from_weights=adapter.dim_from_weights,
+        idle_layers=idle,
+        independent_modules=independent,
+    )
 
 
 def _read_contents(
@@ -107,80 +115,96 @@ def _read_contents(
     path: str,
     components: Sequence[ComponentKeys],
     shapes: Mapping[str, Sequence[int]],
-    problems: list[str],
+    problems: list[Problem],
 ) -> AdapterFileContents | None:
     try:
         tensors, metadata = read_adapter_file(Path(path).expanduser())
+    except UserError as error:  # which names the file
+        problems.append(Problem(option, str(error)))
+        return None
+    try:
         content = convert_from_file_format(tensors, metadata, components, shapes)
     except UserError as error:
-        text = str(error)
-        problems.append(f"--{option}: {text if text.startswith(path) else f'{path}: {text}'}")
+        problems.append(Problem(option, f"{path}: {error}"))
         return None
     if not content.alphas and not content.fused:
-        problems.append(f"--{option}: {path}: it has no LoRA layers{describe_origin(metadata)}")
+        problems.append(Problem(option, f"{path}: it has no LoRA layers{describe_origin(metadata)}"))
         return None
     return content
 
 
 def _inspect_base_file(
     path: str, content: AdapterFileContents, pipe: Any, cached_components: Collection[str]
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     encoders = sorted({module.partition(".")[0] for module in content.alphas} & set(cached_components))
     if encoders:
-        yield (
-            f"--base_weights: {path}: changes {encoders[0]}, but cached text encoder outputs are encoded"
-            " without it; remove cache_text_encoder_outputs"
+        yield Problem(
+            "base_weights",
+            f"{path}: changes {encoders[0]}, but cached text encoder outputs are encoded without it",
+            "remove cache_text_encoder_outputs",
         )
     if rotations := {update.adapter_type for update in content.updates.values()} & UNMERGEABLE_TYPES:
-        yield (
-            f"--base_weights: {path}: has type {'/'.join(sorted(rotations))}, which cannot be merged;"
-            " LoRA, DoRA, LoHa, LoKr, GLoRA, LyCORIS' OFT and norm layers can"
+        yield Problem(
+            "base_weights",
+            f"{path}: has type {'/'.join(sorted(rotations))}, which cannot be merged",
+            "LoRA, DoRA, LoHa, LoKr, GLoRA, LyCORIS' OFT and norm layers can",
         )
-    for name, update in content.updates.items():
+    fused = {
+        f"{each.component}.{module}": each.update
+        for each in content.fused.values()
+        for module in each.group.modules
+        if module is not None
+    }
+    for name, update in {**content.updates, **fused}.items():
         part, _, module = name.partition(".")
-        bias = next((each for each in ("b_norm", "diff_b") if each in update.tensors), None)
+        bias = next((each for each in ("b_norm", BIAS) if each in update.tensors), None)
         if bias is not None and getattr(getattr(pipe, part).get_submodule(module), "bias", None) is None:
-            yield f"--base_weights: {path}: {name} has {bias} in the file, but no bias in the model"
+            yield Problem("base_weights", f"{path}: {name} has {bias} in the file, but no bias in the model")
             break
     if content.embeddings:
         logger.warning("base_weights: %s: %d bundled embeddings are not used", path, len(content.embeddings))
 
 
-def _inspect_network_file(adapter: AdapterConfig, content: AdapterFileContents, family: Family) -> Iterator[str]:
-    """Why an adapter cannot be trained on."""
-    start = f"--network_weights: {adapter.network_weights}:"
+def _inspect_network_file(adapter: AdapterConfig, content: AdapterFileContents, family: Family) -> Iterator[Problem]:
+    """Yield the reasons why an adapter cannot be trained further."""
+    option, start = "network_weights", f"{adapter.network_weights}:"
     updates, own_type = content.updates, get_adapter_type(adapter)
-    types = {update.adapter_type if update.is_trainable else update.title for update in updates.values()}
-    types |= {fused.update.title for fused in content.fused.values()}
+    types = {update.adapter_type for update in updates.values()}
     if untrainable := sorted({each.title for each in updates.values() if not each.is_trainable}):
-        yield (
+        yield Problem(
+            option,
             f"{start} has layers of type {' and '.join(untrainable)}, which can be merged"
-            " (--base_weights) but not trained"
+            " (--base_weights) but not trained",
         )
     elif content.fused:
         name, fused = next(iter(content.fused.items()))
-        yield f"{start} {name}: {fused.reason}; it can be merged (--base_weights) but not trained"
+        yield Problem(option, f"{start} {name}: {fused.reason}", "it can be merged (--base_weights) but not trained")
     elif types != {own_type}:
         found = "/".join(sorted(types)) or "no layer that has an effect"
-        yield f"{start} has type {found}, but this run trains {own_type}; change network_module or network_args"
-    elif not adapter.dim_from_weights and any(update.is_tucker for update in updates.values()):
-        yield f"{start} has Tucker layers; add dim_from_weights"
-    encoders = sorted({module.partition(".")[0] for module in updates} - {family.denoiser_name})
-    if encoders and not adapter.trains_text_encoders:
-        yield (
-            f"{start} has layers of {', '.join(encoders)}, which this run does not train; remove"
-            " network_train_unet_only, or use --base_weights"
+        yield Problem(
+            option, f"{start} has type {found}, but this run trains {own_type}", "change network_module or network_args"
         )
-    elif family.facts.t5_encoder in encoders and not get_network_args(adapter).train_t5xxl:
-        yield f'{start} has layers of {family.facts.t5_encoder} (T5); add network_args = ["train_t5xxl=True"]'
-    if not adapter.trains_denoiser and any(module.startswith(f"{family.denoiser_name}.") for module in updates):
-        yield f"{start} has layers of {family.denoiser_name}; remove network_train_text_encoder_only"
+    elif not adapter.dim_from_weights and any(update.is_tucker for update in updates.values()):
+        yield Problem(option, f"{start} has Tucker layers", "add dim_from_weights")
+    encoders = sorted({module.partition(".")[0] for module in updates} - {family.facts.denoiser_name})
+    if encoders and not adapter.trains_text_encoders:
+        yield Problem(
+            option,
+            f"{start} has layers of {', '.join(encoders)}, which this run does not train",
+            "remove network_train_unet_only, or use --base_weights",
+        )
+    elif (t5 := family.facts.text.t5_encoder) in encoders and not get_network_args(adapter).train_t5xxl:
+        yield Problem(option, f"{start} has layers of {t5} (T5)", 'add network_args = ["train_t5xxl=True"]')
+    denoiser = family.facts.denoiser_name
+    if not adapter.trains_denoiser and any(module.startswith(f"{denoiser}.") for module in updates):
+        yield Problem(option, f"{start} has layers of {denoiser}", "remove network_train_text_encoder_only")
 
 
 def _list_idle_modules(family: Family, pipe: Any) -> list[str]:
     """The modules that get no gradient, since the model discards their output."""
-    idle = [f"{family.denoiser_name}.{name}" for name in family.get_unused_layers(getattr(pipe, family.denoiser_name))]
-    for part in family.text_lora_prefixes:
+    denoiser = family.facts.denoiser_name
+    idle = [f"{denoiser}.{name}" for name in family.get_unused_layers(getattr(pipe, denoiser))]
+    for part in family.facts.lora.text_encoders:
         idle += [f"{part}.{module}" for module in family.get_unused_text_layers(getattr(pipe, part), part)]
     return idle
 
@@ -257,7 +281,8 @@ def _merge_fused_adapters(pipe: Any, content: AdapterFileContents, multiplier: f
     """Merge updates of fused layers into the weights of their parts together, in the original order."""
     for fused in content.fused.values():
         component = getattr(pipe, fused.component)
-        weights = [component.get_submodule(module).weight for module in fused.group.modules if module is not None]
+        layers = [component.get_submodule(module) for module in fused.group.modules if module is not None]
+        weights = [layer.weight for layer in layers]
         rows = torch.cat(weights)
         swaps = needs_scale_shift_swap(fused.update, fused.group.original)
         rows = torch.cat(rows.chunk(2)[::-1]) if swaps else rows
@@ -267,6 +292,11 @@ def _merge_fused_adapters(pipe: Any, content: AdapterFileContents, multiplier: f
         for weight in weights:
             weight.copy_(rows[start : start + len(weight)])
             start += len(weight)
+        if BIAS in fused.update.tensors:
+            change = fused.update.tensors[BIAS]
+            change = torch.cat(change.chunk(2)[::-1]) if swaps else change
+            for layer, own in zip(layers, torch.split(change, [len(weight) for weight in weights]), strict=True):
+                merge_bias_adapter(layer.bias, ModuleAdapter({BIAS: own}, 1.0), multiplier)
 
 
 def add_training_adapter(pipe: Any, family: Family, initial_weights: InitialWeights) -> None:
@@ -274,9 +304,9 @@ def add_training_adapter(pipe: Any, family: Family, initial_weights: InitialWeig
     if initial_weights.training_adapter is None:
         return
     name, content = initial_weights.training_adapter
-    prefix = f"{family.denoiser_name}."
+    prefix = f"{family.facts.denoiser_name}."
     updates = {path.removeprefix(prefix): update for path, update in content.updates.items()}
-    attach_training_adapter(getattr(pipe, family.denoiser_name), updates)
+    attach_training_adapter(getattr(pipe, family.facts.denoiser_name), updates)
     logger.info("training_adapter: %s: %d modules; previews and the LoRA are without it", name, len(updates))
 
 
@@ -287,7 +317,7 @@ def load_network_weights(model: nn.Module, adapter: Adapter, initial_weights: In
         return
     updates = content.updates
     problems = [
-        f"--network_weights: the file has {module}, which these settings do not train; add dim_from_weights"
+        Problem("network_weights", f"the file has {module}, which these settings do not train", "add dim_from_weights")
         for module in updates
         if module not in adapter.rank_alphas
     ]
@@ -295,11 +325,15 @@ def load_network_weights(model: nn.Module, adapter: Adapter, initial_weights: In
         own = adapter.rank_alphas.get(module)
         if own is not None and own.rank != update.rank:
             problems.append(
-                f"--network_weights: {module} has rank {update.rank} in the file and {own.rank} in this run; add"
-                " dim_from_weights, or change network_dim"
+                Problem(
+                    "network_weights",
+                    f"{module} has rank {update.rank} in the file and {own.rank} in this run",
+                    "add dim_from_weights, or change network_dim",
+                )
             )
     if problems:
-        raise FileError([*problems[:3], *([f"... and {len(problems) - 3} more"] if len(problems) > 3 else [])])
+        more = [Problem("", f"... and {len(problems) - 3} more")] if len(problems) > 3 else []
+        raise FileError([*problems[:3], *more])
     state_dict = injection.get_adapter_state_dict(model)
     for module, update in updates.items():
         rescaled = change_alpha(update, adapter.rank_alphas[module].alpha)
@@ -311,7 +345,7 @@ def load_network_weights(model: nn.Module, adapter: Adapter, initial_weights: In
     try:
         injection.load_adapter_state_dict(model, state_dict)
     except ValueError as error:
-        raise UserError(f"--network_weights: cannot be loaded: {error}") from None
+        raise UserError(Problem("network_weights", f"cannot be loaded: {error}")) from None
     logger.info("network_weights: loaded %d of %d modules", len(updates), len(adapter.rank_alphas))
 
 

@@ -12,13 +12,14 @@ from pathlib import Path
 from filelock import LeaseCompromise, LeaseSettingsMismatch, SoftFileLease, Timeout
 
 from ..errors import UserError
+from ..problems import Problem
 
 logger = logging.getLogger(__name__)
 LEASE_SECONDS = 60.0
-"""Without a heartbeat for this long, a run on another machine or in another container is taken for dead."""
+"""A run on another machine or in another container is taken for dead if it has sent no heartbeat for this long."""
 
 HEARTBEAT_SECONDS = 5.0
-"""How often the lease is refreshed, and so how long a second run waits at most until it is refused."""
+"""The interval at which the lease is refreshed, and so the longest wait of a second run until it is refused."""
 
 
 @contextmanager
@@ -43,8 +44,11 @@ def hold_output_lock(output_dir: Path, output_name: str) -> Iterator[None]:
         host = owner.hostname.partition("?")[0] if owner is not None else ""  # filelock appends "?" and the namespace
         other = "an unknown process" if owner is None else f"process {owner.pid} on {host}"
         raise UserError(
-            f"--output_dir: another run is writing to {output_dir} with this output_name: {other}.\nUse another"
-            f" --output_name or --output_dir. If that process no longer runs, delete {path}"
+            Problem(
+                "output_dir",
+                f"another run is writing to {output_dir} with this output_name: {other}.\nUse another"
+                f" --output_name or --output_dir. If that process no longer runs, delete {path}",
+            )
         ) from None
     try:
         yield

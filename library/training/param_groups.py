@@ -13,7 +13,8 @@ from ..config.network_args import (
     get_unet_block_index,
 )
 from ..config.schema import AdapterConfig, OptimConfig
-from ..models.facts import FamilyFacts, get_component_lr
+from ..models.facts import FamilyFacts
+from ..models.trained_components import get_component_lr
 from ..optim.optimizers import ParamGroup
 
 
@@ -43,9 +44,9 @@ def _get_layer_lr(
     for number, (pattern, pattern_lr) in enumerate(network_args.network_reg_lrs):
         if matches_pattern(pattern, layer):
             return f"{label}_reg{number}", pattern_lr
-    if facts.network.is_unet and not layer.is_text_encoder:
-        weights = compute_block_lr_weights(network_args, facts.network)
-        block = None if weights is None else get_unet_block_index(layer.kohya_name, facts.network)
+    if facts.options.network.is_unet and not layer.is_text_encoder:
+        weights = compute_block_lr_weights(network_args, facts.options.network)
+        block = None if weights is None else get_unet_block_index(layer.kohya_name, facts.options.network)
         if weights is not None and block is not None:
             return f"{label}_block{block}", lr * weights[block]
     return label, lr

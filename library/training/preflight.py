@@ -1,6 +1,7 @@
 """Pre-flight checks: the list of all checks of settings. All problems are reported at once, before a model is loaded.
 
-To add a check, write ``validate_*`` in a validate*.py of its package and add a line here, by what it needs:
+To add a check, write ``validate_*`` in a validate*.py of its package, which yields a ``Problem`` with the option, the
+cause and the fix, and add a line here, by what it needs:
 
 - ``list_settings_checks``: options, dataset TOML, model files, prompts. No torch, so a typo is reported in a second.
 - What needs the scanned images (dataset weights, empty stages) is in ``dataset.validate``, called by prepare.py.
@@ -24,13 +25,17 @@ from typing import TYPE_CHECKING
 
 from ..atomic_files import find_write_error
 from ..config import ParsedConfig, RunConfig, parse_config
+from ..config.option_needs import list_needed_names
+from ..config.options import iter_options
 from ..config.schema import TrainConfig
 from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.schema_output import SaveConfig, StateConfig
+from ..config.unused_options import find_unused_options
 from ..config.validate_objective import validate_objective_for_model
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
-from ..dataset.masks import get_mask_source
+from ..dataset.validate import collect_subset_settings
 from ..errors import ConfigError
+from ..problems import Problem, dedupe_problems
 
 if TYPE_CHECKING:
     from ..diffusion.process import NoiseProcess
@@ -41,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What checks of a run need to know besides the settings."""
+    """Facts of a run that its checks need besides the settings."""
 
     family: "Family"
     detected: "DetectedModel"
@@ -53,17 +58,17 @@ class RunFacts:
     @classmethod
     def from_strategy(cls, strategy: "Strategy", family: "Family", detected: "DetectedModel") -> "RunFacts":
         return cls(
-            family,
-            detected,
-            strategy.has_full_model,
-            strategy.can_quantize_base,
-            strategy.is_compile_enabled,
-            strategy.optimizer_sharding_engine,
+            family=family,
+            detected=detected,
+            has_full_model=strategy.has_full_model,
+            can_quantize_base=strategy.can_quantize_base,
+            is_compile_enabled=strategy.is_compile_enabled,
+            optimizer_sharding_engine=strategy.optimizer_sharding_engine,
         )
 
 
-SettingsCheck = Callable[[ParsedConfig], Iterable[str]]
-RunCheck = Callable[[RunConfig, RunFacts], Iterable[str]]
+SettingsCheck = Callable[[ParsedConfig], Iterable[Problem]]
+RunCheck = Callable[[RunConfig, RunFacts], Iterable[Problem]]
 
 
 def list_settings_checks() -> Sequence[SettingsCheck]:
@@ -76,11 +81,7 @@ def list_settings_checks() -> Sequence[SettingsCheck]:
         lambda loaded: loaded.problems,  # of config.parser and config.validate
         lambda loaded: validate_optimizer_name(loaded.config.optim.optimizer_type),
         lambda loaded: validate_dataset_config(
-            loaded.config.data,
-            loaded.config.cache,
-            loaded.config.validate,
-            loaded.config.train,
-            loaded.invalid_options,
+            loaded.config.data, loaded.config.cache, loaded.config.train, loaded.invalid_options
         ),
         lambda loaded: validate_model_options(loaded.config, loaded.locations),
     )
@@ -124,14 +125,15 @@ def list_run_checks() -> Sequence[RunCheck]:
 
 def validate_objective(
     noise: NoiseConfig, loss: LossConfig, family: "Family", process: "NoiseProcess"
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     """Check the objective against the prediction type, which is certain only when the model is loaded."""
     from ..diffusion.weighting import find_unbounded_weightings
 
-    for names, problem in validate_objective_for_model(noise, loss, family.facts.title, process.prediction_type):
-        yield f"--{names[0]}: {problem}"
+    yield from validate_objective_for_model(noise, loss, family.facts.title, process.prediction_type)
     for name in find_unbounded_weightings(process, loss):
-        yield f"--{name}: the model's last timestep has zero SNR, so its loss weight is infinite; remove the option"
+        yield Problem(
+            name, "the model's last timestep has zero SNR, so its loss weight is infinite", "remove the option"
+        )
 
 
 def list_installation_checks() -> Sequence[SettingsCheck]:
@@ -141,7 +143,7 @@ def list_installation_checks() -> Sequence[SettingsCheck]:
 
     return (
         lambda loaded: (
-            [f"--optimizer_type: {missing}"]
+            [Problem("optimizer_type", missing)]
             if (missing := find_missing_package(loaded.config.optim.optimizer_type))
             else []
         ),
@@ -151,8 +153,8 @@ def list_installation_checks() -> Sequence[SettingsCheck]:
     )
 
 
-def _validate_output_files_here(loaded: ParsedConfig) -> Iterator[str]:
-    """Of several processes the main one decides, when they have met, since only its disk is written to."""
+def _validate_output_files_here(loaded: ParsedConfig) -> Iterator[Problem]:
+    """Check the output files here if this is the only process; of several, the main one does so when they have met."""
     config = loaded.config
     if config.train.dry_run or os.environ.get("WORLD_SIZE", "").strip() in ("", "1"):
         yield from validate_output_files(config.save, config.state, config.train, config.optim.ema_decay is not None)
@@ -164,7 +166,7 @@ def check_output_files(save: SaveConfig, state: StateConfig, train: TrainConfig,
         raise ConfigError(problems)
 
 
-def validate_output_files(save: SaveConfig, state: StateConfig, train: TrainConfig, has_ema: bool) -> Iterator[str]:
+def validate_output_files(save: SaveConfig, state: StateConfig, train: TrainConfig, has_ema: bool) -> Iterator[Problem]:
     """LoRA files are not overwritten by the same command; a run that resumes writes its own files again."""
     if save.overwrite or state.resume is not None:
         return
@@ -183,7 +185,7 @@ def validate_output_files(save: SaveConfig, state: StateConfig, train: TrainConf
         free = next(each for each in names if not any(folder.glob(f"{glob.escape(each)}*.safetensors")))
         more = f" and {len(existing) - 1} more files, such as {existing[1].name}," if len(existing) > 1 else ""
         found = f"{existing[0]}{more} exist" if more else f"{existing[0]} exists,"
-        yield f"--output_name: {found} from an earlier run; add --overwrite, or --output_name {free}"
+        yield Problem("output_name", f"{found} from an earlier run", f"add --overwrite, or --output_name {free}")
 
 
 def _find_output_files(save: SaveConfig, train: TrainConfig, has_ema: bool) -> list[Path]:
@@ -206,7 +208,7 @@ def _find_output_files(save: SaveConfig, train: TrainConfig, has_ema: bool) -> l
     return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
-def _validate_upload(save: SaveConfig) -> Iterator[str]:
+def _validate_upload(save: SaveConfig) -> Iterator[Problem]:
     if save.huggingface_repo_id is not None:
         from .hub_upload import validate_hub_token
 
@@ -223,34 +225,36 @@ def load_settings(argv: Sequence[str]) -> ParsedConfig:
     parsed = parse_config(argv)
     os.environ.update(parsed.secrets)
     sys.argv[:] = [word for word in sys.argv if word.rpartition("=")[2] not in parsed.secrets.values()]
-    return drop_unused_model_options(_drop_masked_loss_without_masks(parsed))
+    return drop_unused_model_options(_drop_unused_data_options(parsed))
 
 
-def _drop_masked_loss_without_masks(parsed: ParsedConfig) -> ParsedConfig:
-    """Nothing is masked where no subset has masks, in sd-scripts as well."""
+def _drop_unused_data_options(parsed: ParsedConfig) -> ParsedConfig:
+    """Set options back to their defaults that have no effect on the images of any subset."""
     data = parsed.config.data
-    if not data.masked_loss or not can_load_datasets(data):
-        return parsed
+    options = list(iter_options(RunConfig))
+    needed = {name for option in options if option.name in parsed.explicit for name in list_needed_names(option)}
+    if needed <= {option.name for option in options if not option.dataset_table} or not can_load_datasets(data):
+        return parsed  # nothing depends on the images
     loaded = load_dataset_config(data)
-    subsets = [subset for dataset in loaded.datasets for subset in dataset.subsets]
-    if loaded.problems or any(get_mask_source(subset) for subset in subsets):
+    if loaded.problems or not loaded.datasets:
         return parsed
-    return parsed.without_unused({"masked_loss": "no subset has masks (conditioning_data_dir or alpha_mask)"})
+    subsets = collect_subset_settings(loaded.datasets)
+    return parsed.without_unused(find_unused_options(parsed.config, parsed.explicit, subsets=subsets))
 
 
-def find_settings_problems(loaded: ParsedConfig) -> list[str]:
+def find_settings_problems(loaded: ParsedConfig) -> list[Problem]:
     """Run the checks of the settings of a command line."""
     return _run_checks(loaded, list_settings_checks())
 
 
-def find_installation_problems(loaded: ParsedConfig) -> list[str]:
+def find_installation_problems(loaded: ParsedConfig) -> list[Problem]:
     """Run the checks of what is installed and what exists on this machine."""
     return _run_checks(loaded, list_installation_checks())
 
 
-def _run_checks(loaded: ParsedConfig, checks: Iterable[SettingsCheck]) -> list[str]:
+def _run_checks(loaded: ParsedConfig, checks: Iterable[SettingsCheck]) -> list[Problem]:
     problems = [problem for check in checks for problem in check(loaded)]
-    return list(dict.fromkeys(loaded.locate_problems(problems)))
+    return dedupe_problems(loaded.locate_problems(problems))
 
 
 def check_run_settings(config: RunConfig, facts: RunFacts) -> None:
@@ -267,8 +271,8 @@ def check_objective(noise: NoiseConfig, loss: LossConfig, family: "Family", proc
 
 def check_setting_changes(changes: Iterable[object], force_resume: bool) -> None:
     """Raise if settings that change the result differ from the checkpoint's, unless ``--force_resume`` is given."""
-    hint = "this changes the result; restore the old value, or add --force_resume"
-    problems = [f"--resume: {change}; {hint}" for change in changes]
+    fix = "this changes the result; restore the old value, or add --force_resume"
+    problems = [Problem("resume", str(change), fix) for change in changes]
     if problems and not force_resume:
         raise ConfigError(problems)
 
@@ -276,7 +280,7 @@ def check_setting_changes(changes: Iterable[object], force_resume: bool) -> None
 def check_output_dirs(directories: Mapping[str, Path]) -> None:
     """Raise if a directory, by option, cannot be written to; for the rank that writes."""
     problems = [
-        f"--{option}: cannot write to {directory}: {error}"
+        Problem(option, f"cannot write to {directory}: {error}")
         for option, directory in directories.items()
         if (error := find_write_error(directory))
     ]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 ALL_RANKS_TIMEOUT_SECONDS = 60.0
-"""How long to wait for the other ranks to fail at the same image, which tells a bad prompt from a broken rank."""
+"""The time to wait for the other ranks to fail at the same image, which tells a bad prompt from a broken rank."""
 
 
 @contextmanager
@@ -54,9 +54,8 @@ class Preview:
         self.saved_paths: list[Path] = []
 
     def should_run(self, run: TrainingRun) -> bool:
-        return is_interval_reached(
-            run.plan, run.state.step, self.config.sample_every_n_steps, self.config.sample_every_n_epochs
-        )
+        steps, epochs = self.config.sample_every_n_steps, self.config.sample_every_n_epochs
+        return is_interval_reached(run.plan, run.state.step, steps=steps, epochs=epochs)
 
     def __call__(self, run: TrainingRun) -> None:
         self.generate_previews(run)
@@ -106,12 +105,14 @@ class Preview:
             seed = derive_seed(run.config.train.seed, Purpose.PREVIEW, index) % 2**32
         with run.strategy.accelerator.autocast():
             controls = [load_preview_controls(prompt)]
-            texts = prompt.text, task.family.mark_negative_prompt(prompt.negative_prompt)
-            cond, negative = (task.encode_text([text], controls) for text in texts)
+            cond = task.encode_text([prompt.text], controls)
+            negative = task.encode_text([prompt.negative_prompt], controls, is_negative=True)
             generator = torch.Generator().manual_seed(seed)
             sampler = prompt.sampler or self.config.sample_sampler
             with move_temporarily(task.pipe.vae, task.to_device.device):
-                return task.family.generate_image(task.pipe, prompt, cond, negative, generator, sampler), seed
+                return task.family.generate_image(
+                    task.pipe, prompt, cond, negative_cond=negative, generator=generator, sampler=sampler
+                ), seed
 
     def _save_image(self, run: TrainingRun, index: int, image: "Image", seed: int) -> bytes:
         """Write the PNG file and return its content."""

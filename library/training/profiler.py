@@ -192,7 +192,7 @@ def _is_collective(event: Any) -> bool:
 
 def get_denoiser(run: TrainingRun) -> nn.Module:
     """Return the pipeline's denoiser, which every strategy calls inside its wrappers."""
-    model: nn.Module = getattr(run.task.pipe, run.task.family.denoiser_name)
+    model: nn.Module = getattr(run.task.pipe, run.task.family.facts.denoiser_name)
     return model
 
 

@@ -29,6 +29,7 @@ from ..errors import RunInterrupted, UserError
 from ..models.detect import DetectedModel
 from ..parallel.quantize import BUILT_IN_KERNEL
 from ..parallel.strategy import Strategy
+from ..problems import Problem
 from . import checkpoint_dir
 from .checkpoint_dir import CheckpointInfo, find_checkpoints, read_checkpoint_info
 from .preflight import check_setting_changes
@@ -38,35 +39,13 @@ from .state import TrainingRun
 
 logger = logging.getLogger(__name__)
 LATEST = "latest"
-RESULT_NEUTRAL_GROUPS = set("distributed sharding parallel deepspeed save state preview validate log cache".split())
-"""Groups of options that do not change the result: where and how it is computed, what is saved and logged."""
-
-RESULT_NEUTRAL_OPTIONS = {
-    *("max_train_steps", "max_train_epochs", "gradient_checkpointing", "max_nan_steps", "on_oom", "dry_run"),
-    *(
-        "gradient_checkpointing_every",
-        "activation_memory_budget",
-        "cpu_offload_checkpointing",
-        "blocks_to_swap",
-        "block_swap_window_mb",
-        "profile_steps",
-    ),
-    *("max_data_loader_n_workers", "prefetch_factor", "on_invalid_images", "max_invalid_images"),
-    # The batch size and the dataset are compared by content, see COMPARED_METADATA.
-    *("gradient_accumulation_steps", "train_batch_size", "dataset_config", "train_data_dir", "reg_data_dir", "in_json"),
-    # The model and the training adapter, too, wherever their files are.
-    *("pretrained_model_name_or_path", "family", "v2", "vae", "clip_l", "clip_g", "t5xxl", "text_encoder", "ae"),
-    *("training_adapter", "tokenizer_cache_dir", "remote_cache_dir", "remote_cache_size", "remote_retry_seconds"),
-}
-"""Options of other groups that do not change the result, or are compared by content."""
-
 COMPARED_METADATA = {
     "model": "the model",
     "data": "the images, captions or their settings",
     "batch": "images per step",
     "training_adapter": "the training adapter",
 }
-"""What a checkpoint records besides the settings -> what messages call it."""
+"""The names in messages of what a checkpoint records besides the settings."""
 
 
 @dataclass(frozen=True)
@@ -105,14 +84,14 @@ def find_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterat
     kernel, saved_kernel = current.get("nf4_kernel"), saved.get("nf4_kernel", BUILT_IN_KERNEL)
     if kernel != saved_kernel and None not in (kernel, saved_kernel):  # rounds differently, as another torch does
         yield SettingChange(NF4_KERNEL, saved_kernel, kernel, changes_result=False)
-    groups = {option.name: option.group for option in iter_options(RunConfig)}
-    defaults = {option.name: option.default for option in iter_options(RunConfig)}
+    options = {option.name: option for option in iter_options(RunConfig)}
     saved_settings = upgrade_settings(saved["settings"])
     for name, new in current["settings"].items():
-        old = saved_settings.get(name, defaults[name])  # an option that is newer than the checkpoint
-        if old != new and groups[name] != "state":
-            is_neutral = groups[name] in RESULT_NEUTRAL_GROUPS or name in RESULT_NEUTRAL_OPTIONS
-            yield SettingChange(name, old, new, changes_result=not is_neutral)
+        option = options[name]
+        old = saved_settings.get(name, option.default)  # an option that is newer than the checkpoint
+        if old != new and option.group != "state":
+            is_compared = option.changes_result and not option.is_compared_by_content
+            yield SettingChange(name, old, new, changes_result=is_compared)
 
 
 def _format_value(value: Any) -> str:
@@ -230,7 +209,7 @@ def select_checkpoint(config: StateConfig, output_dir: Path, name: str) -> Check
             parent = path if path.is_dir() and _list_checkpoint_names(path, name) else output_dir
             others = _list_checkpoint_names(parent, name)
             hint = f"; checkpoints in {parent}: {', '.join(others)}" if others else ""
-            raise UserError(f"--resume: {config.resume} is not a complete checkpoint: {info}{hint}")
+            raise UserError(Problem("resume", f"{config.resume} is not a complete checkpoint: {info}{hint}"))
         return info
     if config.resume is None and not config.auto_resume:
         if _list_checkpoint_names(output_dir, name):
@@ -250,8 +229,12 @@ def select_checkpoint(config: StateConfig, output_dir: Path, name: str) -> Check
         return max(complete, key=lambda info: info.sort_key)
     if config.resume == LATEST:
         raise UserError(
-            f"--resume latest: no checkpoint {name}*-state in {output_dir.resolve()}; checkpoints are saved with"
-            " --save_state, and when a signal stops a run"
+            Problem(
+                "resume",
+                f"no checkpoint {name}*-state in {output_dir.resolve()}",
+                "checkpoints are saved with --save_state, and when a signal stops a run",
+                value="latest",
+            )
         )
     logger.info("--auto_resume: no checkpoint in %s; starting from scratch", output_dir)
     return None

@@ -30,11 +30,12 @@ from ..errors import UserError
 from ..log import ProgressBar
 from ..models.base import Family
 from ..models.detect import DetectedModel, detect_model, get_family_facts
-from ..models.facts import describe_trained_components
 from ..models.families import FAMILIES
+from ..models.trained_components import describe_trained_components, list_cached_text_components
 from ..optim.lr_schedulers import build_lr_schedule
 from ..parallel.strategy import Strategy
 from ..parallel.strategy_registry import build_strategy
+from ..problems import Place
 from ..report import preview_grid
 from ..trackers import Trackers
 from . import checkpoint_dir
@@ -61,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_training(
-    config: RunConfig, locations: Mapping[str, str] | None = None, check_output: Callable[[], None] = lambda: None
+    config: RunConfig, locations: Mapping[str, Place] | None = None, check_output: Callable[[], None] = lambda: None
 ) -> None:
     """Train a LoRA; ``locations`` says where each option was set, for messages.
 
@@ -78,7 +79,9 @@ def run_training(
         strategy.comm.run_on_main(check_output)
         failure_handler = FailureHandler(strategy.comm, config)
         try:
-            _prepare_and_train(config, locations or {}, strategy, started_at, failure_handler, signals)
+            _prepare_and_train(
+                config, locations or {}, strategy, started_at, failure_handler=failure_handler, signals=signals
+            )
         except Exception as error:
             if (final_error := failure_handler.build_final_error(error)) is error:
                 raise
@@ -87,7 +90,7 @@ def run_training(
 
 def _prepare_and_train(
     config: RunConfig,
-    locations: Mapping[str, str],
+    locations: Mapping[str, Place],
     strategy: Strategy,
     started_at: float,
     failure_handler: FailureHandler,
@@ -97,13 +100,11 @@ def _prepare_and_train(
     for line in find_overridden_settings(config, locations):
         logger.warning("%s", line)
     detected = detect_model(config.model)
-    facts = get_family_facts(detected.family)
-    logger.info("model family %s: %s", facts.name or detected.family, detected.reason)
-    logger.info("%s", describe_trained_components(config.adapter, config.optim, facts))
+    _log_model(config, detected)
     family: Family = FAMILIES.get(detected.family)(config.model)
     check_run_settings(config, RunFacts.from_strategy(strategy, family, detected))
-    text_components = family.list_cached_text_components(config.adapter, config.optim)
-    encoders = FrozenEncoders(strategy, family, detected, config.model, config.cache, text_components)
+    text_components = list_cached_text_components(config.adapter, config.optim, family.facts)
+    encoders = FrozenEncoders(strategy, family, detected, config.model, config.cache, text_components=text_components)
     cached = text_components if config.cache.caches_text_outputs else ()
     initial_weights = read_initial_weights(config.adapter, family, detected, cached_components=cached)
     prompts = load_preview_prompts(config.preview)
@@ -123,7 +124,7 @@ def _prepare_and_train(
     for line in prepared.format_summary(plan.batch_plan, plan.steps).splitlines():
         logger.info("%s", line)
     build_lr_schedule(config.optim, plan.steps)  # some schedulers fail for this number of steps
-    resume = Resume(config, strategy, detected, prepared, plan, started_at)
+    resume = Resume(config, strategy, detected=detected, prepared=prepared, plan=plan, started_at=started_at)
     if resume.is_complete(plan):
         return
 
@@ -133,15 +134,25 @@ def _prepare_and_train(
         plan = build_plan()
     texts = cache_text_encoder_outputs(encoders, prepared, plan, prompts)
     readers = CacheReaders(latents, texts)
-    pipe = load_training_pipeline(config, strategy, family, detected, readers, prompts)
+    pipe = load_training_pipeline(config, strategy, family, detected=detected, cache_readers=readers, prompts=prompts)
     merge_base_weights(pipe, initial_weights)
     add_training_adapter(pipe, family, initial_weights)
     _warn_of_distilled_model(config.adapter, family, pipe)
-    run, adapter = build_run(config, strategy, family, pipe, prepared, plan, readers, initial_weights)
+    run, adapter = build_run(
+        config, strategy, family, pipe, prepared, plan=plan, cache_readers=readers, initial_weights=initial_weights
+    )
     comm.log_all_reduce_time(sum(parameter.nbytes for parameter in run.parameters))
     resume.restore(run)
-    callbacks = _build_callbacks(run, adapter, prepared, readers, prompts, resume)
-    _train_and_save(run, callbacks, failure_handler, signals, resume, [prompt.text for prompt in prompts])
+    callbacks = _build_callbacks(run, adapter, prepared, readers=readers, prompts=prompts, resume=resume)
+    _train_and_save(
+        run, callbacks, failure_handler, signals=signals, resume=resume, prompts=[prompt.text for prompt in prompts]
+    )
+
+
+def _log_model(config: RunConfig, detected: DetectedModel) -> None:
+    facts = get_family_facts(detected.family)
+    logger.info("model family %s: %s", detected.family_name, detected.reason)
+    logger.info("%s", describe_trained_components(config.adapter, config.optim, facts))
 
 
 def _warn_of_distilled_model(adapter: AdapterConfig, family: Family, pipe: Any) -> None:
@@ -189,7 +200,7 @@ class RunCallbacks:
     """The callbacks of a run, in the order in which they run after a step."""
 
     weight_sync_check: WeightSyncCheck
-    validation: Validation | None  # None without validation images
+    validation: Validation | None  # is None without validation images
     preview: Preview
     update_norms: UpdateNorms
     save_adapter: SaveAdapter
@@ -231,20 +242,20 @@ def _build_callbacks(
 
         profiler = StepProfiler(config.train.profile_steps, output_dir / f"{name}.trace.json.gz")
     return RunCallbacks(
-        WeightSyncCheck(config.distributed.check_sync_every_n_steps, [save_adapter, save_checkpoint]),
-        None if validation is None else Validation(config.validate, *validation),
-        Preview(config.preview, prompts, output_dir / "sample", name),
-        UpdateNorms(),
-        save_adapter,
-        SaveReport(
+        weight_sync_check=WeightSyncCheck(config.distributed.check_sync_every_n_steps, [save_adapter, save_checkpoint]),
+        validation=None if validation is None else Validation(config.validate, *validation),
+        preview=Preview(config.preview, prompts, output_dir / "sample", name),
+        update_norms=UpdateNorms(),
+        save_adapter=save_adapter,
+        save_report=SaveReport(
             save_adapter,
             plan_text,
             [prompt.text for prompt in prompts],
             _get_metrics_path(config.save),
             resume.started_at,
         ),
-        save_checkpoint,
-        profiler,
+        save_checkpoint=save_checkpoint,
+        profiler=profiler,
     )
 
 

@@ -37,6 +37,7 @@ from ..models.base import Family
 from ..models.collect_component_keys import collect_component_keys
 from ..models.sampling import use_eval_mode
 from ..optim.optimizers import use_eval_weights
+from ..problems import report_file
 from ..randomness import Purpose, derive_seed
 from .hub_upload import HubUploader
 from .network_weights import split_idle_layers
@@ -45,7 +46,7 @@ from .state import TrainingRun, is_interval_reached
 logger = logging.getLogger(__name__)
 SOFTWARE = f"lorikeet/{__version__}"
 MAX_DIFFERENCES_SHOWN = 3
-MIN_FREE_BYTES = 2**20  # for the log, the report, and the JSON files of a checkpoint
+MIN_FREE_BYTES = 2**20  # room for the log, the report, and the JSON files of a checkpoint
 T = TypeVar("T")
 
 
@@ -84,11 +85,10 @@ class SaveAdapter:
         return epoch + ([f"{name}-step{step:08d}"] if self._is_step_save_due(run) else [])
 
     def _is_epoch_save_due(self, run: TrainingRun) -> bool:
-        every = self.config.save_every_n_epochs
-        return every is not None and is_interval_reached(run.plan, run.state.step, None, every)
+        return is_interval_reached(run.plan, run.state.step, epochs=self.config.save_every_n_epochs)
 
     def _is_step_save_due(self, run: TrainingRun) -> bool:
-        return is_interval_reached(run.plan, run.state.step, self.config.save_every_n_steps, None)
+        return is_interval_reached(run.plan, run.state.step, steps=self.config.save_every_n_steps)
 
     def __call__(self, run: TrainingRun) -> None:
         name, step, comm = self.config.output_name, run.state.step, run.strategy.comm
@@ -193,10 +193,14 @@ class SaveAdapter:
             raise InvalidAdapterFileError(f"{path} differs from the trained adapter: {shown}")
 
     def _build_metadata(self, run: TrainingRun) -> dict[str, str]:
-        info, is_v2 = run.task.family.get_base_model_info(run.task.pipe), run.task.family.facts.is_version_2
-        prediction_type = run.task.objective.process.prediction_type
+        info, facts = run.task.family.get_base_model_info(run.task.pipe), run.task.family.facts
         model = BaseModelMetadata(
-            info.base_model_version, info.architecture, prediction_type, is_version_2=is_v2, metadata=info.metadata
+            info.base_model_version,
+            info.architecture,
+            run.task.objective.process.prediction_type,
+            facts.lora.modelspec_implementation,
+            is_version_2=facts.options.is_version_2,
+            metadata=info.metadata,
         )
         return build_metadata(run.config, model, self._collect_run_facts(run), SOFTWARE)
 
@@ -231,10 +235,10 @@ class AdapterFile:
 
     tensors: dict[str, Tensor]
     metadata: Mapping[str, str]
-    """What is needed to read the alphas back."""
+    """The part of the metadata that is needed to read the alphas back."""
     file_format: FileFormat
     client_losses: Mapping[str, str]
-    """Other programs -> what they do not read right."""
+    """The parts of the file that other programs do not read right, by program."""
 
 
 def build_adapter_file(
@@ -244,9 +248,12 @@ def build_adapter_file(
     state, alphas = adapter.kept.add_to(dict(state_dict), adapter.alphas)
     components, adapters = collect_component_keys(family, pipe), group_by_module(state, alphas)
     is_auto = save_format == "auto"
-    form: Any = choose_file_format(adapters, components, family.lora_format) if is_auto else save_format
+    form: Any = choose_file_format(adapters, components, family.facts.lora.format) if is_auto else save_format
     equal_alphas = is_auto and needs_equal_alphas(adapters, components, form)
-    tensors, metadata = convert_to_file_format(state, alphas, components, form, equal_alphas=equal_alphas)
+    try:
+        tensors, metadata = convert_to_file_format(state, alphas, components, form, equal_alphas=equal_alphas)
+    except UserError as error:
+        raise UserError(f"save_format {save_format}: {error}") from None
     return AdapterFile(tensors, metadata, form, list_client_losses(adapters, components, form, equal_alphas))
 
 
@@ -303,8 +310,12 @@ def _reserve_disk_space(path: Path, tensors: Mapping[str, Tensor], run: Training
     needed = file_bytes + num_checkpoints * run.nan_guard.count_snapshot_bytes() + MIN_FREE_BYTES
     if 0 < free < needed:  # some network drives always report 0
         raise UserError(
-            f"{path}: not written, as checkpoints would not fit any more: {format_bytes(free)} free, about"
-            f" {format_bytes(needed)} needed; free some space, then resume"
+            report_file(
+                path,
+                f"not written, as checkpoints would not fit any more: {format_bytes(free)} free, about"
+                f" {format_bytes(needed)} needed",
+                "free some space, then resume",
+            )
         )
 
 

@@ -1,6 +1,9 @@
 """Checkpoints: capture and restore the state of a run (adapter, EMA, optimizer, counters), and the callback.
 
 Old checkpoints are deleted here (``save_last_n_*_state``), old LoRA files in ``save_adapter`` (``save_last_n_*``).
+
+``accelerator.save_state`` is not used: it writes the whole frozen model, RNG states, and the optimizer by position.
+Here every tensor has a name, nothing is pickled, and another world size or strategy can read the file.
 """
 
 import logging
@@ -19,6 +22,7 @@ from ..config.schema_output import StateConfig
 from ..errors import UserError, format_error
 from ..optim.optimizers import load_optimizer_state
 from ..parallel.async_copy import HostSnapshot
+from ..problems import Problem
 from . import checkpoint_dir
 from .save_adapter import SaveAdapter
 from .state import SkippedStep, TrainingRun, TrainState
@@ -182,7 +186,7 @@ def serialize_state(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
     try:
         return {name: flatten_state(part, name, tensors) for name, part in state.items()}, tensors
     except TypeError as error:
-        raise UserError(f"--save_state: the state of this optimizer cannot be saved: {error}") from None
+        raise UserError(Problem("save_state", f"the state of this optimizer cannot be saved: {error}")) from None
 
 
 def restore_state(run: TrainingRun, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -225,9 +229,12 @@ def _check_shapes(names: Mapping[nn.Parameter, str], saved: Mapping[str, Tensor]
     if own != theirs:
         different = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
         raise UserError(
-            f"--resume: {len(different)} of {len(own)} adapter weights differ from the checkpoint in name or shape,"
-            f" for example {different[0]}: {theirs.get(different[0], 'none')} in the checkpoint,"
-            f" {own.get(different[0], 'none')} now"
+            Problem(
+                "resume",
+                f"{len(different)} of {len(own)} adapter weights differ from the checkpoint in name or"
+                f" shape, for example {different[0]}: {theirs.get(different[0], 'none')} in the"
+                f" checkpoint, {own.get(different[0], 'none')} now",
+            )
         )
 
 

@@ -35,9 +35,9 @@ from ..models.attention import set_attention_mode
 from ..models.base import Family
 from ..models.collect_component_keys import collect_component_keys
 from ..models.detect import DetectedModel, build_control_limits
-from ..models.facts import select_trained_text_encoders
 from ..models.model_configs import is_tokenizer
 from ..models.noise_schedulers import override_scheduler
+from ..models.trained_components import list_cached_text_components, select_trained_text_encoders
 from ..optim import lr_schedulers, optimizers
 from ..optim.ema import AdapterEMA
 from ..optim.validate_optimizer import find_learning_rate_warnings
@@ -80,21 +80,21 @@ def load_training_pipeline(
     """
     cached = set() if cache_readers.latent_reader is None else {"vae"}
     if cache_readers.text_reader is not None:
-        cached |= {*family.list_cached_text_components(config.adapter, config.optim)}
-    needed = [name for name in family.components if name not in cached or is_tokenizer(name)]
+        cached |= {*list_cached_text_components(config.adapter, config.optim, family.facts)}
+    needed = [name for name in family.facts.components if name not in cached or is_tokenizer(name)]
     dtype = MIXED_PRECISION_DTYPES[strategy.mixed_precision]
     encoders = select_trained_text_encoders(config.adapter, config.optim, family.facts)
-    trained = {family.denoiser_name, *encoders}
+    trained = {family.facts.denoiser_name, *encoders}
     devices = {name: strategy.base_load_device if name in trained else strategy.device for name in needed}
     if is_quantized_or_offloaded(config.model, config.train):  # the full weights might not fit on the device
-        devices[family.denoiser_name] = HOST
+        devices[family.facts.denoiser_name] = HOST
     pipe = None
     for device in dict.fromkeys(devices.values()):
         names = [name for name in needed if devices[name] == device]
         pipe = family.load(detected, dtype, names, pipe=pipe, device=device)
     if "vae" not in needed and prompts:
         pipe = family.load(detected, dtype, ("vae",), pipe=pipe)
-    for name in family.components:
+    for name in family.facts.components:
         module = getattr(pipe, name)
         if isinstance(module, torch.nn.Module):
             module.requires_grad_(False)
@@ -115,7 +115,7 @@ def build_run(
 ) -> tuple[TrainingRun, injection.Adapter]:
     """Inject the adapters, build optimizer, task and loader, and wrap the model; without callbacks and logger yet."""
     objective = build_objective(config.noise, config.loss, family, pipe)
-    set_attention_mode(getattr(pipe, family.denoiser_name), config.distributed.attn_mode)
+    set_attention_mode(getattr(pipe, family.facts.denoiser_name), config.distributed.attn_mode)
     trained, adapter = build_trainable_modules(
         config, family, pipe, initial_weights.rank_alphas, initial_weights.independent_modules
     )
@@ -129,33 +129,36 @@ def build_run(
         quantize_and_offload_base(trained.denoiser, devices, config.model, config.train, strategy.nf4_kernel)
     groups = build_param_groups(trained, adapter, config.adapter, config.optim, family.facts)
     optimizer = _build_optimizer(config.optim, groups)
-    compilation = _compile(config.distributed, config.train, config.cache, strategy, trained, prepared)
+    compilation = _compile(config.distributed, config.train, config.cache, strategy, trained, prepared=prepared)
     model, optimizer = strategy.wrap(trained, optimizer, build_parallel_plan(family, trained.denoiser))
     dropout = build_lora_dropout(config.adapter, family, trained, adapter, strategy.get_sharded_tokens)
-    task = _build_task(config, strategy, family, pipe, model, objective, cache_readers, dropout)
+    task = _build_task(
+        config, strategy, family, pipe, model, objective=objective, cache_readers=cache_readers, dropout=dropout
+    )
     loader = _build_loader(strategy, prepared, plan, cache_readers)
     if strategy.comm.is_main:
         _warn_truncated_captions(family, pipe, prepared.list_first_epoch_captions(plan.batch_plan, plan.steps))
     lr_schedule = lr_schedulers.build_lr_schedule(config.optim, plan.steps)
     max_norm, ema_decay = config.adapter.scale_weight_norms, config.optim.ema_decay
+    num_images = len({sample.image for sample in prepared.manifest.samples})
     trainable = [parameter for group in groups for parameter in group.parameters]
     run = TrainingRun(
-        config,
-        plan,
-        strategy,
-        task,
-        loader,
-        model,
-        groups,
-        optimizer,
-        lr_schedule,
-        NanGuard(config.train.max_nan_steps),
-        _build_oom_recovery(config.train, trained),
-        BadSamples(config.data.max_invalid_images, len({sample.image for sample in prepared.manifest.samples})),
-        NullMetricLogger(),
-        None if ema_decay is None else AdapterEMA(trainable, ema_decay),
-        None if max_norm is None else MaxNormRegularizer(trained, adapter, max_norm),
-        compilation,
+        config=config,
+        plan=plan,
+        strategy=strategy,
+        task=task,
+        loader=loader,
+        model=model,
+        param_groups=groups,
+        optimizer=optimizer,
+        lr_schedule=lr_schedule,
+        nan_guard=NanGuard(config.train.max_nan_steps),
+        oom_recovery=_build_oom_recovery(config.train, trained),
+        bad_samples=BadSamples(config.data.max_invalid_images, num_images),
+        metric_logger=NullMetricLogger(),
+        ema=None if ema_decay is None else AdapterEMA(trainable, ema_decay),
+        max_norm_regularizer=None if max_norm is None else MaxNormRegularizer(trained, adapter, max_norm),
+        compilation=compilation,
     )
     if callable(getattr(optimizer, "train", None)):  # schedule-free optimizers hold two sets of weights
         optimizer.train()
@@ -210,18 +213,18 @@ def _build_task(
     dropout: LoraDropout | None,
 ) -> DiffusionTask:
     return DiffusionTask(
-        family,
-        pipe,
-        model,
-        objective,
-        config.train.seed,
-        CopyStream(strategy.device),
-        config.data.masked_loss_normalize,
-        config.cache.vae_batch_size,
-        config.cache.text_encoder_batch_size,
-        cache_readers.text_reader,
-        bool(select_trained_text_encoders(config.adapter, config.optim, family.facts)),
-        dropout,
+        family=family,
+        pipe=pipe,
+        denoiser=model,
+        objective=objective,
+        seed=config.train.seed,
+        to_device=CopyStream(strategy.device),
+        normalize_masked_loss=config.data.masked_loss_normalize,
+        vae_batch_size=config.cache.vae_batch_size,
+        text_encoder_batch_size=config.cache.text_encoder_batch_size,
+        text_reader=cache_readers.text_reader,
+        trains_text_encoders=bool(select_trained_text_encoders(config.adapter, config.optim, family.facts)),
+        dropout=dropout,
         pads_texts=config.parallel.pp_size > 1,
     )
 
@@ -284,7 +287,7 @@ def prepare_dataset(data: DataConfig, cache: CacheConfig, comm: Communicator, mo
         reports = comm.all_gather_object((fingerprint, manifest.compute_sample_digests()))
         other = next(digests for its_fingerprint, digests in reports if its_fingerprint != reports[0][0])
         difference = comm.run_on_main_and_broadcast(lambda: manifest.describe_difference(other))
-        detailed = ConfigError(f"{problem} ({difference})" for problem in error.problems)
+        detailed = ConfigError(replace(problem, note=difference) for problem in error.problems)
         detailed.is_reported = error.is_reported
         raise detailed from None
     return prepared

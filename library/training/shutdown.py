@@ -1,5 +1,8 @@
 """Failure handling: save an emergency checkpoint, and let one rank report the cause and what to do.
 
+The first rank that fails reports, as a counter in the key-value store decides: later errors are mostly consequences.
+It also saves the emergency checkpoint, of the last snapshot: the failed step may have changed a part of the weights.
+
 Out-of-memory errors are reported with the phase, the batch and the settings that save memory.
 """
 

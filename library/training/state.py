@@ -1,4 +1,4 @@
-"""What the training loop works on: the run and its state, step metrics, the protocols of callbacks and loggers."""
+"""The objects of the training loop: the run and its state, step metrics, the protocols of callbacks and loggers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,8 +28,8 @@ class StepMetrics:
     step: int  # from 0
     loss: Tensor
     grad_norm: Tensor
-    learning_rates: Mapping[str, Any]  # by parameter group
-    micro_batches: tuple[MicroBatchStats, ...]  # of this rank
+    learning_rates: Mapping[str, Any]  # the rate of each parameter group
+    micro_batches: tuple[MicroBatchStats, ...]  # the micro-batches of this rank
     data_wait_seconds: float  # time spent waiting for the data loader
     is_skipped: bool = False  # the optimizer step was skipped: loss or gradient was NaN or Inf
 
@@ -76,7 +76,7 @@ class Callback(Protocol):
     """Work between two steps: validation, previews, saving."""
 
     id: str
-    """Its name in checkpoints, which list the callbacks that a stopped run has still to run."""
+    """The name of the callback in checkpoints, which list the callbacks that a stopped run has still to run."""
     is_deferrable: bool
     """Whether a run that is stopped by a signal leaves it to the resumed run."""
 
@@ -84,7 +84,7 @@ class Callback(Protocol):
         """Whether it is due after the step just done; the same on all ranks."""
 
     def on_train_begin(self, run: "TrainingRun") -> None:
-        """Called on all ranks before the first step of a new or resumed run."""
+        """Prepare the callback; all ranks call this before the first step of a new or resumed run."""
 
     def __call__(self, run: "TrainingRun") -> None: ...
 
@@ -145,8 +145,8 @@ class NullMetricLogger:
     def log_images(self, run: "TrainingRun", images: Mapping[str, bytes]) -> None: ...
 
 
-def is_interval_reached(plan: RunPlan, step: int, every_steps: int | None, every_epochs: int | None) -> bool:
-    """Whether an interval in epochs, or else in steps, ends with step ``step`` (counted from 1)."""
-    if every_epochs is not None:
-        return plan.count_completed_epochs(step) // every_epochs > plan.count_completed_epochs(step - 1) // every_epochs
-    return every_steps is not None and step % every_steps == 0
+def is_interval_reached(plan: RunPlan, step: int, *, steps: int | None = None, epochs: int | None = None) -> bool:
+    """Whether an interval of so many epochs, or else of so many steps, ends with step ``step`` (counted from 1)."""
+    if epochs is not None:
+        return plan.count_completed_epochs(step) // epochs > plan.count_completed_epochs(step - 1) // epochs
+    return steps is not None and step % steps == 0

@@ -14,10 +14,11 @@ from ..adapters.dropout_and_max_norm import LoraDropout
 from ..cache.keys import hash_controls
 from ..cache.readers import TextReader
 from ..dataloader.batch import Batch, Cond, Moments, PixelBatch, concatenate_cond, map_cond_tensors, normalize_pixels
-from ..diffusion.losses import reduce_loss_per_sample, resize_mask_to_latents
+from ..diffusion.masked_loss import reduce_loss_per_sample, resize_mask_to_latents
 from ..diffusion.objective import Objective
 from ..distributed.step_phases import record_phase
-from ..models.base import Family
+from ..models.base import ControlTextFamily, Family, T5Family
+from ..models.text_encoding import encode_text_on_meta
 from ..parallel.async_copy import CopyStream
 from ..randomness import Purpose, derive_generator, derive_seed
 
@@ -39,7 +40,7 @@ class DiffusionTask:
 
     family: Family
     pipe: Any
-    denoiser: nn.Module  # as wrapped by the strategy
+    denoiser: nn.Module  # the model as the strategy wraps it
     objective: Objective
     seed: int
     to_device: CopyStream
@@ -47,13 +48,13 @@ class DiffusionTask:
     normalize_masked_loss: bool = False  # divide by the unmasked area
     vae_batch_size: int = 1
     text_encoder_batch_size: int = 1
-    text_reader: TextReader | None = None  # of cached text encoder outputs
+    text_reader: TextReader | None = None  # reads cached text encoder outputs
     trains_text_encoders: bool = False
     dropout: LoraDropout | None = None
     pads_texts: bool = False
     """Whether texts are padded, so that fewer batches differ in shape."""
     micro_batch_stats: list[MicroBatchStats] = field(default_factory=list)
-    """Of the latest optimizer step on this rank."""
+    """The statistics of each micro-batch of the latest optimizer step on this rank."""
     stats_step: int = -1
     """The optimizer step of ``micro_batch_stats``."""
 
@@ -98,7 +99,7 @@ class DiffusionTask:
 
     def get_shape_key(self, pixel_batch: PixelBatch) -> Hashable:
         """Return a key that is equal for batches whose tensors have equal shapes."""
-        text = self._compute_text_length(pixel_batch) if self.family.has_variable_text_length else None
+        text = self._compute_text_length(pixel_batch) if self.family.facts.text.has_variable_length else None
         size = tuple(pixel_batch.size_conditioning[0, -2:].tolist())
         controls = [each.shape[-2:] for each in pixel_batch.control_pixels or pixel_batch.control_latents]
         return len(pixel_batch), size, tuple(controls), pixel_batch.mask is None, text
@@ -106,16 +107,14 @@ class DiffusionTask:
     def _compute_text_length(self, pixel_batch: PixelBatch) -> int:
         """Compute the padded length of the longest text, without encoding it."""
         sizes = [(pixels.shape[-1], pixels.shape[-2]) for pixels in pixel_batch.control_pixels]
-        cond = pixel_batch.cond or self.family.encode_prompts_with_controls_on_meta(
-            self.pipe, pixel_batch.captions, sizes
-        )
+        cond = pixel_batch.cond or encode_text_on_meta(self.family, self.pipe, pixel_batch.captions, sizes)
         longest = max(len(text) for texts in cond.values() for text in texts)
-        multiple = lcm(self.family.denoiser_text_pad_multiple, self._text_pad_multiple)
+        multiple = lcm(self.family.facts.text.denoiser_pad_multiple, self._text_pad_multiple)
         return -(-longest // multiple) * multiple
 
     @property
     def _text_pad_multiple(self) -> int:
-        return self.family.text_pad_multiple if self.pads_texts else 1
+        return self.family.facts.text.pad_multiple if self.pads_texts else 1
 
     def reset_stats(self) -> None:
         """Forget the statistics of the current step, which is retried."""
@@ -141,15 +140,15 @@ class DiffusionTask:
         if pixel_batch.mask is not None:
             mask = resize_mask_to_latents(self.to_device(pixel_batch.mask), (latents.shape[-2], latents.shape[-1]))
         return Batch(
-            latents,
-            cond,
-            size_conditioning,
-            loss_weights,
-            pixel_batch.global_positions,
-            pixel_batch.sample_keys,
-            mask,
-            self._text_pad_multiple,
-            self._encode_controls(pixel_batch),
+            latents=latents,
+            cond=cond,
+            size_conditioning=size_conditioning,
+            loss_weights=loss_weights,
+            global_positions=pixel_batch.global_positions,
+            sample_keys=pixel_batch.sample_keys,
+            mask=mask,
+            text_pad_multiple=self._text_pad_multiple,
+            control_latents=self._encode_controls(pixel_batch),
         )
 
     def _encode_controls(self, pixel_batch: PixelBatch) -> tuple[Tensor, ...]:
@@ -169,15 +168,25 @@ class DiffusionTask:
             ]
         return Moments(torch.cat(parts))
 
-    def encode_text(self, captions: Sequence[str], controls: Sequence[Sequence[Image]] = ()) -> Cond:
-        """Return conditioning for captions, each with its control images: from the cache, or from the text encoders."""
-        keys = list(map(hash_controls, controls))
-        cached = None if self.text_reader is None else self.text_reader.read_cond(captions, keys)
+    def encode_text(
+        self, captions: Sequence[str], controls: Sequence[Sequence[Image]] = (), *, is_negative: bool = False
+    ) -> Cond:
+        """Return conditioning for captions, each with its control images: from the cache, or from the text encoders.
+
+        ``is_negative``: they are negative prompts, which some families encode in another way.
+        """
+        keys, is_apart = (
+            list(map(hash_controls, controls)),
+            is_negative and self.family.facts.text.has_negative_encoding,
+        )
+        cached = None if self.text_reader is None else self.text_reader.read_cond(captions, keys, is_negative=is_apart)
+        if is_apart and cached is None:
+            return self.family.encode_negative_prompts(self.pipe, captions)
         return self._encode_captions(captions, cached, controls)
 
     def _list_control_images(self, pixel_batch: PixelBatch) -> list[list[Image]]:
         """The control images of each sample, if the text encoder reads them."""
-        if not self.family.facts.text_tokens_per_control:
+        if not isinstance(self.family, ControlTextFamily):
             return []
         rows = zip(*(pixels.permute(0, 2, 3, 1).numpy() for pixels in pixel_batch.control_pixels), strict=True)
         return [list(map(fromarray, row)) for row in rows]
@@ -190,11 +199,13 @@ class DiffusionTask:
             cached = map_cond_tensors(cached, self.to_device)
             if not self.trains_text_encoders:
                 return cached
+            if not isinstance(self.family, T5Family):
+                raise AssertionError("text encoders are trained beside cached outputs only where these are of T5 alone")
             return self.family.encode_clip_prompts(self.pipe, captions, cached)
         # Trained text encoders keep their graph for the whole batch anyway.
         size = len(captions) if self.trains_text_encoders else self.text_encoder_batch_size
         parts = [slice(first, first + size) for first in range(0, len(captions), size)]
-        if self.family.facts.text_tokens_per_control:
+        if isinstance(self.family, ControlTextFamily):
             encode = self.family.encode_prompts_with_controls
             return concatenate_cond([encode(self.pipe, captions[part], controls[part]) for part in parts])
         return concatenate_cond([self.family.encode_prompts(self.pipe, list(captions[part])) for part in parts])

@@ -1,4 +1,8 @@
-"""The trainable modules: which components get adapters, their adapters and LoRA dropout, and a summary of them."""
+"""The trainable modules: which components get adapters, their adapters and LoRA dropout, and a summary of them.
+
+They are one ``nn.Module``, with the denoiser and the trained text encoders as children named after the pipeline's
+attributes, so that engines wrap one model and checkpoints have one list of names.
+"""
 
 import re
 from collections import Counter
@@ -19,7 +23,7 @@ from ..config.network_args import (
 )
 from ..config.schema import AdapterConfig, OptimConfig, RunConfig
 from ..models.base import Family
-from ..models.facts import select_trained_text_encoders
+from ..models.trained_components import select_trained_text_encoders
 from ..parallel.activation_checkpointing import enable_activation_checkpointing
 
 
@@ -49,42 +53,43 @@ def select_target_components(
 ) -> list[TargetComponent]:
     """Select the components that get an adapter, with the target modules of the settings, or with ``modules``."""
     parts = []
+    lora, denoiser_name = family.facts.lora, family.facts.denoiser_name
     all_layers = modules is not None
     own: dict[str, list[str]] = {}
     for name in modules or ():
         own.setdefault(name.partition(".")[0], []).append(name.partition(".")[2])
     if config.trains_denoiser:
-        denoiser, arguments = getattr(pipe, family.denoiser_name), get_network_args(config)
+        denoiser, arguments = getattr(pipe, denoiser_name), get_network_args(config)
         has_preset = get_lycoris_preset(config) is not None
         has_wide = all_layers or has_preset or arguments.conv_dim is not None
         has_outside = all_layers or (arguments.in_dims or arguments.emb_dims) is not None
         targets = (
-            *family.lora_target_modules,
-            *(family.conv_lora_target_modules if has_wide else ()),
-            *(family.get_non_block_lora_target_modules(denoiser) if has_outside else ()),
-            *(family.preset_lora_target_modules if has_preset else ()),
-            *own.get(family.denoiser_name, ()),
+            *lora.targets,
+            *(lora.conv_targets if has_wide else ()),
+            *(family.get_non_block_lora_targets(denoiser) if has_outside else ()),
+            *(lora.preset_targets if has_preset else ()),
+            *own.get(denoiser_name, ()),
         )
         parts.append(
             TargetComponent(
-                family.denoiser_name,
-                denoiser,
-                targets,
-                family.lora_key_style,
-                family.lora_prefix,
-                family.get_unused_layers(denoiser),
+                name=denoiser_name,
+                model=denoiser,
+                target_modules=targets,
+                key_style=lora.key_style,
+                key_prefix=lora.prefix,
+                unused_layers=family.get_unused_layers(denoiser),
             )
         )
     for name in select_trained_text_encoders(config, optim, family.facts):
         encoder = getattr(pipe, name)
         parts.append(
             TargetComponent(
-                name,
-                encoder,
-                (*family.text_lora_target_modules[name], *own.get(name, ())),
-                family.get_text_key_style(name),
-                family.text_lora_prefixes[name],
-                family.get_unused_text_layers(encoder, name),
+                name=name,
+                model=encoder,
+                target_modules=(*lora.text_encoders[name].targets, *own.get(name, ())),
+                key_style=lora.text_encoders[name].key_style,
+                key_prefix=lora.text_encoders[name].prefix,
+                unused_layers=family.get_unused_text_layers(encoder, name),
             )
         )
     return parts
@@ -99,14 +104,18 @@ def build_trainable_modules(
 ) -> tuple[TrainableModules, injection.Adapter]:
     """Inject the adapters, with the ranks of a file if given, freeze the rest, and switch to training mode."""
     parts = select_target_components(config.adapter, config.optim, family, pipe, modules=rank_alphas)
-    denoiser = getattr(pipe, family.denoiser_name)
+    denoiser_name = family.facts.denoiser_name
+    denoiser = getattr(pipe, denoiser_name)
     denoiser.requires_grad_(False)
     adapter = injection.inject_adapters(
-        parts, config.adapter, config.train.seed, family.facts.network, rank_alphas, independent_modules
+        parts,
+        config.adapter,
+        config.train.seed,
+        network=family.facts.options.network,
+        rank_alphas=rank_alphas,
+        independent_modules=independent_modules,
     )
-    trained = TrainableModules(
-        family.denoiser_name, {family.denoiser_name: denoiser, **{part.name: part.model for part in parts}}
-    )
+    trained = TrainableModules(denoiser_name, {denoiser_name: denoiser, **{part.name: part.model for part in parts}})
     for part in parts:
         if part.is_text_encoder:
             _disable_dropout(part.model)
@@ -140,9 +149,9 @@ def build_lora_dropout(
 def _find_token_layout(family: Family, name: str) -> TokenLayout:
     """Find the layout of the activations of a layer, which is named with its component."""
     component, _, layer = name.partition(".")
-    if component != family.denoiser_name:
+    if component != family.facts.denoiser_name:
         return PLAIN_LAYOUT
-    found = (layout for pattern, layout in family.token_layouts.items() if re.search(pattern, layer))
+    found = (layout for pattern, layout in family.facts.blocks.token_layouts.items() if re.search(pattern, layer))
     return next(found, PLAIN_LAYOUT)
 
 

@@ -1,4 +1,8 @@
-"""Before the first step: compile all batch shapes, try the largest, and check that gradients reach every parameter."""
+"""Trials before the first step: compile all batch shapes, try the largest, check that all parameters get a gradient.
+
+The model runs uncompiled on a few batch shapes first, which shows the sizes that change: they are marked as dynamic,
+so that no other size compiles again.
+"""
 
 import logging
 import time
@@ -88,7 +92,7 @@ def _format_names(names: Sequence[str]) -> str:
 
 
 class BatchShape(NamedTuple):
-    """The arguments of ``build_dummy_batch``."""
+    """The shape of a batch, which is all that ``build_dummy_batch`` needs."""
 
     size: tuple[int, int]
     batch_size: int

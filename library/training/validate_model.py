@@ -13,43 +13,45 @@ from ..config.validate_adapter import validate_adapter_for_model
 from ..errors import ConfigError
 from ..models.base import Family
 from ..models.detect import DetectedModel
-from ..models.facts import select_trained_text_encoders
 from ..models.loading import load_components_on_meta
+from ..models.trained_components import select_trained_text_encoders
 from ..models.validate_options import validate_attention_mode
 from ..optim.optimizers import resolve_optimizer
 from ..parallel.block_swap import find_innermost_blocks
 from ..parallel.parallel_plan import build_block_sequence, build_tensor_parallel_plan
 from ..parallel.validate_engines import validate_device_map
+from ..problems import Problem
 from .trainable_modules import select_target_components
 
 
-def validate_attention(mode: str, detected: DetectedModel) -> Iterator[str]:
-    yield from (f"--attn_mode: {problem}" for problem in validate_attention_mode(mode, detected))
+def validate_attention(mode: str, detected: DetectedModel) -> Iterator[Problem]:
+    yield from validate_attention_mode(mode, detected)
 
 
 def validate_adapter_targets(
     adapter: AdapterConfig, optim: OptimConfig, family: Family, detected: DetectedModel
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     """Check the adapter options, and that the patterns of ``network_args`` match layers."""
     facts = family.facts
-    options = validate_adapter_for_model(
-        adapter, optim, facts.network, facts.title, facts.text_encoders, facts.t5_encoder
+    problems = list(
+        validate_adapter_for_model(
+            adapter, optim, facts.options.network, facts.title, tuple(facts.lora.text_encoders), facts.text.t5_encoder
+        )
     )
-    problems = [f"--{names[0]}: {problem}" for names, problem in options]
     yield from problems
     if not problems and adapter.network_args:
         encoders = select_trained_text_encoders(adapter, optim, facts)
-        pipe = load_components_on_meta(detected, (family.denoiser_name, *encoders))
+        pipe = load_components_on_meta(detected, (family.facts.denoiser_name, *encoders))
         components = select_target_components(adapter, optim, family, pipe)
         try:
-            injection.select_target_layers(components, adapter, facts.network)
+            injection.select_target_layers(components, adapter, facts.options.network)
         except ConfigError as error:
             yield from error.problems
 
 
 def validate_model_parallel(
     parallel: ParallelConfig, optimizer_type: str, family: Family, load_denoiser: Callable[[], Any]
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     """Check that the denoiser can be split as ``--pp_size``, ``--tp_size``, ``--cp_size`` or ``--device_map`` ask."""
     if parallel.model_parallel_size == 1 and parallel.device_map is None:
         return
@@ -57,21 +59,24 @@ def validate_model_parallel(
     if parallel.device_map is not None:
         yield from validate_device_map(denoiser, parallel.device_map)
         if resolve_optimizer(optimizer_type).is_lr_free:
-            yield (
-                f"--device_map: {optimizer_type} computes its step size from all parameters, which would be on"
-                " several devices; use another optimizer, or --pp_size"
+            yield Problem(
+                "device_map",
+                f"{optimizer_type} computes its step size from all parameters, which would be on several devices",
+                "use another optimizer, or --pp_size",
             )
     yield from _validate_pipeline(parallel, family, denoiser)
     for name, size in parallel.model_parallel_sizes.items():
-        reason = family.unsupported_strategies.get(name.removesuffix("_size"))
+        reason = family.facts.blocks.unsupported_strategies.get(name.removesuffix("_size"))
         if size > 1 and reason:
-            yield f"--{name} {size}: {reason}; use --fsdp"
+            yield Problem(name, reason, "use --fsdp", value=str(size))
             return
-    if parallel.cp_size > 1 and not family.block_lists:
+    if parallel.cp_size > 1 and not family.facts.blocks.lists:
         size = parallel.cp_size
-        yield (
-            f"--cp_size {size}: {family.facts.title} has convolutions, which cannot be split by tokens; use --tp_size"
-            f" {size}, or --fsdp"
+        yield Problem(
+            "cp_size",
+            f"{family.facts.title} has convolutions, which cannot be split by tokens",
+            f"use --tp_size {size}, or --fsdp",
+            value=str(size),
         )
         return
     yield from _validate_attention_heads(parallel, denoiser)
@@ -79,10 +84,10 @@ def validate_model_parallel(
 
 def load_denoiser_on_meta(family: Family, detected: DetectedModel) -> Any:
     """Build the denoiser on the meta device."""
-    return getattr(load_components_on_meta(detected, (family.denoiser_name,)), family.denoiser_name)
+    return getattr(load_components_on_meta(detected, (family.facts.denoiser_name,)), family.facts.denoiser_name)
 
 
-def _validate_pipeline(parallel: ParallelConfig, family: Family, denoiser: nn.Module) -> Iterator[str]:
+def _validate_pipeline(parallel: ParallelConfig, family: Family, denoiser: nn.Module) -> Iterator[Problem]:
     devices = parallel.pp_size
     if devices == 1:
         return
@@ -90,9 +95,11 @@ def _validate_pipeline(parallel: ParallelConfig, family: Family, denoiser: nn.Mo
     stages_per_device = 2 if parallel.pp_schedule == "interleaved" else 1
     if blocks < devices * stages_per_device:
         stages = f" with {stages_per_device} stages each" if stages_per_device > 1 else ""
-        yield (
-            f"--pp_size {devices}: {family.facts.title} has {blocks} blocks, too few for {devices} devices{stages}; use"
-            f" {max(1, blocks // stages_per_device)}"
+        yield Problem(
+            "pp_size",
+            f"{family.facts.title} has {blocks} blocks, too few for {devices} devices{stages}",
+            f"use {max(1, blocks // stages_per_device)}",
+            value=str(devices),
         )
 
 
@@ -104,7 +111,7 @@ def _list_head_counts(attention: Any) -> tuple[int, int]:
     return heads, getattr(attention, "num_kv_heads", heads)
 
 
-def _validate_attention_heads(parallel: ParallelConfig, denoiser: Any) -> Iterator[str]:
+def _validate_attention_heads(parallel: ParallelConfig, denoiser: Any) -> Iterator[Problem]:
     """Tensor and context parallelism split the attention heads, whose number they must divide."""
     sizes = {name: size for name, size in parallel.model_parallel_sizes.items() if name != "pp_size"}
     sizes = {name: size for name, size in sizes.items() if size > 1}
@@ -114,38 +121,50 @@ def _validate_attention_heads(parallel: ParallelConfig, denoiser: Any) -> Iterat
     if indivisible := sorted(number for number in heads if number % total):
         fitting = [size for size in range(2, total + 8) if not any(number % size for number in heads)]
         fix = f"use {' or '.join(map(str, fitting))}" if fitting else "use --fsdp"
-        options = " ".join(f"--{name} {size}" for name, size in sizes.items())
-        by, in_total = (f" by {total}", " in total" if fitting else "") if len(sizes) > 1 else ("", "")
-        yield f"{options}: {indivisible[0]} attention heads are not divisible{by}; {fix}{in_total}"
+        first, *others = sizes
+        by, in_total = (f" by {total}", " in total" if fitting else "") if others else ("", "")
+        together = f"with {' and '.join(f'{name} {sizes[name]}' for name in others)}, " if others else ""
+        yield Problem(
+            first,
+            f"{together}{indivisible[0]} attention heads are not divisible{by}",
+            f"{fix}{in_total}",
+            value=str(sizes[first]),
+            others=tuple(others),
+        )
 
 
 def validate_quantize_offload(
     model: ModelConfig, train: TrainConfig, has_full_model: bool, can_quantize_base: bool
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     """Block swap needs all frozen weights in one process; ZeRO 3 shards only weights that it can cast."""
     if train.blocks_to_swap and not has_full_model:
-        yield "--blocks_to_swap: not available in runs that shard the frozen weights over processes; use one of the two"
+        yield Problem(
+            "blocks_to_swap", "not available in runs that shard the frozen weights over processes", "use one of the two"
+        )
     if model.quantize_base != "none" and not can_quantize_base:
-        yield "--quantize_base: not available with ZeRO 3; use --fsdp, which shards quantized weights, or ZeRO 1 or 2"
+        yield Problem(
+            "quantize_base", "not available with ZeRO 3", "use --fsdp, which shards quantized weights, or ZeRO 1 or 2"
+        )
 
 
-def validate_compile(family: Family, is_compile_enabled: bool) -> Iterator[str]:
-    reason = family.unsupported_strategies.get("compile")
+def validate_compile(family: Family, is_compile_enabled: bool) -> Iterator[Problem]:
+    reason = family.facts.blocks.unsupported_strategies.get("compile")
     if is_compile_enabled and reason:
-        yield f"--torch_compile: {reason}; remove it"
+        yield Problem("torch_compile", reason, "remove it")
 
 
 def validate_block_swap(
     blocks_to_swap: int | None, family: Family, detected: DetectedModel, is_compile_enabled: bool
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     """Swapped blocks must exist, and cannot be compiled."""
     if not blocks_to_swap:
         return
     if is_compile_enabled:
-        yield (
-            "--blocks_to_swap: accelerate's settings ask for torch.compile, which does not work with block swap; add"
-            " --no-torch_compile"
+        yield Problem(
+            "blocks_to_swap",
+            "accelerate's settings ask for torch.compile, which does not work with block swap",
+            "add --no-torch_compile",
         )
     count = len(find_innermost_blocks(load_denoiser_on_meta(family, detected)))
     if blocks_to_swap > count:
-        yield f"--blocks_to_swap: {blocks_to_swap}; this model has {count} blocks"
+        yield Problem("blocks_to_swap", f"{blocks_to_swap}; this model has {count} blocks")

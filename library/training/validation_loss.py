@@ -14,7 +14,8 @@ from ..adapters.injection import disable_adapters
 from ..config.schema_data import ValidateConfig
 from ..dataloader.batch import Batch, PixelBatch
 from ..dataloader.loader import ReadBatch, ValidationBatches, prefetch_batches
-from ..diffusion.losses import reduce_loss_per_sample
+from ..dataloader.run_plan import RunPlan
+from ..diffusion.masked_loss import reduce_loss_per_sample
 from ..models.sampling import use_eval_mode
 from ..optim.optimizers import use_eval_weights
 from ..randomness import Purpose
@@ -26,10 +27,10 @@ TIMESTEP_QUANTILES = tuple(number / 10 for number in range(1, 10))
 """Quantiles of the training timestep distribution."""
 
 VALIDATION_SEED = 0
-"""Independent of the run's seed, so that runs can be compared."""
+"""The seed of validation noise, which does not depend on the run's seed, so that runs can be compared."""
 
 SampleLosses = Mapping[int, tuple[float, ...]]
-"""Sample index -> its loss at each quantile."""
+"""The loss of each sample at each quantile, by sample index."""
 
 
 @torch.no_grad()
@@ -179,6 +180,18 @@ class ValidationResult:
         return f"loss {loss}, {MeanEstimate(abs(gain.value), gain.interval)} {word} the base model's: {how}"
 
 
+def is_validation_due(config: ValidateConfig, plan: RunPlan, step: int) -> bool:
+    """Whether the LoRA is validated after step ``step``, counted from 1: every n steps or epochs, and at the end."""
+    every_steps, every_epochs = config.validate_every_n_steps, config.validate_every_n_epochs
+    if every_steps is None and every_epochs is None:
+        every_epochs = 1
+    return (
+        step >= plan.steps
+        or is_interval_reached(plan, step, steps=every_steps)
+        or is_interval_reached(plan, step, epochs=every_epochs)
+    )
+
+
 class Validation:
     """Compute the validation loss of the base model once, and of the LoRA every n steps or epochs and at the end."""
 
@@ -188,18 +201,10 @@ class Validation:
     def __init__(self, config: ValidateConfig, batches: ValidationBatches, read_batch: ReadBatch):
         self.config, self.batches, self.read_batch = config, batches, read_batch
         self.base_losses: SampleLosses = {}
-        self.results: list[tuple[int, ValidationResult]] = []  # after so many steps
+        self.results: list[tuple[int, ValidationResult]] = []  # each result with the number of steps before it
 
     def should_run(self, run: TrainingRun) -> bool:
-        plan, step, config = run.plan, run.state.step, self.config
-        every_epochs = config.validate_every_n_epochs
-        if every_epochs is None and config.validate_every_n_steps is None:
-            every_epochs = 1
-        return (
-            step >= plan.steps
-            or is_interval_reached(plan, step, config.validate_every_n_steps, None)
-            or (every_epochs is not None and is_interval_reached(plan, step, None, every_epochs))
-        )
+        return is_validation_due(self.config, run.plan, run.state.step)
 
     def on_train_begin(self, run: TrainingRun) -> None:
         """Compute the loss of the base model, with the adapters disabled."""

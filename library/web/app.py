@@ -1,4 +1,9 @@
-"""The web application: routes, login, errors, and the guard around them."""
+"""The web application: routes, login, errors, and the guard around them.
+
+Pages are rendered on the server, with a few kB of script written by hand: there is nothing to build.  Starlette is the
+core under FastAPI, whose schemas have no use here, since options have their own; NiceGUI and Gradio keep the state of
+each browser in the process and change their front end from version to version.
+"""
 
 import asyncio
 import threading
@@ -15,7 +20,8 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from ..errors import ConfigError, UserError
+from ..errors import UserError
+from ..problems import Problem, report_file
 from ..report.rendering import STATIC_DIR
 from . import lora_pages, new_run_pages, picture_pages, run_pages
 from .folders import OpenedFolders, OutsideFolders
@@ -94,27 +100,29 @@ async def log_out(request: Request) -> Response:
 
 
 async def _answer_outside(request: Request, error: Exception) -> Response:
-    return _answer_error(request, [str(error)], 403)
+    return _answer_error(request, [Problem("", str(error))], 403)
 
 
 async def _answer_user_error(request: Request, error: Exception) -> Response:
-    return _answer_error(request, error.problems if isinstance(error, ConfigError) else [str(error)], 400)
+    assert isinstance(error, UserError)
+    return _answer_error(request, error.problems, 400)
 
 
 async def _answer_os_error(request: Request, error: Exception) -> Response:
     """A file that is gone, broken or not to be read, since it was listed."""
     assert isinstance(error, OSError)
-    text = f"{error.filename}: {error.strerror}" if error.strerror else str(error)
-    return _answer_error(request, [text], 404)
+    problem = report_file(error.filename, error.strerror) if error.strerror else Problem("", str(error))
+    return _answer_error(request, [problem], 404)
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _answer_error(request, [error.detail], error.status_code)
+    return _answer_error(request, [Problem("", error.detail)], error.status_code)
 
 
-def _answer_error(request: Request, problems: Sequence[str], status: int) -> Response:
+def _answer_error(request: Request, problems: Sequence[Problem], status: int) -> Response:
     """Answer with JSON to the page's script, and with a page otherwise."""
     if request.url.path.startswith("/api/"):
-        return JSONAnswer({"error": "\n".join(problems), "problems": list(problems)}, status)
+        exported = [{**problem.export_json(), "line": str(problem)} for problem in problems]
+        return JSONAnswer({"error": "\n".join(map(str, problems)), "problems": exported}, status)
     return render_page(request, "error.html", {"problems": problems, "title": "Not possible"}, status)

@@ -34,7 +34,7 @@ class BackgroundWork:
 
     title: str
     if_stopped: str
-    """What is said of what was done until then."""
+    """The message about what was done until a stop."""
 
     completed: int = 0
     total: int = 0
@@ -55,7 +55,7 @@ class BackgroundWork:
         try:
             self.result = run(self)
         except UserError as error:
-            self.problems = str(error).splitlines()
+            self.problems = list(map(str, error.problems))
         except Exception as error:  # a thread has nobody to raise to
             self.problems = [format_error(error)]
         finally:

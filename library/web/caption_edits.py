@@ -10,6 +10,7 @@ from ..atomic_files import open_atomic_path
 from ..captioning.tag_edits import TagEdit
 from ..dataset.caption_files import FALLBACK_EXTENSION, JSON_EXTENSION, CaptionFiles, split_lines
 from ..errors import UserError
+from ..problems import report_file
 from .background import BackgroundWork
 from .pictures import Picture, PictureSet
 from .undo_log import CaptionChange, UndoLog
@@ -17,7 +18,7 @@ from .undo_log import CaptionChange, UndoLog
 MAX_CAPTION_LENGTH = 20_000
 BUSY = "captions are being written; wait for the end, or stop it"
 WRITTEN, UNDONE = "Undo puts back what was written", "Undo goes on"
-"""What is said of a stopped edit, and of a stopped undo."""
+"""The messages about a stopped edit and a stopped undo."""
 
 Report = Callable[[str, int, int], None]
 """Takes what is done, how far it is, and how much there is; raises if it is to stop."""
@@ -38,7 +39,7 @@ class CaptionEditor:
 
     _extensions: dict[tuple[Path, tuple[str, ...]], Sequence[str]] = field(default_factory=dict)
     _turn: threading.Lock = field(default_factory=threading.Lock)
-    """Of whom is writing."""
+    """The lock that an edit or an undo holds while it writes captions."""
 
     @property
     def num_undo(self) -> int:
@@ -118,7 +119,7 @@ class CaptionEditor:
             if content == _encode_caption(change.new_caption):
                 written.append(change)
             elif content != change.before:
-                raise UserError(f"{change.file}: changed since by another program; the edit is not undone")
+                raise UserError(report_file(change.file, "changed since by another program", "the edit is not undone"))
         return written
 
     def _plan_changes(
@@ -138,19 +139,23 @@ class CaptionEditor:
         picture, now = self.pictures.pictures[index], self.pictures.captions[index]
         if not picture.is_editable:
             source = picture.subset.source
-            raise UserError(f"{picture.sample.key}: its caption is in {source}; edit that file")
+            raise UserError(report_file(picture.sample.key, f"its caption is in {source}", "edit that file"))
         if len(text) > MAX_CAPTION_LENGTH:
-            raise UserError(f"{picture.sample.key}: a caption of {len(text)} characters; at most {MAX_CAPTION_LENGTH}")
+            raise UserError(
+                report_file(picture.sample.key, f"a caption of {len(text)} characters", f"at most {MAX_CAPTION_LENGTH}")
+            )
         file = find_caption_file(picture, self._find_extensions(picture))
         self.pictures.folders.resolve(file)
         before = _read_bytes(file)
         if before is None and not picture.sample.image.path.is_file():
-            raise UserError(f"{picture.sample.image.path}: the image is gone; scan the dataset again")
+            raise UserError(report_file(picture.sample.image.path, "the image is gone", "scan the dataset again"))
         on_disk = "" if before is None else "\n".join(split_lines(before.decode("utf-8-sig", "replace")))
         if known is not None and known != now:
-            raise UserError(f"{file}: was edited in another window meanwhile; save again to replace {now!r}")
+            raise UserError(
+                report_file(file, "was edited in another window meanwhile", f"save again to replace {now!r}")
+            )
         if before is not None and on_disk != now:
-            raise UserError(f"{file}: changed by another program since it was read; scan the dataset again")
+            raise UserError(report_file(file, "changed by another program since it was read", "scan the dataset again"))
         return CaptionChange(picture.sample.image, file, before, now, normalize_caption(text))
 
     def _find_extensions(self, picture: Picture) -> Sequence[str]:
@@ -226,4 +231,4 @@ def _write_bytes(file: Path, data: bytes | None) -> None:
         with open_atomic_path(file) as temporary:
             temporary.write_bytes(data)
     except OSError as error:
-        raise UserError(f"{file}: cannot be written: {error.strerror}") from None
+        raise UserError(report_file(file, f"cannot be written: {error.strerror}")) from None

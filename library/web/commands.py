@@ -21,7 +21,7 @@ PROGRESS_NAME = "progress.json"
 MAX_KEPT, MAX_RUNNING = 16, 2
 MAX_OUTPUT_BYTES = 200_000
 END_SECONDS = 10.0
-"""For removing what is not complete."""
+"""The time that commands have to remove their unfinished files when the page ends."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Command:
     is_stopped: bool = False
 
     def read_progress(self) -> Mapping[str, Any] | None:
-        """How far it is; None where it does not tell."""
+        """Read how far the command has come; None if it does not report that."""
         try:
             progress: Mapping[str, Any] = json.loads((Path(self.folder.name) / PROGRESS_NAME).read_text("utf-8"))
         except (OSError, ValueError):
@@ -98,7 +98,7 @@ class CommandRunner:
         command.process.terminate()
 
     def stop_all(self) -> None:
-        """End what nobody waits for any more; for the end of the page."""
+        """End all commands when the page ends, since nobody waits for them any more."""
         for command in self._commands.values():
             command.process.terminate()
         for command in self._commands.values():

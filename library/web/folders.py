@@ -11,7 +11,7 @@ from ..errors import UserError
 
 MAX_DEPTH = 8
 SKIPPED_FOLDERS = {"node_modules", "__pycache__", "site-packages"}
-"""Besides hidden ones."""
+"""Folders that are skipped besides hidden ones."""
 
 SETTLED_NS = 3 * 10**9
 """A folder that has changed less long ago may change again at the same time of its file system."""
@@ -105,7 +105,7 @@ class FileFinder:
     folders: OpenedFolders
     ends: tuple[str, ...]
     part: str
-    """A name has one of the ends, or this part."""
+    """The text that the name of a listed file contains, if it has none of the endings."""
 
     _known: dict[Path, tuple[int, list[str], list[str]]] = field(default_factory=dict)
 

@@ -1,4 +1,7 @@
-"""The middleware around every request: host names, origin of posts, sessions, size of bodies, response headers."""
+"""The middleware around every request: host names, origin of posts, sessions, size of bodies, response headers.
+
+It is one middleware around all routes, so that no new page can be without it.
+"""
 
 import ipaddress
 import socket

@@ -18,6 +18,7 @@ import psutil
 
 from ..atomic_files import write_atomic
 from ..errors import UserError
+from ..problems import report_file
 from .run_form import CheckedForm
 from .validate_requests import HEADER, TRAINING_SCRIPT, check_can_start
 
@@ -98,7 +99,7 @@ class JobQueue:
         check_can_start(settings_file)
         with self._lock:
             if any(job.is_active and (job.folder, job.name) == (str(folder), form.output_name) for job in self.jobs):
-                raise UserError(f"{form.output_name}: is in the queue already, or running")
+                raise UserError(report_file(form.output_name, "is in the queue already, or running"))
             write_atomic(settings_file, (HEADER + form.toml).encode())
             command = build_command(settings_file, processes, form.precision, is_resumed=is_resumed)
             job = Job(uuid.uuid4().hex[:12], form.output_name, str(folder), command, added_at=time.time())

@@ -16,7 +16,7 @@ from ..errors import UserError
 from ..models.model_configs import MODULAR_INDEX
 from ..tools.convert import FORMAT_DESCRIPTIONS
 from ..tools.lora import COMMANDS
-from ..tools.lora.validate_arguments import RULES
+from ..tools.lora.options import RULES
 from .folders import OpenedFolders
 from .picture_pages import take_json
 from .run_form import FormField, build_arguments
@@ -40,7 +40,7 @@ MODEL_CHOICES: Mapping[str, Mapping[str, str]] = {
 
 WITHOUT: Mapping[str, frozenset[str]] = {
     "merge": frozenset({"math"}),
-    "merge into a model": frozenset({"to", "method", "rank", "conv_rank", *RULES}),
+    "merge into a model": frozenset({"family", "to", "method", "rank", "conv_rank", *RULES}),
 }
 """Options without an effect in a command."""
 
@@ -51,11 +51,12 @@ MAX_FILES = 500
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """The option of ``convert``."""
+    """The options of ``convert``."""
 
     to: str | None = define_option(
         None, "; ".join(f"{name}: {what}" for name, what in FORMAT_DESCRIPTIONS.items()) + " (required)"
     )
+    family: str | None = define_option(None, "model family, where names and sizes of the layers fit several")
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class LoraCommand:
     writes: bool
     arguments: type
     num_files: int = 1
-    """LoRA files that are needed."""
+    """The number of LoRA files that the command needs."""
 
     @property
     def models(self) -> Mapping[str, str]:
@@ -98,7 +99,9 @@ def list_commands() -> list[LoraCommand]:
         hidden = HIDDEN | WITHOUT.get(name, set())
         fields = [FormField(option) for option in options if option.name not in hidden]
         writes = name == "convert" or any(option.name == "output" for option in options)
-        commands.append(LoraCommand(name, what, fields, writes, arguments, num_files))
+        commands.append(
+            LoraCommand(name=name, help=what, fields=fields, writes=writes, arguments=arguments, num_files=num_files)
+        )
     return commands
 
 
@@ -133,7 +136,7 @@ def run_command(request: Request, body: Mapping[str, Any]) -> Response:
     chosen = {name: value for name, value in values.items() if name in known}
     problems = list(find_path_problems(workbench.folders, chosen))
     if problems:
-        raise UserError("\n".join(problems))
+        raise UserError(*problems)
     flags = build_arguments(chosen, command.arguments)
     words = [sys.executable, "-m", "library.web.background"]
     if command.writes:

@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from ..config.types import MemorySize
 from ..errors import UserError
+from ..problems import report_file
 from .commands import CommandRunner
 from .jobs import JobQueue, build_command
 from .picture_pages import take_json
@@ -35,7 +36,7 @@ def show_form(request: Request) -> Response:
     elif "file" in query:
         path = workbench.folders.resolve_key(query["file"])
         if path.suffix != ".toml" or not path.is_file():
-            raise UserError(f"{path.name}: no run TOML")
+            raise UserError(report_file(path.name, "no run TOML"))
         values = export_values(read_settings_file(path))
     elif "dataset" in query:
         values = {"dataset_config": _format_setting_path(workbench.folders.resolve_key(query["dataset"]))}
@@ -67,7 +68,7 @@ def start_plan(request: Request, body: Mapping[str, Any]) -> Response:
     """Start ``plan`` on the form: steps and buckets, and with ``memory`` the estimate for a GPU of that size."""
     form, processes = _check(request, body)
     if form.problems:
-        raise UserError("\n".join(form.problems))
+        raise UserError(*form.problems)
     words = [sys.executable, "-m", "library", "plan", "--world_size", str(processes)]
     if memory := str(body.get("memory", "")).strip():
         try:
@@ -90,7 +91,7 @@ def add_job(request: Request, body: Mapping[str, Any]) -> Response:
     """Queue a run, which starts at once if no other one is running."""
     form, processes = _check(request, body)
     if form.problems:
-        raise UserError("\n".join(form.problems))
+        raise UserError(*form.problems)
     job = _get_queue(request).add(form, processes)
     key = get_workbench(request).folders.make_key(Path(job.folder) / job.name)
     return JSONAnswer({"id": job.id, "run": key})
@@ -102,11 +103,11 @@ def resume_run(request: Request, body: Mapping[str, Any]) -> Response:
     run = workbench.runs.get_run(str(body.get("run", "")))
     summary = workbench.runs.read_summary(run)
     if summary is None:
-        raise UserError(f"{run.name}: its settings are unknown; it was started by an older version")
+        raise UserError(report_file(run.name, "its settings are unknown", "it was started by an older version"))
     values = {**summary.all_settings, "output_dir": str(run.folder), "output_name": run.name}
     form = workbench.forms.check(values, is_resumed=True)
     if form.problems:
-        raise UserError("\n".join(form.problems))
+        raise UserError(*form.problems)
     return JSONAnswer({"id": _get_queue(request).add(form, summary.num_processes, is_resumed=True).id})
 
 

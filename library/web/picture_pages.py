@@ -64,7 +64,7 @@ def _find_work(request: Request) -> BackgroundWork | None:
 
 
 def send_rows(request: Request) -> Response:
-    """Some of the pictures that the filter selects."""
+    """Send some of the pictures that the filter selects."""
     pictures, query = _open_ready(request), request.query_params
     selected = _select(pictures, query)
     start = max(0, _parse_number(query.get("from", "0")))

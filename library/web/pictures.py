@@ -19,6 +19,7 @@ from ..dataset.dataset_config import load_dataset_config
 from ..dataset.image_ref import ImageRef
 from ..dataset.schema import DatasetConfig, SubsetConfig
 from ..errors import UserError
+from ..problems import report_file
 from .background import BackgroundWork
 from .folders import OpenedFolders
 
@@ -143,15 +144,15 @@ class PictureSet:
     folders: OpenedFolders
     pictures: Sequence[Picture] = ()
     captions: list[str] = field(default_factory=list)
-    """As they are now; the manifest has them as they were scanned."""
+    """The captions as they are now; the manifest has them as they were scanned."""
 
     warnings: list[tuple[str, ...]] = field(default_factory=list)
     notes: Sequence[str] = ()
     work: BackgroundWork = field(default_factory=lambda: BackgroundWork("listing the pictures", KEPT))
-    """The scan."""
+    """The scan of the pictures, which runs in the background."""
 
     version: int = 0
-    """Changes with every edit."""
+    """A number that changes with every edit."""
 
     _selections: "OrderedDict[tuple[int, str, str, str], list[int]]" = field(default_factory=OrderedDict)
 
@@ -254,7 +255,7 @@ class PictureShelf:
     def open(self, path: Path, *, is_again: bool = False) -> PictureSet:
         """Return the pictures of a dataset file; the first call starts the scan."""
         if path.suffix not in (".toml", ".json") or not path.is_file():
-            raise UserError(f"{self.folders.format_path(path)}: no dataset file (.toml or .json)")
+            raise UserError(report_file(self.folders.format_path(path), "no dataset file (.toml or .json)"))
         with self._lock:
             opened = self._sets.get(path)
             if opened is None or (is_again and opened.is_ready):

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..models.families import FAMILY_FACTS
+
 CACHES = {"cache_latents": True, "gradient_checkpointing": True}
 TEXT_CACHES = {"cache_text_encoder_outputs": True, "network_train_unet_only": True}
 SMALL_OPTIMIZER = {"optimizer_type": "AdamW8bit"}
@@ -27,11 +29,11 @@ class FamilyPreset:
 SIZES = (8, 12, 16, 24, 48, 80)
 GIGABYTES_PER_BILLION = {"none": 2.0, "fp8": 1.05, "nf4": 0.56}
 ROOM_GIGABYTES = 4.0
-"""For activations of one image of 1024 pixels, with gradient checkpointing, the adapter and its optimizer."""
+"""The memory of activations of one image of 1024 pixels, with gradient checkpointing, the adapter and its optimizer."""
 
 
 def _suggest_savings(billions: float) -> dict[int, Mapping[str, Any]]:
-    """For each memory size the least quantization with which a denoiser fits, up to the size where none is needed."""
+    """Choose for each memory size the least quantization with which a denoiser fits, up to the size that needs none."""
     savings: dict[int, Mapping[str, Any]] = {}
     for memory in SIZES:
         fitting = (kind for kind, size in GIGABYTES_PER_BILLION.items() if billions * size + ROOM_GIGABYTES <= memory)
@@ -51,7 +53,7 @@ def _quantize(kind: str, **more: Any) -> dict[str, Any]:
     return {**CACHES, **TEXT_CACHES, "quantize_base": kind, **more}
 
 
-PRESETS: Mapping[str, FamilyPreset] = {
+CHOSEN_PRESETS: Mapping[str, FamilyPreset] = {
     "demo": FamilyPreset(
         "Demo model (CPU)",
         "",
@@ -93,25 +95,18 @@ PRESETS: Mapping[str, FamilyPreset] = {
             48: CACHES | TEXT_CACHES,
         },
     ),
-    "flux_kontext": _build_preset("FLUX.1 Kontext", "black-forest-labs/FLUX.1-Kontext-dev", 11.9),
-    "chroma": _build_preset("Chroma", "lodestones/Chroma1-HD", 8.9),
     "flux2_klein_4b": _build_preset("FLUX.2 klein 4B", "black-forest-labs/FLUX.2-klein-base-4B", 3.9),
     "flux2_klein": _build_preset("FLUX.2 klein 9B", "black-forest-labs/FLUX.2-klein-base-9B", 9.1),
-    "flux2_dev": _build_preset("FLUX.2 dev", "black-forest-labs/FLUX.2-dev", 32.2),
-    "z_image": _build_preset("Z-Image", "Tongyi-MAI/Z-Image-Turbo", 6.15),
-    "qwen_image": _build_preset("Qwen-Image", "Qwen/Qwen-Image", 20.4),
-    "qwen_image21": _build_preset("Qwen-Image 2.1", "Qwen/Qwen-Image-2.1", 7.1),
-    "qwen_image_edit": _build_preset("Qwen-Image-Edit", "Qwen/Qwen-Image-Edit", 20.4),
-    "qwen_image_edit_plus": _build_preset("Qwen-Image-Edit-Plus", "Qwen/Qwen-Image-Edit-2509", 20.4),
-    "aura_flow": _build_preset("AuraFlow", "fal/AuraFlow-v0.3", 6.9),
-    "ovis_image": _build_preset("Ovis-Image", "AIDC-AI/Ovis-Image-7B", 7.4),
-    "longcat_image": _build_preset("LongCat-Image", "meituan-longcat/LongCat-Image", 6.3),
-    "longcat_image_edit": _build_preset("LongCat-Image-Edit", "meituan-longcat/LongCat-Image-Edit", 6.3),
-    "ernie_image": _build_preset("ERNIE-Image", "baidu/ERNIE-Image", 8.0),
-    "lumina2": _build_preset("Lumina-Image 2.0", "Alpha-VLLM/Lumina-Image-2.0", 2.6),
-    "krea2": _build_preset("Krea 2", "krea/Krea-2-Raw", 12.8),
-    "sana": _build_preset("Sana", "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers", 1.6),
-    "cogview4": _build_preset("CogView4", "THUDM/CogView4-6B", 6.4),
+}
+"""Starting points of models for which more is known than their size; those of all other families follow."""
+
+PRESETS: Mapping[str, FamilyPreset] = {
+    **CHOSEN_PRESETS,
+    **{
+        name: _build_preset(facts.title, facts.pipeline.hub_id, facts.pipeline.num_parameters / 1e9)
+        for name, facts in FAMILY_FACTS.items()
+        if facts.pipeline.hub_id and name not in CHOSEN_PRESETS
+    },
 }
 """The memory estimate of the plan says whether a run fits; these are where to begin."""
 

@@ -9,24 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from ..config import RunConfig
-from ..config.help import collect_changed_settings, format_config_as_toml, format_default, iter_option_groups
+from ..config.help import (
+    collect_changed_settings,
+    format_config_as_toml,
+    format_default,
+    format_needs,
+    iter_option_groups,
+)
 from ..config.options import Option, flatten_config, iter_options
 from ..config.parser import ParsedConfig, format_unused_settings, parse_config
 from ..errors import UserError
+from ..problems import Problem, dedupe_problems
 from ..training.preflight import find_installation_problems, find_settings_problems, load_settings
 from .folders import OpenedFolders
 from .validate_requests import find_dataset_path_problems, find_path_problems
-
-BASICS = (
-    "dataset_config pretrained_model_name_or_path output_dir output_name network_dim network_alpha"
-    " network_train_unet_only learning_rate optimizer_type lr_scheduler lr_warmup_steps max_train_steps"
-    " max_train_epochs train_batch_size resolution cache_latents cache_text_encoder_outputs gradient_checkpointing"
-    " mixed_precision save_every_n_steps save_state sample_prompts sample_every_n_steps sample_at_first overwrite seed"
-).split()
-"""Shown first; the others are below, by group."""
-
-HIDDEN = {"dry_run", "console_log_file", "quiet", "console_log_simple", "resume", "auto_resume"}
-"""Set by the page itself."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +42,20 @@ class FormField:
         return format_default(self.option.default)
 
     @property
+    def needs(self) -> str:
+        return format_needs(self.option).replace("`", "")
+
+    @property
     def input_mode(self) -> str:
         return {int: "numeric", float: "decimal"}.get(self.option.value_type, "text")
 
 
 def list_field_groups() -> list[tuple[str, str, list[FormField]]]:
     """List the groups of fields with their titles, the basics first."""
-    options = {option.name: option for option in iter_options(RunConfig)}
-    groups = [("basics", "Basics", [FormField(options[name]) for name in BASICS])]
+    basics = [FormField(option) for option in iter_options(RunConfig) if option.is_basic]
+    groups = [("basics", "Basics", basics)]
     for name, title, members in iter_option_groups():
-        fields = [FormField(option) for option in members if option.name not in HIDDEN and option.name not in BASICS]
+        fields = [FormField(option) for option in members if option.is_in_form and not option.is_basic]
         if fields:
             groups.append((name, title.rstrip("."), fields))
     return groups
@@ -66,7 +66,7 @@ class CheckedForm:
     """The settings of a form, and everything that is wrong with them."""
 
     parsed: ParsedConfig
-    problems: Sequence[str]
+    problems: Sequence[Problem]
     notices: Sequence[str]
 
     @property
@@ -86,12 +86,12 @@ class CheckedForm:
         return self.parsed.config.save.output_name
 
     def export_problems(self) -> list[dict[str, str]]:
-        """Name the field of each problem, if it begins with one."""
+        """Name the field of each problem, if the page has one for its option."""
         names = {option.name for option in iter_options(RunConfig)}
         rows = []
         for problem in self.problems:
-            first = problem.removeprefix("--").partition(":")[0].partition(" ")[0]
-            rows.append({"field": first if first in names else "", "text": problem})
+            is_of_field = problem.option in names and (problem.place is None or not problem.place.file)
+            rows.append({"field": problem.option if is_of_field else "", "text": str(problem)})
         return rows
 
 
@@ -113,7 +113,7 @@ class FormChecker:
             loaded = load_settings(argv)
             problems = [*find_settings_problems(loaded), *find_installation_problems(loaded)]
         unused = [format_unused_settings(loaded.unused, None).removeprefix("None: ")] if loaded.unused else []
-        return CheckedForm(loaded, list(dict.fromkeys(problems)), [*loaded.notices, *unused])
+        return CheckedForm(loaded, dedupe_problems(problems), [*loaded.notices, *unused])
 
 
 def build_arguments(values: Mapping[str, Any], config_class: type = RunConfig) -> list[str]:
@@ -122,7 +122,7 @@ def build_arguments(values: Mapping[str, Any], config_class: type = RunConfig) -
 
 
 def _build_flag(option: Option, value: Any) -> Iterator[str]:
-    if option.name in HIDDEN or value is None or value == "" or value == []:
+    if not option.is_in_form or value is None or value == "" or value == []:
         return
     if option.value_type is bool:
         is_on = value is True or value == "true"
@@ -131,7 +131,7 @@ def _build_flag(option: Option, value: Any) -> Iterator[str]:
     elif option.is_list:
         words = _split_words(value)
         if flags := [word for word in words if re.match(r"--|-[A-Za-z]", word)]:
-            raise UserError(f"--{option.name}: {flags[0]!r} begins with a dash, which would be another option")
+            raise UserError(Problem(option.name, f"{flags[0]!r} begins with a dash, which would be another option"))
         yield from (f"--{option.name}", *words)
     else:
         yield f"--{option.name}={value}"
@@ -157,7 +157,7 @@ def export_values(settings: Mapping[str, Any]) -> dict[str, Any]:
     options = {option.name: option for option in iter_options(RunConfig)}
     shown: dict[str, Any] = {}
     for name, value in settings.items():
-        if name in options and name not in HIDDEN:
+        if name in options and options[name].is_in_form:
             is_words = isinstance(value, (list, tuple))
             shown[name] = value if isinstance(value, bool) else shlex.join(map(str, value)) if is_words else str(value)
     return shown

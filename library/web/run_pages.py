@@ -10,6 +10,7 @@ from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from ..errors import UserError
+from ..problems import report_file
 from ..report.charts import Chart, build_comparison_charts, build_curves, build_group_charts, build_validation_charts
 from ..report.page import (
     RunSummary,
@@ -143,7 +144,7 @@ def send_image(request: Request) -> Response:
     path = get_workbench(request).folders.resolve_key(request.path_params["key"])
     kinds = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
     if path.suffix.lower() not in kinds or not path.is_file():
-        raise UserError(f"{path.name}: no such image")
+        raise UserError(report_file(path.name, "no such image"))
     return FileResponse(path, media_type=kinds[path.suffix.lower()], headers={"Cache-Control": "private, max-age=3600"})
 
 
@@ -153,7 +154,7 @@ def send_file(request: Request) -> Response:
     path = folders.resolve_key(request.path_params["key"])
     run = reader.get_run(request.query_params.get("run", ""))
     if path not in [folders.resolve(file) for file in run.list_files() if folders.contains(file)]:
-        raise UserError(f"{path.name}: no file of this run")
+        raise UserError(report_file(path.name, "no file of this run"))
     return FileResponse(path, media_type="application/octet-stream", headers=_build_download_headers(path.name))
 
 
@@ -182,7 +183,15 @@ def _get_compared(request: Request) -> list[str]:
 
 
 def _build_unknown_summary(run: Run) -> RunSummary:
-    return RunSummary(run.name, 0, "", {}, run.metrics_time, 1, "unknown")
+    return RunSummary(
+        name=run.name,
+        steps=0,
+        plan="",
+        settings={},
+        started_at=run.metrics_time,
+        num_processes=1,
+        mixed_precision="unknown",
+    )
 
 
 def _export_charts(charts: Sequence[Chart]) -> list[dict[str, Any]]:

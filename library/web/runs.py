@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..problems import report_file
 from ..report.metric_series import MetricTable, is_plain_number
 from ..report.page import RunSummary
 from ..report.preview_grid import PreviewRow, find_preview_files
@@ -24,13 +25,13 @@ TAIL_BYTES = 16_384
 LISTED_METRICS = {"step", "loss/average", "speed/steps_per_second"}
 LOG_BYTES = 200_000
 MAX_TABLES = 24
-"""Runs whose metrics stay in memory."""
+"""The number of runs whose metrics stay in memory."""
 
 READ_SECONDS = 0.4
-"""How long a request reads metrics; of a long file the page asks again, and draws what there is."""
+"""The time that a request reads metrics; for a long file the page asks again, and draws what there is."""
 
 DISCOVERY_SECONDS = 2.0
-"""How long the list of runs is believed."""
+"""The time for which the list of runs is kept."""
 
 _ESCAPE_CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -55,7 +56,7 @@ class Run:
 
     @property
     def log_path(self) -> Path:
-        """Where the page writes the console of runs that it starts."""
+        """The file to which the page writes the console of runs that it starts."""
         return self.folder / f"{self.name}{LOG_END}"
 
     def list_files(self) -> list[Path]:
@@ -132,7 +133,7 @@ class RunReader:
         path = self.folders.resolve_key(key)
         files = [path.with_name(f"{path.name}{end}") for end in (METRICS_END, SUMMARY_END, LOG_END)]
         if not any(self.folders.contains(file) and file.is_file() for file in files):
-            raise UserError(f"{self.folders.format_path(path)}: no run of this name")
+            raise UserError(report_file(self.folders.format_path(path), "no run of this name"))
         lock, errors = path.with_name(f".{path.name}.lock"), path.parent.glob(f"{glob.escape(path.name)}.error-rank*")
         error_time = max(map(_get_time, errors), default=0.0)
         return Run(path.parent, path.name, _get_time(files[0]), _get_time(lock), error_time)
@@ -150,15 +151,15 @@ class RunReader:
         last, summary = known[1], self.read_summary(run)
         steps, step = None if summary is None else summary.steps, int(last.get("step", 0))
         return RunOverview(
-            key,
-            run.name,
-            self.folders.format_path(run.folder),
-            _find_status(run, step, steps),
-            step,
-            steps,
-            last.get("loss/average"),
-            last.get("speed/steps_per_second"),
-            max(run.metrics_time, _get_time(run.summary_path)),
+            key=key,
+            name=run.name,
+            folder=self.folders.format_path(run.folder),
+            status=_find_status(run, step, steps),
+            step=step,
+            steps=steps,
+            loss=last.get("loss/average"),
+            steps_per_second=last.get("speed/steps_per_second"),
+            changed_at=max(run.metrics_time, _get_time(run.summary_path)),
         )
 
     def read_summary(self, run: Run) -> RunSummary | None:

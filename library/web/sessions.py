@@ -18,7 +18,7 @@ class Sessions:
     """Sessions live in memory: a restart ends them all.  Only hashes are kept of the token and of the cookies."""
 
     token_hash: bytes | None
-    """``None``: no token is needed."""
+    """The hash of the token, or ``None`` if no token is needed."""
 
     seconds: float = 12 * 3600.0
     expiry_by_hash: dict[bytes, float] = field(default_factory=dict)

@@ -16,22 +16,23 @@ from pathlib import Path
 from ..atomic_files import write_atomic
 from ..dataset.image_ref import ImageRef
 from ..errors import UserError
+from ..problems import report_file
 from .folders import OpenedFolders, OutsideFolders
 from .jobs import FOLDER
 
 MAX_UNDO, MAX_LOG_BYTES = 50, 2**26
-"""Older edits are forgotten."""
+"""Limits of the log: edits beyond them are forgotten, oldest first."""
 
 END = ".json.gz"
 
 
 @dataclass(frozen=True)
 class CaptionChange:
-    """What an edit does to one caption file."""
+    """The change that an edit makes to one caption file."""
 
     image: ImageRef
     file: Path
-    before: bytes | None  # None: there was no file
+    before: bytes | None  # the content before; None if there was no file
     old_caption: str
     new_caption: str
 
@@ -108,7 +109,7 @@ class UndoLog:
             return edit.read()
         except (OSError, ValueError, TypeError, EOFError, zlib.error):
             self._remove(edit)
-            raise UserError(f"{edit.path}: cannot be read; this edit cannot be undone") from None
+            raise UserError(report_file(edit.path, "cannot be read", "this edit cannot be undone")) from None
 
     def remove_last(self) -> None:
         self._remove(self.edits[-1])

@@ -8,6 +8,7 @@ from typing import Any
 from ..config.schema_data import DataConfig
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
 from ..errors import ConfigError
+from ..problems import Problem, report_file
 from .folders import OpenedFolders, OutsideFolders
 from .pictures import check_folders
 
@@ -15,7 +16,7 @@ TRAINING_SCRIPT = Path(__file__).resolve().parents[2] / "train_lora.py"
 HEADER = "# Written by python -m library web\n"
 
 
-def find_path_problems(folders: OpenedFolders, settings: Mapping[str, Any]) -> Iterator[str]:
+def find_path_problems(folders: OpenedFolders, settings: Mapping[str, Any]) -> Iterator[Problem]:
     """Find settings that name files outside of the opened folders, whatever they are for."""
     for name, value in settings.items():
         words = value if isinstance(value, (list, tuple)) else [] if name == "output_name" else [value]
@@ -23,21 +24,21 @@ def find_path_problems(folders: OpenedFolders, settings: Mapping[str, Any]) -> I
             try:
                 folders.resolve(word)
             except OutsideFolders as error:
-                yield f"--{name}: {error}"
+                yield Problem(name, str(error))
     output_dir, output_name = settings.get("output_dir"), settings.get("output_name")
     if isinstance(output_dir, str) and not _is_path(output_dir) and not folders.contains(output_dir):
-        yield f"--output_dir: {output_dir}: outside of the opened folders"
+        yield Problem("output_dir", f"{output_dir}: outside of the opened folders")
     if isinstance(output_name, str) and output_name.startswith(".") and "/" not in output_name:
-        yield f"--output_name: {output_name!r}: begins with a dot, so this page would not list the run"
+        yield Problem("output_name", f"{output_name!r}: begins with a dot, so this page would not list the run")
 
 
-def find_dataset_path_problems(folders: OpenedFolders, config: DataConfig) -> Iterator[str]:
+def find_dataset_path_problems(folders: OpenedFolders, config: DataConfig) -> Iterator[Problem]:
     """Find folders of the run's datasets outside of the opened ones; a dataset file that cannot be read has none."""
     for dataset in load_dataset_config(config).datasets if can_load_datasets(config) else ():
         try:
             check_folders(folders, dataset)
         except OutsideFolders as error:
-            yield f"--dataset_config: {error}"
+            yield Problem("dataset_config", str(error))
 
 
 def _is_path(word: str) -> bool:
@@ -61,8 +62,12 @@ def check_can_start(settings_file: Path) -> None:
     """Raise unless training can be started and its settings written."""
     problems = []
     if not TRAINING_SCRIPT.is_file():
-        problems.append(f"{TRAINING_SCRIPT}: missing; install the package from a checkout: pip install -e '.[web]'")
+        problems.append(
+            report_file(TRAINING_SCRIPT, "missing", "install the package from a checkout: pip install -e '.[web]'")
+        )
     if settings_file.exists() and not settings_file.read_text("utf-8", "replace").startswith(HEADER):
-        problems.append(f"--output_name: {settings_file} exists and was not written by this page; use another name")
+        problems.append(
+            Problem("output_name", f"{settings_file} exists and was not written by this page", "use another name")
+        )
     if problems:
         raise ConfigError(problems)

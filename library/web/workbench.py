@@ -1,4 +1,4 @@
-"""What all pages share: the opened folders, what was read so far, and how a page is rendered."""
+"""The state that all pages share: the opened folders, what was read of them, and the rendering of a page."""
 
 import json
 import time

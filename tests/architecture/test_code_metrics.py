@@ -5,7 +5,18 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from code_metrics import LIMITS, ROOT, begins_with_verb, is_bare_participle, main, measure
+from code_metrics import (
+    LIMITS,
+    ROOT,
+    begins_with_verb,
+    has_many_positional_arguments,
+    is_bare_participle,
+    is_fragment,
+    list_docstrings,
+    list_variadic_names,
+    main,
+    measure,
+)
 
 TEST_FILES = sorted((ROOT / "tests").rglob("test_*.py"))
 TEST_FOLDERS = {"unit", "pairs", "contract", "invariance", "golden", "distributed", "interop", "architecture"}
@@ -24,6 +35,12 @@ PLANTED = {
     "bare participles": ("dataloader/x.py", "def kept(): ...\n" + "A = 1\n" * 60),
     "begin with a verb, %": ("dataloader/x.py", "def images(): ...\ndef captions(): ...\n"),
     "public names defined twice": ("dataloader/x.py", "def load_b(): ...\n" + "A = 1\n" * 60),
+    "docstring fragments": ("dataloader/x.py", 'SHARE = 0.9\n"""Of the limit."""\n' * 100),
+    "calls with six or more positional arguments": ("dataloader/x.py", "build(1, 2, 3, 4, 5, 6)\n" * 100),
+    "knobs on the family interface": (
+        "models/facts.py",
+        "class FamilyFacts:\n" + "".join(f"    a{number}: int = 1\n" for number in range(13)),
+    ),
 }
 
 
@@ -58,6 +75,80 @@ def test_bare_participles_are_recognized(name, is_bare):
 @pytest.mark.parametrize(("name", "is_verb"), [("load_lora", True), ("_is_open", True), ("images", False)])
 def test_verbs_are_recognized(name, is_verb):
     assert begins_with_verb(name) == is_verb
+
+
+WHOLE_SENTENCES = (
+    "The part of the limit that remains.",
+    "Write a function ``(prediction, target) -> loss``.",
+    "Whether the file is read whole.",
+    "What a callback has to know, and where it is kept.",
+)
+FRAGMENTS = (
+    "Of the limit.",
+    "Of whom is writing.",
+    "For programs.",
+    "What a checkpoint records besides the settings -> what messages call it.",
+    "The same for a text encoder: two of them.",
+    "In torch's warning of each; others have none.",
+    "Its name in metadata.",
+    "Shown first; the others are below.",
+    "None for a model of unknown size.",
+    "",
+)
+
+
+@pytest.mark.parametrize("text", WHOLE_SENTENCES)
+def test_a_whole_sentence_is_no_fragment(text):
+    assert not is_fragment(text)
+
+
+@pytest.mark.parametrize("text", FRAGMENTS)
+def test_fragments_are_recognized(text):
+    assert is_fragment(text)
+
+
+@pytest.mark.parametrize("decorator", ["", "@property"])
+def test_a_function_is_not_described_by_a_relative_clause_and_a_property_may_be(decorator):
+    source = f'class A:\n    {decorator}\n    def name(self):\n        """How messages call the file."""\n'
+    (docstring,) = list_docstrings("a.py", ast.parse(source))
+
+    assert docstring.is_fragment == (not decorator)
+
+
+def test_strings_below_fields_and_constants_count_as_docstrings():
+    source = '''"""A module."""
+A = 1
+"""A constant."""
+class B:
+    """A class."""
+    c: int
+    """A field."""
+    def load_all(self):
+        """A function."""
+        self.d = 1
+        """An attribute."""
+        return "A value."
+'''
+    texts = {item.text for item in list_docstrings("a.py", ast.parse(source))}
+
+    assert texts == {"A module.", "A constant.", "A class.", "A field.", "A function.", "An attribute."}
+
+
+@pytest.mark.parametrize(
+    ("call", "is_long"),
+    [
+        ("build(1, 2, 3, 4, 5, 6)", True),
+        ("part.build(1, 2, 3, 4, 5, 6, g=7)", True),
+        ("build(1, 2, 3, 4, 5, f=6, g=7)", False),
+        ("build(1, 2, 3, 4, 5, *rest)", False),
+        ("logger.info('%d %d %d %d %d', 1, 2, 3, 4, 5)", False),
+        ("join_all(1, 2, 3, 4, 5, 6)", False),
+    ],
+)
+def test_calls_with_many_positional_arguments_are_recognized(call, is_long):
+    names = list_variadic_names([ast.parse("def join_all(*parts): ...\ndef build(a, b, c, d, e, f, g=0): ...")])
+
+    assert has_many_positional_arguments(ast.parse(call, mode="eval").body, names) == is_long
 
 
 def test_no_test_imports_another_test_file():

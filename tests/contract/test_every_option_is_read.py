@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from problem_lines import format_lines
 
 from library.config import parse_config
 from library.config.kohya_compat import KOHYA_OPTIONS, NoEffectOption, NotYetSupported, OptionAlias, SecretOption
@@ -24,6 +25,9 @@ HOLDERS = GROUPS | {f"{group}_config" for group in GROUPS} | {"config", "setting
 """Names of the objects that hold options: ``run.config.train.seed``, ``subset.flip_aug``."""
 IN_FILES = {key.flag: name for name, key in DATASET_KEYS.items() if key.flag is not None}
 """Options that have another name in dataset files."""
+
+RECORDED = {option.name for option in iter_options(RunConfig) if option.group == "save" and option.metadata_key}
+"""Options that are for the metadata of LoRA files alone, which adapters/metadata.py reads by their ``metadata_key``."""
 
 
 def sources() -> list[tuple[Path, str]]:
@@ -83,28 +87,20 @@ def find_unread(names: Iterable[str], files: Iterable[tuple[Path, str]]) -> list
 def test_every_option_is_read_by_code_that_acts_on_it():
     names_read = find_unread([option.name for option in iter_options(RunConfig)], sources())
 
-    assert [name for name in names_read if not _has_one_value_only(name)] == []
+    assert [name for name in names_read if not _has_one_value_only(name) and name not in RECORDED] == []
 
 
 def _has_one_value_only(name: str) -> bool:
     """Whether the option has one allowed value only."""
-    problems = parse_config(["--dataset_config", str(ROOT / "pyproject.toml"), f"--no-{name}"]).problems
+    problems = format_lines(parse_config(["--dataset_config", str(ROOT / "pyproject.toml"), f"--no-{name}"]).problems)
     return any(problem.startswith(f"--{name}:") for problem in problems)
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "network_dim",
-        "max_grad_norm",
-        "flip_aug",
-        "save_every_n_steps",
-        "cache_precision",
-        "train_batch_size",
-        "min_snr_gamma",
-        "vae",
-        "seed",
-    ],
+    (
+        "network_dim max_grad_norm flip_aug save_every_n_steps cache_precision train_batch_size min_snr_gamma vae seed"
+    ).split(),
 )
 def test_an_option_that_is_never_read_is_found(name):
     other = IN_FILES.get(name, name)

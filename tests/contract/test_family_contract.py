@@ -25,11 +25,12 @@ from torch import nn
 from library.adapters import injection
 from library.config.schema import AdapterConfig, ModelConfig, RunConfig
 from library.dataloader.sample_prompts import Prompt
-from library.models.base import Family
+from library.models.base import ControlTextFamily, Family, T5Family
 from library.models.detect import detect_model
 from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.loading import load_pipeline_on_meta
 from library.models.model_configs import build_bundled_reader, is_tokenizer, load_bundled_config
+from library.models.text_encoding import encode_text_on_meta
 from library.training.trainable_modules import build_lora_dropout, build_trainable_modules
 
 __all__ = ["build_case", "case"]  # fixtures
@@ -59,14 +60,15 @@ def test_the_facts_of_a_family_match_its_class(case):
     family, tiny = case
     facts = family.facts
     assert facts is FAMILY_FACTS[tiny.family]
-    assert facts.pipeline_class == type(tiny.pipe).__name__
-    assert (facts.denoiser_name, sorted(facts.components)) == (family.denoiser_name, sorted(family.components))
-    assert set(facts.component_options.values()) <= set(facts.components)
-    assert set(family.tokenizer_repo_ids) == set(filter(is_tokenizer, family.text_components))
-    assert tuple(family.text_lora_prefixes) == tuple(family.text_lora_target_modules) == facts.text_encoders
-    assert {*facts.text_encoders} <= {*family.text_components}
-    assert facts.t5_encoder is None or facts.t5_encoder in facts.text_encoders
-    for option in (*facts.component_options, *facts.extra_options):
+    assert facts.pipeline.class_name == type(tiny.pipe).__name__
+    assert set(facts.options.components.values()) <= set(facts.components)
+    assert set(facts.text.tokenizer_repo_ids) == set(filter(is_tokenizer, facts.text.components))
+    assert {*facts.lora.text_encoders} <= {*facts.text.components}
+    assert (facts.text.t5_encoder in facts.lora.text_encoders) == isinstance(family, T5Family)
+    assert (facts.control.text_tokens_per_image > 0) == isinstance(family, ControlTextFamily)
+    has_negative_encoding = type(family).encode_negative_prompts is not Family.encode_negative_prompts
+    assert facts.text.has_negative_encoding == has_negative_encoding
+    for option in (*facts.options.components, *facts.options.extra):
         assert hasattr(ModelConfig(), option)
 
 
@@ -79,7 +81,7 @@ def disable_guidance(tiny):
 def test_the_denoiser_is_called_as_the_diffusers_pipeline_calls_it(case):
     family, tiny = case
     pipe, batch = tiny.pipe, take_rows(tiny.batch, tiny.max_rows)
-    denoiser = getattr(pipe, family.denoiser_name)
+    denoiser = getattr(pipe, family.facts.denoiser_name)
     record, steps = Recorder(denoiser), []
     step = pipe.scheduler.step
     pipe.scheduler.step = lambda out, t, *args, **kw: (steps.append((out, t)), step(out, t, *args, **kw))[1]
@@ -131,7 +133,7 @@ def test_the_scheduler_samples_the_clean_latents_with_a_perfect_model(case):
 @torch.no_grad()
 def test_prompts_are_encoded_as_the_diffusers_pipeline_encodes_them(case):
     family, tiny = case
-    pipe, denoiser = tiny.pipe, getattr(tiny.pipe, family.denoiser_name)
+    pipe, denoiser = tiny.pipe, getattr(tiny.pipe, family.facts.denoiser_name)
     texts = ["a red circle on white ground", "Blau, 7"][: tiny.max_rows]
     for group in [[text] for text in texts] if tiny.encodes_prompts_alone else [texts]:
         record, rows = Recorder(denoiser), take_rows(tiny.batch, len(group))
@@ -158,7 +160,7 @@ def test_prompts_are_encoded_as_the_diffusers_pipeline_encodes_them(case):
 def test_a_sample_does_not_depend_on_the_other_prompts_of_its_batch(case):
     """Prompts of different lengths in one batch give the same conditioning and prediction as alone."""
     family, tiny = case
-    pipe, denoiser, batch = tiny.pipe, getattr(tiny.pipe, family.denoiser_name), tiny.batch
+    pipe, denoiser, batch = tiny.pipe, getattr(tiny.pipe, family.facts.denoiser_name), tiny.batch
     texts, t = ["a red circle on white ground", "Blau, 7"], torch.tensor([700.0, 250.0])
     batched = tiny.encode_prompts(family, pipe, texts)
     pair = family.predict(pipe, denoiser, batch.latents, t, replace(batch, cond=batched))
@@ -177,7 +179,7 @@ def test_a_sample_does_not_depend_on_the_other_prompts_of_its_batch(case):
 @torch.no_grad()
 def test_the_dropout_of_a_sample_depends_neither_on_its_batch_nor_on_the_padding_of_its_text(case, network_args):
     family, tiny = case
-    denoiser, batch = getattr(tiny.pipe, family.denoiser_name), tiny.batch
+    denoiser, batch = getattr(tiny.pipe, family.facts.denoiser_name), tiny.batch
     rates = AdapterConfig(network_train_unet_only=True, network_dropout=0.3, network_args=network_args)
     config = RunConfig(adapter=rates)
     trained, adapter = build_trainable_modules(config, family, tiny.pipe)
@@ -215,7 +217,7 @@ def test_memory_estimates_see_the_shapes_of_a_real_step(case):
     pipe = load_pipeline_on_meta(family, detect_model(tiny.source), torch.float32)
     texts = ["a red circle on white ground", "Blau, 7"]
     sizes = [image.size for image in tiny.controls]
-    cond = family.encode_prompts_with_controls_on_meta(pipe, texts, sizes)
+    cond = encode_text_on_meta(family, pipe, texts, sizes)
     real = tiny.encode_prompts(family, tiny.pipe, texts)
     assert {name: [row.shape for row in rows] for name, rows in cond.items()} == {
         name: [row.shape for row in rows] for name, rows in real.items()
@@ -223,16 +225,16 @@ def test_memory_estimates_see_the_shapes_of_a_real_step(case):
     sizes, latents = tiny.batch.size_conditioning.to("meta"), tiny.batch.latents.to("meta")
     controls = tuple(each.to("meta") for each in tiny.batch.control_latents)
     batch = replace(tiny.batch, latents=latents, cond=cond, size_conditioning=sizes, control_latents=controls)
-    denoiser = getattr(pipe, family.denoiser_name)
+    denoiser = getattr(pipe, family.facts.denoiser_name)
     assert family.predict(pipe, denoiser, latents, torch.empty(2, device="meta"), batch).shape == latents.shape
 
 
 @torch.no_grad()
 def test_the_size_multiple_is_the_smallest_that_the_model_supports(case):
     family, tiny = case
-    match = family.facts.match_configs(build_bundled_reader(load_bundled_config(get_config_name(tiny))))
+    match = family.facts.detection.match_configs(build_bundled_reader(load_bundled_config(get_config_name(tiny))))
     step = match.size_multiple // tiny.latent_factor
-    pipe, denoiser, batch = tiny.pipe, getattr(tiny.pipe, family.denoiser_name), tiny.batch
+    pipe, denoiser, batch = tiny.pipe, getattr(tiny.pipe, family.facts.denoiser_name), tiny.batch
     t, channels = torch.tensor([700.0, 250.0]), batch.latents.shape[1]
     for height, width in ((step, 3 * step), (5 * step, 2 * step)):
         noisy = torch.zeros(2, channels, height, width)
@@ -249,11 +251,11 @@ def get_config_name(tiny):
 
 def test_a_text_encoder_can_be_trained_through_the_prompts(case):
     family, tiny = case
-    if not family.text_lora_prefixes:
+    if not family.facts.lora.text_encoders:
         return
     cond = family.encode_prompts(tiny.pipe, ["a red circle"])
     sum(value.float().square().sum() for row in cond.values() for value in row if value.requires_grad).backward()
-    for name in family.text_lora_prefixes:
+    for name in family.facts.lora.text_encoders:
         encoder = getattr(tiny.pipe, name)
         assert any(bool(p.grad.abs().sum() > 0) for p in encoder.parameters() if p.grad is not None), name
 
@@ -262,7 +264,7 @@ def test_a_text_encoder_can_be_trained_through_the_prompts(case):
 def test_pixels_are_encoded_as_by_the_inpainting_pipeline_of_diffusers(case):
     family, tiny = case
     reference = tiny.encode(tiny.pipe, make_pixels(), make_generators())
-    ours = family.encode_pixels(tiny.pipe, make_pixels(), make_generators())
+    ours = family.encode_moments(tiny.pipe, make_pixels()).sample(make_generators())
     torch.testing.assert_close(ours, reference)
     assert ours.shape == tiny.batch.latents.shape
 
@@ -282,7 +284,9 @@ def test_latents_are_decoded_as_the_diffusers_pipeline_decodes_them(case):
 def test_decoding_inverts_encoding_up_to_the_error_of_the_vae(case):
     family, tiny = case
     vae = tiny.pipe.vae
-    restored = family.decode_latents(tiny.pipe, family.encode_pixels(tiny.pipe, make_pixels(1), make_generators(1)))
+    restored = family.decode_latents(
+        tiny.pipe, family.encode_moments(tiny.pipe, make_pixels(1)).sample(make_generators(1))
+    )
     is_video_vae = "temperal_downsample" in vae.config
     vae_input = tiny.add_channels(make_pixels(1))
     vae_input = vae_input.unsqueeze(2) if is_video_vae else vae_input
@@ -318,10 +322,10 @@ def test_latents_are_sampled_with_their_mean_and_standard_deviation(case):
     moments = family.encode_moments(tiny.pipe, corner)
     if not moments.mean_and_std[0, 1].any():  # the model was trained on the mean
         torch.testing.assert_close(
-            family.encode_pixels(tiny.pipe, corner, make_generators(1))[0], moments.mean_and_std[0, 0]
+            family.encode_moments(tiny.pipe, corner).sample(make_generators(1))[0], moments.mean_and_std[0, 0]
         )
         return
-    draws = family.encode_pixels(tiny.pipe, corner.expand(400, -1, -1, -1), make_generators(400))
+    draws = family.encode_moments(tiny.pipe, corner.expand(400, -1, -1, -1)).sample(make_generators(400))
     mean, std = moments.mean_and_std[0]
     assert float(std.min()) > 0
     assert float(((draws.mean(0) - mean) / std).abs().max()) < 0.35  # 400 draws: 7 standard errors
@@ -330,10 +334,12 @@ def test_latents_are_sampled_with_their_mean_and_standard_deviation(case):
 
 def test_latents_of_a_sample_do_not_depend_on_the_others_in_the_batch(case):
     family, tiny = case
-    batched = family.encode_pixels(tiny.pipe, make_pixels(), make_generators())
-    single = family.encode_pixels(tiny.pipe, make_pixels()[1:], make_generators()[1:])
+    batched = family.encode_moments(tiny.pipe, make_pixels()).sample(make_generators())
+    single = family.encode_moments(tiny.pipe, make_pixels()[1:]).sample(make_generators()[1:])
     torch.testing.assert_close(batched[1:], single)
-    assert not torch.allclose(batched[:1], family.encode_pixels(tiny.pipe, make_pixels()[:1], make_generators()[1:]))
+    assert not torch.allclose(
+        batched[:1], family.encode_moments(tiny.pipe, make_pixels()[:1]).sample(make_generators()[1:])
+    )
 
 
 def build_preview_prompt(tiny, text, negative="", **options):
@@ -350,8 +356,8 @@ def generate(family, tiny, sampler=None, **options):
     prompt = build_preview_prompt(
         tiny, "a red circle", "blue", **{"num_inference_steps": 3, "cfg_scale": 3.0, **options}
     )
-    texts = prompt.text, family.mark_negative_prompt(prompt.negative_prompt)
-    cond, negative = (tiny.encode_prompts(family, pipe, [text]) for text in texts)
+    cond = tiny.encode_prompts(family, pipe, [prompt.text])
+    negative = tiny.encode_negative_prompts(family, pipe, [prompt.negative_prompt])
     return family.generate_image(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), sampler)
 
 
@@ -410,7 +416,7 @@ def make_image(size):
 def test_a_preview_changes_no_state(case):
     """The global generator, the pipeline's scheduler and the training mode of modules are unchanged."""
     family, tiny = case
-    denoiser = getattr(tiny.pipe, family.denoiser_name).train()
+    denoiser = getattr(tiny.pipe, family.facts.denoiser_name).train()
     eval_module = list(denoiser.modules())[-1].eval()
     rng_state, scheduler = torch.random.get_rng_state(), tiny.pipe.scheduler
     scheduler_state = dict(vars(scheduler))
@@ -426,7 +432,7 @@ def test_a_preview_needs_no_text_encoder_and_works_in_bfloat16(case):
     prompt = build_preview_prompt(tiny, "a", num_inference_steps=2)
     with torch.no_grad():
         cond, negative = (tiny.encode_prompts(family, pipe, [text]) for text in ("a", ""))
-    for part in family.text_components:
+    for part in family.facts.text.components:
         setattr(pipe, part, None)
     image = family.generate_image(pipe, prompt, cond, negative, torch.Generator().manual_seed(1), None)
     assert image.size == (WIDTH, HEIGHT)
@@ -435,10 +441,10 @@ def test_a_preview_needs_no_text_encoder_and_works_in_bfloat16(case):
 def test_every_lora_weight_gets_a_gradient(case):
     """DDP would wait forever for a missing gradient."""
     family, tiny = case
-    denoiser = getattr(tiny.pipe, family.denoiser_name)
+    denoiser = getattr(tiny.pipe, family.facts.denoiser_name)
     config = AdapterConfig(network_dim=3, network_alpha=2)
     injection.inject_into_model(
-        denoiser, config, family.lora_target_modules, 0, family.lora_key_style, family.get_unused_layers(denoiser)
+        denoiser, config, family.facts.lora.targets, 0, family.facts.lora.key_style, family.get_unused_layers(denoiser)
     )
     draw_lora_up_weights(denoiser)
     t = torch.tensor([700.0, 250.0])
@@ -481,7 +487,7 @@ def test_lora_targets_are_the_layers_that_sd_scripts_trains(case):
     from library.adapters.targets_rank_alpha import match_target_modules
 
     family, tiny = case
-    denoiser = getattr(tiny.pipe, family.denoiser_name)
+    denoiser = getattr(tiny.pipe, family.facts.denoiser_name)
     blocks = [name for name, module in denoiser.named_modules() if type(module).__name__ in (tiny.blocks or BLOCKS)]
     expected = {
         name
@@ -490,4 +496,4 @@ def test_lora_targets_are_the_layers_that_sd_scripts_trains(case):
         and (isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1)))
         and not re.search(EXCLUDED.get(tiny.family, tiny.untrained), name)
     }
-    assert set(match_target_modules(denoiser, family.lora_target_modules)) == expected
+    assert set(match_target_modules(denoiser, family.facts.lora.targets)) == expected

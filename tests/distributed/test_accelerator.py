@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from accelerate.utils import DistributedDataParallelKwargs, DynamoBackend, InitProcessGroupKwargs
+from problem_lines import format_lines
 from rank_processes import run_on_ranks
 
 from library.config import parse_config
@@ -129,13 +130,15 @@ def test_tracker_and_logging_dir_are_set_by_the_options(flags, tracker, folder):
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "all"])
 def test_a_tracker_with_files_needs_logging_dir(tracker):
-    (problem,) = [line for line in parse_config(["--log_with", tracker]).problems if "dataset" not in line]
+    (problem,) = [
+        line for line in format_lines(parse_config(["--log_with", tracker]).problems) if "dataset" not in line
+    ]
 
     assert "needs logging_dir" in problem
 
 
 def test_a_tracker_that_is_not_installed_is_reported_in_one_line():
-    (problem,) = validate_trackers(build_config("--log_with", "mlflow").log, {})
+    (problem,) = format_lines(validate_trackers(build_config("--log_with", "mlflow").log, {}))
 
     assert problem == "--log_with mlflow: the package mlflow is not installed; pip install mlflow"
 
@@ -145,14 +148,14 @@ def test_wandb_without_login_is_reported_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     log = build_config("--log_with", "wandb").log
-    (problem,) = validate_trackers(log, {"NETRC": str(tmp_path / "none")})
+    (problem,) = format_lines(validate_trackers(log, {"NETRC": str(tmp_path / "none")}))
 
     assert "not logged in to wandb; run `wandb login`" in problem
-    assert validate_trackers(log, {"WANDB_API_KEY": "a" * 40}) == []
-    assert validate_trackers(log, {"WANDB_MODE": "offline"}) == []
+    assert format_lines(validate_trackers(log, {"WANDB_API_KEY": "a" * 40})) == []
+    assert format_lines(validate_trackers(log, {"WANDB_MODE": "offline"})) == []
     (tmp_path / "netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {'b' * 40}\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert validate_trackers(log, {}) == []
+    assert format_lines(validate_trackers(log, {})) == []
 
 
 # dynamo
@@ -269,7 +272,9 @@ def test_accelerate_does_not_step_the_scheduler_and_gets_the_accumulation_steps(
             replace(
                 CUDA,
                 numa_affinity=True,
-                machine=Machine("cuda", 4, numa_affinity_problem="the package pynvml is missing"),
+                machine=Machine(
+                    "cuda", 4, numa_affinity_problem="the package pynvml is missing", lacks_numa_package=True
+                ),
             ),
             (),
             "NUMA affinity is enabled, but the package pynvml is missing",
@@ -277,7 +282,7 @@ def test_accelerate_does_not_step_the_scheduler_and_gets_the_accumulation_steps(
     ],
 )
 def test_invalid_launch_settings_are_refused_before_the_rendezvous(world, flags, expected):
-    (problem,) = validate_distributed(build_config(*flags), world)
+    (problem,) = format_lines(validate_distributed(build_config(*flags), world))
 
     assert expected in problem
 
@@ -290,15 +295,18 @@ def test_valid_launch_settings_pass():
         replace(ONE_PROCESS, mixed_precision="fp16"),
         replace(CUDA, mixed_precision="fp16", gradient_accumulation_steps=1),
     ):
-        assert validate_distributed(build_config(), world) == []
-    assert validate_distributed(build_config("--mixed_precision", "fp16"), CUDA) == []
+        assert format_lines(validate_distributed(build_config(), world)) == []
+    assert format_lines(validate_distributed(build_config("--mixed_precision", "fp16"), CUDA)) == []
     compiling = replace(TWO_PROCESSES, dynamo_backend="INDUCTOR", dynamo_mode="reduce-overhead")
     assert (
-        validate_distributed(build_config(), compiling)
-        == validate_distributed(build_config(*SHARED, "--no-torch_compile"), compiling)
+        format_lines(validate_distributed(build_config(), compiling))
+        == format_lines(validate_distributed(build_config(*SHARED, "--no-torch_compile"), compiling))
         == []
     )
-    assert validate_distributed(build_config(*SHARED, "--torch_compile", "--dynamo_fullgraph"), compiling) == []
+    assert (
+        format_lines(validate_distributed(build_config(*SHARED, "--torch_compile", "--dynamo_fullgraph"), compiling))
+        == []
+    )
 
 
 ACCELERATOR_STATE = AcceleratorFacts(
@@ -313,7 +321,7 @@ ACCELERATOR_STATE = AcceleratorFacts(
 
 
 def test_an_accelerator_that_matches_its_settings_passes():
-    assert validate_accelerator(build_config().distributed, 1, TWO_PROCESSES, ACCELERATOR_STATE) == []
+    assert format_lines(validate_accelerator(build_config().distributed, 1, TWO_PROCESSES, ACCELERATOR_STATE)) == []
 
 
 @pytest.mark.parametrize(
@@ -330,7 +338,7 @@ def test_an_accelerator_that_matches_its_settings_passes():
     ],
 )
 def test_an_accelerator_that_differs_from_its_settings_stops_the_run(flags, came, expected):
-    (problem,) = validate_accelerator(build_config(*flags).distributed, 1, TWO_PROCESSES, came)
+    (problem,) = format_lines(validate_accelerator(build_config(*flags).distributed, 1, TWO_PROCESSES, came))
 
     assert expected in problem
 

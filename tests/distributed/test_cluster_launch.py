@@ -14,17 +14,7 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = ("--max_train_steps", "2", "--network_dim", "2", "--optimizer_type", "SGD", "--learning_rate", "1")
-LAUNCHER_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "MASTER_",
-    "SLURM_",
-    "OMPI_",
-    "PMI",
-    "ACCELERATE_",
-    "TORCHELASTIC",
-)
+LAUNCHER_VARIABLES = tuple("RANK WORLD_SIZE LOCAL_ MASTER_ SLURM_ OMPI_ PMI ACCELERATE_ TORCHELASTIC".split())
 
 
 def build_slurm_variables(rank: int) -> dict[str, str]:

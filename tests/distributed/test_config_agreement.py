@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from problem_lines import format_lines
 from rank_processes import find_free_port, run_on_ranks
 from training_runs import write_images
 
 from library.cache.distributed_encoding import describe_shared_disks
 from library.config import parse_config
-from library.config.options import flatten_config
+from library.config.options import flatten_config, iter_options
+from library.config.schema import RunConfig
 from library.distributed import config_agreement
 from library.distributed.config_agreement import RankReport, find_disagreements, format_rank_placement
 from library.distributed.process_group import KeyValueStore
@@ -135,14 +137,17 @@ def build_reports(*says: dict) -> list[RankReport]:
 
 def test_the_majority_is_the_reference_and_rank_0_in_a_tie():
     one, other = {"seed": 1, "code": "x"}, {"seed": None, "code": "y"}
-    assert find_disagreements(build_reports(one, one, one)) == []
-    assert find_disagreements(build_reports(other, one, one, one)) == [
+    assert format_lines(find_disagreements(build_reports(one, one, one))) == []
+    assert format_lines(find_disagreements(build_reports(other, one, one, one))) == [
         "seed: not set on rank 0 (on a), 1 on most others; start all of them with the same value",
         "code: rank 0 (on a): not the same as on most others; "
         "install the same version of this program on every machine",
     ]
-    assert "not set on ranks 2, 3 (on b), 1 on most" in find_disagreements(build_reports(one, one, other, other))[0]
-    assert "not set on rank 1 (on a), 1 on rank 0;" in find_disagreements(build_reports(one, other))[0]
+    assert (
+        "not set on ranks 2, 3 (on b), 1 on most"
+        in format_lines(find_disagreements(build_reports(one, one, other, other)))[0]
+    )
+    assert "not set on rank 1 (on a), 1 on rank 0;" in format_lines(find_disagreements(build_reports(one, other)))[0]
     assert format_rank_placement(["a", "a", "b", "b"]) == (
         "4 processes on 2 machines: ranks 0, 1 on a; ranks 2, 3 on b"
     )
@@ -166,12 +171,12 @@ def test_rank_0_opens_the_store_before_the_others_start_and_reports_who_is_missi
 def test_every_setting_is_compared_except_paths_and_per_machine_options(data, tmp_path):
     config = parse_config([*data, "--output_dir", str(tmp_path)]).config
     settings = config_agreement.collect_agreed_settings(flatten_config(config))
-    option_names = {name for name in flatten_config(parse_config([]).config)}
-    assert option_names >= config_agreement.PATH_OPTIONS | config_agreement.PER_MACHINE_OPTIONS
-    assert set(settings) == option_names - config_agreement.PER_MACHINE_OPTIONS
-    assert {
-        name for name in option_names if name.endswith(("_dir", "_path", "_file"))
-    } <= config_agreement.PATH_OPTIONS | config_agreement.PER_MACHINE_OPTIONS
+    options = list(iter_options(RunConfig))
+    assert (
+        set(settings) == {option.name for option in options if not option.is_per_machine} < set(flatten_config(config))
+    )
+    folders = [option for option in options if option.name.endswith(("_dir", "_path", "_file", "_dirs"))]
+    assert len(folders) > 8 and all(option.is_path or option.is_per_machine for option in folders)
     assert settings["output_dir"] is True and settings["sample_prompts"] is False and settings["network_dim"] == 2
 
 

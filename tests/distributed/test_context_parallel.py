@@ -178,20 +178,20 @@ def test_token_positions_are_created_on_the_device():
 def test_map_layer_token_streams_covers_every_layer(model):
     tiny = TINY[model]()
     family, pipe = FAMILIES.get(model)(), tiny.pipe
-    denoiser = getattr(pipe, family.denoiser_name)
+    denoiser = getattr(pipe, family.facts.denoiser_name)
     token_streams = map_layer_token_streams(
         denoiser,
-        family.block_lists,
-        family.block_activation_args,
-        family.single_stream_block_lists,
-        family.text_attention_layers,
+        family.facts.blocks.lists,
+        family.facts.blocks.activation_args,
+        family.facts.blocks.single_stream_lists,
+        family.facts.blocks.text_attention_layers,
     )
-    first = BlockSequence.from_lists(denoiser, family.block_lists, family.block_activation_args).blocks[0]
+    first = BlockSequence.from_lists(denoiser, family.facts.blocks.lists, family.facts.blocks.activation_args).blocks[0]
     lengths, token_counts, inputs = {}, {}, {}
 
     def begin(block, args, named):
         inputs.update(inspect.signature(block.forward).bind(*args, **named).arguments)
-        lengths.update({name: inputs[name].shape[1] for name in family.block_activation_args})
+        lengths.update({name: inputs[name].shape[1] for name in family.facts.blocks.activation_args})
 
     first.register_forward_pre_hook(begin, with_kwargs=True)
     for name, layer in denoiser.named_modules():
@@ -209,7 +209,7 @@ def test_map_layer_token_streams_covers_every_layer(model):
         actual = [(axis, size) for each in values for axis, size in enumerate(each.shape) if size in counts]
         expected = [
             (axis, sum(lengths[stream] for stream in streams))
-            for axis, streams in family.block_token_args.get(name, ((1, (name,)),) if name in lengths else ())
+            for axis, streams in family.facts.blocks.token_args.get(name, ((1, (name,)),) if name in lengths else ())
         ]
         assert actual == (expected if values else []), name
     for name, shape in token_counts.items():

@@ -411,11 +411,7 @@ def test_accelerate_launch_with_a_deepspeed_config_file(even_dataset, tmp_path):
         "random:flux:tiny",
         "--output_dir",
         str(tmp_path / "out"),
-        "--network_train_unet_only",
-        "--max_train_steps",
-        "1",
-        "--train_batch_size",
-        "2",
+        *"--network_train_unet_only --max_train_steps 1 --train_batch_size 2".split(),
     ]
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "MASTER_", "DS_"))}
     result = subprocess.run(

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from problem_lines import format_lines
 from rank_processes import build_communicator, run_on_ranks
 
 from library.errors import ConfigError, UserError
+from library.problems import report_file
 
 
 def slow_work(folder: str) -> tuple[bool, bool]:
@@ -40,12 +42,12 @@ def failing_work() -> tuple[list[str], bool, int]:
     def work() -> None:
         nonlocal count
         count += 1
-        raise ConfigError(["a.png: is empty", "b.png: is truncated"])
+        raise ConfigError([report_file("a.png", "is empty"), report_file("b.png", "is truncated")])
 
     try:
         comm.run_local_main_first(work)
     except ConfigError as error:
-        return error.problems, error.is_reported, count
+        return format_lines(error.problems), error.is_reported, count
     finally:
         comm.destroy_process_group()
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from all_options_run import read_validation_losses
 from one_result import BOUNDS, REFERENCE, train_layout, write_even_dataset
+from problem_lines import format_lines
 from rank_processes import run_on_ranks
 from resumed_runs import copy_as_killed
 from safetensors.torch import load_file
@@ -231,10 +232,10 @@ def test_every_strategy_of_the_table_is_imported():
 def test_parallel_dims_divide_the_world_size():
     config = parse_config(["--dataset_config", __file__, "--pp_size", "2", "--tp_size", "2"]).config
     assert build_parallel_dims(config.parallel, 8) == ParallelDims(2, 2, 2) and not [
-        *validate_parallel_dims(config, World(world_size=8))
+        *format_lines(validate_parallel_dims(config, World(world_size=8)))
     ]
-    (problem,) = validate_parallel_dims(config, World(world_size=6))
-    assert problem.startswith("--pp_size 2 --tp_size 2: the world size 6 is not a multiple of 4; start 8")
+    (problem,) = format_lines(validate_parallel_dims(config, World(world_size=6)))
+    assert problem.startswith("--pp_size 2: with tp_size 2, the world size 6 is not a multiple of 4; start 8")
     shared = replace(config, parallel=replace(config.parallel, pp_size=1, cp_size=3))
     assert build_parallel_dims(shared.parallel, 12) == ParallelDims(2, 1, 2, 3)
 
@@ -254,7 +255,7 @@ def test_parallel_dims_divide_the_world_size():
         (
             "flux",
             ("--cp_size", "2", "--tp_size", "2"),
-            "--tp_size 2 --cp_size 2: 2 attention heads are not divisible by 4; use 2 in total",
+            "--tp_size 2: with cp_size 2, 2 attention heads are not divisible by 4; use 2 in total",
         ),
         ("z_image", ("--cp_size", "3"), "--cp_size 3: 2 attention heads are not divisible; use 2"),
         ("sd3", ("--pp_size", "3"), "has 2 blocks, too few for 3 devices; use 2"),

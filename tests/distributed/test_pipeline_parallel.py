@@ -22,7 +22,7 @@ from library.config.types import StepRange
 from library.distributed.step_phases import record_phase
 from library.distributed.world import ParallelDims
 from library.models.families import FAMILIES
-from library.parallel.gradient_accumulation import LossFunction
+from library.parallel.gradient_accumulation import TrainingTask
 from library.parallel.parallel_plan import BlockSequence, ParallelPlan, UNetBlockSequence
 from library.parallel.pipeline import PipelineStep, PipelineStrategy
 from library.parallel.pipeline_stages import StageBoundary, StageRunner
@@ -120,7 +120,7 @@ def test_the_grad_scaler_can_unscale_gradients_on_every_stage():
     optimizer, pipeline = torch.optim.SGD([weight], lr=0.25), build_single_process_pipeline()
     pipeline.accelerator = SimpleNamespace(scaler=scaler, autocast=nullcontext)
     pipeline._all_reduce_gradients, pipeline._all_reduce_loss = lambda processes: None, lambda total: total
-    loss_function = create_autospec(LossFunction, side_effect=lambda batch, step: weight * batch)
+    task = create_autospec(TrainingTask, side_effect=lambda batch, step: weight * batch)
 
     def all_stages(loss_of, *more):
         losses = [loss_of(batch) for batch in more[-1]]
@@ -128,14 +128,14 @@ def test_the_grad_scaler_can_unscale_gradients_on_every_stage():
         return sum(losses).detach()
 
     pipeline.pipeline_schedules = SimpleNamespace(run=all_stages)
-    assert float(pipeline.compute_gradients(loss_function, [1.0, 2.0], 2, 0)) == 4.5
+    assert float(pipeline.compute_gradients(task, [1.0, 2.0], 2, 0)) == 4.5
     assert float(weight.grad) == 6.0
     scaler.unscale_(optimizer)
     assert float(weight.grad) == 1.5
 
     pipeline.pipeline_schedules = SimpleNamespace(run=lambda *_: torch.zeros(()))  # on a stage that is not the last
     pipeline.accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    pipeline.compute_gradients(loss_function, [1.0, 2.0], 2, 0)
+    pipeline.compute_gradients(task, [1.0, 2.0], 2, 0)
     scaler.unscale_(optimizer)
 
 
@@ -164,7 +164,7 @@ def test_profiled_flops_are_divided_by_the_model_parallel_size(tmp_path):
     profiler.calls, profiler.seconds = SimpleNamespace(count_flops=lambda denoiser: 4e12), 1.0
     run = SimpleNamespace(
         strategy=SimpleNamespace(model_parallel_size=2, device=torch.device("cpu"), mixed_precision="bf16"),
-        task=SimpleNamespace(pipe=SimpleNamespace(unet=None), family=SimpleNamespace(denoiser_name="unet")),
+        task=SimpleNamespace(pipe=SimpleNamespace(unet=None), family=FAMILIES.get("sd1")()),
         metric_logger=SimpleNamespace(log_values=lambda run, values: metrics.update(values)),
     )
     with torch.profiler.profile() as profile, record_phase("other"):

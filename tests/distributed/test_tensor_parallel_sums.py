@@ -69,10 +69,10 @@ class CrossDeviceDetector(TorchDispatchMode):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_adapters_in_sharded_layers_need_no_host_device_copies(name, rank):
     tiny, family = TINY[name](), FAMILIES.get(name)()
-    denoiser, meta = getattr(tiny.pipe, family.denoiser_name), torch.device("meta")
-    inject_into_model(denoiser, AdapterConfig(), family.lora_target_modules, seed=0)
+    denoiser, meta = getattr(tiny.pipe, family.facts.denoiser_name), torch.device("meta")
+    inject_into_model(denoiser, AdapterConfig(), family.facts.lora.targets, seed=0)
     TensorParallel(rank, 2, lambda tensor: None).shard_layers(
-        denoiser, build_tensor_parallel_plan(denoiser, family.fused_parallel_layers)
+        denoiser, build_tensor_parallel_plan(denoiser, family.facts.blocks.fused_layers)
     )
     denoiser.to(meta)
     batch = replace(
@@ -98,9 +98,9 @@ def test_adapters_in_sharded_layers_need_no_host_device_copies(name, rank):
 )
 def test_there_is_one_all_reduce_per_input_and_output_of_sharded_layers(name, expected):
     tiny, family, sums = TINY[name](), FAMILIES.get(name)(), []
-    denoiser = getattr(tiny.pipe, family.denoiser_name)
+    denoiser = getattr(tiny.pipe, family.facts.denoiser_name)
     TensorParallel(0, 2, sums.append).shard_layers(
-        denoiser, build_tensor_parallel_plan(denoiser, family.fused_parallel_layers)
+        denoiser, build_tensor_parallel_plan(denoiser, family.facts.blocks.fused_layers)
     )
     latents = tiny.batch.latents.clone().requires_grad_()
     family.predict(tiny.pipe, denoiser, latents, torch.full((2,), 500.0), tiny.batch).sum().backward()

@@ -30,10 +30,10 @@ NOT_IN_COMFYUI = {"sana", "cogview4", "flux3", "qwen_image21"}
 def build_state(name, kind):
     """An adapter of the tiny denoiser, and the key names of the denoiser."""
     family = FAMILIES.get(name)
-    model = build_component_on_meta(f"{name}_tiny", family.denoiser_name)
-    part = build_component_keys(family, family.denoiser_name, model)
+    model = build_component_on_meta(f"{name}_tiny", family.facts.denoiser_name)
+    part = build_component_keys(family, family.facts.denoiser_name, model)
     state = {}
-    for module in match_target_modules(model, family.lora_target_modules):
+    for module in match_target_modules(model, family.facts.lora.targets):
         for end, shape in list_tensor_shapes(kind, model.get_submodule(module).weight.shape, 2).items():
             state[f"{part.name}.{module}.{end}"] = torch.ones(shape)
     return state, dict.fromkeys((parse_tensor_key(key)[0] for key in state), 2.0), [part]
@@ -44,7 +44,7 @@ def build_state(name, kind):
 def test_comfyui_knows_every_layer_of_a_file_or_the_run_says_what_it_does_not_load(name, kind):
     state, alphas, parts = build_state(name, kind)
     adapters = group_by_module(state, alphas)
-    default = choose_file_format(adapters, parts, FAMILIES.get(name).lora_format)
+    default = choose_file_format(adapters, parts, FAMILIES.get(name).facts.lora.format)
     layouts = ("kohya", "diffusers", "comfy") if kind in ("lora", "dora") else (default,)
     unread = {}
     for file_format in layouts:
@@ -59,4 +59,4 @@ def test_comfyui_knows_every_layer_of_a_file_or_the_run_says_what_it_does_not_lo
 
 def test_every_transformer_but_these_is_in_comfyui():
     transformers = {name for name, facts in FAMILY_FACTS.items() if facts.denoiser_name != "unet"}
-    assert set(KNOWN) == {name for name in transformers if FAMILY_FACTS[name].kind == "image"} - NOT_IN_COMFYUI
+    assert set(KNOWN) == {name for name in transformers if FAMILY_FACTS[name].pipeline.kind == "image"} - NOT_IN_COMFYUI

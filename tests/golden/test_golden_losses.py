@@ -15,32 +15,12 @@ GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden_losses.json"
 FLAGS = [
     "--dataset_config",
     str(ROOT / "dataset_configs" / "demo.toml"),
-    "--max_train_steps",
-    "20",
-    "--network_dim",
-    "8",
-    "--network_alpha",
-    "3",
-    "--learning_rate",
-    "2e-3",
-    "--network_train_unet_only",
-    "--lr_scheduler",
-    "cosine",
-    "--lr_warmup_steps",
-    "3",
-    "--gradient_accumulation_steps",
-    "2",
-    "--seed",
-    "11",
-    "--flip_aug",
-    "--shuffle_caption",
-    "--optimizer_args",
-    "weight_decay=0.1",
-    "--mixed_precision",
-    "no",
-    "--quiet",
-    "--max_data_loader_n_workers",
-    "0",
+    *(
+        "--max_train_steps 20 --network_dim 8 --network_alpha 3 --learning_rate 2e-3 --network_train_unet_only "
+        "--lr_scheduler cosine --lr_warmup_steps 3 --gradient_accumulation_steps 2 --seed 11 --flip_aug "
+        "--shuffle_caption --optimizer_args weight_decay=0.1 --mixed_precision no --quiet "
+        "--max_data_loader_n_workers 0"
+    ).split(),
 ]
 
 

@@ -25,7 +25,7 @@ from library.errors import UserError
 from library.models.families import FAMILIES
 
 DATA = Path(__file__).resolve().parents[1] / "data"
-NAMES = {name: component_keys.build_key_map((), FAMILIES.get(name).lora_key_style) for name in ("flux", "sd3")}
+NAMES = {name: component_keys.build_key_map((), FAMILIES.get(name).facts.lora.key_style) for name in ("flux", "sd3")}
 GOLDEN = {"flux": "kohya_keys_flux.json", "sd3": "kohya_keys_sd3_medium.json"}
 
 
@@ -34,17 +34,21 @@ def real(request):
     """The denoiser of a published model on the meta device, with a LoRA of the golden list's rank."""
     name = request.param
     family = FAMILIES.get(name)
-    model = build_component_on_meta(name, family.denoiser_name)
+    model = build_component_on_meta(name, family.facts.denoiser_name)
     injection.inject_into_model(
         model,
         AdapterConfig(network_dim=16, network_alpha=8),
-        family.lora_target_modules,
+        family.facts.lora.targets,
         1,
-        family.lora_key_style,
+        family.facts.lora.key_style,
         family.get_unused_layers(family, model),
     )
     golden = json.loads((DATA / GOLDEN[name]).read_text())
-    return model, family, {key: shape for key, shape in golden.items() if key.startswith(f"{family.lora_prefix}_")}
+    return (
+        model,
+        family,
+        {key: shape for key, shape in golden.items() if key.startswith(f"{family.facts.lora.prefix}_")},
+    )
 
 
 @pytest.mark.slow
@@ -111,7 +115,7 @@ def test_names_are_converted_to_the_original_ones_and_back_without_loss(name, sh
     model, family = build_tiny_denoiser(name)
     shapes = {
         module: model.get_submodule(module).weight.shape
-        for module in match_target_modules(model, family.lora_target_modules)
+        for module in match_target_modules(model, family.facts.lora.targets)
     }
     state = build_state(shapes, name, shared=shared)
     part = build_component_keys(model, family)
@@ -148,7 +152,7 @@ def test_diffusers_converts_a_flux_file_to_the_same_updates(shared):
     }.items():
         shapes[f"single_transformer_blocks.0.{part}"] = (size * outputs, size * inputs)
     state = {key: each.double() for key, each in build_state(shapes, "flux", rank=2, shared=shared).items()}
-    part = build_component(shapes, family.lora_key_style)
+    part = build_component(shapes, family.facts.lora.key_style)
     reference = _convert_kohya_flux_lora_to_diffusers(convert_to_kohya(state, 3.0, part))
     ours, _ = convert_to_file_format(
         add_prefix(state, part), add_prefix(dict.fromkeys(shapes, 3.0), part), [part], "diffusers"
@@ -176,7 +180,7 @@ def test_an_sd3_file_changes_the_original_weights_as_the_lora_changes_those_of_d
     before = original_checkpoints.convert_sd3_transformer(model)
     after = dict(before)
     for group in NAMES["sd3"].group_modules(modules):
-        start = component_keys.build_kohya_name(group.name, family.lora_prefix)
+        start = component_keys.build_kohya_name(group.name, family.facts.lora.prefix)
         scale = file[f"{start}.alpha"] / len(file[f"{start}.lora_down.weight"])
         after[f"{group.name}.weight"] = before[f"{group.name}.weight"] + update(
             file, start, scale, "lora_down", "lora_up"

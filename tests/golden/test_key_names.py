@@ -23,7 +23,7 @@ def real():
     with torch.device("meta"):
         model = UNet2DConditionModel(cross_attention_dim=768)
     return model, injection.inject_into_model(
-        model, AdapterConfig(network_dim=16, network_alpha=8), FAMILY.lora_target_modules, seed=1
+        model, AdapterConfig(network_dim=16, network_alpha=8), FAMILY.facts.lora.targets, seed=1
     )
 
 
@@ -40,7 +40,7 @@ def list_alphas(adapter):
 
 
 def names(model):
-    return component_keys.ComponentKeys("unet", component_keys.list_module_names(model), FAMILY.lora_prefix)
+    return component_keys.ComponentKeys("unet", component_keys.list_module_names(model), FAMILY.facts.lora.prefix)
 
 
 def test_keys_and_shapes_of_the_published_unet_are_those_of_sd_scripts(real):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from kohya_cases import CASES, format_case, write_kohya_folders
+from problem_lines import format_lines
 
 from library.config import parse_config
 from library.dataloader.dataset_metadata import build_dataset_metadata
@@ -21,7 +22,7 @@ def case(request, tmp_path, monkeypatch) -> dict:
 
 def prepare(case: dict) -> tuple[PreparedData, object]:
     loaded = parse_config(case["cli"])
-    assert loaded.problems == []
+    assert format_lines(loaded.problems) == []
     return prepare_data(loaded.config.data, 8), loaded.config
 
 

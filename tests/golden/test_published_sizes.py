@@ -118,7 +118,7 @@ def test_a_bundled_config_has_as_many_parameters_as_the_published_model(config, 
 
 @pytest.mark.parametrize("family", FAMILY_FACTS)
 def test_a_family_states_the_parameters_of_its_largest_model(family):
-    assert FAMILY_FACTS[family].num_parameters == max(
+    assert FAMILY_FACTS[family].pipeline.num_parameters == max(
         COUNTS[config, part]
         for config, part in COUNTS
         if get_family_name(config) == family and part == FAMILY_FACTS[family].denoiser_name
@@ -131,10 +131,10 @@ def test_every_bundled_config_belongs_to_a_family_and_is_complete():
         (family,) = [family for family in FAMILY_FACTS if name in list_family_configs(family)]
         facts = FAMILY_FACTS[family]
         index = data["model_index.json"]
-        assert index["_class_name"] == facts.pipeline_class
+        assert index["_class_name"] == facts.pipeline.class_name
         components = {key for key, value in index.items() if is_component(value) and key not in GUIDERS}
         assert {*facts.components, "scheduler"} == components
-        assert facts.match_configs(data.get) is not None, name
+        assert facts.detection.match_configs(data.get) is not None, name
 
 
 def read_golden(name: str) -> dict[str, list[int]]:
@@ -167,13 +167,13 @@ def export_lora(
 def test_keys_and_shapes_of_the_denoiser_are_those_of_sd_scripts(family, config, name):
     family = FAMILIES.get(family)
     _, tensors = export_lora(
-        build_component_on_meta(config, family.denoiser_name),
-        family.lora_target_modules,
-        family.lora_prefix,
-        family.lora_key_style,
+        build_component_on_meta(config, family.facts.denoiser_name),
+        family.facts.lora.targets,
+        family.facts.lora.prefix,
+        family.facts.lora.key_style,
     )
     assert {key: list(tensor.shape) for key, tensor in tensors.items()} == filter_prefix(
-        family.lora_prefix, read_golden(name)
+        family.facts.lora.prefix, read_golden(name)
     )
 
 
@@ -183,14 +183,16 @@ def test_keys_and_shapes_of_the_denoiser_are_those_of_sd_scripts(family, config,
 )
 def test_keys_and_shapes_of_the_text_encoders_are_those_of_sd_scripts(family, config, name):
     family = FAMILIES.get(family)
-    trained = {part: prefix for part, prefix in family.text_lora_prefixes.items() if part != family.facts.t5_encoder}
-    for part, prefix in trained.items():
+    lora, t5_encoder = family.facts.lora, family.facts.text.t5_encoder
+    trained = {part: encoder for part, encoder in lora.text_encoders.items() if part != t5_encoder}
+    for part, encoder in trained.items():
         _, tensors = export_lora(
-            build_component_on_meta(config, part), family.text_lora_target_modules[part], prefix, CLIP_KEYS
+            build_component_on_meta(config, part), encoder.targets, encoder.prefix, encoder.key_style
         )
-        assert {key: list(tensor.shape) for key, tensor in tensors.items()} == filter_prefix(prefix, read_golden(name))
+        expected = filter_prefix(encoder.prefix, read_golden(name))
+        assert {key: list(tensor.shape) for key, tensor in tensors.items()} == expected
     assert {key.split("_")[1] for key in read_golden(name)} == {
-        prefix.split("_")[1] for prefix in (family.lora_prefix, *trained.values())
+        prefix.split("_")[1] for prefix in (lora.prefix, *(encoder.prefix for encoder in trained.values()))
     }
 
 
@@ -213,13 +215,16 @@ def test_original_names_of_convolutions_are_those_of_sd_scripts():
 def test_sd2_has_the_modules_of_sd1_and_its_projections_are_linear():
     family = FAMILIES.get("sd2")
     _, tensors = export_lora(
-        build_component_on_meta("sd2", "unet"), family.lora_target_modules, family.lora_prefix, family.lora_key_style
+        build_component_on_meta("sd2", "unet"),
+        family.facts.lora.targets,
+        family.facts.lora.prefix,
+        family.facts.lora.key_style,
     )
     assert tensors.keys() == filter_prefix("lora_unet", read_golden("sd15")).keys()
     assert {tensor.ndim for tensor in tensors.values()} == {0, 2}
     _, text = export_lora(
         build_component_on_meta("sd2", "text_encoder"),
-        family.text_lora_target_modules["text_encoder"],
+        family.facts.lora.text_encoders["text_encoder"].targets,
         "lora_te",
         CLIP_KEYS,
     )
@@ -281,31 +286,18 @@ def test_files_of_published_size_are_detected_with_original_and_diffusers_keys(c
         }
         found = {name: each for name, each in candidates.items() if each is not None}
         # Editing models have the files of the model that they come from; only --family tells them apart.
-        assert {name: each for name, each in found.items() if FAMILY_FACTS[name].kind == "image"} == {family: config}
+        assert {name: each for name, each in found.items() if FAMILY_FACTS[name].pipeline.kind == "image"} == {
+            family: config
+        }
         assert find_component_names(header, FAMILY_FACTS[family]) == ("transformer",)
 
 
 @pytest.mark.parametrize(
     "config",
-    [
-        "sd3",
-        "sd3_5_medium",
-        "flux",
-        "flux_schnell",
-        "chroma",
-        "flux2_dev",
-        "flux2_klein_4b",
-        "z_image",
-        "aura_flow",
-        "lumina2",
-        "ovis_image",
-        "longcat_image",
-        "krea2",
-        "anima",
-        "flux3",
-        "hunyuan_image",
-        "qwen_image21",
-    ],
+    (
+        "sd3 sd3_5_medium flux flux_schnell chroma flux2_dev flux2_klein_4b z_image aura_flow lumina2 ovis_image "
+        "longcat_image krea2 anima flux3 hunyuan_image qwen_image21"
+    ).split(),
 )
 def test_original_weights_of_published_size_are_converted_to_those_of_diffusers(config):
     """Keys and shapes on the meta device: diffusers' conversion of FLUX supports no other size."""

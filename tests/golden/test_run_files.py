@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from data_paths import ROOT
+from problem_lines import format_lines, format_unused
 from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 
@@ -28,14 +29,15 @@ UNUSED = {
     "a_sd1.toml": "lowram sample_every_n_epochs sample_sampler",
     "e_sdxl.toml": "",
     "j_sd1.toml": "lowram mem_eff_attn persistent_data_loader_workers max_train_steps sample_sampler"
-    " save_last_n_steps_state dataset_repeats",
+    " save_last_n_steps_state",
     "m_sdxl.toml": "additional_parameters epoch noise_offset_type no_half_vae max_train_steps learning_rate unet_lr"
-    " text_encoder_lr wandb_run_name clip_skip",
+    " text_encoder_lr wandb_run_name clip_skip keep_tokens",
     "p_sdxl.toml": "epoch noise_offset_type lr_scheduler_num_cycles wandb_run_name clip_skip",
-    "s_sd1.toml": "additional_parameters epoch noise_offset_type lr_scheduler_num_cycles wandb_run_name",
+    "s_sd1.toml": "additional_parameters epoch noise_offset_type lr_scheduler_num_cycles wandb_run_name"
+    " max_bucket_reso",
     "t_flux.toml": "model_train_type sdpa lowram persistent_data_loader_workers text_encoder_lr discrete_flow_shift"
-    " clip_skip",
-    "x_sdxl.toml": "dynamo_backend epoch no_half_vae noise_offset_type max_train_steps clip_skip",
+    " clip_skip keep_tokens max_bucket_reso",
+    "x_sdxl.toml": "dynamo_backend epoch no_half_vae noise_offset_type max_train_steps clip_skip max_bucket_reso",
     "y_sd1.toml": "lowram mem_eff_attn persistent_data_loader_workers sample_every_n_epochs sample_sampler dataset_repeats",
 }
 """The keys of each file that cannot change its result, apart from xformers, which may be installed."""
@@ -93,7 +95,7 @@ def test_a_found_run_file_is_accepted_or_refused_with_its_reasons(name, folder, 
     if code:
         return
     loaded = load_settings(argv)
-    unused = [location.removeprefix(f"{path}:").split(": ")[-1] for location, _ in loaded.unused]
+    unused = [location.removeprefix(f"{path}:").split(": ")[-1] for location, _ in format_unused(loaded.unused)]
     (trained,) = [line for line in output.out.splitlines() if line.startswith("training: ")]
     assert " ".join(key for key in unused if key != "xformers") == expected["no_effect"]
     assert trained.count("text encoder") == expected["text_encoders"]
@@ -104,13 +106,13 @@ def test_a_found_run_file_is_accepted_or_refused_with_its_reasons(name, folder, 
 def test_settings_are_those_that_the_parser_of_sd_scripts_reads(name, folder):
     loaded = load_settings(build_argv(name))
     values, prefix = flatten_config(loaded.config), f"{FOLDER / name}:"
-    unused = {location.removeprefix(prefix).split(": ")[-1] for location, _ in loaded.unused}
+    unused = {location.removeprefix(prefix).split(": ")[-1] for location, _ in format_unused(loaded.unused)}
 
     assert unused - {"xformers"} == set(UNUSED[name].split())
     assert set(EXPECTED[name]["ignored"]) <= {*GUI_KEYS, *KOHYA_OPTIONS}
     for key, value in EXPECTED[name]["values"].items():
         if key in unused:
-            assert key not in values or values[key] == OPTIONS[key].default, key
+            assert key not in values or OPTIONS[key].dataset_table or values[key] == OPTIONS[key].default, key
         elif isinstance(alias := KOHYA_OPTIONS.get(key), OptionAlias):
             assert value in (False, None) or key in ("xformers", "fp8_base"), f"{key} stands for {alias.option}"
         elif key not in OPTIONS:
@@ -147,5 +149,5 @@ def train_run_file(name: str, *argv: str) -> None:
     from library.training.run import run_training
 
     loaded = load_settings([*argv, "--quiet", "--max_data_loader_n_workers", "0", "--no-full_bf16"])
-    assert loaded.problems == [], name
+    assert format_lines(loaded.problems) == [], name
     run_training(loaded.config, loaded.locations)

@@ -147,8 +147,8 @@ def write_family(folder: Path, name: str) -> dict[str, dict[str, ClientLayout]]:
     (folder / "results").mkdir(exist_ok=True)
     pipe, name = client_cases.load_tiny_pipeline(name), client_cases.get_family_name(name)
     family = client_cases.FAMILIES.get(name)
-    parts = {"denoiser": getattr(pipe, family.denoiser_name)}
-    parts |= {part: getattr(pipe, part) for part in family.text_lora_prefixes}
+    parts = {"denoiser": getattr(pipe, family.facts.denoiser_name)}
+    parts |= {part: getattr(pipe, part) for part in family.facts.lora.text_encoders}
     layouts: dict[str, dict[str, ClientLayout]] = {}
     for client in ("comfyui", "sd_scripts"):
         layouts[client] = layouts.get("comfyui", {}) if name not in ("sd1", "sd2", "hunyuan_image") else {}
@@ -258,7 +258,7 @@ def measure_in_client(root: Path, client: str, row: Mapping[str, Any], case: Tra
     pipe = client_cases.load_tiny_pipeline(case.name)
     layouts = row["layouts"]["comfyui" if client == "comfyui" else "sd_scripts"]
     for part, layout in layouts.items():
-        attribute = case.family.denoiser_name if part == "denoiser" else part
+        attribute = case.family.facts.denoiser_name if part == "denoiser" else part
         layout.import_weights(getattr(pipe, attribute), merged[part])
     return format_errors(client_cases.measure_errors(case, client_cases.compute_outputs(case.name, pipe)))
 

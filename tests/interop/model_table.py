@@ -110,13 +110,13 @@ def measure_family(folder: Path, name: str, formats: list[str]) -> list[dict[str
     folder.mkdir(parents=True, exist_ok=True)
     base = get_family_name(name)
     family, rows = FAMILIES.get(base)(), []
-    model = build_component_on_meta(name, family.denoiser_name)
+    model = build_component_on_meta(name, family.facts.denoiser_name)
     original = ORIGINAL_WRITERS.get(SAME_FILES.get(base, base), convert_unet_to_ldm)(model)
     shapes = {key: list(tensor.shape) for key, tensor in original.items()}
     trainer = count_trainer_layers(SAME_FILES.get(base, base), shapes, model)
     (folder / "model.json").write_text(json.dumps(shapes))
     for file_format in formats:
-        file = build_file(family, build_component_on_meta(name, family.denoiser_name), file_format)
+        file = build_file(family, build_component_on_meta(name, family.facts.denoiser_name), file_format)
         path = folder / f"{file_format}.safetensors"
         save_file(file.tensors, path, dict(file.metadata) or None)
         row = {
@@ -136,7 +136,7 @@ def measure_family(folder: Path, name: str, formats: list[str]) -> list[dict[str
 
 def build_file(family: Any, model: Any, file_format: str) -> Any:
     """The file of a run with rank 1, in which every LoRA tensor has an odd number of its own and alpha is 1."""
-    pipe = SimpleNamespace(**{family.denoiser_name: model})
+    pipe = SimpleNamespace(**{family.facts.denoiser_name: model})
     config = parse_config(["--network_dim", "1", "--network_alpha", "1", "--network_train_unet_only"]).config
     trained, adapter = build_trainable_modules(config, family, pipe)
     made: dict[int, Tensor] = {}
@@ -148,7 +148,7 @@ def build_file(family: Any, model: Any, file_format: str) -> Any:
         key: tensor if key.endswith(".alpha") else torch.full_like(tensor, 2 * number + 1)
         for number, (key, tensor) in enumerate(file.tensors.items())
     }
-    modules = [module.removeprefix(f"{family.denoiser_name}.") for module in adapter.modules]
+    modules = [module.removeprefix(f"{family.facts.denoiser_name}.") for module in adapter.modules]
     return SimpleNamespace(**{**vars(file), "tensors": numbered}, num_layers=len(modules), modules=modules)
 
 
@@ -171,9 +171,9 @@ def format_trainer(family: Any, trainer: tuple[bool, int] | None, modules: list[
     if trainer is None:
         return "own choice"
     is_original, count = trainer
-    key_map = build_key_map(modules, family.lora_key_style)
+    key_map = build_key_map(modules, family.facts.lora.key_style)
     own = len(key_map.group_modules(modules)) if is_original else len(modules)
-    title = family.facts.lora_targets_of
+    title = family.facts.lora.targets_of
     return f"{own} = {title}" if own == count else f"{own} ({title}: {count})"
 
 
@@ -185,7 +185,7 @@ def count_in_diffusers(family: Any, model: Any, path: Path, file: Any) -> int | 
         scaled = {key: 4 * tensor if key.endswith(".alpha") else tensor for key, tensor in tensors.items()}
         stronger = loaded if not any(key.endswith(".alpha") for key in tensors) else load_layers(family, model, scaled)
     except Exception as error:  # what a user would see
-        print(f"{family.facts.name}: diffusers: {error!r:.300}", file=sys.stderr)
+        print(f"{family.facts.title}: diffusers: {error!r:.300}", file=sys.stderr)
         return "refused"
     numbers = {number for layer in loaded.values() for number in layer[:2]}
     read = {
@@ -202,7 +202,7 @@ def count_in_diffusers(family: Any, model: Any, path: Path, file: Any) -> int | 
 def load_layers(family: Any, model: Any, tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float, float]]:
     """The numbers in ``lora_A`` and ``lora_B`` of the layers that the pipeline of a family loads, and the strength."""
     cls, taken = family.get_pipeline_class(), {}
-    parts = dict.fromkeys(("text_encoder", "text_encoder_2", "text_encoder_3")) | {family.denoiser_name: model}
+    parts = dict.fromkeys(("text_encoder", "text_encoder_2", "text_encoder_3")) | {family.facts.denoiser_name: model}
     bare = type(cls.__name__, (cls,), {**parts, "components": parts, "config": {}})  # the loader asks for no others
     pipe = bare.__new__(bare)
     set_state = peft.set_peft_model_state_dict

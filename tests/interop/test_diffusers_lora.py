@@ -24,17 +24,17 @@ ROOT = Path(__file__).resolve().parents[2]
 @torch.no_grad()
 def predict(family, pipe, batch):
     t = torch.tensor([300.0, 700.0])
-    return family.predict(pipe, getattr(pipe, family.denoiser_name), batch.latents, t, batch)
+    return family.predict(pipe, getattr(pipe, family.facts.denoiser_name), batch.latents, t, batch)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["sd1", "sd2", "sdxl"])
 def test_diffusers_predicts_the_same_with_the_file_as_the_model_in_memory(name, tmp_path):
     tiny, family = TINY[name](), FAMILIES.get(name)()
-    denoiser = getattr(tiny.pipe, family.denoiser_name)
+    denoiser = getattr(tiny.pipe, family.facts.denoiser_name)
     base = predict(family, tiny.pipe, tiny.batch)
     adapter = injection.inject_into_model(
-        denoiser, AdapterConfig(network_dim=6, network_alpha=2.5), family.lora_target_modules, seed=1
+        denoiser, AdapterConfig(network_dim=6, network_alpha=2.5), family.facts.lora.targets, seed=1
     )
     randomize_lora_b(denoiser)
     write_adapter_file(tmp_path / "lora.safetensors", convert_adapter_to_kohya(denoiser, adapter, family), {})
@@ -45,7 +45,9 @@ def test_diffusers_predicts_the_same_with_the_file_as_the_model_in_memory(name, 
     with_lora = predict(family, tiny.pipe, tiny.batch)
     torch.testing.assert_close(predict(family, reference, tiny.batch), with_lora, rtol=1e-4, atol=1e-5)
     assert (with_lora - base).abs().max() > 1e-2, "the LoRA changes the prediction"
-    loaded = [each for each, _ in getattr(reference, family.denoiser_name).named_parameters() if ".lora_B." in each]
+    loaded = [
+        each for each, _ in getattr(reference, family.facts.denoiser_name).named_parameters() if ".lora_B." in each
+    ]
     assert len(loaded) == len(adapter.modules)
 
 
@@ -82,12 +84,7 @@ def test_a_run_from_images_to_a_file_and_previews(name, tmp_path):
         source,
         "--dataset_config",
         str(ROOT / "dataset_configs" / "demo.toml"),
-        "--max_train_steps",
-        "2",
-        "--learning_rate",
-        "1e-2",
-        "--network_dim",
-        "2",
+        *"--max_train_steps 2 --learning_rate 1e-2 --network_dim 2".split(),
         "--output_dir",
         str(tmp_path),
         "--mixed_precision",
@@ -108,5 +105,5 @@ def test_a_run_from_images_to_a_file_and_previews(name, tmp_path):
     before = predict(family, tiny.pipe, tiny.batch)
     tiny.pipe.load_lora_weights(str(tmp_path), weight_name="lora.safetensors")
     assert not torch.allclose(predict(family, tiny.pipe, tiny.batch), before)
-    loaded = [each for each, _ in getattr(tiny.pipe, family.denoiser_name).named_parameters() if ".lora_" in each]
+    loaded = [each for each, _ in getattr(tiny.pipe, family.facts.denoiser_name).named_parameters() if ".lora_" in each]
     assert len(loaded) * 3 == len(keys) * 2

@@ -29,7 +29,7 @@ def predict(family, pipe, name):
     """The prediction of a model for one batch."""
     batch = TINY[name]().batch
     cond = family.encode_prompts(pipe, ["a red circle", "a longer text, of blue"])
-    denoiser = getattr(pipe, family.denoiser_name).eval()
+    denoiser = getattr(pipe, family.facts.denoiser_name).eval()
     return family.predict(pipe, denoiser, batch.latents, torch.tensor([900.0, 300.0]), replace(batch, cond=cond))
 
 
@@ -65,14 +65,7 @@ def test_diffusers_samples_the_same_with_the_file_as_the_model_in_memory(name, t
         str(ROOT / "dataset_configs/demo.toml"),
         "--pretrained_model_name_or_path",
         source,
-        "--max_train_steps",
-        "3",
-        "--learning_rate",
-        "3e-2",
-        "--network_dim",
-        "4",
-        "--network_alpha",
-        "3",
+        *"--max_train_steps 3 --learning_rate 3e-2 --network_dim 4 --network_alpha 3".split(),
         "--output_dir",
         str(tmp_path),
     )
@@ -93,11 +86,7 @@ def test_one_process_and_two_train_the_same_weights(name, even_dataset, tmp_path
     flags = (
         "--pretrained_model_name_or_path",
         SOURCES[name],
-        "--optimizer_type",
-        "SGD",
-        "--gradient_checkpointing",
-        "--max_train_steps",
-        "3",
+        *"--optimizer_type SGD --gradient_checkpointing --max_train_steps 3".split(),
     )
     one = train_adapter(tmp_path / "one", 1, 4, 1, *flags, dataset=even_dataset)
     two = train_adapter(tmp_path / "two", 2, 2, 1, *flags, dataset=even_dataset)

@@ -4,21 +4,11 @@ import pytest
 from rank_processes import run_on_ranks
 from training_runs import even_dataset, max_relative_difference, train, train_adapter  # noqa: F401
 
-FULL = (
-    "--network_dropout",
-    "0.1",
-    "--scale_weight_norms",
-    "0.02",
-    "--no-network_train_unet_only",
-    "--text_encoder_lr",
-    "0.3",
-    "--network_args",
-    "rank_dropout=0.2",
-    "module_dropout=0.2",
-    "conv_dim=2",
-    "loraplus_lr_ratio=2",
-    "mid_lr_weight=0.5",
-    "network_reg_dims=ff=3",
+FULL = tuple(
+    (
+        "--network_dropout 0.1 --scale_weight_norms 0.02 --no-network_train_unet_only --text_encoder_lr 0.3 --network_args "
+        "rank_dropout=0.2 module_dropout=0.2 conv_dim=2 loraplus_lr_ratio=2 mid_lr_weight=0.5 network_reg_dims=ff=3"
+    ).split()
 )
 SETTINGS = {
     "every argument": (FULL, "lora_up"),
@@ -66,11 +56,7 @@ def test_a_file_with_text_encoders_has_the_effect_of_the_model_in_memory(name, e
         train,
         "--pretrained_model_name_or_path",
         f"random:{family}:tiny",
-        "--max_train_steps",
-        "2",
-        "--no-network_train_unet_only",
-        "--learning_rate",
-        "1e-3",
+        *"--max_train_steps 2 --no-network_train_unet_only --learning_rate 1e-3".split(),
         "--dataset_config",
         str(even_dataset),
         "--output_dir",

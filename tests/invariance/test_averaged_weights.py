@@ -8,18 +8,7 @@ from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from training_runs import train, write_images
 
-SETTINGS = (
-    "--train_batch_size",
-    "2",
-    "--max_train_steps",
-    "5",
-    "--network_dim",
-    "2",
-    "--seed",
-    "3",
-    "--save_every_n_steps",
-    "1",
-)
+SETTINGS = tuple("--train_batch_size 2 --max_train_steps 5 --network_dim 2 --seed 3 --save_every_n_steps 1".split())
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +24,7 @@ def test_ema_weights_are_saved_with_each_adapter(dataset, tmp_path):
         "--dataset_config",
         str(dataset),
         *SETTINGS,
-        "--optimizer_type",
-        "SGD",
-        "--learning_rate",
-        "0.5",
+        *"--optimizer_type SGD --learning_rate 0.5".split(),
         "--ema_decay",
         str(decay),
         "--output_dir",
@@ -68,10 +54,7 @@ def test_saving_does_not_change_a_schedule_free_run(dataset, tmp_path):
         "--dataset_config",
         str(dataset),
         *SETTINGS,
-        "--optimizer_type",
-        "AdamWScheduleFree",
-        "--learning_rate",
-        "0.01",
+        *"--optimizer_type AdamWScheduleFree --learning_rate 0.01".split(),
         "--output_dir",
         str(tmp_path),
     )
@@ -88,12 +71,7 @@ def test_prodigy_adapts_its_learning_rate_from_1(dataset, tmp_path):
         "--dataset_config",
         str(dataset),
         *SETTINGS,
-        "--optimizer_type",
-        "Prodigy",
-        "--learning_rate",
-        "1.0",
-        "--lr_scheduler",
-        "rex",
+        *"--optimizer_type Prodigy --learning_rate 1.0 --lr_scheduler rex".split(),
         "--output_dir",
         str(tmp_path),
         "--output_name",

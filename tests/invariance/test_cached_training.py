@@ -14,36 +14,21 @@ import torch
 from cache_family import AveragePoolFamily, CachedRun, EncodedNames, write_dataset_file
 from numbered_images import write_numbered_images
 from PIL import Image
+from problem_lines import format_lines
 from rank_processes import CONTEXT, run_on_ranks
 from training_runs import write_images
 
 from library.cache.store import CacheStore
 from library.dataloader.batch import normalize_pixels
-from library.diffusion.losses import resize_mask_to_latents
+from library.diffusion.masked_loss import resize_mask_to_latents
 from library.errors import ConfigError, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = [
-    "--max_train_steps",
-    "8",
-    "--train_batch_size",
-    "2",
-    "--gradient_accumulation_steps",
-    "2",
-    "--flip_aug",
-    "--shuffle_caption",
-    "--keep_tokens",
-    "1",
-    "--caption_dropout_rate",
-    "0.3",
-    "--optimizer_type",
-    "SGD",
-    "--learning_rate",
-    "0.5",
-    "--max_data_loader_n_workers",
-    "0",
-    "--quiet",
-]
+STEPS = (
+    "--max_train_steps 8 --train_batch_size 2 --gradient_accumulation_steps 2 --flip_aug --shuffle_caption "
+    "--keep_tokens 1 --caption_dropout_rate 0.3 --optimizer_type SGD --learning_rate 0.5 --max_data_loader_n_workers 0 "
+    "--quiet"
+).split()
 ON_DISK = ["--cache_latents_to_disk", "--cache_text_encoder_outputs_to_disk"]
 IN_MEMORY = ["--cache_latents", "--cache_text_encoder_outputs"]
 
@@ -185,14 +170,7 @@ def collect_batch_rows(dataset_file: str, *flags: str) -> list[tuple[int, int, i
         family,
         "--dataset_config",
         dataset_file,
-        "--flip_aug",
-        "--shuffle_caption",
-        "--train_batch_size",
-        "2",
-        "--max_train_epochs",
-        "3",
-        "--max_data_loader_n_workers",
-        "0",
+        *"--flip_aug --shuffle_caption --train_batch_size 2 --max_train_epochs 3 --max_data_loader_n_workers 0".split(),
         *flags,
     )
     rows = []
@@ -393,7 +371,7 @@ def build_cache_with_breaking_image(dataset_file: str, on_invalid_images: str) -
             on_invalid_images,
         )
     except ConfigError as error:
-        return error.problems
+        return format_lines(error.problems)
     names = [sample.key for sample in run.prepared.manifest.samples]
     planned = {sample for bucket in run.plan.batch_plan.buckets for sample in bucket.sample_indices}
     return names, [round(((value + 1) * 127.5 - 20) / 10) for value in read_latent_maxima(run)], sorted(planned)

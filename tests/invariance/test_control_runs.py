@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from compiled_runs import train_and_count_graphs
+from problem_lines import format_lines
 from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from training_runs import max_relative_difference, train, write_images
@@ -128,8 +129,8 @@ def test_what_control_does_not_support_is_refused(write_data, tmp_path):
     def list_problems(*words, model=OMINI):
         parsed = parse_config([*data, *words, *model])
         config = parsed.config
-        problems = [*parsed.problems, *validate_dataset_config(config.data, config.cache)]
-        return "\n".join([*problems, *validate_model_options(config, {})])
+        problems = [*format_lines(parsed.problems), *format_lines(validate_dataset_config(config.data, config.cache))]
+        return "\n".join([*problems, *format_lines(validate_model_options(config, {}))])
 
     plain = OMINI[:2]
     assert list_problems() == ""

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from PIL import Image, ImageChops
+from problem_lines import format_lines
 from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from tiny_pipelines import shrink_references
@@ -147,7 +148,7 @@ def test_references_without_noise_levels_are_distributed(data, tmp_path, flags):
 def test_what_the_text_encoder_cannot_read_is_reported(data, tmp_path):
     words = [*EDIT, "--dataset_config", str(data), "--random_crop", "--sample_prompts", "a red circle"]
     problems = [
-        list(validate_model_options(parse_config([*words, *caches]).require_valid(), {}))
+        format_lines(validate_model_options(parse_config([*words, *caches]).require_valid(), {}))
         for caches in (CACHES[:1], CACHES[1:])
     ]
     assert "needs the control images, which are not loaded when latents" in problems[0][0]
@@ -159,6 +160,6 @@ def test_what_the_text_encoder_cannot_read_is_reported(data, tmp_path):
 def test_models_that_take_no_control_images_reject_them(data, tmp_path, key):
     data.write_text(data.read_text().replace("control_directory", key))
     words = ["--pretrained_model_name_or_path", "random:flux:tiny", "--dataset_config", str(data)]
-    (problem,) = validate_model_options(parse_config(words).require_valid(), {})
+    (problem,) = format_lines(validate_model_options(parse_config(words).require_valid(), {}))
     assert f": {key}: FLUX.1 takes no control images; FLUX.1 Kontext" in problem
     assert ("if these are masks, set --masked_loss" in problem) == (key == "conditioning_data_dir")

@@ -26,21 +26,11 @@ from library.distributed.watchdog import ProcessIdentity
 from library.training.shutdown import FailureHandler
 
 ROOT = Path(__file__).resolve().parents[2]
-SETTINGS = (
-    "--max_train_steps",
-    "13",
-    "--network_dim",
-    "2",
-    "--learning_rate",
-    "0.5",
-    "--optimizer_type",
-    "SGD",
-    "--gradient_accumulation_steps",
-    "2",
-    "--seed",
-    "5",
-    "--mixed_precision",
-    "no",
+SETTINGS = tuple(
+    (
+        "--max_train_steps 13 --network_dim 2 --learning_rate 0.5 --optimizer_type SGD --gradient_accumulation_steps 2 "
+        "--seed 5 --mixed_precision no"
+    ).split()
 )
 STEP = 11
 """The step that fails: one step after the losses were read."""
@@ -423,16 +413,7 @@ def test_a_disk_full_for_the_lora_file_ends_the_run_and_keeps_older_files(datase
 
 def test_a_disk_full_for_a_checkpoint_is_reported_and_training_continues(dataset, tmp_path):
     run_flags = build_flags(
-        dataset,
-        tmp_path,
-        1,
-        "--optimizer_type",
-        "AdamW",
-        "--learning_rate",
-        "1e-3",
-        "--save_every_n_steps",
-        "6",
-        "--save_state",
+        dataset, tmp_path, 1, *"--optimizer_type AdamW --learning_rate 1e-3 --save_every_n_steps 6 --save_state".split()
     )
     run_on_ranks(1, train, *run_flags, "--max_train_steps", "6", "--output_name", "size")
     size = (tmp_path / "size.safetensors").stat().st_size

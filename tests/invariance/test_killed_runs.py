@@ -45,18 +45,10 @@ def build_flags(data: Path, folder: Path, batch: int, *more: str) -> tuple[str, 
         str(batch),
         "--max_train_steps",
         str(STEPS),
-        "--network_dim",
-        "2",
-        "--learning_rate",
-        "1e-2",
-        "--ema_decay",
-        "0.9",
-        "--save_every_n_steps",
-        "2",
-        "--save_state",
-        "--mixed_precision",
-        "no",
-        "--auto_resume",
+        *(
+            "--network_dim 2 --learning_rate 1e-2 --ema_decay 0.9 --save_every_n_steps 2 --save_state "
+            "--mixed_precision no --auto_resume"
+        ).split(),
         *more,
     )
 

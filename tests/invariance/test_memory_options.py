@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from problem_lines import format_lines, format_unused
 from rank_processes import run_on_ranks
 from small_unet import build_unet
 from torch import nn
@@ -443,7 +444,7 @@ def find_problems(*flags):
     try:
         run_training(parse_config(flags).require_valid())
     except ConfigError as error:
-        return error.problems
+        return format_lines(error.problems)
     return None
 
 
@@ -454,12 +455,12 @@ def test_invalid_memory_options_are_reported_before_loading(even_dataset, tmp_pa
         "--gradient_checkpointing_every 2 --cpu_offload_checkpointing --activation_memory_budget 0.5 "
         "--blocks_to_swap 1 --torch_compile --profile_steps 1:9 --gradient_checkpointing"
     ).split()
-    assert [problem.partition(":")[0] for problem in parse_config([*flags, *options]).problems] == [
+    assert [problem.partition(":")[0] for problem in format_lines(parse_config([*flags, *options]).problems)] == [
         *("--gradient_checkpointing_every --cpu_offload_checkpointing --blocks_to_swap --profile_steps".split()),
     ]
-    unused = parse_config([*flags, *options[:-1]]).unused
+    unused = format_unused(parse_config([*flags, *options[:-1]]).unused)
     assert [name for name, _ in unused] == [options[0], options[3], options[2]], "nothing is checkpointed"
-    unused = parse_config([*flags, "--block_swap_window_mb", "9"]).unused
+    unused = format_unused(parse_config([*flags, "--block_swap_window_mb", "9"]).unused)
     assert unused == (("--block_swap_window_mb", "blocks_to_swap is not set"),)
     (problems,) = run_on_ranks(1, find_problems, *flags, "--blocks_to_swap", "99", "--quiet")
     assert len(problems) == 1 and problems[0].startswith("--blocks_to_swap: 99; this model has ")

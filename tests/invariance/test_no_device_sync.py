@@ -23,14 +23,7 @@ from library.training import loop
 from library.training.trainable_modules import get_trainable_parameters
 
 DEVICE = torch.device("meta")
-MODELS = [
-    "random:sd1:tiny",
-    "random:sdxl:tiny",
-    "random:sd3:tiny",
-    "random:flux:tiny",
-    "random:z_image:tiny",
-    "random:qwen_image:tiny",
-]
+MODELS = "random:sd1:tiny random:sdxl:tiny random:sd3:tiny random:flux:tiny random:z_image:tiny random:qwen_image:tiny".split()
 
 
 class BlockingCopyDetector(TorchDispatchMode):
@@ -121,7 +114,7 @@ def test_a_step_with_checkpoints_on_the_host_and_a_quantized_base_never_waits_fo
 @pytest.mark.parametrize("name", ["sd1", "sdxl"])
 def test_encoding_captions_in_a_step_does_not_wait_for_the_device(name):
     tiny, family = TINY[name](), FAMILIES.get(name)()
-    for part in family.text_components:
+    for part in family.facts.text.components:
         if isinstance(module := getattr(tiny.pipe, part), torch.nn.Module):
             module.to(DEVICE)
     with BlockingCopyDetector():

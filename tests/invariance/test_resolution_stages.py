@@ -12,6 +12,7 @@ from compiled_runs import COMPILED
 from compiled_runs import train_compiled as compiled
 from hypothesis import given
 from hypothesis import strategies as st
+from problem_lines import format_lines
 from rank_processes import run_on_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -20,7 +21,7 @@ from training_runs import max_relative_difference, train, write_images
 from library import tools
 from library.config import parse_config
 from library.config.schema import TrainConfig
-from library.config.schema_data import CacheConfig, DataConfig, ValidateConfig
+from library.config.schema_data import CacheConfig, DataConfig
 from library.dataloader.batch_plan import BatchPlan, StagedBatchPlan
 from library.dataloader.buckets import build_bucket_assigner
 from library.dataloader.prepare import prepare_data
@@ -163,8 +164,8 @@ INVALID = {
 def test_invalid_schedules_are_reported_with_file_line_and_key(tmp_path, text):
     path = tmp_path / "x.toml"
     path.write_text(f"[[datasets]]\n{text}\n{SUBSET}", "utf-8")
-    problem, *others = validate_dataset_config(
-        DataConfig(dataset_config=str(path)), CacheConfig(), ValidateConfig(), TrainConfig(max_train_steps=100)
+    problem, *others = format_lines(
+        validate_dataset_config(DataConfig(dataset_config=str(path)), CacheConfig(), TrainConfig(max_train_steps=100))
     )
     assert INVALID[text] in problem and "x.toml" in problem
     assert all("resolution_schedule: 16,16 is too small" in other for other in others)
@@ -177,7 +178,7 @@ def test_an_invalid_resolution_is_reported_once_and_not_as_missing(tmp_path, fla
     for command in ("plan", "cache build"):
         with pytest.raises(ConfigError) as error:
             tools.TOOLS[command.split()[0]][1]([*command.split()[1:], "--dataset_config", str(path), *flags])
-        (problem,) = error.value.problems
+        (problem,) = format_lines(error.value.problems)
         assert problem.startswith(flags[0])
 
 
@@ -186,7 +187,7 @@ def test_sizes_that_the_model_does_not_support_are_reported_with_their_key(tmp_p
     path.write_text(f"[[datasets]]\nresolution_schedule = '36:9,48'\n{SUBSET}", "utf-8")
     with pytest.raises(ConfigError) as error:
         prepare_data(DataConfig(dataset_config=str(path)), 8, str(tmp_path))
-    assert error.value.problems == [
+    assert format_lines(error.value.problems) == [
         f"{path}:2: resolution_schedule: 36,36 is not a multiple of 8 on each side, which this model needs;"
         " set [32, 32]"
     ]
@@ -223,7 +224,7 @@ def test_an_epoch_truncated_by_a_stage_counts_and_one_truncated_by_the_end_of_th
         plan = RunPlan.from_config(
             prepare_data(config.data, 8).build_batch_plan(1, config.train), config.train, config.optim
         )
-        assert [step for step in range(1, 13) if is_interval_reached(plan, step, None, 1)] == [4, 6, 10]
+        assert [step for step in range(1, 13) if is_interval_reached(plan, step, epochs=1)] == [4, 6, 10]
         assert (plan.num_epochs, plan.count_completed_epochs(12)) == (4, 3)
 
 
@@ -245,21 +246,11 @@ def test_max_train_epochs_must_reach_the_last_stage(tmp_path):
         RunPlan.from_config(prepared.build_batch_plan(1, config.train), config.train, config.optim)
 
 
-FLAGS = (
-    "--max_train_steps",
-    "9",
-    "--resolution_schedule",
-    "32:4,48:3,native",
-    "--network_dim",
-    "2",
-    "--learning_rate",
-    "1e-2",
-    "--flip_aug",
-    "--shuffle_caption",
-    "--train_batch_size",
-    "2",
-    "--optimizer_type",
-    "SGD",
+FLAGS = tuple(
+    (
+        "--max_train_steps 9 --resolution_schedule 32:4,48:3,native --network_dim 2 --learning_rate 1e-2 --flip_aug "
+        "--shuffle_caption --train_batch_size 2 --optimizer_type SGD"
+    ).split()
 )
 
 
@@ -276,11 +267,7 @@ def staged_run(tmp_path_factory) -> tuple[Path, Path]:
         "--output_dir",
         str(folder / "out"),
         *FLAGS,
-        "--gradient_accumulation_steps",
-        "2",
-        "--save_every_n_steps",
-        "3",
-        "--save_state",
+        *"--gradient_accumulation_steps 2 --save_every_n_steps 3 --save_state".split(),
     )
     return data, folder / "out"
 

@@ -106,12 +106,7 @@ def test_resume_with_every_kind_of_optimizer_gives_equal_weights(dataset, tmp_pa
     options = [
         "--optimizer_type",
         name,
-        "--max_train_steps",
-        "6",
-        "--lr_scheduler",
-        "constant",
-        "--lr_warmup_steps",
-        "0",
+        *"--max_train_steps 6 --lr_scheduler constant --lr_warmup_steps 0".split(),
         *(["--optimizer_args", argument] if argument else []),
     ]
     options += ["--learning_rate", "1"] if name in ("Prodigy", "DAdaptAdam") else []
@@ -178,12 +173,7 @@ def test_ema_and_loraplus_can_be_enabled_on_resume(uninterrupted_run, dataset, t
         *build_flags(
             dataset,
             folder,
-            "--auto_resume",
-            "--force_resume",
-            "--learning_rate",
-            "1e-30",
-            "--network_args",
-            "loraplus_lr_ratio=4",
+            *"--auto_resume --force_resume --learning_rate 1e-30 --network_args loraplus_lr_ratio=4".split(),
         ),
     )
     ema, adapter = (load_file(folder / name) for name in ("lora-ema.safetensors", "lora-step00000009.safetensors"))
@@ -301,12 +291,10 @@ def test_leftover_files_of_this_output_name_only_are_removed(tmp_path):
     for name in ("mika", "mika-ema", "mika-step00000010-ema", "mika-000001", "mika2", "mika-red"):
         (tmp_path / f".{name}.safetensors.77.part").touch()
     checkpoint_dir.remove_leftover_files(tmp_path, "mika")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        ".mika-red-state.77.new",
-        ".mika-red.safetensors.77.part",
-        ".mika2-state.77.new",
-        ".mika2.safetensors.77.part",
-    ]
+    assert (
+        sorted(path.name for path in tmp_path.iterdir())
+        == ".mika-red-state.77.new .mika-red.safetensors.77.part .mika2-state.77.new .mika2.safetensors.77.part".split()
+    )
 
 
 def test_changes_of_output_dir_and_memory_options_do_not_change_the_result():
@@ -319,15 +307,7 @@ def test_changes_of_output_dir_and_memory_options_do_not_change_the_result():
         }
 
     changed = build_metadata(
-        "--output_dir",
-        "elsewhere",
-        "--gradient_checkpointing",
-        "--mixed_precision",
-        "no",
-        "--network_dim",
-        "8",
-        "--resume",
-        "latest",
+        *"--output_dir elsewhere --gradient_checkpointing --mixed_precision no --network_dim 8 --resume latest".split()
     )
     changes = {str(change): change.changes_result for change in find_changes(build_metadata(), changed)}
     assert changes == {
@@ -413,18 +393,10 @@ def test_on_a_full_disk_checkpoints_come_before_lora_files(dataset, uninterrupte
 
 def test_resume_on_another_number_of_ranks_gives_equal_weights_up_to_rounding(dataset, tmp_path):
     """Two, one and four ranks with the same number of images per step differ only in the rounding of sums."""
-    options = [
-        "--optimizer_type",
-        "SGD",
-        "--lr_scheduler",
-        "constant",
-        "--lr_warmup_steps",
-        "0",
-        "--learning_rate",
-        "0.5",
-        "--gradient_accumulation_steps",
-        "1",
-    ]
+    options = (
+        "--optimizer_type SGD --lr_scheduler constant --lr_warmup_steps 0 --learning_rate 0.5 "
+        "--gradient_accumulation_steps 1"
+    ).split()
     run_on_ranks(2, train, *build_flags(dataset, tmp_path / "2", *options, "--train_batch_size", "2"))
     folder = tmp_path / "2"
     for ranks, batch, step in ((1, "4", 3), (4, "1", 6)):

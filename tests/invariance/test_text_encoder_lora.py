@@ -3,6 +3,7 @@
 import pytest
 import torch
 from family_runs import train
+from problem_lines import format_texts
 from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from text_encoder_runs import build_trainable_case, compute_loss, parse_settings
@@ -36,9 +37,11 @@ def test_a_gradient_reaches_every_lora_of_denoiser_and_text_encoders(name):
     weights = dict(injection.iter_adapter_parameters(case.model))
     assert [name for name, weight in weights.items() if weight.grad is None or not weight.grad.any()] == []
     trained_encoders = [
-        component for component in case.family.facts.text_encoders if component != case.family.facts.t5_encoder
+        component
+        for component in case.family.facts.lora.text_encoders
+        if component != case.family.facts.text.t5_encoder
     ]
-    assert {name.split(".")[0] for name in weights} == {case.family.denoiser_name, *trained_encoders}
+    assert {name.split(".")[0] for name in weights} == {case.family.facts.denoiser_name, *trained_encoders}
     assert {id(weight) for weight in weights.values()} == {
         id(weight)
         for component in case.pipe.components.values()
@@ -47,7 +50,7 @@ def test_a_gradient_reaches_every_lora_of_denoiser_and_text_encoders(name):
         if weight.requires_grad and component is not case.pipe.vae
     } - {
         id(weight)
-        for component in (getattr(case.pipe, case.family.facts.t5_encoder or "", None),)
+        for component in (getattr(case.pipe, case.family.facts.text.t5_encoder or "", None),)
         if component is not None
         for weight in component.parameters()
     }
@@ -156,10 +159,16 @@ def test_a_learning_rate_of_0_excludes_a_text_encoder():
 
 def find_adapter_problems(name, *flags):
     config, facts = parse_settings(*flags), FAMILIES.get(name)().facts
-    problems = validate_adapter_for_model(
-        config.adapter, config.optim, facts.network, facts.title, facts.text_encoders, facts.t5_encoder
+    return format_texts(
+        validate_adapter_for_model(
+            config.adapter,
+            config.optim,
+            facts.options.network,
+            facts.title,
+            tuple(facts.lora.text_encoders),
+            facts.text.t5_encoder,
+        )
     )
-    return [problem for _, problem in problems]
 
 
 def test_three_learning_rates_for_two_text_encoders_are_an_error():
@@ -176,14 +185,7 @@ def text_encoder_run(even_dataset, tmp_path_factory):  # noqa: F811
         "--dataset_config",
         str(even_dataset),
         *BOTH,
-        "--optimizer_type",
-        "SGD",
-        "--learning_rate",
-        "0.5",
-        "--text_encoder_lr",
-        "5",
-        "--max_train_steps",
-        "3",
+        *"--optimizer_type SGD --learning_rate 0.5 --text_encoder_lr 5 --max_train_steps 3".split(),
         "--output_dir",
         str(folder),
     ]
@@ -212,7 +214,7 @@ def test_diffusers_loads_the_text_encoder_lora_from_the_file(text_encoder_run):
             component, _, rest = key.partition(".")
             module, matrix = rest.split(".lora_")
             module = module if module.startswith("text_model") else f"text_model.{module}"
-            prefix = f"{family.text_lora_prefixes[component]}_{module.replace('.', '_')}"
+            prefix = f"{family.facts.lora.text_encoders[component].prefix}_{module.replace('.', '_')}"
             tensor.copy_(file_tensors[f"{prefix}.lora_{'down' if matrix.startswith('A') else 'up'}.weight"])
     with torch.no_grad():
         for name, actual in family.encode_prompts(pipe, ["a red circle"]).items():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from adapter_states import build_random_state
 from PIL import Image, ImageChops
+from problem_lines import format_lines
 from rank_processes import run_on_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -130,10 +131,10 @@ def test_a_quantized_and_offloaded_base_is_unchanged_without_the_adapter(files):
 
 @pytest.mark.quick
 def test_a_file_that_cannot_be_a_training_adapter_is_refused(tmp_path):
-    problems = parse_config(["--training_adapter", str(tmp_path / "none.safetensors")]).problems
+    problems = format_lines(parse_config(["--training_adapter", str(tmp_path / "none.safetensors")]).problems)
     assert any("training_adapter" in line and "no such file" in line for line in problems)
     boft = ["--network_module", "lycoris.kohya", "--network_args", "algo=boft"]
-    assert "base weights alone" in str(parse_config([*boft, "--training_adapter", __file__]).problems)
+    assert "base weights alone" in str(format_lines(parse_config([*boft, "--training_adapter", __file__]).problems))
     loha = save_training_adapter(tmp_path / "loha.safetensors", "loha")
     with pytest.raises(ConfigError, match=r"--training_adapter: .*loha.safetensors: has layers of type loha; a train"):
         read(f"random:{NAME}:tiny", training_adapter=loha)

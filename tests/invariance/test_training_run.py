@@ -41,28 +41,11 @@ def test_every_split_of_four_images_per_step_trains_the_same_lora(
 
 
 def test_noise_and_loss_options_train_equally_on_two_ranks(even_dataset, tmp_path):
-    flags = [
-        "--optimizer_type",
-        "SGD",
-        "--noise_offset",
-        "0.1",
-        "--noise_offset_random_strength",
-        "--adaptive_noise_scale",
-        "0.1",
-        "--multires_noise_iterations",
-        "3",
-        "--ip_noise_gamma",
-        "0.2",
-        "--ip_noise_gamma_random_strength",
-        "--loss_type",
-        "huber",
-        "--v_parameterization",
-        "--zero_terminal_snr",
-        "--min_snr_gamma",
-        "5",
-        "--min_timestep",
-        "100",
-    ]
+    flags = (
+        "--optimizer_type SGD --noise_offset 0.1 --noise_offset_random_strength --adaptive_noise_scale 0.1 "
+        "--multires_noise_iterations 3 --ip_noise_gamma 0.2 --ip_noise_gamma_random_strength --loss_type huber "
+        "--v_parameterization --zero_terminal_snr --min_snr_gamma 5 --min_timestep 100"
+    ).split()
     one_rank = train_adapter(tmp_path, 1, 4, 1, *flags, dataset=even_dataset)
 
     assert max_relative_difference(one_rank, train_adapter(tmp_path, 2, 1, 2, *flags, dataset=even_dataset)) < 1e-4
@@ -114,25 +97,15 @@ def demo_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
     command = [
         sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--num_processes",
-        "1",
-        "--num_machines",
-        "1",
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
+        *(
+            "-m accelerate.commands.launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no"
+        ).split(),
         str(ROOT / "train_lora.py"),
         "--dataset_config",
         str(ROOT / "dataset_configs/demo.toml"),
         "--config_file",
         str(ROOT / "dataset_configs/demo_run.toml"),
-        "--max_train_steps",
-        "12",
-        "--save_every_n_steps",
-        "5",
+        *"--max_train_steps 12 --save_every_n_steps 5".split(),
         "--output_dir",
         str(folder / "out"),
         "--logging_dir",
@@ -216,13 +189,7 @@ def test_the_tracker_logs_every_step(demo_run):
 def test_the_plan_tool_prints_the_plan_of_a_run():
     command = [
         sys.executable,
-        "-m",
-        "library",
-        "plan",
-        "--dataset_config",
-        "dataset_configs/demo.toml",
-        "--max_train_epochs",
-        "3",
+        *"-m library plan --dataset_config dataset_configs/demo.toml --max_train_epochs 3".split(),
     ]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
@@ -282,11 +249,7 @@ def test_torch_compile_trains_the_same_lora_with_the_same_keys(flags, even_datas
         1,
         4,
         1,
-        "--optimizer_type",
-        "SGD",
-        "--torch_compile",
-        "--dynamo_backend",
-        "aot_eager",
+        *"--optimizer_type SGD --torch_compile --dynamo_backend aot_eager".split(),
         *flags,
         dataset=even_dataset,
     )
@@ -391,19 +354,10 @@ def test_max_train_epochs_sets_the_length_and_the_file_names(even_dataset, tmp_p
         str(even_dataset),
         "--output_dir",
         str(tmp_path),
-        "--max_train_epochs",
-        "3",
-        "--train_batch_size",
-        "4",
-        "--save_every_n_epochs",
-        "2",
+        *"--max_train_epochs 3 --train_batch_size 4 --save_every_n_epochs 2".split(),
         "--sample_prompts",
         write_prompts(tmp_path),
-        "--sample_every_n_epochs",
-        "3",
-        "--sample_at_first",
-        "--sample_every_n_steps",
-        "1",
+        *"--sample_every_n_epochs 3 --sample_at_first --sample_every_n_steps 1".split(),
     )
 
     assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == [
@@ -433,19 +387,11 @@ def test_trackers_get_no_paths_comments_or_prefixes(even_dataset, tmp_path):
         "wandb",
         "--logging_dir",
         str(tmp_path / "logs"),
-        "--log_config",
-        "--training_comment",
-        "secret_comment",
-        "--caption_prefix",
-        "/home/alice/secret_prefix",
-        "--wandb_run_name",
-        "a_run_of_mine",
-        "--log_tracker_name",
-        "a_project_of_mine",
-        "--max_train_steps",
-        "2",
-        "--max_data_loader_n_workers",
-        "0",
+        *(
+            "--log_config --training_comment secret_comment --caption_prefix /home/alice/secret_prefix "
+            "--wandb_run_name a_run_of_mine --log_tracker_name a_project_of_mine --max_train_steps 2 "
+            "--max_data_loader_n_workers 0"
+        ).split(),
     ]
     result = subprocess.run(
         command, cwd=tmp_path, env=os.environ | {"WANDB_MODE": "offline"}, capture_output=True, text=True, timeout=300

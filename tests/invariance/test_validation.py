@@ -6,16 +6,16 @@ import re
 from pathlib import Path
 
 import pytest
+from problem_lines import format_unused
 from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from training_runs import max_relative_difference, train, write_images
 
 from library.cache.readers import build_validation_reader
-from library.config import parse_config
 from library.config.schema_data import DataConfig
 from library.dataloader.prepare import prepare_data
-from library.dataset.validate import validate_dataset_config
 from library.errors import ConfigError
+from library.training.preflight import find_settings_problems, load_settings
 from library.training.validation_loss import MeanEstimate, student_t_quantile
 
 
@@ -47,18 +47,10 @@ def build_flags(data: Path, folder: Path, *more: str) -> list[str]:
         str(data),
         "--output_dir",
         str(folder),
-        "--max_train_steps",
-        "4",
-        "--train_batch_size",
-        "2",
-        "--learning_rate",
-        "0.02",
-        "--network_dim",
-        "4",
-        "--validation_split",
-        "0.4",
-        "--validate_every_n_steps",
-        "2",
+        *(
+            "--max_train_steps 4 --train_batch_size 2 --learning_rate 0.02 --network_dim 4 --validation_split 0.4 "
+            "--validate_every_n_steps 2"
+        ).split(),
         *more,
     ]
 
@@ -243,19 +235,20 @@ def test_validation_does_not_change_losses_and_files(data, reference, tmp_path):
     )
 
 
-def find_problems(*build_flags: str) -> list[str]:
-    config = parse_config(build_flags).config
-    return validate_dataset_config(config.data, config.cache, config.validate)
+def find_unused(*build_flags: str) -> dict[str, str]:
+    loaded = load_settings(build_flags)
+    assert find_settings_problems(loaded) == []
+    return dict(format_unused(loaded.unused))
 
 
 @pytest.mark.parametrize(
     "option", ["validation_seed", "validate_every_n_steps", "validate_every_n_epochs", "max_validation_steps"]
 )
-def test_validation_options_without_a_validation_split_are_refused(option, data, tmp_path):
-    problems = find_problems("--dataset_config", str(data), f"--{option}", "3")
+def test_validation_options_without_a_validation_split_are_named(option, data, tmp_path):
+    flags = ["--dataset_config", str(data), f"--{option}", "3"]
 
-    assert [problem.partition(":")[0] for problem in problems] == [f"--{option}"]
-    assert find_problems("--dataset_config", str(data), f"--{option}", "3", "--validation_split", "0.5") == []
+    assert find_unused(*flags) == {f"--{option}": "validation_split is 0"}
+    assert find_unused(*flags, "--validation_split", "0.5") == {}
 
 
 def train_and_measure_swaps(*build_flags: str) -> list[float]:

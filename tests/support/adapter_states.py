@@ -17,12 +17,12 @@ def build_random_state(name, kind="lora", dtype=torch.float32, seed=0, pipe=None
     for part in parts:
         model = getattr(pipe, part.name)
         targets = (
-            family.lora_target_modules
-            if part.name == family.denoiser_name
-            else family.text_lora_target_modules[part.name]
+            family.facts.lora.targets
+            if part.name == family.facts.denoiser_name
+            else family.facts.lora.text_encoders[part.name].targets
         )
         if part.name == "unet" and kind in ("lora", "dora"):
-            targets = (*targets, *family.conv_lora_target_modules)
+            targets = (*targets, *family.facts.lora.conv_targets)
         for module in match_target_modules(model, targets):
             shape = model.get_submodule(module).weight.shape
             # Several ranks, but one alpha: diffusers mixes up alphas of U-Net blocks in files of sd-scripts.

@@ -16,11 +16,11 @@ def build_component_keys(model: nn.Module, family: Any = None) -> ComponentKeys:
     """The key names of a denoiser."""
     family = family or FAMILIES.get("sd1")
     return ComponentKeys(
-        family.denoiser_name,
+        family.facts.denoiser_name,
         list_module_names(model),
-        family.lora_prefix,
-        family.lora_key_style,
-        family.lora_other_key_styles,
+        family.facts.lora.prefix,
+        family.facts.lora.key_style,
+        family.facts.lora.other_key_styles,
     )
 
 

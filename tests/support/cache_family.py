@@ -18,9 +18,11 @@ from library.config import RunConfig, parse_config
 from library.dataloader.batch import Cond, Moments
 from library.dataloader.prepare import PreparedData, prepare_data
 from library.dataloader.run_plan import RunPlan
+from library.dataloader.sample_prompts import Prompt
 from library.distributed.accelerator import prepare_accelerator
 from library.distributed.communicator import Communicator
 from library.models.detect import detect_model
+from library.models.facts import TextFacts
 from library.models.families import FAMILY_FACTS
 from library.parallel.ddp import DDPStrategy
 from library.parallel.strategy import Strategy, StrategySettings
@@ -29,12 +31,7 @@ from library.parallel.strategy import Strategy, StrategySettings
 class AveragePoolFamily:
     """Latents are means of 8 x 8 pixels; the conditioning of a caption is the numbers in its text."""
 
-    text_components = ("text_encoder",)
-    lora_prefix = ""
-    facts = FAMILY_FACTS["sd1"]
-
-    def mark_negative_prompt(self, text: str) -> str:
-        return text
+    facts = replace(FAMILY_FACTS["sd1"], text=TextFacts(components=("text_encoder",), tokenizer_repo_ids={}))
 
     def __init__(self, vae_dtype: torch.dtype = torch.float32):
         self.vae_dtype = vae_dtype
@@ -95,18 +92,18 @@ class EncodedNames:
 class CachedRun:
     """The caches of a run, in one of its processes."""
 
-    def __init__(self, family: Any, *flags: str, strategy: Strategy | None = None):
+    def __init__(self, family: Any, *flags: str, strategy: Strategy | None = None, prompts: Sequence[Prompt] = ()):
         self.config: RunConfig = parse_config([*flags, "--quiet"]).require_valid()
         self.strategy = strategy or DDPStrategy(Communicator(prepare_accelerator(self.config)), StrategySettings())
         self.prepared: PreparedData = prepare_data(self.config.data, 8)
         model = detect_model(self.config.model)
         encoders = FrozenEncoders(
-            self.strategy, family, model, self.config.model, self.config.cache, family.text_components
+            self.strategy, family, model, self.config.model, self.config.cache, family.facts.text.components
         )
         self.prepared, self.latents = cache_latents(encoders, self.prepared)
         batches = self.prepared.build_batch_plan(self.strategy.comm.world_size, self.config.train)
         self.plan = RunPlan.from_config(batches, self.config.train, self.config.optim)
-        self.texts = cache_text_encoder_outputs(encoders, self.prepared, self.plan, [])
+        self.texts = cache_text_encoder_outputs(encoders, self.prepared, self.plan, prompts)
 
     def build_loader(self) -> Any:
         return build_step_loader(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from diffusers import FluxTransformer2DModel, SD3Transformer2DModel
+from problem_lines import format_lines
 from safetensors.torch import save_file
 from tiny_pipelines import TINY
 from torch import Tensor
@@ -74,7 +75,7 @@ def build_config(name: str, kind: str, *flags: str) -> Any:
     words += ["--network_args", *arguments] if arguments else []
     words += ["--no-network_train_unet_only"] if get_family_name(name) in WITH_TEXT else []
     parsed = parse_config([*words, *flags])
-    problems = [line for line in parsed.problems if "dataset_config" not in line]
+    problems = [line for line in format_lines(parsed.problems) if "dataset_config" not in line]
     assert not problems, problems
     return parsed.config
 
@@ -154,9 +155,9 @@ def write_file(case: TrainedCase, path: Path, file_format: str = "auto") -> Adap
 def compute_outputs(name: str, pipe: Any) -> dict[str, Tensor]:
     """The prediction of the denoiser for one batch, and the hidden states of the text encoders."""
     family, batch = FAMILIES.get(get_family_name(name))(), _load_tiny(name).batch
-    denoiser = getattr(pipe, family.denoiser_name)
+    denoiser = getattr(pipe, family.facts.denoiser_name)
     found = {"denoiser": family.predict(pipe, denoiser, batch.latents, torch.tensor([300.0, 700.0]), batch)}
-    for part in family.text_lora_prefixes:
+    for part in family.facts.lora.text_encoders:
         encoder = getattr(pipe, part)
         ids = torch.tensor([[5, 7, 11, encoder.config.eos_token_id]])
         found[part] = encoder(ids, output_hidden_states=True).hidden_states[-1]

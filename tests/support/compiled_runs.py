@@ -47,13 +47,7 @@ def train_and_count_graphs(*flags):
         [
             "--network_train_unet_only",
             *flags,
-            "--quiet",
-            "--max_data_loader_n_workers",
-            "0",
-            "--learning_rate",
-            "0.1",
-            "--optimizer_type",
-            "SGD",
+            *"--quiet --max_data_loader_n_workers 0 --learning_rate 0.1 --optimizer_type SGD".split(),
         ]
     ).require_valid()
     run_module.run_training(settings)

@@ -57,14 +57,7 @@ def build_case():
     return lambda name: copy.deepcopy(build(name))
 
 
-QUICK = (
-    "built_in",
-    "sd1",
-    "sd3",
-    "flux",
-    "z_image",
-    "qwen_image",
-)
+QUICK = tuple("built_in sd1 sd3 flux z_image qwen_image".split())
 """The families that ``make test`` runs: one of each architecture.  The others, and variants, run with the slow tests."""
 
 
@@ -104,7 +97,7 @@ def take_rows(batch, count):
 
 def get_modules(family, pipe):
     """The components that have weights."""
-    return {name: part for name in family.components if isinstance(part := getattr(pipe, name), nn.Module)}
+    return {name: part for name in family.facts.components if isinstance(part := getattr(pipe, name), nn.Module)}
 
 
 def make_pixels(count=2):

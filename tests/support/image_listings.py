@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from problem_lines import format_lines
 
 from library.config.schema_data import DataConfig
 from library.dataloader.prepare import PreparedData, prepare_data
@@ -54,7 +55,8 @@ def find_missing(folder: Path, *subsets: str) -> list[str]:
     """Problems that are reported before any image is listed."""
     path = Path(str(make_config(folder, *subsets).dataset_config))
     return strip_folder(
-        folder, validate_paths(parse_dataset_config(path, collect_flag_defaults(DataConfig())).require_valid())
+        folder,
+        format_lines(validate_paths(parse_dataset_config(path, collect_flag_defaults(DataConfig())).require_valid())),
     )
 
 
@@ -70,4 +72,4 @@ def get_captions(listing: SubsetListing) -> dict[str, str]:
 
 
 def strip_folder(folder: Path, lines) -> list[str]:
-    return [line.replace(f"{folder}/", "").replace(str(folder), ".") for line in lines]
+    return [str(line).replace(f"{folder}/", "").replace(str(folder), ".") for line in lines]

@@ -28,19 +28,10 @@ def settings(tmp_path_factory) -> list[str]:
         get_tiny_sd1_folder(),
         "--max_train_steps",
         str(STEPS),
-        "--network_train_unet_only",
-        "--network_dim",
-        "2",
-        "--learning_rate",
-        "1e-2",
-        "--lr_scheduler",
-        "cosine",
-        "--train_batch_size",
-        "2",
-        "--mixed_precision",
-        "no",
-        "--max_data_loader_n_workers",
-        "0",
+        *(
+            "--network_train_unet_only --network_dim 2 --learning_rate 1e-2 --lr_scheduler cosine --train_batch_size 2 "
+            "--mixed_precision no --max_data_loader_n_workers 0"
+        ).split(),
     ]
 
 

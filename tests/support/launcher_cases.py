@@ -44,4 +44,5 @@ def check_launch_command(command: str) -> tuple[dict[str, ResolvedSetting], str]
     """Return the resolved settings by name, and the findings, one line each."""
     results = [*check_command(shlex.split(command))]
     settings = {result.name: result for result in results if isinstance(result, ResolvedSetting)}
-    return settings, "\n".join(result.value for result in results if isinstance(result, Finding))
+    findings = [result for result in results if isinstance(result, Finding)]
+    return settings, "\n".join(f"{each.value}; {each.fix}" if each.fix else each.value for each in findings)

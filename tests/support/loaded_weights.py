@@ -5,7 +5,7 @@ from family_cases import get_modules
 
 
 def list_loaded_components(family, pipe):
-    return {name for name in family.components if getattr(pipe, name) is not None}
+    return {name for name in family.facts.components if getattr(pipe, name) is not None}
 
 
 def assert_same_weights(family, pipe, full_pipe):

@@ -19,10 +19,11 @@ from torch.nn import functional
 from benchmarks.synthetic_run import CAPTION, load_training_options, write_dataset
 from benchmarks.synthetic_run import build_run as build_synthetic_run
 from library.config import RunConfig
-from library.estimate.layout_search import Devices, LayoutEstimate, estimate_layouts
+from library.estimate.layout_search import LayoutEstimate, estimate_layouts
 from library.estimate.memory_estimate import MemoryEstimate
 from library.estimate.meta_run import LargestBatch
 from library.estimate.parallel_layouts import LayoutFinder
+from library.estimate.step_time import Devices
 from library.models.detect import DetectedModel, detect_model
 from library.training.loop import train
 

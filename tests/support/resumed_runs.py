@@ -17,27 +17,11 @@ TIMING_METRICS = ("data_wait_seconds", "speed/", "memory/")
 SETTINGS = (
     "--max_train_steps",
     str(STEPS),
-    "--network_dim",
-    "2",
-    "--learning_rate",
-    "1e-2",
-    "--lr_scheduler",
-    "cosine",
-    "--lr_warmup_steps",
-    "2",
-    "--gradient_accumulation_steps",
-    "2",
-    "--shuffle_caption",
-    "--flip_aug",
-    "--caption_dropout_rate",
-    "0.2",
-    "--ema_decay",
-    "0.9",
-    "--save_every_n_steps",
-    "3",
-    "--save_state",
-    "--seed",
-    "3",
+    *(
+        "--network_dim 2 --learning_rate 1e-2 --lr_scheduler cosine --lr_warmup_steps 2 "
+        "--gradient_accumulation_steps 2 --shuffle_caption --flip_aug --caption_dropout_rate 0.2 --ema_decay 0.9 "
+        "--save_every_n_steps 3 --save_state --seed 3"
+    ).split(),
 )
 
 

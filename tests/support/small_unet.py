@@ -8,7 +8,7 @@ from library.adapters import injection
 from library.config.schema import AdapterConfig
 from library.models.families import FAMILIES
 
-TARGETS = FAMILIES.get("sd1").lora_target_modules
+TARGETS = FAMILIES.get("sd1").facts.lora.targets
 
 
 CONFIG = AdapterConfig(network_dim=6, network_alpha=2.5)

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import torch
+from problem_lines import format_lines
 from tiny_pipelines import TINY
 from training_runs import even_dataset, max_relative_difference  # noqa: F401
 
@@ -12,7 +13,7 @@ from library.training.trainable_modules import build_trainable_modules
 
 
 def parse_settings(*flags):
-    problems = [line for line in parse_config([*flags]).problems if "dataset_config" not in line]
+    problems = [line for line in format_lines(parse_config([*flags]).problems) if "dataset_config" not in line]
     assert problems == []
     return parse_config([*flags]).config
 

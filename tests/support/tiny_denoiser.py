@@ -7,4 +7,4 @@ from library.models.families import FAMILIES
 
 def build_tiny_denoiser(name):
     family = FAMILIES.get(name)
-    return getattr(TINY[name]().pipe, family.denoiser_name), family
+    return getattr(TINY[name]().pipe, family.facts.denoiser_name), family

@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from library.dataloader.batch import Batch, Cond
-from library.models.base import Family
+from library.models.base import ControlTextFamily, Family
 from library.models.families import FAMILIES
 
 HEIGHT, WIDTH = 64, 96  # not square, and FRAME not symmetric, so that a swap is detected
@@ -81,7 +81,15 @@ class TinyCase:
 
     def encode_prompts(self, family: Family, pipe: Any, texts: Sequence[str]) -> Cond:
         """Encode texts, each with the control images."""
-        return family.encode_prompts_with_controls(pipe, list(texts), [self.controls] * len(texts))
+        if isinstance(family, ControlTextFamily):
+            return family.encode_prompts_with_controls(pipe, list(texts), [self.controls] * len(texts))
+        return family.encode_prompts(pipe, list(texts))
+
+    def encode_negative_prompts(self, family: Family, pipe: Any, texts: Sequence[str]) -> Cond:
+        """Encode negative prompts, as previews do."""
+        if family.facts.text.has_negative_encoding:
+            return family.encode_negative_prompts(pipe, list(texts))
+        return self.encode_prompts(family, pipe, texts)
 
     @property
     def latent_factor(self) -> int:

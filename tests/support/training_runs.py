@@ -89,14 +89,7 @@ def train_adapter(
         str(folder),
         "--output_name",
         name,
-        "--max_train_steps",
-        "6",
-        "--learning_rate",
-        "0.5",
-        "--network_dim",
-        "4",
-        "--network_alpha",
-        "3",
+        *"--max_train_steps 6 --learning_rate 0.5 --network_dim 4 --network_alpha 3".split(),
         *flags,
     )
     return load_file(files[0])

@@ -110,10 +110,7 @@ def disconnect_while_training(work: Path, dataset: Path) -> None:
         "--dataset_config",
         str(dataset),
         *SETTINGS,
-        "--max_train_steps",
-        "100000",
-        "--ddp_timeout",
-        "1",
+        *"--max_train_steps 100000 --ddp_timeout 1".split(),
         "--output_dir",
         str(folder),
     ]

@@ -3,8 +3,10 @@
 import pickle
 
 import pytest
+from problem_lines import format_lines
 
 from library.errors import ConfigError
+from library.problems import Problem
 from library.randomness import derive_rng, derive_seed
 from library.registry import Registry, suggest_name
 
@@ -72,4 +74,7 @@ def test_generators_of_different_indices_are_independent():
 
 
 def test_config_errors_can_be_pickled():
-    assert pickle.loads(pickle.dumps(ConfigError(["one", "two"]))).problems == ["one", "two"]
+    assert format_lines(pickle.loads(pickle.dumps(ConfigError([Problem("", "one"), Problem("", "two")]))).problems) == [
+        "one",
+        "two",
+    ]

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Any
 from ...adapters.original_module_names import KeyStyle
 from ...config.network_args import NetworkFacts
 from ..base import BaseModelInfo, Family
-from ..facts import FamilyFacts, FamilyMatch
+from ..facts import (
+    BlockFacts,
+    DetectionFacts,
+    FamilyFacts,
+    FamilyLora,
+    FamilyMatch,
+    FamilyOptions,
+    PipelineFacts,
+    SamplingFacts,
+    SingleFileFacts,
+    TextFacts,
+)
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import T5_TOKENIZER, match_flow_model
 
@@ -31,44 +42,6 @@ def _match_anima(read: ConfigReader) -> FamilyMatch:
     match = match_flow_model(read, 1, f"the transformer has {config.get('num_layers')} blocks")
     positions = [size // patch for size, patch in zip(config["max_size"], config["patch_size"], strict=True)]
     return replace(match, max_side=max(positions) * match.size_multiple)
-
-
-FACTS = FamilyFacts(
-    name="anima",
-    title="Anima",
-    pipeline_class="AnimaModularPipeline",
-    denoiser_name="transformer",
-    components=("transformer", "vae", "text_encoder", "tokenizer", "t5_tokenizer", "text_conditioner"),
-    num_parameters=1_956_405_248,
-    lora_targets_of="sd-scripts",
-    match_configs=_match_anima,
-    component_options={"vae": "vae", "text_encoder": "text_encoder"},
-    network=NetworkFacts(modules=("networks.lora_anima",)),
-    modelspec_architecture="anima",
-    attention_modes=(),  # the attention of Cosmos knows no backend
-    single_file_prefixes={
-        "transformer": ("model.diffusion_model.", "net."),
-        "text_conditioner": ("model.diffusion_model.llm_adapter.", "net.llm_adapter.", "llm_adapter."),
-        "vae": ("vae.",),
-        "text_encoder": ("text_encoders.qwen3_06b.transformer.",),
-    },
-    single_file_classes={"vae": "AutoencoderKLWan"},
-    single_file_keys=(
-        "x_embedder.proj.1.weight",
-        "blocks.0.cross_attn.k_proj.weight",
-        "blocks.0.adaln_modulation_self_attn.1.weight",
-    ),
-    diffusers_keys={
-        "x_embedder.proj.1.weight": "patch_embed.proj.weight",
-        "blocks.0.cross_attn.k_proj.weight": "transformer_blocks.0.attn2.to_k.weight",
-        "blocks.0.adaln_modulation_self_attn.1.weight": "transformer_blocks.0.norm1.linear_1.weight",
-    },
-    unsupported_shapes={("x_embedder.proj.1.weight", 1, 72): "a video model of Cosmos-Predict2"},
-    shape_checks={
-        ("blocks.0.cross_attn.k_proj.weight", 1): ("transformer", "text_embed_dim"),
-        ("blocks.0.adaln_modulation_self_attn.1.weight", 0): ("transformer", "adaln_lora_dim"),
-    },
-)
 
 
 _ORIGINAL_PARTS = {
@@ -112,27 +85,76 @@ ANIMA_KEYS = KeyStyle(
 )
 
 
+FACTS = FamilyFacts(
+    title="Anima",
+    pipeline=PipelineFacts(class_name="AnimaModularPipeline", num_parameters=1_956_405_248),
+    detection=DetectionFacts(
+        match_configs=_match_anima,
+        keys=(
+            "x_embedder.proj.1.weight",
+            "blocks.0.cross_attn.k_proj.weight",
+            "blocks.0.adaln_modulation_self_attn.1.weight",
+        ),
+        diffusers_keys={
+            "x_embedder.proj.1.weight": "patch_embed.proj.weight",
+            "blocks.0.cross_attn.k_proj.weight": "transformer_blocks.0.attn2.to_k.weight",
+            "blocks.0.adaln_modulation_self_attn.1.weight": "transformer_blocks.0.norm1.linear_1.weight",
+        },
+        shape_checks={
+            ("blocks.0.cross_attn.k_proj.weight", 1): ("transformer", "text_embed_dim"),
+            ("blocks.0.adaln_modulation_self_attn.1.weight", 0): ("transformer", "adaln_lora_dim"),
+        },
+        unsupported_shapes={("x_embedder.proj.1.weight", 1, 72): "a video model of Cosmos-Predict2"},
+    ),
+    single_files=SingleFileFacts(
+        prefixes={
+            "transformer": ("model.diffusion_model.", "net."),
+            "text_conditioner": ("model.diffusion_model.llm_adapter.", "net.llm_adapter.", "llm_adapter."),
+            "vae": ("vae.",),
+            "text_encoder": ("text_encoders.qwen3_06b.transformer.",),
+        },
+        classes={"vae": "AutoencoderKLWan"},
+    ),
+    lora=FamilyLora(
+        # The linear layers of the blocks except the modulation; not those of the adapter between text and transformer.
+        targets=(
+            *(
+                f"{attention}.{layer}"
+                for attention in ("attn1", "attn2")
+                for layer in ("to_q", "to_k", "to_v", "to_out.0")
+            ),
+            *("ff.net.0.proj", "ff.net.2"),
+        ),
+        targets_of="sd-scripts",
+        key_style=ANIMA_KEYS,
+        format="diffusers",
+        modelspec_architecture="anima",
+        modelspec_implementation="https://huggingface.co/circlestone-labs/Anima",
+    ),
+    blocks=BlockFacts(
+        lists=("transformer_blocks",),
+        activation_args=("hidden_states",),
+        token_args={"image_rotary_emb": ((0, ("hidden_states",)),) * 2},
+        text_attention_calls=(1,),
+        text_attention_layers=("attn2.to_k", "attn2.to_v"),
+        attention_modes=(),  # the attention of Cosmos knows no backend
+    ),
+    text=TextFacts(
+        components=("text_encoder", "tokenizer", "t5_tokenizer", "text_conditioner"),
+        tokenizer_repo_ids={"tokenizer": "Qwen/Qwen3-0.6B", "t5_tokenizer": T5_TOKENIZER},
+        has_variable_length=True,
+        denoiser_pad_multiple=ANIMA_TEXT_TOKENS,
+    ),
+    sampling=SamplingFacts(num_inference_steps=50, guidance_scale=4.0),
+    options=FamilyOptions(
+        components={"vae": "vae", "text_encoder": "text_encoder"},
+        network=NetworkFacts(modules=("networks.lora_anima",)),
+    ),
+)
+
+
 class Anima(Family):
     facts = FACTS
-    denoiser_name = "transformer"
-    text_components = ("text_encoder", "tokenizer", "t5_tokenizer", "text_conditioner")
-    tokenizer_repo_ids = {"tokenizer": "Qwen/Qwen3-0.6B", "t5_tokenizer": T5_TOKENIZER}
-    # The linear layers of the blocks except the modulation; not those of the adapter between text and transformer.
-    lora_target_modules = (
-        *(f"{attention}.{layer}" for attention in ("attn1", "attn2") for layer in ("to_q", "to_k", "to_v", "to_out.0")),
-        *("ff.net.0.proj", "ff.net.2"),
-    )
-    lora_key_style = ANIMA_KEYS
-    lora_format = "diffusers"
-    block_lists = ("transformer_blocks",)
-    block_activation_args = ("hidden_states",)
-    block_token_args = {"image_rotary_emb": ((0, ("hidden_states",)),) * 2}
-    text_attention_calls = (1,)
-    text_attention_layers = ("attn2.to_k", "attn2.to_v")
-    has_variable_text_length = True
-    denoiser_text_pad_multiple = ANIMA_TEXT_TOKENS
-    default_num_inference_steps = 50
-    default_guidance_scale = 4.0
 
     def get_pipeline_class(self) -> Any:
         return _build_pipeline_class()
@@ -207,7 +229,7 @@ class Anima(Family):
         from ..text_encoding import pad_text_embeds
 
         return dict(
-            guidance_scale=self.get_guidance_scale(prompt),
+            guidance_scale=self.facts.sampling.get_guidance_scale(prompt.cfg_scale),
             prompt_embeds=pad_text_embeds(cond["embeds"], ANIMA_TEXT_TOKENS)[0],
             negative_prompt_embeds=pad_text_embeds(negative_cond["embeds"], ANIMA_TEXT_TOKENS)[0],
         )

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import CONVERTED_BY_COMFYUI_KEYS
 from ..base import BaseModelInfo, Family
-from ..facts import FamilyFacts, FamilyMatch
+from ..facts import (
+    BlockFacts,
+    DetectionFacts,
+    FamilyFacts,
+    FamilyLora,
+    FamilyMatch,
+    FamilyOptions,
+    PipelineFacts,
+    SamplingFacts,
+    SingleFileFacts,
+    TextFacts,
+)
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import DENOISER_PREFIXES, JOINT_ATTENTION_LORA_TARGET_MODULES, match_flow_model
 
@@ -30,53 +41,57 @@ def _match_aura_flow(read: ConfigReader) -> FamilyMatch:
 
 
 FACTS = FamilyFacts(
-    name="aura_flow",
     title="AuraFlow",
-    pipeline_class="AuraFlowPipeline",
-    denoiser_name="transformer",
-    components=("transformer", "vae", "text_encoder", "tokenizer"),
-    num_parameters=6_858_605_568,
-    lora_targets_of="SimpleTuner",
-    match_configs=_match_aura_flow,
-    component_options={"vae": "vae", "text_encoder": "text_encoder"},
-    modelspec_architecture="auraflow",
-    single_file_prefixes={
-        "transformer": DENOISER_PREFIXES,
-        "vae": ("vae.",),
-        "text_encoder": ("text_encoders.pile_t5xl.transformer.",),
-    },
-    single_file_keys=("double_layers.0.attn.w2q.weight", "cond_seq_linear.weight", "positional_encoding"),
-    diffusers_keys={
-        "double_layers.0.attn.w2q.weight": "joint_transformer_blocks.0.attn.to_q.weight",
-        "cond_seq_linear.weight": "context_embedder.weight",
-        "positional_encoding": "pos_embed.pos_embed",
-    },
-    shape_checks={
-        ("positional_encoding", 1): ("transformer", "pos_embed_max_size"),
-        ("cond_seq_linear.weight", 0): ("transformer", "caption_projection_dim"),
-        ("cond_seq_linear.weight", 1): ("transformer", "joint_attention_dim"),
-    },
+    pipeline=PipelineFacts(class_name="AuraFlowPipeline", num_parameters=6_858_605_568, hub_id="fal/AuraFlow-v0.3"),
+    detection=DetectionFacts(
+        match_configs=_match_aura_flow,
+        keys=("double_layers.0.attn.w2q.weight", "cond_seq_linear.weight", "positional_encoding"),
+        diffusers_keys={
+            "double_layers.0.attn.w2q.weight": "joint_transformer_blocks.0.attn.to_q.weight",
+            "cond_seq_linear.weight": "context_embedder.weight",
+            "positional_encoding": "pos_embed.pos_embed",
+        },
+        shape_checks={
+            ("positional_encoding", 1): ("transformer", "pos_embed_max_size"),
+            ("cond_seq_linear.weight", 0): ("transformer", "caption_projection_dim"),
+            ("cond_seq_linear.weight", 1): ("transformer", "joint_attention_dim"),
+        },
+    ),
+    single_files=SingleFileFacts(
+        prefixes={
+            "transformer": DENOISER_PREFIXES,
+            "vae": ("vae.",),
+            "text_encoder": ("text_encoders.pile_t5xl.transformer.",),
+        },
+    ),
+    lora=FamilyLora(
+        # The attention of all blocks.
+        targets=JOINT_ATTENTION_LORA_TARGET_MODULES,
+        targets_of="SimpleTuner",
+        key_style=CONVERTED_BY_COMFYUI_KEYS,
+        format="diffusers",
+        modelspec_architecture="auraflow",
+    ),
+    blocks=BlockFacts(
+        # Text and image are one stream after the four double-stream blocks, which every pipeline stage computes.
+        lists=("single_transformer_blocks",),
+        activation_args=("hidden_states",),
+        fused_layers={
+            r"\.ff(_context)?\.linear_[12]$": ("colwise", (1,)),
+            r"\.ff(_context)?\.out_projection$": ("rowwise", (1,)),
+        },
+    ),
+    text=TextFacts(
+        components=("text_encoder", "tokenizer"),
+        tokenizer_repo_ids={"tokenizer": "fal/AuraFlow-v0.3:tokenizer"},
+    ),
+    sampling=SamplingFacts(num_inference_steps=50, guidance_scale=3.5),
+    options=FamilyOptions(components={"vae": "vae", "text_encoder": "text_encoder"}),
 )
 
 
 class AuraFlow(Family):
     facts = FACTS
-    denoiser_name = "transformer"
-    text_components = ("text_encoder", "tokenizer")
-    tokenizer_repo_ids = {"tokenizer": "fal/AuraFlow-v0.3:tokenizer"}
-    # The attention of all blocks.
-    lora_target_modules = JOINT_ATTENTION_LORA_TARGET_MODULES
-    lora_format = "diffusers"
-    lora_key_style = CONVERTED_BY_COMFYUI_KEYS
-    # Text and image are one stream after the four double-stream blocks, which every pipeline stage computes.
-    block_lists = ("single_transformer_blocks",)
-    block_activation_args = ("hidden_states",)
-    fused_parallel_layers = {
-        r"\.ff(_context)?\.linear_[12]$": ("colwise", (1,)),
-        r"\.ff(_context)?\.out_projection$": ("rowwise", (1,)),
-    }
-    default_num_inference_steps = 50
-    default_guidance_scale = 3.5
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("auraflow", "auraflow")

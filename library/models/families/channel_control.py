@@ -8,13 +8,13 @@ model begins as it is, and the LoRA of that layer learns to read the condition.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...adapters.original_module_names import DIFFUSERS_KEYS, KeyStyle
+from ...adapters.original_module_names import DIFFUSERS_KEYS
 from ...config.network_args import GENERAL_NETWORK
 from ..base import Family
+from ..facts import ControlFacts
 from .flux import FACTS as FLUX_FACTS
 from .flux import FLUX_KEYS, XLABS_KEYS, Flux
 from .sd1_sd2 import SD1_FACTS, StableDiffusion1
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ...dataloader.sample_prompts import Prompt
 
 CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Of a call of the denoiser: positional arguments, and those by name."""
+"""The arguments of a call of the denoiser: positional ones, and those by name."""
 
 
 class ChannelControl(Family):
@@ -77,12 +77,12 @@ class ChannelControl(Family):
 
         from ...dataloader.images import load_preview_controls
 
-        width, height = prompt.width or self.default_image_size[0], prompt.height or self.default_image_size[1]
+        width, height = self.facts.sampling.get_image_size(prompt.width, prompt.height)
         (image,) = load_preview_controls(prompt)
         fitted = ImageOps.fit(image, (width, height))
         pixels = pipe.image_processor.preprocess(fitted, height, width)
         control = self.encode_moments(pipe, pixels.float()).mean_and_std[:, 0]
-        denoiser = getattr(pipe, self.denoiser_name)
+        denoiser = getattr(pipe, self.facts.denoiser_name)
         handle = denoiser.register_forward_pre_hook(
             lambda _, args, kwargs: self.join_control(pipe, (args, kwargs), control), with_kwargs=True
         )
@@ -96,30 +96,30 @@ class ChannelControl(Family):
 class FluxChannelControl(ChannelControl, Flux):
     facts = replace(
         FLUX_FACTS,
-        name="flux_channels",
         title="FLUX.1 with control channels",
-        lora_targets_of="diffusers",
-        control_images=(1, 1),
-        text_encoders=(),
-        t5_encoder=None,
-        network=GENERAL_NETWORK,
+        lora=replace(
+            FLUX_FACTS.lora,
+            # As the script for control LoRAs of diffusers.
+            targets=(
+                "x_embedder",
+                *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0", "to_add_out")),
+                *(f"attn.add_{name}_proj" for name in "qkv"),
+                *(f"{name}.net.{layer}" for name in ("ff", "ff_context") for layer in ("0.proj", "2")),
+            ),
+            targets_of="diffusers",
+            text_encoders={},
+            key_style=DIFFUSERS_KEYS,
+            other_key_styles=(FLUX_KEYS, XLABS_KEYS),
+            format="diffusers",
+        ),
+        text=replace(FLUX_FACTS.text, t5_encoder=None),
+        control=ControlFacts(num_images=(1, 1)),
+        options=replace(FLUX_FACTS.options, network=GENERAL_NETWORK),
     )
     input_layer = "x_embedder"
-    # As the script for control LoRAs of diffusers.
-    lora_target_modules: ClassVar[tuple[str, ...]] = (
-        "x_embedder",
-        *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0", "to_add_out")),
-        *(f"attn.add_{name}_proj" for name in "qkv"),
-        *(f"{name}.net.{layer}" for name in ("ff", "ff_context") for layer in ("0.proj", "2")),
-    )
-    lora_key_style = DIFFUSERS_KEYS
-    lora_other_key_styles: ClassVar[tuple[KeyStyle, ...]] = (FLUX_KEYS, XLABS_KEYS)
-    lora_format = "diffusers"
-    text_lora_target_modules: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    text_lora_prefixes: ClassVar[Mapping[str, str]] = {}
 
-    def get_non_block_lora_target_modules(self, denoiser: Any) -> tuple[str, ...]:
-        return tuple(name for name in super().get_non_block_lora_target_modules(denoiser) if name != self.input_layer)
+    def get_non_block_lora_targets(self, denoiser: Any) -> tuple[str, ...]:
+        return tuple(name for name in super().get_non_block_lora_targets(denoiser) if name != self.input_layer)
 
     def join_control(self, pipe: Any, arguments: CallArguments, control: Tensor) -> CallArguments:
         import torch
@@ -132,12 +132,17 @@ class FluxChannelControl(ChannelControl, Flux):
 
 class StableDiffusion1ChannelControl(ChannelControl, StableDiffusion1):
     facts = replace(
-        SD1_FACTS, name="sd1_channels", title="Stable Diffusion 1 with control channels", control_images=(1, 1)
+        SD1_FACTS,
+        title="Stable Diffusion 1 with control channels",
+        lora=replace(
+            SD1_FACTS.lora,
+            targets=(*SD1_FACTS.lora.targets, "conv_in"),
+            preset_targets=SD1_FACTS.lora.preset_targets[1:],
+            format="diffusers",
+        ),
+        control=ControlFacts(num_images=(1, 1)),
     )
     input_layer = "conv_in"
-    lora_target_modules: ClassVar[tuple[str, ...]] = (*StableDiffusion1.lora_target_modules, "conv_in")
-    preset_lora_target_modules: ClassVar[tuple[str, ...]] = StableDiffusion1.preset_lora_target_modules[1:]
-    lora_format = "diffusers"
 
     def join_control(self, pipe: Any, arguments: CallArguments, control: Tensor) -> CallArguments:
         import torch

@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ...config.network_args import NetworkFacts
 from ..base import BaseModelInfo, Family
-from ..facts import FamilyFacts, FamilyMatch
+from ..facts import (
+    BlockFacts,
+    DetectionFacts,
+    FamilyFacts,
+    FamilyLora,
+    FamilyMatch,
+    FamilyOptions,
+    PipelineFacts,
+    SamplingFacts,
+    SingleFileFacts,
+    TextFacts,
+)
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import (
     DENOISER_PREFIXES,
@@ -34,72 +45,76 @@ def _match_chroma(read: ConfigReader) -> FamilyMatch:
 
 
 FACTS = FamilyFacts(
-    name="chroma",
     title="Chroma",
-    pipeline_class="ChromaPipeline",
-    denoiser_name="transformer",
-    components=("transformer", "vae", "text_encoder", "tokenizer"),
-    num_parameters=8_899_983_424,
-    lora_targets_of="sd-scripts",
-    network=NetworkFacts(
-        modules=("networks.lora_flux",),
-        args=("train_blocks", "train_double_block_indices", "train_single_block_indices"),
-        layer_type_ranks=tuple(
-            rank
-            for rank in FLUX_FACTS.network.layer_type_ranks
-            if "mod" not in rank[0]  # which Chroma has none of
+    pipeline=PipelineFacts(class_name="ChromaPipeline", num_parameters=8_899_983_424, hub_id="lodestones/Chroma1-HD"),
+    detection=DetectionFacts(
+        match_configs=_match_chroma,
+        keys=(
+            "distilled_guidance_layer.in_proj.weight",
+            "double_blocks.0.img_attn.qkv.weight",
+            "img_in.weight",
         ),
+        diffusers_keys={
+            "double_blocks.0.img_attn.qkv.weight": "single_transformer_blocks.0.proj_mlp.weight",
+            "img_in.weight": "x_embedder.weight",
+            "txt_in.weight": "context_embedder.weight",
+        },
+        shape_checks={
+            ("img_in.weight", 1): ("transformer", "in_channels"),
+            ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
+            ("distilled_guidance_layer.in_proj.weight", 0): ("transformer", "approximator_hidden_dim"),
+        },
     ),
-    match_configs=_match_chroma,
-    component_options={"ae": "vae", "vae": "vae", "t5xxl": "text_encoder"},
-    extra_options=("t5xxl_max_token_length",),
-    kohya_defaults={
-        "timestep_sampling": "sigma",
-        "discrete_flow_shift": "3",
-        "model_prediction_type": "sigma_scaled",
-    },
-    modelspec_architecture="chroma",
-    attention_modes=MASKED_ATTENTION_MODES,
-    single_file_prefixes={"transformer": DENOISER_PREFIXES, "vae": ("vae.",), "text_encoder": T5_PREFIXES},
-    single_file_keys=(
-        "distilled_guidance_layer.in_proj.weight",
-        "double_blocks.0.img_attn.qkv.weight",
-        "img_in.weight",
+    single_files=SingleFileFacts(
+        prefixes={"transformer": DENOISER_PREFIXES, "vae": ("vae.",), "text_encoder": T5_PREFIXES},
     ),
-    diffusers_keys={
-        "double_blocks.0.img_attn.qkv.weight": "single_transformer_blocks.0.proj_mlp.weight",
-        "img_in.weight": "x_embedder.weight",
-        "txt_in.weight": "context_embedder.weight",
-    },
-    shape_checks={
-        ("img_in.weight", 1): ("transformer", "in_channels"),
-        ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
-        ("distilled_guidance_layer.in_proj.weight", 0): ("transformer", "approximator_hidden_dim"),
-    },
+    lora=FamilyLora(
+        # Every linear layer of the double and single blocks; another proj_out lies outside of them.
+        targets=(
+            *JOINT_ATTENTION_LORA_TARGET_MODULES,
+            *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+            *("proj_mlp", "single_transformer_blocks.*.proj_out"),
+        ),
+        targets_of="sd-scripts",
+        key_style=FLUX_KEYS,
+        modelspec_architecture="chroma",
+        modelspec_implementation="https://huggingface.co/lodestones/Chroma",
+    ),
+    blocks=BlockFacts(
+        # The double blocks pass on two streams, the single ones their concatenation: only the latter are split.
+        lists=("single_transformer_blocks",),
+        activation_args=("hidden_states",),
+        token_args={"image_rotary_emb": ((0, ("hidden_states",)),) * 2},
+        single_stream_lists=("single_transformer_blocks",),
+        fused_layers={r"single_transformer_blocks\.\d+\.proj_out$": ("rowwise", (1, 4))},
+        unsupported_strategies={"cp": "its attention masks the padding of the text, token by token"},
+        attention_modes=MASKED_ATTENTION_MODES,
+    ),
+    text=TextFacts(components=("text_encoder", "tokenizer"), tokenizer_repo_ids={"tokenizer": T5_TOKENIZER}),
+    sampling=SamplingFacts(num_inference_steps=35, guidance_scale=5.0),
+    options=FamilyOptions(
+        components={"ae": "vae", "vae": "vae", "t5xxl": "text_encoder"},
+        extra=("t5xxl_max_token_length",),
+        network=NetworkFacts(
+            modules=("networks.lora_flux",),
+            args=("train_blocks", "train_double_block_indices", "train_single_block_indices"),
+            layer_type_ranks=tuple(
+                rank
+                for rank in FLUX_FACTS.options.network.layer_type_ranks
+                if "mod" not in rank[0]  # which Chroma has none of
+            ),
+        ),
+        kohya_defaults={
+            "timestep_sampling": "sigma",
+            "discrete_flow_shift": "3",
+            "model_prediction_type": "sigma_scaled",
+        },
+    ),
 )
 
 
 class Chroma(Family):
     facts = FACTS
-    denoiser_name = "transformer"
-    text_components = ("text_encoder", "tokenizer")
-    tokenizer_repo_ids = {"tokenizer": T5_TOKENIZER}
-    # Every linear layer of the double and single blocks; another proj_out lies outside of them.
-    lora_target_modules = (
-        *JOINT_ATTENTION_LORA_TARGET_MODULES,
-        *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
-        *("proj_mlp", "single_transformer_blocks.*.proj_out"),
-    )
-    lora_key_style = FLUX_KEYS
-    # The double blocks pass on two streams, the single ones their concatenation: only the latter are split.
-    block_lists = ("single_transformer_blocks",)
-    block_activation_args = ("hidden_states",)
-    block_token_args = {"image_rotary_emb": ((0, ("hidden_states",)),) * 2}
-    single_stream_block_lists = ("single_transformer_blocks",)
-    fused_parallel_layers = {r"single_transformer_blocks\.\d+\.proj_out$": ("rowwise", (1, 4))}
-    unsupported_strategies = {"cp": "its attention masks the padding of the text, token by token"}
-    default_num_inference_steps = 35
-    default_guidance_scale = 5.0
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         metadata = {"ss_model_type": "chroma", "ss_apply_t5_attn_mask": True, "ss_guidance_scale": 0.0}

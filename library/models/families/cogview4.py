@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Any
 from ...adapters.original_module_names import DIFFUSERS_ONLY_KEYS
 from ...adapters.token_layout import OTHER_TOKENS, TokenLayout
 from ..base import BaseModelInfo, Family
-from ..facts import FamilyFacts, FamilyMatch
+from ..facts import (
+    BlockFacts,
+    DetectionFacts,
+    FamilyFacts,
+    FamilyLora,
+    FamilyMatch,
+    FamilyOptions,
+    PipelineFacts,
+    SamplingFacts,
+    SingleFileFacts,
+    TextFacts,
+)
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import DENOISER_PREFIXES, match_flow_model
 
@@ -31,48 +42,52 @@ def _match_cogview4(read: ConfigReader) -> FamilyMatch:
 
 
 FACTS = FamilyFacts(
-    name="cogview4",
     title="CogView4",
-    pipeline_class="CogView4Pipeline",
-    denoiser_name="transformer",
-    components=("transformer", "vae", "text_encoder", "tokenizer"),
-    num_parameters=6_369_118_272,
+    pipeline=PipelineFacts(class_name="CogView4Pipeline", num_parameters=6_369_118_272, hub_id="THUDM/CogView4-6B"),
+    detection=DetectionFacts(
+        match_configs=_match_cogview4,
+        keys=("patch_embed.text_proj.weight", "time_condition_embed.condition_embedder.linear_1.weight"),
+        shape_checks={
+            ("patch_embed.text_proj.weight", 1): ("transformer", "text_embed_dim"),
+            ("time_condition_embed.condition_embedder.linear_1.weight", 0): ("transformer", "time_embed_dim"),
+        },
+    ),
+    single_files=SingleFileFacts(
+        prefixes={
+            "transformer": DENOISER_PREFIXES,
+            "vae": ("vae.",),
+            "text_encoder": ("text_encoders.glm4_9b.transformer.",),
+        },
+    ),
+    lora=FamilyLora(
+        # The attention, which text and image share.
+        targets=("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0"),
+        key_style=DIFFUSERS_ONLY_KEYS,
+        format="diffusers",
+        modelspec_architecture="cogview4",
+    ),
+    blocks=BlockFacts(
+        token_layouts={r"\.attn1\.": TokenLayout(segments=("encoder_hidden_states", OTHER_TOKENS))},
+        lists=("transformer_blocks",),
+        activation_args=("hidden_states", "encoder_hidden_states"),
+        unsupported_strategies={
+            "cp": "the feed-forward layers of CogView4 see the image and the text one after the other"
+        },
+        attention_modes=("xformers",),
+    ),
+    text=TextFacts(
+        components=("text_encoder", "tokenizer"),
+        tokenizer_repo_ids={"tokenizer": "THUDM/CogView4-6B:tokenizer"},
+        has_variable_length=True,
+    ),
+    sampling=SamplingFacts(num_inference_steps=50, guidance_scale=5.0),
+    options=FamilyOptions(components={"vae": "vae", "text_encoder": "text_encoder"}),
     notes="single files with diffusers' keys",
-    match_configs=_match_cogview4,
-    component_options={"vae": "vae", "text_encoder": "text_encoder"},
-    modelspec_architecture="cogview4",
-    attention_modes=("xformers",),
-    single_file_prefixes={
-        "transformer": DENOISER_PREFIXES,
-        "vae": ("vae.",),
-        "text_encoder": ("text_encoders.glm4_9b.transformer.",),
-    },
-    single_file_keys=("patch_embed.text_proj.weight", "time_condition_embed.condition_embedder.linear_1.weight"),
-    shape_checks={
-        ("patch_embed.text_proj.weight", 1): ("transformer", "text_embed_dim"),
-        ("time_condition_embed.condition_embedder.linear_1.weight", 0): ("transformer", "time_embed_dim"),
-    },
 )
 
 
 class CogView4(Family):
     facts = FACTS
-    denoiser_name = "transformer"
-    text_components = ("text_encoder", "tokenizer")
-    tokenizer_repo_ids = {"tokenizer": "THUDM/CogView4-6B:tokenizer"}
-    # The attention, which text and image share.
-    lora_target_modules = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0")
-    lora_format = "diffusers"
-    lora_key_style = DIFFUSERS_ONLY_KEYS
-    block_lists = ("transformer_blocks",)
-    block_activation_args = ("hidden_states", "encoder_hidden_states")
-    token_layouts = {r"\.attn1\.": TokenLayout(segments=("encoder_hidden_states", OTHER_TOKENS))}
-    unsupported_strategies = {
-        "cp": "the feed-forward layers of CogView4 see the image and the text one after the other"
-    }
-    has_variable_text_length = True
-    default_num_inference_steps = 50
-    default_guidance_scale = 5.0
 
     @classmethod
     def prepare_denoiser(cls, denoiser: Any) -> None:
@@ -141,7 +156,7 @@ class CogView4(Family):
 
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
         return dict(
-            guidance_scale=self.get_guidance_scale(prompt),
+            guidance_scale=self.facts.sampling.get_guidance_scale(prompt.cfg_scale),
             prompt_embeds=cond["embeds"][0].unsqueeze(0),
             negative_prompt_embeds=negative_cond["embeds"][0].unsqueeze(0),
         )

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Any
 from ...adapters.original_module_names import DIFFUSERS_ONLY_KEYS
 from ...adapters.token_layout import TokenLayout
 from ..base import BaseModelInfo, Family
-from ..facts import FamilyFacts, FamilyMatch
+from ..facts import (
+    BlockFacts,
+    DetectionFacts,
+    FamilyFacts,
+    FamilyLora,
+    FamilyMatch,
+    FamilyOptions,
+    PipelineFacts,
+    SamplingFacts,
+    SingleFileFacts,
+    TextFacts,
+)
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
 
@@ -20,7 +31,7 @@ if TYPE_CHECKING:
     from ...dataloader.batch import Batch, Cond, Moments
 
 BATCH_NORM_EPS = 1e-5
-"""Of the latents' statistics, as in diffusers' pipeline; the VAE's config has another."""
+"""Added to the variance of latents, as in diffusers' pipeline; the VAE's config has another value."""
 
 
 def _match_ernie_image(read: ConfigReader) -> FamilyMatch:
@@ -29,57 +40,61 @@ def _match_ernie_image(read: ConfigReader) -> FamilyMatch:
 
 
 FACTS = FamilyFacts(
-    name="ernie_image",
     title="ERNIE-Image",
-    pipeline_class="ErnieImagePipeline",
-    denoiser_name="transformer",
-    components=("transformer", "vae", "text_encoder", "tokenizer"),
-    num_parameters=8_033_490_048,
-    lora_targets_of="ai-toolkit",
+    pipeline=PipelineFacts(class_name="ErnieImagePipeline", num_parameters=8_033_490_048, hub_id="baidu/ERNIE-Image"),
+    detection=DetectionFacts(
+        match_configs=_match_ernie_image,
+        keys=("layers.0.self_attention.to_q.weight", "layers.0.mlp.linear_fc2.weight"),
+        shape_checks={
+            ("layers.0.mlp.linear_fc2.weight", 0): ("transformer", "hidden_size"),
+            ("layers.0.mlp.linear_fc2.weight", 1): ("transformer", "ffn_hidden_size"),
+        },
+    ),
+    single_files=SingleFileFacts(
+        prefixes={
+            "transformer": DENOISER_PREFIXES,
+            "vae": ("vae.",),
+            "text_encoder": ("text_encoders.ministral3_3b.transformer.",),
+        },
+        classes={"vae": "AutoencoderKL"},
+        renames={"encoder.quant_conv.": "quant_conv.", "decoder.post_quant_conv.": "post_quant_conv."},
+    ),
+    lora=FamilyLora(
+        # Every linear layer of the blocks; the modulation is outside of them.
+        targets=(
+            *(f"layers.*.self_attention.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
+            *(f"layers.*.mlp.{layer}" for layer in ("gate_proj", "up_proj", "linear_fc2")),
+        ),
+        targets_of="ai-toolkit",
+        key_style=DIFFUSERS_ONLY_KEYS,
+        format="diffusers",
+        modelspec_architecture="ernie-image",
+    ),
+    blocks=BlockFacts(
+        token_layouts={r"^layers\.\d+\.mlp\.": TokenLayout(batch_axis=1)},
+        lists=("layers",),
+        activation_args=("x",),
+        fused_layers={
+            r"\.mlp\.(gate|up)_proj$": ("colwise", (1,)),
+            r"\.mlp\.linear_fc2$": ("rowwise", (1,)),
+        },
+        unsupported_strategies={"cp": "the blocks of ERNIE-Image have their tokens before the batch"},
+        attention_modes=MASKED_ATTENTION_MODES,
+    ),
+    text=TextFacts(
+        components=("text_encoder", "tokenizer"),
+        tokenizer_repo_ids={"tokenizer": "baidu/ERNIE-Image:tokenizer"},
+        has_variable_length=True,
+        pad_multiple=64,
+    ),
+    sampling=SamplingFacts(num_inference_steps=50, guidance_scale=4.0),
+    options=FamilyOptions(components={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"}),
     notes="train on the base model; the Turbo loses its few steps",
-    match_configs=_match_ernie_image,
-    component_options={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
-    modelspec_architecture="ernie-image",
-    attention_modes=MASKED_ATTENTION_MODES,
-    single_file_prefixes={
-        "transformer": DENOISER_PREFIXES,
-        "vae": ("vae.",),
-        "text_encoder": ("text_encoders.ministral3_3b.transformer.",),
-    },
-    single_file_keys=("layers.0.self_attention.to_q.weight", "layers.0.mlp.linear_fc2.weight"),
-    single_file_classes={"vae": "AutoencoderKL"},
-    single_file_renames={"encoder.quant_conv.": "quant_conv.", "decoder.post_quant_conv.": "post_quant_conv."},
-    shape_checks={
-        ("layers.0.mlp.linear_fc2.weight", 0): ("transformer", "hidden_size"),
-        ("layers.0.mlp.linear_fc2.weight", 1): ("transformer", "ffn_hidden_size"),
-    },
 )
 
 
 class ErnieImage(Family):
     facts = FACTS
-    denoiser_name = "transformer"
-    text_components = ("text_encoder", "tokenizer")
-    tokenizer_repo_ids = {"tokenizer": "baidu/ERNIE-Image:tokenizer"}
-    # Every linear layer of the blocks; the modulation is outside of them.
-    lora_target_modules = (
-        *(f"layers.*.self_attention.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
-        *(f"layers.*.mlp.{layer}" for layer in ("gate_proj", "up_proj", "linear_fc2")),
-    )
-    lora_format = "diffusers"
-    lora_key_style = DIFFUSERS_ONLY_KEYS
-    block_lists = ("layers",)
-    block_activation_args = ("x",)
-    token_layouts = {r"^layers\.\d+\.mlp\.": TokenLayout(batch_axis=1)}
-    fused_parallel_layers = {
-        r"\.mlp\.(gate|up)_proj$": ("colwise", (1,)),
-        r"\.mlp\.linear_fc2$": ("rowwise", (1,)),
-    }
-    unsupported_strategies = {"cp": "the blocks of ERNIE-Image have their tokens before the batch"}
-    has_variable_text_length = True
-    text_pad_multiple = 64
-    default_num_inference_steps = 50
-    default_guidance_scale = 4.0
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("ernie_image", "ernie-image")

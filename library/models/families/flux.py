@@ -5,15 +5,35 @@ dev is guidance-distilled and has a guidance embedding; schnell has none and is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from ...adapters.original_module_names import IMAGE_STREAM, TEXT_STREAM, KeyStyle, OriginalModule, build_stream_modules
+from ...adapters.original_module_names import (
+    IMAGE_STREAM,
+    T5_KEYS,
+    TEXT_STREAM,
+    KeyStyle,
+    OriginalModule,
+    build_stream_modules,
+)
 from ...config.network_args import NetworkFacts
 from ...config.schema import ModelConfig
-from ..base import BaseModelInfo, Family
-from ..facts import FamilyFacts, FamilyMatch
+from ...problems import Problem
+from ..base import BaseModelInfo, T5Family
+from ..facts import (
+    BlockFacts,
+    DetectionFacts,
+    FamilyFacts,
+    FamilyLora,
+    FamilyMatch,
+    FamilyOptions,
+    PipelineFacts,
+    SamplingFacts,
+    SingleFileFacts,
+    TextEncoderLora,
+    TextFacts,
+)
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import (
     CLIP_L_PREFIXES,
@@ -41,73 +61,10 @@ def _match_flux(read: ConfigReader) -> FamilyMatch:
     return replace(match_flow_model(read, 4, f"the transformer {variant}"), has_guidance_embeds=has_guidance)
 
 
-def _validate_flux_guidance(read: ConfigReader, options: ModelConfig) -> Iterator[str]:
+def _validate_flux_guidance(read: ConfigReader, options: ModelConfig) -> Iterator[Problem]:
     has_guidance = (read("transformer/config.json") or {}).get("guidance_embeds", False)
     if not has_guidance and options.guidance_scale != ModelConfig.guidance_scale:
-        yield "guidance_scale: FLUX.1 schnell has no guidance embedding; leave this option out"
-
-
-FACTS = FamilyFacts(
-    name="flux",
-    title="FLUX.1",
-    pipeline_class="FluxPipeline",
-    denoiser_name="transformer",
-    components=("transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
-    num_parameters=11_901_408_320,
-    lora_targets_of="sd-scripts",
-    match_configs=_match_flux,
-    component_options={"ae": "vae", "vae": "vae", "clip_l": "text_encoder", "t5xxl": "text_encoder_2"},
-    text_encoders=("text_encoder", "text_encoder_2"),
-    t5_encoder="text_encoder_2",
-    extra_options=("t5xxl_max_token_length", "guidance_scale", "apply_t5_attn_mask"),
-    kohya_defaults={
-        "timestep_sampling": "sigma",
-        "discrete_flow_shift": "3",
-        "model_prediction_type": "sigma_scaled",
-    },
-    network=NetworkFacts(
-        modules=("networks.lora_flux", "networks.oft_flux"),
-        args=("train_t5xxl", "train_blocks", "train_double_block_indices", "train_single_block_indices"),
-        layer_type_ranks=(
-            *(
-                (f"{stream}_{part}_dim", rf"double_blocks_\d+_{stream}_{part}")
-                for part in ("attn", "mlp", "mod")
-                for stream in ("img", "txt")
-            ),
-            ("single_dim", r"single_blocks_\d+_linear"),
-            ("single_mod_dim", r"single_blocks_\d+_modulation"),
-        ),
-        outer_layer_ranks=("in_dims", ("img_in", "time_in", "vector_in", "guidance_in", "txt_in")),
-    ),
-    modelspec_architecture="flux-1",
-    masks_text_in_denoiser=True,
-    attention_modes=(*MASKED_ATTENTION_MODES, "flash", "flash3"),
-    validate_options=_validate_flux_guidance,
-    single_file_prefixes={
-        "transformer": DENOISER_PREFIXES,
-        "vae": ("vae.",),
-        "text_encoder": CLIP_L_PREFIXES,
-        "text_encoder_2": T5_PREFIXES,
-    },
-    single_file_keys=("double_blocks.0.img_attn.qkv.weight", "vector_in.in_layer.weight", "img_in.weight"),
-    diffusers_keys={
-        "double_blocks.0.img_attn.qkv.weight": "single_transformer_blocks.0.proj_mlp.weight",
-        "vector_in.in_layer.weight": "time_text_embed.text_embedder.linear_1.weight",
-        "guidance_in.in_layer.weight": "time_text_embed.guidance_embedder.linear_1.weight",
-        "img_in.weight": "x_embedder.weight",
-        "txt_in.weight": "context_embedder.weight",
-    },
-    unsupported_shapes={
-        ("img_in.weight", 1, 384): "FLUX.1 Fill (inpainting); use FLUX.1 dev",
-        ("img_in.weight", 1, 128): "FLUX.1 Depth or Canny; use FLUX.1 dev",
-    },
-    shape_checks={
-        ("img_in.weight", 1): ("transformer", "in_channels"),
-        ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
-        ("vector_in.in_layer.weight", 1): ("transformer", "pooled_projection_dim"),
-        ("guidance_in.in_layer.weight", None): ("transformer", "guidance_embeds"),
-    },
-)
+        yield Problem("guidance_scale", "FLUX.1 schnell has no guidance embedding", "leave this option out")
 
 
 _STREAM_NAMES = ("attn.qkv", "attn.proj", "mlp.0", "mlp.2", "mod.lin")
@@ -170,34 +127,102 @@ FLUX_KEYS = KeyStyle("flux", _LAYOUT, diffusers_width=3072)
 XLABS_KEYS = KeyStyle("flux_xlabs", _XLABS_LAYOUT)
 
 
-class Flux(Family):
-    facts = FACTS
-    denoiser_name = "transformer"
-    text_components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-    tokenizer_repo_ids = {"tokenizer": CLIP_L_TOKENIZER, "tokenizer_2": T5_TOKENIZER}
-    # Every linear layer of the double and single blocks; another proj_out lies outside of them.
-    lora_target_modules: ClassVar[tuple[str, ...]] = (
-        *JOINT_BLOCK_LORA_TARGET_MODULES,
-        "norm.linear",
-        "proj_mlp",
-        "single_transformer_blocks.*.proj_out",
-    )
-    lora_key_style = FLUX_KEYS
-    lora_other_key_styles: ClassVar[tuple[KeyStyle, ...]] = (XLABS_KEYS,)
-    text_lora_target_modules: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "text_encoder": CLIP_LORA_TARGET_MODULES,
-        "text_encoder_2": T5_LORA_TARGET_MODULES,
-    }
-    text_lora_prefixes: ClassVar[Mapping[str, str]] = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te3"}
-    block_lists = ("transformer_blocks", "single_transformer_blocks")
-    block_token_args = {"image_rotary_emb": ((0, ("encoder_hidden_states", "hidden_states")),) * 2}
-    single_stream_block_lists = ("single_transformer_blocks",)
-    # One matrix for the output of the attention and of the MLP.
-    fused_parallel_layers = {r"single_transformer_blocks\.\d+\.proj_out$": ("rowwise", (1, 4))}
-    default_num_inference_steps = 20
-    default_guidance_scale = 1.0
+FACTS = FamilyFacts(
+    title="FLUX.1",
+    pipeline=PipelineFacts(class_name="FluxPipeline", num_parameters=11_901_408_320),
+    detection=DetectionFacts(
+        match_configs=_match_flux,
+        keys=("double_blocks.0.img_attn.qkv.weight", "vector_in.in_layer.weight", "img_in.weight"),
+        diffusers_keys={
+            "double_blocks.0.img_attn.qkv.weight": "single_transformer_blocks.0.proj_mlp.weight",
+            "vector_in.in_layer.weight": "time_text_embed.text_embedder.linear_1.weight",
+            "guidance_in.in_layer.weight": "time_text_embed.guidance_embedder.linear_1.weight",
+            "img_in.weight": "x_embedder.weight",
+            "txt_in.weight": "context_embedder.weight",
+        },
+        shape_checks={
+            ("img_in.weight", 1): ("transformer", "in_channels"),
+            ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
+            ("vector_in.in_layer.weight", 1): ("transformer", "pooled_projection_dim"),
+            ("guidance_in.in_layer.weight", None): ("transformer", "guidance_embeds"),
+        },
+        unsupported_shapes={
+            ("img_in.weight", 1, 384): "FLUX.1 Fill (inpainting); use FLUX.1 dev",
+            ("img_in.weight", 1, 128): "FLUX.1 Depth or Canny; use FLUX.1 dev",
+        },
+    ),
+    single_files=SingleFileFacts(
+        prefixes={
+            "transformer": DENOISER_PREFIXES,
+            "vae": ("vae.",),
+            "text_encoder": CLIP_L_PREFIXES,
+            "text_encoder_2": T5_PREFIXES,
+        },
+    ),
+    lora=FamilyLora(
+        # Every linear layer of the double and single blocks; another proj_out lies outside of them.
+        targets=(
+            *JOINT_BLOCK_LORA_TARGET_MODULES,
+            "norm.linear",
+            "proj_mlp",
+            "single_transformer_blocks.*.proj_out",
+        ),
+        targets_of="sd-scripts",
+        text_encoders={
+            "text_encoder": TextEncoderLora(CLIP_LORA_TARGET_MODULES, "lora_te1"),
+            "text_encoder_2": TextEncoderLora(T5_LORA_TARGET_MODULES, "lora_te3", T5_KEYS),
+        },
+        key_style=FLUX_KEYS,
+        other_key_styles=(XLABS_KEYS,),
+        modelspec_architecture="flux-1",
+        modelspec_implementation="https://github.com/black-forest-labs/flux",
+    ),
+    blocks=BlockFacts(
+        lists=("transformer_blocks", "single_transformer_blocks"),
+        token_args={"image_rotary_emb": ((0, ("encoder_hidden_states", "hidden_states")),) * 2},
+        single_stream_lists=("single_transformer_blocks",),
+        # One matrix for the output of the attention and of the MLP.
+        fused_layers={r"single_transformer_blocks\.\d+\.proj_out$": ("rowwise", (1, 4))},
+        attention_modes=(*MASKED_ATTENTION_MODES, "flash", "flash3"),
+    ),
+    text=TextFacts(
+        components=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
+        tokenizer_repo_ids={"tokenizer": CLIP_L_TOKENIZER, "tokenizer_2": T5_TOKENIZER},
+        t5_encoder="text_encoder_2",
+        is_masked_in_denoiser=True,
+    ),
+    sampling=SamplingFacts(num_inference_steps=20, guidance_scale=1.0),
+    options=FamilyOptions(
+        components={"ae": "vae", "vae": "vae", "clip_l": "text_encoder", "t5xxl": "text_encoder_2"},
+        extra=("t5xxl_max_token_length", "guidance_scale", "apply_t5_attn_mask"),
+        validate=_validate_flux_guidance,
+        network=NetworkFacts(
+            modules=("networks.lora_flux", "networks.oft_flux"),
+            args=("train_t5xxl", "train_blocks", "train_double_block_indices", "train_single_block_indices"),
+            layer_type_ranks=(
+                *(
+                    (f"{stream}_{part}_dim", rf"double_blocks_\d+_{stream}_{part}")
+                    for part in ("attn", "mlp", "mod")
+                    for stream in ("img", "txt")
+                ),
+                ("single_dim", r"single_blocks_\d+_linear"),
+                ("single_mod_dim", r"single_blocks_\d+_modulation"),
+            ),
+            outer_layer_ranks=("in_dims", ("img_in", "time_in", "vector_in", "guidance_in", "txt_in")),
+        ),
+        kohya_defaults={
+            "timestep_sampling": "sigma",
+            "discrete_flow_shift": "3",
+            "model_prediction_type": "sigma_scaled",
+        },
+    ),
+)
 
-    def get_non_block_lora_target_modules(self, denoiser: Any) -> tuple[str, ...]:
+
+class Flux(T5Family):
+    facts = FACTS
+
+    def get_non_block_lora_targets(self, denoiser: Any) -> tuple[str, ...]:
         embedders = ("timestep", "text", "guidance") if denoiser.config.guidance_embeds else ("timestep", "text")
         layers = (f"time_text_embed.{each}_embedder.linear_{number}" for each in embedders for number in (1, 2))
         return "x_embedder", "context_embedder", *layers
@@ -209,9 +234,6 @@ class Flux(Family):
             "ss_guidance_scale": self.model_config.guidance_scale,
         }
         return BaseModelInfo("flux1", "flux-1-dev" if _has_guidance_embeds(pipe) else "flux-1-schnell", metadata)
-
-    def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
-        return self.encode_clip_prompts(pipe, prompts, self.encode_t5_prompts(pipe, prompts))
 
     def encode_t5_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         from .. import text_encoding
@@ -267,11 +289,11 @@ class Flux(Family):
         return not _has_guidance_embeds(pipe)  # schnell
 
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
-        default_steps = self.default_num_inference_steps if _has_guidance_embeds(pipe) else 4
+        default_steps = self.facts.sampling.num_inference_steps if _has_guidance_embeds(pipe) else 4
         cond, negative_cond = _drop_padding(cond), _drop_padding(negative_cond)
         return super().build_sampling_kwargs(pipe, prompt, cond, negative_cond) | dict(
             num_inference_steps=prompt.num_inference_steps or default_steps,
-            true_cfg_scale=self.get_guidance_scale(prompt),
+            true_cfg_scale=self.facts.sampling.get_guidance_scale(prompt.cfg_scale),
             guidance_scale=3.5 if prompt.embedded_guidance is None else prompt.embedded_guidance,
         )
 

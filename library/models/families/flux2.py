@@ -11,7 +11,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ...adapters.original_module_names import KeyStyle, OriginalModule
 from ..base import BaseModelInfo, Family
-from ..facts import FamilyFacts, FamilyMatch
+from ..facts import (
+    BlockFacts,
+    ControlFacts,
+    DetectionFacts,
+    FamilyFacts,
+    FamilyLora,
+    FamilyMatch,
+    FamilyOptions,
+    PipelineFacts,
+    SamplingFacts,
+    SingleFileFacts,
+    TextFacts,
+)
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import (
     DENOISER_PREFIXES,
@@ -43,55 +55,6 @@ def _match_flux2(read: ConfigReader) -> FamilyMatch:
 
 _KLEIN_KEYS = ("double_stream_modulation_img.lin.weight", "double_blocks.0.img_attn.qkv.weight", "img_in.weight")
 
-DEV_FACTS = FamilyFacts(
-    name="flux2_dev",
-    title="FLUX.2 dev",
-    control_images=(0, 10),
-    pipeline_class="Flux2Pipeline",
-    denoiser_name="transformer",
-    components=("transformer", "vae", "text_encoder", "tokenizer"),
-    num_parameters=32_223_281_152,
-    lora_targets_of="musubi-tuner",
-    match_configs=_match_flux2,
-    component_options={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
-    extra_options=("guidance_scale",),
-    modelspec_architecture="flux-2-dev",
-    attention_modes=(*MASKED_ATTENTION_MODES, "flash", "flash3"),
-    single_file_prefixes={
-        "transformer": DENOISER_PREFIXES,
-        "vae": ("vae.",),
-        "text_encoder": ("text_encoders.mistral3_24b.transformer.",),
-    },
-    single_file_keys=("guidance_in.in_layer.weight", *_KLEIN_KEYS),
-    single_file_classes={"vae": "AutoencoderKL"},
-    single_file_renames={"encoder.quant_conv.": "quant_conv.", "decoder.post_quant_conv.": "post_quant_conv."},
-    diffusers_keys={
-        "guidance_in.in_layer.weight": "time_guidance_embed.guidance_embedder.linear_1.weight",
-        "double_stream_modulation_img.lin.weight": "double_stream_modulation_img.linear.weight",
-        "double_blocks.0.img_attn.qkv.weight": "single_transformer_blocks.0.attn.to_qkv_mlp_proj.weight",
-        "img_in.weight": "x_embedder.weight",
-        "txt_in.weight": "context_embedder.weight",
-    },
-    shape_checks={
-        ("img_in.weight", 1): ("transformer", "in_channels"),
-        ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
-        ("guidance_in.in_layer.weight", None): ("transformer", "guidance_embeds"),
-    },
-)
-
-KLEIN_FACTS = replace(
-    DEV_FACTS,
-    name="flux2_klein",
-    title="FLUX.2 klein",
-    pipeline_class="Flux2KleinPipeline",
-    num_parameters=9_078_581_248,
-    extra_options=(),
-    modelspec_architecture="flux-2-klein",
-    notes="train on the base models; distilled ones lose their few steps",
-    single_file_prefixes={**DEV_FACTS.single_file_prefixes, "text_encoder": ("text_encoders.qwen3_4b.transformer.",)},
-    single_file_keys=_KLEIN_KEYS,
-)
-
 
 def _build_stream(stream: str, attention: Sequence[str], out: str, mlp: str) -> tuple[OriginalModule, ...]:
     original, block = f"double_blocks.{{}}.{stream}", "transformer_blocks.{}"
@@ -112,35 +75,99 @@ _LAYOUT = (
 FLUX2_KEYS = KeyStyle("flux2", _LAYOUT, has_lokr_in_diffusers=True, is_comfy_format_in_diffusers=False)
 
 
+DEV_FACTS = FamilyFacts(
+    title="FLUX.2 dev",
+    pipeline=PipelineFacts(
+        class_name="Flux2Pipeline", num_parameters=32_223_281_152, hub_id="black-forest-labs/FLUX.2-dev"
+    ),
+    detection=DetectionFacts(
+        match_configs=_match_flux2,
+        keys=("guidance_in.in_layer.weight", *_KLEIN_KEYS),
+        diffusers_keys={
+            "guidance_in.in_layer.weight": "time_guidance_embed.guidance_embedder.linear_1.weight",
+            "double_stream_modulation_img.lin.weight": "double_stream_modulation_img.linear.weight",
+            "double_blocks.0.img_attn.qkv.weight": "single_transformer_blocks.0.attn.to_qkv_mlp_proj.weight",
+            "img_in.weight": "x_embedder.weight",
+            "txt_in.weight": "context_embedder.weight",
+        },
+        shape_checks={
+            ("img_in.weight", 1): ("transformer", "in_channels"),
+            ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
+            ("guidance_in.in_layer.weight", None): ("transformer", "guidance_embeds"),
+        },
+    ),
+    single_files=SingleFileFacts(
+        prefixes={
+            "transformer": DENOISER_PREFIXES,
+            "vae": ("vae.",),
+            "text_encoder": ("text_encoders.mistral3_24b.transformer.",),
+        },
+        classes={"vae": "AutoencoderKL"},
+        renames={"encoder.quant_conv.": "quant_conv.", "decoder.post_quant_conv.": "post_quant_conv."},
+    ),
+    lora=FamilyLora(
+        # Every linear layer of the blocks; the modulation is outside of them.
+        targets=(
+            *(
+                f"transformer_blocks.*.attn.{name}"
+                for name in JOINT_ATTENTION_LORA_TARGET_MODULES
+                if "to_out" not in name
+            ),
+            "transformer_blocks.*.attn.to_out.0",
+            *(f"{mlp}.{layer}" for mlp in ("ff", "ff_context") for layer in ("linear_in", "linear_out")),
+            *(f"single_transformer_blocks.*.attn.{name}" for name in ("to_qkv_mlp_proj", "to_out")),
+        ),
+        targets_of="musubi-tuner",
+        key_style=FLUX2_KEYS,
+        format="diffusers",
+        modelspec_architecture="flux-2-dev",
+    ),
+    blocks=BlockFacts(
+        # The double blocks pass on two streams, the single ones their concatenation: only the latter are split.
+        lists=("single_transformer_blocks",),
+        activation_args=("hidden_states",),
+        token_args={"image_rotary_emb": ((0, ("hidden_states",)),) * 2},
+        single_stream_lists=("single_transformer_blocks",),
+        fused_layers={
+            r"\.linear_in$": ("colwise", (1, 1)),
+            r"\.linear_out$": ("rowwise", (1,)),
+            r"\.to_qkv_mlp_proj$": ("colwise", (1, 1, 1, 3, 3)),
+            r"^single_transformer_blocks\.\d+\.attn\.to_out$": ("rowwise", (1, 3)),
+        },
+        attention_modes=(*MASKED_ATTENTION_MODES, "flash", "flash3"),
+    ),
+    text=TextFacts(
+        components=("text_encoder", "tokenizer"),
+        tokenizer_repo_ids={"tokenizer": "black-forest-labs/FLUX.2-dev:tokenizer"},
+    ),
+    sampling=SamplingFacts(num_inference_steps=50, guidance_scale=4.0),
+    control=ControlFacts(num_images=(0, 10)),
+    options=FamilyOptions(
+        components={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
+        extra=("guidance_scale",),
+    ),
+)
+
+KLEIN_FACTS = replace(
+    DEV_FACTS,
+    title="FLUX.2 klein",
+    pipeline=PipelineFacts(class_name="Flux2KleinPipeline", num_parameters=9_078_581_248),
+    detection=replace(DEV_FACTS.detection, keys=_KLEIN_KEYS),
+    single_files=replace(
+        DEV_FACTS.single_files,
+        prefixes={**DEV_FACTS.single_files.prefixes, "text_encoder": ("text_encoders.qwen3_4b.transformer.",)},
+    ),
+    lora=replace(DEV_FACTS.lora, modelspec_architecture="flux-2-klein"),
+    text=replace(DEV_FACTS.text, tokenizer_repo_ids={"tokenizer": "black-forest-labs/FLUX.2-klein-base-4B:tokenizer"}),
+    options=replace(DEV_FACTS.options, extra=()),
+    notes="train on the base models; distilled ones lose their few steps",
+)
+
+
 class Flux2Klein(Family):
     """Sampled with classifier-free guidance, unless it is distilled."""
 
     facts = KLEIN_FACTS
-    denoiser_name = "transformer"
-    text_components = ("text_encoder", "tokenizer")
-    tokenizer_repo_ids = {"tokenizer": "black-forest-labs/FLUX.2-klein-base-4B:tokenizer"}
-    # Every linear layer of the blocks; the modulation is outside of them.
-    lora_target_modules = (
-        *(f"transformer_blocks.*.attn.{name}" for name in JOINT_ATTENTION_LORA_TARGET_MODULES if "to_out" not in name),
-        "transformer_blocks.*.attn.to_out.0",
-        *(f"{mlp}.{layer}" for mlp in ("ff", "ff_context") for layer in ("linear_in", "linear_out")),
-        *(f"single_transformer_blocks.*.attn.{name}" for name in ("to_qkv_mlp_proj", "to_out")),
-    )
-    lora_key_style = FLUX2_KEYS
-    lora_format = "diffusers"
-    # The double blocks pass on two streams, the single ones their concatenation: only the latter are split.
-    block_lists = ("single_transformer_blocks",)
-    block_activation_args = ("hidden_states",)
-    block_token_args = {"image_rotary_emb": ((0, ("hidden_states",)),) * 2}
-    single_stream_block_lists = ("single_transformer_blocks",)
-    fused_parallel_layers = {
-        r"\.linear_in$": ("colwise", (1, 1)),
-        r"\.linear_out$": ("rowwise", (1,)),
-        r"\.to_qkv_mlp_proj$": ("colwise", (1, 1, 1, 3, 3)),
-        r"^single_transformer_blocks\.\d+\.attn\.to_out$": ("rowwise", (1, 3)),
-    }
-    default_num_inference_steps = 50
-    default_guidance_scale = 4.0
 
     def get_unused_layers(self, denoiser: Any) -> tuple[str, ...]:
         return ()  # the text goes on through the single blocks
@@ -220,15 +247,16 @@ class Flux2Klein(Family):
 
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
         embeds = {"prompt_embeds": cond["embeds"], "negative_prompt_embeds": negative_cond["embeds"]}
-        steps = prompt.num_inference_steps or (4 if pipe.config.is_distilled else self.default_num_inference_steps)
-        return {**embeds, "guidance_scale": self.get_guidance_scale(prompt), "num_inference_steps": steps}
+        sampling = self.facts.sampling
+        steps = prompt.num_inference_steps or (4 if pipe.config.is_distilled else sampling.num_inference_steps)
+        scale = sampling.get_guidance_scale(prompt.cfg_scale)
+        return {**embeds, "guidance_scale": scale, "num_inference_steps": steps}
 
 
 class Flux2Dev(Flux2Klein):
     """Guidance-distilled: the guidance scale is an input, and there is no negative prompt."""
 
     facts = DEV_FACTS
-    tokenizer_repo_ids = {"tokenizer": "black-forest-labs/FLUX.2-dev:tokenizer"}
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("flux2_dev", "flux-2-dev")
@@ -246,7 +274,9 @@ class Flux2Dev(Flux2Klein):
         return False
 
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
-        scale = self.get_guidance_scale(prompt) if prompt.embedded_guidance is None else prompt.embedded_guidance
+        scale = prompt.embedded_guidance
+        if scale is None:
+            scale = self.facts.sampling.get_guidance_scale(prompt.cfg_scale)
         return {"prompt_embeds": cond["embeds"], "guidance_scale": scale}
 
 

@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Any
 from ...adapters.original_module_names import KeyStyle
 from ...adapters.token_layout import OTHER_TOKENS, TokenLayout
 from ..base import BaseModelInfo, Family
-from ..facts import FamilyFacts, FamilyMatch
+from ..facts import (
+    BlockFacts,
+    DetectionFacts,
+    FamilyFacts,
+    FamilyLora,
+    FamilyMatch,
+    FamilyOptions,
+    PipelineFacts,
+    SamplingFacts,
+    SingleFileFacts,
+    TextFacts,
+)
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
 
@@ -33,38 +44,6 @@ def _match_flux3(read: ConfigReader) -> FamilyMatch:
     if config.get("flow_map"):
         raise ModelError("a step-distilled FLUX.3 cannot be trained; use the base model")
     return match_flow_model(read, 4, f"the transformer has {config.get('num_single_layers')} joint blocks")
-
-
-FACTS = FamilyFacts(
-    name="flux3",
-    title="FLUX.3 klein",
-    pipeline_class="Flux3ModularPipeline",
-    denoiser_name="transformer",
-    components=("transformer", "vae", "text_encoder", "tokenizer"),
-    num_parameters=5_538_458_368,
-    notes="the base model; sizes are diffusers' defaults",
-    match_configs=_match_flux3,
-    component_options={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
-    modelspec_architecture="flux-3",
-    attention_modes=MASKED_ATTENTION_MODES,
-    single_file_prefixes={
-        "transformer": DENOISER_PREFIXES,
-        "vae": ("vae.",),
-        "text_encoder": ("text_encoders.qwen3vl_4b.transformer.",),
-    },
-    single_file_keys=(
-        "early_stream_modulations.image.lin.weight",
-        "content_mode_blocks.image.0.q_proj.weight",
-        "txt_in.weight",
-    ),
-    diffusers_keys={
-        "early_stream_modulations.image.lin.weight": "early_stream_modulations.image.linear.weight",
-        "content_mode_blocks.image.0.q_proj.weight": "mode_blocks.image.0.attn.to_q.weight",
-        "txt_in.weight": "context_embedder.weight",
-    },
-    unsupported_shapes={("ref_time_in.in_layer.weight", 1, 256): "a step-distilled FLUX.3; use the base model"},
-    shape_checks={("txt_in.weight", 1): ("transformer", "joint_attention_dim")},
-)
 
 
 _ORIGINAL_PARTS = {
@@ -104,34 +83,68 @@ FLUX3_KEYS = KeyStyle(
 )
 
 
+FACTS = FamilyFacts(
+    title="FLUX.3 klein",
+    pipeline=PipelineFacts(class_name="Flux3ModularPipeline", num_parameters=5_538_458_368),
+    detection=DetectionFacts(
+        match_configs=_match_flux3,
+        keys=(
+            "early_stream_modulations.image.lin.weight",
+            "content_mode_blocks.image.0.q_proj.weight",
+            "txt_in.weight",
+        ),
+        diffusers_keys={
+            "early_stream_modulations.image.lin.weight": "early_stream_modulations.image.linear.weight",
+            "content_mode_blocks.image.0.q_proj.weight": "mode_blocks.image.0.attn.to_q.weight",
+            "txt_in.weight": "context_embedder.weight",
+        },
+        shape_checks={("txt_in.weight", 1): ("transformer", "joint_attention_dim")},
+        unsupported_shapes={("ref_time_in.in_layer.weight", 1, 256): "a step-distilled FLUX.3; use the base model"},
+    ),
+    single_files=SingleFileFacts(
+        prefixes={
+            "transformer": DENOISER_PREFIXES,
+            "vae": ("vae.",),
+            "text_encoder": ("text_encoders.qwen3vl_4b.transformer.",),
+        },
+    ),
+    lora=FamilyLora(
+        # Every linear layer of the blocks; the modulation is outside of them.
+        targets=(
+            *(f"attn.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
+            *("ff.linear_in", "ff.linear_out"),
+        ),
+        key_style=FLUX3_KEYS,
+        format="diffusers",
+        modelspec_architecture="flux-3",
+    ),
+    blocks=BlockFacts(
+        token_layouts={r"^single_transformer_blocks\.": TokenLayout(segments=("encoder_hidden_states", OTHER_TOKENS))},
+        # The blocks of one stream alone come before: only the joint ones are split.
+        lists=("single_transformer_blocks",),
+        token_args={
+            "temb_mod": ((1, ("hidden_states",)),),
+            "temb_mod_context": ((1, ("encoder_hidden_states",)),),
+            "image_rotary_emb": ((0, ("encoder_hidden_states", "hidden_states")),) * 2,
+        },
+        single_stream_lists=("single_transformer_blocks",),
+        fused_layers={r"\.ff\.linear_in$": ("colwise", (1, 1)), r"\.ff\.linear_out$": ("rowwise", (1,))},
+        attention_modes=MASKED_ATTENTION_MODES,
+    ),
+    text=TextFacts(
+        components=("text_encoder", "tokenizer"),
+        tokenizer_repo_ids={"tokenizer": "Qwen/Qwen3-VL-4B-Instruct"},
+        has_variable_length=True,
+        pad_multiple=TOKENS_MULTIPLE,
+    ),
+    sampling=SamplingFacts(num_inference_steps=50, guidance_scale=3.5),
+    options=FamilyOptions(components={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"}),
+    notes="the base model; sizes are diffusers' defaults",
+)
+
+
 class Flux3(Family):
     facts = FACTS
-    denoiser_name = "transformer"
-    text_components = ("text_encoder", "tokenizer")
-    tokenizer_repo_ids = {"tokenizer": "Qwen/Qwen3-VL-4B-Instruct"}
-    # Every linear layer of the blocks; the modulation is outside of them.
-    lora_target_modules = (
-        *(f"attn.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
-        *("ff.linear_in", "ff.linear_out"),
-    )
-    lora_key_style = FLUX3_KEYS
-    lora_format = "diffusers"
-    # The blocks of one stream alone come before: only the joint ones are split.
-    block_lists = ("single_transformer_blocks",)
-    block_token_args = {
-        "temb_mod": ((1, ("hidden_states",)),),
-        "temb_mod_context": ((1, ("encoder_hidden_states",)),),
-        "image_rotary_emb": ((0, ("encoder_hidden_states", "hidden_states")),) * 2,
-    }
-    single_stream_block_lists = ("single_transformer_blocks",)
-    token_layouts = {
-        r"^single_transformer_blocks\.": TokenLayout(segments=("encoder_hidden_states", OTHER_TOKENS)),
-    }
-    fused_parallel_layers = {r"\.ff\.linear_in$": ("colwise", (1, 1)), r"\.ff\.linear_out$": ("rowwise", (1,))}
-    has_variable_text_length = True
-    text_pad_multiple = TOKENS_MULTIPLE
-    default_num_inference_steps = 50
-    default_guidance_scale = 3.5
 
     def get_pipeline_class(self) -> Any:
         return _build_pipeline_class()
@@ -213,7 +226,7 @@ class Flux3(Family):
 
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
         return dict(
-            guidance_scale=self.get_guidance_scale(prompt),
+            guidance_scale=self.facts.sampling.get_guidance_scale(prompt.cfg_scale),
             prompt_embeds=cond["embeds"][0].unsqueeze(0),
             negative_prompt_embeds=negative_cond["embeds"][0].unsqueeze(0),
         )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..base import BaseModelInfo
+from ..facts import ControlFacts
 from .flux import FACTS as FLUX_FACTS
 from .flux import Flux
 
@@ -18,13 +19,16 @@ if TYPE_CHECKING:
 
 FACTS = replace(
     FLUX_FACTS,
-    name="flux_kontext",
     title="FLUX.1 Kontext",
-    kind="edit",
-    pipeline_class="FluxKontextPipeline",
-    control_images=(0, 1),
+    pipeline=replace(
+        FLUX_FACTS.pipeline,
+        class_name="FluxKontextPipeline",
+        kind="edit",
+        hub_id="black-forest-labs/FLUX.1-Kontext-dev",
+    ),
     # Its weights have the names and shapes of FLUX.1 dev's, so a single file needs --family.
-    unsupported_shapes={},
+    detection=replace(FLUX_FACTS.detection, unsupported_shapes={}),
+    control=ControlFacts(num_images=(0, 1)),
 )
 
 
@@ -36,9 +40,7 @@ class FluxKontext(Flux):
         return replace(super().get_base_model_info(pipe), base_model_version="flux_kontext")
 
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
-        width, height = (
-            own or size for own, size in zip((prompt.width, prompt.height), self.default_image_size, strict=True)
-        )
+        width, height = self.facts.sampling.get_image_size(prompt.width, prompt.height)
         # The pipeline scales every size to an area of one megapixel unless it is told another one.
         return super().build_sampling_kwargs(pipe, prompt, cond, negative_cond) | {"max_area": width * height}
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from ...adapters.original_module_names import DIFFUSERS_KEYS, KeyStyle
+from ...adapters.original_module_names import DIFFUSERS_KEYS
 from ...config.network_args import GENERAL_NETWORK
+from ..facts import ControlFacts
 from ..shared_facts import MASKED_ATTENTION_MODES
 from .flux import FACTS as FLUX_FACTS
 from .flux import FLUX_KEYS, XLABS_KEYS, Flux
@@ -19,47 +20,48 @@ if TYPE_CHECKING:
     from ...dataloader.batch import Batch, Cond
     from ...dataloader.sample_prompts import Prompt
 
+_TOKENS_REASON = "control omini has tokens of its own kind in every block, which are not split"
+
 FACTS = replace(
     FLUX_FACTS,
-    name="flux_omini",
     title="FLUX.1 with control omini",
-    lora_targets_of="OminiControl",
-    control_images=(1, 4),
-    text_encoders=(),
-    t5_encoder=None,
-    network=GENERAL_NETWORK,
-    extra_options=("t5xxl_max_token_length", "guidance_scale"),
-    masks_text_in_denoiser=False,
-    attention_modes=MASKED_ATTENTION_MODES,
+    lora=replace(
+        FLUX_FACTS.lora,
+        # All that condition tokens pass through, but the first layer of the double blocks' MLP; as OminiControl.
+        targets=(
+            "x_embedder",
+            "norm1.linear",
+            "transformer_blocks.*.attn.to_q",
+            "transformer_blocks.*.attn.to_k",
+            "transformer_blocks.*.attn.to_v",
+            "attn.to_out.0",
+            "transformer_blocks.*.ff.net.2",
+            "single_transformer_blocks.*.norm.linear",
+            "proj_mlp",
+            "single_transformer_blocks.*.proj_out",
+            "single_transformer_blocks.*.attn.to_q",
+            "single_transformer_blocks.*.attn.to_k",
+            "single_transformer_blocks.*.attn.to_v",
+        ),
+        targets_of="OminiControl",
+        text_encoders={},
+        key_style=DIFFUSERS_KEYS,
+        other_key_styles=(FLUX_KEYS, XLABS_KEYS),
+        format="diffusers",
+    ),
+    blocks=replace(
+        FLUX_FACTS.blocks,
+        unsupported_strategies=dict.fromkeys(("tp", "pp", "cp"), _TOKENS_REASON),
+        attention_modes=MASKED_ATTENTION_MODES,
+    ),
+    text=replace(FLUX_FACTS.text, t5_encoder=None, is_masked_in_denoiser=False),
+    control=ControlFacts(num_images=(1, 4)),
+    options=replace(FLUX_FACTS.options, extra=("t5xxl_max_token_length", "guidance_scale"), network=GENERAL_NETWORK),
 )
-
-_TOKENS_REASON = "control omini has tokens of its own kind in every block, which are not split"
 
 
 class FluxOmini(Flux):
     facts = FACTS
-    # All that condition tokens pass through, but the first layer of the double blocks' MLP; as OminiControl.
-    lora_target_modules: ClassVar[tuple[str, ...]] = (
-        "x_embedder",
-        "norm1.linear",
-        "transformer_blocks.*.attn.to_q",
-        "transformer_blocks.*.attn.to_k",
-        "transformer_blocks.*.attn.to_v",
-        "attn.to_out.0",
-        "transformer_blocks.*.ff.net.2",
-        "single_transformer_blocks.*.norm.linear",
-        "proj_mlp",
-        "single_transformer_blocks.*.proj_out",
-        "single_transformer_blocks.*.attn.to_q",
-        "single_transformer_blocks.*.attn.to_k",
-        "single_transformer_blocks.*.attn.to_v",
-    )
-    lora_key_style = DIFFUSERS_KEYS
-    lora_other_key_styles: ClassVar[tuple[KeyStyle, ...]] = (FLUX_KEYS, XLABS_KEYS)
-    lora_format = "diffusers"
-    text_lora_target_modules: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    text_lora_prefixes: ClassVar[Mapping[str, str]] = {}
-    unsupported_strategies: ClassVar[Mapping[str, str]] = dict.fromkeys(("tp", "pp", "cp"), _TOKENS_REASON)
 
     @classmethod
     def prepare_denoiser(cls, denoiser: nn.Module) -> None:
@@ -134,8 +136,7 @@ class FluxOmini(Flux):
 
         kwargs = super().build_sampling_kwargs(pipe, prompt, cond, negative_cond)
         processor, multiple = pipe.image_processor, pipe.vae_scale_factor * 2
-        sizes = (own or size for own, size in zip((prompt.width, prompt.height), self.default_image_size, strict=True))
-        width, height = sizes
+        width, height = self.facts.sampling.get_image_size(prompt.width, prompt.height)
         latents = []
         for image in load_preview_controls(prompt):
             wanted: tuple[float, float] = image.size

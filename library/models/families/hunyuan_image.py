@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,18 @@ from ...adapters.token_layout import OTHER_TOKENS, TokenLayout
 from ...config.network_args import NetworkFacts
 from ...registry import copy_class_name
 from ..base import BaseModelInfo, Family
-from ..facts import FamilyFacts, FamilyMatch
+from ..facts import (
+    BlockFacts,
+    DetectionFacts,
+    FamilyFacts,
+    FamilyLora,
+    FamilyMatch,
+    FamilyOptions,
+    PipelineFacts,
+    SamplingFacts,
+    SingleFileFacts,
+    TextFacts,
+)
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
 from .hunyuan_image_keys import COMFYUI_KEYS, HUNYUAN_IMAGE_KEYS, LAYOUT, SINGLE_PARTS, build_vae_patterns
@@ -21,6 +33,8 @@ if TYPE_CHECKING:
     from ...dataloader.batch import Batch, Cond
     from ...dataloader.sample_prompts import Prompt
 
+QUOTES = (r'"(.*?)"', r"‘(.*?)’", r"“(.*?)”")
+"""Patterns of text to draw, in the order in which the encoder gets it."""
 MAX_GLYPH_TOKENS = 128
 """Maximum bytes of what is in quotes, with the words around it, as in diffusers' pipeline."""
 BOTH_TEXTS = ("encoder_hidden_states_2", "encoder_hidden_states")
@@ -37,77 +51,84 @@ def _match_hunyuan_image(read: ConfigReader) -> FamilyMatch:
 
 
 FACTS = FamilyFacts(
-    name="hunyuan_image",
     title="HunyuanImage 2.1",
-    pipeline_class="HunyuanImagePipeline",
-    denoiser_name="transformer",
-    components=("transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
-    num_parameters=17_425_795_520,
-    lora_targets_of="sd-scripts",
+    pipeline=PipelineFacts(class_name="HunyuanImagePipeline", num_parameters=17_425_795_520),
+    detection=DetectionFacts(
+        match_configs=_match_hunyuan_image,
+        keys=("double_blocks.0.img_attn_qkv.weight", "byt5_in.fc1.weight", "img_in.proj.weight"),
+        diffusers_keys={
+            "double_blocks.0.img_attn_qkv.weight": "single_transformer_blocks.0.proj_mlp.weight",
+            "byt5_in.fc1.weight": "context_embedder_2.linear_1.weight",
+            "img_in.proj.weight": "x_embedder.proj.weight",
+            "txt_in.input_embedder.weight": "context_embedder.proj_in.weight",
+            "time_r_in.mlp.0.weight": "time_guidance_embed.timestep_embedder_r.linear_1.weight",
+            "guidance_in.mlp.0.weight": "time_guidance_embed.guidance_embedder.linear_1.weight",
+        },
+        shape_checks={
+            ("img_in.proj.weight", 1): ("transformer", "in_channels"),
+            ("txt_in.input_embedder.weight", 1): ("transformer", "text_embed_dim"),
+            ("byt5_in.fc1.weight", 1): ("transformer", "text_embed_2_dim"),
+        },
+        unsupported_shapes={(f"{name}.mlp.0.weight", 1, 256): DISTILLED for name in ("time_r_in", "guidance_in")},
+    ),
+    single_files=SingleFileFacts(
+        prefixes={
+            "transformer": DENOISER_PREFIXES,
+            "vae": ("vae.",),
+            "text_encoder": ("text_encoders.qwen25_7b.transformer.",),
+            "text_encoder_2": ("text_encoders.byt5_small.transformer.",),
+        },
+        layout=LAYOUT,
+        build_vae_patterns=build_vae_patterns,
+    ),
+    lora=FamilyLora(
+        # Every linear layer of the double and single blocks; those that refine the text have some of the same names.
+        targets=(
+            *(f"transformer_blocks.*.{layer}" for layer in (*IMAGE_STREAM, *TEXT_STREAM)),
+            *(f"single_transformer_blocks.*.{layer}" for layer in (*SINGLE_PARTS, "proj_out", "norm.linear")),
+        ),
+        targets_of="sd-scripts",
+        key_style=HUNYUAN_IMAGE_KEYS,
+        other_key_styles=(COMFYUI_KEYS,),
+        format="comfy",
+        modelspec_architecture="hunyuan-image-2.1",
+        modelspec_implementation="https://github.com/Tencent-Hunyuan/HunyuanImage-2.1",
+    ),
+    blocks=BlockFacts(
+        token_layouts={
+            r"^transformer_blocks\..*(add_[qkv]_proj|to_add_out|ff_context)": TokenLayout(segments=BOTH_TEXTS),
+            r"^single_transformer_blocks\.": TokenLayout(segments=(OTHER_TOKENS, *BOTH_TEXTS)),
+        },
+        lists=("transformer_blocks", "single_transformer_blocks"),
+        activation_args=("hidden_states", "encoder_hidden_states"),
+        token_args={
+            "attention_mask": ((3, ("hidden_states", "encoder_hidden_states")),),
+            "image_rotary_emb": ((0, ("hidden_states",)),) * 2,
+        },
+        single_stream_lists=("single_transformer_blocks",),
+        # One matrix for the output of the attention and of the MLP.
+        fused_layers={r"single_transformer_blocks\.\d+\.proj_out$": ("rowwise", (1, 4))},
+        attention_modes=MASKED_ATTENTION_MODES,
+    ),
+    text=TextFacts(
+        components=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
+        tokenizer_repo_ids={"tokenizer": "Qwen/Qwen2.5-VL-7B-Instruct", "tokenizer_2": "google/byt5-small"},
+        has_variable_length=True,
+        pad_multiple=64,
+        version=2,  # single quotes were quotes before
+    ),
+    sampling=SamplingFacts(num_inference_steps=50, guidance_scale=3.5, image_size=(2048, 2048)),
+    options=FamilyOptions(
+        components={"vae": "vae", "text_encoder": "text_encoder", "byt5": "text_encoder_2"},
+        network=NetworkFacts(modules=("networks.lora_hunyuan_image",)),
+        kohya_defaults={"timestep_sampling": "sigma"},
+    ),
     notes="the base model; LoRA in diffusers: `transformer.load_lora_adapter`",
-    match_configs=_match_hunyuan_image,
-    component_options={"vae": "vae", "text_encoder": "text_encoder", "byt5": "text_encoder_2"},
-    kohya_defaults={"timestep_sampling": "sigma"},
-    network=NetworkFacts(modules=("networks.lora_hunyuan_image",)),
-    modelspec_architecture="hunyuan-image-2.1",
-    attention_modes=MASKED_ATTENTION_MODES,
-    single_file_prefixes={
-        "transformer": DENOISER_PREFIXES,
-        "vae": ("vae.",),
-        "text_encoder": ("text_encoders.qwen25_7b.transformer.",),
-        "text_encoder_2": ("text_encoders.byt5_small.transformer.",),
-    },
-    single_file_keys=("double_blocks.0.img_attn_qkv.weight", "byt5_in.fc1.weight", "img_in.proj.weight"),
-    diffusers_keys={
-        "double_blocks.0.img_attn_qkv.weight": "single_transformer_blocks.0.proj_mlp.weight",
-        "byt5_in.fc1.weight": "context_embedder_2.linear_1.weight",
-        "img_in.proj.weight": "x_embedder.proj.weight",
-        "txt_in.input_embedder.weight": "context_embedder.proj_in.weight",
-        "time_r_in.mlp.0.weight": "time_guidance_embed.timestep_embedder_r.linear_1.weight",
-        "guidance_in.mlp.0.weight": "time_guidance_embed.guidance_embedder.linear_1.weight",
-    },
-    unsupported_shapes={(f"{name}.mlp.0.weight", 1, 256): DISTILLED for name in ("time_r_in", "guidance_in")},
-    single_file_layout=LAYOUT,
-    build_vae_patterns=build_vae_patterns,
-    shape_checks={
-        ("img_in.proj.weight", 1): ("transformer", "in_channels"),
-        ("txt_in.input_embedder.weight", 1): ("transformer", "text_embed_dim"),
-        ("byt5_in.fc1.weight", 1): ("transformer", "text_embed_2_dim"),
-    },
 )
 
 
 class HunyuanImage(Family):
     facts = FACTS
-    denoiser_name = "transformer"
-    text_components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-    tokenizer_repo_ids = {"tokenizer": "Qwen/Qwen2.5-VL-7B-Instruct", "tokenizer_2": "google/byt5-small"}
-    # Every linear layer of the double and single blocks; those that refine the text have some of the same names.
-    lora_target_modules = (
-        *(f"transformer_blocks.*.{layer}" for layer in (*IMAGE_STREAM, *TEXT_STREAM)),
-        *(f"single_transformer_blocks.*.{layer}" for layer in (*SINGLE_PARTS, "proj_out", "norm.linear")),
-    )
-    lora_key_style = HUNYUAN_IMAGE_KEYS
-    lora_other_key_styles = (COMFYUI_KEYS,)
-    lora_format = "comfy"
-    block_lists = ("transformer_blocks", "single_transformer_blocks")
-    block_activation_args = ("hidden_states", "encoder_hidden_states")
-    block_token_args = {
-        "attention_mask": ((3, ("hidden_states", "encoder_hidden_states")),),
-        "image_rotary_emb": ((0, ("hidden_states",)),) * 2,
-    }
-    single_stream_block_lists = ("single_transformer_blocks",)
-    token_layouts = {
-        r"^transformer_blocks\..*(add_[qkv]_proj|to_add_out|ff_context)": TokenLayout(segments=BOTH_TEXTS),
-        r"^single_transformer_blocks\.": TokenLayout(segments=(OTHER_TOKENS, *BOTH_TEXTS)),
-    }
-    # One matrix for the output of the attention and of the MLP.
-    fused_parallel_layers = {r"single_transformer_blocks\.\d+\.proj_out$": ("rowwise", (1, 4))}
-    has_variable_text_length = True
-    text_pad_multiple = 64
-    default_image_size = (2048, 2048)
-    default_num_inference_steps = 50
-    default_guidance_scale = 3.5
 
     def get_pipeline_class(self) -> Any:
         return _build_pipeline_class()
@@ -181,29 +202,35 @@ class HunyuanImage(Family):
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
         from ..text_encoding import pad_text_embeds
 
-        kwargs: dict[str, Any] = {"guidance_scale": self.get_guidance_scale(prompt)}
+        kwargs: dict[str, Any] = {"guidance_scale": self.facts.sampling.get_guidance_scale(prompt.cfg_scale)}
         for start, texts in (("", cond), ("negative_", negative_cond)):
             kwargs[f"{start}prompt_embeds"], kwargs[f"{start}prompt_embeds_mask"] = pad_text_embeds(texts["embeds"])
             kwargs[f"{start}prompt_embeds_2"], kwargs[f"{start}prompt_embeds_mask_2"] = _pad_glyphs(texts["glyphs"])
         return kwargs
 
 
+def _find_glyph_text(prompt: str) -> str | None:
+    """Find what is in quotes, in the words that byT5 was trained on; None without quotes.
+
+    As in sd-scripts and ComfyUI, single quotes are none: they would be any two apostrophes.  diffusers takes them.
+    """
+    texts = [text for pattern in QUOTES for text in re.findall(pattern, prompt)]
+    return ". ".join(f'Text "{text}"' for text in texts) + ". " if texts else None
+
+
 def _count_glyph_tokens(prompt: str) -> int:
     """The tokens of what is in quotes, which are its bytes and one for the end; 0 without quotes."""
-    from diffusers.pipelines.hunyuan_image.pipeline_hunyuanimage import extract_glyph_text
-
-    text = extract_glyph_text(prompt)
+    text = _find_glyph_text(prompt)
     return 0 if text is None else len(text.encode()) + 1
 
 
 def _encode_glyphs(pipe: Any, prompt: str) -> Tensor:
     """Encode what is in quotes (tokens, width); one token of zeros stands for none."""
     import torch
-    from diffusers.pipelines.hunyuan_image.pipeline_hunyuanimage import extract_glyph_text
 
     from .. import text_encoding
 
-    text, encoder = extract_glyph_text(prompt), pipe.text_encoder_2
+    text, encoder = _find_glyph_text(prompt), pipe.text_encoder_2
     if text is None:
         return torch.zeros(1, encoder.config.d_model, device=encoder.device, dtype=encoder.dtype)
     embeds, mask = pipe._get_byt5_prompt_embeds(

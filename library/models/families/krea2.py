@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Any
 from ...adapters.original_module_names import KeyStyle
 from ...adapters.token_layout import OTHER_TOKENS, TokenLayout
 from ..base import BaseModelInfo, Family
-from ..facts import FamilyFacts, FamilyMatch
+from ..facts import (
+    BlockFacts,
+    DetectionFacts,
+    FamilyFacts,
+    FamilyLora,
+    FamilyMatch,
+    FamilyOptions,
+    PipelineFacts,
+    SamplingFacts,
+    SingleFileFacts,
+    TextFacts,
+)
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
 
@@ -22,45 +33,13 @@ if TYPE_CHECKING:
 KREA2_MAX_SEQUENCE_LENGTH = 512
 """Maximum tokens of the prompt with the end of its template, as in diffusers' pipeline."""
 TURBO_SHIFT_EXPONENT = 1.15
-"""Of the Turbo's shift, which is the same at every resolution."""
+"""Logarithm of the Turbo's timestep shift, which is the same at every resolution."""
 
 
 def _match_krea2(read: ConfigReader) -> FamilyMatch:
     variant = "Turbo" if read_required(read, "model_index.json").get("is_distilled") else "Raw"
     blocks = read_required(read, "transformer/config.json").get("num_layers")
     return match_flow_model(read, 4, f"the transformer has {blocks} blocks, its pipeline is of {variant}")
-
-
-FACTS = FamilyFacts(
-    name="krea2",
-    title="Krea 2",
-    pipeline_class="Krea2Pipeline",
-    denoiser_name="transformer",
-    components=("transformer", "vae", "text_encoder", "tokenizer"),
-    num_parameters=12_820_073_036,
-    lora_targets_of="musubi-tuner",
-    notes="train on Raw; the Turbo loses its few steps",
-    match_configs=_match_krea2,
-    component_options={"vae": "vae", "text_encoder": "text_encoder"},
-    modelspec_architecture="krea-2",
-    attention_modes=MASKED_ATTENTION_MODES,
-    single_file_prefixes={
-        "transformer": DENOISER_PREFIXES,
-        "vae": ("vae.",),
-        "text_encoder": ("text_encoders.qwen3vl_4b.transformer.",),
-    },
-    single_file_classes={"vae": "AutoencoderKLWan"},
-    single_file_keys=("txtfusion.projector.weight", "blocks.0.attn.wq.weight"),
-    diffusers_keys={
-        "txtfusion.projector.weight": "text_fusion.projector.weight",
-        "blocks.0.attn.wq.weight": "transformer_blocks.0.attn.to_q.weight",
-        "first.weight": "img_in.weight",
-    },
-    shape_checks={
-        ("txtfusion.projector.weight", 1): ("transformer", "num_text_layers"),
-        ("first.weight", 1): ("transformer", "in_channels"),
-    },
-)
 
 
 _ORIGINAL_NAMES = {
@@ -95,36 +74,72 @@ def _rename_to_original(modules: Iterable[str]) -> Mapping[str, str]:
 KREA2_KEYS = KeyStyle("krea2", rename=_rename_to_original, is_read_by_diffusers=False)
 
 
+FACTS = FamilyFacts(
+    title="Krea 2",
+    pipeline=PipelineFacts(class_name="Krea2Pipeline", num_parameters=12_820_073_036, hub_id="krea/Krea-2-Raw"),
+    detection=DetectionFacts(
+        match_configs=_match_krea2,
+        keys=("txtfusion.projector.weight", "blocks.0.attn.wq.weight"),
+        diffusers_keys={
+            "txtfusion.projector.weight": "text_fusion.projector.weight",
+            "blocks.0.attn.wq.weight": "transformer_blocks.0.attn.to_q.weight",
+            "first.weight": "img_in.weight",
+        },
+        shape_checks={
+            ("txtfusion.projector.weight", 1): ("transformer", "num_text_layers"),
+            ("first.weight", 1): ("transformer", "in_channels"),
+        },
+    ),
+    single_files=SingleFileFacts(
+        prefixes={
+            "transformer": DENOISER_PREFIXES,
+            "vae": ("vae.",),
+            "text_encoder": ("text_encoders.qwen3vl_4b.transformer.",),
+        },
+        classes={"vae": "AutoencoderKLWan"},
+    ),
+    lora=FamilyLora(
+        # Every linear layer: blocks, text fusion, and the layers before and after them; but not the 12 weights of
+        # text_fusion.projector, whose input peft's OFT takes for images.
+        targets=(
+            *(f"attn.{layer}" for layer in ("to_q", "to_k", "to_v", "to_gate", "to_out.0")),
+            *("ff.gate", "ff.up", "ff.down"),
+            *("img_in", "time_embed.linear_1", "time_embed.linear_2", "time_mod_proj"),
+            *("txt_in.linear_1", "txt_in.linear_2", "final_layer.linear"),
+        ),
+        targets_of="musubi-tuner",
+        key_style=KREA2_KEYS,
+        format="diffusers",
+        modelspec_architecture="krea-2",
+    ),
+    blocks=BlockFacts(
+        token_layouts={r"^transformer_blocks\.": TokenLayout(segments=("encoder_hidden_states", OTHER_TOKENS))},
+        lists=("transformer_blocks",),
+        activation_args=("hidden_states",),
+        token_args={
+            "attention_mask": ((3, ("hidden_states",)),),
+            "image_rotary_emb": ((0, ("hidden_states",)), (0, ("hidden_states",))),
+        },
+        fused_layers={
+            r"\.attn\.to_gate$|\.ff\.(gate|up)$": ("colwise", (1,)),
+            r"\.ff\.down$": ("rowwise", (1,)),
+        },
+        attention_modes=MASKED_ATTENTION_MODES,
+    ),
+    text=TextFacts(
+        components=("text_encoder", "tokenizer"),
+        tokenizer_repo_ids={"tokenizer": "krea/Krea-2-Raw:tokenizer"},
+        has_variable_length=True,
+        pad_multiple=64,
+    ),
+    sampling=SamplingFacts(num_inference_steps=28, guidance_scale=4.5),
+    options=FamilyOptions(components={"vae": "vae", "text_encoder": "text_encoder"}),
+    notes="train on Raw; the Turbo loses its few steps",
+)
+
+
 class Krea2(Family):
     facts = FACTS
-    denoiser_name = "transformer"
-    text_components = ("text_encoder", "tokenizer")
-    tokenizer_repo_ids = {"tokenizer": "krea/Krea-2-Raw:tokenizer"}
-    # Every linear layer: blocks, text fusion, and the layers before and after them; but not the 12 weights of
-    # text_fusion.projector, whose input peft's OFT takes for images.
-    lora_target_modules = (
-        *(f"attn.{layer}" for layer in ("to_q", "to_k", "to_v", "to_gate", "to_out.0")),
-        *("ff.gate", "ff.up", "ff.down"),
-        *("img_in", "time_embed.linear_1", "time_embed.linear_2", "time_mod_proj"),
-        *("txt_in.linear_1", "txt_in.linear_2", "final_layer.linear"),
-    )
-    lora_key_style = KREA2_KEYS
-    lora_format = "diffusers"
-    block_lists = ("transformer_blocks",)
-    block_activation_args = ("hidden_states",)
-    token_layouts = {r"^transformer_blocks\.": TokenLayout(segments=("encoder_hidden_states", OTHER_TOKENS))}
-    block_token_args = {
-        "attention_mask": ((3, ("hidden_states",)),),
-        "image_rotary_emb": ((0, ("hidden_states",)), (0, ("hidden_states",))),
-    }
-    fused_parallel_layers = {
-        r"\.attn\.to_gate$|\.ff\.(gate|up)$": ("colwise", (1,)),
-        r"\.ff\.down$": ("rowwise", (1,)),
-    }
-    has_variable_text_length = True
-    text_pad_multiple = 64
-    default_num_inference_steps = 28
-    default_guidance_scale = 4.5
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("krea2", "krea-2")
@@ -201,12 +216,12 @@ class Krea2(Family):
         return bool(pipe.config.is_distilled)
 
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
-        is_turbo = pipe.config.is_distilled
-        scale = 0.0 if is_turbo and prompt.cfg_scale is None else self.get_guidance_scale(prompt)
+        sampling = self.facts.sampling
+        steps, scale = (8, 0.0) if pipe.config.is_distilled else (sampling.num_inference_steps, sampling.guidance_scale)
         embeds, mask = _pad_layer_states(pipe, [*cond["embeds"], *negative_cond["embeds"]])
         return dict(
-            num_inference_steps=prompt.num_inference_steps or (8 if is_turbo else self.default_num_inference_steps),
-            guidance_scale=scale,
+            num_inference_steps=prompt.num_inference_steps or steps,
+            guidance_scale=scale if prompt.cfg_scale is None else prompt.cfg_scale,
             prompt_embeds=embeds[:1],
             prompt_embeds_mask=mask[:1],
             negative_prompt_embeds=embeds[1:],

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ...adapters.original_module_names import TRANSFORMER_LOADER_KEYS
 from ..base import BaseModelInfo, Family
-from ..facts import FamilyFacts, FamilyMatch
+from ..facts import (
+    BlockFacts,
+    DetectionFacts,
+    FamilyFacts,
+    FamilyLora,
+    FamilyMatch,
+    FamilyOptions,
+    PipelineFacts,
+    SamplingFacts,
+    SingleFileFacts,
+    TextFacts,
+)
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
 from .flux import build_single_file_layout
@@ -30,53 +41,59 @@ def _match_longcat_image(read: ConfigReader) -> FamilyMatch:
 
 
 FACTS = FamilyFacts(
-    name="longcat_image",
     title="LongCat-Image",
-    pipeline_class="LongCatImagePipeline",
-    denoiser_name="transformer",
-    components=("transformer", "vae", "text_encoder", "tokenizer"),
-    num_parameters=6_270_668_864,
-    lora_targets_of="SimpleTuner",
+    pipeline=PipelineFacts(
+        class_name="LongCatImagePipeline", num_parameters=6_270_668_864, hub_id="meituan-longcat/LongCat-Image"
+    ),
+    detection=DetectionFacts(
+        match_configs=_match_longcat_image,
+        # Others with FLUX.1's blocks have texts of another width.
+        keys=("double_blocks.0.img_attn.qkv.weight", "img_in.weight", "txt_in.weight"),
+        diffusers_keys={
+            "double_blocks.0.img_attn.qkv.weight": "time_embed.timestep_embedder.linear_1.weight",
+            "img_in.weight": "x_embedder.weight",
+            "txt_in.weight": "context_embedder.weight",
+        },
+        shape_checks={
+            ("img_in.weight", 1): ("transformer", "in_channels"),
+            ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
+        },
+    ),
+    single_files=SingleFileFacts(
+        prefixes={
+            "transformer": DENOISER_PREFIXES,
+            "vae": ("vae.",),
+            "text_encoder": ("text_encoders.qwen25_7b.transformer.",),
+        },
+        layout=build_single_file_layout("time_embed.timestep_embedder"),
+    ),
+    lora=FamilyLora(
+        # The attention of the image stream and of the single blocks.
+        targets=("to_q", "to_k", "to_v", "to_out.0"),
+        targets_of="SimpleTuner",
+        key_style=TRANSFORMER_LOADER_KEYS,
+        format="diffusers",
+        modelspec_architecture="longcat-image",
+    ),
+    blocks=BlockFacts(
+        lists=("transformer_blocks", "single_transformer_blocks"),
+        token_args={"image_rotary_emb": ((0, ("encoder_hidden_states", "hidden_states")),) * 2},
+        single_stream_lists=("single_transformer_blocks",),
+        fused_layers={r"single_transformer_blocks\.\d+\.proj_out$": ("rowwise", (1, 4))},
+        attention_modes=(*MASKED_ATTENTION_MODES, "flash", "flash3"),
+    ),
+    text=TextFacts(
+        components=("text_encoder", "tokenizer"),
+        tokenizer_repo_ids={"tokenizer": "meituan-longcat/LongCat-Image:tokenizer"},
+    ),
+    sampling=SamplingFacts(num_inference_steps=50, guidance_scale=4.5),
+    options=FamilyOptions(components={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"}),
     notes="LoRA in diffusers: `transformer.load_lora_adapter`",
-    match_configs=_match_longcat_image,
-    component_options={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
-    modelspec_architecture="longcat-image",
-    attention_modes=(*MASKED_ATTENTION_MODES, "flash", "flash3"),
-    single_file_prefixes={
-        "transformer": DENOISER_PREFIXES,
-        "vae": ("vae.",),
-        "text_encoder": ("text_encoders.qwen25_7b.transformer.",),
-    },
-    # Others with FLUX.1's blocks have texts of another width.
-    single_file_keys=("double_blocks.0.img_attn.qkv.weight", "img_in.weight", "txt_in.weight"),
-    diffusers_keys={
-        "double_blocks.0.img_attn.qkv.weight": "time_embed.timestep_embedder.linear_1.weight",
-        "img_in.weight": "x_embedder.weight",
-        "txt_in.weight": "context_embedder.weight",
-    },
-    single_file_layout=build_single_file_layout("time_embed.timestep_embedder"),
-    shape_checks={
-        ("img_in.weight", 1): ("transformer", "in_channels"),
-        ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
-    },
 )
 
 
 class LongCatImage(Family):
     facts = FACTS
-    denoiser_name = "transformer"
-    text_components: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer")
-    tokenizer_repo_ids = {"tokenizer": "meituan-longcat/LongCat-Image:tokenizer"}
-    # The attention of the image stream and of the single blocks.
-    lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
-    lora_format = "diffusers"
-    lora_key_style = TRANSFORMER_LOADER_KEYS
-    block_lists = ("transformer_blocks", "single_transformer_blocks")
-    block_token_args = {"image_rotary_emb": ((0, ("encoder_hidden_states", "hidden_states")),) * 2}
-    single_stream_block_lists = ("single_transformer_blocks",)
-    fused_parallel_layers = {r"single_transformer_blocks\.\d+\.proj_out$": ("rowwise", (1, 4))}
-    default_num_inference_steps = 50
-    default_guidance_scale = 4.5
 
     def get_pipeline_class(self) -> Any:
         return _build_pipeline_class()

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from ..base import BaseModelInfo, Family
+from ..base import BaseModelInfo, ControlTextFamily, Family
+from ..facts import ControlFacts
 from .longcat_image import FACTS as LONGCAT_FACTS
 from .longcat_image import LONGCAT_MAX_SEQUENCE_LENGTH, LongCatImage
 
@@ -23,24 +24,27 @@ if TYPE_CHECKING:
 
 FACTS = replace(
     LONGCAT_FACTS,
-    name="longcat_image_edit",
     title="LongCat-Image-Edit",
-    kind="edit",
-    pipeline_class="LongCatImageEditPipeline",
-    components=("transformer", "vae", "text_encoder", "tokenizer", "text_processor"),
-    modelspec_architecture="longcat-image-edit",
-    control_images=(1, 1),
-    text_tokens_per_control=370,
-    is_preview_size_of_control=True,
+    pipeline=replace(
+        LONGCAT_FACTS.pipeline,
+        class_name="LongCatImageEditPipeline",
+        kind="edit",
+        hub_id="meituan-longcat/LongCat-Image-Edit",
+    ),
+    lora=replace(LONGCAT_FACTS.lora, modelspec_architecture="longcat-image-edit"),
+    text=replace(
+        LONGCAT_FACTS.text,
+        components=("text_encoder", "tokenizer", "text_processor"),
+        tokenizer_repo_ids={
+            name: f"meituan-longcat/LongCat-Image-Edit:{name}" for name in ("tokenizer", "text_processor")
+        },
+    ),
+    control=ControlFacts(num_images=(1, 1), text_tokens_per_image=370, sets_preview_size=True),
 )
 
 
-class LongCatImageEdit(LongCatImage):
+class LongCatImageEdit(LongCatImage, ControlTextFamily):
     facts = FACTS
-    text_components = ("text_encoder", "tokenizer", "text_processor")
-    tokenizer_repo_ids = {
-        name: f"meituan-longcat/LongCat-Image-Edit:{name}" for name in ("tokenizer", "text_processor")
-    }
 
     def get_pipeline_class(self) -> Any:
         return _build_pipeline_class()
@@ -54,7 +58,7 @@ class LongCatImageEdit(LongCatImage):
     def encode_prompts_with_controls(
         self, pipe: Any, prompts: Sequence[str], controls: Sequence[Sequence[Image]]
     ) -> Cond:
-        """One by one, as the pipeline does."""
+        """Encode texts one by one with their image, as the pipeline does."""
         import torch
 
         rows = []

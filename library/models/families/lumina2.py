@@ -8,8 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import KeyStyle, OriginalModule
 from ...config.network_args import NetworkFacts
-from ..base import NEGATIVE_MARK, BaseModelInfo, Family
-from ..facts import FamilyFacts, FamilyMatch
+from ..base import BaseModelInfo, Family
+from ..facts import (
+    BlockFacts,
+    DetectionFacts,
+    FamilyFacts,
+    FamilyLora,
+    FamilyMatch,
+    FamilyOptions,
+    PipelineFacts,
+    SamplingFacts,
+    SingleFileFacts,
+    TextFacts,
+)
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import DENOISER_PREFIXES, GEMMA2_PREFIXES, match_flow_model
 
@@ -26,41 +37,6 @@ LUMINA2_MAX_SEQUENCE_LENGTH = 256
 def _match_lumina2(read: ConfigReader) -> FamilyMatch:
     config = read_required(read, "transformer/config.json")
     return match_flow_model(read, 1, f"the transformer has {config.get('num_layers')} blocks")
-
-
-FACTS = FamilyFacts(
-    name="lumina2",
-    title="Lumina-Image 2.0",
-    pipeline_class="Lumina2Pipeline",
-    denoiser_name="transformer",
-    components=("transformer", "vae", "text_encoder", "tokenizer"),
-    num_parameters=2_609_769_152,
-    lora_targets_of="sd-scripts",
-    network=NetworkFacts(modules=("networks.lora_lumina",)),
-    match_configs=_match_lumina2,
-    component_options={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
-    modelspec_architecture="lumina-2",
-    attention_modes=("xformers",),
-    single_file_prefixes={
-        "transformer": DENOISER_PREFIXES,
-        "vae": ("vae.", "first_stage_model."),
-        "text_encoder": GEMMA2_PREFIXES,
-    },
-    single_file_keys=(
-        "noise_refiner.0.attention.qkv.weight",
-        "cap_embedder.1.weight",
-        "layers.0.adaLN_modulation.1.weight",
-    ),
-    diffusers_keys={
-        "noise_refiner.0.attention.qkv.weight": "noise_refiner.0.attn.to_q.weight",
-        "cap_embedder.1.weight": "time_caption_embed.caption_embedder.1.weight",
-        "layers.0.adaLN_modulation.1.weight": "layers.0.norm1.linear.weight",
-    },
-    shape_checks={
-        ("cap_embedder.1.weight", 0): ("transformer", "hidden_size"),
-        ("cap_embedder.1.weight", 1): ("transformer", "cap_feat_dim"),
-    },
-)
 
 
 _BLOCKS = ("layers", "noise_refiner", "context_refiner")
@@ -87,40 +63,88 @@ LUMINA2_KEYS = KeyStyle(
 )
 
 
+FACTS = FamilyFacts(
+    title="Lumina-Image 2.0",
+    pipeline=PipelineFacts(
+        class_name="Lumina2Pipeline", num_parameters=2_609_769_152, hub_id="Alpha-VLLM/Lumina-Image-2.0"
+    ),
+    detection=DetectionFacts(
+        match_configs=_match_lumina2,
+        keys=(
+            "noise_refiner.0.attention.qkv.weight",
+            "cap_embedder.1.weight",
+            "layers.0.adaLN_modulation.1.weight",
+        ),
+        diffusers_keys={
+            "noise_refiner.0.attention.qkv.weight": "noise_refiner.0.attn.to_q.weight",
+            "cap_embedder.1.weight": "time_caption_embed.caption_embedder.1.weight",
+            "layers.0.adaLN_modulation.1.weight": "layers.0.norm1.linear.weight",
+        },
+        shape_checks={
+            ("cap_embedder.1.weight", 0): ("transformer", "hidden_size"),
+            ("cap_embedder.1.weight", 1): ("transformer", "cap_feat_dim"),
+        },
+    ),
+    single_files=SingleFileFacts(
+        prefixes={
+            "transformer": DENOISER_PREFIXES,
+            "vae": ("vae.", "first_stage_model."),
+            "text_encoder": GEMMA2_PREFIXES,
+        },
+    ),
+    lora=FamilyLora(
+        # The linear layers of all blocks, refiners and modulation included, and of the final layer.
+        targets=(
+            *(f"attn.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
+            *(f"feed_forward.linear_{number}" for number in (1, 2, 3)),
+            "norm1.linear",
+            *("norm_out.linear_1", "norm_out.linear_2"),
+        ),
+        targets_of="sd-scripts",
+        key_style=LUMINA2_KEYS,
+        modelspec_architecture="lumina-2",
+        modelspec_implementation="https://github.com/Alpha-VLLM/Lumina-Image-2.0",
+    ),
+    blocks=BlockFacts(
+        lists=("layers",),
+        activation_args=("hidden_states",),
+        token_args={"attention_mask": ((1, ("hidden_states",)),), "image_rotary_emb": ((1, ("hidden_states",)),)},
+        fused_layers={
+            r"\.feed_forward\.linear_[13]$": ("colwise", (1,)),
+            r"\.feed_forward\.linear_2$": ("rowwise", (1,)),
+        },
+        attention_modes=("xformers",),
+    ),
+    text=TextFacts(
+        components=("text_encoder", "tokenizer"),
+        tokenizer_repo_ids={"tokenizer": "Alpha-VLLM/Lumina-Image-2.0:tokenizer"},
+        has_variable_length=True,
+        has_negative_encoding=True,
+    ),
+    sampling=SamplingFacts(num_inference_steps=30, guidance_scale=4.0),
+    options=FamilyOptions(
+        components={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
+        network=NetworkFacts(modules=("networks.lora_lumina",)),
+    ),
+)
+
+
 class Lumina2(Family):
     facts = FACTS
-    denoiser_name = "transformer"
-    text_components = ("text_encoder", "tokenizer")
-    tokenizer_repo_ids = {"tokenizer": "Alpha-VLLM/Lumina-Image-2.0:tokenizer"}
-    # The linear layers of all blocks, refiners and modulation included, and of the final layer.
-    lora_target_modules = (
-        *(f"attn.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
-        *(f"feed_forward.linear_{number}" for number in (1, 2, 3)),
-        "norm1.linear",
-        *("norm_out.linear_1", "norm_out.linear_2"),
-    )
-    lora_key_style = LUMINA2_KEYS
-    block_lists = ("layers",)
-    block_activation_args = ("hidden_states",)
-    block_token_args = {"attention_mask": ((1, ("hidden_states",)),), "image_rotary_emb": ((1, ("hidden_states",)),)}
-    fused_parallel_layers = {
-        r"\.feed_forward\.linear_[13]$": ("colwise", (1,)),
-        r"\.feed_forward\.linear_2$": ("rowwise", (1,)),
-    }
-    has_variable_text_length = True
-    default_num_inference_steps = 30
-    default_guidance_scale = 4.0
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("lumina2", "lumina-2")
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        return self.encode_negative_prompts(pipe, [_add_system_prompt(pipe, prompt) for prompt in prompts])
+
+    def encode_negative_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        """Encode texts without a system prompt before them, as the pipeline does."""
         from .. import text_encoding
 
         device = pipe.text_encoder.device
-        texts = [_add_system_prompt(pipe, prompt) for prompt in prompts]
         with text_encoding.suppress_truncation_warnings(pipe, pipe.tokenizer):
-            embeds, mask = pipe._get_gemma_prompt_embeds(texts, device, LUMINA2_MAX_SEQUENCE_LENGTH)
+            embeds, mask = pipe._get_gemma_prompt_embeds(list(prompts), device, LUMINA2_MAX_SEQUENCE_LENGTH)
         return {"embeds": text_encoding.drop_padding(embeds, mask)}
 
     def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
@@ -130,13 +154,10 @@ class Lumina2(Family):
         width, max_length = pipe.transformer.config.cap_feat_dim, LUMINA2_MAX_SEQUENCE_LENGTH
         return {"embeds": text_encoding.build_meta_text_embeds(pipe.tokenizer, texts, width, max_length)}
 
-    def mark_negative_prompt(self, text: str) -> str:
-        return NEGATIVE_MARK + text
-
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         from .. import text_encoding
 
-        texts = {_add_system_prompt(pipe, prompt): prompt.removeprefix(NEGATIVE_MARK) for prompt in prompts}
+        texts = {_add_system_prompt(pipe, prompt): prompt for prompt in prompts}
         found = text_encoding.find_truncated_prompts(pipe.tokenizer, list(texts), LUMINA2_MAX_SEQUENCE_LENGTH)
         return [texts[text] for text in found]
 
@@ -161,7 +182,7 @@ class Lumina2(Family):
         texts = [*cond["embeds"], *negative_cond["embeds"]]
         embeds, mask = pad_text_embeds(texts, LUMINA2_MAX_SEQUENCE_LENGTH)
         return dict(
-            guidance_scale=self.get_guidance_scale(prompt),
+            guidance_scale=self.facts.sampling.get_guidance_scale(prompt.cfg_scale),
             prompt_embeds=embeds[:1],
             prompt_attention_mask=mask[:1],
             negative_prompt_embeds=embeds[1:],
@@ -170,9 +191,7 @@ class Lumina2(Family):
 
 
 def _add_system_prompt(pipe: Any, prompt: str) -> str:
-    """As the pipeline does, for all texts but negative prompts."""
-    if prompt.startswith(NEGATIVE_MARK):
-        return prompt.removeprefix(NEGATIVE_MARK)
+    """Put the system prompt before a caption, as the pipeline does."""
     return f"{pipe.system_prompt} <Prompt Start> {prompt}"
 
 

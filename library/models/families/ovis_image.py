@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ...adapters.original_module_names import TRANSFORMER_LOADER_KEYS, OriginalModule
 from ..base import BaseModelInfo, Family
-from ..facts import FamilyFacts, FamilyMatch
+from ..facts import (
+    BlockFacts,
+    DetectionFacts,
+    FamilyFacts,
+    FamilyLora,
+    FamilyMatch,
+    FamilyOptions,
+    PipelineFacts,
+    SamplingFacts,
+    SingleFileFacts,
+    TextFacts,
+)
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import (
     DENOISER_PREFIXES,
@@ -34,57 +45,61 @@ def _match_ovis_image(read: ConfigReader) -> FamilyMatch:
 
 
 FACTS = FamilyFacts(
-    name="ovis_image",
     title="Ovis-Image",
-    pipeline_class="OvisImagePipeline",
-    denoiser_name="transformer",
-    components=("transformer", "vae", "text_encoder", "tokenizer"),
-    num_parameters=7_370_449_728,
-    notes="LoRA in diffusers: `transformer.load_lora_adapter`",
-    match_configs=_match_ovis_image,
-    component_options={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
-    modelspec_architecture="ovis-image",
-    attention_modes=(*MASKED_ATTENTION_MODES, "flash", "flash3"),
-    single_file_prefixes={
-        "transformer": DENOISER_PREFIXES,
-        "vae": ("vae.",),
-        "text_encoder": ("text_encoders.qwen3_2b.transformer.",),
-    },
-    single_file_keys=("double_blocks.0.img_mlp.gate_proj.weight", "img_in.weight", "txt_in.weight"),
-    diffusers_keys={
-        "double_blocks.0.img_mlp.gate_proj.weight": "context_embedder_norm.weight",
-        "img_in.weight": "x_embedder.weight",
-        "txt_in.weight": "context_embedder.weight",
-    },
-    single_file_layout=build_single_file_layout(
-        "timestep_embedder", OriginalModule("txt_norm", ("context_embedder_norm",))
+    pipeline=PipelineFacts(
+        class_name="OvisImagePipeline", num_parameters=7_370_449_728, hub_id="AIDC-AI/Ovis-Image-7B"
     ),
-    single_file_joins={"mlp.0": ("mlp.up_proj", "mlp.gate_proj"), "mlp.2": ("mlp.down_proj",)},
-    shape_checks={
-        ("img_in.weight", 1): ("transformer", "in_channels"),
-        ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
-    },
+    detection=DetectionFacts(
+        match_configs=_match_ovis_image,
+        keys=("double_blocks.0.img_mlp.gate_proj.weight", "img_in.weight", "txt_in.weight"),
+        diffusers_keys={
+            "double_blocks.0.img_mlp.gate_proj.weight": "context_embedder_norm.weight",
+            "img_in.weight": "x_embedder.weight",
+            "txt_in.weight": "context_embedder.weight",
+        },
+        shape_checks={
+            ("img_in.weight", 1): ("transformer", "in_channels"),
+            ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
+        },
+    ),
+    single_files=SingleFileFacts(
+        prefixes={
+            "transformer": DENOISER_PREFIXES,
+            "vae": ("vae.",),
+            "text_encoder": ("text_encoders.qwen3_2b.transformer.",),
+        },
+        layout=build_single_file_layout("timestep_embedder", OriginalModule("txt_norm", ("context_embedder_norm",))),
+        joins={"mlp.0": ("mlp.up_proj", "mlp.gate_proj"), "mlp.2": ("mlp.down_proj",)},
+    ),
+    lora=FamilyLora(
+        # The attention of all blocks; ComfyUI has other names for the gated MLPs.
+        targets=JOINT_ATTENTION_LORA_TARGET_MODULES,
+        key_style=TRANSFORMER_LOADER_KEYS,
+        format="diffusers",
+        modelspec_architecture="ovis-image",
+    ),
+    blocks=BlockFacts(
+        lists=("transformer_blocks", "single_transformer_blocks"),
+        token_args={"image_rotary_emb": ((0, ("encoder_hidden_states", "hidden_states")),) * 2},
+        single_stream_lists=("single_transformer_blocks",),
+        fused_layers={
+            r"single_transformer_blocks\.\d+\.proj_mlp$": ("colwise", (1, 1)),
+            r"single_transformer_blocks\.\d+\.proj_out$": ("rowwise", (1, 4)),
+        },
+        attention_modes=(*MASKED_ATTENTION_MODES, "flash", "flash3"),
+    ),
+    text=TextFacts(
+        components=("text_encoder", "tokenizer"),
+        tokenizer_repo_ids={"tokenizer": "AIDC-AI/Ovis-Image-7B:tokenizer"},
+    ),
+    sampling=SamplingFacts(num_inference_steps=50, guidance_scale=5.0),
+    options=FamilyOptions(components={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"}),
+    notes="LoRA in diffusers: `transformer.load_lora_adapter`",
 )
 
 
 class OvisImage(Family):
     facts = FACTS
-    denoiser_name = "transformer"
-    text_components = ("text_encoder", "tokenizer")
-    tokenizer_repo_ids = {"tokenizer": "AIDC-AI/Ovis-Image-7B:tokenizer"}
-    # The attention of all blocks; ComfyUI has other names for the gated MLPs.
-    lora_target_modules = JOINT_ATTENTION_LORA_TARGET_MODULES
-    lora_format = "diffusers"
-    lora_key_style = TRANSFORMER_LOADER_KEYS
-    block_lists = ("transformer_blocks", "single_transformer_blocks")
-    block_token_args = {"image_rotary_emb": ((0, ("encoder_hidden_states", "hidden_states")),) * 2}
-    single_stream_block_lists = ("single_transformer_blocks",)
-    fused_parallel_layers = {
-        r"single_transformer_blocks\.\d+\.proj_mlp$": ("colwise", (1, 1)),
-        r"single_transformer_blocks\.\d+\.proj_out$": ("rowwise", (1, 4)),
-    }
-    default_num_inference_steps = 50
-    default_guidance_scale = 5.0
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("ovis_image", "ovis-image")

@@ -6,7 +6,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..base import BaseModelInfo, Family
-from ..facts import FamilyFacts, FamilyMatch
+from ..facts import (
+    BlockFacts,
+    DetectionFacts,
+    FamilyFacts,
+    FamilyLora,
+    FamilyMatch,
+    FamilyOptions,
+    PipelineFacts,
+    SamplingFacts,
+    SingleFileFacts,
+    TextFacts,
+)
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import (
     DENOISER_PREFIXES,
@@ -33,54 +44,58 @@ def _match_qwen_image(read: ConfigReader) -> FamilyMatch:
 
 
 FACTS = FamilyFacts(
-    name="qwen_image",
     title="Qwen-Image",
-    pipeline_class="QwenImagePipeline",
-    denoiser_name="transformer",
-    components=("transformer", "vae", "text_encoder", "tokenizer"),
-    num_parameters=20_430_401_088,
-    lora_targets_of="musubi-tuner",
-    match_configs=_match_qwen_image,
-    component_options={"vae": "vae", "text_encoder": "text_encoder"},
-    modelspec_architecture="qwen-image",
-    attention_modes=MASKED_ATTENTION_MODES,
-    single_file_prefixes={
-        "transformer": DENOISER_PREFIXES,
-        "vae": ("vae.",),
-        "text_encoder": ("text_encoders.qwen25_7b.transformer.",),
-    },
-    single_file_classes={"vae": "AutoencoderKLWan"},
-    single_file_keys=("transformer_blocks.0.img_mlp.net.0.proj.weight", "transformer_blocks.0.attn.add_q_proj.weight"),
-    shape_checks={
-        ("img_in.weight", 1): ("transformer", "in_channels"),
-        ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
-        ("__index_timestep_zero__", None): ("transformer", "zero_cond_t"),  # of 2511, in files for ComfyUI
-    },
+    pipeline=PipelineFacts(class_name="QwenImagePipeline", num_parameters=20_430_401_088, hub_id="Qwen/Qwen-Image"),
+    detection=DetectionFacts(
+        match_configs=_match_qwen_image,
+        keys=("transformer_blocks.0.img_mlp.net.0.proj.weight", "transformer_blocks.0.attn.add_q_proj.weight"),
+        shape_checks={
+            ("img_in.weight", 1): ("transformer", "in_channels"),
+            ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
+            ("__index_timestep_zero__", None): ("transformer", "zero_cond_t"),  # of 2511, in files for ComfyUI
+        },
+    ),
+    single_files=SingleFileFacts(
+        prefixes={
+            "transformer": DENOISER_PREFIXES,
+            "vae": ("vae.",),
+            "text_encoder": ("text_encoders.qwen25_7b.transformer.",),
+        },
+        classes={"vae": "AutoencoderKLWan"},
+    ),
+    lora=FamilyLora(
+        # The linear layers of the blocks except the modulation.
+        targets=(
+            *JOINT_ATTENTION_LORA_TARGET_MODULES,
+            "img_mlp.net.0.proj",
+            "img_mlp.net.2",
+            "txt_mlp.net.0.proj",
+            "txt_mlp.net.2",
+        ),
+        targets_of="musubi-tuner",
+        modelspec_architecture="qwen-image",
+    ),
+    blocks=BlockFacts(
+        lists=("transformer_blocks",),
+        token_args={
+            "image_rotary_emb": ((0, ("hidden_states",)), (0, ("encoder_hidden_states",))),
+            "encoder_hidden_states_mask": ((1, ("encoder_hidden_states",)),),
+        },
+        attention_modes=MASKED_ATTENTION_MODES,
+    ),
+    text=TextFacts(
+        components=("text_encoder", "tokenizer"),
+        tokenizer_repo_ids={"tokenizer": "Qwen/Qwen-Image:tokenizer"},
+        has_variable_length=True,
+        pad_multiple=64,
+    ),
+    sampling=SamplingFacts(num_inference_steps=50, guidance_scale=4.0),
+    options=FamilyOptions(components={"vae": "vae", "text_encoder": "text_encoder"}),
 )
 
 
 class QwenImage(Family):
     facts = FACTS
-    denoiser_name = "transformer"
-    text_components = ("text_encoder", "tokenizer")
-    tokenizer_repo_ids = {"tokenizer": "Qwen/Qwen-Image:tokenizer"}
-    # The linear layers of the blocks except the modulation.
-    lora_target_modules = (
-        *JOINT_ATTENTION_LORA_TARGET_MODULES,
-        "img_mlp.net.0.proj",
-        "img_mlp.net.2",
-        "txt_mlp.net.0.proj",
-        "txt_mlp.net.2",
-    )
-    block_lists = ("transformer_blocks",)
-    block_token_args = {
-        "image_rotary_emb": ((0, ("hidden_states",)), (0, ("encoder_hidden_states",))),
-        "encoder_hidden_states_mask": ((1, ("encoder_hidden_states",)),),
-    }
-    has_variable_text_length = True
-    text_pad_multiple = 64
-    default_num_inference_steps = 50
-    default_guidance_scale = 4.0
 
     def get_unused_layers(self, denoiser: Any) -> tuple[str, ...]:
         # The text output of the last block is discarded.
@@ -157,7 +172,7 @@ class QwenImage(Family):
 
         embeds, mask = pad_text_embeds(cond["embeds"])
         negative_embeds, negative_mask = pad_text_embeds(negative_cond["embeds"])
-        scale = self.get_guidance_scale(prompt)
+        scale = self.facts.sampling.get_guidance_scale(prompt.cfg_scale)
         return dict(
             true_cfg_scale=scale,
             prompt_embeds=embeds,

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Any
 from ...adapters.original_module_names import KeyStyle, OriginalModule
 from ...adapters.token_layout import OTHER_TOKENS, TokenLayout
 from ..base import BaseModelInfo, Family
-from ..facts import FamilyFacts, FamilyMatch
+from ..facts import (
+    BlockFacts,
+    DetectionFacts,
+    FamilyFacts,
+    FamilyLora,
+    FamilyMatch,
+    FamilyOptions,
+    PipelineFacts,
+    SamplingFacts,
+    SingleFileFacts,
+    TextFacts,
+)
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import DENOISER_PREFIXES, match_flow_model
 
@@ -51,32 +62,6 @@ def _match_qwen_image21(read: ConfigReader) -> FamilyMatch:
     return match_flow_model(read, 1, f"the transformer has {config.get('num_layers')} blocks")
 
 
-FACTS = FamilyFacts(
-    name="qwen_image21",
-    title="Qwen-Image 2.1",
-    pipeline_class="QwenImage21Pipeline",
-    denoiser_name="transformer",
-    components=("transformer", "vae", "text_encoder", "processor"),
-    num_parameters=7_115_124_736,
-    notes="text to image; train on the base model, the Turbo loses its few steps",
-    match_configs=_match_qwen_image21,
-    component_options={"vae": "vae", "text_encoder": "text_encoder"},
-    modelspec_architecture="qwen-image-2.1",
-    attention_modes=(),  # its attention passes torch's backend on, whichever is set
-    single_file_prefixes={
-        "transformer": DENOISER_PREFIXES,
-        "vae": ("vae.",),
-        "text_encoder": ("text_encoders.qwen3vl_8b.transformer.",),
-    },
-    single_file_keys=("txt_in.text_norm.weight", "modulation.1.weight", "transformer_blocks.0.attn.to_q.weight"),
-    shape_checks={
-        ("img_in.weight", 1): ("transformer", "in_channels"),
-        ("txt_in.in_layer.weight", 1): ("transformer", "context_in_dim"),
-    },
-    build_vae_patterns=lambda config: _VAE_PATTERNS,
-)
-
-
 _BLOCK_MLP = "transformer_blocks.{}.img_mlp."
 QWEN_IMAGE21_KEYS = KeyStyle("diffusers", unread_in_diffusers={"kohya": "loads no gates of this layout"})
 COMFYUI_KEYS = KeyStyle(
@@ -85,31 +70,63 @@ COMFYUI_KEYS = KeyStyle(
 """The module with another name in ComfyUI's files."""
 
 
+FACTS = FamilyFacts(
+    title="Qwen-Image 2.1",
+    pipeline=PipelineFacts(
+        class_name="QwenImage21Pipeline", num_parameters=7_115_124_736, hub_id="Qwen/Qwen-Image-2.1"
+    ),
+    detection=DetectionFacts(
+        match_configs=_match_qwen_image21,
+        keys=("txt_in.text_norm.weight", "modulation.1.weight", "transformer_blocks.0.attn.to_q.weight"),
+        shape_checks={
+            ("img_in.weight", 1): ("transformer", "in_channels"),
+            ("txt_in.in_layer.weight", 1): ("transformer", "context_in_dim"),
+        },
+    ),
+    single_files=SingleFileFacts(
+        prefixes={
+            "transformer": DENOISER_PREFIXES,
+            "vae": ("vae.",),
+            "text_encoder": ("text_encoders.qwen3vl_8b.transformer.",),
+        },
+        build_vae_patterns=lambda config: _VAE_PATTERNS,
+    ),
+    lora=FamilyLora(
+        # Every linear layer of the blocks; the modulation is outside of them.
+        targets=(
+            *(f"attn.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
+            *("img_mlp.proj", "img_mlp.gate_layer", "img_mlp.out"),
+        ),
+        key_style=QWEN_IMAGE21_KEYS,
+        other_key_styles=(COMFYUI_KEYS,),
+        format="diffusers",
+        modelspec_architecture="qwen-image-2.1",
+    ),
+    blocks=BlockFacts(
+        token_layouts={r"^transformer_blocks\.": TokenLayout(segments=("encoder_hidden_states", OTHER_TOKENS))},
+        lists=("transformer_blocks",),
+        activation_args=("hidden_states",),
+        token_args={"rotary_emb": ((0, ("hidden_states",)),)},
+        fused_layers={
+            r"\.img_mlp\.(proj|gate_layer)$": ("colwise", (1,)),
+            r"\.img_mlp\.out$": ("rowwise", (1,)),
+        },
+        attention_modes=(),  # its attention passes torch's backend on, whichever is set
+    ),
+    text=TextFacts(
+        components=("text_encoder", "processor"),
+        tokenizer_repo_ids={"processor": "Qwen/Qwen-Image-2.1:processor"},
+        has_variable_length=True,
+        pad_multiple=64,
+    ),
+    sampling=SamplingFacts(num_inference_steps=40, guidance_scale=1.0),
+    options=FamilyOptions(components={"vae": "vae", "text_encoder": "text_encoder"}),
+    notes="text to image; train on the base model, the Turbo loses its few steps",
+)
+
+
 class QwenImage21(Family):
     facts = FACTS
-    denoiser_name = "transformer"
-    text_components = ("text_encoder", "processor")
-    tokenizer_repo_ids = {"processor": "Qwen/Qwen-Image-2.1:processor"}
-    # Every linear layer of the blocks; the modulation is outside of them.
-    lora_target_modules = (
-        *(f"attn.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
-        *("img_mlp.proj", "img_mlp.gate_layer", "img_mlp.out"),
-    )
-    lora_key_style = QWEN_IMAGE21_KEYS
-    lora_other_key_styles = (COMFYUI_KEYS,)
-    lora_format = "diffusers"
-    block_lists = ("transformer_blocks",)
-    block_activation_args = ("hidden_states",)
-    token_layouts = {r"^transformer_blocks\.": TokenLayout(segments=("encoder_hidden_states", OTHER_TOKENS))}
-    fused_parallel_layers = {
-        r"\.img_mlp\.(proj|gate_layer)$": ("colwise", (1,)),
-        r"\.img_mlp\.out$": ("rowwise", (1,)),
-    }
-    block_token_args = {"rotary_emb": ((0, ("hidden_states",)),)}
-    has_variable_text_length = True
-    text_pad_multiple = 64
-    default_num_inference_steps = 40
-    default_guidance_scale = 1.0
 
     def get_pipeline_class(self) -> Any:
         return _build_pipeline_class()
@@ -189,7 +206,7 @@ class QwenImage21(Family):
         return pipe.config.sample_sigmas is not None
 
     def build_sampling_kwargs(self, pipe: Any, prompt: Prompt, cond: Cond, negative_cond: Cond) -> dict[str, Any]:
-        scale = self.get_guidance_scale(prompt)
+        scale = self.facts.sampling.get_guidance_scale(prompt.cfg_scale)
         # Keys of the text that are kept over the steps would be those of a rank's tokens.
         kwargs = dict(true_cfg_scale=scale, prompt_embeds=cond["embeds"][0].unsqueeze(0), use_kv_cache=False)
         if scale > 1:
@@ -239,7 +256,7 @@ def _lay_out_tokens(
 
 
 def _build_rotations_back(pos_embed: Any, key_valid: Tensor, is_image: Tensor, num_pairs: int) -> Tensor:
-    """For each sample, the rotation of the image's tokens by the padding of its text (B, tokens, 1, pairs of channels).
+    """Compute how the padding of each text rotates the image's tokens (B, tokens, 1, pairs of channels).
 
     The image's position on the first axis, that of frames, is the number of text tokens before it, padding included.
     """
@@ -253,7 +270,7 @@ def _build_rotations_back(pos_embed: Any, key_valid: Tensor, is_image: Tensor, n
 
 
 def _build_shard_mask(num_tokens: int, num_text_tokens: int, places: Tensor, key_valid: Tensor | None) -> Tensor:
-    """Which of a rank's tokens each token of the sequence attends to: text to the text before it, the image to all."""
+    """Build the attention mask of all tokens to those of a rank: text sees the text before it, the image sees all."""
     import torch
 
     queries = torch.arange(num_tokens, device=places.device).unsqueeze(1)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..base import BaseModelInfo
-from ..facts import FamilyMatch
+from ..base import BaseModelInfo, ControlTextFamily
+from ..facts import ControlFacts, FamilyMatch
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import match_flow_model
 from .qwen_image import FACTS as QWEN_IMAGE_FACTS
@@ -34,34 +34,38 @@ def _match_edit(read: ConfigReader) -> FamilyMatch:
 
 EDIT_FACTS = replace(
     QWEN_IMAGE_FACTS,
-    name="qwen_image_edit",
     title="Qwen-Image-Edit",
-    kind="edit",
-    pipeline_class="QwenImageEditPipeline",
-    components=("transformer", "vae", "text_encoder", "processor"),
-    match_configs=_match_edit,
-    modelspec_architecture="qwen-image-edit",
-    control_images=(1, 1),
-    text_tokens_per_control=1400,
+    pipeline=replace(
+        QWEN_IMAGE_FACTS.pipeline, class_name="QwenImageEditPipeline", kind="edit", hub_id="Qwen/Qwen-Image-Edit"
+    ),
+    detection=replace(QWEN_IMAGE_FACTS.detection, match_configs=_match_edit),
+    lora=replace(QWEN_IMAGE_FACTS.lora, modelspec_architecture="qwen-image-edit"),
+    blocks=replace(
+        QWEN_IMAGE_FACTS.blocks,
+        token_args={**QWEN_IMAGE_FACTS.blocks.token_args, "modulate_index": ((1, ("hidden_states",)),)},
+    ),
+    text=replace(
+        QWEN_IMAGE_FACTS.text,
+        components=("text_encoder", "processor"),
+        tokenizer_repo_ids={"processor": "Qwen/Qwen-Image-Edit:processor"},
+    ),
+    control=ControlFacts(num_images=(1, 1), text_tokens_per_image=1400),
 )
 
 PLUS_FACTS = replace(
     EDIT_FACTS,
-    name="qwen_image_edit_plus",
     title="Qwen-Image-Edit-Plus",
-    pipeline_class="QwenImageEditPlusPipeline",
-    modelspec_architecture="qwen-image-edit-plus",
-    control_images=(1, 10),
-    text_tokens_per_control=224,
+    pipeline=replace(EDIT_FACTS.pipeline, class_name="QwenImageEditPlusPipeline", hub_id="Qwen/Qwen-Image-Edit-2509"),
+    lora=replace(EDIT_FACTS.lora, modelspec_architecture="qwen-image-edit-plus"),
+    text=replace(EDIT_FACTS.text, tokenizer_repo_ids={"processor": "Qwen/Qwen-Image-Edit-2509:processor"}),
+    sampling=replace(EDIT_FACTS.sampling, num_inference_steps=40),
+    control=ControlFacts(num_images=(1, 10), text_tokens_per_image=224),
     notes="2509 and 2511; its authors recommend up to 3 control images",
 )
 
 
-class QwenImageEdit(QwenImage):
+class QwenImageEdit(QwenImage, ControlTextFamily):
     facts = EDIT_FACTS
-    text_components = ("text_encoder", "processor")
-    tokenizer_repo_ids = {"processor": "Qwen/Qwen-Image-Edit:processor"}
-    block_token_args = {**QwenImage.block_token_args, "modulate_index": ((1, ("hidden_states",)),)}
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("qwen_image_edit", "qwen-image-edit")
@@ -72,7 +76,7 @@ class QwenImageEdit(QwenImage):
     def encode_prompts_with_controls(
         self, pipe: Any, prompts: Sequence[str], controls: Sequence[Sequence[Image]]
     ) -> Cond:
-        """One by one, as the pipeline does; nothing is truncated."""
+        """Encode texts one by one with their images, as the pipeline does; nothing is truncated."""
         rows = []
         for prompt, images in zip(prompts, controls, strict=True):
             resized = [pipe.image_processor.resize(image, *self.compute_text_size(image.size)) for image in images]
@@ -131,8 +135,6 @@ class QwenImageEdit(QwenImage):
 
 class QwenImageEditPlus(QwenImageEdit):
     facts = PLUS_FACTS
-    tokenizer_repo_ids = {"processor": "Qwen/Qwen-Image-Edit-2509:processor"}
-    default_num_inference_steps = 40
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         version = "-2511" if pipe.transformer.config.zero_cond_t else ""

@@ -6,8 +6,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import DIFFUSERS_ONLY_KEYS
-from ..base import NEGATIVE_MARK, BaseModelInfo, Family
-from ..facts import FamilyFacts, FamilyMatch
+from ..base import BaseModelInfo, Family
+from ..facts import (
+    BlockFacts,
+    DetectionFacts,
+    FamilyFacts,
+    FamilyLora,
+    FamilyMatch,
+    FamilyOptions,
+    PipelineFacts,
+    SamplingFacts,
+    SingleFileFacts,
+    TextFacts,
+)
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import DENOISER_PREFIXES, GEMMA2_PREFIXES, match_flow_model
 
@@ -29,67 +40,66 @@ def _match_sana(read: ConfigReader) -> FamilyMatch:
 
 
 FACTS = FamilyFacts(
-    name="sana",
     title="Sana",
-    pipeline_class="SanaPipeline",
-    denoiser_name="transformer",
-    components=("transformer", "vae", "text_encoder", "tokenizer"),
-    num_parameters=1_604_641_952,
-    lora_targets_of="SimpleTuner",
+    pipeline=PipelineFacts(
+        class_name="SanaPipeline",
+        num_parameters=1_604_641_952,
+        hub_id="Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers",
+    ),
+    detection=DetectionFacts(
+        match_configs=_match_sana,
+        # Of files with diffusers' keys: diffusers' conversion of the original ones knows no normalized attention.
+        keys=("caption_norm.weight", "transformer_blocks.0.ff.conv_depth.weight"),
+        shape_checks={
+            ("caption_norm.weight", 0): ("transformer", "cross_attention_dim"),
+            ("transformer_blocks.0.attn1.norm_q.weight", None): ("transformer", "qk_norm"),
+        },
+    ),
+    single_files=SingleFileFacts(
+        prefixes={"transformer": DENOISER_PREFIXES, "vae": ("vae.",), "text_encoder": GEMMA2_PREFIXES},
+    ),
+    lora=FamilyLora(
+        # Both kinds of attention.
+        targets=("to_q", "to_k", "to_v", "to_out.0"),
+        targets_of="SimpleTuner",
+        key_style=DIFFUSERS_ONLY_KEYS,
+        format="diffusers",
+        modelspec_architecture="sana",
+    ),
+    blocks=BlockFacts(
+        lists=("transformer_blocks",),
+        activation_args=("hidden_states",),
+        unsupported_strategies={
+            "tp": "the attention of Sana is normalized over all heads together",
+            "cp": "the blocks of Sana have linear attention and convolutions over the image",
+        },
+        attention_modes=("xformers",),
+    ),
+    text=TextFacts(
+        components=("text_encoder", "tokenizer"),
+        tokenizer_repo_ids={"tokenizer": "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers:tokenizer"},
+        has_variable_length=True,
+        has_negative_encoding=True,
+        pad_multiple=64,
+    ),
+    sampling=SamplingFacts(num_inference_steps=20, guidance_scale=4.5),
+    options=FamilyOptions(components={"vae": "vae", "text_encoder": "text_encoder"}),
     notes="single files with diffusers' keys",
-    match_configs=_match_sana,
-    component_options={"vae": "vae", "text_encoder": "text_encoder"},
-    modelspec_architecture="sana",
-    attention_modes=("xformers",),
-    single_file_prefixes={"transformer": DENOISER_PREFIXES, "vae": ("vae.",), "text_encoder": GEMMA2_PREFIXES},
-    # Of files with diffusers' keys: diffusers' conversion of the original ones knows no normalized attention.
-    single_file_keys=("caption_norm.weight", "transformer_blocks.0.ff.conv_depth.weight"),
-    shape_checks={
-        ("caption_norm.weight", 0): ("transformer", "cross_attention_dim"),
-        ("transformer_blocks.0.attn1.norm_q.weight", None): ("transformer", "qk_norm"),
-    },
 )
 
 
 class Sana(Family):
     facts = FACTS
-    denoiser_name = "transformer"
-    text_components = ("text_encoder", "tokenizer")
-    tokenizer_repo_ids = {"tokenizer": "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers:tokenizer"}
-    # Both kinds of attention.
-    lora_target_modules = ("to_q", "to_k", "to_v", "to_out.0")
-    lora_format = "diffusers"
-    lora_key_style = DIFFUSERS_ONLY_KEYS
-    block_lists = ("transformer_blocks",)
-    block_activation_args = ("hidden_states",)
-    unsupported_strategies = {
-        "tp": "the attention of Sana is normalized over all heads together",
-        "cp": "the blocks of Sana have linear attention and convolutions over the image",
-    }
-    has_variable_text_length = True
-    text_pad_multiple = 64
-    default_num_inference_steps = 20
-    default_guidance_scale = 4.5
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("sana", "sana")
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
-        from .. import text_encoding
+        return _encode_texts(pipe, prompts, _get_instruction(pipe))
 
-        rows: dict[str, Tensor] = {}
-        for is_negative in (False, True):  # captions follow an instruction, negative prompts do not
-            texts = [text for text in dict.fromkeys(prompts) if text.startswith(NEGATIVE_MARK) == is_negative]
-            if texts:
-                embeds, mask, *_ = pipe.encode_prompt(
-                    [text.removeprefix(NEGATIVE_MARK) for text in texts],
-                    do_classifier_free_guidance=False,
-                    device=pipe.text_encoder.device,
-                    max_sequence_length=SANA_MAX_SEQUENCE_LENGTH,
-                    complex_human_instruction=None if is_negative else _get_instruction(pipe),
-                )
-                rows |= zip(texts, text_encoding.drop_padding(embeds, mask), strict=True)
-        return {"embeds": [rows[prompt] for prompt in prompts]}
+    def encode_negative_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
+        """Encode texts without the instruction that captions follow, as the pipeline does."""
+        return _encode_texts(pipe, prompts, None)
 
     def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         from .. import text_encoding
@@ -102,14 +112,10 @@ class Sana(Family):
         embeds = text_encoding.build_meta_text_embeds(pipe.tokenizer, texts, width, max_length, num_prefix_tokens)
         return {"embeds": embeds}
 
-    def mark_negative_prompt(self, text: str) -> str:
-        return NEGATIVE_MARK + text
-
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         from .. import text_encoding
 
-        texts = [prompt.removeprefix(NEGATIVE_MARK) for prompt in prompts]
-        return text_encoding.find_truncated_prompts(pipe.tokenizer, texts, SANA_MAX_SEQUENCE_LENGTH - 2)
+        return text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, SANA_MAX_SEQUENCE_LENGTH - 2)
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         from ..text_encoding import pad_text_embeds
@@ -131,7 +137,7 @@ class Sana(Family):
         texts = [*cond["embeds"], *negative_cond["embeds"]]
         embeds, mask = pad_text_embeds(texts, SANA_MAX_SEQUENCE_LENGTH)
         return dict(
-            guidance_scale=self.get_guidance_scale(prompt),
+            guidance_scale=self.facts.sampling.get_guidance_scale(prompt.cfg_scale),
             negative_prompt=None,
             prompt_embeds=embeds[:1],
             prompt_attention_mask=mask[:1],
@@ -139,6 +145,20 @@ class Sana(Family):
             negative_prompt_attention_mask=mask[1:],
             use_resolution_binning=False,
         )
+
+
+def _encode_texts(pipe: Any, prompts: Sequence[str], instruction: list[str] | None) -> Cond:
+    """Encode texts with the lines of an instruction before each."""
+    from .. import text_encoding
+
+    embeds, mask, *_ = pipe.encode_prompt(
+        list(prompts),
+        do_classifier_free_guidance=False,
+        device=pipe.text_encoder.device,
+        max_sequence_length=SANA_MAX_SEQUENCE_LENGTH,
+        complex_human_instruction=instruction,
+    )
+    return {"embeds": text_encoding.drop_padding(embeds, mask)}
 
 
 def _get_instruction(pipe: Any) -> list[str]:

@@ -5,10 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from ...adapters.original_module_names import IMAGE_STREAM, TEXT_STREAM, KeyStyle, OriginalModule, build_stream_modules
+from ...adapters.original_module_names import (
+    IMAGE_STREAM,
+    T5_KEYS,
+    TEXT_STREAM,
+    KeyStyle,
+    OriginalModule,
+    build_stream_modules,
+)
 from ...config.network_args import NetworkFacts
-from ..base import BaseModelInfo, Family
-from ..facts import FamilyFacts, FamilyMatch
+from ..base import BaseModelInfo, T5Family
+from ..facts import (
+    BlockFacts,
+    DetectionFacts,
+    FamilyFacts,
+    FamilyLora,
+    FamilyMatch,
+    FamilyOptions,
+    PipelineFacts,
+    SamplingFacts,
+    SingleFileFacts,
+    TextEncoderLora,
+    TextFacts,
+)
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import (
     CLIP_G_PREFIXES,
@@ -35,63 +54,6 @@ def _match_sd3(read: ConfigReader) -> FamilyMatch:
     return match_flow_model(read, 1, f"the transformer has {depth} joint blocks")
 
 
-_TEXT_COMPONENTS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
-
-FACTS = FamilyFacts(
-    name="sd3",
-    title="Stable Diffusion 3",
-    pipeline_class="StableDiffusion3Pipeline",
-    denoiser_name="transformer",
-    components=("transformer", "vae", *_TEXT_COMPONENTS),
-    num_parameters=8_056_627_520,
-    lora_targets_of="sd-scripts",
-    match_configs=_match_sd3,
-    component_options={"vae": "vae", "clip_l": "text_encoder", "clip_g": "text_encoder_2", "t5xxl": "text_encoder_3"},
-    text_encoders=("text_encoder", "text_encoder_2", "text_encoder_3"),
-    t5_encoder="text_encoder_3",
-    extra_options=("t5xxl_max_token_length", "apply_t5_attn_mask"),
-    kohya_defaults={"timestep_sampling": "uniform", "discrete_flow_shift": "training_shift 1"},
-    network=NetworkFacts(
-        modules=("networks.lora_sd3",),
-        args=("train_t5xxl", "train_block_indices"),
-        layer_type_ranks=tuple(
-            (f"{stream}_{argument}_dim", f"{stream}_block_{name}")
-            for stream in ("context", "x")
-            for argument, name in (("attn", "attn"), ("mlp", "mlp"), ("mod", "adaLN"))
-        ),
-        outer_layer_ranks=(
-            "emb_dims",
-            (
-                *("context_embedder", "t_embedder", "x_embedder", "y_embedder"),
-                *("final_layer_adaLN_modulation", "final_layer_linear"),
-            ),
-        ),
-    ),
-    modelspec_architecture="stable-diffusion-3",
-    single_file_prefixes={
-        "transformer": DENOISER_PREFIXES,
-        "vae": ("first_stage_model.",),
-        "text_encoder": CLIP_L_PREFIXES,
-        "text_encoder_2": CLIP_G_PREFIXES,
-        "text_encoder_3": T5_PREFIXES,
-    },
-    single_file_keys=("joint_blocks.0.x_block.attn.qkv.weight", "context_embedder.weight", "x_embedder.proj.weight"),
-    diffusers_keys={
-        "joint_blocks.0.x_block.attn.qkv.weight": "transformer_blocks.0.attn.to_q.weight",
-        "joint_blocks.0.x_block.attn.ln_q.weight": "transformer_blocks.0.attn.norm_q.weight",
-        "joint_blocks.0.x_block.attn2.qkv.weight": "transformer_blocks.0.attn2.to_q.weight",
-        "x_embedder.proj.weight": "pos_embed.proj.weight",
-    },
-    shape_checks={
-        ("context_embedder.weight", 0): ("transformer", "caption_projection_dim"),
-        ("context_embedder.weight", 1): ("transformer", "joint_attention_dim"),
-        ("x_embedder.proj.weight", 1): ("transformer", "in_channels"),
-        ("joint_blocks.0.x_block.attn.ln_q.weight", None): ("transformer", "qk_norm"),
-        ("joint_blocks.0.x_block.attn2.qkv.weight", None): ("transformer", "dual_attention_layers"),
-    },
-)
-
-
 _STREAM_NAMES = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2", "adaLN_modulation.1")
 _LAYOUT: tuple[OriginalModule, ...] = (
     *build_stream_modules("joint_blocks.{}.x_block.", "transformer_blocks", IMAGE_STREAM, _STREAM_NAMES),
@@ -114,34 +76,91 @@ _LAYOUT: tuple[OriginalModule, ...] = (
 SD3_KEYS = KeyStyle("sd3", _LAYOUT, is_read_by_diffusers=False)
 
 
-class StableDiffusion3(Family):
+FACTS = FamilyFacts(
+    title="Stable Diffusion 3",
+    pipeline=PipelineFacts(class_name="StableDiffusion3Pipeline", num_parameters=8_056_627_520),
+    detection=DetectionFacts(
+        match_configs=_match_sd3,
+        keys=("joint_blocks.0.x_block.attn.qkv.weight", "context_embedder.weight", "x_embedder.proj.weight"),
+        diffusers_keys={
+            "joint_blocks.0.x_block.attn.qkv.weight": "transformer_blocks.0.attn.to_q.weight",
+            "joint_blocks.0.x_block.attn.ln_q.weight": "transformer_blocks.0.attn.norm_q.weight",
+            "joint_blocks.0.x_block.attn2.qkv.weight": "transformer_blocks.0.attn2.to_q.weight",
+            "x_embedder.proj.weight": "pos_embed.proj.weight",
+        },
+        shape_checks={
+            ("context_embedder.weight", 0): ("transformer", "caption_projection_dim"),
+            ("context_embedder.weight", 1): ("transformer", "joint_attention_dim"),
+            ("x_embedder.proj.weight", 1): ("transformer", "in_channels"),
+            ("joint_blocks.0.x_block.attn.ln_q.weight", None): ("transformer", "qk_norm"),
+            ("joint_blocks.0.x_block.attn2.qkv.weight", None): ("transformer", "dual_attention_layers"),
+        },
+    ),
+    single_files=SingleFileFacts(
+        prefixes={
+            "transformer": DENOISER_PREFIXES,
+            "vae": ("first_stage_model.",),
+            "text_encoder": CLIP_L_PREFIXES,
+            "text_encoder_2": CLIP_G_PREFIXES,
+            "text_encoder_3": T5_PREFIXES,
+        },
+    ),
+    lora=FamilyLora(
+        # Every linear layer of the joint blocks, including the second attention of 3.5-medium.
+        targets=JOINT_BLOCK_LORA_TARGET_MODULES,
+        targets_of="sd-scripts",
+        text_encoders={
+            "text_encoder": TextEncoderLora(CLIP_LORA_TARGET_MODULES, "lora_te1"),
+            "text_encoder_2": TextEncoderLora(CLIP_LORA_TARGET_MODULES, "lora_te2"),
+            "text_encoder_3": TextEncoderLora(T5_LORA_TARGET_MODULES, "lora_te3", T5_KEYS),
+        },
+        key_style=SD3_KEYS,
+        format="diffusers",
+        modelspec_architecture="stable-diffusion-3",
+    ),
+    blocks=BlockFacts(lists=("transformer_blocks",)),
+    text=TextFacts(
+        components=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3"),
+        tokenizer_repo_ids={
+            "tokenizer": CLIP_L_TOKENIZER,
+            "tokenizer_2": CLIP_G_TOKENIZER,
+            "tokenizer_3": T5_TOKENIZER,
+        },
+        t5_encoder="text_encoder_3",
+    ),
+    sampling=SamplingFacts(num_inference_steps=28, guidance_scale=7.0),
+    options=FamilyOptions(
+        components={"vae": "vae", "clip_l": "text_encoder", "clip_g": "text_encoder_2", "t5xxl": "text_encoder_3"},
+        extra=("t5xxl_max_token_length", "apply_t5_attn_mask"),
+        network=NetworkFacts(
+            modules=("networks.lora_sd3",),
+            args=("train_t5xxl", "train_block_indices"),
+            layer_type_ranks=tuple(
+                (f"{stream}_{argument}_dim", f"{stream}_block_{name}")
+                for stream in ("context", "x")
+                for argument, name in (("attn", "attn"), ("mlp", "mlp"), ("mod", "adaLN"))
+            ),
+            outer_layer_ranks=(
+                "emb_dims",
+                (
+                    *("context_embedder", "t_embedder", "x_embedder", "y_embedder"),
+                    *("final_layer_adaLN_modulation", "final_layer_linear"),
+                ),
+            ),
+        ),
+        kohya_defaults={"timestep_sampling": "uniform", "discrete_flow_shift": "training_shift 1"},
+    ),
+)
+
+
+class StableDiffusion3(T5Family):
     facts = FACTS
-    denoiser_name = "transformer"
-    text_components = _TEXT_COMPONENTS
-    tokenizer_repo_ids = {
-        "tokenizer": CLIP_L_TOKENIZER,
-        "tokenizer_2": CLIP_G_TOKENIZER,
-        "tokenizer_3": T5_TOKENIZER,
-    }
-    # Every linear layer of the joint blocks, including the second attention of 3.5-medium.
-    lora_target_modules = JOINT_BLOCK_LORA_TARGET_MODULES
-    lora_format = "diffusers"
-    lora_key_style = SD3_KEYS
-    text_lora_target_modules = {
-        "text_encoder": CLIP_LORA_TARGET_MODULES,
-        "text_encoder_2": CLIP_LORA_TARGET_MODULES,
-        "text_encoder_3": T5_LORA_TARGET_MODULES,
-    }
-    text_lora_prefixes = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te2", "text_encoder_3": "lora_te3"}
-    block_lists = ("transformer_blocks",)
-    default_num_inference_steps = 28
-    default_guidance_scale = 7.0
 
     def get_unused_layers(self, denoiser: Any) -> tuple[str, ...]:
         # The last block has no queries for the text.
         return (f"transformer_blocks.{len(denoiser.transformer_blocks) - 1}.attn.add_q_proj",)
 
-    def get_non_block_lora_target_modules(self, denoiser: Any) -> tuple[str, ...]:
+    def get_non_block_lora_targets(self, denoiser: Any) -> tuple[str, ...]:
         names = (f"{embedder}_embedder.linear_{number}" for embedder in ("timestep", "text") for number in (1, 2))
         embedders = (f"time_text_embed.{name}" for name in names)
         return "pos_embed.proj", "context_embedder", *embedders, "norm_out.linear", "proj_out"
@@ -150,9 +169,6 @@ class StableDiffusion3(Family):
         variant = _get_sd3_variant(pipe.transformer.config)
         metadata = {"ss_apply_lg_attn_mask": False, "ss_apply_t5_attn_mask": False}
         return BaseModelInfo(variant, f"stable-diffusion-3-{variant}", metadata)
-
-    def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
-        return self.encode_clip_prompts(pipe, prompts, self.encode_t5_prompts(pipe, prompts))
 
     def encode_t5_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         from .. import text_encoding

@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Any
 from ...adapters.original_module_names import LDM_KEYS
 from ...config.network_args import NetworkFacts
 from ..base import BaseModelInfo, Family
-from ..facts import FamilyFacts, FamilyMatch
+from ..facts import (
+    BlockFacts,
+    DetectionFacts,
+    FamilyFacts,
+    FamilyLora,
+    FamilyMatch,
+    FamilyOptions,
+    PipelineFacts,
+    SamplingFacts,
+    SingleFileFacts,
+    TextEncoderLora,
+    TextFacts,
+)
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import (
     CLIP_G_TOKENIZER,
@@ -40,54 +52,64 @@ def _match_sdxl(read: ConfigReader) -> FamilyMatch | None:
 
 
 FACTS = FamilyFacts(
-    name="sdxl",
     title="Stable Diffusion XL",
-    pipeline_class="StableDiffusionXLPipeline",
-    denoiser_name="unet",
-    components=("unet", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
-    num_parameters=2_567_463_684,
-    lora_targets_of="sd-scripts",
-    match_configs=_match_sdxl,
-    component_options={"vae": "vae", "clip_l": "text_encoder", "clip_g": "text_encoder_2"},
-    text_encoders=("text_encoder", "text_encoder_2"),
-    extra_options=("max_token_length",),
-    network=NetworkFacts(unet_blocks=(9, 3, 9), unet_outer_blocks=(1, 1)),
-    modelspec_architecture="stable-diffusion-xl",
-    single_file_prefixes={
-        "unet": DENOISER_PREFIXES,
-        "vae": UNET_VAE_PREFIXES,
-        "text_encoder": ("conditioner.embedders.0.transformer.",),
-        "text_encoder_2": ("conditioner.embedders.1.model.",),
-    },
-    single_file_keys=("input_blocks.0.0.weight", "label_emb.0.0.weight"),
-    unsupported_shapes={
-        **UNET_UNSUPPORTED_SHAPES,
-        ("label_emb.0.0.weight", 1, 2560): "the refiner of Stable Diffusion XL; train a LoRA on the base model",
-    },
-    shape_checks={
-        ("input_blocks.0.0.weight", 0): ("unet", "block_out_channels", 0),
-        ("input_blocks.0.0.weight", 1): ("unet", "in_channels"),
-        ("label_emb.0.0.weight", 1): ("unet", "projection_class_embeddings_input_dim"),
-    },
+    pipeline=PipelineFacts(
+        class_name="StableDiffusionXLPipeline",
+        denoisers=("unet",),
+        num_parameters=2_567_463_684,
+    ),
+    detection=DetectionFacts(
+        match_configs=_match_sdxl,
+        keys=("input_blocks.0.0.weight", "label_emb.0.0.weight"),
+        shape_checks={
+            ("input_blocks.0.0.weight", 0): ("unet", "block_out_channels", 0),
+            ("input_blocks.0.0.weight", 1): ("unet", "in_channels"),
+            ("label_emb.0.0.weight", 1): ("unet", "projection_class_embeddings_input_dim"),
+        },
+        unsupported_shapes={
+            **UNET_UNSUPPORTED_SHAPES,
+            ("label_emb.0.0.weight", 1, 2560): "the refiner of Stable Diffusion XL; train a LoRA on the base model",
+        },
+    ),
+    single_files=SingleFileFacts(
+        prefixes={
+            "unet": DENOISER_PREFIXES,
+            "vae": UNET_VAE_PREFIXES,
+            "text_encoder": ("conditioner.embedders.0.transformer.",),
+            "text_encoder_2": ("conditioner.embedders.1.model.",),
+        },
+    ),
+    lora=FamilyLora(
+        targets=UNET_LORA_TARGET_MODULES,
+        targets_of="sd-scripts",
+        conv_targets=UNET_CONV_LORA_TARGET_MODULES,
+        text_encoders={
+            "text_encoder": TextEncoderLora(CLIP_LORA_TARGET_MODULES, "lora_te1"),
+            "text_encoder_2": TextEncoderLora(CLIP_LORA_TARGET_MODULES, "lora_te2"),
+        },
+        key_style=LDM_KEYS,
+        modelspec_architecture="stable-diffusion-xl",
+        modelspec_implementation="https://github.com/Stability-AI/generative-models",
+    ),
+    blocks=BlockFacts(has_skip_connections=True),
+    text=TextFacts(
+        components=("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"),
+        tokenizer_repo_ids={
+            "tokenizer": CLIP_L_TOKENIZER,
+            "tokenizer_2": CLIP_G_TOKENIZER,
+        },
+    ),
+    sampling=SamplingFacts(num_inference_steps=30, guidance_scale=7.5),
+    options=FamilyOptions(
+        components={"vae": "vae", "clip_l": "text_encoder", "clip_g": "text_encoder_2"},
+        extra=("max_token_length",),
+        network=NetworkFacts(unet_blocks=(9, 3, 9), unet_outer_blocks=(1, 1)),
+    ),
 )
 
 
 class StableDiffusionXL(Family):
     facts = FACTS
-    denoiser_name = "unet"
-    has_skip_connections = True
-    text_components = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-    tokenizer_repo_ids = {
-        "tokenizer": CLIP_L_TOKENIZER,
-        "tokenizer_2": CLIP_G_TOKENIZER,
-    }
-    lora_target_modules = UNET_LORA_TARGET_MODULES
-    conv_lora_target_modules = UNET_CONV_LORA_TARGET_MODULES
-    lora_key_style = LDM_KEYS
-    text_lora_target_modules = dict.fromkeys(("text_encoder", "text_encoder_2"), CLIP_LORA_TARGET_MODULES)
-    text_lora_prefixes = {"text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}
-    default_num_inference_steps = 30
-    default_guidance_scale = 7.5
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("sdxl_base_v1-0", "stable-diffusion-xl-v1-base")

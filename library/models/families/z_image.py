@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import KeyStyle, OriginalModule
 from ..base import BaseModelInfo, Family
-from ..facts import FamilyFacts, FamilyMatch
+from ..facts import (
+    BlockFacts,
+    DetectionFacts,
+    FamilyFacts,
+    FamilyLora,
+    FamilyMatch,
+    FamilyOptions,
+    PipelineFacts,
+    SamplingFacts,
+    SingleFileFacts,
+    TextFacts,
+)
 from ..model_configs import ConfigReader, ModelError, read_required, read_scheduler_config
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
 
@@ -36,36 +47,6 @@ def _is_turbo(scheduler_config: Mapping[str, Any]) -> bool:
     return float(scheduler_config.get("shift", 3.0)) <= 3.0
 
 
-FACTS = FamilyFacts(
-    name="z_image",
-    title="Z-Image",
-    pipeline_class="ZImagePipeline",
-    denoiser_name="transformer",
-    components=("transformer", "vae", "text_encoder", "tokenizer"),
-    num_parameters=6_154_908_736,
-    lora_targets_of="musubi-tuner",
-    match_configs=_match_z_image,
-    component_options={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
-    modelspec_architecture="z-image",
-    attention_modes=MASKED_ATTENTION_MODES,
-    single_file_prefixes={
-        "transformer": DENOISER_PREFIXES,
-        "vae": ("vae.",),
-        "text_encoder": ("text_encoders.qwen3_4b.transformer.",),
-    },
-    single_file_keys=(
-        "noise_refiner.0.attention.qkv.weight",
-        "cap_embedder.1.weight",
-        "layers.0.adaLN_modulation.0.weight",
-    ),
-    diffusers_keys={"noise_refiner.0.attention.qkv.weight": "noise_refiner.0.attention.to_q.weight"},
-    shape_checks={
-        ("cap_embedder.1.weight", 0): ("transformer", "dim"),
-        ("cap_embedder.1.weight", 1): ("transformer", "cap_feat_dim"),
-    },
-)
-
-
 _LAYOUT: tuple[OriginalModule, ...] = tuple(
     original
     for blocks in ("layers", "noise_refiner", "context_refiner")
@@ -85,26 +66,62 @@ Z_IMAGE_KEYS = KeyStyle(
 )
 
 
+FACTS = FamilyFacts(
+    title="Z-Image",
+    pipeline=PipelineFacts(
+        class_name="ZImagePipeline", num_parameters=6_154_908_736, hub_id="Tongyi-MAI/Z-Image-Turbo"
+    ),
+    detection=DetectionFacts(
+        match_configs=_match_z_image,
+        keys=(
+            "noise_refiner.0.attention.qkv.weight",
+            "cap_embedder.1.weight",
+            "layers.0.adaLN_modulation.0.weight",
+        ),
+        diffusers_keys={"noise_refiner.0.attention.qkv.weight": "noise_refiner.0.attention.to_q.weight"},
+        shape_checks={
+            ("cap_embedder.1.weight", 0): ("transformer", "dim"),
+            ("cap_embedder.1.weight", 1): ("transformer", "cap_feat_dim"),
+        },
+    ),
+    single_files=SingleFileFacts(
+        prefixes={
+            "transformer": DENOISER_PREFIXES,
+            "vae": ("vae.",),
+            "text_encoder": ("text_encoders.qwen3_4b.transformer.",),
+        },
+    ),
+    lora=FamilyLora(
+        # The linear layers of the main blocks, without the refiners before them and without the modulation.
+        targets=(
+            *(f"layers.*.attention.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
+            *(f"layers.*.feed_forward.{layer}" for layer in ("w1", "w2", "w3")),
+        ),
+        targets_of="musubi-tuner",
+        key_style=Z_IMAGE_KEYS,
+        other_key_styles=(ORIGINAL_KEYS,),
+        format="diffusers",
+        modelspec_architecture="z-image",
+    ),
+    blocks=BlockFacts(
+        lists=("layers",),
+        activation_args=("x",),
+        token_args={"attn_mask": ((1, ("x",)),), "freqs_cis": ((1, ("x",)),)},
+        attention_modes=MASKED_ATTENTION_MODES,
+    ),
+    text=TextFacts(
+        components=("text_encoder", "tokenizer"),
+        tokenizer_repo_ids={"tokenizer": "Tongyi-MAI/Z-Image-Turbo:tokenizer"},
+        has_variable_length=True,
+        denoiser_pad_multiple=32,
+    ),
+    sampling=SamplingFacts(num_inference_steps=9, guidance_scale=0.0),
+    options=FamilyOptions(components={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"}),
+)
+
+
 class ZImage(Family):
     facts = FACTS
-    denoiser_name = "transformer"
-    text_components = ("text_encoder", "tokenizer")
-    tokenizer_repo_ids = {"tokenizer": "Tongyi-MAI/Z-Image-Turbo:tokenizer"}
-    # The linear layers of the main blocks, without the refiners before them and without the modulation.
-    lora_target_modules = (
-        *(f"layers.*.attention.{layer}" for layer in ("to_q", "to_k", "to_v", "to_out.0")),
-        *(f"layers.*.feed_forward.{layer}" for layer in ("w1", "w2", "w3")),
-    )
-    lora_key_style = Z_IMAGE_KEYS
-    lora_other_key_styles = (ORIGINAL_KEYS,)
-    lora_format = "diffusers"
-    block_lists = ("layers",)
-    block_activation_args = ("x",)
-    block_token_args = {"attn_mask": ((1, ("x",)),), "freqs_cis": ((1, ("x",)),)}
-    has_variable_text_length = True
-    denoiser_text_pad_multiple = 32
-    default_num_inference_steps = 9
-    default_guidance_scale = 0.0
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("z_image", "z-image")

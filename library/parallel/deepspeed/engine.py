@@ -1,4 +1,8 @@
-"""DeepSpeed ZeRO: optimizer state and gradients sharded over the ranks, at stage 3 also the frozen model."""
+"""DeepSpeed ZeRO: optimizer state and gradients sharded over the ranks, at stage 3 also the frozen model.
+
+The engine is driven directly and not by accelerate, which steps inside ``backward``, before gradients can be clipped
+or checked for NaN.
+"""
 
 import logging
 import os
@@ -20,7 +24,7 @@ from ...distributed.devices import HOST
 from ...distributed.process_group import select_backend
 from ...distributed.validate_sharding import validate_deepspeed_batch_sizes
 from ...errors import UserError
-from ..gradient_accumulation import LossFunction
+from ..gradient_accumulation import TrainingTask
 from ..gradient_sync import scale_loss
 from ..parallel_plan import ParallelPlan
 from ..strategy import Strategy, StrategySettings
@@ -140,10 +144,10 @@ class DeepSpeedStrategy(Strategy):
             raise UserError(f"DeepSpeed's engine does not match its settings: {'; '.join(mismatches)}")
 
     def compute_gradients(
-        self, loss_function: LossFunction, batches: Sequence[PixelBatch], num_samples: int, step: int
+        self, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor:
         accumulate = self.gradient_accumulation.accumulate_in_deepspeed
-        total = accumulate(self._engine, loss_function, batches, num_samples, step)
+        total = accumulate(self._engine, task, batches, num_samples, step)
         self.straggler_monitor.mark_gradients_ready()
         return self._all_reduce_loss(total)
 
@@ -176,7 +180,7 @@ class DeepSpeedStrategy(Strategy):
 
 
 def get_local_rank_variables(device: torch.device) -> dict[str, int]:
-    """What the local rank has to be: DeepSpeed takes it for the device, and SLURM may show a process its own only."""
+    """Return variables that make the local rank the device's index, as DeepSpeed assumes; under SLURM it may differ."""
     if device.index is None:
         return {}
     return dict.fromkeys({"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & os.environ.keys(), device.index)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ...distributed.watchdog import ProcessIdentity
 from ...errors import UserError
+from ...problems import Problem
 from ..validate_engines import (
-    NVME_OPTION,
     AllGather,
     raise_problems,
     validate_disk_space,
@@ -77,7 +77,8 @@ class NVMeOffload:
             num_bytes = Path(path).stat().st_size
             written += num_bytes
             if num_bytes < swapper.param_id_to_numel[param_id] * swapper.swap_element_size:
-                raise UserError(f"{NVME_OPTION}: {path} was not written completely; is the disk full?")
+                text = f"{path} was not written completely"
+                raise UserError(Problem("offload_param_device", text, "is the disk full?", value="nvme"))
         num_files, mib = len(swapper.id_to_path), written / 2**20
         logger.info("DeepSpeed: %.1f MiB of weights in %d files in %s", mib, num_files, self.directory)
 

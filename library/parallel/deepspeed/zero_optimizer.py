@@ -28,7 +28,7 @@ from ..gradient_clipping import DeepSpeedGradientClipping
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """This rank's part of a parameter: ``length`` elements from ``start``, stored at ``offset`` of ``flat``."""
+    """The part of a parameter on this rank: ``length`` elements from ``start``, stored at ``offset`` of ``flat``."""
 
     parameter: nn.Parameter
     start: int

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from ...problems import Problem
 from .ai_toolkit_data import read_datasets, read_sample_prompts
 from .equivalents import (
     BLOCKS,
@@ -52,8 +53,8 @@ def import_ai_toolkit(content: dict[str, Any], path: Path) -> ImportedConfig:
     for number, process in enumerate(processes[1:], 1):
         config.result.list_change(f"config.process[{number}]", process, "one process at a time; import it on its own")
     process = KeyReader(processes[0] if processes else {}, result, "")
-    if problem := _find_other_training(process):
-        result.problems.append(problem)
+    if text := _describe_other_training(process):
+        result.problems.append(Problem("", text))
         return result
     _read_model(process)
     _read_network(process)
@@ -69,7 +70,7 @@ def import_ai_toolkit(content: dict[str, Any], path: Path) -> ImportedConfig:
     return result
 
 
-def _find_other_training(process: KeyReader) -> str:
+def _describe_other_training(process: KeyReader) -> str:
     """Say what else a job is for; empty for LoRA training of a family that we have."""
     kind = process.read("type")
     if kind not in keys.PROCESS_TYPES:

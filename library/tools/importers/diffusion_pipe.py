@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...problems import Problem
 from .diffusion_pipe_data import read_directories
 from .equivalents import (
     BLOCKS,
@@ -45,12 +46,14 @@ def import_diffusion_pipe(content: dict[str, Any], path: Path, others: Sequence[
     run = KeyReader(content, result)
     kind = content["model"].get("type")
     if kind not in keys.FAMILIES:
-        result.problems.append(f'model.type = "{kind}": not supported; {SUPPORTED} are')
+        result.problems.append(Problem("", f'model.type = "{kind}": not supported', f"{SUPPORTED} are"))
         return result
     if "adapter" not in run:
-        result.problems.append("no [adapter]: full fine-tuning; only LoRA is trained here")
+        result.problems.append(Problem("", "no [adapter]: full fine-tuning", "only LoRA is trained here"))
         return result
-    dataset = find_companion(run, "dataset", path, others, is_directory_list, "dataset")
+    dataset = find_companion(
+        run, key="dataset", main_path=path, others=others, matches=is_directory_list, title="dataset"
+    )
     result.family = _find_family(keys.FAMILIES[kind], content["model"], None if dataset is None else dataset.content)
     _read_model(run)
     _read_adapter(run)
@@ -134,7 +137,7 @@ def _read_paths(model: KeyReader) -> None:
 
 
 def _read_sdxl(model: KeyReader) -> None:
-    """SDXL's text encoders are always trained."""
+    """Read the options of SDXL, whose text encoders diffusion-pipe always trains."""
     result, options = model.result, model.result.options
     if model.read("v_pred", False, to_switch):
         options["v_parameterization"] = True

@@ -1,4 +1,4 @@
-"""What has an equal here: families and their buckets, choices of layers, quantization, optimizers."""
+"""Equivalents of other programs' settings: families and their buckets, choices of layers, quantization, optimizers."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,17 +9,17 @@ from ...models.detect import get_size_multiple
 from ...models.families import FAMILY_FACTS
 from .imported import ImportedConfig
 
-UNET_FAMILIES = tuple(name for name, facts in FAMILY_FACTS.items() if facts.network.is_unet)
+UNET_FAMILIES = tuple(name for name, facts in FAMILY_FACTS.items() if facts.options.network.is_unet)
 FLOW_FAMILIES = tuple(name for name in FAMILY_FACTS if name not in UNET_FAMILIES)
 SUPPORTED = ", ".join(facts.title for facts in FAMILY_FACTS.values())
-EDIT_FAMILIES = tuple(name for name, facts in FAMILY_FACTS.items() if facts.control_images[1])
+EDIT_FAMILIES = tuple(name for name, facts in FAMILY_FACTS.items() if facts.control.num_images[1])
 """Families that take control images."""
-GUIDED_FAMILIES = tuple(name for name, facts in FAMILY_FACTS.items() if "guidance_scale" in facts.extra_options)
+GUIDED_FAMILIES = tuple(name for name, facts in FAMILY_FACTS.items() if "guidance_scale" in facts.options.extra)
 """Families whose guidance scale is an input of the model; their previews have no negative prompt."""
 BLOCKS: Mapping[str, tuple[str, ...]] = {"krea2": ("blocks",), "lumina2": ("layers.", "refiner.")}
-"""What the names of layers in blocks contain, where layers outside of them are trained here by default."""
+"""Parts of the names of layers in blocks, for families whose layers outside of blocks are trained here by default."""
 FULL_LOKR_DIM = 10_000
-"""From this rank on, every layer of a LoKr is a full matrix, which has no scale: alpha counts as the rank."""
+"""The rank from which every layer of a LoKr is a full matrix, which has no scale: alpha counts as the rank."""
 
 _DENOISER = r"(unet|transformer)\..*"
 
@@ -62,7 +62,7 @@ def set_control_folders(result: ImportedConfig, subset: dict[str, Any], key: str
 
 def has_text_encoder_option(family: str) -> bool:
     """Whether the file of the text encoder is set by ``text_encoder``."""
-    return "text_encoder" in FAMILY_FACTS[family].component_options
+    return "text_encoder" in FAMILY_FACTS[family].options.components
 
 
 def find_bucket_steps(family: str, steps: int) -> int:
@@ -91,11 +91,11 @@ class KnownOptimizer:
     """An optimizer of another program."""
 
     name: str
-    """Ours, for ``optimizer_type``."""
+    """The value of ``optimizer_type``."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What the other program sets, where the class used here has another default."""
+    """Arguments that the other program sets where the class used here has another default."""
     difference: str = ""
-    """What is not the same; it is listed."""
+    """The difference from the other program, which is listed for the user."""
 
 
 def set_optimizer(

@@ -1,4 +1,4 @@
-"""What an import produces, and the rules by which the keys of another program's file are taken over or listed."""
+"""The result of an import, and the rules by which the keys of another program's file are taken over or listed."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -8,6 +8,7 @@ from typing import Any
 from ...config.options import iter_options
 from ...config.schema import RunConfig
 from ...dataset.schema import DATASET_KEYS
+from ...problems import Place, Problem
 from ...registry import suggest_name
 
 MAX_VALUE_LENGTH = 60
@@ -30,7 +31,7 @@ class UntakenKey:
     key: str
     value: Any
     reason: str
-    """Why, and what to do."""
+    """The reason why the key was not taken over, and what to do."""
     changes_result: bool
     is_default: bool = False
     """Whether the key is not in the file and the value is the default of the other program."""
@@ -56,7 +57,7 @@ class ImportedConfig:
     datasets: list[dict[str, Any]] = field(default_factory=list)
     prompts: list[dict[str, Any]] = field(default_factory=list)
     untaken: list[UntakenKey] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     """Values that cannot be read, with their keys; nothing is written then."""
     family: str = ""
 
@@ -79,11 +80,11 @@ class ImportedConfig:
 
 @dataclass(frozen=True)
 class Take:
-    """Take a key over as one of our options or keys."""
+    """The rule for a key that is taken over as an option or a key of the dataset file."""
 
     name: str
     default: Any = None
-    """What the other program does without the key."""
+    """The value that the other program uses without the key."""
     convert: Callable[[Any], Any] = lambda value: value
 
 
@@ -125,7 +126,9 @@ class KeyReader:
         self.result, self.prefix = result, prefix
         self.read_keys: set[str] = set()
         if table is not None and not isinstance(table, dict):
-            result.problems.append(f"{prefix.rstrip('.')}: expected a table, got {format_value(table)}")
+            name = prefix.rstrip(".")
+            text = f"expected a table, got {format_value(table)}"
+            result.problems.append(Problem(name, text, place=Place(key=name)))
 
     def __contains__(self, key: str) -> bool:
         return self.table.get(key) is not None
@@ -141,7 +144,9 @@ class KeyReader:
         try:
             return convert(value)
         except (TypeError, ValueError) as error:
-            self.result.problems.append(f"{self.prefix}{key}: {error}, got {format_value(value)}")
+            name = f"{self.prefix}{key}"
+            text = f"{error}, got {format_value(value)}"
+            self.result.problems.append(Problem(name, text, place=Place(key=name)))
             return default
 
     def read_table(self, key: str) -> "KeyReader":

@@ -6,6 +6,9 @@ from typing import Any
 
 from ...config import parse_config
 from ...config.options import flatten_config
+from ...config.unused_options import is_self_tuning_adafactor
+from ...config.validate import MISSING_DATASET
+from ...problems import Problem
 from .equivalents import FLOW_FAMILIES
 from .imported import (
     ImportedConfig,
@@ -37,8 +40,8 @@ def import_kohya_gui(content: dict[str, Any], path: Path) -> ImportedConfig:
     """Turn a file that the GUI saved for LoRA training into our options and datasets."""
     result = ImportedConfig(PROGRAM)
     reader = KeyReader(content, result)
-    if problem := _find_other_training(reader):
-        result.problems.append(problem)
+    if text := _describe_other_training(reader):
+        result.problems.append(Problem("", text))
         return result
     _read_family(reader)
     read_keys(reader, keys.RUN_KEYS)
@@ -61,7 +64,7 @@ def import_kohya_gui(content: dict[str, Any], path: Path) -> ImportedConfig:
     return result
 
 
-def _find_other_training(reader: KeyReader) -> str:
+def _describe_other_training(reader: KeyReader) -> str:
     """Say what else a file is for; empty for LoRA training of a family that we have."""
     if "num_vectors_per_token" in reader or "token_string" in reader:
         return "a file for textual inversion; only LoRA is trained here"
@@ -132,18 +135,11 @@ def _read_model_keys(reader: KeyReader) -> None:
         reader.list_change("lumina_system_prompt", reason, reader.read("lumina_system_prompt", ""))
     if family == "sd3":
         options |= {"timestep_sampling": "sigma", "discrete_flow_shift": 1.0}
-        _drop_unused_weighting(options)
     for suffix in ("", "_to_disk"):
         prefix = {"flux": "flux1", "chroma": "flux1", "lumina2": "lumina"}.get(family, family)
         name = f"{prefix}_cache_text_encoder_outputs{suffix}"
         if reader.read(name, False, to_switch):
             reader.result.set_option(f"cache_text_encoder_outputs{suffix}", True)
-
-
-def _drop_unused_weighting(options: dict[str, Any]) -> None:
-    for option, scheme in (("logit_mean", "logit_normal"), ("logit_std", "logit_normal"), ("mode_scale", "mode")):
-        if options.get("weighting_scheme") != scheme:
-            options.pop(option, None)
 
 
 def _read_precision(reader: KeyReader) -> None:
@@ -203,7 +199,7 @@ def _read_schedule(reader: KeyReader) -> None:
 
 
 def _read_warmup(reader: KeyReader) -> float | str | None:
-    """Steps, or else the percentage of the run."""
+    """Read the length of the warmup: steps, or else a percentage of the run."""
     steps = reader.read("lr_warmup_steps", None, to_positive_integer)
     percentage = reader.read("lr_warmup", 10, to_positive_number)
     return steps or (f"{percentage:g}%" if percentage else None)
@@ -250,7 +246,7 @@ def _read_objective(reader: KeyReader) -> None:
 
 
 def _read_noise(reader: KeyReader, is_flow: bool) -> None:
-    """Either noise offset or multires noise, as ``noise_offset_type`` says."""
+    """Read noise offset or multires noise, as ``noise_offset_type`` says."""
     result, kind = reader.result, reader.read("noise_offset_type", "Original")
     offset = reader.read("noise_offset", None, to_positive_number)
     adaptive = reader.read("adaptive_noise_scale", None, lambda value: to_number(value or 0) or None)
@@ -276,17 +272,18 @@ def _read_extra_flags(reader: KeyReader) -> None:
     options = reader.result.options
     alone, together = parse_config(words), parse_config([*_format_flags(options), *words])
     values = flatten_config(together.config)
-    for name in alone.locations.keys() | {flag.removeprefix("--") for flag, _ in alone.unused}:
+    for name in alone.locations.keys() | {place.flag.removeprefix("--") for place, _ in alone.unused}:
         if name in together.locations:
             value = values[name]
             plain = isinstance(value, (bool, int, float, str, tuple))
             options[name] = list(value) if isinstance(value, tuple) else value if plain else str(value)
-    for flag, reason in together.unused:
+    for place, reason in together.unused:
+        flag = place.flag
         if flag in words or any(word.startswith(f"{flag}=") for word in words):
             reader.result.list_harmless("additional_parameters", flag, reason or "no effect on the result")
     for problem in alone.problems:
-        if problem in together.problems and not problem.startswith("--dataset_config: missing"):
-            reader.list_change("additional_parameters", problem)
+        if problem in together.problems and problem != MISSING_DATASET:
+            reader.list_change("additional_parameters", str(problem))
 
 
 def _format_flags(options: dict[str, Any]) -> list[str]:
@@ -300,24 +297,14 @@ def _format_flags(options: dict[str, Any]) -> list[str]:
 
 
 def _drop_overridden(result: ImportedConfig) -> None:
-    """Drop options that sd-scripts does not use together with others, where we would refuse them."""
-    options, dropped = result.options, list[tuple[str, str]]()
-    if "lr_scheduler_type" in options:
-        names = ("lr_scheduler", "lr_scheduler_num_cycles", "lr_scheduler_power", "lr_warmup_steps")
-        dropped += [(name, "lr_scheduler_type replaces it, there too") for name in names]
-    if options.get("network_train_unet_only", True) and not options.get("network_train_text_encoder_only"):
-        dropped.append(("text_encoder_lr", "text encoders are not trained, there either"))
-    if options.get("dim_from_weights"):
-        dropped += [(name, "dim_from_weights replaces it, there too") for name in ("network_dim", "network_alpha")]
-    if not options.get("log_with") and not options.get("logging_dir"):
-        trackers = ("log_prefix", "log_tracker_name", "log_tracker_config", "wandb_run_name", "log_config")
-        dropped += [(name, "no effect without a tracker, there either") for name in trackers]
-    if options.get("optimizer_type") == "Adafactor" and "relative_step=False" not in options.get("optimizer_args", ()):
-        rates = ("learning_rate", "unet_lr", "text_encoder_lr", "lr_scheduler", "lr_warmup_steps")
-        dropped += [(name, "Adafactor with relative_step sets its own learning rate, there too") for name in rates]
-    for name, reason in dropped:
+    """Drop options that have no effect beside the others, as their facts say; sd-scripts ignores them, too."""
+    options, parsed = result.options, parse_config(_format_flags(result.options))
+    dropped = {place.flag.removeprefix("--").removeprefix("no-"): reason for place, reason in parsed.unused}
+    if "lr_scheduler_type" in options or is_self_tuning_adafactor(parsed.config.optim):
+        dropped["lr_warmup_steps"] = "the schedule has no warmup"
+    for name, reason in dropped.items():
         if name in options:
-            result.list_harmless(name, options.pop(name), reason)
+            result.list_harmless(name, options.pop(name), f"{reason}, as in sd-scripts")
 
 
 def _list_unused(reader: KeyReader) -> None:

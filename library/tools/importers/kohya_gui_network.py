@@ -43,7 +43,7 @@ def read_network(reader: KeyReader) -> None:
     if algorithm == "lokr" and result.options.get("network_dim", 0) >= FULL_LOKR_DIM:
         result.options["network_alpha"] = float(result.options["network_dim"])  # full matrices have no scale
     if module == "networks.oft_flux" or algorithm in ("diag-oft", "boft"):
-        result.options.pop("network_alpha", None)  # they have no alpha
+        result.options.pop("network_alpha", None)  # OFT and BOFT have no alpha
 
 
 def _read_conv_args(reader: KeyReader) -> None:
@@ -135,7 +135,7 @@ def read_trained_components(reader: KeyReader) -> None:
         return  # the denoiser only
     if result.family == "lumina2":
         reader.list_change("text_encoder_lr", "the text encoder is not trained here; set it to 0", text_lr)
-    if not FAMILY_FACTS[result.family].text_encoders:
+    if not FAMILY_FACTS[result.family].lora.text_encoders:
         return
     if unet_lr == 0 and text_lr != 0:
         result.options["network_train_text_encoder_only"] = True

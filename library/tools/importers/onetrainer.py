@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...problems import Problem
 from .equivalents import GUIDED_FAMILIES, SUPPORTED, UNET_FAMILIES, set_quantization
 from .imported import ImportedConfig, KeyReader, to_integer, to_number, to_positive_integer, to_switch, to_text
 from .keys import onetrainer as keys
@@ -27,8 +28,8 @@ def import_onetrainer(content: dict[str, Any], path: Path, others: Sequence[Sour
     """Turn a configuration and its concepts into our options and datasets."""
     result = ImportedConfig(PROGRAM)
     config = KeyReader(upgrade_keys(content), result)
-    if problem := _find_other_training(config):
-        result.problems.append(problem)
+    if text := _describe_other_training(config):
+        result.problems.append(Problem("", text))
         return result
     result.family = keys.FAMILIES[config.read("model_type", "STABLE_DIFFUSION_15")]
     if result.family == "flux2_dev" and "klein" in str(config.read("base_model_name", "")).lower():
@@ -44,13 +45,27 @@ def import_onetrainer(content: dict[str, Any], path: Path, others: Sequence[Sour
     concepts = config.read("concepts")
     if concepts is None:
         found = find_companion(
-            config, "concept_file_name", path, others, is_concept_list, "concepts", "training_concepts/concepts.json"
+            config,
+            key="concept_file_name",
+            main_path=path,
+            others=others,
+            matches=is_concept_list,
+            title="concepts",
+            default="training_concepts/concepts.json",
         )
         concepts = None if found is None else found.content
     read_concepts(config, concepts)
     samples = config.read("samples")
     if samples is None:
-        found = find_companion(config, "sample_definition_file_name", path, others, is_sample_list, "samples", "")
+        found = find_companion(
+            config,
+            key="sample_definition_file_name",
+            main_path=path,
+            others=others,
+            matches=is_sample_list,
+            title="samples",
+            default="",
+        )
         samples = None if found is None else found.content
     read_samples(config, samples or [])
     config.apply_rules(keys.RUN_RULES)
@@ -85,7 +100,7 @@ def upgrade_keys(content: dict[str, Any]) -> dict[str, Any]:
     return table
 
 
-def _find_other_training(config: KeyReader) -> str:
+def _describe_other_training(config: KeyReader) -> str:
     """Say what else a configuration is for; empty for LoRA training of a family that we have."""
     kind = config.read("model_type", "STABLE_DIFFUSION_15")
     if kind not in keys.FAMILIES:
@@ -228,7 +243,7 @@ def _read_precision_and_files(config: KeyReader) -> None:
 
 
 def _read_intervals(config: KeyReader) -> None:
-    """Saving and previews; its steps are micro-batches."""
+    """Read the intervals of saving and previews; the steps of OneTrainer are micro-batches."""
     result, accumulation = config.result, config.table.get("gradient_accumulation_steps") or 1
     for key, default, option in (("save_every", 0, "save"), ("sample_after", 10, "sample")):
         number = config.read(key, default, to_positive_integer)

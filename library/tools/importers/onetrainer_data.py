@@ -62,7 +62,7 @@ def _to_sizes(value: Any) -> list[tuple[int, ...]]:
 
 
 def _read_resolutions(config: KeyReader) -> list[tuple[int, ...]]:
-    """Of several sizes, OneTrainer takes a random one for each image."""
+    """Read the resolutions, of which OneTrainer takes a random one for each image."""
     sizes = config.read("resolution", [], _to_sizes) or [(512,)]
     if len(sizes) > 1:
         reason = "each image at every size here, at a random one there; max_train_epochs is divided by their number"

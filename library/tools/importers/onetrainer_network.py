@@ -54,7 +54,7 @@ def _read_lokr(config: KeyReader, alpha: float) -> tuple[int, float]:
 
 
 def _read_layers(config: KeyReader, rank: int, alpha: float) -> None:
-    """Which layers of the denoiser are trained: a preset, or names that contain texts."""
+    """Read which layers of the denoiser are trained: a preset, or texts that their names contain."""
     result, family = config.result, config.result.family
     name = config.read("layer_filter_preset", "full", to_text) or "full"
     text = config.read("layer_filter", "", to_text) or ""

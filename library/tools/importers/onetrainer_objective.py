@@ -45,7 +45,7 @@ def _read_noise(config: KeyReader, is_flow: bool) -> None:
 
 
 def _read_loss(config: KeyReader) -> None:
-    """One loss; sums of several losses are listed."""
+    """Read the loss; a sum of several losses is listed as not taken over."""
     result = config.result
     strengths = {
         loss: config.read(f"{loss}_strength", 1.0 if loss == "mse" else 0.0, to_number)
@@ -97,7 +97,7 @@ def _read_diffusion_timesteps(config: KeyReader) -> None:
 
 
 def _read_flow_timesteps(config: KeyReader) -> None:
-    """Its shift is ours; its dynamic shift is that of FLUX.1, but for Qwen-Image, whose scheduler has its own."""
+    """Read distribution and shift of the timesteps; OneTrainer's dynamic shift is FLUX.1's, except for Qwen-Image."""
     options, family = config.result.options, config.result.family
     name = config.read("timestep_distribution", "UNIFORM")
     weight = config.read("noising_weight", 0.0, to_number)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import UserError
+from ...problems import report_file
 from .ai_toolkit import import_ai_toolkit, is_ai_toolkit
 from .diffusion_pipe import import_diffusion_pipe, is_diffusion_pipe, is_directory_list
 from .imported import ImportedConfig
@@ -24,7 +25,7 @@ class Program:
 
     name: str
     matches: Callable[[Any], bool]
-    """Whether this is its main file, by content."""
+    """Tells by its content whether a file is the main file of this program."""
     import_files: Callable[[Any, Path, Sequence[SourceFile]], ImportedConfig]
     """The content of the main file, its path, and the other files that were given."""
 
@@ -53,20 +54,23 @@ def import_sources(sources: Sequence[SourceFile]) -> tuple[SourceFile, ImportedC
         (source, program) for source in sources for program in IMPORTED_PROGRAMS if program.matches(source.content)
     ]
     if len(found) > 1:
-        extra = (f"{source.path}: one configuration at a time; give it alone" for source, _ in found[1:])
-        raise UserError("\n".join(extra))
+        raise UserError(
+            *(report_file(source.path, "one configuration at a time", "give it alone") for source, _ in found[1:])
+        )
     companions = {source.path: _describe_companion(source.content) for source in sources}
     if not found:
         expected = f"not a training configuration of {PROGRAMS}"
-        raise UserError("\n".join(f"{source.path}: {companions[source.path] or expected}" for source in sources))
+        raise UserError(*(report_file(source.path, companions[source.path] or expected) for source in sources))
     main, program = found[0]
     others = [source for source in sources if source is not main]
     if strangers := [source for source in others if not companions[source.path]]:
-        raise UserError("\n".join(f"{source.path}: not a dataset file of {PROGRAMS}" for source in strangers))
+        raise UserError(*(report_file(each.path, f"not a dataset file of {PROGRAMS}") for each in strangers))
     try:
         return main, program.import_files(main.content, main.path, others)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise UserError(f"{main.path}: a value has another form than {program.name} writes: {error}") from error
+        raise UserError(
+            report_file(main.path, f"a value has another form than {program.name} writes: {error}")
+        ) from error
 
 
 def _describe_companion(content: Any) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ...models.families import FAMILY_FACTS
+from ...problems import Problem
 from .equivalents import FLOW_FAMILIES, GUIDED_FAMILIES, SUPPORTED, set_optimizer, set_quantization
 from .imported import (
     ImportedConfig,
@@ -94,8 +95,8 @@ def import_simpletuner(content: Any, path: Path, others: Sequence[SourceFile]) -
     """Turn a configuration and its dataloader configuration into our options and datasets."""
     result = ImportedConfig(PROGRAM)
     config = KeyReader(normalize_keys(content), result)
-    if problem := _find_other_training(config):
-        result.problems.append(problem)
+    if text := _describe_other_training(config):
+        result.problems.append(Problem("", text))
         return result
     base = keys.FAMILIES[config.read("model_family")]
     flavour = config.read("model_flavour", keys.MODELS[base][0])
@@ -104,7 +105,13 @@ def import_simpletuner(content: Any, path: Path, others: Sequence[SourceFile]) -
     lycoris = None
     if config.read("lora_type", "standard") == "lycoris":
         lycoris = find_companion(
-            config, "lycoris_config", path, others, is_lycoris_config, "LyCORIS", "config/lycoris_config.json"
+            config,
+            key="lycoris_config",
+            main_path=path,
+            others=others,
+            matches=is_lycoris_config,
+            title="LyCORIS",
+            default="config/lycoris_config.json",
         )
     config.read("lycoris_config")
     read_lora_or_lycoris(config, None if lycoris is None else lycoris.content)
@@ -112,7 +119,9 @@ def import_simpletuner(content: Any, path: Path, others: Sequence[SourceFile]) -
     _read_length_and_schedule(config)
     _read_objective(config)
     _read_saving_and_logs(config)
-    backends = find_companion(config, "data_backend_config", path, others, is_backend_list, "dataloader")
+    backends = find_companion(
+        config, key="data_backend_config", main_path=path, others=others, matches=is_backend_list, title="dataloader"
+    )
     read_backends(config, backends.content if backends is not None else None)
     read_previews(config)
     _list_features(config)
@@ -124,7 +133,7 @@ def import_simpletuner(content: Any, path: Path, others: Sequence[SourceFile]) -
     return result
 
 
-def _find_other_training(config: KeyReader) -> str:
+def _describe_other_training(config: KeyReader) -> str:
     """Say what else a configuration is for; empty for LoRA training of a family that we have."""
     family = config.read("model_family")
     if family not in keys.FAMILIES:
@@ -177,7 +186,7 @@ def _read_model(config: KeyReader, flavour: str, models: Mapping[str, str]) -> N
         result.options |= {"torch_compile": True, "dynamo_backend": str(config.read("dynamo_backend"))}
     config.read_keys.update(key for key in config.table if key.startswith("dynamo_"))
     if length := config.read("tokenizer_max_length", None, to_integer):
-        if "t5xxl_max_token_length" in FAMILY_FACTS[result.family].extra_options:
+        if "t5xxl_max_token_length" in FAMILY_FACTS[result.family].options.extra:
             result.set_option("t5xxl_max_token_length", length)
         else:
             config.list_change("tokenizer_max_length", "the length of captions is fixed; see max_token_length")

@@ -83,7 +83,7 @@ def _read_lycoris(lycoris: KeyReader) -> None:
 
 
 def _read_preset(lycoris: KeyReader, preset: KeyReader) -> None:
-    """Which modules are trained, by class or by name."""
+    """Read which modules are trained, by class or by name."""
     result, family = lycoris.result, lycoris.result.family
     classes, names = preset.read("target_module", []), preset.read("target_name", preset.read("unet_target_name", []))
     contained: list[str] = []

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...config.toml_positions import read_text_file, read_toml_with_lines
 from ...errors import UserError
+from ...problems import Place, Problem, report_file
 from .imported import KeyReader
 
 PROGRAMS = "kohya_ss, ai-toolkit, OneTrainer, diffusion-pipe or SimpleTuner"
@@ -25,7 +26,7 @@ def read_source(path: Path) -> SourceFile:
     """Read a JSON, YAML, TOML or .env file."""
     suffix = path.suffix.lower()
     if path.is_dir():
-        raise UserError(f"{path}: a folder; give the configuration file in it")
+        raise UserError(report_file(path, "a folder", "give the configuration file in it"))
     if suffix == ".toml":
         return SourceFile(path, read_toml_with_lines(path)[0])
     text = read_text_file(path)
@@ -35,7 +36,9 @@ def read_source(path: Path) -> SourceFile:
         return SourceFile(path, text)
     if suffix == ".json" or path.name.endswith(".json.example"):
         return SourceFile(path, _parse_json(text, path))
-    raise UserError(f"{path}: not a .json, .yaml, .toml or .env file; expected a configuration of {PROGRAMS}")
+    raise UserError(
+        report_file(path, "not a .json, .yaml, .toml or .env file", f"expected a configuration of {PROGRAMS}")
+    )
 
 
 def _parse_json(text: str, path: Path) -> Any:
@@ -43,10 +46,10 @@ def _parse_json(text: str, path: Path) -> Any:
         return json.loads(text)
     except ValueError as error:
         line = getattr(error, "lineno", None)
-        where = f"{path}:{line}" if line else str(path)
-        raise UserError(f"{where}: not valid JSON: {getattr(error, 'msg', error)}") from None
+        text, place = f"not valid JSON: {getattr(error, 'msg', error)}", Place(str(path), line)
+        raise UserError(Problem("", text, place=place)) from None
     except RecursionError:
-        raise UserError(f"{path}: not valid JSON: nested too deeply") from None
+        raise UserError(report_file(path, "not valid JSON: nested too deeply")) from None
 
 
 def _parse_yaml(text: str, path: Path) -> Any:
@@ -56,8 +59,8 @@ def _parse_yaml(text: str, path: Path) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
-        raise UserError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
+        place = Place(str(path), None if mark is None else mark.line + 1)
+        raise UserError(Problem("", f"not valid YAML: {getattr(error, 'problem', error)}", place=place)) from None
 
 
 def find_companion(

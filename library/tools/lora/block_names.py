@@ -17,7 +17,7 @@ BLOCK_WEIGHT_LISTS: dict[int, tuple[str, ...]] = {
     20: (BASE, *_IN[:9], "MID", *_OUT[:9]),
     26: (BASE, *_IN, "MID", *_OUT),
 }
-"""Length of a list of block weights -> the blocks that it is for, as in sd-scripts: 12 and 20 for SDXL."""
+"""The blocks of a list of block weights, by its length, as in sd-scripts: 12 and 20 for SDXL."""
 
 _ORIGINAL_NAMES = {
     "double_blocks": "transformer_blocks",
@@ -92,7 +92,7 @@ def _begins_with(words: Sequence[str], parts: Sequence[str]) -> bool:
 
 
 def _matches_part(word: str, part: str) -> bool:
-    """``3-7`` is a range of numbers; ``*`` is any text."""
+    """Whether a part of a name matches a pattern, in which ``3-7`` is a range of numbers and ``*`` any text."""
     if match := re.fullmatch(r"(\d+)-(\d+)", part):
         return word.isdecimal() and int(match[1]) <= int(word) <= int(match[2])
     return fnmatchcase(word, part)

@@ -2,42 +2,44 @@
 
 from collections.abc import Mapping, Sequence
 
-from ...adapters.module_adapter import UP, ModuleAdapter
+from ...adapters.module_adapter import BIAS, UP, ModuleAdapter
 from ...errors import FileError
+from ...problems import Problem, report_file
 from .block_names import BlockFactor, find_unused_names, get_factor, is_selected
 from .lora_files import LoraFile
 
 _SCALED_TENSORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    "lora": ((UP,),),
-    "loha": (("hada_w1_a",),),
-    "lokr": (("lokr_w1", "lokr_w1_a"),),
-    "full": (("diff",), ("diff_b",)),
+    "lora": ((UP,), (BIAS,)),
+    "loha": (("hada_w1_a",), (BIAS,)),
+    "lokr": (("lokr_w1", "lokr_w1_a"), (BIAS,)),
+    "full": (("diff",), (BIAS,)),
     "norm": (("w_norm",), ("b_norm",)),
-    "glora": (("a1",), ("b1",)),
+    "glora": (("a1",), ("b1",), (BIAS,)),
 }
-"""Adapter type -> the tensors that the update is proportional to: one of each group."""
+"""The tensors of each adapter type that its update is proportional to; one of each group is scaled."""
 
 
 def scale_blocks(file: LoraFile, factors: Sequence[BlockFactor]) -> dict[str, ModuleAdapter]:
     """Multiply the updates of the selected layers; those with factor 0 are removed."""
     _require_selection(file, factors)
     updates: dict[str, ModuleAdapter] = {}
-    problems: dict[str, str] = {}
+    obstacles: dict[str, str] = {}
     for module, update in file.updates.items():
         factor = get_factor(module, factors)
         if factor == 1:
             updates[module] = update
         elif factor != 0:
-            if "magnitude" in update.tensors or update.adapter_type not in _SCALED_TENSORS:
-                problems.setdefault(update.title, module)
+            if update.has_magnitudes or update.adapter_type not in _SCALED_TENSORS:
+                obstacles.setdefault(update.title, module)
             else:
                 updates[module] = _scale_adapter(update, factor)
-    for title, module in problems.items():
+    problems = []
+    for title, module in obstacles.items():
         factor_text = "only removed (factor 0) or kept"
         reason = f"the effect of {title} is not proportional to any of its tensors, so it can be {factor_text}"
-        problems[title] = f"{file.path}: {module}: {reason}"
+        problems.append(report_file(file.path, f"{module}: {reason}"))
     if problems:
-        raise FileError(problems.values())
+        raise FileError(problems)
     return _require_layers(file, updates)
 
 
@@ -56,18 +58,18 @@ def prune_blocks(file: LoraFile, removed: Sequence[str], kept: Sequence[str]) ->
 def _require_selection(file: LoraFile, factors: Sequence[BlockFactor]) -> None:
     """Every name has to select a layer, and updates of fused layers cannot be taken apart."""
     problems = [
-        f"--blocks: {name} selects no layer of {file.path.name}; lora inspect lists its blocks"
+        Problem("blocks", f"{name} selects no layer of {file.path.name}", "lora inspect lists its blocks")
         for name in find_unused_names(factors, file.list_modules())
     ]
     for name, fused in file.lora.contents.fused.items():
-        problems.append(f"{file.path}: {name}: {fused.reason}; turn it into LoRA first: lora resize")
+        problems.append(report_file(file.path, f"{name}: {fused.reason}", fused.way_out))
     if problems:
         raise FileError(problems)
 
 
 def _require_layers(file: LoraFile, updates: dict[str, ModuleAdapter]) -> dict[str, ModuleAdapter]:
     if not updates:
-        raise FileError([f"{file.path}: no layer is left"])
+        raise FileError([report_file(file.path, "no layer is left")])
     return updates
 
 

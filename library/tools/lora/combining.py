@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -10,9 +10,10 @@ import torch
 
 from ...adapters.kohya_diffusers_comfyui_keys import FileFormat
 from ...adapters.metadata import NetworkSizes
-from ...adapters.module_adapter import DOWN, UP, ModuleAdapter
+from ...adapters.module_adapter import BIAS, DOWN, UP, ModuleAdapter
 from ...errors import FileError
 from ...log import iter_with_progress
+from ...problems import Problem, report_file
 from .block_names import BlockFactor, get_factor, is_text_encoder
 from .lora_files import SOURCES_KEY, LoraFile, NewLora, Unit, build_single_unit, format_sources, get_kernel, iter_units
 from .low_rank import (
@@ -56,7 +57,7 @@ class WeightedFile:
         return weight * get_factor(module, self.blocks)
 
     def describe(self) -> dict[str, object]:
-        """For the note of sources."""
+        """Describe the weights of a file for the note of sources in the metadata."""
         described: dict[str, object] = {"weight": self.denoiser_weight}
         if self.text_encoder_weight != self.denoiser_weight:
             described["text_encoder_weight"] = self.text_encoder_weight
@@ -74,25 +75,31 @@ class Term:
     source: LoraFile
 
 
-def list_merge_obstacles(files: Sequence[LoraFile]) -> list[str]:
-    """Why files cannot be merged into one: other models, or types whose effect depends on the base model."""
-    first, found = files[0], list[str]()
+def list_merge_obstacles(files: Sequence[LoraFile]) -> list[Problem]:
+    """List why files cannot be merged into one: other models, or types whose effect depends on the base model."""
+    first, found = files[0], list[Problem]()
     for file in files:
-        if file.family != first.family:
-            found.append(f"{file.path}: is a LoRA of {file.family}, and {first.path.name} one of {first.family}")
+        if file.family != first.family and file.lora.components != first.lora.components:
+            text = f"is a LoRA of {file.family}, and {first.path.name} one of {first.family}"
+            found.append(report_file(file.path, text))
         elif any(
             file.lora.shapes.get(name) != first.lora.shapes.get(name)
             for name in set(file.list_modules()) & set(first.list_modules())
         ):
-            found.append(f"{file.path}: has layers of other sizes than {first.path.name}; it is for another model")
+            text = f"has layers of other sizes than {first.path.name}; it is for another model"
+            found.append(report_file(file.path, text))
         dependent = {
             unit.adapter.title: unit.title
             for unit in iter_units(file)
-            if unit.adapter.adapter_type in BASE_DEPENDENT_TYPES or "magnitude" in unit.adapter.tensors
+            if unit.adapter.adapter_type in BASE_DEPENDENT_TYPES or unit.adapter.has_magnitudes
         }
         found += [
-            f"{file.path}: {layer}: the effect of {title} depends on the weights of the base model, so it cannot be"
-            " merged with others alone; merge into a model (--model), and extract from that"
+            report_file(
+                file.path,
+                f"{layer}: the effect of {title} depends on the weights of the base model, so it cannot be merged with"
+                " others alone",
+                "merge into a model (--model), and extract from that",
+            )
             for title, layer in dependent.items()
         ]
     return found
@@ -104,25 +111,44 @@ def merge_loras(
     """Merge; without a rule exactly. Return the updates and what was lost of each layer."""
     updates: dict[str, ModuleAdapter] = {}
     errors: list[LayerError] = []
-    problems: list[str] = []
+    problems: list[Problem] = []
     for terms in iter_with_progress(list(_group_terms(files)), "merging", "layer"):
         terms = [term for term in terms if term.weight]
         if not terms:
             continue
-        types = {term.unit.adapter.adapter_type for term in terms}
-        if types & set(ADDITIVE_TYPES):
-            if len(types) > 1:
-                names = " and ".join(sorted(types))
-                problems.append(f"{terms[0].unit.title}: has layers of type {names}, which cannot be merged into one")
-                continue
+        weights = [term for each in terms if (term := _remove_bias(each)) is not None]
+        types = {term.unit.adapter.adapter_type for term in weights}
+        if types & set(ADDITIVE_TYPES) and len(types) > 1:
+            names = " and ".join(sorted(types))
+            text = f"{terms[0].unit.title}: has layers of type {names}, which cannot be merged into one"
+            problems.append(Problem("", text))
+            continue
+        if not weights or types & set(ADDITIVE_TYPES):
             updates |= terms[0].unit.split(_add_tensors(terms))
             continue
-        merged, error = _merge_terms(terms, rule, dtype)
+        merged, error = _merge_terms(weights, rule, dtype)
+        if biased := [term for term in terms if BIAS in term.unit.adapter.tensors]:
+            bias = _add_tensors([_select_bias(term) for term in biased]).tensors
+            merged = ModuleAdapter({**merged.tensors, **bias}, merged.alpha)
         updates |= terms[0].unit.split(merged)
         errors.append(error)
     if problems:
         raise FileError(problems)
     return updates, tuple(errors)
+
+
+def _remove_bias(term: Term) -> Term | None:
+    """The change of the weight alone, unless there is none."""
+    tensors = {name: tensor for name, tensor in term.unit.adapter.tensors.items() if name != BIAS}
+    return _replace_tensors(term, tensors) if tensors else None
+
+
+def _select_bias(term: Term) -> Term:
+    return _replace_tensors(term, {BIAS: term.unit.adapter.tensors[BIAS]})
+
+
+def _replace_tensors(term: Term, tensors: Mapping[str, torch.Tensor]) -> Term:
+    return replace(term, unit=replace(term.unit, adapter=ModuleAdapter(tensors, term.unit.adapter.alpha)))
 
 
 def _group_terms(files: Sequence[WeightedFile]) -> list[list[Term]]:
@@ -152,7 +178,9 @@ def _split_unit(unit: Unit) -> list[Unit]:
     if adapter.adapter_type not in ("lora", "dora"):  # a LoKr of a fused layer, for example
         update = factor_update(adapter)
         factors = update if isinstance(update, LowRank) else truncate(decompose(update), min(update.shape))
+        bias = {name: tensor for name, tensor in adapter.tensors.items() if name == BIAS}
         adapter = build_lora(factors, 1.0, (), torch.float64)
+        adapter = ModuleAdapter({**adapter.tensors, **bias}, adapter.alpha)
     return [build_single_unit(module, part) for module, part in unit.split(adapter).items()]
 
 
@@ -241,19 +269,19 @@ def build_merged_lora(
     known = all(file.lora.is_known_size for file in loras)
     embeddings = {key: tensor for file in loras for key, tensor in file.lora.contents.embeddings.items()}
     return NewLora(
-        updates,
-        first.components,
-        file_format or first.contents.file_format,
-        metadata,
-        first.shapes if known else None,
-        NetworkSizes(frozenset(), frozenset()),
+        updates=updates,
+        components=first.components,
+        file_format=file_format or first.contents.file_format,
+        metadata=metadata,
+        shapes=first.shapes if known else None,
+        sizes=NetworkSizes(frozenset(), frozenset()),
         equalizes_alphas=True,
         embeddings=embeddings,
     )
 
 
 def select_shared_metadata(sources: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """What all files that have a key say alike of their base model."""
+    """Select the metadata of the base model in which all files that have the key agree."""
     shared = {}
     for key in SHARED_METADATA:
         values = {metadata[key] for metadata in sources if key in metadata}

@@ -10,7 +10,8 @@ import torch
 
 from ...adapters.file_writer import SAVE_DTYPES
 from ...adapters.module_adapter import ModuleAdapter
-from ...errors import ConfigError, FileError, UserError
+from ...errors import FileError, UserError
+from ...problems import Problem, report_file
 from .block_names import find_unused_names, parse_block_factors
 from .block_scaling import prune_blocks, scale_blocks
 from .combining import WeightedFile, build_merged_lora, find_exact_dtype, list_merge_obstacles, merge_loras
@@ -51,7 +52,7 @@ def resolve_dtype(options: FormatOptions, files: Sequence[LoraFile]) -> torch.dt
 
 
 def run_resize(files: Sequence[str], arguments: ResizeArguments) -> Iterator[str]:
-    (file,) = read_lora_files(files)
+    (file,) = read_lora_files(files, arguments.family.family)
     rule = build_rank_rule(arguments.ranks)
     if rule is None:
         raise AssertionError("preflight checks the rule")
@@ -71,7 +72,7 @@ def weigh_files(files: Sequence[LoraFile], options: MergeOptions) -> list[Weight
     denoiser, texts = options.denoiser_weights or common, options.text_encoder_weights or common
     blocks = resolve_block_factors(options.blocks, len(files))
     problems = [
-        f"--blocks: {name} selects no layer of {file.path.name}; its blocks are listed by lora inspect"
+        Problem("blocks", f"{name} selects no layer of {file.path.name}", "its blocks are listed by lora inspect")
         for file, factors in zip(files, blocks, strict=True)
         for name in find_unused_names(factors, file.list_modules())
         if not any(
@@ -82,7 +83,7 @@ def weigh_files(files: Sequence[LoraFile], options: MergeOptions) -> list[Weight
         )
     ]
     if problems:
-        raise FileError(list(dict.fromkeys(problems)))
+        raise FileError(problems)
     return [WeightedFile(*each) for each in zip(files, denoiser, texts, blocks, strict=True)]
 
 
@@ -90,7 +91,7 @@ def run_merge(files: Sequence[str], arguments: MergeArguments) -> Iterator[str]:
     if arguments.merge.model is not None:
         yield from _merge_into_model(files, arguments)
         return
-    loras = read_lora_files(files)
+    loras = read_lora_files(files, arguments.family.family)
     if problems := list_merge_obstacles(loras):
         raise FileError(problems)
     weighted = weigh_files(loras, arguments.merge)
@@ -104,7 +105,8 @@ def run_merge(files: Sequence[str], arguments: MergeArguments) -> Iterator[str]:
     how = "concatenated" if rule is None else f"SVD to {rule.describe()}"
     new = build_merged_lora(weighted, updates, path, arguments.format.to, how)
     written = write_lora(path, new, arguments.format.save_precision)
-    yield f"merged {len(loras)} LoRAs of {loras[0].family}: {how}"
+    families = " and ".join(dict.fromkeys(file.family for file in loras))
+    yield f"merged {len(loras)} LoRAs of {families}: {how}"
     yield from format_errors(errors, shows_layers=False)
     yield written.describe()
 
@@ -113,22 +115,24 @@ def run_extract(files: Sequence[str], arguments: ExtractArguments) -> Iterator[s
     options, path = arguments.extract, Path(arguments.output.output or "").expanduser()
     base, tuned = _locate_models(files)
     settings = ExtractionSettings(
-        build_rank_rule(arguments.ranks),
-        options.type,
-        options.factor,
-        options.layers == "all",
-        not options.no_conv,
-        options.min_difference,
-        getattr(torch, options.math),
-        SAVE_DTYPES[arguments.format.save_precision or "float"],
-        None if options.device is None else _parse_device(options.device),
-        (arguments.format.to or base.family.lora_format) == "kohya",
+        rule=build_rank_rule(arguments.ranks),
+        adapter_type=options.type,
+        factor=options.factor,
+        with_all_layers=options.layers == "all",
+        with_convolutions=not options.no_conv,
+        min_difference=options.min_difference,
+        dtype=getattr(torch, options.math),
+        save_dtype=SAVE_DTYPES[arguments.format.save_precision or "float"],
+        device=None if options.device is None else _parse_device(options.device),
+        fuses_layers=(arguments.format.to or base.family.facts.lora.format) == "kohya",
     )
     result = extract(base, tuned, settings)
     if not result.updates:
-        raise FileError([f"{tuned.path}: the layers that a LoRA can change are equal to those of {base.path}"])
+        raise FileError(
+            [report_file(tuned.path, f"the layers that a LoRA can change are equal to those of {base.path}")]
+        )
     yield from _describe_extraction(result, options.show_layers)
-    new = build_extracted_lora(base, tuned, settings, result, path, arguments.format.to)
+    new = build_extracted_lora(base, tuned, settings, result=result, path=path, to=arguments.format.to)
     yield write_lora(path, new).describe()
 
 
@@ -147,14 +151,12 @@ def _describe_extraction(result: Extraction, shows_layers: bool) -> Iterator[str
 
 
 def _locate_models(files: Sequence[str]) -> list[ModelFiles]:
-    models, problems = [], list[str]()
+    models, problems = [], list[Problem]()
     for text in files:
         try:
             models.append(locate_model_weights(text))
-        except ConfigError as error:
-            problems += error.problems
         except UserError as error:
-            problems.append(str(error))
+            problems += error.problems
     if problems:
         raise FileError(problems)
     return models
@@ -165,11 +167,14 @@ def _parse_device(name: str) -> torch.device:
         torch.zeros(1, device=name)
         return torch.device(name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise FileError([f"--device {name}: cannot be used: {str(error).splitlines()[0]}"]) from None
+        raise FileError([Problem("device", f"cannot be used: {str(error).splitlines()[0]}", value=name)]) from None
 
 
 def _merge_into_model(files: Sequence[str], arguments: MergeArguments) -> Iterator[str]:
     (model,) = _locate_models([arguments.merge.model or ""])
+    if (family := arguments.family.family) not in (None, model.detected.family):
+        text = f"contradicts --model, which is a model of {model.detected.family}"
+        raise FileError([Problem("family", text, value=family or "", others=("model",))])
     loras = read_lora_files_for_model(files, model)
     weighted = weigh_files(loras, arguments.merge)
     dtype = getattr(torch, arguments.merge.math)
@@ -186,7 +191,8 @@ def _merge_into_model(files: Sequence[str], arguments: MergeArguments) -> Iterat
 
 def run_inspect(files: Sequence[str], arguments: InspectArguments) -> Iterator[str]:
     options = arguments.inspect
-    facts = [inspect_lora(file) for file in read_lora_files(files)]
+    loras = read_lora_files(files, arguments.family.family, is_for_inspection=True)
+    facts = [inspect_lora(file) for file in loras]
     if options.json:
         exported: dict[str, Any] = {"files": [export_json(each, with_layers=options.layers) for each in facts]}
         if len(facts) == 2:
@@ -200,14 +206,14 @@ def run_inspect(files: Sequence[str], arguments: InspectArguments) -> Iterator[s
 
 
 def run_scale(files: Sequence[str], arguments: BlockArguments) -> Iterator[str]:
-    (file,) = read_lora_files(files)
+    (file,) = read_lora_files(files, arguments.family.family)
     texts = arguments.blocks.blocks
     factors = [factor for text in texts for factor in parse_block_factors(text)]
     yield from _write_blocks(file, scale_blocks(file, factors), f"scaled by block: {' '.join(texts)}", arguments)
 
 
 def run_prune(files: Sequence[str], arguments: BlockArguments) -> Iterator[str]:
-    (file,) = read_lora_files(files)
+    (file,) = read_lora_files(files, arguments.family.family)
     options = arguments.blocks
     what = f"removed {' '.join(options.blocks)}" if options.blocks else f"kept {' '.join(options.keep)} only"
     yield from _write_blocks(file, prune_blocks(file, options.blocks, options.keep), f"pruned: {what}", arguments)

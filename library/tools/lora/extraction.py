@@ -18,6 +18,7 @@ from ...adapters.module_adapter import MAGNITUDE, ModuleAdapter
 from ...adapters.original_module_names import OriginalModule
 from ...errors import FileError
 from ...log import iter_with_progress
+from ...problems import Problem, report_file
 from .lora_files import SOURCES_KEY, NewLora, Unit, build_single_unit
 from .low_rank import build_lora, decompose, truncate
 from .model_weights import ModelFiles
@@ -25,22 +26,22 @@ from .rank_rule import RankRule
 from .resizing import LayerError, measure_error
 
 _ROUNDING_SHARE = 3e-5
-"""What the weights' float32 rounding may leave of a difference of low rank: its square is what a rank is chosen by."""
+"""The part of a difference of low rank that may be rounding of the weights; its square is what a rank is chosen by."""
 
 
 @dataclass(frozen=True)
 class ExtractionSettings:
-    """What is extracted, and how."""
+    """The layers that are extracted, the adapter type, and the precision."""
 
     rule: RankRule | None
-    """None only for LoKr, whose second factor then stays whole."""
+    """The rule for ranks; LoKr may have None, and then its second factor stays whole."""
     adapter_type: str = "lora"
     factor: int = 8
     with_all_layers: bool = False
     with_convolutions: bool = True
     min_difference: float = 0.0
     dtype: torch.dtype = torch.float32
-    """Of the computation."""
+    """The dtype of the computation."""
     save_dtype: torch.dtype = torch.float32
     device: torch.device | None = None
     fuses_layers: bool = True
@@ -49,14 +50,14 @@ class ExtractionSettings:
 
 @dataclass
 class Extraction:
-    """The result, filled layer by layer."""
+    """The result of an extraction, filled layer by layer."""
 
     updates: dict[str, ModuleAdapter] = field(default_factory=dict)
     errors: list[LayerError] = field(default_factory=list)
     num_equal: int = 0
     """Layers without a difference."""
     skipped_components: list[str] = field(default_factory=list)
-    """Those that differ by no more than ``min_difference``."""
+    """Text encoders that are left out because they differ by no more than ``min_difference``."""
     num_left_out: int = 0
     """Differing weights and biases that no layer of the result covers."""
     left_out_norm: float = 0.0
@@ -66,17 +67,16 @@ class Extraction:
         return math.sqrt(sum(each.norm**2 for each in self.errors))
 
 
-def list_extraction_obstacles(base: ModelFiles, tuned: ModelFiles) -> list[str]:
-    """Why two models have no difference: other families or sizes."""
+def list_extraction_obstacles(base: ModelFiles, tuned: ModelFiles) -> list[Problem]:
+    """List why the difference of two models cannot be taken: other families or sizes."""
     if base.detected.family != tuned.detected.family:
-        return [f"{tuned.path}: is a model of {tuned.detected.family}, and {base.path} one of {base.detected.family}"]
+        text = f"is a model of {tuned.detected.family}, and {base.path} one of {base.detected.family}"
+        return [report_file(tuned.path, text)]
     shared = base.weights.keys() & tuned.weights.keys()
     if sizes := [name for name in sorted(shared) if base.shapes[name] != tuned.shapes[name]]:
-        return [
-            f"{tuned.path}: {sizes[0]} has other sizes than in {base.path}: {list(tuned.shapes[sizes[0]])} and"
-            f" {list(base.shapes[sizes[0]])}"
-        ]
-    return [] if shared else [f"{tuned.path}: has no layer in common with {base.path}"]
+        both = f"{list(tuned.shapes[sizes[0]])} and {list(base.shapes[sizes[0]])}"
+        return [report_file(tuned.path, f"{sizes[0]} has other sizes than in {base.path}: {both}")]
+    return [] if shared else [report_file(tuned.path, f"has no layer in common with {base.path}")]
 
 
 def extract(base: ModelFiles, tuned: ModelFiles, settings: ExtractionSettings) -> Extraction:
@@ -108,7 +108,7 @@ def _find_similar_components(base: ModelFiles, tuned: ModelFiles, limit: float) 
 
 
 def _list_units(base: ModelFiles, tuned: ModelFiles, settings: ExtractionSettings) -> Iterator[list[str]]:
-    """Layers, or the parts of fused layers together."""
+    """List the layers that are decomposed, with the parts of a fused layer as one unit."""
     chosen = base.all_targets if settings.with_all_layers else base.targets
     for component in base.components:
         prefix = f"{component.name}."
@@ -142,7 +142,7 @@ def _extract_unit(
     if not bool(difference.any()):
         return None
     if not bool(difference.isfinite().all()):
-        raise FileError([f"{tuned.path}: {modules[0]}: NaN or infinite values; the file is damaged"])
+        raise FileError([report_file(tuned.path, f"{modules[0]}: NaN or infinite values", "the file is damaged")])
     kernel = tuple(difference.shape[2:])
     matrix = (_scale_rows(new, new - difference) if settings.adapter_type == "dora" else difference).flatten(1)
     matrix = matrix.to(settings.device)
@@ -260,11 +260,19 @@ def build_extracted_lora(
         "ss_training_comment": how,
         "modelspec.sai_model_spec": "1.0.1",
         "modelspec.architecture": f"{base.info.architecture}/lora",
-        "modelspec.implementation": "diffusers",
+        "modelspec.implementation": base.family.facts.lora.modelspec_implementation,
         "modelspec.title": path.stem,
         "modelspec.date": datetime.now(timezone.utc).replace(microsecond=0).isoformat(),
         SOURCES_KEY: json.dumps({"made_by": how, "sources": [{"file": base.path.name}, {"file": tuned.path.name}]}),
     }
-    file_format: Any = to or choose_file_format(result.updates, base.components, base.family.lora_format)
+    file_format: Any = to or choose_file_format(result.updates, base.components, base.family.facts.lora.format)
     sizes = NetworkSizes(frozenset(), frozenset())
-    return NewLora(result.updates, base.components, file_format, metadata, base.shapes, sizes, equalizes_alphas=True)
+    return NewLora(
+        updates=result.updates,
+        components=base.components,
+        file_format=file_format,
+        metadata=metadata,
+        shapes=base.shapes,
+        sizes=sizes,
+        equalizes_alphas=True,
+    )

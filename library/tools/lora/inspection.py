@@ -1,4 +1,4 @@
-"""What is in a LoRA file: layers, ranks, alphas, update norms, training facts, and who reads it."""
+"""The contents of a LoRA file: layers, ranks, alphas, update norms, training facts, and the programs that read it."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from ...adapters.kohya_diffusers_comfyui_keys import FileFormat
 from ...adapters.merge import compute_delta_weight
 from ...adapters.module_adapter import ModuleAdapter
 from .block_names import get_block, is_text_encoder
-from .lora_files import LoraFile
+from .lora_files import LoraFile, describe_other_family
 from .low_rank import compute_norm, factor_update
 
 _SPECIAL_TYPES = ("oft", "boft", "diag-oft", "glora")
@@ -25,7 +25,7 @@ MODEL_TITLES: Mapping[str, str] = {"unet": "U-Net", "transformer": "transformer"
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """One layer."""
+    """One layer of a LoRA file with its rank, alpha and update norm."""
 
     module: str
     block: str
@@ -45,10 +45,20 @@ class LoraFacts:
 
     @property
     def losses(self) -> dict[str, dict[str, str]]:
-        """Format -> program -> what it does not read right, of this file and of its conversions."""
+        """The parts that programs do not read right of this file and of its conversions, by format and program."""
         contents = self.file.lora.contents
         formats: Sequence[FileFormat] = ("kohya", "diffusers", "comfy")
         return {each: list_client_losses(contents.updates, self.file.lora.components, each) for each in formats}
+
+    @property
+    def notices(self) -> list[str]:
+        """What speaks against the family, or for others as well."""
+        others, stated = self.file.lora.similar_families, describe_other_family(self.file)
+        lines = [stated] if stated else []
+        if others:
+            lines.append(f"its layers fit {' and '.join(others)} as well, and its metadata name none of them")
+        lines += [f"{len(keys)} tensors are {kind}, which is not read" for kind, keys in self.file.lora.unread.items()]
+        return lines
 
     def sum_by_block(self) -> dict[str, float]:
         """The norm of all updates of each block together, in the model's order."""
@@ -70,7 +80,12 @@ def inspect_lora(file: LoraFile) -> LoraFacts:
 
 def _inspect_layer(module: str, update: ModuleAdapter, name: str | None = None) -> LayerFacts:
     return LayerFacts(
-        name or module, get_block(module), update.title, update.rank, update.alpha, compute_update_norm(update)
+        module=name or module,
+        block=get_block(module),
+        adapter_type=update.title,
+        rank=update.rank,
+        alpha=update.alpha,
+        norm=compute_update_norm(update),
     )
 
 
@@ -101,11 +116,13 @@ def compute_update_norm(update: ModuleAdapter) -> float | None:
 
 
 def export_json(facts: LoraFacts, *, with_layers: bool) -> dict[str, Any]:
-    """For programs."""
+    """Export the facts as plain data for JSON output."""
     file = facts.file
     exported: dict[str, Any] = {
         "file": str(file.path),
         "family": file.family,
+        "similar_families": list(file.lora.similar_families),
+        "unread": {kind: len(keys) for kind, keys in file.lora.unread.items()},
         "known_size": file.lora.is_known_size,
         "format": file.lora.contents.file_format,
         "precision": str(file.precision).removeprefix("torch."),
@@ -139,7 +156,7 @@ def export_json(facts: LoraFacts, *, with_layers: bool) -> dict[str, Any]:
 
 
 def group_by_component(layers: Sequence[LayerFacts]) -> dict[str, list[LayerFacts]]:
-    """Component -> its layers."""
+    """Group layers by component."""
     groups: dict[str, list[LayerFacts]] = {}
     for layer in layers:
         component = layer.module.partition(".")[0]
@@ -158,7 +175,7 @@ def _parse_value(value: str) -> Any:
 
 
 def iter_training_facts(metadata: Mapping[str, str]) -> Iterator[str]:
-    """What the metadata say of the training, in words."""
+    """Yield what the metadata say of the training, in words."""
 
     def get(name: str) -> str:
         value = metadata.get(f"ss_{name}", "")

@@ -24,6 +24,7 @@ def format_facts(facts: LoraFacts, *, with_layers: bool) -> Iterator[str]:
         _TITLES.get(name, name) if len(types) == 1 else f"{count} {name}" for name, count in types.items()
     )
     yield f"{file.path}: {kinds} for {file.family}{size}, {contents.file_format} format, {precision}"
+    yield from (f"  {line}" for line in facts.notices)
     for component, layers in group_by_component(facts.layers).items():
         yield f"  {MODEL_TITLES.get(component, component)}: {_describe_layers(layers)}"
     if contents.num_tucker:
@@ -94,7 +95,7 @@ def _format_layers(layers: Sequence[LayerFacts]) -> Iterator[str]:
 
 
 def _format_losses(facts: LoraFacts) -> Iterator[str]:
-    """Who does not read this file right, and in which format it would be."""
+    """Say which programs do not read this file right, and in which format they would."""
     own = facts.file.lora.contents.file_format
     losses = facts.losses
     if not losses[own]:
@@ -108,7 +109,7 @@ def _format_losses(facts: LoraFacts) -> Iterator[str]:
 
 
 def compare_loras(one: LoraFacts, other: LoraFacts) -> dict[str, Any]:
-    """What differs in settings, and the cosine between the updates of each block."""
+    """Compare the settings of two files, and the updates of each block by their cosine."""
     first, second = one.file.lora.metadata, other.file.lora.metadata
     keys = [key for key in sorted({*first, *second}) if not key.startswith(_CHANGING_KEYS)]
     settings = {key: (first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)}
@@ -132,7 +133,7 @@ def _compute_cosines(one: LoraFacts, other: LoraFacts) -> dict[str, float]:
         if module not in own or module not in others or own[module].shape != others[module].shape:
             continue
         pair = own[module], others[module]
-        if any(each.adapter_type in (*BASE_DEPENDENT_TYPES[1:], "norm", "full") for each in pair):
+        if any(each.adapter_type in (*BASE_DEPENDENT_TYPES[2:], "norm", "full") for each in pair):
             continue
         first, second = factor_update(pair[0]), factor_update(pair[1])
         values = compute_inner_product(first, second), compute_norm(first) ** 2, compute_norm(second) ** 2
@@ -146,7 +147,7 @@ def _compute_cosines(one: LoraFacts, other: LoraFacts) -> dict[str, float]:
 
 
 def format_comparison(one: LoraFacts, other: LoraFacts) -> Iterator[str]:
-    """Two files side by side."""
+    """Format two files side by side."""
     compared = compare_loras(one, other)
     names = one.file.path.name, other.file.path.name
     yield f"{names[0]} and {names[1]}:"

@@ -12,7 +12,7 @@ from ...adapters.alpha_folding import ALPHA_METADATA_KEYS, change_alpha
 from ...adapters.client_compatibility import format_client_losses, list_client_losses, needs_equal_alphas
 from ...adapters.component_keys import ComponentKeys
 from ...adapters.file_reader import read_adapter_file
-from ...adapters.file_writer import cast_tensors, write_adapter_file
+from ...adapters.file_writer import cast_tensors, list_changing_layers, verify_layers, write_adapter_file
 from ...adapters.fused_layers import FusionError, fuse_adapters, split_adapter
 from ...adapters.kohya_diffusers_comfyui_keys import FileFormat, convert_from_file_format, convert_to_file_format
 from ...adapters.metadata import NetworkSizes, add_model_hashes, list_network_sizes, update_network_metadata
@@ -22,7 +22,14 @@ from ...adapters.peft_metadata import PEFT_METADATA_KEY
 from ...errors import FileError, UserError
 from ...models.families import FAMILY_FACTS
 from ...models.known_models import load_known_models
-from ..convert import IdentifiedLora, find_stated_family, identify_lora, read_lora_file
+from ...problems import Problem, report_file
+from ..lora_identification import (
+    IdentifiedLora,
+    find_stated_families,
+    identify_lora,
+    read_lora_file,
+    select_models,
+)
 from .model_weights import ModelFiles
 
 SOURCES_KEY = "lorikeet.sources"
@@ -42,7 +49,7 @@ class LoraFile:
 
     @property
     def updates(self) -> dict[str, ModuleAdapter]:
-        """By module of the state dict; without updates of fused layers that cannot be split."""
+        """Updates by module name, as in a state dict; those of fused layers that cannot be split are not included."""
         return self.lora.contents.updates
 
     @property
@@ -61,15 +68,18 @@ class LoraFile:
         return [*self.lora.contents.alphas, *more]
 
 
-def read_lora_files(paths: Sequence[str]) -> list[LoraFile]:
-    """Read all files, or raise with the problems of all."""
-    files, problems, models = [], list[str](), load_known_models()
+def read_lora_files(
+    paths: Sequence[str], family: str | None = None, *, is_for_inspection: bool = False
+) -> list[LoraFile]:
+    """Read all files, or raise with the problems of all; ``family`` tells what they are for."""
+    files, problems, models = [], list[Problem](), select_models(load_known_models(), family)
     for text in paths:
         path = Path(text).expanduser()
         try:
-            files.append(LoraFile(path, read_lora_file(path, can_be_fused=True, models=models)))
+            lora = read_lora_file(path, can_be_fused=True, is_for_inspection=is_for_inspection, models=models)
+            files.append(LoraFile(path, lora))
         except UserError as error:
-            problems.append(str(error))
+            problems += error.problems
     if problems:
         raise FileError(problems)
     return files
@@ -81,20 +91,27 @@ def read_lora_files_for_model(paths: Sequence[str], model: ModelFiles) -> list[L
     Keys and sizes decide, as with ``base_weights``: families share them, so that the file alone does not tell which of
     them it is for.
     """
-    files, problems = [], list[str]()
+    files, problems = [], list[Problem]()
     for text in paths:
         path = Path(text).expanduser()
         try:
             files.append(LoraFile(path, _read_lora_for_model(path, model)))
         except UserError as error:
-            problems.append(str(error) if str(error).startswith(str(path)) else f"{path}: {error}")
+            problems += error.problems
     if problems:
         raise FileError(problems)
     return files
 
 
 def _read_lora_for_model(path: Path, model: ModelFiles) -> IdentifiedLora:
-    tensors, metadata = read_adapter_file(path)
+    tensors, metadata = read_adapter_file(path)  # whose errors name the file
+    try:
+        return _fit_lora_to_model(tensors, metadata, model)
+    except UserError as error:
+        raise UserError(report_file(path, str(error))) from None
+
+
+def _fit_lora_to_model(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], model: ModelFiles) -> IdentifiedLora:
     family, components = model.detected.family, model.all_components
     try:
         contents = convert_from_file_format(tensors, metadata, components, model.shapes)
@@ -103,25 +120,32 @@ def _read_lora_for_model(path: Path, model: ModelFiles) -> IdentifiedLora:
         if other == family:
             raise
         raise UserError(f"is a LoRA of {other}, and {model.path.name} a model of {family}") from None
-    return IdentifiedLora(family, contents, components, metadata, True, list_network_sizes(tensors), model.shapes)
+    return IdentifiedLora(
+        family=family,
+        contents=contents,
+        components=components,
+        metadata=metadata,
+        is_known_size=True,
+        sizes=list_network_sizes(tensors),
+        shapes=model.shapes,
+    )
 
 
 def describe_other_family(file: LoraFile) -> str | None:
     """The notice for a file that fits, although its metadata name another family; None if they do not."""
-    stated = find_stated_family(file.lora.metadata)
-    if (
-        stated is None
-        or FAMILY_FACTS[stated].modelspec_architecture == FAMILY_FACTS[file.family].modelspec_architecture
-    ):
+    stated = find_stated_families(file.lora.metadata)
+    architectures = {FAMILY_FACTS[family].lora.modelspec_architecture for family in stated}
+    if not stated or FAMILY_FACTS[file.family].lora.modelspec_architecture in architectures:
         return None
     return (
-        f"{file.path.name}: its metadata say that it is for {stated}; its layers and sizes are those of {file.family}"
+        f"{file.path.name}: its metadata say that it is for {' or '.join(sorted(stated))}; its layers and sizes are"
+        f" those of {file.family}"
     )
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What is decomposed as one: a layer, or the parts of a fused layer, as sd-scripts' tools see it."""
+    """A matrix that is decomposed as one: a layer, or the parts of a fused layer, as sd-scripts' tools see it."""
 
     modules: tuple[str | None, ...]
     """Modules of the state dict; None for a part without an update."""
@@ -189,7 +213,7 @@ def _shares_down(parts: Sequence[ModuleAdapter | None]) -> bool:
 
 def get_kernel(module: str, adapter: ModuleAdapter, file: LoraFile) -> tuple[int, ...]:
     """The kernel with which the LoRA of a layer is stored; empty for linear layers."""
-    if adapter.adapter_type in ("lora", "dora"):
+    if DOWN in adapter.tensors:
         return adapter.kernel
     return tuple(file.lora.shapes.get(module, ())[2:])
 
@@ -203,7 +227,7 @@ class NewLora:
     file_format: FileFormat
     metadata: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]] | None
-    """Of the model's weights, against which the file is checked; None for a model of unknown size."""
+    """The shapes of the model's weights, against which the file is checked; None for a model of unknown size."""
     sizes: NetworkSizes
     """The ranks and alphas that the metadata tells of."""
     alpha_dtype: torch.dtype = torch.float32
@@ -214,14 +238,14 @@ class NewLora:
 
 @dataclass(frozen=True)
 class WrittenLora:
-    """What the summary says of a file that was written."""
+    """A file that was written, as the summary describes it."""
 
     path: Path
     file_format: FileFormat
     num_tensors: int
     num_bytes: int
     losses: str
-    """What other programs do not read right; may be empty."""
+    """The parts that other programs do not read right; empty if there are none."""
 
     def describe(self) -> str:
         text = f"{self.path}: {self.file_format} format, {self.num_tensors} tensors, {self.num_bytes / 1e6:.1f} MB"
@@ -244,7 +268,7 @@ def write_lora(path: Path, new: NewLora, precision: str | None = None) -> Writte
         tensors, alpha_metadata = convert_to_file_format(state, alphas, new.components, file_format, new.alpha_dtype)
         tensors = cast_tensors(tensors, precision)
     except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(report_file(path, str(error))) from None
     has_embeddings = bool(new.embeddings) and file_format != "diffusers"
     tensors |= {key: tensor for key, tensor in new.embeddings.items() if has_embeddings}
     replaced = {*ALPHA_METADATA_KEYS, PEFT_METADATA_KEY}
@@ -252,8 +276,7 @@ def write_lora(path: Path, new: NewLora, precision: str | None = None) -> Writte
     metadata = update_network_metadata(metadata, new.sizes, list_network_sizes(tensors))
 
     def check(part: Path) -> None:
-        read, stored = read_adapter_file(part)
-        convert_from_file_format(read, stored, new.components, new.shapes)
+        verify_layers(part, list_changing_layers(updates), new.components, new.shapes)
 
     write_adapter_file(path, tensors, add_model_hashes(tensors, metadata), is_trained=False, check=check)
     losses = format_client_losses(list_client_losses(updates, new.components, file_format))
@@ -278,15 +301,15 @@ def build_result(
     metadata["ss_training_comment"] = "; ".join(filter(None, [how, "" if comment == "None" else comment]))
     metadata[SOURCES_KEY] = format_sources([file], how)
     return NewLora(
-        updates,
-        file.lora.components,
-        file_format or contents.file_format,
-        metadata,
-        file.lora.shapes if file.lora.is_known_size else None,
-        file.lora.sizes,
-        contents.alpha_dtype,
-        equalizes_alphas,
-        contents.embeddings,
+        updates=updates,
+        components=file.lora.components,
+        file_format=file_format or contents.file_format,
+        metadata=metadata,
+        shapes=file.lora.shapes if file.lora.is_known_size else None,
+        sizes=file.lora.sizes,
+        alpha_dtype=contents.alpha_dtype,
+        equalizes_alphas=equalizes_alphas,
+        embeddings=contents.embeddings,
     )
 
 

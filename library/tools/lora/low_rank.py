@@ -13,12 +13,12 @@ from torch import Tensor
 from ...adapters.merge import compute_delta_weight
 from ...adapters.module_adapter import DOWN, UP, ModuleAdapter
 
-BASE_DEPENDENT_TYPES = ("dora", "glora", "diag-oft", "oft", "boft")
+BASE_DEPENDENT_TYPES = ("dora", "input-dora", "glora", "diag-oft", "oft", "boft")
 """Adapter types whose effect on the weights depends on the weights themselves."""
 
 _PROBE_COLUMNS = 16
 _LOW_RANK_RESIDUAL = {torch.float32: 1e-6, torch.float64: 1e-13}
-"""What rounding leaves of a matrix of low rank, as a share of its norm."""
+"""The part of a matrix of low rank that rounding leaves outside of its rank, as a share of its norm."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class LowRank:
 
 
 Update = LowRank | Tensor
-"""Of one layer: two factors, or a matrix of two dimensions where factors would be no smaller."""
+"""The update of one layer: two factors, or a matrix of two dimensions where factors would be no smaller."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Svd:
 def factor_update(adapter: ModuleAdapter, dtype: torch.dtype = torch.float64) -> Update:
     """The update of an adapter at full strength, of a type that does not depend on the base weights."""
     tensors = {name: tensor.to(dtype) for name, tensor in adapter.tensors.items()}
-    if adapter.adapter_type in ("lora", "dora"):
+    if DOWN in adapter.tensors:
         return _shrink(LowRank(tensors[UP].flatten(1) * adapter.scale, tensors[DOWN].flatten(1)))
     if adapter.adapter_type == "loha" and not adapter.is_tucker:
         first, second = ((tensors[f"hada_w{n}_a"], tensors[f"hada_w{n}_b"].flatten(1)) for n in (1, 2))

@@ -8,8 +8,10 @@ from pathlib import Path
 from ...adapters.file_reader import read_adapter_file, read_header, read_safetensors
 from ...adapters.file_writer import write_adapter_file
 from ...adapters.metadata import MODELSPEC_USER_KEYS, add_model_hashes
+from ...adapters.validate_file import describe_unknown_keys
 from ...errors import FileError
-from ..convert import identify_lora
+from ...problems import Problem, report_file
+from ..lora_identification import identify_lora
 
 HASH_KEYS = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
 _LONGEST_VALUE = 200
@@ -35,11 +37,11 @@ def edit_metadata(path: Path, output: Path, changes: Sequence[str], removed: Seq
     read_adapter_file(path)  # raises with all that is damaged
     tensors, metadata = read_safetensors(path)
     edited = dict(metadata)
-    lines, problems = [], list[str]()
+    lines, problems = [], list[Problem]()
     for pattern in removed:
         keys = [key for key in edited if fnmatchcase(key, _complete_key(pattern)) and key not in HASH_KEYS]
         if not keys:
-            problems.append(f"--remove: {path.name} has no key {pattern}")
+            problems.append(Problem("remove", f"{path.name} has no key {pattern}"))
         lines += [f"- {key}" for key in keys]
         edited = {key: value for key, value in edited.items() if key not in keys}
     for text in changes:
@@ -50,7 +52,9 @@ def edit_metadata(path: Path, output: Path, changes: Sequence[str], removed: Seq
         edited[key] = value
     if problems:
         raise FileError(problems)
-    identify_lora({key: tensor.float() for key, tensor in tensors.items()}, edited)  # as a loader reads it
+    lora = identify_lora({key: tensor.float() for key, tensor in tensors.items()}, edited)  # as a loader reads it
+    if lora.unread:
+        raise FileError([report_file(path, describe_unknown_keys(list(tensors), len(tensors)))])
     edited = add_model_hashes(tensors, edited)
     lines += [f"~ {key} = {edited[key]}" for key in HASH_KEYS if edited.get(key) != metadata.get(key)]
     write_adapter_file(output, tensors, edited, is_trained=False)
@@ -58,5 +62,5 @@ def edit_metadata(path: Path, output: Path, changes: Sequence[str], removed: Seq
 
 
 def _complete_key(key: str) -> str:
-    """``title`` is ``modelspec.title``."""
+    """Complete a short key such as ``title`` to ``modelspec.title``."""
     return f"modelspec.{key}" if key in (*MODELSPEC_USER_KEYS, "title", "thumbnail") else key

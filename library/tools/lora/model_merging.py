@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ...adapters.file_writer import SAVE_DTYPES
 from ...adapters.merge import compute_delta_weight, compute_merged_weight, merge_bias_adapter
-from ...adapters.module_adapter import ModuleAdapter
+from ...adapters.module_adapter import BIAS, INPUT_MAGNITUDE, ModuleAdapter
 from ...atomic_files import fsync_dir, fsync_file
 from ...errors import FileError, UserError
 from ...log import ProgressBar
+from ...problems import Problem, report_file
 from .combining import WeightedFile
 from .lora_files import SOURCES_KEY, format_sources
 from .model_weights import (
@@ -41,7 +42,7 @@ class Change:
     adapter: ModuleAdapter
     weight: float
     first_row: int = 0
-    """Where the layer begins in the rows of a fused update."""
+    """The first row of the layer in a fused update."""
 
     @torch.no_grad()
     def apply(self, base: Tensor) -> Tensor:
@@ -53,13 +54,21 @@ class Change:
             return base + self.weight * self.adapter.scale * delta.reshape(base.shape)
         return base + self.weight * (compute_merged_weight(base, self.adapter) - base)
 
+    @torch.no_grad()
+    def apply_to_bias(self, bias: Tensor) -> None:
+        """Add to the bias of the layer, which may be a part of a fused one."""
+        tensors = dict(self.adapter.tensors)
+        if BIAS in tensors:
+            tensors[BIAS] = tensors[BIAS][self.first_row : self.first_row + len(bias)]
+        merge_bias_adapter(bias, ModuleAdapter(tensors, self.adapter.alpha), self.weight)
+
     def _covers_more_than(self, base: Tensor) -> bool:
         return self.adapter.shape[0] > len(base)
 
 
 @dataclass(frozen=True)
 class MergedModel:
-    """What was written."""
+    """A model file that was written, and what was merged into it."""
 
     path: Path
     num_changed: int
@@ -67,18 +76,27 @@ class MergedModel:
     num_bytes: int
 
 
-def iter_model_obstacles(model: ModelFiles, files: Sequence[WeightedFile]) -> Iterator[str]:
-    """Why LoRAs cannot be merged into a model."""
+def iter_model_obstacles(model: ModelFiles, files: Sequence[WeightedFile]) -> Iterator[Problem]:
+    """Yield the reasons why LoRAs cannot be merged into a model."""
     for weighted in files:
         file = weighted.file
-        yield from (f"{file.path}: {each}" for each in find_missing_weights(model, file.list_modules()))
+        yield from (report_file(file.path, each) for each in find_missing_weights(model, file.list_modules()))
         for name, update in file.updates.items():
             if update.adapter_type in UNMERGEABLE_TYPES:
-                yield f"{file.path}: {name}: {update.title} of peft cannot be merged; it rotates the inputs of a layer"
+                text = f"{name}: {update.title} of peft cannot be merged; it rotates the inputs of a layer"
+                yield report_file(file.path, text)
                 break
-        for name, update in file.updates.items():
-            if {"b_norm", "diff_b"} & update.tensors.keys() and name not in model.biases:
-                yield f"{file.path}: {name} has a bias in the file, but none in the model"
+        for name, fused in file.lora.contents.fused.items():
+            if INPUT_MAGNITUDE in fused.update.tensors:
+                yield report_file(file.path, f"{name}: {fused.reason}", fused.way_out)
+                break
+        with_bias = {name: update for name, update in file.updates.items() if {"b_norm", BIAS} & update.tensors.keys()}
+        for fused in file.lora.contents.fused.values():
+            parts = (f"{fused.component}.{module}" for module in fused.group.modules if module is not None)
+            with_bias |= dict.fromkeys(parts if BIAS in fused.update.tensors else (), fused.update)
+        for name in with_bias:
+            if name not in model.biases:
+                yield report_file(file.path, f"{name} has a bias in the file, but none in the model")
                 break
 
 
@@ -132,7 +150,7 @@ def merge_into_model(
                 writer.write(model.path, temporary)
         _replace(temporary, output)
     except OSError as error:
-        raise UserError(f"{output}: cannot be written: {error}") from error
+        raise UserError(report_file(output, f"cannot be written: {error}")) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True) if temporary.is_dir() else temporary.unlink(missing_ok=True)
     return MergedModel(output, len(changes), writer.num_tensors, writer.num_bytes)
@@ -155,7 +173,7 @@ def _compute_merged_tensor(
             part = place.restore_order(rows).reshape(place.shape).clone()
         for change in changes:
             if is_bias:
-                merge_bias_adapter(part, change.adapter, change.weight)
+                change.apply_to_bias(part)
             else:
                 part = change.apply(part)
         if place.is_transposed:
@@ -203,7 +221,7 @@ class _Writer:
                     file.write(part)
         fsync_file(target)
         if _hash_content(target) != digest.digest():
-            raise UserError(f"{target}: reads back other bytes than were written; the disk may be faulty")
+            raise UserError(report_file(target, "reads back other bytes than were written", "the disk may be faulty"))
         self._advance(source, 1.0)
         self.read_megabytes += _count_megabytes(source)
         self.num_tensors += len(tensors)
@@ -226,7 +244,9 @@ class _Writer:
             return
         values = (tensor.read() if merged is None else merged).to(DTYPES[dtype])
         if not bool(values.float().isfinite().all()):
-            raise UserError(f"{tensor.path}: {tensor.key}: the merged weight overflows {dtype}, or is not finite")
+            raise UserError(
+                report_file(tensor.path, f"{tensor.key}: the merged weight overflows {dtype}, or is not finite")
+            )
         yield values.contiguous().flatten().view(torch.uint8).numpy().data
 
 

@@ -1,9 +1,9 @@
-"""Where a model's files have the weight of each layer: diffusers folders, and single files of the original code."""
+"""The place of each layer's weight in a model's files: diffusers folders, and single files of the original code."""
 
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +30,7 @@ from ...models.families import FAMILIES, FAMILY_FACTS
 from ...models.loading import load_components_on_meta
 from ...models.model_configs import ModelError
 from ...models.single_file import select_component_keys
+from ...problems import report_file
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -63,7 +64,7 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """In the file, header included."""
+    """The first byte of the tensor in the file, header included."""
     num_bytes: int
 
     def read(self, first_row: int = 0, num_rows: int | None = None) -> Tensor:
@@ -85,7 +86,7 @@ class LayerWeight:
     first_row: int
     num_rows: int
     shape: tuple[int, ...]
-    """Of the weight in diffusers."""
+    """The shape of the weight in diffusers."""
     swaps_halves: bool = False
     """Whether the halves of the rows are in the other order."""
     is_transposed: bool = False
@@ -109,15 +110,15 @@ class ModelFiles:
     detected: DetectedModel
     family: Family
     components: tuple[ComponentKeys, ...]
-    """Those that the files contain."""
+    """The components that the files contain."""
     all_components: tuple[ComponentKeys, ...]
-    """Those that a LoRA of the model can change, also text encoders that the files lack."""
+    """The components that a LoRA of the model can change, also text encoders that the files lack."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Of all layers of all components, by name in a state dict."""
+    """The weight shapes of all layers of all components, by name in a state dict."""
     weights: Mapping[str, LayerWeight]
     biases: Mapping[str, LayerWeight]
     info: BaseModelInfo
-    """Its names in metadata."""
+    """The names of the model in metadata."""
     targets: frozenset[str]
     """The layers that a LoRA of this family usually has, convolutions included."""
     all_targets: frozenset[str]
@@ -164,14 +165,25 @@ def locate_model_weights(text: str) -> ModelFiles:
     prediction_type = "v_prediction" if detected.prediction_type == "v" else "epsilon"
     pipe.scheduler = SimpleNamespace(config=SimpleNamespace(prediction_type=prediction_type))
     info = family().get_base_model_info(pipe)
-    parts, chosen = (tuple(found), tuple(components)), (frozenset(targets), frozenset(all_targets))
-    return ModelFiles(path, detected, family(), *parts, shapes, weights, biases, info, *chosen)
+    return ModelFiles(
+        path=path,
+        detected=detected,
+        family=family(),
+        components=tuple(found),
+        all_components=tuple(components),
+        shapes=shapes,
+        weights=weights,
+        biases=biases,
+        info=info,
+        targets=frozenset(targets),
+        all_targets=frozenset(all_targets),
+    )
 
 
 def _list_usual_targets(family: type[Family], component: str) -> tuple[str, ...]:
-    if component == family.denoiser_name:
-        return (*family.lora_target_modules, *family.conv_lora_target_modules)
-    return family.text_lora_target_modules[component]
+    if component == family.facts.denoiser_name:
+        return (*family.facts.lora.targets, *family.facts.lora.conv_targets)
+    return family.facts.lora.text_encoders[component].targets
 
 
 def _detect_model(path: Path) -> DetectedModel:
@@ -181,7 +193,7 @@ def _detect_model(path: Path) -> DetectedModel:
     except ConfigError as error:
         if path.is_file() and (detected := _detect_denoiser(path)) is not None:
             return detected
-        raise FileError([each.replace("pretrained_model_name_or_path: ", "") for each in error.problems]) from None
+        raise FileError(replace(each, option="") for each in error.problems) from None
 
 
 def _detect_denoiser(path: Path) -> DetectedModel | None:
@@ -203,7 +215,7 @@ def _list_component_tensors(path: Path, detected: DetectedModel, component: Comp
     """The tensors of a component by their keys without prefix."""
     if path.is_file():
         tensors = {each.key: each for each in list_stored_tensors(path)}
-        prefixes = get_family_facts(detected.family).single_file_prefixes.get(component.name, ())
+        prefixes = get_family_facts(detected.family).single_files.prefixes.get(component.name, ())
         if component.is_text_encoder and not any(key.startswith(prefix) for key in tensors for prefix in prefixes):
             return {}
         prefix, keys = select_component_keys(tensors, prefixes)
@@ -217,7 +229,7 @@ def list_weight_files(folder: Path) -> list[Path]:
     variants = {file: len(file.name.split(".")) > 2 for file in files}
     plain = [file for file in files if not variants[file]]
     if not files:
-        raise UserError(f"{folder}: has no .safetensors weights; pickles (.bin) are never read")
+        raise UserError(report_file(folder, "has no .safetensors weights", "pickles (.bin) are never read"))
     return plain or files
 
 
@@ -229,23 +241,25 @@ def list_stored_tensors(path: Path) -> list[StoredTensor]:
             header = json.loads(file.read(length))
         found = [
             StoredTensor(
-                path,
-                key,
-                entry["dtype"],
-                tuple(entry["shape"]),
-                8 + length + entry["data_offsets"][0],
-                entry["data_offsets"][1] - entry["data_offsets"][0],
+                path=path,
+                key=key,
+                dtype=entry["dtype"],
+                shape=tuple(entry["shape"]),
+                start=8 + length + entry["data_offsets"][0],
+                num_bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
             )
             for key, entry in header.items()
             if key != "__metadata__"
         ]
     except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError) as error:
         raise UserError(
-            f"{path}: is no complete safetensors file ({type(error).__name__}); download it again"
+            report_file(path, f"is no complete safetensors file ({type(error).__name__})", "download it again")
         ) from None
     end = max((each.start + each.num_bytes for each in found), default=0)
     if path.stat().st_size < end:
-        raise UserError(f"{path}: is truncated: {path.stat().st_size:,} of {end:,} bytes; download or copy it again")
+        raise UserError(
+            report_file(path, f"is truncated: {path.stat().st_size:,} of {end:,} bytes", "download or copy it again")
+        )
     return sorted(found, key=lambda each: each.start)
 
 

@@ -1,4 +1,4 @@
-"""Which rank a layer gets from its singular values: fixed, or by one of sd-scripts' three rules and two of our own."""
+"""The rank that a layer gets from its singular values: fixed, by one of sd-scripts' three rules, or by two others."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +13,7 @@ MIN_SINGULAR_VALUE = 1e-6
 
 @dataclass(frozen=True)
 class RankRule:
-    """How to choose ranks, at most ``rank``, or ``conv_rank`` for convolutions; None is no limit."""
+    """A rule that chooses ranks of at most ``rank``, or ``conv_rank`` for convolutions; None is no limit."""
 
     rank: int | None = None
     conv_rank: int | None = None
@@ -31,7 +31,7 @@ class RankRule:
         return max(1, min(limit, self._count_values(values, num_values)))
 
     def describe(self) -> str:
-        """In words, for summaries and metadata."""
+        """Describe the rule in words, for summaries and metadata."""
         limits = [f"rank {self.rank}"] if self.rank is not None else []
         if self.conv_rank is not None and self.conv_rank != self.rank:
             limits.append(f"convolutions {self.conv_rank}")
@@ -58,6 +58,6 @@ class RankRule:
 
 
 def _find_share(values: Tensor, share: float) -> int:
-    """How many of the values have this share of their sum."""
+    """Count the first values that together have this share of the sum."""
     shares = values.cumsum(0) / values.sum()
     return int(torch.searchsorted(shares, share)) + 1

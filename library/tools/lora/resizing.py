@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ...adapters.module_adapter import DOWN, MAGNITUDE, UP, ModuleAdapter
+from ...adapters.module_adapter import BIAS, DOWN, INPUT_MAGNITUDE, MAGNITUDE, UP, ModuleAdapter
+from ...errors import FileError
 from ...log import iter_with_progress
+from ...problems import report_file
 from .lora_files import LoraFile, Unit, get_kernel, iter_units
 from .low_rank import (
     LowRank,
@@ -22,12 +24,12 @@ from .low_rank import (
 )
 from .rank_rule import RankRule
 
-RESIZABLE_TYPES = ("lora", "dora", "loha", "lokr")
+RESIZABLE_TYPES = ("lora", "dora", "input-dora", "loha", "lokr")
 
 
 @dataclass(frozen=True)
 class LayerError:
-    """How well the new update of a layer equals the old one."""
+    """The difference of a layer's new update from the old one."""
 
     title: str
     old_rank: int
@@ -49,11 +51,14 @@ class Resized:
     updates: dict[str, ModuleAdapter]
     errors: tuple[LayerError, ...]
     unchanged: dict[str, int]
-    """Adapter types that stay as they are -> number of layers."""
+    """The number of layers of each adapter type that stays as it is."""
 
 
 def resize_lora(file: LoraFile, rule: RankRule, dtype: torch.dtype) -> Resized:
     """Resize every layer; the factors are written in ``dtype``."""
+    for name, fused in file.lora.contents.fused.items():
+        if INPUT_MAGNITUDE in fused.update.tensors:
+            raise FileError([report_file(file.path, f"{name}: {fused.reason}", fused.way_out)])
     updates: dict[str, ModuleAdapter] = {}
     errors: list[LayerError] = []
     unchanged: dict[str, int] = {}
@@ -69,12 +74,12 @@ def resize_lora(file: LoraFile, rule: RankRule, dtype: torch.dtype) -> Resized:
 
 
 def _has_magnitude_of_lycoris(adapter: ModuleAdapter) -> bool:
-    return adapter.adapter_type in ("loha", "lokr") and MAGNITUDE in adapter.tensors
+    return adapter.adapter_type in ("loha", "lokr") and adapter.has_magnitudes
 
 
 def _resize_unit(file: LoraFile, unit: Unit, rule: RankRule, dtype: torch.dtype) -> tuple[ModuleAdapter, LayerError]:
     adapter = unit.adapter
-    is_lora = adapter.adapter_type in ("lora", "dora")
+    is_lora = DOWN in adapter.tensors
     kernel = get_kernel(next(name for name in unit.modules if name is not None), adapter, file)
     # sd-scripts applies the rank of convolutions to 1x1 convolutions, too.
     limit = rule.get_limit(bool(kernel))
@@ -87,8 +92,8 @@ def _resize_unit(file: LoraFile, unit: Unit, rule: RankRule, dtype: torch.dtype)
     svd = decompose(update)
     rank = rule.choose_rank(svd.values, min(adapter.shape), is_conv=bool(kernel))
     new = build_lora(truncate(svd, rank), scale, kernel, dtype, is_scaled=False)
-    if MAGNITUDE in adapter.tensors:
-        new = ModuleAdapter({**new.tensors, MAGNITUDE: adapter.tensors[MAGNITUDE]}, new.alpha)
+    kept = {name: each for name, each in adapter.tensors.items() if name in (MAGNITUDE, INPUT_MAGNITUDE, BIAS)}
+    new = ModuleAdapter({**new.tensors, **kept}, new.alpha)
     norm, error = abs(scale) * compute_norm(update), measure_error(scale_update(update, scale), new)
     return new, LayerError(unit.title, adapter.rank, rank, norm, error)
 

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from ...config.parser import parse_config
 from ...errors import ConfigError
+from ...problems import Place, Problem, report_argument, report_file
 from ...registry import suggest_name
 from .block_names import BlockFactor, parse_block_factors
 from .options import (
+    RULES,
     BlockArguments,
     BlockOptions,
     ExtractArguments,
@@ -24,20 +26,22 @@ from .rank_rule import RankRule
 if TYPE_CHECKING:
     from .options import ExtractOptions, MergeOptions, MetadataOptions
 
-RULES = ("sv_ratio", "sv_fro", "sv_cumulative", "energy", "threshold")
 _LYCORIS_REASONS = {
     "loha": "the elementwise product of two low-rank matrices has no best approximation in closed form; use lora",
     "oft": "a rotation keeps the length of each neuron's weights, which training changes; use lora or dora",
 }
 
 
-def parse_arguments(argv: Sequence[str], arguments: type, check: Callable[..., Iterator[str]]) -> tuple[list[str], Any]:
+def parse_arguments(
+    argv: Sequence[str], arguments: type, check: Callable[..., Iterator[Problem]]
+) -> tuple[list[str], Any]:
     """Split into files and options, and raise with all problems of both."""
     at = next((index for index, word in enumerate(argv) if word.startswith("--")), len(argv))
     files, parsed = list(argv[:at]), parse_config(argv[at:], arguments)
-    problems = [*parsed.problems, *parsed.notices, *check(files, parsed.config)]
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
+    notices = [Problem("", notice) for notice in parsed.notices]
+    if problems := [*parsed.problems, *notices, *check(files, parsed.config)]:
+        raise ConfigError(problems)
+    parsed.log_notices()
     return files, parsed.config
 
 
@@ -45,55 +49,50 @@ def check_lora_command(command: str, commands: Collection[str]) -> None:
     """Raise unless it is one of the commands of ``lora``."""
     if command not in commands:
         hint = suggest_name(command, commands) or f"; choose from {', '.join(commands)}"
-        raise ConfigError([f"lora: unknown command {command!r}{hint}"])
+        raise ConfigError([report_argument("lora", f"unknown command {command!r}{hint}")])
 
 
-def validate_inspect(files: Sequence[str], arguments: InspectArguments) -> Iterator[str]:
+def validate_inspect(files: Sequence[str], arguments: InspectArguments) -> Iterator[Problem]:
     if not files:
-        yield "expected the LoRA files to inspect; usage: python -m library lora inspect FILE [FILE ...]"
+        yield Problem("", "expected the LoRA files to inspect", "usage: python -m library lora inspect FILE [FILE ...]")
     yield from validate_files_exist(files)
 
 
-def validate_merge(files: Sequence[str], arguments: MergeArguments) -> Iterator[str]:
+def validate_merge(files: Sequence[str], arguments: MergeArguments) -> Iterator[Problem]:
     merge, ranks = arguments.merge, arguments.ranks
     if not files:
-        yield "expected the LoRA files to merge; usage: python -m library lora merge FILE FILE ... --output FILE"
+        yield Problem(
+            "", "expected the LoRA files to merge", "usage: python -m library lora merge FILE FILE ... --output FILE"
+        )
     elif len(files) == 1 and merge.model is None:
-        yield "expected two LoRA files or more, or a model to merge one into (--model)"
+        yield Problem("", "expected two LoRA files or more, or a model to merge one into (--model)")
     yield from validate_files_exist(files)
     yield from _validate_weights(merge, len(files))
-    yield from (str(each) for each in _iter_block_factors(merge.blocks, len(files)) if isinstance(each, str))
+    yield from (each for each in _iter_block_factors(merge.blocks, len(files)) if isinstance(each, Problem))
     yield from validate_rank_options(ranks)
     has_rule = ranks.rank is not None or any(getattr(ranks, name) is not None for name in RULES)
     if merge.method == "svd" and not has_rule:
-        yield "--method svd: needs --rank or a rule such as --energy 0.99"
+        yield Problem("method", "needs --rank or a rule such as --energy 0.99", value="svd")
     elif merge.method == "concat" and has_rule:
-        yield "--method concat: is exact and takes no rank; use --method svd"
+        yield Problem("method", "is exact and takes no rank", "use --method svd", value="concat")
     if merge.model is not None:
-        yield from _validate_model_path("--model", merge.model)
+        yield from _validate_model_path(merge.model, "model")
         yield from validate_output(arguments.output, files, is_model=merge.model)
-        for name, is_set in (("--to", arguments.format.to), ("--method", merge.method), ("--rank", has_rule)):
-            if is_set:
-                yield f"{name}: no effect with --model; remove one of the two"
     else:
         yield from validate_output(arguments.output, files)
-        if merge.math != "float32":
-            yield "--math: only with --model; LoRAs are merged in float64"
 
 
-def _validate_weights(merge: "MergeOptions", count: int) -> Iterator[str]:
+def _validate_weights(merge: "MergeOptions", count: int) -> Iterator[Problem]:
     for name in ("weights", "denoiser_weights", "text_encoder_weights"):
         values = getattr(merge, name)
         if values and len(values) != count:
-            yield f"--{name}: has {len(values)} values for {count} files"
+            yield Problem(name, f"has {len(values)} values for {count} files")
     given = (merge.weights, merge.denoiser_weights, merge.text_encoder_weights)
     if merge.weights and not any(weight for weights in given for weight in weights or ()):
-        yield "--weights: all are 0, which leaves nothing to write"
-    if merge.weights and merge.denoiser_weights and merge.text_encoder_weights:
-        yield "--weights: no effect beside --denoiser_weights and --text_encoder_weights; remove it"
+        yield Problem("weights", "all are 0, which leaves nothing to write")
 
 
-def _iter_block_factors(texts: Sequence[str], count: int) -> Iterator[tuple[int | None, list[BlockFactor]] | str]:
+def _iter_block_factors(texts: Sequence[str], count: int) -> Iterator[tuple[int | None, list[BlockFactor]] | Problem]:
     """File number and factors of each text, or what is wrong with it."""
     for text in texts:
         number, colon, rest = text.partition(":")
@@ -103,26 +102,26 @@ def _iter_block_factors(texts: Sequence[str], count: int) -> Iterator[tuple[int 
             elif number.isdecimal() and 1 <= int(number) <= count:
                 yield int(number) - 1, parse_block_factors(rest)
             else:
-                yield f"--blocks: {text!r}: there is no file {number!r}; files are numbered from 1 to {count}"
+                yield Problem(
+                    "blocks", f"{text!r}: there is no file {number!r}", f"files are numbered from 1 to {count}"
+                )
         except ValueError as error:
-            yield f"--blocks: {error}"
+            yield Problem("blocks", str(error))
 
 
 def resolve_block_factors(texts: Sequence[str], count: int) -> list[list[BlockFactor]]:
     """The factors of each file; those for one file are looked up first."""
-    found = [each for each in _iter_block_factors(texts, count) if not isinstance(each, str)]
+    found = [each for each in _iter_block_factors(texts, count) if not isinstance(each, Problem)]
     common = [factor for number, factors in found if number is None for factor in factors]
     return [
         [factor for number, factors in found if number == file for factor in factors] + common for file in range(count)
     ]
 
 
-def validate_rank_options(ranks: RankOptions) -> Iterator[str]:
+def validate_rank_options(ranks: RankOptions) -> Iterator[Problem]:
     rules = [name for name in RULES if getattr(ranks, name) is not None]
     if len(rules) > 1:
-        yield f"--{rules[1]}: contradicts --{rules[0]}; use one rule"
-    if ranks.conv_rank is not None and ranks.rank is None and not rules:
-        yield "--conv_rank: needs --rank"
+        yield Problem(rules[1], f"contradicts --{rules[0]}", "use one rule")
 
 
 def build_rank_rule(ranks: RankOptions) -> RankRule | None:
@@ -133,112 +132,115 @@ def build_rank_rule(ranks: RankOptions) -> RankRule | None:
     return None if ranks.rank is None else RankRule(ranks.rank, ranks.conv_rank)
 
 
-def validate_extract(files: Sequence[str], arguments: ExtractArguments) -> Iterator[str]:
+def validate_extract(files: Sequence[str], arguments: ExtractArguments) -> Iterator[Problem]:
     extract: ExtractOptions = arguments.extract
     if len(files) != 2:
-        yield f"expected two models, got {len(files)}: BASE TUNED"
+        yield Problem("", f"expected two models, got {len(files)}: BASE TUNED")
     for path in files:
-        yield from _validate_model_path("extract", path)
+        yield from _validate_model_path(path)
     if reason := _LYCORIS_REASONS.get(extract.type):
-        yield f"--type {extract.type}: cannot be extracted: {reason}"
+        yield Problem("type", f"cannot be extracted: {reason}", value=extract.type)
     yield from validate_rank_options(arguments.ranks)
     if extract.type != "lokr" and build_rank_rule(arguments.ranks) is None:
-        yield "--rank: missing; give a rank, or a rule such as --energy 0.99"
+        yield Problem("rank", "missing", "give a rank, or a rule such as --energy 0.99")
     yield from validate_output(arguments.output, ())
 
 
-def validate_resize(files: Sequence[str], arguments: ResizeArguments) -> Iterator[str]:
+def validate_resize(files: Sequence[str], arguments: ResizeArguments) -> Iterator[Problem]:
     if len(files) != 1:
-        yield f"expected one LoRA file, got {len(files)}"
+        yield Problem("", f"expected one LoRA file, got {len(files)}")
     yield from validate_files_exist(files)
     yield from validate_rank_options(arguments.ranks)
     if build_rank_rule(arguments.ranks) is None:
-        yield "--rank: missing; give a rank, or a rule such as --sv_fro 0.98"
+        yield Problem("rank", "missing", "give a rank, or a rule such as --sv_fro 0.98")
     yield from validate_output(arguments.output, files)
 
 
-def validate_scale(files: Sequence[str], arguments: BlockArguments) -> Iterator[str]:
+def validate_scale(files: Sequence[str], arguments: BlockArguments) -> Iterator[Problem]:
     yield from _validate_one_file(files, arguments.output)
     if not arguments.blocks.blocks:
-        yield "--blocks: missing; give NAME=FACTOR, such as IN04=0.5 text_encoders=0"
+        yield Problem("blocks", "missing", "give NAME=FACTOR, such as IN04=0.5 text_encoders=0")
     if arguments.blocks.keep:
-        yield "--keep: only with prune"
+        yield Problem("keep", "only with prune")
     for text in arguments.blocks.blocks:
         try:
             parse_block_factors(text)
         except ValueError as error:
-            yield f"--blocks: {error}"
+            yield Problem("blocks", str(error))
 
 
-def validate_prune(files: Sequence[str], arguments: BlockArguments) -> Iterator[str]:
+def validate_prune(files: Sequence[str], arguments: BlockArguments) -> Iterator[Problem]:
     options: BlockOptions = arguments.blocks
     yield from _validate_one_file(files, arguments.output)
     if bool(options.blocks) == bool(options.keep):
-        yield "--blocks or --keep: give one of them, with the blocks to remove, or those to keep"
+        text = "give one of them, with the blocks to remove, or those to keep"
+        yield Problem("blocks", text, place=Place(flag="--blocks or --keep"), others=("keep",))
     for text in (*options.blocks, *options.keep):
         if "=" in text:
-            yield f"--blocks: {text!r}: prune takes names only; for factors use lora scale"
+            yield Problem("blocks", f"{text!r}: prune takes names only", "for factors use lora scale")
 
 
-def validate_metadata(files: Sequence[str], arguments: MetadataArguments) -> Iterator[str]:
+def validate_metadata(files: Sequence[str], arguments: MetadataArguments) -> Iterator[Problem]:
     options: MetadataOptions = arguments.metadata
     changes = bool(options.set or options.remove)
     for text in options.set:
         key, equals, _ = text.partition("=")
         if not equals or not key:
-            yield f"--set: {text!r}: expected KEY=VALUE"
+            yield Problem("set", f"{text!r}: expected KEY=VALUE")
         elif key.startswith("sshs_") or key == "modelspec.hash_sha256":
-            yield f"--set: {key} is computed from the weights"
+            yield Problem("set", f"{key} is computed from the weights")
     if len(files) != 1:
-        yield f"expected one file, got {len(files)}"
+        yield Problem("", f"expected one file, got {len(files)}")
     yield from validate_files_exist(files)
     if changes:
         yield from validate_output(arguments.output, files)
     elif arguments.output.output is not None:
-        yield "--output: nothing to change; add --set or --remove"
-    if changes and options.json:
-        yield "--json: only to print; remove --set and --remove"
+        yield Problem("output", "nothing to change", "add --set or --remove")
 
 
-def _validate_one_file(files: Sequence[str], output: OutputOptions) -> Iterator[str]:
+def _validate_one_file(files: Sequence[str], output: OutputOptions) -> Iterator[Problem]:
     if len(files) != 1:
-        yield f"expected one LoRA file, got {len(files)}"
+        yield Problem("", f"expected one LoRA file, got {len(files)}")
     yield from validate_files_exist(files)
     yield from validate_output(output, files)
 
 
-def validate_files_exist(files: Sequence[str]) -> Iterator[str]:
+def validate_files_exist(files: Sequence[str]) -> Iterator[Problem]:
     for text in files:
         path = Path(text).expanduser()
         if path.is_dir():
-            yield f"{text}: is a folder; give the .safetensors file"
+            yield report_file(text, "is a folder", "give the .safetensors file")
         elif not path.is_file():
-            yield f"{text}: no such file (looked in {path.absolute().parent})"
+            yield report_file(text, f"no such file (looked in {path.absolute().parent})")
 
 
-def _validate_model_path(option: str, text: str) -> Iterator[str]:
-    path = Path(text).expanduser()
+def _validate_model_path(name: str, option: str = "") -> Iterator[Problem]:
+    """Check the path of a model that an option gives, or an argument without one."""
+    path = Path(name).expanduser()
     if not path.exists():
-        yield f"{option}: {text}: no such file or folder (looked in {path.absolute().parent}); hub ids are not read"
+        text, fix = f"no such file or folder (looked in {path.absolute().parent})", "hub ids are not read"
     elif path.is_file() and path.suffix != ".safetensors":
-        yield f"{option}: {text}: expected a .safetensors file or a diffusers folder"
+        text, fix = "expected a .safetensors file or a diffusers folder", ""
+    else:
+        return
+    yield Problem(option, f"{name}: {text}", fix) if option else report_file(name, text, fix)
 
 
-def validate_output(output: OutputOptions, files: Sequence[str], *, is_model: str | None = None) -> Iterator[str]:
+def validate_output(output: OutputOptions, files: Sequence[str], *, is_model: str | None = None) -> Iterator[Problem]:
     """Check the output; for a model its path tells whether the output is a file or a folder."""
     if output.output is None:
-        yield "--output: missing; give the file to write"
+        yield Problem("output", "missing", "give the file to write")
         return
     path = Path(output.output).expanduser()
     is_folder = is_model is not None and Path(is_model).expanduser().is_dir()
     sources = [*files, *([is_model] if is_model is not None else [])]
     if any(path.resolve() == Path(each).expanduser().resolve() for each in sources):
-        yield f"--output: {path}: is an input; give another name"
+        yield Problem("output", f"{path}: is an input", "give another name")
     elif path.exists() and not output.overwrite:
-        yield f"--output: {path}: already exists; add --overwrite, or give another name"
+        yield Problem("output", f"{path}: already exists", "add --overwrite, or give another name")
     elif path.is_dir() != is_folder and path.exists():
-        yield f"--output: {path}: is a {'folder' if path.is_dir() else 'file'}; give another name"
+        yield Problem("output", f"{path}: is a {'folder' if path.is_dir() else 'file'}", "give another name")
     if not is_folder and path.suffix != ".safetensors":
-        yield f"--output: {path}: expected a file name ending in .safetensors"
+        yield Problem("output", f"{path}: expected a file name ending in .safetensors")
     elif is_folder and path.suffix == ".safetensors":
-        yield f"--output: {path}: the model is a folder, so the output is one, too; give a folder"
+        yield Problem("output", f"{path}: the model is a folder, so the output is one, too", "give a folder")

@@ -91,7 +91,7 @@
         showChosen();
         const inputs = +form.dataset.files ? [...chosen.values()] : [...form.querySelectorAll("[data-model]")].map((select) => select.selectedOptions[0].text);
         await follow(`${form.dataset.form}: ${inputs.join(", ")}`);
-      } catch (error) { showProblems(byId("problems"), error.message.split("\n")); }
+      } catch (error) { showProblems(byId("problems"), listProblems(error)); }
       running = null;
       byId("stop").hidden = true;
       showChosen();

@@ -84,7 +84,7 @@
     byId("state").className = "notice bad";
     byId("state").textContent = "Not possible";
     byId("start").disabled = true;
-    showProblems(byId("problems"), error.message.split("\n"));
+    showProblems(byId("problems"), listProblems(error));
   }
 
   let timer;

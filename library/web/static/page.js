@@ -11,13 +11,19 @@ function make(tag, properties = {}, ...children) {
 // A path in an address: slashes stay.
 const encodeKey = (key) => key.split("/").map(encodeURIComponent).join("/");
 
+// What the server says is wrong, a line for each problem.
+class Refusal extends Error {
+  constructor(lines) { super(lines.join("\n")); this.lines = lines; }
+}
+const listProblems = (error) => error.lines || [error.message];
+
 async function ask(path, body) {
   const options = body === undefined ? {} : {
     method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
   const answer = await fetch(path, options);
   const isJson = (answer.headers.get("Content-Type") || "").startsWith("application/json");
   const value = isJson ? await answer.json() : await answer.text();
-  if (!answer.ok) throw new Error(isJson ? value.error : `${answer.status}: ${value}`);
+  if (!answer.ok) throw new Refusal(isJson ? value.problems.map((each) => each.line) : [`${answer.status}: ${value}`]);
   return value;
 }
 

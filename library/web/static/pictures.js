@@ -78,7 +78,7 @@
   async function finish(work) {
     const end = work.is_running ? await follow() : work;
     await refresh();
-    if (end.problems.length) throw new Error(end.problems.join("\n"));
+    if (end.problems.length) throw new Refusal(end.problems);
     return end;
   }
 
@@ -95,7 +95,7 @@
   async function attempt(action, holder = byId("problems")) {
     const focused = document.activeElement;
     try { holder.replaceChildren(); return await action(); }
-    catch (error) { showProblems(holder, error.message.split("\n")); return null; }
+    catch (error) { showProblems(holder, listProblems(error)); return null; }
     finally { if (focused !== document.body) returnFocus(focused, byId("grid")); }
   }
 

@@ -9,7 +9,7 @@ document.addEventListener("click", async (event) => {
     if (button.dataset.remove) await ask(`/api/jobs/${button.dataset.remove}/remove`, {});
     if (button.dataset.resume) await ask("/api/jobs/resume", { run: button.dataset.resume });
     if (byId("queue")) await showQueue(button.closest("tr")?.dataset.job); else await showRun(button.id);
-  } catch (error) { showProblems(byId("job-problems"), error.message.split("\n")); button.disabled = false; }
+  } catch (error) { showProblems(byId("job-problems"), listProblems(error)); button.disabled = false; }
 });
 
 async function showQueue(id) {

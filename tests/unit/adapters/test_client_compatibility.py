@@ -16,22 +16,11 @@ from library.training.save_adapter import build_adapter_file
 
 QUICK_KINDS = ("LoRA", "DoRA")
 QUICK_FAMILIES = ("sdxl", "flux")
-EVERY_KIND_FAMILIES = (
-    "sd1",
-    "sdxl",
-    "sd3",
-    "flux",
-    "flux2_klein",
-    "z_image",
-    "qwen_image",
-    "lumina2",
-    "krea2",
-    "sana",
-    "anima",
-    "hunyuan_image",
-    "qwen_image21",
-    "ovis_image",
-    "aura_flow",
+EVERY_KIND_FAMILIES = tuple(
+    (
+        "sd1 sdxl sd3 flux flux2_klein z_image qwen_image lumina2 krea2 sana anima hunyuan_image qwen_image21 ovis_image "
+        "aura_flow"
+    ).split()
 )
 """Every key style; each other family shares one of these."""
 
@@ -139,7 +128,7 @@ def build_flux_state(width):
     return (
         state,
         modules,
-        [ComponentKeys("transformer", tuple(names), "lora_unet", FAMILIES.get("flux").lora_key_style)],
+        [ComponentKeys("transformer", tuple(names), "lora_unet", FAMILIES.get("flux").facts.lora.key_style)],
     )
 
 
@@ -166,3 +155,10 @@ def test_flux_files_that_diffusers_cannot_convert_get_diffusers_keys():
     outer = "transformer.x_embedder"
     state |= {f"{outer}.lora_A.weight": torch.ones(2, 64), f"{outer}.lora_B.weight": torch.ones(3072, 2)}
     assert choose_file_format(group_by_module(state, {**alphas, outer: 1.5}), parts, "kohya") == "diffusers"
+
+
+def test_a_format_that_cannot_hold_an_adapter_is_named_with_the_option_that_set_it():
+    case = build_trained_case("flux", "LoHa")
+
+    with pytest.raises(UserError, match=r"save_format kohya: transformer.* cannot be fused; use comfy"):
+        build_adapter_file(case.state, case.adapter, case.family, case.pipe, "kohya")

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from adapter_states import build_random_state
+from problem_lines import format_lines
 from safetensors.torch import save_file
 
 from library.adapters.file_reader import InvalidAdapterFileError, read_adapter_file
@@ -16,7 +17,7 @@ from library.config.schema import AdapterConfig
 from library.errors import ConfigError, UserError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
-from library.tools.convert import identify_lora
+from library.tools.lora_identification import identify_lora
 from library.training.network_weights import read_initial_weights
 
 MODULE = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"
@@ -148,7 +149,9 @@ def test_all_files_with_problems_are_reported_at_once(tmp_path):
     with pytest.raises(ConfigError) as error:
         read_weights(base_weights=tuple(map(str, paths[:2])), network_weights=str(paths[2]))
 
-    assert [line.split(":")[0] for line in error.value.problems] == ["--base_weights"] * 2 + ["--network_weights"]
+    assert [line.split(":")[0] for line in format_lines(error.value.problems)] == ["--base_weights"] * 2 + [
+        "--network_weights"
+    ]
 
 
 @pytest.mark.parametrize(

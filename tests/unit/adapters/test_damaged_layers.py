@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from problem_lines import format_lines
 from safetensors.torch import save_file
 from training_runs import write_images
 
@@ -12,7 +13,7 @@ from library.config.schema import AdapterConfig
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
-from library.tools.convert import read_lora_file
+from library.tools.lora_identification import read_lora_file
 from library.training.network_weights import read_initial_weights
 
 LINEAR = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"  # 64 x 64
@@ -37,6 +38,8 @@ LAYERS = {
     "lokr": (LINEAR, {"lokr_w1_a": (8, 2), "lokr_w1_b": (2, 8), "lokr_w2_a": (8, 4), "lokr_w2_b": (4, 8)}),
     "full lokr": (LINEAR, {"lokr_w1": (8, 8), "lokr_w2": (8, 8)}),
     "tucker lokr": (CONV, {"lokr_w1": (4, 4), "lokr_w2_a": (4, 8), "lokr_w2_b": (4, 8), "lokr_t2": (4, 4, 3, 3)}),
+    "input dora": (LINEAR, {"lora_down.weight": (4, 64), "lora_up.weight": (64, 4), "dora_scale": (1, 64)}),
+    "biased lora": (CONV, {"lora_down.weight": (4, 32, 3, 3), "lora_up.weight": (32, 4, 1, 1), "diff_b": (32,)}),
     "glora": (LINEAR, {"a1.weight": (64, 4), "a2.weight": (4, 64), "b1.weight": (64, 4), "b2.weight": (4, 64)}),
     "diag-oft": (LINEAR, {"oft_blocks": (8, 8, 8), "rescale": (64, 1)}),
     "lycoris boft": (LINEAR, {"oft_blocks": (3, 8, 8, 8)}),
@@ -49,7 +52,12 @@ OPTIONAL = {"rescale", "b_norm", "diff_b", "diff", "dora_scale", "alpha"}
 """Tensors that a layer may lack; a full difference may be of the bias only."""
 
 HARMLESS = {
-    *("dora dora_scale flat", "diag-oft rescale flat", "lycoris boft oft_blocks one row less"),
+    *(
+        "dora dora_scale flat",
+        "input dora dora_scale flat",
+        "diag-oft rescale flat",
+        "lycoris boft oft_blocks one row less",
+    ),
     *("lycoris boft oft_blocks missing", "oft oft_R missing"),  # no tensor of the layer is left
 }
 
@@ -107,7 +115,7 @@ def save_damaged_files(folder: Path) -> dict[str, str]:
     for title, alpha in ALPHAS.items():
         save(f"alpha {title}", build_layer("lora") | {f"{LINEAR}.alpha": alpha}, LINEAR)
     for kind in ("lora", "lokr"):
-        mixed = build_layer(kind) | {f"{LINEAR}.diff_b": torch.ones(64)}
+        mixed = build_layer(kind) | {f"{LINEAR}.diff": torch.ones(64, 64)}
         save(f"{kind} and full", mixed, LINEAR)
     save("two factors", build_layer("lokr") | {f"{LINEAR}.lokr_w1": torch.ones(8, 8)}, LINEAR)
     save("scaled norm", build_layer("norm") | {f"{NORM}.dora_scale": torch.ones(32)}, NORM)
@@ -164,7 +172,7 @@ def test_base_weights_with_a_damaged_tensor_are_named_with_the_layer(damaged_fil
     with pytest.raises(ConfigError) as error:
         read_initial_weights(adapter, FAMILIES.get("sd1")(), detect_model("random:sd1:tiny"))
 
-    assert_each_is_named(error.value.problems, damaged_files, "--base_weights: ")
+    assert_each_is_named(format_lines(error.value.problems), damaged_files, "--base_weights: ")
 
 
 def test_a_dry_run_names_damaged_files_of_both_options(damaged_files, tmp_path, capsys):

@@ -9,6 +9,7 @@ from adapter_states import build_random_state, list_tensor_shapes
 from adapter_tensors import build_component_keys
 from diffusers import UNet2DConditionModel
 from family_cases import list_cases
+from problem_lines import format_lines
 from safetensors.torch import load_file, save_file
 from tiny_denoiser import build_tiny_denoiser
 
@@ -24,7 +25,7 @@ from library.models.detect import detect_model
 from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.loading import load_components_on_meta
 from library.models.weights import build_empty_model
-from library.tools.convert import identify_lora
+from library.tools.lora_identification import identify_lora
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 EVERY = list_cases(FAMILY_FACTS)
@@ -64,13 +65,13 @@ def test_other_adapter_types_are_converted_to_the_formats_that_support_them_and_
 
 def test_an_adapter_type_is_not_written_in_a_format_without_support():
     state, alphas, parts = build_random_state("flux", "lokr")
-    with pytest.raises(UserError, match=r"transformer\.double_blocks.* lokr .*use save_format comfy"):
+    with pytest.raises(UserError, match=r"transformer\.double_blocks.* lokr .*use comfy"):
         convert_to_file_format(state, alphas, parts, "kohya")
     state, alphas, parts = build_random_state("sd1", "loha")
-    with pytest.raises(UserError, match="diffusers does not load loha; use auto or comfy"):
+    with pytest.raises(UserError, match="diffusers does not load loha; use comfy"):
         convert_to_file_format(state, alphas, parts, "diffusers")
-    assert "rotates a layer's input" in validate_save_format(["oft"], "kohya")[0] and not validate_save_format(
-        ["boft"], "diffusers"
+    assert "rotates a layer's input" in format_lines(validate_save_format(["oft"], "kohya"))[0] and not format_lines(
+        validate_save_format(["boft"], "diffusers")
     )
 
 
@@ -220,7 +221,7 @@ def test_a_model_of_custom_size_is_identified_by_its_keys_and_by_the_metadata():
     )
     family = FAMILIES.get("sd1")
     state, alphas = {}, {}
-    for module in match_target_modules(unet, family.lora_target_modules):
+    for module in match_target_modules(unet, family.facts.lora.targets):
         for end, size in list_tensor_shapes("lora", unet.get_submodule(module).weight.shape, 2).items():
             state[f"unet.{module}.{end}"] = torch.ones(size)
         alphas[f"unet.{module}"] = 1.0
@@ -231,7 +232,7 @@ def test_a_model_of_custom_size_is_identified_by_its_keys_and_by_the_metadata():
     built_in = load_components_on_meta(detect_model(None), ("unet",)).unet
     state = {
         f"unet.{name}.lora_{end}.weight": torch.ones(2, 2)
-        for name in match_target_modules(built_in, family.lora_target_modules)
+        for name in match_target_modules(built_in, family.facts.lora.targets)
         for end in "AB"
     }
     alphas = {key.removesuffix(".lora_A.weight"): 1.0 for key in state if "lora_A" in key}

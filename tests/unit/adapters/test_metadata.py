@@ -131,7 +131,9 @@ OURS_TOO = {
 def test_the_keys_are_those_that_sd_scripts_writes(architecture):
     kind = "epsilon" if "stable-diffusion-v1" in architecture or "xl" in architecture else "flow"
     transformer = SimpleNamespace(config=SimpleNamespace(guidance_embeds=True, qk_norm=None))
-    family = next(name for name, facts in FAMILY_FACTS.items() if architecture.startswith(facts.modelspec_architecture))
+    family = next(
+        name for name, facts in FAMILY_FACTS.items() if architecture.startswith(facts.lora.modelspec_architecture)
+    )
     info = FAMILIES.get(family)().get_base_model_info(SimpleNamespace(transformer=transformer))
     assert info.architecture == architecture
     model = BaseModelMetadata(info.base_model_version, architecture, kind, metadata=info.metadata)
@@ -140,6 +142,21 @@ def test_the_keys_are_those_that_sd_scripts_writes(architecture):
     expected = set(SD_SCRIPTS_KEYS[architecture])
     assert expected - written == set()
     assert written - expected <= OURS_TOO
+
+
+def test_the_implementation_is_the_one_that_sd_scripts_names():
+    """For a LoRA; for HunyuanImage sd-scripts has a name, but does not write it."""
+    authors = {
+        "sdxl": "https://github.com/Stability-AI/generative-models",
+        "flux": "https://github.com/black-forest-labs/flux",
+        "flux_kontext": "https://github.com/black-forest-labs/flux",
+        "chroma": "https://huggingface.co/lodestones/Chroma",
+        "lumina2": "https://github.com/Alpha-VLLM/Lumina-Image-2.0",
+        "anima": "https://huggingface.co/circlestone-labs/Anima",
+        "hunyuan_image": "https://github.com/Tencent-Hunyuan/HunyuanImage-2.1",
+    }
+    found = {name: facts.lora.modelspec_implementation for name, facts in FAMILY_FACTS.items()}
+    assert found == {**dict.fromkeys(FAMILY_FACTS, "diffusers"), **authors}
 
 
 def test_options_that_only_sd_scripts_has_are_written_as_unset():

@@ -16,7 +16,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from original_checkpoints import build_checkpoint
 from rank_processes import run_on_ranks
+from tiny_pipelines import TINY
 
 from benchmarks import compile as compile_benchmark
 from benchmarks import data, lora, memory, peers, pipeline, strategies, variants
@@ -30,6 +32,7 @@ from library.dataloader.batch_plan import Bucket
 from library.dataloader.prepare import prepare_data
 from library.errors import ConfigError, UserError
 from library.estimate.memory_meter import MemoryMeter
+from library.problems import Problem
 
 SMALL = ("--resolution", "64", "--network_dim", "2")
 
@@ -200,7 +203,7 @@ def test_variants_take_turns_and_are_compared_to_the_first_one_that_runs(monkeyp
     def train(function, options, argv, world_size):
         calls.append(argv[0])
         if argv[0] == "rejected":
-            raise ConfigError(["--pp_size 4: too many"])
+            raise ConfigError([Problem("pp_size", "too many", value="4")])
         seconds = {"base": 0.5, "other": 0.25}[argv[0]] * len(calls)
         return [{"seconds": seconds / (rank + 1), "images": 8, "sent": 1.5, "peak": 3 - len(argv)} for rank in range(2)]
 
@@ -488,3 +491,14 @@ def test_the_page_is_used_in_a_browser():
     assert len(measured["pictures: after a jump"]["values"]) == 4
     assert 0 < measured["pictures: cells in the page"]["median"] <= 200
     assert measured["long run: size of an answer"]["median"] < 1
+
+
+def test_a_single_file_of_the_lora_benchmark_has_the_keys_of_the_original_code():
+    """All of them, which the conversion of the tests writes by other rules, and which diffusers loads."""
+    pipe = TINY["sd1"]().pipe
+    expected = build_checkpoint("sd1", pipe)
+    found = lora.collect_original_tensors(pipe)
+
+    names = {key for key in expected if not key.startswith(("model_ema.", "alphas_cumprod"))}
+    assert found.keys() == names
+    assert all(torch.equal(found[key], expected[key]) for key in names)

@@ -27,6 +27,7 @@ from benchmarks.gpu.training_commands import TrainingCommand, compare_weights, r
 from benchmarks.synthetic_run import build_run, write_dataset
 from library.distributed.step_phases import OutOfMemory
 from library.errors import ConfigError
+from library.problems import Problem
 from library.training import loop
 
 TINY = ("--pretrained_model_name_or_path", "random:sd1:tiny", "--resolution", "64", "--network_dim", "2")
@@ -359,7 +360,7 @@ def test_tf32_is_ruled_out_where_losses_have_to_be_those_of_the_cpu(tmp_path):
 def test_a_model_whose_waits_cannot_be_counted_has_a_note(tmp_path, monkeypatch):
     def count(function, options, argv, world_size, environment):
         if "random:flux:tiny" in argv:
-            raise ConfigError(["--x: wrong"])
+            raise ConfigError([Problem("x", "wrong")])
         return [{"file.py:3": 2}]
 
     monkeypatch.setattr(correct, "run_workers", count)

@@ -161,6 +161,34 @@ def test_text_outputs_are_cached_per_precision_and_latents_in_float32(folder):
     assert (len(first), other, second) == (7, ["", "number 0", "number 1", "number 2"], [])
 
 
+def find_kind_of_cached_texts(folder: str, name: str) -> list[str]:
+    """For the same text as a prompt and as a negative prompt: as what each was encoded."""
+    import torch
+
+    from library.dataloader.sample_prompts import Prompt
+    from library.models.families import FAMILIES
+
+    family, model, text = FAMILIES.get(name)(), f"random:{name}:tiny", "a red circle"
+    flags = "--dataset_config", write_dataset_file(Path(folder)), "--pretrained_model_name_or_path", model
+    texts = CachedRun(family, *flags, "--cache_text_encoder_outputs", prompts=[Prompt(text, text)]).texts
+    pipe = family.load(model, torch.float32, family.facts.text.components)
+    with torch.no_grad():
+        kinds = {
+            kind: encode(pipe, [text])["embeds"][0]
+            for kind, encode in (("caption", family.encode_prompts), ("negative", family.encode_negative_prompts))
+        }
+    cached = [texts.read_cond([text], is_negative=is_negative)["embeds"][0] for is_negative in (False, True)]
+    return [
+        next((kind for kind, embeds in kinds.items() if embeds.shape == row.shape and embeds.allclose(row)), "neither")
+        for row in cached
+    ]
+
+
+@pytest.mark.parametrize("name", ["sana", pytest.param("lumina2", marks=pytest.mark.slow)])
+def test_negative_prompts_have_entries_of_their_own_where_they_are_encoded_in_another_way(folder, name):
+    assert run_on_ranks(1, find_kind_of_cached_texts, str(folder), name) == [["caption", "negative"]]
+
+
 def encoded_among_others(folder: str) -> list[list[str]]:
     from cache_family import AveragePoolFamily
 

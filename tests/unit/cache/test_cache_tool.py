@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from cache_family import write_dataset_file
 from numbered_images import write_numbered_images
+from problem_lines import format_lines
 from rank_processes import run_on_ranks
 
 from library.cache.store import CacheStore
@@ -88,10 +89,7 @@ def build_texts(file: str, cache: str) -> tuple[list[tuple[str, int]], list[str]
         file,
         "--cache_dir",
         cache,
-        "--cache_text_encoder_outputs",
-        "--shuffle_caption",
-        "--max_train_steps",
-        "6",
+        *"--cache_text_encoder_outputs --shuffle_caption --max_train_steps 6".split(),
     ]
     return tools(["build", *options], ["info", *options, "--cache_latents"]), sorted(os.listdir(cache))
 
@@ -124,7 +122,10 @@ TEXTS = "network_train_text_encoder_only"
 
 def problems(folder: Path, *flags: str, lines: str = "", subset: str = "") -> list[str]:
     loaded = parse_config(["--dataset_config", write_dataset_file(folder, lines, subset), *flags])
-    return [*loaded.problems, *validate_dataset_config(loaded.config.data, loaded.config.cache)]
+    return [
+        *format_lines(loaded.problems),
+        *format_lines(validate_dataset_config(loaded.config.data, loaded.config.cache)),
+    ]
 
 
 def test_settings_that_rule_out_caching_are_rejected_early_with_both_options(tmp_path):
@@ -140,12 +141,12 @@ def test_settings_that_rule_out_caching_are_rejected_early_with_both_options(tmp
     for switch, name in (("--no-network_train_unet_only", "network_train_unet_only"), (f"--{TEXTS}", TEXTS)):
         loaded = parse_config([*switch.split(), "--cache_text_encoder_outputs"])
         adapter, cache = loaded.config.adapter, loaded.config.cache
-        ((names, problem),) = validate_text_caching(adapter, cache, ["text_encoder"], None)
-        assert names[0] == "cache_text_encoder_outputs" and name in problem
-        assert list(validate_text_caching(adapter, cache, [], None)) == []
-        assert list(validate_text_caching(adapter, cache, ["text_encoder"], "text_encoder_2")) == []
-        ((names, problem),) = validate_text_caching(adapter, cache, ["text_encoder_2"], "text_encoder_2")
-        assert names[1] == "network_args" and "remove train_t5xxl" in problem
+        (problem,) = validate_text_caching(adapter, cache, ["text_encoder"], None)
+        assert problem.options[0] == "cache_text_encoder_outputs" and name in str(problem)
+        assert format_lines(validate_text_caching(adapter, cache, [], None)) == []
+        assert format_lines(validate_text_caching(adapter, cache, ["text_encoder"], "text_encoder_2")) == []
+        (problem,) = validate_text_caching(adapter, cache, ["text_encoder_2"], "text_encoder_2")
+        assert problem.options[1] == "network_args" and "remove train_t5xxl" in problem.fix
 
 
 def test_caching_conflicts_are_reported_without_importing_torch(tmp_path):

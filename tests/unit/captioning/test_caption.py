@@ -44,10 +44,7 @@ def test_a_tagger_writes_the_tags_above_its_thresholds(folder):
     assert run(*tagger[1:], "--batch_size", 2)[0] == ["3 captions written"]
     assert read(folder) == {"0_red": "red_hair, ^_^\n", "1_blue": "hatsune_(blue)\n", "2_green": "green_eyes\n"}
     options = [
-        "--remove_underscore",
-        "--use_rating_tags",
-        "--always_first_tags",
-        "^_^,x",
+        *"--remove_underscore --use_rating_tags --always_first_tags ^_^,x".split(),
         "--undesired_tags",
         "green eyes",
     ]
@@ -202,7 +199,6 @@ def test_all_mistakes_are_reported_at_once(tmp_path):
     for part in (
         "--caption_extension: 'txt'",
         "--model: missing",
-        "--api_timeout: no effect",
         "did you mean --if_exists",
         "--batch_size",
     ):
@@ -217,3 +213,22 @@ def test_a_caption_with_the_trigger_word_does_not_get_it_twice():
     assert style.build("a cat", None) == "ohwx, a cat"
     assert style.build("a photo of ohwx", None) == "a photo of ohwx"
     assert style.build("", None) == "ohwx"
+
+
+@pytest.mark.parametrize(
+    ("trigger_word", "text", "is_there"),
+    [
+        ("cat", "a cathedral at dusk", False),
+        ("cat", "a scattered crowd", False),
+        ("cat", "cat-ears, smile", False),
+        ("mika", "mika_v2, smile", False),
+        ("cat", "a cat, asleep", True),
+        ("cat", "the cat's bowl", True),
+        ("sks dog", "a photo of sks dog.", True),
+        ("sks dog", "a photo of sks doghouse", False),
+        ("a|b", "a, b", False),
+    ],
+)
+def test_a_trigger_word_is_found_as_a_whole_word_only(trigger_word, text, is_there):
+    expected = text if is_there else f"{trigger_word}, {text}"
+    assert CaptionFormat(trigger_word=trigger_word).build(text, None) == expected

@@ -123,12 +123,13 @@ def test_tools_report_config_errors_as_training_does():
 def test_an_error_on_one_rank_is_printed_by_that_rank(monkeypatch, capsys):
     from library import cli
     from library.errors import ConfigError, UserError
+    from library.problems import Problem
 
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_RANK", "1")
     reported_elsewhere = UserError("the disk is full")
     reported_elsewhere.is_reported = True
-    for error in (UserError("a.png: broken"), reported_elsewhere, ConfigError(["network_dimm: unknown"])):
+    for error in (UserError("a.png: broken"), reported_elsewhere, ConfigError([Problem("network_dimm", "unknown")])):
         cli._report_user_error(error)
 
     assert capsys.readouterr().err == "train_lora: stopped on rank 3.\n  a.png: broken\n"
@@ -144,10 +145,7 @@ def test_all_problems_are_reported_together_before_torch_is_imported(tmp_path):
     result = run_python(
         "-c",
         script,
-        "--network_dim",
-        "x",
-        "--pretrained_model_name_or_path",
-        "/no/where",
+        *"--network_dim x --pretrained_model_name_or_path /no/where".split(),
         "--sample_prompts",
         tmp_path / "prompts.txt",
         "--dataset_config",

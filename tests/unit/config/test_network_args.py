@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from data_paths import DATA
+from problem_lines import format_lines, format_texts, format_unused
 from torch import nn
 
 from library.adapters import injection
@@ -44,7 +45,10 @@ def build_model(name):
 
 def match_sites(name, config):
     family = FAMILIES.get(name)()
-    names = (family.denoiser_name, *(part for part in family.facts.text_encoders if part != family.facts.t5_encoder))
+    names = (
+        family.facts.denoiser_name,
+        *(part for part in family.facts.lora.text_encoders if part != family.facts.text.t5_encoder),
+    )
     return select_target_components(
         config.adapter, config.optim, family, load_components_on_meta(build_model(name), names)
     )
@@ -61,7 +65,7 @@ def sites():
     }
     return {
         name: injection.select_target_layers(
-            match_sites(name, build_config(*words)), build_config(*words).adapter, FAMILY_FACTS[name].network
+            match_sites(name, build_config(*words)), build_config(*words).adapter, FAMILY_FACTS[name].options.network
         )[0]
         for name, words in more.items()
     }
@@ -69,7 +73,7 @@ def sites():
 
 def get_ranks(sites, name, *words, **options):
     config = build_config(*words, **options).adapter
-    ranks = assign_ranks(sites[name], config, FAMILY_FACTS[name].network)
+    ranks = assign_ranks(sites[name], config, FAMILY_FACTS[name].options.network)
     if problems := [*validate_ranks(sites[name], ranks, config)]:
         raise ConfigError(problems)
     return ranks
@@ -115,7 +119,7 @@ def test_modules_without_conv_dim_equal_those_of_sd_scripts(name, file):
     actual = {
         site.kohya_name
         for site in injection.select_target_layers(
-            match_sites(name, build_config()), build_config().adapter, FAMILY_FACTS[name].network
+            match_sites(name, build_config()), build_config().adapter, FAMILY_FACTS[name].options.network
         )[0]
     }
     assert actual == {module for module in load_golden_ranks(file) if not module.startswith(UNUSED_LAYERS[name])}
@@ -124,7 +128,7 @@ def test_modules_without_conv_dim_equal_those_of_sd_scripts(name, file):
 def test_blocks_are_numbered_as_in_sd_scripts(sites):
     numbers = {
         name: {
-            site.kohya_name: get_unet_block_index(site.kohya_name, FAMILY_FACTS[name].network)
+            site.kohya_name: get_unet_block_index(site.kohya_name, FAMILY_FACTS[name].options.network)
             for site in sites[name]
             if not site.is_text_encoder
         }
@@ -188,7 +192,7 @@ def test_block_lr_weights_multiply_the_learning_rate_and_0_excludes_a_block(site
 
 def test_block_lr_weight_curves_have_the_expected_end_values():
     def weights(**weights):
-        return compute_block_lr_weights(NetworkArgs(**weights), FAMILY_FACTS["sdxl"].network)
+        return compute_block_lr_weights(NetworkArgs(**weights), FAMILY_FACTS["sdxl"].options.network)
 
     assert weights() is None
     assert weights(down_lr_weight="linear")[1:10] == pytest.approx([number / 8 for number in range(9)])
@@ -200,7 +204,7 @@ def test_block_lr_weight_curves_have_the_expected_end_values():
 def test_block_lr_weights_for_another_number_of_blocks_are_cut_or_filled_with_1_as_in_sd_scripts():
     """SDXL has 9, 3 and 9 blocks; GUIs write the 12 values of Stable Diffusion 1."""
     values = tuple(number / 10 for number in range(1, 13))
-    network, arguments = FAMILY_FACTS["sdxl"].network, NetworkArgs(down_lr_weight=values, mid_lr_weight=(0.5,))
+    network, arguments = FAMILY_FACTS["sdxl"].options.network, NetworkArgs(down_lr_weight=values, mid_lr_weight=(0.5,))
     expected = [1.0, *values[:9], 0.5, 1.0, 1.0, *[1.0] * 9, 1.0]
     assert compute_block_lr_weights(arguments, network) == expected
     assert list(find_block_lr_weight_lengths(arguments, network)) == [
@@ -212,11 +216,7 @@ def test_block_lr_weights_for_another_number_of_blocks_are_cut_or_filled_with_1_
 def test_layer_type_and_block_ranks_of_flux(sites):
     actual = get_ranks_by_original_name(
         sites,
-        "flux",
-        "img_attn_dim=3",
-        "single_dim=0",
-        "train_double_block_indices=0,3-5",
-        "in_dims=2,0,0,0,7",
+        *"flux img_attn_dim=3 single_dim=0 train_double_block_indices=0,3-5 in_dims=2,0,0,0,7".split(),
         network_train_unet_only=True,
     )
     assert actual["lora_unet_double_blocks_3_img_attn_qkv"][0] == 3
@@ -232,11 +232,7 @@ def test_layer_type_and_block_ranks_of_flux(sites):
 def test_layer_type_and_block_ranks_of_sd3(sites):
     actual = get_ranks_by_original_name(
         sites,
-        "sd3",
-        "context_mlp_dim=5",
-        "x_mod_dim=0",
-        "train_block_indices=23",
-        "emb_dims=1,2,3,4,5,6",
+        *"sd3 context_mlp_dim=5 x_mod_dim=0 train_block_indices=23 emb_dims=1,2,3,4,5,6".split(),
         network_train_unet_only=True,
     )
     inner = {module.split("_", 5)[5]: rank for module, (rank, _) in actual.items() if "joint" in module}
@@ -354,7 +350,7 @@ def test_parts_of_a_fused_module_cannot_have_two_ranks(sites):
     ],
 )
 def test_problems_are_reported_when_options_are_parsed(words, problem):
-    (actual,) = parse_config([*DATA, "--network_train_unet_only", "--network_args", words]).problems
+    (actual,) = format_lines(parse_config([*DATA, "--network_train_unet_only", "--network_args", words]).problems)
     assert actual.startswith(problem)
 
 
@@ -366,7 +362,7 @@ def test_problems_are_reported_when_options_are_parsed(words, problem):
     ],
 )
 def test_an_unsupported_network_module_is_refused_with_a_reason(name, problem):
-    assert parse_config([*DATA, "--network_module", name]).problems == [f"--network_module: {problem}"]
+    assert format_lines(parse_config([*DATA, "--network_module", name]).problems) == [f"--network_module: {problem}"]
 
 
 @pytest.mark.parametrize(
@@ -381,17 +377,10 @@ def test_arguments_that_do_not_apply_to_a_family_are_reported(name, words, probl
     from library.config.validate_adapter import validate_adapter_for_model
 
     facts = FAMILY_FACTS[name]
-    assert [
-        text
-        for _, text in validate_adapter_for_model(
-            build_config(*words).adapter,
-            OptimConfig(),
-            facts.network,
-            facts.title,
-            facts.text_encoders,
-            facts.t5_encoder,
-        )
-    ] == [problem]
+    adapter, optim = build_config(*words).adapter, OptimConfig()
+    encoders, t5 = tuple(facts.lora.text_encoders), facts.text.t5_encoder
+    found = validate_adapter_for_model(adapter, optim, facts.options.network, facts.title, encoders, t5)
+    assert format_texts(found) == [problem]
 
 
 def test_network_modules_of_other_families_are_refused_and_those_of_lycoris_are_known():
@@ -400,12 +389,9 @@ def test_network_modules_of_other_families_are_refused_and_those_of_lycoris_are_
     from library.config.validate_adapter import validate_adapter_for_model
 
     config = build_config(network_module="networks.lora_flux")
-    assert [
-        text
-        for _, text in validate_adapter_for_model(
-            config.adapter, config.optim, facts.network, facts.title, facts.text_encoders, facts.t5_encoder
-        )
-    ] == ["networks.lora_flux does not support Stable Diffusion XL; use networks.lora"]
+    encoders, t5 = tuple(facts.lora.text_encoders), facts.text.t5_encoder
+    found = validate_adapter_for_model(config.adapter, config.optim, facts.options.network, facts.title, encoders, t5)
+    assert format_texts(found) == ["networks.lora_flux does not support Stable Diffusion XL; use networks.lora"]
     for algorithm, kind in {"locon": "lora", "diag-oft": "oft", "boft": "boft", "lokr": "lokr"}.items():
         assert (
             get_adapter_type(AdapterConfig(network_module="lycoris.kohya", network_args=(f"algo={algorithm}",))) == kind
@@ -487,9 +473,9 @@ def test_arguments_of_lycoris_without_effect_are_named_and_removed(module, words
     dropout = () if module == "networks.loha" else ("--network_dropout", "0.1")
     argv = [*DATA, "--network_module", module, *dropout, "--network_args", *words.split()]
     parsed = parse_config(argv)
-    unused = {location.removeprefix("--network_args ") for location, _ in parsed.unused}
+    unused = {location.removeprefix("--network_args ") for location, _ in format_unused(parsed.unused)}
     names = [word.partition("=")[0] for word in words.split()]
-    assert parsed.problems == []
+    assert format_lines(parsed.problems) == []
     assert [arg.partition("=")[0] for arg in parsed.config.adapter.network_args] == kept.split()
     assert unused - {"--network_dropout"} == set(names) - set(kept.split())
     assert ("--network_dropout" in unused) == (module == "lycoris.kohya"), "LyCORIS drops nothing"
@@ -516,22 +502,15 @@ def test_arguments_of_lycoris_without_effect_are_named_and_removed(module, words
 )
 def test_arguments_of_lycoris_that_change_the_result_are_refused(words, problem):
     words = ["--network_module", "lycoris.kohya", "--network_args", *words.split()]
-    (actual,) = parse_config([*DATA, *words]).problems
+    (actual,) = format_lines(parse_config([*DATA, *words]).problems)
     assert actual.startswith(f"--network_args: {problem}")
 
 
 def test_arguments_of_convolutions_have_no_effect_on_models_without_them():
-    argv = [
-        *DATA,
-        "--pretrained_model_name_or_path",
-        "random:flux:tiny",
-        "--network_args",
-        "conv_dim=4",
-        "conv_alpha=1",
-    ]
+    argv = [*DATA, *"--pretrained_model_name_or_path random:flux:tiny --network_args conv_dim=4 conv_alpha=1".split()]
     loaded = load_settings([*argv, "loraplus_lr_ratio=2"])
     assert loaded.config.adapter.network_args == ("loraplus_lr_ratio=2",)
-    assert dict(loaded.unused) == {
+    assert dict(format_unused(loaded.unused)) == {
         "--network_args conv_dim": "FLUX.1 has no convolutions",
         "--network_args conv_alpha": "FLUX.1 has no convolutions",
     }
@@ -539,7 +518,9 @@ def test_arguments_of_convolutions_have_no_effect_on_models_without_them():
 
 def test_a_conv_dim_of_0_trains_the_small_convolutions_as_in_sd_scripts(sites):
     config = build_config("conv_dim=0")
-    layers, _ = injection.select_target_layers(match_sites("sd1", config), config.adapter, FAMILY_FACTS["sd1"].network)
+    layers, _ = injection.select_target_layers(
+        match_sites("sd1", config), config.adapter, FAMILY_FACTS["sd1"].options.network
+    )
     assert [layer.name for layer in layers] == [layer.name for layer in sites["sd1"]], (
         "those between the blocks as well"
     )
@@ -564,7 +545,7 @@ def test_use_tucker_decomposes_spatial_convolutions(algo):
 def test_arguments_may_be_repeated_as_guis_do_and_those_that_are_off_need_no_support():
     arguments, problems = parse_network_args(["use_tucker=False", "conv_dim=4", "use_tucker=False", "split_qkv=False"])
     assert (arguments.use_tucker, arguments.conv_dim, problems) == (False, 4, [])
-    assert parse_network_args(["conv_dim=4", "conv_dim=8"])[1] == ["conv_dim: duplicate argument"]
+    assert format_texts(parse_network_args(["conv_dim=4", "conv_dim=8"])[1]) == ["conv_dim: duplicate argument"]
 
 
 @pytest.mark.parametrize(
@@ -580,14 +561,14 @@ def test_arguments_may_be_repeated_as_guis_do_and_those_that_are_off_need_no_sup
     ],
 )
 def test_what_is_not_supported_names_the_nearest(argument, problem):
-    assert parse_network_args([argument])[1] == [problem]
+    assert format_texts(parse_network_args([argument])[1]) == [problem]
 
 
 def test_oft_of_sd_scripts_trains_no_text_encoder():
     parsed = parse_config(["--network_module", "networks.oft", "--text_encoder_lr", "1e-5"])
 
     assert parsed.config.adapter.network_train_unet_only
-    assert ("--text_encoder_lr", "text encoders are not trained") in parsed.unused
+    assert ("--text_encoder_lr", "text encoders are not trained") in format_unused(parsed.unused)
 
 
 @pytest.mark.slow
@@ -607,6 +588,6 @@ def test_oft_of_sd_scripts_trains_attention_layers_unless_enable_all_linear_is_s
 
 def test_oft_of_lycoris_has_no_alpha_and_no_convolutions():
     flags = ["--network_module", "lycoris.kohya", "--network_alpha", "4", "--network_args", "algo=diag-oft"]
-    assert ("--network_alpha", "diag-oft has no alpha") in parse_config(flags).unused
-    (problem,) = [each for each in parse_config([*flags, "conv_dim=2"]).problems if "conv_dim" in each]
+    assert ("--network_alpha", "diag-oft has no alpha") in format_unused(parse_config(flags).unused)
+    (problem,) = [each for each in format_lines(parse_config([*flags, "conv_dim=2"]).problems) if "conv_dim" in each]
     assert "oft is for linear layers only; remove it and write preset=full-lin" in problem

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from data_paths import DATA, ROOT
+from problem_lines import format_lines
 
 from library.config import parse_config
 from library.config.kohya_compat import RENAMED_OPTIONS, RENAMED_VALUES, upgrade_settings
@@ -55,8 +56,8 @@ def test_every_renamed_option_maps_to_an_existing_option():
 @pytest.mark.parametrize(("old", "value", "new", "new_value"), OLD_SETTINGS)
 def test_an_old_flag_sets_the_renamed_option_with_a_notice(old, value, new, new_value):
     parsed = parse_config([*DATA, *REQUIRED, f"--{old}", value])
-    assert parsed.problems == [] and get_value(parsed, new) == new_value
-    assert parsed.locations[new] == f"--{old}"
+    assert format_lines(parsed.problems) == [] and get_value(parsed, new) == new_value
+    assert str(parsed.locations[new]) == f"--{old}"
     assert parsed.notices == [format_notice(f"--{old}", old, value, new, new_value)]
 
 
@@ -66,7 +67,7 @@ def test_an_old_key_of_the_run_toml_sets_the_renamed_option_with_a_notice(old, v
     text = value if value[0].isdigit() else f"'{value}'"
     path.write_text(f"[any]\n{old} = {text}\n")
     parsed = parse_config([*DATA, *REQUIRED, "--config_file", str(path)])
-    assert parsed.problems == [] and get_value(parsed, new) == new_value
+    assert format_lines(parsed.problems) == [] and get_value(parsed, new) == new_value
     assert parsed.notices == [format_notice(f"{path}:2: {old}", old, value, new, new_value)]
 
 
@@ -80,9 +81,9 @@ def test_an_old_switch_is_a_switch_in_flags_and_toml(tmp_path):
         (["--config_file", str(path), "--no-force_resume"], False),
     ):
         parsed = parse_config([*DATA, "--auto_resume", *words])
-        assert parsed.problems == [] and parsed.config.state.force_resume == is_on
+        assert format_lines(parsed.problems) == [] and parsed.config.state.force_resume == is_on
         assert all("renamed to force_resume" in notice for notice in parsed.notices) and parsed.notices
-    (problem,) = parse_config([*DATA, "--auto_resume", "--resume_anyway", "yes"]).problems
+    (problem,) = format_lines(parse_config([*DATA, "--auto_resume", "--resume_anyway", "yes"]).problems)
     assert problem == "--resume_anyway: takes no value, got 'yes'; use --force_resume or --no-force_resume"
 
 
@@ -95,7 +96,7 @@ def test_a_flag_wins_over_the_old_name_in_the_run_toml(tmp_path):
 def test_both_names_in_one_run_toml_are_a_duplicate_key(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("max_bad_steps = 3\nmax_nan_steps = 4\n")
-    assert parse_config([*DATA, "--config_file", str(path)]).problems == [
+    assert format_lines(parse_config([*DATA, "--config_file", str(path)]).problems) == [
         f"{path}:2: max_nan_steps: duplicate key, first set in line 1"
     ]
 
@@ -104,11 +105,14 @@ def test_current_names_give_no_notice(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("compile_dynamic = true\ntorch_compile = true\nquantize_base = 'none'\n")
     parsed = parse_config([*DATA, "--config_file", str(path), "--on_oom", "recover"])
-    assert (parsed.problems, parsed.notices) == ([], []) and parsed.config.distributed.compile_dynamic == "true"
+    assert (format_lines(parsed.problems), parsed.notices) == (
+        [],
+        [],
+    ) and parsed.config.distributed.compile_dynamic == "true"
 
 
 def test_an_invalid_value_of_an_old_name_is_a_problem_of_the_option():
-    (problem,) = parse_config([*DATA, "--base_storage", "int3"]).problems
+    (problem,) = format_lines(parse_config([*DATA, "--base_storage", "int3"]).problems)
     assert problem == "--base_storage: 'int3' is not one of none, fp8, int8, nf4"
 
 
@@ -134,7 +138,7 @@ def test_an_old_key_of_the_dataset_file_sets_the_renamed_field_with_a_notice(suf
     notice = format_notice(f"{location}: bucket_min_pictures", "bucket_min_pictures", 2, "bucket_min_images", 2)
 
     parsed = parse_dataset_config(path, collect_flag_defaults(DataConfig()))
-    assert parsed.problems == [] and parsed.notices == (notice,)
+    assert format_lines(parsed.problems) == [] and parsed.notices == (notice,)
     assert parsed.datasets[0].bucket_min_images == 2
     prepared = prepare_data(DataConfig(dataset_config=str(path), caption_extension=(".txt",)), 8, str(tmp_path))
     assert prepared.manifest.notes.count(notice) == 1
@@ -146,7 +150,7 @@ def test_both_names_in_one_dataset_table_are_a_duplicate_key(tmp_path):
         "[[datasets]]\nresolution = 256\nenable_bucket = true\nbucket_mode = 'symmetric'\nbucket_min_images = 2\n"
         "bucket_min_pictures = 3\n[[datasets.subsets]]\nimage_dir = 'a'\n"
     )
-    assert parse_dataset_config(path, collect_flag_defaults(DataConfig())).problems == [
+    assert format_lines(parse_dataset_config(path, collect_flag_defaults(DataConfig())).problems) == [
         f"{path}:6: bucket_min_pictures: duplicate key: the former name of bucket_min_images, set at {path}:5"
     ]
 

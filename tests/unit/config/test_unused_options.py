@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from data_paths import DATA
+from problem_lines import format_lines, format_unused
 
 from library.config import parse_config
 from library.config.help import format_config_as_toml
@@ -18,7 +19,7 @@ from library.training.preflight import find_settings_problems, load_settings
     ("flags", "unused"),
     [
         ("--max_train_steps 5 --max_train_epochs 1", {"max_train_steps": "max_train_epochs is set"}),
-        ("--sample_at_first", {"sample_at_first": "no sample_prompts"}),
+        ("--sample_at_first", {"sample_at_first": "sample_prompts is not set"}),
         ("--sample_every_n_epochs 1 --sample_sampler ddim", {"sample_every_n_epochs": "", "sample_sampler": ""}),
         ("--prefetch_factor 3 --max_data_loader_n_workers 0", {"prefetch_factor": "there are no data loader workers"}),
         ("--dynamo_backend eager", {"dynamo_backend": "torch_compile is not set"}),
@@ -47,14 +48,56 @@ from library.training.preflight import find_settings_problems, load_settings
         ("--noise_offset 0 --adaptive_noise_scale 0.1", {"adaptive_noise_scale": "noise_offset is 0"}),
         ("--ip_noise_gamma_random_strength", {"ip_noise_gamma_random_strength": "ip_noise_gamma is 0"}),
         ("--multires_noise_discount 0.5", {"multires_noise_discount": "multires_noise_iterations is 0"}),
-        ("--huber_c 0.2", {"huber_c": "loss_type is l2"}),
-        ("--loss_type l1 --huber_schedule constant", {"huber_schedule": "loss_type is l1"}),
+        ("--huber_c 0.2", {"huber_c": "only for loss_type huber and smooth_l1"}),
+        ("--loss_type l1 --huber_schedule constant", {"huber_schedule": ""}),
         ("--logit_mean 0.5", {"logit_mean": "only for weighting_scheme logit_normal"}),
         ("--mode_scale 0", {"mode_scale": "only for weighting_scheme mode"}),
-        ("--weighting_scheme cosmap --sigmoid_scale 2", {"sigmoid_scale": "not for timestep_sampling sigma"}),
+        (
+            "--weighting_scheme cosmap --sigmoid_scale 2",
+            {"sigmoid_scale": "only for timestep_sampling sigmoid, shift and flux_shift"},
+        ),
         (
             "--timestep_sampling flux_shift --discrete_flow_shift 3",
-            {"discrete_flow_shift": "not for timestep_sampling flux_shift"},
+            {"discrete_flow_shift": "only for timestep_sampling shift and sigma"},
+        ),
+        ("--lr_scheduler_args gamma=1", {"lr_scheduler_args": ""}),
+        (
+            "--sample_prompts pyproject.toml --sample_every_n_steps 2 --sample_every_n_epochs 1",
+            {"sample_every_n_steps": "sample_every_n_epochs is set"},
+        ),
+        ("--optimizer_type adafactor --lr_scheduler_type StepLR", {"lr_scheduler_type": ""}),
+        (
+            "--optimizer_type adafactor --network_args loraplus_lr_ratio=4",
+            {"network_args loraplus_lr_ratio": "Adafactor with relative_step sets its own"},
+        ),
+        ("--control_scale 2", {"control_scale": "only for control omini"}),
+        ("--adaptive_noise_scale 0.1", {"adaptive_noise_scale": "noise_offset is 0"}),
+        ("--no_metadata --metadata_title a --training_comment b", {"metadata_title": "", "training_comment": ""}),
+        ("--dim_from_weights --network_dim 8", {"dim_from_weights": "network_weights is not set"}),
+        ("--zero_stage 3", {"zero_stage": "deepspeed is not set"}),
+        ("--zero_stage 2", {}),
+        ("--fsdp_offload_params", {"fsdp_offload_params": "fsdp is not set"}),
+        ("--dp_shard_size 2", {"dp_shard_size": "fsdp is not set"}),
+        ("--offload_optimizer_device cpu", {"offload_optimizer_device": "deepspeed is not set"}),
+        (
+            "--deepspeed --zero_stage 3 --offload_param_device cpu --offload_param_nvme_path /tmp",
+            {"offload_param_nvme_path": "offload_param_device is not nvme"},
+        ),
+        (
+            "--torch_compile --gradient_checkpointing --activation_memory_budget 0.5 --dynamo_backend eager",
+            {"activation_memory_budget": "only for dynamo_backend inductor and aot_eager"},
+        ),
+        (
+            "--torch_compile --gradient_checkpointing --activation_memory_budget 0.5 --cpu_offload_checkpointing",
+            {"cpu_offload_checkpointing": ""},
+        ),
+        (
+            "--torch_compile --pp_size 2 --no-dynamo_use_regional_compilation",
+            {"no-dynamo_use_regional_compilation": "with pp_size, the model is always compiled block by block"},
+        ),
+        (
+            "--timestep_sampling shift --weighting_scheme logit_normal --logit_mean 1",
+            {"weighting_scheme": "", "logit_mean": "only for weighting_scheme logit_normal"},
         ),
         ("--lowram", {"lowram": ""}),
         (
@@ -67,8 +110,8 @@ from library.training.preflight import find_settings_problems, load_settings
 def test_a_setting_without_effect_is_named_and_set_back(flags, unused):
     parsed = parse_config([*DATA, *flags.split()])
 
-    actual = {location.removeprefix("--"): reason for location, reason in parsed.unused}
-    assert parsed.problems == [] and actual.keys() == unused.keys()
+    actual = {location.removeprefix("--"): reason for location, reason in format_unused(parsed.unused)}
+    assert format_lines(parsed.problems) == [] and actual.keys() == unused.keys()
     assert all(actual[name] == reason for name, reason in unused.items() if reason)
     defaults, values = flatten_config(type(parsed.config)()), flatten_config(parsed.config)
     assert {name for name in unused if name in values and values[name] != defaults[name]} == set()
@@ -84,7 +127,10 @@ def test_a_setting_without_effect_is_named_and_set_back(flags, unused):
         ("sd1", "--t5xxl nowhere --ae nowhere", {"t5xxl", "ae"}),
         ("sd3", "--min_snr_gamma 5 --noise_offset 0.1 --adaptive_noise_scale 0.1", {"min_snr_gamma", "noise_offset"}),
         ("flux", "--sample_sampler euler_a --sample_prompts pyproject.toml", {"sample_sampler"}),
-        ("z_image", "--no-network_train_unet_only", {"no-network_train_unet_only"}),
+        ("z_image", "--network_train_unet_only", {"network_train_unet_only"}),
+        ("z_image", "--no-network_train_unet_only", set()),
+        ("sd1", "--scale_v_pred_loss_like_noise_pred", {"scale_v_pred_loss_like_noise_pred"}),
+        ("sd1", "--v_parameterization --v_pred_like_loss 1", {"v_pred_like_loss"}),
         ("sd1", "--clip_skip 2 --v_parameterization --min_snr_gamma 5", set()),
     ],
 )
@@ -92,7 +138,7 @@ def test_options_of_other_models_are_named_and_set_back(model, flags, unused):
     argv = [*DATA, "--pretrained_model_name_or_path", f"random:{model}:tiny", *flags.split()]
     parsed = drop_unused_model_options(parse_config(argv))
 
-    actual = {location.removeprefix("--") for location, _ in parsed.unused}
+    actual = {location.removeprefix("--") for location, _ in format_unused(parsed.unused)}
     assert actual - {"discrete_flow_shift", "adaptive_noise_scale"} == unused - {"discrete_flow_shift"}
     defaults, values = flatten_config(type(parsed.config)()), flatten_config(parsed.config)
     assert {name for name in unused if values.get(name) != defaults.get(name)} == set()
@@ -100,11 +146,11 @@ def test_options_of_other_models_are_named_and_set_back(model, flags, unused):
 
 def test_options_of_validation_need_validation_images():
     argv = "--train_data_dir a --resolution 64 --validate_every_n_epochs 1 --validation_seed 3".split()
-    assert dict(parse_config(argv).unused) == {
+    assert dict(format_unused(parse_config(argv).unused)) == {
         "--validate_every_n_epochs": "validation_split is 0",
         "--validation_seed": "validation_split is 0",
     }
-    assert parse_config([*argv, "--validation_split", "0.1"]).unused == ()
+    assert format_unused(parse_config([*argv, "--validation_split", "0.1"]).unused) == ()
 
 
 def test_all_settings_without_effect_are_one_line_with_the_lines_of_the_file(tmp_path):
@@ -129,7 +175,7 @@ def test_a_learning_rate_of_0_for_text_encoders_trains_the_denoiser_only():
         "--no-network_train_unet_only --unet_lr 0 --text_encoder_lr 0",
         "--network_train_unet_only --unet_lr 0",
     ):
-        (problem,) = parse_config([*DATA, *flags.split()]).problems
+        (problem,) = format_lines(parse_config([*DATA, *flags.split()]).problems)
         assert problem.endswith("_rate: 0 trains nothing; set a learning rate such as 1e-4") or "unet_lr" in problem
 
 
@@ -190,7 +236,7 @@ def test_what_is_often_wrong_in_toml_has_a_hint(tmp_path, line, hint):
     path = tmp_path / "run.toml"
     path.write_text(f"seed = 3\n{line}\n")
 
-    (problem,) = parse_config([*DATA, "--config_file", str(path)]).problems
+    (problem,) = format_lines(parse_config([*DATA, "--config_file", str(path)]).problems)
     assert problem.startswith(f"{path}:2: not valid TOML: ") and problem.endswith(hint)
 
 
@@ -216,19 +262,21 @@ def test_two_names_of_one_option_with_different_values_are_an_error(tmp_path, fi
     parsed, start = parse_file(tmp_path, f"seed = 1\n{first}\n{second}\n")
     new, old = values.split()
     name = first.partition(" ")[0]
-    assert parsed.problems == [
+    assert format_lines(parsed.problems) == [
         f"{start}3: {option}: {new} contradicts {name} in line 2, another name of this option, which is {old};"
         " remove one of them"
     ]
     flags = [f"--{line.split()[0]}" + ("" if "true" in line else f"={line.split()[2]}") for line in (first, second)]
-    (problem,) = parse_config([*DATA, *(flag.replace("'", "") for flag in flags)]).problems
+    (problem,) = format_lines(parse_config([*DATA, *(flag.replace("'", "") for flag in flags)]).problems)
     assert problem.startswith(f"--{option}: ") and f"contradicts --{name}, another" in problem
-    assert parse_file(tmp_path, f"{first}\n", flags[1].replace("'", ""))[0].problems == [], "flags win over the file"
+    assert format_lines(parse_file(tmp_path, f"{first}\n", flags[1].replace("'", ""))[0].problems) == [], (
+        "flags win over the file"
+    )
 
 
 def test_flags_without_a_value_turn_off_what_the_file_sets(tmp_path):
     parsed, _ = parse_file(tmp_path, "vae_batch_size = 4\nscale_weight_norms = 2", *"--vae_batch_size 0".split())
-    assert (parsed.problems, parsed.config.cache.vae_batch_size) == ([], 1)
+    assert (format_lines(parsed.problems), parsed.config.cache.vae_batch_size) == ([], 1)
     parsed, _ = parse_file(tmp_path, "scale_weight_norms = 2", "--scale_weight_norms", "0")
     assert parsed.config.adapter.scale_weight_norms is None
 
@@ -242,14 +290,14 @@ def test_masked_loss_without_masks_is_one_line_of_notice_as_nothing_is_masked(tm
         loaded = load_settings(["--dataset_config", str(file), "--masked_loss"])
         assert loaded.config.data.masked_loss == is_used
         reason = "no subset has masks (conditioning_data_dir or alpha_mask)"
-        assert loaded.unused == (() if is_used else (("--masked_loss", reason),))
+        assert format_unused(loaded.unused) == (() if is_used else (("--masked_loss", reason),))
 
 
 def test_keys_and_tokens_become_environment_variables_and_are_shown_nowhere(tmp_path, monkeypatch, capsys):
     for name in ("WANDB_API_KEY", "HF_TOKEN"):
         monkeypatch.setenv(name, "old")
     parsed, start = parse_file(tmp_path, "wandb_api_key = 'key-1'\nhuggingface_token = 'hf_2'\n")
-    assert (parsed.problems, parsed.notices, parsed.unused) == ([], [], ())
+    assert (format_lines(parsed.problems), parsed.notices, format_unused(parsed.unused)) == ([], [], ())
     assert parsed.secrets == {"WANDB_API_KEY": "key-1", "HF_TOKEN": "hf_2"}
     assert not any(secret in f"{parsed}{format_config_as_toml(parsed.config)}" for secret in ("key-1", "hf_2"))
 
@@ -264,10 +312,10 @@ def test_keys_and_tokens_become_environment_variables_and_are_shown_nowhere(tmp_
         " file"
     )
     assert parse_file(tmp_path, "wandb_api_key = ''\nhuggingface_token = false")[0].secrets == {}
-    assert parse_file(tmp_path, "wandb_api_key = 5")[0].problems == [
+    assert format_lines(parse_file(tmp_path, "wandb_api_key = 5")[0].problems) == [
         f"{start}1: wandb_api_key: expected text in quotes"
     ]
-    (problem,) = parse_file(tmp_path, "wandb_api_key = abcdef")[0].problems
+    (problem,) = format_lines(parse_file(tmp_path, "wandb_api_key = abcdef")[0].problems)
     assert "abcdef" not in problem and problem.endswith('; text needs quotes: wandb_api_key = "..."')
     parsed, _ = parse_file(
         tmp_path, "additional_parameters = '--lowram --wandb_api_key=key-1 --huggingface_token  hf_2'"
@@ -279,17 +327,17 @@ def test_only_the_syntax_error_of_a_run_file_is_told(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("dataset_config = 'data.toml'\nseed = \n")
     loaded = load_settings(["--config_file", str(path)])
-    (problem,) = find_settings_problems(loaded)
+    (problem,) = format_lines(find_settings_problems(loaded))
     assert problem.startswith(f"{path}:2: not valid TOML: ")
-    (problem,) = find_settings_problems(load_settings(["--config_file", str(tmp_path / "absent.toml")]))
+    (problem,) = format_lines(find_settings_problems(load_settings(["--config_file", str(tmp_path / "absent.toml")])))
     assert "no such file" in problem
 
 
 def test_a_preset_without_text_encoders_names_their_learning_rate():
     argv = [*DATA, "--network_module", "lycoris.kohya", "--network_args", "preset=unet-only"]
     parsed = parse_config([*argv, "--text_encoder_lr", "1e-5"])
-    assert parsed.problems == [] and parsed.config.adapter.network_train_unet_only
-    assert dict(parsed.unused) == {"--text_encoder_lr": "text encoders are not trained"}
+    assert format_lines(parsed.problems) == [] and parsed.config.adapter.network_train_unet_only
+    assert dict(format_unused(parsed.unused)) == {"--text_encoder_lr": "text encoders are not trained"}
     assert parsed.config.optim.text_encoder_lr == ()
 
 
@@ -300,8 +348,8 @@ def test_samplers_of_prompts_that_previews_do_not_use_are_named(tmp_path, monkey
     for model, lines in (("flux", {1: "k_dpm_2", 2: "lms"}), ("sd1", {2: "lms"})):
         argv = [*DATA, "--pretrained_model_name_or_path", f"random:{model}:tiny", "--sample_prompts", str(prompts)]
         loaded = load_settings([*argv, "--sample_sampler", "k_lms"])
-        assert loaded.problems == [] and loaded.config.preview.sample_sampler is None
-        names = {location for location, _ in loaded.unused}
+        assert format_lines(loaded.problems) == [] and loaded.config.preview.sample_sampler is None
+        names = {location for location, _ in format_unused(loaded.unused)}
         assert names == {"--sample_sampler", *(f"{prompts}:{line}: --ss {name}" for line, name in lines.items())}
 
 
@@ -324,4 +372,5 @@ def test_defaults_that_differ_from_sd_scripts_are_named(model, flags, named):
     """By its train_util.py, flux_train_utils.py and sd3_train_utils.py."""
     argv = [*DATA, "--network_module", "networks.lora", "--pretrained_model_name_or_path", f"random:{model}:tiny"]
     loaded = load_settings([*argv, *flags.split()])
-    assert [text.split()[0] for text in loaded.kohya_defaults] == named.split()
+    assert sorted(text.split()[0] for text in loaded.kohya_defaults) == sorted(named.split())
+    assert {"learning_rate 1e-4 (there 2e-6)", "seed 42 (there another one for each run)"} & {*loaded.kohya_defaults}

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from problem_lines import format_lines
 
 from library.config.schema import TrainConfig
 from library.config.schema_data import DataConfig
@@ -89,10 +90,49 @@ def test_keys_without_effect_are_noted(tmp_path):
     text = (tmp_path / "set.toml").read_text().replace("enable_bucket = true", "enable_bucket = false")
     (tmp_path / "set.toml").write_text(text)
     prepared = prepare_data(DataConfig(dataset_config=str(tmp_path / "set.toml")), 8)
-    assert [note.split(":")[1:3] for note in prepared.manifest.notes] == [
+    assert sorted(note.split(":")[1:3] for note in prepared.manifest.notes) == [
         ["4", " min_bucket_reso"],
+        ["5", " bucket_no_upscale"],
         ["6", " bucket_reso_steps"],
     ]
+
+
+def test_keys_that_have_no_effect_on_any_subset_of_their_table_are_noted(tmp_path):
+    for name in "ab":
+        save(tmp_path / name / "1.png", caption="x", ending=".caption")
+    text = """
+[general]
+keep_tokens = 2
+validation_seed = 3
+control_resolution = 64
+bucket_max_crop = 0.5
+[[datasets]]
+resolution = 64
+  [[datasets.subsets]]
+  image_dir = "a"
+  token_warmup_min = 2
+  validation_split = 0.0
+  [[datasets.subsets]]
+  image_dir = "b"
+"""
+    path = tmp_path / "set.toml"
+
+    def list_notes(text):
+        path.write_text(text)
+        notes = prepare_data(DataConfig(dataset_config=str(path)), 8).manifest.notes
+        return {note.split(": ")[1]: note.split("not used, because ")[1] for note in notes if "not used" in note}
+
+    assert list_notes(text) == {
+        "keep_tokens": "tags are neither shuffled nor dropped",
+        "validation_seed": "validation_split is 0",
+        "control_resolution": "no subset here has control images",
+        "bucket_max_crop": "only for bucket_mode symmetric",
+        "token_warmup_min": "token_warmup_step is 0",
+    }
+    save(tmp_path / "a" / "2.png", caption="y", ending=".caption")
+    text = text.replace("token_warmup_min = 2", "token_warmup_min = 2\n  token_warmup_step = 5")
+    text = text.replace("validation_split = 0.0", "validation_split = 0.5")
+    assert list_notes(text).keys() == {"control_resolution", "bucket_max_crop"}, "one subset uses the others"
 
 
 def test_sample_keys_are_unique_across_extensions_folders_and_datasets(tmp_path):
@@ -120,7 +160,7 @@ def test_all_unusable_images_are_in_one_report(tmp_path):
     )
     with pytest.raises(ConfigError) as caught:
         prepare_data(settings, 8)
-    start = [problem.replace(f"{tmp_path}/", "")[:46] for problem in caught.value.problems]
+    start = [problem.replace(f"{tmp_path}/", "")[:46] for problem in format_lines(caught.value.problems)]
     assert start == [
         "a/cut.png: is truncated: the file ends before ",
         "a/empty.txt: is empty; write a caption, or del",
@@ -148,7 +188,7 @@ def test_a_folder_without_images_is_reported_with_its_content_and_a_fix(tmp_path
     (tmp_path / "b").mkdir()
     with pytest.raises(ConfigError) as caught:
         made(tmp_path, "image_dir = 'a'", "image_dir = 'b'")
-    assert [problem.replace(f"{tmp_path}/", "") for problem in caught.value.problems] == [
+    assert [problem.replace(f"{tmp_path}/", "") for problem in format_lines(caught.value.problems)] == [
         "set.toml:7: image_dir: no images; a contains 1 .txt, 1 image in cat/; subfolders are not searched: set"
         " recursive = true, or image_dir = 'a/cat'",
         "set.toml:9: image_dir: no images; b contains nothing; image extensions are .png .jpg .jpeg .webp .bmp .avif"
@@ -204,7 +244,7 @@ def test_errors_in_metadata_files_are_reported_with_line_numbers(tmp_path):
     (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ConfigError) as caught:
         made(tmp_path, "metadata_file = 'm.jsonl'")
-    assert [problem.replace(f"{tmp_path}/", "") for problem in caught.value.problems] == [
+    assert [problem.replace(f"{tmp_path}/", "") for problem in format_lines(caught.value.problems)] == [
         f"m.jsonl:2: 'b.png' not found in {Path.cwd()}, {tmp_path}",
         "m.jsonl:1: 'a.png': no caption and no tags",
         "m.jsonl:3: 'a.png': caption is not a string: 3",
@@ -335,16 +375,18 @@ def test_validation_reports_all_problems_without_importing_torch_or_pillow(tmp_p
     settings = config(
         tmp_path, "image_dir = 'a'\nface_crop_aug_range = [2.0, 4.0]", "image_dir = 'b'", head="batch_size = 'x'"
     )
-    actual = [line.replace(f"{tmp_path}/", "").partition(";")[0] for line in validate_dataset_config(settings)]
+    actual = [
+        line.replace(f"{tmp_path}/", "").partition(";")[0] for line in format_lines(validate_dataset_config(settings))
+    ]
     assert actual == [
         "set.toml:5: batch_size: expected an integer, got 'x'",
         "set.toml:10: image_dir: 'b' not found (also searched next to set.toml)",
         "set.toml:8: face_crop_aug_range: not supported yet: cropping around faces",
     ]
     assert (
-        validate_dataset_config(DataConfig())
+        format_lines(validate_dataset_config(DataConfig()))
         == []
-        == validate_dataset_config(DataConfig(dataset_config="nowhere.toml"))
+        == format_lines(validate_dataset_config(DataConfig(dataset_config="nowhere.toml")))
     )  # reported with the options
     source = (
         "import sys, library.dataloader.prepare\nassert not {'torch', 'PIL'} & set(sys.modules), sys.modules.keys()"
@@ -383,7 +425,7 @@ def test_images_that_would_be_cropped_too_much_are_reported_or_skipped(tmp_path)
     with pytest.raises(ConfigError) as caught:
         symmetric(tmp_path, "bucket_max_crop = 0.3")
     assert len(caught.value.problems) == 2
-    assert caught.value.problems[0].startswith(
+    assert format_lines(caught.value.problems)[0].startswith(
         f"{tmp_path}/a/thin.png: 300x40 pixels would lose 46.7% in the nearest bucket 128x32, more than bucket_max_crop"
     )
     skipped = symmetric(tmp_path, "bucket_max_crop = 0.3", on_invalid_images="skip")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from problem_lines import format_lines
 
 from library.config.schema_output import PreviewConfig
 from library.dataloader.sample_prompts import Prompt, load_preview_prompts, load_prompts
@@ -21,7 +22,7 @@ def read(tmp_path, name, text):
 def problems(tmp_path, name, text):
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, name, text)
-    return [line.removeprefix(f"{tmp_path / name}") for line in caught.value.problems]
+    return [line.removeprefix(f"{tmp_path / name}") for line in format_lines(caught.value.problems)]
 
 
 FULL = Prompt(
@@ -179,16 +180,17 @@ def test_settings_the_model_does_not_support_are_reported_with_their_location(tm
     path = tmp_path / "p.txt"
     path.write_text("a --w 72 --h 8 --g 3 --fs 2 --ss ddim\nb --w 64 --h 48 --ss euler\n", "utf-8")
     prompts = load_prompts(path)
-    assert [*validate_prompts(prompts, detect_model("random:flux:tiny"))] == [
+    assert [*format_lines(validate_prompts(prompts, detect_model("random:flux:tiny")))] == [
         f"{path}:1: --w: 72 is not a multiple of 16 (FLUX.1); use 80 or 64",
         f"{path}:1: --h: 8 is not a multiple of 16 (FLUX.1); use 16",
     ]
-    assert [*validate_prompts(prompts, detect_model(None))] == [
+    assert [*format_lines(validate_prompts(prompts, detect_model(None)))] == [
         f"{path}:1: --fs: for flow-matching models only, not for Stable Diffusion 1; leave it out",
         f"{path}:1: --g: Stable Diffusion 1 has no guidance embedding; use --l",
     ]
     assert [
-        line.split(": ")[1] for line in validate_prompts(prompts[:1], detect_model("random:flux:schnell:tiny"))
+        line.split(": ")[1]
+        for line in format_lines(validate_prompts(prompts[:1], detect_model("random:flux:schnell:tiny")))
     ] == [
         "--w",
         "--h",

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from problem_lines import format_lines
 
 from library.config.schema_data import DataConfig
 from library.config.types import Resolution
@@ -241,6 +242,8 @@ def test_small_buckets_merge_into_the_nearest_by_log_ratio_counting_images_witho
     kept, notes = merge_small_buckets(samples, single, [replace(dataset, bucket_max_crop=0.5)])
     assert kept[6] == single[6] and notes[0].endswith("an image would lose 75.0%, more than bucket_max_crop 0.5")
 
+    assert merge_small_buckets(samples, single, [replace(dataset, bucket_mode="kohya")]) == (tuple(single), [])
+
 
 GOOD = "[[datasets]]\nresolution = 512\n[[datasets.subsets]]\nimage_dir = 'a'\n"
 
@@ -248,10 +251,7 @@ GOOD = "[[datasets]]\nresolution = 512\n[[datasets.subsets]]\nimage_dir = 'a'\n"
 @pytest.mark.parametrize(
     ("general", "flags", "expected"),
     [
-        ("bucket_max_crop = 0.5", {}, ["set.toml:2: bucket_max_crop: needs bucket_mode symmetric"]),
-        ("bucket_min_images = 3\nenable_bucket = true", {}, ["set.toml:2: bucket_min_images: needs bucket_mode"]),
-        ("enable_bucket = true", {"bucket_max_crop": 0.1}, ["--bucket_max_crop (for set.toml:3): needs bucket_mode"]),
-        ("bucket_mode = 'symmetric'", {}, ["set.toml:2: bucket_mode: needs buckets; set enable_bucket = true"]),
+        ("bucket_min_images = 3\nenable_bucket = true", {}, []),
         (
             "bucket_mode = 'symmetric'\nbucket_no_upscale = true\nenable_bucket = true",
             {},
@@ -266,7 +266,7 @@ GOOD = "[[datasets]]\nresolution = 512\n[[datasets.subsets]]\nimage_dir = 'a'\n"
 def test_invalid_bucket_settings_are_rejected(tmp_path, general, flags, expected):
     path = tmp_path / "set.toml"
     path.write_text(f"[general]\n{general}\n{GOOD}", encoding="utf-8")
-    actual = parse_dataset_config(path, collect_flag_defaults(DataConfig(**flags))).problems
+    actual = format_lines(parse_dataset_config(path, collect_flag_defaults(DataConfig(**flags))).problems)
     assert len(actual) == len(expected)
     for problem, start in zip(actual, expected, strict=True):
         assert problem.replace(f"{tmp_path}/", "").startswith(start)

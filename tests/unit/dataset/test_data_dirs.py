@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from image_listings import encode_image, list_subset, list_subsets, prepare_subsets, strip_folder, write_files
+from problem_lines import format_lines, format_unused
 
 from library.config import parse_config
 from library.config.schema_data import DataConfig
@@ -29,7 +30,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def find_problems(folder: Path, **options) -> list[str]:
-    return strip_folder(folder, validate_dataset_config(DataConfig(**{**SIZE, **options})))
+    return strip_folder(folder, format_lines(validate_dataset_config(DataConfig(**{**SIZE, **options}))))
 
 
 def collect_notes(folder: Path, **options) -> list[str]:
@@ -122,9 +123,9 @@ def test_a_dataset_file_takes_precedence_with_a_notice(folder):
     (folder / "set.toml").write_text("[[datasets]]\n[[datasets.subsets]]\nimage_dir = 'train/10_mika dog'\n")
     (folder / "run.toml").write_text("train_data_dir = 'nowhere'\nin_json = 'x.json'\nresolution = 64\n")
     loaded = parse_config(["--config_file", "run.toml", "--dataset_config", "set.toml"])
-    assert find_settings_problems(loaded) == []
+    assert format_lines(find_settings_problems(loaded)) == []
     assert loaded.config.data.train_data_dir is loaded.config.data.in_json is None
-    assert dict(loaded.unused) == {
+    assert dict(format_unused(loaded.unused)) == {
         "run.toml:1: train_data_dir": "dataset_config is set",
         "run.toml:2: in_json": "dataset_config is set",
     }
@@ -132,15 +133,15 @@ def test_a_dataset_file_takes_precedence_with_a_notice(folder):
 
 def test_repeats_of_the_command_line_have_no_effect_on_folders_with_repeats(folder):
     flags = ["--train_data_dir", "train", "--resolution", "64", "--dataset_repeats", "5"]
-    (unused,) = parse_config(flags).unused
+    (unused,) = format_unused(parse_config(flags).unused)
     assert unused[1] == "the names of the folders in train_data_dir set the repeats"
-    assert parse_config([*flags, "--in_json", "meta.json"]).unused == ()
+    assert format_unused(parse_config([*flags, "--in_json", "meta.json"]).unused) == ()
 
 
 def test_an_empty_value_is_none(folder):
     write_files(folder, {"run.toml": "train_data_dir = 'train'\nreg_data_dir = ''\nin_json = ''\nresolution = 64\n"})
     loaded = parse_config(["--config_file", "run.toml"])
-    assert find_settings_problems(loaded) == []
+    assert format_lines(find_settings_problems(loaded)) == []
     (dataset,) = load_dataset_config(loaded.config.data).require_valid()
     assert [subset.image_dir for subset in dataset.subsets] == ["train/10_mika dog"]
 
@@ -196,7 +197,7 @@ def test_a_folder_name_with_repeats_gets_a_hint_in_a_dataset_file(folder):
         " instead of the file, or a subset with num_repeats and class_tokens for each"
     ]
     assert collect_hints("image_dir = '2023_holiday'") == []
-    assert strip_folder(folder, list_subset(folder, "image_dir = 'train'").problems) == [
+    assert strip_folder(folder, format_lines(list_subset(folder, "image_dir = 'train'").problems)) == [
         "set.toml:4: image_dir: no images; train contains 2 images in 10_mika dog/; give --train_data_dir 'train'"
         " instead of the dataset file, or a subset with num_repeats and class_tokens for each subfolder"
     ]
@@ -224,13 +225,13 @@ def test_too_many_repeats_are_reported_before_images_are_listed(folder):
     assert find_problems(folder, dataset_config=str(path)) == [f"set.toml:5: num_repeats: {end}"]
     (folder / "train" / "10_mika dog").rename(folder / "train" / "1000000000_x")
     assert find_problems(folder, train_data_dir="train") == [f"train/1000000000_x: num_repeats: {end}"]
-    assert parse_dataset_config(path, collect_flag_defaults(DataConfig())).problems == []
+    assert format_lines(parse_dataset_config(path, collect_flag_defaults(DataConfig())).problems) == []
 
 
 def test_an_epoch_of_too_many_samples_is_reported_before_it_is_planned(folder):
     with pytest.raises(ConfigError) as caught:
         prepare_subsets(folder, "image_dir = 'train/10_mika dog'\nnum_repeats = 60000000")
-    assert strip_folder(folder, caught.value.problems) == [
+    assert strip_folder(folder, format_lines(caught.value.problems)) == [
         "set.toml:5: num_repeats: an epoch would have 1.2e+08 images with repeats, more than 100000000; lower it; the"
         " length of the run is set by --max_train_steps or --max_train_epochs"
     ]

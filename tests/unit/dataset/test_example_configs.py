@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from problem_lines import format_lines
 
 from library.config import parse_config
 from library.config.schema import TrainConfig
@@ -40,7 +41,7 @@ def prepare_example(path: Path) -> PreparedData:
     command = re.search(r"python -m library plan --dataset_config \S+(.*)", path.read_text(encoding="utf-8"))
     more = command[1].replace("dataset_configs/", f"{FOLDER}/").split() if command else []
     config = parse_config([*words, *more]).require_valid()
-    assert validate_dataset_config(config.data) == []
+    assert format_lines(validate_dataset_config(config.data)) == []
     return prepare_data(config.data, 16)
 
 

@@ -15,6 +15,7 @@ from image_listings import (
     strip_folder,
     write_files,
 )
+from problem_lines import format_lines
 
 from library.dataloader.prepare import prepare_data
 from library.dataset.caption_files import CaptionFiles
@@ -25,7 +26,7 @@ TREE = ["b.png", "a.jpg", "s/1.png", "s-2/1.png", "s/t/猫 🐈.webp", ".cache-x
 
 
 def problems(listing, folder) -> list[str]:
-    return strip_folder(folder, listing.problems)
+    return strip_folder(folder, format_lines(listing.problems))
 
 
 def test_subfolders_are_searched_only_with_recursive(tmp_path):
@@ -67,7 +68,7 @@ def test_symlink_loops_neither_hang_nor_duplicate_images(tmp_path):
     listing = list_subset(tmp_path, "image_dir = 'a'\nrecursive = true")
     assert list(get_captions(listing)) == ["1.png", "s/2.png", "s/t/3.png", "x/4.png", "x/below/5.png"]
     tree = walk_directory(tmp_path / "a", recursive=True)
-    assert tree.loops == ["0", "above", "back", "s/t/up", "x/below/round", "y"] and tree.problems == []
+    assert tree.loops == ["0", "above", "back", "s/t/up", "x/below/round", "y"] and format_lines(tree.problems) == []
     note = "a: links to folders that are searched anyway are not followed: 0, above, back, ..."
     assert note in strip_folder(tmp_path, listing.notes)
 
@@ -104,7 +105,7 @@ def test_an_unreadable_folder_is_reported(tmp_path):
 def test_patterns_match_the_path_relative_to_the_folder(tmp_path, keys: str, expected: list[str]):
     write_files(tmp_path / "a", TREE)
     listing = list_subset(tmp_path, f"image_dir = 'a'\nrecursive = true\n{keys}")
-    assert (listing.problems, list(get_captions(listing))) == ([], expected)
+    assert (format_lines(listing.problems), list(get_captions(listing))) == ([], expected)
 
 
 def test_patterns_work_without_recursive_and_note_how_many_images_they_select(tmp_path):
@@ -124,7 +125,7 @@ def test_a_pattern_without_matches_is_reported_with_its_line_and_existing_images
         "exclude = '*'": [f"{tmp_path}/set.toml:5: exclude: include and exclude select none of {there}"],
     }
     for keys, expected in cases.items():
-        assert list_subset(tmp_path, f"image_dir = 'a'\n{keys}").problems == expected
+        assert format_lines(list_subset(tmp_path, f"image_dir = 'a'\n{keys}").problems) == expected
 
 
 def test_a_pattern_for_several_folders_must_match_in_one_of_them(tmp_path):
@@ -132,7 +133,7 @@ def test_a_pattern_for_several_folders_must_match_in_one_of_them(tmp_path):
     head = "[general]\nexclude = ['old.png', 'new.png']\n[[datasets]]\nresolution = 64\n"
     first, second = list_subsets(tmp_path, "image_dir = 'a'", "image_dir = 'b'", head=head)
     assert (list(get_captions(first)), list(get_captions(second))) == (["1.png"], ["1.png"])
-    assert strip_folder(tmp_path, [*first.problems, *second.problems]) == [
+    assert strip_folder(tmp_path, [*format_lines(first.problems), *format_lines(second.problems)]) == [
         "set.toml:2: exclude: 'new.png' matches none of the images in a (2 images: 1.png, old.png)"
     ]
 
@@ -250,7 +251,7 @@ def test_captions_in_json_files_are_read_from_their_key(tmp_path):
     ]
     write_files(tmp_path / "a", {"2.json": "{"})
     (problem,) = [item.problem for item in list_subset(tmp_path, subset).images if item.problem]
-    assert problem.startswith(f"{tmp_path}/a/2.json: not valid JSON: ")
+    assert str(problem).startswith(f"{tmp_path}/a/2.json: not valid JSON: ")
 
 
 def test_a_musubi_tuner_caption_file_is_one_caption(tmp_path):
@@ -277,7 +278,7 @@ def test_images_shared_by_two_subsets_of_a_dataset_are_reported(tmp_path):
         ("image_dir = 'a/s'\ninclude = '2*'", "image_dir = 'a/s'\ninclude = '3*'"): None,
     }
     for subsets, expected in cases.items():
-        actual = [line for listing in list_subsets(tmp_path, *subsets) for line in listing.problems]
+        actual = [line for listing in list_subsets(tmp_path, *subsets) for line in format_lines(listing.problems)]
         place = f"set.toml:{6 + subsets[0].count(chr(10))}: image_dir"
         line = f"{place}: {expected}; exclude them in one of the two"
         assert strip_folder(tmp_path, actual) == ([line] if expected else [])
@@ -285,7 +286,9 @@ def test_images_shared_by_two_subsets_of_a_dataset_are_reported(tmp_path):
 
 def test_a_folder_without_images_suggests_the_key_for_its_files(tmp_path):
     write_files(tmp_path, {"a/x.tar": "", "b/x.parquet": "", "c/x.arrow": ""})
-    actual = [problem for name in "abc" for problem in list_subset(tmp_path, f"image_dir = '{name}'").problems]
+    actual = [
+        problem for name in "abc" for problem in format_lines(list_subset(tmp_path, f"image_dir = '{name}'").problems)
+    ]
     hints = ("webdataset = 'a'", "parquet = 'b'", "parquet = 'c'")
     assert all(hint in line.replace(f"{tmp_path}/", "") for hint, line in zip(hints, actual, strict=True))
 
@@ -294,7 +297,7 @@ def test_problems_of_several_folders_are_reported_together(tmp_path):
     write_files(tmp_path, ["a/1.png", "c/d/1.png"])
     with pytest.raises(ConfigError) as caught:
         prepare_data(make_config(tmp_path, "image_dir = 'a'\nexclude = 'x'", "image_dir = 'c'"), 8)
-    assert [line.split(";")[0] for line in strip_folder(tmp_path, caught.value.problems)] == [
+    assert [line.split(";")[0] for line in strip_folder(tmp_path, format_lines(caught.value.problems))] == [
         "set.toml:5: exclude: 'x' matches none of the images in a (1 image: 1.png)",
         "set.toml:7: image_dir: no images",
     ]

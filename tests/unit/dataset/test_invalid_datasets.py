@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from odd_images import encode_chunk, encode_png
 from PIL import Image, features
+from problem_lines import format_lines
 
 from library.config.schema_data import DataConfig
 from library.dataloader.prepare import PreparedData, prepare_data
@@ -220,7 +221,7 @@ def prepared(folder: Path, **options) -> PreparedData:
 def report(invalid_files) -> str:
     with pytest.raises(ConfigError) as caught:
         prepared(invalid_files)
-    return "\n".join(caught.value.problems)
+    return "\n".join(format_lines(caught.value.problems))
 
 
 def is_invalid_here(bad: InvalidFile) -> bool:
@@ -274,7 +275,7 @@ def test_a_file_shorter_than_its_header_says_is_truncated(kind):
 def test_a_second_scan_reports_the_same(invalid_files, report):
     with pytest.raises(ConfigError) as caught:
         prepared(invalid_files)
-    assert "\n".join(caught.value.problems) == report
+    assert "\n".join(format_lines(caught.value.problems)) == report
 
 
 def test_hundreds_of_invalid_files_are_counted_and_listed_in_a_file(tmp_path):
@@ -286,7 +287,7 @@ def test_hundreds_of_invalid_files_are_counted_and_listed_in_a_file(tmp_path):
     )
     with pytest.raises(ConfigError) as caught:
         prepared(tmp_path)
-    *lines, end = caught.value.problems
+    *lines, end = format_lines(caught.value.problems)
     assert (
         lines[5] == "... and 29 more like the last (empty)"
         and lines[11].startswith("... and 62 more")
@@ -336,7 +337,7 @@ resolution = 512
 resolution = 512
 enable_bucket = true
 min_bucket_reso = 1024                             # is above
-bucket_max_crop = 0.5                              # needs bucket_mode symmetric
+bucket_max_crop = 1.5                              # must be at most 1
   [[datasets.subsets]]
   image_dir = "images"
   is_reg = true
@@ -355,7 +356,7 @@ def test_every_invalid_setting_is_reported_with_its_line_in_one_report(tmp_path,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "images").mkdir()
     (tmp_path / "set.toml").write_text(SETTINGS, encoding="utf-8")
-    actual = validate_dataset_config(DataConfig(dataset_config="set.toml"))
+    actual = format_lines(validate_dataset_config(DataConfig(dataset_config="set.toml")))
     expected = {
         f"set.toml:{number}: ": line.rpartition("  # ")[2].strip()
         for number, line in enumerate(SETTINGS.splitlines(), start=1)
@@ -469,5 +470,7 @@ def test_an_invalid_file_of_two_datasets_is_reported_once(tmp_path):
     (tmp_path / "set.toml").write_text(table.format(64) + table.format(128), encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         prepared(tmp_path)
-    assert len(caught.value.problems) == 2 and caught.value.problems[1].startswith("2 of 4 images cannot be used;")
+    assert len(caught.value.problems) == 2 and format_lines(caught.value.problems)[1].startswith(
+        "2 of 4 images cannot be used;"
+    )
     assert [sample.dataset_index for sample in prepared(tmp_path, on_invalid_images="skip").manifest.samples] == [0, 1]

@@ -14,6 +14,7 @@ from image_listings import (
     strip_folder,
     write_files,
 )
+from problem_lines import format_lines
 
 from library.dataloader.prepare import prepare_data
 from library.dataset.caption_files import resolve_caption_column
@@ -44,7 +45,7 @@ def test_a_metadata_table_in_a_folder_holds_the_captions_of_its_images(tmp_path,
     write_files(tmp_path / "a", {f"metadata{ending}": encode_table(ROWS, ending)})
     listing = list_subset(tmp_path, "image_dir = 'a'\nrecursive = true")
     assert get_captions(listing) == {"1.png": "one, uno", "s/2.png": 'two "zwei"'}
-    assert (listing.missing, listing.problems, listing.notes) == ([], [], [])
+    assert (format_lines(listing.missing), format_lines(listing.problems), listing.notes) == ([], [], [])
     ready = prepare_subsets(tmp_path, "image_dir = 'a'\nrecursive = true")
     assert ready.manifest.caption_counts == ((0, 0, f"metadata{ending}", 2, 2),)
     flat = list_subset(tmp_path, "image_dir = 'a'")
@@ -85,7 +86,7 @@ def test_a_table_that_is_not_needed_is_not_read_and_noted(tmp_path):
     write_files(tmp_path / "a", ["1.png"])
     write_files(tmp_path / "a", {"1.txt": "file", "metadata.jsonl": "no JSON"})
     listing = list_subset(tmp_path, "image_dir = 'a'")
-    assert listing.problems == []
+    assert format_lines(listing.problems) == []
     assert "a: metadata.jsonl is not used: every image has a caption file" in strip_folder(tmp_path, listing.notes)
 
 
@@ -112,7 +113,7 @@ def test_all_problems_with_rows_are_reported_with_their_lines(tmp_path):
     write_files(tmp_path / "a", {"metadata.jsonl": encode_table(rows, ".jsonl")})
     with pytest.raises(ConfigError) as caught:
         prepare_data(make_config(tmp_path, "image_dir = 'a'"), 8)
-    assert strip_folder(tmp_path, caught.value.problems) == [
+    assert strip_folder(tmp_path, format_lines(caught.value.problems)) == [
         "a/metadata.jsonl:2: 'gone.png' not found in a",
         "a/metadata.jsonl:3: no file_name",
         "a/metadata.jsonl:5: './2.png' is already listed in a/metadata.jsonl:4; remove one",
@@ -125,7 +126,7 @@ def test_a_parquet_row_is_reported_by_its_number(tmp_path):
     write_files(tmp_path / "a", ["1.png"])
     rows = [ROWS[0], {"file_name": "gone.png", "text": "x"}]
     write_files(tmp_path / "a", {"metadata.parquet": encode_table(rows, ".parquet")})
-    assert strip_folder(tmp_path, list_subset(tmp_path, "image_dir = 'a'").missing) == [
+    assert strip_folder(tmp_path, format_lines(list_subset(tmp_path, "image_dir = 'a'").missing)) == [
         "a/metadata.parquet: row 1: 'gone.png' not found in a"
     ]
 
@@ -188,7 +189,7 @@ def test_a_parquet_row_is_reported_by_its_number(tmp_path):
 def test_an_invalid_table_is_reported(tmp_path, files: dict, keys: str, expected: str):
     write_files(tmp_path / "a", ["1.png"])
     write_files(tmp_path / "a", files)
-    (problem,) = strip_folder(tmp_path, list_subset(tmp_path, f"image_dir = 'a'\n{keys}").problems)
+    (problem,) = strip_folder(tmp_path, format_lines(list_subset(tmp_path, f"image_dir = 'a'\n{keys}").problems))
     assert problem.partition(": ")[2] == expected
 
 
@@ -199,7 +200,7 @@ def test_columns_can_be_set(tmp_path):
     keys = "image_column = 'file'\ncaption_column = 'de'"
     for source in ("image_dir = 'a'", "metadata_file = 'a/metadata.csv'"):
         listing = list_subset(tmp_path, f"{source}\n{keys}")
-        assert [item.caption for item in listing.images] == ["eins"] and listing.problems == []
+        assert [item.caption for item in listing.images] == ["eins"] and format_lines(listing.problems) == []
 
 
 def test_a_column_set_for_several_folders_must_exist_in_one_of_them(tmp_path):
@@ -215,7 +216,7 @@ def test_a_table_of_another_format_is_ignored_and_noted(tmp_path):
     write_files(tmp_path / "a", ["1.png"])
     write_files(tmp_path / "a", {"metadata.jsonl": '{"image_path": "1.png", "caption": "x"}'})
     listing = list_subset(tmp_path, "image_dir = 'a'")
-    assert get_captions(listing) == {"1.png": ""} and listing.problems == []
+    assert get_captions(listing) == {"1.png": ""} and format_lines(listing.problems) == []
     assert strip_folder(tmp_path, listing.notes)[0] == (
         "a/metadata.jsonl: not used: no column file_name; set metadata_file to read other formats"
     )
@@ -225,7 +226,7 @@ def test_a_table_without_captions_is_ignored_with_class_tokens(tmp_path):
     write_files(tmp_path / "a", ["1.png"])
     write_files(tmp_path / "a", {"metadata.jsonl": '{"file_name": "1.png", "label": 3}'})
     listing = list_subset(tmp_path, "image_dir = 'a'\nclass_tokens = 'cls'")
-    assert get_captions(listing) == {"1.png": "cls"} and listing.problems == []
+    assert get_captions(listing) == {"1.png": "cls"} and format_lines(listing.problems) == []
     assert strip_folder(tmp_path, listing.notes)[0] == (
         "a/metadata.jsonl: not used: no column text, caption or prompt; columns are file_name, label"
     )
@@ -283,7 +284,7 @@ def test_paths_of_sd_scripts_start_at_the_working_directory_and_those_of_hf_at_t
 def test_an_ambiguous_metadata_file_is_rejected(tmp_path, rows: list[dict], expected: str):
     write_files(tmp_path, ["a.png"])
     write_files(tmp_path, {"m.jsonl": encode_table(rows, ".jsonl")})
-    (problem,) = strip_folder(tmp_path, list_subset(tmp_path, "metadata_file = 'm.jsonl'").problems)
+    (problem,) = strip_folder(tmp_path, format_lines(list_subset(tmp_path, "metadata_file = 'm.jsonl'").problems))
     assert problem == f"set.toml:4: metadata_file: {expected}"
 
 
@@ -306,5 +307,5 @@ def test_missing_pyarrow_is_reported_before_anything_is_read(tmp_path, monkeypat
         ]
     assert (
         "a/metadata.parquet: parquet files need pyarrow: pip install"
-        in list_subset(tmp_path, "image_dir = 'a'").problems[0]
+        in format_lines(list_subset(tmp_path, "image_dir = 'a'").problems)[0]
     )

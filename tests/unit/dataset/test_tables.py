@@ -22,6 +22,7 @@ from image_listings import (
     write_files,
 )
 from PIL import Image
+from problem_lines import format_lines
 
 from library.config.schema import TrainConfig
 from library.dataloader.loader import ImageLoader, MicroBatchDataset
@@ -59,7 +60,12 @@ def test_every_row_is_an_image_with_its_caption(tmp_path, compression: str, kind
     listing = list_subset(tmp_path, "parquet = 'p'")
     assert get_captions(listing) == {str(number): text for number, text in enumerate(make_captions())}
     assert [item.image.read_bytes() for item in listing.images] == IMAGES
-    assert (listing.problems, listing.missing, listing.notes, listing.caption_source) == ([], [], [], "text")
+    assert (format_lines(listing.problems), format_lines(listing.missing), listing.notes, listing.caption_source) == (
+        [],
+        [],
+        [],
+        "text",
+    )
     assert str(listing.images[4].image) == f"{tmp_path}/p/a.parquet:4" and listing.images[4].image.key == "a.parquet/4"
 
 
@@ -78,7 +84,7 @@ def test_files_are_given_by_folder_glob_braces_or_list(tmp_path):
     }
     for value, expected in cases.items():
         listing = list_subset(tmp_path, f"parquet = {value}")
-        assert "".join(item.caption for item in listing.images) == expected and listing.problems == []
+        assert "".join(item.caption for item in listing.images) == expected and format_lines(listing.problems) == []
 
 
 def test_missing_files_are_reported_before_anything_is_read(tmp_path):
@@ -139,7 +145,7 @@ def test_missing_or_ambiguous_columns_are_reported_with_the_existing_ones(
     tmp_path, columns: dict, keys: str, expected: str
 ):
     write_table(tmp_path / "a.parquet", {name: list(column) for name, column in columns.items()})
-    (problem,) = strip_folder(tmp_path, list_subset(tmp_path, f"parquet = 'a.parquet'\n{keys}").problems)
+    (problem,) = strip_folder(tmp_path, format_lines(list_subset(tmp_path, f"parquet = 'a.parquet'\n{keys}").problems))
     assert problem == f"set.toml:4: parquet: a.parquet: {expected}"
 
 
@@ -156,15 +162,7 @@ def test_captions_may_be_lists_dictionary_encoded_or_missing(tmp_path):
     listed_texts = [["one", "uno"], [], None, ["four"], ["five"], ["six"], ["seven\nsieben"]]
     write_table(tmp_path / "a.parquet", {"image": IMAGES, "text": listed_texts})
     subset = "parquet = 'a.parquet'\nclass_tokens = 'cls'\n"
-    assert list(get_captions(list_subset(tmp_path, subset)).values()) == [
-        "one",
-        "cls",
-        "cls",
-        "four",
-        "five",
-        "six",
-        "seven",
-    ]
+    assert list(get_captions(list_subset(tmp_path, subset)).values()) == "one cls cls four five six seven".split()
     wild = get_captions(list_subset(tmp_path, subset + "enable_wildcard = true"))
     assert (wild["0"], wild["6"]) == ("one\nuno", "seven\nsieben")
     write_table(tmp_path / "a.parquet", {"image": IMAGES, "text": arrow.array(["a"] * 6 + [None]).dictionary_encode()})
@@ -197,7 +195,10 @@ def test_images_may_be_files_next_to_the_table(tmp_path):
     assert [item.image.read_bytes() for item in listing.images[:2]] == IMAGES[1:3]
     with pytest.raises(ConfigError) as caught:
         prepare_data(make_config(tmp_path, "parquet = 'p'"), 8)
-    assert strip_folder(tmp_path, caught.value.problems)[0] == "p/a.parquet:2: cannot be read: the cell is empty"
+    assert (
+        strip_folder(tmp_path, format_lines(caught.value.problems))[0]
+        == "p/a.parquet:2: cannot be read: the cell is empty"
+    )
 
 
 def test_broken_files_and_rows_are_reported_and_can_be_skipped(tmp_path):
@@ -207,7 +208,7 @@ def test_broken_files_and_rows_are_reported_and_can_be_skipped(tmp_path):
     (tmp_path / "p" / "b.parquet").write_bytes(data[: len(data) // 2])
     with pytest.raises(ConfigError) as caught:
         prepare_data(make_config(tmp_path, "parquet = 'p'"), 8)
-    actual = strip_folder(tmp_path, caught.value.problems)
+    actual = strip_folder(tmp_path, format_lines(caught.value.problems))
     assert actual[0].startswith("p/b.parquet: cannot be read as parquet: Parquet magic bytes not found in footer")
     assert actual[1].startswith("p/a.parquet:2: is not an image that Pillow can read")
     assert actual[2].startswith("p/a.parquet:3: cannot be read: the cell is empty")
@@ -219,7 +220,7 @@ def test_broken_files_and_rows_are_reported_and_can_be_skipped(tmp_path):
         {"image": arrow.array([], arrow.binary()), "text": arrow.array([], arrow.string())},
     )
     (tmp_path / "p" / "b.parquet").unlink()
-    assert strip_folder(tmp_path, list_subset(tmp_path, "parquet = 'p'").problems) == [
+    assert strip_folder(tmp_path, format_lines(list_subset(tmp_path, "parquet = 'p'").problems)) == [
         "set.toml:4: parquet: no rows in 1 file"
     ]
 
@@ -339,7 +340,7 @@ def test_large_row_groups_are_noted(tmp_path, monkeypatch):
 def test_a_file_listed_by_two_subsets_is_reported(tmp_path):
     write_table(tmp_path / "p" / "a.parquet", {"image": IMAGES, "text": make_captions()})
     actual = list_subsets(tmp_path, "parquet = 'p'", "parquet = 'p/a.parquet'")
-    assert strip_folder(tmp_path, [line for listing in actual for line in listing.problems]) == [
+    assert strip_folder(tmp_path, [line for listing in actual for line in format_lines(listing.problems)]) == [
         "set.toml:6: parquet: 7 images also in set.toml:4: p/a.parquet:0, p/a.parquet:1, p/a.parquet:2, ...; list each"
         " file once"
     ]
@@ -360,7 +361,7 @@ def save_to_disk(folder: Path, shards: list[tuple[list[bytes], list[str]]]) -> N
 def test_a_dataset_saved_with_save_to_disk_is_read(tmp_path, source):
     save_to_disk(tmp_path / "deep" / "saved", [(IMAGES[:4], make_captions()[:4]), (IMAGES[4:], make_captions()[4:])])
     listing = list_subset(tmp_path, f"parquet = {source}")
-    assert (listing.problems, listing.missing, listing.notes) == ([], [], [])
+    assert (format_lines(listing.problems), format_lines(listing.missing), listing.notes) == ([], [], [])
     assert [item.caption for item in listing.images] == make_captions()
     for position in (6, 0, 3, 5, 1, 4, 2):
         assert listing.images[position].image.read_bytes() == IMAGES[position]
@@ -376,9 +377,9 @@ def test_a_broken_arrow_file_is_reported_and_a_foreign_state_file_is_ignored(tmp
     (tmp_path / "other" / "state.json").write_text("[]")
     (path,) = (tmp_path / "saved").glob("data-*")
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    (missing,) = list_subset(tmp_path, "parquet = 'saved'").missing
+    (missing,) = format_lines(list_subset(tmp_path, "parquet = 'saved'").missing)
     assert missing.startswith(f"{path}: cannot be read as an Arrow stream of save_to_disk: ")
-    (problem,) = list_subset(tmp_path, "parquet = 'other'").problems
+    (problem,) = format_lines(list_subset(tmp_path, "parquet = 'other'").problems)
     assert f"no .parquet files or save_to_disk datasets in {tmp_path}/other, which contains state.json" in problem
 
 
@@ -406,10 +407,10 @@ def test_control_images_are_in_columns_of_their_own(tmp_path):
         "nowhere": "no column 'nowhere' (set by control_column)",
         "size": "int64, not images",
     }.items():
-        (problem,) = list_subset(tmp_path, f"parquet = 'q'\ncontrol_column = ['{name}']").problems
+        (problem,) = format_lines(list_subset(tmp_path, f"parquet = 'q'\ncontrol_column = ['{name}']").problems)
         assert message in problem
     write_table(tmp_path / "r" / "a.parquet", {**base, "control_path": ["", ""], "control_image": ["", ""]})
-    (problem,) = list_subset(tmp_path, "parquet = 'r'").problems
+    (problem,) = format_lines(list_subset(tmp_path, "parquet = 'r'").problems)
     assert "columns control_path and control_image are the same control image" in problem
 
 

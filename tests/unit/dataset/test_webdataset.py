@@ -21,6 +21,7 @@ from image_listings import (
     write_files,
 )
 from PIL import Image
+from problem_lines import format_lines
 
 from library.dataloader.prepare import prepare_data
 from library.dataset.image_inspection import load_rgb_image
@@ -76,7 +77,7 @@ def test_an_image_and_its_caption_share_the_name_before_the_first_dot(tmp_path, 
     }
     assert [item.image.read_bytes() for item in listing.images] == PNG[:4]
     assert all(isinstance(item.image.part, ByteRange) for item in listing.images)
-    assert (listing.problems, listing.missing) == ([], [])
+    assert (format_lines(listing.problems), format_lines(listing.missing)) == ([], [])
     assert listing.notes == [
         "a.tar: members that are not used: 1 .cls",
         "a.tar: 1 caption with several lines: only the first line is used; set enable_wildcard = true to pick a random"
@@ -113,14 +114,14 @@ def test_captions_come_from_the_set_extension_or_txt_or_json(tmp_path):
     assert get_captions(list_subset(tmp_path, "webdataset = 'a.tar'")) == {"1.png": "json"}
     assert get_captions(list_subset(tmp_path, "webdataset = 'a.tar'\ncaption_column = 'url'")) == {"1.png": "x"}
     pack_tar(tmp_path / "a.tar", [members[0], ("1.json", b'{"a": 1, "b": 2}')])
-    assert list_subset(tmp_path, "webdataset = 'a.tar'").problems == [
+    assert format_lines(list_subset(tmp_path, "webdataset = 'a.tar'").problems) == [
         f"{tmp_path}/set.toml:4: webdataset: {tmp_path}/a.tar: member '1.json': no column text, caption or"
         " prompt; columns are a, b; set caption_column = 'NAME'"
     ]
     pack_tar(tmp_path / "a.tar", members[:3])
-    assert strip_folder(tmp_path, list_subset(tmp_path, "webdataset = 'a.tar'\ncaption_column = 'url'").problems) == [
-        "set.toml:5: caption_column: no effect: no captions were read from .json in a.tar"
-    ]
+    assert strip_folder(
+        tmp_path, format_lines(list_subset(tmp_path, "webdataset = 'a.tar'\ncaption_column = 'url'").problems)
+    ) == ["set.toml:5: caption_column: no effect: no captions were read from .json in a.tar"]
 
 
 def test_only_the_default_caption_extension_has_fallbacks(tmp_path):
@@ -195,7 +196,7 @@ def test_problems_with_members_are_reported_and_can_be_skipped(tmp_path):
     )
     with pytest.raises(ConfigError) as caught:
         prepare_data(make_config(tmp_path, "webdataset = 'a.tar'"), 8)
-    assert strip_folder(tmp_path, caught.value.problems) == [
+    assert strip_folder(tmp_path, format_lines(caught.value.problems)) == [
         "a.tar: member '../out.png' has a path outside the archive; pack it again with relative paths",
         "a.tar: member '/etc/out.png' has a path outside the archive; pack it again with relative paths",
         "a.tar: member 'a/../../out.png' has a path outside the archive; pack it again with relative paths",
@@ -208,9 +209,9 @@ def test_problems_with_members_are_reported_and_can_be_skipped(tmp_path):
         "a.tar: several images with the key 'two': .png, .jpg; rename them to differ before the first dot",
         "a.tar:empty.png: is empty; copy it again, or delete it",
         "a.tar:bad.png: is not an image that Pillow can read; convert it to PNG or JPEG, or delete it",
-        "a.tar: member 'latin.txt' is not UTF-8 (byte 0); save the file as UTF-8",
-        "a.tar: member 'blank.txt' is empty; write a caption, or remove it if the image has none",
-        "a.tar: member 'wide.txt' is UTF-16 or UTF-32; save the file as UTF-8",
+        "a.tar: member 'latin.txt': is not UTF-8 (byte 0); save the file as UTF-8",
+        "a.tar: member 'blank.txt': is empty; write a caption, or remove it if the image has none",
+        "a.tar: member 'wide.txt': is UTF-16 or UTF-32; save the file as UTF-8",
         "15 of 17 images cannot be used; fix or remove them, or skip them with --on_invalid_images skip",
     ]
     ready = prepare_subsets(tmp_path, "webdataset = 'a.tar'", on_invalid_images="skip")
@@ -237,7 +238,7 @@ def test_problems_with_members_are_reported_and_can_be_skipped(tmp_path):
 def test_a_file_that_is_not_a_plain_tar_file_is_reported(tmp_path, content: bytes, expected: str | None):
     write_files(tmp_path, {"a.tar": content})
     listing = list_subset(tmp_path, "webdataset = 'a.tar'")
-    actual = strip_folder(tmp_path, listing.missing)
+    actual = strip_folder(tmp_path, format_lines(listing.missing))
     assert [line.startswith(f"a.tar: {expected}") for line in actual] == ([] if expected is None else [True]), actual
     assert bool(listing.problems) == (expected is None)  # empty, but a tar file
 
@@ -245,7 +246,7 @@ def test_a_file_that_is_not_a_plain_tar_file_is_reported(tmp_path, content: byte
 def test_compressed_shards_in_a_folder_are_reported(tmp_path):
     pack_tar(tmp_path / "s" / "0.tar", [("1.png", PNG[0])])
     write_files(tmp_path, {"s/1.tar.gz": gzip.compress(b"x")})
-    assert strip_folder(tmp_path, list_subset(tmp_path, "webdataset = 's'").missing) == [
+    assert strip_folder(tmp_path, format_lines(list_subset(tmp_path, "webdataset = 's'").missing)) == [
         "s/1.tar.gz: is compressed (gzip), but images are read in place from plain tar files: gunzip 1.tar.gz"
     ]
 
@@ -270,7 +271,7 @@ def test_a_shard_truncated_anywhere_is_reported_and_keeps_its_complete_members(t
     path = tmp_path_factory.getbasetemp() / "cut.tar"
     path.write_bytes(ARCHIVE[:length])
     index = read_tar_index(path)
-    assert len(index.problems) == 1 and index.problems[0].startswith(f"{path}: ")
+    assert len(index.problems) == 1 and format_lines(index.problems)[0].startswith(f"{path}: ")
     for member in index.members:
         assert ARCHIVE[member.offset : member.offset + member.length] == PNG[int(member.name[0])]
         assert member.offset + member.length <= length
@@ -281,7 +282,7 @@ def test_a_shard_truncated_anywhere_is_reported_and_keeps_its_complete_members(t
 def write_and_index(path: Path, content: bytes):
     path.write_bytes(content)
     index = read_tar_index(path)
-    assert index.problems == [] and len(index.members) == len(PNG)
+    assert format_lines(index.problems) == [] and len(index.members) == len(PNG)
     return index
 
 
@@ -294,7 +295,7 @@ def test_a_shard_truncated_in_an_image_reports_the_image(tmp_path):
     }.items():
         (tmp_path / "a.tar").write_bytes(ARCHIVE[:length])
         line = f"a.tar: is {expected}" if expected else "a.tar: has no end mark after 0.png; it may be truncated"
-        assert strip_folder(tmp_path, read_tar_index(tmp_path / "a.tar").problems) == [line]
+        assert strip_folder(tmp_path, format_lines(read_tar_index(tmp_path / "a.tar").problems)) == [line]
 
 
 def test_a_damaged_header_is_reported(tmp_path):
@@ -304,14 +305,14 @@ def test_a_damaged_header_is_reported(tmp_path):
     (tmp_path / "a.tar").write_bytes(content)
     index = read_tar_index(tmp_path / "a.tar")
     assert [member.name for member in index.members] == ["0.png"]
-    assert strip_folder(tmp_path, index.problems) == [
+    assert strip_folder(tmp_path, format_lines(index.problems)) == [
         f"a.tar: is damaged after 0.png, at byte {second.offset - 512}; the rest is lost"
     ]
 
 
 def test_shards_without_images_report_what_they_contain(tmp_path):
     pack_tar(tmp_path / "a.tar", [("1.npy", b"1"), ("2.npy", b"2"), ("1.cls", b"1")])
-    assert strip_folder(tmp_path, list_subset(tmp_path, "webdataset = 'a.tar'").problems) == [
+    assert strip_folder(tmp_path, format_lines(list_subset(tmp_path, "webdataset = 'a.tar'").problems)) == [
         "set.toml:4: webdataset: no images in 1 file (2 .npy, 1 .cls); image extensions are .png .jpg .jpeg .webp .bmp"
         " .avif .jxl"
     ]
@@ -323,7 +324,7 @@ def test_folders_and_shards_can_be_combined_in_a_dataset(tmp_path):
     ready = prepare_subsets(tmp_path, "webdataset = 'a.tar'\nnum_repeats = 2", "image_dir = 'b'\nis_reg = true")
     assert [(sample.key, sample.repeats) for sample in ready.manifest.samples] == [("a.tar/1.png", 2), ("b/1.png", 2)]
     actual = list_subsets(tmp_path, "webdataset = 'a.tar'", "webdataset = 'a.tar'")
-    assert strip_folder(tmp_path, actual[1].problems) == [
+    assert strip_folder(tmp_path, format_lines(actual[1].problems)) == [
         "set.toml:6: webdataset: 1 image also in set.toml:4: a.tar:1.png; list each file once"
     ]
 
@@ -332,8 +333,8 @@ def test_control_images_are_members_of_their_sample(tmp_path):
     members = [("1.png", PNG[0]), ("1.control.png", PNG[1]), ("1.txt", b"one"), ("1.control_1.PNG", PNG[2])]
     pack_tar(tmp_path / "a.tar", [*members, ("2.jpg", PNG[3]), ("2.control_0.png", PNG[4])])
     listing = list_subset(tmp_path, "webdataset = 'a.tar'\nclass_tokens = 'cls'")
-    assert get_captions(listing) == {"1.png": "one", "2.jpg": "cls"} and listing.missing == []
+    assert get_captions(listing) == {"1.png": "one", "2.jpg": "cls"} and format_lines(listing.missing) == []
     assert [[each.read_bytes() for each in item.controls] for item in listing.images] == [[PNG[1], PNG[2]], [PNG[4]]]
     pack_tar(tmp_path / "b.tar", [*members, ("1.control_0.png", PNG[3])])
-    (problem,) = list_subset(tmp_path, "webdataset = 'b.tar'").missing
+    (problem,) = format_lines(list_subset(tmp_path, "webdataset = 'b.tar'").missing)
     assert "key '1': members .control.png and .control_0.png are the same control image" in problem

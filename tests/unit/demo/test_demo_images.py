@@ -58,7 +58,7 @@ def test_latents_of_the_demo_images_have_about_unit_variance():
         image = Image.open(path)
         pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(*reversed(image.size), 3)
         pixels = pixels.permute(2, 0, 1)[None] / 127.5 - 1
-        latents.append(family.encode_pixels(pipe, pixels, [torch.Generator().manual_seed(0)]).flatten())
+        latents.append(family.encode_moments(pipe, pixels).sample([torch.Generator().manual_seed(0)]).flatten())
     assert 0.5 < torch.cat(latents).std() < 2
 
 
@@ -66,7 +66,7 @@ def test_latents_of_the_demo_images_have_about_unit_variance():
 def test_a_training_step_is_fast_and_reduces_the_loss():
     family, pipe = FAMILIES.get("sd1")(), tiny_sd1.build_pipeline()
     injection.inject_into_model(
-        pipe.unet, AdapterConfig(network_dim=8, network_alpha=8), family.lora_target_modules, seed=0
+        pipe.unet, AdapterConfig(network_dim=8, network_alpha=8), family.facts.lora.targets, seed=0
     )
     weights = [parameter for _, parameter in injection.iter_adapter_parameters(pipe.unet)]
     optimizer, process = torch.optim.AdamW(weights, lr=5e-3), family.build_noise_process(pipe)

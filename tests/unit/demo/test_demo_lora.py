@@ -35,23 +35,16 @@ def output(tmp_path_factory):
     ]
     command = [
         sys.executable,
-        "train_lora.py",
-        "--dataset_config",
-        "dataset_configs/demo.toml",
-        "--config_file",
-        "dataset_configs/demo_run.toml",
+        *"train_lora.py --dataset_config dataset_configs/demo.toml --config_file dataset_configs/demo_run.toml".split(),
         *once,
         "--validation_split",
         "0.3",
         "--output_dir",
         str(folder),
-        "--mixed_precision",
-        "no",
-        "--max_data_loader_n_workers",
-        "0",
-        "--cache_latents",
-        "--cache_text_encoder_outputs",
-        "--no_half_vae",
+        *(
+            "--mixed_precision no --max_data_loader_n_workers 0 --cache_latents --cache_text_encoder_outputs "
+            "--no_half_vae"
+        ).split(),
     ]
     result = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
@@ -157,7 +150,9 @@ def test_the_loss_on_the_bird_decreases_significantly(pipes):
     for path in sorted((ROOT / "dataset_configs" / "demo").glob("*.png")):
         side = Image.open(path).resize((96, 96))
         pixels = torch.from_numpy(np.array(side)).permute(2, 0, 1)[None] / 127.5 - 1
-        latents = family.encode_pixels(pipes[0], pixels, [torch.Generator().manual_seed(1)]).expand(4, -1, -1, -1)
+        latents = (
+            family.encode_moments(pipes[0], pixels).sample([torch.Generator().manual_seed(1)]).expand(4, -1, -1, -1)
+        )
         t = torch.tensor([200.0, 400.0, 600.0, 800.0])
         noise = torch.randn(4, *latents.shape[1:], generator=seeded(path))
         noisy, target = family.build_noise_process(pipes[0]).add_noise(latents, noise, t)

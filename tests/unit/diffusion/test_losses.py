@@ -5,9 +5,13 @@ from typing import get_args, get_type_hints
 
 import pytest
 import torch
+from data_paths import DATA
 from diffusers import DDPMScheduler
 from diffusers.training_utils import compute_loss_weighting_for_sd3, compute_snr
 
+from library.config import parse_config
+from library.config.options import iter_options
+from library.config.schema import RunConfig
 from library.config.schema_objective import LossConfig, NoiseConfig
 from library.diffusion import losses
 from library.diffusion.process import EpsilonProcess, FlowMatchingProcess, VPredictionProcess
@@ -29,9 +33,8 @@ D = PREDICTED.double() - TARGET.double()
 
 
 def compute_loss(process=EPSILON, **settings):
-    return losses.compute_elementwise_loss(
-        PREDICTED, TARGET, T.float().clamp(min=1), process, LossConfig(**settings)
-    ).double()
+    context = losses.LossContext(LossConfig(**settings), T.float().clamp(min=1), process)
+    return losses.compute_elementwise_loss(PREDICTED, TARGET, context).double()
 
 
 def test_l2_and_l1():
@@ -77,10 +80,9 @@ def test_huber_is_quadratic_for_small_errors_and_linear_for_large_ones():
 
 def test_losses_are_computed_in_float32_and_have_finite_gradients_at_zero_error():
     predicted = TARGET.bfloat16().requires_grad_()
-    for name in (*losses.PLAIN_LOSSES, *losses.THRESHOLD_LOSSES):
-        loss = losses.compute_elementwise_loss(
-            predicted, TARGET.bfloat16(), T.float(), EPSILON, LossConfig(loss_type=name)
-        )
+    for name in losses.LOSSES:
+        context = losses.LossContext(LossConfig(loss_type=name), T.float(), EPSILON)
+        loss = losses.compute_elementwise_loss(predicted, TARGET.bfloat16(), context)
         assert loss.dtype == torch.float32
         (gradient,) = torch.autograd.grad(loss.sum(), predicted)
         assert gradient.isfinite().all()
@@ -152,7 +154,8 @@ def test_weights_are_finite_at_zero_snr(kind):
         assert compute_weights(process, t=last, scale_v_pred_loss_like_noise_pred=True).item() == 0
     for schedule in losses.HUBER_SCHEDULES:
         settings = LossConfig(loss_type="huber", huber_schedule=schedule, huber_c=0.2)
-        loss = losses.compute_elementwise_loss(torch.ones(1, 1), torch.zeros(1, 1), last, process, settings)
+        context = losses.LossContext(settings, last, process)
+        loss = losses.compute_elementwise_loss(torch.ones(1, 1), torch.zeros(1, 1), context)
         assert loss.item() == pytest.approx(2 * 0.2 * (1.04**0.5 - 0.2), rel=2e-3)
 
 
@@ -189,6 +192,40 @@ def test_weighting_schemes_that_sample_timesteps_have_weight_one(scheme):
 
 def test_every_value_of_the_loss_options_has_a_function():
     hints = get_type_hints(LossConfig)
-    assert {*losses.PLAIN_LOSSES, *losses.THRESHOLD_LOSSES} == set(get_args(hints["loss_type"]))
+    assert set(losses.LOSSES) == set(get_args(hints["loss_type"]))
     assert set(losses.HUBER_SCHEDULES) == set(get_args(hints["huber_schedule"]))
-    assert set(SNR_WEIGHTINGS) == {name for name in hints if not name.startswith(("loss_type", "huber_"))}
+
+
+LOSS_OPTIONS = [
+    option
+    for option in iter_options(RunConfig)
+    if option.group == "loss" and option.name not in ("loss_type", *SNR_WEIGHTINGS)
+]
+"""The options of the loss functions: those that are neither their name nor a weighting."""
+
+
+def change_value(option):
+    """A value of the option that is not its default."""
+    if isinstance(option.value_type, tuple):
+        return next(value for value in option.value_type if value != option.default)
+    return not option.default if option.value_type is bool else 1.5 * (option.default or 1)
+
+
+@pytest.mark.parametrize("loss_type", losses.LOSSES)
+@pytest.mark.parametrize("option", LOSS_OPTIONS, ids=lambda option: option.name)
+def test_an_option_changes_the_losses_that_read_it_and_the_others_name_it_as_unused(option, loss_type):
+    value = change_value(option)
+    is_read = not torch.equal(
+        compute_loss(loss_type=loss_type), compute_loss(loss_type=loss_type, **{option.name: value})
+    )
+    parsed = parse_config([*DATA, "--loss_type", loss_type, f"--{option.name}", str(value)])
+    assert parsed.problems == []
+    assert [location for location, _ in parsed.unused] == ([] if is_read else [f"--{option.name}"])
+
+
+@pytest.mark.parametrize("option", LOSS_OPTIONS, ids=lambda option: option.name)
+def test_every_option_of_the_losses_changes_one_of_them(option):
+    changed = {option.name: change_value(option)}
+    assert any(
+        not torch.equal(compute_loss(loss_type=name), compute_loss(loss_type=name, **changed)) for name in losses.LOSSES
+    )

@@ -8,7 +8,7 @@ from tiny_pipelines import TINY
 
 from library.config.schema_objective import LossConfig, NoiseConfig
 from library.dataloader.batch import PixelBatch, normalize_pixels
-from library.diffusion.losses import reduce_loss_per_sample, resize_mask_to_latents
+from library.diffusion.masked_loss import reduce_loss_per_sample, resize_mask_to_latents
 from library.diffusion.objective import Objective
 from library.models.families import FAMILIES
 from library.parallel.async_copy import CopyStream

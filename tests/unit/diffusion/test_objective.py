@@ -11,6 +11,7 @@ import torch
 from diffusers import DDIMScheduler, DDPMScheduler, EulerDiscreteScheduler, PNDMScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.schedulers.scheduling_ddim import rescale_zero_terminal_snr
+from problem_lines import format_lines
 
 from library.config.options import iter_options
 from library.config.schema import RunConfig
@@ -19,6 +20,7 @@ from library.config.unused_options import SAMPLERS_WITHOUT_ZERO_SNR
 from library.dataloader.sample_prompts import Prompt
 from library.diffusion.objective import Objective
 from library.diffusion.process import EpsilonProcess, FixedShift, FlowMatchingProcess, VPredictionProcess
+from library.diffusion.weighting import SNR_WEIGHTINGS
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
@@ -89,9 +91,6 @@ CASES = [
     *[(kind, {}, INPUT) for kind in PROCESSES],
     ("flow", INPUT, {"ip_noise_gamma_random_strength": True}),
     *[(kind, {}, HUBER) for kind in PROCESSES],
-    ("flow", HUBER, {"huber_schedule": "exponential"}),
-    ("flow", HUBER, {"huber_c": 0.2}),
-    *[("epsilon", {**HUBER, "huber_schedule": name}, {"huber_scale": 2.0}) for name in ("snr", "constant")],
     ("epsilon", {}, {"min_snr_gamma": 5.0}),
     ("v", {}, {"min_snr_gamma": 5.0}),
     ("v", {}, {"debiased_estimation_loss": True}),
@@ -107,9 +106,11 @@ def test_every_option_changes_what_is_trained(kind, base, change):
     assert all(tensor.isfinite().all() for tensor in after)
 
 
-def test_every_option_of_the_objective_is_tested_above():
+def test_every_option_of_noise_and_weighting_is_tested_above():
+    """``test_losses.py`` tries the options of the loss functions."""
     tried = {name for _, _, change in CASES for name in change}
-    assert tried == {option.name for option in iter_options(RunConfig) if option.group in ("noise", "loss")}
+    noise = {option.name for option in iter_options(RunConfig) if option.group == "noise"}
+    assert tried == {*noise, "loss_type", *SNR_WEIGHTINGS}
 
 
 EVERYTHING = {
@@ -238,7 +239,7 @@ def test_conflicts_with_the_loaded_scheduler_are_rejected_after_loading():
     wrong = LossConfig(debiased_estimation_loss=True, scale_v_pred_loss_like_noise_pred=True)
     with pytest.raises(ConfigError) as caught:
         build_objective(NoiseConfig(), wrong, family, pipe)
-    first, second = caught.value.problems
+    first, second = format_lines(caught.value.problems)
     assert first.startswith("--scale_v_pred_loss_like_noise_pred: needs a model that predicts v")
     assert second == (
         "--debiased_estimation_loss: the model's last timestep has zero SNR, so its loss weight is infinite;"

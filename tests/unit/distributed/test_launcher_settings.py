@@ -11,6 +11,7 @@ import pytest
 from accelerate.commands import launch as accelerate_launch
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 from launcher_cases import TRAIN, check_launch_command, use_environment, write_accelerate_config
+from problem_lines import format_lines
 from rank_processes import find_free_port
 
 from library.config import RunConfig, parse_config
@@ -463,7 +464,7 @@ def test_torchrun_and_plain_python_read_no_config_file(home, monkeypatch):
 def test_the_suggested_command_uses_the_requested_device(flags, starts):
     command = parse_launch_command(f"accelerate launch {flags} t.py".split(), {})
     world = World(machine=Machine("cuda", 4), device_type="cuda", launch_command=command)
-    (problem,) = validate_distributed(RunConfig(), world)
+    (problem,) = format_lines(validate_distributed(RunConfig(), world))
 
     assert problem.splitlines()[1] == f"  {starts} launch --multi_gpu --num_processes 2 t.py"
 

@@ -1,6 +1,7 @@
 """Ranks and rendezvous address from the variables of SLURM and MPI, as srun 22.05 and Open MPI 4.1 set them."""
 
 import pytest
+from problem_lines import format_lines
 
 from library.config import RunConfig
 from library.distributed.slurm_and_mpi import (
@@ -81,7 +82,7 @@ def test_all_ranks_of_a_step_build_one_address_and_another_step_another_port():
 
 def test_mpi_on_several_machines_asks_for_the_address_of_rank_0():
     several = {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}
-    problems = validate_distributed(RunConfig(), World.from_environment(several))
+    problems = format_lines(validate_distributed(RunConfig(), World.from_environment(several)))
     assert len(problems) == 1 and "mpirun -x MASTER_ADDR=HOST" in problems[0]
     for environment in (OPEN_MPI, STEP, {**several, "MASTER_ADDR": "gpu-a03", "MASTER_PORT": "29500"}):
-        assert validate_distributed(RunConfig(), World.from_environment(environment)) == []
+        assert format_lines(validate_distributed(RunConfig(), World.from_environment(environment))) == []

@@ -24,11 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from library.config import parse_config
 from library.config.schema import OptimConfig
-from library.estimate.layout_search import Devices, estimate_layouts, get_partition, suggest_savings
+from library.estimate.layout_search import estimate_layouts, get_partition, suggest_savings
 from library.estimate.memory_estimate import count_in_flight, estimate_optimizer_state, split_model
-from library.estimate.memory_meter import AutocastEmulation, MemoryMeter, run_backward
+from library.estimate.memory_meter import AutocastEmulation, MemoryMeter, MeterReading, run_backward
 from library.estimate.meta_run import LargestBatch, MetaRun, StepMemory
 from library.estimate.parallel_layouts import LayoutFinder
+from library.estimate.step_time import Devices
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.optim.optimizers import ParamGroup, build_optimizer
@@ -191,7 +192,7 @@ def test_each_device_of_a_device_map_takes_the_estimated_memory(model):
     """Compared to fake devices with accelerate's dispatch hooks."""
     flags = (MODEL, f"random:{model}:tiny")
     meta_run, (whole,) = run_on_meta_device(*flags, batch=MEDIUM)
-    part = meta_run.family.denoiser_name
+    part = meta_run.family.facts.denoiser_name
     device_map = str(build_device_map(getattr(meta_run.pipe, part), 2))
     _, devices = run_on_meta_device(*flags, "--device_map", device_map, world_size=2, batch=MEDIUM)
     chunks = [chunk for device in devices for chunk in device.chunks]
@@ -260,7 +261,8 @@ def test_memory_counts_until_its_last_tensor_is_freed():
         assert (meter.live, meter.peak) == (40, 440)
         torch.mm(two.view(2, 5), two.view(5, 2))
     assert meter.flops == 2 * 2 * 5 * 2
-    assert meter.read_and_reset() == (40, 440, 40) and meter.read_and_reset() == (40, 40, 0)
+    assert meter.read_and_reset() == MeterReading(live=40, peak=440, flops=40, kernels=3), "views launch nothing"
+    assert meter.read_and_reset() == MeterReading(40, 40, 0, 0)
 
 
 class ExecutedOps(TorchDispatchMode):
@@ -287,7 +289,7 @@ def test_equal_ops_on_the_meta_device_count_like_the_first_and_are_not_executed_
     with ExecutedOps() as executed, MemoryMeter(torch.device("meta")) as meter:
         first, second = run(meter), run(meter)
     assert executed.counts[torch.ops.aten.mm] == executed.counts[torch.ops.aten._softmax] == 1
-    assert first == second and first[0] == 0 and first[1] > 0 and first[2] == 2 * 4 * 4 * 8
+    assert first == second and first.live == 0 and first.peak > 0 and first.flops == 2 * 4 * 4 * 8
 
 
 @pytest.mark.slow
@@ -303,9 +305,10 @@ def test_runs_with_other_cached_outputs_share_a_step():
 
 
 def test_the_peaks_of_parts_add_up_to_the_peak_of_the_step():
-    one, two = StepMemory(100, 150, 80, 1), StepMemory(20, 30, 5, 2)
-    assert (one + two) == StepMemory(120, 150, 60, 3) and (one + two).peak == 180  # the backward pass of the first part
-    assert (two + one) == StepMemory(120, 170, 80, 3) and (two + one).peak == 200
+    one, two = StepMemory(100, 150, 80, 1, 7), StepMemory(20, 30, 5, 2, 4)
+    assert (one + two) == StepMemory(120, 150, 60, 3, 11)
+    assert (one + two).peak == 180, "in the backward pass of the first part"
+    assert (two + one) == StepMemory(120, 170, 80, 3, 11) and (two + one).peak == 200
     assert (one + two) + one == one + (two + one)
 
 
@@ -349,6 +352,15 @@ def test_the_meta_batch_has_the_sizes_of_images_and_captions():
     batch = MetaRun(config, detect_model(config.model), batch).batch
     short, long_one = batch.cond["embeds"]
     assert batch.moments.mean_and_std.shape[-2:] == (12, 8) and len(short) < len(long_one)
+
+
+def test_a_budget_of_the_compiler_reduces_the_estimate():
+    saved = {}
+    for budget in ("", "1", "0.5"):
+        flags = ("--activation_memory_budget", budget) if budget else ()
+        run, _ = run_on_meta_device(*FLUX, "--torch_compile", *flags, batch=MEDIUM)
+        saved[budget] = run.step.total.saved
+    assert saved["0.5"] < saved["1"] < saved[""]
 
 
 # layouts
@@ -412,9 +424,11 @@ def test_layouts_are_combined_and_follow_the_model():
 
 def test_reasons_against_layouts_are_given_once_with_their_names():
     (reason,) = find_layouts(2, *SD3, "--tp_size", "2", "--blocks_to_swap", "1")[1]
-    assert reason.startswith("--blocks_to_swap: not available in runs that shard the frozen weights over processes")
+    assert str(reason).startswith(
+        "--blocks_to_swap: not available in runs that shard the frozen weights over processes"
+    )
     _, device_map = find_layouts(2, *SD3, "--blocks_to_swap", "1")[1]
-    assert device_map == "device map 2: --device_map: cannot be combined with blocks_to_swap; remove one of them"
+    assert str(device_map) == "device map 2: --device_map: cannot be combined with blocks_to_swap; remove one of them"
 
 
 @pytest.mark.slow

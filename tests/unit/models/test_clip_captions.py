@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from problem_lines import format_lines
 from tiny_pipelines import TINY
 
 from library.config import parse_config
@@ -78,7 +79,7 @@ def test_an_image_is_sampled_with_long_captions(name):
 
 
 def test_the_caption_options_are_validated_with_all_others(tmp_path):
-    problems = parse_config(["--max_token_length", "100", "--clip_skip", "-1"]).problems
+    problems = format_lines(parse_config(["--max_token_length", "100", "--clip_skip", "-1"]).problems)
     assert "--max_token_length: expected 75, 150 or 225, got 100" in problems
     assert any(line.startswith("--clip_skip: ") and "at least 0" in line for line in problems)
 

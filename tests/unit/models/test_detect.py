@@ -4,18 +4,21 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import httpx
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError
 from model_files import write_json_files
+from problem_lines import format_lines
 
 from library.config.schema import DataConfig, ModelConfig
 from library.dataset.dataset_config import load_dataset_config
 from library.dataset.validate import validate_resolution_multiple
 from library.errors import ConfigError
 from library.models.detect import detect_model
+from library.models.facts import DetectionFacts
 from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.model_configs import is_tokenizer, list_bundled_configs, list_family_configs, load_bundled_config
 
@@ -39,8 +42,8 @@ def write_model_folder(folder, name="StableDiffusionPipeline", unet=None, vae=No
 def detect_problem(source, **options):
     with pytest.raises(ConfigError) as caught:
         detect_model(ModelConfig(source, **options))
-    (line,) = caught.value.problems
-    assert options or line.startswith(f"pretrained_model_name_or_path: {source}: ")
+    (line,) = format_lines(caught.value.problems)
+    assert options or line.startswith(f"--pretrained_model_name_or_path: {source}: ")
     return line
 
 
@@ -60,7 +63,7 @@ def test_every_bundled_config_is_detected_as_its_family(name, tmp_path):
     )
     assert read.family == detected.family == family
     assert (read.size_multiple, read.prediction_type) == (detected.size_multiple, detected.prediction_type)
-    assert FAMILY_FACTS[read.family].pipeline_class in read.reason and f"sizes of {name}" in detected.reason
+    assert FAMILY_FACTS[read.family].pipeline.class_name in read.reason and f"sizes of {name}" in detected.reason
 
 
 def test_size_multiples_and_prediction_types_are_those_of_the_published_models():
@@ -82,7 +85,7 @@ def test_the_demo_datasets_have_bucket_steps_of_every_tiny_model(name):
     for file in ("demo.toml", "demo_control.toml"):
         read = load_dataset_config(DataConfig(dataset_config=f"dataset_configs/{file}"))
         assert read.datasets and not read.problems
-        assert not validate_resolution_multiple(read.datasets, multiple), file
+        assert not format_lines(validate_resolution_multiple(read.datasets, multiple)), file
 
 
 def test_the_built_in_model_is_detected_from_its_files(tmp_path):
@@ -237,24 +240,46 @@ def test_the_family_option_must_match_the_model(tmp_path):
     folder = write_model_folder(tmp_path / "one", config="sdxl", name="")
     actual = detect_model(ModelConfig(folder, family="sdxl"))
     assert actual.family == "sdxl" and "set by --family" in actual.reason
-    assert detect_problem(folder, family="sdxll") == "family: unknown model family 'sdxll'; did you mean sdxl?"
+    assert detect_problem(folder, family="sdxll") == "--family: unknown model family 'sdxll'; did you mean sdxl?"
     assert "pathlib:Path is not a model family" in detect_problem(folder, family="pathlib:Path")
     assert "its files are not those of family sd2" in detect_problem(write_model_folder(tmp_path / "b"), family="sd2")
     own = detect_model(ModelConfig(folder, family="library.models.families.sdxl:StableDiffusionXL"))
     assert own.family == "library.models.families.sdxl:StableDiffusionXL"
-    assert FAMILIES.get(own.family).denoiser_name == "unet"
+    assert FAMILIES.get(own.family).facts.denoiser_name == "unet"
     file = write_sparse_file(tmp_path / "model.safetensors", XL)
     assert "does not contain weights of family sd1" in detect_problem(file, family="sd1")
     assert "is of family sdxl, not sd1" in detect_problem("random:sdxl:tiny", family="sd1")
 
 
+class FamilyOfFolders(FAMILIES.get("sdxl")):
+    """A family without keys of single files."""
+
+    facts = replace(FAMILY_FACTS["sdxl"], detection=DetectionFacts(FAMILY_FACTS["sdxl"].detection.match_configs))
+
+
+def test_a_family_without_keys_is_in_no_single_file(tmp_path):
+    file = write_sparse_file(tmp_path / "model.safetensors", XL)
+    problem = detect_problem(file, family=f"{__name__}:FamilyOfFolders")
+    assert "does not contain weights of family" in problem
+
+
+def test_the_author_of_a_family_is_told_all_that_is_missing(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        detect_model(ModelConfig(write_model_folder(tmp_path), family="library.models.base:Family"))
+    assert caught.value.problems == [
+        "family: library.models.base:Family has no facts; set facts = FamilyFacts(...); see docs/adding_a_family.md",
+        "family: library.models.base:Family does not write encode_prompts, get_base_model_info, predict; see"
+        " docs/adding_a_family.md",
+    ]
+
+
 def test_options_of_other_families_are_all_rejected_at_once(tmp_path):
     with pytest.raises(ConfigError) as caught:
         detect_model(ModelConfig(write_model_folder(tmp_path), clip_g="x", ae="y", v2=True))
-    assert caught.value.problems == [
-        "clip_g: Stable Diffusion 1 has no such component",
-        "ae: Stable Diffusion 1 has no such component",
-        "v2: the model is Stable Diffusion 1; leave this option out",
+    assert format_lines(caught.value.problems) == [
+        "--clip_g: Stable Diffusion 1 has no such component",
+        "--ae: Stable Diffusion 1 has no such component",
+        "--v2: the model is Stable Diffusion 1; leave this option out",
     ]
     assert "clip_skip: does not apply to Stable Diffusion XL; leave this option out" in detect_problem(
         "random:sdxl:tiny", clip_skip=2

@@ -22,6 +22,7 @@ from diffusers import (
 from family_cases import SIZE, Recorder, build_case, make_generators
 from loaded_weights import assert_same_weights
 from PIL import Image
+from problem_lines import format_lines
 from published_configs import build_component_on_meta
 from safetensors.torch import save_file
 
@@ -32,11 +33,11 @@ from library.config.schema_data import DataConfig
 from library.dataloader.prepare import prepare_data
 from library.dataloader.sample_prompts import Prompt
 from library.errors import FileError
-from library.models.base import NEGATIVE_MARK
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.models.families.anima import ANIMA_KEYS
 from library.models.families.hunyuan_image_keys import HUNYUAN_IMAGE_KEYS
+from library.models.loading import load_pipeline_on_meta
 from library.models.model_configs import load_bundled_config
 from library.models.validate_options import validate_prompts
 
@@ -67,7 +68,7 @@ def test_auraflow_refuses_images_without_positions(tmp_path):
             prepare(resolution, bucket)
         assert prepare(resolution, bucket, max_side=None).manifest.samples
     assert prepare(256, "false").manifest.samples
-    problems = list(validate_prompts([Prompt("a", width=320, height=256)], model))
+    problems = format_lines(validate_prompts([Prompt("a", width=320, height=256)], model))
     assert len(problems) == 1 and "AuraFlow has positions for at most 256 pixels, not 320" in problems[0]
 
 
@@ -108,16 +109,18 @@ def test_cogview4_attends_as_in_diffusers_and_not_to_padding(build_case):
 def test_negative_prompts_have_no_instruction(build_case):
     for name, number in (("lumina2", 5), ("sana", 5)):
         family, tiny = build_case(name)
-        (negative,) = family.encode_prompts(tiny.pipe, [family.mark_negative_prompt("blue")])["embeds"]
+        (negative,) = family.encode_negative_prompts(tiny.pipe, ["blue"])["embeds"]
         assert len(negative) == number, "the start token and the letters"
-        assert family.find_truncated_prompts(tiny.pipe, [NEGATIVE_MARK + "a" * 400]) == ["a" * 400]
+        (caption,) = family.encode_prompts(tiny.pipe, ["blue"])["embeds"]
+        assert caption.shape != negative.shape or not torch.allclose(caption, negative)
+        assert family.find_truncated_prompts(tiny.pipe, ["a" * 400]) == ["a" * 400]
 
 
 @pytest.mark.slow
 @torch.no_grad()
 def test_krea_2_turbo_has_one_shift_and_few_steps():
     family = FAMILIES.get("krea2")()
-    pipe = family.load("random:krea2:tiny", torch.float32, family.text_components)
+    pipe = family.load("random:krea2:tiny", torch.float32, family.facts.text.components)
     pipe = family.load("random:krea2:tiny", torch.float32, ("vae", "transformer"), pipe=pipe)
     pipe.set_progress_bar_config(disable=True)
     assert family.build_noise_process(pipe).shift.compute_factor(6400) == pytest.approx(math.exp(1.15))
@@ -138,7 +141,7 @@ def test_anima_is_loaded_from_its_published_files_and_from_a_folder_that_diffuse
     for name, tensors in original_checkpoints.build_anima_files(pipe).items():
         save_file(tensors, tmp_path / f"{name}.safetensors")
     paths = [str(tmp_path / f"{name}.safetensors") for name in ("transformer", "vae", "text_encoder")]
-    for part, repository in family.tokenizer_repo_ids.items():
+    for part, repository in family.facts.text.tokenizer_repo_ids.items():
         getattr(pipe, part).save_pretrained(tmp_path / "tokenizers" / repository.replace("/", "_"))
     options = ModelConfig(
         paths[0], vae=paths[1], text_encoder=paths[2], tokenizer_cache_dir=str(tmp_path / "tokenizers")
@@ -169,7 +172,7 @@ def test_anima_trains_the_layers_and_timesteps_of_sd_scripts():
     excluded = re.compile(r".*(_modulation|_norm|_embedder|final_layer).*")
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     theirs = [name for name in linear if not excluded.fullmatch(names[name])]
-    assert list(match_target_modules(model, family.lora_target_modules)) == theirs and len(theirs) == 280
+    assert list(match_target_modules(model, family.facts.lora.targets)) == theirs and len(theirs) == 280
     assert names[theirs[3]] == "blocks.0.self_attn.output_proj"
     assert family().build_noise_process(None).shift.compute_factor(4096) == 1
 
@@ -205,6 +208,17 @@ def test_flux3_masks_the_window_of_longer_texts_and_is_loaded_from_a_folder_that
         output = each(prompt="a cat", **SIZE, num_inference_steps=2, generator=generator)
         images.append((output.get("images") if each is modular else output.images)[0])
     assert images[0].tobytes() == images[1].tobytes()
+
+
+@torch.no_grad()
+def test_hunyuan_image_takes_apostrophes_for_no_quotes(build_case):
+    family, tiny = build_case("hunyuan_image")
+    with_apostrophes, in_quotes = "the woman's dress and the man's hat", 'a sign “open” beside "it\'s"'
+    glyphs = family.encode_prompts(tiny.pipe, [with_apostrophes, in_quotes])["glyphs"]
+    assert [len(row) for row in glyphs] == [1, len('Text "it\'s". Text "open". ') + 1] and not glyphs[0].any()
+    pipe = load_pipeline_on_meta(family, detect_model(tiny.source), torch.float32)
+    on_meta = family.encode_prompts_on_meta(pipe, [with_apostrophes, in_quotes])["glyphs"]
+    assert [len(row) for row in on_meta] == [len(row) for row in glyphs]
 
 
 @pytest.mark.slow
@@ -252,7 +266,7 @@ def test_hunyuan_image_is_loaded_from_the_files_of_sd_scripts_and_from_a_folder_
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / f"{name}.safetensors")
     paths = [str(tmp_path / f"{name}.safetensors") for name in files]
     tokenizers = tmp_path / "tokenizers"  # byT5's has no files
-    pipe.tokenizer.save_pretrained(tokenizers / family.tokenizer_repo_ids["tokenizer"].replace("/", "_"))
+    pipe.tokenizer.save_pretrained(tokenizers / family.facts.text.tokenizer_repo_ids["tokenizer"].replace("/", "_"))
     options = ModelConfig(
         paths[0], vae=paths[1], text_encoder=paths[2], byt5=paths[3], tokenizer_cache_dir=str(tokenizers)
     )
@@ -281,7 +295,7 @@ def test_hunyuan_image_is_loaded_from_the_files_of_sd_scripts_and_from_a_folder_
 def test_hunyuan_image_trains_the_layers_and_timesteps_of_sd_scripts():
     model, family = build_component_on_meta("hunyuan_image", "transformer"), FAMILIES.get("hunyuan_image")
     part = ComponentKeys("transformer", list_module_names(model), "lora_unet", HUNYUAN_IMAGE_KEYS)
-    groups = part.get_key_map().group_modules(match_target_modules(model, family.lora_target_modules))
+    groups = part.get_key_map().group_modules(match_target_modules(model, family.facts.lora.targets))
     stream = ("mod.linear", "attn_qkv", "attn_proj", "mlp.fc1", "mlp.fc2")
     theirs = {f"double_blocks.{n}.{each}_{name}" for n in range(20) for each in ("img", "txt") for name in stream}
     theirs |= {f"single_blocks.{n}.{name}" for n in range(40) for name in ("linear1", "linear2", "modulation.linear")}

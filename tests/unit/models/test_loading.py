@@ -23,21 +23,21 @@ __all__ = ["build_case", "each_family"]  # fixtures
 @pytest.mark.slow
 def test_the_vae_stays_in_float32_in_a_bfloat16_run(each_family, tmp_path):
     family, tiny = each_family
-    exact = family.encode_pixels(tiny.pipe, make_pixels(), make_generators())
+    exact = family.encode_moments(tiny.pipe, make_pixels()).sample(make_generators())
     image = family.decode_latents(tiny.pipe, exact)
     tiny.pipe.save_pretrained(tmp_path)
     low = family.load(str(tmp_path), torch.bfloat16)
     for pipe in (low, family.load(tiny.source, torch.bfloat16)):
         modules = get_modules(family, pipe)
         assert {parameter.dtype for parameter in modules.pop("vae").parameters()} == {torch.float32}
-        denoiser = getattr(pipe, family.denoiser_name)
+        denoiser = getattr(pipe, family.facts.denoiser_name)
         in_float32 = set(getattr(denoiser, "_keep_in_fp32_modules", None) or ())  # diffusers keeps these so
         for part in modules.values():
             for parameter_name, parameter in part.named_parameters():
                 if part is not denoiser or not in_float32 & set(parameter_name.split(".")):
                     assert parameter.dtype == torch.bfloat16, parameter_name
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(family.encode_pixels(low, make_pixels(), make_generators()), exact)
+        torch.testing.assert_close(family.encode_moments(low, make_pixels()).sample(make_generators()), exact)
         torch.testing.assert_close(family.decode_latents(low, exact), image)
 
 
@@ -46,16 +46,16 @@ def test_only_the_requested_components_are_loaded_and_others_can_be_added(each_f
     tiny.pipe.save_pretrained(tmp_path)
     for source in (str(tmp_path), tiny.source):
         full_pipe = family.load(source, torch.float32)
-        pipe = family.load(source, torch.float32, family.text_components)
-        assert list_loaded_components(family, pipe) == set(family.text_components)
-        encoder, scheduler = getattr(pipe, family.text_components[0]), pipe.scheduler
+        pipe = family.load(source, torch.float32, family.facts.text.components)
+        assert list_loaded_components(family, pipe) == set(family.facts.text.components)
+        encoder, scheduler = getattr(pipe, family.facts.text.components[0]), pipe.scheduler
         assert family.load(source, torch.float32, ("vae",), pipe=pipe) is pipe
-        assert list_loaded_components(family, pipe) == {*family.text_components, "vae"}
-        assert getattr(pipe, family.text_components[0]) is encoder and pipe.scheduler is scheduler
-        for part in family.text_components:
+        assert list_loaded_components(family, pipe) == {*family.facts.text.components, "vae"}
+        assert getattr(pipe, family.facts.text.components[0]) is encoder and pipe.scheduler is scheduler
+        for part in family.facts.text.components:
             setattr(pipe, part, None)
-        family.load(source, torch.float32, (family.denoiser_name,), pipe=pipe)
-        assert list_loaded_components(family, pipe) == {"vae", family.denoiser_name}
+        family.load(source, torch.float32, (family.facts.denoiser_name,), pipe=pipe)
+        assert list_loaded_components(family, pipe) == {"vae", family.facts.denoiser_name}
         assert pipe.vae_scale_factor == full_pipe.vae_scale_factor
         assert dict(pipe.config).keys() == dict(full_pipe.config).keys()
         assert_same_weights(family, pipe, full_pipe)
@@ -67,7 +67,7 @@ def test_a_pipeline_derives_its_scale_factor_from_a_vae_that_is_added_later(tmp_
     kinds = {"down_block_types": ["DownEncoderBlock2D"] * 3, "up_block_types": ["UpDecoderBlock2D"] * 3}
     shallow = AutoencoderKL.from_config(tiny.pipe.vae.config, block_out_channels=[8, 16, 32], **kinds)
     shallow.save_pretrained(tmp_path / "vae")
-    pipe = family.load(str(tmp_path), torch.float32, family.text_components)
+    pipe = family.load(str(tmp_path), torch.float32, family.facts.text.components)
     family.load(str(tmp_path), torch.float32, ("vae",), pipe=pipe)
     assert pipe.vae_scale_factor == pipe.image_processor.config.vae_scale_factor == 4
 
@@ -79,7 +79,7 @@ def test_a_saved_model_loads_with_the_same_weights(each_family, tmp_path):
     pipe = family.load(str(tmp_path), torch.float32)
     assert_same_weights(family, pipe, tiny.pipe)
     assert not any(part.training for part in get_modules(family, pipe).values())
-    for name in family.tokenizer_repo_ids:
+    for name in family.facts.text.tokenizer_repo_ids:
         parts = [getattr(each, name) for each in (pipe, tiny.pipe)]
         rows = [getattr(part, "tokenizer", part)("a red circle").input_ids for part in parts]
         assert rows[0] == rows[1]
@@ -97,7 +97,7 @@ def test_a_model_with_fp16_weights_only_is_loaded(each_family, tmp_path):
 def test_a_tokenizer_without_vocabulary_is_reported(each_family, tmp_path):
     family, tiny = each_family
     tiny.pipe.save_pretrained(tmp_path)
-    (part, *_) = family.tokenizer_repo_ids
+    (part, *_) = family.facts.text.tokenizer_repo_ids
     for path in (tmp_path / part).iterdir():
         if path.name != "tokenizer_config.json":
             path.unlink()
@@ -108,13 +108,13 @@ def test_a_tokenizer_without_vocabulary_is_reported(each_family, tmp_path):
 def test_a_damaged_model_is_a_user_error(each_family, tmp_path):
     family, tiny = each_family
     tiny.pipe.save_pretrained(tmp_path)
-    (tmp_path / family.denoiser_name / "diffusion_pytorch_model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=f"its {family.denoiser_name} cannot be loaded"):
+    (tmp_path / family.facts.denoiser_name / "diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=f"its {family.facts.denoiser_name} cannot be loaded"):
         family.load(str(tmp_path), torch.float32)
 
 
 def test_out_of_memory_while_loading_is_not_reported_as_a_damaged_model(monkeypatch):
-    def part(*given):
+    def part(*given, **named):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 24 GiB.")
 
     monkeypatch.setattr(loading, "_load_component", part)

@@ -83,7 +83,7 @@ def test_the_device_of_a_model_can_be_set_while_it_is_loaded(tmp_path):
 def test_the_components_of_the_built_in_model_can_be_loaded_separately():
     family = FAMILIES.get("sd1")()
     full_pipe = family.load(None, torch.float32)
-    pipe = family.load(None, torch.float32, family.text_components)
+    pipe = family.load(None, torch.float32, family.facts.text.components)
     assert pipe.unet is None
     family.load(None, torch.float32, ("unet", "vae"), pipe=pipe)
     for part in ("unet", "vae", "text_encoder"):

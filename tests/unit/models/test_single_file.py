@@ -9,6 +9,7 @@ import pytest
 import torch
 from family_cases import get_modules
 from loaded_weights import assert_same_weights, list_loaded_components
+from problem_lines import format_lines
 from safetensors.torch import save_file
 from tiny_pipelines import TINY
 
@@ -24,7 +25,7 @@ def tokenizer_cache(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizers")
     for name in FAMILIES.list_names():
         family, pipe = FAMILIES.get(name), TINY[name]().pipe
-        for part, hub_id in family.tokenizer_repo_ids.items():
+        for part, hub_id in family.facts.text.tokenizer_repo_ids.items():
             tokenizer = getattr(pipe, part)
             if "CLIP" in type(tokenizer).__name__:
                 tokenizer.pad_token = (
@@ -71,9 +72,9 @@ def test_a_single_file_loads_the_same_model_as_the_folder(single_file):
 def test_only_the_requested_components_of_a_single_file_are_loaded(single_file):
     family, tiny, _ = single_file
     actual = detect_model(family.model_config)
-    pipe = family.load(actual, torch.float32, family.text_components)
-    assert list_loaded_components(family, pipe) == set(family.text_components)
-    family.load(actual, torch.float32, ("vae", family.denoiser_name), pipe=pipe)
+    pipe = family.load(actual, torch.float32, family.facts.text.components)
+    assert list_loaded_components(family, pipe) == set(family.facts.text.components)
+    family.load(actual, torch.float32, ("vae", family.facts.denoiser_name), pipe=pipe)
     assert_same_weights(family, pipe, tiny.pipe)
 
 
@@ -86,7 +87,7 @@ def test_half_precision_weights_are_cast_to_the_requested_dtype(single_file, tmp
     pipe = family.load(detect_model(str(path)), torch.bfloat16)
     dtypes = {part: {p.dtype for p in module.parameters()} for part, module in get_modules(family, pipe).items()}
     assert dtypes.pop("vae") == {torch.float32}
-    assert family.denoiser_name in dtypes and all(each == {torch.bfloat16} for each in dtypes.values()), dtypes
+    assert family.facts.denoiser_name in dtypes and all(each == {torch.bfloat16} for each in dtypes.values()), dtypes
 
 
 def test_a_file_with_missing_weights_is_reported(single_file):
@@ -95,8 +96,10 @@ def test_a_file_with_missing_weights_is_reported(single_file):
     lost = [name for name in tensors if re.match(r"model\.diffusion_model\..*(bias|proj_out\.weight)$", name)][-1]
     del tensors[lost]
     save_file(tensors, path)
-    with pytest.raises(ConfigError, match=f"its {family.denoiser_name} cannot be loaded: the file lacks 1 weights"):
-        family.load(detect_model(str(path)), torch.float32, (family.denoiser_name,))
+    with pytest.raises(
+        ConfigError, match=f"its {family.facts.denoiser_name} cannot be loaded: the file lacks 1 weights"
+    ):
+        family.load(detect_model(str(path)), torch.float32, (family.facts.denoiser_name,))
     text = next(
         name
         for name in tensors
@@ -112,7 +115,7 @@ def test_a_tokenizer_without_network_and_cache_is_reported_with_a_fix(single_fil
     family, _, path = single_file
     strict = type(family)(ModelConfig())
     with pytest.raises(ConfigError, match=r"contains no tokenizer.* --tokenizer_cache_dir FOLDER"):
-        strict.load(str(path), torch.float32, tuple(family.tokenizer_repo_ids)[:1])
+        strict.load(str(path), torch.float32, tuple(family.facts.text.tokenizer_repo_ids)[:1])
 
 
 def test_a_hub_that_does_not_answer_is_not_asked_for_each_file_of_a_tokenizer(single_file, monkeypatch):
@@ -123,7 +126,7 @@ def test_a_hub_that_does_not_answer_is_not_asked_for_each_file_of_a_tokenizer(si
     retries = []
     monkeypatch.setattr("time.sleep", retries.append)
     with pytest.raises(ConfigError, match=r"contains no tokenizer"):
-        type(family)(ModelConfig()).load(str(path), torch.float32, tuple(family.tokenizer_repo_ids)[:1])
+        type(family)(ModelConfig()).load(str(path), torch.float32, tuple(family.facts.text.tokenizer_repo_ids)[:1])
     assert retries == []
 
 
@@ -136,7 +139,7 @@ def test_a_file_with_only_the_denoiser_needs_the_other_component_options(tmp_pat
     save_file(original_checkpoints.convert_clip(tiny.pipe.text_encoder_2), clip_g)
     with pytest.raises(ConfigError) as caught:
         detect_model(single)
-    assert [line.split("the file has ")[1] for line in caught.value.problems] == [
+    assert [line.split("the file has ")[1] for line in format_lines(caught.value.problems)] == [
         "no vae; give one with --vae",
         "no text_encoder; give one with --clip_l",
         "no text_encoder_2; give one with --clip_g",
@@ -175,7 +178,7 @@ def test_component_options_replace_the_components_of_the_model(tmp_path):
 def load_problem(tmp_path: Path, **options: str) -> str:
     with pytest.raises(ConfigError) as caught:
         detect_model(ModelConfig("random:sdxl:tiny", **options))
-    (line,) = caught.value.problems
+    (line,) = format_lines(caught.value.problems)
     return line
 
 
@@ -199,7 +202,7 @@ def test_a_component_of_the_wrong_type_is_rejected_by_its_type(tmp_path):
     assert "is a LoRA file, not a model" in load_problem(tmp_path, vae=path)
     assert "no such file or folder" in load_problem(tmp_path, vae=str(tmp_path / "absent"))
     assert "no config.json in it" in load_problem(tmp_path, vae=str(tmp_path))
-    assert load_problem(tmp_path, ae=path) == "ae: Stable Diffusion XL has no such component"
+    assert load_problem(tmp_path, ae=path) == "--ae: Stable Diffusion XL has no such component"
 
 
 def test_flux_is_loaded_from_four_files_and_a_transformer_with_diffusers_keys(tmp_path, tokenizer_cache):
@@ -211,7 +214,11 @@ def test_flux_is_loaded_from_four_files_and_a_transformer_with_diffusers_keys(tm
     save_file(original_checkpoints.convert_text_encoder(tiny.pipe.text_encoder_2), files["t5xxl"])
     with pytest.raises(ConfigError) as caught:
         detect_model(files["flux"])
-    assert [line.split("; give one with ")[1] for line in caught.value.problems] == ["--vae", "--clip_l", "--t5xxl"]
+    assert [line.split("; give one with ")[1] for line in format_lines(caught.value.problems)] == [
+        "--vae",
+        "--clip_l",
+        "--t5xxl",
+    ]
     options = ModelConfig(files.pop("flux"), **files, tokenizer_cache_dir=str(tokenizer_cache))
     family, actual = FAMILIES.get("flux")(options), detect_model(options)
     assert (actual.family, actual.bundled_config) == ("flux", "flux_schnell_tiny")

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from diffusers.optimization import get_scheduler as diffusers_scheduler
+from problem_lines import format_lines
 from training_runs import train, write_images
 from transformers.optimization import get_scheduler
 
@@ -153,7 +154,7 @@ def test_a_mistake_in_the_schedule_options_is_reported(settings, message):
         build_lr_schedule(OptimConfig(**settings), STEPS)
 
     assert message in str(caught.value)
-    assert str(caught.value).splitlines() == [*validate_lr_schedule(OptimConfig(**settings))]
+    assert str(caught.value).splitlines() == [*format_lines(validate_lr_schedule(OptimConfig(**settings)))]
 
 
 def test_the_peak_learning_rate_follows_the_warmup():
@@ -276,7 +277,7 @@ def test_prodigy_accepts_the_usual_arguments_of_sd_scripts():
 
 
 def test_a_schedule_that_is_too_short_for_the_run_is_reported_before_the_model_is_loaded(tmp_path, monkeypatch):
-    def load(*_):
+    def load(*_, **__):
         raise AssertionError("the model is loaded")
 
     monkeypatch.setattr("library.training.run.load_training_pipeline", load)
@@ -289,11 +290,7 @@ def test_a_schedule_that_is_too_short_for_the_run_is_reported_before_the_model_i
             "4",
             "--output_dir",
             str(tmp_path / "out"),
-            "--lr_scheduler_type",
-            "OneCycleLR",
-            "--lr_scheduler_args",
-            "total_steps=3",
-            "max_lr=1e-3",
+            *"--lr_scheduler_type OneCycleLR --lr_scheduler_args total_steps=3 max_lr=1e-3".split(),
         )
 
 
@@ -328,7 +325,7 @@ def test_adafactor_sets_its_learning_rate_unless_relative_step_is_false():
     ],
 )
 def test_a_mistake_in_the_optimizer_options_is_reported(name, arguments, message):
-    (problem,) = validate_optimizer(OptimConfig(optimizer_type=name, optimizer_args=arguments))
+    (problem,) = format_lines(validate_optimizer(OptimConfig(optimizer_type=name, optimizer_args=arguments)))
 
     assert re.match(r"--optimizer_(type|args): ", problem) and message in problem
 
@@ -336,7 +333,7 @@ def test_a_mistake_in_the_optimizer_options_is_reported(name, arguments, message
 def test_a_missing_package_is_reported_with_its_pip_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
 
-    (problem,) = validate_optimizer(OptimConfig(optimizer_type="AdamW8bit"))
+    (problem,) = format_lines(validate_optimizer(OptimConfig(optimizer_type="AdamW8bit")))
 
     assert re.search(r"AdamW8bit: .*bitsandbytes.*; pip install bitsandbytes", problem)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from one_result import write_even_dataset
 from peft import LoraConfig, get_peft_model
+from problem_lines import format_lines
 from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from support.fake_devices import DEVICE_TYPE, dispatch_to_fake_devices, move_to_device
@@ -36,7 +37,7 @@ MODELS = ("sd1", "sdxl", "sd3", "flux", "z_image", "qwen_image")
 
 def empty_denoiser(model: str) -> nn.Module:
     config = parse_config(["--pretrained_model_name_or_path", f"random:{model}:tiny"]).config
-    part = FAMILIES.get(model).denoiser_name
+    part = FAMILIES.get(model).facts.denoiser_name
     return getattr(load_components_on_meta(detect_model(config.model), (part,)), part)
 
 
@@ -62,7 +63,7 @@ def test_weights_are_balanced_or_placed_sequentially():
 def test_inputs_of_every_layer_are_on_its_device(model, count):
     tiny = TINY[model]()
     family, batch, first = FAMILIES.get(tiny.family)(), tiny.batch, torch.device(DEVICE_TYPE, 0)
-    with dispatch_to_fake_devices(tiny.pipe, family.denoiser_name, count) as devices:
+    with dispatch_to_fake_devices(tiny.pipe, family.facts.denoiser_name, count) as devices:
         assert len(devices) == count
         moved = replace(
             batch,
@@ -72,10 +73,10 @@ def test_inputs_of_every_layer_are_on_its_device(model, count):
             loss_weights=move_to_device(first, batch.loss_weights),
         )
         t = torch.full((len(batch.latents),), 0.5, device=first)
-        output = family.predict(tiny.pipe, getattr(tiny.pipe, family.denoiser_name), moved.latents, t, moved)
+        output = family.predict(tiny.pipe, getattr(tiny.pipe, family.facts.denoiser_name), moved.latents, t, moved)
         assert output.device == first and output.shape == batch.latents.shape
         output.sum().backward()
-        weights = getattr(tiny.pipe, family.denoiser_name).named_parameters()
+        weights = getattr(tiny.pipe, family.facts.denoiser_name).named_parameters()
         reached = {weight.device for name, weight in weights if weight.grad is not None}
         assert reached == {torch.device(DEVICE_TYPE, number) for number in range(count)}
 
@@ -113,7 +114,7 @@ def test_update_norms_of_several_devices_are_read_in_one_copy():
     ],
 )
 def test_a_device_map_that_does_not_match_the_model_is_refused(model, text, expected):
-    (problem,) = validate_device_map(empty_denoiser(model), DeviceMap.parse(text))
+    (problem,) = format_lines(validate_device_map(empty_denoiser(model), DeviceMap.parse(text)))
     assert expected in problem
 
 
@@ -131,7 +132,7 @@ def test_a_device_map_that_does_not_match_the_model_is_refused(model, text, expe
     ],
 )
 def test_invalid_device_maps_are_refused(text, expected):
-    problems = parse_config(["--device_map", text]).problems
+    problems = format_lines(parse_config(["--device_map", text]).problems)
     assert any(expected in problem for problem in problems), problems
 
 
@@ -140,7 +141,7 @@ def test_device_maps_are_refused_with_other_engines_and_too_few_devices():
         machine = Machine(device_type="cuda", device_count=facts.pop("count", 2))
         config = parse_config(["--device_map", text]).config
         world = World(device_type="cuda", machine=machine, **facts)
-        return [*validate_device_map_launch(config.parallel.device_map, config.distributed, world)]
+        return [*format_lines(validate_device_map_launch(config.parallel.device_map, config.distributed, world))]
 
     assert "the launcher requests DeepSpeed; use one" in problems("auto", engines=("DeepSpeed",))[0]
     assert "the launcher requests torch.compile" in problems("auto", dynamo_backend="INDUCTOR")[0]
@@ -148,7 +149,9 @@ def test_device_maps_are_refused_with_other_engines_and_too_few_devices():
     assert "the world size is 2; start one process, or use --pp_size" in problems("auto", world_size=2)[0]
     assert "and this process sees 1; remove it" in problems("auto", count=1)[0]
     assert "there is no device 2; this process sees devices 0 to 1" in problems('{"": 0, "a": 2}')[0]
-    both = parse_config(["--dataset_config", __file__, "--device_map", "auto", "--tp_size", "2", "--fsdp"]).problems
+    both = format_lines(
+        parse_config(["--dataset_config", __file__, "--device_map", "auto", "--tp_size", "2", "--fsdp"]).problems
+    )
     reported = [f"--device_map: cannot be combined with {other}; remove one of them" for other in ("tp_size", "fsdp")]
     assert both == reported
 

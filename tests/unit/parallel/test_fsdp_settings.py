@@ -1,9 +1,12 @@
 """FSDP settings of options and launcher are resolved to one configuration, or refused."""
 
+import os
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from launcher_cases import TRAIN, check_launch_command, use_environment, write_accelerate_config
+from problem_lines import format_lines
 
 from library.config import parse_config
 from library.distributed.fsdp_settings import (
@@ -16,7 +19,7 @@ from library.distributed.fsdp_settings import (
 )
 from library.distributed.validate_launch import validate_distributed
 from library.distributed.validate_sharding import validate_fsdp
-from library.distributed.world import World
+from library.distributed.world import ENGINE_VARIABLES, World
 
 FOUR_PROCESSES = World(world_size=4, local_world_size=4, local_rank=0)
 EXPORTED = {
@@ -42,8 +45,11 @@ SIZES = {
 }
 
 
-def parse_flags(*flags: str):
-    return parse_config([*flags]).config
+def parse_flags(*flags: str, world: World):
+    """Parse flags in a process that the launcher of ``world`` has started."""
+    launched = {key: "true" for key, engine in ENGINE_VARIABLES.items() if engine in world.engines}
+    with patch.dict(os.environ, launched):
+        return parse_config([*flags]).config
 
 
 def build_launcher_environment(**variables: str) -> World:
@@ -89,10 +95,15 @@ def build_launcher_environment(**variables: str) -> World:
     ],
 )
 def test_fsdp_options_and_launcher_are_resolved_to_one_configuration(flags, world, expected):
-    settings_config = parse_flags(*flags)
+    settings_config = parse_flags(*flags, world=world)
 
     assert resolve_fsdp(settings_config.sharding, settings_config.parallel.tp_size, world) == expected
-    assert validate_fsdp(settings_config.sharding, settings_config.train, settings_config.parallel.tp_size, world) == []
+    assert (
+        format_lines(
+            validate_fsdp(settings_config.sharding, settings_config.train, settings_config.parallel.tp_size, world)
+        )
+        == []
+    )
     assert [*find_ignored_fsdp_settings(world)] == []
 
 
@@ -100,7 +111,6 @@ def test_fsdp_options_and_launcher_are_resolved_to_one_configuration(flags, worl
     ("flags", "world", "expected"),
     [
         (("--no-fsdp",), build_launcher_environment(), "--no-fsdp: the launcher requests FSDP"),
-        (("--dp_shard_size", "2"), FOUR_PROCESSES, "--dp_shard_size: no effect without FSDP; add --fsdp"),
         (
             (),
             replace(
@@ -144,7 +154,7 @@ def test_fsdp_options_and_launcher_are_resolved_to_one_configuration(flags, worl
     ],
 )
 def test_invalid_fsdp_settings_are_refused_before_the_rendezvous(flags, world, expected):
-    (problem,) = validate_distributed(parse_flags(*flags), world)
+    (problem,) = format_lines(validate_distributed(parse_flags(*flags, world=world), world))
 
     assert expected in problem
 

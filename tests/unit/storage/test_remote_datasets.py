@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from image_listings import encode_image, make_config, prepare_subsets, strip_folder, write_files
+from problem_lines import format_lines
 from remote_servers import BUCKET, S3Server, run_file_server, run_s3_server
 
 from library.config.schema import TrainConfig
@@ -182,7 +183,7 @@ def test_every_problem_is_one_line_with_the_key_the_url_and_what_to_do(server, t
     }
     for subset, expected in cases.items():
         config = make_config(tmp_path, subset, remote_retry_seconds=0.0)
-        problems = strip_folder(tmp_path, validate_dataset_config(config))
+        problems = strip_folder(tmp_path, format_lines(validate_dataset_config(config)))
         key = subset.partition(" ")[0]
         assert any(problem.startswith(f"set.toml:4: {key}: {expected}") for problem in problems), problems
         assert not any("geheim" in problem or "\n" in problem for problem in problems)
@@ -192,7 +193,7 @@ def test_every_problem_is_one_line_with_the_key_the_url_and_what_to_do(server, t
     import s3fs
 
     s3fs.S3FileSystem.clear_instance_cache()
-    (problem,) = validate_dataset_config(make_config(tmp_path, f"image_dir = '{url}'"))
+    (problem,) = format_lines(validate_dataset_config(make_config(tmp_path, f"image_dir = '{url}'")))
     assert "credentials are missing or not valid" in problem and "set AWS_ACCESS_KEY_ID" in problem
     s3fs.S3FileSystem.clear_instance_cache()
 

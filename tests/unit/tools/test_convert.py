@@ -130,3 +130,46 @@ def test_a_conversion_needs_at_most_twice_the_memory_of_the_file(file_format, tm
     ran = subprocess.run([sys.executable, "-c", MEASURE, *words], capture_output=True, text=True, check=True)
 
     assert int(ran.stdout.splitlines()[-1]) < 2 * source.stat().st_size + 150e6
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "file_format", "advised"),
+    [
+        ("sd1", "loha", "diffusers", "comfy"),
+        ("flux", "lokr", "diffusers", "comfy"),
+        ("flux", "loha", "kohya", "comfy"),
+        ("sd1", "oft", "kohya", "diffusers"),
+        ("sd1", "glora", "diffusers", "comfy"),
+    ],
+)
+def test_a_refused_format_names_one_that_this_command_writes(model, kind, file_format, advised, tmp_path, capsys):
+    source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    if kind == "oft":
+        tensors = {"unet.mid_block.attentions.0.proj_in.oft_R.weight": torch.ones(32, 190)}
+    elif kind == "glora":
+        names, name = ("a1", "a2", "b1", "b2"), "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"
+        shapes = ((1280, 1), (1, 1280), (1280, 1), (1, 1280))
+        tensors = {f"{name}.{end}.weight": torch.ones(shape) for end, shape in zip(names, shapes, strict=True)}
+    else:
+        state, alphas, parts = build_random_state(model, kind)
+        tensors, _ = convert_to_file_format(state, alphas, parts, "comfy")
+    save_file(tensors, source, {"ss_base_model_version": {"flux": "flux1", "sd1": "sd_v1"}[model]})
+
+    assert run_tool(["convert", str(source), str(target), "--to", file_format]) == 2
+
+    text = capsys.readouterr().err
+    assert f"use {advised}" in text and "auto" not in text and "save_format" not in text
+    assert run_tool(["convert", str(source), str(target), "--to", advised]) == 0
+
+
+def test_an_update_of_fused_layers_that_cannot_be_split_is_refused_with_a_command_that_takes_it(tmp_path, capsys):
+    source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    name = "lora_unet_double_blocks_0_img_attn_qkv"
+    tensors = {f"{name}.lokr_w1": torch.rand(4, 4), f"{name}.lokr_w2": torch.rand(2304, 768)}
+    save_file(tensors, source, {"ss_base_model_version": "flux1"})
+
+    assert run_tool(["convert", str(source), str(target), "--to", "comfy"]) == 2
+
+    assert "lora resize" in capsys.readouterr().err
+    assert run_tool(["lora", "resize", str(source), "--rank", "2", "--output", str(target)]) == 0
+    assert run_tool(["convert", str(target), str(tmp_path / "there.safetensors"), "--to", "diffusers"]) == 0

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from problem_lines import format_lines
 
 from library.cli import EXIT_USER_ERROR, run_tool
 from library.config import parse_config
@@ -24,17 +25,12 @@ from library.tools.importers.programs import import_sources
 from library.tools.importers.source_file import SourceFile, read_source
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "import"
-FILES = (
-    "kohya_sdxl.json",
-    "kohya_flux.json",
-    "ai_toolkit_flux.yaml",
-    "ai_toolkit_sdxl.yaml",
-    "onetrainer_sdxl.json",
-    "onetrainer_flux.json",
-    "diffusion_pipe_flux.toml",
-    "diffusion_pipe_sdxl.toml",
-    "simpletuner_flux/config.json",
-    "simpletuner_sdxl/config.env",
+FILES = tuple(
+    (
+        "kohya_sdxl.json kohya_flux.json ai_toolkit_flux.yaml ai_toolkit_sdxl.yaml onetrainer_sdxl.json "
+        "onetrainer_flux.json diffusion_pipe_flux.toml diffusion_pipe_sdxl.toml simpletuner_flux/config.json "
+        "simpletuner_sdxl/config.env"
+    ).split()
 )
 FOLDERS = ("photos/10_lorikeet bird", "photos/sub", "reg/2_bird", "masks")
 
@@ -69,7 +65,7 @@ def describe(result):
     """All that an import says and would write."""
     return json.dumps(
         [
-            result.problems,
+            format_lines(result.problems),
             result.family,
             sorted(result.options.items(), key=str),
             result.general,
@@ -96,7 +92,7 @@ def test_presets_of_lycoris_are_taken_over(work, preset, lora_type, arguments, i
 
     text, loaded, _ = import_file("preset.json")
 
-    assert loaded.problems == [] and loaded.config.adapter.network_module == "lycoris.kohya"
+    assert format_lines(loaded.problems) == [] and loaded.config.adapter.network_module == "lycoris.kohya"
     assert {each for each in loaded.config.adapter.network_args if each.startswith("preset")} == arguments
     assert ("LyCORIS_preset" in text) == is_listed
     assert ("use_tucker=True" in loaded.config.adapter.network_args) == (preset == "full"), "with convolutions"
@@ -114,8 +110,8 @@ def test_bucket_steps_that_the_model_cannot_train_become_those_that_it_needs(wor
 def test_the_output_is_accepted_by_our_own_parser(work, name):
     text, loaded, datasets = import_file(name)
 
-    assert loaded.problems == []
-    assert datasets.problems == []
+    assert format_lines(loaded.problems) == []
+    assert format_lines(datasets.problems) == []
     assert "to fix before training (0)" in text
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from problem_lines import format_lines
 
 from library.config import parse_config
 from library.dataset.dataset_config import load_dataset_config
@@ -56,7 +57,7 @@ def build_simpletuner(family, flavour=None, control=None, **settings):
 def import_content(content, *others):
     sources = [SourceFile(Path("config.json"), content)]
     _, result = import_sources([*sources, *(SourceFile(Path(f"data{n}.json"), each) for n, each in enumerate(others))])
-    assert result.problems == []
+    assert format_lines(result.problems) == []
     return result
 
 
@@ -73,7 +74,7 @@ def list_controls(result):
 def test_every_model_of_ai_toolkit_that_is_here(arch, family):
     result = import_content(build_ai_toolkit(arch, dataset={"control_path": "before"}))
 
-    takes_controls = FAMILY_FACTS[family].control_images[1] > 0
+    takes_controls = FAMILY_FACTS[family].control.num_images[1] > 0
     assert result.family == family
     assert list_controls(result) == (["before"] if takes_controls else [None])
     assert any("control_path" in item.key for item in result.untaken) == (not takes_controls)
@@ -218,7 +219,7 @@ def test_the_output_is_accepted_by_our_own_parser(name, tmp_path, monkeypatch):
 
     (run,) = [path for path in Path("out").glob("*.toml") if not path.name.endswith(".dataset.toml")]
     loaded = parse_config(["--config_file", str(run)])
-    assert code == 0 and loaded.problems == []
+    assert code == 0 and format_lines(loaded.problems) == []
     assert load_dataset_config(loaded.config.data).datasets
     assert (loaded.config.model.family == "flux_kontext") == (name == "kontext.yaml"), "a file does not tell them apart"
     assert "unknown key" not in text

@@ -13,26 +13,13 @@ from library.cli import run_tool
 from library.models import known_models as known_models_module
 from library.models.families import FAMILIES
 from library.models.known_models import load_known_models
-from library.tools.convert import read_lora_file
 from library.tools.lora import lora_files
 from library.tools.lora.low_rank import add_updates, compute_difference, compute_norm, factor_update
+from library.tools.lora_identification import read_lora_file
 
-KEY_STYLE_FAMILIES = [
-    "sd1",
-    "sdxl",
-    "sd3",
-    "flux",
-    "flux2_klein",
-    "z_image",
-    "qwen_image",
-    "lumina2",
-    "krea2",
-    "sana",
-    "anima",
-    "flux3",
-    "hunyuan_image",
-    "qwen_image21",
-]
+KEY_STYLE_FAMILIES = (
+    "sd1 sdxl sd3 flux flux2_klein z_image qwen_image lumina2 krea2 sana anima flux3 hunyuan_image qwen_image21".split()
+)
 """Every key style; each other family shares one of these."""
 FILE_FAMILIES = ["sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image", "qwen_image21"]
 """Families whose original single-file layout the tests can write."""

@@ -12,10 +12,10 @@ from library.adapters.kohya_diffusers_comfyui_keys import convert_to_file_format
 from library.adapters.merge import compute_delta_weight
 from library.adapters.module_adapter import ModuleAdapter
 from library.cli import run_tool
-from library.tools.convert import read_lora_file
 from library.tools.lora.block_names import get_block, is_selected, parse_block_factors
 from library.tools.lora.low_rank import compute_norm, decompose, factor_update, multiply_out
 from library.tools.lora.rank_rule import RankRule
+from library.tools.lora_identification import read_lora_file
 
 HEADER = {"ss_base_model_version": "sd_v1", "ss_steps": "700", "ss_unet_lr": "0.0001", "modelspec.title": "old"}
 

@@ -170,20 +170,10 @@ def test_every_image_is_listed_as_it_is_trained(dataset):
 
 def test_problems_of_tool_and_training_options_are_reported_together(tmp_path):
     result = run_plan(
-        "--jsn",
-        "--resolve-only",
-        "--world_size",
-        "0",
-        "--network_dimm",
-        "4",
-        "--preveiw",
-        "x.png",
-        "--json=1",
-        "--preview_limit",
-        "3",
-        "--resume_from_huggingface",
-        "--learning_rate",
-        "fast",
+        *(
+            "--jsn --resolve-only --world_size 0 --network_dimm 4 --preveiw x.png --json=1 --preview_limit 3 "
+            "--resume_from_huggingface --learning_rate fast"
+        ).split()
     )
     assert result.returncode == 2 and result.stdout == ""
     assert [line.strip().partition(";")[0] for line in result.stderr.splitlines()[1:]] == [
@@ -192,7 +182,6 @@ def test_problems_of_tool_and_training_options_are_reported_together(tmp_path):
         "--resolve-only: unknown option",
         "--world_size: must be at least 1, got 0",
         "--preveiw: unknown option",
-        "--preview_limit: no effect without --preview",
         "--network_dimm: unknown option",
         "--resume_from_huggingface: not yet: training states on the hub",
         "--learning_rate: expected a number, got 'fast'",
@@ -219,15 +208,12 @@ def test_problems_of_the_dataset_file_are_reported_with_those_of_options(dataset
     [
         (["--resolve_only"], "--resolve_only: prints JSON only; add --json"),
         (["--resolve_only", "--json", "--preview", "x.png"], "--preview: needs the images"),
-        (["--resolve_only", "--json", "--world_size", "2"], "--world_size: no effect with --resolve_only"),
         (["--preview", "x.tiff"], "--preview: x.tiff: expected a file name ending in .png"),
         (["--preview", "nowhere/x.png"], "nowhere: no such folder"),
         (["--preview", "a/x.png"], "--preview: a/x.png is in an image folder"),
         (["--preview", "deep/s/x.png"], "--preview: deep/s/x.png is in an image folder"),
         (["--preview"], "--preview: expects a value"),
-        (["--v_pred_like_loss", "0.5"], "--v_pred_like_loss: needs a model that predicts the noise"),
         (["--pretrained_model_name_or_path", "nowhere.safetensors"], "nowhere.safetensors"),
-        (["--bucket_max_crop", "0.5"], "--bucket_max_crop (for {folder}/set.toml:6): needs bucket_mode symmetric"),
     ],
 )
 @pytest.mark.slow
@@ -376,7 +362,7 @@ def test_sizes_and_speeds_of_devices_are_read_and_belong_together(dataset):
     assert "--gpu_memory: expected a memory size, such as 24GB or 512MB" in result.stderr
     assert "--link_speed: must be at least 0.001, got 0.0" in result.stderr
     result = run_plan(*dataset, "--link_speed", "50")
-    assert result.returncode == 2 and "--link_speed: no effect without --gpu_memory" in result.stderr
+    assert result.returncode == 0 and "--link_speed (gpu_memory is not set)" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,9 @@ EVERY = ("sd1", "sd2", "sdxl", "sd3", "flux", "z_image", "qwen_image")
 def save_with_diffusers(name, folder, **settings):
     """Save a random LoRA with diffusers' own ``save_lora_weights``; return the file and the outputs with it."""
     tiny, family = TINY[name](), FAMILIES.get(name)()
-    denoiser = getattr(tiny.pipe, family.denoiser_name)
+    denoiser = getattr(tiny.pipe, family.facts.denoiser_name)
     idle = set(family.get_unused_layers(denoiser))
-    targets = [each for each in match_target_modules(denoiser, family.lora_target_modules) if each not in idle]
+    targets = [each for each in match_target_modules(denoiser, family.facts.lora.targets) if each not in idle]
     config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, **settings)
     denoiser.add_adapter(config)
     draw = torch.Generator().manual_seed(7)
@@ -47,7 +47,7 @@ def save_with_diffusers(name, folder, **settings):
         for key, parameter in denoiser.named_parameters():
             if "lora_B" in key:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=draw))
-    kind = family.denoiser_name
+    kind = family.facts.denoiser_name
     type(tiny.pipe).save_lora_weights(
         folder,
         **{
@@ -62,7 +62,7 @@ def save_with_diffusers(name, folder, **settings):
 def predict(family, tiny):
     timesteps = torch.tensor([300.0, 700.0])
     return family.predict(
-        tiny.pipe, getattr(tiny.pipe, family.denoiser_name), tiny.batch.latents, timesteps, tiny.batch
+        tiny.pipe, getattr(tiny.pipe, family.facts.denoiser_name), tiny.batch.latents, timesteps, tiny.batch
     )
 
 

@@ -7,6 +7,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from problem_lines import format_lines, format_unused
 
 from library.config import parse_config
 from library.config.schema_output import SaveConfig
@@ -102,7 +103,9 @@ def test_a_failed_upload_is_only_logged(hub, refuses, tmp_path, caplog):
 
 
 def test_hub_options_without_a_repository_and_invalid_names_are_reported():
-    unused = parse_config(["--async_upload", "--huggingface_repo_type", "model"]).unused
+    unused = format_unused(parse_config(["--async_upload", "--huggingface_repo_type", "model"]).unused)
     assert unused == (("--async_upload", "huggingface_repo_id is not set"),)
-    problems = " ".join(parse_config(["--huggingface_repo_id", "a/b/c", "--huggingface_path_in_repo", "../x"]).problems)
+    problems = " ".join(
+        format_lines(parse_config(["--huggingface_repo_id", "a/b/c", "--huggingface_path_in_repo", "../x"]).problems)
+    )
     assert "is not a repository id; expected OWNER/NAME" in problems and "outside the repository" in problems

@@ -6,6 +6,7 @@ import pytest
 import torch
 from adapter_states import build_random_state
 from adapter_tensors import merge
+from problem_lines import format_lines
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_pipelines import TINY, get_tiny_sd1_folder
@@ -76,8 +77,8 @@ def test_base_weights_are_merged_with_their_multiplier(name, file_format, kind, 
 @torch.no_grad()
 def test_network_weights_load_with_any_alpha(name, file_format, tmp_path):
     path = tmp_path / "lora.safetensors"
-    denoiser, family = f"{FAMILIES.get(name).denoiser_name}.", FAMILIES.get(name)()
-    unused_layers = family.get_unused_layers(getattr(TINY[name]().pipe, family.denoiser_name))
+    denoiser, family = f"{FAMILIES.get(name).facts.denoiser_name}.", FAMILIES.get(name)()
+    unused_layers = family.get_unused_layers(getattr(TINY[name]().pipe, family.facts.denoiser_name))
     state, alphas = save_adapter_file(path, name, file_format, prefixes=denoiser, zero_modules=unused_layers)
     for module in unused_layers:
         del alphas[f"{denoiser}{module}"], state[f"{denoiser}{module}.lora_A.weight"]
@@ -216,19 +217,11 @@ def test_a_file_may_lack_some_modules_that_share_lora_a(tmp_path):
 def test_conflicting_options_are_reported(tmp_path):
     flags = [
         "--dim_from_weights",
-        "--base_weights",
-        str(tmp_path / "no.safetensors"),
-        "--base_weights_multiplier",
-        "1",
-        "2",
-        "--network_dim",
-        "4",
-        "--network_args",
-        "conv_dim=4",
+        *("--network_weights", str(tmp_path / "no.safetensors"), "--base_weights", str(tmp_path / "no.safetensors")),
+        *"--base_weights_multiplier 1 2 --network_dim 4 --network_args conv_dim=4".split(),
     ]
-    problems = " ".join(parse_config(flags).problems)
+    problems = " ".join(format_lines(parse_config(flags).problems))
     for text in (
-        "dim_from_weights: needs network_weights",
         "no such file",
         "2 multipliers for 1 base_weights",
         "conv_dim: dim_from_weights",
@@ -244,24 +237,10 @@ def test_a_run_starts_from_network_weights_and_deletes_old_files(tmp_path):
     (tmp_path / "a-000000.safetensors").write_text("not written by this run")
     first = train(
         *flags,
-        "--output_name",
-        "a",
-        "--max_train_epochs",
-        "4",
-        "--save_every_n_epochs",
-        "1",
-        "--save_last_n_epochs",
-        "2",
-        "--save_every_n_steps",
-        "2",
-        "--save_last_n_steps",
-        "2",
-        "--network_dim",
-        "3",
-        "--learning_rate",
-        "1e-2",
-        "--metadata_author",
-        "me",
+        *(
+            "--output_name a --max_train_epochs 4 --save_every_n_epochs 1 --save_last_n_epochs 2 "
+            "--save_every_n_steps 2 --save_last_n_steps 2 --network_dim 3 --learning_rate 1e-2 --metadata_author me"
+        ).split(),
     )
     assert sorted(path.name for path in tmp_path.glob("a*.safetensors")) == [
         "a-000000.safetensors",
@@ -273,17 +252,10 @@ def test_a_run_starts_from_network_weights_and_deletes_old_files(tmp_path):
     ]
     second = train(
         *flags,
-        "--output_name",
-        "b",
-        "--max_train_steps",
-        "1",
+        *"--output_name b --max_train_steps 1".split(),
         "--network_weights",
         first,
-        "--dim_from_weights",
-        "--learning_rate",
-        "1e-38",
-        "--save_format",
-        "diffusers",
+        *"--dim_from_weights --learning_rate 1e-38 --save_format diffusers".split(),
     )
     parts = collect_component_keys(
         FAMILIES.get("sd1"), FAMILIES.get("sd1")().load(get_tiny_sd1_folder(), torch.float32)

@@ -53,10 +53,7 @@ def test_a_nan_step_on_one_rank_is_skipped_on_all(dataset, tmp_path, ranks, batc
         ranks,
         train,
         *flags,
-        "--output_name",
-        "expected",
-        "--lr_scheduler",
-        "piecewise_constant",
+        *"--output_name expected --lr_scheduler piecewise_constant".split(),
         "--lr_scheduler_args",
         f"step_rules=1:{NAN_STEP},0:{NAN_STEP + 1},1",
     )
@@ -87,12 +84,7 @@ def test_rolling_back_gives_the_same_result_as_checking_each_step(dataset, tmp_p
         "--dataset_config",
         str(dataset),
         *SETTINGS,
-        "--learning_rate",
-        "0.01",
-        "--train_batch_size",
-        "4",
-        "--ema_decay",
-        "0.9",
+        *"--learning_rate 0.01 --train_batch_size 4 --ema_decay 0.9".split(),
         "--output_dir",
         str(tmp_path),
     )
@@ -110,14 +102,8 @@ def test_rolling_back_gives_the_same_result_as_checking_each_step(dataset, tmp_p
     "options",
     [
         (),
-        (
-            "--optimizer_type",
-            "Adafactor",
-            "--optimizer_args",
-            "relative_step=False",
-            "--mixed_precision",
-            "bf16",
-            "--full_bf16",
+        tuple(
+            "--optimizer_type Adafactor --optimizer_args relative_step=False --mixed_precision bf16 --full_bf16".split()
         ),
     ],
 )
@@ -127,12 +113,7 @@ def test_steps_are_rolled_back_as_often_as_needed(options, dataset, tmp_path):
         "--dataset_config",
         str(dataset),
         *SETTINGS,
-        "--learning_rate",
-        "0.01",
-        "--train_batch_size",
-        "1",
-        "--max_train_steps",
-        "20",
+        *"--learning_rate 0.01 --train_batch_size 1 --max_train_steps 20".split(),
         "--output_dir",
         str(tmp_path),
         *options,

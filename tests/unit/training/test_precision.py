@@ -7,6 +7,7 @@ import pytest
 import torch
 from diffusers import attention_backend
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from problem_lines import format_lines
 from rank_processes import run_on_ranks
 from safetensors.torch import load_file
 from tiny_pipelines import TINY
@@ -34,7 +35,7 @@ DATA = ["--dataset_config", "pyproject.toml"]
 
 def predict(name: str, mode: str) -> torch.Tensor:
     family, tiny = FAMILIES.get(TINY[name]().family)(), TINY[name]()
-    denoiser = getattr(tiny.pipe, family.denoiser_name)
+    denoiser = getattr(tiny.pipe, family.facts.denoiser_name)
     set_attention_mode(denoiser, mode)
     backends = {
         str(module.processor._attention_backend.value)
@@ -76,9 +77,9 @@ def test_cudnn_gets_gradients_of_one_layout_whatever_follows_attention(wrap, lay
 def test_each_attention_mode_that_a_family_lists_reaches_its_denoiser(name):
     """Sana, Lumina 2 and CogView4 have processors without backends: any mode would have switched xformers on."""
     family = FAMILIES.get(name)()
-    denoiser = getattr(TINY[name]().pipe, family.denoiser_name)
+    denoiser = getattr(TINY[name]().pipe, family.facts.denoiser_name)
     with attention_backend("native"):
-        for mode in {"math", "efficient"} & set(FAMILY_FACTS[name].attention_modes):
+        for mode in {"math", "efficient"} & set(FAMILY_FACTS[name].blocks.attention_modes):
             set_attention_mode(denoiser, mode)
             backends = {str(each.processor._attention_backend.value) for each in iter_attention(denoiser)}
             assert backends == {DIFFUSERS_ATTENTION_BACKENDS[mode]}
@@ -116,37 +117,41 @@ def test_a_family_lists_only_attention_modes_of_its_denoiser():
     for name, facts in FAMILY_FACTS.items():
         for mode in (*TORCH_ATTENTION_MODES, *DIFFUSERS_ATTENTION_BACKENDS):
             problems = [*validate_attention_mode(mode, SimpleNamespace(family=name))]
-            assert (not problems) == (mode in (*TORCH_ATTENTION_MODES, *facts.attention_modes)), (name, mode)
-    (problem,) = validate_attention_mode("flash", SimpleNamespace(family="sd3"))
+            assert (not problems) == (mode in (*TORCH_ATTENTION_MODES, *facts.blocks.attention_modes)), (name, mode)
+    (problem,) = format_lines(validate_attention_mode("flash", SimpleNamespace(family="sd3")))
     assert "flash is not supported for Stable Diffusion 3, only sdpa, xformers" in problem
 
 
 def test_an_attention_mode_that_is_not_installed_is_reported_with_a_fix():
     world = replace(World.from_environment(), device_type="cpu")
-    assert validate_attention_support("sdpa", world, "no") == validate_attention_support("math", world, None) == []
-    assert validate_attention_support("flash", world, "no") == [
+    assert (
+        format_lines(validate_attention_support("sdpa", world, "no"))
+        == format_lines(validate_attention_support("math", world, None))
+        == []
+    )
+    assert format_lines(validate_attention_support("flash", world, "no")) == [
         "--attn_mode flash: not installed; pip install flash-attn, or use sdpa",
         "--attn_mode flash: needs a CUDA device, and this is cpu; use sdpa",
         "--attn_mode flash: supports half precision only; set mixed_precision bf16, or use sdpa",
     ]
-    assert validate_attention_support("cudnn", replace(world, device_type="cuda"), "bf16") == []
+    assert format_lines(validate_attention_support("cudnn", replace(world, device_type="cuda"), "bf16")) == []
 
 
 @pytest.mark.parametrize(("mode", "is_refused"), [("flash", True), ("cudnn", True), ("sdpa", False), ("math", False)])
 def test_attention_without_deterministic_backward_is_refused_with_deterministic(mode, is_refused):
     config = parse_config([*DATA, "--attn_mode", mode, "--deterministic"]).config
     problem = f"--attn_mode {mode}: has no deterministic backward; use sdpa with --deterministic"
-    assert (problem in validate_distributed(config, World.from_environment())) == is_refused
+    assert (problem in format_lines(validate_distributed(config, World.from_environment()))) == is_refused
 
 
 @pytest.mark.parametrize(("flag", "mode"), [("--xformers", "xformers"), ("--use_flash_attn", "flash")])
 def test_flags_of_sd_scripts_select_an_attention_mode(flag, mode, tmp_path):
     loaded = parse_config([*DATA, flag])
-    assert loaded.problems == [] and loaded.config.distributed.attn_mode == mode
+    assert format_lines(loaded.problems) == [] and loaded.config.distributed.attn_mode == mode
     (tmp_path / "run.toml").write_text(f"{flag[2:]} = false\n")
     loaded = parse_config([*DATA, "--config_file", str(tmp_path / "run.toml")])
-    assert loaded.problems == [] and loaded.config.distributed.attn_mode == "sdpa"
-    assert parse_config([*DATA, flag, "3"]).problems == [f"{flag}: takes no value"]
+    assert format_lines(loaded.problems) == [] and loaded.config.distributed.attn_mode == "sdpa"
+    assert format_lines(parse_config([*DATA, flag, "3"]).problems) == [f"{flag}: takes no value"]
 
 
 @pytest.mark.slow
@@ -193,12 +198,7 @@ def test_the_base_is_in_bf16_and_the_adapter_only_with_full_bf16(options, adapte
         str(even_dataset),
         "--output_dir",
         str(tmp_path),
-        "--max_train_steps",
-        "2",
-        "--learning_rate",
-        "0.1",
-        "--mixed_precision",
-        "bf16",
+        *"--max_train_steps 2 --learning_rate 0.1 --mixed_precision bf16".split(),
         *options,
     )
 
@@ -226,7 +226,7 @@ def test_bf16_adapters_train_equally_on_two_ranks_and_close_to_float32(even_data
 
 @pytest.mark.slow
 def test_full_bf16_without_mixed_precision_bf16_is_refused(even_dataset, tmp_path):
-    assert parse_config([*DATA, "--full_bf16", "--mixed_precision", "no"]).problems == [
+    assert format_lines(parse_config([*DATA, "--full_bf16", "--mixed_precision", "no"]).problems) == [
         "--full_bf16: needs mixed_precision bf16, not no"
     ]
     with pytest.raises(AssertionError, match="--full_bf16: needs mixed_precision bf16, not no"):

@@ -92,14 +92,7 @@ def test_profiling_does_not_change_a_run_and_reports_phases(even_dataset, tmp_pa
     flags = (
         "--dataset_config",
         str(even_dataset),
-        "--train_batch_size",
-        "2",
-        "--max_train_steps",
-        "9",
-        "--network_dim",
-        "2",
-        "--learning_rate",
-        "0.1",
+        *"--train_batch_size 2 --max_train_steps 9 --network_dim 2 --learning_rate 0.1".split(),
     )
     plain = run_on_ranks(2, train, *flags, "--output_dir", str(tmp_path / "plain"))[0]
     profiled = run_on_ranks(2, train, *flags, "--output_dir", str(tmp_path / "profiled"), "--profile_steps", "2:8")[0]
@@ -125,7 +118,7 @@ def test_callbacks_between_steps_are_not_counted(tmp_path):
         strategy=SimpleNamespace(
             device=HOST, comm=SimpleNamespace(is_main=True), model_parallel_size=1, mixed_precision="no"
         ),
-        task=SimpleNamespace(pipe=SimpleNamespace(unet=model), family=SimpleNamespace(denoiser_name="unet")),
+        task=SimpleNamespace(pipe=SimpleNamespace(unet=model), family=FAMILIES.get("sd1")()),
     )
 
     class SlowCallback:
@@ -160,9 +153,7 @@ def test_rolled_back_steps_are_profiled_when_repeated(tmp_path):
         strategy=SimpleNamespace(
             device=HOST, comm=SimpleNamespace(is_main=True), model_parallel_size=1, mixed_precision="no"
         ),
-        task=SimpleNamespace(
-            pipe=SimpleNamespace(unet=torch.nn.Identity()), family=SimpleNamespace(denoiser_name="unet")
-        ),
+        task=SimpleNamespace(pipe=SimpleNamespace(unet=torch.nn.Identity()), family=FAMILIES.get("sd1")()),
     )
     logged_steps = []
     run.metric_logger = SimpleNamespace(log_values=lambda run, values: logged_steps.append(run.state.step))

@@ -75,6 +75,17 @@ def test_lora_dropout_is_a_function_of_step_and_position(task):
     assert task.dropout.sample_keys.tolist() != sample_keys[2:].tolist()
 
 
+@torch.no_grad()
+def test_negative_prompts_are_encoded_as_such_without_a_cache():
+    family, pipe = FAMILIES.get("sana")(), TINY["sana"]().pipe
+    objective = build_objective(NoiseConfig(), LossConfig(), family, pipe)
+    task = DiffusionTask(family, pipe, pipe.transformer, objective, 7, CopyStream(torch.device("cpu")))
+    caption, negative = (task.encode_text(["blue"], is_negative=each)["embeds"][0] for each in (False, True))
+    assert torch.equal(caption, family.encode_prompts(pipe, ["blue"])["embeds"][0])
+    assert torch.equal(negative, family.encode_negative_prompts(pipe, ["blue"])["embeds"][0])
+    assert caption.shape != negative.shape
+
+
 CAPTIONS = ["a", "a lorikeet", "a lorikeet on a branch", " ".join(["a lorikeet on a branch"] * 20)]
 
 
@@ -82,15 +93,15 @@ CAPTIONS = ["a", "a lorikeet", "a lorikeet on a branch", " ".join(["a lorikeet o
 @pytest.mark.parametrize("name", ["z_image", "qwen_image"])
 def test_padded_text_embeddings_give_blocks_equal_shapes(name, pads_texts):
     family, pipe, block_shapes = FAMILIES.get(name)(), TINY[name]().pipe, []
-    denoiser = getattr(pipe, family.denoiser_name)
+    denoiser = getattr(pipe, family.facts.denoiser_name)
     objective = build_objective(NoiseConfig(), LossConfig(), family, pipe)
     task = DiffusionTask(family, pipe, denoiser, objective, 7, CopyStream(torch.device("cpu")), pads_texts=pads_texts)
-    first_block = denoiser.get_submodule(family.block_lists[0])[0]
+    first_block = denoiser.get_submodule(family.facts.blocks.lists[0])[0]
     forward_signature = signature(first_block.forward)
 
     def record_shapes(_, args, kwargs):
         arguments = forward_signature.bind(*args, **kwargs).arguments
-        block_shapes.append(tuple(arguments[name].shape for name in family.block_activation_args))
+        block_shapes.append(tuple(arguments[name].shape for name in family.facts.blocks.activation_args))
 
     first_block.register_forward_pre_hook(record_shapes, with_kwargs=True)
     losses, shape_keys = {}, []

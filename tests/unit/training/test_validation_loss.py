@@ -10,11 +10,17 @@ from training_runs import write_images
 from training_task import HEIGHT, WIDTH, make_pixel_batch, task
 
 from library.cache.readers import build_validation_reader
-from library.config.schema_data import DataConfig
-from library.dataloader.batch_plan import Bucket, MicroBatch
+from library.config.schema_data import DataConfig, ValidateConfig
+from library.dataloader.batch_plan import BatchPlan, Bucket, MicroBatch
 from library.dataloader.loader import ValidationBatches
 from library.dataloader.prepare import prepare_data
-from library.training.validation_loss import TIMESTEP_QUANTILES, VALIDATION_SEED, compute_validation_losses
+from library.dataloader.run_plan import RunPlan
+from library.training.validation_loss import (
+    TIMESTEP_QUANTILES,
+    VALIDATION_SEED,
+    compute_validation_losses,
+    is_validation_due,
+)
 
 __all__ = ["task"]  # a fixture
 
@@ -99,3 +105,17 @@ def test_max_validation_steps_selects_the_same_batches_each_time(tmp_path):
     assert {
         selected.dataset_indices_in_file[sample] for batch in selected.micro_batches for sample in batch.sample_indices
     } == {0}
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs", "expected"),
+    [(None, None, [4, 8, 10]), (3, None, [3, 6, 9, 10]), (None, 2, [8, 10]), (6, 2, [6, 8, 10]), (1000, None, [10])],
+)
+def test_validation_is_due_every_n_steps_or_epochs_and_at_the_end(steps, epochs, expected):
+    config = ValidateConfig(validate_every_n_steps=steps, validate_every_n_epochs=epochs)
+    batch_plan = BatchPlan(
+        [Bucket((WIDTH, HEIGHT), tuple(range(4)), (1.0,) * 4, 1)], dp_size=1, accumulation_steps=1, seed=0
+    )
+    plan = RunPlan(batch_plan, steps=10)
+
+    assert [step for step in range(1, 11) if is_validation_due(config, plan, step)] == expected

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from problem_lines import format_lines
 from web_pages import open_page
 
 from library.web.background import WorkStopped
@@ -163,7 +164,7 @@ def test_a_stopped_scan_goes_on_and_a_stopped_edit_is_undone(dataset):
     stopped = PictureSet(path, folders)
     stopped.work.is_stopping = True
     scan(stopped)
-    assert "stopped after" in stopped.work.problems[0] and not stopped.pictures
+    assert "stopped after" in format_lines(stopped.work.problems)[0] and not stopped.pictures
 
     pictures = PictureSet(path, folders)
     scan(pictures)

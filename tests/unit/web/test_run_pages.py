@@ -116,21 +116,12 @@ def test_runs_are_compared_by_curves_and_settings(tmp_path):
 
 @pytest.mark.parametrize(
     "path",
-    [
-        "/runs/0/../secret",
-        "/runs/0/%2e%2e/secret",
-        "/image/0/..%2Fsecret.png",
-        "/image/0/link.png",
-        "/image/0/demo.metrics.jsonl",
-        "/file/0/demo.png?run=0/demo",
-        "/file/0/demo-000001.safetensors?run=0/demo",
-        "/file/0/..%2Fsecret.png?run=0/demo",
-        "/file/0/demo.metrics.jsonl?run=../secret",
-        "/api/log/0/..%2Fsecret",
-        "/api/charts/1/secret",
-        "/report/0/none",
-        "/api/compare",
-    ],
+    (
+        "/runs/0/../secret /runs/0/%2e%2e/secret /image/0/..%2Fsecret.png /image/0/link.png "
+        "/image/0/demo.metrics.jsonl /file/0/demo.png?run=0/demo /file/0/demo-000001.safetensors?run=0/demo "
+        "/file/0/..%2Fsecret.png?run=0/demo /file/0/demo.metrics.jsonl?run=../secret /api/log/0/..%2Fsecret "
+        "/api/charts/1/secret /report/0/none /api/compare"
+    ).split(),
 )
 def test_other_files_are_refused(tmp_path, path):
     write_run(tmp_path / "open", "demo")

@@ -43,7 +43,7 @@ BUCKET_STEPS: Mapping[str, int] = {
     **{"sd1": 16, "sd2": 16, "sdxl": 16, "z_image": 16, "aura_flow": 16, "lumina2": 16, "krea2": 16},
     **{"flux_kontext": 16, "flux2_dev": 16, "flux2_klein": 16, "cogview4": 8},
 }
-"""Multiples of its bucket sides; 32 for the others."""
+"""The multiple of bucket sides that ai-toolkit uses for each family; it is 32 for the others."""
 
 _EPS = {"eps": 1e-6}
 OPTIMIZERS: Mapping[str, KnownOptimizer] = {
@@ -87,7 +87,7 @@ TIMESTEP_SAMPLINGS: Mapping[str, tuple[str, str]] = {
     "shift": ("sigma", ""),
     "weighted": ("uniform", "uniform timesteps are used, without its weights of the loss"),
 }
-"""``timestep_type`` -> ours, and what is not the same."""
+"""The ``timestep_sampling`` for each ``timestep_type`` of ai-toolkit, and the difference between the two."""
 
 _CHANGES = "no equal here; remove it, or expect another result"
 _MEMORY = "only memory or speed; see docs/memory.md"

@@ -31,7 +31,7 @@ FAMILIES: Mapping[str, str] = {
     "hunyuan_image": "hunyuan_image",
 }
 EDITING = {"flux": "flux_kontext", "qwen_image": "qwen_image_edit"}
-"""Family -> the one that learns from control images; those that are not here do so themselves."""
+"""The family that learns from control images, for families that do not do so themselves."""
 DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 SAVE_DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
 QUANTIZATIONS: Mapping[str, str] = {"float8": "fp8", "float8_e4m3fn": "fp8"}
@@ -52,7 +52,7 @@ OPTIMIZERS: Mapping[str, KnownOptimizer] = {
     ),
     "genericoptim": KnownOptimizer("AdamW", {}, "no such optimizer here; AdamW is used, set optimizer_type by hand"),
 }
-"""The others are classes of pytorch_optimizer."""
+"""The optimizers that diffusion-pipe names itself; other names are classes of pytorch_optimizer."""
 OWN_ARGUMENTS = "type lr gradient_release beta2_half_life stabilize fused".split()
 """Keys of [optimizer] that are no arguments of the class used here."""
 

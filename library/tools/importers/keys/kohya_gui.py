@@ -215,7 +215,7 @@ LORA_TYPES: Mapping[str, tuple[str, str]] = {
     "LyCORIS/Diag-OFT": ("lycoris.kohya", "diag-oft"),
     "LyCORIS/BOFT": ("lycoris.kohya", "boft"),
 }
-"""LoRA type of the GUI -> network module and LyCORIS algorithm; the others cannot be trained here."""
+"""The network module and the LyCORIS algorithm of each LoRA type of the GUI that can be trained here."""
 
 NATIVE_ARGS = (
     "down_lr_weight mid_lr_weight up_lr_weight block_lr_zero_threshold block_dims block_alphas conv_block_dims"

@@ -84,7 +84,7 @@ OPTIMIZER_BETAS: Mapping[str, tuple[float, ...]] = {
     "dadapt_adan": (0.98, 0.92, 0.99),
     "lion": (0.9, 0.99),
 }
-"""Its default betas, where they are not (0.9, 0.999)."""
+"""The default betas of OneTrainer's optimizers, where they are not (0.9, 0.999)."""
 OPTIMIZER_SPEED = (
     "foreach fused fused_back_pass stochastic_rounding fsdp_in_use capturable differentiable compile block_wise"
     " min_8bit_size optim_bits is_paged log_every use_triton"
@@ -147,7 +147,7 @@ LAYER_PRESETS: Mapping[str, Mapping[str, tuple[tuple[str, ...], str]]] = {
         "full": ((), "layers outside of the blocks get no adapter here"),
     },
 }
-"""Preset -> what names of layers contain (nothing: all that are trained by default), and what is not the same."""
+"""Texts that layer names contain for each preset (none: all layers trained by default), and the difference here."""
 
 _CHANGES = "no equal here; remove it, or expect another result"
 _LOCAL = "of its user interface or machine"

@@ -40,7 +40,7 @@ FAMILY_OF_FLAVOUR: Mapping[tuple[str, str], str] = {
     ("longcat_image", "edit"): "longcat_image_edit",
     ("flux2_klein", "dev"): "flux2_dev",
 }
-"""Family and flavour -> another family."""
+"""The family here of a family and flavour of SimpleTuner, where the flavour is a family of its own."""
 MODELS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "sd1": (
         "dreamshaper",
@@ -119,7 +119,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, str]]] = {
         },
     ),
 }
-"""Family -> flavour without ``model_flavour``, and the model of each flavour that can be trained here."""
+"""The flavour of each family without ``model_flavour``, and the model of each flavour that can be trained here."""
 ASSISTED_FLAVOURS = ("schnell", "turbo-ostris-v2", "ostris-de-turbo")
 """Flavours with an assistant LoRA, which is merged into the model while training."""
 
@@ -178,7 +178,7 @@ FLUX_TARGETS: Mapping[str, tuple[str, ...]] = {
     ),
     "ai-toolkit": (),
 }
-"""``flux_lora_target`` -> the layers that are trained; none: all layers of the blocks."""
+"""The layers that each ``flux_lora_target`` trains; an empty tuple stands for all layers of the blocks."""
 _FLUX2 = (*(f"attn.{name}" for name in ATTENTION), "attn.to_qkv_mlp_proj")
 DEFAULT_TARGETS: Mapping[str, tuple[str, ...]] = {
     "aura_flow": FLUX_TARGETS["all"],
@@ -189,7 +189,7 @@ MODULE_CLASSES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "Attention": {"": ("attn", "attention")},
     "FeedForward": {"": (".ff.", ".ff_context.", "feed_forward"), "qwen_image": ("img_mlp", "txt_mlp")},
 }
-"""LyCORIS' ``target_module`` -> what names of its layers contain, by family."""
+"""Parts of the names of the layers of each ``target_module`` of LyCORIS, by family."""
 
 FEATURES: Mapping[str, str] = {
     "xm": "xm_enabled",
@@ -207,7 +207,7 @@ FEATURES: Mapping[str, str] = {
     "distillation": "distillation_method",
     "sdnq": "sdnq_weights_dtype",
 }
-"""Prefix of the keys of a training method -> the key that switches it on."""
+"""The key that switches a training method on, by the prefix of the method's keys."""
 MEMORY_PREFIXES = (
     "ramtorch",
     "group_offload",

@@ -1,0 +1,79 @@
+"""What the frozen weights of the base model take in each format of ``quantize_base``, and with blocks swapped.
+
+It is computed from the shapes, so that one step on the meta device serves for all formats and numbers of blocks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ..parallel.block_swap import MIN_WINDOW_BYTES, OffloadedBytes, find_innermost_blocks, select_spread_indices
+from ..parallel.quantize import QuantizedWeight, can_convert_frozen_layer
+
+UNPACKING_TRAFFIC: Mapping[str, int] = {"none": 0, "fp8": 24, "int8": 24, "nf4": 4}
+"""Bytes of device memory for each unpacked element.
+
+From the time of FLUX.1 with fp8 on an H100, and of the kernel of bitsandbytes for nf4 there.
+"""
+KERNELS_PER_UNPACKING = 2.5
+"""Kernels that unpack one quantized weight on a GPU."""
+
+
+@dataclass(frozen=True)
+class StoredBase:
+    """The frozen weights of the denoiser's blocks in one format, some of them in host memory."""
+
+    saved_bytes: int = 0
+    """Bytes that the device has less than with all weights as they are in the model files."""
+    offloaded: OffloadedBytes = field(default_factory=OffloadedBytes)
+    swapped_weights: int = 0
+    """Weights in host memory."""
+    unpacked_weights: int = 0
+    unpacking_traffic: int = 0
+    """Bytes of device memory that are read and written to unpack every weight once."""
+    largest_unpacked: int = 0
+    """Bytes of the largest unpacked weight, which exists while its layer computes."""
+
+
+class BlockWeights:
+    """The convertible frozen weights of a denoiser, by block, before they are quantized or swapped."""
+
+    def __init__(self, denoiser: nn.Module):
+        self._blocks = [_list_weights(block) for block in find_innermost_blocks(denoiser)]
+        self._sizes: dict[str, list[list[int]]] = {}
+
+    @property
+    def count(self) -> int:
+        """The number of blocks that can be swapped."""
+        return len(self._blocks)
+
+    def store(self, quantize_base: str, blocks_to_swap: int, window_mb: int = 0) -> StoredBase:
+        """Compute what training would have on the device and in host memory."""
+        sizes, before = self._count_bytes(quantize_base), sum(map(sum, self._count_bytes("none")))
+        swapped = select_spread_indices(self.count, blocks_to_swap)
+        offloaded = [sum(sizes[index]) for index in swapped]
+        window = window_mb * 2**20 or max(MIN_WINDOW_BYTES, *offloaded, 0)
+        unpacked = [] if quantize_base == "none" else [weight for block in self._blocks for weight in block]
+        return StoredBase(
+            saved_bytes=before - sum(map(sum, sizes)) + sum(offloaded),
+            offloaded=OffloadedBytes(sum(offloaded), max(offloaded), window) if swapped else OffloadedBytes(),
+            swapped_weights=sum(len(sizes[index]) for index in swapped),
+            unpacked_weights=len(unpacked),
+            unpacking_traffic=UNPACKING_TRAFFIC[quantize_base] * sum(weight.numel() for weight in unpacked),
+            largest_unpacked=max((weight.nbytes for weight in unpacked), default=0),
+        )
+
+    def _count_bytes(self, quantize_base: str) -> list[list[int]]:
+        """Count the bytes of each weight of each block in a format, once."""
+        if quantize_base not in self._sizes:
+            self._sizes[quantize_base] = [
+                [QuantizedWeight.quantize(weight, quantize_base).nbytes for weight in block] for block in self._blocks
+            ]
+        return self._sizes[quantize_base]
+
+
+def _list_weights(block: nn.Module) -> list[Any]:
+    layers: list[Any] = [*block.modules()]
+    return [layer.weight for layer in layers if can_convert_frozen_layer(layer)]

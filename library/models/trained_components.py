@@ -1,0 +1,52 @@
+"""The components that a run trains, with which learning rates, and which text encoders stay as they are."""
+
+from ..config.network_args import get_network_args
+from ..config.schema import AdapterConfig, OptimConfig
+from ..config.unused_options import is_self_tuning_adafactor
+from .facts import FamilyFacts
+
+
+def get_component_lr(component: str, config: OptimConfig, facts: FamilyFacts) -> float:
+    """Return the peak learning rate of the denoiser or of a text encoder."""
+    if component not in facts.lora.text_encoders:
+        return config.learning_rate if config.unet_lr is None else config.unet_lr
+    rates = config.text_encoder_lr or (config.learning_rate,)
+    return rates[min(tuple(facts.lora.text_encoders).index(component), len(rates) - 1)]
+
+
+def select_trained_text_encoders(config: AdapterConfig, optim: OptimConfig, facts: FamilyFacts) -> tuple[str, ...]:
+    """Select the text encoders that get an adapter; a learning rate of 0 excludes one."""
+    if not config.trains_text_encoders:
+        return ()
+    with_t5 = get_network_args(config).train_t5xxl
+    parts = [part for part in facts.lora.text_encoders if with_t5 or part != facts.text.t5_encoder]
+    return tuple(part for part in parts if not optim.text_encoder_lr or get_component_lr(part, optim, facts))
+
+
+def caches_only_t5(config: AdapterConfig, optim: OptimConfig, facts: FamilyFacts) -> bool:
+    """Whether cached text-encoder outputs are those of T5 alone, because CLIP is trained."""
+    trained = select_trained_text_encoders(config, optim, facts)
+    return bool(trained) and facts.text.t5_encoder is not None and facts.text.t5_encoder not in trained
+
+
+def list_cached_text_components(adapter: AdapterConfig, optim: OptimConfig, facts: FamilyFacts) -> tuple[str, ...]:
+    """List the text components whose outputs do not change during training: all, or those of T5."""
+    if not caches_only_t5(adapter, optim, facts):
+        return facts.text.components
+    encoder = facts.text.t5_encoder or ""
+    return encoder, encoder.replace("text_encoder", "tokenizer")
+
+
+def describe_trained_components(config: AdapterConfig, optim: OptimConfig, facts: FamilyFacts) -> str:
+    """Name what is trained, with learning rates: ``training: U-Net (1e-4), text encoder (5e-5)``."""
+    names = {} if not config.trains_denoiser else {facts.denoiser_name: _DENOISER_TITLES.get(facts.denoiser_name)}
+    for encoder in select_trained_text_encoders(config, optim, facts):
+        number = encoder.removeprefix("text_encoder").strip("_") or ("1" if len(facts.lora.text_encoders) > 1 else "")
+        names[encoder] = f"text encoder {number}".strip()
+    if is_self_tuning_adafactor(optim):
+        return f"training: {', '.join(title or name for name, title in names.items())}"
+    rates = ((title or name, get_component_lr(name, optim, facts)) for name, title in names.items())
+    return f"training: {', '.join(f'{title} (learning rate {rate:g})' for title, rate in rates)}"
+
+
+_DENOISER_TITLES = {"unet": "U-Net", "transformer": "transformer"}
