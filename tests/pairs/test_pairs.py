@@ -71,7 +71,7 @@ def test_a_refused_combination_is_told_from_an_allowed_one(workspace):
     assert find_problem(build_case(), workspace) == ""
     refused = build_case(data_parallel="ZeRO 3", quantized_base="nf4")
     assert "not available with ZeRO 3" in find_problem(refused, workspace)
-    idle = build_case(family="krea2", trained="denoiser and text encoders")
+    idle = build_case(family="krea2", layers="convolutions")
     assert "no effect" in find_problem(idle, workspace)
 
 

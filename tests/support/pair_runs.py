@@ -211,9 +211,9 @@ def find_problem(case: Case, workspace: Workspace) -> str:
     except ConfigError as error:
         problems = error.problems
     if problems:
-        return problems[0]
+        return str(problems[0])
     chosen = {word for name, value in case.values.items() if value != case.get_default(name) for word in value.flags}
-    idle = [f"{location}: no effect: {reason}" for location, reason in loaded.unused if {*location.split()} & chosen]
+    idle = [f"{place}: no effect: {reason}" for place, reason in loaded.unused if {*str(place).split()} & chosen]
     return idle[0] if idle else ""
 
 
@@ -262,7 +262,7 @@ def run_case(case: Case, workspace: Workspace) -> Outcome:
 
 def _run(ranks: int, folder: Path, flags: Sequence[str], resumes: bool) -> float:
     words = [*flags, "--output_dir", str(folder), *(["--auto_resume"] if resumes else [])]
-    return sum(run_on_ranks(ranks, train_case, *words))
+    return sum(run_on_ranks(ranks, train_case, *words, daemon=False))
 
 
 def get_reference(case: Case, workspace: Workspace, *, saves: bool) -> tuple[Path, float]:
