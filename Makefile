@@ -4,6 +4,7 @@
 # make web        the page in the browser
 # make test       linter, types and the quick tests: before every commit
 # make test-slow  the other tests
+# make test-pairs today's slice of the runs in which every pair of settings is
 # make test-programs  those of benchmarks/
 # make test-all   all of them
 PYTHON ?= python3
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 # Some containers set it; without cached bytecode each of the many processes of the tests compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo demo-control web test lint test-quick test-slow test-programs test-all clean
+.PHONY: install demo demo-control web test lint test-quick test-slow test-pairs test-programs test-all clean
 
 install: $(VENV)/installed
 
@@ -60,7 +61,10 @@ test-quick: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: install
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not programs"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not programs and not pairs"
+
+test-pairs: install
+	$(BIN)/python -m pytest tests/pairs -n 2 --dist worksteal -m pairs
 
 test-programs: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m programs

@@ -27,6 +27,12 @@ SLOW_FOLDERS = {"distributed", "invariance", "interop"}
 """Folders with complete training runs and multi-process tests; `make test` runs only those marked ``quick``."""
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--slice", default="today", help="rows of tests/pairs: 3/8, all, or today (one slice after the other)"
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     for item in items:

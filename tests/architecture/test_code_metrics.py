@@ -19,7 +19,7 @@ from code_metrics import (
 )
 
 TEST_FILES = sorted((ROOT / "tests").rglob("test_*.py"))
-TEST_FOLDERS = {"unit", "contract", "invariance", "golden", "distributed", "interop", "architecture"}
+TEST_FOLDERS = {"unit", "pairs", "contract", "invariance", "golden", "distributed", "interop", "architecture"}
 
 
 def test_the_structure_is_within_its_limits():

@@ -22,11 +22,12 @@ def run_on_ranks(
     *arguments: Any,
     environment: Mapping[str, str] | None = None,
     seconds: float = 300,
+    daemon: bool = True,
 ) -> list[Any]:
     """Run ``work(*arguments)`` on ``size`` ranks and return the results by rank.
 
-    An error that is not a connection error of gloo is raised first.  One rank runs without a process group, as a
-    script without a launcher.
+    Processes that are no daemons may start others, such as data workers.  An error that is not a connection error of
+    gloo is raised first.  One rank runs without a process group, as a script without a launcher.
     """
     results = CONTEXT.SimpleQueue()
     common_environment = dict(environment or {})
@@ -41,7 +42,7 @@ def run_on_ranks(
     for rank in range(size):
         rank_environment = common_environment | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {})
         processes.append(
-            CONTEXT.Process(target=_run_rank, args=(results, rank, rank_environment, work, arguments), daemon=True)
+            CONTEXT.Process(target=_run_rank, args=(results, rank, rank_environment, work, arguments), daemon=daemon)
         )
     for process in processes:
         process.start()

@@ -1,0 +1,416 @@
+"""Runs of a row of the covering array over settings: dry checks, training, and the comparison with one plain process.
+
+``PYTHONPATH=.:tests/support python tests/support/pair_runs.py 3/8`` runs a slice of the rows and prints a table; ``all``
+runs all of them, ``list`` prints what is covered and what is refused.
+"""
+
+import hashlib
+import json
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from covering_array import CoveringArray, Row
+from pair_factors import GLOBAL_BATCH, MAX_RANKS, STEPS, Factor, Value, list_factors
+from PIL import Image, ImageChops
+from rank_processes import CONTEXT, run_on_ranks
+from resumed_runs import copy_as_killed
+from safetensors.torch import load_file
+from training_runs import max_relative_difference, write_images
+
+from library.atomic_files import write_atomic
+from library.distributed.validate_launch import validate_distributed
+from library.distributed.world import World, build_parallel_dims
+from library.errors import ConfigError
+from library.models.detect import detect_model
+from library.models.families import FAMILIES
+from library.training import validate_model
+from library.training.preflight import RunFacts, find_settings_problems, list_run_checks, load_settings
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMON = (
+    *f"--max_train_steps {STEPS} --learning_rate 0.1 --network_dim 4 --seed 3 --quiet".split(),
+    *"--mixed_precision no --output_name lora".split(),
+)
+SAVING = ("--save_every_n_steps", "1", "--save_state")
+RESUMED_STEP = 2
+MAX_DIFFERENCE = 1e-5
+"""Of adapter weights, relative to the largest of a tensor."""
+MAX_LOSS_DIFFERENCE = 1e-4
+MAX_PIXEL_DIFFERENCE = 3
+MERGED_FLAGS = ("--network_args", "--optimizer_args")
+"""Flags that several values of a row may have, each with arguments of its own."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """The settings of a row."""
+
+    factors: tuple[Factor, ...]
+    row: Row
+
+    @property
+    def values(self) -> Mapping[str, Value]:
+        return {factor.name: factor.values[index] for factor, index in zip(self.factors, self.row, strict=True)}
+
+    @property
+    def name(self) -> str:
+        settings = (f"{name} {value.name}" for name, value in self.values.items() if value != self.get_default(name))
+        return "; ".join(settings)
+
+    def get_default(self, factor_name: str) -> Value:
+        return next(factor.values[0] for factor in self.factors if factor.name == factor_name)
+
+    @property
+    def ranks(self) -> int:
+        ranks = 1
+        for value in self.values.values():
+            ranks *= value.ranks
+        return ranks
+
+    @property
+    def batch_size(self) -> int:
+        splits = [value.ranks if value.ranks > 1 else 2 for value in self.values.values() if value.splits_batch]
+        batch = GLOBAL_BATCH
+        for count in splits:
+            batch //= count
+        return batch
+
+    @property
+    def reference(self) -> "Case":
+        """The same training in one process, with the defaults of everything that cannot change the result."""
+        row = (index if factor.changes_result else 0 for factor, index in zip(self.factors, self.row, strict=True))
+        return Case(self.factors, tuple(row))
+
+    @property
+    def data_kinds(self) -> frozenset[str]:
+        return frozenset(filter(None, (value.data for value in self.values.values())))
+
+    def build_flags(self, workspace: "Workspace") -> list[str]:
+        """Build the command line, without the folder of the output."""
+        merged: dict[str, list[str]] = {flag: [] for flag in MERGED_FLAGS}
+        flags = [*COMMON, "--train_batch_size", str(self.batch_size)]
+        for value in self.values.values():
+            words = list(value.flags)
+            for flag in MERGED_FLAGS:
+                if flag in words:
+                    start = words.index(flag)
+                    end = next((at for at in range(start + 1, len(words)) if words[at].startswith("--")), len(words))
+                    merged[flag] += words[start + 1 : end]
+                    del words[start:end]
+            flags += words
+        flags += [word for flag, words in merged.items() if words for word in (flag, *words)]
+        takes_controls = workspace.takes_controls(self.values["family"])
+        flags += ["--dataset_config", str(workspace.write_dataset(self.data_kinds, takes_controls))]
+        if "prompts" in self.data_kinds:
+            flags += ["--sample_prompts", str(workspace.write_prompts(takes_controls))]
+        return flags
+
+
+@dataclass
+class Workspace:
+    """A folder with the datasets, the references that rows share, and the output of runs."""
+
+    folder: Path
+    references: dict[tuple[Any, ...], Path] = field(default_factory=dict)
+    control_families: dict[str, bool] = field(default_factory=dict)
+
+    def takes_controls(self, family: Value) -> bool:
+        """Whether pictures may have control images for this model: then they have them."""
+        if family.name not in self.control_families:
+            data = self.write_dataset(frozenset(), has_controls=True)
+            loaded = load_settings(["--dataset_config", str(data), *family.flags])
+            self.control_families[family.name] = not find_settings_problems(loaded)
+        return self.control_families[family.name]
+
+    def write_dataset(self, kinds: frozenset[str], has_controls: bool) -> Path:
+        """Write the dataset file for these kinds of data, unless it is there."""
+        names = sorted(kinds - {"prompts"}) + ["controls"] * has_controls
+        folder = self.folder / "_".join(["data", *names])
+        if not folder.exists():
+            _write_dataset(folder, names)
+        return folder / "dataset.toml"
+
+    def write_prompts(self, has_controls: bool) -> Path:
+        """Write a file of two prompts, with control images if the model needs them."""
+        path = self.folder / f"prompts{'_controls' * has_controls}.txt"
+        if not path.exists():
+            data = self.write_dataset(frozenset(), has_controls).parent
+            control = f" --ci {data / 'controls' / '01.png'}" if has_controls else ""
+            sizes = ("--w 96 --h 64 --d 1 --s 2 --l 3", "--n red --w 64 --h 96 --d 2 --s 2 --l 3")
+            path.write_text("".join(f"a red circle {size}{control}\n" for size in sizes))
+        return path
+
+    def clear(self) -> None:
+        """Remove the output of runs, but not what rows share."""
+        shutil.rmtree(self.folder / "run", ignore_errors=True)
+
+
+def _write_dataset(folder: Path, kinds: Sequence[str]) -> None:
+    """Write two buckets, of which each divides into whole steps, and images that are held out."""
+    path = write_images(folder, {(96, 64): 2 * GLOBAL_BATCH, (64, 96): GLOBAL_BATCH})
+    text = path.read_text().rpartition("[[datasets.subsets]]")[0]
+    text += _write_subset(folder, kinds)
+    if "validation" in kinds:
+        held_out = folder / "held_out"
+        (held_out / "images").mkdir(parents=True)
+        for file in sorted((folder / "images").iterdir())[:6]:
+            shutil.copy(file, held_out / "images")
+        for file in (held_out / "images").glob("*.png"):  # other pictures than those that are trained
+            ImageChops.offset(Image.open(file), 7, 5).save(file)
+        text += _write_subset(held_out, kinds) + "validation_split = 1.0\n"
+    path.write_text(text)
+
+
+def _write_subset(folder: Path, kinds: Sequence[str]) -> str:
+    """Give the images of a folder what these kinds of data are, and return the lines of the subset."""
+    lines = ["[[datasets.subsets]]", f"image_dir = '{folder / 'images'}'"]
+    for kind, key in {"masks": "conditioning_data_dir", "controls": "control_directory"}.items():
+        if kind in kinds:
+            (folder / kind).mkdir()
+            lines.append(f"{key} = '{folder / kind}'")
+    for number, file in enumerate(sorted((folder / "images").glob("*.png"))):
+        image = Image.open(file).convert("RGB")
+        gradient = Image.linear_gradient("L").resize(image.size).rotate(90 * (number % 4))
+        if "masks" in kinds:
+            gradient.save(folder / "masks" / file.name)
+        if "controls" in kinds:
+            ImageChops.invert(image).save(folder / "controls" / file.name)
+        if "alpha" in kinds:
+            image.putalpha(gradient)
+            image.save(file)
+    return "\n".join([*lines, ""])
+
+
+def find_problem(case: Case, workspace: Workspace) -> str:
+    """Say why a run with these settings would be refused, or that a value would have no effect; empty if neither."""
+    if case.ranks > MAX_RANKS:
+        return f"more than {MAX_RANKS} processes"
+    flags = case.build_flags(workspace)
+    try:
+        loaded = load_settings([*flags, "--output_dir", str(workspace.folder / "none")])
+        problems = list(find_settings_problems(loaded))
+        config, world = loaded.config, World(world_size=case.ranks)
+        problems += [] if problems else validate_distributed(config, world)
+        if not problems:
+            detected = detect_model(config.model)
+            family = FAMILIES.get(detected.family)(config.model)
+            dims = build_parallel_dims(config.parallel, case.ranks)
+            is_zero3 = bool(config.deepspeed.deepspeed) and config.deepspeed.zero_stage == 3
+            has_full_model = not (config.sharding.fsdp or is_zero3) and dims.cp == dims.model_parallel_size
+            facts = RunFacts(family, detected, has_full_model, not is_zero3)
+            problems += [problem for check in list_run_checks() for problem in check(config, facts)]
+    except ConfigError as error:
+        problems = error.problems
+    if problems:
+        return str(problems[0])
+    chosen = {word for name, value in case.values.items() if value != case.get_default(name) for word in value.flags}
+    idle = [f"{place}: no effect: {reason}" for place, reason in loaded.unused if {*str(place).split()} & chosen]
+    return idle[0] if idle else ""
+
+
+def train_case(*flags: str) -> float:
+    """Train in this process as the command line does; return the CPU seconds that it took."""
+    from library.training.run import run_training
+
+    torch.use_deterministic_algorithms(False)
+    loaded = load_settings(flags)
+    if problems := find_settings_problems(loaded):
+        raise ConfigError(problems)
+    run_training(loaded.config, loaded.locations)
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in usage)
+
+
+@dataclass
+class Outcome:
+    """What a row gave."""
+
+    difference: float
+    seconds: float
+    """CPU time of all its processes."""
+    failures: list[str] = field(default_factory=list)
+
+
+def run_case(case: Case, workspace: Workspace) -> Outcome:
+    """Train the row and its reference, unless that is there, and compare them."""
+    workspace.clear()
+    folder, resume = workspace.folder / "run", case.values["resume"].name
+    flags = case.build_flags(workspace)
+    reference, seconds = get_reference(case, workspace, saves=resume == "of one process")
+    outcome = Outcome(float("nan"), seconds)
+    if resume == "of one process":
+        copy_as_killed(reference, folder, RESUMED_STEP)
+    outcome.seconds += _run(
+        case.ranks, folder, [*flags, *(SAVING if resume != "none" else ())], resume == "of one process"
+    )
+    if resume == "same layout":
+        resumed = copy_as_killed(folder, workspace.folder / "run" / "resumed", RESUMED_STEP)
+        outcome.seconds += _run(case.ranks, resumed, [*flags, *SAVING], True)
+        outcome.failures += _compare_resumed(folder, resumed)
+    compare(reference, folder, outcome, is_resumed=resume == "of one process")
+    return outcome
+
+
+def _run(ranks: int, folder: Path, flags: Sequence[str], resumes: bool) -> float:
+    words = [*flags, "--output_dir", str(folder), *(["--auto_resume"] if resumes else [])]
+    return sum(run_on_ranks(ranks, train_case, *words, daemon=False))
+
+
+def get_reference(case: Case, workspace: Workspace, *, saves: bool) -> tuple[Path, float]:
+    """Return the folder of the row's reference, and the CPU seconds that training it took now."""
+    reference = case.reference
+    key = reference.row, saves
+    if key in workspace.references:
+        return workspace.references[key], 0.0
+    folder = workspace.folder / f"reference{len(workspace.references)}"
+    seconds = _run(1, folder, [*reference.build_flags(workspace), *(SAVING if saves else ())], False)
+    workspace.references[key] = folder
+    return folder, seconds
+
+
+def compare(reference: Path, folder: Path, outcome: Outcome, *, is_resumed: bool) -> None:
+    """Compare adapters, averaged weights, losses and previews."""
+    differences = {
+        path.name: max_relative_difference(load_file(path), load_file(folder / path.name))
+        for path in reference.glob("lora*.safetensors")
+        if "-step" not in path.name
+    }
+    outcome.difference = max(differences.values())
+    outcome.failures += [
+        f"{name} differs by {each:.1e}" for name, each in differences.items() if not each < MAX_DIFFERENCE
+    ]
+    expected, actual = (read_losses(each) for each in (reference, folder))
+    if expected.keys() != actual.keys():
+        outcome.failures.append(f"metrics: {sorted(expected.keys() ^ actual.keys())}")
+    for key in expected.keys() & actual.keys():
+        if abs(expected[key] - actual[key]) > MAX_LOSS_DIFFERENCE * max(abs(expected[key]), 1e-3):
+            outcome.failures.append(f"{key}: {actual[key]} instead of {expected[key]}")
+    previews = {"_".join(path.stem.split("_")[:-2]): path for path in (reference / "sample").glob("*.png")}
+    others = {"_".join(path.stem.split("_")[:-2]): path for path in (folder / "sample").glob("*.png")}
+    if previews.keys() - others.keys() and not is_resumed:
+        outcome.failures.append(f"previews: {sorted(previews)} and {sorted(others)}")
+    for name in previews.keys() & others.keys():
+        images = (Image.open(each[name]).convert("RGB") for each in (previews, others))
+        largest = max(high for _, high in ImageChops.difference(*images).getextrema())
+        if largest > MAX_PIXEL_DIFFERENCE:
+            outcome.failures.append(f"preview {name} differs by {largest} of 255")
+
+
+def read_losses(folder: Path) -> dict[tuple[int, str], float]:
+    """Read the losses of training and validation by step."""
+    lines = [json.loads(line) for line in (folder / "lora.metrics.jsonl").read_text("utf-8").splitlines()]
+    names = ("loss/current", "validation/loss")
+    return {(line["step"], name): line[name] for line in lines for name in names if name in line}
+
+
+def _compare_resumed(folder: Path, resumed: Path) -> Iterator[str]:
+    for path in folder.glob("lora*.safetensors"):
+        one, other = load_file(path), load_file(resumed / path.name)
+        if one.keys() != other.keys() or any(not torch.equal(one[key], other[key]) for key in one):
+            yield f"{path.name} of the resumed run differs by {max_relative_difference(one, other):.1e}"
+
+
+def share_meta_models() -> None:
+    """Have dry checks build each model on the meta device once; they only look at it."""
+    load, models = validate_model.load_components_on_meta, {}
+
+    def load_once(detected: Any, names: Sequence[str]) -> Any:
+        key = repr(detected), tuple(names)
+        if key not in models:
+            models[key] = load(detected, names)
+        return models[key]
+
+    validate_model.load_components_on_meta = load_once
+
+
+def build_array(workspace: Workspace) -> tuple[CoveringArray, tuple[Factor, ...]]:
+    """Build the array of the settings; its rows are generated as they are asked for."""
+    factors = tuple(list_factors())
+    share_meta_models()
+    find = cache(lambda row: find_problem(Case(factors, row), workspace))
+    return CoveringArray([len(factor.values) for factor in factors], find), factors
+
+
+def start_warm_server() -> None:
+    """Have the server of test processes import every model family; without effect once it runs."""
+    CONTEXT.set_forkserver_preload(["tests.support.warm_server", "tests.support.warm_families"])
+
+
+def load_rows() -> list[Row]:
+    """Generate all rows, or read what was generated on this machine from the same source files."""
+    folders = (ROOT / "library", ROOT / "tests" / "support")
+    sources = sorted(path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".json"))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    stored = Path(tempfile.gettempdir()) / f"lorikeet-pairs-{digest}.json"
+    if not stored.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            array, _ = build_array(Workspace(Path(folder)))
+            write_atomic(stored, json.dumps(list(array.iter_rows())).encode())
+    return [tuple(row) for row in json.loads(stored.read_text("utf-8"))]
+
+
+def format_settings(factors: Sequence[Factor], settings: "frozenset[tuple[int, int]]") -> str:
+    return " with ".join(f"{factors[f].name} {factors[f].values[v].name!r}" for f, v in sorted(settings))
+
+
+def select_slice(rows: Sequence[Any], name: str) -> list[Any]:
+    """Select ``3/8``, the third of eight slices, or ``all``."""
+    if name == "all":
+        return list(rows)
+    number, _, count = name.partition("/")
+    return list(rows)[int(number) - 1 :: int(count)]
+
+
+def print_line(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def describe_array(workspace: Workspace) -> Iterator[str]:
+    """Describe what the rows cover, and what is refused."""
+    array, factors = build_array(workspace)
+    start = time.process_time()
+    count = sum(1 for _ in array.iter_rows())
+    impossible = array.refused_pairs | array.unreached
+    yield (
+        f"{len(factors)} factors, {sum(array.sizes)} values, {len(array.pairs)} pairs, of which {len(impossible)} are"
+        f" refused; the others are in {count} rows ({time.process_time() - start:.0f} s to build)"
+    )
+    for settings, problem in array.refused.items():
+        yield f"refused: {format_settings(factors, settings)}: {problem}"
+    for settings in array.unreached:
+        yield f"refused wherever it was tried: {format_settings(factors, settings)}"
+
+
+def main(word: str) -> None:
+    workspace = Workspace(Path(tempfile.mkdtemp(prefix="pairs-")))
+    if word == "list":
+        for line in describe_array(workspace):
+            print_line(line)
+        return
+    start_warm_server()
+    factors = tuple(list_factors())
+    for number, row in select_slice(list(enumerate(load_rows())), word):
+        case, start = Case(factors, row), time.monotonic()
+        try:
+            outcome = run_case(case, workspace)
+        except Exception as error:
+            outcome = Outcome(float("nan"), 0, [str(error).strip()[-1500:]])
+        seconds = f"{outcome.seconds:.1f} s CPU, {time.monotonic() - start:.1f} s"
+        verdict = "FAILED" if outcome.failures else "ok"
+        print_line(f"{number} {verdict} {outcome.difference:.1e} {seconds}: {case.name}")
+        for failure in outcome.failures:
+            print_line("    " + failure.replace("\n", "\n    "))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
