@@ -27,7 +27,7 @@ ALLOCATIONS: Any = {
 }
 RMS_NORMS: Any = {F.rms_norm, torch.rms_norm}
 RMS_NORM_OPERATOR: Any = torch.ops.aten.rms_norm.default
-"""Called by norms that write half precision, which autocast leaves alone."""
+"""The operator that norms which write half precision call, and that autocast leaves alone."""
 FLOAT32_OPS: Any = {
     *(RMS_NORMS if torch.__version__ >= "2.12" else ()),
     *(F.layer_norm, F.group_norm, F.softmax, torch.softmax, Tensor.softmax, torch.pow, Tensor.pow, Tensor.__pow__),

@@ -157,9 +157,9 @@ class BlockFacts:
     single_stream_lists: tuple[str, ...] = ()
     """The part of ``lists`` whose layers get text and image tokens together."""
     token_layouts: Mapping[str, TokenLayout] = field(default_factory=dict)
-    """Pattern of the names of the denoiser's layers -> the layout of their activations.
+    """The layout of the activations of the denoiser's layers, by pattern of their names.
 
-    For layers whose activations are not (batch, tokens, width), and for those in which tokens come after a text of
+    It is needed for layers whose activations are not (batch, tokens, width), and for those in which tokens come after a text of
     variable length: LoRA dropout is a function of sample and token, so it has to know where these are.
     """
     text_attention_calls: tuple[int, ...] = ()
