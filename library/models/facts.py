@@ -159,8 +159,8 @@ class BlockFacts:
     token_layouts: Mapping[str, TokenLayout] = field(default_factory=dict)
     """The layout of the activations of the denoiser's layers, by pattern of their names.
 
-    It is needed for layers whose activations are not (batch, tokens, width), and for those in which tokens come after a text of
-    variable length: LoRA dropout is a function of sample and token, so it has to know where these are.
+    It is needed for layers whose activations are not (batch, tokens, width), and for those in which tokens come after
+    a text of variable length: LoRA dropout is a function of sample and token, so it has to know where these are.
     """
     text_attention_calls: tuple[int, ...] = ()
     """Indices of the attention calls in a block that attend to a text that is not in ``activation_args``."""
