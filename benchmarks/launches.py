@@ -120,13 +120,14 @@ def build_step(config: RunConfig) -> tuple[Any, Any, Any]:
     from library.models.detect import detect_model
     from library.models.families import FAMILIES
     from library.models.loading import load_pipeline_on_meta
+    from library.models.text_encoding import encode_text_on_meta
     from library.parallel.async_copy import CopyStream
     from library.training.setup import build_objective
     from library.training.task import DiffusionTask
     from library.training.trainable_modules import build_trainable_modules
 
     detected = detect_model(config.model)
-    family: Any = FAMILIES.get(detected.family)(config.model)
+    family = FAMILIES.get(detected.family)(config.model)
     pipe = load_pipeline_on_meta(family, detected, MIXED_PRECISION_DTYPES[config.distributed.mixed_precision or "no"])
     trained, _ = build_trainable_modules(config, family, pipe)
     objective = build_objective(config.noise, config.loss, family, pipe)
@@ -134,7 +135,7 @@ def build_step(config: RunConfig) -> tuple[Any, Any, Any]:
     count, size = config.data.train_batch_size, config.data.resolution
     assert size is not None
     captions, positions = tuple(CAPTION.format(number) for number in range(count)), tuple(range(count))
-    cond = family.encode_prompts_with_controls_on_meta(pipe, captions, ())
+    cond = encode_text_on_meta(family, pipe, captions, ())
     with torch.no_grad():
         pixels = torch.empty(1, 3, size.height, size.width, device=META)
         moments = Moments(family.encode_moments(pipe, pixels).mean_and_std.expand(count, -1, -1, -1, -1))
