@@ -212,7 +212,7 @@ def _get_lora_kind(layer: Any) -> tuple[Any, ...] | None:
 
 
 def _compute_update_norms(layers: Sequence[Any]) -> Tensor:
-    """The norms of LoRA updates of one shape and scale; of another adapter from peft's delta weight."""
+    """The norms of LoRA updates of one shape and scale, or of one adapter of another type."""
     weights = layers[0].adapter_layer_names
     if "lora_A" in weights:
         downs, ups = (
@@ -221,8 +221,34 @@ def _compute_update_norms(layers: Sequence[Any]) -> Tensor:
         )
         return compute_lora_norms(downs, [ups], layers[0].scaling["default"])
     (layer,) = layers
-    if {"hada_w1_a", "lokr_w1"} & set(weights):
-        update: Tensor = layer.get_delta_weight("default")
-    else:  # OFT and BOFT: zero weights are the identity rotation
-        update = torch.cat([weight.flatten() for name, weight in layer.named_parameters() if "default" in name])
-    return update.float().square().sum().sqrt()[None]
+    norm = _compute_product_norm(layer)
+    if norm is None:  # OFT and BOFT: zero weights are the identity rotation
+        weights = [weight.flatten() for name, weight in layer.named_parameters() if "default" in name]
+        norm = torch.cat(weights).float().norm()
+    return norm[None]
+
+
+def _compute_product_norm(layer: Any) -> Tensor | None:
+    """The norm of the update of a LoHa or LoKr layer; None for other types.
+
+    peft's ``get_delta_weight`` gives the update the shape of the base weight, which ZeRO 3 empties between forwards.
+    """
+    names, scale = layer.adapter_layer_names, layer.scaling["default"] if hasattr(layer, "scaling") else 1.0
+    if "hada_w1_a" in names:
+        first, second = (_multiply_factors(layer, f"hada_w{half}", f"hada_t{half}") for half in (1, 2))
+        return (first * second).norm() * abs(scale)
+    if "lokr_w1" in names:
+        first, second = (_multiply_factors(layer, f"lokr_w{half}", f"lokr_t{half}") for half in (1, 2))
+        return first.norm() * second.norm() * abs(scale)
+    return None
+
+
+def _multiply_factors(layer: Any, weight: str, core: str) -> Tensor:
+    """Multiply the factors of one half of a LoHa or LoKr, with the core of a Tucker decomposition between them."""
+    parts: dict[str, Any] = {name: getattr(layer, name, {}) for name in (weight, f"{weight}_a", f"{weight}_b", core)}
+    whole, first, second, middle = (each["default"].float() if "default" in each else None for each in parts.values())
+    if whole is not None:
+        return whole
+    if middle is not None:
+        return torch.einsum("ijkl,ip,jr->prkl", middle, first, second)
+    return first @ second

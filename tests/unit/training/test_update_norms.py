@@ -39,13 +39,20 @@ def build_trained_model(settings) -> nn.Module:
     [
         LoraConfig(r=3, lora_alpha=2, target_modules=["a", "b"]),
         LoHaConfig(r=3, alpha=2, target_modules=["a", "b"]),
+        LoHaConfig(r=2, alpha=2, target_modules=["a", "b"], use_effective_conv2d=True),
         LoKrConfig(r=3, alpha=2, target_modules=["a", "b"]),
+        LoKrConfig(r=2, alpha=3, target_modules=["a", "b"], use_effective_conv2d=True, decompose_both=True),
     ],
-    ids=["lora", "loha", "lokr"],
+    ids=["lora", "loha", "loha tucker", "lokr", "lokr tucker"],
 )
-def test_an_update_norm_is_the_norm_of_the_weight_delta(settings):
+def test_an_update_norm_is_the_norm_of_the_weight_delta_whatever_became_of_the_base_weight(settings):
     model = build_trained_model(settings)
+    weights = {name: weight.data for name, weight in model.named_parameters() if "base_layer" in name}
+    for name in weights:  # as ZeRO 3 leaves them between forwards
+        model.get_parameter(name).data = torch.empty(0)
     norms = compute_update_norms(model)
+    for name, weight in weights.items():
+        model.get_parameter(name).data = weight
 
     assert list(norms) == ["blocks.0.a", "blocks.0.b", "blocks.1.a", "blocks.1.b"]
     assert norms["blocks.1.b"] == 0
