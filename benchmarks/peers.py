@@ -8,6 +8,7 @@ other programs disturb less, and by the clock.  The others need environments wit
 """
 
 import gc
+import json
 import os
 import resource
 import shutil
@@ -20,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from library.config import RunConfig
 from library.errors import UserError
@@ -185,10 +187,19 @@ def save_model(config: RunConfig, folder: Path) -> Path:
     dtype = torch.bfloat16 if detected.family == "flux" else torch.float32  # as they are published
     pipe = FAMILIES.get(detected.family)(config.model).load(detected, dtype)
     pipe.save_pretrained(folder)
-    pipe.tokenizer.save_pretrained(folder / "tokenizers" / TOKENIZER_FOLDER)
+    save_clip_tokenizer(pipe.tokenizer, folder / "tokenizers" / TOKENIZER_FOLDER)
     del pipe
     gc.collect()  # its reference cycles hold the model, and both programs need the memory
     return folder
+
+
+def save_clip_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Save a tokenizer with vocab.json and merges.txt, which transformers 4 reads and transformers 5 does not write."""
+    tokenizer.save_pretrained(folder)
+    model = json.loads((folder / "tokenizer.json").read_text("utf-8"))["model"]
+    merges = (each if isinstance(each, str) else " ".join(each) for each in model["merges"])
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]), "utf-8")
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]), "utf-8")
 
 
 @contextmanager

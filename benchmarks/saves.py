@@ -43,9 +43,9 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
 
 def train_timed(argv: Sequence[str], output: Path) -> dict[str, float]:
     """Train in this process; return the total seconds of all steps, and those spent in each callback that saves."""
+    from library.training.checkpoint import SaveCheckpoint
     from library.training.run import run_training as train
     from library.training.save_adapter import SaveAdapter
-    from library.training.save_and_restore_state import SaveCheckpoint
 
     seconds = {"SaveAdapter": 0.0, "SaveCheckpoint": 0.0}
 

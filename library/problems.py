@@ -56,7 +56,7 @@ class Problem:
     others: tuple[str, ...] = ()
     """The other options that take part in it."""
     scope: str = ""
-    """Who has it, where not everything does: some ranks, some of the layouts that were tried."""
+    """The ranks or layouts that have the problem, where not all of them do."""
     note: str = ""
     """Why a value in the text is not the one that was set, or what else explains the problem."""
 

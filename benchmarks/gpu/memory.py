@@ -1,7 +1,7 @@
 """Memory on the device: each memory-saving option against the estimate, and FLUX.1 within small cards."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -20,12 +20,15 @@ MEASURED = ("baseline", "checkpointing", "swap_half", "checkpointing_every_2", "
 AGAIN = "baseline_again"
 MAX_SWAP_RATIO = 1.15
 """Step time with half of the blocks swapped."""
-CARDS: Mapping[int, Sequence[str]] = {
-    24: ("--quantize_base", "fp8", "--gradient_checkpointing"),
-    16: ("--quantize_base", "int8", "--gradient_checkpointing", "--cpu_offload_checkpointing"),
-    12: ("--quantize_base", "nf4", "--gradient_checkpointing", "--cpu_offload_checkpointing"),
-}
-"""Options by the card's memory in GB."""
+CARDS: Sequence[tuple[int, Sequence[str]]] = (
+    (24, ("--gradient_checkpointing", "--blocks_to_swap", "16")),
+    (24, ("--gradient_checkpointing", "--quantize_base", "fp8")),
+    (16, ("--gradient_checkpointing", "--blocks_to_swap", "40")),
+    (16, ("--gradient_checkpointing", "--quantize_base", "int8", "--cpu_offload_checkpointing")),
+    (12, ("--gradient_checkpointing", "--blocks_to_swap", "50")),
+    (12, ("--gradient_checkpointing", "--quantize_base", "nf4")),
+)
+"""The card's memory in GB, and options."""
 CONTEXT_GB = 0.6
 """Of the card, for CUDA's context, which the limit does not count."""
 
@@ -90,14 +93,15 @@ def estimate_peak(training_options: Sequence[str]) -> int:
 def fit_into_cards(context: SectionContext) -> Iterator[Measurement]:
     """Train within the memory of smaller cards, by a limit of torch's allocator."""
     if not has_device_memory(context.device):
-        yield from yield_unmeasured([f"{card} GB: step" for card in CARDS])
+        yield from yield_unmeasured([f"{card} GB, {' '.join(options[1:])}: step" for card, options in CARDS])
         return
     module = torch.get_device_module(context.device)
     total = module.get_device_properties(0).total_memory / 1e9
     turn = context.choose(3, 1)
     argv = write_dataset([*context.training_options, *CACHED], context.directory, 3 * turn)
-    for card, options in CARDS.items():
-        folder = context.directory / f"{card}GB"
+    for number, (card, options) in enumerate(CARDS):
+        title = f"{card} GB, {' '.join(options[1:])}"
+        folder = context.directory / str(number)
         folder.mkdir()
         release_memory(context.device)
         # Encoders cache their outputs on disk in the first run, which has to fit as well.
@@ -105,8 +109,8 @@ def fit_into_cards(context: SectionContext) -> Iterator[Measurement]:
         try:
             seconds, peak = measure_run([*argv, *options], folder, turn)
         except NOT_MEASURED as error:
-            yield Measurement(f"{card} GB: step", [], note=format_failure(error))
+            yield Measurement(f"{title}: step", [], note=format_failure(error))
             continue
-        note = f"{' '.join(options)}; reserved at most {module.max_memory_reserved() / 1e9:.1f} GB"
-        yield Measurement(f"{card} GB: step", [seconds], "s", note=note)
-        yield Measurement(f"{card} GB: peak memory", [peak], "GB", at_most=card - CONTEXT_GB)
+        note = f"reserved at most {module.max_memory_reserved() / 1e9:.1f} GB"
+        yield Measurement(f"{title}: step", [seconds], "s", note=note)
+        yield Measurement(f"{title}: peak memory", [peak], "GB", at_most=card - CONTEXT_GB)

@@ -1,4 +1,4 @@
-"""The sections of the GPU benchmark, in order of value."""
+"""The sections of the GPU benchmark, in order of what is least known."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -70,35 +70,46 @@ _BF16 = ("--mixed_precision", "bf16")
 _1024 = ("--resolution", "1024", *_BF16)
 _CHECKPOINTED = (*_1024, "--gradient_checkpointing")
 SECTIONS: Sequence[Section] = (
+    # First what no GPU has measured yet.
     Section("device", "correct:measure_device", 10, "bf16 and fp8 matmul, copies: what other sections compare with"),
+    Section("qwen_image", "fast:measure_model", 130, "Qwen-Image at 1024, checkpointed", "random:qwen_image",
+            _CHECKPOINTED),
+    Section("peers_sdxl", "fast:compare_peers", 180, "SDXL beside diffusers' script (--diffusers)", "random:sdxl",
+            _1024),
+    Section("peers", "fast:compare_peers", 120, "Stable Diffusion 1.5 beside sd-scripts (--sd_scripts)", "random:sd1",
+            ("--resolution", "512", *_BF16, "--train_batch_size", "4")),
+    Section("z_image", "fast:measure_model", 100, "Z-Image at 1024: compiled", "random:z_image", _1024),
+    Section("memory", "memory:measure_switches", 190, "memory-saving options on SDXL: estimate, peak, step time",
+            "random:sdxl", _1024),
+    Section("compile", "fast:compile_sizes", 130, "12 image sizes of SDXL: graphs, cold and warm cache", "random:sdxl",
+            _1024),
+    Section("variants", "fast:compare_variants", 90, "attention backends, optimizers on FLUX.1", "random:flux", _1024),
+    Section("peers_flux", "fast:compare_peers", 370, "FLUX.1 beside diffusers' script (--diffusers)", "random:flux",
+            _CHECKPOINTED),
+    # Then what changes with the layers.
+    Section("layers_sdxl", "layers:compare_layers", 70, "fused layers beside peft's, and a CUDA graph: SDXL, batch 1",
+            "random:sdxl", _1024),
+    Section("layers_sdxl4", "layers:compare_layers", 65, "the same with a batch size of 4", "random:sdxl",
+            (*_1024, "--train_batch_size", "4")),
+    Section("layers_flux", "layers:compare_layers", 60, "the same for FLUX.1", "random:flux", _1024),
+    Section("layers_z_image", "layers:compare_layers", 45, "the same for Z-Image", "random:z_image", _1024),
+    Section("layers_sd1", "layers:compare_layers", 35, "the same for Stable Diffusion 1.5, batch size 8", "random:sd1",
+            ("--resolution", "512", *_BF16, "--train_batch_size", "8")),
+    Section("flux_cards", "memory:fit_into_cards", 170, "FLUX.1 within 12, 16 and 24 GB", "random:flux", _1024),
+    Section("sdxl", "fast:measure_model", 80, "Stable Diffusion XL at 1024, batch size 4", "random:sdxl",
+            (*_1024, "--train_batch_size", "4")),
+    Section("flux", "fast:measure_model", 110, "FLUX.1 at 1024: step, MFU, compiled", "random:flux", _1024),
+    Section("flux_cudnn", "fast:measure_model", 110, "the same with cuDNN's attention", "random:flux",
+            (*_1024, "--attn_mode", "cudnn")),
+    Section("sd1", "fast:measure_model", 70, "Stable Diffusion 1.5 at 512, batch size 8", "random:sd1",
+            ("--resolution", "512", *_BF16, "--train_batch_size", "8")),
+    Section("kernels", "kernels:measure_kernels", 80, "nf4 by our code and bitsandbytes; fp8 matmul and its loss"),
+    # Last what was right when it was measured.
     Section("golden", "correct:compare_losses", 60, "losses on the device against those on the CPU, fp32, bf16, fp16"),
     Section("resume", "correct:compare_resumed_runs", 60, "resumed and uninterrupted runs, with --deterministic"),
     Section("sync", "correct:count_synchronizations", 40, "steps in which the host waits for the device"),
     Section("faults", "faults:provoke_faults", 80, "NaN, Ctrl-C, out of memory with and without on_oom"),
-    Section("flux", "fast:measure_model", 110, "FLUX.1 at 1024: step, MFU, compiled", "random:flux", _1024),
-    Section("flux_cudnn", "fast:measure_model", 110, "the same with cuDNN's attention", "random:flux",
-            (*_1024, "--attn_mode", "cudnn")),
-    Section("flux_cards", "memory:fit_into_cards", 100, "FLUX.1 within 12, 16 and 24 GB", "random:flux", _1024),
-    Section("sdxl", "fast:measure_model", 80, "Stable Diffusion XL at 1024, batch size 4", "random:sdxl",
-            (*_1024, "--train_batch_size", "4")),
-    Section("memory", "memory:measure_switches", 190, "memory-saving options on SDXL: estimate, peak, step time",
-            "random:sdxl", _1024),
-    Section("kernels", "kernels:measure_kernels", 80, "nf4 by our code and bitsandbytes; fp8 matmul and its loss"),
     Section("parallel", "parallel:compare_layouts", 60, "two processes on one device against one; NCCL alone"),
-    Section("sd1", "fast:measure_model", 70, "Stable Diffusion 1.5 at 512, batch size 8", "random:sd1",
-            ("--resolution", "512", *_BF16, "--train_batch_size", "8")),
-    Section("z_image", "fast:measure_model", 100, "Z-Image at 1024", "random:z_image", _1024),
-    Section("qwen_image", "fast:measure_model", 130, "Qwen-Image at 1024, checkpointed", "random:qwen_image",
-            _CHECKPOINTED),
-    Section("variants", "fast:compare_variants", 90, "attention backends, optimizers on FLUX.1", "random:flux", _1024),
-    Section("compile", "fast:compile_sizes", 130, "12 image sizes of SDXL: graphs, cold and warm cache", "random:sdxl",
-            _1024),
-    Section("peers", "fast:compare_peers", 120, "Stable Diffusion 1.5 beside sd-scripts (--sd_scripts)", "random:sd1",
-            ("--resolution", "512", *_BF16, "--train_batch_size", "4")),
-    Section("peers_sdxl", "fast:compare_peers", 180, "SDXL beside diffusers' script (--diffusers)", "random:sdxl",
-            _1024),
-    Section("peers_flux", "fast:compare_peers", 370, "FLUX.1 beside diffusers' script (--diffusers)", "random:flux",
-            _CHECKPOINTED),
 )  # fmt: skip
 
 

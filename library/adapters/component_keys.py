@@ -108,7 +108,7 @@ class ComponentKeys:
         return frozenset(names)
 
     def list_written_groups(self, modules: Iterable[str]) -> frozenset[tuple[Hashable, ...]]:
-        """Collect what the names of these modules in a new file follow from: with equal entries, names are equal."""
+        """List what decides the names of these modules in a new file; equal entries give equal names in all formats."""
         listed = list(modules)
         return frozenset(
             (self.name, self.key_prefix, *_list_naming_rules(style), group.name if self.is_text_encoder else group)
@@ -142,5 +142,5 @@ class ComponentKeys:
 
 
 def _list_naming_rules(style: KeyStyle) -> tuple[bool, ...]:
-    """Collect what decides, beside the name, which prefix a file has, and which layout ``comfy`` stands for."""
+    """List what decides, besides the names, which prefix a file has and which layout ``comfy`` stands for."""
     return style.has_names_of_comfy, style.has_original_names_in_diffusers, style.is_kohya_in_comfyui

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, equal, nn
@@ -36,6 +37,8 @@ from .peft_types import ADAPTER_WEIGHT_PATTERN, RankAlpha, inject_peft_layers
 from .targets_rank_alpha import TargetComponent, TargetLayer, assign_ranks, find_target_layers
 from .validate_targets import validate_boft_ranks, validate_ranks
 
+ADAPTER_NAME = "default"
+"""peft's name of the adapter that is trained."""
 AdapterStateDict = dict[str, Tensor]
 
 
@@ -210,6 +213,14 @@ def leave_input_casts_to_autocast(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, LoraLayer) and not module.lora_variant:  # DoRA computes norms in the dtype of its input
             module.cast_input_dtype_enabled = False
+
+
+def find_linear_lora_layers(model: nn.Module) -> Iterator[LoraLinear]:
+    """Yield peft's layers that add a LoRA without variants (DoRA) or bias to a linear layer."""
+    for module in model.modules():
+        if type(module) is LoraLinear and not module.lora_variant and not module.fan_in_fan_out:
+            if not module.lora_bias[ADAPTER_NAME] and isinstance(module.lora_dropout[ADAPTER_NAME], nn.Identity):
+                yield module
 
 
 @contextmanager

@@ -177,7 +177,7 @@ def parse_tensor_key(key: str) -> tuple[str, str] | None:
 
 
 def parse_tensor(key: str, tensor: Tensor) -> tuple[str, str] | None:
-    """Parse a key as ``parse_tensor_key`` does, and tell by its shape for which axis a ``dora_scale`` has magnitudes.
+    """Do as ``parse_tensor_key``, and tell by its shape for which axis a ``dora_scale`` has magnitudes.
 
     LyCORIS and OneTrainer write it as one column for the outputs, or as one row for the inputs.
     """

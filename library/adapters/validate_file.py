@@ -30,7 +30,7 @@ UNREAD_KINDS: Mapping[str, str] = {
     r"^(string_to_param|emb_params|clip_[lg]|t5xxl)$": "a textual inversion embedding",
     r"^(model\.diffusion_model|first_stage_model|cond_stage_model|conditioner)\.": "a whole checkpoint",
 }
-"""Pattern of keys -> what they are, where it is not read."""
+"""What the keys are that match a pattern, where it is not read."""
 
 
 def group_unread_keys(keys: Iterable[str]) -> dict[str, list[str]]:
@@ -44,7 +44,7 @@ def group_unread_keys(keys: Iterable[str]) -> dict[str, list[str]]:
 
 
 def describe_unknown_keys(keys: Sequence[str], total: int, model: str = "this model") -> str:
-    """What the unknown keys of a file are."""
+    """Describe the unknown keys of a file."""
     for pattern, kind in UNREAD_KINDS.items():
         if found := [key for key in keys if re.search(pattern, key)]:
             return f"contains {kind}, which is not supported: {found[0]}{_format_more(found)}"
@@ -52,7 +52,7 @@ def describe_unknown_keys(keys: Sequence[str], total: int, model: str = "this mo
 
 
 def describe_foreign_keys(keys: Sequence[str]) -> str | None:
-    """Why a file with these keys is no LoRA file, which its header tells before its tensors are read."""
+    """Return why a file with these keys is no LoRA file, which its header tells before its tensors are read."""
     if not keys:
         return "it has no tensors"
     text = describe_unknown_keys(keys, len(keys))
@@ -70,7 +70,7 @@ def _format_more(found: Sequence[str]) -> str:
 
 
 def describe_origin(metadata: Mapping[str, str]) -> str:
-    """For which model a file says it is, for messages; may be empty."""
+    """Name the model that a file says it is for, at the end of a message; the text may be empty."""
     stated = metadata.get("ss_base_model_version") or metadata.get("modelspec.architecture", "").partition("/")[0]
     return f"; its metadata says it is for {stated[:60]}" if stated else ""
 
@@ -138,7 +138,7 @@ def describe_size_problems(problems: Sequence[str], total: int, metadata: Mappin
 
 
 def list_layer_shapes(named_weights: Iterable[tuple[str, object]]) -> dict[str, tuple[int, ...]]:
-    """Layer -> shape of its weight, from the layers of a model."""
+    """List the shape of each layer's weight, from the layers of a model."""
     found = ((name, getattr(layer, "weight", None)) for name, layer in named_weights)
     return {name: tuple(weight.shape) for name, weight in found if weight is not None}
 

@@ -34,7 +34,7 @@ _DIMENSIONS: Mapping[str, tuple[int, ...]] = {
     "diff": (1, 2, 3, 4, 5),
     "oft_blocks": (3, 4),
 }
-"""Tensor name -> the number of dimensions that it may have."""
+"""The numbers of dimensions that a tensor of each name may have."""
 
 _EQUAL_SIZES: tuple[tuple[str, int, str, int], ...] = (
     (DOWN, 0, UP, 1),
@@ -57,7 +57,7 @@ _EQUAL_SIZES: tuple[tuple[str, int, str, int], ...] = (
 
 
 def find_tensor_problems(tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Why the update of a layer cannot be computed from its tensors, by their names without the layer's; the first."""
+    """Yield the first reason why a layer's update cannot be computed; tensors are named without their layer."""
     for find in (_find_mixed_types, _find_missing_tensors, _find_odd_dimensions, _find_unequal_sizes, _find_odd_blocks):
         if problems := list(find(tensors)):
             yield from problems

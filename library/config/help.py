@@ -48,7 +48,7 @@ def format_options_page() -> str:
         "Flags override the run TOML, which overrides the defaults. Section names in the run TOML have no meaning.",
         "A switch is turned on by `--name` and off by `--no-name`.",
         "An option has an effect only with what the column *needs* names; without it, one line of notice names the",
-        "option. Options marked with * do not change the result, rounding aside, and may differ when a run is resumed.",
+        "option. Options marked with * may differ when a run is resumed: a step computes the same, rounding aside.",
         "",
     ]
     for name, title, options in iter_option_groups():

@@ -66,12 +66,12 @@ class SecretOption:
 RENAMED_OPTIONS: dict[str, str] = {
     option.former_name: option.name for option in iter_options(RunConfig) if option.former_name
 }
-"""Former names of options, accepted with a notice for one release."""
+"""The current names of options by their former ones, which are accepted with a notice for one release."""
 
 RENAMED_VALUES: dict[str, dict[Any, str]] = {
     option.name: dict(option.former_values) for option in iter_options(RunConfig) if option.former_values
 }
-"""Former values, by the current name of the option."""
+"""The current values by the former ones, of each option by its current name."""
 
 
 FORMER_DEFAULTS = {

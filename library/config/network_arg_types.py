@@ -12,7 +12,7 @@ LR_WEIGHT_PRESETS = ("cosine", "sine", "linear", "reverse_linear", "zeros")
 """Named curves of learning-rate weights over the blocks of a UNet, as in sd-scripts."""
 
 LAST_BLOCK = 10**6
-"""Stands for the last block of a model, whatever its index."""
+"""A number that stands for the last block of a model, whatever its index."""
 
 UNSUPPORTED_MODULES = {
     "networks.dylora": "DyLoRA is not supported; use networks.lora",

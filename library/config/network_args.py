@@ -56,9 +56,9 @@ class NetworkFacts:
     """Which network modules and arguments a model family has of its own, and the layers that these mean."""
 
     modules: tuple[str, ...] = ()
-    """Of ``SPECIAL_MODULES``."""
+    """The modules among ``SPECIAL_MODULES`` that support the family."""
     args: tuple[str, ...] = ()
-    """Of the arguments that are for some families only; those for ranks are in the next two, too."""
+    """The family's arguments among those that are for some families only; those for ranks are in the next two."""
     layer_type_ranks: tuple[tuple[str, str], ...] = ()
     """Argument with the rank of a type of layer, and the pattern of their kohya names."""
     outer_layer_ranks: tuple[str, tuple[str, ...]] | None = None
@@ -74,13 +74,13 @@ class NetworkFacts:
 
     @property
     def known_args(self) -> set[str]:
-        """Of the arguments that are for some families only, those that this family has."""
+        """All arguments of this family among those that are for some families only."""
         outer = () if self.outer_layer_ranks is None else self.outer_layer_ranks[:1]
         return {*self.args, *(name for name, _ in self.layer_type_ranks), *outer}
 
 
 GENERAL_NETWORK = NetworkFacts()
-"""Of a family without arguments of its own."""
+"""The facts of a family without arguments of its own."""
 
 
 @dataclass(frozen=True)

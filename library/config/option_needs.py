@@ -203,7 +203,7 @@ class LacksValue:
         return self.reason or f"{self.name} is {_format_value(value)}"
 
     def describe(self, option: str) -> str:
-        if self.values == (True,):
+        if len(self.values) == 1 and self.values[0] is True:  # 1 equals True
             return f"no `{self.name}`"
         return self.text or f"`{self.name}` other than {_join_values(self.values, 'or')}"
 

@@ -74,8 +74,8 @@ class OptionFacts:
     varies: Literal["", "image", "caption"] = ""
     """Whether it draws another image or another caption each time; validation images are never varied."""
     dataset_table: Literal["", "dataset", "shared", "subset", "run"] = ""
-    """For options that a dataset file has as well: ``dataset`` for keys of [general] and [[datasets]], ``shared`` for
-    those that [[datasets.subsets]] have, too, ``subset`` for keys of subsets only, ``run`` for none of these."""
+    """The tables that have the option as a key, where a dataset file has it as well: ``dataset`` for [general] and
+    [[datasets]], ``shared`` for these and [[datasets.subsets]], ``subset`` for subsets only, ``run`` for no table."""
     dataset_key: str = ""
     """The name of the key in a dataset file, where it is another one."""
 
@@ -219,7 +219,7 @@ def flatten_config(config: Any) -> dict[str, Any]:
 
 
 def _resolve_type_hint(hint: Any) -> tuple[Any, bool, bool]:
-    """Return value type, is_list and is_optional: ``int | None`` -> (int, False, True)."""
+    """Return value type, is_list and is_optional: (int, False, True) for ``int | None``."""
     if get_origin(hint) in (Union, types.UnionType):
         (inner,) = (item for item in get_args(hint) if item is not type(None))
         value_type, is_list, _ = _resolve_type_hint(inner)

@@ -163,15 +163,15 @@ def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedC
     for setting in _sort_switch_aliases_first(settings):
         reader.read(setting)
     parsed = ParsedConfig(
-        build_config(config_class, reader.values),
-        reader.locations,
-        problems,
-        reader.notices,
-        path,
-        "output_config" in commands,
-        frozenset(invalid_options),
-        tuple(reader.unused),
-        has_kohya_options,
+        config=build_config(config_class, reader.values),
+        locations=reader.locations,
+        problems=problems,
+        notices=reader.notices,
+        config_file=path,
+        output_config="output_config" in commands,
+        invalid_options=frozenset(invalid_options),
+        unused=tuple(reader.unused),
+        has_kohya_options=has_kohya_options,
         secrets=reader.secrets,
     )
     if config_class is RunConfig:

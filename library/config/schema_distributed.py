@@ -34,6 +34,16 @@ class DistributedConfig:
         changes_result=False,
         aliases=(Alias("xformers", "xformers"), Alias("use_flash_attn", "flash")),
     )
+    fused_layers: bool = define_option(
+        True,
+        "LoRA layers in fewer kernels, and norms that write half precision, for less time and memory; off: peft's"
+        " layers, and norms in float32 as autocast has them",
+        needs=(
+            LacksValue("mixed_precision", ("no", "fp8"), "mixed_precision is neither fp16 nor bf16"),
+            LacksValue("torch_compile", (True,), "torch_compile fuses by itself"),
+        ),
+        changes_result=False,
+    )
     ddp_timeout: int | None = define_option(
         None,
         "timeout of the process group in minutes; default: 30",

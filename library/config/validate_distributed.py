@@ -16,7 +16,7 @@ ATTENTION_PACKAGES = {
     "flash3": ("flash_attn_interface", "flash-attn-3"),
     "xformers": ("xformers", "xformers"),
 }
-"""Attention mode -> the module that it needs, and the package to install."""
+"""The module that each attention mode needs, and the package to install."""
 
 MIN_PROFILE_STEPS = 3
 """One step without the profiler for timing, one to warm the profiler up, and one to record."""

@@ -1,4 +1,7 @@
-"""Load, resize, crop and flip an image together with its mask, as sd-scripts resizes."""
+"""Load, resize, crop and flip an image together with its mask, as sd-scripts resizes.
+
+Files are decoded, in their EXIF orientation and transparent ones on white, by ``dataset.image_inspection``.
+"""
 
 import random
 from dataclasses import dataclass

@@ -55,7 +55,7 @@ RENAMED_DATASET_KEYS: Mapping[str, str] = {
     "qwen_image_edit_no_resize_control": "no_resize_control",
     "qwen_image_edit_control_resolution": "control_resolution",
 }
-"""Former names of keys in musubi-tuner."""
+"""The current keys by their earlier names in musubi-tuner."""
 
 _UNSUPPORTED_MUSUBI_KEYS: Mapping[str, str] = {
     "skip_corrupted_cache": "this key of musubi-tuner",

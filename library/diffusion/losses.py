@@ -6,7 +6,8 @@ there, which the function reads from ``context.config``.  ``tests/unit/diffusion
 each loss.
 
 Masks and the mean per sample are in ``masked_loss``, weights by timestep in ``weighting``; the weight of a sample
-(``prior_loss_weight``, 0 for one that replaces an unreadable image) is applied in ``training.task``.
+(``prior_loss_weight``, 0 for one that replaces an unreadable image) is set in ``dataloader.manifest_builder`` and
+applied in ``training.task``.
 """
 
 import math

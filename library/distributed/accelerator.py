@@ -2,6 +2,9 @@
 
 accelerate sets up neither FSDP nor DeepSpeed, though the launcher's variables for them are read: it would wrap whole
 models, on some devices only, and go on silently on others.
+
+With ``mixed_precision`` fp16 accelerate creates the GradScaler; gradients are unscaled in
+``parallel.gradient_clipping`` and steps skipped in ``parallel.strategy``.
 """
 
 import logging

@@ -1,4 +1,8 @@
-"""The machine: accelerators, CPUs, NUMA nodes and memory, detected without initializing a device."""
+"""The machine: accelerators, CPUs, NUMA nodes and memory, detected without initializing a device.
+
+Backend flags of torch are set here as well, those of ``--deterministic`` and of attention; TF32 and
+``cudnn.benchmark`` stay at torch's defaults.
+"""
 
 import importlib.util
 import os
@@ -167,4 +171,4 @@ def get_device_name(device: torch.device) -> str:
 
 
 MIXED_PRECISION_DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
-"""The dtype of the frozen model; adapters are always float32."""
+"""The dtype of the frozen model; adapters are float32, unless ``--full_bf16`` casts them."""

@@ -66,7 +66,7 @@ class LauncherMonitor:
         """Have the run save a checkpoint and end; end the process if it does not train, or does not end."""
         if self.signals.has_begun:
             self.signals.request_stop(signal.SIGTERM, reason)
-            logger.error("%s: the step is finished and a checkpoint saved", reason)
+            logger.error("%s: finishing this step, then saving a checkpoint", reason)
             if self._is_closed.wait(STOP_SECONDS):
                 return
         logger.error("%s, so this process ends", reason)

@@ -1,7 +1,8 @@
 """Stop signals (SIGTERM, SIGINT, SIGUSR1): the current step is finished and a checkpoint saved before the run ends.
 
 Under ``python -m library launch`` (``tools/launch.py``), training processes register in a directory to get signals
-directly, and leave their exit code there.
+directly, and leave their exit code there.  ``Strategy.should_stop`` asks for them, ``training.resume`` saves the
+checkpoint (``Resume.save_and_exit``).
 """
 
 import os
@@ -67,9 +68,11 @@ class StopSignals:
             self.received, self._received_at = number, time.monotonic()
             name = signal.Signals(number).name
             # Not through logging, whose lock the interrupted code may hold.
-            os.write(
-                2, f"\n{name}: the step is finished and a checkpoint saved; a second {name} stops at once\n".encode()
+            seconds = f"{DUPLICATE_SIGNAL_SECONDS:g} s"
+            text = (
+                f"{name}: finishing this step, then saving a checkpoint; a second {name} after {seconds} stops at once"
             )
+            os.write(2, f"\n{text}\n".encode())
         elif time.monotonic() - self._received_at > DUPLICATE_SIGNAL_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

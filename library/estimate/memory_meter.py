@@ -26,6 +26,8 @@ ALLOCATIONS: Any = {
     *(torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided, torch.ops.aten._unsafe_view),
 }
 RMS_NORMS: Any = {F.rms_norm, torch.rms_norm}
+RMS_NORM_OPERATOR: Any = torch.ops.aten.rms_norm.default
+"""The operator that norms which write half precision call, and that autocast leaves alone."""
 FLOAT32_OPS: Any = {
     *(RMS_NORMS if torch.__version__ >= "2.12" else ()),
     *(F.layer_norm, F.group_norm, F.softmax, torch.softmax, Tensor.softmax, torch.pow, Tensor.pow, Tensor.__pow__),
@@ -213,7 +215,7 @@ class AutocastEmulation(TorchFunctionMode):
             inputs = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
             if all(each.ndim == 4 and each.shape[-1] == inputs[0].shape[-1] for each in inputs):
                 return ATTENTION(*inputs)[0]
-        if function in RMS_NORMS:
+        if function in RMS_NORMS or function is RMS_NORM_OPERATOR:
             output = _normalize_fused(*args, **kwargs)
             if output is not None:
                 return output

@@ -38,7 +38,7 @@ from ..training.network_weights import add_training_adapter, read_initial_weight
 from ..training.param_groups import build_param_groups
 from ..training.setup import build_objective
 from ..training.task import DiffusionTask
-from ..training.trainable_modules import build_trainable_modules, get_trainable_parameters
+from ..training.trainable_modules import build_trainable_modules, fuse_layers, get_trainable_parameters
 from .base_storage import KERNELS_PER_UNPACKING, BlockWeights, StoredBase
 from .memory_meter import AutocastEmulation, MemoryMeter, MeterReading, run_backward
 
@@ -272,9 +272,7 @@ class MetaRun:
         self.stored = self._store_base_weights(config)
         self._saved_bytes = 0
         self._whole_bytes: int | None = None
-        if is_quantized_or_offloaded(config.model, config.train):
-            quantize_and_offload_base(self.denoiser, (META, META), config.model, config.train)
-            self._cast_inputs_of_frozen_layers()
+        self._quantize_and_fuse(config, precision)
         self.trainable = get_trainable_parameters(self.trained)
         self.task = DiffusionTask(
             family=self.family,
@@ -439,12 +437,15 @@ class MetaRun:
         )
         return PixelBatch(*fields, moments=moments, cond=cond, control_latents=controls)
 
-    def _cast_inputs_of_frozen_layers(self) -> None:
-        """Cast here, as those layers ask the device for its autocast dtype, and the meta device has none."""
-        dtype = self._dtype
-        for layer in self.denoiser.modules() if dtype is not None else ():
+    def _quantize_and_fuse(self, config: RunConfig, precision: str) -> None:
+        if is_quantized_or_offloaded(config.model, config.train):
+            quantize_and_offload_base(self.denoiser, (META, META), config.model, config.train)
+        for layer in self.denoiser.modules():
             if isinstance(layer, (FrozenLinear, FrozenConv2d)):
-                layer.register_forward_pre_hook(lambda _, args: (args[0].to(dtype), *args[1:]))
+                # These layers ask the device for its autocast dtype, and the meta device has none.
+                layer.autocast_dtype = self._dtype
+        if not config.distributed.torch_compile:
+            fuse_layers(self.trained, config.distributed, config.train, precision)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class BaseModelInfo:
     architecture: str
     """The value of ``modelspec.architecture``, without ``/lora``."""
     metadata: Mapping[str, object] = field(default_factory=dict)
-    """Further keys and values that sd-scripts writes for this family only."""
+    """The keys and values that sd-scripts writes for this family only, besides those of all families."""
 
 
 class Family(ABC):
@@ -72,7 +72,7 @@ class Family(ABC):
         from .loading import load_pipeline
 
         names = self.facts.components if components is None else components
-        return load_pipeline(self, model, dtype, names, pipe, device)
+        return load_pipeline(self, model, dtype, names, pipe=pipe, device=device)
 
     # What every family writes.
 
@@ -210,7 +210,7 @@ class Family(ABC):
 
         sampling_kwargs = self.build_sampling_kwargs(pipe, prompt, cond, negative_cond)
         sampling_kwargs |= self.build_control_kwargs(pipe, load_preview_controls(prompt))
-        return sample_image(self, pipe, prompt, sampling_kwargs, generator, sampler)
+        return sample_image(self, pipe, prompt, sampling_kwargs, generator=generator, sampler=sampler)
 
 
 class T5Family(Family):

@@ -67,14 +67,14 @@ class DetectionFacts:
     Without any, models of the family are not loaded from single files.
     """
     diffusers_keys: Mapping[str, str] = field(default_factory=dict)
-    """Key of a single file -> its name in diffusers, which files with only the denoiser may use."""
+    """The names in diffusers of some of the ``keys``, which files with only the denoiser may use."""
     shape_checks: Mapping[tuple[str, int | None], tuple[str | int, ...]] = field(default_factory=dict)
-    """A key and an axis -> path of its length in the bundled config, to tell families and variants apart.
+    """The path in the bundled config of the length of a key's axis, to tell families and variants apart.
 
     For example ``("x_embedder.weight", 0): ("transformer", "hidden_size")``; without an axis: whether the key exists.
     """
     unsupported_shapes: Mapping[tuple[str, int, int], str] = field(default_factory=dict)
-    """A key, an axis and its length -> what a model with this shape is, if it cannot be trained."""
+    """What a model is whose key has an axis of this length, if it cannot be trained."""
 
 
 @dataclass(frozen=True)
@@ -82,20 +82,20 @@ class SingleFileFacts:
     """How the weights of a single-file checkpoint are named, and how they become those of diffusers."""
 
     prefixes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Component -> possible prefixes of its keys in a checkpoint of the whole model."""
+    """The possible prefixes of each component's keys in a checkpoint of the whole model."""
     classes: Mapping[str, str] = field(default_factory=dict)
-    """Component -> the diffusers class whose conversion of single files it uses, if its own class has none."""
+    """The diffusers class whose conversion of single files a component uses, if its own class has none."""
     renames: Mapping[str, str] = field(default_factory=dict)
-    """Beginning of a key in the file, without prefix -> the beginning that the conversion expects."""
+    """The beginnings of keys that the conversion expects, by those in the file without prefix."""
     layout: tuple[OriginalModule, ...] = ()
     """The modules of the denoiser in the file, where diffusers does not convert them."""
     joins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """End of the name of a module in ``layout`` -> ends of the modules that files have instead of it.
+    """The ends of the names of modules that files have instead of one in ``layout``, by the end of its name.
 
     Their outputs, one after another, are those of the module.
     """
     build_vae_patterns: Callable[[Mapping[str, Any]], Mapping[str, str]] | None = None
-    """Config of a VAE -> patterns of its keys in diffusers, and what files have there, applied in this order."""
+    """Build from a VAE's config the patterns of its keys in diffusers, and what files have there, in order."""
 
 
 @dataclass(frozen=True)
@@ -152,25 +152,25 @@ class BlockFacts:
     activation_args: tuple[str, ...] = ("encoder_hidden_states", "hidden_states")
     """The arguments that a block gets from the previous block, in the order in which it returns them."""
     token_args: Mapping[str, tuple[tuple[int, tuple[str, ...]], ...]] = field(default_factory=dict)
-    """Block argument with a token axis that is no activation -> for each of its tensors: that axis, and the
-    ``activation_args`` whose tokens it covers, in order."""
+    """The token axis of each tensor in a block argument that is no activation, and the ``activation_args`` whose
+    tokens this axis covers, in order."""
     single_stream_lists: tuple[str, ...] = ()
     """The part of ``lists`` whose layers get text and image tokens together."""
     token_layouts: Mapping[str, TokenLayout] = field(default_factory=dict)
-    """Pattern of the names of the denoiser's layers -> the layout of their activations.
+    """The layout of the activations of the denoiser's layers, by pattern of their names.
 
-    For layers whose activations are not (batch, tokens, width), and for those in which tokens come after a text of
-    variable length: LoRA dropout is a function of sample and token, so it has to know where these are.
+    It is needed for layers whose activations are not (batch, tokens, width), and for those in which tokens come after
+    a text of variable length: LoRA dropout is a function of sample and token, so it has to know where these are.
     """
     text_attention_calls: tuple[int, ...] = ()
     """Indices of the attention calls in a block that attend to a text that is not in ``activation_args``."""
     text_attention_layers: tuple[str, ...] = ()
     """Name suffixes of the key and value projections of ``text_attention_calls``."""
     fused_layers: Mapping[str, tuple[Literal["colwise", "rowwise"], tuple[int, ...]]] = field(default_factory=dict)
-    """Pattern of the names of layers with fused parts or unusual names -> how tensor parallelism splits them, and the
+    """How tensor parallelism splits layers with fused parts or unusual names, by a pattern of their names; and the
     ratio of the parts' sizes, each of which is split."""
     unsupported_strategies: Mapping[str, str] = field(default_factory=dict)
-    """``tp``, ``pp`` or ``cp`` -> why the denoiser cannot be split so; ``compile`` -> why it cannot be compiled."""
+    """Why the denoiser cannot be split by ``tp``, ``pp`` or ``cp``, and under ``compile`` why not be compiled."""
     attention_modes: tuple[str, ...] = ("xformers",)
     """Values of ``attn_mode`` that the denoiser supports, in addition to ``TORCH_ATTENTION_MODES``."""
 
@@ -189,7 +189,7 @@ class TextFacts:
     components: tuple[str, ...]
     """The components that ``encode_prompts`` needs; they can be freed before the denoiser is loaded."""
     tokenizer_repo_ids: Mapping[str, str]
-    """Tokenizer or processor in ``components`` -> its hub id, for single-file checkpoints, which contain none."""
+    """The hub id of each tokenizer and processor in ``components``, for single files, which contain none."""
     t5_encoder: str | None = None
     """The T5 beside CLIP encoders.  It is large: it is trained only on request, and cached while CLIP is trained."""
     has_variable_length: bool = False
@@ -201,8 +201,8 @@ class TextFacts:
     is_masked_in_denoiser: bool = False
     """Whether ``apply_t5_attn_mask`` masks the denoiser's attention, too."""
     version: int = 1
-    """Incremented when the family encodes the same caption in another way than before, so that cached outputs of text
-    encoders are made anew."""
+    """A number that is raised when the family encodes the same caption in another way than before, so that cached
+    outputs of text encoders are made anew."""
     has_negative_encoding: bool = False
     """Whether negative prompts are encoded in another way than captions: by ``encode_negative_prompts``."""
 
@@ -244,7 +244,7 @@ class FamilyOptions:
     """The options that depend on the family, and defaults of sd-scripts."""
 
     components: Mapping[str, str] = field(default_factory=dict)
-    """Option that sets the file or folder of one component -> that component."""
+    """The component whose file or folder each option sets."""
     extra: tuple[str, ...] = ()
     """Options of ``ModelConfig`` that apply to this family, but not to all."""
     validate: Callable[[ConfigReader, ModelConfig], Iterator[Problem]] = lambda read, options: iter(())
@@ -254,7 +254,7 @@ class FamilyOptions:
     is_version_2: bool = False
     """Whether sd-scripts' option ``v2`` stands for this family."""
     kohya_defaults: Mapping[str, str] = field(default_factory=dict)
-    """Option -> the default of sd-scripts for this family, where another one is the default here."""
+    """The defaults of sd-scripts for this family, of options whose default here is another one."""
 
 
 @dataclass(frozen=True)

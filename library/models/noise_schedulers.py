@@ -1,4 +1,7 @@
-"""Noise schedulers: the samplers of previews by sd-scripts' names, and overrides of the model's scheduler config."""
+"""Noise schedulers: the samplers of previews by sd-scripts' names, and overrides of the model's scheduler config.
+
+These are ``v_parameterization`` and ``zero_terminal_snr``, which rescales the betas.
+"""
 
 import importlib
 import inspect

@@ -32,7 +32,7 @@ class KeyConversion:
 
 
 def build_key_conversion(facts: FamilyFacts, component: str, config: Mapping[str, Any]) -> KeyConversion:
-    """Describe the conversion of the keys of a component with this config."""
+    """Build the conversion of the keys of a component with this config."""
     conversion = KeyConversion(facts.single_files.classes.get(component), facts.single_files.renames)
     if component == "vae" and facts.single_files.build_vae_patterns is not None:
         return replace(conversion, patterns=facts.single_files.build_vae_patterns(config))

@@ -48,9 +48,9 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, Place]) ->
                 config.adapter,
                 config.optim,
                 facts.options.network,
-                facts.title,
-                tuple(facts.lora.text_encoders),
-                facts.text.t5_encoder,
+                title=facts.title,
+                text_encoders=tuple(facts.lora.text_encoders),
+                t5=facts.text.t5_encoder,
             ),
             *_validate_text_mask(config.model, config.distributed.attn_mode, config.parallel.cp_size, detected),
             *validate_adapter.validate_text_caching(
@@ -207,7 +207,7 @@ def _find_unusable_samplers(
 
 
 def _round_bucket_steps(loaded: ParsedConfig, detected: DetectedModel) -> ParsedConfig:
-    """Where the model needs coarser bucket steps, multiples of them are multiples of finer steps as well."""
+    """Take the coarser bucket steps that the model needs, if they are multiples of those that were set."""
     data, step = loaded.config.data, detected.size_multiple
     location = loaded.locations.get("bucket_reso_steps")
     if location is None or not data.enable_bucket or data.bucket_reso_steps >= step or step % data.bucket_reso_steps:

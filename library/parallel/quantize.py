@@ -196,6 +196,8 @@ class FrozenLayer(nn.Module):
     quantized_weight: nn.Parameter
     weight_scale: nn.Parameter | None
     weight_levels: nn.Parameter | None
+    autocast_dtype: torch.dtype | None = None
+    """Instead of the device's, on the meta device, which has no autocast."""
 
     def fetch_weight(self, in_backward: bool = False, has_backward: bool = False) -> QuantizedWeight:
         """Return the stored weight; the ``FetchWeight`` of an offloaded weight replaces this method."""
@@ -258,9 +260,11 @@ class _FrozenLayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, layer: Any) -> Tensor:
         ctx.layer, ctx.shape, ctx.dtype = layer, input.shape, input.dtype
-        device = input.device.type
-        has_autocast = not input.is_meta and torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if has_autocast else input.dtype
+        device, dtype = input.device.type, input.dtype
+        if input.is_meta:
+            dtype = layer.autocast_dtype or dtype
+        elif torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
         bias = None if layer.bias is None else layer.bias.to(dtype)
         weight = layer.fetch_weight(has_backward=ctx.needs_input_grad[0]).dequantize(dtype)
         output: Tensor = layer.compute_output(input.to(dtype), weight, bias)

@@ -42,7 +42,7 @@ _NAMES_IN_METADATA: Mapping[str, str] = {
     "flux1": "flux",
     "zimage": "z_image",
 }
-"""The families by the beginning of ``ss_base_model_version`` in files of sd-scripts, musubi-tuner, ai-toolkit and ours.
+"""The family by how ``ss_base_model_version`` begins in files of sd-scripts, musubi-tuner, ai-toolkit and our own.
 
 ``flux`` alone is left out: ``flux-2`` begins with it, too.
 """
@@ -65,7 +65,7 @@ class IdentifiedLora:
     similar_families: tuple[str, ...] = ()
     """Other families whose layers have these names and sizes, which the file does not rule out."""
     unread: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """The keys that nothing here reads, by what they are."""
+    """The keys of what else the file contains, which nothing here reads, by what it is."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class ModelFit:
         return sum(name not in own for name in self.file_modules)
 
     def list_written_layers(self) -> frozenset[tuple[Hashable, ...]]:
-        """Collect what decides how a converter names the layers of the file: equal sets give equal files."""
+        """List what decides how a converter names the layers of the file: equal sets give equal files."""
         modules: dict[str, list[str]] = {}
         for name in self.file_modules:
             component, group = self.model.lookup[name]

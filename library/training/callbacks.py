@@ -1,4 +1,7 @@
-"""Callbacks: update norms of the LoRA layers, the HTML report, and the check that all ranks hold equal weights."""
+"""Callbacks: update norms of the LoRA layers, the HTML report, and the check that all ranks hold equal weights.
+
+Further callbacks are in ``save_adapter``, ``checkpoint``, ``preview`` and ``validation_loss``.
+"""
 
 import hashlib
 import logging

@@ -1,7 +1,7 @@
 """The checkpoint directory: state.json, tensors.safetensors, and files.json with the size and SHA-256 of both.
 
 A checkpoint is written to a temporary directory, synced to disk and renamed, so that it is complete or absent.
-Old ones are deleted by ``training.save_and_restore_state``, old LoRA files by ``training.save_adapter``.
+Old ones are deleted by ``training.checkpoint``, old LoRA files by ``training.save_adapter``.
 """
 
 import json

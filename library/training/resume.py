@@ -1,7 +1,7 @@
 """Resuming from a checkpoint: select it, compare its settings with those of this run, and run pending callbacks.
 
-Weights, optimizer, EMA and counters are put back by ``save_and_restore_state.restore_state``; the files of a checkpoint
-are read and written by ``training.checkpoint_dir``.
+Weights, optimizer, EMA and counters are put back by ``checkpoint.restore_state``; the files of a checkpoint are read
+and written by ``training.checkpoint_dir``.  A checkpoint does not depend on world size or strategy.
 """
 
 import logging
@@ -31,10 +31,10 @@ from ..parallel.quantize import BUILT_IN_KERNEL
 from ..parallel.strategy import Strategy
 from ..problems import Problem
 from . import checkpoint_dir
+from .checkpoint import SaveCheckpoint, restore_state
 from .checkpoint_dir import CheckpointInfo, find_checkpoints, read_checkpoint_info
 from .preflight import check_setting_changes
 from .save_adapter import AdapterRetention
-from .save_and_restore_state import SaveCheckpoint, restore_state
 from .state import TrainingRun
 
 logger = logging.getLogger(__name__)

@@ -40,6 +40,8 @@ from ..report import preview_grid
 from ..trackers import Trackers
 from . import checkpoint_dir
 from .callbacks import SaveReport, UpdateNorms, WeightsDiverged, WeightSyncCheck
+from .checkpoint import SaveCheckpoint
+from .failure_handling import FailureHandler
 from .loop import train
 from .metrics import MetricsFile, TrainingLogger
 from .nan_and_oom_handling import TooManyFailures
@@ -49,9 +51,7 @@ from .preflight import RunFacts, check_output_dirs, check_run_settings
 from .preview import Preview
 from .resume import Resume
 from .save_adapter import SaveAdapter
-from .save_and_restore_state import SaveCheckpoint
 from .setup import build_run, load_training_pipeline, prepare_dataset
-from .shutdown import FailureHandler
 from .state import Callback, StopRequested, TrainingRun
 from .validation_loss import Validation
 

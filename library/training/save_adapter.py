@@ -1,4 +1,7 @@
-"""Save the adapter: gather it, convert it to the file format, write and verify the LoRA file, delete old ones."""
+"""Save the adapter: convert it to the file format, write and verify the LoRA file, delete old ones.
+
+Every rank holds the whole adapter, whatever the strategy, so that the main rank writes it alone.
+"""
 
 import hashlib
 import logging

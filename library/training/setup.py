@@ -57,6 +57,7 @@ from .trainable_modules import (
     build_lora_dropout,
     build_trainable_modules,
     format_trainable_summary,
+    fuse_layers,
     get_trainable_parameters,
 )
 
@@ -129,7 +130,7 @@ def build_run(
         quantize_and_offload_base(trained.denoiser, devices, config.model, config.train, strategy.nf4_kernel)
     groups = build_param_groups(trained, adapter, config.adapter, config.optim, family.facts)
     optimizer = _build_optimizer(config.optim, groups)
-    compilation = _compile(config.distributed, config.train, config.cache, strategy, trained, prepared=prepared)
+    compilation = _compile_or_fuse(config.distributed, config.train, config.cache, strategy, trained, prepared=prepared)
     model, optimizer = strategy.wrap(trained, optimizer, build_parallel_plan(family, trained.denoiser))
     dropout = build_lora_dropout(config.adapter, family, trained, adapter, strategy.get_sharded_tokens)
     task = _build_task(
@@ -175,7 +176,7 @@ def _prepare_trainable_parameters(trained: TrainableModules, strategy: Strategy,
         parameter.data = parameter.data.to(strategy.device)
 
 
-def _compile(
+def _compile_or_fuse(
     distributed: DistributedConfig,
     train: TrainConfig,
     cache: CacheConfig,
@@ -183,8 +184,11 @@ def _compile(
     trained: TrainableModules,
     prepared: PreparedData,
 ) -> "Compilation | None":
+    """Compile the trained modules; where they are not to be compiled, fuse their layers."""
     compilation = strategy.compile(list(trained.children()), trained.denoiser, distributed.compile_dynamic)
-    if compilation is not None:
+    if compilation is None:
+        fuse_layers(trained, distributed, train, strategy.mixed_precision)
+    else:
         _configure_compile_cache(distributed.compile_cache_dir, cache, prepared)
         compilation.set_activation_memory_budget(train.activation_memory_budget)
     return compilation

@@ -4,6 +4,7 @@ They are one ``nn.Module``, with the denoiser and the trained text encoders as c
 attributes, so that engines wrap one model and checkpoints have one list of names.
 """
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -21,10 +22,16 @@ from ..config.network_args import (
     get_lycoris_preset,
     get_network_args,
 )
-from ..config.schema import AdapterConfig, OptimConfig, RunConfig
+from ..config.schema import AdapterConfig, OptimConfig, RunConfig, TrainConfig
+from ..config.schema_distributed import DistributedConfig
+from ..distributed.devices import MIXED_PRECISION_DTYPES
 from ..models.base import Family
+from ..models.half_precision_norms import write_norms_in_half_precision
 from ..models.trained_components import select_trained_text_encoders
 from ..parallel.activation_checkpointing import enable_activation_checkpointing
+from ..parallel.lora_linear import fuse_lora_layers
+
+logger = logging.getLogger(__name__)
 
 
 class TrainableModules(nn.Module):
@@ -123,6 +130,19 @@ def build_trainable_modules(
         enable_activation_checkpointing(trained.children(), trained.denoiser, config.train)
     trained.train()
     return trained, adapter
+
+
+def fuse_layers(trained: TrainableModules, distributed: DistributedConfig, train: TrainConfig, precision: str) -> None:
+    """Fuse LoRA layers and norms for training under autocast (``--fused_layers``); torch.compile does so by itself.
+
+    A budget of activations can only save outputs that nothing is added to, so it leaves LoRA layers to peft.
+    """
+    if not distributed.fused_layers or precision not in ("fp16", "bf16"):  # for fp8 accelerate replaces the layers
+        return
+    dtype = MIXED_PRECISION_DTYPES[precision]
+    norms = write_norms_in_half_precision(trained.denoiser, dtype)
+    layers = 0 if train.activation_memory_budget else sum(fuse_lora_layers(each, dtype) for each in trained.children())
+    logger.info("fused layers: %d LoRA layers in fewer kernels, %d norms that write %s", layers, norms, precision)
 
 
 def build_lora_dropout(

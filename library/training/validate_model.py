@@ -35,7 +35,12 @@ def validate_adapter_targets(
     facts = family.facts
     problems = list(
         validate_adapter_for_model(
-            adapter, optim, facts.options.network, facts.title, tuple(facts.lora.text_encoders), facts.text.t5_encoder
+            adapter,
+            optim,
+            facts.options.network,
+            title=facts.title,
+            text_encoders=tuple(facts.lora.text_encoders),
+            t5=facts.text.t5_encoder,
         )
     )
     yield from problems

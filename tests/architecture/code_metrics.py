@@ -97,8 +97,8 @@ LIMITS: dict[str, tuple[float, float]] = {
     "bare participles": (0, 0),
     "begin with a verb, %": (90, 100),
     "public names defined twice": (0, 0),
-    "docstring fragments": (0, 50),
-    "calls with six or more positional arguments": (0, 8),
+    "docstring fragments": (0, 0),
+    "calls with six or more positional arguments": (0, 0),
     "knobs on the family interface": (0, 12),
 }
 """The smallest and the largest value that `test_code_metrics.py` accepts; the other rows are printed, so that growth

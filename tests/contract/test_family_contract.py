@@ -203,7 +203,7 @@ def test_the_dropout_of_a_sample_depends_neither_on_its_batch_nor_on_the_padding
     pair = predict(both)
     for row in (slice(0, 1), slice(1, 2)):
         torch.testing.assert_close(predict(row), pair[row], rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(predict(both, family.text_pad_multiple), pair, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(predict(both, family.facts.text.pad_multiple), pair, rtol=1e-3, atol=1e-4)
     dropout.sample_keys = None
     assert not torch.allclose(
         pair, family.predict(tiny.pipe, denoiser.eval(), batch.latents, t, replace(batch, cond=cond))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from data_paths import ROOT
 from option_cases import OPTIONS, Case, build_met, build_unmet, choose_value, list_cases
+from problem_lines import format_lines, format_unused
 
 from library import cli
 from library.config.help import format_help
@@ -69,12 +70,12 @@ def test_an_option_without_effect_is_named_and_set_back(name, index, form, tmp_p
 
     loaded = load_settings([*write_images(tmp_path, case), *build_argv(tmp_path, form, settings)])
 
-    named = {find_name(location): reason for location, reason in loaded.unused}
+    named = {find_name(location): reason for location, reason in format_unused(loaded.unused)}
     assert named.get(name), f"{settings} {case.model} {case.subset}"
     assert option.dataset_table or flatten_config(loaded.config)[name] == option.default
     line = format_unused_settings(loaded.unused, loaded.config_file)
     assert "\n" not in line and name in line and named[name] in line
-    assert [problem for problem in find_settings_problems(loaded) if name in problem] == []
+    assert [line for line in format_lines(find_settings_problems(loaded)) if name in line] == []
 
 
 @pytest.mark.parametrize(("name", "index"), [(name, index) for name, index in list_cases() if index == 0])
@@ -87,7 +88,7 @@ def test_an_option_whose_needs_are_met_is_kept(name, index, tmp_path, monkeypatc
 
     loaded = load_settings([*write_images(tmp_path, case), *build_argv(tmp_path, "flag", settings)])
 
-    named = {find_name(location): reason for location, reason in loaded.unused}
+    named = {find_name(location): reason for location, reason in format_unused(loaded.unused)}
     assert name not in named, f"{settings} {case.model} {case.subset}: {named}"
 
 

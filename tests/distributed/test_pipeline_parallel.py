@@ -26,8 +26,8 @@ from library.parallel.gradient_accumulation import TrainingTask
 from library.parallel.parallel_plan import BlockSequence, ParallelPlan, UNetBlockSequence
 from library.parallel.pipeline import PipelineStep, PipelineStrategy
 from library.parallel.pipeline_stages import StageBoundary, StageRunner
+from library.training.failure_handling import suggest_oom_fixes
 from library.training.profiler import DenoiserCalls, StepProfiler
-from library.training.shutdown import suggest_oom_fixes
 
 
 def run(folder: Path, ranks: int, *flags: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:

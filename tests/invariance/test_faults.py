@@ -23,7 +23,7 @@ from training_runs import max_relative_difference, train, write_images
 from library.config import parse_config
 from library.distributed.step_phases import OutOfMemory, record_phase
 from library.distributed.watchdog import ProcessIdentity
-from library.training.shutdown import FailureHandler
+from library.training.failure_handling import FailureHandler
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = tuple(
@@ -185,7 +185,7 @@ def test_oom_without_recovery_reports_phase_images_and_suggestions(dataset, unin
 
 def save_after_oom(*flags: str) -> tuple[int, list[int]]:
     """Run out of memory; return the activations and gradients that are alive when the checkpoint is saved."""
-    from library.training.save_and_restore_state import SaveCheckpoint
+    from library.training.checkpoint import SaveCheckpoint
     from library.training.task import DiffusionTask
 
     call, save, step_tensors, alive = DiffusionTask.__call__, SaveCheckpoint.save_on_this_rank, [], []

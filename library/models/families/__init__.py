@@ -55,4 +55,4 @@ CONTROL_FAMILIES: Mapping[str, Mapping[str, str]] = {
     },
     "sd1": {"channels": f"{__package__}.channel_control:StableDiffusion1ChannelControl"},
 }
-"""Family -> each value of ``--control`` that it supports, and the family that trains it."""
+"""The values of ``--control`` that each family supports, and the family that trains each of them."""

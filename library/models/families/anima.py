@@ -183,7 +183,9 @@ class Anima(Family):
             states, mask = encode._get_qwen_prompt_embeds(pipe, list(prompts), max_length, device, dtype)
             ids, ids_mask = encode._get_t5_prompt_ids(pipe, list(prompts), max_length, device)
         dtype = pipe.text_conditioner.dtype
-        embeds = condition._condition_prompt_embeds(pipe, states, mask, ids, ids_mask, device, dtype, dtype)
+        embeds = condition._condition_prompt_embeds(
+            pipe, states, mask, ids, ids_mask, device=device, conditioning_dtype=dtype, output_dtype=dtype
+        )
         return {"embeds": text_encoding.drop_padding(embeds, ids_mask)}
 
     def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:

@@ -88,7 +88,9 @@ class ChannelControl(Family):
         )
         try:
             without = replace(prompt, control_images=())
-            return super().generate_image(pipe, without, cond, negative_cond, generator, sampler)
+            return super().generate_image(
+                pipe, without, cond, negative_cond=negative_cond, generator=generator, sampler=sampler
+            )
         finally:
             handle.remove()
 

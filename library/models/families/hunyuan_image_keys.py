@@ -80,7 +80,7 @@ _COMFYUI_PARTS = {
 
 
 def rename_for_comfyui(name: str) -> str:
-    """A name of the file -> that in ComfyUI, to which it converts a file and which its LoRA files have."""
+    """Return the name in ComfyUI of a module of the file; ComfyUI converts files to it, and its LoRA files have it."""
     for part, other in _COMFYUI_PARTS.items():
         name = name.replace(part, other)
     return name
@@ -103,7 +103,7 @@ HUNYUAN_IMAGE_KEYS = KeyStyle(
 
 
 def build_vae_patterns(config: Mapping[str, Any]) -> dict[str, str]:
-    """Keys of the VAE in diffusers, which counts resnets and samplers of all levels in one list -> those of files."""
+    """Build the patterns of a VAE's keys; diffusers counts resnets and samplers of all levels in one list."""
     patterns = {
         r"\.mid_block\.resnets\.0\.": ".mid.block_1.",
         r"\.mid_block\.resnets\.1\.": ".mid.block_2.",

@@ -136,7 +136,9 @@ class LongCatImageEdit(LongCatImage, ControlTextFamily):
 
         width, height = _compute_size(load_preview_controls(prompt)[0].size)
         sized = replace(prompt, width=width, height=height)
-        return super().generate_image(pipe, sized, cond, negative_cond, generator, sampler)
+        return super().generate_image(
+            pipe, sized, cond, negative_cond=negative_cond, generator=generator, sampler=sampler
+        )
 
 
 def _compute_size(size: tuple[int, int]) -> tuple[int, int]:

@@ -52,7 +52,7 @@ _VAE_PATTERNS = {
     r"\.down_blocks\.(\d)\.downsampler\.": r".downsamples.\1.downsamples.2.",
     r"\.up_blocks\.(\d)\.upsampler\.": r".upsamples.\1.upsamples.3.",
 }
-"""Keys of the VAE in diffusers -> those of Wan 2.2's, which files have."""
+"""Patterns of the VAE's keys in diffusers, and the keys of Wan 2.2's VAE, which files have."""
 
 
 def _match_qwen_image21(read: ConfigReader) -> FamilyMatch:

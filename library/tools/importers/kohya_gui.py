@@ -1,16 +1,23 @@
 """Import a kohya_ss GUI file: what the GUI would pass to sd-scripts, whose option names are ours."""
 
+import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ...config import parse_config
-from ...config.options import flatten_config
+from ...config.network_args import LYCORIS_PRESETS, TUCKER_ARGS, TUCKER_TYPES
+from ...config.options import flatten_config, iter_options
+from ...config.schema import RunConfig
 from ...config.unused_options import is_self_tuning_adafactor
 from ...config.validate import MISSING_DATASET
+from ...models.detect import get_size_multiple
+from ...models.families import FAMILY_FACTS
 from ...problems import Problem
-from .equivalents import FLOW_FAMILIES
+from .equivalents import FLOW_FAMILIES, FULL_LOKR_DIM
 from .imported import (
+    OUR_DEFAULTS,
     ImportedConfig,
     KeyReader,
     is_among,
@@ -22,8 +29,6 @@ from .imported import (
     to_text,
 )
 from .keys import kohya_gui as keys
-from .kohya_gui_data import read_dataset, read_keys, read_length, read_previews_and_logs
-from .kohya_gui_network import read_network, read_trained_components
 
 PROGRAM = "kohya_ss"
 _OTHER_MODELS = {
@@ -326,3 +331,250 @@ def _list_unused(reader: KeyReader) -> None:
         if shown:
             names = f"{', '.join(shown[:4])}{f' and {len(shown) - 4} more' if len(shown) > 4 else ''}"
             reader.result.list_harmless(names, [reader.table[name] for name in shown], keys.NOT_PASSED_ON)
+
+
+_SECRETS = {"wandb_api_key": "run wandb login", "huggingface_token": "run hf auth login"}
+_SAMPLERS = {option.name: option.value_type for option in iter_options(RunConfig)}["sample_sampler"]
+
+
+def read_keys(reader: KeyReader, table: Mapping[str, keys.GuiKey], target: dict[str, Any] | None = None) -> None:
+    for name, key in table.items():
+        value = _read_key(reader, name, key)
+        if value is None:
+            continue
+        if target is None:
+            reader.result.set_option(key.option, value, name in reader)
+        elif value != OUR_DEFAULTS.get(key.option):
+            target[key.option] = value
+
+
+def _read_key(reader: KeyReader, name: str, key: keys.GuiKey) -> Any:
+    """Return what sd-scripts would get: the GUI drops 0, false and empty values."""
+    text = reader.table.get(name)
+    value = reader.read(name, key.gui_default, None if text == "" else key.convert)
+    return key.script_default if value in ("", 0, None) else value  # False equals 0
+
+
+def read_dataset(reader: KeyReader) -> None:
+    result = reader.result
+    read_keys(reader, keys.DATASET_KEYS, result.general)
+    step, multiple = result.general.get("bucket_reso_steps", 0), get_size_multiple(result.family)
+    if 0 < step < multiple and multiple % step == 0:
+        result.general["bucket_reso_steps"] = multiple
+        reader.list_change("bucket_reso_steps", f"finer than the model can train; buckets are multiples of {multiple}")
+    config = reader.read("dataset_config", None, to_text)
+    folder, reg_folder = (reader.read(name, None, to_text) for name in ("train_data_dir", "reg_data_dir"))
+    if config:
+        renamed = {"batch_size": "train_batch_size"}
+        result.options["dataset_config"] = config
+        result.options |= {renamed.get(name, name): value for name, value in result.general.items()}
+        result.general.clear()
+    elif folder:
+        subsets = [*list_repeat_folders(reader, "train_data_dir", folder)]
+        if reg_folder:
+            subsets += [table | {"is_reg": True} for table in list_repeat_folders(reader, "reg_data_dir", reg_folder)]
+        result.datasets.append({"subsets": subsets})
+
+
+def list_repeat_folders(reader: KeyReader, key: str, folder: str) -> list[dict[str, Any]]:
+    """Return a subset for each subfolder ``REPEATS_NAME``, as sd-scripts reads a folder of images."""
+    root = Path(folder).expanduser()
+    folders = sorted(item for item in root.iterdir() if item.is_dir()) if root.is_dir() else []
+    found = [(match, item) for item in folders if (match := re.fullmatch(r"(\d+)_(.+)", item.name))]
+    if not found:
+        where = "has no subfolders REPEATS_NAME" if root.is_dir() else "is not on this machine"
+        reader.list_change(key, f"{where}; give each subfolder a [[datasets.subsets]] with image_dir and num_repeats")
+        return [{"image_dir": folder}]
+    return [
+        {"image_dir": f"{folder.rstrip('/')}/{item.name}", "num_repeats": int(match[1]), "class_tokens": match[2]}
+        for match, item in found
+    ]
+
+
+def read_length(reader: KeyReader) -> None:
+    result = reader.result
+    epochs = reader.read("max_train_epochs", None, to_positive_integer)
+    steps = reader.read("max_train_steps", 1600, to_positive_integer)
+    gui_epochs = reader.read("epoch", 1, to_integer)
+    if epochs:
+        result.options["max_train_epochs"] = epochs
+    elif steps:
+        result.options["max_train_steps"] = steps
+        if "max_train_steps" not in reader and gui_epochs > 1:
+            reason = (
+                "the GUI trains 1600 steps without max_train_steps; set max_train_epochs instead to train by epochs"
+            )
+            reader.list_change("epoch", reason)
+    elif "dataset_config" in result.options:
+        result.options["max_train_steps"] = 1600  # sd-scripts' default
+    else:
+        result.options["max_train_epochs"] = max(1, gui_epochs)
+
+
+def read_previews_and_logs(reader: KeyReader) -> None:
+    result = reader.result
+    prompts = [line for line in str(reader.read("sample_prompts", "")).splitlines() if line.strip()]
+    intervals = {
+        name: reader.read(name, None, to_positive_integer) for name in ("sample_every_n_steps", "sample_every_n_epochs")
+    }
+    sampler = reader.read("sample_sampler", "euler_a", to_text)
+    if prompts and any(intervals.values()):
+        result.prompts = [{"line": line} for line in prompts]
+        for name, value in intervals.items():
+            result.set_option(name, value)
+        if result.family not in FLOW_FAMILIES and sampler in _SAMPLERS:
+            result.set_option("sample_sampler", sampler)
+        elif result.family not in FLOW_FAMILIES:
+            reader.list_harmless("sample_sampler", "not available for previews; the default sampler is used")
+    for name, command in _SECRETS.items():
+        if reader.read(name):
+            result.list_harmless(name, "***", f"keys are not stored in files; {command}")
+    if reader.read("use_wandb", False, to_switch):
+        result.set_option("log_with", "wandb")
+    tracker = result.options.get("log_with")
+    for name in ("wandb_run_name", "log_tracker_name", "log_tracker_config", "log_config"):
+        value = reader.read(name)
+        if value and (tracker in ("wandb", "all") or (tracker and name != "wandb_run_name")):
+            result.set_option(name, value)
+    if "huggingface_repo_id" in result.options:
+        for name in ("huggingface_path_in_repo", "huggingface_repo_visibility"):
+            result.set_option(name, reader.read(name, None, to_text))
+
+
+def read_network(reader: KeyReader) -> None:
+    result, lora_type = reader.result, reader.read("LoRA_type")
+    module, algorithm = keys.LORA_TYPES[lora_type]
+    if module == "networks.lora" and result.family == "sd3":
+        module = "networks.lora_sd3"
+    result.set_option("network_module", module)
+    if algorithm:
+        result.add_network_arg("algo", algorithm)
+        _read_lycoris_args(reader, algorithm)
+    elif lora_type in ("Kohya LoHa", "Kohya LoKr"):
+        _read_native_loha_args(reader, lora_type)
+    elif lora_type != "Flux1 OFT":
+        if lora_type == "Kohya LoCon":
+            _read_conv_args(reader)
+        names = {"Flux1": keys.FLUX_ARGS, "Lumina": keys.DROPOUTS}.get(lora_type, keys.NATIVE_ARGS)
+        for name in names:
+            value = reader.read(name)
+            if not value or is_among(value, (0,)):
+                continue
+            if result.family == "chroma" and name.endswith(("mod_dim", "in_dims")):
+                reader.list_change(name, "Chroma has no such layers, or they get no adapter here; remove it")
+            else:
+                result.add_network_arg(name, str(value).replace(" ", ""))
+        _read_flux_switches(reader, lora_type)
+    for name in ("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio"):
+        if ratio := reader.read(name, None, to_positive_number):
+            result.add_network_arg(name, ratio)
+    for name in ("network_dropout", "scale_weight_norms"):
+        value = reader.read(name, None, to_positive_number)
+        if value and (algorithm not in ("", "locon") or module in ("networks.loha", "networks.lokr")):
+            reader.list_change(name, f"only LoRA has it here, not {lora_type}; remove it")
+        else:
+            result.set_option(name, value)
+    if algorithm == "lokr" and result.options.get("network_dim", 0) >= FULL_LOKR_DIM:
+        result.options["network_alpha"] = float(result.options["network_dim"])  # full matrices have no scale
+    if module == "networks.oft_flux" or algorithm in ("diag-oft", "boft"):
+        result.options.pop("network_alpha", None)  # OFT and BOFT have no alpha
+
+
+def _read_conv_args(reader: KeyReader) -> None:
+    reader.result.add_network_arg("conv_dim", reader.read("conv_dim", 1, to_integer))
+    reader.result.add_network_arg("conv_alpha", reader.read("conv_alpha", 1, to_number))
+
+
+def _read_lycoris_args(reader: KeyReader, algorithm: str) -> None:
+    if reader.result.family not in FLOW_FAMILIES and algorithm not in ("diag-oft", "boft"):
+        _read_conv_args(reader)
+    elif "conv_dim" in reader and reader.result.family not in FLOW_FAMILIES:
+        reader.list_change("conv_dim", "OFT of convolutions is not supported; only linear layers are trained")
+    preset = reader.read("LyCORIS_preset", "full")
+    if preset in LYCORIS_PRESETS and reader.result.family not in FLOW_FAMILIES:
+        if preset != "full":
+            reader.result.add_network_arg("preset", preset)
+    elif preset != "full":
+        reason = "only the presets of LyCORIS for U-Nets are known; all layers of the blocks are trained"
+        reader.list_change("LyCORIS_preset", f"{reason}, see docs/adapters.md", preset)
+    if algorithm == "lokr":
+        reader.result.add_network_arg("factor", reader.read("factor", -1, to_integer))
+        if reader.read("decompose_both", False, to_switch):
+            reader.result.add_network_arg("decompose_both", True)
+    has_lora_args = algorithm == "locon"
+    if reader.read("dora_wd", False, to_switch):
+        if has_lora_args:
+            reader.result.add_network_arg("dora_wd", True)
+        else:
+            reader.list_change(
+                "dora_wd", f"weight decomposition of {algorithm} is not supported; use LoCon with dora_wd"
+            )
+    _read_dropouts(reader, has_lora_args, algorithm)
+    for name in keys.LYCORIS_SWITCHES:
+        if not reader.read(name) or is_among(reader.read(name), (0, False)):
+            continue
+        if name in TUCKER_ARGS and algorithm in TUCKER_TYPES:
+            reader.result.add_network_arg(name, True)
+        else:
+            reader.list_change(name, "not supported by the adapter types here; remove it")
+
+
+def _read_native_loha_args(reader: KeyReader, lora_type: str) -> None:
+    if reader.read("conv_dim", 1, to_integer) > 0:
+        _read_conv_args(reader)
+    if reader.read("use_tucker", False, to_switch):
+        reader.result.add_network_arg("use_tucker", True)
+    factor = reader.read("factor", -1, to_integer)
+    if lora_type == "Kohya LoKr" and factor != -1:
+        reader.result.add_network_arg("factor", factor)
+    _read_dropouts(reader, False, lora_type)
+
+
+def _read_dropouts(reader: KeyReader, is_supported: bool, adapter: str) -> None:
+    for name in ("rank_dropout", "module_dropout"):
+        value = reader.read(name, None, to_positive_number)
+        if value and is_supported:
+            reader.result.add_network_arg(name, value)
+        elif value:
+            reader.list_change(name, f"only LoRA has it here, not {adapter}; remove it")
+
+
+def _read_flux_switches(reader: KeyReader, lora_type: str) -> None:
+    if lora_type != "Flux1":
+        return
+    if reader.read("split_mode", False, to_switch):
+        reader.result.add_network_arg("train_blocks", "single")
+    elif reader.read("train_blocks", "all") != "all":
+        reader.list_harmless("train_blocks", "the GUI does not pass it on without split_mode")
+    for name, reason in (
+        ("split_qkv", "q, k and v share one down matrix here; their ranks add up to the same size"),
+        ("train_lora_ggpo", "weight perturbation (GGPO) is not supported; remove it"),
+    ):
+        if reader.read(name, False, to_switch):
+            reader.list_change(name, reason)
+    if reader.read("train_t5xxl", False, to_switch) and reader.result.family == "chroma":
+        reader.list_change("train_t5xxl", "the text encoder of Chroma cannot be trained here; remove it")
+    elif reader.read("train_t5xxl", False, to_switch):
+        reader.result.add_network_arg("train_t5xxl", True)
+
+
+def read_trained_components(reader: KeyReader) -> None:
+    result = reader.result
+    unet_lr = reader.read("unet_lr", 1e-4, lambda value: to_number(value or 0)) or 0.0
+    text_lr = reader.read("text_encoder_lr", 1e-4, lambda value: to_number(value or 0)) or 0.0
+    t5_lr = reader.read("t5xxl_lr", 0.0, lambda value: to_number(value or 0))
+    if unet_lr:
+        result.set_option("unet_lr", unet_lr)
+    if text_lr == 0 and unet_lr != 0:
+        return  # the denoiser only
+    if result.family == "lumina2":
+        reader.list_change("text_encoder_lr", "the text encoder is not trained here; set it to 0", text_lr)
+    if not FAMILY_FACTS[result.family].lora.text_encoders:
+        return
+    if unet_lr == 0 and text_lr != 0:
+        result.options["network_train_text_encoder_only"] = True
+    else:
+        result.options["network_train_unet_only"] = False
+    if text_lr:
+        has_t5 = t5_lr and "train_t5xxl=True" in result.options.get("network_args", ())
+        result.options["text_encoder_lr"] = [text_lr, t5_lr] if has_t5 else [text_lr]

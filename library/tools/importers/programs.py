@@ -11,11 +11,9 @@ from .ai_toolkit import import_ai_toolkit, is_ai_toolkit
 from .diffusion_pipe import import_diffusion_pipe, is_diffusion_pipe, is_directory_list
 from .imported import ImportedConfig
 from .kohya_gui import import_kohya_gui, is_kohya_gui
-from .onetrainer import import_onetrainer, is_onetrainer
-from .onetrainer_data import is_concept_list, is_sample_list
-from .simpletuner import import_simpletuner, is_simpletuner
+from .onetrainer import import_onetrainer, is_concept_list, is_onetrainer, is_sample_list
+from .simpletuner import import_simpletuner, is_lycoris_config, is_simpletuner
 from .simpletuner_data import is_backend_list
-from .simpletuner_network import is_lycoris_config
 from .source_file import PROGRAMS, SourceFile
 
 

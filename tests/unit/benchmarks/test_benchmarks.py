@@ -19,9 +19,10 @@ import torch
 from original_checkpoints import build_checkpoint
 from rank_processes import run_on_ranks
 from tiny_pipelines import TINY
+from transformers import CLIPTokenizer
 
 from benchmarks import compile as compile_benchmark
-from benchmarks import data, lora, memory, peers, pipeline, strategies, variants
+from benchmarks import data, launches, lora, memory, peers, pipeline, strategies, variants
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.processes import ROOT, run_workers
 from benchmarks.report import Measurement, format_json, format_text, measure_interleaved
@@ -32,6 +33,7 @@ from library.dataloader.batch_plan import Bucket
 from library.dataloader.prepare import prepare_data
 from library.errors import ConfigError, UserError
 from library.estimate.memory_meter import MemoryMeter
+from library.models.tokenizers import build_byte_tokenizer
 from library.problems import Problem
 
 SMALL = ("--resolution", "64", "--network_dim", "2")
@@ -271,6 +273,36 @@ def test_real_workers_send_their_gradients_and_a_rejected_layout_is_reported():
     assert measurements["DDP: throughput"]["median"] > 0
 
 
+# launches
+
+
+def test_kernels_are_counted_once_each_and_views_are_not():
+    matrix, adapters = torch.ones(8, 8, device="meta"), [torch.ones(2, 2, device="meta") for _ in range(100)]
+    with launches.LaunchCounter() as counter:
+        (matrix @ matrix).t().reshape(64).relu_().view(8, 8).sum()
+        torch.empty(3, device="meta")
+        torch.ones(3).relu()  # on the host
+    assert counter.launches == 3 + 1  # matmul, a copy as the transposed matrix is reshaped, relu_, sum
+    with launches.LaunchCounter() as counter:
+        torch._foreach_mul_(adapters, 2.0)
+    assert counter.launches == 1
+    assert launches.count_fused_launches([adapters] * 4) == 3  # of 36 tensors each
+    assert launches.count_fused_launches([[torch.ones(1, device="meta").expand(65536 * 500)]]) == 2
+
+
+def test_fused_layers_launch_fewer_kernels_and_keep_less_than_those_of_peft_and_of_others():
+    measured = run_benchmark("launches", "--tiny", "--models", "flux:1")
+    counts, saved = {}, {}
+    for layers in launches.LAYERS:
+        counts[layers], saved[layers] = (
+            measured[f"flux, 64 x 64, batch size 1, {layers}: {what}"]["values"][0]
+            for what in ("launches", "saved for backward")
+        )
+    assert counts["fused layers"] < 0.7 * min(counts[layers] for layers in launches.LAYERS if layers != "fused layers")
+    assert saved["fused layers"] < 0.9 * saved["peft's layers"]
+    assert counts["peft's layers"] < counts["as diffusers' scripts"] < counts["as sd-scripts"]
+
+
 # data
 
 
@@ -391,7 +423,8 @@ options, others = parser.parse_known_args()
 folder = pathlib.Path(__file__).parent
 json.loads((options.pretrained_model_name_or_path / "unet" / "config.json").read_text())
 assert options.dataset_config.is_file() and "networks.lora" in others
-assert (options.tokenizer_cache_dir / "openai_clip-vit-large-patch14" / "tokenizer.json").is_file()
+for name in ("vocab.json", "merges.txt"):  # all that transformers 4 reads
+    assert (options.tokenizer_cache_dir / "openai_clip-vit-large-patch14" / name).is_file()
 with (folder / "runs").open("a") as runs:
     runs.write(f"{options.max_train_steps} ")
 sum(number * number for number in range(10**6 * options.max_train_steps))
@@ -407,6 +440,17 @@ def test_both_trainers_get_the_same_work_in_turn(tmp_path):
     assert (tmp_path / "runs").read_text().split() == ["2", "2", "5"]  # for warmup, the start, and some steps more
     assert all(measured[f"{name}: step"]["values"] for name in ("ours", "sd-scripts"))
     assert measured["step, ours / sd-scripts, processor s"]["at_most"] == 1.0
+
+
+def test_the_tokenizer_of_sd_scripts_can_be_read_from_its_vocabulary_and_merges_alone(tmp_path):
+    tokenizer = build_byte_tokenizer(CLIPTokenizer, {})
+    peers.save_clip_tokenizer(tokenizer, tmp_path / "saved")
+    (tmp_path / "old").mkdir()
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(tmp_path / "saved" / name, tmp_path / "old")
+    old = CLIPTokenizer.from_pretrained(tmp_path / "old")
+    assert old.get_vocab() == tokenizer.get_vocab()
+    assert old("a lorikeet, two")["input_ids"] == tokenizer("a lorikeet, two")["input_ids"]
 
 
 OTHER_SCRIPT = """

@@ -44,6 +44,11 @@ from library.training.preflight import find_settings_problems, load_settings
         ("--skip_cache_check", {"skip_cache_check": "there is no disk cache"}),
         ("--cache_precision fp16", {"cache_precision": "latents are not cached"}),
         ("--pp_schedule gpipe", {"pp_schedule": "pp_size is 1"}),
+        ("--no-fused_layers --torch_compile", {"no-fused_layers": "torch_compile fuses by itself"}),
+        (
+            "--no-fused_layers --mixed_precision no",
+            {"no-fused_layers": "mixed_precision is neither fp16 nor bf16"},
+        ),
         ("--noise_offset_random_strength", {"noise_offset_random_strength": "noise_offset is 0"}),
         ("--noise_offset 0 --adaptive_noise_scale 0.1", {"adaptive_noise_scale": "noise_offset is 0"}),
         ("--ip_noise_gamma_random_strength", {"ip_noise_gamma_random_strength": "ip_noise_gamma is 0"}),

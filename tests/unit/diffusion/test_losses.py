@@ -220,7 +220,7 @@ def test_an_option_changes_the_losses_that_read_it_and_the_others_name_it_as_unu
     )
     parsed = parse_config([*DATA, "--loss_type", loss_type, f"--{option.name}", str(value)])
     assert parsed.problems == []
-    assert [location for location, _ in parsed.unused] == ([] if is_read else [f"--{option.name}"])
+    assert [str(place) for place, _ in parsed.unused] == ([] if is_read else [f"--{option.name}"])
 
 
 @pytest.mark.parametrize("option", LOSS_OPTIONS, ids=lambda option: option.name)

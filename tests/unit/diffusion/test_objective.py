@@ -16,7 +16,7 @@ from problem_lines import format_lines
 from library.config.options import iter_options
 from library.config.schema import RunConfig
 from library.config.schema_objective import LossConfig, NoiseConfig
-from library.config.unused_options import SAMPLERS_WITHOUT_ZERO_SNR
+from library.config.unused_options import _SAMPLERS_WITHOUT_ZERO_SNR
 from library.dataloader.sample_prompts import Prompt
 from library.diffusion.objective import Objective
 from library.diffusion.process import EpsilonProcess, FixedShift, FlowMatchingProcess, VPredictionProcess
@@ -195,7 +195,7 @@ def test_training_and_every_sampler_follow_the_options(kind, caplog):
     assert process.snr(torch.tensor([999.0])) == 0
     for name in SAMPLERS:
         artist = build_scheduler(name, scheduler)
-        assert isinstance(artist, DDIMScheduler) or name.removeprefix("k_") not in ("ddim", *SAMPLERS_WITHOUT_ZERO_SNR)
+        assert isinstance(artist, DDIMScheduler) or name.removeprefix("k_") not in ("ddim", *_SAMPLERS_WITHOUT_ZERO_SNR)
         assert artist.config.prediction_type == "v_prediction"
         assert artist.config.rescale_betas_zero_snr
         artist.set_timesteps(5)
@@ -240,7 +240,10 @@ def test_conflicts_with_the_loaded_scheduler_are_rejected_after_loading():
     with pytest.raises(ConfigError) as caught:
         build_objective(NoiseConfig(), wrong, family, pipe)
     first, second = format_lines(caught.value.problems)
-    assert first.startswith("--scale_v_pred_loss_like_noise_pred: needs a model that predicts v")
+    assert first == (
+        "--scale_v_pred_loss_like_noise_pred: not applicable to Stable Diffusion 1, the model predicts the noise;"
+        " v_parameterization is not set; remove it"
+    )
     assert second == (
         "--debiased_estimation_loss: the model's last timestep has zero SNR, so its loss weight is infinite;"
         " remove the option"

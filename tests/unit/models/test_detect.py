@@ -266,9 +266,9 @@ def test_a_family_without_keys_is_in_no_single_file(tmp_path):
 def test_the_author_of_a_family_is_told_all_that_is_missing(tmp_path):
     with pytest.raises(ConfigError) as caught:
         detect_model(ModelConfig(write_model_folder(tmp_path), family="library.models.base:Family"))
-    assert caught.value.problems == [
-        "family: library.models.base:Family has no facts; set facts = FamilyFacts(...); see docs/adding_a_family.md",
-        "family: library.models.base:Family does not write encode_prompts, get_base_model_info, predict; see"
+    assert format_lines(caught.value.problems) == [
+        "--family: library.models.base:Family has no facts; set facts = FamilyFacts(...); see docs/adding_a_family.md",
+        "--family: library.models.base:Family does not write encode_prompts, get_base_model_info, predict; see"
         " docs/adding_a_family.md",
     ]
 

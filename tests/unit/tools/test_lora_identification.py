@@ -128,7 +128,7 @@ def test_inspect_names_all_families_that_a_file_fits(tmp_path, capsys):
 def build_full_lora(model):
     """Rank 1 for each usual layer of a denoiser."""
     family, state = FAMILIES.get(model.family), {}
-    ends = tuple(f".{end}" for end in family.lora_target_modules)
+    ends = tuple(f".{end}" for end in family.facts.lora.targets)
     for name, shape in model.shapes.items():
         if name.startswith(f"{family.facts.denoiser_name}.") and name.endswith(ends) and len(shape) == 2:
             state[f"{name}.lora_A.weight"] = torch.ones(1, shape[1], dtype=torch.half)

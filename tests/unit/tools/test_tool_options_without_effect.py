@@ -29,7 +29,7 @@ CASES = [
 def test_an_option_without_effect_is_named_and_set_back(arguments, flags, unused):
     parsed = parse_config(flags.split(), arguments)
     assert parsed.problems == []
-    assert {location.removeprefix("--") for location, _ in parsed.unused} == set(unused.split())
+    assert {place.flag.removeprefix("--") for place, _ in parsed.unused} == set(unused.split())
     values, defaults = flatten_config(parsed.config), flatten_config(arguments())
     assert {name for name in unused.split() if values[name] != defaults[name]} == set()
 

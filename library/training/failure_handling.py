@@ -16,7 +16,7 @@ from ..distributed.communicator import Communicator
 from ..distributed.step_phases import OutOfMemory, find_out_of_memory
 from ..distributed.watchdog import PeerMonitor, ProcessIdentity
 from ..errors import ConfigError, CrashError, RunInterrupted, UserError, format_error, write_traceback
-from .save_and_restore_state import SaveCheckpoint
+from .checkpoint import SaveCheckpoint
 from .state import TrainingRun
 
 MAX_IMAGES_SHOWN = 6
