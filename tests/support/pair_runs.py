@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 from training_runs import max_relative_difference, write_images
 
 from library.atomic_files import write_atomic
+from library.config import options
 from library.distributed.validate_launch import validate_distributed
 from library.distributed.world import World, build_parallel_dims
 from library.errors import ConfigError
@@ -250,19 +251,26 @@ def run_case(case: Case, workspace: Workspace) -> Outcome:
     if resume == "of one process":
         copy_as_killed(reference, folder, RESUMED_STEP)
     outcome.seconds += _run(
-        case.ranks, folder, [*flags, *(SAVING if resume != "none" else ())], resume == "of one process"
+        case, workspace, folder, [*flags, *(SAVING if resume != "none" else ())], resumes=resume == "of one process"
     )
     if resume == "same layout":
         resumed = copy_as_killed(folder, workspace.folder / "run" / "resumed", RESUMED_STEP)
-        outcome.seconds += _run(case.ranks, resumed, [*flags, *SAVING], True)
+        outcome.seconds += _run(case, workspace, resumed, [*flags, *SAVING], resumes=True)
         outcome.failures += _compare_resumed(folder, resumed)
     compare(reference, folder, outcome, is_resumed=resume == "of one process")
     return outcome
 
 
-def _run(ranks: int, folder: Path, flags: Sequence[str], resumes: bool) -> float:
+def _run(case: Case, workspace: Workspace, folder: Path, flags: Sequence[str], *, resumes: bool = False) -> float:
     words = [*flags, "--output_dir", str(folder), *(["--auto_resume"] if resumes else [])]
-    return sum(run_on_ranks(ranks, train_case, *words, daemon=False))
+    environment = {}
+    if "--deepspeed" in flags:  # weights as small as those of tiny models would stay whole under ZeRO 3
+        path = workspace.folder / "deepspeed.json"
+        stage = int(flags[list(flags).index("--zero_stage") + 1])
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        path.write_text(json.dumps({"zero_optimization": zero}))
+        environment = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
+    return sum(run_on_ranks(case.ranks, train_case, *words, environment=environment, daemon=False))
 
 
 def get_reference(case: Case, workspace: Workspace, *, saves: bool) -> tuple[Path, float]:
@@ -272,7 +280,7 @@ def get_reference(case: Case, workspace: Workspace, *, saves: bool) -> tuple[Pat
     if key in workspace.references:
         return workspace.references[key], 0.0
     folder = workspace.folder / f"reference{len(workspace.references)}"
-    seconds = _run(1, folder, [*reference.build_flags(workspace), *(SAVING if saves else ())], False)
+    seconds = _run(reference, workspace, folder, [*reference.build_flags(workspace), *(SAVING if saves else ())])
     workspace.references[key] = folder
     return folder, seconds
 
@@ -319,8 +327,9 @@ def _compare_resumed(folder: Path, resumed: Path) -> Iterator[str]:
             yield f"{path.name} of the resumed run differs by {max_relative_difference(one, other):.1e}"
 
 
-def share_meta_models() -> None:
-    """Have dry checks build each model on the meta device once; they only look at it."""
+def speed_up_dry_checks() -> None:
+    """Read the types of options once, and build each model on the meta device once; checks only look at it."""
+    options.get_type_hints = cache(options.get_type_hints)
     load, models = validate_model.load_components_on_meta, {}
 
     def load_once(detected: Any, names: Sequence[str]) -> Any:
@@ -335,7 +344,7 @@ def share_meta_models() -> None:
 def build_array(workspace: Workspace) -> tuple[CoveringArray, tuple[Factor, ...]]:
     """Build the array of the settings; its rows are generated as they are asked for."""
     factors = tuple(list_factors())
-    share_meta_models()
+    speed_up_dry_checks()
     find = cache(lambda row: find_problem(Case(factors, row), workspace))
     return CoveringArray([len(factor.values) for factor in factors], find), factors
 
