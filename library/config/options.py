@@ -171,9 +171,9 @@ class Option(OptionFacts):
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"expected a finite number, got {value}")
         if self.minimum is not None and value < self.minimum:
-            raise ValueError(f"must be at least {self.minimum:g}, got {value}")
+            raise ValueError(f"must be at least {_format_bound(self.minimum)}, got {value}")
         if self.maximum is not None and value > self.maximum:
-            raise ValueError(f"must be at most {self.maximum:g}, got {value}")
+            raise ValueError(f"must be at most {_format_bound(self.maximum)}, got {value}")
         return value
 
 
@@ -229,6 +229,10 @@ def _resolve_type_hint(hint: Any) -> tuple[Any, bool, bool]:
     if get_origin(hint) is tuple:
         return _resolve_type_hint(get_args(hint)[0])[0], True, False
     return hint, False, False
+
+
+def _format_bound(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 def _describe_type(value_type: type) -> str:

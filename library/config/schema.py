@@ -349,7 +349,7 @@ class OptimConfig:
         needs=(
             AnyOf(
                 (IsSet("lr_scheduler_type"), HasValue("lr_scheduler", ("piecewise_constant",))),
-                "only for lr_scheduler_type and lr_scheduler piecewise_constant",
+                "only with lr_scheduler_type, or lr_scheduler piecewise_constant",
             ),
         ),
     )
@@ -464,6 +464,7 @@ class TrainConfig:
         42,
         "random seed of the run",
         minimum=0,
+        maximum=2**63 - 1,
         needs=ALWAYS,
         is_basic=True,
         kohya_default="another one for each run",

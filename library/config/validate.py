@@ -24,7 +24,12 @@ from .validate_distributed import (
     validate_profile_steps,
 )
 from .validate_objective import validate_objective_options
-from .validate_optim import validate_learning_rates, validate_lr_scheduler, validate_self_tuning_optimizers
+from .validate_optim import (
+    validate_learning_rates,
+    validate_lr_scheduler,
+    validate_optimizer_arguments,
+    validate_self_tuning_optimizers,
+)
 
 THUMBNAIL_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 MAX_THUMBNAIL_BYTES = 2**22
@@ -46,6 +51,7 @@ def validate_config(config: RunConfig, explicit: ExplicitOptions) -> Iterator[Pr
         validate_max_token_length(config.model),
         validate_step_count(config.train),
         validate_adapter_options(config.adapter, config.optim, explicit),
+        validate_optimizer_arguments(config.optim),
         validate_lr_scheduler(config.optim),
         validate_self_tuning_optimizers(config.optim, config.adapter),
         validate_learning_rates(config.optim, config.adapter),

@@ -5,10 +5,20 @@ from collections.abc import Iterator
 from ..problems import Problem
 from .network_args import list_arg_names
 from .schema import AdapterConfig, OptimConfig
+from .types import split_keyword_args
 from .unused_options import is_self_tuning_adafactor
 
 BLOCK_RATE_ARGS = ("down_lr_weight", "mid_lr_weight", "up_lr_weight")
 """network_args with the learning rates of blocks; a block whose rate is 0 is not trained, whatever the optimizer."""
+
+
+def validate_optimizer_arguments(optim: OptimConfig) -> Iterator[Problem]:
+    """Each argument of the optimizer and of the scheduler is ``name=value``."""
+    for option in ("optimizer_args", "lr_scheduler_args"):
+        for argument in getattr(optim, option):
+            name, value = split_keyword_args([argument])[0]
+            if not (name and value):
+                yield Problem(option, "expected name=value, such as weight_decay=0.01", value=repr(argument))
 
 
 def validate_lr_scheduler(optim: OptimConfig) -> Iterator[Problem]:

@@ -62,7 +62,6 @@ class FusedLoraForward:
         """``multiplies_to_float32``: whether the device multiplies half-precision matrices to a float32 matrix."""
         self.layer, self.copies, self.multiplies_to_float32 = layer, copies, multiplies_to_float32
         self.base, self.down, self.up = layer.base_layer, layer.lora_A[ADAPTER_NAME], layer.lora_B[ADAPTER_NAME]
-        self.scaling: float = layer.scaling[ADAPTER_NAME]
         self._peft_forward = layer.forward
 
     def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -90,6 +89,11 @@ class FusedLoraForward:
         ):
             return False
         return not (_is_modified(self.base) or _is_modified(self.up) or "forward" in self.down.__dict__)
+
+    @property
+    def scaling(self) -> float:
+        factor: float = self.layer.scaling[ADAPTER_NAME]
+        return factor
 
     def compute_base(self, states: Tensor, *, has_backward: bool) -> Tensor:
         bias = self.base.bias

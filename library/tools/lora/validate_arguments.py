@@ -86,7 +86,7 @@ def _validate_weights(merge: "MergeOptions", count: int) -> Iterator[Problem]:
     for name in ("weights", "denoiser_weights", "text_encoder_weights"):
         values = getattr(merge, name)
         if values and len(values) != count:
-            yield Problem(name, f"has {len(values)} values for {count} files")
+            yield Problem(name, f"expected {count} values, one for each file, got {len(values)}")
     given = (merge.weights, merge.denoiser_weights, merge.text_encoder_weights)
     if merge.weights and not any(weight for weights in given for weight in weights or ()):
         yield Problem("weights", "all are 0, which leaves nothing to write")

@@ -516,3 +516,9 @@ def test_a_section_can_have_the_name_of_an_option(tmp_path):
     (tmp_path / "run.toml").write_text(format_config_as_toml(config), "utf-8")
     second = parse_config(["--config_file", str(tmp_path / "run.toml")])
     assert format_lines(second.problems) == [] and second.config == config
+
+
+def test_arguments_without_name_or_value_and_seeds_that_torch_cannot_take_are_reported_before_training():
+    parsed = parse_config([*"--optimizer_args a b= =c betas=0.9,0.99".split(), "--seed", str(2**63)])
+    found = [line.partition(":")[0] for line in format_lines(parsed.problems) if "--dataset_config" not in line]
+    assert found == ["--seed", "--optimizer_args 'a'", "--optimizer_args 'b='", "--optimizer_args '=c'"]

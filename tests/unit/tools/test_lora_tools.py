@@ -288,7 +288,12 @@ def test_every_problem_is_reported_at_once_and_nothing_is_written(folder, tmp_pa
     run("scale", folder / "one.safetensors", "--blocks", "IN99=1", "MIDDLE=0", "--output", out, "--overwrite", code=2)
     fourth = capsys.readouterr().err
 
-    for part in ("no such file", "--weights: has 1 values for 2 files", "expected an integer", "already exists"):
+    for part in (
+        "no such file",
+        "--weights: expected 2 values, one for each file, got 1",
+        "expected an integer",
+        "already exists",
+    ):
         assert part in first
     assert "broken.safetensors" in second and key in second and "NaN" in second
     assert "is a LoRA of flux, and one.safetensors one of sd1" in third
