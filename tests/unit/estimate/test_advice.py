@@ -60,13 +60,14 @@ def build_search(flags, memory=2**40):
     return finder, GridSearch(finder, layout, BATCH, Devices(1, memory))
 
 
-@pytest.mark.parametrize("flags", [FLUX, pytest.param(SDXL, marks=pytest.mark.slow)], ids=["flux", "sdxl"])
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [FLUX, SDXL], ids=["flux", "sdxl"])
 def test_derived_estimates_are_those_of_real_steps_or_a_little_more(flags):
     finder, search = build_search(flags)
     found = [*search.estimate_candidates()]
     kinds = {(each.layout.config.model.quantize_base, bool(each.options.get("blocks_to_swap"))) for each in found}
     assert kinds >= {(kind, is_swapped) for kind in RELATIVE_ERRORS for is_swapped in (False, True)}
-    for each in found[:: max(1, len(found) // 12)]:
+    for each in found[:: max(1, len(found) // 6)]:
         (real,) = estimate_layouts([each.layout], finder.model, BATCH, Devices(1, 2**40))
         derived, expected = (total - real.memory.reserved for total in (each.total, real.memory.total))
         # A layer with a converted weight saves less than torch's: up to 6 % of this tiny UNet, 2 % of the published one.
