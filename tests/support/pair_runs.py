@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from covering_array import CoveringArray, Row
+from filelock import FileLock
 from pair_factors import GLOBAL_BATCH, MAX_RANKS, STEPS, Factor, Value, list_factors
 from PIL import Image, ImageChops
 from rank_processes import CONTEXT, run_on_ranks
@@ -360,10 +361,11 @@ def load_rows() -> list[Row]:
     sources = sorted(path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".json"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
     stored = Path(tempfile.gettempdir()) / f"lorikeet-pairs-{digest}.json"
-    if not stored.exists():
-        with tempfile.TemporaryDirectory() as folder:
-            array, _ = build_array(Workspace(Path(folder)))
-            write_atomic(stored, json.dumps(list(array.iter_rows())).encode())
+    with FileLock(f"{stored}.lock"):  # workers of pytest-xdist collect the rows at the same time
+        if not stored.exists():
+            with tempfile.TemporaryDirectory() as folder:
+                array, _ = build_array(Workspace(Path(folder)))
+                write_atomic(stored, json.dumps(list(array.iter_rows())).encode())
     return [tuple(row) for row in json.loads(stored.read_text("utf-8"))]
 
 
