@@ -183,6 +183,7 @@ def _raise_on_every_rank(problems: list[Problem], rank: int) -> None:
 def find_disagreements(reports: Sequence[RankReport]) -> list[Problem]:
     """Return a problem for each setting in which some rank differs from the majority."""
     hostnames, problems = [report.hostname for report in reports], list[Problem]()
+    options = {option.name for option in iter_options(RunConfig)}
     reference = "rank 0" if len(reports) == 2 else "most others"
     for name in dict.fromkeys(name for report in reports for name in report.settings):
         values = [json.dumps(report.settings.get(name)) for report in reports]
@@ -195,11 +196,9 @@ def find_disagreements(reports: Sequence[RankReport]) -> list[Problem]:
                 )
             else:
                 fix = MISMATCH_FIXES.get(name, "start all of them with the same value")
-                problems.append(
-                    Problem(
-                        "", f"{name}: {_format_value(value)} on {ranks}, {_format_value(common)} on {reference}", fix
-                    )
-                )
+                text = f"{_format_value(value)} on {ranks}, {_format_value(common)} on {reference}"
+                is_option = name in options
+                problems.append(Problem(name, text, fix) if is_option else Problem("", f"{name}: {text}", fix))
     return problems
 
 

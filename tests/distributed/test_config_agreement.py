@@ -73,7 +73,7 @@ def test_a_different_setting_on_one_rank_stops_all_before_the_model_is_loaded_an
     assert [code for code, _, _ in ends] == [2, 2, 2], ends
     assert ends[0][1].splitlines()[0] == "train_lora: stopped. 2 problems:"
     assert "  --learning_rate: 0.0002 on rank 2 (on gpu-b), 0.0001 on most others; start all of them" in ends[0][1]
-    assert "  network_dropout: 0.5 on rank 2 (on gpu-b), 0.0 on most others" in ends[0][1]
+    assert "  --network_dropout: 0.5 on rank 2 (on gpu-b), 0.0 on most others" in ends[0][1]
     assert ends[1][1] == ends[2][1] == "" and not list(tmp_path.iterdir())
 
 
@@ -139,7 +139,7 @@ def test_the_majority_is_the_reference_and_rank_0_in_a_tie():
     one, other = {"seed": 1, "code": "x"}, {"seed": None, "code": "y"}
     assert format_lines(find_disagreements(build_reports(one, one, one))) == []
     assert format_lines(find_disagreements(build_reports(other, one, one, one))) == [
-        "seed: not set on rank 0 (on a), 1 on most others; start all of them with the same value",
+        "--seed: not set on rank 0 (on a), 1 on most others; start all of them with the same value",
         "code: rank 0 (on a): not the same as on most others; "
         "install the same version of this program on every machine",
     ]

@@ -287,10 +287,6 @@ def test_a_model_that_cannot_be_sharded_is_refused_before_it_is_loaded(model, fl
             ("--tp_size", "2", "--network_args", "use_dora=True"),
             "tensor parallelism supports lora only, not dora; use pp_size, cp_size or fsdp",
         ),
-        (
-            ("--pp_size", "2", "--torch_compile", "--no-dynamo_use_regional_compilation"),
-            "is always compiled block by block",
-        ),
         (("--pp_size", "2", "--deepspeed"), "cannot be combined with pp_size; use fsdp with tp_size"),
         (("--cp_size", "2", "--deepspeed"), "cannot be combined with cp_size; use fsdp with cp_size"),
         (("--cp_size", "2", "--attn_mode", "flash"), "context parallelism does not support flash; use sdpa or cudnn"),

@@ -205,7 +205,7 @@ def test_precedence_of_resolution_options_and_dataset_keys(tmp_path):
 
     assert resolve_sizes("resolution = 64", "--resolution_schedule", "32:4,40") == (
         [32, 40],
-        [f"{path}:2: resolution: not used, because --resolution_schedule is set"],
+        [f"{path}:2: resolution: not used, because resolution_schedule is set"],
     )
     assert resolve_sizes("resolution_schedule = '64'", "--resolution_schedule", "32:4,40") == ([64], [])
     assert resolve_sizes("", "--resolution", "64") == ([64], [])

@@ -81,7 +81,8 @@ def test_ranks_save_a_checkpoint_and_end_when_their_launcher_is_killed(settings,
 
     assert not still_running, output
     (state,) = tmp_path.glob("lora-step*-state")
-    assert "has died after step" in output and str(state) in output, output
+    # The rank that reports the end may have heard of it from the other one.
+    assert "has died" in output and "after step" in output and str(state) in output, output
 
 
 def test_processes_end_at_once_when_their_launcher_is_killed_before_training(settings, tmp_path):
@@ -197,7 +198,7 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path):
     )
     result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == -signal.SIGTERM and result.stdout == "15\n"
-    assert "SIGTERM: the step is finished" in result.stderr
+    assert "SIGTERM: finishing this step, then saving a checkpoint" in result.stderr
 
 
 def start_launcher(*command: str) -> subprocess.Popen[str]:
