@@ -453,7 +453,10 @@ def test_layouts_that_partition_the_model_alike_share_one_meta_run(caplog):
 def test_layouts_that_send_more_are_slower_on_slow_links():
     speeds = [
         {each.layout.name: each.images_per_second for each in estimate(2, *FLUX, batch=SMALL, link_speed=link_speed)}
-        for link_speed in (1e6, 1e15)  # of a model so small, the host launches kernels for longer than 1 GB/s would take
+        for link_speed in (
+            1e6,
+            1e15,
+        )  # of a model so small, the host launches kernels for longer than 1 GB/s would take
     ]
     slow, fast = ({name: speed / actual["DDP 2"] for name, speed in actual.items()} for actual in speeds)
     assert all(slow[name] < fast[name] for name in ("TP 2", "CP 2", "FSDP 2", "FSDP 2, CPU offload", "ZeRO-3 2"))
