@@ -236,19 +236,28 @@ def _compute_product_norm(layer: Any) -> Tensor | None:
     names, scale = layer.adapter_layer_names, layer.scaling["default"] if hasattr(layer, "scaling") else 1.0
     if "hada_w1_a" in names:
         first, second = (_multiply_factors(layer, f"hada_w{half}", f"hada_t{half}") for half in (1, 2))
-        return (first * second).norm() * abs(scale)
+        hadamard: Tensor = (first * second).norm() * abs(scale)
+        return hadamard
     if "lokr_w1" in names:
         first, second = (_multiply_factors(layer, f"lokr_w{half}", f"lokr_t{half}") for half in (1, 2))
-        return first.norm() * second.norm() * abs(scale)
+        kronecker: Tensor = first.norm() * second.norm() * abs(scale)
+        return kronecker
     return None
 
 
 def _multiply_factors(layer: Any, weight: str, core: str) -> Tensor:
     """Multiply the factors of one half of a LoHa or LoKr, with the core of a Tucker decomposition between them."""
-    parts: dict[str, Any] = {name: getattr(layer, name, {}) for name in (weight, f"{weight}_a", f"{weight}_b", core)}
-    whole, first, second, middle = (each["default"].float() if "default" in each else None for each in parts.values())
+
+    def get_factor(name: str) -> Tensor | None:
+        weights = getattr(layer, name, {})
+        return weights["default"].float() if "default" in weights else None
+
+    whole = get_factor(weight)
     if whole is not None:
         return whole
+    first, second, middle = get_factor(f"{weight}_a"), get_factor(f"{weight}_b"), get_factor(core)
+    if first is None or second is None:
+        raise KeyError(f"{type(layer).__name__} has neither {weight} nor both of its factors")
     if middle is not None:
         return torch.einsum("ijkl,ip,jr->prkl", middle, first, second)
     return first @ second

@@ -31,6 +31,7 @@ from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.loading import load_pipeline_on_meta
 from library.models.model_configs import build_bundled_reader, is_tokenizer, load_bundled_config
 from library.models.text_encoding import encode_text_on_meta
+from library.parallel.activation_checkpointing import BlockCheckpointing
 from library.training.trainable_modules import build_lora_dropout, build_trainable_modules
 
 __all__ = ["build_case", "case"]  # fixtures
@@ -455,6 +456,24 @@ def test_every_lora_weight_gets_a_gradient(case):
         if weight.grad is None or not weight.grad.any()
     ]
     assert without_gradient == []
+
+
+def test_gradient_checkpointing_changes_no_gradient(case):
+    """diffusers has calls of checkpointed blocks that leave arguments out: masks of texts, say."""
+    family, tiny = case
+    denoiser = getattr(tiny.pipe, family.facts.denoiser_name)
+    with torch.no_grad():
+        cond = tiny.encode_prompts(family, tiny.pipe, ["a red circle on white ground" * 4, "Blau, 7"])
+    batch, t = replace(tiny.batch, cond=cond), torch.tensor([700.0, 250.0])
+
+    def compute_input_gradient():
+        latents = tiny.batch.latents.clone().requires_grad_()
+        family.predict(tiny.pipe, denoiser, latents, t, batch).square().sum().backward()
+        return latents.grad
+
+    expected = compute_input_gradient()
+    denoiser.enable_gradient_checkpointing(BlockCheckpointing(1, offload=False))
+    torch.testing.assert_close(compute_input_gradient(), expected, rtol=1e-4, atol=1e-5)
 
 
 BLOCKS = {

@@ -29,6 +29,8 @@ from training_runs import max_relative_difference, write_images
 
 from library.atomic_files import write_atomic
 from library.config import options
+from library.dataset.controls import find_settings_without_controls
+from library.dataset.dataset_config import load_dataset_config
 from library.distributed.validate_launch import validate_distributed
 from library.distributed.world import World, build_parallel_dims
 from library.errors import ConfigError
@@ -210,6 +212,9 @@ def find_problem(case: Case, workspace: Workspace) -> str:
             has_full_model = not (config.sharding.fsdp or is_zero3) and dims.cp == dims.model_parallel_size
             facts = RunFacts(family, detected, has_full_model, not is_zero3)
             problems += [problem for check in list_run_checks() for problem in check(config, facts)]
+            datasets = load_dataset_config(config.data).datasets
+            pairs = [(dataset, subset) for dataset in datasets for subset in dataset.subsets if subset.control_key]
+            problems += [problem for pair in pairs for problem in find_settings_without_controls(*pair)]
     except ConfigError as error:
         problems = error.problems
     if problems:

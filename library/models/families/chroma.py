@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 from ...config.network_args import NetworkFacts
+from ...registry import copy_class_name
 from ..base import BaseModelInfo, Family
 from ..facts import (
     BlockFacts,
@@ -116,6 +118,10 @@ FACTS = FamilyFacts(
 class Chroma(Family):
     facts = FACTS
 
+    @classmethod
+    def prepare_denoiser(cls, denoiser: Any) -> None:
+        denoiser.__class__ = _build_transformer_class()
+
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         metadata = {"ss_model_type": "chroma", "ss_apply_t5_attn_mask": True, "ss_guidance_scale": 0.0}
         return BaseModelInfo("chroma", "chroma", metadata)
@@ -170,3 +176,36 @@ class Chroma(Family):
             "prompt_attention_mask": cast("Tensor", cond["mask"]) > 0.5,
             "negative_prompt_attention_mask": cast("Tensor", negative_cond["mask"]) > 0.5,
         }
+
+
+@cache
+def _build_transformer_class() -> Any:
+    """diffusers' transformer, which masks the padding of texts in checkpointed single blocks as well.
+
+    diffusers 0.42 calls the single blocks without the attention mask if gradient checkpointing is enabled.
+    """
+    import inspect
+
+    from diffusers import ChromaTransformer2DModel
+
+    transformer: Any = ChromaTransformer2DModel
+    signature = inspect.signature(transformer.forward)
+
+    class MaskedTransformer(transformer):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            self._attention_mask = signature.bind(self, *args, **kwargs).arguments.get("attention_mask")
+            return super().forward(*args, **kwargs)
+
+        def enable_gradient_checkpointing(self, gradient_checkpointing_func: Callable[..., Any] | None = None) -> None:
+            super().enable_gradient_checkpointing(gradient_checkpointing_func)
+            checkpoint: Callable[..., Any] = self._gradient_checkpointing_func
+
+            def checkpoint_with_mask(block: Any, *args: Any, **kwargs: Any) -> Any:
+                if len(args) == 3 and not kwargs:  # a single block: hidden states, modulation, rotary embedding
+                    args = *args, self._attention_mask
+                return checkpoint(block, *args, **kwargs)
+
+            self._gradient_checkpointing_func: Callable[..., Any] = checkpoint_with_mask
+
+    MaskedTransformer.forward.__signature__ = signature  # type: ignore[attr-defined]
+    return copy_class_name(MaskedTransformer, transformer)
