@@ -60,7 +60,7 @@ def test_every_option_says_what_it_needs_or_that_it_always_has_an_effect():
     assert all(need.describe(option.name) for option in OPTIONS.values() for need in option.needs)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [pytest.param(form, marks=[pytest.mark.slow] * (form != "flag")) for form in FORMS])
 @pytest.mark.parametrize(("name", "index"), list_cases())
 def test_an_option_without_effect_is_named_and_set_back(name, index, form, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -544,5 +544,6 @@ def find_deterministic_settings() -> list[tuple[bool, str | None]]:
     return found
 
 
+@pytest.mark.slow
 def test_deterministic_kernels_are_used_on_request_only():
     assert run_on_ranks(1, find_deterministic_settings) == [[(False, None), (True, ":4096:8")]]

@@ -77,6 +77,7 @@ def test_a_different_setting_on_one_rank_stops_all_before_the_model_is_loaded_an
     assert ends[1][1] == ends[2][1] == "" and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_paths_may_differ_between_ranks_but_not_the_contents(data, tmp_path):
     for name, text in (("one", "a b --d 1\n"), ("other", "a c --d 1\n")):
         (tmp_path / f"{name}.txt").write_text(text)

@@ -188,7 +188,8 @@ def test_the_tool_converts_files_with_a_layer_without_effect(kind, zero, file_fo
     assert len(load_file(target)) == len(tensors) - len(alphas) * (file_format == "diffusers")
 
 
-@pytest.mark.parametrize("name", ["sd15", pytest.param("flux", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sd15", "flux"])
 def test_the_tool_converts_sd_scripts_files_to_diffusers_and_back_to_the_bit(name, tmp_path, capsys):
     source = tmp_path / "a.safetensors"
     golden_file(source, name)

@@ -89,7 +89,7 @@ def merge_with_tool(name, path, folder, multiplier=1.0):
     return load_file(file)
 
 
-@pytest.mark.parametrize("name", ["sd1", "flux"])
+@pytest.mark.parametrize("name", [pytest.param("sd1", marks=pytest.mark.slow), "flux"])
 def test_changes_of_biases_are_merged_beside_those_of_weights(name, tmp_path):
     tensors, pipe = build_lora(name), TINY[name]().pipe
     save_file(tensors, tmp_path / "plain.safetensors")
@@ -108,7 +108,7 @@ def test_changes_of_biases_are_merged_beside_those_of_weights(name, tmp_path):
             torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-5, msg=lambda text, at=key: f"{at}: {text}")
 
 
-@pytest.mark.parametrize("name", ["sd1", "flux"])
+@pytest.mark.parametrize("name", [pytest.param("sd1", marks=pytest.mark.slow), "flux"])
 def test_changes_of_biases_are_converted_and_back_without_loss(name, tmp_path, capsys):
     source, there, back = (tmp_path / f"{each}.safetensors" for each in ("in", "there", "back"))
     tensors = build_lora(name)

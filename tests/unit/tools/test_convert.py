@@ -165,7 +165,7 @@ def test_a_refused_format_names_one_that_this_command_writes(model, kind, file_f
 def test_an_update_of_fused_layers_that_cannot_be_split_is_refused_with_a_command_that_takes_it(tmp_path, capsys):
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     name = "lora_unet_double_blocks_0_img_attn_qkv"
-    tensors = {f"{name}.lokr_w1": torch.rand(4, 4), f"{name}.lokr_w2": torch.rand(2304, 768)}
+    tensors = {f"{name}.lokr_w1": torch.rand(4, 4), f"{name}.lokr_w2": torch.rand(48, 16)}
     save_file(tensors, source, {"ss_base_model_version": "flux1"})
 
     assert run_tool(["convert", str(source), str(target), "--to", "comfy"]) == 2

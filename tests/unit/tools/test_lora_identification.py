@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from family_cases import list_cases
 from safetensors.torch import load_file, save_file
 from tiny_pipelines import TINY
 
@@ -149,7 +150,7 @@ def test_plain_flux_is_not_called_kontext(models):
     assert (kontext.family, kontext.similar_families) == ("flux_kontext", ())
 
 
-@pytest.mark.parametrize("family", FAMILY_FACTS)
+@pytest.mark.parametrize("family", list_cases(FAMILY_FACTS))
 def test_the_metadata_of_a_run_name_its_family_and_no_other(family):
     info = FAMILIES.get(family)().get_base_model_info(TINY[family]().pipe)
     version, architecture = info.base_model_version, f"{info.architecture}/lora"

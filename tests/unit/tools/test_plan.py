@@ -7,11 +7,11 @@ import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from PIL import Image
-from rank_processes import run_on_ranks
 
 from library.config import parse_config
 from library.dataloader.contact_sheet import overlay_mask
@@ -25,24 +25,24 @@ ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = Path(__file__).resolve().parents[2] / "data" / "dataset_configs"
 
 
-def run_plan(*words, cwd=ROOT):
-    command = [sys.executable, "-m", "library", "plan", *map(str, words)]
-    return subprocess.run(
-        command, cwd=cwd, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
-    )
+class PlanResult(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
 
 
-def run_plan_in_process(*words) -> tuple[int, str, str]:
-    """Run the tool in a forked process that has torch imported; return exit code, stdout and stderr."""
-    return run_on_ranks(1, _run_plan, *map(str, words))[0]
-
-
-def _run_plan(*words: str) -> tuple[int, str, str]:
+def run_plan(*words, cwd=ROOT) -> PlanResult:
+    """Run the tool in this process, in a folder."""
     from library.cli import run_tool
 
-    with redirect_stdout(io.StringIO()) as answer, redirect_stderr(io.StringIO()) as messages:
-        code = run_tool(["plan", *words])
-    return code, answer.getvalue(), messages.getvalue()
+    before = Path.cwd()
+    os.chdir(cwd)
+    try:
+        with redirect_stdout(io.StringIO()) as answer, redirect_stderr(io.StringIO()) as messages:
+            code = run_tool(["plan", *map(str, words)])
+    finally:
+        os.chdir(before)
+    return PlanResult(code, answer.getvalue(), messages.getvalue())
 
 
 def run_plan_as_json(*words):
@@ -113,12 +113,12 @@ def test_without_a_model_sizes_that_published_models_reject_are_named(dataset, t
     (tmp_path / "set.toml").write_text(steps_of_64)
     assert not any(need in note for note in run_plan_as_json(*dataset)["notes"])
     (tmp_path / "set.toml").write_text(text.replace("reso_steps = 16", "reso_steps = 8"))
-    _, _, messages = run_plan_in_process(*dataset)
+    _, _, messages = run_plan(*dataset)
     assert "8 is not a multiple of 16, which the built-in demo model needs; set 16" in messages
     (tmp_path / "set.toml").write_text(text)
     (tmp_path / "run.toml").write_text("seed = 'x'\nbucket_reso_steps = 16\nenable_bucket = true\nresolution = 64\n")
     options = ["--config_file", tmp_path / "run.toml", "--pretrained_model_name_or_path", "random:sd1"]
-    _, _, messages = run_plan_in_process(*dataset, *options)
+    _, _, messages = run_plan(*dataset, *options)
     assert "set.toml:4: bucket_reso_steps: 16 is not a multiple of 64, which this model needs; set 64" in messages
     assert "run.toml:1: seed: expected an integer" in messages
 
@@ -334,7 +334,7 @@ def test_log_messages_go_to_stderr(dataset, tmp_path):
 @pytest.mark.slow
 def test_layouts_that_fit_are_listed_fastest_first_and_others_with_the_memory_they_lack(dataset):
     devices = [*dataset, "--world_size", "2", "--gpu_memory"]
-    code, answer, messages = run_plan_in_process(*devices, "24GB", "--json")
+    code, answer, messages = run_plan(*devices, "24GB", "--json")
     assert code == 0, messages
     plan_json = json.loads(answer)
     assert plan_json["gpu_memory"] == 24 * 2**30 and "suggestion" not in plan_json
@@ -345,11 +345,11 @@ def test_layouts_that_fit_are_listed_fastest_first_and_others_with_the_memory_th
     for layout in plan_json["layouts"]:
         assert layout["fits"] and layout["bytes"].pop("total") == sum(layout["bytes"].values())
 
-    _, answer, _ = run_plan_in_process(*devices, "24GB", "--device_map", "auto", "--json")
+    _, answer, _ = run_plan(*devices, "24GB", "--device_map", "auto", "--json")
     plan_json = json.loads(answer)
     assert [layout["layout"] for layout in plan_json["layouts"]] == ["device map 2"] and plan_json["ranks"] == 1
 
-    code, answer, messages = run_plan_in_process(*devices, "700MB")
+    code, answer, messages = run_plan(*devices, "700MB")
     assert code == 0, messages
     lines = answer.splitlines()
     assert "2 x 0.6836 GB, mixed_precision no, largest micro-batch 2 x 64x64" in lines
@@ -394,5 +394,5 @@ def test_sizes_and_speeds_of_devices_are_read_and_belong_together(dataset):
     ],
 )
 def test_settings_that_training_rejects_are_not_planned(dataset, words, problem):
-    code, _, messages = run_plan_in_process(*dataset, *words)
+    code, _, messages = run_plan(*dataset, *words)
     assert code == 2 and problem in " ".join(messages.split())

@@ -86,9 +86,7 @@ def assert_close(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("sd2", "sd3", "z_image"))) for name in EVERY]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "flux")) for name in EVERY])
 def test_a_file_of_diffusers_with_alpha_8_and_rank_4_has_its_full_strength(name, tmp_path):
     path, expected = save_with_diffusers(name, tmp_path)
     tiny, family, _, initial = read(name, base_weights=(str(path),))
@@ -193,7 +191,7 @@ def test_a_file_of_xlabs_is_read_as_diffusers_reads_it(tmp_path):
     assert_close(predict(family, tiny), expected)
 
 
-@pytest.mark.parametrize("name", ["sdxl", "sd3", "qwen_image"])
+@pytest.mark.parametrize("name", [pytest.param("sdxl", marks=pytest.mark.slow), "sd3", "qwen_image"])
 def test_idle_layers_of_a_file_are_kept_unchanged(name, tmp_path, caplog):
     """Other trainers write them; here they have no gradient, so they are not trained."""
     caplog.set_level("INFO")
@@ -392,7 +390,7 @@ def test_a_fused_layer_of_lycoris_that_cannot_be_split_is_merged(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sdxl", "sd3"])
+@pytest.mark.parametrize("name", [pytest.param("sdxl", marks=pytest.mark.slow), "sd3"])
 def test_a_run_saves_the_idle_layers_of_its_network_weights(name, tmp_path):
     """With a learning rate near 0 all tensors of the file are those of network_weights."""
     path = tmp_path / "kohya.safetensors"
