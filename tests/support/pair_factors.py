@@ -46,6 +46,8 @@ class Factor:
     values: tuple[Value, ...]
     changes_result: bool = False
     """Whether the reference has the same value; other factors have their default there."""
+    changes_rounding: bool = False
+    """Whether images are encoded in batches of another size, say."""
 
 
 def list_factors() -> list[Factor]:
@@ -70,8 +72,8 @@ def list_factors() -> list[Factor]:
         Factor("model parallel", (Value("none"), *_list_model_parallel())),
         Factor("checkpointing", _from_words(CHECKPOINTING)),
         Factor("block swap", _from_words(BLOCK_SWAP)),
-        Factor("latents", _from_words(LATENTS)),
-        Factor("texts", _from_words(TEXTS)),
+        Factor("latents", _from_words(LATENTS), changes_rounding=True),
+        Factor("texts", _from_words(TEXTS), changes_rounding=True),
         Factor("accumulation", ACCUMULATION),
         Factor("workers", _from_words(WORKERS)),
         Factor("resume", _from_words(RESUME)),
