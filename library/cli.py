@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 def run_tool(argv: Sequence[str]) -> int:
     """Run ``python -m library NAME ...``; return the exit code."""
-    from .registry import suggest_name
+    from .name_suggestions import suggest_name
     from .tools import TOOLS
 
     if not argv or argv[0] in ("--help", "-h"):

@@ -1,22 +1,15 @@
 """Registries: tables of names whose objects are imported on first use; names under which classes are looked up."""
 
 import importlib
-from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 from typing import Generic, TypeVar, cast
 
 from .errors import ConfigError
+from .name_suggestions import suggest_name
 from .problems import Problem
 
 Entry = TypeVar("Entry")
 Class = TypeVar("Class", bound=type)
-
-
-def suggest_name(name: str, known_names: Iterable[str], prefix: str = "", cutoff: float = 0.7) -> str:
-    """Return ``"; did you mean network_dim?"``, or an empty string if no known name is close."""
-    by_lower_case = {known.lower(): known for known in known_names}
-    near = get_close_matches(name.lower(), by_lower_case, n=1, cutoff=cutoff)
-    return f"; did you mean {prefix}{by_lower_case[near[0]]}?" if near else ""
 
 
 def copy_class_name(subclass: Class, original: type) -> Class:

@@ -7,7 +7,7 @@ Measured with diffusers 0.42.1, ComfyUI 0.30.0, sd-scripts and LyCORIS 4.1.3 by 
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from .component_keys import ComponentKeys
+from .component_key_names import ComponentKeys
 from .kohya_diffusers_comfyui_keys import FileFormat, resolve_comfy_format
 from .module_adapter import BIAS, DOWN, ModuleAdapter
 from .original_module_names import T5_KEYS

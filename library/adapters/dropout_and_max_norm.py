@@ -14,7 +14,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from .component_keys import clean_parameter_name
+from .component_key_names import clean_parameter_name
 from .injection import Adapter
 from .token_layout import PLAIN_LAYOUT, ShardedTokens, TokenLayout
 

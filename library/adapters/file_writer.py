@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..atomic_files import fsync_dir, fsync_file
 from ..errors import UserError
-from .component_keys import ComponentKeys, find_wrapper_names
+from .component_key_names import ComponentKeys, find_wrapper_names
 from .file_reader import InvalidAdapterFileError, iter_tensors, read_adapter_file, read_header
 from .kohya_diffusers_comfyui_keys import EMBEDDING_PREFIX, TYPES_WITHOUT_ALPHA, convert_from_file_format
 from .module_adapter import ALPHA, UP, ModuleAdapter, parse_tensor, parse_tensor_key

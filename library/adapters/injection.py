@@ -30,7 +30,7 @@ from ..config.network_args import (
 from ..config.schema import AdapterConfig
 from ..errors import ConfigError, FileError
 from ..problems import Problem
-from .component_keys import clean_parameter_name
+from .component_key_names import clean_parameter_name
 from .module_adapter import DOWN, PEFT_SUFFIXES
 from .original_module_names import DIFFUSERS_KEYS, KeyStyle, group_by_original_module
 from .peft_types import ADAPTER_WEIGHT_PATTERN, RankAlpha, inject_peft_layers

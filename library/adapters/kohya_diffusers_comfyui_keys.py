@@ -15,8 +15,8 @@ from ..config.network_args import LORA_TYPES
 from ..config.validate_adapter import validate_save_format
 from ..errors import UserError
 from .alpha_folding import build_alpha_metadata, fold_alpha, read_alpha_dtype, unfold_alphas
-from .component_keys import ComponentKeys, build_kohya_name, find_wrapper_names
-from .fused_layers import FusionError, fuse_adapters, split_adapter, swap_magnitude
+from .component_key_names import ComponentKeys, build_kohya_name, find_wrapper_names
+from .fused_qkv import FusionError, fuse_adapters, split_adapter, swap_magnitude
 from .merge import compose_tucker_down
 from .module_adapter import (
     ALPHA,

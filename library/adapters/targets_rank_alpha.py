@@ -23,7 +23,7 @@ from ..config.network_args import (
 )
 from ..config.schema import AdapterConfig
 from ..errors import UserError
-from .component_keys import build_key_map, build_kohya_name
+from .component_key_names import build_key_map, build_kohya_name
 from .original_module_names import DIFFUSERS_KEYS, KeyStyle
 from .peft_types import RankAlpha
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from .component_keys import ComponentKeys
+from .component_key_names import ComponentKeys
 from .module_adapter import INPUT_MAGNITUDE, ModuleAdapter, parse_tensor_key
 from .original_module_names import ModuleGroup
 from .validate_tensors import find_tensor_problems

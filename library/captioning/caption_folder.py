@@ -9,8 +9,8 @@ from ..dataset.caption_files import CaptionFiles, decode_utf8
 from ..dataset.file_discovery import walk_directory
 from ..dataset.listing import IMAGE_EXTENSIONS, is_image_file
 from ..errors import FileError
+from ..name_suggestions import suggest_name
 from ..problems import Place, Problem, report_file
-from ..registry import suggest_name
 
 
 @dataclass(frozen=True)

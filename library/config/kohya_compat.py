@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
+from ..name_suggestions import suggest_name
 from ..problems import Place
-from ..registry import suggest_name
 from .options import iter_options
 from .schema import RunConfig
 

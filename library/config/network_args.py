@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from ..name_suggestions import suggest_name
 from ..problems import Problem
-from ..registry import suggest_name
 from . import network_arg_types as types
 from .schema import AdapterConfig
 from .types import split_keyword_args

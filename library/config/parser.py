@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..name_suggestions import suggest_name
 from ..problems import Place, Problem, locate_problems
-from ..registry import suggest_name
 from .kohya_compat import (
     KOHYA_OPTIONS,
     KOHYA_VALUES,

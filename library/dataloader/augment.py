@@ -1,4 +1,7 @@
-"""Augmentation: random crop, flip and caption of each view of a sample, ``color_aug``, and condition images."""
+"""Augmentation: random crop, flip and caption of each view of a sample, ``color_aug``, and condition images.
+
+SDXL's size conditioning (``time_ids``) depends on crop and flip, so it is computed here as well.
+"""
 
 import random
 from collections.abc import Sequence

@@ -14,8 +14,8 @@ from ..dataset.controls import CONTROLS_FROM_IMAGE
 from ..dataset.image_inspection import inspect_image
 from ..dataset.schema import resolve_path
 from ..errors import FileError
+from ..name_suggestions import suggest_name
 from ..problems import Place, Problem, report_file
-from ..registry import suggest_name
 from ..storage.remote_store import RemoteStore
 
 IMAGE_SIZE_MULTIPLE = 8

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..registry import suggest_name
+from ..name_suggestions import suggest_name
 from ..storage.filesystems import RemoteOutage
 from ..storage.remote_path import is_remote
 

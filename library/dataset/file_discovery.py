@@ -10,8 +10,8 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import cast
 
+from ..name_suggestions import suggest_name
 from ..problems import Place, Problem, report_file
-from ..registry import suggest_name
 from ..storage.filesystems import RemoteError
 from ..storage.remote_path import RemotePath, is_remote, strip_query
 from .listing import SHOWN_NAMES, format_first_names

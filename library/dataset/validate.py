@@ -8,8 +8,8 @@ from typing import Any
 from ..config.option_needs import Circumstances, explain_no_effect
 from ..config.schema import TrainConfig
 from ..config.schema_data import CacheConfig, DataConfig
+from ..name_suggestions import suggest_name
 from ..problems import Place, Problem
-from ..registry import suggest_name
 from ..storage.filesystems import RemoteError
 from ..storage.remote_path import RemotePath, is_remote, is_remote_url
 from .controls import CONTROLS_FROM_IMAGE

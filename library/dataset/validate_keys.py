@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..name_suggestions import suggest_name
 from ..problems import Place, Problem
-from ..registry import suggest_name
 from .file_discovery import PathPattern
 from .schema import DATASET_KEYS, DATASET_TABLE, DatasetConfig, DatasetKind
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..adapters.component_keys import ComponentKeys, list_module_names
+from ..adapters.component_key_names import ComponentKeys, list_module_names
 from .base import Family
 
 

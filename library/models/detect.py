@@ -13,8 +13,8 @@ from ..config.schema import ModelConfig
 from ..dataset.controls import ControlLimits
 from ..demo import BUILT_IN_MODEL_DIR
 from ..errors import ConfigError, FileError
+from ..name_suggestions import suggest_name
 from ..problems import Problem
-from ..registry import suggest_name
 from .base import Family
 from .checkpoint_inspection import (
     ComponentSource,

@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ..adapters.component_keys import ComponentKeys
+from ..adapters.component_key_names import ComponentKeys
 from ..adapters.kohya_diffusers_comfyui_keys import build_key_lookup
 from ..adapters.original_module_names import ModuleGroup
 from .collect_component_keys import build_component_keys

@@ -15,7 +15,7 @@ from diffusers import DDPMScheduler
 from ..config.schema_objective import NoiseConfig
 from ..diffusion.process import NoiseProcess, build_discrete_process
 from ..errors import UserError
-from ..registry import suggest_name
+from ..name_suggestions import suggest_name
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Encode captions with CLIP in chunks of 75 tokens, as sd-scripts does, and find truncated captions.
+"""Shared parts of text encoding: CLIP in chunks of 75 tokens, T5, padding and masks, and truncated captions.
 
 Which encoders a model has, and what it takes from each, is in its family (families/).
 """

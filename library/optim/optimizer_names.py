@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
+from ..name_suggestions import suggest_name
 from ..problems import Problem
-from ..registry import suggest_name
 
 
 @dataclass(frozen=True)

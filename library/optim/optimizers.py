@@ -11,8 +11,8 @@ import torch
 
 from ..config.schema import OptimConfig
 from ..errors import UserError
+from ..name_suggestions import suggest_name
 from ..problems import Problem
-from ..registry import suggest_name
 from .arguments import find_unknown_args, import_class, parse_keyword_args
 from .optimizer_names import OPTIMIZERS, OptimizerInfo
 

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from ..config.schema import TrainConfig
 from ..distributed.step_phases import is_out_of_memory
-from .async_copy import CheckpointOffload
+from .activation_offload import ActivationOffload
 from .compile import is_compiled
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -43,7 +43,7 @@ class BlockCheckpointing:
     """The checkpointing function of diffusers models: calls a block with ``torch.utils.checkpoint``."""
 
     def __init__(self, every: int, *, offload: bool, budget: float = 0.0):
-        self.every, self._context = every, CheckpointOffload().offload_saved_tensors if offload else nullcontext
+        self.every, self._context = every, ActivationOffload().offload_saved_tensors if offload else nullcontext
         self._selection = OpSelection(budget) if budget else None
         self._numbers: dict[Any, int] = {}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..adapters.component_keys import ComponentKeys
+from ..adapters.component_key_names import ComponentKeys
 from ..adapters.file_reader import read_adapter_file
 from ..adapters.kohya_diffusers_comfyui_keys import (
     AdapterFileContents,

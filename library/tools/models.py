@@ -6,8 +6,8 @@ from typing import Any
 
 from ..errors import UserError
 from ..models.families import CONTROL_FAMILIES, FAMILY_FACTS
+from ..name_suggestions import suggest_name
 from ..problems import report_argument
-from ..registry import suggest_name
 
 USAGE = "usage: python -m library models [--json | --markdown]"
 HELP = f"""{USAGE}

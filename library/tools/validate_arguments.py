@@ -8,8 +8,8 @@ from ..config.parser import ParsedConfig
 from ..config.schema_data import DataConfig
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
 from ..errors import ConfigError
+from ..name_suggestions import suggest_name
 from ..problems import Problem, report_argument, report_file
-from ..registry import suggest_name
 from ..training.preflight import find_settings_problems
 
 if TYPE_CHECKING:

@@ -1,13 +1,13 @@
 """Checkpoints: capture and restore the state of a run (adapter, EMA, optimizer, counters), and the callback.
 
-Old checkpoints are deleted here (``save_last_n_*_state``), old LoRA files in ``save_adapter`` (``save_last_n_*``).
+Old checkpoints and LoRA files are deleted by ``checkpoint_retention``.  No states of random generators are saved: every
+draw is a function of the seed and the step (``library.randomness``).
 
 ``accelerator.save_state`` is not used: it writes the whole frozen model, RNG states, and the optimizer by position.
 Here every tensor has a name, nothing is pickled, and another world size or strategy can read the file.
 """
 
 import logging
-import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..adapters.component_keys import clean_parameter_name
+from ..adapters.component_key_names import clean_parameter_name
 from ..config.schema_output import StateConfig
 from ..errors import UserError, format_error
 from ..optim.optimizers import load_optimizer_state
 from ..parallel.async_copy import HostSnapshot
 from ..problems import Problem
 from . import checkpoint_dir
+from .checkpoint_retention import delete_old_checkpoints
 from .save_adapter import SaveAdapter
 from .state import SkippedStep, TrainingRun, TrainState
 
@@ -104,24 +105,13 @@ class SaveCheckpoint:
             checkpoint_dir.write_checkpoint(path, {**metadata, "tree": tree}, tensors)
             self._error, self.latest_path = None, path
             logger.info("checkpoint saved: %s", path)
-            self._remove_old_checkpoints(metadata["step"], run)
+            step, name = metadata["step"], run.config.save.output_name
+            done = run.plan.count_completed_epochs(step)
+            delete_old_checkpoints(self.config, self.output_dir, name, step=step, num_epochs=done)
         except Exception as error:  # must reach the thread that waits for this one
             cause = error if isinstance(error, UserError) else getattr(error, "strerror", None) or format_error(error)
             self._error = f"{path}: the checkpoint cannot be saved: {cause}"
             checkpoint_dir.remove_partial_checkpoint(path)
-
-    def _remove_old_checkpoints(self, step: int, run: TrainingRun) -> None:
-        """Delete checkpoints beyond ``save_last_n_epochs_state`` and ``save_last_n_steps_state``."""
-        name, config, done = run.config.save.output_name, self.config, run.plan.count_completed_epochs(step)
-        for path in checkpoint_dir.find_checkpoints(self.output_dir, name):
-            number = path.name.removeprefix(name).removesuffix("-state").removeprefix("-")
-            is_old = False
-            if number.startswith("step") and config.save_last_n_steps_state:
-                is_old = int(number.removeprefix("step")) < step - config.save_last_n_steps_state
-            elif number.isdecimal() and config.save_last_n_epochs_state:
-                is_old = int(number) <= done - config.save_last_n_epochs_state
-            if is_old and path != self.latest_path:
-                shutil.rmtree(path, ignore_errors=True)
 
 
 def flatten_state(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:

@@ -23,12 +23,16 @@ def train(run: TrainingRun) -> None:
     """Train from the current step to the last one; steps with a non-finite loss are rolled back and skipped."""
     if run.state.step >= run.plan.steps:
         return
-    while not _train_until_roll_back(run):
+    while not _train_to_end_or_roll_back(run):
         pass
 
 
-def _train_until_roll_back(run: TrainingRun) -> bool:
-    """Train to the last step and return True, or False after rolling back to the last snapshot."""
+def _train_to_end_or_roll_back(run: TrainingRun) -> bool:
+    """Train to the last step and return True, or return False after rolling back to the last snapshot.
+
+    A resumed run skips no batches: the loader builds those of any step from the batch plan (``dataloader.batch_plan``).
+    The optimizer steps after the backward pass, never within it.
+    """
     first_step, unchecked = run.state.step, list[StepMetrics]()
     run.nan_guard.take_snapshot(run)
     for step_batches, data_wait_seconds in _time_data_loading(run.loader.iter_steps(first_step)):

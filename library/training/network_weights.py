@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ..adapters import injection
 from ..adapters.alpha_folding import change_alpha
-from ..adapters.component_keys import ComponentKeys
+from ..adapters.component_key_names import ComponentKeys
 from ..adapters.file_reader import read_adapter_file
-from ..adapters.fused_layers import needs_scale_shift_swap
+from ..adapters.fused_qkv import needs_scale_shift_swap
 from ..adapters.injection import Adapter, KeptTensors
 from ..adapters.kohya_diffusers_comfyui_keys import AdapterFileContents, convert_from_file_format
 from ..adapters.merge import merge_adapter, merge_bias_adapter

@@ -2,6 +2,9 @@
 
 Weights, optimizer, EMA and counters are put back by ``checkpoint.restore_state``; the files of a checkpoint are read
 and written by ``training.checkpoint_dir``.  A checkpoint does not depend on world size or strategy.
+
+No batches are skipped, and no states of random generators restored: the batches of a step come from the batch plan, and
+random draws from the seed and the step (``library.randomness``).
 """
 
 import logging
@@ -33,8 +36,8 @@ from ..problems import Problem
 from . import checkpoint_dir
 from .checkpoint import SaveCheckpoint, restore_state
 from .checkpoint_dir import CheckpointInfo, find_checkpoints, read_checkpoint_info
+from .checkpoint_retention import AdapterRetention
 from .preflight import check_setting_changes
-from .save_adapter import AdapterRetention
 from .state import TrainingRun
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,6 @@
-"""Save the adapter: convert it to the file format, write and verify the LoRA file, delete old ones.
+"""Save the adapter: convert it to the file format, write and verify the LoRA file.
+
+Old files are deleted by ``checkpoint_retention``.
 
 Every rank holds the whole adapter, whatever the strategy, so that the main rank writes it alone.
 """
@@ -8,7 +10,7 @@ import logging
 import shutil
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PureWindowsPath
 from typing import Any, TypeVar
 
@@ -42,6 +44,7 @@ from ..models.sampling import use_eval_mode
 from ..optim.optimizers import use_eval_weights
 from ..problems import report_file
 from ..randomness import Purpose, derive_seed
+from .checkpoint_retention import AdapterRetention
 from .hub_upload import HubUploader
 from .network_weights import split_idle_layers
 from .state import TrainingRun, is_interval_reached
@@ -65,7 +68,7 @@ class SaveAdapter:
         adapter: Adapter,
         prepared: PreparedData,
         started_at: float,
-        retention: "AdapterRetention | None" = None,
+        retention: AdapterRetention | None = None,
     ):
         self.config, self.adapter, self.prepared, self.started_at = config, adapter, prepared, started_at
         self.retention = retention or AdapterRetention(config)
@@ -101,10 +104,10 @@ class SaveAdapter:
         if self._is_epoch_save_due(run):
             epoch = run.plan.count_completed_epochs(step)
             paths = self.save(run, f"{name}-{epoch:06d}.safetensors")
-            comm.run_on_main(lambda: self.retention.record_epoch_save(epoch, paths))
+            comm.run_on_main(lambda: self.retention.record_epoch_files(epoch, paths))
         if self._is_step_save_due(run):
             step_paths = self.save(run, f"{name}-step{step:08d}.safetensors")
-            comm.run_on_main(lambda: self.retention.record_step_save(step, step_paths))
+            comm.run_on_main(lambda: self.retention.record_step_files(step, step_paths))
 
     def save(self, run: TrainingRun, name: str) -> list[Path]:
         """Write the LoRA file, and one of the EMA weights; an error on the main rank is raised on all ranks."""
@@ -320,49 +323,3 @@ def _reserve_disk_space(path: Path, tensors: Mapping[str, Tensor], run: Training
                 "free some space, then resume",
             )
         )
-
-
-@dataclass
-class AdapterRetention:
-    """The LoRA files that this run and the runs it resumed from wrote; deletes old ones. Used on the main rank."""
-
-    config: SaveConfig
-    epoch_files: dict[int, list[Path]] = field(default_factory=dict)
-    step_files: dict[int, list[Path]] = field(default_factory=dict)
-
-    def to_json(self) -> list[list[Any]]:
-        """Export file names for a checkpoint."""
-        return [
-            [[number, [path.name for path in paths]] for number, paths in files.items()]
-            for files in (self.epoch_files, self.step_files)
-        ]
-
-    @classmethod
-    def from_json(cls, config: SaveConfig, names: list[list[Any]]) -> "AdapterRetention":
-        """Rebuild from a checkpoint."""
-        folder = Path(config.output_dir)
-        return cls(config, *({number: [folder / name for name in each] for number, each in part} for part in names))
-
-    def record_epoch_save(self, epoch: int, paths: list[Path]) -> None:
-        """Keep the last ``save_last_n_epochs`` epoch files."""
-        self.epoch_files[epoch] = paths
-        if self.config.save_last_n_epochs is not None and self.config.save_every_n_epochs is not None:
-            _delete_files_up_to(
-                self.epoch_files, epoch - self.config.save_every_n_epochs * self.config.save_last_n_epochs
-            )
-
-    def record_step_save(self, step: int, paths: list[Path]) -> None:
-        """Keep the files of the last ``save_last_n_steps`` steps."""
-        self.step_files[step] = paths
-        if self.config.save_last_n_steps is not None:
-            _delete_files_up_to(self.step_files, step - self.config.save_last_n_steps - 1)
-
-
-def _delete_files_up_to(files: dict[int, list[Path]], last: int) -> None:
-    for number in [number for number in files if number <= last]:
-        for path in files.pop(number):
-            try:
-                path.unlink(missing_ok=True)
-                logger.info("removed %s", path)
-            except OSError as error:
-                logger.warning("%s: cannot be removed: %s", path, error.strerror)

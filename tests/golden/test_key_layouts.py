@@ -13,9 +13,9 @@ from published_configs import build_component_on_meta
 from tiny_denoiser import build_tiny_denoiser
 from torch import nn
 
-from library.adapters import component_keys, injection, original_module_names
-from library.adapters.component_keys import ComponentKeys
-from library.adapters.fused_layers import fuse_adapters, split_adapter
+from library.adapters import component_key_names, injection, original_module_names
+from library.adapters.component_key_names import ComponentKeys
+from library.adapters.fused_qkv import fuse_adapters, split_adapter
 from library.adapters.kohya_diffusers_comfyui_keys import convert_from_file_format, convert_to_file_format
 from library.adapters.module_adapter import ModuleAdapter
 from library.adapters.original_module_names import OriginalModule
@@ -25,7 +25,9 @@ from library.errors import UserError
 from library.models.families import FAMILIES
 
 DATA = Path(__file__).resolve().parents[1] / "data"
-NAMES = {name: component_keys.build_key_map((), FAMILIES.get(name).facts.lora.key_style) for name in ("flux", "sd3")}
+NAMES = {
+    name: component_key_names.build_key_map((), FAMILIES.get(name).facts.lora.key_style) for name in ("flux", "sd3")
+}
 GOLDEN = {"flux": "kohya_keys_flux.json", "sd3": "kohya_keys_sd3_medium.json"}
 
 
@@ -180,7 +182,7 @@ def test_an_sd3_file_changes_the_original_weights_as_the_lora_changes_those_of_d
     before = original_checkpoints.convert_sd3_transformer(model)
     after = dict(before)
     for group in NAMES["sd3"].group_modules(modules):
-        start = component_keys.build_kohya_name(group.name, family.facts.lora.prefix)
+        start = component_key_names.build_kohya_name(group.name, family.facts.lora.prefix)
         scale = file[f"{start}.alpha"] / len(file[f"{start}.lora_down.weight"])
         after[f"{group.name}.weight"] = before[f"{group.name}.weight"] + update(
             file, start, scale, "lora_down", "lora_up"
@@ -262,4 +264,4 @@ def test_every_layer_that_sd_scripts_can_train_has_an_original_name():
         linear = [module for module, part in model.named_modules() if isinstance(part, nn.Linear)]
         actual = NAMES[name].group_modules(linear)
         assert sorted(module for group in actual for module in group.modules if module) == sorted(linear)
-        assert len({component_keys.build_kohya_name(group.name, "") for group in actual}) == len(actual)
+        assert len({component_key_names.build_kohya_name(group.name, "") for group in actual}) == len(actual)

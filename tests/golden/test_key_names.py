@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers import UNet2DConditionModel
 
-from library.adapters import component_keys, injection
+from library.adapters import component_key_names, injection
 from library.adapters.kohya_diffusers_comfyui_keys import convert_from_file_format, convert_to_file_format
 from library.config.schema import AdapterConfig
 from library.errors import UserError
@@ -40,7 +40,9 @@ def list_alphas(adapter):
 
 
 def names(model):
-    return component_keys.ComponentKeys("unet", component_keys.list_module_names(model), FAMILY.facts.lora.prefix)
+    return component_key_names.ComponentKeys(
+        "unet", component_key_names.list_module_names(model), FAMILY.facts.lora.prefix
+    )
 
 
 def test_keys_and_shapes_of_the_published_unet_are_those_of_sd_scripts(real):
@@ -81,7 +83,7 @@ def test_a_file_with_keys_of_another_model_is_rejected(real):
     ],
 )
 def test_the_names_of_wrappers_are_removed(name):
-    assert component_keys.clean_parameter_name(name) == "mid_block.attentions.0.to_q.lora_A.weight"
+    assert component_key_names.clean_parameter_name(name) == "mid_block.attentions.0.to_q.lora_A.weight"
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_the_names_of_wrappers_are_removed(name):
     ],
 )
 def test_remaining_names_of_wrappers_are_found(name):
-    assert component_keys.find_wrapper_names([name]) == [name]
+    assert component_key_names.find_wrapper_names([name]) == [name]
 
 
 def test_a_state_dict_with_names_of_wrappers_is_rejected():
@@ -105,4 +107,4 @@ def test_a_state_dict_with_names_of_wrappers_is_rejected():
 
 
 def test_the_golden_keys_contain_no_names_of_wrappers():
-    assert component_keys.find_wrapper_names(GOLDEN) == []
+    assert component_key_names.find_wrapper_names(GOLDEN) == []

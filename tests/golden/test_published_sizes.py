@@ -11,7 +11,7 @@ import torch
 from published_configs import build_component_on_meta
 from torch import nn
 
-from library.adapters import component_keys, injection
+from library.adapters import component_key_names, injection
 from library.adapters.kohya_diffusers_comfyui_keys import convert_from_file_format, convert_to_file_format
 from library.adapters.original_module_names import CLIP_KEYS, LDM_KEYS
 from library.config.schema import AdapterConfig
@@ -151,7 +151,7 @@ def export_lora(
     """The state dict of a LoRA in a meta model, and the tensors of its kohya file."""
     adapter = injection.inject_into_model(model, AdapterConfig(network_dim=16, network_alpha=8), targets, seed=1)
     state = {name: torch.zeros(tensor.shape) for name, tensor in injection.get_adapter_state_dict(model).items()}
-    part = component_keys.ComponentKeys("part", component_keys.list_module_names(model), prefix, style)
+    part = component_key_names.ComponentKeys("part", component_key_names.list_module_names(model), prefix, style)
     named = {f"part.{name}": tensor for name, tensor in state.items()}
     tensors, _ = convert_to_file_format(
         named, {f"part.{name}": adapter.alpha for name in adapter.modules}, [part], "kohya"
@@ -199,10 +199,10 @@ def test_keys_and_shapes_of_the_text_encoders_are_those_of_sd_scripts(family, co
 def test_original_names_of_convolutions_are_those_of_sd_scripts():
     """Convolutions are the remaining modules of a UNet."""
     model = build_component_on_meta("sdxl", "unet")
-    files = component_keys.build_key_map((name for name, _ in model.named_modules()), LDM_KEYS)
+    files = component_key_names.build_key_map((name for name, _ in model.named_modules()), LDM_KEYS)
     golden_names = {key.split(".")[0] for key in filter_prefix("lora_unet", read_golden("sdxl_conv"))}
     ours = {
-        component_keys.build_kohya_name(files.renames[name], "lora_unet")
+        component_key_names.build_kohya_name(files.renames[name], "lora_unet")
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | nn.Conv2d)
     }

@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from library.adapters import injection  # noqa: E402
-from library.adapters.component_keys import build_key_map  # noqa: E402
+from library.adapters.component_key_names import build_key_map  # noqa: E402
 from library.config import parse_config  # noqa: E402
 from library.models.families import FAMILIES, FAMILY_FACTS  # noqa: E402
 from library.training.save_adapter import build_adapter_file  # noqa: E402

@@ -26,9 +26,10 @@ from library.config import parse_config
 from library.distributed.devices import HOST
 from library.errors import ConfigError
 from library.estimate.memory_meter import MemoryMeter
-from library.parallel import activation_checkpointing, async_copy, block_swap
+from library.parallel import activation_checkpointing, activation_offload, async_copy, base_weights
 from library.parallel.async_copy import CopyStream
-from library.parallel.block_swap import WeightOffloader, quantize_and_offload_base, select_spread_indices
+from library.parallel.base_weights import quantize_and_offload_base, select_spread_indices
+from library.parallel.block_swap import WeightOffloader
 from library.parallel.quantize import (
     NF4_BLOCK_SIZE,
     NF4_LEVELS,
@@ -266,8 +267,8 @@ def test_fetched_weights_in_flight_are_bounded(max_bytes_ahead, waits, max_in_fl
 @pytest.mark.parametrize(("options", "window"), [((), 2**28), (("--block_swap_window_mb", "700"), 700 * 2**20)])
 def test_the_window_is_an_option_and_by_default_holds_the_largest_block(options, window, monkeypatch):
     config = parse_config(["--blocks_to_swap", "2", *options]).config
-    for limit in (block_swap.MIN_WINDOW_BYTES, 4):
-        monkeypatch.setattr(block_swap, "MIN_WINDOW_BYTES", limit)
+    for limit in (base_weights.MIN_WINDOW_BYTES, 4):
+        monkeypatch.setattr(base_weights, "MIN_WINDOW_BYTES", limit)
         denoiser = build_unet().requires_grad_(False)
         offloaded = quantize_and_offload_base(denoiser, (HOST, HOST), config.model, config.train)
         default = max(limit, offloaded.largest_block)
@@ -412,8 +413,10 @@ def test_memory_options_do_not_change_gradients(model, exact_options, quantizati
 
 
 def test_every_nth_block_is_recomputed_from_offloaded_inputs(monkeypatch):
-    copied, copy_to_host = [], async_copy.copy_to_host
-    monkeypatch.setattr(async_copy, "copy_to_host", lambda tensor: copied.append(tensor) or copy_to_host(tensor))
+    copied, copy_to_host = [], activation_offload.copy_to_host
+    monkeypatch.setattr(
+        activation_offload, "copy_to_host", lambda tensor: copied.append(tensor) or copy_to_host(tensor)
+    )
     for interval, expected_calls, is_offloaded in ((1, [2, 2, 2, 2], False), (2, [2, 1, 2, 1], True)):
         blocks, calls = [nn.Linear(3, 3) for _ in range(4)], [0] * 4
         for number, block in enumerate(blocks):

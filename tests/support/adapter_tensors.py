@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from library.adapters import injection
-from library.adapters.component_keys import ComponentKeys, list_module_names
+from library.adapters.component_key_names import ComponentKeys, list_module_names
 from library.adapters.kohya_diffusers_comfyui_keys import FileFormat, convert_to_file_format
 from library.adapters.module_adapter import group_by_module
 from library.models.families import FAMILIES

@@ -6,7 +6,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import PurePosixPath
 
 LAYERS: list[set[str]] = [
-    {"errors", "problems", "registry", "randomness", "log", "atomic_files", "__init__"},
+    {"errors", "problems", "registry", "name_suggestions", "randomness", "log", "atomic_files", "__init__"},
     {"config", "storage"},
     {"dataset", "diffusion"},
     {"dataloader", "trackers"},

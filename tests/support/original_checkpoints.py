@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from library.adapters.component_keys import build_key_map
+from library.adapters.component_key_names import build_key_map
 from library.adapters.original_module_names import map_to_ldm_names
 from library.models.families.anima import ANIMA_KEYS
 from library.models.families.flux import FLUX_KEYS

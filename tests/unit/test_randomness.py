@@ -6,9 +6,10 @@ import pytest
 from problem_lines import format_lines
 
 from library.errors import ConfigError
+from library.name_suggestions import suggest_name
 from library.problems import Problem
 from library.randomness import derive_rng, derive_seed
-from library.registry import Registry, suggest_name
+from library.registry import Registry
 
 TABLE = Registry("thing", "library", {"size": ".config.types:Resolution", "gone": ".config.types:Gone"})
 

@@ -140,7 +140,7 @@ class StableDiffusionXL(Family):
         return text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, self.model_config.max_token_length)
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
-        # time_ids: original size, crop top-left, target size; height before width.
+        # time_ids: original size, crop top-left, target size; height first; see dataloader/augment.py.
         added_cond = {"text_embeds": batch.cond["pooled"], "time_ids": batch.size_conditioning}
         predicted: Tensor = denoiser(
             noisy_latents,

@@ -8,8 +8,8 @@ from typing import Any
 from ...config.options import iter_options
 from ...config.schema import RunConfig
 from ...dataset.schema import DATASET_KEYS
+from ...name_suggestions import suggest_name
 from ...problems import Place, Problem
-from ...registry import suggest_name
 
 MAX_VALUE_LENGTH = 60
 OUR_DEFAULTS: Mapping[str, Any] = {

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ...adapters.alpha_folding import ALPHA_METADATA_KEYS, change_alpha
 from ...adapters.client_compatibility import format_client_losses, list_client_losses, needs_equal_alphas
-from ...adapters.component_keys import ComponentKeys
+from ...adapters.component_key_names import ComponentKeys
 from ...adapters.file_reader import read_adapter_file
 from ...adapters.file_writer import cast_tensors, list_changing_layers, verify_layers, write_adapter_file
-from ...adapters.fused_layers import FusionError, fuse_adapters, split_adapter
+from ...adapters.fused_qkv import FusionError, fuse_adapters, split_adapter
 from ...adapters.kohya_diffusers_comfyui_keys import FileFormat, convert_from_file_format, convert_to_file_format
 from ...adapters.metadata import NetworkSizes, add_model_hashes, list_network_sizes, update_network_metadata
 from ...adapters.module_adapter import DOWN, PEFT_SUFFIXES, ModuleAdapter, iter_named_tensors

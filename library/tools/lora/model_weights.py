@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from ...adapters.component_keys import ComponentKeys
+from ...adapters.component_key_names import ComponentKeys
 from ...adapters.original_module_names import DIFFUSERS_KEYS, OriginalModule
 from ...adapters.targets_rank_alpha import match_target_modules
 from ...adapters.validate_file import list_layer_shapes

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...config.parser import parse_config
 from ...errors import ConfigError
+from ...name_suggestions import suggest_name
 from ...problems import Place, Problem, report_argument, report_file
-from ...registry import suggest_name
 from .block_names import BlockFactor, parse_block_factors
 from .options import (
     RULES,

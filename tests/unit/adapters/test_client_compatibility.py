@@ -7,7 +7,7 @@ from client_cases import EVERY, build_trained_case, list_kinds, load_in_diffuser
 from diffusers import FluxPipeline
 
 from library.adapters.client_compatibility import choose_file_format, format_client_losses, list_client_losses
-from library.adapters.component_keys import ComponentKeys
+from library.adapters.component_key_names import ComponentKeys
 from library.adapters.kohya_diffusers_comfyui_keys import convert_to_file_format
 from library.adapters.module_adapter import group_by_module
 from library.errors import UserError

@@ -13,7 +13,7 @@ from problem_lines import format_lines
 from safetensors.torch import load_file, save_file
 from tiny_denoiser import build_tiny_denoiser
 
-from library.adapters.component_keys import ComponentKeys
+from library.adapters.component_key_names import ComponentKeys
 from library.adapters.file_reader import read_safetensors
 from library.adapters.kohya_diffusers_comfyui_keys import convert_from_file_format, convert_to_file_format
 from library.adapters.module_adapter import group_by_module

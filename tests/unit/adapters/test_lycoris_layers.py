@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from library.adapters.component_keys import ComponentKeys
+from library.adapters.component_key_names import ComponentKeys
 from library.adapters.kohya_diffusers_comfyui_keys import convert_from_file_format, convert_to_file_format
 from library.adapters.merge import merge_adapter, merge_bias_adapter
 from library.errors import UserError

@@ -26,7 +26,7 @@ from problem_lines import format_lines
 from published_configs import build_component_on_meta
 from safetensors.torch import save_file
 
-from library.adapters.component_keys import ComponentKeys, build_key_map, build_kohya_name, list_module_names
+from library.adapters.component_key_names import ComponentKeys, build_key_map, build_kohya_name, list_module_names
 from library.adapters.targets_rank_alpha import match_target_modules
 from library.config.schema import ModelConfig
 from library.config.schema_data import DataConfig

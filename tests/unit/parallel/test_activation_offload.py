@@ -5,9 +5,10 @@ import torch
 from stream_races import FakeStreams, RaceDetector
 from torch import nn
 
-from library.parallel import async_copy
+from library.parallel import activation_offload
 from library.parallel.activation_checkpointing import BlockCheckpointing
-from library.parallel.async_copy import CheckpointOffload, CopyStream
+from library.parallel.activation_offload import ActivationOffload
+from library.parallel.async_copy import CopyStream
 
 DEPTH = 5
 NEEDS_DEVICE = pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs a GPU")
@@ -45,19 +46,21 @@ def build_blocks(log=None):
 
 def build_checkpointing(streams):
     checkpointing = BlockCheckpointing(1, offload=True)
-    offload = CheckpointOffload(lambda device: CopyStream(device, streams))
+    offload = ActivationOffload(lambda device: CopyStream(device, streams))
     checkpointing._context = offload.offload_saved_tensors
     return checkpointing
 
 
 def run_with_detector(monkeypatch, checkpointing, streams, blocks, log=None):
     with RaceDetector(streams) as detector:
-        copy_to_host, log = async_copy.copy_to_host, [] if log is None else log
+        copy_to_host, log = activation_offload.copy_to_host, [] if log is None else log
         monkeypatch.setattr(
-            async_copy, "copy_to_host", lambda tensor: log.append("out") or detector.mark_pinned(copy_to_host(tensor))
+            activation_offload,
+            "copy_to_host",
+            lambda tensor: log.append("out") or detector.mark_pinned(copy_to_host(tensor)),
         )
         gradients = run_step(blocks, checkpointing)
-    monkeypatch.setattr(async_copy, "copy_to_host", copy_to_host)
+    monkeypatch.setattr(activation_offload, "copy_to_host", copy_to_host)
     return gradients, detector
 
 
@@ -77,13 +80,13 @@ def test_gradients_are_equal_and_copies_are_ordered_by_events(monkeypatch):
 def test_the_inputs_of_a_block_are_copied_back_before_the_block_after_it_is_recomputed(monkeypatch):
     log, streams = [], FakeStreams()
     blocks, checkpointing = build_blocks(log), build_checkpointing(streams)
-    prefetch = async_copy.OffloadedTensor.prefetch
+    prefetch = activation_offload.OffloadedTensor.prefetch
 
     def prefetch_and_log(tensor):
         log.extend(["back"] if tensor._tensor is None else [])
         prefetch(tensor)
 
-    monkeypatch.setattr(async_copy.OffloadedTensor, "prefetch", prefetch_and_log)
+    monkeypatch.setattr(activation_offload.OffloadedTensor, "prefetch", prefetch_and_log)
     run_with_detector(monkeypatch, checkpointing, streams, blocks, log)
     forward, backward = log[: 3 * DEPTH], log[3 * DEPTH :]
     assert forward == ["out", "out", "block"] * DEPTH
@@ -99,7 +102,12 @@ def run_after_nothing(stream, copy):
     [
         (CopyStream, "run_after_compute", run_after_nothing, "aten.copy_.default before an earlier operation is done"),
         (CopyStream, "wait_for_event", lambda *_: None, "aten.mul.Tensor before an earlier operation is done"),
-        (async_copy.OffloadedTensor, "release", lambda tensor: vars(tensor).update(_tensor=None), "memory is freed"),
+        (
+            activation_offload.OffloadedTensor,
+            "release",
+            lambda tensor: vars(tensor).update(_tensor=None),
+            "memory is freed",
+        ),
     ],
 )
 def test_missing_events_are_races(owner, name, broken, race, monkeypatch):
