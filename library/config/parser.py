@@ -1,7 +1,8 @@
 """Parse the command line and the run TOML (``--config_file``) into a ``RunConfig``: defaults < TOML < flags.
 
 A valid flag wins over all that the file says of its option: a value of the file that cannot be read is then named in
-the notice of what has no effect, as it is no part of the run. Without such a flag it is a problem. Every problem is collected with its file and line, so that the user sees all of them at once.
+the notice of what has no effect. Without such a flag it is a problem. Every problem is collected with its file and
+line, so that the user sees all of them at once.
 """
 
 import logging
@@ -126,14 +127,19 @@ class ParsedConfig:
             located.append(problem)
         return located
 
-    def log_notices(self) -> None:
-        logger = logging.getLogger(__name__)
-        for notice in self.notices:
-            logger.warning(notice)
+    def list_notices(self) -> list[str]:
+        """List all that is to be said of valid settings: each renamed one, those without effect, other defaults."""
+        lines = list(self.notices)
         if self.unused:
-            logger.warning("%s", format_unused_settings(self.unused, self.config_file))
+            lines.append(format_unused_settings(self.unused, self.config_file))
         if self.kohya_defaults:
-            logger.warning("defaults that differ from sd-scripts': %s", ", ".join(self.kohya_defaults))
+            lines.append(f"defaults that differ from sd-scripts': {', '.join(self.kohya_defaults)}")
+        return lines
+
+    def log_notices(self) -> None:
+        """Log each notice as a warning; logging has to be configured before, which writes that word."""
+        for notice in self.list_notices():
+            logging.getLogger(__name__).warning("%s", notice)
 
 
 def format_unused_settings(unused: Sequence[tuple[Place, str]], path: Path | None) -> str:

@@ -73,6 +73,7 @@ def run_plan(argv: Sequence[str]) -> tuple[str, int]:
     options: PlanOptions = cast(Any, own.config).plan
     check_plan_arguments(options, own, training)
     if options.resolve_only:
+        configure_logging(simple=True)  # to stderr
         own.log_notices()
         return _format_resolved_datasets(load_dataset_config(training.config.data).datasets), 0
     log = training.config.log

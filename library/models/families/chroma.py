@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 from ...config.network_args import NetworkFacts
@@ -178,7 +177,6 @@ class Chroma(Family):
         }
 
 
-@cache
 def _build_transformer_class() -> Any:
     """diffusers' transformer, which masks the padding of texts in checkpointed single blocks as well.
 

@@ -26,7 +26,7 @@ class OutputOptions:
     """What all commands that write a file have."""
 
     output: str | None = define_option(None, "the file to write (for a model folder: the folder)")
-    overwrite: bool = define_option(False, "replace the output if it exists")
+    overwrite: bool = define_option(False, "replace the output if it exists", needs=(IsSet("output"),))
 
 
 @dataclass(frozen=True)
