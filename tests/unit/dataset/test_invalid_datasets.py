@@ -16,6 +16,7 @@ from odd_images import encode_chunk, encode_png
 from PIL import Image, features
 from problem_lines import format_lines
 
+from library.config.schema import TrainConfig
 from library.config.schema_data import DataConfig
 from library.dataloader.prepare import PreparedData, prepare_data
 from library.dataset.image_inspection import is_truncated
@@ -367,6 +368,23 @@ def test_every_invalid_setting_is_reported_with_its_line_in_one_report(tmp_path,
         lines = [line for line in actual if line.startswith(place)]
         assert any(problem in line for line in lines), (place, problem, lines)
     assert [line for line in actual if not any(line.startswith(place) for place in expected)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "problems"),
+    [
+        ("[[datasets]]\nresolution = 64\n", ["set.toml:1: no [[datasets.subsets]]; add one with image_dir = 'FOLDER'"]),
+        (
+            "[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = '.'\nis_reg = true\n",
+            ["set.toml:1: all subsets are regularization images (is_reg); add a subset of images to train on"],
+        ),
+    ],
+)
+def test_a_dataset_without_images_to_train_on_is_one_problem(text, problems, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "set.toml").write_text(text)
+    config = DataConfig(dataset_config="set.toml")
+    assert format_lines(validate_dataset_config(config, train=TrainConfig(max_train_steps=9))) == problems
 
 
 def odd(folder: Path) -> None:
