@@ -105,7 +105,7 @@ def read_checkpoint_info(path: Path) -> CheckpointInfo | str:
 
 
 def _upgrade_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename what version 0.1 called differently."""
+    """Give the keys and callbacks of a checkpoint of version 0.1 their current names."""
     upgraded = {LEGACY_KEYS.get(key, key): value for key, value in metadata.items()}
     if "pending" in upgraded:
         upgraded["pending"] = [LEGACY_CALLBACKS.get(name, name) for name in upgraded["pending"]]
@@ -113,7 +113,7 @@ def _upgrade_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_checkpoint_tensors(checkpoint: CheckpointInfo) -> dict[str, Tensor]:
-    """Load tensors.safetensors."""
+    """Load the tensors of a checkpoint: weights, EMA and optimizer state, by their names in ``state.json``."""
     try:
         return load_file(checkpoint.path / TENSORS_FILE)
     except SafetensorError as error:
