@@ -227,7 +227,7 @@ class StateConfig:
     )
     requeue_exit_code: int | None = define_option(
         None,
-        "exit code when a signal (SIGTERM, SIGINT, SIGUSR1) ends the run and a checkpoint is saved; default: 128 + number",
+        "exit code when a signal (SIGTERM, SIGINT, SIGUSR1) ends the run with a checkpoint; default: 128 + number",
         minimum=0,
         maximum=255,
         needs=ALWAYS,

@@ -161,7 +161,7 @@ class Strategy(ABC):
     def compute_gradients(
         self, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor:
-        """Accumulate the gradients of all micro-batches of a step (forward and backward) and synchronise them.
+        """Accumulate the gradients of all micro-batches of a step (forward and backward) and synchronize them.
 
         Return the loss: the mean over the ``num_samples`` samples of all ranks.
         """

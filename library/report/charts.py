@@ -25,7 +25,7 @@ class Curve:
     y: Sequence[float | None]
     low: Sequence[float] = ()
     high: Sequence[float] = ()
-    """The band around the curve: extremes of neighbouring steps, or a confidence interval."""
+    """The band around the curve: extremes of neighboring steps, or a confidence interval."""
     is_faint: bool = False
 
     @classmethod

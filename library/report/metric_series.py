@@ -1,6 +1,6 @@
 """Read ``NAME.metrics.jsonl``, which has one JSON line of metrics for each step, whatever trackers are used.
 
-A run may have millions of steps, so series are kept in buckets of neighbouring steps (mean, minimum and maximum), whose
+A run may have millions of steps, so series are kept in buckets of neighboring steps (mean, minimum and maximum), whose
 width doubles when there are too many: memory and drawing cost the same for any length, and a file that grows is read
 on from where it was read to.
 """

@@ -18,7 +18,7 @@ a blue triangle on black ground --n red --w 96 --h 64 --d 2 --s 8 --l 3
 
 
 def write_images(folder: Path, sizes: dict[tuple[int, int], int]) -> Path:
-    """Write images of these sizes, each with its own colours and caption, and a dataset file; return its path."""
+    """Write images of these sizes, each with its own colors and caption, and a dataset file; return its path."""
     (folder / "images").mkdir(parents=True)
     number = 0
     for (width, height), count in sizes.items():

@@ -399,7 +399,7 @@ def odd(folder: Path) -> None:
         "opaque.png": encoded("PNG", image.convert("RGBA")),
         "print.jpg": encoded("JPEG", image.convert("CMYK")),
         "deep.png": encoded("PNG", Image.fromarray(NOISE[..., 0].astype(np.uint16) * 257)),
-        "deep_colours.png": encode_png(80, 70, bits=16, rows=(b"\0" + bytes(range(240)) * 2) * 70),
+        "deep_colors.png": encode_png(80, 70, bits=16, rows=(b"\0" + bytes(range(240)) * 2) * 70),
         "few.png": encoded("PNG", image.convert("P")),
         "moving.png": encoded("PNG", save_all=True, append_images=[image.rotate(90)]),
         "stereo.jpg": encoded("MPO", save_all=True, append_images=[image.rotate(90)]),
@@ -442,7 +442,7 @@ def test_unusual_but_usable_images_are_noted(oddities):
         "1 image with transparent parts, which are trained as white: a/glass.png",
         "1 image in CMYK, converted to RGB without their color profile; convert them yourself for exact colors:"
         " a/print.jpg",
-        "2 images with 16 bits per channel, of which 8 are used: a/deep.png, a/deep_colours.png",
+        "2 images with 16 bits per channel, of which 8 are used: a/deep.png, a/deep_colors.png",
         "1 image with a color palette, converted to RGB: a/few.png",
         "1 image with several frames, of which only the first is used: a/moving.png",
         "1 small image upscaled 2 times or more, and blurred by that: a/tiny.png (20x18, 3.55 times)",

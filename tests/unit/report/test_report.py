@@ -108,8 +108,8 @@ def test_the_report_has_metrics_previews_and_settings_and_no_external_links(tmp_
     ]
     lines[4] |= {"loss/current": None}
     write_lines(tmp_path / "m.jsonl", lines)
-    for name, colour in (("before", "red"), ("after", "green")):
-        Image.new("RGB", (64, 48), colour).save(tmp_path / f"{name}.png")
+    for name, color in (("before", "red"), ("after", "green")):
+        Image.new("RGB", (64, 48), color).save(tmp_path / f"{name}.png")
     rows = {0: {"000000": tmp_path / "before.png", "000008": tmp_path / "after.png"}, 1: {}}
     subject = build_summary(
         name="my & lora</script><script>",

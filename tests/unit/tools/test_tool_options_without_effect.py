@@ -92,7 +92,7 @@ def test_a_wrong_argument_is_one_problem(words, lines, tmp_path, monkeypatch, ca
 
 
 def test_every_need_of_an_option_of_a_tool_names_an_option_of_the_tool():
-    """A name that is misspelt would be met for ever."""
+    """A name that is misspelled would be met for ever."""
     for arguments in [command[2] for command in COMMANDS.values()]:
         names = {option.name for option in iter_options(arguments)} | {"model"}
         for option in iter_options(arguments):
