@@ -62,9 +62,7 @@ def train(*flags: str) -> str:
             "--pretrained_model_name_or_path",
             get_tiny_sd1_folder(),
             *flags,
-            "--quiet",
-            "--max_data_loader_n_workers",
-            "0",
+            *"--quiet --max_data_loader_n_workers 0".split(),
         ]
     )
     run_training(loaded.require_valid())
