@@ -10,7 +10,6 @@ other programs disturb less, and by the clock.  The others need environments wit
 import gc
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -224,7 +223,11 @@ def record_device_memory() -> Iterator[list[float]]:
 
 
 def measure_usage(name: str, command: Sequence[str], steps: int, directory: Path) -> Usage:
-    """Run a program to its end."""
+    """Run a program to its end, and measure its time and its largest memory."""
+    if sys.platform == "win32":
+        raise UserError("peers: Windows does not tell the memory of a process that has ended; run it on Linux or macOS")
+    import resource  # Windows has no such module
+
     log = directory / "log.txt"
     environment = {**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     if name == "ours":

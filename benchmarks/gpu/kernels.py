@@ -11,7 +11,7 @@ from library.parallel.quantize import FP8_DTYPE, QuantizedWeight
 
 from ..report import Measurement
 from ..synthetic_run import build_run, release_memory, write_dataset
-from .correct import measure_device_seconds, record_losses
+from .correctness import measure_device_seconds, record_losses
 from .sections import NOT_MEASURED, SMALL, SectionContext, format_failure
 
 if TYPE_CHECKING:

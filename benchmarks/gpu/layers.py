@@ -16,8 +16,8 @@ from library.parallel.lora_linear import FusedLoraForward
 from ..report import Measurement
 from ..step import BareLoop
 from ..synthetic_run import build_run, release_memory, reset_peak_memory, write_dataset
-from .fast import CACHED
 from .sections import NOT_MEASURED, SectionContext, format_failure
+from .training_speed import CACHED
 
 if TYPE_CHECKING:
     from library.training.state import TrainingRun

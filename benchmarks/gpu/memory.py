@@ -12,8 +12,8 @@ from library.distributed.devices import has_device_memory
 from ..memory import SWITCHES, count_blocks
 from ..report import Measurement
 from ..synthetic_run import CAPTION, load_training_options, release_memory, write_dataset
-from .fast import CACHED, measure_run
 from .sections import NOT_MEASURED, SectionContext, format_failure, yield_unmeasured
+from .training_speed import CACHED, measure_run
 
 MEASURED = ("baseline", "checkpointing", "swap_half", "checkpointing_every_2", "budget_0.5", "cpu_offload", "swap_all",
             "fp8", "int8", "nf4", "all_combined")  # fmt: skip

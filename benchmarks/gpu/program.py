@@ -125,14 +125,22 @@ def _run_section(section: Section, options: Namespace, directory: Path, seconds:
         except subprocess.TimeoutExpired:
             status = f"stopped at its limit of {seconds:.0f} s"
         finally:
-            with suppress(ProcessLookupError):  # its workers, too
-                os.killpg(process.pid, signal.SIGKILL)
+            _kill_with_workers(process)
             process.wait()
     lines = output.read_text("utf-8").splitlines() if output.exists() else []
     result = {"status": status, "seconds": round(time.monotonic() - started, 1)}
     if status != DONE:
         result["log"] = _cut_middle(log.read_text("utf-8", "replace"))
     return {**result, "tiny": context.is_tiny, "measurements": [json.loads(line) for line in lines]}
+
+
+def _kill_with_workers(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that leads a session, and all others of the session; on Windows, where there are none, itself."""
+    if sys.platform == "win32":
+        process.kill()
+        return
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _cut_middle(text: str) -> str:

@@ -20,14 +20,14 @@ SMALL = ("--resolution", "64", "--network_dim", "4")
 
 @dataclass(frozen=True)
 class SectionContext:
-    """What a section is told."""
+    """The device, the folder and the programs of other trainers with which a section runs."""
 
     device_type: str
     is_tiny: bool
     """Tiny models and few steps: the same code on a CPU."""
     directory: Path
     training_options: tuple[str, ...] = ()
-    """Of the model, where the section has one."""
+    """The training options of the section's model; empty where it has none."""
     sd_scripts: str = ""
     sd_scripts_python: str = ""
     diffusers: str = ""
@@ -39,7 +39,7 @@ class SectionContext:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For programs that are to use the device."""
+        """The variables with which child processes use the device."""
         return {"ACCELERATE_USE_CPU": "true"} if self.device_type == "cpu" else {}
 
     def choose(self, full: int, tiny: int) -> int:
@@ -52,7 +52,7 @@ class Section:
     function: str
     """``module:name`` in this package; takes a ``SectionContext`` and yields measurements as they are made."""
     seconds: int
-    """Expected on an H100; of sections that have not run on one, guessed from the number of processes and steps."""
+    """The time that an H100 needs; guessed from the processes and steps of sections that have not run on one."""
     description: str
     model: str = ""
     options: tuple[str, ...] = ()
@@ -71,21 +71,22 @@ _1024 = ("--resolution", "1024", *_BF16)
 _CHECKPOINTED = (*_1024, "--gradient_checkpointing")
 SECTIONS: Sequence[Section] = (
     # First what no GPU has measured yet.
-    Section("device", "correct:measure_device", 10, "bf16 and fp8 matmul, copies: what other sections compare with"),
-    Section("qwen_image", "fast:measure_model", 130, "Qwen-Image at 1024, checkpointed", "random:qwen_image",
+    Section("device", "correctness:measure_device", 10, "bf16 and fp8 matmul, copies: what others compare with"),
+    Section("qwen_image", "training_speed:measure_model", 130, "Qwen-Image at 1024, checkpointed", "random:qwen_image",
             _CHECKPOINTED),
-    Section("peers_sdxl", "fast:compare_peers", 180, "SDXL beside diffusers' script (--diffusers)", "random:sdxl",
-            _1024),
-    Section("peers", "fast:compare_peers", 120, "Stable Diffusion 1.5 beside sd-scripts (--sd_scripts)", "random:sd1",
-            ("--resolution", "512", *_BF16, "--train_batch_size", "4")),
-    Section("z_image", "fast:measure_model", 100, "Z-Image at 1024: compiled", "random:z_image", _1024),
+    Section("peers_sdxl", "training_speed:compare_peers", 180, "SDXL beside diffusers' script (--diffusers)",
+            "random:sdxl", _1024),
+    Section("peers", "training_speed:compare_peers", 120, "Stable Diffusion 1.5 beside sd-scripts (--sd_scripts)",
+            "random:sd1", ("--resolution", "512", *_BF16, "--train_batch_size", "4")),
+    Section("z_image", "training_speed:measure_model", 100, "Z-Image at 1024: compiled", "random:z_image", _1024),
     Section("memory", "memory:measure_switches", 190, "memory-saving options on SDXL: estimate, peak, step time",
             "random:sdxl", _1024),
-    Section("compile", "fast:compile_sizes", 130, "12 image sizes of SDXL: graphs, cold and warm cache", "random:sdxl",
-            _1024),
-    Section("variants", "fast:compare_variants", 90, "attention backends, optimizers on FLUX.1", "random:flux", _1024),
-    Section("peers_flux", "fast:compare_peers", 370, "FLUX.1 beside diffusers' script (--diffusers)", "random:flux",
-            _CHECKPOINTED),
+    Section("compile", "training_speed:compile_sizes", 130, "12 image sizes of SDXL: graphs, cold and warm cache",
+            "random:sdxl", _1024),
+    Section("variants", "training_speed:compare_variants", 90, "attention backends, optimizers on FLUX.1",
+            "random:flux", _1024),
+    Section("peers_flux", "training_speed:compare_peers", 370, "FLUX.1 beside diffusers' script (--diffusers)",
+            "random:flux", _CHECKPOINTED),
     # Then what changes with the layers.
     Section("layers_sdxl", "layers:compare_layers", 70, "fused layers beside peft's, and a CUDA graph: SDXL, batch 1",
             "random:sdxl", _1024),
@@ -96,18 +97,19 @@ SECTIONS: Sequence[Section] = (
     Section("layers_sd1", "layers:compare_layers", 35, "the same for Stable Diffusion 1.5, batch size 8", "random:sd1",
             ("--resolution", "512", *_BF16, "--train_batch_size", "8")),
     Section("flux_cards", "memory:fit_into_cards", 170, "FLUX.1 within 12, 16 and 24 GB", "random:flux", _1024),
-    Section("sdxl", "fast:measure_model", 80, "Stable Diffusion XL at 1024, batch size 4", "random:sdxl",
+    Section("sdxl", "training_speed:measure_model", 80, "Stable Diffusion XL at 1024, batch size 4", "random:sdxl",
             (*_1024, "--train_batch_size", "4")),
-    Section("flux", "fast:measure_model", 110, "FLUX.1 at 1024: step, MFU, compiled", "random:flux", _1024),
-    Section("flux_cudnn", "fast:measure_model", 110, "the same with cuDNN's attention", "random:flux",
+    Section("flux", "training_speed:measure_model", 110, "FLUX.1 at 1024: step, MFU, compiled", "random:flux", _1024),
+    Section("flux_cudnn", "training_speed:measure_model", 110, "the same with cuDNN's attention", "random:flux",
             (*_1024, "--attn_mode", "cudnn")),
-    Section("sd1", "fast:measure_model", 70, "Stable Diffusion 1.5 at 512, batch size 8", "random:sd1",
+    Section("sd1", "training_speed:measure_model", 70, "Stable Diffusion 1.5 at 512, batch size 8", "random:sd1",
             ("--resolution", "512", *_BF16, "--train_batch_size", "8")),
     Section("kernels", "kernels:measure_kernels", 80, "nf4 by our code and bitsandbytes; fp8 matmul and its loss"),
     # Last what was right when it was measured.
-    Section("golden", "correct:compare_losses", 60, "losses on the device against those on the CPU, fp32, bf16, fp16"),
-    Section("resume", "correct:compare_resumed_runs", 60, "resumed and uninterrupted runs, with --deterministic"),
-    Section("sync", "correct:count_synchronizations", 40, "steps in which the host waits for the device"),
+    Section("golden", "correctness:compare_losses", 60, "losses on the device against those on the CPU, fp32, bf16,"
+            " fp16"),
+    Section("resume", "correctness:compare_resumed_runs", 60, "resumed and uninterrupted runs, with --deterministic"),
+    Section("sync", "correctness:count_synchronizations", 40, "steps in which the host waits for the device"),
     Section("faults", "faults:provoke_faults", 80, "NaN, Ctrl-C, out of memory with and without on_oom"),
     Section("parallel", "parallel:compare_layouts", 60, "two processes on one device against one; NCCL alone"),
 )  # fmt: skip

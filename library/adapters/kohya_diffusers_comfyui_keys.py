@@ -65,7 +65,7 @@ class FusedAdapter:
 
     @property
     def way_out(self) -> str:
-        """What can be done with it all the same."""
+        """What the user can do with an adapter that this file format cannot hold."""
         if INPUT_MAGNITUDE in self.update.tensors:  # depends on the weights of all parts
             return "--base_weights of a run can merge it"
         return "lora resize writes it as LoRA, lora merge --model merges it into a model"

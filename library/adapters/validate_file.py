@@ -16,6 +16,7 @@ from .validate_tensors import find_tensor_problems
 
 MAX_PROBLEMS_SHOWN = 3
 
+_WHOLE_MODEL = "a whole model"
 UNREAD_KINDS: Mapping[str, str] = {
     r"\.on_input$": "(IA)3",
     r"\.lora_embedding_[AB]$|\.lora_embedding_[AB]\.": "LoRA of embeddings",
@@ -28,7 +29,7 @@ UNREAD_KINDS: Mapping[str, str] = {
     r"^lora_controlnet$": "ControlLoRA",
     r"(^|\.)(ip_adapter|image_proj)\.": "IP-Adapter",
     r"^(string_to_param|emb_params|clip_[lg]|t5xxl)$": "a textual inversion embedding",
-    r"^(model\.diffusion_model|first_stage_model|cond_stage_model|conditioner)\.": "a whole checkpoint",
+    r"^(model\.diffusion_model|first_stage_model|cond_stage_model|conditioner)\.": _WHOLE_MODEL,
 }
 """What the keys are that match a pattern, where it is not read."""
 
@@ -45,24 +46,34 @@ def group_unread_keys(keys: Iterable[str]) -> dict[str, list[str]]:
 
 def describe_unknown_keys(keys: Sequence[str], total: int, model: str = "this model") -> str:
     """Describe the unknown keys of a file."""
+    if unread := _find_unread_kind(keys):
+        return _describe_unread_kind(*unread)
+    return f"{len(keys)} of {total} keys do not belong to {model}, for example {keys[0]}"
+
+
+def _find_unread_kind(keys: Sequence[str]) -> tuple[str, list[str]] | None:
+    """Find the first kind of weights that is not read, and its keys."""
     for pattern, kind in UNREAD_KINDS.items():
         if found := [key for key in keys if re.search(pattern, key)]:
-            return f"contains {kind}, which is not supported: {found[0]}{_format_more(found)}"
-    return f"{len(keys)} of {total} keys do not belong to {model}, for example {keys[0]}"
+            return kind, found
+    return None
+
+
+def _describe_unread_kind(kind: str, keys: Sequence[str]) -> str:
+    return f"contains {kind}, which is not supported: {keys[0]}{_format_more(keys)}"
 
 
 def describe_foreign_keys(keys: Sequence[str]) -> str | None:
     """Return why a file with these keys is no LoRA file, which its header tells before its tensors are read."""
     if not keys:
         return "it has no tensors"
-    text = describe_unknown_keys(keys, len(keys))
-    if "contains a whole checkpoint" in text:
-        return f"not a LoRA file: it {text}"
-    if any(parse_tensor_key(key) for key in keys):
+    unread = _find_unread_kind(keys)
+    is_whole_model = unread is not None and unread[0] == _WHOLE_MODEL
+    if not is_whole_model and any(parse_tensor_key(key) for key in keys):
         return None
-    if not text.startswith("contains"):
-        text = f"none of its {len(keys)} tensors has the name of a LoRA weight; the first is {keys[0]}"
-    return f"not a LoRA file: {'it ' * text.startswith('contains')}{text}"
+    if unread is None:
+        return f"not a LoRA file: none of its {len(keys)} tensors has the name of a LoRA weight; the first is {keys[0]}"
+    return f"not a LoRA file: it {_describe_unread_kind(*unread)}"
 
 
 def _format_more(found: Sequence[str]) -> str:

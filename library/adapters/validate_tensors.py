@@ -83,7 +83,7 @@ def _find_odd_vectors(tensors: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def _find_mixed_types(tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """One type would be used, and the others ignored."""
+    """Say where a layer has tensors of several adapter types, of which one would be used and the others ignored."""
     names = {"lora": _LORA_NAMES, **TENSOR_NAMES}
     types = {kind: [name for name in each if name in tensors] for kind, each in names.items()}
     found = {kind: each for kind, each in types.items() if each}

@@ -46,6 +46,8 @@ def format_options_page() -> str:
         "",
         "Each option is a flag (`--network_dim 8`) and a key of the run TOML, `--config_file` (`network_dim = 8`).",
         "Flags override the run TOML, which overrides the defaults. Section names in the run TOML have no meaning.",
+        "A value of the run TOML that cannot be read is an error, unless a flag sets that option: then it is named in",
+        "the notice of what has no effect.",
         "A switch is turned on by `--name` and off by `--no-name`.",
         "An option has an effect only with what the column *needs* names; without it, one line of notice names the",
         "option. Options marked with * may differ when a run is resumed: a step computes the same, rounding aside.",

@@ -128,6 +128,12 @@ def _define_unet_arg(parse: Callable[[str], Any], default: Any = None, adapter_t
     return _define_arg(parse, default, adapter_types, "unet")
 
 
+def _define_rate_arg(parse: Callable[[str], Any], default: Any = None, adapter_types: Sequence[str] = ()) -> Any:
+    """Declare an argument that gives some modules a learning rate of their own."""
+    item = _define_arg(parse, default, adapter_types)
+    return field(default=default, metadata={**item.metadata, "sets_rate": True})
+
+
 def _define_special_arg(parse: Callable[[str], Any], default: Any = None) -> Any:
     return _define_arg(parse, default, scope="some")
 
@@ -174,11 +180,11 @@ class NetworkArgs:
     mid_lr_weight: tuple[float, ...] | str | None = _define_unet_arg(types.parse_block_lr_weights)
     up_lr_weight: tuple[float, ...] | str | None = _define_unet_arg(types.parse_block_lr_weights)
     block_lr_zero_threshold: float = _define_unet_arg(types.parse_alpha, 0.0)
-    loraplus_lr_ratio: float | None = _define_arg(types.parse_positive, adapter_types=LORA_TYPES)
-    loraplus_unet_lr_ratio: float | None = _define_arg(types.parse_positive, adapter_types=LORA_TYPES)
-    loraplus_text_encoder_lr_ratio: float | None = _define_arg(types.parse_positive, adapter_types=LORA_TYPES)
+    loraplus_lr_ratio: float | None = _define_rate_arg(types.parse_positive, adapter_types=LORA_TYPES)
+    loraplus_unet_lr_ratio: float | None = _define_rate_arg(types.parse_positive, adapter_types=LORA_TYPES)
+    loraplus_text_encoder_lr_ratio: float | None = _define_rate_arg(types.parse_positive, adapter_types=LORA_TYPES)
     network_reg_dims: tuple[tuple[str, int], ...] = _define_arg(types.make_pattern_parser(types.parse_rank), ())
-    network_reg_lrs: tuple[tuple[str, float], ...] = _define_arg(types.make_pattern_parser(types.parse_alpha), ())
+    network_reg_lrs: tuple[tuple[str, float], ...] = _define_rate_arg(types.make_pattern_parser(types.parse_alpha), ())
     exclude_patterns: tuple[str, ...] = _define_arg(types.parse_patterns, ())
     include_patterns: tuple[str, ...] = _define_arg(types.parse_patterns, ())
     train_t5xxl: bool = _define_special_arg(types.parse_bool, False)

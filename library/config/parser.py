@@ -1,6 +1,8 @@
 """Parse the command line and the run TOML (``--config_file``) into a ``RunConfig``: defaults < TOML < flags.
 
-Every problem is collected with its file and line, so that the user sees all of them at once.
+A valid flag wins over all that the file says of its option: a value of the file that cannot be read is then named in
+the notice of what has no effect. Without such a flag it is a problem. Every problem is collected with its file and
+line, so that the user sees all of them at once.
 """
 
 import logging
@@ -107,6 +109,10 @@ class ParsedConfig:
         adapter = remove_args(self.config.adapter, reasons.keys())
         return replace(self, config=replace(self.config, adapter=adapter), unused=(*self.unused, *unused))
 
+    def drop_consequences(self, problems: Iterable[Problem]) -> list[Problem]:
+        """Keep the problems in which no option takes part whose value could not be read, as that is one already."""
+        return [problem for problem in problems if not self.invalid_options.intersection(problem.options)]
+
     def locate_problems(self, problems: Iterable[Problem]) -> list[Problem]:
         """Fill in the flag or the line that sets each option, and explain a value that is not what was set.
 
@@ -121,26 +127,35 @@ class ParsedConfig:
             located.append(problem)
         return located
 
-    def log_notices(self) -> None:
-        logger = logging.getLogger(__name__)
-        for notice in self.notices:
-            logger.warning(notice)
+    def list_notices(self) -> list[str]:
+        """List all that is to be said of valid settings: each renamed one, those without effect, other defaults."""
+        lines = list(self.notices)
         if self.unused:
-            logger.warning("%s", format_unused_settings(self.unused, self.config_file))
+            lines.append(format_unused_settings(self.unused, self.config_file))
         if self.kohya_defaults:
-            logger.warning("defaults that differ from sd-scripts': %s", ", ".join(self.kohya_defaults))
+            lines.append(f"defaults that differ from sd-scripts': {', '.join(self.kohya_defaults)}")
+        return lines
+
+    def log_notices(self) -> None:
+        """Log each notice as a warning; logging has to be configured before, which writes that word."""
+        for notice in self.list_notices():
+            logging.getLogger(__name__).warning("%s", notice)
 
 
 def format_unused_settings(unused: Sequence[tuple[Place, str]], path: Path | None) -> str:
-    """Name all settings without effect in one line: ``run.toml: no effect on this run: epoch (line 9), ...``."""
-    items, is_in_file = [], False
+    """Name all settings without effect in one line: ``run.toml: no effect on this run: epoch (line 9), ...``.
+
+    Those of the run TOML come first, in the order of its lines.
+    """
+    lines, others = list[tuple[int, str]](), list[str]()
     for place, reason in unused:
         if place.file and place.line is not None and place.file == str(path):
-            is_in_file = True
-            items.append(f"{place.key} (line {place.line}: {reason})" if reason else f"{place.key} (line {place.line})")
+            text = f"{place.key} (line {place.line}: {reason})" if reason else f"{place.key} (line {place.line})"
+            lines.append((place.line, text))
         else:
-            items.append(f"{place} ({reason})" if reason else str(place))
-    return f"{path}: {_NO_EFFECT}{', '.join(items)}" if is_in_file else f"{_NO_EFFECT}{', '.join(items)}"
+            others.append(f"{place} ({reason})" if reason else str(place))
+    items = [*(text for _, text in sorted(lines, key=lambda item: item[0])), *others]
+    return f"{path}: {_NO_EFFECT}{', '.join(items)}" if lines else f"{_NO_EFFECT}{', '.join(items)}"
 
 
 def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedConfig:
@@ -195,6 +210,8 @@ class _SettingsReader:
     secrets: dict[str, str] = field(default_factory=dict)
     spellings: dict[tuple[str, bool], Spelling] = field(default_factory=dict)
     """The first setting of each option, in the file and in flags."""
+    file_problems: dict[str, list[Problem]] = field(default_factory=dict)
+    """What is wrong with the values of the run TOML, by the options that they would set."""
 
     def read(self, setting: RawSetting) -> None:
         spelled_name = setting.name
@@ -212,7 +229,7 @@ class _SettingsReader:
             setting = taken
         elif setting.replaced_line is not None:
             text = f"duplicate key, first set in line {setting.replaced_line}"
-            self.problems.append(Problem(setting.name, text, place=setting.place))
+            self._report(setting.name, Problem(setting.name, text, place=setting.place), is_flag=False)
             return
         try:
             if is_table(setting.value) and not setting.is_flag:
@@ -226,9 +243,12 @@ class _SettingsReader:
                 else _translate_kohya_option(setting, self.options)
             )
         except ValueError as error:
-            self.problems.append(Problem(setting.name, str(error), place=setting.place))
+            target = verdict.option if isinstance(verdict, OptionAlias) else setting.name
+            self._report(target, Problem(setting.name, str(error), place=setting.place), is_flag=setting.is_flag)
             self.invalid_options.add(setting.name)
             return
+        if name and setting.is_flag:
+            self._drop_file_problems(name, setting.place)
         if name and value is not _UNSET:
             self._set_value(name, Spelling(spelled_name, setting.place, value), is_flag=setting.is_flag)
         elif name and option is None:  # sd-scripts' own option, with the value of what happens anyway
@@ -263,12 +283,26 @@ class _SettingsReader:
         if first.contradicts(spelling):
             if self.options[name].changes_result:
                 text = first.describe_conflict(spelling)
-                self.problems.append(Problem(name, text, "remove one of them", spelling.place))
+                self._report(name, Problem(name, text, "remove one of them", spelling.place), is_flag=is_flag)
             elif spelling.value is False:  # sd-scripts has two switches, either of which turns it on
                 return
             else:
                 self.unused.append((first.place, f"{name} is set"))
         self.values[name], self.locations[name] = spelling.value, spelling.place
+
+    def _report(self, name: str, problem: Problem, *, is_flag: bool) -> None:
+        """Report a wrong setting of the option ``name``; a flag that is read later can replace one of the run TOML."""
+        self.problems.append(problem)
+        if not is_flag:
+            self.file_problems.setdefault(name, []).append(problem)
+
+    def _drop_file_problems(self, name: str, flag: Place) -> None:
+        """Name what is wrong in the run TOML with an option that a valid flag sets as without effect."""
+        for problem in self.file_problems.pop(name, ()):
+            self.problems.remove(problem)
+            self.invalid_options.discard(problem.option)
+            if problem.place is not None:
+                self.unused.append((problem.place, f"{problem.text}; {flag} replaces it"))
 
 
 def _parse_flags(
@@ -360,11 +394,7 @@ def _resolve_run_config(parsed: ParsedConfig) -> ParsedConfig:
     parsed = parsed.without_unused(find_unused_options(parsed.config, parsed.explicit, unknown=parsed.invalid_options))
     adapter, optim = resolve_trained_components(parsed.config.adapter, parsed.config.optim)
     parsed = replace(parsed, config=replace(parsed.config, adapter=adapter, optim=optim))
-    problems = [
-        problem
-        for problem in validate_config(parsed.config, parsed.explicit)
-        if not parsed.invalid_options.intersection(problem.options)
-    ]
+    problems = parsed.drop_consequences(validate_config(parsed.config, parsed.explicit))
     return replace(parsed, problems=[*parsed.problems, *locate_problems(problems, parsed.locations)])
 
 

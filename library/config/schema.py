@@ -122,7 +122,7 @@ class ModelConfig:
     )
     control_position: Literal["aligned", "offset"] = define_option(
         "aligned",
-        "positions of condition tokens (control omini): those of the image, for edges, masks, colours; or left of it, "
+        "positions of condition tokens (control omini): those of the image, for edges, masks, colors; or left of it, "
         "for subjects",
         needs=(HasValue("control", ("omini",)),),
     )

@@ -1,4 +1,4 @@
-"""Options of output: LoRA files, training states, previews and logs."""
+"""Options of output: LoRA files, checkpoints, previews and logs."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -172,24 +172,24 @@ class SaveConfig:
 
 @dataclass(frozen=True)
 class StateConfig:
-    """Training states, to resume a run."""
+    """Checkpoints, to resume a run."""
 
     save_state: bool = define_option(
         False,
-        "save the training state with every LoRA file, to resume from there",
+        "save a checkpoint with every LoRA file, the folder OUTPUT_NAME-...-state, to resume from there",
         needs=ALWAYS,
         changes_result=False,
         is_basic=True,
     )
     save_state_on_train_end: bool = define_option(
         False,
-        "save the training state at the end, to continue with more steps later",
+        "save a checkpoint at the end, to continue with more steps later",
         needs=ALWAYS,
         changes_result=False,
     )
     save_last_n_epochs_state: int | None = define_option(
         None,
-        "keep only the states of the last n epochs",
+        "keep only the checkpoints of the last n epochs",
         minimum=1,
         needs=(IsSet("save_state"),),
         is_unset_by_zero=True,
@@ -197,7 +197,7 @@ class StateConfig:
     )
     save_last_n_steps_state: int | None = define_option(
         None,
-        "keep only the states of the last n steps",
+        "keep only the checkpoints of the last n steps",
         minimum=1,
         needs=(IsSet("save_state"),),
         is_unset_by_zero=True,
@@ -205,7 +205,7 @@ class StateConfig:
     )
     resume: str | None = define_option(
         None,
-        "resume from this state folder, or from the latest one in output_dir: latest",
+        "resume from this checkpoint, a folder OUTPUT_NAME-...-state, or from the latest one in output_dir: latest",
         needs=ALWAYS,
         changes_result=False,
         is_path=True,
@@ -213,7 +213,7 @@ class StateConfig:
     )
     auto_resume: bool = define_option(
         False,
-        "resume from the latest state in output_dir; start from scratch if none",
+        "resume from the latest checkpoint in output_dir; start from scratch if there is none",
         needs=ALWAYS,
         changes_result=False,
         is_in_form=False,
@@ -227,7 +227,7 @@ class StateConfig:
     )
     requeue_exit_code: int | None = define_option(
         None,
-        "exit code when a signal (SIGTERM, SIGINT, SIGUSR1) ends the run and the state is saved; default: 128 + number",
+        "exit code when a signal (SIGTERM, SIGINT, SIGUSR1) ends the run with a checkpoint; default: 128 + number",
         minimum=0,
         maximum=255,
         needs=ALWAYS,

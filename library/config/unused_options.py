@@ -32,9 +32,6 @@ from .schema_objective import NoiseConfig
 from .types import parse_env_bool, split_keyword_args
 
 _DROPOUT_OF_LYCORIS = "LyCORIS drops nothing without bypass_mode; networks.lora does"
-_RATE_ARGS = ("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio", "network_reg_lrs")
-"""network_args that give some modules a learning rate of their own."""
-
 _NO_CONVOLUTIONS = "convolutions are not trained"
 _SAMPLERS_WITHOUT_ZERO_SNR = ("heun", "pndm", "lms", "dpm_2", "dpm_2_a", "dpmsingle")
 
@@ -212,7 +209,8 @@ def find_unused_args(adapter: AdapterConfig, optim: OptimConfig) -> dict[str, st
             unused |= dict.fromkeys(("conv_dim", "conv_alpha"), _NO_CONVOLUTIONS)
     unused["unit"] = "only for networks.dylora"
     if is_self_tuning_adafactor(optim):
-        unused |= dict.fromkeys(_RATE_ARGS, "Adafactor with relative_step sets its own")
+        rates = [item.name for item in dataclasses.fields(NetworkArgs) if item.metadata.get("sets_rate")]
+        unused |= dict.fromkeys(rates, "Adafactor with relative_step sets its own")
     if drops_in_bypass_mode(adapter):
         unused = {name: reason for name, reason in unused.items() if name not in ("dropout", "bypass_mode")}
     names, defaults = list_arg_names(adapter.network_args), NetworkArgs()

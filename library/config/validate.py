@@ -155,7 +155,9 @@ def validate_resume_options(state: StateConfig) -> Iterator[Problem]:
     if state.resume is not None and state.auto_resume:
         yield Problem("resume", "cannot be combined with auto_resume", "remove one of them", others=("auto_resume",))
     if state.resume not in (None, "latest") and not (state.resume and Path(state.resume).is_dir()):
-        yield Problem("resume", f"no such folder: {state.resume!r}", "give a folder that ends in -state, or latest")
+        yield Problem(
+            "resume", f"no such folder: {state.resume!r}", "give a checkpoint, a folder that ends in -state, or latest"
+        )
 
 
 def validate_save_options(save: SaveConfig, adapter: AdapterConfig) -> Iterator[Problem]:

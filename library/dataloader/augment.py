@@ -150,7 +150,7 @@ def _connect_edges(candidates: NDArray[np.bool_], strong: NDArray[np.bool_]) -> 
         pairs.append((inner[linked], neighbors[linked]))
     first, second = (np.concatenate(each) for each in zip(*pairs, strict=True))
     groups = np.arange(candidates.sum())
-    while True:  # each round joins neighbouring groups and follows the links to their smallest member
+    while True:  # each round joins neighboring groups and follows the links to their smallest member
         lower = np.minimum(groups[first], groups[second])
         joined = groups.copy()
         for members in (groups[first], groups[second], first, second):

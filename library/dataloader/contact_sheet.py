@@ -34,7 +34,7 @@ LINE_HEIGHT, HEADING_HEIGHT, TITLE_HEIGHT = 17, 56, 56
 CAPTION_LINES = 2
 BACKGROUND_COLOR, MUTED_COLOR, WARNING_COLOR = (250, 250, 248), (105, 105, 105), (190, 40, 20)
 CROP_HIGHLIGHT_FRACTION = 0.2
-"""Crops that remove more than this are labelled in red."""
+"""Crops that remove more than this are labeled in red."""
 
 MASK_COLOR, MASK_OPACITY = (205, 40, 160), 0.6
 

@@ -309,6 +309,8 @@ def validate_stages(datasets: Sequence[DatasetConfig], train: TrainConfig | None
     yield from problems
     if problems or not datasets:
         return
+    if any(all(subset.is_reg for subset in dataset.subsets) for dataset in datasets):
+        return  # a dataset without images to train on, which its own keys report
     stages, (key, place) = build_stages(datasets), _locate_steps(datasets)
     for stage in stages:
         if all(subset.is_reg for subset in _iter_subsets(stage.datasets)):

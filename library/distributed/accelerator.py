@@ -150,7 +150,7 @@ def bind_to_numa_node(local_rank: int) -> None:
 
 
 def read_accelerator_facts(accelerator: Accelerator) -> AcceleratorFacts:
-    """Read what ``validate_accelerator`` compares."""
+    """Read the settings that accelerate applied, for the comparison with the run's own in ``validate_accelerator``."""
     return AcceleratorFacts(
         world_size=accelerator.num_processes,
         rank=accelerator.process_index,

@@ -1,7 +1,7 @@
 """Ends this process when the launcher that started it is gone: nothing else would end a rank whose launcher was killed.
 
 ``accelerate launch`` and ``torchrun`` end their processes when they are asked to end, but not when they are killed.
-Only a launcher whose command line is recognised is watched, and the supervisor of ``python -m library launch``; shells,
+Only a launcher whose command line is recognized is watched, and the supervisor of ``python -m library launch``; shells,
 schedulers and ssh sessions above them may end at any time.
 """
 

@@ -114,7 +114,7 @@ def report_exit_code(code: int) -> int:
 
 
 def write_number(path: Path, number: int) -> None:
-    """Write a file atomically."""
+    """Write a number to a file of the directory that the supervisor shares, so that nobody reads half of it."""
     with suppress(OSError):  # the supervisor and its directory are gone
         temporary = path.with_name(f".{path.name}-{os.getpid()}")
         temporary.write_text(str(number), "ascii")
@@ -122,7 +122,7 @@ def write_number(path: Path, number: int) -> None:
 
 
 def read_number(path: Path) -> int | None:
-    """Read such a file; ``None`` if it does not exist."""
+    """Read a file that ``write_number`` wrote; return ``None`` if it does not exist."""
     try:
         return int(path.read_text("ascii"))
     except (OSError, ValueError):

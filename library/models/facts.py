@@ -54,7 +54,7 @@ class PipelineFacts:
 
 @dataclass(frozen=True)
 class DetectionFacts:
-    """How a model of the family is recognised: by the JSON files of a folder, or by the keys of a single file."""
+    """How a model of the family is recognized: by the JSON files of a folder, or by the keys of a single file."""
 
     match_configs: Callable[[ConfigReader], FamilyMatch | None]
     """Detect the model from its JSON files; None for another family with the same pipeline class.

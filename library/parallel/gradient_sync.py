@@ -1,4 +1,4 @@
-"""Gradient synchronisation: when LoRA gradients are all-reduced, how they are scaled and divided, for every strategy.
+"""Gradient synchronization: when LoRA gradients are all-reduced, how they are scaled and divided, for every strategy.
 
 The loss of a micro-batch is the sum over its samples, divided by the samples of the whole optimizer step (of all ranks
 and micro-batches).  So gradients are summed over micro-batches and ranks.  Where accelerate, DDP or DeepSpeed

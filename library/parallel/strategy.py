@@ -53,7 +53,8 @@ class StrategySettings:
 class Strategy(ABC):
     """Wraps model and optimizer, and computes the gradients of a step on all ranks.
 
-    A strategy has a ``Communicator`` (``comm``) and is not one: what only communicates needs no strategy.
+    A strategy has a ``Communicator`` (``comm``) and is not one: what only communicates needs no strategy. Whatever it
+    shards, every rank holds all trainable parameters, equal to the bit.
     """
 
     optimizer_sharding_engine = ""
@@ -64,9 +65,6 @@ class Strategy(ABC):
     """Whether every rank holds all frozen weights."""
     can_quantize_base = True
     """Whether the frozen weights may be quantized: bytes with scales."""
-    has_replicated_adapter = True
-    """Whether every rank holds all trainable parameters, equal to the bit."""
-
     nf4_kernel: str | None = None
     """The kernel that dequantizes a base model in nf4 (``select_nf4_kernel``)."""
 
@@ -139,7 +137,10 @@ class Strategy(ABC):
 
     @contextmanager
     def _disable_accelerate_compile(self) -> Iterator[None]:
-        """accelerate would compile compiled modules again, and put ``_orig_mod`` into every name."""
+        """Keep ``Accelerator.prepare`` from compiling within the context.
+
+        It would compile modules again that are compiled, and put ``_orig_mod`` into the name of every parameter.
+        """
         plugin = self.accelerator.state.dynamo_plugin
         backend = plugin.backend
         plugin.backend = type(backend).NO
@@ -160,7 +161,7 @@ class Strategy(ABC):
     def compute_gradients(
         self, task: TrainingTask, batches: Sequence[PixelBatch], num_samples: int, step: int
     ) -> Tensor:
-        """Accumulate the gradients of all micro-batches of a step (forward and backward) and synchronise them.
+        """Accumulate the gradients of all micro-batches of a step (forward and backward) and synchronize them.
 
         Return the loss: the mean over the ``num_samples`` samples of all ranks.
         """

@@ -7,9 +7,9 @@ from typing import Any
 from .metric_series import MetricSeries, MetricTable, Points
 
 LINES, BARS = "lines", "bars"
-TIMESTEP_PREFIX = "validation/time/"
+TIMESTEP_PREFIX = "validation/timestep/"
 GROUPS = (
-    ("loss/time/", "Loss by noise level"),
+    ("loss/timestep/", "Loss by noise level"),
     ("loss/bucket/", "Loss by bucket"),
     ("loss/dataset/", "Loss by dataset"),
 )
@@ -25,7 +25,7 @@ class Curve:
     y: Sequence[float | None]
     low: Sequence[float] = ()
     high: Sequence[float] = ()
-    """The band around the curve: extremes of neighbouring steps, or a confidence interval."""
+    """The band around the curve: extremes of neighboring steps, or a confidence interval."""
     is_faint: bool = False
 
     @classmethod
@@ -55,7 +55,7 @@ class Chart:
 def build_curves(table: MetricTable) -> list[Chart]:
     """Build the charts of everything that changes with the steps."""
     rates = [(name.removeprefix("lr/"), name) for name in table.find_names("lr/")]
-    by_time = [(name.removeprefix("loss/time/"), name) for name in table.find_names("loss/time/")]
+    by_time = [(name.removeprefix("loss/timestep/"), name) for name in table.find_names("loss/timestep/")]
     charts = [
         _build_loss_chart(table),
         _build_chart(table, "Learning rate", rates),

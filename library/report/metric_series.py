@@ -1,6 +1,6 @@
 """Read ``NAME.metrics.jsonl``, which has one JSON line of metrics for each step, whatever trackers are used.
 
-A run may have millions of steps, so series are kept in buckets of neighbouring steps (mean, minimum and maximum), whose
+A run may have millions of steps, so series are kept in buckets of neighboring steps (mean, minimum and maximum), whose
 width doubles when there are too many: memory and drawing cost the same for any length, and a file that grows is read
 on from where it was read to.
 """
@@ -20,6 +20,13 @@ from numpy.typing import NDArray
 MAX_BUCKETS = 1500
 READ_BYTES = 2**20
 Points = list[tuple[float, float]]
+FORMER_PREFIXES = {
+    "loss/time/": "loss/timestep/",
+    "validation/time/": "validation/timestep/",
+    "validation/base/time/": "validation/base/timestep/",
+}
+"""The current prefixes of metrics by those that version 0.1 wrote, so that its files are read as they are."""
+
 Numbers = NDArray[np.float64]
 
 
@@ -47,6 +54,12 @@ def _is_step(value: Any) -> bool:
 def is_plain_number(value: Any) -> bool:
     """Whether it can be drawn: no NaN, no infinity, and sums of many do not overflow."""
     return (type(value) is float or type(value) is int) and -1e300 < value < 1e300
+
+
+def _get_current_name(name: str) -> str:
+    """Return the name that this version gives to a metric."""
+    former = next((prefix for prefix in FORMER_PREFIXES if name.startswith(prefix)), "")
+    return FORMER_PREFIXES[former] + name.removeprefix(former) if former else name
 
 
 class MetricSeries:
@@ -162,7 +175,7 @@ class MetricTable:
                     self.num_skipped_steps += 1
             self.last_step = step
         for name, (steps, values) in found.items():
-            self.series[name].append(steps, values)
+            self.series[_get_current_name(name)].append(steps, values)
 
     def find_names(self, prefix: str) -> list[str]:
         """Return the names of all metrics with this prefix, sorted."""

@@ -13,7 +13,7 @@ STYLES = ("uplot.min.css", "shared.css")
 SCRIPTS = ("uplot.min.js", "charts.js")
 """The scripts of the report and of every page with charts, in the order in which they are loaded.
 
-uPlot 1.6.32 is vendored; its licence is beside it.
+uPlot 1.6.32 is vendored; its license is beside it.
 """
 
 

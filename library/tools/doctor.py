@@ -112,8 +112,8 @@ def check_command(words: Sequence[str]) -> "Iterator[Finding | ResolvedSetting]"
             yield Finding("command", str(replace(problem, fix="")), ok=False, fix=problem.fix)
         return
     world = replace(World.from_environment(environment), launch_command=launch)
-    for notice in loaded.notices:
-        yield Finding("command", notice)
+    for notice in loaded.list_notices():
+        yield Finding("command", notice, ok=False, needed=False)
     yield from resolve_settings(flatten_config(loaded.config), loaded.locations, world, environment)
     for problem in (*loaded.problems, *validate_distributed(loaded.config, world)):
         yield Finding("command", str(replace(problem, fix="")), ok=False, fix=problem.fix)

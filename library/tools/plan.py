@@ -73,6 +73,7 @@ def run_plan(argv: Sequence[str]) -> tuple[str, int]:
     options: PlanOptions = cast(Any, own.config).plan
     check_plan_arguments(options, own, training)
     if options.resolve_only:
+        configure_logging(simple=True)  # to stderr
         own.log_notices()
         return _format_resolved_datasets(load_dataset_config(training.config.data).datasets), 0
     log = training.config.log
@@ -123,7 +124,7 @@ def _format_resolved_datasets(datasets: Sequence[DatasetConfig]) -> str:
 
 
 def _split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split into the tool's arguments and those of training; a misspelt option goes to the one that it resembles."""
+    """Split into the tool's arguments and those of training; a misspelled option goes to the one that it resembles."""
     own = {option.name for option in iter_options(_Arguments)}
     training = {*(option.name for option in iter_options(RunConfig)), *KOHYA_OPTIONS, *COMMAND_OPTIONS}
     tool_argv, training_argv = list[str](), list[str]()

@@ -25,7 +25,7 @@ PREVIEW_SUFFIXES = (".png", ".jpg", ".webp")
 def check_plan_arguments(options: "PlanOptions", own: ParsedConfig, training: ParsedConfig) -> None:
     """Raise with all problems of ``plan``'s options and of the training options that it uses."""
     data = training.config.data
-    problems = [*own.problems, *validate_plan_options(options)]
+    problems = [*own.problems, *own.drop_consequences(validate_plan_options(options))]
     if options.resolve_only:
         problems += [*training.problems, *(load_dataset_config(data).problems if can_load_datasets(data) else ())]
         if not can_load_datasets(data) and not problems:
@@ -92,10 +92,9 @@ def check_cache_arguments(command: str, confirm_flag: str, loaded: ParsedConfig,
 def check_caption_arguments(options: "CaptionOptions", folders: Sequence[Path], own: ParsedConfig, usage: str) -> None:
     """Raise with all problems of ``caption``'s arguments."""
     problems = [*own.problems, *_find_folder_problems(folders, options.caption_extension, usage)]
-    if options.model is None and "model" not in own.invalid_options:
-        problems.append(
-            Problem("model", "missing", "a folder, a hub id, or with --api_base the name of the server's model")
-        )
+    if options.model is None:
+        fix = "a folder, a hub id, or with --api_base the name of the server's model"
+        problems += own.drop_consequences([Problem("model", "missing", fix)])
     if options.api_base is not None and not options.api_base.startswith(("http://", "https://")):
         problems.append(
             Problem("api_base", f"{options.api_base}: expected an address such as http://127.0.0.1:8080/v1")

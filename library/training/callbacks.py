@@ -158,14 +158,16 @@ class WeightSyncCheck:
 
     def should_run(self, run: TrainingRun) -> bool:
         is_interval = self.every_n_steps is not None and run.state.step % self.every_n_steps == 0
-        return _is_needed(run) and (is_interval or any(callback.should_run(run) for callback in self.save_callbacks))
+        return run.strategy.comm.world_size > 1 and (
+            is_interval or any(callback.should_run(run) for callback in self.save_callbacks)
+        )
 
     def __call__(self, run: TrainingRun) -> None:
         self.check(run)
 
     def check(self, run: TrainingRun) -> None:
         """Raise ``WeightsDiverged`` on all ranks if the weights of any rank differ."""
-        if not _is_needed(run):
+        if run.strategy.comm.world_size == 1:
             return
         ema_params = run.ema.shadow_params if run.ema is not None else []
         hashes = run.strategy.comm.all_gather_object(hash_tensors([*run.parameters, *ema_params]))
@@ -190,7 +192,3 @@ def hash_tensors(tensors: Iterable[torch.Tensor]) -> str:
     for tensor in tensors:
         digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _is_needed(run: TrainingRun) -> bool:
-    return run.strategy.comm.world_size > 1 and run.strategy.has_replicated_adapter

@@ -150,7 +150,7 @@ def capture_state(run: TrainingRun) -> dict[str, Any]:
     scaler = run.strategy.accelerator.scaler
     return {
         "adapter": {name: parameter.detach() for parameter, name in names.items()},
-        "average": ema_params,
+        "ema": ema_params,
         "optimizer": _export_optimizer_state(run, names),
         "scaler": scaler.state_dict() if scaler is not None else {},
     }
@@ -190,7 +190,7 @@ def restore_state(run: TrainingRun, metadata: Mapping[str, Any], tensors: Mappin
         run.strategy.sync_master_weights()
         if run.ema is not None:  # an EMA that is new in this run starts from the checkpoint's weights
             for mine, name in zip(run.ema.shadow_params, names.values(), strict=True):
-                mine.copy_((tree["average"] or tree["adapter"])[name])
+                mine.copy_((tree["ema"] or tree["adapter"])[name])
     if metadata["settings"]["optimizer_type"] == run.config.optim.optimizer_type:
         _restore_optimizer(run, names, tree["optimizer"], unflatten_state(metadata["optimizer_defaults"], {}))
     else:

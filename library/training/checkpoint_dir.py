@@ -31,6 +31,9 @@ LEGACY_KEYS = {
 }
 """The current names of keys of state.json that version 0.1 wrote."""
 
+LEGACY_TREE_KEYS = {"average": "ema"}
+"""The current names of the parts of the training state, in the ``tree`` of state.json, that version 0.1 wrote."""
+
 LEGACY_CALLBACKS = {
     "Export": "save_adapter",
     "KeepState": "save_checkpoint",
@@ -105,15 +108,17 @@ def read_checkpoint_info(path: Path) -> CheckpointInfo | str:
 
 
 def _upgrade_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename what version 0.1 called differently."""
+    """Give the keys, parts and callbacks of a checkpoint of version 0.1 their current names."""
     upgraded = {LEGACY_KEYS.get(key, key): value for key, value in metadata.items()}
+    if "tree" in upgraded:
+        upgraded["tree"] = {LEGACY_TREE_KEYS.get(key, key): part for key, part in upgraded["tree"].items()}
     if "pending" in upgraded:
         upgraded["pending"] = [LEGACY_CALLBACKS.get(name, name) for name in upgraded["pending"]]
     return upgraded
 
 
 def load_checkpoint_tensors(checkpoint: CheckpointInfo) -> dict[str, Tensor]:
-    """Load tensors.safetensors."""
+    """Load the tensors of a checkpoint: weights, EMA and optimizer state, by their names in ``state.json``."""
     try:
         return load_file(checkpoint.path / TENSORS_FILE)
     except SafetensorError as error:

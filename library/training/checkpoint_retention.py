@@ -41,7 +41,7 @@ class AdapterRetention:
     step_files: dict[int, list[Path]] = field(default_factory=dict)
 
     def to_json(self) -> list[list[Any]]:
-        """Export file names for a checkpoint."""
+        """Export the names of the LoRA files of each epoch and each step, which a checkpoint records."""
         return [
             [[number, [path.name for path in paths]] for number, paths in files.items()]
             for files in (self.epoch_files, self.step_files)
@@ -49,7 +49,7 @@ class AdapterRetention:
 
     @classmethod
     def from_json(cls, config: SaveConfig, names: list[list[Any]]) -> "AdapterRetention":
-        """Rebuild from a checkpoint."""
+        """Rebuild from the names of files that ``to_json`` exported into a checkpoint."""
         folder = Path(config.output_dir)
         return cls(config, *({number: [folder / name for name in each] for number, each in part} for part in names))
 

@@ -2,7 +2,7 @@
 
 Its types and protocols are in state.py, the loss of a batch in task.py, what runs before the first step in
 trial_steps.py, NaN, out of memory and unreadable images in nan_and_oom_handling.py; gradient accumulation, clipping
-and synchronisation in parallel/gradient_accumulation.py, parallel/gradient_clipping.py and parallel/gradient_sync.py.
+and synchronization in parallel/gradient_accumulation.py, parallel/gradient_clipping.py and parallel/gradient_sync.py.
 """
 
 import time

@@ -242,7 +242,7 @@ class Validation:
     def _break_down_losses(self, losses: SampleLosses, name: str) -> dict[str, float]:
         """Compute the mean loss per timestep quantile and, with several datasets, per dataset."""
         values = {
-            f"{name}/time/{u:.1f}": _compute_mean([row[place] for row in losses.values()])
+            f"{name}/timestep/{u:.1f}": _compute_mean([row[place] for row in losses.values()])
             for place, u in enumerate(TIMESTEP_QUANTILES)
         }
         by_dataset = self._average_by_dataset(losses)

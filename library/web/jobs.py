@@ -110,7 +110,7 @@ class JobQueue:
         return job
 
     def stop(self, job_id: str) -> Job:
-        """Remove a waiting run; ask a running one to save its state and end, or, asked again, to end at once."""
+        """Remove a waiting run; ask a running one to save a checkpoint and end, or, asked again, to end at once."""
         with self._lock:
             job = self._get(job_id)
             if job.status == WAITING:

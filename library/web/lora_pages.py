@@ -154,7 +154,7 @@ def run_command(request: Request, body: Mapping[str, Any]) -> Response:
 
 
 def find_lora_files(folders: OpenedFolders) -> Iterator[tuple[Path, os.stat_result]]:
-    """Find the .safetensors files that hold an adapter, by the names in their headers; states are none."""
+    """Find the .safetensors files that hold an adapter, by the names in their headers; checkpoints are none."""
     for folder, entries in folders.walk():
         names = [] if folder.name.endswith("-state") else [entry.name for entry in entries if entry.is_file()]
         for path in (folder / name for name in names if name.endswith(".safetensors")):

@@ -98,7 +98,7 @@ def add_job(request: Request, body: Mapping[str, Any]) -> Response:
 
 
 def resume_run(request: Request, body: Mapping[str, Any]) -> Response:
-    """Queue a stopped run again, to go on from its state."""
+    """Queue a stopped run again, to go on from its checkpoint."""
     workbench = get_workbench(request)
     run = workbench.runs.get_run(str(body.get("run", "")))
     summary = workbench.runs.read_summary(run)

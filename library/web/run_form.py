@@ -17,7 +17,7 @@ from ..config.help import (
     iter_option_groups,
 )
 from ..config.options import Option, flatten_config, iter_options
-from ..config.parser import ParsedConfig, format_unused_settings, parse_config
+from ..config.parser import ParsedConfig, parse_config
 from ..errors import UserError
 from ..problems import Problem, dedupe_problems
 from ..training.preflight import find_installation_problems, find_settings_problems, load_settings
@@ -112,8 +112,7 @@ class FormChecker:
                 return CheckedForm(parsed, [*parsed.problems, *problems], ())
             loaded = load_settings(argv)
             problems = [*find_settings_problems(loaded), *find_installation_problems(loaded)]
-        unused = [format_unused_settings(loaded.unused, None).removeprefix("None: ")] if loaded.unused else []
-        return CheckedForm(loaded, dedupe_problems(problems), [*loaded.notices, *unused])
+        return CheckedForm(loaded, dedupe_problems(problems), loaded.list_notices())
 
 
 def build_arguments(values: Mapping[str, Any], config_class: type = RunConfig) -> list[str]:

@@ -56,7 +56,7 @@ def test_a_step_may_have_any_number_of_micro_batches_of_any_sizes(sizes, schedul
     pipelined, pipeline_metrics = run(tmp_path, 2, "--pp_size", "2", "--pp_schedule", schedule)
 
     assert max_relative_difference(one, pipelined) < BOUNDS["no"]
-    kinds = [name for name in metrics if name.startswith(("loss/time/", "loss/bucket/"))]
+    kinds = [name for name in metrics if name.startswith(("loss/timestep/", "loss/bucket/"))]
     assert len(kinds) > len(sizes)
     one_by_one, pipelined_values = (
         {name: values.get(name) for name in kinds} for values in (metrics, pipeline_metrics)

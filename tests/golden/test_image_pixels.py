@@ -78,8 +78,8 @@ def test_other_image_modes_are_converted_without_changing_the_brightness(tmp_pat
     assert np.abs(np.asarray(load_rgb_image(tmp_path / "cmyk.jpg")).astype(int) - RED).max() < 4
     Image.new("1", (8, 8), 1).save(tmp_path / "one.png")
     assert load_rgb_image(tmp_path / "one.png").getpixel((0, 0)) == WHITE
-    Image.new("L", (8, 8), 77).save(tmp_path / "grey.bmp")
-    assert load_rgb_image(tmp_path / "grey.bmp").getpixel((0, 0)) == (77, 77, 77)
+    Image.new("L", (8, 8), 77).save(tmp_path / "gray.bmp")
+    assert load_rgb_image(tmp_path / "gray.bmp").getpixel((0, 0)) == (77, 77, 77)
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.data())

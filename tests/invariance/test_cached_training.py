@@ -344,8 +344,8 @@ def build_cache_with_overflow(dataset_file: str) -> tuple[list[str], list[float]
 
 def test_an_image_that_overflows_the_vae_is_reported_and_encoded_in_float32(tmp_path):
     (tmp_path / "images").mkdir()
-    for number, grey in enumerate((10, 255, 90)):
-        Image.new("RGB", (64, 64), (grey, grey, grey)).save(tmp_path / "images" / f"{number}.png")
+    for number, gray in enumerate((10, 255, 90)):
+        Image.new("RGB", (64, 64), (gray, gray, gray)).save(tmp_path / "images" / f"{number}.png")
     ((warnings, values),) = run_on_ranks(1, build_cache_with_overflow, write_dataset_file(tmp_path))
     assert [line.partition(":")[0] for line in warnings] == ["images/1.png"] and "torch.float16" in warnings[0]
     assert values == pytest.approx([10 / 127.5 - 1, 1, 90 / 127.5 - 1])

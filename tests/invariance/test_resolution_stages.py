@@ -284,9 +284,7 @@ def test_resume_across_stages_gives_equal_weights(staged_run, tmp_path):
         "--output_dir",
         str(folder),
         *FLAGS,
-        "--gradient_accumulation_steps",
-        "2",
-        "--auto_resume",
+        *"--gradient_accumulation_steps 2 --auto_resume".split(),
     )
     one, other = load_file(out / "lora.safetensors"), load_file(folder / "lora.safetensors")
     assert all(torch.equal(one[key], other[key]) for key in one)

@@ -1,5 +1,7 @@
 """A resumed run equals the uninterrupted one: bitwise equal weights, equal metrics, the same files."""
 
+import json
+import re
 import shutil
 from pathlib import Path
 
@@ -32,10 +34,22 @@ def count_logged_steps(folder: Path) -> int:
     return sum("loss/current" in line for line in read_metrics(folder))
 
 
+def rename_ema_as_in_version_0_1(path: Path) -> None:
+    metadata = checkpoint_dir.read_checkpoint_info(path).metadata
+    tensors = load_file(path / "tensors.safetensors")
+    text = json.dumps(metadata["tree"].pop("ema"))
+    metadata["tree"]["average"] = json.loads(text.replace('"ema/', '"average/'))
+    assert "average/" in str(metadata["tree"])
+    renamed = {re.sub("^ema/", "average/", name): tensor for name, tensor in tensors.items()}
+    checkpoint_dir.write_checkpoint(path, metadata, renamed)
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize("step", [3, 9])
-def test_resume_gives_equal_weights_ema_and_metrics(uninterrupted_run, dataset, tmp_path, step):
+@pytest.mark.parametrize(("step", "is_old"), [(3, True), (9, False)])
+def test_resume_gives_equal_weights_ema_and_metrics(uninterrupted_run, dataset, tmp_path, step, is_old):
     folder = copy_as_killed(uninterrupted_run, tmp_path / "cut", step)
+    if is_old:
+        rename_ema_as_in_version_0_1(folder / f"lora-step{step:08d}-state")
     run_on_ranks(1, train, *build_flags(dataset, folder, "--auto_resume"))
 
     assert_equal_files(uninterrupted_run, folder)
@@ -161,9 +175,9 @@ def test_ema_and_loraplus_can_be_enabled_on_resume(uninterrupted_run, dataset, t
     """With a learning rate of almost 0 after resume, the new EMA equals the adapter of the checkpoint."""
     folder = copy_as_killed(uninterrupted_run, tmp_path / "cut", 9)
     tensors = load_file(folder / "lora-step00000009-state" / "tensors.safetensors")
-    keys_without_ema = [key for key in tensors if not key.startswith("average/")]
+    keys_without_ema = [key for key in tensors if not key.startswith("ema/")]
     metadata = checkpoint_dir.read_checkpoint_info(folder / "lora-step00000009-state").metadata
-    metadata["tree"]["average"] = {"dict": []}
+    metadata["tree"]["ema"] = {"dict": []}
     checkpoint_dir.write_checkpoint(
         folder / "lora-step00000009-state", metadata, {key: tensors[key] for key in keys_without_ema}
     )

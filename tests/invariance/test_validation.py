@@ -197,13 +197,13 @@ def test_the_base_model_is_validated_first_and_each_validation_logs_its_timestep
     lines = read_validation_metrics(reference)
 
     assert [line["step"] for line in lines] == [0, 2, 4]
-    assert len([name for name in lines[1] if name.startswith("validation/time/")]) == 9
+    assert len([name for name in lines[1] if name.startswith("validation/timestep/")]) == 9
     base = pytest.approx(lines[0]["validation/base"], rel=1e-12)  # later values are computed as loss + gain
     assert all(line["validation/base"] == base for line in lines)
     assert lines[1]["validation/loss"] != lines[2]["validation/loss"]
     for line in lines[1:]:
         assert line["validation/gain"] == pytest.approx(line["validation/base"] - line["validation/loss"])
-        parts = [value for name, value in line.items() if name.startswith("validation/time/")]
+        parts = [value for name, value in line.items() if name.startswith("validation/timestep/")]
         assert sum(parts) / 9 == pytest.approx(line["validation/loss"], rel=1e-6)
 
 

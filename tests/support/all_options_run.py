@@ -34,7 +34,7 @@ def read_validation_losses(folder: Path) -> list[dict[str, float]]:
     """The losses of each validation by timestep and of the base model."""
     lines = [json.loads(line) for line in (folder / "lora.metrics.jsonl").read_text("utf-8").splitlines()]
     losses = [
-        {name: value for name, value in line.items() if name.startswith(("validation/time/", "validation/base"))}
+        {name: value for name, value in line.items() if name.startswith(("validation/timestep/", "validation/base"))}
         for line in lines
     ]
     return [line for line in losses if line]

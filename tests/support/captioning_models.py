@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
 
 
 def write_pictures(folder: Path, colors: Sequence[str] = ("red", "blue", "green"), size: int = 40) -> list[Path]:
-    """Pictures of one colour with a black corner, whose captions are not written yet."""
+    """Pictures of one color with a black corner, whose captions are not written yet."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for index, color in enumerate(colors):
@@ -130,7 +130,7 @@ def _enlarge_weights(model: torch.nn.Module, factor: float) -> None:
 
 
 class ChatServer:
-    """A server with ``/v1/chat/completions``, which answers with the mean colour of the picture.
+    """A server with ``/v1/chat/completions``, which answers with the mean color of the picture.
 
     ``failures`` are the first answers: a status, ``"cut"`` for a connection that is cut, or ``None`` for a good one.
     """

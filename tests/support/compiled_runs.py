@@ -19,8 +19,8 @@ def write_dataset(folder, sizes, counts=(1, 2), batch_size=2):
         image_folder = folder / f"{number:02d}"
         image_folder.mkdir(parents=True)
         for count in range(counts[number % len(counts)]):
-            colour = (9 * number, 40 * count, 128)
-            Image.linear_gradient("L").resize((width, height)).convert("RGB").point(lambda v, c=colour: v ^ c[0]).save(
+            color = (9 * number, 40 * count, 128)
+            Image.linear_gradient("L").resize((width, height)).convert("RGB").point(lambda v, c=color: v ^ c[0]).save(
                 image_folder / f"{count}.png"
             )
             (image_folder / f"{count}.txt").write_text(f"picture {number}, " + "very " * count + "blue", "utf-8")

@@ -11,7 +11,7 @@ CASES: list[dict[str, Any]] = _GOLDEN["cases"]
 
 
 def write_kohya_folders(root: Path, name: str) -> Path:
-    """Write one set of folders below ``root``; each image has a colour of its own."""
+    """Write one set of folders below ``root``; each image has a color of its own."""
     number = 0
     for folder, files in _GOLDEN["folders"][name].items():
         (root / folder).mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ a blue triangle on black ground --n red --w 96 --h 64 --d 2 --s 8 --l 3
 
 
 def write_images(folder: Path, sizes: dict[tuple[int, int], int]) -> Path:
-    """Write images of these sizes, each with its own colours and caption, and a dataset file; return its path."""
+    """Write images of these sizes, each with its own colors and caption, and a dataset file; return its path."""
     (folder / "images").mkdir(parents=True)
     number = 0
     for (width, height), count in sizes.items():
@@ -62,9 +62,7 @@ def train(*flags: str) -> str:
             "--pretrained_model_name_or_path",
             get_tiny_sd1_folder(),
             *flags,
-            "--quiet",
-            "--max_data_loader_n_workers",
-            "0",
+            *"--quiet --max_data_loader_n_workers 0".split(),
         ]
     )
     run_training(loaded.require_valid())

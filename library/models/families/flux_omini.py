@@ -153,5 +153,5 @@ class FluxOmini(Flux):
         return kwargs | {"joint_attention_kwargs": control}
 
     def build_control_kwargs(self, pipe: Any, images: Sequence[Image]) -> dict[str, Any]:
-        """The conditions are not an argument of the pipeline."""
+        """Return nothing: OminiControl passes conditions to the attention, and not to the pipeline."""
         return {}

@@ -1,8 +1,8 @@
 // Draws charts that library/report/charts.py describes, with uPlot: in the report of a run and on the web page.
 "use strict";
 const Charts = (() => {
-  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const seriesColour = (curve, number) => colour(curve.is_faint ? "--faint" : `--series-${number % 10}`);
+  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const seriesColor = (curve, number) => color(curve.is_faint ? "--faint" : `--series-${number % 10}`);
 
   function formatValue(value) {
     if (value == null) return "–";
@@ -34,14 +34,14 @@ const Charts = (() => {
     const bands = [];
     let number = 0;
     chart.curves.forEach((curve, index) => {
-      const stroke = seriesColour(curve, number);
+      const stroke = seriesColor(curve, number);
       number += curve.is_faint ? 0 : 1;
       const entry = { label: curve.name, stroke, width: curve.is_faint ? 1 : 1.7, spanGaps: true,
                       points: { show: curve.x.length < 3, size: 5 }, value: showNearest };
       if (chart.kind === "bars") {
         const side = chart.curves.length === 1 ? 0 : index === 0 ? -1 : 1;
         Object.assign(entry, { paths: uPlot.paths.bars({ size: [side ? 0.38 : 0.7, 40], align: side }),
-                               fill: index === 0 && side ? colour("--faint") : colour("--series-0"),
+                               fill: index === 0 && side ? color("--faint") : color("--series-0"),
                                stroke: "transparent", width: 0, points: { show: false } });
       }
       series.push(entry);
@@ -58,7 +58,7 @@ const Charts = (() => {
   }
 
   function buildAxes(chart) {
-    const common = { stroke: colour("--soft"), grid: { stroke: colour("--grid"), width: 1 }, ticks: { show: false },
+    const common = { stroke: color("--soft"), grid: { stroke: color("--grid"), width: 1 }, ticks: { show: false },
                      font: "11px system-ui, sans-serif" };
     const x = { ...common, space: 60, size: 26 };
     if (chart.kind === "bars") {
@@ -143,7 +143,7 @@ const Charts = (() => {
     grid.charts = charts;
   }
 
-  // Colours are read when a chart is drawn, so all are drawn again when dark and light change.
+  // Colors are read when a chart is drawn, so all are drawn again when dark and light change.
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     for (const grid of document.querySelectorAll(".charts")) {
       const charts = grid.charts;

@@ -443,7 +443,7 @@ def _read_text(text: KeyReader, subset: dict[str, Any]) -> None:
 def _read_image(image: KeyReader, subset: dict[str, Any], is_caching: bool) -> tuple[int, ...]:
     if image.read("enable_crop_jitter", True, to_switch):
         if is_caching:
-            reason = "cached latents are of the centre here, of one random crop there; random_crop needs no cache"
+            reason = "cached latents are of the center here, of one random crop there; random_crop needs no cache"
             image.list_change("enable_crop_jitter", reason, True)
         else:
             subset["random_crop"] = True

@@ -73,7 +73,7 @@ def _read_backend(reader: KeyReader, control_folders: Mapping[str, str]) -> dict
         subset["num_repeats"] = repeats + 1  # 0 is once
     style = reader.read("crop_style", "random")
     if cropped and style != "center":
-        reader.list_change("crop_style", "cached latents are of the centre here; random_crop needs no cache", style)
+        reader.list_change("crop_style", "cached latents are of the center here; random_crop needs no cache", style)
     reader.apply_rules(keys.BACKEND_RULES, dataset)
     if "caption_dropout_rate" in dataset:
         subset["caption_dropout_rate"] = dataset.pop("caption_dropout_rate")

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from ...config.options import iter_options
+from ...config.parser import ParsedConfig
 from ...log import configure_logging
 from . import validate_arguments
 from .options import (
@@ -77,10 +78,11 @@ def run_lora(argv: Sequence[str]) -> tuple[str, int] | Generator[str, None, int]
     return _run_command(command, *validate_arguments.parse_arguments(rest, arguments, check))
 
 
-def _run_command(command: str, files: list[str], options: Any) -> Generator[str, None, int]:
+def _run_command(command: str, files: list[str], parsed: ParsedConfig) -> Generator[str, None, int]:
     configure_logging(simple=True)
+    parsed.log_notices()
     commands = import_module(f"{__name__}.commands")  # imports torch
-    for text in getattr(commands, f"run_{command}")(files, options):
+    for text in getattr(commands, f"run_{command}")(files, parsed.config):
         yield _CONTROL_CHARACTER.sub(lambda found: repr(found[0])[1:-1], text)  # metadata must not steer the terminal
     return 0
 

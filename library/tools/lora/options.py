@@ -26,7 +26,7 @@ class OutputOptions:
     """What all commands that write a file have."""
 
     output: str | None = define_option(None, "the file to write (for a model folder: the folder)")
-    overwrite: bool = define_option(False, "replace the output if it exists")
+    overwrite: bool = define_option(False, "replace the output if it exists", needs=(IsSet("output"),))
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class MergeOptions:
         "concat: exact, ranks add up (default without a rank); svd: to the rank of --rank or a rule",
         needs=_NO_MODEL,
     )
-    model: str | None = define_option(None, "merge into this model: a diffusers folder or a .safetensors checkpoint")
+    model: str | None = define_option(None, "merge into this model: a diffusers folder or a .safetensors file")
     math: Literal["float32", "float64"] = define_option(
         "float32",
         "precision of the computation with --model",

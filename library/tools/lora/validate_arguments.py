@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...config.parser import parse_config
+from ...config.parser import ParsedConfig, parse_config
 from ...errors import ConfigError
 from ...name_suggestions import suggest_name
 from ...problems import Place, Problem, report_argument, report_file
@@ -34,15 +34,14 @@ _LYCORIS_REASONS = {
 
 def parse_arguments(
     argv: Sequence[str], arguments: type, check: Callable[..., Iterator[Problem]]
-) -> tuple[list[str], Any]:
+) -> tuple[list[str], ParsedConfig]:
     """Split into files and options, and raise with all problems of both."""
     at = next((index for index, word in enumerate(argv) if word.startswith("--")), len(argv))
     files, parsed = list(argv[:at]), parse_config(argv[at:], arguments)
     notices = [Problem("", notice) for notice in parsed.notices]
-    if problems := [*parsed.problems, *notices, *check(files, parsed.config)]:
+    if problems := [*parsed.problems, *notices, *parsed.drop_consequences(check(files, parsed.config))]:
         raise ConfigError(problems)
-    parsed.log_notices()
-    return files, parsed.config
+    return files, parsed
 
 
 def check_lora_command(command: str, commands: Collection[str]) -> None:
@@ -72,7 +71,8 @@ def validate_merge(files: Sequence[str], arguments: MergeArguments) -> Iterator[
     yield from validate_rank_options(ranks)
     has_rule = ranks.rank is not None or any(getattr(ranks, name) is not None for name in RULES)
     if merge.method == "svd" and not has_rule:
-        yield Problem("method", "needs --rank or a rule such as --energy 0.99", value="svd")
+        text = "needs --rank or a rule such as --energy 0.99"
+        yield Problem("method", text, value="svd", others=("rank", *RULES))
     elif merge.method == "concat" and has_rule:
         yield Problem("method", "is exact and takes no rank", "use --method svd", value="concat")
     if merge.model is not None:
@@ -142,7 +142,7 @@ def validate_extract(files: Sequence[str], arguments: ExtractArguments) -> Itera
         yield Problem("type", f"cannot be extracted: {reason}", value=extract.type)
     yield from validate_rank_options(arguments.ranks)
     if extract.type != "lokr" and build_rank_rule(arguments.ranks) is None:
-        yield Problem("rank", "missing", "give a rank, or a rule such as --energy 0.99")
+        yield Problem("rank", "missing", "give a rank, or a rule such as --energy 0.99", others=RULES)
     yield from validate_output(arguments.output, ())
 
 
@@ -152,7 +152,7 @@ def validate_resize(files: Sequence[str], arguments: ResizeArguments) -> Iterato
     yield from validate_files_exist(files)
     yield from validate_rank_options(arguments.ranks)
     if build_rank_rule(arguments.ranks) is None:
-        yield Problem("rank", "missing", "give a rank, or a rule such as --sv_fro 0.98")
+        yield Problem("rank", "missing", "give a rank, or a rule such as --sv_fro 0.98", others=RULES)
     yield from validate_output(arguments.output, files)
 
 
@@ -208,15 +208,25 @@ def _validate_one_file(files: Sequence[str], output: OutputOptions) -> Iterator[
 def validate_files_exist(files: Sequence[str]) -> Iterator[Problem]:
     for text in files:
         path = Path(text).expanduser()
-        if path.is_dir():
+        if not text:
+            yield _report_empty_name("give the .safetensors file")
+        elif path.is_dir():
             yield report_file(text, "is a folder", "give the .safetensors file")
         elif not path.is_file():
             yield report_file(text, f"no such file (looked in {path.absolute().parent})")
 
 
+def _report_empty_name(fix: str, option: str = "") -> Problem:
+    """Build the problem of a name of no characters, which Python would take for the working directory."""
+    return Problem(option, "the name is empty", fix, None if option else Place(flag="''"))
+
+
 def _validate_model_path(name: str, option: str = "") -> Iterator[Problem]:
     """Check the path of a model that an option gives, or an argument without one."""
     path = Path(name).expanduser()
+    if not name:
+        yield _report_empty_name("give a diffusers folder or a .safetensors file", option)
+        return
     if not path.exists():
         text, fix = f"no such file or folder (looked in {path.absolute().parent})", "hub ids are not read"
     elif path.is_file() and path.suffix != ".safetensors":
@@ -230,6 +240,9 @@ def validate_output(output: OutputOptions, files: Sequence[str], *, is_model: st
     """Check the output; for a model its path tells whether the output is a file or a folder."""
     if output.output is None:
         yield Problem("output", "missing", "give the file to write")
+        return
+    if not output.output:
+        yield _report_empty_name("give the file to write", "output")
         return
     path = Path(output.output).expanduser()
     is_folder = is_model is not None and Path(is_model).expanduser().is_dir()

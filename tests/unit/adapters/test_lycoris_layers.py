@@ -149,7 +149,7 @@ def test_diffusers_files_cannot_hold_types_of_lycoris(kind):
         ("lora_unet_layer.on_input", r"\(IA\)3"),
         ("unet.layer.lora_B.bias", r"LoRA with a bias \(peft's lora_bias\)"),
         ("unet.layer.vera_lambda_d", "VeRA"),
-        ("model.diffusion_model.layer.weight", "a whole checkpoint"),
+        ("model.diffusion_model.layer.weight", "a whole model"),
     ],
 )
 def test_a_kind_that_is_not_read_is_named(key, kind):

@@ -19,11 +19,11 @@ from torch.distributed.pipelining import schedules
 
 from benchmarks import compile as compile_benchmark
 from benchmarks.__main__ import main
-from benchmarks.gpu import correct, fast, faults, host_staging, memory, program
-from benchmarks.gpu.fast import EagerSteps, format_longest_kernels
+from benchmarks.gpu import correctness, faults, host_staging, memory, program, training_speed
 from benchmarks.gpu.kernels import Fp8Linear, cast_to_fp8
 from benchmarks.gpu.sections import SECTIONS, Section, SectionContext, format_failure
 from benchmarks.gpu.training_commands import TrainingCommand, compare_weights, run_commands
+from benchmarks.gpu.training_speed import EagerSteps, format_longest_kernels
 from benchmarks.synthetic_run import build_run, write_dataset
 from library.distributed.step_phases import OutOfMemory
 from library.errors import ConfigError
@@ -187,8 +187,10 @@ def test_memory_that_does_not_suffice_is_the_note_of_one_variant(tmp_path, monke
             raise OutOfMemory("forward", None, "CUDA out of memory. Tried to allocate 2 GiB")
         return 0.5, 1.0
 
-    monkeypatch.setattr(fast, "measure_run", measure)
-    measured = {each.name: each for each in fast.compare_variants(SectionContext("cpu", True, tmp_path, TINY))}
+    monkeypatch.setattr(training_speed, "measure_run", measure)
+    measured = {
+        each.name: each for each in training_speed.compare_variants(SectionContext("cpu", True, tmp_path, TINY))
+    }
     assert measured["cudnn: step"].note.startswith("does not fit: out of memory in forward: CUDA out of memory")
     assert measured["cudnn: step"].values == [] and measured["deterministic: step"].values == [0.5]
 
@@ -201,10 +203,10 @@ def test_why_something_was_not_measured_is_one_line():
 
 def measure_model_with(monkeypatch, directory, options, compiled):
     eager = EagerSteps([0.5, 0.25, 0.5], [0.5] * 3, [1.0], 4, 2e12, 0.005, "longest: x 9 %")
-    monkeypatch.setattr(fast, "measure_eager_steps", lambda *_: eager)
-    monkeypatch.setattr(fast, "measure_matmul_speed", lambda *_: 1e13)
-    monkeypatch.setattr(fast, "measure_compiled_steps", compiled)
-    return {each.name: each for each in fast.measure_model(SectionContext("cpu", False, directory, options))}
+    monkeypatch.setattr(training_speed, "measure_eager_steps", lambda *_: eager)
+    monkeypatch.setattr(training_speed, "measure_matmul_speed", lambda *_: 1e13)
+    monkeypatch.setattr(training_speed, "measure_compiled_steps", compiled)
+    return {each.name: each for each in training_speed.measure_model(SectionContext("cpu", False, directory, options))}
 
 
 def test_steps_are_reported_where_the_compiled_model_does_not_fit(tmp_path, monkeypatch):
@@ -244,8 +246,8 @@ def find_models_left_when_compiling(directory):
         left.extend(model() is not None for model in models)
         return [1.0], 2.0, ""
 
-    loop.train, fast.measure_compiled_steps = train, compile_model
-    measured = {each.name: each for each in fast.measure_model(SectionContext("cpu", True, directory, TINY))}
+    loop.train, training_speed.measure_compiled_steps = train, compile_model
+    measured = {each.name: each for each in training_speed.measure_model(SectionContext("cpu", True, directory, TINY))}
     return left, measured["share of a step that waits for data"].median
 
 
@@ -289,7 +291,7 @@ def test_each_training_of_the_compile_benchmark_is_reported_before_the_next(tmp_
         return {name: [1.0] for name in ("first step", "step", "compile/seconds", "compile/graphs")}
 
     monkeypatch.setattr(compile_benchmark, "measure_training", measure)
-    measurements = fast.compile_sizes(SectionContext("cpu", True, tmp_path, TINY))
+    measurements = training_speed.compile_sizes(SectionContext("cpu", True, tmp_path, TINY))
     first = next(measurements)
     assert first.name == "2 sizes, dynamic, cold cache: to the first step" and len(trainings) == 1
     assert len(list(measurements)) == 5 and len(trainings) == 2
@@ -347,14 +349,14 @@ def test_the_loss_of_a_repeated_step_is_recorded_once(monkeypatch):
             run.strategy.compute_gradients(None, [], 4, step)
 
     monkeypatch.setattr(loop, "train", train)
-    assert correct.record_losses(SimpleNamespace(strategy=strategy)) == [1.0, 3.0]
+    assert correctness.record_losses(SimpleNamespace(strategy=strategy)) == [1.0, 3.0]
 
 
 def test_tf32_is_ruled_out_where_losses_have_to_be_those_of_the_cpu(tmp_path):
-    precisions = correct.list_precisions(SectionContext("cuda", False, tmp_path))
+    precisions = correctness.list_precisions(SectionContext("cuda", False, tmp_path))
     overrides = {name: values.get("NVIDIA_TF32_OVERRIDE") for name, (values, _) in precisions.items()}
     assert overrides.pop("fp32") == "0" and set(overrides.values()) == {None} and "tf32" in overrides
-    assert "tf32" not in correct.list_precisions(SectionContext("cpu", True, tmp_path))
+    assert "tf32" not in correctness.list_precisions(SectionContext("cpu", True, tmp_path))
 
 
 def test_a_model_whose_waits_cannot_be_counted_has_a_note(tmp_path, monkeypatch):
@@ -363,8 +365,8 @@ def test_a_model_whose_waits_cannot_be_counted_has_a_note(tmp_path, monkeypatch)
             raise ConfigError([Problem("x", "wrong")])
         return [{"file.py:3": 2}]
 
-    monkeypatch.setattr(correct, "run_workers", count)
-    measurements = list(correct.count_synchronizations(SectionContext("cuda", False, tmp_path)))
+    monkeypatch.setattr(correctness, "run_workers", count)
+    measurements = list(correctness.count_synchronizations(SectionContext("cuda", False, tmp_path)))
     assert [each.values for each in measurements] == [[2], [2], [], [2]]
     assert measurements[2].note == "failed: --x: wrong"
 
@@ -375,7 +377,7 @@ def test_only_waits_are_counted_and_not_the_warning_of_the_debug_mode(monkeypatc
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
 
     monkeypatch.setattr(loop, "train", train)
-    assert list(correct.find_synchronizations(SimpleNamespace()).values()) == [1]
+    assert list(correctness.find_synchronizations(SimpleNamespace()).values()) == [1]
 
 
 def test_a_log_keeps_its_first_error_and_its_end():

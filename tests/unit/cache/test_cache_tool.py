@@ -174,12 +174,8 @@ def test_plan_shows_cache_sizes_and_directories(tmp_path):
     words = [
         "--dataset_config",
         write_dataset_file(tmp_path),
-        "--cache_latents_to_disk",
-        "--cache_text_encoder_outputs",
-        "--network_train_unet_only",
-        "--flip_aug",
-        "--max_train_steps",
-        "3",
+        *"--cache_latents_to_disk --cache_text_encoder_outputs --network_train_unet_only --flip_aug".split(),
+        *"--max_train_steps 3".split(),
     ]
     results = json.loads(plan(*words, "--json").stdout)["caches"]
     latents = 2 * 4 * 10 * 6 * 4

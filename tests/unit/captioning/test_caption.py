@@ -14,7 +14,7 @@ from library.errors import UserError
 from library.tools.caption import run_caption
 
 TAGGER = Path(__file__).resolve().parents[2] / "data" / "tagger"
-"""Its tags are sigmoids of the mean colour: red_hair 0.1 (red - blue), ^_^ 0.1 (red - green) and so on."""
+"""Its tags are sigmoids of the mean color: red_hair 0.1 (red - blue), ^_^ 0.1 (red - green) and so on."""
 
 
 def run(*words):

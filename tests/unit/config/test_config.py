@@ -173,6 +173,49 @@ def test_a_problem_of_the_run_toml_is_reported_with_its_line(tmp_path, line, pro
     assert f"{path}:{number}: {problem}" in problems
 
 
+@pytest.mark.parametrize(
+    ("lines", "flags", "reason"),
+    [
+        (
+            ["learning_rate = 'fast'"],
+            "--learning_rate 1e-5",
+            "expected a number, got 'fast'; --learning_rate replaces it",
+        ),
+        (["network_dim = 0"], "--network_dim 4", "must be at least 1, got 0; --network_dim replaces it"),
+        (["[x]", "seed = {a = 1}"], "--seed 3", "expected a value, got a table; --seed replaces it"),
+        (["seed = 1", "[x]", "seed = 2"], "--seed 3", "duplicate key, first set in line 1; --seed replaces it"),
+        (
+            ["use_8bit_adam = 'maybe'"],
+            "--optimizer_type Lion",
+            "expected true or false; --optimizer_type replaces it",
+        ),
+        (["ddp_timeout = 'long'"], "--ddp_timeout 0", "expected an integer, got 'long'; --ddp_timeout replaces it"),
+    ],
+)
+def test_a_valid_flag_replaces_a_wrong_value_of_the_file(lines, flags, reason, tmp_path):
+    path = write_run_file(tmp_path, "\n".join(lines))
+
+    parsed = parse_config([*DATA, "--config_file", path, *flags.split()])
+
+    place = f"{path}:{len(lines)}: {lines[-1].split()[0]}"
+    assert (format_lines(parsed.problems), parsed.invalid_options) == ([], frozenset())
+    assert format_unused(parsed.unused) == ((place, reason),)
+    plain = parse_config([*DATA, *flags.split()])
+    assert (parsed.config, parsed.explicit) == (plain.config, plain.explicit)
+
+
+def test_a_wrong_value_of_the_file_stays_an_error_beside_a_wrong_flag_or_another_option(tmp_path):
+    path = write_run_file(tmp_path, "network_dim = 0\nlearning_rte = 1e-4")
+    problem = f"{path}:1: network_dim: must be at least 1, got 0"
+    typo = f"{path}:2: learning_rte: unknown option; did you mean learning_rate?"
+
+    def list_problems(flags):
+        return format_lines(parse_config([*DATA, "--config_file", path, *flags.split()]).problems)
+
+    assert list_problems("--network_alpha 4 --learning_rate 1e-5") == [problem, typo]
+    assert list_problems("--network_dim -1") == [problem, typo, "--network_dim: must be at least 1, got -1"]
+
+
 def test_a_dataset_toml_given_as_config_file_is_recognized(tmp_path):
     path = write_run_file(tmp_path, "[[datasets]]\nresolution = 512\n")
 

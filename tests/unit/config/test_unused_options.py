@@ -160,13 +160,15 @@ def test_options_of_validation_need_validation_images():
 
 def test_all_settings_without_effect_are_one_line_with_the_lines_of_the_file(tmp_path):
     path = tmp_path / "run.toml"
-    path.write_text("epoch = 3\n[a]\nlowram = true\nmax_train_steps = 9\nmax_train_epochs = 2\n")
+    path.write_text(
+        "lr_scheduler_power = 2\nepoch = 3\n[a]\nmax_train_steps = 9\nmax_train_epochs = 2\nlowram = true\n"
+    )
 
     parsed = parse_config([*DATA, "--config_file", str(path), "--highvram"])
 
     assert format_unused_settings(parsed.unused, path) == (
-        f"{path}: no effect on this run: epoch (line 1), lowram (line 3), --highvram,"
-        " max_train_steps (line 4: max_train_epochs is set)"
+        f"{path}: no effect on this run: lr_scheduler_power (line 1: only for lr_scheduler polynomial), epoch (line 2),"
+        " max_train_steps (line 4: max_train_epochs is set), lowram (line 6), --highvram"
     )
 
 

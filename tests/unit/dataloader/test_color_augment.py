@@ -15,11 +15,11 @@ from library.dataloader.prepare import prepare_data
 
 
 def every_kind(count: int = 4000) -> np.ndarray:
-    """Random colours, all gray levels, and the edges of the colour cube."""
+    """Random colors, all gray levels, and the edges of the color cube."""
     draw = np.random.default_rng(0)
     corners = np.array([[a, b, c] for a in (0, 128, 255) for b in (0, 128, 255) for c in (0, 128, 255)], np.uint8)
-    greys = np.arange(256, dtype=np.uint8)[:, None].repeat(3, axis=1)
-    return np.concatenate([draw.integers(0, 256, (count, 3), np.uint8), corners, greys])[None]
+    grays = np.arange(256, dtype=np.uint8)[:, None].repeat(3, axis=1)
+    return np.concatenate([draw.integers(0, 256, (count, 3), np.uint8), corners, grays])[None]
 
 
 def test_a_hue_shift_of_zero_changes_nothing():
@@ -50,10 +50,10 @@ def test_gamma_preserves_black_white_and_order():
 
 
 def test_a_third_of_the_views_is_augmented_half_in_hue_and_half_in_brightness():
-    grey = np.full((1, 1, 3), 128, np.uint8)  # gray has no hue
+    gray = np.full((1, 1, 3), 128, np.uint8)  # gray has no hue
     red = np.array([[[255, 0, 0]]], np.uint8)  # gamma does not change black and white
     draws = range(3000)
-    in_brightness = sum(bool((augment_color(grey, random.Random(seed)) != grey).any()) for seed in draws)
+    in_brightness = sum(bool((augment_color(gray, random.Random(seed)) != gray).any()) for seed in draws)
     in_hue = sum(bool((augment_color(red, random.Random(seed)) != red).any()) for seed in draws)
     assert 0.15 < in_hue / 3000 < 0.18
     assert 0.1 < in_brightness / 3000 < 0.18  # the smallest changes are rounded away
@@ -74,11 +74,11 @@ def test_color_augmentation_differs_between_epochs_and_repeats_and_is_reproducib
         prepared = prepare_data(DataConfig(dataset_config=str(tmp_path / "set.toml"), color_aug=is_on), 8)
         plan = prepared.build_batch_plan(1, TrainConfig())
         readers.append(MicroBatchDataset(prepared.manifest, prepared.assignments, plan, 0, 3, 100))
-    with_colours, without = readers
+    with_colors, without = readers
     for place in (lambda n: (n, 0), lambda n: (0, n)):
-        shown = [with_colours.load_image(place(n)[0], 0, place(n)[1]).pixels for n in range(60)]
+        shown = [with_colors.load_image(place(n)[0], 0, place(n)[1]).pixels for n in range(60)]
         plain = [without.load_image(place(n)[0], 0, place(n)[1]).pixels for n in range(60)]
-        second = [with_colours.load_image(place(n)[0], 0, place(n)[1]).pixels for n in range(60)]
+        second = [with_colors.load_image(place(n)[0], 0, place(n)[1]).pixels for n in range(60)]
         assert all((one == other).all() for one, other in zip(shown, second, strict=True))
         changed = [n for n in range(60) if (shown[n] != plain[n]).any()]
         assert 8 < len(changed) < 32 and len({shown[n].tobytes() for n in changed}) > len(changed) - 3

@@ -1,4 +1,4 @@
-"""Condition images made from a picture: edges, holes, grey and blurred pictures."""
+"""Condition images made from a picture: edges, holes, gray and blurred pictures."""
 
 import random
 

@@ -211,10 +211,10 @@ def test_regularization_images_are_repeated_up_to_the_number_of_training_images(
     prepared = made(
         tmp_path, f"image_dir = 'r'\nis_reg = true\nnum_repeats = {repeats}", "image_dir = 't'", prior_loss_weight=0.25
     )
-    regularisation = [sample for sample in prepared.manifest.samples if sample.is_reg]
-    assert [sample.repeats for sample in regularisation] == expected
-    assert {sample.loss_weight for sample in regularisation} == {0.25}
-    assert [sample.key for sample in regularisation] == [f"r/{number}.png" for number in range(len(expected))]
+    regularization = [sample for sample in prepared.manifest.samples if sample.is_reg]
+    assert [sample.repeats for sample in regularization] == expected
+    assert {sample.loss_weight for sample in regularization} == {0.25}
+    assert [sample.key for sample in regularization] == [f"r/{number}.png" for number in range(len(expected))]
     assert prepared.images_per_epoch == (train, sum(expected))
     note = prepared.manifest.notes[-1]
     assert ("more are not used" in note) == (reg > len(expected))

@@ -66,9 +66,9 @@ FOLDER = "image_dir = 'p'\nconditioning_data_dir = 'm'"
 )
 def test_a_mask_equal_to_its_image_stays_equal_through_random_crops_and_flips(tmp_path, sizes, settings):
     for number, (width, height) in enumerate(sizes):
-        grey = noise(width, height, 1)
-        save(tmp_path / "p" / f"{number}.png", grey.repeat(3, axis=2))
-        save(tmp_path / "m" / f"{number}.png", grey)
+        gray = noise(width, height, 1)
+        save(tmp_path / "p" / f"{number}.png", gray.repeat(3, axis=2))
+        save(tmp_path / "m" / f"{number}.png", gray)
     text = dataset(f"{FOLDER}\nrandom_crop = true\nflip_aug = true\n{settings}", head="batch_size = 2")
     if sizes[0] != (64, 64):  # crops much more than buckets do
         text = text.replace("enable_bucket = true", "enable_bucket = false")
@@ -82,9 +82,9 @@ def test_a_mask_equal_to_its_image_stays_equal_through_random_crops_and_flips(tm
 
 
 def test_color_augmentation_does_not_change_masks(tmp_path):
-    grey = noise(90, 70, 1)
+    gray = noise(90, 70, 1)
     save(tmp_path / "p" / "1.png", noise(90, 70))
-    save(tmp_path / "m" / "1.png", grey)
+    save(tmp_path / "m" / "1.png", gray)
     prepared = prepare_data(config(tmp_path, dataset(f"{FOLDER}\ncolor_aug = true"), masked_loss=True), 8)
     actual = batches(prepared, epochs=20)
     assert len({batch.pixels.numpy().tobytes() for batch in actual}) > 3

@@ -59,7 +59,7 @@ def test_an_example_can_be_planned_from_any_working_directory(path: Path, tmp_pa
 EXPECTED = {
     "folder.toml": {"circles/blue.png": 10, "circles/red.png": 10},
     "folder.json": {"circles/blue.png": 10, "circles/red.png": 10},
-    "class_tokens.toml": {"drafts/cross.png": 4, "regularisation/cross.png": 4},
+    "class_tokens.toml": {"drafts/cross.png": 4, "regularization/cross.png": 4},
     "captions.toml": {"circles/blue.png": 1, "circles/red.png": 1, "squares/green.png": 2, "squares/yellow.png": 2},
     "recursive.toml": {"circles/red.png": 1, "squares/green.png": 1, "squares/yellow.png": 1},
     "resolutions.toml": {"circles/blue.png": 1, "circles/red.png": 1, "circles/blue.png#2": 1, "circles/red.png#2": 1},
@@ -77,7 +77,7 @@ EXPECTED = {
     "hf_folder.toml": {"table/1.png": 1, "table/2.png": 1},
     "parquet.toml": {"shapes.parquet/0": 1, "shapes.parquet/1": 1},
     "webdataset.toml": {"000.tar/00.png": 1, "000.tar/01.png": 1, "001.tar/10.png": 1, "001.tar/11.png": 1},
-    "character.toml": {"circles/blue.png": 10, "circles/red.png": 10, "regularisation/cross.png": 20},
+    "character.toml": {"circles/blue.png": 10, "circles/red.png": 10, "regularization/cross.png": 20},
     "style.toml": {"circles/blue.png": 1, "circles/red.png": 1, "squares/green.png": 1, "squares/yellow.png": 1},
     "masked.toml": {"circles/blue.png": 1, "circles/red.png": 1},
     "sdxl.toml": {"circles/blue.png": 10, "circles/red.png": 10},

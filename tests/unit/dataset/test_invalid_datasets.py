@@ -16,6 +16,7 @@ from odd_images import encode_chunk, encode_png
 from PIL import Image, features
 from problem_lines import format_lines
 
+from library.config.schema import TrainConfig
 from library.config.schema_data import DataConfig
 from library.dataloader.prepare import PreparedData, prepare_data
 from library.dataset.image_inspection import is_truncated
@@ -369,6 +370,23 @@ def test_every_invalid_setting_is_reported_with_its_line_in_one_report(tmp_path,
     assert [line for line in actual if not any(line.startswith(place) for place in expected)] == []
 
 
+@pytest.mark.parametrize(
+    ("text", "problems"),
+    [
+        ("[[datasets]]\nresolution = 64\n", ["set.toml:1: no [[datasets.subsets]]; add one with image_dir = 'FOLDER'"]),
+        (
+            "[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = '.'\nis_reg = true\n",
+            ["set.toml:1: all subsets are regularization images (is_reg); add a subset of images to train on"],
+        ),
+    ],
+)
+def test_a_dataset_without_images_to_train_on_is_one_problem(text, problems, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "set.toml").write_text(text)
+    config = DataConfig(dataset_config="set.toml")
+    assert format_lines(validate_dataset_config(config, train=TrainConfig(max_train_steps=9))) == problems
+
+
 def odd(folder: Path) -> None:
     """Write usable images that lead to notes."""
     image = Image.fromarray(NOISE)
@@ -381,7 +399,7 @@ def odd(folder: Path) -> None:
         "opaque.png": encoded("PNG", image.convert("RGBA")),
         "print.jpg": encoded("JPEG", image.convert("CMYK")),
         "deep.png": encoded("PNG", Image.fromarray(NOISE[..., 0].astype(np.uint16) * 257)),
-        "deep_colours.png": encode_png(80, 70, bits=16, rows=(b"\0" + bytes(range(240)) * 2) * 70),
+        "deep_colors.png": encode_png(80, 70, bits=16, rows=(b"\0" + bytes(range(240)) * 2) * 70),
         "few.png": encoded("PNG", image.convert("P")),
         "moving.png": encoded("PNG", save_all=True, append_images=[image.rotate(90)]),
         "stereo.jpg": encoded("MPO", save_all=True, append_images=[image.rotate(90)]),
@@ -424,7 +442,7 @@ def test_unusual_but_usable_images_are_noted(oddities):
         "1 image with transparent parts, which are trained as white: a/glass.png",
         "1 image in CMYK, converted to RGB without their color profile; convert them yourself for exact colors:"
         " a/print.jpg",
-        "2 images with 16 bits per channel, of which 8 are used: a/deep.png, a/deep_colours.png",
+        "2 images with 16 bits per channel, of which 8 are used: a/deep.png, a/deep_colors.png",
         "1 image with a color palette, converted to RGB: a/few.png",
         "1 image with several frames, of which only the first is used: a/moving.png",
         "1 small image upscaled 2 times or more, and blurred by that: a/tiny.png (20x18, 3.55 times)",

@@ -73,7 +73,7 @@ def test_previews_equal_the_images_of_the_diffusers_pipeline(theirs):
         assert np.abs(np.asarray(ours, int) - np.asarray(expected, int)).max() <= 1
 
 
-COLOURS = {
+COLORS = {
     "a heart": (0.94, 0.29, 0.24),
     "a pine tree": (0.06, 0.61, 0.24),
     "eggplant": (0.6, 0.37, 0.57),
@@ -81,19 +81,19 @@ COLOURS = {
     "a basketball": (0.8, 0.38, 0.2),
     "a dolphin": (0.22, 0.69, 0.86),
 }
-"""The mean colour of its training images, without white."""
+"""The mean color of its training images, without white."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(96, 96), (128, 64), (80, 112)])
-def test_samples_have_the_colour_of_their_caption_on_a_white_background(theirs, size):
-    images = drawn(theirs, list(COLOURS), size)
+def test_samples_have_the_color_of_their_caption_on_a_white_background(theirs, size):
+    images = drawn(theirs, list(COLORS), size)
     border = np.concatenate([part.reshape(len(images), -1) for part in (images[:, :3], images[:, -3:])], 1)
     assert np.median(border, 1).min() > 0.97
-    for text, image in zip(COLOURS, images, strict=True):
+    for text, image in zip(COLORS, images, strict=True):
         inked = image[image.min(-1) < 0.75]
         assert 0.05 < len(inked) / image[..., 0].size < 0.9, text
-        distances = {other: np.abs(inked.mean(0) - colour).sum() for other, colour in COLOURS.items()}
+        distances = {other: np.abs(inked.mean(0) - color).sum() for other, color in COLORS.items()}
         assert min(distances, key=distances.get) == text
 
 

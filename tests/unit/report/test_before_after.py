@@ -10,10 +10,10 @@ from library.report import preview_grid
 
 
 def save_preview(
-    folder: Path, when: str, index: int, colour: str, size=(64, 64), *, at: float, name="mine", seed=7
+    folder: Path, when: str, index: int, color: str, size=(64, 64), *, at: float, name="mine", seed=7
 ) -> Path:
     path = folder / f"{name}_{when}_{index:02d}_20260102030405_{seed}.png"
-    Image.new("RGB", size, colour).save(path)
+    Image.new("RGB", size, color).save(path)
     os.utime(path, (at, at))
     return path
 
@@ -43,9 +43,9 @@ def test_previews_of_other_runs_are_ignored(tmp_path):
 
 
 def test_the_grid_shows_every_image_in_its_cell(tmp_path):
-    colours = {("000000", 0): "red", ("000050", 0): "lime", ("000000", 1): "blue", ("000050", 1): "yellow"}
-    for (when, index), colour in colours.items():
-        save_preview(tmp_path, when, index, colour, (128, 64) if index else (64, 96), at=int(when) + 100)
+    colors = {("000000", 0): "red", ("000050", 0): "lime", ("000000", 1): "blue", ("000050", 1): "yellow"}
+    for (when, index), color in colors.items():
+        save_preview(tmp_path, when, index, color, (128, 64) if index else (64, 96), at=int(when) + 100)
 
     texts = ["one text for two prompts", "one text for two prompts"]
     path = preview_grid.write_preview_grid(tmp_path, "mine", texts, 0, tmp_path / "out" / "sheet.png")
@@ -53,17 +53,17 @@ def test_the_grid_shows_every_image_in_its_cell(tmp_path):
     assert path == tmp_path / "out" / "sheet.png"
     with Image.open(path) as sheet:
         pixels = {sheet.getpixel((x, y)) for x in range(0, sheet.width, 5) for y in range(0, sheet.height, 5)}
-        boxes = {colour: find_box(sheet, colour) for colour in colours.values()}
+        boxes = {color: find_box(sheet, color) for color in colors.values()}
     assert {(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), preview_grid.BACKGROUND} <= pixels
     assert boxes["red"][2] <= boxes["lime"][0] and boxes["blue"][2] <= boxes["yellow"][0], "steps from left to right"
     assert boxes["red"][3] <= boxes["blue"][1], "prompts from top to bottom"
-    for colour, shape in (("red", 64 / 96), ("yellow", 2.0)):
-        left, top, right, bottom = boxes[colour]
+    for color, shape in (("red", 64 / 96), ("yellow", 2.0)):
+        left, top, right, bottom = boxes[color]
         assert (right - left) / (bottom - top) == pytest.approx(shape, rel=0.02), "not distorted"
 
 
-def find_box(sheet: Image.Image, colour: str) -> tuple[int, int, int, int]:
-    flat = Image.new("RGB", sheet.size, colour)
+def find_box(sheet: Image.Image, color: str) -> tuple[int, int, int, int]:
+    flat = Image.new("RGB", sheet.size, color)
     differs = [band.point(lambda value: 255 * (value > 0)) for band in _measure_difference(sheet, flat)]
     same = Image.merge("RGB", differs).convert("L").point(lambda value: 255 * (value == 0))
     return same.getbbox()

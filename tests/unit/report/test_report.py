@@ -69,8 +69,8 @@ def test_a_long_file_is_read_in_slices(tmp_path):
 
 def test_charts_of_a_run_and_of_several(tmp_path):
     lines = [
-        {"step": step, "loss/current": 1.0, "loss/average": 1.0, "lr/unet": 1e-4, "loss/time/0.0-0.1": float(step)}
-        | {"loss/time/0.9-1.0": 1.5}
+        {"step": step, "loss/current": 1.0, "loss/average": 1.0, "lr/unet": 1e-4, "loss/timestep/0.0-0.1": float(step)}
+        | {"loss/timestep/0.9-1.0": 1.5}
         for step in range(1, 9)
     ]
     table = write_lines(tmp_path / "m.jsonl", lines)
@@ -88,17 +88,28 @@ def test_charts_of_a_run_and_of_several(tmp_path):
     assert build_curves(MetricTable(tmp_path / "none")) == [] == build_group_charts(MetricTable(tmp_path / "none"))
 
 
+def test_metrics_of_a_run_that_version_0_1_began_are_one_series(tmp_path):
+    former = {"loss/time/0.0-0.1": 1.0, "validation/time/0.1": 2.0, "validation/base/time/0.1": 3.0}
+    current = {name.replace("/time/", "/timestep/"): value + 1 for name, value in former.items()}
+    table = write_lines(tmp_path / "m.jsonl", [{"step": 1, **former}, {"step": 2, **current}])
+
+    assert table.series.keys() == current.keys()
+    assert [table.series[name].points for name in sorted(current)] == [
+        [(1.0, value), (2.0, value + 1)] for value in (1.0, 3.0, 2.0)
+    ]
+
+
 def test_the_report_has_metrics_previews_and_settings_and_no_external_links(tmp_path):
     lines = [
         {"step": step, "loss/current": 1 / step, "loss/average": 1 / step, "speed/samples_per_second": 3.0}
-        | {"loss/time/0.0-0.1": 0.5, "loss/time/0.9-1.0": 1.5, "update/kind/</script><script>": 1.0}
+        | {"loss/timestep/0.0-0.1": 0.5, "loss/timestep/0.9-1.0": 1.5, "update/kind/</script><script>": 1.0}
         | {"update/dead_layers": 0, "update/layers": 3}
         for step in range(1, 9)
     ]
     lines[4] |= {"loss/current": None}
     write_lines(tmp_path / "m.jsonl", lines)
-    for name, colour in (("before", "red"), ("after", "green")):
-        Image.new("RGB", (64, 48), colour).save(tmp_path / f"{name}.png")
+    for name, color in (("before", "red"), ("after", "green")):
+        Image.new("RGB", (64, 48), color).save(tmp_path / f"{name}.png")
     rows = {0: {"000000": tmp_path / "before.png", "000008": tmp_path / "after.png"}, 1: {}}
     subject = build_summary(
         name="my & lora</script><script>",
@@ -158,15 +169,15 @@ def test_a_report_can_be_written_before_the_first_step(tmp_path):
 
 
 def test_the_report_compares_validation_with_the_base_model_and_its_confidence_interval(tmp_path):
-    base = {"step": 0, "validation/base": 0.5, "validation/base/time/0.1": 0.2, "validation/base/time/0.9": 0.8}
+    base = {"step": 0, "validation/base": 0.5, "validation/base/timestep/0.1": 0.2, "validation/base/timestep/0.9": 0.8}
     line = {
         "step": 7,
         "validation/loss": 0.4,
         "validation/base": 0.5,
         "validation/gain": 0.1,
         "validation/gain_interval": 0.02,
-        "validation/time/0.1": 0.15,
-        "validation/time/0.9": 0.65,
+        "validation/timestep/0.1": 0.15,
+        "validation/timestep/0.9": 0.65,
     }
 
     def read(*lines: dict) -> MetricTable:

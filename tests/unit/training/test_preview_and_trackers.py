@@ -18,7 +18,7 @@ from library.trackers import Trackers
 METRIC_PREFIXES = {
     "loss/current",
     "loss/average",
-    "loss/time/",
+    "loss/timestep/",
     "loss/bucket/",
     "loss/dataset/",
     "gradient_norm",

@@ -21,7 +21,7 @@ from ..report import Measurement, compute_ratios
 from ..step import BareLoop, LoopComparison
 from ..synthetic_run import build_run, release_memory, write_dataset
 from ..variants import StepTimer
-from .correct import measure_matmul_speed
+from .correctness import measure_matmul_speed
 from .sections import NOT_MEASURED, SectionContext, format_failure
 
 if TYPE_CHECKING:

@@ -123,7 +123,7 @@ def _record_losses_in_worker(argv: Sequence[str], environment: Mapping[str, str]
 def _run_in_worker(function: str, argv: Sequence[str], environment: Mapping[str, str]) -> Any:
     """Return what a function of this module returns for a run, or as a string why it failed."""
     try:
-        (result,) = run_workers(f"benchmarks.gpu.correct:{function}", {}, argv, 1, environment)
+        (result,) = run_workers(f"benchmarks.gpu.correctness:{function}", {}, argv, 1, environment)
     except UserError as error:
         return f"failed: {str(error).strip().splitlines()[-1]}"[:NOTE_LENGTH]
     return result
