@@ -50,11 +50,12 @@ MUSUBI_RESOLUTION = Resolution(960, 544)
 MUSUBI_BUCKET_STEP = 16
 """Sides of musubi-tuner's buckets are multiples of this, or of what the model needs: 32 for HiDream-O1."""
 
+_VIDEO_MODELS = "which are for models that are not here (Wan, HunyuanVideo, FramePack, Kandinsky 5)"
 _UNSUPPORTED_MUSUBI_KEYS: Mapping[str, str] = {
     "skip_corrupted_cache": "not supported yet: this key of musubi-tuner",
     "multiple_target": "not supported yet: several target images, for layered models",
-    **dict.fromkeys(VIDEO_KEYS, "only for videos, and none of the models here is trained on videos"),
-    **dict.fromkeys(VIDEO_SOURCE_KEYS, "none of the models here is trained on videos"),
+    **dict.fromkeys(VIDEO_KEYS, f"only for videos, {_VIDEO_MODELS}"),
+    **dict.fromkeys(VIDEO_SOURCE_KEYS, f"videos, {_VIDEO_MODELS}"),
 }
 
 

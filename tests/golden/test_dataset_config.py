@@ -339,10 +339,10 @@ def test_a_json_file_that_does_not_exist_is_reported(tmp_path):
         GOOD.replace("512", "512\nweight = 2") + GOOD: "6: weight: missing here, but set in {file}:3; set it for"
         " all [[datasets]] or for none",
         "[[datasets]]\nresolution = 512\nimage_directory = 3": "3: image_directory: expected a string, got 3",
-        "[[datasets]]\nresolution = 512\nvideo_directory = 'v'\ntarget_frames = [1]": "3: video_directory: none of"
-        " the models here is trained on videos; remove it",
+        "[[datasets]]\nresolution = 512\nvideo_directory = 'v'\ntarget_frames = [1]": "3: video_directory: videos,"
+        " which are for models that are not here (Wan, HunyuanVideo, FramePack, Kandinsky 5); remove it",
         "[[datasets]]\nresolution = 512\nimage_directory = 'a'\ntarget_frames = [1]": "4: target_frames: only for"
-        " videos, and none of the models here is trained on videos; remove it",
+        " videos, which are for models that are not here (Wan, HunyuanVideo, FramePack, Kandinsky 5); remove it",
         "[[datasets]]\nresolution = 512\nimage_directory = 'a'\nmultiple_target = true": "4: multiple_target: not"
         " supported yet: several target images, for layered models; remove it",
     }.items(),
