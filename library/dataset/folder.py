@@ -104,7 +104,9 @@ def _drop_uncaptioned(
     folder: Path, caption_files: Mapping[str, tuple[str, str] | None], listing: SubsetListing
 ) -> dict[str, tuple[str, str] | None]:
     """Leave out the images without a caption file, which musubi-tuner does not train on."""
-    found = {image: file for image, file in caption_files.items() if file is not None}
+    found: dict[str, tuple[str, str] | None] = {
+        image: file for image, file in caption_files.items() if file is not None
+    }
     missing = [image for image in caption_files if image not in found]
     if missing:
         text = f"{format_count(len(missing), 'image')} without a caption file ({listing.expected_source})"

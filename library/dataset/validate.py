@@ -260,7 +260,7 @@ def validate_resolution_multiple(
     datasets: Sequence[DatasetConfig], size_multiple: int, model: str = "this model"
 ) -> list[Problem]:
     """List resolutions and bucket steps that are not multiples of what the model needs."""
-    problems = []
+    problems = list[Problem]()
     for dataset in set_musubi_bucket_steps(datasets, size_multiple):
         if dataset.file_format == "musubi-tuner" and dataset.enable_bucket:
             problems += _find_too_small_areas(dataset, model)

@@ -189,9 +189,9 @@ def validate_dataset_keys(
             yield Problem("resolution", "missing", fix, location.with_key("resolution"))
     elif values["enable_bucket"].value and file_format == "sd-scripts":
         yield from _validate_bucket_limits({**values, "resolution": resolution}, location, key)
-    elif values["enable_bucket"].value and (text := describe_too_small_area(resolution.value, MUSUBI_BUCKET_STEP)):
+    elif values["enable_bucket"].value and (reason := describe_too_small_area(resolution.value, MUSUBI_BUCKET_STEP)):
         place = resolution.location or location
-        yield Problem(key, text, place=None if place.flag else place.with_key(key))
+        yield Problem(key, reason, place=None if place.flag else place.with_key(key))
 
 
 def describe_too_small_area(resolution: Resolution, step: int) -> str | None:
