@@ -11,6 +11,13 @@ _HAS_MASKS = LacksValue(
     "mask_source", (None,), "no subset has masks (conditioning_data_dir or alpha_mask)", "images with masks"
 )
 _UPSCALES = LacksValue("bucket_no_upscale", (True,), "bucket_no_upscale is set")
+_HAS_NATIVE_STAGE = IsSet("has_native_stage", text="a native stage in `resolution_schedule`")
+_HAS_KOHYA_BUCKETS = LacksValue(
+    "file_format",
+    ("musubi-tuner",),
+    "the dataset file is in musubi-tuner's format, whose buckets follow from resolution alone",
+    "a dataset file in sd-scripts' format",
+)
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,7 @@ class DataConfig:
         "minimum side of a bucket in pixels",
         minimum=1,
         maximum=MAX_SIDE,
-        needs=(IsSet("enable_bucket"), _UPSCALES),
+        needs=(IsSet("enable_bucket"), _HAS_KOHYA_BUCKETS, _UPSCALES),
         dataset_table="dataset",
     )
     max_bucket_reso: int = define_option(
@@ -103,7 +110,8 @@ class DataConfig:
         maximum=MAX_SIDE,
         needs=(
             IsSet("enable_bucket"),
-            AnyOf((IsSet("has_native_stage", text="a native stage in `resolution_schedule`"), _UPSCALES)),
+            AnyOf((_HAS_NATIVE_STAGE, _HAS_KOHYA_BUCKETS)),
+            AnyOf((_HAS_NATIVE_STAGE, _UPSCALES)),
         ),
         dataset_table="dataset",
     )
@@ -111,7 +119,7 @@ class DataConfig:
         64,
         "bucket sides are multiples of this many pixels",
         minimum=1,
-        needs=(IsSet("enable_bucket"),),
+        needs=(IsSet("enable_bucket"), _HAS_KOHYA_BUCKETS),
         dataset_table="dataset",
     )
     bucket_no_upscale: bool = define_option(
@@ -124,7 +132,7 @@ class DataConfig:
         "kohya",
         "kohya: buckets of sd-scripts; symmetric: buckets of equal area for portrait and landscape alike, chosen by "
         "log aspect ratio",
-        needs=(IsSet("enable_bucket"),),
+        needs=(IsSet("enable_bucket"), _HAS_KOHYA_BUCKETS),
         dataset_table="dataset",
     )
     bucket_max_crop: float = define_option(

@@ -11,6 +11,7 @@ from ..dataset.controls import CONTROL_SIZE_STEP
 from ..dataset.masks import has_same_aspect_ratio
 from ..dataset.schema import DatasetConfig
 from .manifest import Sample
+from .musubi_buckets import build_musubi_bucket_chooser, choose_musubi_control_size, compute_musubi_covering_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ def build_bucket_assigner(dataset: DatasetConfig) -> BucketAssigner:
 
 
 def _build_uncached_assigner(dataset: DatasetConfig) -> BucketAssigner:
+    if dataset.file_format == "musubi-tuner":
+        return _build_musubi_assigner(dataset)
     if not dataset.enable_bucket:
         return lambda width, height: _assign_single_resolution(width, height, dataset.resolution)
     if dataset.bucket_mode == "symmetric":
@@ -150,6 +153,20 @@ def _build_symmetric_assigner(dataset: DatasetConfig) -> BucketAssigner:
     return assign_symmetric
 
 
+def _build_musubi_assigner(dataset: DatasetConfig) -> BucketAssigner:
+    choose_bucket = build_musubi_bucket_chooser(
+        dataset.resolution,
+        dataset.bucket_reso_steps,
+        enable_bucket=dataset.enable_bucket,
+        no_upscale=dataset.bucket_no_upscale,
+    )
+    return lambda width, height: _cover_musubi_bucket((width, height), choose_bucket(width, height))
+
+
+def _cover_musubi_bucket(image_size: tuple[int, int], bucket_resolution: tuple[int, int]) -> BucketAssignment:
+    return BucketAssignment.center_crop(bucket_resolution, compute_musubi_covering_size(image_size, bucket_resolution))
+
+
 def assign_to_bucket(image_size: tuple[int, int], bucket_resolution: tuple[int, int]) -> BucketAssignment:
     """Assign an image to a given bucket of ``bucket_mode symmetric``."""
     return BucketAssignment.center_crop(bucket_resolution, compute_covering_size(image_size, bucket_resolution))
@@ -171,7 +188,9 @@ def assign_controls(
     """Assign the control images of a sample: to the bucket of their picture, or each to a size of its own."""
     assigned = []
     for control in sample.controls:
-        if dataset.has_own_control_size:
+        if dataset.file_format == "musubi-tuner" and not dataset.subsets[sample.subset_index].random_crop:
+            assigned.append(_assign_musubi_control(control.size, assignment.bucket_resolution, dataset))
+        elif dataset.has_own_control_size:
             size = assign_control_size(*control.size, dataset.control_resolution, dataset.no_resize_control)
             assigned.append(size)
         elif has_same_aspect_ratio(control.size, sample.size):
@@ -179,6 +198,17 @@ def assign_controls(
         else:
             assigned.append(_assign_single_resolution(*control.size, Resolution(*assignment.bucket_resolution)))
     return tuple(assigned)
+
+
+def _assign_musubi_control(
+    size: tuple[int, int], bucket_resolution: tuple[int, int], dataset: DatasetConfig
+) -> BucketAssignment:
+    """Assign a control image to the bucket of its picture, or to a size of its own."""
+    if dataset.has_own_control_size:
+        bucket_resolution = choose_musubi_control_size(
+            *size, dataset.control_resolution, dataset.bucket_reso_steps, keeps_size=dataset.no_resize_control
+        )
+    return _cover_musubi_bucket(size, bucket_resolution)
 
 
 def list_control_facts(sample: Sample, assignments: Sequence[BucketAssignment]) -> Iterator[str | int]:

@@ -21,7 +21,10 @@ def process_caption(
         return ""
     if subset.caption_dropout_every_n_epochs > 0 and (epoch + 1) % subset.caption_dropout_every_n_epochs == 0:
         return ""
-    caption = _resolve_wildcards(caption, rng) if subset.enable_wildcard else caption.split("\n")[0]
+    if subset.enable_wildcard:
+        caption = _resolve_wildcards(caption, rng)
+    elif not subset.uses_musubi_captions:
+        caption = caption.split("\n")[0]
     if subset.shuffle_caption or subset.token_warmup_step > 0 or subset.caption_tag_dropout_rate > 0:
         caption = _process_tags(caption, subset, rng, step, total_steps)
     if subset.secondary_separator:

@@ -60,7 +60,7 @@ def _make_unique_name(name: str, taken_names: dict[str, Any]) -> str:
 
 def _build_single_dataset_entries(config: DatasetConfig, dataset: dict[str, Any], dp_size: int) -> dict[str, str]:
     width, height = dataset["resolution"]
-    keys = ("enable_bucket", "bucket_no_upscale", "min_bucket_reso", "max_bucket_reso")
+    keys = ("enable_bucket", "bucket_no_upscale", *_list_limit_keys(config))
     return {
         "ss_bucket_info": json.dumps(dataset["bucket_info"]),
         "ss_batch_size_per_device": str(config.batch_size),
@@ -68,6 +68,11 @@ def _build_single_dataset_entries(config: DatasetConfig, dataset: dict[str, Any]
         "ss_resolution": f"({width}, {height})",
         **{f"ss_{key}": str(getattr(config, key)) for key in keys},
     }
+
+
+def _list_limit_keys(config: DatasetConfig) -> tuple[str, ...]:
+    """List the keys that limit the sides of buckets, which musubi-tuner's do not have."""
+    return ("min_bucket_reso", "max_bucket_reso") if config.file_format == "sd-scripts" else ()
 
 
 def _build_dataset_entry(config: DatasetConfig, rows: SampleRows) -> dict[str, Any]:
@@ -83,8 +88,7 @@ def _build_dataset_entry(config: DatasetConfig, rows: SampleRows) -> dict[str, A
         "resolution": [config.resolution.width, config.resolution.height],
         **({"from_step": config.from_step, "to_step": config.to_step} if config.from_step or config.to_step else {}),
         "enable_bucket": config.enable_bucket,
-        "min_bucket_reso": config.min_bucket_reso,
-        "max_bucket_reso": config.max_bucket_reso,
+        **{key: getattr(config, key) for key in _list_limit_keys(config)},
         "resize_interpolation": config.resize_interpolation,
         "tag_frequency": {name: dict(sorted(counts.items())) for name, counts in tags.items()},
         "bucket_info": _build_bucket_info(rows) if config.enable_bucket else None,

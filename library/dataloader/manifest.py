@@ -133,10 +133,15 @@ _FINGERPRINT_EXCLUDED = frozenset(
 )
 """Fields of datasets and subsets whose effect is in the samples already."""
 
-_FINGERPRINT_ADDED = {"control_resolution": None, "no_resize_control": False, "control_from_image": None}
+_FINGERPRINT_ADDED = {
+    "control_resolution": None,
+    "no_resize_control": False,
+    "control_from_image": None,
+    "file_format": "sd-scripts",
+}
 """Fields that are in the fingerprint only where they are set: checkpoints of the last release do not know them."""
 
-_FINGERPRINT_NAMES = {"bucket_min_images": "bucket_min_pictures", "join_caption_lines": "joins_lines"}
+_FINGERPRINT_NAMES = {"bucket_min_images": "bucket_min_pictures", "uses_musubi_captions": "joins_lines"}
 """Names of fields in the fingerprint as the last release had them, so that its checkpoints can be resumed."""
 
 

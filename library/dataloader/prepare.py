@@ -14,6 +14,7 @@ from ..config.schema_data import DataConfig
 from ..dataset.controls import ControlLimits
 from ..dataset.dataset_config import ParsedDatasetConfig, load_dataset_config
 from ..dataset.listing import format_first_names
+from ..dataset.musubi_format import set_musubi_bucket_steps
 from ..dataset.validate import validate_dataset_config, validate_resolution_multiple, validate_stages_not_empty
 from ..errors import ConfigError, FileError
 from ..problems import Place, Problem
@@ -176,6 +177,7 @@ def prepare_data(
     problems = [*validate_dataset_config(config), *validate_resolution_multiple(parsed.datasets, size_multiple, model)]
     if problems or parsed.problems:
         raise ConfigError(problems or parsed.problems)
+    parsed = replace(parsed, datasets=set_musubi_bucket_steps(parsed.datasets, size_multiple))
     with _pause_garbage_collection():
         prepared = _build_prepared_data(config, parsed, Path(cache_dir).expanduser() if cache_dir else None)
     if control_limits is not None:
@@ -192,7 +194,8 @@ def _check_bucket_sides(prepared: PreparedData, max_side: int, model: str) -> No
         size = assignment.bucket_resolution
         if max(size) > max_side:
             dataset = prepared.manifest.datasets[sample.dataset_index]
-            key = "max_bucket_reso" if dataset.enable_bucket and min(size) <= max_side else "resolution"
+            has_limits = dataset.enable_bucket and dataset.file_format == "sd-scripts"
+            key = "max_bucket_reso" if has_limits and min(size) <= max_side else "resolution"
             found[key, dataset.locate(key)].add(size)
     problems = []
     for (key, place), sizes in found.items():

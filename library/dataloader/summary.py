@@ -212,6 +212,7 @@ def export_datasets(
             {
                 "resolved": settings,
                 "other_keys": collect_extra_keys(dataset),
+                "file_format": dataset.file_format,
                 "bucket_mode": dataset.bucket_mode,
                 "bucket_max_crop": dataset.bucket_max_crop,
                 "bucket_min_images": dataset.bucket_min_images,

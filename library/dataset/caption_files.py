@@ -122,6 +122,11 @@ def decode_utf8(data: bytes) -> str:
     return text
 
 
+def unify_line_breaks(text: str) -> str:
+    """Write line breaks of every kind as a line feed."""
+    return _LINE_BREAKS.sub("\n", text)
+
+
 def split_lines(text: str) -> list[str]:
     """Split into stripped lines without blank ones."""
     return [line.strip() for line in _LINE_BREAKS.split(text) if line.strip()]

@@ -283,6 +283,7 @@ def _inspect_subset(
 
 
 def _describe_too_small(size: tuple[int, int], dataset: DatasetConfig) -> str | None:
-    if not dataset.no_resize_control or min(size) >= CONTROL_SIZE_STEP:
+    step = dataset.bucket_reso_steps if dataset.file_format == "musubi-tuner" else CONTROL_SIZE_STEP
+    if not dataset.no_resize_control or min(size) >= step:
         return None
-    return f"is {size[0]}x{size[1]} pixels; with no_resize_control each side needs {CONTROL_SIZE_STEP}"
+    return f"is {size[0]}x{size[1]} pixels; with no_resize_control each side needs {step}"

@@ -20,6 +20,20 @@ from ..problems import Place, Problem, report_file
 from ..storage.remote_store import RemoteStore
 from .caption_files import DEFAULT_EXTENSION
 from .kohya_folders import read_kohya_dataset
+from .musubi_format import (
+    MUSUBI_BUCKET_STEP,
+    MUSUBI_RESOLUTION,
+    MUSUBI_SUBSET_KEYS,
+    ONE_FRAME_KEYS,
+    RENAMED_DATASET_KEYS,
+    VIDEO_KEYS,
+    VIDEO_SOURCE_KEYS,
+    explain_mixed_key,
+    explain_unsupported_musubi_key,
+    find_mixed_keys,
+    find_musubi_key,
+    is_musubi_dataset,
+)
 from .schema import (
     DATASET_KEYS,
     DATASET_TABLE,
@@ -31,8 +45,6 @@ from .schema import (
     collect_flag_defaults,
 )
 from .validate_keys import (
-    MUSUBI_SUBSET_KEYS,
-    RENAMED_DATASET_KEYS,
     UNSUPPORTED_KEYS_BY_KIND,
     LocatedValue,
     explain_misplaced_key,
@@ -56,9 +68,15 @@ _EXTRA_SUBSET_KEYS = (
     " control_from_image control_column".split()
 )
 _INTERNAL_FIELDS = (
-    *("kind", "subsets", "locations", "dataset_file", "join_caption_lines", "dataset_index_in_file"),
-    *("conditioning_is_control", "remote"),
+    *("kind", "subsets", "locations", "dataset_file", "uses_musubi_captions", "dataset_index_in_file"),
+    *("conditioning_is_control", "remote", "file_format"),
 )
+_MUSUBI_BUCKETS = {
+    **{name: DATASET_KEYS[name].option.default for name in ("bucket_mode", "bucket_max_crop", "bucket_min_images")},
+    "min_bucket_reso": MUSUBI_BUCKET_STEP,
+    "bucket_reso_steps": MUSUBI_BUCKET_STEP,
+}
+"""Keys that do not belong in musubi-tuner's format, so that the run's options do not apply to them either."""
 
 
 @dataclass(frozen=True)
@@ -202,9 +220,11 @@ class _DatasetConfigParser:
         self.flag_defaults, self.invalid_flags = flag_defaults, invalid_flags
         self.problems: list[Problem] = []
         self.notices: list[str] = []
+        self.mixed_keys: Set[KeyPath] = frozenset()  # keys of another format than the file's
 
     def parse(self, document: Mapping[str, Any]) -> ParsedDatasetConfig:
         datasets = tuple(self.parse_datasets(document))
+        self.add_musubi_notices(datasets)
         problems = [*self.problems, *validate_across_datasets(datasets)]
         return ParsedDatasetConfig(datasets, problems, tuple(self.notices))
 
@@ -215,6 +235,10 @@ class _DatasetConfigParser:
                 self.add_problem(
                     (name,), reason or "unknown table", "" if reason else "expected [general] or [[datasets]]"
                 )
+        if (musubi_key := find_musubi_key(document)) is not None:
+            mixed = find_mixed_keys(document)
+            self.problems += [explain_mixed_key(key_path, musubi_key, self.locate) for key_path in mixed]
+            self.mixed_keys = frozenset(mixed)
         general = self.parse_table(("general",), document.get("general", {}), GENERAL_TABLE)
         tables = document.get("datasets", [])
         if not self.is_array_of_tables(("datasets",), tables, DATASET_TABLE):
@@ -222,18 +246,18 @@ class _DatasetConfigParser:
         if not tables:
             fix, place = "add one, and [[datasets.subsets]] with image_dir", Place(str(self.dataset_file))
             self.problems.append(Problem("", "no [[datasets]]", fix, place))
-        return [self.parse_dataset(("datasets", index), table, general) for index, table in enumerate(tables)]
+        datasets = list[DatasetConfig]()
+        for index, table in enumerate(tables):
+            if is_musubi_dataset(table) or (musubi_key is not None and "subsets" not in table):
+                datasets.append(self.parse_musubi_dataset(("datasets", index), table, general))
+            elif not self.mixed_keys:  # otherwise it is of the other format, which is reported
+                datasets.append(self.parse_dataset(("datasets", index), table, general))
+        return datasets
 
     def parse_dataset(self, key_path: KeyPath, table: Mapping[str, Any], general: Values) -> DatasetConfig:
-        is_musubi = _is_musubi_dataset(table)
-        ignored = {"subsets", *MUSUBI_SUBSET_KEYS} if is_musubi else {"subsets"}
-        own = {name: value for name, value in table.items() if name not in ignored}
+        own = {name: value for name, value in table.items() if name != "subsets"}
         values = {**general, **self.parse_table(key_path, own, DATASET_TABLE)}
-        if is_musubi:
-            subset = self.parse_musubi_subset(key_path, table, values)
-            subsets = [{**subset, "join_caption_lines": LocatedValue(True, None)}]
-        else:
-            subsets = self.parse_subsets(key_path, table, values)
+        subsets = self.parse_subsets(key_path, table, values)
         resolved = self.apply_flag_defaults(values)
         location = self.locate(key_path)
         self.problems += validate_dataset_keys(resolved, subsets, location)
@@ -244,20 +268,77 @@ class _DatasetConfigParser:
             **_collect_fields(DatasetConfig, resolved, location),
         )
 
-    def parse_musubi_subset(self, key_path: KeyPath, table: Mapping[str, Any], inherited: Values) -> Values:
+    def parse_musubi_dataset(self, key_path: KeyPath, table: Mapping[str, Any], general: Values) -> DatasetConfig:
+        """Read a dataset in musubi-tuner's format, with the sizes and buckets that it has there."""
+        is_video = any(name in table for name in VIDEO_SOURCE_KEYS)
+        ignored = {*MUSUBI_SUBSET_KEYS, *ONE_FRAME_KEYS, *VIDEO_SOURCE_KEYS, *(VIDEO_KEYS if is_video else ())}
+        if table.get("multiple_target") is False:
+            ignored.add("multiple_target")
+        own = {name: value for name, value in table.items() if name not in ignored}
+        values = {**general, **self.parse_table(key_path, own, DATASET_TABLE)}
+        for name in (name for name in VIDEO_SOURCE_KEYS if name in table):
+            self.add_problem((*key_path, name), explain_unsupported_musubi_key(name) or "")
+        for name in (name for name in ONE_FRAME_KEYS if name in table):
+            where = self.locate((*key_path, name)).with_key(name)
+            self.notices.append(f"{where}: no effect: only FramePack and Wan use it")
+        subset = self.parse_musubi_subset(key_path, table, values, is_video=is_video)
+        location, resolved = self.locate(key_path), self.apply_flag_defaults(values)
+        resolved |= {name: LocatedValue(value, None) for name, value in _MUSUBI_BUCKETS.items()}
+        resolution, schedule = resolved["resolution"], resolved["resolution_schedule"]
+        if not (resolution.value or resolution.is_invalid or schedule.value or schedule.is_invalid):
+            resolved["resolution"] = LocatedValue(MUSUBI_RESOLUTION, None)
+            self.notices.append(f"{location.with_key('resolution')}: not set; musubi-tuner's is {MUSUBI_RESOLUTION}")
+        self.problems += validate_dataset_keys(resolved, [subset], location, "musubi-tuner")
+        return DatasetConfig(
+            kind=infer_dataset_kind([subset]),
+            subsets=(replace(self.build_subset_config(subset), uses_musubi_captions=True),),
+            dataset_index_in_file=int(key_path[-1]),
+            file_format="musubi-tuner",
+            **_collect_fields(DatasetConfig, resolved, location),
+        )
+
+    def parse_musubi_subset(
+        self, key_path: KeyPath, table: Mapping[str, Any], inherited: Values, *, is_video: bool
+    ) -> Values:
         """Read the only subset of a musubi-tuner dataset, whose keys are in the dataset itself."""
         values = dict(inherited)
         names = [name for name in MUSUBI_SUBSET_KEYS if name in table]
-        if not names:  # a video dataset, which is reported by its own key
+        if "image_directory" in names and "image_jsonl_file" in names:
+            text, fix = "image_directory is set too, and a dataset has one source", "use a [[datasets]] for each"
+            self.add_problem((*key_path, "image_jsonl_file"), text, fix)
+        elif "image_jsonl_file" in names and "control_directory" in names:
+            names.remove("control_directory")
+            where = self.locate((*key_path, "control_directory")).with_key("control_directory")
+            self.notices.append(
+                f"{where}: no effect: image_jsonl_file lists the control images itself, as control_path"
+            )
+        elif not is_video and not {"image_directory", "image_jsonl_file"} & set(names):
+            text, fix = "missing", "set the folder of images: image_directory = 'FOLDER'; or image_jsonl_file"
+            self.problems.append(
+                Problem("image_directory", text, fix, self.locate(key_path).with_key("image_directory"))
+            )
+        if not {"image_directory", "image_jsonl_file"} & set(names):
             values["image_dir"] = LocatedValue(None, self.locate(key_path), is_invalid=True)
         for name in names:
-            value, location = table[name], self.locate((*key_path, name))
+            value, location = table[name], self.locate((*key_path, name)).with_key(name)
             if isinstance(value, str):
                 values[MUSUBI_SUBSET_KEYS[name]] = LocatedValue(value, location)
             else:
                 values[MUSUBI_SUBSET_KEYS[name]] = LocatedValue(None, location, is_invalid=True)
                 self.add_problem((*key_path, name), f"expected a string, got {value!r}")
+        if "image_jsonl_file" in names:
+            values.setdefault("caption_column", LocatedValue("caption", None))
         return self.resolve_subset(key_path, values, {})
+
+    def add_musubi_notices(self, datasets: Sequence[DatasetConfig]) -> None:
+        """Say that the file has musubi-tuner's format, and what is not read of its caches."""
+        musubi = [dataset for dataset in datasets if dataset.file_format == "musubi-tuner"]
+        if musubi:
+            self.notices.append(f"{self.dataset_file}: in musubi-tuner's format, with its sizes, buckets and captions")
+        subsets = [subset for dataset in musubi for subset in dataset.subsets if subset.cache_directory is not None]
+        if subsets:
+            text = "this program keeps its own caches there; those that musubi-tuner made are not needed, and not read"
+            self.notices.append(f"{subsets[0].locate('cache_directory')}: {text}")
 
     def parse_subsets(self, key_path: KeyPath, table: Mapping[str, Any], inherited: Values) -> list[Values]:
         tables = table.get("subsets", [])
@@ -290,6 +371,8 @@ class _DatasetConfigParser:
             name = str({**RENAMED_OPTIONS, **RENAMED_DATASET_KEYS}.get(written_name, written_name))
             value_path = (*key_path, written_name)
             key = DATASET_KEYS.get(name)
+            if value_path in self.mixed_keys:
+                continue
             if key is None or table_name not in key.tables:
                 reason = explain_misplaced_key(name, table_name) or explain_unknown_key(name, table_name)
                 self.add_problem(value_path, reason)
@@ -328,7 +411,6 @@ class _DatasetConfigParser:
     def build_subset_config(self, values: Values) -> SubsetConfig:
         return SubsetConfig(
             dataset_file=self.dataset_file,
-            join_caption_lines="join_caption_lines" in values,
             remote=self.remote,
             **_collect_fields(SubsetConfig, values, values[""].location or Place()),
         )
@@ -339,12 +421,6 @@ class _DatasetConfigParser:
             self.problems.append(Problem(name, text, fix, place.with_key(name)))
         else:
             self.problems.append(Problem("", text, fix, place))
-
-
-def _is_musubi_dataset(table: Mapping[str, object]) -> bool:
-    return "subsets" not in table and any(
-        name in table for name in (*MUSUBI_SUBSET_KEYS, "video_directory", "video_jsonl_file")
-    )
 
 
 def _collect_fields(config_class: type, located: Values, location: Place) -> dict[str, Any]:
@@ -369,6 +445,8 @@ def _convert_dataset(dataset: DatasetConfig) -> dict[str, Any]:
     params["debug_dataset"] = False
     if dataset.kind != "dreambooth":
         del params["prior_loss_weight"]
+    if dataset.file_format == "musubi-tuner":
+        del params["min_bucket_reso"], params["max_bucket_reso"]
     subsets = []
     for subset in dataset.subsets:
         values = _collect_values(subset, (*_EXTRA_SUBSET_KEYS, *UNSUPPORTED_KEYS_BY_KIND[dataset.kind]))

@@ -21,6 +21,7 @@ from .caption_files import (
     parse_caption_cell,
     read_caption_file,
     resolve_caption_column,
+    unify_line_breaks,
 )
 from .controls import is_control_column
 from .file_discovery import DirectoryTree, select_paths, walk_directory
@@ -46,6 +47,8 @@ def list_folder_images(subset: SubsetConfig, folder: Path, dataset: int, index: 
     files = CaptionFiles(tree.files, subset.normalized_caption_extensions, subset.can_fall_back_to_txt)
     listing.expected_source = " or ".join(files.extensions)
     caption_files = {image: files.find(image) for image in images}
+    if subset.uses_musubi_captions and images:
+        caption_files = _drop_uncaptioned(folder, caption_files, listing)
     has_column_setting = subset.caption_column is not None or subset.image_column is not None
     is_needed = has_column_setting or None in caption_files.values()
     tables = _read_folder_tables(folder, tree, caption_files.keys(), is_needed, listing)
@@ -97,6 +100,23 @@ def _select_images(folder: Path, tree: DirectoryTree, listing: SubsetListing) ->
     return selection.paths
 
 
+def _drop_uncaptioned(
+    folder: Path, caption_files: Mapping[str, tuple[str, str] | None], listing: SubsetListing
+) -> dict[str, tuple[str, str] | None]:
+    """Leave out the images without a caption file, which musubi-tuner does not train on."""
+    found: dict[str, tuple[str, str] | None] = {
+        image: file for image, file in caption_files.items() if file is not None
+    }
+    missing = [image for image in caption_files if image not in found]
+    if missing:
+        text = f"{format_count(len(missing), 'image')} without a caption file ({listing.expected_source})"
+        if not found:
+            fix = "" if listing.subset.caption_extension else "set caption_extension"
+            listing.add_problem("image_dir", f"{text} in {folder.absolute()}, and none with one", fix)
+        listing.notes.append(f"{folder}: {text} left out, as in musubi-tuner: {format_first_names(missing)}")
+    return found
+
+
 def _add_images(
     folder: Path,
     caption_files: Mapping[str, tuple[str, str] | None],
@@ -110,6 +130,8 @@ def _add_images(
         try:
             if file is None:
                 caption = table_captions.get(image, ImageCaption())
+            elif listing.subset.uses_musubi_captions and not listing.subset.enable_wildcard:
+                caption = _read_whole_caption(folder, *file)
             else:
                 caption = _read_caption(folder, *file, json_reader)
         except CaptionColumnError as error:
@@ -138,6 +160,15 @@ def _read_caption(folder: Path, name: str, extension: str, json_reader: JsonCapt
         return ImageCaption(read_caption_file(path), extension)
     except ValueError as error:
         return ImageCaption((), extension, report_file(path, str(error)))
+
+
+def _read_whole_caption(folder: Path, name: str, extension: str) -> ImageCaption:
+    """Read a caption file as one caption, with its line breaks; an empty one is an empty caption."""
+    try:
+        text = read_utf8_file(cast(Path, folder / name) if is_remote(folder) else os.path.join(folder, name))
+    except ValueError as error:
+        return ImageCaption((), extension, Problem("", str(error)))
+    return ImageCaption((unify_line_breaks(text).strip(),), extension)
 
 
 @dataclass

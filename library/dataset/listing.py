@@ -82,8 +82,8 @@ class SubsetListing:
 
     def _choose_text(self, caption: ImageCaption) -> str:
         self.caption_sources[caption.source] += 1
-        if self.subset.join_caption_lines and not self.subset.enable_wildcard:
-            return " ".join("\n".join(caption.lines).split("\n"))
+        if self.subset.uses_musubi_captions and not self.subset.enable_wildcard:
+            return "\n".join(caption.lines)
         self.multiline_captions += len(caption.lines) > 1 or "\n" in caption.lines[0]
         return "\n".join(caption.lines) if self.subset.enable_wildcard else caption.lines[0]
 

@@ -275,6 +275,8 @@ def _parse_caption(values: Mapping[str, Any], column: str | None, subset: Subset
     """Return the lines of the caption; raise ``ValueError`` if there are none."""
     if column is None:
         return _join_caption_and_tags(values, subset)
+    if subset.uses_musubi_captions and not subset.enable_wildcard and isinstance(values.get(column), str):
+        return [values[column]]
     lines = parse_caption_cell(values.get(column), column)
     if not lines:
         raise ValueError(f"no text in {column}")

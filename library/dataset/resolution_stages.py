@@ -45,7 +45,7 @@ def expand_resolution_schedule(dataset: DatasetConfig) -> tuple[DatasetConfig, .
     schedule = dataset.resolution_schedule
     if schedule is None:
         return (dataset,)
-    locations = {**dataset.locations, "resolution": dataset.locate("resolution_schedule")}
+    locations = {**dataset.locations, "resolution": dataset.locate("resolution_schedule").without_key()}
     expanded, first = [], 0
     for entry in schedule.entries:
         end = None if entry.steps is None else first + entry.steps

@@ -16,6 +16,7 @@ from ..storage.remote_store import RemoteSettings, RemoteStore
 from .caption_files import DEFAULT_EXTENSION
 
 GENERAL_TABLE, DATASET_TABLE, SUBSET_TABLE = "[general]", "[[datasets]]", "[[datasets.subsets]]"
+DatasetFormat = Literal["sd-scripts", "musubi-tuner"]
 DatasetKind = Literal["dreambooth", "finetuning", "controlnet"]
 """Captions in files next to the images, captions in a metadata file, or ``conditioning_data_dir`` is set."""
 
@@ -24,8 +25,9 @@ class _LocatedKeys:
     locations: Mapping[str, Place]
 
     def locate(self, key: str) -> Place:
-        """Return where the value of ``key`` was set, for the start of a message."""
-        return self.locations.get(key, self.locations[""]).with_key(key)
+        """Return where the value of ``key`` was set, for the start of a message, under the name that it has there."""
+        place = self.locations.get(key, self.locations[""])
+        return place if place.key else place.with_key(key)
 
     def is_set_in_file(self, key: str) -> bool:
         """Whether the dataset file sets ``key``, and not an option of the run."""
@@ -82,7 +84,7 @@ class SubsetConfig(_LocatedKeys):
     dataset_file: Path | None = field(compare=False)
     locations: Mapping[str, Place] = field(compare=False, repr=False)  # of each key; "" for the subset itself
     control_from_image: str | None = None
-    join_caption_lines: bool = False  # musubi-tuner joins the lines of a caption; not a key of the file
+    uses_musubi_captions: bool = False  # captions of several lines, and no images without one; not a key of the file
     conditioning_is_control: bool = False  # without --masked_loss, conditioning_data_dir has control images
     remote: RemoteStore = field(default_factory=RemoteStore, compare=False, repr=False)  # reads URLs; not a key
 
@@ -164,6 +166,7 @@ class DatasetConfig(_LocatedKeys):
     dataset_index_in_file: int = 0  # index in the file
     control_resolution: Resolution | None = None  # the resolution of control images; None means that of their pictures
     no_resize_control: bool = False
+    file_format: DatasetFormat = "sd-scripts"  # whose rules sizes and buckets follow; not a key of the file
 
     @property
     def has_own_control_size(self) -> bool:

@@ -16,9 +16,11 @@ from .controls import CONTROLS_FROM_IMAGE
 from .dataset_config import can_load_datasets, load_dataset_config
 from .file_discovery import describe_missing_path, describe_missing_url
 from .masks import get_mask_source
+from .musubi_format import set_musubi_bucket_steps
 from .resolution_stages import build_stages, expand_resolution_schedule
 from .schema import DATASET_KEYS, DatasetConfig, SubsetConfig
 from .sources import find_missing_sources
+from .validate_keys import describe_too_small_area
 
 _RANDOM_AUGMENTATIONS = {"random_crop": "cropped", "color_aug": "recolored"}
 """Subset keys that change an image each time it is read; flip_aug is no problem, both versions are cached."""
@@ -163,6 +165,7 @@ def _find_kinds_of_images(dataset: DatasetConfig, subset: SubsetConfig) -> dict[
         "mask_source": get_mask_source(subset),
         "has_controls": _can_have_controls(subset),
         "has_native_stage": schedule is not None and schedule.has_native,
+        "file_format": dataset.file_format,
         "is_remote": has_table or is_remote(subset.resolve_image_dir()) or any(map(is_remote_url, subset.webdataset)),
     }
 
@@ -257,7 +260,10 @@ def validate_resolution_multiple(
     datasets: Sequence[DatasetConfig], size_multiple: int, model: str = "this model"
 ) -> list[Problem]:
     """List resolutions and bucket steps that are not multiples of what the model needs."""
-    problems = []
+    problems = list[Problem]()
+    for dataset in set_musubi_bucket_steps(datasets, size_multiple):
+        if dataset.file_format == "musubi-tuner" and dataset.enable_bucket:
+            problems += _find_too_small_areas(dataset, model)
     for key, place, sides in _iter_sizes(datasets):
         if not any(side % size_multiple for side in sides):
             continue
@@ -268,6 +274,14 @@ def validate_resolution_multiple(
             Problem(key, f"{size} is not a multiple of {multiple}, which {model} needs", f"set {fix}", place)
         )
     return problems
+
+
+def _find_too_small_areas(dataset: DatasetConfig, model: str) -> Iterator[Problem]:
+    """Yield resolutions that leave no bucket in the steps that the model needs."""
+    key = "resolution" if dataset.resolution_schedule is None else "resolution_schedule"
+    for size in dict.fromkeys(expanded.resolution for expanded in expand_resolution_schedule(dataset)):
+        if text := describe_too_small_area(size, dataset.bucket_reso_steps):
+            yield dataset.report(key, f"{text} ({model})")
 
 
 def find_sizes_for_some_models(datasets: Sequence[DatasetConfig], size_multiples: Mapping[str, int]) -> Iterator[str]:
@@ -286,6 +300,8 @@ def find_sizes_for_some_models(datasets: Sequence[DatasetConfig], size_multiples
 def _iter_sizes(datasets: Sequence[DatasetConfig]) -> Iterator[tuple[str, Place, tuple[int, ...]]]:
     """Yield key, place and value of the bucket steps, or of width and height of each resolution without buckets."""
     for dataset in datasets:
+        if dataset.enable_bucket and dataset.file_format == "musubi-tuner":
+            continue  # its steps are those of the model
         if dataset.enable_bucket:
             yield "bucket_reso_steps", dataset.locate("bucket_reso_steps"), (dataset.bucket_reso_steps,)
             continue
@@ -386,7 +402,8 @@ def _validate_dataset_steps(dataset: DatasetConfig) -> Iterator[Problem]:
         yield dataset.report("resolution_schedule", text, "remove native")
     step = dataset.bucket_reso_steps
     others = ("bucket_reso_steps",) if dataset.locate("bucket_reso_steps").flag else ()
-    for size in [entry.resolution for entry in schedule.entries if dataset.enable_bucket and entry.resolution]:
+    has_kohya_buckets = dataset.enable_bucket and dataset.file_format == "sd-scripts"
+    for size in [entry.resolution for entry in schedule.entries if has_kohya_buckets and entry.resolution]:
         if min(size.width, size.height) < step:
             text = f"{size} is too small for a bucket with bucket_reso_steps {step}"
             yield dataset.report("resolution_schedule", text, others=others)

@@ -1,15 +1,18 @@
 """Validate the keys of a dataset file against each other: within a subset, within a dataset and across datasets."""
 
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..config.types import Resolution
 from ..name_suggestions import suggest_name
 from ..problems import Place, Problem
 from .file_discovery import PathPattern
-from .schema import DATASET_KEYS, DATASET_TABLE, DatasetConfig, DatasetKind
+from .musubi_format import MUSUBI_BUCKET_STEP, MUSUBI_SUBSET_KEYS, explain_unsupported_musubi_key
+from .schema import DATASET_KEYS, DATASET_TABLE, DatasetConfig, DatasetFormat, DatasetKind
 
 
 @dataclass(frozen=True)
@@ -43,33 +46,6 @@ UNSUPPORTED_KEYS_BY_KIND: Mapping[DatasetKind, tuple[str, ...]] = {
 }
 """Subset keys that sd-scripts rejects for a kind of dataset."""
 
-MUSUBI_SUBSET_KEYS: Mapping[str, str] = {
-    "image_directory": "image_dir",
-    "image_jsonl_file": "metadata_file",
-    "control_directory": "control_directory",
-}
-"""musubi-tuner's names of subset keys; its datasets have no subsets and contain these keys themselves."""
-
-RENAMED_DATASET_KEYS: Mapping[str, str] = {
-    "flux_kontext_no_resize_control": "no_resize_control",
-    "qwen_image_edit_no_resize_control": "no_resize_control",
-    "qwen_image_edit_control_resolution": "control_resolution",
-}
-"""The current keys by their earlier names in musubi-tuner."""
-
-_UNSUPPORTED_MUSUBI_KEYS: Mapping[str, str] = {
-    "skip_corrupted_cache": "this key of musubi-tuner",
-    "multiple_target": "several target images, for layered models",
-    **dict.fromkeys(
-        "fp_latent_window_size fp_1f_clean_indices fp_1f_target_index fp_1f_no_post".split(),
-        "one-frame training of FramePack",
-    ),
-    **dict.fromkeys(
-        "video_directory video_jsonl_file target_frames frame_extraction frame_stride frame_sample max_frames"
-        " source_fps".split(),
-        "videos",
-    ),
-}
 _KIND_KEYS: Mapping[DatasetKind, str] = {"finetuning": "metadata_file", "controlnet": "conditioning_data_dir"}
 _SOURCE_KEYS = ("image_dir", "parquet", "webdataset")
 _UNSUPPORTED_KEYS_BY_SOURCE: Mapping[str, tuple[str, ...]] = {
@@ -93,12 +69,10 @@ _LIST_KEYS = ("caption_extension", "include", "exclude", "parquet", "webdataset"
 
 def explain_misplaced_key(name: str, table_name: str) -> str | None:
     """Explain a key that exists but is not supported, or not in this table."""
-    if name in _UNSUPPORTED_MUSUBI_KEYS:
-        return f"not supported yet: {_UNSUPPORTED_MUSUBI_KEYS[name]}; remove it"
+    if reason := explain_unsupported_musubi_key(name):
+        return reason
     if name in MUSUBI_SUBSET_KEYS and name not in DATASET_KEYS:
-        return (
-            f"only valid in {DATASET_TABLE} without subsets (musubi-tuner); in a subset use {MUSUBI_SUBSET_KEYS[name]}"
-        )
+        return f"belongs in {DATASET_TABLE}, not in {table_name}"
     key = DATASET_KEYS.get(name)
     if key is None or table_name in key.tables:
         return None
@@ -179,7 +153,10 @@ def _find_invalid_patterns(patterns: Sequence[str]) -> Iterator[str]:
 
 
 def validate_dataset_keys(
-    values: Mapping[str, LocatedValue], subsets: Sequence[Mapping[str, LocatedValue]], location: Place
+    values: Mapping[str, LocatedValue],
+    subsets: Sequence[Mapping[str, LocatedValue]],
+    location: Place,
+    file_format: DatasetFormat = "sd-scripts",
 ) -> Iterator[Problem]:
     """Yield problems of the keys of one dataset, and between its subsets."""
     kinds = {_infer_subset_kind(subset): subset[""].location for subset in reversed(subsets)}
@@ -210,8 +187,18 @@ def validate_dataset_keys(
         else:
             fix = "set it here, in [general] or with --resolution, such as 512 or [512, 768]"
             yield Problem("resolution", "missing", fix, location.with_key("resolution"))
-    elif values["enable_bucket"].value:
+    elif values["enable_bucket"].value and file_format == "sd-scripts":
         yield from _validate_bucket_limits({**values, "resolution": resolution}, location, key)
+    elif values["enable_bucket"].value and (reason := describe_too_small_area(resolution.value, MUSUBI_BUCKET_STEP)):
+        place = resolution.location or location
+        yield Problem(key, reason, place=None if place.flag else place.with_key(key))
+
+
+def describe_too_small_area(resolution: Resolution, step: int) -> str | None:
+    """Say that a resolution leaves no bucket of musubi-tuner, whose sides go down to half a square's."""
+    if math.sqrt(resolution.width * resolution.height) >= 2 * step:
+        return None
+    return f"{resolution} is too small for buckets in steps of {step}: it needs the area of {2 * step}x{2 * step}"
 
 
 def _validate_duplicate_sources(subsets: Sequence[Mapping[str, LocatedValue]]) -> Iterator[Problem]:

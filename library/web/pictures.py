@@ -57,7 +57,7 @@ class Picture:
     def is_editable(self) -> bool:
         """Whether the caption is in a file of its own; tables and shards are edited elsewhere."""
         is_own_file = self.subset.source_key == "image_dir" and self.sample.image.part is None
-        return is_own_file and not self.subset.join_caption_lines
+        return is_own_file and not self.subset.uses_musubi_captions
 
     def list_warnings(self, caption: str) -> Iterator[str]:
         """List the kinds of warnings."""

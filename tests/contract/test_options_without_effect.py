@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from data_paths import ROOT
-from option_cases import OPTIONS, Case, build_met, build_unmet, choose_value, list_cases
+from option_cases import MUSUBI_IMAGES, OPTIONS, Case, build_met, build_unmet, choose_value, list_cases
 from problem_lines import format_lines, format_unused
 
 from library import cli
@@ -27,7 +27,8 @@ def write_images(folder: Path, case: Case) -> list[str]:
     if not case.has_dataset_file:
         return ["--resolution", "64", "--pretrained_model_name_or_path", case.model]
     path = folder / "set.toml"
-    path.write_text(f"[[datasets]]\nresolution = 64\n[[datasets.subsets]]\n{case.subset}\n", "utf-8")
+    subsets = "" if case.subset == MUSUBI_IMAGES else "[[datasets.subsets]]\n"
+    path.write_text(f"[[datasets]]\nresolution = 64\n{subsets}{case.subset}\n", "utf-8")
     return ["--dataset_config", str(path), "--pretrained_model_name_or_path", case.model]
 
 

@@ -112,8 +112,8 @@ train_batch_size = 2
         + GOOD: "set.toml:2: min_bucket_reso: min_bucket_reso 600 is above max_bucket_reso 576",
         "general.enable_bucket = true\ngeneral.min_bucket_reso = 32\n" + GOOD: "set.toml:2: min_bucket_reso: 32 is"
         " below bucket_reso_steps 64; at least 64",
-        GOOD + "image_directory = 'b'": "set.toml:5: image_directory: only valid in [[datasets]] without subsets"
-        " (musubi-tuner); in a subset use image_dir",
+        GOOD + "image_directory = 'b'": "set.toml:4: image_dir: a key of sd-scripts' format, but image_directory"
+        " (set.toml:5) is one of musubi-tuner's: the file mixes two formats; write all [[datasets]] in one of the two",
         "[[datasets]]\nresolution = 512\nimage_directory = 'a'\nskip_corrupted_cache = true": "set.toml:4:"
         " skip_corrupted_cache: not supported yet: this key of musubi-tuner; remove it",
         "a = = 1": "set.toml:1: not valid TOML: Invalid value",
@@ -339,8 +339,10 @@ def test_a_json_file_that_does_not_exist_is_reported(tmp_path):
         GOOD.replace("512", "512\nweight = 2") + GOOD: "6: weight: missing here, but set in {file}:3; set it for"
         " all [[datasets]] or for none",
         "[[datasets]]\nresolution = 512\nimage_directory = 3": "3: image_directory: expected a string, got 3",
-        "[[datasets]]\nresolution = 512\nvideo_directory = 'v'": "3: video_directory: not supported yet:"
-        " videos; remove it",
+        "[[datasets]]\nresolution = 512\nvideo_directory = 'v'\ntarget_frames = [1]": "3: video_directory: videos,"
+        " which are for models that are not here (Wan, HunyuanVideo, FramePack, Kandinsky 5); remove it",
+        "[[datasets]]\nresolution = 512\nimage_directory = 'a'\ntarget_frames = [1]": "4: target_frames: only for"
+        " videos, which are for models that are not here (Wan, HunyuanVideo, FramePack, Kandinsky 5); remove it",
         "[[datasets]]\nresolution = 512\nimage_directory = 'a'\nmultiple_target = true": "4: multiple_target: not"
         " supported yet: several target images, for layered models; remove it",
     }.items(),
@@ -397,14 +399,11 @@ caption_extension = ".cap"
     (dataset,) = read(tmp_path, text).require_valid()
     (subset,) = dataset.subsets
     assert (dataset.batch_size, dataset.enable_bucket, dataset.bucket_no_upscale) == (3, False, True)
-    assert (subset.num_repeats, subset.normalized_caption_extensions, subset.join_caption_lines) == (4, (".cap",), True)
-    unsupported = (
-        "multiple_target",
-        "fp_latent_window_size",
-        "fp_1f_clean_indices",
-        "fp_1f_target_index",
-        "fp_1f_no_post",
-        "skip_corrupted_cache",
-    )
-    actual = format_lines(read(tmp_path, text + "".join(f"{name} = 1\n" for name in unsupported)).problems)
+    assert (subset.num_repeats, subset.normalized_caption_extensions) == (4, (".cap",))
+    frames = ("fp_latent_window_size", "fp_1f_clean_indices", "fp_1f_target_index", "fp_1f_no_post")
+    reading = read(tmp_path, text + "".join(f"{name} = 1\n" for name in frames) + "multiple_target = false\n")
+    assert reading.require_valid()[0].subsets == (subset,)
+    assert [notice.split(": ")[1:3] for notice in reading.notices[:-1]] == [[name, "no effect"] for name in frames]
+    unsupported = ("multiple_target", "skip_corrupted_cache")
+    actual = format_lines(read(tmp_path, text + "".join(f"{name} = true\n" for name in unsupported)).problems)
     assert [line.split(": ")[1:3] for line in actual] == [[name, "not supported yet"] for name in unsupported]

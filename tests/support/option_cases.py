@@ -12,6 +12,7 @@ from library.models.families import FAMILY_FACTS
 
 OPTIONS = {option.name: option for option in iter_options(RunConfig)}
 IMAGES = "image_dir = 'images'"
+MUSUBI_IMAGES = "image_directory = 'images'"
 SUBSETS = {
     ("mask_source", "folder"): f"{IMAGES}\nconditioning_data_dir = 'images/masks'",
     ("mask_source", "alpha"): f"{IMAGES}\nalpha_mask = true",
@@ -20,6 +21,7 @@ SUBSETS = {
     ("is_reg", True): f"{IMAGES}\n[[datasets.subsets]]\nimage_dir = 'images/more'\nis_reg = true",
     ("is_remote", True): "webdataset = 'https://localhost/images.tar'",
     ("has_native_stage", True): IMAGES,
+    ("file_format", "musubi-tuner"): MUSUBI_IMAGES,
 }
 """The subset of a dataset file that has or lacks a kind of images."""
 VALUES_OF_TYPES = {
@@ -154,7 +156,7 @@ def build_met(need: Need, option: Option) -> Case:
         case |= build_value(need.name, need.values[0])
     elif isinstance(need, LacksValue) and need.name == "mask_source":
         case |= build_value("mask_source", "folder" if None in need.values else "alpha")
-    elif isinstance(need, LacksValue) and OPTIONS[need.name].default in need.values:
+    elif isinstance(need, LacksValue) and need.name in OPTIONS and OPTIONS[need.name].default in need.values:
         case |= build_value(need.name, choose_value(OPTIONS[need.name], need))
     return case
 

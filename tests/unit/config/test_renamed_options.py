@@ -182,9 +182,14 @@ def test_former_values_of_saved_settings_are_upgraded():
     [
         ("demo", "2561e16e54bc65846fe2bfea3840a40e"),
         ("symmetric", "967dba531c9b57e1a3ff80631bb161a0"),
-        ("musubi", "449524691d7b2b93634be88dab0d24ca"),
     ],
 )
 def test_data_fingerprints_in_checkpoints_of_the_last_release_are_still_computed(name, fingerprint, tmp_path):
     config = DataConfig(dataset_config=str(ROOT / "dataset_configs" / f"{name}.toml"))
     assert prepare_data(config, 8, str(tmp_path)).manifest.compute_former_fingerprint() == fingerprint
+
+
+def test_a_run_of_the_last_release_on_a_file_of_musubi_tuner_is_not_resumed_with_its_other_buckets(tmp_path):
+    config = DataConfig(dataset_config=str(ROOT / "dataset_configs" / "musubi.toml"))
+    manifest = prepare_data(config, 8, str(tmp_path)).manifest
+    assert manifest.compute_former_fingerprint() != "449524691d7b2b93634be88dab0d24ca"

@@ -12,9 +12,9 @@ from library.config import parse_config
 from library.config.schema import TrainConfig
 from library.config.toml_positions import read_toml_with_lines
 from library.dataloader.prepare import PreparedData, prepare_data
+from library.dataset.musubi_format import MUSUBI_SUBSET_KEYS
 from library.dataset.schema import DATASET_KEYS
 from library.dataset.validate import validate_dataset_config
-from library.dataset.validate_keys import MUSUBI_SUBSET_KEYS
 from library.tools import TOOLS
 
 ROOT = Path(__file__).resolve().parents[3]

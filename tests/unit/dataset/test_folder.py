@@ -259,7 +259,7 @@ def test_a_musubi_tuner_caption_file_is_one_caption(tmp_path):
     write_files(tmp_path / "a", {"1.txt": "one\n\ntwo\n", "b.jsonl": '{"image_path": "1.png", "caption": "one\\ntwo"}'})
     for keys in ("image_directory = 'a'\ncaption_extension = '.txt'", "image_jsonl_file = 'a/b.jsonl'"):
         (listing,) = list_subsets(tmp_path, head=f"[[datasets]]\nresolution = 64\n{keys}\n")
-        assert list(get_captions(listing).values()) == ["one two"]
+        assert list(get_captions(listing).values()) == ["one\n\ntwo" if "jsonl" not in keys else "one\ntwo"]
         assert not any("with several lines" in note for note in listing.notes)
 
 
