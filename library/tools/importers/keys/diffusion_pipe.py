@@ -16,22 +16,6 @@ from ..imported import (
     to_text,
 )
 
-FAMILIES: Mapping[str, str] = {
-    "flux": "flux",
-    "sdxl": "sdxl",
-    "sd3": "sd3",
-    "qwen_image": "qwen_image",
-    "z_image": "z_image",
-    "chroma": "chroma",
-    "lumina_2": "lumina2",
-    "auraflow": "aura_flow",
-    "flux2": "flux2_dev",
-    "ernie_image": "ernie_image",
-    "krea2": "krea2",
-    "hunyuan_image": "hunyuan_image",
-}
-EDITING = {"flux": "flux_kontext", "qwen_image": "qwen_image_edit"}
-"""The family that learns from control images, for families that do not do so themselves."""
 DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 SAVE_DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
 QUANTIZATIONS: Mapping[str, str] = {"float8": "fp8", "float8_e4m3fn": "fp8"}
