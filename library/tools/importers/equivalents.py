@@ -25,10 +25,8 @@ _DENOISER = r"(unet|transformer)\..*"
 
 
 def describe_unknown_model(trainer: TrainerId, setting: str) -> str:
-    """Say that a model is not among those that are trained here, and which of that trainer's models are."""
-    return f"{setting}: no model that is trained here; of this program's models, these are: " + format_trained_titles(
-        trainer
-    )
+    """Say that a model is not trained here, and which of that trainer's models are."""
+    return f"{setting}: not supported; of this program's models these are: {format_trained_titles(trainer)}"
 
 
 def keep_only_layers(result: ImportedConfig, patterns: Sequence[str]) -> None:

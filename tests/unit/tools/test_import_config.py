@@ -658,7 +658,6 @@ WRONG = {
     "wan.toml": ('[model]\ntype = "wan"', 'model.type = "wan": not supported'),
     "fine.json": ('{"training_method": "FINE_TUNE", "model_type": "WUERSTCHEN_2"}', 'model_type = "WUERSTCHEN_2": not'),
     "dreambooth.json": ('{"model_list": "custom", "sdxl": true}', "no LoRA_type"),
-    "anima.json": ('{"LoRA_type": "Anima", "anima_checkbox": true}', "files for Anima are not imported"),
     "slider.yaml": ("config: {process: [{type: slider}]}", 'process type = "slider"'),
     "hunyuan.json": ('{"model_family": "hunyuanvideo", "model_type": "lora"}', 'model_family = "hunyuanvideo"'),
     "form.yaml": (
