@@ -114,6 +114,9 @@ def _read_model_keys(reader: KeyReader) -> None:
     for option in {"flux": ("clip_l", "t5xxl"), "chroma": ("t5xxl",)}.get(family, ()):
         if option not in options:  # names of earlier versions of the GUI
             reader.take(option, f"flux1_{option}", convert=to_text)
+    if family == "lumina2":
+        reason = "the system prompt of the model's pipeline stands before every caption here"
+        reader.list_change("lumina_system_prompt", reason, reader.read("lumina_system_prompt", ""))
     if family == "sd3":
         options |= {"timestep_sampling": "sigma", "discrete_flow_shift": 1.0}
     for suffix in ("", "_to_disk"):
@@ -139,7 +142,7 @@ def _build_model_flags(reader: KeyReader) -> Iterator[ScriptFlag]:
         if isinstance(KOHYA_OPTIONS.get(option), OtherScriptOption):
             continue  # its rule says what happens here
         value = reader.read(key, default, _CONVERTERS[type(default)]) or default
-        if value or key == "lumina_system_prompt":  # an empty one is no system prompt
+        if value:
             yield build_flag(key, option, value, is_default=key not in reader)
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from ..imported import (
     Rule,
-    Unsupported,
     define_harmless,
     define_unsupported,
     to_integer,
@@ -111,7 +110,7 @@ MODEL_KEYS: Mapping[str, Mapping[str, Any]] = {
         "sd3_text_encoder_batch_size": 1,
     },
     "lumina2": {
-        **dict.fromkeys(("lumina_ae", "lumina_gemma2", "lumina_system_prompt"), ""),
+        **dict.fromkeys(("lumina_ae", "lumina_gemma2"), ""),
         **{"lumina_timestep_sampling": "shift", "lumina_discrete_flow_shift": 6.0, "lumina_sigmoid_scale": 1.0},
         **{"lumina_model_prediction_type": "raw", "lumina_gemma2_max_token_length": 256, "blocks_to_swap": 0},
     },
@@ -202,9 +201,6 @@ KEY_RULES: Mapping[str, Rule] = {
     ),
     **define_unsupported("inpainting models cannot be trained here; train the plain model", "train_inpainting"),
     **define_harmless("sd-scripts reads Gemma 2's captions to this length", "lumina_gemma2_max_token_length", 256, 0),
-    "lumina_system_prompt": Unsupported(
-        "the system prompt of the model's pipeline stands before every caption", (), ""
-    ),
     **define_harmless("only speed; see attn_mode", "lumina_use_flash_attn lumina_use_sage_attn", False),
     **define_harmless("only speed; see attn_mode", "anima_attn_mode hunyuan_attn_mode", "torch", ""),
     **define_harmless("only speed; images are encoded once", "anima_qwen_image_vae_2d", False),
