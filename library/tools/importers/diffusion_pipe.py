@@ -102,6 +102,8 @@ def _read_model(run: KeyReader) -> None:
     adapters = [str(item) for item in model.read("merge_adapters", [])]
     if adapters:
         result.options["base_weights"] = adapters
+    if result.family == "anima" and model.read("llm_adapter_lr", None, to_number) != 0:
+        model.list_change("llm_adapter_lr", "the layers between text encoder and transformer get no adapter here")
     model.apply_rules(keys.MODEL_RULES)
     model.list_unknown(PROGRAM)
 

@@ -8,7 +8,14 @@ from typing import Any
 
 from ...config import parse_config
 from ...config.kohya_compat import KOHYA_OPTIONS, OtherScriptOption
-from ...config.network_args import LYCORIS_PRESETS, TUCKER_ARGS, TUCKER_TYPES
+from ...config.network_args import (
+    LYCORIS_ALGORITHMS,
+    LYCORIS_PRESETS,
+    NETWORK_MODULES,
+    RANKED_TYPES,
+    TUCKER_ARGS,
+    TUCKER_TYPES,
+)
 from ...config.options import iter_options
 from ...config.schema import RunConfig
 from ...config.unused_options import is_self_tuning_adafactor
@@ -73,10 +80,19 @@ def _describe_other_training(reader: KeyReader) -> str:
         return "a file for textual inversion; only LoRA is trained here"
     if "LoRA_type" not in reader:
         return "a file for DreamBooth or fine-tuning (no LoRA_type); only LoRA is trained here"
-    lora_type = reader.read("LoRA_type")
-    if lora_type not in keys.LORA_TYPES:
-        return f'LoRA_type = "{lora_type}": not supported; choose one of {", ".join(keys.LORA_TYPES)}'
+    lora_type, supported = reader.read("LoRA_type"), _list_lora_types()
+    if lora_type not in supported:
+        return f'LoRA_type = "{lora_type}": not supported; choose one of {", ".join(supported)}'
     return ""
+
+
+def _list_lora_types() -> list[str]:
+    """List the LoRA types of the GUI whose network module and algorithm are here."""
+    return [
+        name
+        for name, (module, algorithm) in keys.LORA_TYPES.items()
+        if module in NETWORK_MODULES and (not algorithm or algorithm in LYCORIS_ALGORITHMS)
+    ]
 
 
 def _read_family(reader: KeyReader) -> None:
@@ -461,10 +477,10 @@ def _read_conv_args(reader: KeyReader) -> None:
 
 
 def _read_lycoris_args(reader: KeyReader, algorithm: str) -> None:
-    if reader.result.family not in FLOW_FAMILIES and algorithm not in ("diag-oft", "boft"):
+    if reader.result.family not in FLOW_FAMILIES and LYCORIS_ALGORITHMS[algorithm] in RANKED_TYPES:
         _read_conv_args(reader)
     elif "conv_dim" in reader and reader.result.family not in FLOW_FAMILIES:
-        reader.list_change("conv_dim", "OFT of convolutions is not supported; only linear layers are trained")
+        reader.list_change("conv_dim", f"only linear layers are trained with {algorithm} here")
     preset = reader.read("LyCORIS_preset", "full")
     if preset in LYCORIS_PRESETS and reader.result.family not in FLOW_FAMILIES:
         if preset != "full":

@@ -227,8 +227,14 @@ LORA_TYPES: Mapping[str, tuple[str, str]] = {
     "LyCORIS/LoKr": ("lycoris.kohya", "lokr"),
     "LyCORIS/Diag-OFT": ("lycoris.kohya", "diag-oft"),
     "LyCORIS/BOFT": ("lycoris.kohya", "boft"),
+    "LoRA-FA": ("networks.lora_fa", ""),
+    "Kohya DyLoRA": ("networks.dylora", ""),
+    "LyCORIS/DyLoRA": ("lycoris.kohya", "dylora"),
+    "LyCORIS/GLoRA": ("lycoris.kohya", "glora"),
+    "LyCORIS/iA3": ("lycoris.kohya", "ia3"),
+    "LyCORIS/Native Fine-Tuning": ("lycoris.kohya", "full"),
 }
-"""The network module and the LyCORIS algorithm of each LoRA type of the GUI that can be trained here."""
+"""The network module and the LyCORIS algorithm of each LoRA type of the GUI."""
 
 NATIVE_ARGS = (
     "down_lr_weight mid_lr_weight up_lr_weight block_lr_zero_threshold block_dims block_alphas conv_block_dims"

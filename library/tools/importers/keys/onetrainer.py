@@ -8,6 +8,8 @@ from ..imported import Rule, Take, Unsupported, define_harmless, define_unsuppor
 
 FIXED_SHIFTS = ("sd3", "chroma", "sana")
 """Families for which it does not use ``dynamic_timestep_shifting``."""
+OWN_SHIFTS = ("flux", "qwen_image", "krea2")
+"""Families whose own shift by image size is that of their scheduler, for any density of the noise levels."""
 PARTS = (
     "unet prior transformer unconditional_transformer text_encoder text_encoder_2 text_encoder_3 text_encoder_4".split()
 )
