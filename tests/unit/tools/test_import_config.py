@@ -654,6 +654,7 @@ WRONG = {
     "broken.json": ('{"a": 1,}', "broken.json:1: not valid JSON"),
     "broken.yaml": ("a: [1\nb: 2", "not valid YAML"),
     "ours.toml": ("network_dim = 8", "not a training configuration of"),
+    "run.toml": ('network_module = "networks.lora_krea2"', "needs no import; give it to --config_file"),
     "notes.md": ("# notes", "not a .json, .yaml, .toml or .env file"),
     "wan.toml": ('[model]\ntype = "wan"', 'model.type = "wan": not supported'),
     "fine.json": ('{"training_method": "FINE_TUNE", "model_type": "WUERSTCHEN_2"}', 'model_type = "WUERSTCHEN_2": not'),

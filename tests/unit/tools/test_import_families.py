@@ -11,7 +11,7 @@ from problem_lines import format_lines
 from library.config import parse_config
 from library.dataset.dataset_config import load_dataset_config
 from library.models.families import FAMILY_FACTS
-from library.models.trainer_names import choose_family, find_families, list_names
+from library.models.trainer_names import choose_family, find_families, format_trained_titles, list_names
 from library.tools.import_config import build_files, check_written_files, run_import_config
 from library.tools.importers.programs import import_sources
 from library.tools.importers.source_file import SourceFile
@@ -127,6 +127,19 @@ def test_a_model_that_is_not_here_is_refused_with_those_that_are(trainer):
     assert "Qwen-Image" in line and "Ovis" not in line
 
 
+def test_the_docs_list_the_models_of_each_program():
+    text = Path(__file__).parents[3].joinpath("docs/import.md").read_text(encoding="utf-8")
+    programs = ("ai-toolkit", "diffusion-pipe", "kohya_ss", "OneTrainer", "SimpleTuner")
+
+    missing = [
+        f"| {program} | {titles} |"
+        for program, titles in zip(programs, map(format_trained_titles, TRAINERS), strict=True)
+        if f"| {program} | {titles} |" not in text
+    ]
+
+    assert missing == []
+
+
 def test_models_of_one_name_are_told_apart_by_their_files():
     families = find_families("diffusion_pipe", "qwen_image")
 
@@ -175,8 +188,8 @@ def test_layers_and_timesteps_of_onetrainer():
     klein = build_onetrainer("FLUX_2", "black-forest-labs/FLUX.2-klein-base-9B", layer_filter_preset="blocks")
     result = import_content({**klein, "dynamic_timestep_shifting": True, "timestep_distribution": "LOGIT_NORMAL"})
     assert result.family == "flux2_klein" and "guidance_scale" not in result.options
-    assert result.options["weighting_scheme"] == "logit_normal" and "discrete_flow_shift" not in result.options
-    assert "dynamic_timestep_shifting" in {item.key for item in result.untaken}
+    assert result.options["timestep_sampling"] == "flux_shift" and "discrete_flow_shift" not in result.options
+    assert not {"dynamic_timestep_shifting", "timestep_distribution"} & {item.key for item in result.untaken}
     assert list_patterns(result) == ""
 
     result = import_content(build_onetrainer("CHROMA_1", layer_filter_preset="attn-mlp", timestep_shift=2.0))
@@ -184,6 +197,27 @@ def test_layers_and_timesteps_of_onetrainer():
     assert "self_attention" in list_patterns(import_content(build_onetrainer("ERNIE", layer_filter_preset="attn-only")))
     krea2 = import_content(build_onetrainer("KREA_2", layer_filter_preset="blocks"))
     assert "transformer_blocks" in list_patterns(krea2)
+
+
+def test_layers_of_anima_that_get_no_adapter_here_are_listed():
+    for rates, is_listed in (({}, True), ({"llm_adapter_lr": 1e-5}, True), ({"llm_adapter_lr": 0}, False)):
+        result = import_content(*build_diffusion_pipe("anima", transformer_path="a.safetensors", **rates))
+        assert ("model.llm_adapter_lr" in {item.key for item in result.untaken if item.changes_result}) is is_listed
+
+    result = import_content(build_onetrainer("ANIMA", layer_filter_preset="attn-only"))
+    assert "attn1" in list_patterns(result) and "layer_filter_preset" not in {item.key for item in result.untaken}
+    result = import_content(build_onetrainer("ANIMA", layer_filter_preset="full"))
+    assert list_patterns(result) == "" and "layer_filter_preset" in {item.key for item in result.untaken}
+
+
+def test_a_file_without_a_model_says_that_the_demo_model_would_be_trained(tmp_path):
+    Path(tmp_path / "gui.json").write_text(
+        json.dumps(build_kohya(flux1_checkbox=False, sdxl=True, LoRA_type="Standard"))
+    )
+
+    text, _ = run_import_config([str(tmp_path / "gui.json"), "--output_dir", str(tmp_path)])
+
+    assert "--pretrained_model_name_or_path: no model was found in the file" in text
 
 
 def test_editing_and_files_of_diffusion_pipe():
