@@ -61,7 +61,7 @@ class TrainerNames:
     diffusion_pipe: tuple[str, ...] = ()
     """Values of ``type`` in ``[model]``."""
     kohya_gui: tuple[str, ...] = ()
-    """The switches of kohya_ss that choose the model."""
+    """The switches of kohya_ss that choose the model; an empty text stands for none of them."""
     onetrainer: tuple[str, ...] = ()
     """Values of ``model_type``."""
     simpletuner: tuple[str, ...] = ()

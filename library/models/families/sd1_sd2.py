@@ -83,6 +83,7 @@ SD1_FACTS = FamilyFacts(
         unsupported_shapes=UNET_UNSUPPORTED_SHAPES,
         trainer_names=TrainerNames(
             ai_toolkit=("sd1",),
+            kohya_gui=("",),
             onetrainer=("STABLE_DIFFUSION_15",),
             simpletuner=("sd1x",),
             simpletuner_flavours={

@@ -100,11 +100,10 @@ def _read_family(reader: KeyReader) -> None:
     switches = dict.fromkeys(
         name for family in list_trained_families("kohya_gui") for name in list_names("kohya_gui", family)
     )
-    chosen = [name for name in switches if reader.read(name, False, to_switch)]
-    names = [*(name for name in chosen if name != "v2"), *(name for name in chosen if name == "v2")]
-    families = find_families("kohya_gui", names[0]) if names else ("sd1",)
-    reader.result.family = choose_family(families, str(reader.read("model_type", "")))
-    if names == ["v2"]:
+    chosen = [name for name in switches if name and reader.read(name, False, to_switch)]
+    switch = next((name for name in chosen if name != "v2"), chosen[0] if chosen else "")
+    reader.result.family = choose_family(find_families("kohya_gui", switch), str(reader.read("model_type", "")))
+    if switch == "v2":
         reader.result.set_option("v2", True)
 
 

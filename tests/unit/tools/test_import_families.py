@@ -79,7 +79,12 @@ def build_for(trainer, name, family, path):
     if trainer == "kohya_gui":
         lora_types = {"lumina2": "Lumina", "anima": "Anima", "hunyuan_image": "HunyuanImage-2.1"}
         lora_type = lora_types.get(family, "Flux1" if "flux" in name else "Standard")
-        models = {"LoRA_type": lora_type, "flux1_checkbox": False, name: True, "model_type": family}
+        models = {
+            "LoRA_type": lora_type,
+            "flux1_checkbox": False,
+            "model_type": family,
+            **({name: True} if name else {}),
+        }
         return (build_kohya(**models, pretrained_model_name_or_path=path),)
     if trainer == "diffusion_pipe":
         return build_diffusion_pipe(
