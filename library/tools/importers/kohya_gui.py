@@ -37,7 +37,7 @@ from .imported import (
     to_text,
 )
 from .keys import kohya_gui as keys
-from .script_options import ScriptFlag, build_flag, format_flags, split_command_line, take_script_flags
+from .script_options import ScriptFlag, build_command_line, build_flag, split_command_line, take_script_flags
 
 PROGRAM = "kohya_ss"
 
@@ -296,7 +296,7 @@ def _read_extra_flags(reader: KeyReader) -> None:
 
 def _drop_overridden(result: ImportedConfig) -> None:
     """Drop options that have no effect beside the others, as their facts say; sd-scripts ignores them, too."""
-    options, parsed = result.options, parse_config(format_flags(result.options))
+    options, parsed = result.options, parse_config(build_command_line(result.options))
     dropped = {place.flag.removeprefix("--").removeprefix("no-"): reason for place, reason in parsed.unused}
     if "lr_scheduler_type" in options or is_self_tuning_adafactor(parsed.config.optim):
         dropped["lr_warmup_steps"] = "the schedule has no warmup"

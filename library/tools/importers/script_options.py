@@ -58,7 +58,7 @@ def take_script_flags(result: ImportedConfig, flags: Sequence[ScriptFlag]) -> No
     """Set the options of flags, which override those that are set; what is refused or has no effect is listed."""
     if not flags:
         return
-    before = format_flags(result.options)
+    before = build_command_line(result.options)
     parsed = parse_config([*before, *(word for flag in flags for word in flag.words)])
     is_complete = set(parsed.problems) <= {MISSING_DATASET}
     known = set(parsed.problems) if is_complete else {MISSING_DATASET, *parse_config(before).problems}
@@ -78,7 +78,7 @@ def take_script_flags(result: ImportedConfig, flags: Sequence[ScriptFlag]) -> No
             result.options[option] = list(value) if isinstance(value, tuple) else value if plain else str(value)
 
 
-def format_flags(options: Mapping[str, Any]) -> list[str]:
+def build_command_line(options: Mapping[str, Any]) -> list[str]:
     """Format options as the words of a command line."""
     flags = list[str]()
     for name, value in options.items():
