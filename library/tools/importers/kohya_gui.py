@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -448,9 +448,9 @@ def read_network(reader: KeyReader) -> None:
     elif lora_type != "Flux1 OFT":
         if lora_type == "Kohya LoCon":
             _read_conv_args(reader)
-        own = dict.fromkeys(("Lumina", "Anima", "HunyuanImage-2.1"), keys.DROPOUTS)
-        names = {"Flux1": keys.FLUX_ARGS, **own}.get(lora_type, keys.NATIVE_ARGS)
-        for name in names:
+        own: dict[str, Sequence[str]] = {name: keys.DROPOUTS for name in ("Lumina", "Anima", "HunyuanImage-2.1")}
+        own["Flux1"] = keys.FLUX_ARGS
+        for name in own.get(lora_type, keys.NATIVE_ARGS):
             value = reader.read(name)
             if not value or is_among(value, (0,)):
                 continue
