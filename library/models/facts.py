@@ -53,8 +53,31 @@ class PipelineFacts:
 
 
 @dataclass(frozen=True)
+class TrainerNames:
+    """The names of the model in the configurations of other trainers; empty for those that do not train it."""
+
+    ai_toolkit: tuple[str, ...] = ()
+    """Values of ``arch``, and the switches of older files, such as ``is_xl``."""
+    diffusion_pipe: tuple[str, ...] = ()
+    """Values of ``type`` in ``[model]``."""
+    kohya_gui: tuple[str, ...] = ()
+    """The switches of kohya_ss that choose the model; an empty text stands for none of them."""
+    onetrainer: tuple[str, ...] = ()
+    """Values of ``model_type``."""
+    simpletuner: tuple[str, ...] = ()
+    """Values of ``model_family``."""
+    simpletuner_flavours: Mapping[str, str] = field(default_factory=dict)
+    """The hub id of each ``model_flavour`` of SimpleTuner that can be trained here."""
+    simpletuner_default: str = ""
+    """The flavour that SimpleTuner trains where a file names none, if that is one of this family."""
+    variant_pattern: str = ""
+    """What the names of the model's files match, in lower case, where another family has the same name in a trainer."""
+
+
+@dataclass(frozen=True)
 class DetectionFacts:
-    """How a model of the family is recognized: by the JSON files of a folder, or by the keys of a single file."""
+    """How a model of the family is recognized: by the JSON files of a folder, by the keys of a single file, or by its
+    name in the configuration of another trainer."""
 
     match_configs: Callable[[ConfigReader], FamilyMatch | None]
     """Detect the model from its JSON files; None for another family with the same pipeline class.
@@ -75,6 +98,8 @@ class DetectionFacts:
     """
     unsupported_shapes: Mapping[tuple[str, int, int], str] = field(default_factory=dict)
     """What a model is whose key has an axis of this length, if it cannot be trained."""
+    trainer_names: TrainerNames = TrainerNames()
+    """The names of the model in other trainers."""
 
 
 @dataclass(frozen=True)

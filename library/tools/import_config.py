@@ -42,6 +42,12 @@ NO_DATASET = Problem(
     "write a dataset TOML (docs/datasets.md) and set dataset_config",
 )
 """What a file without image folders lacks."""
+NO_MODEL = Problem(
+    "pretrained_model_name_or_path",
+    "no model was found in the file; the built-in demo model would be trained",
+    "set it to the file, folder or hub id of the model",
+)
+"""What a file without a model lacks."""
 
 
 def run_import_config(argv: Sequence[str]) -> tuple[str, int]:
@@ -198,6 +204,8 @@ def check_written_files(run_path: Path, family: str) -> list[Problem]:
         *validate_dataset_config(config.data, config.cache, config.train, loaded.invalid_options),
     ]
     model = config.model.pretrained_model_name_or_path
+    if not model:
+        problems.append(NO_MODEL)
     if model is not None and Path(model).expanduser().exists():
         return [*problems, *validate_model_options(config, loaded.locations)]
     prompts = config.preview.sample_prompts

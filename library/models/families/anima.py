@@ -22,6 +22,7 @@ from ..facts import (
     SamplingFacts,
     SingleFileFacts,
     TextFacts,
+    TrainerNames,
 )
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import T5_TOKENIZER, match_flow_model
@@ -105,6 +106,21 @@ FACTS = FamilyFacts(
             ("blocks.0.adaln_modulation_self_attn.1.weight", 0): ("transformer", "adaln_lora_dim"),
         },
         unsupported_shapes={("x_embedder.proj.1.weight", 1, 72): "a video model of Cosmos-Predict2"},
+        trainer_names=TrainerNames(
+            ai_toolkit=("anima",),
+            diffusion_pipe=("anima",),
+            kohya_gui=("anima_checkbox",),
+            onetrainer=("ANIMA",),
+            simpletuner=("anima",),
+            simpletuner_flavours={
+                "base-v1.0": "circlestone-labs/Anima-Base-v1.0-Diffusers",
+                "release": "circlestone-labs/Anima-Base-v1.0-Diffusers",
+                "preview-3": "CalamitousFelicitousness/Anima-Preview-3-sdnext-diffusers",
+                "preview-2": "CalamitousFelicitousness/Anima-Preview-2-sdnext-diffusers",
+                "preview": "CalamitousFelicitousness/Anima-sdnext-diffusers",
+            },
+            simpletuner_default="preview-3",
+        ),
     ),
     single_files=SingleFileFacts(
         prefixes={

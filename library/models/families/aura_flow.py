@@ -20,6 +20,7 @@ from ..facts import (
     SamplingFacts,
     SingleFileFacts,
     TextFacts,
+    TrainerNames,
 )
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import DENOISER_PREFIXES, JOINT_ATTENTION_LORA_TARGET_MODULES, match_flow_model
@@ -56,6 +57,18 @@ FACTS = FamilyFacts(
             ("cond_seq_linear.weight", 0): ("transformer", "caption_projection_dim"),
             ("cond_seq_linear.weight", 1): ("transformer", "joint_attention_dim"),
         },
+        trainer_names=TrainerNames(
+            ai_toolkit=("auraflow", "is_auraflow"),
+            diffusion_pipe=("auraflow",),
+            simpletuner=("auraflow",),
+            simpletuner_flavours={
+                "v0.3": "fal/AuraFlow-v0.3",
+                "v0.2": "fal/AuraFlow-v0.2",
+                "v0.1": "fal/AuraFlow",
+                "pony": "purplesmartai/pony-v7-base",
+            },
+            simpletuner_default="v0.3",
+        ),
     ),
     single_files=SingleFileFacts(
         prefixes={

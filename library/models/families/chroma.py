@@ -19,6 +19,7 @@ from ..facts import (
     SamplingFacts,
     SingleFileFacts,
     TextFacts,
+    TrainerNames,
 )
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import (
@@ -65,6 +66,20 @@ FACTS = FamilyFacts(
             ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
             ("distilled_guidance_layer.in_proj.weight", 0): ("transformer", "approximator_hidden_dim"),
         },
+        trainer_names=TrainerNames(
+            ai_toolkit=("chroma",),
+            diffusion_pipe=("chroma",),
+            kohya_gui=("flux1_checkbox",),
+            onetrainer=("CHROMA_1",),
+            simpletuner=("chroma",),
+            simpletuner_flavours={
+                "base": "lodestones/Chroma1-Base",
+                "hd": "lodestones/Chroma1-HD",
+                "flash": "lodestones/Chroma1-Flash",
+            },
+            simpletuner_default="base",
+            variant_pattern="chroma",
+        ),
     ),
     single_files=SingleFileFacts(
         prefixes={"transformer": DENOISER_PREFIXES, "vae": ("vae.",), "text_encoder": T5_PREFIXES},

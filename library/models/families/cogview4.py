@@ -19,6 +19,7 @@ from ..facts import (
     SamplingFacts,
     SingleFileFacts,
     TextFacts,
+    TrainerNames,
 )
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import DENOISER_PREFIXES, match_flow_model
@@ -51,6 +52,7 @@ FACTS = FamilyFacts(
             ("patch_embed.text_proj.weight", 1): ("transformer", "text_embed_dim"),
             ("time_condition_embed.condition_embedder.linear_1.weight", 0): ("transformer", "time_embed_dim"),
         },
+        trainer_names=TrainerNames(ai_toolkit=("cogview4",)),
     ),
     single_files=SingleFileFacts(
         prefixes={

@@ -20,6 +20,7 @@ from ..facts import (
     SamplingFacts,
     SingleFileFacts,
     TextFacts,
+    TrainerNames,
 )
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
@@ -49,6 +50,14 @@ FACTS = FamilyFacts(
             ("layers.0.mlp.linear_fc2.weight", 0): ("transformer", "hidden_size"),
             ("layers.0.mlp.linear_fc2.weight", 1): ("transformer", "ffn_hidden_size"),
         },
+        trainer_names=TrainerNames(
+            ai_toolkit=("ernie_image",),
+            diffusion_pipe=("ernie_image",),
+            onetrainer=("ERNIE",),
+            simpletuner=("ernie",),
+            simpletuner_flavours={"base": "baidu/ERNIE-Image", "turbo": "baidu/ERNIE-Image-Turbo"},
+            simpletuner_default="base",
+        ),
     ),
     single_files=SingleFileFacts(
         prefixes={

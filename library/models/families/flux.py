@@ -33,6 +33,7 @@ from ..facts import (
     SingleFileFacts,
     TextEncoderLora,
     TextFacts,
+    TrainerNames,
 )
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import (
@@ -150,6 +151,19 @@ FACTS = FamilyFacts(
             ("img_in.weight", 1, 384): "FLUX.1 Fill (inpainting); use FLUX.1 dev",
             ("img_in.weight", 1, 128): "FLUX.1 Depth or Canny; use FLUX.1 dev",
         },
+        trainer_names=TrainerNames(
+            ai_toolkit=("flux", "flex1", "is_flux"),
+            diffusion_pipe=("flux",),
+            kohya_gui=("flux1_checkbox",),
+            onetrainer=("FLUX_DEV_1",),
+            simpletuner=("flux",),
+            simpletuner_flavours={
+                "dev": "black-forest-labs/FLUX.1-dev",
+                "krea": "black-forest-labs/FLUX.1-Krea-dev",
+                "schnell": "black-forest-labs/FLUX.1-schnell",
+            },
+            simpletuner_default="krea",
+        ),
     ),
     single_files=SingleFileFacts(
         prefixes={

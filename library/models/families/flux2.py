@@ -23,6 +23,7 @@ from ..facts import (
     SamplingFacts,
     SingleFileFacts,
     TextFacts,
+    TrainerNames,
 )
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import (
@@ -95,6 +96,13 @@ DEV_FACTS = FamilyFacts(
             ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
             ("guidance_in.in_layer.weight", None): ("transformer", "guidance_embeds"),
         },
+        trainer_names=TrainerNames(
+            ai_toolkit=("flux2",),
+            diffusion_pipe=("flux2",),
+            onetrainer=("FLUX_2",),
+            simpletuner=("flux2",),
+            simpletuner_flavours={"dev": "black-forest-labs/FLUX.2-dev"},
+        ),
     ),
     single_files=SingleFileFacts(
         prefixes={
@@ -152,7 +160,22 @@ KLEIN_FACTS = replace(
     DEV_FACTS,
     title="FLUX.2 klein",
     pipeline=PipelineFacts(class_name="Flux2KleinPipeline", num_parameters=9_078_581_248),
-    detection=replace(DEV_FACTS.detection, keys=_KLEIN_KEYS),
+    detection=replace(
+        DEV_FACTS.detection,
+        keys=_KLEIN_KEYS,
+        trainer_names=TrainerNames(
+            ai_toolkit=("flux2_klein_4b", "flux2_klein_9b"),
+            diffusion_pipe=("flux2",),
+            onetrainer=("FLUX_2",),
+            simpletuner=("flux2",),
+            simpletuner_flavours={
+                "klein-4b": "black-forest-labs/FLUX.2-klein-base-4B",
+                "klein-9b": "black-forest-labs/FLUX.2-klein-base-9B",
+            },
+            simpletuner_default="klein-9b",
+            variant_pattern="klein",
+        ),
+    ),
     single_files=replace(
         DEV_FACTS.single_files,
         prefixes={**DEV_FACTS.single_files.prefixes, "text_encoder": ("text_encoders.qwen3_4b.transformer.",)},

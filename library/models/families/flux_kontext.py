@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..base import BaseModelInfo
-from ..facts import ControlFacts
+from ..facts import ControlFacts, TrainerNames
 from .flux import FACTS as FLUX_FACTS
 from .flux import Flux
 
@@ -27,7 +27,17 @@ FACTS = replace(
         hub_id="black-forest-labs/FLUX.1-Kontext-dev",
     ),
     # Its weights have the names and shapes of FLUX.1 dev's, so a single file needs --family.
-    detection=replace(FLUX_FACTS.detection, unsupported_shapes={}),
+    detection=replace(
+        FLUX_FACTS.detection,
+        unsupported_shapes={},
+        trainer_names=TrainerNames(
+            ai_toolkit=("flux_kontext",),
+            diffusion_pipe=("flux",),
+            simpletuner=("flux",),
+            simpletuner_flavours={"kontext": "black-forest-labs/FLUX.1-Kontext-dev"},
+            variant_pattern="kontext",
+        ),
+    ),
     control=ControlFacts(num_images=(0, 1)),
 )
 

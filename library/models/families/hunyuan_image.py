@@ -22,6 +22,7 @@ from ..facts import (
     SamplingFacts,
     SingleFileFacts,
     TextFacts,
+    TrainerNames,
 )
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
@@ -70,6 +71,7 @@ FACTS = FamilyFacts(
             ("byt5_in.fc1.weight", 1): ("transformer", "text_embed_2_dim"),
         },
         unsupported_shapes={(f"{name}.mlp.0.weight", 1, 256): DISTILLED for name in ("time_r_in", "guidance_in")},
+        trainer_names=TrainerNames(diffusion_pipe=("hunyuan_image",), kohya_gui=("hunyuan_image_checkbox",)),
     ),
     single_files=SingleFileFacts(
         prefixes={

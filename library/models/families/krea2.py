@@ -19,6 +19,7 @@ from ..facts import (
     SamplingFacts,
     SingleFileFacts,
     TextFacts,
+    TrainerNames,
 )
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
@@ -89,6 +90,14 @@ FACTS = FamilyFacts(
             ("txtfusion.projector.weight", 1): ("transformer", "num_text_layers"),
             ("first.weight", 1): ("transformer", "in_channels"),
         },
+        trainer_names=TrainerNames(
+            ai_toolkit=("krea2",),
+            diffusion_pipe=("krea2",),
+            onetrainer=("KREA_2",),
+            simpletuner=("krea2",),
+            simpletuner_flavours={"raw": "krea/Krea-2-Raw", "turbo": "krea/Krea-2-Turbo"},
+            simpletuner_default="raw",
+        ),
     ),
     single_files=SingleFileFacts(
         prefixes={

@@ -18,6 +18,7 @@ from ..facts import (
     SamplingFacts,
     SingleFileFacts,
     TextFacts,
+    TrainerNames,
 )
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
@@ -58,6 +59,11 @@ FACTS = FamilyFacts(
             ("img_in.weight", 1): ("transformer", "in_channels"),
             ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
         },
+        trainer_names=TrainerNames(
+            simpletuner=("longcat_image",),
+            simpletuner_flavours={"final": "meituan-longcat/LongCat-Image", "dev": "meituan-longcat/LongCat-Image-Dev"},
+            simpletuner_default="final",
+        ),
     ),
     single_files=SingleFileFacts(
         prefixes={

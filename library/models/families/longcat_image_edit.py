@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ..base import BaseModelInfo, ControlTextFamily, Family
-from ..facts import ControlFacts
+from ..facts import ControlFacts, TrainerNames
 from .longcat_image import FACTS as LONGCAT_FACTS
 from .longcat_image import LONGCAT_MAX_SEQUENCE_LENGTH, LongCatImage
 
@@ -30,6 +30,14 @@ FACTS = replace(
         class_name="LongCatImageEditPipeline",
         kind="edit",
         hub_id="meituan-longcat/LongCat-Image-Edit",
+    ),
+    detection=replace(
+        LONGCAT_FACTS.detection,
+        trainer_names=TrainerNames(
+            simpletuner=("longcat_image",),
+            simpletuner_flavours={"edit": "meituan-longcat/LongCat-Image-Edit"},
+            variant_pattern="image-edit",
+        ),
     ),
     lora=replace(LONGCAT_FACTS.lora, modelspec_architecture="longcat-image-edit"),
     text=replace(

@@ -20,6 +20,7 @@ from ..facts import (
     SamplingFacts,
     SingleFileFacts,
     TextFacts,
+    TrainerNames,
 )
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import DENOISER_PREFIXES, GEMMA2_PREFIXES, match_flow_model
@@ -84,6 +85,17 @@ FACTS = FamilyFacts(
             ("cap_embedder.1.weight", 0): ("transformer", "hidden_size"),
             ("cap_embedder.1.weight", 1): ("transformer", "cap_feat_dim"),
         },
+        trainer_names=TrainerNames(
+            ai_toolkit=("lumina2", "is_lumina2"),
+            diffusion_pipe=("lumina_2",),
+            kohya_gui=("lumina_checkbox",),
+            simpletuner=("lumina2",),
+            simpletuner_flavours={
+                "2.0": "Alpha-VLLM/Lumina-Image-2.0",
+                "neta-lumina": "terminusresearch/neta-lumina-v1",
+            },
+            simpletuner_default="2.0",
+        ),
     ),
     single_files=SingleFileFacts(
         prefixes={

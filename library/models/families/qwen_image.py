@@ -17,6 +17,7 @@ from ..facts import (
     SamplingFacts,
     SingleFileFacts,
     TextFacts,
+    TrainerNames,
 )
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import (
@@ -54,6 +55,14 @@ FACTS = FamilyFacts(
             ("txt_in.weight", 1): ("transformer", "joint_attention_dim"),
             ("__index_timestep_zero__", None): ("transformer", "zero_cond_t"),  # of 2511, in files for ComfyUI
         },
+        trainer_names=TrainerNames(
+            ai_toolkit=("qwen_image",),
+            diffusion_pipe=("qwen_image",),
+            onetrainer=("QWEN",),
+            simpletuner=("qwen_image",),
+            simpletuner_flavours={"v1.0": "Qwen/Qwen-Image", "v2.0": "Qwen/Qwen-Image-2512"},
+            simpletuner_default="v2.0",
+        ),
     ),
     single_files=SingleFileFacts(
         prefixes={

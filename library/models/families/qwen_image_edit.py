@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..base import BaseModelInfo, ControlTextFamily
-from ..facts import ControlFacts, FamilyMatch
+from ..facts import ControlFacts, FamilyMatch, TrainerNames
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import match_flow_model
 from .qwen_image import FACTS as QWEN_IMAGE_FACTS
@@ -38,7 +38,17 @@ EDIT_FACTS = replace(
     pipeline=replace(
         QWEN_IMAGE_FACTS.pipeline, class_name="QwenImageEditPipeline", kind="edit", hub_id="Qwen/Qwen-Image-Edit"
     ),
-    detection=replace(QWEN_IMAGE_FACTS.detection, match_configs=_match_edit),
+    detection=replace(
+        QWEN_IMAGE_FACTS.detection,
+        match_configs=_match_edit,
+        trainer_names=TrainerNames(
+            ai_toolkit=("qwen_image_edit",),
+            diffusion_pipe=("qwen_image",),
+            simpletuner=("qwen_image",),
+            simpletuner_flavours={"edit-v1": "Qwen/Qwen-Image-Edit"},
+            variant_pattern="image[-_]edit",
+        ),
+    ),
     lora=replace(QWEN_IMAGE_FACTS.lora, modelspec_architecture="qwen-image-edit"),
     blocks=replace(
         QWEN_IMAGE_FACTS.blocks,
@@ -56,6 +66,20 @@ PLUS_FACTS = replace(
     EDIT_FACTS,
     title="Qwen-Image-Edit-Plus",
     pipeline=replace(EDIT_FACTS.pipeline, class_name="QwenImageEditPlusPipeline", hub_id="Qwen/Qwen-Image-Edit-2509"),
+    detection=replace(
+        EDIT_FACTS.detection,
+        trainer_names=TrainerNames(
+            ai_toolkit=("qwen_image_edit_plus",),
+            diffusion_pipe=("qwen_image",),
+            simpletuner=("qwen_image",),
+            simpletuner_flavours={
+                "edit-v2": "Qwen/Qwen-Image-Edit-2509",
+                "edit-v2+": "Qwen/Qwen-Image-Edit-2509",
+                "edit-v3": "Qwen/Qwen-Image-Edit-2511",
+            },
+            variant_pattern="(edit|qwen).*(2509|2511)|edit[-_]plus",
+        ),
+    ),
     lora=replace(EDIT_FACTS.lora, modelspec_architecture="qwen-image-edit-plus"),
     text=replace(EDIT_FACTS.text, tokenizer_repo_ids={"processor": "Qwen/Qwen-Image-Edit-2509:processor"}),
     sampling=replace(EDIT_FACTS.sampling, num_inference_steps=40),

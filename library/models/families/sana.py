@@ -18,6 +18,7 @@ from ..facts import (
     SamplingFacts,
     SingleFileFacts,
     TextFacts,
+    TrainerNames,
 )
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import DENOISER_PREFIXES, GEMMA2_PREFIXES, match_flow_model
@@ -54,6 +55,19 @@ FACTS = FamilyFacts(
             ("caption_norm.weight", 0): ("transformer", "cross_attention_dim"),
             ("transformer_blocks.0.attn1.norm_q.weight", None): ("transformer", "qk_norm"),
         },
+        trainer_names=TrainerNames(
+            onetrainer=("SANA",),
+            simpletuner=("sana",),
+            simpletuner_flavours={
+                "sana1.5-4.8b-1024": "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers",
+                "sana1.5-1.6b-1024": "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers",
+                "sana1.0-1.6b-2048": "Efficient-Large-Model/Sana_1600M_2Kpx_BF16_diffusers",
+                "sana1.0-1.6b-1024": "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers",
+                "sana1.0-600m-1024": "Efficient-Large-Model/Sana_600M_1024px_diffusers",
+                "sana1.0-600m-512": "Efficient-Large-Model/Sana_600M_512px_diffusers",
+            },
+            simpletuner_default="sana1.5-4.8b-1024",
+        ),
     ),
     single_files=SingleFileFacts(
         prefixes={"transformer": DENOISER_PREFIXES, "vae": ("vae.",), "text_encoder": GEMMA2_PREFIXES},

@@ -23,6 +23,7 @@ from ..facts import (
     SingleFileFacts,
     TextEncoderLora,
     TextFacts,
+    TrainerNames,
 )
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import (
@@ -80,6 +81,18 @@ SD1_FACTS = FamilyFacts(
             ("input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight", 1): ("unet", "cross_attention_dim"),
         },
         unsupported_shapes=UNET_UNSUPPORTED_SHAPES,
+        trainer_names=TrainerNames(
+            ai_toolkit=("sd1",),
+            kohya_gui=("",),
+            onetrainer=("STABLE_DIFFUSION_15",),
+            simpletuner=("sd1x",),
+            simpletuner_flavours={
+                "1.5": "stable-diffusion-v1-5/stable-diffusion-v1-5",
+                "1.4": "CompVis/stable-diffusion-v1-4",
+                "dreamshaper": "Lykon/dreamshaper-8",
+            },
+            simpletuner_default="dreamshaper",
+        ),
     ),
     single_files=SingleFileFacts(
         prefixes={
@@ -120,7 +133,29 @@ SD2_FACTS = replace(
     SD1_FACTS,
     title="Stable Diffusion 2",
     pipeline=replace(SD1_FACTS.pipeline, num_parameters=865_910_724),
-    detection=replace(SD1_FACTS.detection, match_configs=_match_sd2),
+    detection=replace(
+        SD1_FACTS.detection,
+        match_configs=_match_sd2,
+        trainer_names=TrainerNames(
+            ai_toolkit=("sd2", "is_v2"),
+            kohya_gui=("v2",),
+            onetrainer=(
+                "STABLE_DIFFUSION_20",
+                "STABLE_DIFFUSION_20_BASE",
+                "STABLE_DIFFUSION_21",
+                "STABLE_DIFFUSION_21_BASE",
+            ),
+            simpletuner=("sd2x",),
+            simpletuner_flavours={
+                "2.1": "stabilityai/stable-diffusion-2-1",
+                "2.0": "stabilityai/stable-diffusion-2-0",
+                "pseudoflex-v2": "bghira/pseudo-flex-v2",
+                "pseudojourney": "bghira/pseudo-journey-v2",
+                "digitaldiffusion": "Junglerally/Digital-Diffusion",
+            },
+            simpletuner_default="pseudoflex-v2",
+        ),
+    ),
     single_files=SingleFileFacts(
         prefixes={
             "unet": DENOISER_PREFIXES,

@@ -27,6 +27,7 @@ from ..facts import (
     SingleFileFacts,
     TextEncoderLora,
     TextFacts,
+    TrainerNames,
 )
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import (
@@ -95,6 +96,18 @@ FACTS = FamilyFacts(
             ("joint_blocks.0.x_block.attn.ln_q.weight", None): ("transformer", "qk_norm"),
             ("joint_blocks.0.x_block.attn2.qkv.weight", None): ("transformer", "dual_attention_layers"),
         },
+        trainer_names=TrainerNames(
+            ai_toolkit=("sd3", "is_v3"),
+            diffusion_pipe=("sd3",),
+            kohya_gui=("sd3_checkbox",),
+            onetrainer=("STABLE_DIFFUSION_3", "STABLE_DIFFUSION_35"),
+            simpletuner=("sd3",),
+            simpletuner_flavours={
+                "medium": "stabilityai/stable-diffusion-3.5-medium",
+                "large": "stabilityai/stable-diffusion-3.5-large",
+            },
+            simpletuner_default="medium",
+        ),
     ),
     single_files=SingleFileFacts(
         prefixes={

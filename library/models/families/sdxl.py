@@ -20,6 +20,7 @@ from ..facts import (
     SingleFileFacts,
     TextEncoderLora,
     TextFacts,
+    TrainerNames,
 )
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import (
@@ -70,6 +71,18 @@ FACTS = FamilyFacts(
             **UNET_UNSUPPORTED_SHAPES,
             ("label_emb.0.0.weight", 1, 2560): "the refiner of Stable Diffusion XL; train a LoRA on the base model",
         },
+        trainer_names=TrainerNames(
+            ai_toolkit=("sdxl", "is_xl"),
+            diffusion_pipe=("sdxl",),
+            kohya_gui=("sdxl", "sdxl_checkbox"),
+            onetrainer=("STABLE_DIFFUSION_XL_10_BASE",),
+            simpletuner=("sdxl",),
+            simpletuner_flavours={
+                "base-1.0": "stabilityai/stable-diffusion-xl-base-1.0",
+                "base-0.9": "stabilityai/stable-diffusion-xl-base-0.9",
+            },
+            simpletuner_default="base-1.0",
+        ),
     ),
     single_files=SingleFileFacts(
         prefixes={

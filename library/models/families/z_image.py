@@ -18,6 +18,7 @@ from ..facts import (
     SamplingFacts,
     SingleFileFacts,
     TextFacts,
+    TrainerNames,
 )
 from ..model_configs import ConfigReader, ModelError, read_required, read_scheduler_config
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
@@ -83,6 +84,19 @@ FACTS = FamilyFacts(
             ("cap_embedder.1.weight", 0): ("transformer", "dim"),
             ("cap_embedder.1.weight", 1): ("transformer", "cap_feat_dim"),
         },
+        trainer_names=TrainerNames(
+            ai_toolkit=("zimage",),
+            diffusion_pipe=("z_image",),
+            onetrainer=("Z_IMAGE",),
+            simpletuner=("z_image",),
+            simpletuner_flavours={
+                "base": "Tongyi-MAI/Z-Image",
+                "turbo": "Tongyi-MAI/Z-Image-Turbo",
+                "turbo-ostris-v2": "Tongyi-MAI/Z-Image-Turbo",
+                "ostris-de-turbo": "Tongyi-MAI/Z-Image-Turbo",
+            },
+            simpletuner_default="turbo-ostris-v2",
+        ),
     ),
     single_files=SingleFileFacts(
         prefixes={

@@ -4,14 +4,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ...models.trainer_names import find_families
 from ...problems import Problem
 from .equivalents import (
     BLOCKS,
     EDIT_FAMILIES,
     FLOW_FAMILIES,
     GUIDED_FAMILIES,
-    SUPPORTED,
     UNET_FAMILIES,
+    describe_unknown_model,
     drop_layers,
     find_bucket_steps,
     format_argument,
@@ -80,25 +81,20 @@ def _describe_other_training(process: KeyReader) -> str:
     if kind not in keys.PROCESS_TYPES:
         return f'process type = "{kind}": only LoRA training ({", ".join(keys.PROCESS_TYPES)}) can be imported'
     model = process.table.get("model") or {}
-    arch = str(model.get("arch") or "").split(":")[0]
-    switches = [name for name in (*keys.FAMILY_OF_SWITCH, *keys.OTHER_SWITCHES) if model.get(name)]
-    other = (
-        arch
-        if arch not in ("", *keys.FAMILY_OF_ARCH)
-        else next((name for name in switches if name in keys.OTHER_SWITCHES), "")
-    )
-    if other:
-        return f"model {other}: not supported; {SUPPORTED} are"
+    switches = [name for name in (*keys.OTHER_SWITCHES, *keys.MODEL_SWITCHES) if model.get(name)]
+    name = str(model.get("arch") or "").split(":")[0] or next(iter(switches), "sd1")
+    families = find_families("ai_toolkit", name)
+    if not families:
+        return describe_unknown_model("ai_toolkit", f"model {name}")
     if not process.table.get("network"):
         return "no network: full fine-tuning; only LoRA is trained here"
-    family = next((keys.FAMILY_OF_SWITCH[name] for name in switches), "sd1")
-    process.result.family = keys.FAMILY_OF_ARCH.get(arch, family)
+    process.result.family = families[0]
     return ""
 
 
 def _read_model(process: KeyReader) -> None:
     result, model = process.result, process.read_table("model")
-    for name in ("arch", *keys.FAMILY_OF_SWITCH, *keys.OTHER_SWITCHES):
+    for name in ("arch", *keys.MODEL_SWITCHES, *keys.OTHER_SWITCHES):
         model.read(name)
     path = model.take("pretrained_model_name_or_path", "name_or_path", None, to_text)
     if model.read("extras_name_or_path", path) != path:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from ...models.detect import get_size_multiple
+from ...models.trainer_names import choose_family, find_families
 from ...problems import Problem
 from .equivalents import (
     BLOCKS,
     GUIDED_FAMILIES,
-    SUPPORTED,
+    describe_unknown_model,
     drop_layers,
     keep_only_layers,
     match_containing,
@@ -47,8 +48,9 @@ def import_diffusion_pipe(content: dict[str, Any], path: Path, others: Sequence[
     result = ImportedConfig(PROGRAM)
     run = KeyReader(content, result)
     kind = content["model"].get("type")
-    if kind not in keys.FAMILIES:
-        result.problems.append(Problem("", f'model.type = "{kind}": not supported', f"{SUPPORTED} are"))
+    families = find_families("diffusion_pipe", kind)
+    if not families:
+        result.problems.append(Problem("", describe_unknown_model("diffusion_pipe", f'model.type = "{kind}"')))
         return result
     if "adapter" not in run:
         result.problems.append(Problem("", "no [adapter]: full fine-tuning", "only LoRA is trained here"))
@@ -56,7 +58,8 @@ def import_diffusion_pipe(content: dict[str, Any], path: Path, others: Sequence[
     dataset = find_companion(
         run, key="dataset", main_path=path, others=others, matches=is_directory_list, title="dataset"
     )
-    result.family = _find_family(keys.FAMILIES[kind], content["model"], None if dataset is None else dataset.content)
+    has_controls = dataset is not None and any("control_path" in table for table in dataset.content["directory"])
+    result.family = choose_family(families, _list_file_names(content["model"]), has_controls)
     _read_model(run)
     _read_adapter(run)
     batch_sizes = _read_batch_sizes(run)
@@ -72,17 +75,10 @@ def import_diffusion_pipe(content: dict[str, Any], path: Path, others: Sequence[
     return result
 
 
-def _find_family(family: str, model: Mapping[str, Any], dataset: Mapping[str, Any] | None) -> str:
-    """Tell models of one type apart, by control images and the names of their files, as there is no key for it."""
+def _list_file_names(model: Mapping[str, Any]) -> str:
+    """List the names of the model's files, which alone tell models of one type apart."""
     paths = "diffusers_path", "checkpoint_path", "transformer_path", "diffusion_model"
-    names = " ".join(str(model.get(key, "")) for key in paths).lower()
-    has_controls = any("control_path" in directory for directory in (dataset or {}).get("directory", []))
-    if family == "flux2_dev" and "klein" in names:
-        return "flux2_klein"
-    if has_controls or "kontext" in names or "image-edit" in names or "image_edit" in names:
-        family = keys.EDITING.get(family, family)
-    is_plus = any(mark in names for mark in ("2509", "2511", "edit-plus", "edit_plus"))
-    return "qwen_image_edit_plus" if family == "qwen_image_edit" and is_plus else family
+    return " ".join(str(model.get(key, "")) for key in paths)
 
 
 def _read_model(run: KeyReader) -> None:
@@ -106,6 +102,8 @@ def _read_model(run: KeyReader) -> None:
     adapters = [str(item) for item in model.read("merge_adapters", [])]
     if adapters:
         result.options["base_weights"] = adapters
+    if result.family == "anima" and model.read("llm_adapter_lr", None, to_number) != 0:
+        model.list_change("llm_adapter_lr", "the layers between text encoder and transformer get no adapter here")
     model.apply_rules(keys.MODEL_RULES)
     model.list_unknown(PROGRAM)
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from ...models.detect import get_size_multiple
 from ...models.families import FAMILY_FACTS
+from ...models.trainer_names import TrainerId, format_trained_titles
 from .imported import ImportedConfig
 
 UNET_FAMILIES = tuple(name for name, facts in FAMILY_FACTS.items() if facts.options.network.is_unet)
 FLOW_FAMILIES = tuple(name for name in FAMILY_FACTS if name not in UNET_FAMILIES)
-SUPPORTED = ", ".join(facts.title for facts in FAMILY_FACTS.values())
 EDIT_FAMILIES = tuple(name for name, facts in FAMILY_FACTS.items() if facts.control.num_images[1])
 """Families that take control images."""
 GUIDED_FAMILIES = tuple(name for name, facts in FAMILY_FACTS.items() if "guidance_scale" in facts.options.extra)
@@ -22,6 +22,11 @@ FULL_LOKR_DIM = 10_000
 """The rank from which every layer of a LoKr is a full matrix, which has no scale: alpha counts as the rank."""
 
 _DENOISER = r"(unet|transformer)\..*"
+
+
+def describe_unknown_model(trainer: TrainerId, setting: str) -> str:
+    """Say that a model is not trained here, and which of that trainer's models are."""
+    return f"{setting}: not supported; of this program's models these are: {format_trained_titles(trainer)}"
 
 
 def keep_only_layers(result: ImportedConfig, patterns: Sequence[str]) -> None:

@@ -2,18 +2,26 @@
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...config import parse_config
-from ...config.network_args import LYCORIS_PRESETS, TUCKER_ARGS, TUCKER_TYPES
-from ...config.options import flatten_config, iter_options
+from ...config.kohya_compat import KOHYA_OPTIONS, OtherScriptOption
+from ...config.network_args import (
+    LYCORIS_ALGORITHMS,
+    LYCORIS_PRESETS,
+    NETWORK_MODULES,
+    RANKED_TYPES,
+    TUCKER_ARGS,
+    TUCKER_TYPES,
+)
+from ...config.options import iter_options
 from ...config.schema import RunConfig
 from ...config.unused_options import is_self_tuning_adafactor
-from ...config.validate import MISSING_DATASET
 from ...models.detect import get_size_multiple
 from ...models.families import FAMILY_FACTS
+from ...models.trainer_names import choose_family, find_families, list_names, list_trained_families
 from ...problems import Problem
 from .equivalents import FLOW_FAMILIES, FULL_LOKR_DIM
 from .imported import (
@@ -29,12 +37,9 @@ from .imported import (
     to_text,
 )
 from .keys import kohya_gui as keys
+from .script_options import ScriptFlag, build_command_line, build_flag, split_command_line, take_script_flags
 
 PROGRAM = "kohya_ss"
-_OTHER_MODELS = {
-    f"{name}_checkbox": f"files for {title} are not imported; write a run file (docs/from_sd_scripts.md)"
-    for name, title in (("hunyuan_image", "HunyuanImage"), ("anima", "Anima"))
-}
 
 
 def is_kohya_gui(content: Any) -> bool:
@@ -75,24 +80,30 @@ def _describe_other_training(reader: KeyReader) -> str:
         return "a file for textual inversion; only LoRA is trained here"
     if "LoRA_type" not in reader:
         return "a file for DreamBooth or fine-tuning (no LoRA_type); only LoRA is trained here"
-    for name, problem in _OTHER_MODELS.items():
-        if reader.read(name, False, to_switch):
-            return f"{name} = true: {problem}"
-    lora_type = reader.read("LoRA_type")
-    if lora_type not in keys.LORA_TYPES:
-        return f'LoRA_type = "{lora_type}": not supported; choose one of {", ".join(keys.LORA_TYPES)}'
+    lora_type, supported = reader.read("LoRA_type"), _list_lora_types()
+    if lora_type not in supported:
+        return f'LoRA_type = "{lora_type}": not supported; choose one of {", ".join(supported)}'
     return ""
 
 
+def _list_lora_types() -> list[str]:
+    """List the LoRA types of the GUI whose network module and algorithm are here."""
+    return [
+        name
+        for name, (module, algorithm) in keys.LORA_TYPES.items()
+        if module in NETWORK_MODULES and (not algorithm or algorithm in LYCORIS_ALGORITHMS)
+    ]
+
+
 def _read_family(reader: KeyReader) -> None:
-    switches = {"sdxl": "sdxl", "sdxl_checkbox": "sdxl", "flux1_checkbox": "flux", "sd3_checkbox": "sd3"}
-    switches["lumina_checkbox"] = "lumina2"
-    chosen = [family for name, family in switches.items() if reader.read(name, False, to_switch)]
-    is_v2 = reader.read("v2", False, to_switch)
-    reader.result.family = chosen[0] if chosen else "sd2" if is_v2 else "sd1"
-    if reader.read("model_type") == "chroma" and reader.result.family == "flux":
-        reader.result.family = "chroma"
-    if is_v2 and not chosen:
+    """Read the switches that choose the model; ``v2`` counts where no other one is on."""
+    switches = dict.fromkeys(
+        name for family in list_trained_families("kohya_gui") for name in list_names("kohya_gui", family)
+    )
+    chosen = [name for name in switches if name and reader.read(name, False, to_switch)]
+    switch = next((name for name in chosen if name != "v2"), chosen[0] if chosen else "")
+    reader.result.family = choose_family(find_families("kohya_gui", switch), str(reader.read("model_type", "")))
+    if switch == "v2":
         reader.result.set_option("v2", True)
 
 
@@ -109,32 +120,15 @@ def _read_former_names(reader: KeyReader) -> None:
 
 
 def _read_model_keys(reader: KeyReader) -> None:
-    family = reader.result.family
-    read_keys(reader, keys.FLOW_KEYS_BY_FAMILY.get(family, {}))
-    options = reader.result.options
-    if family in ("flux", "chroma"):
-        for option in ("clip_l", "t5xxl") if family == "flux" else ("t5xxl",):
-            if option not in options:  # names of earlier versions of the GUI
-                reader.take(option, f"flux1_{option}", convert=to_text)
-        if family == "chroma":  # sd-scripts requires it, as masked padding is how Chroma was trained
-            reader.read_keys.update(("apply_t5_attn_mask", "guidance_scale", "clip_l", "flux1_clip_l"))
-    if family in ("flux", "chroma", "lumina2"):
-        key, default = "model_prediction_type", "sigma_scaled"
-        if family == "lumina2":
-            key, default = f"lumina_{key}", "raw"
-        prediction = reader.read(key, default)
-        if prediction != "raw":
-            reason = "the loss is computed on the raw prediction, as with raw; other timesteps weigh more there"
-            reader.list_change(key, reason, prediction)
-        if options.get("timestep_sampling", "sigma") not in ("sigma", "shift"):
-            options.pop("discrete_flow_shift", None)
-            reader.list_harmless(
-                "lumina_discrete_flow_shift" if family == "lumina2" else "discrete_flow_shift",
-                "sd-scripts uses it for sigma and shift only, too",
-            )
-    if options.get("timestep_sampling") == "nextdit_shift":  # uniform, with the shift of the model's pipeline
-        options["timestep_sampling"] = "sigma"
-        options.pop("discrete_flow_shift", None)
+    family, options = reader.result.family, reader.result.options
+    if any(key.endswith("_vae") for key in keys.MODEL_KEYS.get(family, {})):
+        options.pop("vae", None)  # a key of its own
+    if family == "chroma":
+        reader.read_keys.update(("apply_t5_attn_mask", "guidance_scale", "clip_l", "flux1_clip_l"))
+    take_script_flags(reader.result, list(_build_model_flags(reader)))
+    for option in {"flux": ("clip_l", "t5xxl"), "chroma": ("t5xxl",)}.get(family, ()):
+        if option not in options:  # names of earlier versions of the GUI
+            reader.take(option, f"flux1_{option}", convert=to_text)
     if family == "lumina2":
         reason = "the system prompt of the model's pipeline stands before every caption here"
         reader.list_change("lumina_system_prompt", reason, reader.read("lumina_system_prompt", ""))
@@ -145,6 +139,29 @@ def _read_model_keys(reader: KeyReader) -> None:
         name = f"{prefix}_cache_text_encoder_outputs{suffix}"
         if reader.read(name, False, to_switch):
             reader.result.set_option(f"cache_text_encoder_outputs{suffix}", True)
+
+
+def _build_model_flags(reader: KeyReader) -> Iterator[ScriptFlag]:
+    """Build the flags that the GUI passes on for the model; 0, false and empty values leave the script's default."""
+    table = dict(keys.MODEL_KEYS.get(reader.result.family, {}))
+    if "anima_compile" in table and reader.table.get("anima_compile"):
+        table |= keys.COMPILE_KEYS
+    if reader.table.get("lumina_timestep_sampling") == "nextdit_shift" and "lumina_timestep_sampling" in table:
+        # uniform, with the shift of the model's pipeline
+        reader.read_keys.update(("lumina_timestep_sampling", "lumina_discrete_flow_shift"))
+        del table["lumina_timestep_sampling"], table["lumina_discrete_flow_shift"]
+        yield build_flag("lumina_timestep_sampling", "timestep_sampling", "sigma")
+    for key, default in table.items():
+        option = re.sub(f"^({'|'.join(keys.OTHER_MODEL_PREFIXES)})", "", key)
+        option = keys.SCRIPT_NAMES.get(option, option)
+        if isinstance(KOHYA_OPTIONS.get(option), OtherScriptOption):
+            continue  # its rule says what happens here
+        value = reader.read(key, default, _CONVERTERS[type(default)]) or default
+        if value:
+            yield build_flag(key, option, value, is_default=key not in reader)
+
+
+_CONVERTERS: Mapping[type, Any] = {str: to_text, bool: to_switch, int: to_integer, float: to_number}
 
 
 def _read_precision(reader: KeyReader) -> None:
@@ -233,10 +250,11 @@ def _read_objective(reader: KeyReader) -> None:
         result.set_option("ip_noise_gamma_random_strength", is_random or None)
     low = reader.read("min_timestep", None, to_positive_integer)
     high = reader.read("max_timestep", 1000, to_positive_integer)
-    if result.family in ("flux", "chroma", "lumina2") and (low or high not in (None, 1000)):
+    is_ignored = is_flow and result.family != "sd3"
+    if is_ignored and (low or high not in (None, 1000)):
         reason = f"sd-scripts ignores them for {result.family}, too"
         result.list_harmless("min_timestep, max_timestep", [low, high], reason)
-    elif result.family not in ("flux", "chroma", "lumina2"):
+    elif not is_ignored:
         result.set_option("min_timestep", low)
         result.set_option("max_timestep", None if high == 1000 else high)
     clip_skip = reader.read("clip_skip", 1, to_positive_integer)
@@ -270,40 +288,15 @@ def _read_noise(reader: KeyReader, is_flow: bool) -> None:
 
 
 def _read_extra_flags(reader: KeyReader) -> None:
-    """The flags of ``additional_parameters``, which override everything else."""
+    """Read the flags of ``additional_parameters``, which override everything else."""
     words = shlex.split(str(reader.read("additional_parameters", "")))
-    if not words:
-        return
-    options = reader.result.options
-    alone, together = parse_config(words), parse_config([*_format_flags(options), *words])
-    values = flatten_config(together.config)
-    for name in alone.locations.keys() | {place.flag.removeprefix("--") for place, _ in alone.unused}:
-        if name in together.locations:
-            value = values[name]
-            plain = isinstance(value, (bool, int, float, str, tuple))
-            options[name] = list(value) if isinstance(value, tuple) else value if plain else str(value)
-    for place, reason in together.unused:
-        flag = place.flag
-        if flag in words or any(word.startswith(f"{flag}=") for word in words):
-            reader.result.list_harmless("additional_parameters", flag, reason or "no effect on the result")
-    for problem in alone.problems:
-        if problem in together.problems and problem != MISSING_DATASET:
-            reader.list_change("additional_parameters", str(problem))
-
-
-def _format_flags(options: dict[str, Any]) -> list[str]:
-    flags = list[str]()
-    for name, value in options.items():
-        if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            flags += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return flags
+    if words:
+        take_script_flags(reader.result, split_command_line("additional_parameters", words))
 
 
 def _drop_overridden(result: ImportedConfig) -> None:
     """Drop options that have no effect beside the others, as their facts say; sd-scripts ignores them, too."""
-    options, parsed = result.options, parse_config(_format_flags(result.options))
+    options, parsed = result.options, parse_config(build_command_line(result.options))
     dropped = {place.flag.removeprefix("--").removeprefix("no-"): reason for place, reason in parsed.unused}
     if "lr_scheduler_type" in options or is_self_tuning_adafactor(parsed.config.optim):
         dropped["lr_warmup_steps"] = "the schedule has no warmup"
@@ -316,7 +309,7 @@ def _list_unused(reader: KeyReader) -> None:
     """List keys for other models and LoRA types in one line each group."""
     groups = [
         [name for name in reader.table if name.startswith(keys.OTHER_MODEL_PREFIXES)],
-        [*keys.TYPE_KEYS, *keys.MODEL_KEYS],
+        [*keys.TYPE_KEYS, *keys.UNUSED_MODEL_KEYS],
         ["huber_schedule", "huber_c", "huber_scale", "huggingface_path_in_repo", "huggingface_repo_visibility"],
     ]
     for group in groups:
@@ -455,8 +448,9 @@ def read_network(reader: KeyReader) -> None:
     elif lora_type != "Flux1 OFT":
         if lora_type == "Kohya LoCon":
             _read_conv_args(reader)
-        names = {"Flux1": keys.FLUX_ARGS, "Lumina": keys.DROPOUTS}.get(lora_type, keys.NATIVE_ARGS)
-        for name in names:
+        own: dict[str, Sequence[str]] = {name: keys.DROPOUTS for name in ("Lumina", "Anima", "HunyuanImage-2.1")}
+        own["Flux1"] = keys.FLUX_ARGS
+        for name in own.get(lora_type, keys.NATIVE_ARGS):
             value = reader.read(name)
             if not value or is_among(value, (0,)):
                 continue
@@ -468,12 +462,8 @@ def read_network(reader: KeyReader) -> None:
     for name in ("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio"):
         if ratio := reader.read(name, None, to_positive_number):
             result.add_network_arg(name, ratio)
-    for name in ("network_dropout", "scale_weight_norms"):
-        value = reader.read(name, None, to_positive_number)
-        if value and (algorithm not in ("", "locon") or module in ("networks.loha", "networks.lokr")):
-            reader.list_change(name, f"only LoRA has it here, not {lora_type}; remove it")
-        else:
-            result.set_option(name, value)
+    rates = {name: reader.read(name, None, to_positive_number) for name in ("network_dropout", "scale_weight_norms")}
+    take_script_flags(result, [build_flag(name, name, value) for name, value in rates.items() if value])
     if algorithm == "lokr" and result.options.get("network_dim", 0) >= FULL_LOKR_DIM:
         result.options["network_alpha"] = float(result.options["network_dim"])  # full matrices have no scale
     if module == "networks.oft_flux" or algorithm in ("diag-oft", "boft"):
@@ -486,10 +476,10 @@ def _read_conv_args(reader: KeyReader) -> None:
 
 
 def _read_lycoris_args(reader: KeyReader, algorithm: str) -> None:
-    if reader.result.family not in FLOW_FAMILIES and algorithm not in ("diag-oft", "boft"):
+    if reader.result.family not in FLOW_FAMILIES and LYCORIS_ALGORITHMS[algorithm] in RANKED_TYPES:
         _read_conv_args(reader)
     elif "conv_dim" in reader and reader.result.family not in FLOW_FAMILIES:
-        reader.list_change("conv_dim", "OFT of convolutions is not supported; only linear layers are trained")
+        reader.list_change("conv_dim", f"only linear layers are trained with {algorithm} here")
     preset = reader.read("LyCORIS_preset", "full")
     if preset in LYCORIS_PRESETS and reader.result.family not in FLOW_FAMILIES:
         if preset != "full":
@@ -520,7 +510,7 @@ def _read_lycoris_args(reader: KeyReader, algorithm: str) -> None:
 
 
 def _read_native_loha_args(reader: KeyReader, lora_type: str) -> None:
-    if reader.read("conv_dim", 1, to_integer) > 0:
+    if reader.read("conv_dim", 1, to_integer) > 0 and reader.result.family not in FLOW_FAMILIES:
         _read_conv_args(reader)
     if reader.read("use_tucker", False, to_switch):
         reader.result.add_network_arg("use_tucker", True)
@@ -567,7 +557,7 @@ def read_trained_components(reader: KeyReader) -> None:
         result.set_option("unet_lr", unet_lr)
     if text_lr == 0 and unet_lr != 0:
         return  # the denoiser only
-    if result.family == "lumina2":
+    if result.family in ("lumina2", "anima"):
         reader.list_change("text_encoder_lr", "the text encoder is not trained here; set it to 0", text_lr)
     if not FAMILY_FACTS[result.family].lora.text_encoders:
         return

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...models.families import FAMILY_FACTS
+from ...models.trainer_names import choose_family, find_families
 from ...problems import Problem
 from .equivalents import (
     FULL_LOKR_DIM,
     GUIDED_FAMILIES,
-    SUPPORTED,
     UNET_FAMILIES,
+    describe_unknown_model,
     find_bucket_steps,
     keep_only_layers,
     match_containing,
@@ -48,9 +50,8 @@ def import_onetrainer(content: dict[str, Any], path: Path, others: Sequence[Sour
     if text := _describe_other_training(config):
         result.problems.append(Problem("", text))
         return result
-    result.family = keys.FAMILIES[config.read("model_type", "STABLE_DIFFUSION_15")]
-    if result.family == "flux2_dev" and "klein" in str(config.read("base_model_name", "")).lower():
-        result.family = "flux2_klein"
+    families = find_families("onetrainer", config.read("model_type", "STABLE_DIFFUSION_15"))
+    result.family = choose_family(families, str(config.table.get("base_model_name", "")))
     parts = {name: config.read_table(name) for name in keys.PARTS}
     _read_denoiser(config, parts["unet" if result.family in UNET_FAMILIES else "transformer"])
     _read_text_encoders(config, parts)
@@ -120,8 +121,8 @@ def upgrade_keys(content: dict[str, Any]) -> dict[str, Any]:
 def _describe_other_training(config: KeyReader) -> str:
     """Say what else a configuration is for; empty for LoRA training of a family that we have."""
     kind = config.read("model_type", "STABLE_DIFFUSION_15")
-    if kind not in keys.FAMILIES:
-        return f'model_type = "{kind}": not supported; {SUPPORTED} are, without inpainting'
+    if not find_families("onetrainer", kind):
+        return describe_unknown_model("onetrainer", f'model_type = "{kind}"')
     method = config.read("training_method", "FINE_TUNE")
     if method != "LORA":
         return f'training_method = "{method}": only LORA can be imported'
@@ -173,7 +174,7 @@ def _read_stop(part: KeyReader, config: KeyReader, default: int = 0) -> None:
 
 
 def _read_text_encoders(config: KeyReader, parts: dict[str, KeyReader]) -> None:
-    result, count = config.result, keys.TEXT_ENCODERS.get(config.result.family, 0)
+    result, count = config.result, len(FAMILY_FACTS[config.result.family].lora.text_encoders)
     names = ["text_encoder", "text_encoder_2", "text_encoder_3"]
     trained, rates, dropouts = [], [], []
     for number, name in enumerate(names[: max(count, 1)]):
@@ -214,7 +215,7 @@ def _set_trained_encoders(config: KeyReader, trained: list[bool], rates: list[fl
     if not result.options.get("network_train_text_encoder_only"):
         result.options["network_train_unet_only"] = False
     base = config.read("learning_rate", 3e-6, to_number)
-    if result.family in keys.T5_FAMILIES:
+    if FAMILY_FACTS[result.family].text.t5_encoder:  # the last one
         if trained[-1]:
             result.add_network_arg("train_t5xxl", True)
         else:

@@ -97,16 +97,18 @@ def _read_diffusion_timesteps(config: KeyReader) -> None:
 
 
 def _read_flow_timesteps(config: KeyReader) -> None:
-    """Read distribution and shift of the timesteps; OneTrainer's dynamic shift is FLUX.1's, except for Qwen-Image."""
+    """Read distribution and shift of the timesteps.
+
+    OneTrainer's dynamic shift is that of the model's scheduler: FLUX.1's, unless the scheduler has numbers of its own.
+    ``flux_shift`` is FLUX.1's with a logit-normal density of mean 0.
+    """
     options, family = config.result.options, config.result.family
     name = config.read("timestep_distribution", "UNIFORM")
     weight = config.read("noising_weight", 0.0, to_number)
     bias = config.read("noising_bias", 0.0, to_number)
     shift = config.read("timestep_shift", 1.0, to_number)
     is_dynamic = config.read("dynamic_timestep_shifting", False, to_switch) and family not in keys.FIXED_SHIFTS
-    if is_dynamic and family in ("flux2_dev", "flux2_klein"):
-        config.list_change("dynamic_timestep_shifting", "the shift of FLUX.2's pipeline here, of its scheduler there")
-    if is_dynamic and family == "z_image":
+    if is_dynamic and family not in keys.OWN_SHIFTS:
         options["timestep_sampling"] = "flux_shift"
         if weight:
             options["sigmoid_scale"] = weight + 1

@@ -17,6 +17,14 @@ from .simpletuner_data import is_backend_list
 from .source_file import PROGRAMS, SourceFile
 
 
+def is_run_file(content: Any) -> bool:
+    """Whether this has options of sd-scripts or musubi-tuner, which need no translation."""
+    if not isinstance(content, dict):
+        return False
+    tables = (table for table in content.values() if isinstance(table, dict))
+    return "network_module" in content or any("network_module" in table for table in tables)
+
+
 @dataclass(frozen=True)
 class Program:
     """A program whose files are read."""
@@ -42,8 +50,9 @@ COMPANION_FILES: Sequence[tuple[Callable[[Any], bool], str]] = (
     (is_backend_list, "a dataloader configuration of SimpleTuner; give config.json, too"),
     (is_lycoris_config, "a LyCORIS configuration of SimpleTuner; give config.json, too"),
     (is_sample_list, "the samples of OneTrainer; give the configuration, too"),
+    (is_run_file, "a run file of sd-scripts or musubi-tuner, which needs no import; give it to --config_file"),
 )
-"""Files that belong to a configuration."""
+"""Files that belong to a configuration, or need no import."""
 
 
 def import_sources(sources: Sequence[SourceFile]) -> tuple[SourceFile, ImportedConfig]:

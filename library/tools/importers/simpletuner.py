@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from ...models.families import FAMILY_FACTS
+from ...models.trainer_names import choose_family, find_families
 from ...problems import Problem
 from .equivalents import (
     FLOW_FAMILIES,
     FULL_LOKR_DIM,
     GUIDED_FAMILIES,
-    SUPPORTED,
+    describe_unknown_model,
     keep_only_layers,
     match_containing,
     match_last_parts,
@@ -107,10 +108,8 @@ def import_simpletuner(content: Any, path: Path, others: Sequence[SourceFile]) -
     if text := _describe_other_training(config):
         result.problems.append(Problem("", text))
         return result
-    base = keys.FAMILIES[config.read("model_family")]
-    flavour = config.read("model_flavour", keys.MODELS[base][0])
-    result.family = keys.FAMILY_OF_FLAVOUR.get((base, flavour), base)
-    _read_model(config, flavour, keys.MODELS[base][1])
+    result.family, flavour = _find_family_and_flavour(config)
+    _read_model(config, flavour)
     lycoris = None
     if config.read("lora_type", "standard") == "lycoris":
         lycoris = find_companion(
@@ -145,25 +144,40 @@ def import_simpletuner(content: Any, path: Path, others: Sequence[SourceFile]) -
 def _describe_other_training(config: KeyReader) -> str:
     """Say what else a configuration is for; empty for LoRA training of a family that we have."""
     family = config.read("model_family")
-    if family not in keys.FAMILIES:
-        return f'model_family = "{family}": not supported; {SUPPORTED} are'
+    if not find_families("simpletuner", family):
+        return describe_unknown_model("simpletuner", f'model_family = "{family}"')
     kind = config.read("model_type", "full")
     if kind != "lora":
         return f'model_type = "{kind}": full training; only lora can be imported'
     for name in ("controlnet", "control"):
         if config.read(name, False, to_switch):
             return f"{name} = true: ControlNet training is not supported"
-    default, models = keys.MODELS[keys.FAMILIES[family]]
-    flavour = config.read("model_flavour", default)
-    if flavour not in models and "pretrained_model_name_or_path" not in config:
-        return f'model_flavour = "{flavour}": not supported; choose one of {", ".join(models)}, or a model path'
+    flavours = [name for each in find_families("simpletuner", family) for name in _list_flavours(each)]
+    flavour = config.read("model_flavour")
+    if flavour not in (None, *flavours) and "pretrained_model_name_or_path" not in config:
+        return f'model_flavour = "{flavour}": not supported; choose one of {", ".join(flavours)}, or a model path'
     return ""
 
 
-def _read_model(config: KeyReader, flavour: str, models: Mapping[str, str]) -> None:
+def _list_flavours(family: str) -> Mapping[str, str]:
+    """List the flavours of a family with their hub ids."""
+    return FAMILY_FACTS[family].detection.trainer_names.simpletuner_flavours
+
+
+def _find_family_and_flavour(config: KeyReader) -> tuple[str, str]:
+    """Find the family that the flavour is of; one that is not here is told by the name of the model."""
+    families = find_families("simpletuner", config.read("model_family"))
+    names = {family: FAMILY_FACTS[family].detection.trainer_names for family in families}
+    default = next((each.simpletuner_default for each in names.values() if each.simpletuner_default), "")
+    flavour = str(config.read("model_flavour", default))
+    by_flavour = next((family for family in families if flavour in _list_flavours(family)), None)
+    return by_flavour or choose_family(families, str(config.read("pretrained_model_name_or_path", ""))), flavour
+
+
+def _read_model(config: KeyReader, flavour: str) -> None:
     result = config.result
     path = config.read("pretrained_model_name_or_path", None, to_text)
-    result.options["pretrained_model_name_or_path"] = path or models[flavour]
+    result.options["pretrained_model_name_or_path"] = path or _list_flavours(result.family)[flavour]
     transformer = config.read("pretrained_transformer_model_name_or_path", None, to_text)
     if transformer:
         config.list_change(

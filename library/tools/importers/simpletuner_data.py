@@ -34,7 +34,7 @@ def read_backends(config: KeyReader, backends: Sequence[Any] | None) -> None:
     if backends is None:
         batch_size = int(config.table.get("train_batch_size", 4))
         reader = KeyReader(shared, result, "")
-        result.general |= {"batch_size": batch_size, **_read_sizes(reader)[0]}
+        result.general |= {"batch_size": batch_size, **_read_sizes(reader)[0], "caption_extension": ".txt"}
         return
     folders = {
         table["id"]: str(table.get("instance_data_dir") or "")

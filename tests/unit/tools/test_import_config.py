@@ -654,11 +654,11 @@ WRONG = {
     "broken.json": ('{"a": 1,}', "broken.json:1: not valid JSON"),
     "broken.yaml": ("a: [1\nb: 2", "not valid YAML"),
     "ours.toml": ("network_dim = 8", "not a training configuration of"),
+    "run.toml": ('network_module = "networks.lora_krea2"', "needs no import; give it to --config_file"),
     "notes.md": ("# notes", "not a .json, .yaml, .toml or .env file"),
     "wan.toml": ('[model]\ntype = "wan"', 'model.type = "wan": not supported'),
     "fine.json": ('{"training_method": "FINE_TUNE", "model_type": "WUERSTCHEN_2"}', 'model_type = "WUERSTCHEN_2": not'),
     "dreambooth.json": ('{"model_list": "custom", "sdxl": true}', "no LoRA_type"),
-    "anima.json": ('{"LoRA_type": "Anima", "anima_checkbox": true}', "files for Anima are not imported"),
     "slider.yaml": ("config: {process: [{type: slider}]}", 'process type = "slider"'),
     "hunyuan.json": ('{"model_family": "hunyuanvideo", "model_type": "lora"}', 'model_family = "hunyuanvideo"'),
     "form.yaml": (

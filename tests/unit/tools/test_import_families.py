@@ -11,8 +11,8 @@ from problem_lines import format_lines
 from library.config import parse_config
 from library.dataset.dataset_config import load_dataset_config
 from library.models.families import FAMILY_FACTS
-from library.tools.import_config import run_import_config
-from library.tools.importers.keys import ai_toolkit, diffusion_pipe, onetrainer, simpletuner
+from library.models.trainer_names import choose_family, find_families, format_trained_titles, list_names
+from library.tools.import_config import build_files, check_written_files, run_import_config
 from library.tools.importers.programs import import_sources
 from library.tools.importers.source_file import SourceFile
 
@@ -70,15 +70,99 @@ def list_controls(result):
     return [subset.get("control_directory") for dataset in result.datasets for subset in dataset["subsets"]]
 
 
-@pytest.mark.parametrize("arch, family", ai_toolkit.FAMILY_OF_ARCH.items())
-def test_every_model_of_ai_toolkit_that_is_here(arch, family):
+def build_for(trainer, name, family, path):
+    """A minimal configuration of a trainer, and its other files, for the model that the trainer calls by this name."""
+    if trainer == "ai_toolkit" and name.startswith("is_"):
+        content = build_ai_toolkit("", path, network={})
+        content["config"]["process"][0]["model"][name] = True
+        return (content,)
+    if trainer == "kohya_gui":
+        lora_types = {"lumina2": "Lumina", "anima": "Anima", "hunyuan_image": "HunyuanImage-2.1"}
+        lora_type = lora_types.get(family, "Flux1" if "flux" in name else "Standard")
+        models = {
+            "LoRA_type": lora_type,
+            "flux1_checkbox": False,
+            "model_type": family,
+            **({name: True} if name else {}),
+        }
+        return (build_kohya(**models, pretrained_model_name_or_path=path),)
+    if trainer == "diffusion_pipe":
+        return build_diffusion_pipe(
+            name, **({"checkpoint_path": path} if family == "sdxl" else {"diffusers_path": path})
+        )
+    if trainer == "simpletuner":
+        flavour = next(iter(FAMILY_FACTS[family].detection.trainer_names.simpletuner_flavours))
+        return build_simpletuner(name, flavour, pretrained_model_name_or_path=path)
+    return ({"ai_toolkit": build_ai_toolkit, "onetrainer": build_onetrainer}[trainer](name, path),)
+
+
+TRAINERS = ("ai_toolkit", "diffusion_pipe", "kohya_gui", "onetrainer", "simpletuner")
+MODELS = [
+    (trainer, name, family) for trainer in TRAINERS for family in FAMILY_FACTS for name in list_names(trainer, family)
+]
+
+
+@pytest.mark.parametrize("trainer, name, family", MODELS)
+def test_every_name_of_a_model_is_imported_as_its_family(trainer, name, family, tmp_path):
+    flavours = FAMILY_FACTS[family].detection.trainer_names.simpletuner_flavours
+    path = next(iter(flavours.values()), "owner/name")
+
+    result = import_content(*build_for(trainer, name, family, path))
+
+    assert result.family == family
+    assert result.options["pretrained_model_name_or_path"] == path, "or the demo model would be trained"
+    result.datasets.clear()
+    for file, text in build_files(result, tmp_path, "run", Path("config.json")).items():
+        file.write_text(text, encoding="utf-8")
+    problems = check_written_files(tmp_path / "run.toml", family)
+    assert [problem.option for problem in problems] == ["dataset_config"], "the images, which are missing"
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_model_that_is_not_here_is_refused_with_those_that_are(trainer):
+    if trainer == "kohya_gui":  # it trains no others
+        return
+    content = build_for(trainer, "sdxl", "sdxl", "owner/name")[0]
+    text = json.dumps(content).replace('"sdxl"', '"wan"')
+
+    _, result = import_sources([SourceFile(Path("config.json"), json.loads(text))])
+
+    (line,) = format_lines(result.problems)
+    assert '"wan"' in line or "model wan" in line
+    assert "Qwen-Image" in line and "Ovis" not in line
+
+
+def test_the_docs_list_the_models_of_each_program():
+    text = Path(__file__).parents[3].joinpath("docs/import.md").read_text(encoding="utf-8")
+    programs = ("ai-toolkit", "diffusion-pipe", "kohya_ss", "OneTrainer", "SimpleTuner")
+
+    missing = [
+        f"| {program} | {titles} |"
+        for program, titles in zip(programs, map(format_trained_titles, TRAINERS), strict=True)
+        if f"| {program} | {titles} |" not in text
+    ]
+
+    assert missing == []
+
+
+def test_models_of_one_name_are_told_apart_by_their_files():
+    families = find_families("diffusion_pipe", "qwen_image")
+
+    assert choose_family(families, "qwen_image_bf16.safetensors") == "qwen_image"
+    assert choose_family(families, "qwen_image_bf16.safetensors", has_control_images=True) == "qwen_image_edit"
+    assert choose_family(families, "Qwen_Image_Edit_2511_bf16.safetensors") == "qwen_image_edit_plus"
+    assert choose_family(families, "models/2511/qwen_image.safetensors") == "qwen_image"
+    assert choose_family(("flux2_dev", "flux2_klein"), "", has_control_images=True) == "flux2_dev"
+
+
+@pytest.mark.parametrize("arch", sorted({name for _, name, _ in MODELS if name in ("krea2", "qwen_image_edit", "sd3")}))
+def test_control_images_and_layers_of_ai_toolkit(arch):
     result = import_content(build_ai_toolkit(arch, dataset={"control_path": "before"}))
 
-    takes_controls = FAMILY_FACTS[family].control.num_images[1] > 0
-    assert result.family == family
+    takes_controls = FAMILY_FACTS[result.family].control.num_images[1] > 0
     assert list_controls(result) == (["before"] if takes_controls else [None])
     assert any("control_path" in item.key for item in result.untaken) == (not takes_controls)
-    assert ("blocks" in list_patterns(result)) == (family == "krea2")
+    assert ("blocks" in list_patterns(result)) == (result.family == "krea2")
 
 
 def test_references_and_layer_names_of_ai_toolkit():
@@ -97,20 +181,20 @@ def test_references_and_layer_names_of_ai_toolkit():
     assert "refiner" in list_patterns(import_content(build_ai_toolkit("lumina2")))
 
 
-@pytest.mark.parametrize("kind, family", onetrainer.FAMILIES.items())
-def test_every_model_of_onetrainer_that_is_here(kind, family):
-    result = import_content(build_onetrainer(kind))
-
-    assert result.family == family
-    assert ("guidance_scale" in result.options) == (family in ("flux", "flux2_dev"))
+def test_the_guidance_of_onetrainer_is_that_of_models_that_have_one():
+    taken = {
+        kind: "guidance_scale" in import_content(build_onetrainer(kind)).options
+        for kind in ("FLUX_DEV_1", "FLUX_2", "ANIMA", "KREA_2")
+    }
+    assert taken == {"FLUX_DEV_1": True, "FLUX_2": True, "ANIMA": False, "KREA_2": False}
 
 
 def test_layers_and_timesteps_of_onetrainer():
     klein = build_onetrainer("FLUX_2", "black-forest-labs/FLUX.2-klein-base-9B", layer_filter_preset="blocks")
     result = import_content({**klein, "dynamic_timestep_shifting": True, "timestep_distribution": "LOGIT_NORMAL"})
     assert result.family == "flux2_klein" and "guidance_scale" not in result.options
-    assert result.options["weighting_scheme"] == "logit_normal" and "discrete_flow_shift" not in result.options
-    assert "dynamic_timestep_shifting" in {item.key for item in result.untaken}
+    assert result.options["timestep_sampling"] == "flux_shift" and "discrete_flow_shift" not in result.options
+    assert not {"dynamic_timestep_shifting", "timestep_distribution"} & {item.key for item in result.untaken}
     assert list_patterns(result) == ""
 
     result = import_content(build_onetrainer("CHROMA_1", layer_filter_preset="attn-mlp", timestep_shift=2.0))
@@ -120,14 +204,25 @@ def test_layers_and_timesteps_of_onetrainer():
     assert "transformer_blocks" in list_patterns(krea2)
 
 
-@pytest.mark.parametrize("kind, family", diffusion_pipe.FAMILIES.items())
-def test_every_model_of_diffusion_pipe_that_is_here(kind, family):
-    main, data = build_diffusion_pipe(kind, transformer_path="models/x.safetensors")
+def test_layers_of_anima_that_get_no_adapter_here_are_listed():
+    for rates, is_listed in (({}, True), ({"llm_adapter_lr": 1e-5}, True), ({"llm_adapter_lr": 0}, False)):
+        result = import_content(*build_diffusion_pipe("anima", transformer_path="a.safetensors", **rates))
+        assert ("model.llm_adapter_lr" in {item.key for item in result.untaken if item.changes_result}) is is_listed
 
-    result = import_content(main, data)
+    result = import_content(build_onetrainer("ANIMA", layer_filter_preset="attn-only"))
+    assert "attn1" in list_patterns(result) and "layer_filter_preset" not in {item.key for item in result.untaken}
+    result = import_content(build_onetrainer("ANIMA", layer_filter_preset="full"))
+    assert list_patterns(result) == "" and "layer_filter_preset" in {item.key for item in result.untaken}
 
-    assert result.family == family
-    assert ("refiner" in list_patterns(result)) == (family == "lumina2")
+
+def test_a_file_without_a_model_says_that_the_demo_model_would_be_trained(tmp_path):
+    Path(tmp_path / "gui.json").write_text(
+        json.dumps(build_kohya(flux1_checkbox=False, sdxl=True, LoRA_type="Standard"))
+    )
+
+    text, _ = run_import_config([str(tmp_path / "gui.json"), "--output_dir", str(tmp_path)])
+
+    assert "--pretrained_model_name_or_path: no model was found in the file" in text
 
 
 def test_editing_and_files_of_diffusion_pipe():
@@ -153,22 +248,33 @@ def test_editing_and_files_of_diffusion_pipe():
     assert (options["text_encoder"], options["byt5"]) == ("q.safetensors", "b.safetensors")
 
 
-@pytest.mark.parametrize("family", simpletuner.FAMILIES)
-def test_every_model_of_simpletuner_that_is_here(family):
-    result = import_content(*build_simpletuner(family, pretrained_model_name_or_path="owner/name"))
+FLAVOURS = [
+    (name, flavour, family)
+    for family, facts in FAMILY_FACTS.items()
+    for name in facts.detection.trainer_names.simpletuner
+    for flavour in facts.detection.trainer_names.simpletuner_flavours
+]
 
-    assert result.family == simpletuner.FAMILIES[family]
-    assert "to_q" in list_patterns(result)
 
+@pytest.mark.parametrize("name, flavour, family", FLAVOURS)
+def test_every_flavour_of_simpletuner_is_a_model_of_its_family(name, flavour, family):
+    result = import_content(*build_simpletuner(name, flavour, control=True))
 
-@pytest.mark.parametrize("key, family", simpletuner.FAMILY_OF_FLAVOUR.items())
-def test_flavours_of_simpletuner(key, family):
-    (name,) = [name for name, base in simpletuner.FAMILIES.items() if base == key[0]]
-    result = import_content(*build_simpletuner(name, key[1], control=True))
-
-    assert (result.family, list_controls(result)) == (family, ["before"])
+    names = FAMILY_FACTS[family].detection.trainer_names
+    assert result.family == family
+    assert result.options["pretrained_model_name_or_path"] == names.simpletuner_flavours[flavour]
+    assert list_controls(result) == (["before"] if FAMILY_FACTS[family].control.num_images[1] else [None])
     assert not any("dataset_type" in item.key for item in result.untaken)
-    assert ("to_qkv_mlp_proj" in list_patterns(result)) == (family == "flux2_dev")
+    assert "to_q" in list_patterns(result)
+    assert ("to_qkv_mlp_proj" in list_patterns(result)) == family.startswith("flux2")
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _, _ in FLAVOURS}))
+def test_simpletuner_trains_its_default_flavour_without_one(name):
+    result = import_content(*build_simpletuner(name))
+
+    names = FAMILY_FACTS[result.family].detection.trainer_names
+    assert result.options["pretrained_model_name_or_path"] == names.simpletuner_flavours[names.simpletuner_default]
 
 
 def test_chroma_and_lumina_of_kohya_ss():
@@ -187,6 +293,30 @@ def test_chroma_and_lumina_of_kohya_ss():
     assert "network_train_unet_only" not in result.options
     listed = {item.key for item in result.untaken if item.changes_result}
     assert {"text_encoder_lr", "lumina_system_prompt"} <= listed
+
+
+def test_anima_and_hunyuan_image_of_kohya_ss():
+    anima = {"LoRA_type": "Anima", "flux1_checkbox": False, "anima_checkbox": True, "anima_qwen3": "qwen.safetensors"}
+    anima |= {"vae": "sd.safetensors", "anima_vae": "vae.safetensors", "anima_timestep_sampling": "shift"}
+    anima |= {"anima_compile": True, "anima_compile_mode": "max-autotune", "gradient_checkpointing": True}
+    anima["anima_unsloth_offload_checkpointing"] = True
+    result = import_content(build_kohya(**anima, anima_discrete_flow_shift=3, network_dropout=0.1, rank_dropout=0.2))
+    options = result.options
+    assert (options["text_encoder"], options["vae"]) == ("qwen.safetensors", "vae.safetensors")
+    assert (options["timestep_sampling"], options["discrete_flow_shift"]) == ("shift", 3.0)
+    assert (options["torch_compile"], options["dynamo_mode"]) == (True, "max-autotune")
+    assert options["cpu_offload_checkpointing"] is True and options["network_dropout"] == 0.1
+    assert options["network_module"] == "networks.lora_anima" and options["network_args"] == ["rank_dropout=0.2"]
+    assert [item.key for item in result.untaken if item.changes_result] == []
+
+    hunyuan = {"LoRA_type": "HunyuanImage-2.1", "flux1_checkbox": False, "hunyuan_image_checkbox": True}
+    hunyuan |= {"hunyuan_byt5": "b.safetensors", "hunyuan_fp8_scaled": True, "hunyuan_split_attn": True}
+    result = import_content(build_kohya(**hunyuan, hunyuan_image_cache_text_encoder_outputs=True, text_encoder_lr=1e-4))
+    options = result.options
+    assert (options["byt5"], options["quantize_base"]) == ("b.safetensors", "fp8")
+    assert (options["timestep_sampling"], options["discrete_flow_shift"]) == ("sigma", 5.0), "the GUI's defaults"
+    assert options["cache_text_encoder_outputs"] is True and "network_train_unet_only" not in options
+    assert [(item.key, item.changes_result) for item in result.untaken] == [("hunyuan_split_attn", False)]
 
 
 FILES = {

@@ -15,17 +15,8 @@ from ..imported import (
     to_text,
 )
 
-FAMILY_OF_ARCH: Mapping[str, str] = {
-    **{"sd1": "sd1", "sd2": "sd2", "sdxl": "sdxl", "sd3": "sd3", "flux": "flux"},
-    **{"qwen_image": "qwen_image", "zimage": "z_image", "flux_kontext": "flux_kontext", "chroma": "chroma"},
-    **{"qwen_image_edit": "qwen_image_edit", "qwen_image_edit_plus": "qwen_image_edit_plus"},
-    **{"flux2": "flux2_dev", "flux2_klein_4b": "flux2_klein", "flux2_klein_9b": "flux2_klein", "krea2": "krea2"},
-    **{"ernie_image": "ernie_image", "lumina2": "lumina2", "auraflow": "aura_flow", "cogview4": "cogview4"},
-}
-FAMILY_OF_SWITCH: Mapping[str, str] = {
-    **{"is_v2": "sd2", "is_v3": "sd3", "is_xl": "sdxl", "is_flux": "flux"},
-    **{"is_auraflow": "aura_flow", "is_lumina2": "lumina2"},
-}
+MODEL_SWITCHES = ("is_v2", "is_v3", "is_xl", "is_auraflow", "is_flux", "is_lumina2")
+"""Switches of files without ``arch``, in the order in which ai-toolkit asks for them."""
 OTHER_SWITCHES = ("is_pixart", "is_pixart_sigma", "is_ssd", "is_vega")
 ORIGINAL_NAMES = ("chroma", "flux2_dev", "flux2_klein", "krea2")
 """Families whose layers have the original names there."""

@@ -16,22 +16,6 @@ from ..imported import (
     to_text,
 )
 
-FAMILIES: Mapping[str, str] = {
-    "flux": "flux",
-    "sdxl": "sdxl",
-    "sd3": "sd3",
-    "qwen_image": "qwen_image",
-    "z_image": "z_image",
-    "chroma": "chroma",
-    "lumina_2": "lumina2",
-    "auraflow": "aura_flow",
-    "flux2": "flux2_dev",
-    "ernie_image": "ernie_image",
-    "krea2": "krea2",
-    "hunyuan_image": "hunyuan_image",
-}
-EDITING = {"flux": "flux_kontext", "qwen_image": "qwen_image_edit"}
-"""The family that learns from control images, for families that do not do so themselves."""
 DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 SAVE_DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "float"}
 QUANTIZATIONS: Mapping[str, str] = {"float8": "fp8", "float8_e4m3fn": "fp8"}
@@ -95,6 +79,14 @@ MODEL_RULES: Mapping[str, Rule] = {
         "text encoder outputs are cached as set by cache_text_encoder_outputs", "cache_text_embeddings", True
     ),
     **define_unsupported("the guidance embedding is used, with guidance_scale", "bypass_guidance_embedding"),
+    **define_unsupported("give Anima's file that contains the adapter", "llm_adapter_path"),
+    **{
+        name: Unsupported("one learning rate for all layers of the transformer here", (None,))
+        for name in ("self_attn_lr", "cross_attn_lr", "mlp_lr", "mod_lr")
+    },
+    **define_unsupported("every image has the same weight in the loss here", "multiscale_loss_weight"),
+    **define_unsupported("text encoders are not quantized here: more exact, more memory", "text_encoder_nf4"),
+    **define_unsupported("text encoders are not quantized here: more exact, more memory", "text_encoder_fp8"),
     "max_sequence_length": Unsupported("the length of captions is fixed; longer ones are cut", (256, None)),
 }
 

@@ -89,54 +89,69 @@ DIFFUSION_KEYS: Mapping[str, GuiKey] = {
 }
 """Options of models that predict the noise or v."""
 
-FLOW_KEYS_BY_FAMILY: Mapping[str, Mapping[str, GuiKey]] = {
-    "flux": {
-        "ae": GuiKey("ae", None, to_text),
-        "clip_l": GuiKey("clip_l", None, to_text),
-        "t5xxl": GuiKey("t5xxl", None, to_text),
-        "t5xxl_max_token_length": GuiKey("t5xxl_max_token_length", 512, to_integer),
-        "guidance_scale": GuiKey("guidance_scale", 3.5, to_number, 3.5),
-        "timestep_sampling": GuiKey("timestep_sampling", "sigma", to_text, "sigma"),
-        "discrete_flow_shift": GuiKey("discrete_flow_shift", 3.0, to_number, 3.0),
-        "cpu_offload_checkpointing": GuiKey("cpu_offload_checkpointing", False, to_switch),
-        "blocks_to_swap": GuiKey("blocks_to_swap", 0, to_integer, 0),
-    },
+_FLUX_KEYS: Mapping[str, Any] = {
+    **dict.fromkeys(("ae", "clip_l", "t5xxl"), ""),
+    **{"t5xxl_max_token_length": 512, "guidance_scale": 3.5, "apply_t5_attn_mask": False},
+    **{"timestep_sampling": "sigma", "discrete_flow_shift": 3.0, "model_prediction_type": "sigma_scaled"},
+    **{"cpu_offload_checkpointing": False, "blocks_to_swap": 0},
+}
+MODEL_KEYS: Mapping[str, Mapping[str, Any]] = {
+    "flux": _FLUX_KEYS,
     "chroma": {
-        "ae": GuiKey("ae", None, to_text),
-        "t5xxl": GuiKey("t5xxl", None, to_text),
-        "t5xxl_max_token_length": GuiKey("t5xxl_max_token_length", 512, to_integer),
-        "timestep_sampling": GuiKey("timestep_sampling", "sigma", to_text, "sigma"),
-        "discrete_flow_shift": GuiKey("discrete_flow_shift", 3.0, to_number, 3.0),
-        "cpu_offload_checkpointing": GuiKey("cpu_offload_checkpointing", False, to_switch),
-        "blocks_to_swap": GuiKey("blocks_to_swap", 0, to_integer, 0),
-    },
-    "lumina2": {
-        "lumina_ae": GuiKey("ae", None, to_text),
-        "lumina_gemma2": GuiKey("text_encoder", None, to_text),
-        "lumina_timestep_sampling": GuiKey("timestep_sampling", "shift", to_text, "shift"),
-        "lumina_discrete_flow_shift": GuiKey("discrete_flow_shift", 6.0, to_number, 6.0),
-        "lumina_sigmoid_scale": GuiKey("sigmoid_scale", 1.0, to_number, 1.0),
-        "blocks_to_swap": GuiKey("blocks_to_swap", 0, to_integer, 0),
+        key: value
+        for key, value in _FLUX_KEYS.items()
+        if key not in ("clip_l", "guidance_scale", "apply_t5_attn_mask")  # sd-scripts requires a mask and no guidance
     },
     "sd3": {
-        "sd3_clip_l": GuiKey("clip_l", None, to_text),
-        "clip_g": GuiKey("clip_g", None, to_text),
-        "sd3_t5xxl": GuiKey("t5xxl", None, to_text),
-        "weighting_scheme": GuiKey("weighting_scheme", "logit_normal", to_text, "uniform"),
-        "logit_mean": GuiKey("logit_mean", 0.0, to_number, 0.0),
-        "logit_std": GuiKey("logit_std", 1.0, to_number, 1.0),
-        "mode_scale": GuiKey("mode_scale", 1.29, to_number, 1.29),
-        "sd3_text_encoder_batch_size": GuiKey("text_encoder_batch_size", 1, to_integer, 1),
-        "blocks_to_swap": GuiKey("blocks_to_swap", 0, to_integer, 0),
+        **dict.fromkeys(("sd3_clip_l", "clip_g", "sd3_t5xxl"), ""),
+        **{"weighting_scheme": "logit_normal", "logit_mean": 0.0, "logit_std": 1.0, "mode_scale": 1.29},
+        **dict.fromkeys(("sd3_clip_l_dropout_rate", "clip_g_dropout_rate", "sd3_t5_dropout_rate"), 0.0),
+        **{"pos_emb_random_crop_rate": 0.0, "sd3_enable_scaled_pos_embed": False, "blocks_to_swap": 0},
+        "sd3_text_encoder_batch_size": 1,
+    },
+    "lumina2": {
+        **dict.fromkeys(("lumina_ae", "lumina_gemma2"), ""),
+        **{"lumina_timestep_sampling": "shift", "lumina_discrete_flow_shift": 6.0, "lumina_sigmoid_scale": 1.0},
+        **{"lumina_model_prediction_type": "raw", "lumina_gemma2_max_token_length": 256, "blocks_to_swap": 0},
+    },
+    "anima": {
+        **dict.fromkeys(("anima_qwen3", "anima_vae", "anima_llm_adapter_path", "anima_t5_tokenizer_path"), ""),
+        **{"anima_timestep_sampling": "sigmoid", "anima_discrete_flow_shift": 1.0, "anima_sigmoid_scale": 1.0},
+        **{"anima_qwen3_max_token_length": 512, "anima_t5_max_token_length": 512, "anima_torch_compile": False},
+        **{"anima_vae_chunk_size": 0, "anima_vae_disable_cache": False, "anima_split_attn": False},
+        **{"anima_unsloth_offload_checkpointing": False, "anima_compile": False, "blocks_to_swap": 0},
+    },
+    "hunyuan_image": {
+        **dict.fromkeys(("hunyuan_text_encoder", "hunyuan_byt5", "hunyuan_vae"), ""),
+        **{"hunyuan_timestep_sampling": "sigma", "hunyuan_discrete_flow_shift": 5.0, "hunyuan_sigmoid_scale": 1.0},
+        **{"hunyuan_model_prediction_type": "raw", "hunyuan_fp8_scaled": False, "hunyuan_fp8_vl": False},
+        **{"hunyuan_text_encoder_cpu": False, "hunyuan_vae_chunk_size": 0, "hunyuan_split_attn": False},
+        "blocks_to_swap": 0,
     },
 }
-"""Options of flow-matching models."""
+"""The keys that the GUI passes on for one model, as the option of sd-scripts that follows the prefix of the model.
+
+The values are the GUI's defaults, which are those of sd-scripts' script for the model."""
+COMPILE_KEYS: Mapping[str, Any] = {
+    **{"anima_compile_backend": "inductor", "anima_compile_mode": "default"},
+    **{"anima_compile_dynamic": "auto", "anima_compile_fullgraph": False},
+}
+"""Keys of ``MODEL_KEYS`` that the GUI passes on with ``anima_compile`` only."""
+SCRIPT_NAMES: Mapping[str, str] = {
+    "gemma2": "text_encoder",
+    "compile": "torch_compile",
+    "compile_backend": "dynamo_backend",
+    "compile_mode": "dynamo_mode",
+    "compile_fullgraph": "dynamo_fullgraph",
+}
+"""Options that have another name here."""
+OTHER_MODEL_PREFIXES = ("hunyuan_", "anima_", "lumina_", "sd3_", "flux1_")
+"""How keys of models begin, of which a file uses those of its own."""
 
 NOT_PASSED_ON = "the GUI passes it on for another model or LoRA type only, so it has no effect there either"
 
 _ACCELERATE = "a setting of accelerate launch; give it to accelerate launch again"
 _ALWAYS_SO = "not needed here"
-_LIST_DROPOUT = "dropout of single text encoders is not supported; caption_dropout_rate drops the whole caption"
 
 KEY_RULES: Mapping[str, Rule] = {
     **define_harmless(
@@ -187,13 +202,9 @@ KEY_RULES: Mapping[str, Rule] = {
     **define_unsupported("inpainting models cannot be trained here; train the plain model", "train_inpainting"),
     **define_harmless("sd-scripts reads Gemma 2's captions to this length", "lumina_gemma2_max_token_length", 256, 0),
     **define_harmless("only speed; see attn_mode", "lumina_use_flash_attn lumina_use_sage_attn", False),
-    **define_unsupported("padding tokens of T5 are attended to, as in diffusers' pipelines", "apply_t5_attn_mask"),
-    **define_unsupported(_LIST_DROPOUT, "sd3_clip_l_dropout_rate clip_g_dropout_rate sd3_t5_dropout_rate"),
-    **define_unsupported(_LIST_DROPOUT, "clip_l_dropout_rate t5_dropout_rate"),
-    **define_unsupported(
-        "random crops of the position embedding are not supported; the center crop of inference is used",
-        "pos_emb_random_crop_rate sd3_enable_scaled_pos_embed enable_scaled_pos_embed",
-    ),
+    **define_harmless("only speed; see attn_mode", "anima_attn_mode hunyuan_attn_mode", "torch", ""),
+    **define_harmless("only speed; images are encoded once", "anima_qwen_image_vae_2d", False),
+    **define_harmless("torch's limit applies", "anima_compile_cache_size_limit", 0),
 }
 """Keys that are listed unless they are at their neutral values."""
 
@@ -206,6 +217,8 @@ LORA_TYPES: Mapping[str, tuple[str, str]] = {
     "Flux1": ("networks.lora_flux", ""),
     "Flux1 OFT": ("networks.oft_flux", ""),
     "Lumina": ("networks.lora_lumina", ""),
+    "Anima": ("networks.lora_anima", ""),
+    "HunyuanImage-2.1": ("networks.lora_hunyuan_image", ""),
     "Kohya LoHa": ("networks.loha", ""),
     "Kohya LoKr": ("networks.lokr", ""),
     "LoCon": ("lycoris.kohya", "locon"),
@@ -214,8 +227,14 @@ LORA_TYPES: Mapping[str, tuple[str, str]] = {
     "LyCORIS/LoKr": ("lycoris.kohya", "lokr"),
     "LyCORIS/Diag-OFT": ("lycoris.kohya", "diag-oft"),
     "LyCORIS/BOFT": ("lycoris.kohya", "boft"),
+    "LoRA-FA": ("networks.lora_fa", ""),
+    "Kohya DyLoRA": ("networks.dylora", ""),
+    "LyCORIS/DyLoRA": ("lycoris.kohya", "dylora"),
+    "LyCORIS/GLoRA": ("lycoris.kohya", "glora"),
+    "LyCORIS/iA3": ("lycoris.kohya", "ia3"),
+    "LyCORIS/Native Fine-Tuning": ("lycoris.kohya", "full"),
 }
-"""The network module and the LyCORIS algorithm of each LoRA type of the GUI that can be trained here."""
+"""The network module and the LyCORIS algorithm of each LoRA type of the GUI."""
 
 NATIVE_ARGS = (
     "down_lr_weight mid_lr_weight up_lr_weight block_lr_zero_threshold block_dims block_alphas conv_block_dims"
@@ -224,7 +243,7 @@ NATIVE_ARGS = (
 """Arguments that the GUI passes to networks.lora."""
 
 DROPOUTS = ("rank_dropout", "module_dropout")
-"""Arguments that the GUI passes to networks.lora_lumina."""
+"""Arguments that the GUI passes to the LoRA modules of single models, such as networks.lora_lumina."""
 
 FLUX_ARGS = (
     "img_attn_dim img_mlp_dim img_mod_dim single_dim txt_attn_dim txt_mlp_dim txt_mod_dim single_mod_dim in_dims"
@@ -242,14 +261,10 @@ TYPE_KEYS = (
 )
 """Keys that apply to some LoRA types; what a file's type does not use is not listed."""
 
-MODEL_KEYS = (
-    *FLOW_KEYS_BY_FAMILY["flux"],
-    *FLOW_KEYS_BY_FAMILY["sd3"],
+UNUSED_MODEL_KEYS = (
+    *(key for keys in MODEL_KEYS.values() for key in keys),
     *("flux1_cache_text_encoder_outputs", "flux1_cache_text_encoder_outputs_to_disk", "fp8_base_unet", "model_type"),
     *("sd3_cache_text_encoder_outputs", "sd3_cache_text_encoder_outputs_to_disk", "flux1_clip_l", "flux1_t5xxl"),
-    *("sdxl_cache_text_encoder_outputs", "sigmoid_scale", "model_prediction_type"),
+    *("sdxl_cache_text_encoder_outputs", "sigmoid_scale"),
 )
 """Keys that apply to some models; what a file's model does not use is not listed."""
-
-OTHER_MODEL_PREFIXES = ("hunyuan_", "anima_", "lumina_")
-"""Keys of models, of which a file uses those of its own."""

@@ -6,21 +6,10 @@ from typing import Any
 from ..equivalents import KnownOptimizer
 from ..imported import Rule, Take, Unsupported, define_harmless, define_unsupported, to_integer, to_switch, to_text
 
-FAMILIES: Mapping[str, str] = {
-    "STABLE_DIFFUSION_15": "sd1",
-    **dict.fromkeys(
-        ("STABLE_DIFFUSION_20", "STABLE_DIFFUSION_20_BASE", "STABLE_DIFFUSION_21", "STABLE_DIFFUSION_21_BASE"), "sd2"
-    ),
-    "STABLE_DIFFUSION_XL_10_BASE": "sdxl",
-    **{"STABLE_DIFFUSION_3": "sd3", "STABLE_DIFFUSION_35": "sd3"},
-    **{"FLUX_DEV_1": "flux", "QWEN": "qwen_image", "Z_IMAGE": "z_image", "FLUX_2": "flux2_dev"},
-    **{"CHROMA_1": "chroma", "SANA": "sana", "KREA_2": "krea2", "ERNIE": "ernie_image"},
-}
-TEXT_ENCODERS: Mapping[str, int] = {"sd1": 1, "sd2": 1, "sdxl": 2, "sd3": 3, "flux": 2}
-"""Text encoders that can be trained here; the last of sd3 and flux is T5."""
-T5_FAMILIES = ("sd3", "flux")
 FIXED_SHIFTS = ("sd3", "chroma", "sana")
 """Families for which it does not use ``dynamic_timestep_shifting``."""
+OWN_SHIFTS = ("flux", "qwen_image", "krea2")
+"""Families whose own shift by image size is that of their scheduler, for any density of the noise levels."""
 PARTS = (
     "unet prior transformer unconditional_transformer text_encoder text_encoder_2 text_encoder_3 text_encoder_4".split()
 )
@@ -128,6 +117,12 @@ LAYER_PRESETS: Mapping[str, Mapping[str, tuple[tuple[str, ...], str]]] = {
     },
     "flux2_dev": {"blocks": ((), ""), "full": ((), "layers outside of the blocks get no adapter here")},
     "flux2_klein": {"blocks": ((), ""), "full": ((), "layers outside of the blocks get no adapter here")},
+    "anima": {
+        "attn-mlp": ((), ""),
+        "attn-only": (("attn1", "attn2"), ""),
+        "blocks": ((), "the modulation layers of the blocks get no adapter here"),
+        "full": ((), "the modulation layers and those outside of the blocks get no adapter here"),
+    },
     "sana": {
         "attn-mlp": ((), "the convolutions of the feed-forward layers get no adapter here"),
         "attn-only": ((), ""),
