@@ -50,6 +50,8 @@ class ModelTraits:
     can_train_text_encoders: bool
     options: Collection[str]
     """The options that the model's family has of its own, with those of its components."""
+    timestep_sampling: str = "shift"
+    """The default of ``timestep_sampling`` for the model's family."""
 
     def list_traits(self, noise: NoiseConfig) -> dict[Trait, str | None]:
         """Say of each trait of models whether this one has it, or why not."""
@@ -94,7 +96,8 @@ def find_unused_options(
         run = build_config(RunConfig, dict(values))
         traits = list_config_traits(run)
         traits |= model.list_traits(run.noise) if model is not None else {}
-        implied = {"timestep_sampling": run.noise.flow_timestep_sampling, **dict.fromkeys(unknown, UNKNOWN)}
+        sampling = run.noise.get_timestep_sampling(model.timestep_sampling if model is not None else "")
+        implied = {"timestep_sampling": sampling or UNKNOWN, **dict.fromkeys(unknown, UNKNOWN)}
         title, options = (model.title, model.options) if model is not None else ("", None)
         return [Circumstances({**values, **implied, **keys}, traits, options, title) for keys in subsets]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base import BaseModelInfo
 from ..facts import ControlFacts
+from ..training_noise import WEIGHTED, NoiseLevels, TrainingNoiseFacts
 from .flux import FACTS as FLUX_FACTS
 from .flux import Flux
 
@@ -29,6 +30,9 @@ FACTS = replace(
     # Its weights have the names and shapes of FLUX.1 dev's, so a single file needs --family.
     detection=replace(FLUX_FACTS.detection, unsupported_shapes={}),
     control=ControlFacts(num_images=(0, 1)),
+    training_noise=TrainingNoiseFacts(
+        other_trainers={"musubi-tuner": NoiseLevels("flux_shift", origin="its guide"), "ai-toolkit": WEIGHTED},
+    ),
 )
 
 

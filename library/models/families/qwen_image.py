@@ -25,6 +25,7 @@ from ..shared_facts import (
     MASKED_ATTENTION_MODES,
     match_flow_model,
 )
+from ..training_noise import LOGIT_NORMAL, WEIGHTED, NoiseLevels, TrainingNoiseFacts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -88,6 +89,13 @@ FACTS = FamilyFacts(
         tokenizer_repo_ids={"tokenizer": "Qwen/Qwen-Image:tokenizer"},
         has_variable_length=True,
         pad_multiple=64,
+    ),
+    training_noise=TrainingNoiseFacts(
+        other_trainers={
+            "musubi-tuner": NoiseLevels("shift", 2.2, origin="its guide; or qwen_shift"),
+            "ai-toolkit": WEIGHTED,
+            "OneTrainer": LOGIT_NORMAL,
+        },
     ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=4.0),
     options=FamilyOptions(components={"vae": "vae", "text_encoder": "text_encoder"}),

@@ -19,7 +19,8 @@ from library.config.schema_objective import LossConfig, NoiseConfig
 from library.config.unused_options import _SAMPLERS_WITHOUT_ZERO_SNR
 from library.dataloader.sample_prompts import Prompt
 from library.diffusion.objective import Objective
-from library.diffusion.process import EpsilonProcess, FixedShift, FlowMatchingProcess, VPredictionProcess
+from library.diffusion.process import EpsilonProcess, FlowMatchingProcess, VPredictionProcess
+from library.diffusion.timestep_shift import FixedShift
 from library.diffusion.weighting import SNR_WEIGHTINGS
 from library.errors import ConfigError
 from library.models.detect import detect_model
