@@ -29,8 +29,8 @@ SIGMOID_SAMPLINGS = (
 
 _HAS_LOGIT = AnyOf(
     (
-        HasValue("weighting_scheme", ("logit_normal",)),
         HasValue("timestep_sampling", ("logsnr", "qinglong_flux")),
+        HasValue("weighting_scheme", ("logit_normal",)),
     )
 )
 

@@ -96,8 +96,9 @@ def find_unused_options(
         run = build_config(RunConfig, dict(values))
         traits = list_config_traits(run)
         traits |= model.list_traits(run.noise) if model is not None else {}
-        sampling = run.noise.get_timestep_sampling(model.timestep_sampling if model is not None else "")
-        implied = {"timestep_sampling": sampling or UNKNOWN, **dict.fromkeys(unknown, UNKNOWN)}
+        # Without a model: shift, with which every option has an effect that has one with any family's default.
+        sampling = run.noise.get_timestep_sampling(model.timestep_sampling if model is not None else "shift")
+        implied = {"timestep_sampling": sampling, **dict.fromkeys(unknown, UNKNOWN)}
         title, options = (model.title, model.options) if model is not None else ("", None)
         return [Circumstances({**values, **implied, **keys}, traits, options, title) for keys in subsets]
 

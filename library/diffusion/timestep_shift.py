@@ -12,6 +12,9 @@ class FixedShift:
 
     factor: float = 1.0
 
+    def describe(self) -> str:
+        return f"{self.factor:g}"
+
     def compute_factor(self, num_tokens: int) -> float:
         return self.factor
 
@@ -27,6 +30,10 @@ class DynamicShift:
     max_point: tuple[int, float]
     is_exponential: bool = True
 
+    def describe(self) -> str:
+        points = (f"{mu:g} at {tokens} tokens" for tokens, mu in (self.base_point, self.max_point))
+        return f"{'exp of ' if self.is_exponential else ''}{' to '.join(points)}"
+
     def compute_factor(self, num_tokens: int) -> float:
         """The shift for an image of this many tokens (patches)."""
         (start, base_shift), (end, max_shift) = self.base_point, self.max_point
@@ -41,6 +48,9 @@ class SquareRootShift:
     base_tokens: int
     offset: float
     slope: float
+
+    def describe(self) -> str:
+        return f"{self.offset:g} + {self.slope:g} sqrt(tokens / {self.base_tokens})"
 
     def compute_factor(self, num_tokens: int) -> float:
         return math.sqrt(num_tokens / self.base_tokens) * self.slope + self.offset

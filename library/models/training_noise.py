@@ -79,6 +79,16 @@ class TrainingNoiseFacts:
         """Read the default shift of ``shift`` and ``sigma``."""
         return self.shift or self.read_pipeline_shift(read)
 
+    def describe_used_defaults(self, noise_config: NoiseConfig) -> str | None:
+        """Describe which of these defaults a run with these options uses; None where they are the pipeline's."""
+        sampling = noise_config.get_timestep_sampling(self.timestep_sampling)
+        uses_sampling = not noise_config.timestep_sampling and not noise_config.weighting_scheme
+        uses_shift = sampling in ("shift", "sigma") and not noise_config.discrete_flow_shift
+        parts = [sampling] if uses_sampling and sampling != AS_SAMPLED.timestep_sampling else []
+        if uses_shift and self.shift is not None:
+            parts.append(f"shift {self.shift.describe()}")
+        return ", ".join(parts) or None
+
     def build_distribution(self, noise_config: NoiseConfig, read: ConfigReader) -> NoiseDistribution:
         """Build the distribution of a run with these options."""
         sampling = noise_config.get_timestep_sampling(self.timestep_sampling)

@@ -233,7 +233,8 @@ def _find_other_defaults(loaded: ParsedConfig, detected: DetectedModel) -> Itera
     theirs = {option.name: option.kohya_default for option in options if option.kohya_default}
     theirs.update(facts.options.kohya_defaults)
     sampling = loaded.config.noise.get_timestep_sampling(facts.training_noise.timestep_sampling)
-    if theirs.get("timestep_sampling") == sampling:
+    same = {"sigma": ("sigma", "uniform")}.get(sampling, (sampling,))  # uniform, too, where no weighting_scheme is set
+    if theirs.get("timestep_sampling") in same:
         del theirs["timestep_sampling"]
     model, names = collect_model_traits(detected, loaded.config.adapter), theirs.keys() - loaded.locations.keys()
     without_effect = find_unused_options(loaded.config, frozenset(names), model)

@@ -148,9 +148,8 @@ FACTS = FamilyFacts(
         denoiser_pad_multiple=ANIMA_TEXT_TOKENS,
     ),
     training_noise=TrainingNoiseFacts(
-        timestep_sampling="sigmoid",
-        shift=NO_SHIFT,
-        reason="as its authors and sd-scripts train",
+        reason="without the shift of its scheduler, as its authors and sd-scripts train",
+        read_pipeline_shift=lambda read: NO_SHIFT,
         other_trainers={"sd-scripts": LOGIT_NORMAL, "ai-toolkit": WEIGHTED, "OneTrainer": LOGIT_NORMAL},
     ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=4.0),
