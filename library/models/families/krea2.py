@@ -141,6 +141,7 @@ FACTS = FamilyFacts(
         pad_multiple=64,
     ),
     training_noise=TrainingNoiseFacts(
+        reason="as the model is sampled (Turbo: 3.16 at every size)",
         read_pipeline_shift=_read_pipeline_shift,
         other_trainers={
             "musubi-tuner": NoiseLevels("shift", 2.5, origin="its guide; or krea2_shift"),
