@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from ...dataloader.batch import Batch, Cond, Moments
     from ...dataloader.sample_prompts import Prompt
 
-QWEN_MAX_SEQUENCE_LENGTH = 512
-"""Maximum tokens of the prompt, as in diffusers' pipeline."""
+QWEN_MAX_SEQUENCE_LENGTH = 1024
+"""Maximum tokens of the prompt: the most that diffusers' pipeline takes, and those of musubi-tuner."""
 
 
 def _match_qwen_image(read: ConfigReader) -> FamilyMatch:
@@ -89,6 +89,7 @@ FACTS = FamilyFacts(
         tokenizer_repo_ids={"tokenizer": "Qwen/Qwen-Image:tokenizer"},
         has_variable_length=True,
         pad_multiple=64,
+        version=2,  # captions were cut at 512 tokens before
     ),
     training_noise=TrainingNoiseFacts(
         other_trainers={
@@ -187,4 +188,5 @@ class QwenImage(Family):
             prompt_embeds_mask=mask,
             negative_prompt_embeds=negative_embeds if scale > 1 else None,
             negative_prompt_embeds_mask=negative_mask,
+            max_sequence_length=QWEN_MAX_SEQUENCE_LENGTH,  # the pipeline cuts off embeddings at 512 otherwise
         )
