@@ -21,7 +21,7 @@ from torch import Tensor
 from ..config.option_needs import Has, Trait
 from ..config.options import flatten_config, iter_group_options, iter_options
 from ..config.schema import AdapterConfig, ModelConfig, RunConfig
-from ..config.schema_objective import NoiseConfig
+from ..config.schema_objective import NoiseConfig, TimestepSampling
 from ..config.schema_output import SaveConfig
 from ..config.types import split_keyword_args
 from ..config.validate import THUMBNAIL_TYPES
@@ -37,7 +37,7 @@ class BaseModelMetadata:
     prediction_type: str  # epsilon or v
     implementation: str = "diffusers"
     is_version_2: bool = False
-    timestep_sampling: str = "shift"
+    timestep_sampling: TimestepSampling = "shift"
     """The default of ``timestep_sampling`` of its family."""
     metadata: Mapping[str, object] = field(default_factory=dict)
     """Metadata that only models of this family have, by key."""
@@ -225,7 +225,7 @@ def _build_memory_metadata(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _build_flow_metadata(noise: NoiseConfig, default_sampling: str) -> dict[str, Any]:
+def _build_flow_metadata(noise: NoiseConfig, default_sampling: TimestepSampling) -> dict[str, Any]:
     """Build the keys that are written for flow-matching models only, as sd-scripts does."""
     return {
         "ss_timestep_sampling": noise.get_timestep_sampling(default_sampling),

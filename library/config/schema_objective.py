@@ -183,7 +183,7 @@ class NoiseConfig:
         metadata_key="ss_ip_noise_gamma_random_strength",
     )
 
-    def get_timestep_sampling(self, family_default: str = "shift") -> str:
+    def get_timestep_sampling(self, family_default: TimestepSampling = "shift") -> TimestepSampling:
         """Return the distribution of timesteps of a flow-matching model, of a family with this default."""
         return self.timestep_sampling or ("sigma" if self.weighting_scheme else family_default)
 

@@ -28,7 +28,7 @@ from .network_args import (
 from .option_needs import UNKNOWN, Circumstances, Trait, find_unmet_needs
 from .options import ExplicitOptions, build_config, flatten_config, iter_options
 from .schema import AdapterConfig, OptimConfig, RunConfig
-from .schema_objective import NoiseConfig
+from .schema_objective import NoiseConfig, TimestepSampling
 from .types import parse_env_bool, split_keyword_args
 
 _DROPOUT_OF_LYCORIS = "LyCORIS drops nothing without bypass_mode; networks.lora does"
@@ -50,7 +50,7 @@ class ModelTraits:
     can_train_text_encoders: bool
     options: Collection[str]
     """The options that the model's family has of its own, with those of its components."""
-    timestep_sampling: str = "shift"
+    timestep_sampling: TimestepSampling = "shift"
     """The default of ``timestep_sampling`` for the model's family."""
 
     def list_traits(self, noise: NoiseConfig) -> dict[Trait, str | None]:

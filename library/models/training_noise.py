@@ -7,7 +7,7 @@ middle would count that bias twice, so training has facts of its own.  No torch.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ..config.schema_objective import NoiseConfig
+from ..config.schema_objective import NoiseConfig, TimestepSampling
 from ..diffusion.noise_levels import NoiseDistribution
 from ..diffusion.timestep_shift import TimestepShift, build_timestep_shift
 from .model_configs import ConfigReader, read_scheduler_config
@@ -25,7 +25,7 @@ def read_scheduler_shift(read: ConfigReader) -> TimestepShift:
 class NoiseLevels:
     """The noise levels with which a program trains a family: by its own defaults, or as its documents recommend."""
 
-    timestep_sampling: str = "shift"
+    timestep_sampling: TimestepSampling = "shift"
     """The option's value that has these noise levels here."""
     shift: float | None = None
     """The shift of ``shift`` and ``sigma``; None: that of the model's pipeline."""
@@ -61,7 +61,7 @@ PARABOLA = NoiseLevels(origin="density 2 - 7.7 (sigma - 0.5)^2", shares=(0.5, 0.
 class TrainingNoiseFacts:
     """The noise levels of training, where the family matches flows."""
 
-    timestep_sampling: str = "shift"
+    timestep_sampling: TimestepSampling = "shift"
     """The default of ``timestep_sampling``."""
     shift: TimestepShift | None = None
     """The default shift of ``shift`` and ``sigma``; None: that of the model's pipeline."""
