@@ -215,8 +215,10 @@ def test_family_tells_z_image_base_from_turbo_where_a_single_file_does_not(tmp_p
         detect("z_image:bass")
     with pytest.raises(ConfigError, match="does not have the sizes of z_image:tiny"):
         detect("z_image:tiny")
+    folder = tmp_path / "folder"
+    write_model_folder(folder, config="z_image_tiny")
     with pytest.raises(ConfigError, match="its own files tell the variant; set --family z_image, or leave it out"):
-        detect_model(ModelConfig("random:z_image:base", "z_image:base"))
+        detect_model(ModelConfig(str(folder), "z_image:base"))
 
 
 OTHERS = {
