@@ -89,6 +89,13 @@ def test_a_plan_prints_the_shares_of_its_samples_without_loading_torch():
     assert "torch\n" not in done.stderr
 
 
+def test_a_shift_that_is_set_is_used_whatever_the_default_of_the_family():
+    noise = NoiseConfig(discrete_flow_shift=4.0)
+    assert noise.get_timestep_sampling("flux2_shift") == noise.get_timestep_sampling("nextdit_shift") == "shift"
+    assert noise.get_timestep_sampling("sigma") == "sigma", "which has a shift as well"
+    assert NoiseConfig(timestep_sampling="uniform", discrete_flow_shift=4.0).get_timestep_sampling() == "uniform"
+
+
 def test_shares_of_several_sizes_are_their_mean():
     summary = NoiseSummary("shift", (1.88, 3.16), (0.194, 0.027))
     assert "shift 1.88 to 3.16; share of samples: 19.4% below sigma 0.5, 2.7% below sigma 0.25" in summary.format_text()
