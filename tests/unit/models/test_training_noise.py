@@ -37,7 +37,7 @@ def test_the_noise_levels_that_a_plan_knows_are_those_of_the_loaded_model(name):
     planned = facts.build_distribution(NoiseConfig(), get_config_reader(model))
     assert isinstance(objective.process, FlowMatchingProcess)
     assert objective.noise_config.timestep_sampling == planned.sampling == facts.timestep_sampling
-    side = 4 * max(model.size_multiple, facts.token_side or 0)
+    side = 4 * model.size_multiple
     shape = family.encode_moments(pipe, torch.zeros(1, 3, side, 2 * side)).mean_and_std[:, 0].shape
     tokens = objective.process.count_tokens(shape)
     assert facts.count_tokens(2 * side, side, model.size_multiple) == tokens
