@@ -89,11 +89,17 @@ def has_denoiser(header: SafetensorsHeader, facts: FamilyFacts) -> bool:
 
 
 def match_bundled_config(header: SafetensorsHeader, family: str, facts: FamilyFacts) -> str | None:
-    """The name of the family's bundled config that matches the shapes in the file."""
-    for name in list_family_configs(family):
-        if all(actual == expected for actual, expected in _iter_shape_checks(header, facts, load_bundled_config(name))):
-            return name
-    return None
+    """The name of the family's first bundled config that matches the shapes in the file."""
+    return next(iter(match_bundled_configs(header, family, facts)), None)
+
+
+def match_bundled_configs(header: SafetensorsHeader, family: str, facts: FamilyFacts) -> list[str]:
+    """The names of the family's bundled configs that match the shapes in the file, the main one first."""
+    return [
+        name
+        for name in list_family_configs(family)
+        if all(actual == expected for actual, expected in _iter_shape_checks(header, facts, load_bundled_config(name)))
+    ]
 
 
 def find_component_names(header: SafetensorsHeader, facts: FamilyFacts) -> tuple[str, ...]:

@@ -24,12 +24,14 @@ from ..facts import (
 )
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
+from ..training_noise import LOGIT_NORMAL, WEIGHTED, TrainingNoiseFacts
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
     from ...dataloader.batch import Batch, Cond, Moments
+    from ...diffusion.process import NoiseProcess
 
 BATCH_NORM_EPS = 1e-5
 """Added to the variance of latents, as in diffusers' pipeline; the VAE's config has another value."""
@@ -96,6 +98,11 @@ FACTS = FamilyFacts(
         has_variable_length=True,
         pad_multiple=64,
     ),
+    training_noise=TrainingNoiseFacts(
+        timestep_sampling="sigma",
+        reason="uniform with the pipeline's shift of 4, which already prefers noise",
+        other_trainers={"ai-toolkit": WEIGHTED, "OneTrainer": LOGIT_NORMAL},
+    ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=4.0),
     options=FamilyOptions(components={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"}),
     notes="train on the base model; the Turbo loses its few steps",
@@ -121,6 +128,12 @@ class ErnieImage(Family):
         from .. import text_encoding
 
         return text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, pipe.tokenizer.model_max_length)
+
+    def build_noise_process(self, pipe: Any) -> NoiseProcess:
+        """Latents are patches already."""
+        from ...diffusion.process import FlowMatchingProcess
+
+        return FlowMatchingProcess.from_scheduler(pipe.scheduler.config, patch_size=1)
 
     def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
         from ..vae import encode_patch_moments

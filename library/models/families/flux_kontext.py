@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base import BaseModelInfo
 from ..facts import ControlFacts, TrainerNames
+from ..training_noise import WEIGHTED, NoiseLevels, TrainingNoiseFacts
 from .flux import FACTS as FLUX_FACTS
 from .flux import Flux
 
@@ -39,6 +40,9 @@ FACTS = replace(
         ),
     ),
     control=ControlFacts(num_images=(0, 1)),
+    training_noise=TrainingNoiseFacts(
+        other_trainers={"musubi-tuner": NoiseLevels("flux_shift", origin="its guide"), "ai-toolkit": WEIGHTED},
+    ),
 )
 
 
