@@ -63,6 +63,9 @@ class SecretOption:
     variable: str
 
 
+OptionVerdict = OptionAlias | NoEffectOption | UnsupportedOption | SecretOption
+"""What becomes of an option of another program."""
+
 RENAMED_OPTIONS: dict[str, str] = {
     option.former_name: option.name for option in iter_options(RunConfig) if option.former_name
 }
@@ -97,17 +100,17 @@ def upgrade_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _define_planned(feature: str, *accepted_values: Any) -> NotYetSupported:
+def define_planned(feature: str, *accepted_values: Any) -> NotYetSupported:
     return NotYetSupported(f"not yet: {feature}", accepted_values)
 
 
 _USE_DATASET_TOML = "use a dataset TOML (--dataset_config)"
 _RESUME = UnsupportedOption("not supported: a run starts at step 1, and --resume continues at the saved step", (1,))
-_HUB_STATE = _define_planned(
+_HUB_STATE = define_planned(
     "training states on the hub; --save_state writes them to output_dir, and --resume reads them there"
 )
-_TEXT_DROPOUT = _define_planned("dropout of single text encoders; use caption_dropout_rate", 0, 0.0)
-_POSITION_CROP = _define_planned(
+_TEXT_DROPOUT = define_planned("dropout of single text encoders; use caption_dropout_rate", 0, 0.0)
+_POSITION_CROP = define_planned(
     "random crops of SD3's position embedding; the center crop of inference is used", 0, 0.0
 )
 _OTHER_FAMILY = OtherScriptOption("for a model family that is not supported")
@@ -150,7 +153,7 @@ KOHYA_VALUES: dict[str, dict[Any, str]] = {
 }
 """Values that sd-scripts spells in another way."""
 
-KOHYA_OPTIONS: dict[str, OptionAlias | NoEffectOption | UnsupportedOption | SecretOption] = {
+KOHYA_OPTIONS: dict[str, OptionVerdict] = {
     **{
         alias.name: OptionAlias(option.name, alias.value)
         for option in iter_options(RunConfig)
@@ -194,7 +197,7 @@ KOHYA_OPTIONS: dict[str, OptionAlias | NoEffectOption | UnsupportedOption | Secr
         "not supported: adapter weights and optimizer state stay in fp32"
     ),
     "use_sage_attn": UnsupportedOption("SageAttention has no backward pass; use --attn_mode flash"),
-    "fp8_vl": _define_planned("text encoders in fp8"),
+    "fp8_vl": define_planned("text encoders in fp8"),
     # saving
     "save_model_as": UnsupportedOption(
         "LoRA files are safetensors; ckpt and pt files can run code when they are opened", ("safetensors",)
@@ -204,7 +207,7 @@ KOHYA_OPTIONS: dict[str, OptionAlias | NoEffectOption | UnsupportedOption | Secr
     "metadata_is_negative_embedding": UnsupportedOption("not applicable: a LoRA is not an embedding"),
     # model families
     "controlnet_model_name_or_path": UnsupportedOption("not supported: only LoRA adapters are trained here"),
-    "apply_lg_attn_mask": _define_planned("masking the padding tokens of CLIP; as in diffusers, they are attended to"),
+    "apply_lg_attn_mask": define_planned("masking the padding tokens of CLIP; as in diffusers, they are attended to"),
     "model_type": UnsupportedOption("not needed: detected from the model files", ("flux", "chroma")),
     "llm_adapter_path": UnsupportedOption("not supported: give Anima's file that contains the adapter"),
     "t5_tokenizer_path": UnsupportedOption("use tokenizer_cache_dir; its folder google_t5-v1_1-xxl is this tokenizer"),
@@ -300,9 +303,9 @@ def take_unchecked_value(setting: RawSetting, samplers: Collection[str]) -> tupl
     return value, ""
 
 
-def find_no_effect(setting: RawSetting) -> str | None:
+def find_no_effect(setting: RawSetting, verdicts: Mapping[str, OptionVerdict] = KOHYA_OPTIONS) -> str | None:
     """Return why an option that is not ours cannot change the result; an empty string where that needs no words."""
-    verdict = KOHYA_OPTIONS.get(setting.name)
+    verdict = verdicts.get(setting.name)
     if isinstance(verdict, NoEffectOption):
         return verdict.reason if verdict.is_explained else ""
     if isinstance(verdict, OtherScriptOption) and not setting.is_flag and not verdict.accepts(setting.value):

@@ -5,20 +5,22 @@ Every problem is collected with its file and line, so that the user sees all of 
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import ConfigError
 from ..problems import Place, Problem, locate_problems
 from ..registry import suggest_name
+from .help import format_default
 from .kohya_compat import (
     KOHYA_OPTIONS,
     KOHYA_VALUES,
     RENAMED_OPTIONS,
     RENAMED_VALUES,
     OptionAlias,
+    OptionVerdict,
     RawSetting,
     SecretOption,
     Spelling,
@@ -31,6 +33,13 @@ from .kohya_compat import (
     read_secret,
     rename_kohya_value,
     take_unchecked_value,
+)
+from .musubi_compat import (
+    MUSUBI_OPTIONS,
+    find_missing_model,
+    find_unset_model,
+    is_from_musubi,
+    list_musubi_values,
 )
 from .options import ExplicitOptions, Option, build_config, iter_options
 from .schema import RunConfig
@@ -46,6 +55,8 @@ from .unused_options import (
 )
 from .validate import validate_config
 
+Program = Literal["", "sd-scripts", "musubi-tuner"]
+
 COMMAND_OPTIONS = {"config_file": True, "output_config": False}
 """Options that are no settings of a run, and whether they take a value."""
 
@@ -53,6 +64,7 @@ _UNSET: Any = object()
 """The value of an option that the run TOML mentions and leaves unset."""
 
 _NO_EFFECT = "no effect on this run: "
+_MODEL_OPTIONS = {"dit", "pretrained_model_name_or_path"}
 _FLAG_PATTERN = re.compile(r"--|-[A-Za-z]")  # -1 and - are values
 
 
@@ -71,10 +83,12 @@ class ParsedConfig:
     """Options whose value could not be read; ``config`` has their default, which must not lead to further problems."""
     unused: tuple[tuple[Place, str], ...] = ()
     """Place and reason of each setting that has no effect on this run."""
-    has_kohya_options: bool = False
-    """Whether there are options that only sd-scripts has, or those that it always needs."""
+    program: Program = ""
+    """The program whose command or run file this is, by options that only it has, or that it always needs."""
+    taken_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of that program that were taken for options that are not set."""
     kohya_defaults: tuple[str, ...] = ()
-    """Options that are not set and whose defaults differ from sd-scripts', with both values."""
+    """Options that are not set and whose defaults differ from that program's, with both values."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Environment variables for the keys and tokens that were given."""
     adjustments: Mapping[str, str] = field(default_factory=dict)
@@ -127,8 +141,12 @@ class ParsedConfig:
             logger.warning(notice)
         if self.unused:
             logger.warning("%s", format_unused_settings(self.unused, self.config_file))
+        owner = "sd-scripts'" if self.program == "sd-scripts" else f"{self.program}'s"
+        if self.taken_defaults:
+            taken = ", ".join(f"{name} {format_default(value)}" for name, value in self.taken_defaults.items())
+            logger.warning("defaults of %s that are taken: %s", self.program, taken)
         if self.kohya_defaults:
-            logger.warning("defaults that differ from sd-scripts': %s", ", ".join(self.kohya_defaults))
+            logger.warning("defaults that differ from %s: %s", owner, ", ".join(self.kohya_defaults))
 
 
 def format_unused_settings(unused: Sequence[tuple[Place, str]], path: Path | None) -> str:
@@ -158,10 +176,15 @@ def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedC
             problems += error.problems
             invalid_options |= options.keys() - {setting.name for setting in settings}  # the file may set them
 
-    has_kohya_options = is_from_kohya(settings)
-    reader = _SettingsReader(options, problems, invalid_options, has_kohya_options)
+    program = find_program(settings)
+    is_musubi_run = program == "musubi-tuner" and config_class is RunConfig
+    if is_musubi_run and (missing_model := find_missing_model(settings)):  # beside it no other problem matters
+        problems[:], settings, is_musubi_run = [missing_model], [], False
+        invalid_options |= options.keys()
+    reader = _SettingsReader(options, problems, invalid_options, program)
     for setting in _sort_switch_aliases_first(settings):
         reader.read(setting)
+    taken = _take_musubi_defaults(reader, settings) if is_musubi_run else {}
     parsed = ParsedConfig(
         config=build_config(config_class, reader.values),
         locations=reader.locations,
@@ -171,12 +194,20 @@ def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedC
         output_config="output_config" in commands,
         invalid_options=frozenset(invalid_options),
         unused=tuple(reader.unused),
-        has_kohya_options=has_kohya_options,
+        program=program,
+        taken_defaults=taken,
         secrets=reader.secrets,
     )
     if config_class is RunConfig:
         return _resolve_run_config(parsed)
     return parsed.without_unused(find_unused_tool_options(parsed.config, parsed.explicit, parsed.invalid_options))
+
+
+def find_program(settings: Collection[RawSetting]) -> Program:
+    """Find the program that these settings were written for, by options that only it has or always needs."""
+    if is_from_musubi(settings):
+        return "musubi-tuner"
+    return "sd-scripts" if is_from_kohya(settings) else ""
 
 
 @dataclass
@@ -186,8 +217,8 @@ class _SettingsReader:
     options: dict[str, Option]
     problems: list[Problem]
     invalid_options: set[str]
-    is_from_kohya: bool
-    """Whether unknown keys and values of the run TOML are taken as sd-scripts takes them."""
+    program: Program
+    """The program that unknown keys and values of the run TOML are taken for."""
     values: dict[str, Any] = field(default_factory=dict)
     locations: dict[str, Place] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
@@ -196,16 +227,21 @@ class _SettingsReader:
     spellings: dict[tuple[str, bool], Spelling] = field(default_factory=dict)
     """The first setting of each option, in the file and in flags."""
 
+    @property
+    def verdicts(self) -> Mapping[str, OptionVerdict]:
+        """What becomes of each option that is none of ours."""
+        return MUSUBI_OPTIONS if self.program == "musubi-tuner" else KOHYA_OPTIONS
+
     def read(self, setting: RawSetting) -> None:
         spelled_name = setting.name
         setting, notice = _rename_deprecated(setting)
         if notice is not None:
             self.notices.append(notice)
-        if (reason := find_no_effect(setting)) is not None:
+        if (reason := find_no_effect(setting, self.verdicts)) is not None:
             self.unused.append((setting.place, reason))
             return
-        option, verdict = self.options.get(setting.name), KOHYA_OPTIONS.get(setting.name)
-        if self.is_from_kohya and not setting.is_flag:
+        option, verdict = self.options.get(setting.name), self.verdicts.get(setting.name)
+        if self.program and not setting.is_flag:
             taken = self._take_as_kohya(setting)
             if taken is None:
                 return
@@ -223,7 +259,7 @@ class _SettingsReader:
             name, value = (
                 (setting.name, _convert_value(setting, option))
                 if option is not None
-                else _translate_kohya_option(setting, self.options)
+                else _translate_kohya_option(setting, self.options, self.verdicts)
             )
         except ValueError as error:
             self.problems.append(Problem(setting.name, str(error), place=setting.place))
@@ -243,8 +279,8 @@ class _SettingsReader:
             first = replace(setting.place, line=setting.replaced_line)
             self.unused.append((first, f"line {setting.place.line} sets it again"))
         option = self.options.get(setting.name)
-        if option is None and setting.name not in KOHYA_OPTIONS:
-            known = [*self.options, *KOHYA_OPTIONS, *COMMAND_OPTIONS]
+        if option is None and setting.name not in self.verdicts:
+            known = [*self.options, *self.verdicts, *COMMAND_OPTIONS]
             if (reason := explain_ignored_key(setting.name, known)) is None:
                 return setting
             self.unused.append((setting.place, reason))
@@ -269,6 +305,16 @@ class _SettingsReader:
             else:
                 self.unused.append((first.place, f"{name} is set"))
         self.values[name], self.locations[name] = spelling.value, spelling.place
+
+
+def _take_musubi_defaults(reader: _SettingsReader, settings: Collection[RawSetting]) -> dict[str, Any]:
+    """Set the defaults of musubi-tuner, whose commands always name a model; return what was set."""
+    unset_model = find_unset_model(settings, reader.values)
+    if unset_model is not None and not reader.invalid_options & _MODEL_OPTIONS:
+        reader.problems.append(unset_model)
+    taken = list_musubi_values(reader.values)
+    reader.values.update(taken)
+    return taken
 
 
 def _parse_flags(
@@ -378,7 +424,9 @@ def _convert_value(setting: RawSetting, option: Option) -> Any:
     return bool(setting.value[0]) if option.value_type is bool else option.parse_words(setting.value)
 
 
-def _translate_kohya_option(setting: RawSetting, options: dict[str, Option]) -> tuple[str | None, Any]:
+def _translate_kohya_option(
+    setting: RawSetting, options: dict[str, Option], verdicts: Mapping[str, OptionVerdict]
+) -> tuple[str | None, Any]:
     """Return the option and value that an sd-scripts option stands for; no name if it has no effect here.
 
     Raises ``ValueError`` for an option that is unknown or not supported.
@@ -386,13 +434,13 @@ def _translate_kohya_option(setting: RawSetting, options: dict[str, Option]) -> 
     prefix, underscored = "--" if setting.is_flag else "", setting.name.replace("-", "_")
     if underscored != setting.name and underscored in options:
         raise ValueError(f"unknown option; did you mean {prefix}{underscored}?")
-    verdict = KOHYA_OPTIONS.get(setting.name)
+    verdict = verdicts.get(setting.name)
     if isinstance(verdict, UnsupportedOption):
         if not verdict.accepts(get_toml_value(setting)):
             raise ValueError(verdict.reason)
         return setting.name, _UNSET
     if not isinstance(verdict, OptionAlias):
-        names = [*options, *KOHYA_OPTIONS, *COMMAND_OPTIONS]
+        names = [*options, *verdicts, *COMMAND_OPTIONS]
         raise ValueError(f"unknown option{suggest_name(setting.name, names, prefix)}")
     if verdict.value is not None:
         is_on = get_toml_value(setting)

@@ -35,6 +35,7 @@ class NoiseConfig:
         "flow matching: distribution of timesteps; default: sigma with a weighting_scheme, shift without",
         needs=(AnyOf((HasValue("timestep_sampling", ("uniform",)), Has(Trait.FLOW))),),
         default_text="shift",
+        musubi_default="sigma",
     )
     sigmoid_scale: float = define_option(
         1.0,
@@ -49,6 +50,7 @@ class NoiseConfig:
         needs=(Has(Trait.FLOW), HasValue("timestep_sampling", ("shift", "sigma"))),
         aliases=(Alias("training_shift"),),
         default_text="as in the model's pipeline",
+        musubi_default=1.0,
         metadata_key="ss_discrete_flow_shift",
     )
     weighting_scheme: Literal["none", "uniform", "sigma_sqrt", "cosmap", "logit_normal", "mode"] | None = define_option(

@@ -88,10 +88,23 @@ def has_denoiser(header: SafetensorsHeader, facts: FamilyFacts) -> bool:
     return bool(keys) and all(_find_shape(header, key, facts) is not None for key in keys)
 
 
-def match_bundled_config(header: SafetensorsHeader, family: str, facts: FamilyFacts) -> str | None:
-    """The name of the family's bundled config that matches the shapes in the file."""
+def match_bundled_config(
+    header: SafetensorsHeader, family: str, facts: FamilyFacts, version: Mapping[str, object] | None = None
+) -> str | None:
+    """The name of the family's bundled config that matches the shapes in the file.
+
+    ``version`` has values of the denoiser's config, where the user says which of several models with the same weights
+    the file is: then a key that only some files of a model have need not be there.
+    """
     for name in list_family_configs(family):
-        if all(actual == expected for actual, expected in _iter_shape_checks(header, facts, load_bundled_config(name))):
+        config = load_bundled_config(name)
+        denoiser = config.get(f"{facts.denoiser_name}/config.json", {})
+        if any(bool(denoiser.get(key)) != value for key, value in (version or {}).items()):
+            continue
+        if all(
+            actual == expected or (version and actual is False)
+            for actual, expected in _iter_shape_checks(header, facts, config)
+        ):
             return name
     return None
 

@@ -163,7 +163,7 @@ def _detect_source(model_config: ModelConfig) -> DetectedModel:
     if path.is_dir():
         return _detect_from_configs(build_folder_reader(path), "folder", str(path), model_config.family)
     if path.is_file():
-        return _detect_single_file(path, model_config.family)
+        return _detect_single_file(path, model_config.family, model_config.model_version)
     if _REPO_ID_PATTERN.fullmatch(name) and not name.endswith((".safetensors", ".ckpt")):
         return _detect_from_configs(build_hub_reader(name), "hub", name, model_config.family)
     raise ModelError(f"no such file or folder (looked in {path.absolute().parent}), and no hub id such as owner/name")
@@ -215,7 +215,7 @@ def _list_family_titles() -> str:
     return ", ".join(facts.title for facts in FAMILY_FACTS.values())
 
 
-def _detect_single_file(path: Path, family_option: str | None) -> DetectedModel:
+def _detect_single_file(path: Path, family_option: str | None, version: str | None) -> DetectedModel:
     header = read_safetensors_header(path)
     reject_unsupported_file(header)
     reject_unsupported_model(header, FAMILY_FACTS.values())
@@ -224,8 +224,12 @@ def _detect_single_file(path: Path, family_option: str | None) -> DetectedModel:
         for family in ([family_option] if family_option else FAMILY_FACTS)
         if has_denoiser(header, get_family_facts(family))
     ]
+    candidates = [
+        each for each in candidates if version in get_family_facts(each).options.musubi_versions
+    ] or candidates
     for family in candidates:
-        config = match_bundled_config(header, family, get_family_facts(family))
+        facts = get_family_facts(family)
+        config = match_bundled_config(header, family, facts, facts.options.musubi_versions.get(version or ""))
         if config is not None:
             return _build_single_file_model(path, header, family, config, family_option is not None)
     if candidates:
@@ -324,11 +328,29 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
     if control not in ("none", *controls):
         others = ", ".join(FAMILY_FACTS[name].title for name, each in CONTROL_FAMILIES.items() if control in each)
         problems.append(Problem("control", f"{control} is not supported for {facts.title}, only for {others}"))
+    if model_config.model_version is not None:
+        problems += validate_version(model_config.model_version, facts, read)
     if model_config.v2 and not facts.options.is_version_2:
         problems.append(Problem("v2", f"the model is {facts.title}", "leave this option out"))
     if problems:
         raise ConfigError(problems)
     return replace(detected, component_sources=sources)
+
+
+def validate_version(version: str, facts: FamilyFacts, read: ConfigReader) -> Iterator[Problem]:
+    """Check ``model_version`` against the family and the config of the denoiser."""
+    known = facts.options.musubi_versions
+    if version not in known:
+        titles = [each.title for each in FAMILY_FACTS.values() if version in each.options.musubi_versions]
+        text = f"{version} is a version of {titles[0]}" if titles else f"there is no version {version}"
+        versions = f"its versions are {', '.join(known)}" if known else "leave this option out"
+        yield Problem("model_version", f"{text}, and the model is {facts.title}", versions, others=("network_module",))
+        return
+    config = read(f"{facts.denoiser_name}/config.json") or {}
+    for key, expected in known[version].items():
+        if bool(config.get(key)) != expected:
+            text = f"{version} has {key} {str(expected).lower()} in its config, and the model has not"
+            yield Problem("model_version", text, "leave it out, and the model's files decide")
 
 
 def _find_unsupported_options(model_config: ModelConfig, facts: FamilyFacts) -> list[Problem]:

@@ -29,6 +29,13 @@ FACTS = replace(
     # Its weights have the names and shapes of FLUX.1 dev's, so a single file needs --family.
     detection=replace(FLUX_FACTS.detection, unsupported_shapes={}),
     control=ControlFacts(num_images=(0, 1)),
+    options=replace(
+        FLUX_FACTS.options,
+        network=replace(
+            FLUX_FACTS.options.network, musubi_args=("exclude_patterns=['.*_(img_mod|txt_mod|modulation)_lin']",)
+        ),
+        musubi_versions={"kontext": {}},
+    ),
 )
 
 
