@@ -100,6 +100,16 @@ def upgrade_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def list_aliases(program: str) -> dict[str, OptionAlias]:
+    """List the names that options have in a program."""
+    return {
+        alias.name: OptionAlias(option.name, alias.value)
+        for option in iter_options(RunConfig)
+        for alias in option.aliases
+        if alias.program == program
+    }
+
+
 def define_planned(feature: str, *accepted_values: Any) -> NotYetSupported:
     return NotYetSupported(f"not yet: {feature}", accepted_values)
 
@@ -154,11 +164,7 @@ KOHYA_VALUES: dict[str, dict[Any, str]] = {
 """Values that sd-scripts spells in another way."""
 
 KOHYA_OPTIONS: dict[str, OptionVerdict] = {
-    **{
-        alias.name: OptionAlias(option.name, alias.value)
-        for option in iter_options(RunConfig)
-        for alias in option.aliases
-    },
+    **list_aliases("sd-scripts"),
     # no effect on the result
     "sdpa": NoEffectOption("PyTorch's attention is the default; attn_mode chooses another"),
     "persistent_data_loader_workers": NoEffectOption("workers live as long as the run"),

@@ -17,10 +17,12 @@ from .kohya_compat import (
     RawSetting,
     UnsupportedOption,
     define_planned,
+    list_aliases,
 )
 from .network_args import MUSUBI_MODULES, NETWORK_MODULES, get_adapter_type
-from .options import iter_options
-from .schema import AdapterConfig, RunConfig
+from .options import ExplicitOptions, iter_options
+from .schema import AdapterConfig, RunConfig, TrainConfig
+from .schema_objective import NoiseConfig
 from .validate_adapter import validate_save_format
 
 PROGRAM = "musubi-tuner"
@@ -74,6 +76,7 @@ _OTHER_MODEL_OPTIONS = """
 
 MUSUBI_OPTIONS: Mapping[str, OptionVerdict] = {
     **KOHYA_OPTIONS,
+    **list_aliases(PROGRAM),
     # no effect on the result
     **dict.fromkeys(("fp8_vl", "fp8_llm", "fp8_t5", "fp8_text_encoder"), _TEXT_PRECISION),
     **dict.fromkeys(
@@ -147,6 +150,35 @@ def list_musubi_values(values: Mapping[str, Any]) -> dict[str, Any]:
     if adapter.network_module == KONTEXT_MODULE and not values.keys() & {"model_version", "family"}:
         taken["model_version"] = KONTEXT_VERSION
     return taken
+
+
+def find_yielding_options(train: TrainConfig, noise: NoiseConfig, explicit: ExplicitOptions) -> dict[str, str]:
+    """Find the options without effect in musubi-tuner, and switches of speed without effect beside others here."""
+    unused = {}
+    if noise.timestep_sampling == "sigma":
+        unused["discrete_flow_shift"] = "timestep_sampling sigma has no shift in musubi-tuner"
+    if train.blocks_to_swap:
+        unused["torch_compile"] = "blocks_to_swap is set, and swapped blocks are not compiled"
+    return {name: reason for name, reason in unused.items() if name in explicit}
+
+
+def resolve_noise_options(noise: NoiseConfig) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values that mean here what the options mean in musubi-tuner, and what there is to say of options.
+
+    Its ``timestep_sampling`` sigma counts timesteps from noise to image, so a higher ``logit_mean`` means less noise,
+    and it has no shift.
+    """
+    values, notes = dict[str, Any](), dict[str, str]()
+    if noise.timestep_sampling != "sigma":
+        return values, notes
+    values["discrete_flow_shift"] = 1.0
+    if noise.weighting_scheme == "logit_normal" and noise.logit_mean:
+        values["logit_mean"] = -noise.logit_mean
+        notes["logit_mean"] = f"above 0 means less noise in musubi-tuner; {values['logit_mean']:g} is the same here"
+    bounds = {"min_timestep": (None, 0), "max_timestep": (None, 1000)}
+    for name in (name for name, ends in bounds.items() if getattr(noise, name) not in ends):
+        notes[name] = "0 is the image and 1000 noise; with timestep_sampling sigma, musubi-tuner has it the other way"
+    return values, notes
 
 
 def explain_caching_command(argv: Sequence[str]) -> str | None:

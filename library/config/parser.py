@@ -38,8 +38,10 @@ from .musubi_compat import (
     MUSUBI_OPTIONS,
     find_missing_model,
     find_unset_model,
+    find_yielding_options,
     is_from_musubi,
     list_musubi_values,
+    resolve_noise_options,
 )
 from .options import ExplicitOptions, Option, build_config, iter_options
 from .schema import RunConfig
@@ -314,6 +316,8 @@ def _take_musubi_defaults(reader: _SettingsReader, settings: Collection[RawSetti
         reader.problems.append(unset_model)
     taken = list_musubi_values(reader.values)
     reader.values.update(taken)
+    if "model_version" in taken:  # the network module says it
+        reader.locations["model_version"] = reader.locations["network_module"]
     return taken
 
 
@@ -402,6 +406,8 @@ def _resolve_run_config(parsed: ParsedConfig) -> ParsedConfig:
     """Resolve learning rates of 0, drop options without effect, and check the options against each other."""
     adapter = resolve_lycoris_preset(parsed.config.adapter)
     parsed = replace(parsed, config=replace(parsed.config, adapter=adapter))
+    if parsed.program == "musubi-tuner":
+        parsed = _resolve_musubi_run(parsed)
     parsed = parsed.without_args(find_unused_args(adapter, parsed.config.optim))
     parsed = parsed.without_unused(find_unused_options(parsed.config, parsed.explicit, unknown=parsed.invalid_options))
     adapter, optim = resolve_trained_components(parsed.config.adapter, parsed.config.optim)
@@ -412,6 +418,21 @@ def _resolve_run_config(parsed: ParsedConfig) -> ParsedConfig:
         if not parsed.invalid_options.intersection(problem.options)
     ]
     return replace(parsed, problems=[*parsed.problems, *locate_problems(problems, parsed.locations)])
+
+
+def _resolve_musubi_run(parsed: ParsedConfig) -> ParsedConfig:
+    """Give options the meaning that they have in musubi-tuner, where that is another one."""
+    noise = parsed.config.noise
+    parsed = parsed.without_unused(find_yielding_options(parsed.config.train, noise, parsed.explicit))
+    values, notes = resolve_noise_options(noise)
+    places = {name: parsed.locations[name] for name in notes if name in parsed.locations}
+    notices = [f"{place}: {notes[name]}" for name, place in places.items()]
+    return replace(
+        parsed,
+        config=replace(parsed.config, noise=replace(parsed.config.noise, **values)),
+        notices=[*parsed.notices, *notices],
+        adjustments={**parsed.adjustments, **{name: notes[name] for name in values.keys() & notes.keys()}},
+    )
 
 
 def _convert_value(setting: RawSetting, option: Option) -> Any:

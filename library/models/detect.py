@@ -343,8 +343,8 @@ def validate_version(version: str, facts: FamilyFacts, read: ConfigReader) -> It
     if version not in known:
         titles = [each.title for each in FAMILY_FACTS.values() if version in each.options.musubi_versions]
         text = f"{version} is a version of {titles[0]}" if titles else f"there is no version {version}"
-        versions = f"its versions are {', '.join(known)}" if known else "leave this option out"
-        yield Problem("model_version", f"{text}, and the model is {facts.title}", versions, others=("network_module",))
+        versions = f"its versions are {', '.join(known)}" if known else ""
+        yield Problem("model_version", f"{text}, and the model is {facts.title}", versions)
         return
     config = read(f"{facts.denoiser_name}/config.json") or {}
     for key, expected in known[version].items():

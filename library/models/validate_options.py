@@ -185,7 +185,9 @@ def drop_unused_model_options(loaded: ParsedConfig) -> ParsedConfig:
     lengths = find_block_lr_weight_lengths(parse_network_args(adapter.network_args)[0], facts.options.network)
     where = loaded.locations.get("network_args")
     loaded = replace(loaded, notices=[*loaded.notices, *(f"{where}: {line}" for line in lengths)])
-    return replace(loaded, kohya_defaults=tuple(_find_other_defaults(loaded, detected)))
+    without_effect = find_unused_options(loaded.config, frozenset(loaded.taken_defaults), model)
+    taken = {name: value for name, value in loaded.taken_defaults.items() if name not in without_effect}
+    return replace(loaded, kohya_defaults=tuple(_find_other_defaults(loaded, detected)), taken_defaults=taken)
 
 
 def _find_unusable_samplers(
