@@ -21,7 +21,7 @@ from torch import Tensor
 from ..config.option_needs import Has, Trait
 from ..config.options import flatten_config, iter_group_options, iter_options
 from ..config.schema import AdapterConfig, ModelConfig, RunConfig
-from ..config.schema_objective import NoiseConfig
+from ..config.schema_objective import NoiseConfig, TimestepSampling
 from ..config.schema_output import SaveConfig
 from ..config.types import split_keyword_args
 from ..config.validate import THUMBNAIL_TYPES
@@ -37,6 +37,8 @@ class BaseModelMetadata:
     prediction_type: str  # epsilon or v
     implementation: str = "diffusers"
     is_version_2: bool = False
+    timestep_sampling: TimestepSampling = "shift"
+    """The default of ``timestep_sampling`` of its family."""
     metadata: Mapping[str, object] = field(default_factory=dict)
     """Metadata that only models of this family have, by key."""
 
@@ -71,7 +73,7 @@ def build_metadata(config: RunConfig, model: BaseModelMetadata, run: RunMetadata
     if config.save.no_metadata:
         return _convert_values_to_str(minimum)
     is_flow = model.prediction_type == "flow"
-    objective = {**(_build_flow_metadata(config.noise) if is_flow else {}), **model.metadata}
+    objective = {**(_build_flow_metadata(config.noise, model.timestep_sampling) if is_flow else {}), **model.metadata}
     return _convert_values_to_str(
         {
             **minimum,
@@ -223,10 +225,10 @@ def _build_memory_metadata(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _build_flow_metadata(noise: NoiseConfig) -> dict[str, Any]:
+def _build_flow_metadata(noise: NoiseConfig, default_sampling: TimestepSampling) -> dict[str, Any]:
     """Build the keys that are written for flow-matching models only, as sd-scripts does."""
     return {
-        "ss_timestep_sampling": noise.flow_timestep_sampling,
+        "ss_timestep_sampling": noise.get_timestep_sampling(default_sampling),
         "ss_weighting_scheme": noise.weighting_scheme or "none",
         "ss_model_prediction_type": "raw",
     }

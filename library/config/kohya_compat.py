@@ -110,17 +110,17 @@ def list_aliases(program: str) -> dict[str, OptionAlias]:
     }
 
 
-def define_planned(feature: str, *accepted_values: Any) -> NotYetSupported:
+def _define_planned(feature: str, *accepted_values: Any) -> NotYetSupported:
     return NotYetSupported(f"not yet: {feature}", accepted_values)
 
 
 _USE_DATASET_TOML = "use a dataset TOML (--dataset_config)"
 _RESUME = UnsupportedOption("not supported: a run starts at step 1, and --resume continues at the saved step", (1,))
-_HUB_STATE = define_planned(
+_HUB_STATE = _define_planned(
     "training states on the hub; --save_state writes them to output_dir, and --resume reads them there"
 )
-_TEXT_DROPOUT = define_planned("dropout of single text encoders; use caption_dropout_rate", 0, 0.0)
-_POSITION_CROP = define_planned(
+_TEXT_DROPOUT = _define_planned("dropout of single text encoders; use caption_dropout_rate", 0, 0.0)
+_POSITION_CROP = _define_planned(
     "random crops of SD3's position embedding; the center crop of inference is used", 0, 0.0
 )
 _OTHER_FAMILY = OtherScriptOption("for a model family that is not supported")
@@ -203,7 +203,7 @@ KOHYA_OPTIONS: dict[str, OptionVerdict] = {
         "not supported: adapter weights and optimizer state stay in fp32"
     ),
     "use_sage_attn": UnsupportedOption("SageAttention has no backward pass; use --attn_mode flash"),
-    "fp8_vl": define_planned("text encoders in fp8"),
+    "fp8_vl": _define_planned("text encoders in fp8"),
     # saving
     "save_model_as": UnsupportedOption(
         "LoRA files are safetensors; ckpt and pt files can run code when they are opened", ("safetensors",)
@@ -213,7 +213,7 @@ KOHYA_OPTIONS: dict[str, OptionVerdict] = {
     "metadata_is_negative_embedding": UnsupportedOption("not applicable: a LoRA is not an embedding"),
     # model families
     "controlnet_model_name_or_path": UnsupportedOption("not supported: only LoRA adapters are trained here"),
-    "apply_lg_attn_mask": define_planned("masking the padding tokens of CLIP; as in diffusers, they are attended to"),
+    "apply_lg_attn_mask": _define_planned("masking the padding tokens of CLIP; as in diffusers, they are attended to"),
     "model_type": UnsupportedOption("not needed: detected from the model files", ("flux", "chroma")),
     "llm_adapter_path": UnsupportedOption("not supported: give Anima's file that contains the adapter"),
     "t5_tokenizer_path": UnsupportedOption("use tokenizer_cache_dir; its folder google_t5-v1_1-xxl is this tokenizer"),

@@ -16,7 +16,6 @@ from .kohya_compat import (
     OtherScriptOption,
     RawSetting,
     UnsupportedOption,
-    define_planned,
     list_aliases,
 )
 from .network_args import MUSUBI_MODULES, NETWORK_MODULES, get_adapter_type
@@ -98,8 +97,6 @@ MUSUBI_OPTIONS: Mapping[str, OptionVerdict] = {
     "show_timesteps": UnsupportedOption("use python -m library plan, which trains nothing"),
     "num_layers": UnsupportedOption("not supported: the model has the blocks of its files", (60,)),
     "remove_first_image_from_target": UnsupportedOption("for Qwen-Image-Layered, which is not supported"),
-    "preserve_distribution_shape": define_planned("rejected timesteps; the distribution is rescaled"),
-    "num_timestep_buckets": define_planned("stratified timesteps"),
     **dict.fromkeys(_CACHING_OPTIONS, _CACHING),
     **dict.fromkeys(_OTHER_MODEL_OPTIONS, _OTHER_MODEL),
 }

@@ -42,7 +42,8 @@ class ModelConfig:
     )
     family: str | None = define_option(
         None,
-        "model family, or package.module:Class for your own; default: detected from the files",
+        "model family, with :VARIANT where a single file does not tell it (z_image:base), or package.module:Class for "
+        "your own; default: detected from the files",
         needs=ALWAYS,
         is_compared_by_content=True,
         changes_text_outputs=False,

@@ -6,6 +6,34 @@ from typing import Literal
 from .option_needs import AnyOf, Has, HasValue, IsSet, LacksValue, Trait
 from .options import ALWAYS, Alias, define_option
 
+TimestepSampling = Literal[
+    "uniform",
+    "sigmoid",
+    "shift",
+    "flux_shift",
+    "flux2_shift",
+    "qwen_shift",
+    "krea2_shift",
+    "nextdit_shift",
+    "logsnr",
+    "qinglong_flux",
+    "qinglong_qwen",
+    "sigma",
+]
+
+SIGMOID_SAMPLINGS = (
+    *("sigmoid", "shift", "flux_shift", "flux2_shift", "qwen_shift", "krea2_shift"),
+    *("qinglong_flux", "qinglong_qwen"),
+)
+"""Values of ``timestep_sampling`` with ``sigmoid_scale``."""
+
+_HAS_LOGIT = AnyOf(
+    (
+        HasValue("timestep_sampling", ("logsnr", "qinglong_flux")),
+        HasValue("weighting_scheme", ("logit_normal",)),
+    )
+)
+
 
 @dataclass(frozen=True)
 class NoiseConfig:
@@ -30,26 +58,44 @@ class NoiseConfig:
     max_timestep: int | None = define_option(
         None, "maximum timestep (exclusive), of 1000; default: 1000", minimum=1, maximum=1000, needs=ALWAYS
     )
-    timestep_sampling: Literal["uniform", "sigmoid", "shift", "flux_shift", "sigma"] | None = define_option(
+    preserve_distribution_shape: bool = define_option(
+        False,
+        "min_timestep, max_timestep: cut the distribution of timesteps off there instead of scaling it into the range",
+        needs=(
+            Has(Trait.FLOW),
+            AnyOf((IsSet("min_timestep"), IsSet("max_timestep"))),
+            LacksValue("timestep_sampling", ("sigma",)),
+        ),
+    )
+    num_timestep_buckets: int | None = define_option(
         None,
-        "flow matching: distribution of timesteps; default: sigma with a weighting_scheme, shift without",
+        "stratified timesteps: of each so many samples in a row, one is in each of as many equally likely parts of the "
+        "distribution; for small datasets",
+        minimum=1,
+        needs=ALWAYS,
+        is_unset_by_zero=True,
+    )
+    timestep_sampling: TimestepSampling | None = define_option(
+        None,
+        "flow matching: distribution of timesteps (docs/models.md); default: by the model's family, or sigma with "
+        "a weighting_scheme",
         needs=(AnyOf((HasValue("timestep_sampling", ("uniform",)), Has(Trait.FLOW))),),
-        default_text="shift",
+        default_text="that of the model's family",
         musubi_default="sigma",
     )
     sigmoid_scale: float = define_option(
         1.0,
-        "timestep_sampling sigmoid, shift, flux_shift: scale; smaller concentrates on middle timesteps",
+        "timestep_sampling sigmoid, shift, flux_shift ...: scale; smaller concentrates on middle timesteps",
         minimum=0,
-        needs=(Has(Trait.FLOW), HasValue("timestep_sampling", ("sigmoid", "shift", "flux_shift"))),
+        needs=(Has(Trait.FLOW), HasValue("timestep_sampling", SIGMOID_SAMPLINGS)),
         metadata_key="ss_sigmoid_scale",
     )
     discrete_flow_shift: float | None = define_option(
         None,
-        "timestep_sampling shift, sigma: shift towards noise; default: as in the model's pipeline",
+        "timestep_sampling shift, sigma: shift towards noise; default: that of the model's family",
         needs=(Has(Trait.FLOW), HasValue("timestep_sampling", ("shift", "sigma"))),
         aliases=(Alias("training_shift"),),
-        default_text="as in the model's pipeline",
+        default_text="that of the model's family",
         musubi_default=1.0,
         metadata_key="ss_discrete_flow_shift",
     )
@@ -68,15 +114,17 @@ class NoiseConfig:
     )
     logit_mean: float = define_option(
         0.0,
-        "weighting_scheme logit_normal: mean; above 0 means more noise",
-        needs=(Has(Trait.FLOW), HasValue("weighting_scheme", ("logit_normal",))),
+        "weighting_scheme logit_normal: mean; above 0 means more noise; timestep_sampling logsnr, qinglong_flux: mean "
+        "of the log-SNR; above 0 means less noise",
+        needs=(Has(Trait.FLOW), _HAS_LOGIT),
         metadata_key="ss_logit_mean",
     )
     logit_std: float = define_option(
         1.0,
-        "weighting_scheme logit_normal: standard deviation; smaller concentrates on middle timesteps",
+        "weighting_scheme logit_normal, timestep_sampling logsnr, qinglong_flux: standard deviation; smaller "
+        "concentrates on the mean",
         minimum=0,
-        needs=(Has(Trait.FLOW), HasValue("weighting_scheme", ("logit_normal",))),
+        needs=(Has(Trait.FLOW), _HAS_LOGIT),
         metadata_key="ss_logit_std",
     )
     mode_scale: float = define_option(
@@ -137,9 +185,9 @@ class NoiseConfig:
         metadata_key="ss_ip_noise_gamma_random_strength",
     )
 
-    @property
-    def flow_timestep_sampling(self) -> str:
-        return self.timestep_sampling or ("sigma" if self.weighting_scheme else "shift")
+    def get_timestep_sampling(self, family_default: TimestepSampling = "shift") -> TimestepSampling:
+        """Return the distribution of timesteps of a flow-matching model, of a family with this default."""
+        return self.timestep_sampling or ("sigma" if self.weighting_scheme else family_default)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from .network_args import (
 from .option_needs import UNKNOWN, Circumstances, Trait, find_unmet_needs
 from .options import ExplicitOptions, build_config, flatten_config, iter_options
 from .schema import AdapterConfig, OptimConfig, RunConfig
-from .schema_objective import NoiseConfig
+from .schema_objective import NoiseConfig, TimestepSampling
 from .types import parse_env_bool, split_keyword_args
 
 _DROPOUT_OF_LYCORIS = "LyCORIS drops nothing without bypass_mode; networks.lora does"
@@ -50,6 +50,8 @@ class ModelTraits:
     can_train_text_encoders: bool
     options: Collection[str]
     """The options that the model's family has of its own, with those of its components."""
+    timestep_sampling: TimestepSampling = "shift"
+    """The default of ``timestep_sampling`` for the model's family."""
 
     def list_traits(self, noise: NoiseConfig) -> dict[Trait, str | None]:
         """Say of each trait of models whether this one has it, or why not."""
@@ -94,7 +96,9 @@ def find_unused_options(
         run = build_config(RunConfig, dict(values))
         traits = list_config_traits(run)
         traits |= model.list_traits(run.noise) if model is not None else {}
-        implied = {"timestep_sampling": run.noise.flow_timestep_sampling, **dict.fromkeys(unknown, UNKNOWN)}
+        # Without a model: shift, with which every option has an effect that has one with any family's default.
+        sampling = run.noise.get_timestep_sampling(model.timestep_sampling if model is not None else "shift")
+        implied = {"timestep_sampling": sampling, **dict.fromkeys(unknown, UNKNOWN)}
         title, options = (model.title, model.options) if model is not None else ("", None)
         return [Circumstances({**values, **implied, **keys}, traits, options, title) for keys in subsets]
 

@@ -36,6 +36,12 @@ class RunPlan:
         """Epochs the run reaches into."""
         return self.batch_plan.get_epoch(self.steps - 1) + 1
 
+    @property
+    def samples_per_step(self) -> int:
+        """The samples of an optimizer step over all ranks; the most of any where datasets have batch sizes."""
+        plan = self.batch_plan
+        return max(bucket.batch_size for bucket in plan.buckets) * plan.dp_size * plan.accumulation_steps
+
     def count_completed_epochs(self, step: int) -> int:
         """Count the epochs that are complete after ``step`` optimizer steps."""
         return self.batch_plan.count_completed_epochs(step)

@@ -3,8 +3,10 @@
 The weights of samples (regularization images, padding) are applied in training/task.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Size, Tensor
 
 from ..config.schema_objective import LossConfig, NoiseConfig
@@ -33,12 +35,16 @@ class Objective:
     noise_config: NoiseConfig
     loss_config: LossConfig
 
-    def add_noise(self, latents: Tensor, make_generators: GeneratorFactory) -> NoisyBatch:
-        """Noise the latents at random timesteps, a function of each sample's generators only.
+    def add_noise(
+        self, latents: Tensor, make_generators: GeneratorFactory, timestep_buckets: Sequence[int] = ()
+    ) -> NoisyBatch:
+        """Noise the latents at random timesteps, a function of each sample's generators and timestep bucket only.
 
         Random numbers are drawn on the CPU, so they are the same for every device.
         """
         u, noise = sample_quantiles_and_noise(make_generators(Purpose.NOISE), latents.shape[1:])
+        if timestep_buckets:
+            u = (torch.tensor(timestep_buckets) + u) / (self.noise_config.num_timestep_buckets or 1)
         timesteps = self.compute_timesteps(u, latents.shape).to(latents.device, non_blocking=True)
         noise = apply_noise_options(copy_async(noise, latents), latents, self.noise_config, make_generators)
         batch = self.add_noise_at(latents, noise, timesteps)

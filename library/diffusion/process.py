@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from torch import Size, Tensor
 
 from ..errors import UserError
+from .timestep_shift import NO_SHIFT, TimestepShift, build_timestep_shift
 
 NUM_TRAIN_TIMESTEPS = 1000
 """Length of the noise schedule of every supported model."""
@@ -92,49 +93,6 @@ class VPredictionProcess(DiscreteProcess):
 
 
 @dataclass(frozen=True)
-class FixedShift:
-    """A shift that does not depend on the resolution."""
-
-    factor: float = 1.0
-
-    def compute_factor(self, num_tokens: int) -> float:
-        return self.factor
-
-
-NO_SHIFT = FixedShift()
-
-
-@dataclass(frozen=True)
-class DynamicShift:
-    """Resolution-dependent shift ``exp(mu)`` (or ``mu``), with ``mu`` linear in the number of tokens."""
-
-    base_point: tuple[int, float]
-    max_point: tuple[int, float]
-    is_exponential: bool = True
-
-    def compute_factor(self, num_tokens: int) -> float:
-        """The shift for an image of this many tokens (patches)."""
-        (start, base_shift), (end, max_shift) = self.base_point, self.max_point
-        mu = base_shift + (max_shift - base_shift) * (num_tokens - start) / (end - start)
-        return math.exp(mu) if self.is_exponential else mu
-
-
-@dataclass(frozen=True)
-class SquareRootShift:
-    """Shift that grows with the side of the image, as in CogView4's pipeline."""
-
-    base_tokens: int
-    offset: float
-    slope: float
-
-    def compute_factor(self, num_tokens: int) -> float:
-        return math.sqrt(num_tokens / self.base_tokens) * self.slope + self.offset
-
-
-TimestepShift = FixedShift | DynamicShift | SquareRootShift
-
-
-@dataclass(frozen=True)
 class FlowMatchingProcess:
     """Rectified flow ``x_s = (1 - s) x_0 + s e`` with ``s = t / 1000``; the model predicts the velocity ``e - x_0``.
 
@@ -142,7 +100,7 @@ class FlowMatchingProcess:
     """
 
     shift: TimestepShift = NO_SHIFT
-    """Timestep shift of the model's own scheduler."""
+    """Shift of the noise levels: of the model's own scheduler, or in training of the family's training defaults."""
     patch_size: int = 2
     """Side of the patch of latents that is one token."""
     prediction_type: str = "flow"
@@ -189,21 +147,6 @@ def build_discrete_process(alphas_cumprod: Tensor, prediction_type: str) -> Epsi
 def _expand_like(values: Tensor, like: Tensor) -> Tensor:
     """One value per sample, broadcastable to ``like``."""
     return values.view(-1, *[1] * (like.ndim - 1)).to(like)
-
-
-FLUX_DEV_SHIFT = DynamicShift((256, 0.5), (4096, 1.15))
-"""The shift of FLUX.1 dev's scheduler."""
-
-
-def build_timestep_shift(scheduler_config: Mapping[str, Any]) -> TimestepShift:
-    """Read the timestep shift from the config of a ``FlowMatchEulerDiscreteScheduler``."""
-    if not scheduler_config.get("use_dynamic_shifting", False):
-        return FixedShift(float(scheduler_config.get("flow_shift", scheduler_config.get("shift", 1.0))))
-    return DynamicShift(
-        (int(scheduler_config.get("base_image_seq_len", 256)), float(scheduler_config.get("base_shift", 0.5))),
-        (int(scheduler_config.get("max_image_seq_len", 4096)), float(scheduler_config.get("max_shift", 1.15))),
-        scheduler_config.get("time_shift_type", "exponential") == "exponential",
-    )
 
 
 def apply_shift(sigmas: Tensor, factor: float) -> Tensor:

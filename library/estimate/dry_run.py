@@ -23,6 +23,7 @@ from ..models.detect import (
 from ..models.model_configs import read_encoded_sizes
 from ..models.trained_components import describe_trained_components, list_cached_text_components
 from .cache_size import CacheEstimate, estimate_caption_cache, estimate_latent_cache
+from .noise_summary import NoiseSummary, summarize_noise_levels
 
 EPOCH_KEYS = (
     "images_per_epoch",
@@ -44,11 +45,13 @@ class DryRun:
     notes: Sequence[str] = ()
     """Sizes that some models would not accept, if no model is set."""
     trained_components: str = ""
+    noise_levels: NoiseSummary | None = None
 
     def format_summary(self) -> str:
         lines = [
             f"model family {self.detected.family_name}: {self.detected.reason}",
             *([self.trained_components] if self.trained_components else []),
+            *([self.noise_levels.format_text()] if self.noise_levels else []),
             *self.notes,
             self.prepared.format_summary(self.plan.batch_plan, self.plan.steps),
         ]
@@ -72,6 +75,7 @@ class DryRun:
             "epochs": self.plan.num_epochs,
             "epochs_done": self.plan.count_completed_epochs(self.plan.steps),
             "notes": [*self.notes, *self.prepared.manifest.notes],
+            "noise_levels": self.noise_levels and self.noise_levels.to_json(),
             "caches": {estimate.name: estimate.to_json() for estimate in self.cache_estimates},
             "datasets": self.prepared.to_json(batch_plan),
         }
@@ -130,4 +134,5 @@ def build_dry_run(config: RunConfig, data_parallel_size: int) -> DryRun:
         cache_estimates=estimates,
         notes=notes,
         trained_components=trained,
+        noise_levels=summarize_noise_levels(config.noise, detected, plan),
     )

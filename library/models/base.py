@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..config.schema import ModelConfig
@@ -113,6 +113,13 @@ class Family(ABC):
         if "FlowMatch" in type(pipe.scheduler).__name__ or pipe.scheduler.config.get("use_flow_sigmas"):
             return FlowMatchingProcess.from_scheduler(pipe.scheduler.config)
         return build_ddpm_process(pipe.scheduler)
+
+    def build_training_process(self, pipe: Any) -> NoiseProcess:
+        """Build the noise process with the shift of ``facts.training_noise`` instead of the pipeline's."""
+        from ..diffusion.process import FlowMatchingProcess
+
+        process, shift = self.build_noise_process(pipe), self.facts.training_noise.shift
+        return replace(process, shift=shift) if shift and isinstance(process, FlowMatchingProcess) else process
 
     def is_step_distilled(self, pipe: Any) -> bool:
         """Whether the loaded model is distilled to few steps; training it directly undoes the distillation."""

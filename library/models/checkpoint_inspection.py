@@ -88,25 +88,30 @@ def has_denoiser(header: SafetensorsHeader, facts: FamilyFacts) -> bool:
     return bool(keys) and all(_find_shape(header, key, facts) is not None for key in keys)
 
 
-def match_bundled_config(
+def match_bundled_config(header: SafetensorsHeader, family: str, facts: FamilyFacts) -> str | None:
+    """The name of the family's first bundled config that matches the shapes in the file."""
+    return next(iter(match_bundled_configs(header, family, facts)), None)
+
+
+def match_bundled_configs(
     header: SafetensorsHeader, family: str, facts: FamilyFacts, version: Mapping[str, object] | None = None
-) -> str | None:
-    """The name of the family's bundled config that matches the shapes in the file.
+) -> list[str]:
+    """The names of the family's bundled configs that match the shapes in the file, the main one first.
 
     ``version`` has values of the denoiser's config, where the user says which of several models with the same weights
     the file is: then a key that only some files of a model have need not be there.
     """
-    for name in list_family_configs(family):
-        config = load_bundled_config(name)
-        denoiser = config.get(f"{facts.denoiser_name}/config.json", {})
-        if any(bool(denoiser.get(key)) != value for key, value in (version or {}).items()):
-            continue
-        if all(
+    configs = {name: load_bundled_config(name) for name in list_family_configs(family)}
+    denoisers = {name: config.get(f"{facts.denoiser_name}/config.json", {}) for name, config in configs.items()}
+    return [
+        name
+        for name, config in configs.items()
+        if all(bool(denoisers[name].get(key)) == value for key, value in (version or {}).items())
+        and all(
             actual == expected or (version and actual is False)
             for actual, expected in _iter_shape_checks(header, facts, config)
-        ):
-            return name
-    return None
+        )
+    ]
 
 
 def find_component_names(header: SafetensorsHeader, facts: FamilyFacts) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ Imports no torch and loads no weights, so that a wrong model is reported at once
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from .checkpoint_inspection import (
     find_component_names,
     find_component_signatures,
     has_denoiser,
-    match_bundled_config,
+    match_bundled_configs,
     read_safetensors_header,
     reject_unsupported_file,
     reject_unsupported_model,
@@ -159,14 +159,29 @@ def _detect_source(model_config: ModelConfig) -> DetectedModel:
         raise ModelError("missing; --family needs a model")
     if name.startswith("random:"):
         return _detect_random(name, model_config.family)
+    family, variant = _split_variant(model_config.family)
     path = Path(name).expanduser()  # paths from TOML files may have a tilde
+    if path.is_file():
+        return _detect_single_file(path, family, variant, model_config.model_version)
+    if variant is not None:
+        raise ModelError(f"its own files tell the variant; set --family {family}, or leave it out")
     if path.is_dir():
         return _detect_from_configs(build_folder_reader(path), "folder", str(path), model_config.family)
-    if path.is_file():
-        return _detect_single_file(path, model_config.family, model_config.model_version)
     if _REPO_ID_PATTERN.fullmatch(name) and not name.endswith((".safetensors", ".ckpt")):
         return _detect_from_configs(build_hub_reader(name), "hub", name, model_config.family)
     raise ModelError(f"no such file or folder (looked in {path.absolute().parent}), and no hub id such as owner/name")
+
+
+def _split_variant(family_option: str | None) -> tuple[str | None, str | None]:
+    """Split ``z_image:base`` into family and variant; ``package.module:Class`` is a family."""
+    family, _, variant = (family_option or "").partition(":")
+    if family not in FAMILY_FACTS or not variant:
+        return family_option, None
+    names = [name.removeprefix(f"{family}_") for name in list_family_configs(family)[1:]]
+    if variant not in names:
+        known = [family, *(f"{family}:{name}" for name in names if name != "tiny")]
+        raise ConfigError([Problem("family", f"{family} has no variant {variant}", f"set {' or '.join(known)}")])
+    return family, variant
 
 
 def _detect_from_configs(
@@ -215,7 +230,9 @@ def _list_family_titles() -> str:
     return ", ".join(facts.title for facts in FAMILY_FACTS.values())
 
 
-def _detect_single_file(path: Path, family_option: str | None, version: str | None) -> DetectedModel:
+def _detect_single_file(
+    path: Path, family_option: str | None, variant: str | None, version: str | None
+) -> DetectedModel:
     header = read_safetensors_header(path)
     reject_unsupported_file(header)
     reject_unsupported_model(header, FAMILY_FACTS.values())
@@ -229,9 +246,13 @@ def _detect_single_file(path: Path, family_option: str | None, version: str | No
     ] or candidates
     for family in candidates:
         facts = get_family_facts(family)
-        config = match_bundled_config(header, family, facts, facts.options.musubi_versions.get(version or ""))
-        if config is not None:
-            return _build_single_file_model(path, header, family, config, family_option is not None)
+        version_config = facts.options.musubi_versions.get(version or "")
+        if configs := match_bundled_configs(header, family, facts, version_config):
+            if variant is not None and f"{family}_{variant}" not in configs:
+                raise ModelError(f"does not have the sizes of {family}:{variant}")
+            config = configs[0] if variant is None else f"{family}_{variant}"
+            detected = _build_single_file_model(path, header, family, config, family_option is not None)
+            return detected if variant is not None else _mention_variants(detected, configs[1:])
     if candidates:
         raise ModelError(
             f"looks like {get_family_facts(candidates[0]).title}, but of unknown sizes; use the model as "
@@ -240,6 +261,13 @@ def _detect_single_file(path: Path, family_option: str | None, version: str | No
     if family_option and any(has_denoiser(header, facts) for facts in FAMILY_FACTS.values()):
         raise ModelError(f"does not contain weights of family {family_option}; leave --family out to detect it")
     raise ModelError(_describe_unknown_file(header))
+
+
+def _mention_variants(detected: DetectedModel, configs: Sequence[str]) -> DetectedModel:
+    """Name the variants whose files have the same keys and shapes, which only ``--family`` tells apart."""
+    variants = (name.removeprefix(f"{detected.family}_") for name in configs)
+    names = " or ".join(f"--family {detected.family}:{variant}" for variant in variants)
+    return replace(detected, reason=f"{detected.reason}; {names} if it is that one") if configs else detected
 
 
 def _build_single_file_model(

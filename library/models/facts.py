@@ -15,6 +15,7 @@ from ..config.network_args import GENERAL_NETWORK, NetworkFacts
 from ..config.schema import ModelConfig
 from ..problems import Problem
 from .model_configs import ConfigReader
+from .training_noise import AS_SAMPLED, TrainingNoiseFacts
 
 TORCH_ATTENTION_MODES = ("sdpa", "torch")
 """Values of ``attn_mode`` for torch's ``scaled_dot_product_attention``, which every denoiser supports."""
@@ -274,6 +275,7 @@ class FamilyFacts:
     blocks: BlockFacts = BlockFacts()
     single_files: SingleFileFacts = SingleFileFacts()
     control: ControlFacts = ControlFacts()
+    training_noise: TrainingNoiseFacts = AS_SAMPLED
     options: FamilyOptions = FamilyOptions()
     notes: str = ""
     """A few words for the table of models about what users of this family have to know."""

@@ -232,16 +232,21 @@ def _find_other_defaults(loaded: ParsedConfig, detected: DetectedModel) -> Itera
     is_other = {
         "learning_rate": not has_all_rates,
         "v_parameterization": detected.prediction_type == "v",
-        "timestep_sampling": loaded.config.noise.flow_timestep_sampling != "sigma",
     }
     options = [option for option in iter_options(RunConfig) if is_other.get(option.name, True)]
     theirs = {option.name: option.kohya_default for option in options if option.kohya_default}
     theirs.update(facts.options.kohya_defaults)
+    sampling = loaded.config.noise.get_timestep_sampling(facts.training_noise.timestep_sampling)
+    same = {"sigma": ("sigma", "uniform")}.get(sampling, (sampling,))  # uniform, too, where no weighting_scheme is set
+    if theirs.get("timestep_sampling") in same:
+        del theirs["timestep_sampling"]
     model, names = collect_model_traits(detected, loaded.config.adapter), theirs.keys() - loaded.locations.keys()
     without_effect = find_unused_options(loaded.config, frozenset(names), model)
+    texts = {"timestep_sampling": sampling}
     for option in options:
         if option.name in names - without_effect.keys():
-            yield f"{option.name} {option.default_text or format_default(option.default)} (there {theirs[option.name]})"
+            ours = texts.get(option.name) or option.default_text or format_default(option.default)
+            yield f"{option.name} {ours} (there {theirs[option.name]})"
     if "model_prediction_type" in names:  # an option of sd-scripts only
         yield f"model_prediction_type raw (there {theirs['model_prediction_type']})"
 
@@ -273,6 +278,7 @@ def collect_model_traits(detected: DetectedModel, adapter: AdapterConfig) -> Mod
         detected.has_guidance_embeds,
         bool(facts.lora.text_encoders) or adapter.network_train_text_encoder_only,  # the latter is an error then
         {*facts.options.extra, *facts.options.components},
+        facts.training_noise.timestep_sampling,
     )
 
 

@@ -305,7 +305,7 @@ def check_training_step(device: str, precision: str) -> str:
     pipe.to(target)
     denoiser = getattr(pipe, family.facts.denoiser_name)
     inject_into_model(denoiser, AdapterConfig(), family.facts.lora.targets, seed=0)
-    objective = Objective(family.build_noise_process(pipe), NoiseConfig(), LossConfig())
+    objective = Objective(family.build_training_process(pipe), NoiseConfig(), LossConfig())
     task = DiffusionTask(family, pipe, denoiser, objective, seed=0, to_device=CopyStream(target))
     optimizer = accelerator.prepare(torch.optim.SGD(get_trainable_parameters(denoiser), lr=1e-3))
     height, width = 64, 128

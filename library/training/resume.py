@@ -19,6 +19,7 @@ from ..config import RunConfig
 from ..config.kohya_compat import upgrade_settings
 from ..config.options import flatten_config, iter_options
 from ..config.schema import AdapterConfig
+from ..config.schema_objective import NoiseConfig
 from ..config.schema_output import StateConfig
 from ..dataloader.batch_plan import get_planned_stages
 from ..dataloader.prepare import PreparedData
@@ -26,7 +27,7 @@ from ..dataloader.run_plan import RunPlan
 from ..distributed.config_agreement import NF4_KERNEL
 from ..distributed.signals import StopSignals
 from ..errors import RunInterrupted, UserError
-from ..models.detect import DetectedModel
+from ..models.detect import DetectedModel, get_family_facts
 from ..parallel.quantize import BUILT_IN_KERNEL
 from ..parallel.strategy import Strategy
 from ..problems import Problem
@@ -44,6 +45,7 @@ COMPARED_METADATA = {
     "data": "the images, captions or their settings",
     "batch": "images per step",
     "training_adapter": "the training adapter",
+    "noise_levels": "the model family's default noise levels",
 }
 """The names in messages of what a checkpoint records besides the settings."""
 
@@ -61,6 +63,9 @@ class SettingChange:
     def __str__(self) -> str:
         if self.name in ("model", "data", "training_adapter"):
             return f"{COMPARED_METADATA[self.name]} changed{self.detail}"
+        if self.name == "noise_levels":
+            texts = [value or "those of its pipeline" for value in (self.old, self.new)]
+            return f"{COMPARED_METADATA[self.name]}: {' -> '.join(texts)}"
         return f"{COMPARED_METADATA.get(self.name, self.name)}: {_format_value(self.old)} -> {_format_value(self.new)}"
 
 
@@ -70,6 +75,15 @@ def serialize_settings(config: RunConfig) -> dict[str, Any]:
         name: value if isinstance(value, (bool, int, float, str)) or value is None else str(value)
         for name, value in flatten_config(config).items()
     }
+
+
+def describe_default_noise_levels(noise: NoiseConfig, detected: DetectedModel) -> str | None:
+    """Describe the defaults of the model's family that a run is trained with, where they are not its pipeline's.
+
+    None is also what checkpoints of releases have that knew only those of the pipeline.
+    """
+    is_flow = detected.prediction_type == "flow"
+    return get_family_facts(detected.family).training_noise.describe_used_defaults(noise) if is_flow else None
 
 
 def _hash_training_adapter(adapter: AdapterConfig) -> str | None:
@@ -121,6 +135,7 @@ class Resume:
             "data": prepared.manifest.compute_fingerprint(),
             "sample_digests": prepared.manifest.compute_sample_digests(),
             "training_adapter": _hash_training_adapter(config.adapter),
+            "noise_levels": describe_default_noise_levels(config.noise, detected),
             "batch": [size * micro_batches for _, size in sorted(batch_sizes.items())],
             "split": [batches.dp_size, batches.accumulation_steps],
             "started_at": started_at,

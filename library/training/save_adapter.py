@@ -203,6 +203,7 @@ class SaveAdapter:
             run.task.objective.process.prediction_type,
             facts.lora.modelspec_implementation,
             is_version_2=facts.options.is_version_2,
+            timestep_sampling=facts.training_noise.timestep_sampling,
             metadata=info.metadata,
         )
         return build_metadata(run.config, model, self._collect_run_facts(run), SOFTWARE)

@@ -134,7 +134,15 @@ def build_run(
     model, optimizer = strategy.wrap(trained, optimizer, build_parallel_plan(family, trained.denoiser))
     dropout = build_lora_dropout(config.adapter, family, trained, adapter, strategy.get_sharded_tokens)
     task = _build_task(
-        config, strategy, family, pipe, model, objective=objective, cache_readers=cache_readers, dropout=dropout
+        config,
+        strategy,
+        family,
+        pipe,
+        model,
+        objective=objective,
+        cache_readers=cache_readers,
+        dropout=dropout,
+        samples_per_step=plan.samples_per_step,
     )
     loader = _build_loader(strategy, prepared, plan, cache_readers)
     if strategy.comm.is_main:
@@ -215,6 +223,7 @@ def _build_task(
     objective: Objective,
     cache_readers: CacheReaders,
     dropout: LoraDropout | None,
+    samples_per_step: int,
 ) -> DiffusionTask:
     return DiffusionTask(
         family=family,
@@ -229,6 +238,7 @@ def _build_task(
         text_reader=cache_readers.text_reader,
         trains_text_encoders=bool(select_trained_text_encoders(config.adapter, config.optim, family.facts)),
         dropout=dropout,
+        samples_per_step=samples_per_step,
         pads_texts=config.parallel.pp_size > 1,
     )
 
@@ -270,10 +280,13 @@ def _warn_truncated_captions(family: Family, pipe: Any, captions: Sequence[str])
 def build_objective(noise: NoiseConfig, loss: LossConfig, family: Family, pipe: Any) -> Objective:
     """Build the training objective; the pipeline's scheduler, which previews use, follows the same options."""
     pipe.scheduler = override_scheduler(pipe.scheduler, noise)
-    process = family.build_noise_process(pipe)
+    process = family.build_training_process(pipe)
     check_objective(noise, loss, family, process)
-    sampling = noise.flow_timestep_sampling if isinstance(process, FlowMatchingProcess) else "uniform"
     settings = "".join(f", {name} {value}" for name, value in find_active_options(noise, loss).items())
+    if is_flow := isinstance(process, FlowMatchingProcess):
+        default = family.facts.training_noise.timestep_sampling
+        noise = replace(noise, timestep_sampling=noise.get_timestep_sampling(default))
+    sampling = noise.timestep_sampling if is_flow else "uniform"
     logger.info("prediction type: %s; timestep sampling: %s%s", process.prediction_type, sampling, settings)
     return Objective(process, noise, loss)
 

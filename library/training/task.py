@@ -16,6 +16,7 @@ from ..cache.readers import TextReader
 from ..dataloader.batch import Batch, Cond, Moments, PixelBatch, concatenate_cond, map_cond_tensors, normalize_pixels
 from ..diffusion.masked_loss import reduce_loss_per_sample, resize_mask_to_latents
 from ..diffusion.objective import Objective
+from ..diffusion.timesteps import draw_timestep_buckets
 from ..distributed.step_phases import record_phase
 from ..models.base import ControlTextFamily, Family, T5Family
 from ..models.text_encoding import encode_text_on_meta
@@ -51,6 +52,8 @@ class DiffusionTask:
     text_reader: TextReader | None = None  # reads cached text encoder outputs
     trains_text_encoders: bool = False
     dropout: LoraDropout | None = None
+    samples_per_step: int = 1
+    """The most samples of an optimizer step over all ranks, by which ``num_timestep_buckets`` counts samples."""
     pads_texts: bool = False
     """Whether texts are padded, so that fewer batches differ in shape."""
     micro_batch_stats: list[MicroBatchStats] = field(default_factory=list)
@@ -64,7 +67,9 @@ class DiffusionTask:
         with record_phase("encode", pixel_batch):
             batch = self.encode(pixel_batch, step)
         noised = self.objective.add_noise(
-            batch.latents, partial(self.build_generators, step=step, global_positions=batch.global_positions)
+            batch.latents,
+            partial(self.build_generators, step=step, global_positions=batch.global_positions),
+            self._draw_timestep_buckets(step, batch.global_positions),
         )
         predicted = self.family.predict(self.pipe, self.denoiser, noised.latents, noised.timesteps, batch)
         loss = self.objective.compute_elementwise_loss(predicted, noised)
@@ -78,6 +83,12 @@ class DiffusionTask:
             step,
         )
         return losses * batch.loss_weights
+
+    def _draw_timestep_buckets(self, step: int, global_positions: Sequence[int]) -> Sequence[int]:
+        """Draw the timestep buckets of samples by their number in the run; none without ``num_timestep_buckets``."""
+        count = self.objective.noise_config.num_timestep_buckets or 1
+        numbers = [step * self.samples_per_step + position for position in global_positions]
+        return draw_timestep_buckets(self.seed, count, numbers) if count > 1 else ()
 
     def seed_dropout(self, pixel_batch: PixelBatch, step: int) -> None:
         """Seed LoRA dropout by step and sample, so that recomputation in the backward pass drops the same."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import KeyStyle
 from ...config.network_args import NetworkFacts
+from ...diffusion.timestep_shift import NO_SHIFT
 from ..base import BaseModelInfo, Family
 from ..facts import (
     BlockFacts,
@@ -25,6 +26,7 @@ from ..facts import (
 )
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import T5_TOKENIZER, match_flow_model
+from ..training_noise import LOGIT_NORMAL, WEIGHTED, TrainingNoiseFacts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -145,6 +147,11 @@ FACTS = FamilyFacts(
         has_variable_length=True,
         denoiser_pad_multiple=ANIMA_TEXT_TOKENS,
     ),
+    training_noise=TrainingNoiseFacts(
+        reason="without the shift of its scheduler, as its authors and sd-scripts train",
+        read_pipeline_shift=lambda read: NO_SHIFT,
+        other_trainers={"sd-scripts": LOGIT_NORMAL, "ai-toolkit": WEIGHTED, "OneTrainer": LOGIT_NORMAL},
+    ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=4.0),
     options=FamilyOptions(
         components={"vae": "vae", "text_encoder": "text_encoder"},
@@ -167,7 +174,6 @@ class Anima(Family):
         return BaseModelInfo("anima", "anima-preview")
 
     def build_noise_process(self, pipe: Any) -> NoiseProcess:
-        # Trained without the shift of its scheduler, by its authors' trainer and by sd-scripts.
         from ...diffusion.process import FlowMatchingProcess
 
         return FlowMatchingProcess()

@@ -30,6 +30,7 @@ from ..shared_facts import (
     T5_TOKENIZER,
     match_flow_model,
 )
+from ..training_noise import LOGIT_NORMAL, PARABOLA, NoiseLevels, TrainingNoiseFacts
 from .flux import FACTS as FLUX_FACTS
 from .flux import FLUX_KEYS
 
@@ -93,6 +94,13 @@ FACTS = FamilyFacts(
         attention_modes=MASKED_ATTENTION_MODES,
     ),
     text=TextFacts(components=("text_encoder", "tokenizer"), tokenizer_repo_ids={"tokenizer": T5_TOKENIZER}),
+    training_noise=TrainingNoiseFacts(
+        other_trainers={
+            "sd-scripts": NoiseLevels("sigmoid", origin="its guide; by default sigma with shift 3"),
+            "ai-toolkit": LOGIT_NORMAL,
+            "OneTrainer": PARABOLA,
+        },
+    ),
     sampling=SamplingFacts(num_inference_steps=35, guidance_scale=5.0),
     options=FamilyOptions(
         components={"ae": "vae", "vae": "vae", "t5xxl": "text_encoder"},

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import DIFFUSERS_ONLY_KEYS
 from ...adapters.token_layout import OTHER_TOKENS, TokenLayout
+from ...diffusion.timestep_shift import SquareRootShift, TimestepShift, build_timestep_shift
 from ..base import BaseModelInfo, Family
 from ..facts import (
     BlockFacts,
@@ -20,8 +21,9 @@ from ..facts import (
     SingleFileFacts,
     TextFacts,
 )
-from ..model_configs import ConfigReader, read_required
+from ..model_configs import ConfigReader, read_required, read_scheduler_config
 from ..shared_facts import DENOISER_PREFIXES, match_flow_model
+from ..training_noise import LOGIT_NORMAL, TrainingNoiseFacts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -39,6 +41,13 @@ TOKENS_MULTIPLE = 16
 def _match_cogview4(read: ConfigReader) -> FamilyMatch:
     config = read_required(read, "transformer/config.json")
     return match_flow_model(read, 1, f"the transformer has {config.get('num_layers')} blocks")
+
+
+def _build_shift(config: Mapping[str, Any]) -> TimestepShift:
+    """Read the shift of the pipeline's scheduler, which grows with the side of the image."""
+    if not config.get("use_dynamic_shifting"):
+        return build_timestep_shift(config)
+    return SquareRootShift(config.get("base_image_seq_len", 256), config["base_shift"], config["max_shift"])
 
 
 FACTS = FamilyFacts(
@@ -80,6 +89,10 @@ FACTS = FamilyFacts(
         tokenizer_repo_ids={"tokenizer": "THUDM/CogView4-6B:tokenizer"},
         has_variable_length=True,
     ),
+    training_noise=TrainingNoiseFacts(
+        read_pipeline_shift=lambda read: _build_shift(read_scheduler_config(read)),
+        other_trainers={"ai-toolkit": LOGIT_NORMAL},
+    ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=5.0),
     options=FamilyOptions(components={"vae": "vae", "text_encoder": "text_encoder"}),
     notes="single files with diffusers' keys",
@@ -99,14 +112,9 @@ class CogView4(Family):
         return BaseModelInfo("cogview4", "cogview4")
 
     def build_noise_process(self, pipe: Any) -> FlowMatchingProcess:
-        from ...diffusion.process import FlowMatchingProcess, SquareRootShift, build_timestep_shift
+        from ...diffusion.process import FlowMatchingProcess
 
-        config = pipe.scheduler.config
-        if not config.get("use_dynamic_shifting"):
-            return FlowMatchingProcess(build_timestep_shift(config))
-        return FlowMatchingProcess(
-            SquareRootShift(config.get("base_image_seq_len", 256), config["base_shift"], config["max_shift"])
-        )
+        return FlowMatchingProcess(_build_shift(pipe.scheduler.config))
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         from .. import text_encoding

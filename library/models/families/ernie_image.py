@@ -23,6 +23,7 @@ from ..facts import (
 )
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
+from ..training_noise import LOGIT_NORMAL, WEIGHTED, TrainingNoiseFacts
 
 if TYPE_CHECKING:
     import torch
@@ -86,6 +87,11 @@ FACTS = FamilyFacts(
         tokenizer_repo_ids={"tokenizer": "baidu/ERNIE-Image:tokenizer"},
         has_variable_length=True,
         pad_multiple=64,
+    ),
+    training_noise=TrainingNoiseFacts(
+        timestep_sampling="sigma",
+        reason="uniform with the pipeline's shift of 4, which already prefers noise",
+        other_trainers={"ai-toolkit": WEIGHTED, "OneTrainer": LOGIT_NORMAL},
     ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=4.0),
     options=FamilyOptions(components={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"}),

@@ -47,6 +47,7 @@ from ..shared_facts import (
     T5_TOKENIZER,
     match_flow_model,
 )
+from ..training_noise import LOGIT_NORMAL, NoiseLevels, TrainingNoiseFacts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -190,6 +191,13 @@ FACTS = FamilyFacts(
         tokenizer_repo_ids={"tokenizer": CLIP_L_TOKENIZER, "tokenizer_2": T5_TOKENIZER},
         t5_encoder="text_encoder_2",
         is_masked_in_denoiser=True,
+    ),
+    training_noise=TrainingNoiseFacts(
+        other_trainers={
+            "sd-scripts": NoiseLevels("flux_shift", origin="its guide; by default sigma with shift 3"),
+            "ai-toolkit": LOGIT_NORMAL,
+            "OneTrainer": NoiseLevels("flux_shift"),
+        },
     ),
     sampling=SamplingFacts(num_inference_steps=20, guidance_scale=1.0),
     options=FamilyOptions(

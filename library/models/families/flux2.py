@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ...adapters.original_module_names import KeyStyle, OriginalModule
 from ...config.network_args import NetworkFacts
+from ...diffusion.timestep_shift import FLUX_DEV_SHIFT
 from ..base import BaseModelInfo, Family
 from ..facts import (
     BlockFacts,
@@ -32,6 +33,7 @@ from ..shared_facts import (
     MASKED_ATTENTION_MODES,
     match_flow_model,
 )
+from ..training_noise import WEIGHTED, NoiseLevels, TrainingNoiseFacts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -42,9 +44,6 @@ if TYPE_CHECKING:
 
 FLUX2_MAX_SEQUENCE_LENGTH = 512
 """Texts are padded to this many tokens, and padding is attended to, as in diffusers' pipeline."""
-
-SHIFT_STEPS = 50
-"""Sampling steps for which the pipeline's shift is taken in training; it depends on them."""
 
 
 def _match_flux2(read: ConfigReader) -> FamilyMatch:
@@ -141,6 +140,17 @@ DEV_FACTS = FamilyFacts(
         components=("text_encoder", "tokenizer"),
         tokenizer_repo_ids={"tokenizer": "black-forest-labs/FLUX.2-dev:tokenizer"},
     ),
+    training_noise=TrainingNoiseFacts(
+        timestep_sampling="flux2_shift",
+        shift=FLUX_DEV_SHIFT,
+        reason="the shift of its scheduler's config, as in musubi-tuner; that of its pipeline depends on the number of "
+        "sampling steps",
+        other_trainers={
+            "musubi-tuner": NoiseLevels("flux2_shift", origin="its guide"),
+            "ai-toolkit": WEIGHTED,
+            "OneTrainer": NoiseLevels("flux2_shift"),
+        },
+    ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=4.0),
     control=ControlFacts(num_images=(0, 10)),
     options=FamilyOptions(
@@ -180,11 +190,10 @@ class Flux2Klein(Family):
         return ()  # the text goes on through the single blocks
 
     def build_noise_process(self, pipe: Any) -> NoiseProcess:
-        """The shift of the pipeline, which is linear in the number of tokens up to 4300."""
-        from ...diffusion.process import DynamicShift, FlowMatchingProcess
+        """The shift of the scheduler's config; in sampling, the pipeline replaces it by one for its steps."""
+        from ...diffusion.process import FlowMatchingProcess
 
-        first, last = ((tokens, _compute_shift_exponent(tokens)) for tokens in (256, 4096))
-        return FlowMatchingProcess(DynamicShift(first, last), patch_size=1)
+        return FlowMatchingProcess.from_scheduler(pipe.scheduler.config, patch_size=1)
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         size = "9b" if pipe.transformer.config.num_layers == 8 else "4b"
@@ -296,9 +305,3 @@ def _append_controls(
     parts = [pipe._pack_latents(latents.to(tokens.dtype)) for latents in control_latents]
     own = pipe._prepare_image_ids([latents[:1] for latents in control_latents])
     return torch.cat([tokens, *parts], dim=1), torch.cat([positions, own.expand(len(positions), -1, -1)], dim=1)
-
-
-def _compute_shift_exponent(num_tokens: int) -> float:
-    from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
-
-    return float(compute_empirical_mu(num_tokens, SHIFT_STEPS))

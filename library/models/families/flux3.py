@@ -24,6 +24,7 @@ from ..facts import (
 )
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
+from ..training_noise import TrainingNoiseFacts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -136,6 +137,10 @@ FACTS = FamilyFacts(
         tokenizer_repo_ids={"tokenizer": "Qwen/Qwen3-VL-4B-Instruct"},
         has_variable_length=True,
         pad_multiple=TOKENS_MULTIPLE,
+    ),
+    training_noise=TrainingNoiseFacts(
+        timestep_sampling="sigma",
+        reason="uniform with the pipeline's shift of 6.93, which already prefers noise",
     ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=3.5),
     options=FamilyOptions(components={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"}),

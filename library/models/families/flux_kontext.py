@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base import BaseModelInfo
 from ..facts import ControlFacts
+from ..training_noise import WEIGHTED, NoiseLevels, TrainingNoiseFacts
 from .flux import FACTS as FLUX_FACTS
 from .flux import Flux
 
@@ -35,6 +36,9 @@ FACTS = replace(
             FLUX_FACTS.options.network, musubi_args=("exclude_patterns=['.*_(img_mod|txt_mod|modulation)_lin']",)
         ),
         musubi_versions={"kontext": {}},
+    ),
+    training_noise=TrainingNoiseFacts(
+        other_trainers={"musubi-tuner": NoiseLevels("flux_shift", origin="its guide"), "ai-toolkit": WEIGHTED},
     ),
 )
 

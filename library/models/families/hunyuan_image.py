@@ -25,6 +25,7 @@ from ..facts import (
 )
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
+from ..training_noise import NoiseLevels, TrainingNoiseFacts
 from .hunyuan_image_keys import COMFYUI_KEYS, HUNYUAN_IMAGE_KEYS, LAYOUT, SINGLE_PARTS, build_vae_patterns
 
 if TYPE_CHECKING:
@@ -117,11 +118,16 @@ FACTS = FamilyFacts(
         pad_multiple=64,
         version=2,  # single quotes were quotes before
     ),
+    training_noise=TrainingNoiseFacts(
+        timestep_sampling="sigma",
+        reason="uniform with the pipeline's shift of 5, as in sd-scripts",
+        token_side=64,
+        other_trainers={"sd-scripts": NoiseLevels("sigma", 5.0)},
+    ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=3.5, image_size=(2048, 2048)),
     options=FamilyOptions(
         components={"vae": "vae", "text_encoder": "text_encoder", "byt5": "text_encoder_2"},
         network=NetworkFacts(modules=("networks.lora_hunyuan_image",)),
-        kohya_defaults={"timestep_sampling": "sigma"},
     ),
     notes="the base model; LoRA in diffusers: `transformer.load_lora_adapter`",
 )

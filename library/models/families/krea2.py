@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import KeyStyle
 from ...adapters.token_layout import OTHER_TOKENS, TokenLayout
 from ...config.network_args import NetworkFacts
+from ...diffusion.timestep_shift import FixedShift, TimestepShift
 from ..base import BaseModelInfo, Family
 from ..facts import (
     BlockFacts,
@@ -23,6 +25,7 @@ from ..facts import (
 )
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
+from ..training_noise import LOGIT_NORMAL, UNIFORM, NoiseLevels, TrainingNoiseFacts, read_scheduler_shift
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -33,14 +36,19 @@ if TYPE_CHECKING:
 
 KREA2_MAX_SEQUENCE_LENGTH = 512
 """Maximum tokens of the prompt with the end of its template, as in diffusers' pipeline."""
-TURBO_SHIFT_EXPONENT = 1.15
-"""Logarithm of the Turbo's timestep shift, which is the same at every resolution."""
+TURBO_SHIFT = FixedShift(math.exp(1.15))
+"""The Turbo's timestep shift, which is the same at every resolution."""
 
 
 def _match_krea2(read: ConfigReader) -> FamilyMatch:
     variant = "Turbo" if read_required(read, "model_index.json").get("is_distilled") else "Raw"
     blocks = read_required(read, "transformer/config.json").get("num_layers")
     return match_flow_model(read, 4, f"the transformer has {blocks} blocks, its pipeline is of {variant}")
+
+
+def _read_pipeline_shift(read: ConfigReader) -> TimestepShift:
+    is_distilled = read_required(read, "model_index.json").get("is_distilled")
+    return TURBO_SHIFT if is_distilled else read_scheduler_shift(read)
 
 
 _ORIGINAL_NAMES = {
@@ -133,6 +141,15 @@ FACTS = FamilyFacts(
         has_variable_length=True,
         pad_multiple=64,
     ),
+    training_noise=TrainingNoiseFacts(
+        reason="as the model is sampled (Turbo: 3.16 at every size)",
+        read_pipeline_shift=_read_pipeline_shift,
+        other_trainers={
+            "musubi-tuner": NoiseLevels("shift", 2.5, origin="its guide; or krea2_shift"),
+            "ai-toolkit": UNIFORM,
+            "OneTrainer": LOGIT_NORMAL,
+        },
+    ),
     sampling=SamplingFacts(num_inference_steps=28, guidance_scale=4.5),
     options=FamilyOptions(
         components={"vae": "vae", "text_encoder": "text_encoder"},
@@ -149,12 +166,10 @@ class Krea2(Family):
         return BaseModelInfo("krea2", "krea-2")
 
     def build_noise_process(self, pipe: Any) -> NoiseProcess:
-        import math
-
-        from ...diffusion.process import FixedShift, FlowMatchingProcess
+        from ...diffusion.process import FlowMatchingProcess
 
         if pipe.config.is_distilled:
-            return FlowMatchingProcess(FixedShift(math.exp(TURBO_SHIFT_EXPONENT)))
+            return FlowMatchingProcess(TURBO_SHIFT)
         return super().build_noise_process(pipe)
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:

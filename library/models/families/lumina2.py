@@ -23,6 +23,7 @@ from ..facts import (
 )
 from ..model_configs import ConfigReader, read_required
 from ..shared_facts import DENOISER_PREFIXES, GEMMA2_PREFIXES, match_flow_model
+from ..training_noise import NoiseLevels, TrainingNoiseFacts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -121,10 +122,19 @@ FACTS = FamilyFacts(
         has_variable_length=True,
         has_negative_encoding=True,
     ),
+    training_noise=TrainingNoiseFacts(
+        timestep_sampling="nextdit_shift",
+        reason="as sd-scripts' guide recommends",
+        other_trainers={
+            "sd-scripts": NoiseLevels("nextdit_shift", origin="its guide; by default shift with 6"),
+            "ai-toolkit": NoiseLevels("sigma", 6.0, origin="its example; by default sigmoid"),
+        },
+    ),
     sampling=SamplingFacts(num_inference_steps=30, guidance_scale=4.0),
     options=FamilyOptions(
         components={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
         network=NetworkFacts(modules=("networks.lora_lumina",)),
+        kohya_defaults={"timestep_sampling": "shift"},
     ),
 )
 

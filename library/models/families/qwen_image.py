@@ -26,6 +26,7 @@ from ..shared_facts import (
     MASKED_ATTENTION_MODES,
     match_flow_model,
 )
+from ..training_noise import LOGIT_NORMAL, WEIGHTED, NoiseLevels, TrainingNoiseFacts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from ...dataloader.batch import Batch, Cond, Moments
     from ...dataloader.sample_prompts import Prompt
 
-QWEN_MAX_SEQUENCE_LENGTH = 512
-"""Maximum tokens of the prompt, as in diffusers' pipeline."""
+QWEN_MAX_SEQUENCE_LENGTH = 1024
+"""Maximum tokens of the prompt: the most that diffusers' pipeline takes, and those of musubi-tuner."""
 
 
 def _match_qwen_image(read: ConfigReader) -> FamilyMatch:
@@ -89,6 +90,14 @@ FACTS = FamilyFacts(
         tokenizer_repo_ids={"tokenizer": "Qwen/Qwen-Image:tokenizer"},
         has_variable_length=True,
         pad_multiple=64,
+        version=2,  # captions were cut at 512 tokens before
+    ),
+    training_noise=TrainingNoiseFacts(
+        other_trainers={
+            "musubi-tuner": NoiseLevels("shift", 2.2, origin="its guide; or qwen_shift"),
+            "ai-toolkit": WEIGHTED,
+            "OneTrainer": LOGIT_NORMAL,
+        },
     ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=4.0),
     options=FamilyOptions(
@@ -184,4 +193,5 @@ class QwenImage(Family):
             prompt_embeds_mask=mask,
             negative_prompt_embeds=negative_embeds if scale > 1 else None,
             negative_prompt_embeds_mask=negative_mask,
+            max_sequence_length=QWEN_MAX_SEQUENCE_LENGTH,  # the pipeline cuts off embeddings at 512 otherwise
         )

@@ -48,6 +48,7 @@ EDIT_FACTS = replace(
         QWEN_IMAGE_FACTS.text,
         components=("text_encoder", "processor"),
         tokenizer_repo_ids={"processor": "Qwen/Qwen-Image-Edit:processor"},
+        version=1,  # captions were never cut
     ),
     control=ControlFacts(num_images=(1, 1), text_tokens_per_image=1400),
     options=replace(QWEN_IMAGE_FACTS.options, musubi_versions={"edit": {}}),

@@ -21,6 +21,7 @@ from ..facts import (
 )
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import DENOISER_PREFIXES, GEMMA2_PREFIXES, match_flow_model
+from ..training_noise import UNIFORM, TrainingNoiseFacts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -82,6 +83,7 @@ FACTS = FamilyFacts(
         has_negative_encoding=True,
         pad_multiple=64,
     ),
+    training_noise=TrainingNoiseFacts(token_side=64, other_trainers={"OneTrainer": UNIFORM}),
     sampling=SamplingFacts(num_inference_steps=20, guidance_scale=4.5),
     options=FamilyOptions(components={"vae": "vae", "text_encoder": "text_encoder"}),
     notes="single files with diffusers' keys",

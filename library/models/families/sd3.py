@@ -14,6 +14,7 @@ from ...adapters.original_module_names import (
     build_stream_modules,
 )
 from ...config.network_args import NetworkFacts
+from ...diffusion.timestep_shift import NO_SHIFT
 from ..base import BaseModelInfo, T5Family
 from ..facts import (
     BlockFacts,
@@ -42,6 +43,7 @@ from ..shared_facts import (
     T5_TOKENIZER,
     match_flow_model,
 )
+from ..training_noise import LOGIT_NORMAL, UNIFORM, NoiseLevels, TrainingNoiseFacts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -128,6 +130,15 @@ FACTS = FamilyFacts(
         },
         t5_encoder="text_encoder_3",
     ),
+    training_noise=TrainingNoiseFacts(
+        shift=NO_SHIFT,
+        reason="logit-normal, as its authors and OneTrainer train",
+        other_trainers={
+            "sd-scripts": UNIFORM,
+            "ai-toolkit": NoiseLevels("uniform", origin="its example; by default sigmoid"),
+            "OneTrainer": LOGIT_NORMAL,
+        },
+    ),
     sampling=SamplingFacts(num_inference_steps=28, guidance_scale=7.0),
     options=FamilyOptions(
         components={"vae": "vae", "clip_l": "text_encoder", "clip_g": "text_encoder_2", "t5xxl": "text_encoder_3"},
@@ -148,7 +159,7 @@ FACTS = FamilyFacts(
                 ),
             ),
         ),
-        kohya_defaults={"timestep_sampling": "uniform", "discrete_flow_shift": "training_shift 1"},
+        kohya_defaults={"timestep_sampling": "uniform"},
     ),
 )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import KeyStyle, OriginalModule
 from ...config.network_args import NetworkFacts
+from ...diffusion.timestep_shift import FixedShift
 from ..base import BaseModelInfo, Family
 from ..facts import (
     BlockFacts,
@@ -22,6 +23,7 @@ from ..facts import (
 )
 from ..model_configs import ConfigReader, ModelError, read_required, read_scheduler_config
 from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
+from ..training_noise import LOGIT_NORMAL, WEIGHTED, NoiseLevels, TrainingNoiseFacts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -115,6 +117,15 @@ FACTS = FamilyFacts(
         tokenizer_repo_ids={"tokenizer": "Tongyi-MAI/Z-Image-Turbo:tokenizer"},
         has_variable_length=True,
         denoiser_pad_multiple=32,
+    ),
+    training_noise=TrainingNoiseFacts(
+        shift=FixedShift(2.0),
+        reason="as musubi-tuner's guide recommends, for base and Turbo",
+        other_trainers={
+            "musubi-tuner": NoiseLevels("shift", 2.0, origin="its guide"),
+            "ai-toolkit": WEIGHTED,
+            "OneTrainer": LOGIT_NORMAL,
+        },
     ),
     sampling=SamplingFacts(num_inference_steps=9, guidance_scale=0.0),
     options=FamilyOptions(

@@ -164,9 +164,7 @@ def _read_timesteps(model: KeyReader) -> None:
     shift = model.read("shift", None, to_number)
     is_flux_shift = model.read("flux_shift", False, to_switch) or model.read("lumina_shift", False, to_switch)
     if method == "uniform":
-        options["timestep_sampling"] = "sigma" if shift else "uniform"
-        if is_flux_shift and not shift:
-            model.list_change("flux_shift", "no shift of uniform timesteps by image size here; uniform is used")
+        options["timestep_sampling"] = "sigma" if shift else "nextdit_shift" if is_flux_shift else "uniform"
     elif method == "logit_normal":
         options["timestep_sampling"] = "shift" if shift else "flux_shift" if is_flux_shift else "sigmoid"
         model.result.set_option("sigmoid_scale", scale)

@@ -132,9 +132,6 @@ def _read_model_keys(reader: KeyReader) -> None:
                 "lumina_discrete_flow_shift" if family == "lumina2" else "discrete_flow_shift",
                 "sd-scripts uses it for sigma and shift only, too",
             )
-    if options.get("timestep_sampling") == "nextdit_shift":  # uniform, with the shift of the model's pipeline
-        options["timestep_sampling"] = "sigma"
-        options.pop("discrete_flow_shift", None)
     if family == "lumina2":
         reason = "the system prompt of the model's pipeline stands before every caption here"
         reader.list_change("lumina_system_prompt", reason, reader.read("lumina_system_prompt", ""))

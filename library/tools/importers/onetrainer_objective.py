@@ -104,8 +104,6 @@ def _read_flow_timesteps(config: KeyReader) -> None:
     bias = config.read("noising_bias", 0.0, to_number)
     shift = config.read("timestep_shift", 1.0, to_number)
     is_dynamic = config.read("dynamic_timestep_shifting", False, to_switch) and family not in keys.FIXED_SHIFTS
-    if is_dynamic and family in ("flux2_dev", "flux2_klein"):
-        config.list_change("dynamic_timestep_shifting", "the shift of FLUX.2's pipeline here, of its scheduler there")
     if is_dynamic and family == "z_image":
         options["timestep_sampling"] = "flux_shift"
         if weight:

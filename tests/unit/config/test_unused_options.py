@@ -59,7 +59,10 @@ from library.training.preflight import find_settings_problems, load_settings
         ("--mode_scale 0", {"mode_scale": "only for weighting_scheme mode"}),
         (
             "--weighting_scheme cosmap --sigmoid_scale 2",
-            {"sigmoid_scale": "only for timestep_sampling sigmoid, shift and flux_shift"},
+            {
+                "sigmoid_scale": "only for timestep_sampling sigmoid, shift, flux_shift, flux2_shift, qwen_shift, krea2_shift, "
+                "qinglong_flux and qinglong_qwen"
+            },
         ),
         (
             "--timestep_sampling flux_shift --discrete_flow_shift 3",
@@ -361,9 +364,11 @@ def test_samplers_of_prompts_that_previews_do_not_use_are_named(tmp_path, monkey
 @pytest.mark.parametrize(
     ("model", "flags", "named"),
     [
-        ("sd3", "", "seed learning_rate timestep_sampling discrete_flow_shift"),
+        ("sd3", "", "seed learning_rate timestep_sampling"),
         ("sd3", "--weighting_scheme uniform --training_shift 1", "seed learning_rate"),
-        ("sd3", "--weighting_scheme logit_normal", "seed learning_rate discrete_flow_shift"),
+        ("sd3", "--weighting_scheme logit_normal", "seed learning_rate"),
+        ("lumina2", "", "seed learning_rate timestep_sampling"),
+        ("hunyuan_image", "", "seed learning_rate"),
         ("flux", "", "seed learning_rate guidance_scale timestep_sampling discrete_flow_shift model_prediction_type"),
         (
             "flux",

@@ -19,7 +19,9 @@ from library.config.schema_objective import LossConfig, NoiseConfig
 from library.config.unused_options import _SAMPLERS_WITHOUT_ZERO_SNR
 from library.dataloader.sample_prompts import Prompt
 from library.diffusion.objective import Objective
-from library.diffusion.process import EpsilonProcess, FixedShift, FlowMatchingProcess, VPredictionProcess
+from library.diffusion.process import EpsilonProcess, FlowMatchingProcess, VPredictionProcess
+from library.diffusion.timestep_shift import FixedShift
+from library.diffusion.timesteps import draw_timestep_buckets
 from library.diffusion.weighting import SNR_WEIGHTINGS
 from library.errors import ConfigError
 from library.models.detect import detect_model
@@ -63,7 +65,9 @@ def run_objective(kind, settings, places=range(5)):
         scheduler = override_scheduler(DDIMScheduler(**SD1, prediction_type=predicts), noise)
         process = StableDiffusion1().build_noise_process(SimpleNamespace(scheduler=scheduler))
     objective = Objective(process, noise, loss)
-    noised = objective.add_noise(LATENTS[list(places)], make_generators(places))
+    count = noise.num_timestep_buckets or 1
+    buckets = draw_timestep_buckets(3, count, places) if count > 1 else ()
+    noised = objective.add_noise(LATENTS[list(places)], make_generators(places), buckets)
     losses = objective.compute_elementwise_loss(noised.latents, noised).flatten(1).mean(
         1
     ) * objective.compute_loss_weights(noised.timesteps)
@@ -76,7 +80,10 @@ CASES = [
     ("v", {}, {"zero_terminal_snr": True}),
     *[(kind, {}, {"min_timestep": 600}) for kind in PROCESSES],
     *[(kind, {}, {"max_timestep": 400}) for kind in PROCESSES],
+    *[(kind, {}, {"num_timestep_buckets": 5}) for kind in PROCESSES],
+    ("flow", {"min_timestep": 600}, {"preserve_distribution_shape": True}),
     ("flow", {}, {"timestep_sampling": "flux_shift"}),
+    ("flow", {"timestep_sampling": "logsnr"}, {"logit_mean": 0.5}),
     ("flow", {}, {"sigmoid_scale": 0.5}),
     ("flow", {}, {"discrete_flow_shift": 1.5}),
     ("flow", {"timestep_sampling": "sigma"}, {"weighting_scheme": "cosmap"}),
@@ -251,17 +258,24 @@ def test_conflicts_with_the_loaded_scheduler_are_rejected_after_loading():
 
 
 @pytest.mark.parametrize(
-    "source", ["random:sd3:tiny", "random:flux:tiny", "random:z_image:tiny", "random:qwen_image:tiny"]
+    ("source", "factor"),
+    [
+        ("random:sd3:tiny", 1.0),
+        ("random:flux:tiny", None),
+        ("random:z_image:tiny", 2.0),
+        ("random:qwen_image:tiny", None),
+    ],
 )
-def test_flow_models_are_trained_with_the_shift_of_their_scheduler_by_default(source):
+def test_flow_models_are_trained_with_the_shift_of_their_facts_or_else_of_their_scheduler(source, factor):
     model = detect_model(source)
     family = FAMILIES.get(model.family)()
     pipe = family.load(model, torch.float32, ())
     objective, settings = build_objective(NoiseConfig(), LossConfig(), family, pipe), pipe.scheduler.config
     u, shape, tokens = torch.linspace(0.1, 0.9, 9, dtype=torch.float64), torch.Size((1, 16, 64, 96)), 32 * 48
     plain = torch.sigmoid(torch.special.ndtri(u))
-    expected = settings.shift * plain / (1 + (settings.shift - 1) * plain)
-    if settings.use_dynamic_shifting:
+    if factor is not None:
+        expected = factor * plain / (1 + (factor - 1) * plain)
+    else:
         names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
         expected = pipe.scheduler.time_shift(calculate_shift(tokens, *(settings[n] for n in names)), 1.0, plain)
     torch.testing.assert_close(objective.compute_timesteps(u, shape).double() / 1000, expected, rtol=0, atol=1e-6)

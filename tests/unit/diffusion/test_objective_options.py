@@ -42,8 +42,9 @@ def list_problems(*flags):
         ("--max_timestep 0", "--max_timestep: must be at least 1, got 0"),
         ("--mode_scale 1.8 --weighting_scheme mode", "--mode_scale: must be at most 1.75, got 1.8"),
         (
-            "--timestep_sampling nextdit_shift",
-            "--timestep_sampling: 'nextdit_shift' is not one of uniform, sigmoid, shift, flux_shift, sigma",
+            "--timestep_sampling ideogram4_shift",
+            "--timestep_sampling: 'ideogram4_shift' is not one of uniform, sigmoid, shift, flux_shift, flux2_shift, "
+            "qwen_shift, krea2_shift, nextdit_shift, logsnr, qinglong_flux, qinglong_qwen, sigma",
         ),
         (
             "--model_prediction_type sigma_scaled",
@@ -95,6 +96,7 @@ VALUES = {
     "timestep_sampling": ["sigmoid"],
     "weighting_scheme": ["cosmap"],
     "discrete_flow_shift": ["0.5"],
+    "preserve_distribution_shape": ["--min_timestep", "100"],
 }
 
 

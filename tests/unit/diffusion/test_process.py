@@ -10,16 +10,13 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.training_utils import compute_snr
 
 from library.diffusion.process import (
-    FLUX_DEV_SHIFT,
-    DynamicShift,
     EpsilonProcess,
-    FixedShift,
     FlowMatchingProcess,
     VPredictionProcess,
     apply_shift,
     build_discrete_process,
-    build_timestep_shift,
 )
+from library.diffusion.timestep_shift import FLUX_DEV_SHIFT, DynamicShift, FixedShift, build_timestep_shift
 from library.errors import UserError
 from library.models.families.sd1_sd2 import StableDiffusion1
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from library.config.schema_objective import NoiseConfig
 from library.diffusion import timesteps
-from library.diffusion.process import FLUX_DEV_SHIFT, EpsilonProcess, FixedShift, FlowMatchingProcess
+from library.diffusion.process import EpsilonProcess, FlowMatchingProcess
+from library.diffusion.timestep_shift import FLUX_DEV_SHIFT, FixedShift
 
 LATENTS = torch.Size((1, 16, 96, 160))
 TOKENS = 48 * 80

@@ -17,7 +17,7 @@ from library.config.schema import DataConfig, ModelConfig
 from library.dataset.dataset_config import load_dataset_config
 from library.dataset.validate import validate_resolution_multiple
 from library.errors import ConfigError
-from library.models.detect import detect_model
+from library.models.detect import detect_model, get_config_reader
 from library.models.facts import DetectionFacts
 from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.model_configs import is_tokenizer, list_bundled_configs, list_family_configs, load_bundled_config
@@ -187,6 +187,38 @@ def test_the_prediction_type_of_a_single_file_is_read_from_its_metadata(tmp_path
     assert prediction(TWO, {"modelspec.prediction_type": "epsilon"}) == "epsilon"
     zero = detect_model(write_sparse_file(tmp_path / "zero.safetensors", {**XL, "v_pred": [0], "ztsnr": [0]}))
     assert zero.scheduler_overrides["rescale_betas_zero_snr"] is True
+
+
+Z_IMAGE = {
+    "noise_refiner.0.attention.qkv.weight": [11520, 3840],
+    "cap_embedder.1.weight": [3840, 2560],
+    "layers.0.adaLN_modulation.0.weight": [15360, 256],
+    "vae.decoder.conv_in.weight": [512, 16, 3, 3],
+    "text_encoders.qwen3_4b.transformer.model.norm.weight": [2560],
+}
+
+
+def test_family_tells_z_image_base_from_turbo_where_a_single_file_does_not(tmp_path):
+    path = write_sparse_file(tmp_path / "model.safetensors", Z_IMAGE)
+
+    def detect(family):
+        model = detect_model(ModelConfig(path, family))
+        return model, get_config_reader(model)("scheduler/scheduler_config.json")["shift"]
+
+    model, shift = detect(None)
+    assert (model.family, model.bundled_config, shift) == ("z_image", "z_image", 3.0)
+    assert model.reason.endswith("(config z_image); --family z_image:base if it is that one")
+    model, shift = detect("z_image:base")
+    assert (model.family, model.bundled_config, shift) == ("z_image", "z_image_base", 6.0)
+    assert model.reason == "set by --family (config z_image_base)"
+    with pytest.raises(ConfigError, match="family: z_image has no variant bass; set z_image or z_image:base"):
+        detect("z_image:bass")
+    with pytest.raises(ConfigError, match="does not have the sizes of z_image:tiny"):
+        detect("z_image:tiny")
+    folder = tmp_path / "folder"
+    write_model_folder(folder, config="z_image_tiny")
+    with pytest.raises(ConfigError, match="its own files tell the variant; set --family z_image, or leave it out"):
+        detect_model(ModelConfig(str(folder), "z_image:base"))
 
 
 OTHERS = {
