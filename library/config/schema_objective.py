@@ -77,8 +77,8 @@ class NoiseConfig:
     )
     timestep_sampling: TimestepSampling | None = define_option(
         None,
-        "flow matching: distribution of timesteps (docs/models.md); default: by the model's family, or sigma with "
-        "a weighting_scheme",
+        "flow matching: distribution of timesteps (docs/models.md); default: by the model's family, or sigma with a "
+        "weighting_scheme, shift with a discrete_flow_shift",
         needs=(AnyOf((HasValue("timestep_sampling", ("uniform",)), Has(Trait.FLOW))),),
         default_text="that of the model's family",
         musubi_default="sigma",
@@ -186,8 +186,14 @@ class NoiseConfig:
     )
 
     def get_timestep_sampling(self, family_default: TimestepSampling = "shift") -> TimestepSampling:
-        """Return the distribution of timesteps of a flow-matching model, of a family with this default."""
-        return self.timestep_sampling or ("sigma" if self.weighting_scheme else family_default)
+        """Return the distribution of timesteps of a flow-matching model, of a family with this default.
+
+        A shift that is set is not dropped because the family's default has one of its own.
+        """
+        implied: TimestepSampling = "sigma" if self.weighting_scheme else family_default
+        if self.discrete_flow_shift is not None and implied not in ("shift", "sigma"):
+            implied = "shift"
+        return self.timestep_sampling or implied
 
 
 @dataclass(frozen=True)

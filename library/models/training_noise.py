@@ -69,9 +69,9 @@ class TrainingNoiseFacts:
     """Why, for the table of noise levels."""
     read_pipeline_shift: Callable[[ConfigReader], TimestepShift] = read_scheduler_shift
     """Read the shift of the model's pipeline from its JSON files."""
-    token_side: int | None = None
-    """The side in pixels of the square for which shifts by image size count one token, where that is not the least
-    multiple of image sides."""
+    multiples_per_token: float = 1
+    """The side of the square for which shifts by image size count one token, in least multiples of image sides: 2
+    where they count patches of 2 x 2 latents, as sd-scripts does, and the model has none."""
     other_trainers: Mapping[str, NoiseLevels] = field(default_factory=dict)
     """The noise levels of other trainers, by program, of those that train the family."""
 
@@ -96,7 +96,7 @@ class TrainingNoiseFacts:
 
     def count_tokens(self, width: int, height: int, size_multiple: int) -> int:
         """Count the tokens of an image as shifts by image size do; ``size_multiple`` is that of the model's sides."""
-        side = self.token_side or size_multiple
+        side = int(self.multiples_per_token * size_multiple)
         return (width // side) * (height // side)
 
 

@@ -278,7 +278,7 @@ def collect_model_traits(detected: DetectedModel, adapter: AdapterConfig) -> Mod
         detected.has_guidance_embeds,
         bool(facts.lora.text_encoders) or adapter.network_train_text_encoder_only,  # the latter is an error then
         {*facts.options.extra, *facts.options.components},
-        facts.training_noise.timestep_sampling,
+        timestep_sampling=facts.training_noise.timestep_sampling,
     )
 
 

@@ -134,15 +134,7 @@ def build_run(
     model, optimizer = strategy.wrap(trained, optimizer, build_parallel_plan(family, trained.denoiser))
     dropout = build_lora_dropout(config.adapter, family, trained, adapter, strategy.get_sharded_tokens)
     task = _build_task(
-        config,
-        strategy,
-        family,
-        pipe,
-        model,
-        objective=objective,
-        cache_readers=cache_readers,
-        dropout=dropout,
-        samples_per_step=plan.samples_per_step,
+        config, strategy, family, pipe, model, objective=objective, readers=cache_readers, dropout=dropout, plan=plan
     )
     loader = _build_loader(strategy, prepared, plan, cache_readers)
     if strategy.comm.is_main:
@@ -221,9 +213,9 @@ def _build_task(
     pipe: Any,
     model: nn.Module,
     objective: Objective,
-    cache_readers: CacheReaders,
+    readers: CacheReaders,
     dropout: LoraDropout | None,
-    samples_per_step: int,
+    plan: RunPlan,
 ) -> DiffusionTask:
     return DiffusionTask(
         family=family,
@@ -235,10 +227,10 @@ def _build_task(
         normalize_masked_loss=config.data.masked_loss_normalize,
         vae_batch_size=config.cache.vae_batch_size,
         text_encoder_batch_size=config.cache.text_encoder_batch_size,
-        text_reader=cache_readers.text_reader,
+        text_reader=readers.text_reader,
         trains_text_encoders=bool(select_trained_text_encoders(config.adapter, config.optim, family.facts)),
         dropout=dropout,
-        samples_per_step=samples_per_step,
+        samples_per_step=plan.samples_per_step,
         pads_texts=config.parallel.pp_size > 1,
     )
 

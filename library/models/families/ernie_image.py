@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...dataloader.batch import Batch, Cond, Moments
+    from ...diffusion.process import NoiseProcess
 
 BATCH_NORM_EPS = 1e-5
 """Added to the variance of latents, as in diffusers' pipeline; the VAE's config has another value."""
@@ -118,6 +119,12 @@ class ErnieImage(Family):
         from .. import text_encoding
 
         return text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, pipe.tokenizer.model_max_length)
+
+    def build_noise_process(self, pipe: Any) -> NoiseProcess:
+        """Latents are patches already."""
+        from ...diffusion.process import FlowMatchingProcess
+
+        return FlowMatchingProcess.from_scheduler(pipe.scheduler.config, patch_size=1)
 
     def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:
         from ..vae import encode_patch_moments

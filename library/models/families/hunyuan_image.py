@@ -121,7 +121,7 @@ FACTS = FamilyFacts(
     training_noise=TrainingNoiseFacts(
         timestep_sampling="sigma",
         reason="uniform with the pipeline's shift of 5, as in sd-scripts",
-        token_side=64,
+        multiples_per_token=2,
         other_trainers={"sd-scripts": NoiseLevels("sigma", 5.0)},
     ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=3.5, image_size=(2048, 2048)),

@@ -23,6 +23,7 @@ from ..facts import (
 )
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import DENOISER_PREFIXES, match_flow_model
+from ..training_noise import TrainingNoiseFacts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -119,6 +120,7 @@ FACTS = FamilyFacts(
         has_variable_length=True,
         pad_multiple=64,
     ),
+    training_noise=TrainingNoiseFacts(multiples_per_token=0.5),  # sides are even numbers of tokens
     sampling=SamplingFacts(num_inference_steps=40, guidance_scale=1.0),
     options=FamilyOptions(components={"vae": "vae", "text_encoder": "text_encoder"}),
     notes="text to image; train on the base model, the Turbo loses its few steps",

@@ -83,7 +83,7 @@ FACTS = FamilyFacts(
         has_negative_encoding=True,
         pad_multiple=64,
     ),
-    training_noise=TrainingNoiseFacts(token_side=64, other_trainers={"OneTrainer": UNIFORM}),
+    training_noise=TrainingNoiseFacts(multiples_per_token=2, other_trainers={"OneTrainer": UNIFORM}),
     sampling=SamplingFacts(num_inference_steps=20, guidance_scale=4.5),
     options=FamilyOptions(components={"vae": "vae", "text_encoder": "text_encoder"}),
     notes="single files with diffusers' keys",

@@ -37,7 +37,7 @@ def test_the_noise_levels_that_a_plan_knows_are_those_of_the_loaded_model(name):
     planned = facts.build_distribution(NoiseConfig(), get_config_reader(model))
     assert isinstance(objective.process, FlowMatchingProcess)
     assert objective.noise_config.timestep_sampling == planned.sampling == facts.timestep_sampling
-    side = 4 * max(model.size_multiple, facts.token_side or 0)
+    side = 4 * model.size_multiple
     shape = family.encode_moments(pipe, torch.zeros(1, 3, side, 2 * side)).mean_and_std[:, 0].shape
     tokens = objective.process.count_tokens(shape)
     assert facts.count_tokens(2 * side, side, model.size_multiple) == tokens
@@ -87,6 +87,13 @@ def test_a_plan_prints_the_shares_of_its_samples_without_loading_torch():
     line = "noise levels: timestep_sampling shift, shift 2; share of samples: 24.4% below sigma 0.5, 3.7% below sigma"
     assert line in done.stdout
     assert "torch\n" not in done.stderr
+
+
+def test_a_shift_that_is_set_is_used_whatever_the_default_of_the_family():
+    noise = NoiseConfig(discrete_flow_shift=4.0)
+    assert noise.get_timestep_sampling("flux2_shift") == noise.get_timestep_sampling("nextdit_shift") == "shift"
+    assert noise.get_timestep_sampling("sigma") == "sigma", "which has a shift as well"
+    assert NoiseConfig(timestep_sampling="uniform", discrete_flow_shift=4.0).get_timestep_sampling() == "uniform"
 
 
 def test_shares_of_several_sizes_are_their_mean():

@@ -57,6 +57,19 @@ def test_micro_batch_stats_are_those_of_the_latest_step(task):
     assert all(0 <= t < 1 for stats in task.micro_batch_stats for t in stats.timesteps)
 
 
+def test_timestep_buckets_are_counted_over_the_run_however_a_step_is_split(task):
+    objective = replace(task.objective, noise_config=NoiseConfig(num_timestep_buckets=4))
+    task = replace(task, objective=objective, samples_per_step=2)
+    timesteps = []
+    for step in range(4):
+        for positions in ((0, 1),) if step % 2 else ((0,), (1,)):
+            task(make_pixel_batch(positions, [1.0] * len(positions)), step)
+            timesteps += task.denoiser.t.tolist()
+    buckets = [int(t // 250) for t in timesteps]
+    assert sorted(buckets[:4]) == sorted(buckets[4:]) == [0, 1, 2, 3]
+    assert len({t % 250 for t in timesteps}) == 8, "at random levels within them"
+
+
 def test_noise_depends_on_step_and_position_and_not_on_the_batch(task):
     batched = task(make_pixel_batch((3, 4), [1.0, 1.0]), step=1)
     single = [task(make_pixel_batch((position,), [1.0]), step=1) for position in (3, 4)]
