@@ -91,6 +91,7 @@ def run_tool(argv: Sequence[str]) -> int:
 
 def _run_training(argv: Sequence[str]) -> int:
     from .config.help import format_config_as_toml
+    from .config.musubi_compat import explain_caching_command
     from .log import configure_logging
     from .training.preflight import (
         check_output_files,
@@ -99,6 +100,10 @@ def _run_training(argv: Sequence[str]) -> int:
         load_settings,
     )
 
+    if answer := explain_caching_command(argv):
+        if _get_rank("RANK") == 0:
+            _print_text(answer)
+        return 0
     loaded = load_settings(argv)
     if loaded.output_config:
         return _write_config(loaded.config_file, format_config_as_toml(loaded.config), loaded.problems)

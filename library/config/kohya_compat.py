@@ -63,6 +63,9 @@ class SecretOption:
     variable: str
 
 
+OptionVerdict = OptionAlias | NoEffectOption | UnsupportedOption | SecretOption
+"""What becomes of an option of another program."""
+
 RENAMED_OPTIONS: dict[str, str] = {
     option.former_name: option.name for option in iter_options(RunConfig) if option.former_name
 }
@@ -94,6 +97,16 @@ def upgrade_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: RENAMED_VALUES[name].get(value, value) if name in RENAMED_VALUES else value
         for name, value in renamed.items()
+    }
+
+
+def list_aliases(program: str) -> dict[str, OptionAlias]:
+    """List the names that options have in a program."""
+    return {
+        alias.name: OptionAlias(option.name, alias.value)
+        for option in iter_options(RunConfig)
+        for alias in option.aliases
+        if alias.program == program
     }
 
 
@@ -150,12 +163,8 @@ KOHYA_VALUES: dict[str, dict[Any, str]] = {
 }
 """Values that sd-scripts spells in another way."""
 
-KOHYA_OPTIONS: dict[str, OptionAlias | NoEffectOption | UnsupportedOption | SecretOption] = {
-    **{
-        alias.name: OptionAlias(option.name, alias.value)
-        for option in iter_options(RunConfig)
-        for alias in option.aliases
-    },
+KOHYA_OPTIONS: dict[str, OptionVerdict] = {
+    **list_aliases("sd-scripts"),
     # no effect on the result
     "sdpa": NoEffectOption("PyTorch's attention is the default; attn_mode chooses another"),
     "persistent_data_loader_workers": NoEffectOption("workers live as long as the run"),
@@ -300,9 +309,9 @@ def take_unchecked_value(setting: RawSetting, samplers: Collection[str]) -> tupl
     return value, ""
 
 
-def find_no_effect(setting: RawSetting) -> str | None:
+def find_no_effect(setting: RawSetting, verdicts: Mapping[str, OptionVerdict] = KOHYA_OPTIONS) -> str | None:
     """Return why an option that is not ours cannot change the result; an empty string where that needs no words."""
-    verdict = KOHYA_OPTIONS.get(setting.name)
+    verdict = verdicts.get(setting.name)
     if isinstance(verdict, NoEffectOption):
         return verdict.reason if verdict.is_explained else ""
     if isinstance(verdict, OtherScriptOption) and not setting.is_flag and not verdict.accepts(setting.value):

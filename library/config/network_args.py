@@ -36,6 +36,10 @@ NETWORK_MODULES = {
     "networks.lora_lumina": "lora",
     "networks.lora_anima": "lora",
     "networks.lora_hunyuan_image": "lora",
+    "networks.lora_flux_2": "lora",
+    "networks.lora_krea2": "lora",
+    "networks.lora_qwen_image": "lora",
+    "networks.lora_zimage": "lora",
     "networks.loha": "loha",
     "networks.lokr": "lokr",
     "networks.oft": "oft",
@@ -47,6 +51,9 @@ NETWORK_MODULES = {
 OFT_MODULES = ("networks.oft", "networks.oft_flux")
 """sd-scripts' OFT, which trains no text encoder, and the layers of attention only without ``enable_all_linear``."""
 
+MUSUBI_MODULES = ("networks.lora_flux_2", "networks.lora_krea2", "networks.lora_qwen_image", "networks.lora_zimage")
+"""The network modules that musubi-tuner has and sd-scripts has not; networks.lora_flux is in both."""
+
 SPECIAL_MODULES = tuple(name for name in NETWORK_MODULES if "_" in name)
 """The network modules of few model families, which list them in their ``NetworkFacts``."""
 
@@ -57,6 +64,8 @@ class NetworkFacts:
 
     modules: tuple[str, ...] = ()
     """The modules among ``SPECIAL_MODULES`` that support the family."""
+    musubi_args: tuple[str, ...] = ()
+    """The ``network_args`` that musubi-tuner's module implies where none of the same name is given."""
     args: tuple[str, ...] = ()
     """The family's arguments among those that are for some families only; those for ranks are in the next two."""
     layer_type_ranks: tuple[tuple[str, str], ...] = ()

@@ -61,6 +61,10 @@ class OptionFacts:
     """What sd-scripts does without the option, where that differs."""
     default_text: str = ""
     """What happens without the option, where the default does not say it."""
+    musubi_default: Any = None
+    """The default of musubi-tuner, where it differs; it is taken for commands and run files of musubi-tuner."""
+    musubi_default_text: str = ""
+    """What musubi-tuner does without the option, where that differs and is not taken."""
     former_name: str = ""
     """The name in the last release, accepted with a notice."""
     former_values: tuple[tuple[Any, str], ...] = ()

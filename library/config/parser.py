@@ -7,20 +7,22 @@ line, so that the user sees all of them at once.
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import ConfigError
 from ..name_suggestions import suggest_name
 from ..problems import Place, Problem, locate_problems
+from .help import format_default
 from .kohya_compat import (
     KOHYA_OPTIONS,
     KOHYA_VALUES,
     RENAMED_OPTIONS,
     RENAMED_VALUES,
     OptionAlias,
+    OptionVerdict,
     RawSetting,
     SecretOption,
     Spelling,
@@ -33,6 +35,15 @@ from .kohya_compat import (
     read_secret,
     rename_kohya_value,
     take_unchecked_value,
+)
+from .musubi_compat import (
+    MUSUBI_OPTIONS,
+    find_missing_model,
+    find_unset_model,
+    find_yielding_options,
+    is_from_musubi,
+    list_musubi_values,
+    resolve_noise_options,
 )
 from .options import ExplicitOptions, Option, build_config, iter_options
 from .schema import RunConfig
@@ -48,6 +59,8 @@ from .unused_options import (
 )
 from .validate import validate_config
 
+Program = Literal["", "sd-scripts", "musubi-tuner"]
+
 COMMAND_OPTIONS = {"config_file": True, "output_config": False}
 """Options that are no settings of a run, and whether they take a value."""
 
@@ -55,6 +68,7 @@ _UNSET: Any = object()
 """The value of an option that the run TOML mentions and leaves unset."""
 
 _NO_EFFECT = "no effect on this run: "
+_MODEL_OPTIONS = {"dit", "pretrained_model_name_or_path"}
 _FLAG_PATTERN = re.compile(r"--|-[A-Za-z]")  # -1 and - are values
 
 
@@ -73,10 +87,12 @@ class ParsedConfig:
     """Options whose value could not be read; ``config`` has their default, which must not lead to further problems."""
     unused: tuple[tuple[Place, str], ...] = ()
     """Place and reason of each setting that has no effect on this run."""
-    has_kohya_options: bool = False
-    """Whether there are options that only sd-scripts has, or those that it always needs."""
+    program: Program = ""
+    """The program whose command or run file this is, by options that only it has, or that it always needs."""
+    taken_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of that program that were taken for options that are not set."""
     kohya_defaults: tuple[str, ...] = ()
-    """Options that are not set and whose defaults differ from sd-scripts', with both values."""
+    """Options that are not set and whose defaults differ from that program's, with both values."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Environment variables for the keys and tokens that were given."""
     adjustments: Mapping[str, str] = field(default_factory=dict)
@@ -132,8 +148,12 @@ class ParsedConfig:
         lines = list(self.notices)
         if self.unused:
             lines.append(format_unused_settings(self.unused, self.config_file))
+        if self.taken_defaults:
+            taken = ", ".join(f"{name} {format_default(value)}" for name, value in self.taken_defaults.items())
+            lines.append(f"defaults of {self.program} that are taken: {taken}")
         if self.kohya_defaults:
-            lines.append(f"defaults that differ from sd-scripts': {', '.join(self.kohya_defaults)}")
+            owner = "sd-scripts'" if self.program == "sd-scripts" else f"{self.program}'s"
+            lines.append(f"defaults that differ from {owner}: {', '.join(self.kohya_defaults)}")
         return lines
 
     def log_notices(self) -> None:
@@ -173,10 +193,15 @@ def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedC
             problems += error.problems
             invalid_options |= options.keys() - {setting.name for setting in settings}  # the file may set them
 
-    has_kohya_options = is_from_kohya(settings)
-    reader = _SettingsReader(options, problems, invalid_options, has_kohya_options)
+    program = find_program(settings)
+    is_musubi_run = program == "musubi-tuner" and config_class is RunConfig
+    if is_musubi_run and (missing_model := find_missing_model(settings)):  # beside it no other problem matters
+        problems[:], settings, is_musubi_run = [missing_model], [], False
+        invalid_options |= options.keys()
+    reader = _SettingsReader(options, problems, invalid_options, program)
     for setting in _sort_switch_aliases_first(settings):
         reader.read(setting)
+    taken = _take_musubi_defaults(reader, settings) if is_musubi_run else {}
     parsed = ParsedConfig(
         config=build_config(config_class, reader.values),
         locations=reader.locations,
@@ -186,12 +211,20 @@ def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedC
         output_config="output_config" in commands,
         invalid_options=frozenset(invalid_options),
         unused=tuple(reader.unused),
-        has_kohya_options=has_kohya_options,
+        program=program,
+        taken_defaults=taken,
         secrets=reader.secrets,
     )
     if config_class is RunConfig:
         return _resolve_run_config(parsed)
     return parsed.without_unused(find_unused_tool_options(parsed.config, parsed.explicit, parsed.invalid_options))
+
+
+def find_program(settings: Collection[RawSetting]) -> Program:
+    """Find the program that these settings were written for, by options that only it has or always needs."""
+    if is_from_musubi(settings):
+        return "musubi-tuner"
+    return "sd-scripts" if is_from_kohya(settings) else ""
 
 
 @dataclass
@@ -201,8 +234,8 @@ class _SettingsReader:
     options: dict[str, Option]
     problems: list[Problem]
     invalid_options: set[str]
-    is_from_kohya: bool
-    """Whether unknown keys and values of the run TOML are taken as sd-scripts takes them."""
+    program: Program
+    """The program that unknown keys and values of the run TOML are taken for."""
     values: dict[str, Any] = field(default_factory=dict)
     locations: dict[str, Place] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
@@ -213,16 +246,21 @@ class _SettingsReader:
     file_problems: dict[str, list[Problem]] = field(default_factory=dict)
     """What is wrong with the values of the run TOML, by the options that they would set."""
 
+    @property
+    def verdicts(self) -> Mapping[str, OptionVerdict]:
+        """What becomes of each option that is none of ours."""
+        return MUSUBI_OPTIONS if self.program == "musubi-tuner" else KOHYA_OPTIONS
+
     def read(self, setting: RawSetting) -> None:
         spelled_name = setting.name
         setting, notice = _rename_deprecated(setting)
         if notice is not None:
             self.notices.append(notice)
-        if (reason := find_no_effect(setting)) is not None:
+        if (reason := find_no_effect(setting, self.verdicts)) is not None:
             self.unused.append((setting.place, reason))
             return
-        option, verdict = self.options.get(setting.name), KOHYA_OPTIONS.get(setting.name)
-        if self.is_from_kohya and not setting.is_flag:
+        option, verdict = self.options.get(setting.name), self.verdicts.get(setting.name)
+        if self.program and not setting.is_flag:
             taken = self._take_as_kohya(setting)
             if taken is None:
                 return
@@ -240,7 +278,7 @@ class _SettingsReader:
             name, value = (
                 (setting.name, _convert_value(setting, option))
                 if option is not None
-                else _translate_kohya_option(setting, self.options)
+                else _translate_kohya_option(setting, self.options, self.verdicts)
             )
         except ValueError as error:
             target = verdict.option if isinstance(verdict, OptionAlias) else setting.name
@@ -263,8 +301,8 @@ class _SettingsReader:
             first = replace(setting.place, line=setting.replaced_line)
             self.unused.append((first, f"line {setting.place.line} sets it again"))
         option = self.options.get(setting.name)
-        if option is None and setting.name not in KOHYA_OPTIONS:
-            known = [*self.options, *KOHYA_OPTIONS, *COMMAND_OPTIONS]
+        if option is None and setting.name not in self.verdicts:
+            known = [*self.options, *self.verdicts, *COMMAND_OPTIONS]
             if (reason := explain_ignored_key(setting.name, known)) is None:
                 return setting
             self.unused.append((setting.place, reason))
@@ -303,6 +341,18 @@ class _SettingsReader:
             self.invalid_options.discard(problem.option)
             if problem.place is not None:
                 self.unused.append((problem.place, f"{problem.text}; {flag} replaces it"))
+
+
+def _take_musubi_defaults(reader: _SettingsReader, settings: Collection[RawSetting]) -> dict[str, Any]:
+    """Set the defaults of musubi-tuner, whose commands always name a model; return what was set."""
+    unset_model = find_unset_model(settings, reader.values)
+    if unset_model is not None and not reader.invalid_options & _MODEL_OPTIONS:
+        reader.problems.append(unset_model)
+    taken = list_musubi_values(reader.values)
+    reader.values.update(taken)
+    if "model_version" in taken:  # the network module says it
+        reader.locations["model_version"] = reader.locations["network_module"]
+    return taken
 
 
 def _parse_flags(
@@ -390,12 +440,29 @@ def _resolve_run_config(parsed: ParsedConfig) -> ParsedConfig:
     """Resolve learning rates of 0, drop options without effect, and check the options against each other."""
     adapter = resolve_lycoris_preset(parsed.config.adapter)
     parsed = replace(parsed, config=replace(parsed.config, adapter=adapter))
+    if parsed.program == "musubi-tuner":
+        parsed = _resolve_musubi_run(parsed)
     parsed = parsed.without_args(find_unused_args(adapter, parsed.config.optim))
     parsed = parsed.without_unused(find_unused_options(parsed.config, parsed.explicit, unknown=parsed.invalid_options))
     adapter, optim = resolve_trained_components(parsed.config.adapter, parsed.config.optim)
     parsed = replace(parsed, config=replace(parsed.config, adapter=adapter, optim=optim))
     problems = parsed.drop_consequences(validate_config(parsed.config, parsed.explicit))
     return replace(parsed, problems=[*parsed.problems, *locate_problems(problems, parsed.locations)])
+
+
+def _resolve_musubi_run(parsed: ParsedConfig) -> ParsedConfig:
+    """Give options the meaning that they have in musubi-tuner, where that is another one."""
+    noise = parsed.config.noise
+    parsed = parsed.without_unused(find_yielding_options(parsed.config.train, noise, parsed.explicit))
+    values, notes = resolve_noise_options(noise)
+    places = {name: parsed.locations[name] for name in notes if name in parsed.locations}
+    notices = [f"{place}: {notes[name]}" for name, place in places.items()]
+    return replace(
+        parsed,
+        config=replace(parsed.config, noise=replace(parsed.config.noise, **values)),
+        notices=[*parsed.notices, *notices],
+        adjustments={**parsed.adjustments, **{name: notes[name] for name in values.keys() & notes.keys()}},
+    )
 
 
 def _convert_value(setting: RawSetting, option: Option) -> Any:
@@ -408,7 +475,9 @@ def _convert_value(setting: RawSetting, option: Option) -> Any:
     return bool(setting.value[0]) if option.value_type is bool else option.parse_words(setting.value)
 
 
-def _translate_kohya_option(setting: RawSetting, options: dict[str, Option]) -> tuple[str | None, Any]:
+def _translate_kohya_option(
+    setting: RawSetting, options: dict[str, Option], verdicts: Mapping[str, OptionVerdict]
+) -> tuple[str | None, Any]:
     """Return the option and value that an sd-scripts option stands for; no name if it has no effect here.
 
     Raises ``ValueError`` for an option that is unknown or not supported.
@@ -416,13 +485,13 @@ def _translate_kohya_option(setting: RawSetting, options: dict[str, Option]) -> 
     prefix, underscored = "--" if setting.is_flag else "", setting.name.replace("-", "_")
     if underscored != setting.name and underscored in options:
         raise ValueError(f"unknown option; did you mean {prefix}{underscored}?")
-    verdict = KOHYA_OPTIONS.get(setting.name)
+    verdict = verdicts.get(setting.name)
     if isinstance(verdict, UnsupportedOption):
         if not verdict.accepts(get_toml_value(setting)):
             raise ValueError(verdict.reason)
         return setting.name, _UNSET
     if not isinstance(verdict, OptionAlias):
-        names = [*options, *KOHYA_OPTIONS, *COMMAND_OPTIONS]
+        names = [*options, *verdicts, *COMMAND_OPTIONS]
         raise ValueError(f"unknown option{suggest_name(setting.name, names, prefix)}")
     if verdict.value is not None:
         is_on = get_toml_value(setting)

@@ -38,6 +38,7 @@ class ModelConfig:
         is_path=True,
         is_basic=True,
         changes_text_outputs=False,
+        aliases=(Alias("dit", program="musubi-tuner"),),
     )
     family: str | None = define_option(
         None,
@@ -46,6 +47,18 @@ class ModelConfig:
         needs=ALWAYS,
         is_compared_by_content=True,
         changes_text_outputs=False,
+    )
+    model_version: str | None = define_option(
+        None,
+        "version of the model by musubi-tuner's names, such as edit-2511 or klein-base-4b; tells apart files with the "
+        "same weights, and is an error for any other model",
+        needs=ALWAYS,
+        is_compared_by_content=True,
+        changes_text_outputs=False,
+        aliases=(
+            Alias("edit", "edit", program="musubi-tuner"),
+            Alias("edit_plus", "edit-2509", program="musubi-tuner"),
+        ),
     )
     v2: bool = define_option(
         False,
@@ -57,9 +70,13 @@ class ModelConfig:
     vae: str | None = _define_component(
         "VAE to use instead of the model's: file, diffusers folder or hub id", needs=ALWAYS
     )
-    clip_l: str | None = _define_component("CLIP-L text encoder: file, folder or hub id")
+    clip_l: str | None = _define_component(
+        "CLIP-L text encoder: file, folder or hub id", aliases=(Alias("text_encoder2", program="musubi-tuner"),)
+    )
     clip_g: str | None = _define_component("CLIP-G text encoder: file, folder or hub id")
-    t5xxl: str | None = _define_component("T5-XXL text encoder: file, folder or hub id")
+    t5xxl: str | None = _define_component(
+        "T5-XXL text encoder: file, folder or hub id", aliases=(Alias("text_encoder1", program="musubi-tuner"),)
+    )
     byt5: str | None = _define_component("byT5 text encoder of HunyuanImage 2.1: file, folder or hub id")
     text_encoder: str | None = _define_component(
         "text encoder, where it is a language model: file, folder or hub id", aliases=(Alias("qwen3"),)
@@ -211,6 +228,7 @@ class AdapterConfig:
         "FLUX.1, as in sd-scripts",
         needs=(Has(Trait.TEXT_ENCODERS),),
         is_basic=True,
+        musubi_default=True,
     )
     network_train_text_encoder_only: bool = define_option(False, "train the text encoders only", needs=ALWAYS)
 
@@ -246,6 +264,7 @@ class OptimConfig:
         is_basic=True,
         kohya_default="2e-6",
         default_text="1e-4",
+        musubi_default=2e-6,
         metadata_key="ss_learning_rate",
     )
     unet_lr: float | None = define_option(
@@ -443,7 +462,10 @@ class TrainConfig:
             ),
         ),
         changes_result=False,
-        aliases=(Alias("unsloth_offload_checkpointing", True),),
+        aliases=(
+            Alias("unsloth_offload_checkpointing", True),
+            Alias("gradient_checkpointing_cpu_offload", True, program="musubi-tuner"),
+        ),
     )
     blocks_to_swap: int = define_option(
         0,
@@ -469,6 +491,7 @@ class TrainConfig:
         needs=ALWAYS,
         is_basic=True,
         kohya_default="another one for each run",
+        musubi_default_text="another one for each run",
         metadata_key="ss_seed",
     )
     max_nan_steps: int = define_option(

@@ -420,6 +420,7 @@ class CacheConfig:
         "cache latents on disk for later runs; entries are keyed by content, so they are never stale",
         needs=ALWAYS,
         changes_result=False,
+        musubi_default=True,
     )
     cache_text_encoder_outputs: bool = define_option(
         False,
@@ -429,7 +430,11 @@ class CacheConfig:
         is_basic=True,
     )
     cache_text_encoder_outputs_to_disk: bool = define_option(
-        False, "cache text encoder outputs on disk for later runs", needs=ALWAYS, changes_result=False
+        False,
+        "cache text encoder outputs on disk for later runs",
+        needs=ALWAYS,
+        changes_result=False,
+        musubi_default=True,
     )
     cache_dir: str | None = define_option(
         None,

@@ -32,7 +32,12 @@ class DistributedConfig:
         " the GPU; cudnn is the fastest on Hopper",
         needs=ALWAYS,
         changes_result=False,
-        aliases=(Alias("xformers", "xformers"), Alias("use_flash_attn", "flash")),
+        aliases=(
+            Alias("xformers", "xformers"),
+            Alias("use_flash_attn", "flash"),
+            Alias("flash_attn", "flash", program="musubi-tuner"),
+            Alias("flash3", "flash3", program="musubi-tuner"),
+        ),
     )
     fused_layers: bool = define_option(
         True,
@@ -73,6 +78,7 @@ class DistributedConfig:
         "compile the denoiser with torch.compile; default: as set by accelerate launch or accelerate config",
         needs=ALWAYS,
         changes_result=False,
+        aliases=(Alias("compile", True, program="musubi-tuner"),),
     )
     dynamo_backend: Literal[
         "eager",
@@ -95,6 +101,7 @@ class DistributedConfig:
         "torch_compile: backend",
         needs=(Has(Trait.COMPILED),),
         changes_result=False,
+        aliases=(Alias("compile_backend", program="musubi-tuner"),),
         value_aliases=(("tensort", "tensorrt"),),
     )
     dynamo_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = define_option(
@@ -102,9 +109,14 @@ class DistributedConfig:
         "torch_compile: mode; max-autotune compiles longer for faster kernels",
         needs=(Has(Trait.COMPILED),),
         changes_result=False,
+        aliases=(Alias("compile_mode", program="musubi-tuner"),),
     )
     dynamo_fullgraph: bool = define_option(
-        False, "torch_compile: fail on graph breaks", needs=(Has(Trait.COMPILED),), changes_result=False
+        False,
+        "torch_compile: fail on graph breaks",
+        needs=(Has(Trait.COMPILED),),
+        changes_result=False,
+        aliases=(Alias("compile_fullgraph", True, program="musubi-tuner"),),
     )
     dynamo_use_regional_compilation: bool = define_option(
         True,
@@ -123,6 +135,7 @@ class DistributedConfig:
         "run faster; auto: true from three sizes on",
         needs=(Has(Trait.COMPILED),),
         changes_result=False,
+        aliases=(Alias("dynamo_dynamic", "true", program="musubi-tuner"),),
         former_name="compile_shapes",
         former_values=(("static", "false"), ("dynamic", "true")),
     )

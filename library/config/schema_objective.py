@@ -81,6 +81,7 @@ class NoiseConfig:
         "weighting_scheme, shift with a discrete_flow_shift",
         needs=(AnyOf((HasValue("timestep_sampling", ("uniform",)), Has(Trait.FLOW))),),
         default_text="that of the model's family",
+        musubi_default="sigma",
     )
     sigmoid_scale: float = define_option(
         1.0,
@@ -95,6 +96,7 @@ class NoiseConfig:
         needs=(Has(Trait.FLOW), HasValue("timestep_sampling", ("shift", "sigma"))),
         aliases=(Alias("training_shift"),),
         default_text="that of the model's family",
+        musubi_default=1.0,
         metadata_key="ss_discrete_flow_shift",
     )
     weighting_scheme: Literal["none", "uniform", "sigma_sqrt", "cosmap", "logit_normal", "mode"] | None = define_option(

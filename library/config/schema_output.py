@@ -34,6 +34,7 @@ class SaveConfig:
         "key names: of sd-scripts (kohya), diffusers or ComfyUI; auto: the ones that most programs read",
         needs=ALWAYS,
         changes_result=False,
+        musubi_default="kohya",
     )
     save_every_n_epochs: int | None = define_option(
         None, "save a LoRA file every n epochs", minimum=1, needs=(IsUnset("save_n_epoch_ratio"),), changes_result=False

@@ -93,12 +93,24 @@ def match_bundled_config(header: SafetensorsHeader, family: str, facts: FamilyFa
     return next(iter(match_bundled_configs(header, family, facts)), None)
 
 
-def match_bundled_configs(header: SafetensorsHeader, family: str, facts: FamilyFacts) -> list[str]:
-    """The names of the family's bundled configs that match the shapes in the file, the main one first."""
+def match_bundled_configs(
+    header: SafetensorsHeader, family: str, facts: FamilyFacts, version: Mapping[str, object] | None = None
+) -> list[str]:
+    """The names of the family's bundled configs that match the shapes in the file, the main one first.
+
+    ``version`` has values of the denoiser's config, where the user says which of several models with the same weights
+    the file is: then a key that only some files of a model have need not be there.
+    """
+    configs = {name: load_bundled_config(name) for name in list_family_configs(family)}
+    denoisers = {name: config.get(f"{facts.denoiser_name}/config.json", {}) for name, config in configs.items()}
     return [
         name
-        for name in list_family_configs(family)
-        if all(actual == expected for actual, expected in _iter_shape_checks(header, facts, load_bundled_config(name)))
+        for name, config in configs.items()
+        if all(bool(denoisers[name].get(key)) == value for key, value in (version or {}).items())
+        and all(
+            actual == expected or (version and actual is False)
+            for actual, expected in _iter_shape_checks(header, facts, config)
+        )
     ]
 
 

@@ -162,7 +162,7 @@ def _detect_source(model_config: ModelConfig) -> DetectedModel:
     family, variant = _split_variant(model_config.family)
     path = Path(name).expanduser()  # paths from TOML files may have a tilde
     if path.is_file():
-        return _detect_single_file(path, family, variant)
+        return _detect_single_file(path, family, variant, model_config.model_version)
     if variant is not None:
         raise ModelError(f"its own files tell the variant; set --family {family}, or leave it out")
     if path.is_dir():
@@ -230,7 +230,9 @@ def _list_family_titles() -> str:
     return ", ".join(facts.title for facts in FAMILY_FACTS.values())
 
 
-def _detect_single_file(path: Path, family_option: str | None, variant: str | None) -> DetectedModel:
+def _detect_single_file(
+    path: Path, family_option: str | None, variant: str | None, version: str | None
+) -> DetectedModel:
     header = read_safetensors_header(path)
     reject_unsupported_file(header)
     reject_unsupported_model(header, FAMILY_FACTS.values())
@@ -239,8 +241,13 @@ def _detect_single_file(path: Path, family_option: str | None, variant: str | No
         for family in ([family_option] if family_option else FAMILY_FACTS)
         if has_denoiser(header, get_family_facts(family))
     ]
+    candidates = [
+        each for each in candidates if version in get_family_facts(each).options.musubi_versions
+    ] or candidates
     for family in candidates:
-        if configs := match_bundled_configs(header, family, get_family_facts(family)):
+        facts = get_family_facts(family)
+        version_config = facts.options.musubi_versions.get(version or "")
+        if configs := match_bundled_configs(header, family, facts, version_config):
             if variant is not None and f"{family}_{variant}" not in configs:
                 raise ModelError(f"does not have the sizes of {family}:{variant}")
             config = configs[0] if variant is None else f"{family}_{variant}"
@@ -349,11 +356,29 @@ def _apply_options(detected: DetectedModel, model_config: ModelConfig) -> Detect
     if control not in ("none", *controls):
         others = ", ".join(FAMILY_FACTS[name].title for name, each in CONTROL_FAMILIES.items() if control in each)
         problems.append(Problem("control", f"{control} is not supported for {facts.title}, only for {others}"))
+    if model_config.model_version is not None:
+        problems += validate_version(model_config.model_version, facts, read)
     if model_config.v2 and not facts.options.is_version_2:
         problems.append(Problem("v2", f"the model is {facts.title}", "leave this option out"))
     if problems:
         raise ConfigError(problems)
     return replace(detected, component_sources=sources)
+
+
+def validate_version(version: str, facts: FamilyFacts, read: ConfigReader) -> Iterator[Problem]:
+    """Check ``model_version`` against the family and the config of the denoiser."""
+    known = facts.options.musubi_versions
+    if version not in known:
+        titles = [each.title for each in FAMILY_FACTS.values() if version in each.options.musubi_versions]
+        text = f"{version} is a version of {titles[0]}" if titles else f"there is no version {version}"
+        versions = f"its versions are {', '.join(known)}" if known else ""
+        yield Problem("model_version", f"{text}, and the model is {facts.title}", versions)
+        return
+    config = read(f"{facts.denoiser_name}/config.json") or {}
+    for key, expected in known[version].items():
+        if bool(config.get(key)) != expected:
+            text = f"{version} has {key} {str(expected).lower()} in its config, and the model has not"
+            yield Problem("model_version", text, "leave it out, and the model's files decide")
 
 
 def _find_unsupported_options(model_config: ModelConfig, facts: FamilyFacts) -> list[Problem]:

@@ -279,6 +279,9 @@ class FamilyOptions:
     """The family's own network modules and ``network_args``."""
     is_version_2: bool = False
     """Whether sd-scripts' option ``v2`` stands for this family."""
+    musubi_versions: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """The values of ``model_version`` that stand for this family, with values of the denoiser's config by which models
+    of this family differ."""
     kohya_defaults: Mapping[str, str] = field(default_factory=dict)
     """The defaults of sd-scripts for this family, of options whose default here is another one."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..config import ParsedConfig, RunConfig, validate_adapter, validate_objective
 from ..config.help import format_default
-from ..config.network_args import find_block_lr_weight_lengths, list_arg_names, parse_network_args
+from ..config.network_args import NetworkFacts, find_block_lr_weight_lengths, list_arg_names, parse_network_args
 from ..config.options import iter_options
 from ..config.schema import AdapterConfig, ModelConfig
 from ..config.schema_data import CacheConfig, DataConfig
@@ -181,10 +181,13 @@ def drop_unused_model_options(loaded: ParsedConfig) -> ParsedConfig:
         loaded = loaded.without_args(dict.fromkeys(names, f"{facts.title} has no convolutions"))
     unusable = tuple(_find_unusable_samplers(loaded.config.preview, loaded.config.noise, detected))
     loaded = _round_bucket_steps(replace(loaded, unused=(*loaded.unused, *unusable)), detected)
+    loaded = _take_musubi_args(loaded, facts.options.network)
     lengths = find_block_lr_weight_lengths(parse_network_args(adapter.network_args)[0], facts.options.network)
     where = loaded.locations.get("network_args")
     loaded = replace(loaded, notices=[*loaded.notices, *(f"{where}: {line}" for line in lengths)])
-    return replace(loaded, kohya_defaults=tuple(_find_other_defaults(loaded, detected)))
+    without_effect = find_unused_options(loaded.config, frozenset(loaded.taken_defaults), model)
+    taken = {name: value for name, value in loaded.taken_defaults.items() if name not in without_effect}
+    return replace(loaded, kohya_defaults=tuple(_find_other_defaults(loaded, detected)), taken_defaults=taken)
 
 
 def _find_unusable_samplers(
@@ -220,7 +223,8 @@ def _round_bucket_steps(loaded: ParsedConfig, detected: DetectedModel) -> Parsed
 
 def _find_other_defaults(loaded: ParsedConfig, detected: DetectedModel) -> Iterator[str]:
     """Name the options of sd-scripts that are not set and have another default there; only for its run files."""
-    if not loaded.has_kohya_options:
+    if loaded.program != "sd-scripts":
+        yield from (f"{name} {value}" for name, value in _list_musubi_differences(loaded))
         return
     optim, facts = loaded.config.optim, get_family_facts(detected.family)
     text_encoders = select_trained_text_encoders(loaded.config.adapter, optim, facts)
@@ -245,6 +249,24 @@ def _find_other_defaults(loaded: ParsedConfig, detected: DetectedModel) -> Itera
             yield f"{option.name} {ours} (there {theirs[option.name]})"
     if "model_prediction_type" in names:  # an option of sd-scripts only
         yield f"model_prediction_type raw (there {theirs['model_prediction_type']})"
+
+
+def _take_musubi_args(loaded: ParsedConfig, network: NetworkFacts) -> ParsedConfig:
+    """Take the ``network_args`` that musubi-tuner's module for this model implies, in its commands."""
+    adapter = loaded.config.adapter
+    given = list_arg_names(adapter.network_args)
+    implied = tuple(each for each in network.musubi_args if each.partition("=")[0] not in given)
+    if loaded.program != "musubi-tuner" or not implied or adapter.network_module not in network.modules:
+        return loaded
+    config = replace(loaded.config, adapter=replace(adapter, network_args=(*adapter.network_args, *implied)))
+    return replace(loaded, config=config, taken_defaults={**loaded.taken_defaults, "network_args": " ".join(implied)})
+
+
+def _list_musubi_differences(loaded: ParsedConfig) -> Iterator[tuple[str, str]]:
+    """Name the options that are not set and whose defaults in musubi-tuner are not taken, for its commands only."""
+    for option in iter_options(RunConfig) if loaded.program == "musubi-tuner" else ():
+        if option.musubi_default_text and option.name not in loaded.locations:
+            yield option.name, f"{format_default(option.default)} (there {option.musubi_default_text})"
 
 
 def collect_model_traits(detected: DetectedModel, adapter: AdapterConfig) -> ModelTraits:

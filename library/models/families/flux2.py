@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ...adapters.original_module_names import KeyStyle, OriginalModule
+from ...config.network_args import NetworkFacts
 from ...diffusion.timestep_shift import FLUX_DEV_SHIFT
 from ..base import BaseModelInfo, Family
 from ..facts import (
@@ -163,6 +164,8 @@ DEV_FACTS = FamilyFacts(
     options=FamilyOptions(
         components={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
         extra=("guidance_scale",),
+        network=NetworkFacts(modules=("networks.lora_flux_2",)),
+        musubi_versions={"dev": {}},
     ),
 )
 
@@ -192,7 +195,11 @@ KLEIN_FACTS = replace(
     ),
     lora=replace(DEV_FACTS.lora, modelspec_architecture="flux-2-klein"),
     text=replace(DEV_FACTS.text, tokenizer_repo_ids={"tokenizer": "black-forest-labs/FLUX.2-klein-base-4B:tokenizer"}),
-    options=replace(DEV_FACTS.options, extra=()),
+    options=replace(
+        DEV_FACTS.options,
+        extra=(),
+        musubi_versions={name: {} for name in ("klein-4b", "klein-9b", "klein-base-4b", "klein-base-9b")},
+    ),
     notes="train on the base models; distilled ones lose their few steps",
 )
 

@@ -40,6 +40,13 @@ FACTS = replace(
         ),
     ),
     control=ControlFacts(num_images=(0, 1)),
+    options=replace(
+        FLUX_FACTS.options,
+        network=replace(
+            FLUX_FACTS.options.network, musubi_args=("exclude_patterns=['.*_(img_mod|txt_mod|modulation)_lin']",)
+        ),
+        musubi_versions={"kontext": {}},
+    ),
     training_noise=TrainingNoiseFacts(
         other_trainers={"musubi-tuner": NoiseLevels("flux_shift", origin="its guide"), "ai-toolkit": WEIGHTED},
     ),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import KeyStyle
 from ...adapters.token_layout import OTHER_TOKENS, TokenLayout
+from ...config.network_args import NetworkFacts
 from ...diffusion.timestep_shift import FixedShift, TimestepShift
 from ..base import BaseModelInfo, Family
 from ..facts import (
@@ -159,7 +160,10 @@ FACTS = FamilyFacts(
         },
     ),
     sampling=SamplingFacts(num_inference_steps=28, guidance_scale=4.5),
-    options=FamilyOptions(components={"vae": "vae", "text_encoder": "text_encoder"}),
+    options=FamilyOptions(
+        components={"vae": "vae", "text_encoder": "text_encoder"},
+        network=NetworkFacts(modules=("networks.lora_krea2",)),
+    ),
     notes="train on Raw; the Turbo loses its few steps",
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...config.network_args import NetworkFacts
 from ..base import BaseModelInfo, Family
 from ..facts import (
     BlockFacts,
@@ -108,7 +109,11 @@ FACTS = FamilyFacts(
         },
     ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=4.0),
-    options=FamilyOptions(components={"vae": "vae", "text_encoder": "text_encoder"}),
+    options=FamilyOptions(
+        components={"vae": "vae", "text_encoder": "text_encoder"},
+        network=NetworkFacts(modules=("networks.lora_qwen_image",)),
+        musubi_versions={"original": {}},
+    ),
 )
 
 

@@ -61,6 +61,7 @@ EDIT_FACTS = replace(
         version=1,  # captions were never cut
     ),
     control=ControlFacts(num_images=(1, 1), text_tokens_per_image=1400),
+    options=replace(QWEN_IMAGE_FACTS.options, musubi_versions={"edit": {}}),
 )
 
 PLUS_FACTS = replace(
@@ -85,6 +86,10 @@ PLUS_FACTS = replace(
     text=replace(EDIT_FACTS.text, tokenizer_repo_ids={"processor": "Qwen/Qwen-Image-Edit-2509:processor"}),
     sampling=replace(EDIT_FACTS.sampling, num_inference_steps=40),
     control=ControlFacts(num_images=(1, 10), text_tokens_per_image=224),
+    options=replace(
+        QWEN_IMAGE_FACTS.options,
+        musubi_versions={"edit-2509": {"zero_cond_t": False}, "edit-2511": {"zero_cond_t": True}},
+    ),
     notes="2509 and 2511; its authors recommend up to 3 control images",
 )
 

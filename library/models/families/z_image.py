@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import KeyStyle, OriginalModule
+from ...config.network_args import NetworkFacts
 from ...diffusion.timestep_shift import FixedShift
 from ..base import BaseModelInfo, Family
 from ..facts import (
@@ -141,7 +142,10 @@ FACTS = FamilyFacts(
         },
     ),
     sampling=SamplingFacts(num_inference_steps=9, guidance_scale=0.0),
-    options=FamilyOptions(components={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"}),
+    options=FamilyOptions(
+        components={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
+        network=NetworkFacts(modules=("networks.lora_zimage",)),
+    ),
 )
 
 

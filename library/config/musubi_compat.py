@@ -1,0 +1,216 @@
+"""Commands and run files of musubi-tuner: how they are told from others, and what becomes of options it alone has.
+
+Its training scripts are ``flux_2_train_network.py``, ``qwen_image_train_network.py`` and others; ``train_lora.py``
+takes what stands behind the script's name. An option of ours that musubi-tuner calls otherwise has its name as an
+alias, and a default of musubi-tuner that differs is a fact of the option (``musubi_default``).
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ..problems import Place, Problem
+from .kohya_compat import (
+    KOHYA_OPTIONS,
+    NoEffectOption,
+    OptionVerdict,
+    OtherScriptOption,
+    RawSetting,
+    UnsupportedOption,
+    list_aliases,
+)
+from .network_args import MUSUBI_MODULES, NETWORK_MODULES, get_adapter_type
+from .options import ExplicitOptions, iter_options
+from .schema import AdapterConfig, RunConfig, TrainConfig
+from .schema_objective import NoiseConfig
+from .validate_adapter import validate_save_format
+
+PROGRAM = "musubi-tuner"
+KONTEXT_MODULE, KONTEXT_VERSION = "networks.lora_flux", "kontext"
+"""FLUX.1 Kontext, the one model of musubi-tuner whose module sd-scripts has for another model."""
+
+_VIDEO, _MISSING = "a video model, and only models of images are supported", "which is not supported"
+MISSING_MODELS = {
+    "networks.lora": f"HunyuanVideo, {_VIDEO}",
+    "networks.lora_wan": f"Wan, {_VIDEO}",
+    "networks.lora_framepack": f"FramePack, {_VIDEO}",
+    "networks.lora_hv_1_5": f"HunyuanVideo 1.5, {_VIDEO}",
+    "networks.lora_kandinsky": f"Kandinsky 5, {_VIDEO}",
+    "networks.lora_ideogram4": f"Ideogram 4, {_MISSING}",
+    "networks.lora_hidream_o1": f"HiDream-O1, {_MISSING}",
+}
+"""The models of musubi-tuner that cannot be trained here, by their network modules."""
+
+_SUPPORTED = "the models of musubi-tuner that can be trained are FLUX.1 Kontext, FLUX.2, Qwen-Image, Z-Image and Krea 2"
+
+
+class CachingOption(UnsupportedOption):
+    """An option of the scripts that cache latents and text encoder outputs before training."""
+
+
+_CACHING = CachingOption("of musubi-tuner's caching scripts, which are not needed: a run caches by itself")
+_OTHER_MODEL = OtherScriptOption("for a model of musubi-tuner that is not supported")
+_TEXT_PRECISION = NoEffectOption(
+    "text encoders are not quantized; when their outputs are cached, they leave the device before training",
+    is_explained=True,
+)
+_SWAP = NoEffectOption("frozen weights are only ever copied to the device, from pinned memory")
+_TURBO = NoEffectOption("previews are sampled with the model that is trained", is_explained=True)
+
+_CACHING_OPTIONS = """
+    batch_size clip_max_length console_back console_num_images console_width debug_mode device disable_cudnn_backend i2v
+    keep_cache nabla_resize num_workers one_frame_no_2x one_frame_no_4x quantized_qwen qwen_max_length skip_existing
+    text_cache_dtype
+""".split()
+_OTHER_MODEL_OPTIONS = """
+    bulk_decode clip dino_loss_backend dino_loss_every_n_steps dino_loss_feature_mode dino_loss_layer
+    dino_loss_model_type dino_loss_no_norm dino_loss_resize dino_loss_use_gram dino_loss_weight dit_dtype dit_high_noise
+    dit_in_channels f1 force_nabla_attention force_v2_1_time_embedding i2v_mode ideogram4_timestep_mu
+    ideogram4_timestep_std image_encoder initial_sigma latent_window_size log_loss_stats model_type nabla_P
+    nabla_add_sta nabla_method nabla_wH nabla_wT nabla_wW no_nabla_add_sta no_vae_load noise_clip_std noise_scale_end
+    noise_scale_start offload_dit_during_sampling offload_inactive_dit one_frame override_dit sampler_preset
+    scheduler_scale skip_t2i_visual_dummy t5 task text_encoder_clip text_encoder_dtype text_encoder_qwen
+    timestep_boundary unconditional_dit use_unconditional_dit_for_lora_sampling vae_cache_cpu vae_enable_patch_conv
+    vae_sample_size vae_spatial_tile_sample_min_size vae_tiling validate_caption_structure warn_on_caption_issues
+""".split()
+
+MUSUBI_OPTIONS: Mapping[str, OptionVerdict] = {
+    **KOHYA_OPTIONS,
+    **list_aliases(PROGRAM),
+    # no effect on the result
+    **dict.fromkeys(("fp8_vl", "fp8_llm", "fp8_t5", "fp8_text_encoder"), _TEXT_PRECISION),
+    **dict.fromkeys(
+        ("use_pinned_memory_for_block_swap", "block_swap_h2d_only", "block_swap_ring_size"),
+        _SWAP,
+    ),
+    **dict.fromkeys(("turbo_dit", "turbo_dit_cache"), _TURBO),
+    "vae_dtype": NoEffectOption("the VAE always runs in fp32"),
+    "img_in_txt_in_offloading": NoEffectOption("only blocks are kept in CPU memory: blocks_to_swap"),
+    "disable_numpy_memmap": NoEffectOption("only how a file is read"),
+    "compile_cache_size_limit": NoEffectOption("equal blocks share their graphs, so that torch's limit is not reached"),
+    "cuda_allow_tf32": NoEffectOption("rounding only; the model computes in the dtype of mixed_precision"),
+    "cuda_cudnn_benchmark": NoEffectOption("transformers have no convolutions to choose a kernel for"),
+    "use_32bit_attention": NoEffectOption("rounding only; attention computes in the dtype of mixed_precision", True),
+    "metadata_reso": NoEffectOption("modelspec.resolution is that of the dataset", is_explained=True),
+    "metadata_arch": NoEffectOption("modelspec.architecture is that of the model", is_explained=True),
+    # not supported
+    "sage_attn": UnsupportedOption("SageAttention has no backward pass; use --attn_mode flash"),
+    "show_timesteps": UnsupportedOption("use python -m library plan, which trains nothing"),
+    "num_layers": UnsupportedOption("not supported: the model has the blocks of its files", (60,)),
+    "remove_first_image_from_target": UnsupportedOption("for Qwen-Image-Layered, which is not supported"),
+    **dict.fromkeys(_CACHING_OPTIONS, _CACHING),
+    **dict.fromkeys(_OTHER_MODEL_OPTIONS, _OTHER_MODEL),
+}
+"""What becomes of each option that is none of ours, in commands and run files of musubi-tuner."""
+
+
+def is_from_musubi(settings: Collection[RawSetting]) -> bool:
+    """Whether the model is named by musubi-tuner's option, or the network module is one that it alone has."""
+    only_there = (*MUSUBI_MODULES, *(MISSING_MODELS.keys() - NETWORK_MODULES.keys()))
+    return any(each.name == "dit" for each in settings) or _find_text(settings, "network_module") in only_there
+
+
+def find_missing_model(settings: Collection[RawSetting]) -> Problem | None:
+    """Return the problem of a command for a model that cannot be trained here, beside which no other matters."""
+    module = _find_text(settings, "network_module")
+    if module in MISSING_MODELS:
+        place = _find_place(settings, "network_module")
+        text, fix = f"{module} is musubi-tuner's module of {MISSING_MODELS[module]}", _SUPPORTED
+        if module in NETWORK_MODULES:
+            fix = f"name the module of the model, such as {MUSUBI_MODULES[2]}; {_SUPPORTED}"
+        return Problem("network_module", text, fix, place=place)
+    if (place := _find_place(settings, "task")) is not None:
+        text = (
+            "is of musubi-tuner's scripts for Wan, HunyuanVideo 1.5, Kandinsky 5 and HiDream-O1, which are missing here"
+        )
+        return Problem("task", text, _SUPPORTED, place=place)
+    return None
+
+
+def find_unset_model(settings: Collection[RawSetting], values: Mapping[str, Any]) -> Problem | None:
+    """Return the problem of a command without a model, which would otherwise train the built-in demo model."""
+    if "pretrained_model_name_or_path" in values:
+        return None
+    fix = "give the file of the transformer, or a folder or hub id of the whole model"
+    return Problem("dit", "names no model", fix, place=_find_place(settings, "dit"))
+
+
+def list_musubi_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults of musubi-tuner for the options that are not in ``values`` and have another default here."""
+    taken = {
+        option.name: option.musubi_default
+        for option in iter_options(RunConfig)
+        if option.musubi_default is not None and option.name not in values
+    }
+    adapter = AdapterConfig(**{name: values[name] for name in ("network_module", "network_args") if name in values})
+    if validate_save_format([get_adapter_type(adapter)], taken.get("save_format", "auto")):
+        del taken["save_format"]
+    if adapter.network_module == KONTEXT_MODULE and not values.keys() & {"model_version", "family"}:
+        taken["model_version"] = KONTEXT_VERSION
+    return taken
+
+
+def find_yielding_options(train: TrainConfig, noise: NoiseConfig, explicit: ExplicitOptions) -> dict[str, str]:
+    """Find the options without effect in musubi-tuner, and switches of speed without effect beside others here."""
+    unused = {}
+    if noise.timestep_sampling == "sigma":
+        unused["discrete_flow_shift"] = "timestep_sampling sigma has no shift in musubi-tuner"
+    if train.blocks_to_swap:
+        unused["torch_compile"] = "blocks_to_swap is set, and swapped blocks are not compiled"
+    return {name: reason for name, reason in unused.items() if name in explicit}
+
+
+def resolve_noise_options(noise: NoiseConfig) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values that mean here what the options mean in musubi-tuner, and what there is to say of options.
+
+    Its ``timestep_sampling`` sigma counts timesteps from noise to image, so a higher ``logit_mean`` means less noise,
+    and it has no shift.
+    """
+    values, notes = dict[str, Any](), dict[str, str]()
+    if noise.timestep_sampling != "sigma":
+        return values, notes
+    values["discrete_flow_shift"] = 1.0
+    if noise.weighting_scheme == "logit_normal" and noise.logit_mean:
+        values["logit_mean"] = -noise.logit_mean
+        notes["logit_mean"] = f"above 0 means less noise in musubi-tuner; {values['logit_mean']:g} is the same here"
+    bounds = {"min_timestep": (None, 0), "max_timestep": (None, 1000)}
+    for name in (name for name, ends in bounds.items() if getattr(noise, name) not in ends):
+        notes[name] = "0 is the image and 1000 noise; with timestep_sampling sigma, musubi-tuner has it the other way"
+    return values, notes
+
+
+def explain_caching_command(argv: Sequence[str]) -> str | None:
+    """Answer a command of the scripts that cache latents or text encoder outputs, which train nothing."""
+    names = {word[2:].partition("=")[0] for word in argv if word.startswith("--")}
+    if not _has_caching_options_only(names):
+        return None
+    return (
+        "not needed: a training command of musubi-tuner caches latents and text encoder outputs by itself; to do so "
+        "beforehand, run python -m library cache build with the options of the training command"
+    )
+
+
+def _has_caching_options_only(names: Collection[str]) -> bool:
+    inputs = {"dataset_config", "model_version", *_list_component_names()}
+    caching = {name for name, verdict in MUSUBI_OPTIONS.items() if isinstance(verdict, CachingOption)}
+    ignored = {name for name, verdict in MUSUBI_OPTIONS.items() if verdict in (_TEXT_PRECISION, _OTHER_MODEL)}
+    is_known = set(names) <= inputs | caching | ignored | {"vae_dtype", "edit", "edit_plus", "vae_chunk_size"}
+    return is_known and bool({*names} & (caching | {*_list_component_names()}))
+
+
+def _list_component_names() -> Iterator[str]:
+    """List the options that name files of a model besides the transformer, under all their names."""
+    for option in iter_options(RunConfig):
+        if option.group == "model" and option.is_path and option.name != "pretrained_model_name_or_path":
+            yield option.name
+            yield from (alias.name for alias in option.aliases)
+
+
+def _find_text(settings: Iterable[RawSetting], name: str) -> str:
+    """The last value of an option, before it is converted; flags come after the file."""
+    values = [each.value for each in settings if each.name == name]
+    last = values[-1] if values else ""
+    return str(last[0]) if isinstance(last, Sequence) and not isinstance(last, str) and last else str(last)
+
+
+def _find_place(settings: Iterable[RawSetting], name: str) -> Place | None:
+    return next((each.place for each in settings if each.name == name), None)

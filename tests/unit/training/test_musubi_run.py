@@ -1,0 +1,52 @@
+"""A Qwen-Image command of musubi-tuner trains what a file of our own trains, into a file that musubi-tuner loads."""
+
+import json
+import re
+from pathlib import Path
+
+import original_checkpoints
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_pipelines import TINY
+from training_runs import write_images
+
+from library.training.preflight import find_settings_problems, load_settings
+from library.training.run import run_training
+
+COMMON = "--mixed_precision bf16 --max_data_loader_n_workers 0 --network_dim 4 --max_train_steps 2 --seed 42 --quiet"
+KNOWN_TO_COMFYUI = json.loads((Path(__file__).resolve().parents[2] / "data" / "comfyui_keys.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_command_of_musubi_tuner_trains_what_our_own_options_train(tmp_path):
+    pipe = TINY["qwen_image"]().pipe
+    files = {part: str(tmp_path / f"{part}.safetensors") for part in ("dit", "vae", "text_encoder")}
+    save_file(pipe.transformer.state_dict(), files["dit"])
+    save_file(original_checkpoints.convert_wan_vae(pipe.vae), files["vae"])
+    words = original_checkpoints.convert_text_encoder(pipe.text_encoder)
+    save_file({key: tensor for key, tensor in words.items() if key != "lm_head.weight"}, files["text_encoder"])
+    pipe.tokenizer.save_pretrained(tmp_path / "tokenizers" / "Qwen_Qwen-Image")
+    dataset = write_images(tmp_path, {(64, 64): 2, (96, 64): 2})
+    shared = ["--dataset_config", str(dataset), "--vae", files["vae"], "--text_encoder", files["text_encoder"]]
+    shared += ["--tokenizer_cache_dir", str(tmp_path / "tokenizers"), "--output_dir", str(tmp_path), *COMMON.split()]
+    command = f"--dit {files['dit']} --network_module networks.lora_qwen_image --model_version original --sdpa"
+    own = f"--pretrained_model_name_or_path {files['dit']} --learning_rate 2e-6 --timestep_sampling sigma"
+    runs = {"musubi": command, "own": f"{own} --discrete_flow_shift 1 --save_format kohya"}
+    tensors = {}
+    for name, flags in runs.items():
+        loaded = load_settings([*flags.split(), *shared, "--output_name", name])
+        assert find_settings_problems(loaded) == []
+        run_training(loaded.config)
+        tensors[name] = load_file(tmp_path / f"{name}.safetensors")
+    assert tensors["musubi"].keys() == tensors["own"].keys()
+    assert all(torch.equal(tensor, tensors["own"][key]) for key, tensor in tensors["musubi"].items())
+
+    layers = {name for name, module in pipe.transformer.named_modules() if isinstance(module, torch.nn.Linear)}
+    names = {key.partition(".")[0] for key in tensors["musubi"]}
+    ends = {key.partition(".")[2] for key in tensors["musubi"]}
+    assert ends == {"lora_down.weight", "lora_up.weight", "alpha"}
+    assert names <= {f"lora_unet_{layer.replace('.', '_')}" for layer in layers}, "musubi-tuner's rule"
+    assert {re.sub(r"(?<=_)\d+(?=_)", "{}", name) for name in names} <= {
+        re.sub(r"(?<=_)\d+(?=_)", "{}", name) for name in KNOWN_TO_COMFYUI["qwen_image"]
+    }
