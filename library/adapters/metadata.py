@@ -228,7 +228,7 @@ def _build_flow_metadata(noise: NoiseConfig) -> dict[str, Any]:
     return {
         "ss_timestep_sampling": noise.flow_timestep_sampling,
         "ss_weighting_scheme": noise.weighting_scheme or "none",
-        "ss_model_prediction_type": "raw",
+        "ss_model_prediction_type": noise.model_prediction_type,
     }
 
 

@@ -27,6 +27,7 @@ from .kohya_compat import (
     find_no_effect,
     format_rename_notice,
     get_toml_value,
+    has_kohya_objective,
     is_from_kohya,
     read_secret,
     rename_kohya_value,
@@ -73,8 +74,12 @@ class ParsedConfig:
     """Place and reason of each setting that has no effect on this run."""
     has_kohya_options: bool = False
     """Whether there are options that only sd-scripts has, or those that it always needs."""
+    has_kohya_objective: bool = False
+    """Whether the settings were written for sd-scripts, so that its defaults hold for the objective."""
     kohya_defaults: tuple[str, ...] = ()
     """Options that are not set and whose defaults differ from sd-scripts', with both values."""
+    kohya_objective: tuple[str, ...] = ()
+    """Options of the objective that are not set and have the defaults of sd-scripts, with these values."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Environment variables for the keys and tokens that were given."""
     adjustments: Mapping[str, str] = field(default_factory=dict)
@@ -129,6 +134,11 @@ class ParsedConfig:
             logger.warning("%s", format_unused_settings(self.unused, self.config_file))
         if self.kohya_defaults:
             logger.warning("defaults that differ from sd-scripts': %s", ", ".join(self.kohya_defaults))
+        if self.kohya_objective:
+            logger.warning(
+                "defaults of sd-scripts (objective_defaults kohya; own is the other choice): %s",
+                ", ".join(self.kohya_objective),
+            )
 
 
 def format_unused_settings(unused: Sequence[tuple[Place, str]], path: Path | None) -> str:
@@ -172,6 +182,7 @@ def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedC
         invalid_options=frozenset(invalid_options),
         unused=tuple(reader.unused),
         has_kohya_options=has_kohya_options,
+        has_kohya_objective=has_kohya_objective(settings),
         secrets=reader.secrets,
     )
     if config_class is RunConfig:

@@ -112,7 +112,6 @@ class ModelConfig:
         minimum=0,
         needs=(Has(Trait.GUIDANCE), OfModel()),
         changes_text_outputs=False,
-        kohya_default="3.5",
     )
     control: Literal["none", "omini", "channels"] = define_option(
         "none",

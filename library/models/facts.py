@@ -240,8 +240,24 @@ class ControlFacts:
 
 
 @dataclass(frozen=True)
+class KohyaObjective:
+    """The objective of sd-scripts' script for a family: its defaults, and which options it has and does not read."""
+
+    defaults: Mapping[str, str | float] = field(default_factory=dict)
+    """Its defaults by option, where ours may be other ones."""
+    weighted_prediction_types: tuple[str, ...] | None = None
+    """The values of ``model_prediction_type`` with which ``weighting_scheme`` weights the loss; None: all."""
+    ignored: tuple[str, ...] = ()
+    """Options that it accepts and ignores."""
+    is_logit_mean_reversed: bool = False
+    """Whether a ``logit_mean`` above 0 means less noise."""
+    max_huber_timestep: int = 1000
+    """The timestep of pure noise for ``huber_schedule exponential``, whose threshold is ``huber_c`` at 1000."""
+
+
+@dataclass(frozen=True)
 class FamilyOptions:
-    """The options that depend on the family, and defaults of sd-scripts."""
+    """The options that depend on the family, and the objective of sd-scripts."""
 
     components: Mapping[str, str] = field(default_factory=dict)
     """The component whose file or folder each option sets."""
@@ -253,8 +269,8 @@ class FamilyOptions:
     """The family's own network modules and ``network_args``."""
     is_version_2: bool = False
     """Whether sd-scripts' option ``v2`` stands for this family."""
-    kohya_defaults: Mapping[str, str] = field(default_factory=dict)
-    """The defaults of sd-scripts for this family, of options whose default here is another one."""
+    kohya_objective: KohyaObjective | None = None
+    """The objective of sd-scripts' script for this family; None where it has none."""
 
 
 @dataclass(frozen=True)

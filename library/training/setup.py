@@ -36,7 +36,7 @@ from ..models.base import Family
 from ..models.collect_component_keys import collect_component_keys
 from ..models.detect import DetectedModel, build_control_limits
 from ..models.model_configs import is_tokenizer
-from ..models.noise_schedulers import override_scheduler
+from ..models.noise_schedulers import override_scheduler, use_original_snr
 from ..models.trained_components import list_cached_text_components, select_trained_text_encoders
 from ..optim import lr_schedulers, optimizers
 from ..optim.ema import AdapterEMA
@@ -271,10 +271,18 @@ def build_objective(noise: NoiseConfig, loss: LossConfig, family: Family, pipe: 
     """Build the training objective; the pipeline's scheduler, which previews use, follows the same options."""
     pipe.scheduler = override_scheduler(pipe.scheduler, noise)
     process = family.build_noise_process(pipe)
+    if noise.objective_defaults == "kohya":
+        process = use_original_snr(process, pipe.scheduler)
     check_objective(noise, loss, family, process)
     sampling = noise.flow_timestep_sampling if isinstance(process, FlowMatchingProcess) else "uniform"
     settings = "".join(f", {name} {value}" for name, value in find_active_options(noise, loss).items())
-    logger.info("prediction type: %s; timestep sampling: %s%s", process.prediction_type, sampling, settings)
+    logger.info(
+        "prediction type: %s; defaults: %s; timestep sampling: %s%s",
+        process.prediction_type,
+        noise.objective_defaults,
+        sampling,
+        settings,
+    )
     return Objective(process, noise, loss)
 
 

@@ -29,6 +29,7 @@ FACTS = replace(
     # Its weights have the names and shapes of FLUX.1 dev's, so a single file needs --family.
     detection=replace(FLUX_FACTS.detection, unsupported_shapes={}),
     control=ControlFacts(num_images=(0, 1)),
+    options=replace(FLUX_FACTS.options, kohya_objective=None),
 )
 
 

@@ -22,6 +22,7 @@ from ..facts import (
     FamilyLora,
     FamilyMatch,
     FamilyOptions,
+    KohyaObjective,
     PipelineFacts,
     SamplingFacts,
     SingleFileFacts,
@@ -148,7 +149,10 @@ FACTS = FamilyFacts(
                 ),
             ),
         ),
-        kohya_defaults={"timestep_sampling": "uniform", "discrete_flow_shift": "training_shift 1"},
+        kohya_objective=KohyaObjective(
+            defaults={"timestep_sampling": "sigma", "discrete_flow_shift": 1.0, "model_prediction_type": "x0"},
+            ignored=("ip_noise_gamma",),
+        ),
     ),
 )
 

@@ -45,11 +45,6 @@ def list_problems(*flags):
             "--timestep_sampling nextdit_shift",
             "--timestep_sampling: 'nextdit_shift' is not one of uniform, sigmoid, shift, flux_shift, sigma",
         ),
-        (
-            "--model_prediction_type sigma_scaled",
-            "--model_prediction_type: not supported: sd-scripts compares estimated clean latents with noise minus"
-            " latents, which is wrong; use raw",
-        ),
     ],
 )
 def test_conflicting_options_are_rejected(flags, problem):
@@ -66,7 +61,7 @@ def test_conflicting_options_are_rejected(flags, problem):
         "--huber_c 0.1 --huber_schedule snr",
         "--timestep_sampling sigma --weighting_scheme logit_normal --logit_mean 0.5 --discrete_flow_shift 3",
         "--timestep_sampling shift --weighting_scheme cosmap --sigmoid_scale 2 --discrete_flow_shift 3.1582",
-        "--timestep_sampling shift --model_prediction_type raw",
+        "--timestep_sampling shift --model_prediction_type sigma_scaled",
         "--min_timestep 0 --max_timestep 1000",
     ],
 )
@@ -95,6 +90,7 @@ VALUES = {
     "timestep_sampling": ["sigmoid"],
     "weighting_scheme": ["cosmap"],
     "discrete_flow_shift": ["0.5"],
+    "model_prediction_type": ["x0"],
 }
 
 
