@@ -83,7 +83,7 @@ def format_config_as_toml(config: RunConfig) -> str:
     values = flatten_config(config)
     changed = collect_changed_settings(values)
     for option in iter_options(RunConfig):
-        if option.name in changed or option.is_always_written:
+        if option.name in changed or option.written_at_default in ("always", values["objective_defaults"]):
             tables.setdefault(option.group, {})[option.name] = changed.get(option.name, values[option.name])
     encoder = toml.TomlEncoder()
     encoder.dump_funcs[str] = lambda text: json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -70,9 +70,9 @@ class OptionFacts:
     """The default that checkpoints of the last release recorded; today's default does the same."""
     metadata_key: str = ""
     """The key under which a LoRA file records the value."""
-    is_always_written: bool = False
-    """Whether a run file that is written names the option at its default, too: without it, the file could get another
-    value from where it comes from."""
+    written_at_default: Literal["", "always", "kohya"] = ""
+    """When a run file that is written names the option although it has our default: ``always``, or beside
+    ``objective_defaults kohya``, where the default is another one."""
     is_dropped_at_zero: bool = False
     """Whether 0 is recorded as None in the metadata, as by sd-scripts."""
     varies: Literal["", "image", "caption"] = ""

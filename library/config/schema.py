@@ -112,6 +112,7 @@ class ModelConfig:
         minimum=0,
         needs=(Has(Trait.GUIDANCE), OfModel()),
         changes_text_outputs=False,
+        written_at_default="kohya",
     )
     control: Literal["none", "omini", "channels"] = define_option(
         "none",

@@ -19,7 +19,7 @@ class NoiseConfig:
         needs=ALWAYS,
         default_text="kohya for commands and run files of sd-scripts, own for others",
         metadata_key="ss_objective_defaults",
-        is_always_written=True,
+        written_at_default="always",
     )
     v_parameterization: bool | None = define_option(
         None,
@@ -40,6 +40,7 @@ class NoiseConfig:
         "latents (x0, SD3 of sd-scripts), or prediction plus noisy latents (additive) or estimated clean latents "
         "(sigma_scaled) with noise minus image, as sd-scripts does",
         needs=(AnyOf((HasValue("model_prediction_type", ("raw",)), Has(Trait.FLOW))),),
+        written_at_default="kohya",
     )
     min_timestep: int | None = define_option(
         None, "minimum timestep, of 1000; default: 0", minimum=0, maximum=999, needs=ALWAYS

@@ -275,11 +275,13 @@ def build_objective(noise: NoiseConfig, loss: LossConfig, family: Family, pipe: 
         process = use_original_snr(process, pipe.scheduler)
     check_objective(noise, loss, family, process)
     sampling = noise.flow_timestep_sampling if isinstance(process, FlowMatchingProcess) else "uniform"
-    settings = "".join(f", {name} {value}" for name, value in find_active_options(noise, loss).items())
+    active = find_active_options(noise, loss)
+    active.pop("objective_defaults", None)  # named first
+    settings = "".join(f", {name} {value}" for name, value in active.items())
     logger.info(
-        "prediction type: %s; defaults: %s; timestep sampling: %s%s",
-        process.prediction_type,
+        "objective_defaults: %s; prediction type: %s; timestep sampling: %s%s",
         noise.objective_defaults,
+        process.prediction_type,
         sampling,
         settings,
     )

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [] if __name__ != "__main__" else [str(ROOT), str(ROOT / "tests" / "support")]
@@ -31,10 +30,8 @@ from kohya_objectives import (  # noqa: E402
     list_combinations,
 )
 
-from library.diffusion.objective import Objective  # noqa: E402
 from library.models.families import FAMILIES, FAMILY_FACTS  # noqa: E402
 from library.training.preflight import find_settings_problems, load_settings  # noqa: E402
-from library.training.setup import build_objective  # noqa: E402
 
 PAGE = ROOT / "docs" / "sd_scripts_objectives.md"
 GOLDEN = ROOT / "tests" / "data" / "kohya_objectives.json"
@@ -59,8 +56,12 @@ def load(argv: tuple[str, ...]) -> tuple[Any, list[str]]:
     return loaded, [str(problem) for problem in find_settings_problems(loaded)]
 
 
-def build(combination: Combination) -> Objective:
-    """Our objective with the command line of an sd-scripts run."""
+def build(combination: Combination) -> Any:
+    """Our objective with the command line of an sd-scripts run; the page is written without these imports."""
+    from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+
+    from library.training.setup import build_objective
+
     loaded, problems = load(tuple(build_argv(combination)))
     assert problems == []
     script, config = SCRIPTS[combination.script], loaded.config

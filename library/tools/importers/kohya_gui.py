@@ -112,6 +112,7 @@ def _read_model_keys(reader: KeyReader) -> None:
     family = reader.result.family
     read_keys(reader, keys.FLOW_KEYS_BY_FAMILY.get(family, {}))
     options = reader.result.options
+    options["objective_defaults"] = "kohya"
     if family in ("flux", "chroma"):
         for option in ("clip_l", "t5xxl") if family == "flux" else ("t5xxl",):
             if option not in options:  # names of earlier versions of the GUI
@@ -122,10 +123,9 @@ def _read_model_keys(reader: KeyReader) -> None:
         key, default = "model_prediction_type", "sigma_scaled"
         if family == "lumina2":
             key, default = f"lumina_{key}", "raw"
-        prediction = reader.read(key, default)
-        if prediction != "raw":
-            reason = "the loss is computed on the raw prediction, as with raw; other timesteps weigh more there"
-            reader.list_change(key, reason, prediction)
+        options["model_prediction_type"] = reader.read(key, default, to_text)
+        if family == "flux":
+            options.setdefault("guidance_scale", 1.0)  # our default is left out, but is not that of sd-scripts
         if options.get("timestep_sampling", "sigma") not in ("sigma", "shift"):
             options.pop("discrete_flow_shift", None)
             reader.list_harmless(
@@ -139,7 +139,7 @@ def _read_model_keys(reader: KeyReader) -> None:
         reason = "the system prompt of the model's pipeline stands before every caption here"
         reader.list_change("lumina_system_prompt", reason, reader.read("lumina_system_prompt", ""))
     if family == "sd3":
-        options |= {"timestep_sampling": "sigma", "discrete_flow_shift": 1.0}
+        options |= {"timestep_sampling": "sigma", "discrete_flow_shift": 1.0, "model_prediction_type": "x0"}
     for suffix in ("", "_to_disk"):
         prefix = {"flux": "flux1", "chroma": "flux1", "lumina2": "lumina"}.get(family, family)
         name = f"{prefix}_cache_text_encoder_outputs{suffix}"
