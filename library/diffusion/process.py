@@ -58,8 +58,8 @@ class DiscreteProcess:
         a = self._gather_alphas_cumprod(timesteps)
         return a / (1 - a)
 
-    def weighting_snr(self, timesteps: Tensor) -> Tensor:
-        """Signal-to-noise ratio of each sample for loss weightings such as min-SNR."""
+    def compute_weighting_snr(self, timesteps: Tensor) -> Tensor:
+        """Compute the signal-to-noise ratio of each sample for loss weightings such as min-SNR."""
         if self.weighting_alphas_cumprod is None:
             return self.snr(timesteps)
         a = _gather(self.weighting_alphas_cumprod, timesteps)

@@ -80,7 +80,7 @@ def _reverse_logit_mean(noise: NoiseConfig, loss: LossConfig, objective: KohyaOb
     return -noise.logit_mean if is_used and noise.logit_mean and objective.is_logit_mean_reversed else None
 
 
-def _rescale_huber_threshold(noise: NoiseConfig, loss: LossConfig, objective: KohyaObjective) -> float | None:
+def _scale_huber_threshold(noise: NoiseConfig, loss: LossConfig, objective: KohyaObjective) -> float | None:
     is_used = loss.loss_type in HUBER_LOSSES and loss.huber_schedule == "exponential"
     exponent = objective.max_huber_timestep / 1000
     return loss.huber_c**exponent if is_used and exponent != 1 and loss.huber_c > 0 else None
@@ -89,7 +89,7 @@ def _rescale_huber_threshold(noise: NoiseConfig, loss: LossConfig, objective: Ko
 _CONVERSIONS: Mapping[str, tuple[Callable[[NoiseConfig, LossConfig, KohyaObjective], float | None], str]] = {
     "logit_mean": (_reverse_logit_mean, "above 0 means less noise in sd-scripts' script for this model"),
     "huber_c": (
-        _rescale_huber_threshold,
+        _scale_huber_threshold,
         "sd-scripts' exponential schedule takes the timesteps of this model, 0 to 1, for 0 to 1000",
     ),
 }
