@@ -59,8 +59,11 @@ def _format_setting(setting: tuple[str, str | float]) -> str:
     return f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
 
 
-def _find_ignored_options(loaded: ParsedConfig, objective: KohyaObjective) -> Iterator[tuple[str, str]]:
-    """Find the options that are set and that the script for this model accepts and ignores, and why."""
+def _find_ignored_options(loaded: ParsedConfig, objective: KohyaObjective) -> Iterator[tuple[str, str | None]]:
+    """Find the options that are set and that the script for this model accepts and ignores, and why.
+
+    The reason is None for a value that asks for what happens anyway.
+    """
     noise, loss = loaded.config.noise, loaded.config.loss
     ignored = dict.fromkeys(objective.ignored, "sd-scripts ignores it for this model")
     weighted = objective.weighted_prediction_types
@@ -72,7 +75,10 @@ def _find_ignored_options(loaded: ParsedConfig, objective: KohyaObjective) -> It
         ignored["weighting_scheme"] = f"sd-scripts weights the loss with model_prediction_type {weighted[0]} only"
     if loss.huber_schedule == "snr":
         ignored["huber_scale"] = "sd-scripts ignores it with huber_schedule snr"
-    yield from ((name, reason) for name, reason in ignored.items() if name in loaded.locations)
+    values, defaults = flatten_config(loaded.config), flatten_config(RunConfig())
+    for name, reason in ignored.items():
+        if name in loaded.locations:
+            yield name, None if values[name] == defaults[name] else reason
 
 
 def _reverse_logit_mean(noise: NoiseConfig, loss: LossConfig, objective: KohyaObjective) -> float | None:
