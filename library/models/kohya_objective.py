@@ -78,7 +78,8 @@ def _find_ignored_options(loaded: ParsedConfig, objective: KohyaObjective) -> It
     values, defaults = flatten_config(loaded.config), flatten_config(RunConfig())
     for name, reason in ignored.items():
         if name in loaded.locations:
-            yield name, None if values[name] == defaults[name] else reason
+            is_off = values[name] == defaults[name] or not (values[name] or defaults[name])
+            yield name, None if is_off else reason
 
 
 def _reverse_logit_mean(noise: NoiseConfig, loss: LossConfig, objective: KohyaObjective) -> float | None:
