@@ -2,12 +2,12 @@
 
 What sd-scripts does otherwise is expressed in values of options, which runs log and their files record.  Options of
 noise, timesteps and loss that are not set get the defaults of the script for the family.  Those that the script accepts
-and ignores are set back to their defaults and named.  Values that mean something else there are converted, with a
-notice.  ``--objective_defaults own`` turns this off.  The SNR of loss weightings with ``zero_terminal_snr`` is left to
-``noise_schedulers.use_original_snr``.
+and ignores are set back to their defaults and named.  ``--objective_defaults own`` turns this off.  What values of
+options mean otherwise there is taken into account where the objective is built: ``convert_values``, and for loss
+weightings with ``zero_terminal_snr`` ``noise_schedulers.use_original_snr``.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ def resolve_objective_defaults(loaded: ParsedConfig, family: str, model: ModelTr
         return loaded
     loaded = _set_unset_options(loaded, objective, model)
     loaded = loaded.without_unused(dict(_find_ignored_options(loaded, objective)))
-    return _convert_options(loaded, objective)
+    return replace(loaded, notices=[*loaded.notices, *_list_notices(loaded, objective)])
 
 
 def validate_objective_defaults(noise: NoiseConfig, facts: FamilyFacts) -> Iterator[Problem]:
@@ -82,40 +82,30 @@ def _find_ignored_options(loaded: ParsedConfig, objective: KohyaObjective) -> It
             yield name, None if is_off else reason
 
 
-def _reverse_logit_mean(noise: NoiseConfig, loss: LossConfig, objective: KohyaObjective) -> float | None:
-    is_used = noise.weighting_scheme == "logit_normal" and noise.flow_timestep_sampling == "sigma"
-    return -noise.logit_mean if is_used and noise.logit_mean and objective.is_logit_mean_reversed else None
-
-
-def _scale_huber_threshold(noise: NoiseConfig, loss: LossConfig, objective: KohyaObjective) -> float | None:
-    is_used = loss.loss_type in HUBER_LOSSES and loss.huber_schedule == "exponential"
-    exponent = objective.max_huber_timestep / 1000
-    return loss.huber_c**exponent if is_used and exponent != 1 and loss.huber_c > 0 else None
-
-
-_CONVERSIONS: Mapping[str, tuple[Callable[[NoiseConfig, LossConfig, KohyaObjective], float | None], str]] = {
-    "logit_mean": (_reverse_logit_mean, "above 0 means less noise in sd-scripts' script for this model"),
-    "huber_c": (
-        _scale_huber_threshold,
-        "sd-scripts' exponential schedule takes the timesteps of this model, 0 to 1, for 0 to 1000",
-    ),
-}
-"""Options whose values mean something else in sd-scripts: how each is converted, and why."""
-
-
-def _convert_options(loaded: ParsedConfig, objective: KohyaObjective) -> ParsedConfig:
-    """Convert values that mean something else in sd-scripts, each with a notice."""
+def _list_notices(loaded: ParsedConfig, objective: KohyaObjective) -> Iterator[str]:
+    """Say which values mean something else than in ``objective_defaults own``."""
     noise, loss = loaded.config.noise, loaded.config.loss
-    for name, (convert, reason) in _CONVERSIONS.items():
-        value = convert(noise, loss, objective)
-        if value is None:
-            continue
-        place = loaded.locations.get(name)
-        before = flatten_config(loaded.config)[name]
-        notice = f"{place or name}: {before:g} stands for {value:g} here; {reason}"
-        loaded = replace(
-            _set_options(loaded, {name: value}),
-            notices=[*loaded.notices, notice],
-            adjustments={**loaded.adjustments, name: notice},
+    is_sampled = noise.weighting_scheme == "logit_normal" and noise.flow_timestep_sampling == "sigma"
+    if objective.is_logit_mean_reversed and is_sampled and noise.logit_mean:
+        yield f"{loaded.locations['logit_mean']}: above 0 means less noise, as in sd-scripts' script for this model"
+    is_scheduled = loss.loss_type in HUBER_LOSSES and loss.huber_schedule == "exponential"
+    if objective.max_huber_timestep != 1000 and is_scheduled:
+        yield "huber_schedule exponential: sd-scripts takes the timesteps of this model, 0 to 1, for 0 to 1000, so " + (
+            "the threshold is near huber_scale at all of them"
         )
-    return loaded
+
+
+def convert_values(
+    noise: NoiseConfig, loss: LossConfig, objective: KohyaObjective | None
+) -> tuple[NoiseConfig, LossConfig]:
+    """Replace values that mean something else in sd-scripts by those that mean the same here.
+
+    Settings keep the values of sd-scripts, so that a run file that is written can be read again.
+    """
+    if objective is None or noise.objective_defaults != "kohya":
+        return noise, loss
+    if objective.is_logit_mean_reversed:
+        noise = replace(noise, logit_mean=-noise.logit_mean)
+    if loss.huber_schedule == "exponential":
+        loss = replace(loss, huber_c=loss.huber_c ** (objective.max_huber_timestep / 1000))
+    return noise, loss

@@ -36,6 +36,7 @@ from ..models.base import Family
 from ..models.collect_component_keys import collect_component_keys
 from ..models.detect import DetectedModel, build_control_limits
 from ..models.model_configs import is_tokenizer
+from ..models.kohya_objective import convert_values
 from ..models.noise_schedulers import override_scheduler, use_original_snr
 from ..models.trained_components import list_cached_text_components, select_trained_text_encoders
 from ..optim import lr_schedulers, optimizers
@@ -285,7 +286,7 @@ def build_objective(noise: NoiseConfig, loss: LossConfig, family: Family, pipe: 
         sampling,
         settings,
     )
-    return Objective(process, noise, loss)
+    return Objective(process, *convert_values(noise, loss, family.facts.options.kohya_objective))
 
 
 def prepare_dataset(data: DataConfig, cache: CacheConfig, comm: Communicator, model: DetectedModel) -> PreparedData:

@@ -133,16 +133,14 @@ def test_the_defaults_are_those_of_sd_scripts_where_the_settings_are(flags, expe
     assert (len(loaded.kohya_objective) > 0) is (expected == "kohya")
 
 
-def test_what_sd_scripts_ignores_is_named_and_what_it_means_otherwise_is_converted():
+def test_what_sd_scripts_ignores_what_it_means_otherwise_is_said():
     flux = "--network_module networks.lora_flux --model_prediction_type raw --min_timestep 100 --logit_mean 0.5"
     loaded = build_defaults("flux", *flux.split(), "--weighting_scheme", "logit_normal")
     assert {str(place): reason for place, reason in loaded.unused} == {
         "--min_timestep": "sd-scripts ignores it for this model"
     }
-    assert (loaded.config.noise.min_timestep, loaded.config.noise.logit_mean) == (None, -0.5)
-    assert loaded.notices == [
-        "--logit_mean: 0.5 stands for -0.5 here; above 0 means less noise in sd-scripts' script for this model"
-    ]
+    assert (loaded.config.noise.min_timestep, loaded.config.noise.logit_mean) == (None, 0.5)
+    assert loaded.notices == ["--logit_mean: above 0 means less noise, as in sd-scripts' script for this model"]
     loaded = build_defaults("lumina2", "--network_module", "networks.lora_lumina", "--weighting_scheme", "cosmap")
     assert [reason for _, reason in loaded.unused] == [
         "sd-scripts weights the loss with model_prediction_type sigma_scaled only"
@@ -229,7 +227,7 @@ HEAD = [
     "",
     "Where settings come from sd-scripts, `objective_defaults` is `kohya`: options of noise, timesteps and loss that are"
     " not set have the defaults of its script for the model, options that this script ignores are named and have no"
-    " effect, and values that mean something else there are converted with a notice. A run logs which defaults it has,"
+    " effect, and values that mean something else there do so here, with a notice. A run logs which defaults it has,"
     " and its files record them (`ss_objective_defaults`). `objective_defaults own` takes the defaults of this program"
     " instead ([models.md](models.md)), and honours every option.",
     "",
