@@ -230,7 +230,7 @@ def _build_flow_metadata(noise: NoiseConfig, default_sampling: TimestepSampling)
     return {
         "ss_timestep_sampling": noise.get_timestep_sampling(default_sampling),
         "ss_weighting_scheme": noise.weighting_scheme or "none",
-        "ss_model_prediction_type": "raw",
+        "ss_model_prediction_type": noise.model_prediction_type,
     }
 
 

@@ -74,7 +74,7 @@ def format_options_page() -> str:
 
 
 def format_config_as_toml(config: RunConfig) -> str:
-    """Format the settings that differ from the defaults, by group, as a run TOML.
+    """Format the settings that differ from the defaults, and those that say where these come from, as a run TOML.
 
     Strings are encoded as JSON: toml 0.10.2, the last release, corrupts control characters and a backslash before an x,
     as in a Windows path.
@@ -82,10 +82,11 @@ def format_config_as_toml(config: RunConfig) -> str:
     import toml
 
     tables: dict[str, dict[str, Any]] = {}
-    changed = collect_changed_settings(flatten_config(config))
+    values = flatten_config(config)
+    changed = collect_changed_settings(values)
     for option in iter_options(RunConfig):
-        if option.name in changed:
-            tables.setdefault(option.group, {})[option.name] = changed[option.name]
+        if option.name in changed or option.written_at_default in ("always", values["objective_defaults"]):
+            tables.setdefault(option.group, {})[option.name] = changed.get(option.name, values[option.name])
     encoder = toml.TomlEncoder()
     encoder.dump_funcs[str] = lambda text: json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(toml.dumps(tables, encoder))

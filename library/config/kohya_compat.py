@@ -152,6 +152,9 @@ GUI_KEYS = frozenset(
 )
 """Keys that GUIs of sd-scripts write for themselves; sd-scripts does not read them."""
 
+SHARED_MODULES = ("networks.loha", "networks.lokr", "networks.oft", "lycoris.kohya")
+"""Values of ``network_module`` that run files of this program need as well, since they choose the adapter type."""
+
 KEYS_OF_OTHER_FILES = {
     "batch_size": "the option is train_batch_size",
     **dict.fromkeys(("num_repeats", "image_dir", "class_tokens", "is_reg"), "it belongs in a dataset file"),
@@ -226,10 +229,6 @@ KOHYA_OPTIONS: dict[str, OptionVerdict] = {
     "t5_dropout_rate": _TEXT_DROPOUT,
     "pos_emb_random_crop_rate": _POSITION_CROP,
     "enable_scaled_pos_embed": _POSITION_CROP,
-    "model_prediction_type": UnsupportedOption(
-        "not supported: sd-scripts compares estimated clean latents with noise minus latents, which is wrong; use raw",
-        ("raw",),
-    ),
     **dict.fromkeys(("save_clip", "save_t5xxl", "t5xxl_device", "t5xxl_dtype"), _BROKEN_IN_KOHYA),
     **dict.fromkeys(_OTHER_FAMILY_OPTIONS, _OTHER_FAMILY),
     **dict.fromkeys(_FULL_TRAINING_OPTIONS, _FULL_TRAINING),
@@ -282,6 +281,15 @@ def is_from_kohya(settings: Collection[RawSetting]) -> bool:
     return any(
         each.name == "network_module" or each.name in KOHYA_OPTIONS or each.name in GUI_KEYS for each in settings
     )
+
+
+def has_kohya_objective(settings: Collection[RawSetting]) -> bool:
+    """Whether options of the objective that are not set get sd-scripts' defaults.
+
+    The network modules of adapter types that this program has under the same names tell nothing.
+    """
+    others = [each for each in settings if each.name != "network_module" or get_toml_value(each) not in SHARED_MODULES]
+    return is_from_kohya(others)
 
 
 def explain_ignored_key(name: str, known_names: Collection[str]) -> str | None:

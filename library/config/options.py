@@ -5,6 +5,7 @@ import math
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .option_needs import Needs
@@ -73,6 +74,9 @@ class OptionFacts:
     """The default that checkpoints of the last release recorded; today's default does the same."""
     metadata_key: str = ""
     """The key under which a LoRA file records the value."""
+    written_at_default: Literal["", "always", "kohya"] = ""
+    """When a run file that is written names the option although it has our default: ``always``, or beside
+    ``objective_defaults kohya``, where the default is another one."""
     is_dropped_at_zero: bool = False
     """Whether 0 is recorded as None in the metadata, as by sd-scripts."""
     varies: Literal["", "image", "caption"] = ""
@@ -183,17 +187,23 @@ class Option(OptionFacts):
 
 def iter_options(config_class: type) -> Iterator[Option]:
     """Iterate over the options of all groups of a configuration class, in order of declaration."""
-    hints = get_type_hints(config_class)
+    hints = _get_type_hints(config_class)
     for group in dataclasses.fields(config_class):
         yield from iter_group_options(hints[group.name], group.name)
 
 
 def iter_group_options(group_type: type, name: str = "") -> Iterator[Option]:
     """Iterate over the options of one group, which a configuration class calls ``name``."""
-    hints = get_type_hints(group_type)
+    return iter(_list_group_options(group_type, name))
+
+
+@cache
+def _list_group_options(group_type: type, name: str) -> tuple[Option, ...]:
+    """Build the options of a group once: reading settings looks at all options some twenty times."""
+    hints, options = get_type_hints(group_type), list[Option]()
     for field in dataclasses.fields(group_type):
         value_type, is_list, is_optional = _resolve_type_hint(hints[field.name])
-        yield Option(
+        option = Option(
             name=field.name,
             group=name,
             value_type=value_type,
@@ -202,11 +212,13 @@ def iter_group_options(group_type: type, name: str = "") -> Iterator[Option]:
             default=field.default,
             **vars(field.metadata["facts"]),
         )
+        options.append(option)
+    return tuple(options)
 
 
 def build_config(config_class: type, values: dict[str, Any]) -> Any:
     """Build a configuration from parsed values by option name; the others keep their defaults."""
-    hints = get_type_hints(config_class)
+    hints = _get_type_hints(config_class)
     groups = {group.name: hints[group.name] for group in dataclasses.fields(config_class)}
     return config_class(
         **{
@@ -220,6 +232,11 @@ def flatten_config(config: Any) -> dict[str, Any]:
     """Return the value of every option by name: the inverse of ``build_config``."""
     groups = [getattr(config, group.name) for group in dataclasses.fields(config)]
     return {each.name: getattr(group, each.name) for group in groups for each in dataclasses.fields(group)}
+
+
+@cache
+def _get_type_hints(config_class: type) -> dict[str, Any]:
+    return get_type_hints(config_class)
 
 
 def _resolve_type_hint(hint: Any) -> tuple[Any, bool, bool]:

@@ -31,6 +31,7 @@ from .kohya_compat import (
     find_no_effect,
     format_rename_notice,
     get_toml_value,
+    has_kohya_objective,
     is_from_kohya,
     read_secret,
     rename_kohya_value,
@@ -93,6 +94,10 @@ class ParsedConfig:
     """Defaults of that program that were taken for options that are not set."""
     kohya_defaults: tuple[str, ...] = ()
     """Options that are not set and whose defaults differ from that program's, with both values."""
+    has_kohya_objective: bool = False
+    """Whether the settings were written for sd-scripts, so that its defaults hold for the objective."""
+    kohya_objective: tuple[str, ...] = ()
+    """Options of the objective that are not set and have the defaults of sd-scripts, with these values."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Environment variables for the keys and tokens that were given."""
     adjustments: Mapping[str, str] = field(default_factory=dict)
@@ -154,6 +159,9 @@ class ParsedConfig:
         if self.kohya_defaults:
             owner = "sd-scripts'" if self.program == "sd-scripts" else f"{self.program}'s"
             lines.append(f"defaults that differ from {owner}: {', '.join(self.kohya_defaults)}")
+        if self.kohya_objective:
+            name = "defaults of sd-scripts (objective_defaults kohya; own is the other choice)"
+            lines.append(f"{name}: {', '.join(self.kohya_objective)}")
         return lines
 
     def log_notices(self) -> None:
@@ -213,6 +221,7 @@ def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedC
         unused=tuple(reader.unused),
         program=program,
         taken_defaults=taken,
+        has_kohya_objective=program == "sd-scripts" and has_kohya_objective(settings),
         secrets=reader.secrets,
     )
     if config_class is RunConfig:

@@ -130,7 +130,7 @@ class ModelConfig:
         minimum=0,
         needs=(Has(Trait.GUIDANCE), OfModel()),
         changes_text_outputs=False,
-        kohya_default="3.5",
+        written_at_default="kohya",
     )
     control: Literal["none", "omini", "channels"] = define_option(
         "none",

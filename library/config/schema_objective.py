@@ -39,6 +39,16 @@ _HAS_LOGIT = AnyOf(
 class NoiseConfig:
     """Noise, timesteps and prediction target."""
 
+    objective_defaults: Literal["own", "kohya"] = define_option(
+        "own",
+        "defaults of the options of noise, timesteps and loss, and of guidance_scale: this program's (own), or those "
+        "of sd-scripts' script for the model, which also ignores some options (kohya); default: kohya for commands and "
+        "run files of sd-scripts, own for others",
+        needs=ALWAYS,
+        default_text="kohya for commands and run files of sd-scripts, own for others",
+        metadata_key="ss_objective_defaults",
+        written_at_default="always",
+    )
     v_parameterization: bool | None = define_option(
         None,
         "diffusion models: v-prediction instead of noise prediction; default: as the model's scheduler config says",
@@ -51,6 +61,14 @@ class NoiseConfig:
         "v-prediction: rescale the noise schedule to zero terminal SNR, so that the last timestep is pure noise",
         needs=(Has(Trait.DIFFUSION),),
         metadata_key="ss_zero_terminal_snr",
+    )
+    model_prediction_type: Literal["raw", "x0", "additive", "sigma_scaled"] = define_option(
+        "raw",
+        "flow matching: what the loss compares: the prediction with noise minus image (raw), estimated with true clean "
+        "latents (x0, SD3 of sd-scripts), or prediction plus noisy latents (additive) or estimated clean latents "
+        "(sigma_scaled) with noise minus image, as sd-scripts does",
+        needs=(AnyOf((HasValue("model_prediction_type", ("raw",)), Has(Trait.FLOW))),),
+        written_at_default="kohya",
     )
     min_timestep: int | None = define_option(
         None, "minimum timestep, of 1000; default: 0", minimum=0, maximum=999, needs=ALWAYS

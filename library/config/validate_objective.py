@@ -33,6 +33,14 @@ def validate_objective_for_model(
     """Check the objective options against a model that predicts ``epsilon``, ``v`` or ``flow``."""
     for name, reason in find_options_of_other_models(noise, loss, prediction_type).items():
         yield Problem(name, f"not applicable to {family}, {reason}", "remove it")
+    is_huber = loss.loss_type in ("huber", "smooth_l1")
+    if noise.objective_defaults == "kohya" and prediction_type == "flow" and is_huber and loss.huber_schedule == "snr":
+        yield Problem(
+            "huber_schedule",
+            f"snr, the default, stops sd-scripts for {family}, whose noise schedule has no SNR there",
+            "set huber_schedule constant or exponential; or objective_defaults own, whose SNR is ((1 - s) / s)^2",
+            others=("loss_type", "objective_defaults"),
+        )
     override = noise.v_parameterization
     predicts_v = prediction_type == "v" if override is None else override
     if prediction_type != "flow" and noise.zero_terminal_snr and not predicts_v:

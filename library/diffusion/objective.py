@@ -12,8 +12,9 @@ from torch import Size, Tensor
 from ..config.schema_objective import LossConfig, NoiseConfig
 from ..randomness import Purpose
 from .losses import LossContext, compute_elementwise_loss
+from .model_prediction import select_compared_tensors
 from .noise import GeneratorFactory, apply_input_perturbation, apply_noise_options, copy_async
-from .process import NoiseProcess
+from .process import FlowMatchingProcess, NoiseProcess
 from .timesteps import compute_timesteps, sample_quantiles_and_noise
 from .weighting import compute_loss_weights
 
@@ -64,8 +65,19 @@ class Objective:
 
     def compute_elementwise_loss(self, prediction: Tensor, noisy_batch: NoisyBatch) -> Tensor:
         """The unreduced loss, before masks and weights."""
-        context = LossContext(self.loss_config, noisy_batch.timesteps, self.process)
-        return compute_elementwise_loss(prediction, noisy_batch.target, context)
+        target, process = noisy_batch.target, self.process
+        if isinstance(process, FlowMatchingProcess):
+            prediction, target = select_compared_tensors(
+                prediction,
+                target,
+                noisy_batch.latents,
+                process.sigma(noisy_batch.timesteps),
+                name=self.noise_config.model_prediction_type,
+                velocity_sign=process.velocity_sign,
+            )
+        return compute_elementwise_loss(
+            prediction, target, LossContext(self.loss_config, noisy_batch.timesteps, process)
+        )
 
     def compute_loss_weights(self, timesteps: Tensor) -> Tensor:
         """The loss weight of samples at these timesteps."""

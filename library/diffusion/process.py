@@ -47,19 +47,27 @@ class DiscreteProcess:
     """A DDPM process with 1000 noise levels; timesteps are whole numbers from 0 to 999."""
 
     alphas_cumprod: Tensor
+    weighting_alphas_cumprod: Tensor | None = None
+    """The noise schedule whose SNR the loss weightings take, where it is another one."""
 
     def compute_coefficients(self, timesteps: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """``sqrt(a)`` and ``sqrt(1 - a)`` for each sample, shaped to be multiplied with ``like``."""
         a = self._gather_alphas_cumprod(timesteps)
-        return _expand_like(a.sqrt(), like), _expand_like((1 - a).sqrt(), like)
+        return expand_like(a.sqrt(), like), expand_like((1 - a).sqrt(), like)
 
     def snr(self, timesteps: Tensor) -> Tensor:
         a = self._gather_alphas_cumprod(timesteps)
         return a / (1 - a)
 
+    def compute_weighting_snr(self, timesteps: Tensor) -> Tensor:
+        """Compute the signal-to-noise ratio of each sample for loss weightings such as min-SNR."""
+        if self.weighting_alphas_cumprod is None:
+            return self.snr(timesteps)
+        a = _gather(self.weighting_alphas_cumprod, timesteps)
+        return a / (1 - a)
+
     def _gather_alphas_cumprod(self, timesteps: Tensor) -> Tensor:
-        # Move the table to the timesteps and not the other way round, which would synchronize with the device.
-        return self.alphas_cumprod.to(timesteps.device, non_blocking=True)[timesteps.long()]
+        return _gather(self.alphas_cumprod, timesteps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +112,8 @@ class FlowMatchingProcess:
     patch_size: int = 2
     """Side of the patch of latents that is one token."""
     prediction_type: str = "flow"
+    velocity_sign: int = 1
+    """-1 where the model itself predicts ``x_0 - e``, which its family turns round."""
 
     @classmethod
     def from_scheduler(cls, scheduler_config: Mapping[str, Any], patch_size: int = 2) -> "FlowMatchingProcess":
@@ -116,10 +126,10 @@ class FlowMatchingProcess:
 
     def add_noise(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> tuple[Tensor, Tensor]:
         s = self.sigma(timesteps)
-        return _expand_like(1 - s, latents) * latents + _expand_like(s, latents) * noise, noise - latents
+        return expand_like(1 - s, latents) * latents + expand_like(s, latents) * noise, noise - latents
 
     def predict_clean_latents(self, noisy_latents: Tensor, prediction: Tensor, timesteps: Tensor) -> Tensor:
-        return noisy_latents - _expand_like(self.sigma(timesteps), noisy_latents) * prediction
+        return noisy_latents - expand_like(self.sigma(timesteps), noisy_latents) * prediction
 
     def snr(self, timesteps: Tensor) -> Tensor:
         s = self.sigma(timesteps)
@@ -144,7 +154,12 @@ def build_discrete_process(alphas_cumprod: Tensor, prediction_type: str) -> Epsi
     )
 
 
-def _expand_like(values: Tensor, like: Tensor) -> Tensor:
+def _gather(schedule: Tensor, timesteps: Tensor) -> Tensor:
+    # Move the table to the timesteps and not the other way round, which would synchronize with the device.
+    return schedule.to(timesteps.device, non_blocking=True)[timesteps.long()]
+
+
+def expand_like(values: Tensor, like: Tensor) -> Tensor:
     """One value per sample, broadcastable to ``like``."""
     return values.view(-1, *[1] * (like.ndim - 1)).to(like)
 

@@ -76,9 +76,10 @@ def compute_loss_weights(
     if isinstance(process, FlowMatchingProcess):
         scheme = FLOW_WEIGHTINGS.get(noise_config.weighting_scheme or "none")
         return total if scheme is None else scheme(process.sigma(timesteps))
+    snr = process.compute_weighting_snr(timesteps) if isinstance(process, DiscreteProcess) else process.snr(timesteps)
     for name, weighting in SNR_WEIGHTINGS.items():
         if value := getattr(loss_config, name):
-            total = total * weighting(process.snr(timesteps), float(value), process.prediction_type)
+            total = total * weighting(snr, float(value), process.prediction_type)
     return total
 
 
@@ -86,7 +87,7 @@ def find_unbounded_weightings(process: NoiseProcess, loss_config: LossConfig) ->
     """List the enabled options whose weight is infinite at some timestep, as happens with zero terminal SNR."""
     if not isinstance(process, DiscreteProcess):
         return []
-    snr = process.snr(torch.arange(NUM_TRAIN_TIMESTEPS))
+    snr = process.compute_weighting_snr(torch.arange(NUM_TRAIN_TIMESTEPS))
     return [
         name
         for name, weighting in SNR_WEIGHTINGS.items()

@@ -266,8 +266,24 @@ class ControlFacts:
 
 
 @dataclass(frozen=True)
+class KohyaObjective:
+    """The objective of sd-scripts' script for a family: its defaults, and which options it has and does not read."""
+
+    defaults: Mapping[str, str | float] = field(default_factory=dict)
+    """Its defaults by option, where ours may be other ones."""
+    weighted_prediction_types: tuple[str, ...] | None = None
+    """The values of ``model_prediction_type`` with which ``weighting_scheme`` weights the loss; None: all."""
+    ignored: tuple[str, ...] = ()
+    """Options that it accepts and ignores."""
+    is_logit_mean_reversed: bool = False
+    """Whether a ``logit_mean`` above 0 means less noise."""
+    max_huber_timestep: int = 1000
+    """The timestep of pure noise for ``huber_schedule exponential``, whose threshold is ``huber_c`` at 1000."""
+
+
+@dataclass(frozen=True)
 class FamilyOptions:
-    """The options that depend on the family, and defaults of sd-scripts."""
+    """The options that depend on the family, and the objective of sd-scripts."""
 
     components: Mapping[str, str] = field(default_factory=dict)
     """The component whose file or folder each option sets."""
@@ -282,8 +298,8 @@ class FamilyOptions:
     musubi_versions: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """The values of ``model_version`` that stand for this family, with values of the denoiser's config by which models
     of this family differ."""
-    kohya_defaults: Mapping[str, str] = field(default_factory=dict)
-    """The defaults of sd-scripts for this family, of options whose default here is another one."""
+    kohya_objective: KohyaObjective | None = None
+    """The objective of sd-scripts' script for this family; None where it has none."""
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ import inspect
 import logging
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from diffusers import DDPMScheduler
 
 from ..config.schema_objective import NoiseConfig
-from ..diffusion.process import NoiseProcess, build_discrete_process
+from ..diffusion.process import DiscreteProcess, NoiseProcess, build_discrete_process
 from ..errors import UserError
 from ..name_suggestions import suggest_name
 
@@ -93,6 +94,15 @@ def _override_zero_terminal_snr(config: Any, noise_config: NoiseConfig) -> dict[
         return {}
     # Sampling has to start at the last timestep, which other spacings omit (Lin et al. 2023, arXiv 2305.08891).
     return {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+
+
+def use_original_snr(process: NoiseProcess, scheduler: Any) -> NoiseProcess:
+    """Give loss weightings the SNR of the schedule before zero terminal SNR rescaled it, as sd-scripts does."""
+    if not isinstance(process, DiscreteProcess) or not scheduler.config.get("rescale_betas_zero_snr", False):
+        return process
+    ddpm_class: Any = DDPMScheduler
+    original = ddpm_class.from_config({**scheduler.config, "rescale_betas_zero_snr": False})
+    return replace(process, weighting_alphas_cumprod=original.alphas_cumprod)
 
 
 def build_ddpm_process(scheduler: Any) -> NoiseProcess:

@@ -1,6 +1,6 @@
 """Facts shared by model families: checks of their JSON files, layers that get a LoRA, key prefixes; no torch."""
 
-from .facts import FamilyMatch
+from .facts import FamilyMatch, KohyaObjective
 from .model_configs import ConfigReader, ModelError, get_downscale_factor, read_required, read_scheduler_config
 
 CLIP_LORA_TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
@@ -55,6 +55,16 @@ T5_PREFIXES = ("text_encoders.t5xxl.transformer.",)
 
 CLIP_L_TOKENIZER, CLIP_G_TOKENIZER = "openai/clip-vit-large-patch14", "laion/CLIP-ViT-bigG-14-laion2B-39B-b160k"
 T5_TOKENIZER = "google/t5-v1_1-xxl"
+
+KOHYA_UNET_OBJECTIVE = KohyaObjective()
+"""sd-scripts' objective for models that predict noise or v: its defaults are ours."""
+
+KOHYA_FLOW_OBJECTIVE = KohyaObjective(
+    weighted_prediction_types=("sigma_scaled",),
+    ignored=("min_timestep", "max_timestep"),
+    is_logit_mean_reversed=True,
+)
+"""What the objectives of sd-scripts' scripts for FLUX.1 and its siblings have in common, without their defaults."""
 
 
 def match_flow_model(read: ConfigReader, channels_per_latent: int, reason: str, patch_size: int = 2) -> FamilyMatch:

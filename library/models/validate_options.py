@@ -8,7 +8,7 @@ from pathlib import Path
 from ..config import ParsedConfig, RunConfig, validate_adapter, validate_objective
 from ..config.help import format_default
 from ..config.network_args import NetworkFacts, find_block_lr_weight_lengths, list_arg_names, parse_network_args
-from ..config.options import iter_options
+from ..config.options import flatten_config, iter_options
 from ..config.schema import AdapterConfig, ModelConfig
 from ..config.schema_data import CacheConfig, DataConfig
 from ..config.schema_objective import NoiseConfig
@@ -24,10 +24,12 @@ from ..dataset.controls import CONTROLS_FROM_IMAGE
 from ..dataset.dataset_config import can_load_datasets, load_dataset_config
 from ..dataset.schema import SubsetConfig
 from ..dataset.validate import validate_resolution_multiple
+from ..diffusion.timestep_shift import FixedShift
 from ..errors import ConfigError, FileError
 from ..problems import Place, Problem, locate_problems
-from .detect import DetectedModel, build_control_limits, detect_model, get_family_facts
+from .detect import DetectedModel, build_control_limits, detect_model, get_config_reader, get_family_facts
 from .facts import TORCH_ATTENTION_MODES
+from .kohya_objective import resolve_objective_defaults, validate_objective_defaults
 from .trained_components import select_trained_text_encoders
 
 
@@ -44,6 +46,7 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, Place]) ->
             *validate_objective.validate_objective_for_model(
                 config.noise, config.loss, facts.title, detected.prediction_type
             ),
+            *validate_objective_defaults(config.noise, facts),
             *validate_adapter.validate_adapter_for_model(
                 config.adapter,
                 config.optim,
@@ -173,6 +176,7 @@ def drop_unused_model_options(loaded: ParsedConfig) -> ParsedConfig:
     if detected is None:
         return loaded  # reported by validate_model_options
     model = collect_model_traits(detected, loaded.config.adapter)
+    loaded = resolve_objective_defaults(loaded, detected.family, model)
     loaded = loaded.without_unused(find_unused_options(loaded.config, loaded.explicit, model))
     loaded = loaded.without_unused(_find_unavailable_xformers(loaded, detected))
     facts, adapter = get_family_facts(detected.family), loaded.config.adapter
@@ -229,26 +233,27 @@ def _find_other_defaults(loaded: ParsedConfig, detected: DetectedModel) -> Itera
     optim, facts = loaded.config.optim, get_family_facts(detected.family)
     text_encoders = select_trained_text_encoders(loaded.config.adapter, optim, facts)
     has_all_rates = optim.unet_lr is not None and (optim.text_encoder_lr or not text_encoders)
-    is_other = {
-        "learning_rate": not has_all_rates,
-        "v_parameterization": detected.prediction_type == "v",
-    }
+    is_other = {"learning_rate": not has_all_rates, "v_parameterization": detected.prediction_type == "v"}
     options = [option for option in iter_options(RunConfig) if is_other.get(option.name, True)]
-    theirs = {option.name: option.kohya_default for option in options if option.kohya_default}
-    theirs.update(facts.options.kohya_defaults)
+    theirs: dict[str, object] = {option.name: option.kohya_default for option in options if option.kohya_default}
     sampling = loaded.config.noise.get_timestep_sampling(facts.training_noise.timestep_sampling)
-    same = {"sigma": ("sigma", "uniform")}.get(sampling, (sampling,))  # uniform, too, where no weighting_scheme is set
-    if theirs.get("timestep_sampling") in same:
-        del theirs["timestep_sampling"]
+    values = flatten_config(loaded.config) | {"timestep_sampling": sampling}
+    shift = facts.training_noise.read_shift(get_config_reader(detected)) if detected.prediction_type == "flow" else None
+    if values["discrete_flow_shift"] is None and isinstance(shift, FixedShift):
+        values["discrete_flow_shift"] = shift.factor
+    objective = facts.options.kohya_objective
+    if objective is not None:
+        theirs.update({name: value for name, value in objective.defaults.items() if values[name] != value})
     model, names = collect_model_traits(detected, loaded.config.adapter), theirs.keys() - loaded.locations.keys()
     without_effect = find_unused_options(loaded.config, frozenset(names), model)
     texts = {"timestep_sampling": sampling}
     for option in options:
         if option.name in names - without_effect.keys():
-            ours = texts.get(option.name) or option.default_text or format_default(option.default)
-            yield f"{option.name} {ours} (there {theirs[option.name]})"
-    if "model_prediction_type" in names:  # an option of sd-scripts only
-        yield f"model_prediction_type raw (there {theirs['model_prediction_type']})"
+            ours, value = (
+                texts.get(option.name) or option.default_text or format_default(option.default),
+                theirs[option.name],
+            )
+            yield f"{option.name} {ours} (there {f'{value:g}' if isinstance(value, float) else value})"
 
 
 def _take_musubi_args(loaded: ParsedConfig, network: NetworkFacts) -> ParsedConfig:

@@ -35,8 +35,9 @@ from ..models.attention import set_attention_mode
 from ..models.base import Family
 from ..models.collect_component_keys import collect_component_keys
 from ..models.detect import DetectedModel, build_control_limits
+from ..models.kohya_objective import convert_values
 from ..models.model_configs import is_tokenizer
-from ..models.noise_schedulers import override_scheduler
+from ..models.noise_schedulers import override_scheduler, use_original_snr
 from ..models.trained_components import list_cached_text_components, select_trained_text_encoders
 from ..optim import lr_schedulers, optimizers
 from ..optim.ema import AdapterEMA
@@ -273,14 +274,23 @@ def build_objective(noise: NoiseConfig, loss: LossConfig, family: Family, pipe: 
     """Build the training objective; the pipeline's scheduler, which previews use, follows the same options."""
     pipe.scheduler = override_scheduler(pipe.scheduler, noise)
     process = family.build_training_process(pipe)
+    if noise.objective_defaults == "kohya":
+        process = use_original_snr(process, pipe.scheduler)
     check_objective(noise, loss, family, process)
-    settings = "".join(f", {name} {value}" for name, value in find_active_options(noise, loss).items())
+    active = find_active_options(noise, loss)
+    active.pop("objective_defaults", None)  # named first
+    settings = "".join(f", {name} {value}" for name, value in active.items())
     if is_flow := isinstance(process, FlowMatchingProcess):
         default = family.facts.training_noise.timestep_sampling
         noise = replace(noise, timestep_sampling=noise.get_timestep_sampling(default))
-    sampling = noise.timestep_sampling if is_flow else "uniform"
-    logger.info("prediction type: %s; timestep sampling: %s%s", process.prediction_type, sampling, settings)
-    return Objective(process, noise, loss)
+    logger.info(
+        "objective_defaults: %s; prediction type: %s; timestep sampling: %s%s",
+        noise.objective_defaults,
+        process.prediction_type,
+        noise.timestep_sampling if is_flow else "uniform",
+        settings,
+    )
+    return Objective(process, *convert_values(noise, loss, family.facts.options.kohya_objective))
 
 
 def prepare_dataset(data: DataConfig, cache: CacheConfig, comm: Communicator, model: DetectedModel) -> PreparedData:

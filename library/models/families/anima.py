@@ -26,7 +26,7 @@ from ..facts import (
     TrainerNames,
 )
 from ..model_configs import ConfigReader, read_required
-from ..shared_facts import T5_TOKENIZER, match_flow_model
+from ..shared_facts import KOHYA_FLOW_OBJECTIVE, T5_TOKENIZER, match_flow_model
 from ..training_noise import LOGIT_NORMAL, WEIGHTED, TrainingNoiseFacts
 
 if TYPE_CHECKING:
@@ -172,6 +172,12 @@ FACTS = FamilyFacts(
     options=FamilyOptions(
         components={"vae": "vae", "text_encoder": "text_encoder"},
         network=NetworkFacts(modules=("networks.lora_anima",)),
+        kohya_objective=replace(
+            KOHYA_FLOW_OBJECTIVE,
+            defaults={"timestep_sampling": "sigmoid", "discrete_flow_shift": 1.0},
+            weighted_prediction_types=None,
+            max_huber_timestep=1,
+        ),
     ),
 )
 

@@ -116,7 +116,7 @@ class FluxChannelControl(ChannelControl, Flux):
         ),
         text=replace(FLUX_FACTS.text, t5_encoder=None),
         control=ControlFacts(num_images=(1, 1)),
-        options=replace(FLUX_FACTS.options, network=GENERAL_NETWORK),
+        options=replace(FLUX_FACTS.options, network=GENERAL_NETWORK, kohya_objective=None),
     )
     input_layer = "x_embedder"
 

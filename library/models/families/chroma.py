@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ...config.network_args import NetworkFacts
@@ -25,6 +26,7 @@ from ..model_configs import ConfigReader, read_required
 from ..shared_facts import (
     DENOISER_PREFIXES,
     JOINT_ATTENTION_LORA_TARGET_MODULES,
+    KOHYA_FLOW_OBJECTIVE,
     MASKED_ATTENTION_MODES,
     T5_PREFIXES,
     T5_TOKENIZER,
@@ -128,11 +130,14 @@ FACTS = FamilyFacts(
                 if "mod" not in rank[0]  # which Chroma has none of
             ),
         ),
-        kohya_defaults={
-            "timestep_sampling": "sigma",
-            "discrete_flow_shift": "3",
-            "model_prediction_type": "sigma_scaled",
-        },
+        kohya_objective=replace(
+            KOHYA_FLOW_OBJECTIVE,
+            defaults={
+                "timestep_sampling": "sigma",
+                "discrete_flow_shift": 3.0,
+                "model_prediction_type": "sigma_scaled",
+            },
+        ),
     ),
 )
 

@@ -42,6 +42,7 @@ from ..shared_facts import (
     CLIP_LORA_TARGET_MODULES,
     DENOISER_PREFIXES,
     JOINT_BLOCK_LORA_TARGET_MODULES,
+    KOHYA_FLOW_OBJECTIVE,
     MASKED_ATTENTION_MODES,
     T5_LORA_TARGET_MODULES,
     T5_PREFIXES,
@@ -232,11 +233,15 @@ FACTS = FamilyFacts(
             ),
             outer_layer_ranks=("in_dims", ("img_in", "time_in", "vector_in", "guidance_in", "txt_in")),
         ),
-        kohya_defaults={
-            "timestep_sampling": "sigma",
-            "discrete_flow_shift": "3",
-            "model_prediction_type": "sigma_scaled",
-        },
+        kohya_objective=replace(
+            KOHYA_FLOW_OBJECTIVE,
+            defaults={
+                "timestep_sampling": "sigma",
+                "discrete_flow_shift": 3.0,
+                "model_prediction_type": "sigma_scaled",
+                "guidance_scale": 3.5,
+            },
+        ),
     ),
 )
 

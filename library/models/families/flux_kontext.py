@@ -46,6 +46,7 @@ FACTS = replace(
             FLUX_FACTS.options.network, musubi_args=("exclude_patterns=['.*_(img_mod|txt_mod|modulation)_lin']",)
         ),
         musubi_versions={"kontext": {}},
+        kohya_objective=None,
     ),
     training_noise=TrainingNoiseFacts(
         other_trainers={"musubi-tuner": NoiseLevels("flux_shift", origin="its guide"), "ai-toolkit": WEIGHTED},

@@ -56,7 +56,12 @@ FACTS = replace(
     ),
     text=replace(FLUX_FACTS.text, t5_encoder=None, is_masked_in_denoiser=False),
     control=ControlFacts(num_images=(1, 4)),
-    options=replace(FLUX_FACTS.options, extra=("t5xxl_max_token_length", "guidance_scale"), network=GENERAL_NETWORK),
+    options=replace(
+        FLUX_FACTS.options,
+        extra=("t5xxl_max_token_length", "guidance_scale"),
+        network=GENERAL_NETWORK,
+        kohya_objective=None,
+    ),
 )
 
 

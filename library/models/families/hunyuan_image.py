@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import IMAGE_STREAM, TEXT_STREAM
@@ -25,7 +26,7 @@ from ..facts import (
     TrainerNames,
 )
 from ..model_configs import ConfigReader, ModelError, read_required
-from ..shared_facts import DENOISER_PREFIXES, MASKED_ATTENTION_MODES, match_flow_model
+from ..shared_facts import DENOISER_PREFIXES, KOHYA_FLOW_OBJECTIVE, MASKED_ATTENTION_MODES, match_flow_model
 from ..training_noise import NoiseLevels, TrainingNoiseFacts
 from .hunyuan_image_keys import COMFYUI_KEYS, HUNYUAN_IMAGE_KEYS, LAYOUT, SINGLE_PARTS, build_vae_patterns
 
@@ -130,6 +131,9 @@ FACTS = FamilyFacts(
     options=FamilyOptions(
         components={"vae": "vae", "text_encoder": "text_encoder", "byt5": "text_encoder_2"},
         network=NetworkFacts(modules=("networks.lora_hunyuan_image",)),
+        kohya_objective=replace(
+            KOHYA_FLOW_OBJECTIVE, defaults={"timestep_sampling": "sigma", "discrete_flow_shift": 5.0}
+        ),
     ),
     notes="the base model; LoRA in diffusers: `transformer.load_lora_adapter`",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import KeyStyle, OriginalModule
@@ -23,7 +24,7 @@ from ..facts import (
     TrainerNames,
 )
 from ..model_configs import ConfigReader, read_required
-from ..shared_facts import DENOISER_PREFIXES, GEMMA2_PREFIXES, match_flow_model
+from ..shared_facts import DENOISER_PREFIXES, GEMMA2_PREFIXES, KOHYA_FLOW_OBJECTIVE, match_flow_model
 from ..training_noise import NoiseLevels, TrainingNoiseFacts
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from ...dataloader.batch import Batch, Cond
     from ...dataloader.sample_prompts import Prompt
+    from ...diffusion.process import NoiseProcess
 
 LUMINA2_MAX_SEQUENCE_LENGTH = 256
 """Maximum tokens of the prompt with the system prompt, as in diffusers' pipeline."""
@@ -146,7 +148,9 @@ FACTS = FamilyFacts(
     options=FamilyOptions(
         components={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
         network=NetworkFacts(modules=("networks.lora_lumina",)),
-        kohya_defaults={"timestep_sampling": "shift"},
+        kohya_objective=replace(
+            KOHYA_FLOW_OBJECTIVE, defaults={"timestep_sampling": "shift", "discrete_flow_shift": 6.0}
+        ),
     ),
 )
 
@@ -156,6 +160,11 @@ class Lumina2(Family):
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         return BaseModelInfo("lumina2", "lumina-2")
+
+    def build_noise_process(self, pipe: Any) -> NoiseProcess:
+        from ...diffusion.process import FlowMatchingProcess
+
+        return replace(FlowMatchingProcess.from_scheduler(pipe.scheduler.config), velocity_sign=-1)
 
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         return self.encode_negative_prompts(pipe, [_add_system_prompt(pipe, prompt) for prompt in prompts])

@@ -30,6 +30,7 @@ from ..shared_facts import (
     CLIP_L_TOKENIZER,
     CLIP_LORA_TARGET_MODULES,
     DENOISER_PREFIXES,
+    KOHYA_UNET_OBJECTIVE,
     UNET_CONV_LORA_TARGET_MODULES,
     UNET_LORA_TARGET_MODULES,
     UNET_UNSUPPORTED_SHAPES,
@@ -126,6 +127,7 @@ SD1_FACTS = FamilyFacts(
         extra=("clip_skip", "max_token_length"),
         validate=_validate_clip_skip,
         network=NetworkFacts(unet_blocks=(12, 1, 12)),
+        kohya_objective=KOHYA_UNET_OBJECTIVE,
     ),
 )
 

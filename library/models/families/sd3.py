@@ -23,6 +23,7 @@ from ..facts import (
     FamilyLora,
     FamilyMatch,
     FamilyOptions,
+    KohyaObjective,
     PipelineFacts,
     SamplingFacts,
     SingleFileFacts,
@@ -172,7 +173,10 @@ FACTS = FamilyFacts(
                 ),
             ),
         ),
-        kohya_defaults={"timestep_sampling": "uniform"},
+        kohya_objective=KohyaObjective(
+            defaults={"timestep_sampling": "sigma", "discrete_flow_shift": 1.0, "model_prediction_type": "x0"},
+            ignored=("ip_noise_gamma",),
+        ),
     ),
 )
 

@@ -28,6 +28,7 @@ from ..shared_facts import (
     CLIP_L_TOKENIZER,
     CLIP_LORA_TARGET_MODULES,
     DENOISER_PREFIXES,
+    KOHYA_UNET_OBJECTIVE,
     UNET_CONV_LORA_TARGET_MODULES,
     UNET_LORA_TARGET_MODULES,
     UNET_UNSUPPORTED_SHAPES,
@@ -117,6 +118,7 @@ FACTS = FamilyFacts(
         components={"vae": "vae", "clip_l": "text_encoder", "clip_g": "text_encoder_2"},
         extra=("max_token_length",),
         network=NetworkFacts(unet_blocks=(9, 3, 9), unet_outer_blocks=(1, 1)),
+        kohya_objective=KOHYA_UNET_OBJECTIVE,
     ),
 )
 

@@ -123,6 +123,7 @@ def _read_model_keys(reader: KeyReader) -> None:
     family, options = reader.result.family, reader.result.options
     if any(key.endswith("_vae") for key in keys.MODEL_KEYS.get(family, {})):
         options.pop("vae", None)  # a key of its own
+    options["objective_defaults"] = "kohya"
     if family == "chroma":
         reader.read_keys.update(("apply_t5_attn_mask", "guidance_scale", "clip_l", "flux1_clip_l"))
     take_script_flags(reader.result, list(_build_model_flags(reader)))
@@ -133,7 +134,7 @@ def _read_model_keys(reader: KeyReader) -> None:
         reason = "the system prompt of the model's pipeline stands before every caption here"
         reader.list_change("lumina_system_prompt", reason, reader.read("lumina_system_prompt", ""))
     if family == "sd3":
-        options |= {"timestep_sampling": "sigma", "discrete_flow_shift": 1.0}
+        options |= {"timestep_sampling": "sigma", "discrete_flow_shift": 1.0, "model_prediction_type": "x0"}
     for suffix in ("", "_to_disk"):
         prefix = {"flux": "flux1", "chroma": "flux1", "lumina2": "lumina"}.get(family, family)
         name = f"{prefix}_cache_text_encoder_outputs{suffix}"
@@ -146,11 +147,6 @@ def _build_model_flags(reader: KeyReader) -> Iterator[ScriptFlag]:
     table = dict(keys.MODEL_KEYS.get(reader.result.family, {}))
     if "anima_compile" in table and reader.table.get("anima_compile"):
         table |= keys.COMPILE_KEYS
-    if reader.table.get("lumina_timestep_sampling") == "nextdit_shift" and "lumina_timestep_sampling" in table:
-        # uniform, with the shift of the model's pipeline
-        reader.read_keys.update(("lumina_timestep_sampling", "lumina_discrete_flow_shift"))
-        del table["lumina_timestep_sampling"], table["lumina_discrete_flow_shift"]
-        yield build_flag("lumina_timestep_sampling", "timestep_sampling", "sigma")
     for key, default in table.items():
         option = re.sub(f"^({'|'.join(keys.OTHER_MODEL_PREFIXES)})", "", key)
         option = keys.SCRIPT_NAMES.get(option, option)

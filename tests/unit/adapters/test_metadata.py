@@ -123,6 +123,7 @@ SD_SCRIPTS_KEYS = {
 OURS_TOO = {
     "network_args",  # sd-scripts: if there are any
     "tag_frequency",  # given here as the dataset's
+    "objective_defaults",
     *("timestep_sampling", "sigmoid_scale", "discrete_flow_shift", "model_prediction_type"),  # of SD3
 }
 

@@ -386,7 +386,7 @@ def test_output_config_writes_the_file_and_starts_nothing(tmp_path):
     second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
 
     assert first.returncode == 0, first.stderr
-    assert path.read_text() == "[adapter]\nnetwork_dim = 9\n"
+    assert path.read_text() == '[adapter]\nnetwork_dim = 9\n\n[noise]\nobjective_defaults = "own"\n'
     assert second.returncode == 2 and "already exists; it is not overwritten" in second.stderr
 
 

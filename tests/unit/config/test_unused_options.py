@@ -366,11 +366,13 @@ def test_samplers_of_prompts_that_previews_do_not_use_are_named(tmp_path, monkey
 @pytest.mark.parametrize(
     ("model", "flags", "named"),
     [
-        ("sd3", "", "seed learning_rate timestep_sampling"),
-        ("sd3", "--weighting_scheme uniform --training_shift 1", "seed learning_rate"),
-        ("sd3", "--weighting_scheme logit_normal", "seed learning_rate"),
+        ("sd3", "", "seed learning_rate timestep_sampling model_prediction_type"),
+        ("sd3", "--weighting_scheme uniform --training_shift 1", "seed learning_rate model_prediction_type"),
+        ("sd3", "--weighting_scheme logit_normal", "seed learning_rate model_prediction_type"),
+        ("sd3", "--training_shift 3", "seed learning_rate timestep_sampling model_prediction_type"),
         ("lumina2", "", "seed learning_rate timestep_sampling"),
         ("hunyuan_image", "", "seed learning_rate"),
+        ("hunyuan_image", "--timestep_sampling shift", "seed learning_rate"),
         ("flux", "", "seed learning_rate guidance_scale timestep_sampling discrete_flow_shift model_prediction_type"),
         (
             "flux",
@@ -382,6 +384,7 @@ def test_samplers_of_prompts_that_previews_do_not_use_are_named(tmp_path, monkey
 )
 def test_defaults_that_differ_from_sd_scripts_are_named(model, flags, named):
     """By its train_util.py, flux_train_utils.py and sd3_train_utils.py."""
+    flags = f"{flags} --objective_defaults own"
     argv = [*DATA, "--network_module", "networks.lora", "--pretrained_model_name_or_path", f"random:{model}:tiny"]
     loaded = load_settings([*argv, *flags.split()])
     assert sorted(text.split()[0] for text in loaded.kohya_defaults) == sorted(named.split())

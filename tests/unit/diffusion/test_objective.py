@@ -18,6 +18,7 @@ from library.config.schema import RunConfig
 from library.config.schema_objective import LossConfig, NoiseConfig
 from library.config.unused_options import _SAMPLERS_WITHOUT_ZERO_SNR
 from library.dataloader.sample_prompts import Prompt
+from library.diffusion.model_prediction import MODEL_PREDICTION_TYPES
 from library.diffusion.objective import Objective
 from library.diffusion.process import EpsilonProcess, FlowMatchingProcess, VPredictionProcess
 from library.diffusion.timestep_shift import FixedShift
@@ -59,12 +60,12 @@ def build_groups(settings):
 def run_objective(kind, settings, places=range(5)):
     """Noisy latents, target, timestep and loss of each sample, for a model that returns its input."""
     noise, loss = build_groups(settings)
-    process = PROCESSES[kind]
-    if kind != "flow":
+    if kind == "flow":
+        objective = Objective(PROCESSES[kind], noise, loss)
+    else:
         predicts = {"epsilon": "epsilon", "v": "v_prediction"}[kind]
-        scheduler = override_scheduler(DDIMScheduler(**SD1, prediction_type=predicts), noise)
-        process = StableDiffusion1().build_noise_process(SimpleNamespace(scheduler=scheduler))
-    objective = Objective(process, noise, loss)
+        scheduler = DDIMScheduler(**SD1, prediction_type=predicts)
+        objective = build_objective(noise, loss, StableDiffusion1(), SimpleNamespace(scheduler=scheduler))
     count = noise.num_timestep_buckets or 1
     buckets = draw_timestep_buckets(3, count, places) if count > 1 else ()
     noised = objective.add_noise(LATENTS[list(places)], make_generators(places), buckets)
@@ -78,6 +79,8 @@ HUBER, OFFSET, INPUT = {"loss_type": "huber"}, {"noise_offset": 0.3}, {"ip_noise
 CASES = [
     ("epsilon", {}, {"v_parameterization": True}),
     ("v", {}, {"zero_terminal_snr": True}),
+    ("v", {"zero_terminal_snr": True, "min_snr_gamma": 5.0}, {"objective_defaults": "kohya"}),
+    *[("flow", {}, {"model_prediction_type": name}) for name in MODEL_PREDICTION_TYPES],
     *[(kind, {}, {"min_timestep": 600}) for kind in PROCESSES],
     *[(kind, {}, {"max_timestep": 400}) for kind in PROCESSES],
     *[(kind, {}, {"num_timestep_buckets": 5}) for kind in PROCESSES],

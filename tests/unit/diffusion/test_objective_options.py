@@ -46,11 +46,6 @@ def list_problems(*flags):
             "--timestep_sampling: 'ideogram4_shift' is not one of uniform, sigmoid, shift, flux_shift, flux2_shift, "
             "qwen_shift, krea2_shift, nextdit_shift, logsnr, qinglong_flux, qinglong_qwen, sigma",
         ),
-        (
-            "--model_prediction_type sigma_scaled",
-            "--model_prediction_type: not supported: sd-scripts compares estimated clean latents with noise minus"
-            " latents, which is wrong; use raw",
-        ),
     ],
 )
 def test_conflicting_options_are_rejected(flags, problem):
@@ -67,7 +62,7 @@ def test_conflicting_options_are_rejected(flags, problem):
         "--huber_c 0.1 --huber_schedule snr",
         "--timestep_sampling sigma --weighting_scheme logit_normal --logit_mean 0.5 --discrete_flow_shift 3",
         "--timestep_sampling shift --weighting_scheme cosmap --sigmoid_scale 2 --discrete_flow_shift 3.1582",
-        "--timestep_sampling shift --model_prediction_type raw",
+        "--timestep_sampling shift --model_prediction_type sigma_scaled",
         "--min_timestep 0 --max_timestep 1000",
     ],
 )
@@ -97,6 +92,7 @@ VALUES = {
     "weighting_scheme": ["cosmap"],
     "discrete_flow_shift": ["0.5"],
     "preserve_distribution_shape": ["--min_timestep", "100"],
+    "model_prediction_type": ["x0"],
 }
 
 

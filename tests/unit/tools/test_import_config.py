@@ -147,6 +147,8 @@ EXPECTED = {
         "max_bucket_reso": 2048,  # the GUI's default
         "optimizer_type": "AdamW8bit",
         "quantize_base": "fp8",
+        "objective_defaults": "kohya",
+        "model_prediction_type": "sigma_scaled",
         "timestep_sampling": "shift",
         "discrete_flow_shift": 2.5,
         "network_args": ("img_attn_dim=24",),
@@ -404,7 +406,7 @@ def test_previews_are_written(work, name):
 
 
 LISTED = {
-    "kohya_flux.json": ["split_qkv = true: q, k and v share one", 'model_prediction_type = "sigma_scaled"'],
+    "kohya_flux.json": ["split_qkv = true: q, k and v share one"],
     "ai_toolkit_flux.yaml": ['train.content_or_style = "style"', "train.gradient_accumulation_steps = 3: its steps"],
     "onetrainer_sdxl.json": ["perturbation_noise_weight = 0.1", 'timestep_distribution = "SIGMOID"'],
     "onetrainer_flux.json": ['loss_weight_fn = "SIGMA"', "enable_crop_jitter = true (default)"],
