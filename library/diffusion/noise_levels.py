@@ -120,8 +120,9 @@ class NoiseDistribution:
         if self.sampling != "sigma":
             return unshifted
         num_below = math.ceil(NUM_LEVELS * unshifted - 1e-9) - 1
-        density = WEIGHTING_SCHEME_SHARES.get(self.noise_config.weighting_scheme or "none", lambda value, _: value)
-        return density(num_below / NUM_LEVELS, self.noise_config)
+        density = WEIGHTING_SCHEME_SHARES.get(self.noise_config.weighting_scheme or "none")
+        share = num_below / NUM_LEVELS
+        return share if density is None else density(share, self.noise_config)
 
     def compute_mean_share_below(self, sigma: float, samples_by_tokens: Mapping[int, int]) -> float:
         """Compute the share of samples below a noise level; the samples of each size are counted by its tokens."""

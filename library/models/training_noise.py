@@ -84,7 +84,7 @@ class TrainingNoiseFacts:
         sampling = noise_config.get_timestep_sampling(self.timestep_sampling)
         uses_sampling = not noise_config.timestep_sampling and not noise_config.weighting_scheme
         uses_shift = sampling in ("shift", "sigma") and not noise_config.discrete_flow_shift
-        parts = [sampling] if uses_sampling and sampling != AS_SAMPLED.timestep_sampling else []
+        parts: list[str] = [sampling] if uses_sampling and sampling != AS_SAMPLED.timestep_sampling else []
         if uses_shift and self.shift is not None:
             parts.append(f"shift {self.shift.describe()}")
         return ", ".join(parts) or None

@@ -67,7 +67,7 @@ def test_timestep_buckets_are_counted_over_the_run_however_a_step_is_split(task)
             timesteps += task.denoiser.t.tolist()
     buckets = [int(t // 250) for t in timesteps]
     assert sorted(buckets[:4]) == sorted(buckets[4:]) == [0, 1, 2, 3]
-    assert len({t % 250 for t in timesteps}) == 8, "at random levels within them"
+    assert len({t % 250 for t in timesteps}) > 4, "at random levels within them"
 
 
 def test_noise_depends_on_step_and_position_and_not_on_the_batch(task):
