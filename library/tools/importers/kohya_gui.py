@@ -146,11 +146,9 @@ def _build_model_flags(reader: KeyReader) -> Iterator[ScriptFlag]:
     table = dict(keys.MODEL_KEYS.get(reader.result.family, {}))
     if "anima_compile" in table and reader.table.get("anima_compile"):
         table |= keys.COMPILE_KEYS
-    if reader.table.get("lumina_timestep_sampling") == "nextdit_shift" and "lumina_timestep_sampling" in table:
-        # uniform, with the shift of the model's pipeline
-        reader.read_keys.update(("lumina_timestep_sampling", "lumina_discrete_flow_shift"))
-        del table["lumina_timestep_sampling"], table["lumina_discrete_flow_shift"]
-        yield build_flag("lumina_timestep_sampling", "timestep_sampling", "sigma")
+    if reader.table.get("lumina_timestep_sampling") == "nextdit_shift" and "lumina_discrete_flow_shift" in table:
+        reader.read_keys.add("lumina_discrete_flow_shift")  # the script has it for sigma and shift only
+        del table["lumina_discrete_flow_shift"]
     for key, default in table.items():
         option = re.sub(f"^({'|'.join(keys.OTHER_MODEL_PREFIXES)})", "", key)
         option = keys.SCRIPT_NAMES.get(option, option)
