@@ -5,7 +5,6 @@ import math
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .option_needs import Needs
@@ -187,23 +186,17 @@ class Option(OptionFacts):
 
 def iter_options(config_class: type) -> Iterator[Option]:
     """Iterate over the options of all groups of a configuration class, in order of declaration."""
-    hints = _get_type_hints(config_class)
+    hints = get_type_hints(config_class)
     for group in dataclasses.fields(config_class):
         yield from iter_group_options(hints[group.name], group.name)
 
 
 def iter_group_options(group_type: type, name: str = "") -> Iterator[Option]:
     """Iterate over the options of one group, which a configuration class calls ``name``."""
-    return iter(_list_group_options(group_type, name))
-
-
-@cache
-def _list_group_options(group_type: type, name: str) -> tuple[Option, ...]:
-    """Build the options of a group once: reading settings looks at all options some twenty times."""
-    hints, options = get_type_hints(group_type), list[Option]()
+    hints = get_type_hints(group_type)
     for field in dataclasses.fields(group_type):
         value_type, is_list, is_optional = _resolve_type_hint(hints[field.name])
-        option = Option(
+        yield Option(
             name=field.name,
             group=name,
             value_type=value_type,
@@ -212,13 +205,11 @@ def _list_group_options(group_type: type, name: str) -> tuple[Option, ...]:
             default=field.default,
             **vars(field.metadata["facts"]),
         )
-        options.append(option)
-    return tuple(options)
 
 
 def build_config(config_class: type, values: dict[str, Any]) -> Any:
     """Build a configuration from parsed values by option name; the others keep their defaults."""
-    hints = _get_type_hints(config_class)
+    hints = get_type_hints(config_class)
     groups = {group.name: hints[group.name] for group in dataclasses.fields(config_class)}
     return config_class(
         **{
@@ -232,11 +223,6 @@ def flatten_config(config: Any) -> dict[str, Any]:
     """Return the value of every option by name: the inverse of ``build_config``."""
     groups = [getattr(config, group.name) for group in dataclasses.fields(config)]
     return {each.name: getattr(group, each.name) for group in groups for each in dataclasses.fields(group)}
-
-
-@cache
-def _get_type_hints(config_class: type) -> dict[str, Any]:
-    return get_type_hints(config_class)
 
 
 def _resolve_type_hint(hint: Any) -> tuple[Any, bool, bool]:

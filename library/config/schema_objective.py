@@ -67,7 +67,7 @@ class NoiseConfig:
         "flow matching: what the loss compares: the prediction with noise minus image (raw), estimated with true clean "
         "latents (x0, SD3 of sd-scripts), or prediction plus noisy latents (additive) or estimated clean latents "
         "(sigma_scaled) with noise minus image, as sd-scripts does",
-        needs=(AnyOf((HasValue("model_prediction_type", ("raw",)), Has(Trait.FLOW))),),
+        needs=(Has(Trait.FLOW),),
         written_at_default="kohya",
     )
     min_timestep: int | None = define_option(

@@ -270,11 +270,11 @@ class KohyaObjective:
     """The objective of sd-scripts' script for a family: its defaults, and which options it has and does not read."""
 
     defaults: Mapping[str, str | float] = field(default_factory=dict)
-    """Its defaults by option, where ours may be other ones."""
+    """The defaults of that script, by option, where ours may be other ones."""
     weighted_prediction_types: tuple[str, ...] | None = None
     """The values of ``model_prediction_type`` with which ``weighting_scheme`` weights the loss; None: all."""
     ignored: tuple[str, ...] = ()
-    """Options that it accepts and ignores."""
+    """The options that the script accepts and ignores."""
     is_logit_mean_reversed: bool = False
     """Whether a ``logit_mean`` above 0 means less noise."""
     max_huber_timestep: int = 1000

@@ -76,6 +76,7 @@ def _find_ignored_options(loaded: ParsedConfig, objective: KohyaObjective) -> It
     if loss.huber_schedule == "snr":
         ignored["huber_scale"] = "sd-scripts ignores it with huber_schedule snr"
     values, defaults = flatten_config(loaded.config), flatten_config(RunConfig())
+    values["max_timestep"] = None if noise.max_timestep == 1000 else noise.max_timestep  # what happens anyway
     for name, reason in ignored.items():
         if name in loaded.locations:
             is_off = values[name] == defaults[name] or not (values[name] or defaults[name])

@@ -99,7 +99,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "public names defined twice": (0, 0),
     "docstring fragments": (0, 0),
     "calls with six or more positional arguments": (0, 0),
-    "knobs on the family interface": (0, 12),
+    "knobs on the family interface": (0, 13),
 }
 """The smallest and the largest value that `test_code_metrics.py` accepts; the other rows are printed, so that growth
 is seen, and fail no build: a new file, option or check needs no change here."""

@@ -39,7 +39,7 @@ PLANTED = {
     "calls with six or more positional arguments": ("dataloader/x.py", "build(1, 2, 3, 4, 5, 6)\n" * 100),
     "knobs on the family interface": (
         "models/facts.py",
-        "class FamilyFacts:\n" + "".join(f"    a{number}: int = 1\n" for number in range(13)),
+        "class FamilyFacts:\n" + "".join(f"    a{number}: int = 1\n" for number in range(14)),
     ),
 }
 

@@ -19,13 +19,20 @@ STEPS, KILLED_AT = 6, 3
 
 
 def train_and_kill(victims: tuple[int, ...], *build_flags: str) -> None:
-    """Train, and kill these ranks between the backward pass and the optimizer step of a step."""
+    """Train, and kill these ranks between the backward pass and the optimizer step of a step.
+
+    The checkpoint before that step is written first, which on a slow machine takes longer than a step.
+    """
     from library.training import nan_and_oom_handling
+    from library.training.checkpoint import SaveCheckpoint
 
     should_step = nan_and_oom_handling.NanGuard.should_step
 
     def kill_or_check(guard, run, batches, metrics) -> bool:
         if run.state.step == KILLED_AT and run.strategy.comm.rank in victims:
+            for callback in run.callbacks:
+                if isinstance(callback, SaveCheckpoint):
+                    callback._join_writer()
             os.kill(os.getpid(), signal.SIGKILL)
         return should_step(guard, run, batches, metrics)
 
