@@ -27,6 +27,7 @@ class Purpose:
     # Each training step, by the global position of the sample; in validation by its quantile and position.
     LORA_DROPOUT, LATENT_SAMPLE, NOISE = "dropout", "vae", "noise"
     NOISE_OFFSET, MULTIRES_NOISE, INPUT_NOISE = "noise offset", "multires noise", "input noise"
+    TEXT_DROPOUT, POSITION_CROP = "text encoder dropout", "position crop"
     VALIDATION_NOISE = VALIDATION_BATCH = "measured"
 
     # Initial weights of the adapter, by module: "PURPOSE/MODULE"; other adapter types use the names of their tensors.

@@ -106,17 +106,9 @@ _RESUME = UnsupportedOption("not supported: a run starts at step 1, and --resume
 _HUB_STATE = _define_planned(
     "training states on the hub; --save_state writes them to output_dir, and --resume reads them there"
 )
-_TEXT_DROPOUT = _define_planned("dropout of single text encoders; use caption_dropout_rate", 0, 0.0)
-_POSITION_CROP = _define_planned(
-    "random crops of SD3's position embedding; the center crop of inference is used", 0, 0.0
-)
-_OTHER_FAMILY = OtherScriptOption("for a model family that is not supported")
 _FULL_TRAINING = OtherScriptOption("for full fine-tuning or textual inversion; only LoRA adapters are trained here")
 _BROKEN_IN_KOHYA = NoEffectOption("no effect in sd-scripts either")
 
-_OTHER_FAMILY_OPTIONS = """
-    gemma2 gemma2_max_token_length system_prompt sample_batch_size
-""".split()
 _TEXT_RATE = OtherScriptOption("for full fine-tuning; the rate of a LoRA of text encoders is text_encoder_lr")
 _FULL_TRAINING_OPTIONS = """
     llm_adapter_lr self_attn_lr cross_attn_lr mlp_lr mod_lr block_lr train_text_encoder stop_text_encoder_training
@@ -171,6 +163,7 @@ KOHYA_OPTIONS: dict[str, OptionAlias | NoEffectOption | UnsupportedOption | Secr
     "fused_backward_pass": NoEffectOption("an adapter is small; optimizer_args fused=True fuses the step"),
     "disable_mmap_load_safetensors": NoEffectOption("only how a file is read"),
     **dict.fromkeys(("vae_chunk_size", "vae_disable_cache"), NoEffectOption("the VAE encodes images whole")),
+    "sample_batch_size": NoEffectOption("previews are sampled one at a time"),
     "text_encoder_cpu": NoEffectOption("text encoders run on the training device"),
     # secrets
     "wandb_api_key": SecretOption("WANDB_API_KEY"),
@@ -204,7 +197,6 @@ KOHYA_OPTIONS: dict[str, OptionAlias | NoEffectOption | UnsupportedOption | Secr
     "metadata_is_negative_embedding": UnsupportedOption("not applicable: a LoRA is not an embedding"),
     # model families
     "controlnet_model_name_or_path": UnsupportedOption("not supported: only LoRA adapters are trained here"),
-    "apply_lg_attn_mask": _define_planned("masking the padding tokens of CLIP; as in diffusers, they are attended to"),
     "model_type": UnsupportedOption("not needed: detected from the model files", ("flux", "chroma")),
     "llm_adapter_path": UnsupportedOption("not supported: give Anima's file that contains the adapter"),
     "t5_tokenizer_path": UnsupportedOption("use tokenizer_cache_dir; its folder google_t5-v1_1-xxl is this tokenizer"),
@@ -212,17 +204,11 @@ KOHYA_OPTIONS: dict[str, OptionAlias | NoEffectOption | UnsupportedOption | Secr
         ("qwen3_max_token_length", "t5_max_token_length"),
         UnsupportedOption("not supported: captions of Anima have 512 tokens, as in its pipeline", (512,)),
     ),
-    "clip_l_dropout_rate": _TEXT_DROPOUT,
-    "clip_g_dropout_rate": _TEXT_DROPOUT,
-    "t5_dropout_rate": _TEXT_DROPOUT,
-    "pos_emb_random_crop_rate": _POSITION_CROP,
-    "enable_scaled_pos_embed": _POSITION_CROP,
     "model_prediction_type": UnsupportedOption(
         "not supported: sd-scripts compares estimated clean latents with noise minus latents, which is wrong; use raw",
         ("raw",),
     ),
     **dict.fromkeys(("save_clip", "save_t5xxl", "t5xxl_device", "t5xxl_dtype"), _BROKEN_IN_KOHYA),
-    **dict.fromkeys(_OTHER_FAMILY_OPTIONS, _OTHER_FAMILY),
     **dict.fromkeys(_FULL_TRAINING_OPTIONS, _FULL_TRAINING),
     **dict.fromkeys([f"learning_rate_te{number}" for number in ("", 1, 2, 3)], _TEXT_RATE),
     "train_t5xxl": OtherScriptOption("for full fine-tuning; a LoRA of T5 needs train_t5xxl=True in network_args"),

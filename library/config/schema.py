@@ -11,6 +11,12 @@ from .schema_objective import LossConfig, NoiseConfig
 from .schema_output import LogConfig, PreviewConfig, SaveConfig, StateConfig
 from .types import StepRange, StepsOrRatio
 
+LUMINA2_SYSTEM_PROMPT = (
+    "You are an assistant designed to generate superior images with the superior degree of image-text alignment based "
+    "on textual prompts or user prompts."
+)
+"""The text that Lumina-Image 2.0 was trained to find before captions."""
+
 
 def _define_component(help: str, *, needs: Needs | None = None, **facts: Any) -> Any:
     """Declare an option that replaces a component of the model by one of another file."""
@@ -22,6 +28,17 @@ def _define_component(help: str, *, needs: Needs | None = None, **facts: Any) ->
         is_path=True,
         changes_text_outputs=False,
         **facts,
+    )
+
+
+def _define_text_dropout(encoder: str, *, changes_text_outputs: bool) -> Any:
+    return define_option(
+        0.0,
+        f"probability of training an image with zeros instead of what {encoder} returns (SD3)",
+        minimum=0,
+        maximum=1,
+        needs=(OfModel(),),
+        changes_text_outputs=changes_text_outputs,
     )
 
 
@@ -61,7 +78,7 @@ class ModelConfig:
     t5xxl: str | None = _define_component("T5-XXL text encoder: file, folder or hub id")
     byt5: str | None = _define_component("byT5 text encoder of HunyuanImage 2.1: file, folder or hub id")
     text_encoder: str | None = _define_component(
-        "text encoder, where it is a language model: file, folder or hub id", aliases=(Alias("qwen3"),)
+        "text encoder, where it is a language model: file, folder or hub id", aliases=(Alias("qwen3"), Alias("gemma2"))
     )
     ae: str | None = _define_component("alias of vae, for flow-matching models: file, diffusers folder or hub id")
     tokenizer_cache_dir: str | None = define_option(
@@ -96,6 +113,39 @@ class ModelConfig:
         False,
         "mask the padding tokens of T5: in T5 itself (SD3, FLUX.1), and in the attention of the transformer (FLUX.1)",
         needs=(OfModel(),),
+    )
+    apply_lg_attn_mask: bool = define_option(
+        False, "mask the padding tokens of CLIP-L and CLIP-G in these encoders themselves (SD3)", needs=(OfModel(),)
+    )
+    clip_l_dropout_rate: float = _define_text_dropout("CLIP-L", changes_text_outputs=True)
+    clip_g_dropout_rate: float = _define_text_dropout("CLIP-G", changes_text_outputs=True)
+    t5_dropout_rate: float = _define_text_dropout("T5", changes_text_outputs=False)
+    pos_emb_random_crop_rate: float = define_option(
+        0.0,
+        "probability of training an image with a random part of the position embedding instead of its center (SD3)",
+        minimum=0,
+        maximum=1,
+        needs=(OfModel(),),
+        changes_text_outputs=False,
+    )
+    enable_scaled_pos_embed: bool = define_option(
+        False,
+        "stretch the position embedding for each dataset's resolution, so that images of all resolutions have the "
+        "range of positions of 1024 pixels (SD3.5 medium)",
+        needs=(OfModel(),),
+        changes_text_outputs=False,
+    )
+    gemma2_max_token_length: int | None = define_option(
+        None,
+        "maximum length of Gemma 2's input in tokens, system prompt included (Lumina-Image 2.0); default: 256",
+        minimum=1,
+        needs=(OfModel(),),
+    )
+    system_prompt: str = define_option(
+        LUMINA2_SYSTEM_PROMPT,
+        "text before every caption, with <Prompt Start> between the two (Lumina-Image 2.0); empty: captions alone",
+        needs=(OfModel(),),
+        default_text="that of diffusers' pipeline",
     )
     quantize_base: Literal["none", "fp8", "int8", "nf4"] = define_option(
         "none",

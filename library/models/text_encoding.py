@@ -4,7 +4,7 @@ Which encoders a model has, and what it takes from each, is in its family (famil
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -92,13 +92,12 @@ def suppress_truncation_warnings(pipe: Any, *tokenizers: Any) -> Iterator[None]:
 
 
 @contextmanager
-def mask_padding(encoder: Any, pad_token_id: int) -> Iterator[list[Tensor]]:
-    """Mask padding tokens in calls of a text encoder, which pipelines call without a mask; yield the masks."""
+def mask_calls(encoder: Any, build_mask: Callable[[Tensor], Tensor]) -> Iterator[list[Tensor]]:
+    """Give calls of a text encoder, which pipelines call without a mask, one built from the ids; yield the masks."""
     masks: list[Tensor] = []
 
     def add_mask(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        input_ids = args[0] if args else kwargs["input_ids"]
-        masks.append((input_ids != pad_token_id).long())
+        masks.append(build_mask(args[0] if args else kwargs["input_ids"]))
         return args, {**kwargs, "attention_mask": masks[-1]}
 
     handle = encoder.register_forward_pre_hook(add_mask, with_kwargs=True)
@@ -108,6 +107,21 @@ def mask_padding(encoder: Any, pad_token_id: int) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
+def find_padding_by_id(pad_token_id: int) -> Callable[[Tensor], Tensor]:
+    """Mask (0) every padding token, which no text contains."""
+    return lambda input_ids: (input_ids != pad_token_id).long()
+
+
+def find_padding_after_end(end_token_id: int) -> Callable[[Tensor], Tensor]:
+    """Mask (0) what comes after the first end token: CLIP-L pads with this token itself."""
+
+    def build_mask(input_ids: Tensor) -> Tensor:
+        is_end = input_ids == end_token_id
+        return (is_end.cumsum(1) - is_end.long() == 0).long()
+
+    return build_mask
+
+
 def encode_with_t5(
     pipe: Any, prompts: Sequence[str], encoder_name: str, max_tokens: int, *, masks_padding: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -115,7 +129,11 @@ def encode_with_t5(
     encoder, tokenizer = getattr(pipe, encoder_name), getattr(pipe, encoder_name.replace("text_encoder", "tokenizer"))
     with ExitStack() as stack:
         stack.enter_context(suppress_truncation_warnings(pipe, tokenizer))
-        masks = stack.enter_context(mask_padding(encoder, tokenizer.pad_token_id)) if masks_padding else []
+        masks = (
+            stack.enter_context(mask_calls(encoder, find_padding_by_id(tokenizer.pad_token_id)))
+            if masks_padding
+            else []
+        )
         embeds: Tensor = pipe._get_t5_prompt_embeds(
             list(prompts), max_sequence_length=max_tokens, device=encoder.device, dtype=encoder.dtype
         )

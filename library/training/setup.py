@@ -134,7 +134,15 @@ def build_run(
     model, optimizer = strategy.wrap(trained, optimizer, build_parallel_plan(family, trained.denoiser))
     dropout = build_lora_dropout(config.adapter, family, trained, adapter, strategy.get_sharded_tokens)
     task = _build_task(
-        config, strategy, family, pipe, model, objective=objective, cache_readers=cache_readers, dropout=dropout
+        config,
+        strategy,
+        family,
+        pipe,
+        model,
+        prepared=prepared,
+        objective=objective,
+        cache_readers=cache_readers,
+        dropout=dropout,
     )
     loader = _build_loader(strategy, prepared, plan, cache_readers)
     if strategy.comm.is_main:
@@ -212,6 +220,7 @@ def _build_task(
     family: Family,
     pipe: Any,
     model: nn.Module,
+    prepared: PreparedData,
     objective: Objective,
     cache_readers: CacheReaders,
     dropout: LoraDropout | None,
@@ -229,6 +238,7 @@ def _build_task(
         text_reader=cache_readers.text_reader,
         trains_text_encoders=bool(select_trained_text_encoders(config.adapter, config.optim, family.facts)),
         dropout=dropout,
+        resolution_sides=prepared.list_resolution_sides(),
         pads_texts=config.parallel.pp_size > 1,
     )
 

@@ -136,8 +136,7 @@ def _read_model_keys(reader: KeyReader) -> None:
         options["timestep_sampling"] = "sigma"
         options.pop("discrete_flow_shift", None)
     if family == "lumina2":
-        reason = "the system prompt of the model's pipeline stands before every caption here"
-        reader.list_change("lumina_system_prompt", reason, reader.read("lumina_system_prompt", ""))
+        options["system_prompt"] = reader.read("lumina_system_prompt", "")
     if family == "sd3":
         options |= {"timestep_sampling": "sigma", "discrete_flow_shift": 1.0}
     for suffix in ("", "_to_disk"):
