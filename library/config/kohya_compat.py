@@ -111,7 +111,7 @@ _BROKEN_IN_KOHYA = NoEffectOption("no effect in sd-scripts either")
 
 _TEXT_RATE = OtherScriptOption("for full fine-tuning; the rate of a LoRA of text encoders is text_encoder_lr")
 _FULL_TRAINING_OPTIONS = """
-    llm_adapter_lr self_attn_lr cross_attn_lr mlp_lr mod_lr block_lr train_text_encoder stop_text_encoder_training
+    block_lr train_text_encoder stop_text_encoder_training
     no_token_padding fused_optimizer_groups blockwise_fused_optimizers mem_eff_save num_last_block_to_freeze
     diffusers_xformers use_safetensors token_string init_word num_vectors_per_token weights use_object_template
     use_style_template skip_latents_validity_check double_blocks_to_swap single_blocks_to_swap use_t5xxl_cache_only
@@ -163,6 +163,14 @@ KOHYA_OPTIONS: dict[str, OptionAlias | NoEffectOption | UnsupportedOption | Secr
     "fused_backward_pass": NoEffectOption("an adapter is small; optimizer_args fused=True fuses the step"),
     "disable_mmap_load_safetensors": NoEffectOption("only how a file is read"),
     **dict.fromkeys(("vae_chunk_size", "vae_disable_cache"), NoEffectOption("the VAE encodes images whole")),
+    "model_type": NoEffectOption("detected from the model files"),
+    **dict.fromkeys(
+        ("llm_adapter_lr", "self_attn_lr", "cross_attn_lr", "mlp_lr", "mod_lr"),
+        NoEffectOption(
+            "read in full fine-tuning only, there too; network_reg_lrs in network_args sets rates of a LoRA's layers",
+            is_explained=True,
+        ),
+    ),
     "sample_batch_size": NoEffectOption("previews are sampled one at a time"),
     "text_encoder_cpu": NoEffectOption("text encoders run on the training device"),
     # secrets
@@ -197,13 +205,6 @@ KOHYA_OPTIONS: dict[str, OptionAlias | NoEffectOption | UnsupportedOption | Secr
     "metadata_is_negative_embedding": UnsupportedOption("not applicable: a LoRA is not an embedding"),
     # model families
     "controlnet_model_name_or_path": UnsupportedOption("not supported: only LoRA adapters are trained here"),
-    "model_type": UnsupportedOption("not needed: detected from the model files", ("flux", "chroma")),
-    "llm_adapter_path": UnsupportedOption("not supported: give Anima's file that contains the adapter"),
-    "t5_tokenizer_path": UnsupportedOption("use tokenizer_cache_dir; its folder google_t5-v1_1-xxl is this tokenizer"),
-    **dict.fromkeys(
-        ("qwen3_max_token_length", "t5_max_token_length"),
-        UnsupportedOption("not supported: captions of Anima have 512 tokens, as in its pipeline", (512,)),
-    ),
     "model_prediction_type": UnsupportedOption(
         "not supported: sd-scripts compares estimated clean latents with noise minus latents, which is wrong; use raw",
         ("raw",),

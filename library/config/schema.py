@@ -81,6 +81,15 @@ class ModelConfig:
         "text encoder, where it is a language model: file, folder or hub id", aliases=(Alias("qwen3"), Alias("gemma2"))
     )
     ae: str | None = _define_component("alias of vae, for flow-matching models: file, diffusers folder or hub id")
+    llm_adapter_path: str | None = _define_component(
+        "the adapter between text encoder and transformer of Anima: file, folder or hub id"
+    )
+    t5_tokenizer_path: str | None = define_option(
+        None,
+        "folder of Anima's T5 tokenizer; default: from the model's folder, tokenizer_cache_dir or the hub",
+        needs=(OfModel(),),
+        is_path=True,
+    )
     tokenizer_cache_dir: str | None = define_option(
         None,
         "folder of the tokenizers that single-file models need; downloaded from the hub if missing",
@@ -112,6 +121,16 @@ class ModelConfig:
     apply_t5_attn_mask: bool = define_option(
         False,
         "mask the padding tokens of T5: in T5 itself (SD3, FLUX.1), and in the attention of the transformer (FLUX.1)",
+        needs=(OfModel(),),
+    )
+    qwen3_max_token_length: int = define_option(
+        512, "maximum length of Qwen3's input in tokens (Anima)", minimum=1, needs=(OfModel(),)
+    )
+    t5_max_token_length: int = define_option(
+        512,
+        "maximum length of captions in T5's tokens (Anima)",
+        minimum=1,
+        maximum=512,
         needs=(OfModel(),),
     )
     apply_lg_attn_mask: bool = define_option(

@@ -1,8 +1,8 @@
 """Prepare the data of a run: scan the images, split off validation, assign buckets; build batch plans and loaders."""
 
 import gc
-from array import array
 import math
+from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

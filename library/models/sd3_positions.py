@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def choose_scaled_table(height: int, width: int, resolution_sides: Sequence[int]
     ``resolution_sides`` are the sides in pixels of squares with the areas of the datasets' resolutions.
     """
     sides = sorted({side // VAE_FACTOR // patch_size for side in resolution_sides})
-    limits = [(below**2 + above**2) // 2 for below, above in zip(sides, sides[1:], strict=False)]
+    limits = [(below**2 + above**2) // 2 for below, above in pairwise(sides)]
     chosen = next((side for side, limit in zip(sides, limits, strict=False) if height * width <= limit), sides[-1])
     table = ScaledTable(chosen)
     return table if max(height, width) <= table.size else ScaledTable(max(height, width))

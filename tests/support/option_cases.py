@@ -101,7 +101,11 @@ def choose_value(option: Option, *needs: Need) -> Any:
         return not option.default
     if option.value_type in (int, float):
         number = option.value_type(option.default[0] if option.is_list and option.default else option.default or 0)
-        number = number + 1 if option.maximum is None or number + 1 <= option.maximum else option.maximum / 2
+        number = (
+            number + 1
+            if option.maximum is None or number + 1 <= option.maximum
+            else option.value_type(option.maximum / 2)
+        )
         return [max(number, option.minimum or 0)] if option.is_list else max(number, option.minimum or 0)
     return VALUES_OF_TYPES.get(option.value_type, ["a=1"] if option.is_list else "./nothing")
 

@@ -7,13 +7,14 @@ import pytest
 import torch
 from family_cases import build_case
 from problem_lines import format_lines
+from safetensors.torch import save_file
 
 from library.config.schema import LUMINA2_SYSTEM_PROMPT, ModelConfig
 from library.dataloader.batch import Batch
+from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.models.sd3_positions import PositionCrops, ScaledTable, choose_scaled_table, replace_positions
-from library.errors import ConfigError
 
 __all__ = ["build_case"]  # a fixture
 
@@ -192,3 +193,48 @@ def test_scaled_positions_of_sd3_change_what_the_denoiser_gets(build_case):
 
     assert not torch.equal(*seen)
     assert "cropped_pos_embed" not in vars(pipe.transformer.pos_embed)
+
+
+@torch.no_grad()
+def test_anima_takes_its_adapter_and_tokenizer_from_files_of_their_own(build_case, tmp_path):
+    pipe = build_case("anima")[1].pipe
+    tensors = {f"llm_adapter.{name}": tensor + 1 for name, tensor in pipe.text_conditioner.state_dict().items()}
+    save_file(tensors, tmp_path / "adapter.safetensors")
+    pipe.t5_tokenizer.save_pretrained(tmp_path / "t5")
+    options = ModelConfig(
+        "random:anima:tiny",
+        llm_adapter_path=str(tmp_path / "adapter.safetensors"),
+        t5_tokenizer_path=str(tmp_path / "t5"),
+    )
+    loaded = FAMILIES.get("anima")(options).load(
+        detect_model(options), torch.float32, ("text_conditioner", "t5_tokenizer")
+    )
+
+    for name, tensor in loaded.text_conditioner.state_dict().items():
+        assert torch.equal(tensor, tensors[f"llm_adapter.{name}"])
+    assert loaded.t5_tokenizer("a cat").input_ids == pipe.t5_tokenizer("a cat").input_ids
+    save_file({"x.weight": torch.zeros(2, 2)}, tmp_path / "other.safetensors")
+    with pytest.raises(ConfigError) as error:
+        detect_model(
+            ModelConfig(
+                "random:anima:tiny",
+                llm_adapter_path=str(tmp_path / "other.safetensors"),
+                t5_tokenizer_path=str(tmp_path / "t6"),
+            )
+        )
+    lines = format_lines(error.value.problems)
+    assert len(lines) == 2 and "contains no text_conditioner" in lines[0] and "no such folder" in lines[1]
+
+
+@torch.no_grad()
+def test_the_two_token_limits_of_anima_truncate_captions(build_case):
+    pipe, caption = build_case("anima")[1].pipe, "a lorikeet on a branch " * 8
+    cond = [
+        FAMILIES.get("anima")(ModelConfig(**options)).encode_prompts(pipe, [caption])["embeds"][0]
+        for options in ({}, {"t5_max_token_length": 9}, {"qwen3_max_token_length": 9})
+    ]
+
+    assert len(cond[1]) == 9 and len(cond[0]) == len(cond[2]) > 9
+    assert not torch.equal(cond[0], cond[2])
+    limited = FAMILIES.get("anima")(ModelConfig(qwen3_max_token_length=9))
+    assert limited.find_truncated_prompts(pipe, [caption, "a"]) == [caption]
