@@ -182,7 +182,6 @@ KOHYA_OPTIONS: dict[str, OptionAlias | NoEffectOption | UnsupportedOption | Secr
     ),
     "dataset_class": UnsupportedOption(f"dataset classes of sd-scripts cannot run here; {_USE_DATASET_TOML}"),
     "debug_dataset": UnsupportedOption("use --dry_run, or python -m library plan --preview"),
-    "weighted_captions": UnsupportedOption("not supported: (tag:1.3) is passed to the text encoder as text"),
     "face_crop_aug_range": UnsupportedOption("not supported: crop faces beforehand"),
     # training
     "initial_epoch": _RESUME,

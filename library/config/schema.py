@@ -111,6 +111,12 @@ class ModelConfig:
         minimum=1,
         needs=(OfModel(),),
     )
+    weighted_captions: bool = define_option(
+        False,
+        "read weights in captions, such as (red:1.3), (red) and [red], as A1111 and sd-scripts do (Stable Diffusion 1, "
+        "2, XL)",
+        needs=(OfModel(),),
+    )
     t5xxl_max_token_length: int | None = define_option(
         None,
         "maximum length of T5 input in tokens; default: 256 for SD3 and FLUX.1 schnell, 512 for FLUX.1 dev",

@@ -85,6 +85,7 @@ DATASET_KEYS: Mapping[str, GuiKey] = {
 
 DIFFUSION_KEYS: Mapping[str, GuiKey] = {
     **_define_keys(to_switch, "debiased_estimation_loss scale_v_pred_loss_like_noise_pred v_parameterization", False),
+    **_define_keys(to_switch, "weighted_captions", False),
     **_define_keys(to_positive_number, "min_snr_gamma v_pred_like_loss"),
 }
 """Options of models that predict the noise or v."""
@@ -113,6 +114,7 @@ FLOW_KEYS_BY_FAMILY: Mapping[str, Mapping[str, GuiKey]] = {
     "lumina2": {
         "lumina_ae": GuiKey("ae", None, to_text),
         "lumina_gemma2": GuiKey("text_encoder", None, to_text),
+        "lumina_gemma2_max_token_length": GuiKey("gemma2_max_token_length", 256, to_positive_integer),
         "lumina_timestep_sampling": GuiKey("timestep_sampling", "shift", to_text, "shift"),
         "lumina_discrete_flow_shift": GuiKey("discrete_flow_shift", 6.0, to_number, 6.0),
         "lumina_sigmoid_scale": GuiKey("sigmoid_scale", 1.0, to_number, 1.0),
@@ -121,6 +123,11 @@ FLOW_KEYS_BY_FAMILY: Mapping[str, Mapping[str, GuiKey]] = {
     "sd3": {
         "sd3_clip_l": GuiKey("clip_l", None, to_text),
         "clip_g": GuiKey("clip_g", None, to_text),
+        "sd3_clip_l_dropout_rate": GuiKey("clip_l_dropout_rate", 0.0, to_number),
+        "clip_g_dropout_rate": GuiKey("clip_g_dropout_rate", 0.0, to_number),
+        "sd3_t5_dropout_rate": GuiKey("t5_dropout_rate", 0.0, to_number),
+        "pos_emb_random_crop_rate": GuiKey("pos_emb_random_crop_rate", 0.0, to_number),
+        "sd3_enable_scaled_pos_embed": GuiKey("enable_scaled_pos_embed", False, to_switch),
         "sd3_t5xxl": GuiKey("t5xxl", None, to_text),
         "weighting_scheme": GuiKey("weighting_scheme", "logit_normal", to_text, "uniform"),
         "logit_mean": GuiKey("logit_mean", 0.0, to_number, 0.0),
@@ -136,7 +143,6 @@ NOT_PASSED_ON = "the GUI passes it on for another model or LoRA type only, so it
 
 _ACCELERATE = "a setting of accelerate launch; give it to accelerate launch again"
 _ALWAYS_SO = "not needed here"
-_LIST_DROPOUT = "dropout of single text encoders is not supported; caption_dropout_rate drops the whole caption"
 
 KEY_RULES: Mapping[str, Rule] = {
     **define_harmless(
@@ -179,21 +185,13 @@ KEY_RULES: Mapping[str, Rule] = {
     **define_unsupported(
         "fp16 gradients and Adam moments underflow; use full_bf16, or remove it for float32", "full_fp16"
     ),
-    **define_unsupported("(tag:1.3) is passed to the text encoder as text; remove weights", "weighted_captions"),
     **define_unsupported("states on the hub cannot be read; resume from a folder", "resume_from_huggingface", "False"),
     **define_unsupported(
         "training states of sd-scripts cannot be read; start from its LoRA file with network_weights", "resume"
     ),
     **define_unsupported("inpainting models cannot be trained here; train the plain model", "train_inpainting"),
-    **define_harmless("sd-scripts reads Gemma 2's captions to this length", "lumina_gemma2_max_token_length", 256, 0),
     **define_harmless("only speed; see attn_mode", "lumina_use_flash_attn lumina_use_sage_attn", False),
     **define_unsupported("padding tokens of T5 are attended to, as in diffusers' pipelines", "apply_t5_attn_mask"),
-    **define_unsupported(_LIST_DROPOUT, "sd3_clip_l_dropout_rate clip_g_dropout_rate sd3_t5_dropout_rate"),
-    **define_unsupported(_LIST_DROPOUT, "clip_l_dropout_rate t5_dropout_rate"),
-    **define_unsupported(
-        "random crops of the position embedding are not supported; the center crop of inference is used",
-        "pos_emb_random_crop_rate sd3_enable_scaled_pos_embed enable_scaled_pos_embed",
-    ),
 }
 """Keys that are listed unless they are at their neutral values."""
 
