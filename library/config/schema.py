@@ -273,7 +273,7 @@ class AdapterConfig:
     )
     scale_weight_norms: float | None = define_option(
         None,
-        "max-norm regularization: scale down modules whose weight norm exceeds this (LoRA only)",
+        "max-norm regularization: scale down modules whose update has a larger norm (LoRA, LoHa, LoKr)",
         minimum=0.000001,
         needs=ALWAYS,
         is_unset_by_zero=True,

@@ -467,9 +467,9 @@ def read_network(reader: KeyReader) -> None:
     for name in ("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio"):
         if ratio := reader.read(name, None, to_positive_number):
             result.add_network_arg(name, ratio)
-    for name in ("network_dropout", "scale_weight_norms"):
-        value = reader.read(name, None, to_positive_number)
-        if value and (algorithm not in ("", "locon") or module in ("networks.loha", "networks.lokr")):
+    for name, others in (("network_dropout", ()), ("scale_weight_norms", ("loha", "lokr"))):
+        value, kind = reader.read(name, None, to_positive_number), algorithm or module.removeprefix("networks.")
+        if value and kind in ("loha", "lokr", "diag-oft", "boft", "ia3") and kind not in others:
             reader.list_change(name, f"only LoRA has it here, not {lora_type}; remove it")
         else:
             result.set_option(name, value)
