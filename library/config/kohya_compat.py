@@ -102,7 +102,6 @@ def _define_planned(feature: str, *accepted_values: Any) -> NotYetSupported:
 
 
 _USE_DATASET_TOML = "use a dataset TOML (--dataset_config)"
-_RESUME = UnsupportedOption("not supported: a run starts at step 1, and --resume continues at the saved step", (1,))
 _HUB_STATE = _define_planned(
     "training states on the hub; --save_state writes them to output_dir, and --resume reads them there"
 )
@@ -159,7 +158,7 @@ KOHYA_OPTIONS: dict[str, OptionAlias | NoEffectOption | UnsupportedOption | Secr
     "split_attn": NoEffectOption("texts of different lengths are masked in one attention call"),
     "zero3_init_flag": NoEffectOption("with zero_stage 3, parameters are sharded while loading"),
     "zero3_save_16bit_model": NoEffectOption("LoRA files are always complete; save_precision sets their dtype"),
-    "skip_until_initial_step": NoEffectOption("--resume always continues at the saved step"),
+    "skip_until_initial_step": NoEffectOption("the steps before initial_step are always skipped"),
     "fused_backward_pass": NoEffectOption("an adapter is small; optimizer_args fused=True fuses the step"),
     "disable_mmap_load_safetensors": NoEffectOption("only how a file is read"),
     **dict.fromkeys(("vae_chunk_size", "vae_disable_cache"), NoEffectOption("the VAE encodes images whole")),
@@ -184,8 +183,6 @@ KOHYA_OPTIONS: dict[str, OptionAlias | NoEffectOption | UnsupportedOption | Secr
     "debug_dataset": UnsupportedOption("use --dry_run, or python -m library plan --preview"),
     "face_crop_aug_range": UnsupportedOption("not supported: crop faces beforehand"),
     # training
-    "initial_epoch": _RESUME,
-    "initial_step": _RESUME,
     "full_fp16": UnsupportedOption("not supported: fp16 gradients and Adam moments underflow; use full_bf16"),
     "offload_optimizer_nvme_path": UnsupportedOption(
         "not supported: the optimizer state of an adapter is small; use --offload_optimizer_device cpu"
@@ -201,7 +198,6 @@ KOHYA_OPTIONS: dict[str, OptionAlias | NoEffectOption | UnsupportedOption | Secr
     ),
     "resume_from_huggingface": _HUB_STATE,
     "save_state_to_huggingface": _HUB_STATE,
-    "metadata_is_negative_embedding": UnsupportedOption("not applicable: a LoRA is not an embedding"),
     # model families
     "controlnet_model_name_or_path": UnsupportedOption("not supported: only LoRA adapters are trained here"),
     "model_prediction_type": UnsupportedOption(

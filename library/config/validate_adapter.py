@@ -18,8 +18,9 @@ from .network_args import (
     validate_network_module,
 )
 from .options import ExplicitOptions
-from .schema import AdapterConfig, OptimConfig
+from .schema import AdapterConfig
 from .schema_data import CacheConfig
+from .schema_optim import OptimConfig
 
 UNET_ONLY, TEXT_ENCODER_ONLY = "network_train_unet_only", "network_train_text_encoder_only"
 MAX_RANK = 16_384

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..config.schema import OptimConfig
+from ..config.schema_optim import OptimConfig
 from ..errors import UserError
 from ..problems import Problem
 from ..registry import suggest_name

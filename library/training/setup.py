@@ -17,10 +17,11 @@ from ..atomic_files import find_write_error
 from ..cache.paths import resolve_cache_dirs
 from ..cache.readers import CacheReaders, build_step_loader
 from ..config import RunConfig
-from ..config.schema import OptimConfig, TrainConfig
+from ..config.schema import TrainConfig
 from ..config.schema_data import CacheConfig, DataConfig
 from ..config.schema_distributed import DistributedConfig
 from ..config.schema_objective import LossConfig, NoiseConfig
+from ..config.schema_optim import OptimConfig
 from ..config.validate_objective import find_active_options
 from ..dataloader.loader import StepLoader
 from ..dataloader.prepare import PreparedData, prepare_data
@@ -50,7 +51,7 @@ from .nan_and_oom_handling import BadSamples, NanGuard, OomRecovery
 from .network_weights import InitialWeights, keep_idle_layers, load_network_weights
 from .param_groups import build_param_groups
 from .preflight import check_objective
-from .state import NullMetricLogger, TrainingRun
+from .state import NullMetricLogger, TrainingRun, TrainState
 from .task import DiffusionTask
 from .trainable_modules import (
     TrainableModules,
@@ -168,6 +169,7 @@ def build_run(
         ema=None if ema_decay is None else AdapterEMA(trainable, ema_decay),
         max_norm_regularizer=None if max_norm is None else MaxNormRegularizer(trained, adapter, max_norm),
         compilation=compilation,
+        state=TrainState(step=plan.first_step),
     )
     if callable(getattr(optimizer, "train", None)):  # schedule-free optimizers hold two sets of weights
         optimizer.train()
