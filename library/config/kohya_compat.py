@@ -199,7 +199,7 @@ KOHYA_OPTIONS: dict[str, OptionAlias | NoEffectOption | UnsupportedOption | Secr
     "resume_from_huggingface": _HUB_STATE,
     "save_state_to_huggingface": _HUB_STATE,
     # model families
-    "controlnet_model_name_or_path": UnsupportedOption("not supported: only LoRA adapters are trained here"),
+    "controlnet_model_name_or_path": NoEffectOption("for ControlNets only; sd-scripts does not read it for a LoRA"),
     "model_prediction_type": UnsupportedOption(
         "not supported: sd-scripts compares estimated clean latents with noise minus latents, which is wrong; use raw",
         ("raw",),
