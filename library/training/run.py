@@ -127,8 +127,7 @@ def _prepare_and_train(
     resume = Resume(config, strategy, detected=detected, prepared=prepared, plan=plan, started_at=started_at)
     if resume.is_complete(plan):
         return
-    if plan.first_step and resume.checkpoint is None:
-        logger.info("starting after step %d of %d, without the steps before", plan.first_step, plan.steps)
+    _log_first_step(plan, resume)
 
     num_images = len(prepared.manifest.samples)
     prepared, latents = cache_latents(encoders, prepared)
@@ -155,6 +154,11 @@ def _log_model(config: RunConfig, detected: DetectedModel) -> None:
     facts = get_family_facts(detected.family)
     logger.info("model family %s: %s", detected.family_name, detected.reason)
     logger.info("%s", describe_trained_components(config.adapter, config.optim, facts))
+
+
+def _log_first_step(plan: RunPlan, resume: Resume) -> None:
+    if plan.first_step and resume.checkpoint is None:
+        logger.info("starting after step %d of %d, without the steps before", plan.first_step, plan.steps)
 
 
 def _warn_of_distilled_model(adapter: AdapterConfig, family: Family, pipe: Any) -> None:

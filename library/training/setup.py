@@ -118,11 +118,7 @@ def build_run(
     """Inject the adapters, build optimizer, task and loader, and wrap the model; without callbacks and logger yet."""
     objective = build_objective(config.noise, config.loss, family, pipe)
     set_attention_mode(getattr(pipe, family.facts.denoiser_name), config.distributed.attn_mode)
-    trained, adapter = build_trainable_modules(
-        config, family, pipe, initial_weights.rank_alphas, initial_weights.independent_modules
-    )
-    load_network_weights(trained, adapter, initial_weights)
-    adapter = keep_idle_layers(adapter, initial_weights, collect_component_keys(family, pipe))
+    trained, adapter = _inject_adapters(config, family, pipe, initial_weights)
     _prepare_trainable_parameters(trained, strategy, is_bf16=config.distributed.full_bf16)
     for line in format_trainable_summary(trained, adapter):
         logger.info("%s", line)
@@ -135,16 +131,9 @@ def build_run(
     model, optimizer = strategy.wrap(trained, optimizer, build_parallel_plan(family, trained.denoiser))
     dropout = build_lora_dropout(config.adapter, family, trained, adapter, strategy.get_sharded_tokens)
     task = _build_task(
-        config,
-        strategy,
-        family,
-        pipe,
-        model,
-        prepared=prepared,
-        objective=objective,
-        cache_readers=cache_readers,
-        dropout=dropout,
+        config, strategy, family, pipe, model, objective=objective, cache_readers=cache_readers, dropout=dropout
     )
+    task = replace(task, resolution_sides=prepared.list_resolution_sides())
     loader = _build_loader(strategy, prepared, plan, cache_readers)
     if strategy.comm.is_main:
         _warn_truncated_captions(family, pipe, prepared.list_first_epoch_captions(plan.batch_plan, plan.steps))
@@ -174,6 +163,17 @@ def build_run(
     if callable(getattr(optimizer, "train", None)):  # schedule-free optimizers hold two sets of weights
         optimizer.train()
     return run, adapter
+
+
+def _inject_adapters(
+    config: RunConfig, family: Family, pipe: Any, initial_weights: InitialWeights
+) -> tuple[TrainableModules, injection.Adapter]:
+    """Inject the adapters and give them their initial weights."""
+    trained, adapter = build_trainable_modules(
+        config, family, pipe, initial_weights.rank_alphas, initial_weights.independent_modules
+    )
+    load_network_weights(trained, adapter, initial_weights)
+    return trained, keep_idle_layers(adapter, initial_weights, collect_component_keys(family, pipe))
 
 
 def _prepare_trainable_parameters(trained: TrainableModules, strategy: Strategy, *, is_bf16: bool) -> None:
@@ -222,7 +222,6 @@ def _build_task(
     family: Family,
     pipe: Any,
     model: nn.Module,
-    prepared: PreparedData,
     objective: Objective,
     cache_readers: CacheReaders,
     dropout: LoraDropout | None,
@@ -240,7 +239,6 @@ def _build_task(
         text_reader=cache_readers.text_reader,
         trains_text_encoders=bool(select_trained_text_encoders(config.adapter, config.optim, family.facts)),
         dropout=dropout,
-        resolution_sides=prepared.list_resolution_sides(),
         pads_texts=config.parallel.pp_size > 1,
     )
 
