@@ -322,14 +322,16 @@ class TrainConfig:
         None,
         "start after this many steps, whose images and noise are skipped; with network_weights, to go on from a LoRA "
         "file",
-        minimum=0,
+        minimum=1,
         needs=ALWAYS,
+        is_unset_by_zero=True,
     )
     initial_epoch: int | None = define_option(
         None,
         "start with this epoch, counted from 1, like initial_step",
         minimum=1,
         needs=(IsUnset("initial_step"),),
+        is_unset_by_zero=True,
     )
     gradient_accumulation_steps: int = define_option(
         1,
