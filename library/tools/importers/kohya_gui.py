@@ -470,7 +470,7 @@ def read_network(reader: KeyReader) -> None:
     for name, others in (("network_dropout", ()), ("scale_weight_norms", ("loha", "lokr"))):
         value, kind = reader.read(name, None, to_positive_number), algorithm or module.removeprefix("networks.")
         if value and kind in ("loha", "lokr", "diag-oft", "boft", "ia3") and kind not in others:
-            reader.list_change(name, f"only LoRA has it here, not {lora_type}; remove it")
+            reader.list_change(name, f"not for {lora_type} here; remove it")
         else:
             result.set_option(name, value)
     if algorithm == "lokr" and result.options.get("network_dim", 0) >= FULL_LOKR_DIM:
