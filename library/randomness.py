@@ -27,6 +27,7 @@ class Purpose:
     # Each training step, by the global position of the sample; in validation by its quantile and position.
     LORA_DROPOUT, LATENT_SAMPLE, NOISE = "dropout", "vae", "noise"
     NOISE_OFFSET, MULTIRES_NOISE, INPUT_NOISE = "noise offset", "multires noise", "input noise"
+    TEXT_DROPOUT, POSITION_CROP = "text encoder dropout", "position crop"
 
     # The parts of the timestep distribution, by block of as many samples in a row.
     TIMESTEP_BUCKETS = "timestep buckets"

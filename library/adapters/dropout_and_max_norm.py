@@ -139,8 +139,13 @@ class MaxNormRegularizer:
     def __init__(self, model: nn.Module, adapter: Adapter, max_norm: float):
         self.max_norm = max_norm
         self.groups: dict[int, tuple[nn.Parameter, float, list[nn.Parameter]]] = {}
+        self.products: list[tuple[nn.Module, list[nn.Parameter]]] = []
+        """The layers of LoHa and LoKr, whose updates are products of these factors."""
         for name, size in adapter.rank_alphas.items():
             layer = model.get_submodule(name)
+            if factors := _list_product_factors(layer):
+                self.products.append((layer, factors))
+                continue
             down, up = (getattr(layer, half)["default"].weight for half in ("lora_A", "lora_B"))
             # Modules that are fused in the original model share lora_A and count as one.
             self.groups.setdefault(id(down), (down, size.alpha / size.rank, []))[2].append(up)
@@ -148,9 +153,23 @@ class MaxNormRegularizer:
     @torch.no_grad()
     def __call__(self) -> None:
         for down, scale, ups in self.groups.values():
-            ratio = (self.max_norm / compute_lora_norm(down, ups, scale)).clamp(max=1).sqrt()
-            for half in (down, *ups):
-                half.mul_(ratio)
+            self._scale_factors(compute_lora_norm(down, ups, scale), (down, *ups), 2)
+        for layer, factors in self.products:
+            norm = _compute_product_norm(layer)
+            if norm is not None:
+                self._scale_factors(norm, factors, len(factors))
+
+    def _scale_factors(self, norm: Tensor, factors: Sequence[nn.Parameter], num_factors: int) -> None:
+        """Scale each factor alike, so that the update, a product of ``num_factors`` of them, has at most the norm."""
+        ratio = (self.max_norm / norm).clamp(max=1) ** (1 / num_factors)
+        for factor in factors:
+            factor.mul_(ratio)
+
+
+def _list_product_factors(layer: Any) -> list[nn.Parameter]:
+    """List the weights whose product is the update of a LoHa or LoKr layer; empty for other types."""
+    names = [name for name in layer.adapter_layer_names if name.startswith(("hada_", "lokr_"))]
+    return [weights["default"] for name in names if "default" in (weights := getattr(layer, name))]
 
 
 def compute_lora_norm(down: Tensor, ups: Sequence[Tensor], scale: float) -> Tensor:

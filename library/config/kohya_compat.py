@@ -115,24 +115,15 @@ def _define_planned(feature: str, *accepted_values: Any) -> NotYetSupported:
 
 
 _USE_DATASET_TOML = "use a dataset TOML (--dataset_config)"
-_RESUME = UnsupportedOption("not supported: a run starts at step 1, and --resume continues at the saved step", (1,))
 _HUB_STATE = _define_planned(
     "training states on the hub; --save_state writes them to output_dir, and --resume reads them there"
 )
-_TEXT_DROPOUT = _define_planned("dropout of single text encoders; use caption_dropout_rate", 0, 0.0)
-_POSITION_CROP = _define_planned(
-    "random crops of SD3's position embedding; the center crop of inference is used", 0, 0.0
-)
-_OTHER_FAMILY = OtherScriptOption("for a model family that is not supported")
 _FULL_TRAINING = OtherScriptOption("for full fine-tuning or textual inversion; only LoRA adapters are trained here")
 _BROKEN_IN_KOHYA = NoEffectOption("no effect in sd-scripts either")
 
-_OTHER_FAMILY_OPTIONS = """
-    gemma2 gemma2_max_token_length system_prompt sample_batch_size
-""".split()
 _TEXT_RATE = OtherScriptOption("for full fine-tuning; the rate of a LoRA of text encoders is text_encoder_lr")
 _FULL_TRAINING_OPTIONS = """
-    llm_adapter_lr self_attn_lr cross_attn_lr mlp_lr mod_lr block_lr train_text_encoder stop_text_encoder_training
+    block_lr train_text_encoder stop_text_encoder_training
     no_token_padding fused_optimizer_groups blockwise_fused_optimizers mem_eff_save num_last_block_to_freeze
     diffusers_xformers use_safetensors token_string init_word num_vectors_per_token weights use_object_template
     use_style_template skip_latents_validity_check double_blocks_to_swap single_blocks_to_swap use_t5xxl_cache_only
@@ -179,10 +170,19 @@ KOHYA_OPTIONS: dict[str, OptionVerdict] = {
     "split_attn": NoEffectOption("texts of different lengths are masked in one attention call"),
     "zero3_init_flag": NoEffectOption("with zero_stage 3, parameters are sharded while loading"),
     "zero3_save_16bit_model": NoEffectOption("LoRA files are always complete; save_precision sets their dtype"),
-    "skip_until_initial_step": NoEffectOption("--resume always continues at the saved step"),
+    "skip_until_initial_step": NoEffectOption("the steps before initial_step are always skipped"),
     "fused_backward_pass": NoEffectOption("an adapter is small; optimizer_args fused=True fuses the step"),
     "disable_mmap_load_safetensors": NoEffectOption("only how a file is read"),
     **dict.fromkeys(("vae_chunk_size", "vae_disable_cache"), NoEffectOption("the VAE encodes images whole")),
+    "model_type": NoEffectOption("detected from the model files"),
+    **dict.fromkeys(
+        ("llm_adapter_lr", "self_attn_lr", "cross_attn_lr", "mlp_lr", "mod_lr"),
+        NoEffectOption(
+            "read in full fine-tuning only, there too; network_reg_lrs in network_args sets rates of a LoRA's layers",
+            is_explained=True,
+        ),
+    ),
+    "sample_batch_size": NoEffectOption("previews are sampled one at a time"),
     "text_encoder_cpu": NoEffectOption("text encoders run on the training device"),
     # secrets
     "wandb_api_key": SecretOption("WANDB_API_KEY"),
@@ -193,11 +193,10 @@ KOHYA_OPTIONS: dict[str, OptionVerdict] = {
     ),
     "dataset_class": UnsupportedOption(f"dataset classes of sd-scripts cannot run here; {_USE_DATASET_TOML}"),
     "debug_dataset": UnsupportedOption("use --dry_run, or python -m library plan --preview"),
-    "weighted_captions": UnsupportedOption("not supported: (tag:1.3) is passed to the text encoder as text"),
-    "face_crop_aug_range": UnsupportedOption("not supported: crop faces beforehand"),
+    "face_crop_aug_range": UnsupportedOption(
+        "not supported: faces, which file names give there (NAME_CX_CY_W_H.png), are not known here; crop beforehand"
+    ),
     # training
-    "initial_epoch": _RESUME,
-    "initial_step": _RESUME,
     "full_fp16": UnsupportedOption("not supported: fp16 gradients and Adam moments underflow; use full_bf16"),
     "offload_optimizer_nvme_path": UnsupportedOption(
         "not supported: the optimizer state of an adapter is small; use --offload_optimizer_device cpu"
@@ -213,24 +212,9 @@ KOHYA_OPTIONS: dict[str, OptionVerdict] = {
     ),
     "resume_from_huggingface": _HUB_STATE,
     "save_state_to_huggingface": _HUB_STATE,
-    "metadata_is_negative_embedding": UnsupportedOption("not applicable: a LoRA is not an embedding"),
     # model families
-    "controlnet_model_name_or_path": UnsupportedOption("not supported: only LoRA adapters are trained here"),
-    "apply_lg_attn_mask": _define_planned("masking the padding tokens of CLIP; as in diffusers, they are attended to"),
-    "model_type": UnsupportedOption("not needed: detected from the model files", ("flux", "chroma")),
-    "llm_adapter_path": UnsupportedOption("not supported: give Anima's file that contains the adapter"),
-    "t5_tokenizer_path": UnsupportedOption("use tokenizer_cache_dir; its folder google_t5-v1_1-xxl is this tokenizer"),
-    **dict.fromkeys(
-        ("qwen3_max_token_length", "t5_max_token_length"),
-        UnsupportedOption("not supported: captions of Anima have 512 tokens, as in its pipeline", (512,)),
-    ),
-    "clip_l_dropout_rate": _TEXT_DROPOUT,
-    "clip_g_dropout_rate": _TEXT_DROPOUT,
-    "t5_dropout_rate": _TEXT_DROPOUT,
-    "pos_emb_random_crop_rate": _POSITION_CROP,
-    "enable_scaled_pos_embed": _POSITION_CROP,
+    "controlnet_model_name_or_path": NoEffectOption("for ControlNets only; sd-scripts does not read it for a LoRA"),
     **dict.fromkeys(("save_clip", "save_t5xxl", "t5xxl_device", "t5xxl_dtype"), _BROKEN_IN_KOHYA),
-    **dict.fromkeys(_OTHER_FAMILY_OPTIONS, _OTHER_FAMILY),
     **dict.fromkeys(_FULL_TRAINING_OPTIONS, _FULL_TRAINING),
     **dict.fromkeys([f"learning_rate_te{number}" for number in ("", 1, 2, 3)], _TEXT_RATE),
     "train_t5xxl": OtherScriptOption("for full fine-tuning; a LoRA of T5 needs train_t5xxl=True in network_args"),

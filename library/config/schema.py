@@ -8,8 +8,15 @@ from .options import ALWAYS, Alias, define_option
 from .schema_data import CacheConfig, DataConfig, ValidateConfig
 from .schema_distributed import DeepSpeedConfig, DistributedConfig, ParallelConfig, ShardingConfig
 from .schema_objective import LossConfig, NoiseConfig
+from .schema_optim import OptimConfig
 from .schema_output import LogConfig, PreviewConfig, SaveConfig, StateConfig
-from .types import StepRange, StepsOrRatio
+from .types import StepRange
+
+LUMINA2_SYSTEM_PROMPT = (
+    "You are an assistant designed to generate superior images with the superior degree of image-text alignment based "
+    "on textual prompts or user prompts."
+)
+"""The text that Lumina-Image 2.0 was trained to find before captions."""
 
 
 def _define_component(help: str, *, needs: Needs | None = None, **facts: Any) -> Any:
@@ -22,6 +29,17 @@ def _define_component(help: str, *, needs: Needs | None = None, **facts: Any) ->
         is_path=True,
         changes_text_outputs=False,
         **facts,
+    )
+
+
+def _define_text_dropout(encoder: str, *, changes_text_outputs: bool) -> Any:
+    return define_option(
+        0.0,
+        f"probability of training an image with zeros instead of what {encoder} returns (SD3)",
+        minimum=0,
+        maximum=1,
+        needs=(OfModel(),),
+        changes_text_outputs=changes_text_outputs,
     )
 
 
@@ -79,9 +97,18 @@ class ModelConfig:
     )
     byt5: str | None = _define_component("byT5 text encoder of HunyuanImage 2.1: file, folder or hub id")
     text_encoder: str | None = _define_component(
-        "text encoder, where it is a language model: file, folder or hub id", aliases=(Alias("qwen3"),)
+        "text encoder, where it is a language model: file, folder or hub id", aliases=(Alias("qwen3"), Alias("gemma2"))
     )
     ae: str | None = _define_component("alias of vae, for flow-matching models: file, diffusers folder or hub id")
+    llm_adapter_path: str | None = _define_component(
+        "the adapter between text encoder and transformer of Anima: file, folder or hub id"
+    )
+    t5_tokenizer_path: str | None = define_option(
+        None,
+        "folder of Anima's T5 tokenizer; default: from the model's folder, tokenizer_cache_dir or the hub",
+        needs=(OfModel(),),
+        is_path=True,
+    )
     tokenizer_cache_dir: str | None = define_option(
         None,
         "folder of the tokenizers that single-file models need; downloaded from the hub if missing",
@@ -103,6 +130,12 @@ class ModelConfig:
         minimum=1,
         needs=(OfModel(),),
     )
+    weighted_captions: bool = define_option(
+        False,
+        "read weights in captions, such as (red:1.3), (red) and [red], as A1111 and sd-scripts do (Stable Diffusion 1, "
+        "2, XL)",
+        needs=(OfModel(),),
+    )
     t5xxl_max_token_length: int | None = define_option(
         None,
         "maximum length of T5 input in tokens; default: 256 for SD3 and FLUX.1 schnell, 512 for FLUX.1 dev",
@@ -114,6 +147,50 @@ class ModelConfig:
         False,
         "mask the padding tokens of T5: in T5 itself (SD3, FLUX.1), and in the attention of the transformer (FLUX.1)",
         needs=(OfModel(),),
+    )
+    qwen3_max_token_length: int = define_option(
+        512, "maximum length of Qwen3's input in tokens (Anima)", minimum=1, needs=(OfModel(),)
+    )
+    t5_max_token_length: int = define_option(
+        512,
+        "maximum length of captions in T5's tokens (Anima)",
+        minimum=1,
+        maximum=512,
+        needs=(OfModel(),),
+    )
+    apply_lg_attn_mask: bool = define_option(
+        False, "mask the padding tokens of CLIP-L and CLIP-G in these encoders themselves (SD3)", needs=(OfModel(),)
+    )
+    clip_l_dropout_rate: float = _define_text_dropout("CLIP-L", changes_text_outputs=True)
+    clip_g_dropout_rate: float = _define_text_dropout("CLIP-G", changes_text_outputs=True)
+    t5_dropout_rate: float = _define_text_dropout("T5", changes_text_outputs=False)
+    pos_emb_random_crop_rate: float = define_option(
+        0.0,
+        "probability of training an image with a random part of the position embedding instead of its center (SD3)",
+        minimum=0,
+        maximum=1,
+        needs=(OfModel(),),
+        changes_text_outputs=False,
+    )
+    enable_scaled_pos_embed: bool = define_option(
+        False,
+        "stretch the position embedding for each dataset's resolution, so that images of all resolutions have the "
+        "range of positions of 1024 pixels (SD3.5 medium)",
+        needs=(OfModel(),),
+        changes_text_outputs=False,
+    )
+    gemma2_max_token_length: int | None = define_option(
+        None,
+        "maximum length of Gemma 2's input in tokens, system prompt included (Lumina-Image 2.0); default: 256",
+        minimum=1,
+        needs=(OfModel(),),
+    )
+    system_prompt: str = define_option(
+        LUMINA2_SYSTEM_PROMPT,
+        "text before every caption, with <Prompt Start> between the two (Lumina-Image 2.0); empty: captions alone",
+        needs=(OfModel(),),
+        default_text="that of diffusers' pipeline",
+        written_at_default="kohya",
     )
     quantize_base: Literal["none", "fp8", "int8", "nf4"] = define_option(
         "none",
@@ -216,7 +293,7 @@ class AdapterConfig:
     )
     scale_weight_norms: float | None = define_option(
         None,
-        "max-norm regularization: scale down modules whose weight norm exceeds this (LoRA only)",
+        "max-norm regularization: scale down modules whose update has a larger norm (LoRA, LoHa, LoKr)",
         minimum=0.000001,
         needs=ALWAYS,
         is_unset_by_zero=True,
@@ -242,147 +319,6 @@ class AdapterConfig:
 
 
 @dataclass(frozen=True)
-class OptimConfig:
-    """Optimizer and learning rate schedule."""
-
-    optimizer_type: str = define_option(
-        "AdamW",
-        "AdamW, AdamW8bit, Lion, Adafactor, Prodigy, AdamWScheduleFree ..., or package.module.Class",
-        needs=ALWAYS,
-        is_public=True,
-        is_basic=True,
-        aliases=(Alias("use_8bit_adam", "AdamW8bit"), Alias("use_lion_optimizer", "Lion")),
-    )
-    optimizer_args: tuple[str, ...] = define_option(
-        (), "optimizer arguments as name=value, such as weight_decay=0.01", needs=ALWAYS, is_public=True
-    )
-    learning_rate: float = define_option(
-        1e-4,
-        "peak learning rate",
-        minimum=0,
-        needs=(Has(Trait.RATE),),
-        is_basic=True,
-        kohya_default="2e-6",
-        default_text="1e-4",
-        musubi_default=2e-6,
-        metadata_key="ss_learning_rate",
-    )
-    unet_lr: float | None = define_option(
-        None,
-        "peak learning rate of the denoiser (U-Net or transformer); default: learning_rate",
-        minimum=0,
-        needs=(Has(Trait.RATE), Has(Trait.TRAINED_DENOISER)),
-        metadata_key="ss_unet_lr",
-    )
-    text_encoder_lr: tuple[float, ...] = define_option(
-        (),
-        "peak learning rate of the text encoders, one for all or one for each; default: learning_rate",
-        minimum=0,
-        needs=(Has(Trait.RATE), Has(Trait.TRAINED_TEXT), Has(Trait.TEXT_ENCODERS)),
-    )
-    max_grad_norm: float = define_option(
-        1.0,
-        "maximum gradient norm for gradient clipping; 0: no clipping",
-        minimum=0,
-        needs=ALWAYS,
-        metadata_key="ss_max_grad_norm",
-    )
-    lr_scheduler: Literal[
-        "constant",
-        "constant_with_warmup",
-        "linear",
-        "cosine",
-        "cosine_with_restarts",
-        "cosine_with_min_lr",
-        "polynomial",
-        "rex",
-        "inverse_sqrt",
-        "warmup_stable_decay",
-        "piecewise_constant",
-        "adafactor",
-    ] = define_option(
-        "constant",
-        "learning rate schedule",
-        needs=(
-            AnyOf((HasValue("lr_scheduler", ("constant", "adafactor")), Has(Trait.RATE))),
-            AnyOf((HasValue("lr_scheduler", ("constant", "constant_with_warmup")), Has(Trait.SCHEDULE))),
-            IsUnset("lr_scheduler_type"),
-        ),
-        is_basic=True,
-        metadata_key="ss_lr_scheduler",
-    )
-    lr_warmup_steps: StepsOrRatio = define_option(
-        StepsOrRatio(0, False),
-        "warmup steps: a number, a ratio of the run below 1, or N%",
-        needs=ALWAYS,
-        is_basic=True,
-        metadata_key="ss_lr_warmup_steps",
-    )
-    lr_decay_steps: StepsOrRatio = define_option(
-        StepsOrRatio(0, False),
-        "warmup_stable_decay: decay steps at the end: a number, a ratio of the run, or N%",
-        needs=(HasValue("lr_scheduler", ("warmup_stable_decay",)), IsUnset("lr_scheduler_type")),
-    )
-    lr_scheduler_num_cycles: int = define_option(
-        1,
-        "cosine_with_restarts: number of cycles",
-        minimum=0,
-        needs=(HasValue("lr_scheduler", ("cosine_with_restarts",)), IsUnset("lr_scheduler_type")),
-        aliases=(Alias("lr_restart_cycles"),),
-    )
-    lr_scheduler_power: float = define_option(
-        1.0,
-        "polynomial: power",
-        minimum=0,
-        needs=(HasValue("lr_scheduler", ("polynomial",)), IsUnset("lr_scheduler_type")),
-    )
-    lr_scheduler_timescale: int | None = define_option(
-        None,
-        "inverse_sqrt: time scale in steps, larger decays slower; default: lr_warmup_steps",
-        minimum=1,
-        needs=(HasValue("lr_scheduler", ("inverse_sqrt",)), IsUnset("lr_scheduler_type")),
-    )
-    lr_scheduler_min_lr_ratio: float | None = define_option(
-        None,
-        "cosine_with_min_lr, warmup_stable_decay: minimum learning rate as a ratio of the peak",
-        minimum=0,
-        maximum=1,
-        needs=(
-            HasValue(
-                "lr_scheduler",
-                (
-                    "cosine_with_min_lr",
-                    "warmup_stable_decay",
-                ),
-            ),
-            IsUnset("lr_scheduler_type"),
-        ),
-    )
-    lr_scheduler_type: str = define_option(
-        "",
-        "scheduler class to use instead of lr_scheduler: of torch.optim.lr_scheduler, or package.module.Class",
-        needs=(Has(Trait.RATE), Has(Trait.SCHEDULE)),
-    )
-    lr_scheduler_args: tuple[str, ...] = define_option(
-        (),
-        "arguments of lr_scheduler_type or piecewise_constant as name=value, such as gamma=0.99",
-        needs=(
-            AnyOf(
-                (IsSet("lr_scheduler_type"), HasValue("lr_scheduler", ("piecewise_constant",))),
-                "only with lr_scheduler_type, or lr_scheduler piecewise_constant",
-            ),
-        ),
-    )
-    ema_decay: float | None = define_option(
-        None,
-        "decay of an exponential moving average of the adapter, such as 0.999; it is saved next to the adapter",
-        minimum=0,
-        maximum=1,
-        needs=ALWAYS,
-    )
-
-
-@dataclass(frozen=True)
 class TrainConfig:
     """Length of training, memory savings and error handling."""
 
@@ -401,6 +337,21 @@ class TrainConfig:
         needs=ALWAYS,
         changes_result=False,
         is_basic=True,
+    )
+    initial_step: int | None = define_option(
+        None,
+        "start after this many steps, whose images and noise are skipped; with network_weights, to go on from a LoRA "
+        "file",
+        minimum=1,
+        needs=ALWAYS,
+        is_unset_by_zero=True,
+    )
+    initial_epoch: int | None = define_option(
+        None,
+        "start with this epoch, counted from 1, like initial_step",
+        minimum=1,
+        needs=(IsUnset("initial_step"),),
+        is_unset_by_zero=True,
     )
     gradient_accumulation_steps: int = define_option(
         1,

@@ -41,9 +41,9 @@ class NoiseConfig:
 
     objective_defaults: Literal["own", "kohya"] = define_option(
         "own",
-        "defaults of the options of noise, timesteps and loss, and of guidance_scale: this program's (own), or those "
-        "of sd-scripts' script for the model, which also ignores some options (kohya); default: kohya for commands and "
-        "run files of sd-scripts, own for others",
+        "defaults of the options of noise, timesteps and loss, of guidance_scale and system_prompt: this program's "
+        "(own), or those of sd-scripts' script for the model, which also ignores some options (kohya); default: kohya "
+        "for commands and run files of sd-scripts, own for others",
         needs=ALWAYS,
         default_text="kohya for commands and run files of sd-scripts, own for others",
         metadata_key="ss_objective_defaults",

@@ -148,6 +148,13 @@ class SaveConfig:
         changes_result=False,
         metadata_key="modelspec.preprocessor",
     )
+    metadata_is_negative_embedding: str | None = define_option(
+        None,
+        "whether this is a negative embedding, in the metadata",
+        needs=(IsUnset("no_metadata"),),
+        changes_result=False,
+        metadata_key="modelspec.is_negative_embedding",
+    )
     huggingface_repo_id: str | None = define_option(
         None,
         "hub repository (OWNER/NAME) to upload each LoRA file to; needs `hf auth login` or HF_TOKEN",

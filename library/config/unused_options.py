@@ -27,8 +27,9 @@ from .network_args import (
 )
 from .option_needs import UNKNOWN, Circumstances, Trait, find_unmet_needs
 from .options import ExplicitOptions, build_config, flatten_config, iter_options
-from .schema import AdapterConfig, OptimConfig, RunConfig
+from .schema import AdapterConfig, RunConfig
 from .schema_objective import NoiseConfig, TimestepSampling
+from .schema_optim import OptimConfig
 from .types import parse_env_bool, split_keyword_args
 
 _DROPOUT_OF_LYCORIS = "LyCORIS drops nothing without bypass_mode; networks.lora does"

@@ -18,8 +18,9 @@ from .network_args import (
     validate_network_module,
 )
 from .options import ExplicitOptions
-from .schema import AdapterConfig, OptimConfig
+from .schema import AdapterConfig
 from .schema_data import CacheConfig
+from .schema_optim import OptimConfig
 
 UNET_ONLY, TEXT_ENCODER_ONLY = "network_train_unet_only", "network_train_text_encoder_only"
 MAX_RANK = 16_384
@@ -61,11 +62,10 @@ def _validate_rank(adapter: AdapterConfig) -> Iterator[Problem]:
 def _validate_adapter_type(adapter: AdapterConfig, optim: OptimConfig, explicit: ExplicitOptions) -> Iterator[Problem]:
     """Check options that only some adapter types have."""
     adapter_type = get_adapter_type(adapter)
-    for name in ("network_dropout", "scale_weight_norms"):
-        if getattr(adapter, name) and adapter_type != "lora":
-            yield Problem(
-                name, f"not supported for {adapter_type}, only for lora", "remove it", others=("network_module",)
-            )
+    for name, types in (("network_dropout", ("lora",)), ("scale_weight_norms", ("lora", "dora", "loha", "lokr"))):
+        if getattr(adapter, name) and adapter_type not in types:
+            text = f"not supported for {adapter_type}, only for {', '.join(types)}"
+            yield Problem(name, text, "remove it", others=("network_module",))
     if adapter.training_adapter and adapter_type == "boft":
         yield Problem(
             "training_adapter",

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from ..problems import Problem
 from .network_args import list_arg_names
-from .schema import AdapterConfig, OptimConfig
+from .schema import AdapterConfig
+from .schema_optim import OptimConfig
 from .types import split_keyword_args
 from .unused_options import is_self_tuning_adafactor
 

@@ -1,5 +1,6 @@
 """Batches: ``PixelBatch`` from the loader, ``Batch`` for the denoiser, VAE ``Moments``, text conditioning ``Cond``."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -218,6 +219,9 @@ class Batch:
     mask: Tensor | None = None  # (B, 1, H, W), 0..1: weight of the loss
     text_pad_multiple: int = 1  # texts of varying length are padded to a multiple of this, and masked
     control_latents: tuple[Tensor, ...] = ()  # one tensor for each control image (B, C, H, W), without noise
+    resolution_sides: tuple[int, ...] = ()  # sides in pixels of squares with the areas of the datasets' resolutions
+    build_draws: Callable[[str], list[random.Random]] | None = None
+    """Build a generator for each sample by what is drawn; None where nothing may be random, as in validation."""
 
     def __len__(self) -> int:
         return len(self.sample_keys)

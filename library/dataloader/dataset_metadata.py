@@ -67,12 +67,19 @@ def _build_single_dataset_entries(config: DatasetConfig, dataset: dict[str, Any]
         "ss_total_batch_size": str(config.batch_size * dp_size),
         "ss_resolution": f"({width}, {height})",
         **{f"ss_{key}": str(getattr(config, key)) for key in keys},
+        **_build_common_subset_entries(config),
     }
 
 
 def _list_limit_keys(config: DatasetConfig) -> tuple[str, ...]:
     """List the keys that limit the sides of buckets, which musubi-tuner's do not have."""
     return ("min_bucket_reso", "max_bucket_reso") if config.file_format == "sd-scripts" else ()
+
+
+def _build_common_subset_entries(config: DatasetConfig) -> dict[str, str]:
+    """Build the keys that sd-scripts writes of a run without dataset file, where all subsets have the same value."""
+    values = {key: {getattr(subset, key) for subset in config.subsets} for key in _RUN_KEYS_OF_SUBSETS}
+    return {f"ss_{key}": str(each.pop()) for key, each in values.items() if len(each) == 1}
 
 
 def _build_dataset_entry(config: DatasetConfig, rows: SampleRows) -> dict[str, Any]:
@@ -109,6 +116,8 @@ def _build_bucket_info(rows: SampleRows) -> dict[str, Any]:
     }
     return {"buckets": buckets, "mean_img_ar_error": sum(errors) / max(len(errors), 1)}
 
+
+_RUN_KEYS_OF_SUBSETS = ("color_aug", "flip_aug", "random_crop", "shuffle_caption", "keep_tokens")
 
 _SUBSET_KEYS = (
     *("num_repeats", "color_aug", "flip_aug", "random_crop", "shuffle_caption", "keep_tokens"),

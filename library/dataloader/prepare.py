@@ -1,6 +1,7 @@
 """Prepare the data of a run: scan the images, split off validation, assign buckets; build batch plans and loaders."""
 
 import gc
+import math
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -56,6 +57,11 @@ class PreparedData:
         datasets = self.manifest.datasets
         size = next(dataset for dataset in datasets if dataset.from_step == datasets[-1].from_step).resolution
         return size.width, size.height
+
+    def list_resolution_sides(self) -> tuple[int, ...]:
+        """List the sides in pixels of squares with the areas of the datasets' resolutions."""
+        sizes = (dataset.resolution for dataset in self.manifest.datasets)
+        return tuple(sorted({round(math.sqrt(size.width * size.height)) for size in sizes}))
 
     def build_batch_plan(self, dp_size: int, train: TrainConfig, *, one_bucket_per_step: bool = False) -> AnyBatchPlan:
         """Plan the batches of every rank and step, for ``dp_size`` data-parallel ranks."""

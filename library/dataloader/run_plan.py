@@ -3,10 +3,12 @@
 import logging
 from dataclasses import dataclass
 
-from ..config.schema import OptimConfig, TrainConfig
+from ..config.schema import TrainConfig
+from ..config.schema_optim import OptimConfig
 from ..config.validate_optim import find_schedule_overflow
 from ..dataset.validate import validate_run_length
 from ..errors import ConfigError
+from ..problems import Problem
 from .batch_plan import AnyBatchPlan, get_planned_stages
 
 
@@ -16,6 +18,8 @@ class RunPlan:
 
     batch_plan: AnyBatchPlan
     steps: int
+    first_step: int = 0
+    """The number of steps that a new run leaves out."""
 
     @classmethod
     def from_config(cls, batch_plan: AnyBatchPlan, train: TrainConfig, optim: OptimConfig) -> "RunPlan":
@@ -29,7 +33,12 @@ class RunPlan:
             raise ConfigError(problems)
         if overflow := find_schedule_overflow(optim, steps):
             logging.getLogger(__name__).warning("%s", overflow)
-        return cls(batch_plan, steps)
+        first_step = _find_first_step(batch_plan, train)
+        if first_step >= steps:
+            key = "initial_epoch" if train.initial_step is None else "initial_step"
+            text = f"leaves out {first_step} steps, and the run has {steps}"
+            raise ConfigError([Problem(key, text, "max_train_steps and max_train_epochs count these as well")])
+        return cls(batch_plan, steps, first_step)
 
     @property
     def num_epochs(self) -> int:
@@ -50,3 +59,12 @@ class RunPlan:
         """Return the number, from 1, of the epoch that step ``step`` (counted from 1) completed."""
         done = self.count_completed_epochs(step)
         return done if done > self.count_completed_epochs(step - 1) else None
+
+
+def _find_first_step(batch_plan: AnyBatchPlan, train: TrainConfig) -> int:
+    """Count the steps before ``initial_step`` or ``initial_epoch``."""
+    if train.initial_step is not None:
+        return train.initial_step
+    if train.initial_epoch is None or train.initial_epoch == 1:
+        return 0
+    return batch_plan.count_steps_for_epochs(train.initial_epoch - 1)

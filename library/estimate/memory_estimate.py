@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..config.schema import OptimConfig
+from ..config.schema_optim import OptimConfig
 from ..config.types import DeviceMap
 from ..distributed.deepspeed_settings import DeepSpeedSettings
 from ..distributed.fsdp_settings import FSDPSettings

@@ -15,6 +15,7 @@ from .model_configs import (
     ModelError,
     build_folder_reader,
     build_hub_reader,
+    is_tokenizer,
     list_family_configs,
     load_bundled_config,
 )
@@ -40,7 +41,7 @@ _UNSUPPORTED_FILE_PATTERNS: tuple[tuple[str, str], ...] = (
 class ComponentSignature:
     """A VAE or text encoder in a file."""
 
-    component_type: str  # vae, clip, t5 or language model
+    component_type: str  # a key of _COMPONENT_SIGNATURES
     width: int  # latent channels, or hidden size
 
 
@@ -49,6 +50,7 @@ _COMPONENT_SIGNATURES: Mapping[str, tuple[str, str, int]] = {
     "clip": (r"(?:^|\.)(?:token_embedding\.weight)$", "CLIP text encoder of width {}", 1),
     "t5": (r"(?:^|\.)encoder\.block\.0\.layer\.0\.SelfAttention\.q\.weight$", "T5 text encoder of width {}", 1),
     "llm": (r"(?:^|\.)embed_tokens\.weight$", "language model of width {}", 1),
+    "llm_adapter": (r"(?:^|\.)blocks\.0\.norm_cross_attn\.weight$", "adapter of Anima of width {}", 0),
 }
 """The pattern of a key of each component type, the description of the type, and the axis of its width."""
 
@@ -220,6 +222,7 @@ _SIGNATURE_BY_CLASS: Mapping[str, tuple[str, str]] = {
     "Qwen3Model": ("llm", "hidden_size"),
     "Qwen3ForCausalLM": ("llm", "hidden_size"),
     "Qwen2_5_VLForConditionalGeneration": ("llm", "hidden_size"),
+    "AnimaTextConditioner": ("llm_adapter", "model_dim"),
 }
 """The component type of each class, and the key of its width in the config."""
 
@@ -236,6 +239,8 @@ class ComponentSource:
 def resolve_component_source(path_or_id: str, component: str, read_model: ConfigReader) -> ComponentSource:
     """Resolve the file, folder or hub id given for a component, and check that it fits the model."""
     path = Path(path_or_id).expanduser()
+    if is_tokenizer(component):
+        return _resolve_tokenizer_source(path)
     index = read_model("model_index.json") or {}
     expected = _get_signature(read_model(f"{component}/config.json"), (index.get(component) or ["", ""])[1])
     if path.is_file():
@@ -254,6 +259,15 @@ def resolve_component_source(path_or_id: str, component: str, read_model: Config
             _require_signature([signature] if signature else [], expected, component)
             return ComponentSource(source_type, str(path) if path.is_dir() else path_or_id, subfolder)
     raise ModelError(f"no config.json in it or in its subfolder {component}; give a {component} in diffusers format")
+
+
+def _resolve_tokenizer_source(path: Path) -> ComponentSource:
+    if not path.is_dir():
+        raise ModelError(f"no such folder (looked in {path.absolute().parent})")
+    names = ("tokenizer.json", "spiece.model")
+    if not any((path / name).is_file() for name in names):
+        raise ModelError(f"contains no tokenizer ({' or '.join(names)})")
+    return ComponentSource("folder", str(path))
 
 
 def _require_signature(

@@ -44,7 +44,10 @@ from .model_configs import (
 )
 
 _REPO_ID_PATTERN = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-COMPONENT_OPTIONS = ("vae", "clip_l", "clip_g", "t5xxl", "byt5", "ae", "text_encoder")
+COMPONENT_OPTIONS = (
+    *("vae", "clip_l", "clip_g", "t5xxl", "byt5", "ae", "text_encoder"),
+    *("llm_adapter_path", "t5_tokenizer_path"),
+)
 SourceType = Literal["folder", "hub", "file", "random"]
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..config import ParsedConfig, RunConfig
+from ..config.help import format_default
 from ..config.options import build_config, flatten_config
 from ..config.schema_objective import LossConfig, NoiseConfig
 from ..config.unused_options import ModelTraits, find_unused_options
@@ -56,7 +57,7 @@ def _set_unset_options(loaded: ParsedConfig, objective: KohyaObjective, model: M
 
 def _format_setting(setting: tuple[str, str | float]) -> str:
     name, value = setting
-    return f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+    return f"{name} {format_default(value) or 'none'}"
 
 
 def _find_ignored_options(loaded: ParsedConfig, objective: KohyaObjective) -> Iterator[tuple[str, str | None]]:

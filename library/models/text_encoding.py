@@ -4,8 +4,9 @@ Which encoders a model has, and what it takes from each, is in its family (famil
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..config.schema import ModelConfig
 from ..dataloader.batch import Cond
+from ..diffusion.noise import copy_async
 from .base import ControlTextFamily, Family
+from .weighted_captions import build_token_weights, tokenize_weighted
 
 CHUNK_LENGTH = 75
 """Tokens of a caption per CLIP pass, without the start and end token."""
@@ -40,13 +43,32 @@ def get_last_layer_names(encoder: Any, count: int) -> tuple[str, ...]:
     return tuple(name for name, _ in encoder.named_modules() if any(f".{layer}." in f".{name}." for layer in layers))
 
 
-def tokenize_in_chunks(tokenizer: Any, prompts: Sequence[str], max_tokens: int) -> Tensor:
-    """Token ids (B x chunks, 77): prompts truncated to ``max_tokens`` and split into chunks of 75.
+@dataclass(frozen=True)
+class ClipTokens:
+    """Tokens of captions for CLIP, in chunks of 75."""
 
-    Every chunk has its own start and end token; the last chunks of a short prompt are empty.
-    """
+    rows: Tensor  # (B x chunks, 77)
+    max_tokens: int
+    weights: Tensor | None = None  # (B, 75 x chunks + 2): factors of the joined states, where captions have weights
+
+    def join_states(self, states: Tensor) -> Tensor:
+        """Join the states of chunks (B x chunks, 77, width), and apply the weights."""
+        joined = join_chunks(states, self.max_tokens // CHUNK_LENGTH)
+        if self.weights is None:
+            return joined
+        return (joined * copy_async(self.weights, joined.float()).unsqueeze(-1)).to(joined.dtype)
+
+
+def tokenize_in_chunks(tokenizer: Any, prompts: Sequence[str], max_tokens: int) -> Tensor:
+    """Token ids (B x chunks, 77): prompts truncated to ``max_tokens`` and split into chunks of 75."""
+    input_ids = tokenizer(list(prompts), add_special_tokens=False, truncation=False, verbose=False).input_ids
+    return _build_chunks(tokenizer, input_ids, max_tokens)
+
+
+def _build_chunks(tokenizer: Any, input_ids: Iterable[Sequence[int]], max_tokens: int) -> Tensor:
+    """Every chunk has its own start and end token; the last chunks of a short prompt are empty."""
     rows = []
-    for ids in tokenizer(list(prompts), add_special_tokens=False, truncation=False, verbose=False).input_ids:
+    for ids in input_ids:
         for start in range(0, max_tokens, CHUNK_LENGTH):
             chunk = ids[:max_tokens][start : start + CHUNK_LENGTH]
             row = [tokenizer.bos_token_id, *chunk, tokenizer.eos_token_id]
@@ -54,10 +76,28 @@ def tokenize_in_chunks(tokenizer: Any, prompts: Sequence[str], max_tokens: int) 
     return torch.tensor(rows)
 
 
+def tokenize_for_clip(tokenizer: Any, prompts: Sequence[str], model_config: ModelConfig) -> ClipTokens:
+    """Tokenize captions in chunks, with weights where these are set."""
+    max_tokens = model_config.max_token_length
+    if not model_config.weighted_captions:
+        return ClipTokens(tokenize_in_chunks(tokenizer, prompts, max_tokens), max_tokens)
+    input_ids, weights = zip(*(tokenize_weighted(tokenizer, prompt) for prompt in prompts), strict=True)
+    rows = _build_chunks(tokenizer, input_ids, max_tokens)
+    return ClipTokens(rows, max_tokens, build_token_weights(weights, max_tokens))
+
+
 def find_truncated_prompts(tokenizer: Any, prompts: Sequence[str], max_tokens: int) -> list[str]:
     """The prompts of more than ``max_tokens`` tokens."""
     input_ids = tokenizer(list(prompts), add_special_tokens=False, truncation=False, verbose=False).input_ids
     return [prompt for prompt, ids in zip(prompts, input_ids, strict=True) if len(ids) > max_tokens]
+
+
+def find_truncated_captions(tokenizer: Any, prompts: Sequence[str], model_config: ModelConfig) -> list[str]:
+    """The prompts of more than ``max_token_length`` tokens of CLIP, of which weights and their brackets are none."""
+    if not model_config.weighted_captions:
+        return find_truncated_prompts(tokenizer, prompts, model_config.max_token_length)
+    lengths = (len(tokenize_weighted(tokenizer, prompt)[0]) for prompt in prompts)
+    return [prompt for prompt, length in zip(prompts, lengths, strict=True) if length > model_config.max_token_length]
 
 
 def find_truncated_chats(
@@ -92,13 +132,12 @@ def suppress_truncation_warnings(pipe: Any, *tokenizers: Any) -> Iterator[None]:
 
 
 @contextmanager
-def mask_padding(encoder: Any, pad_token_id: int) -> Iterator[list[Tensor]]:
-    """Mask padding tokens in calls of a text encoder, which pipelines call without a mask; yield the masks."""
+def mask_calls(encoder: Any, build_mask: Callable[[Tensor], Tensor]) -> Iterator[list[Tensor]]:
+    """Give calls of a text encoder, which pipelines call without a mask, one built from the ids; yield the masks."""
     masks: list[Tensor] = []
 
     def add_mask(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        input_ids = args[0] if args else kwargs["input_ids"]
-        masks.append((input_ids != pad_token_id).long())
+        masks.append(build_mask(args[0] if args else kwargs["input_ids"]))
         return args, {**kwargs, "attention_mask": masks[-1]}
 
     handle = encoder.register_forward_pre_hook(add_mask, with_kwargs=True)
@@ -108,6 +147,21 @@ def mask_padding(encoder: Any, pad_token_id: int) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
+def find_padding_by_id(pad_token_id: int) -> Callable[[Tensor], Tensor]:
+    """Mask (0) every padding token, which no text contains."""
+    return lambda input_ids: (input_ids != pad_token_id).long()
+
+
+def find_padding_after_end(end_token_id: int) -> Callable[[Tensor], Tensor]:
+    """Mask (0) what comes after the first end token: CLIP-L pads with this token itself."""
+
+    def build_mask(input_ids: Tensor) -> Tensor:
+        is_end = input_ids == end_token_id
+        return (is_end.cumsum(1) - is_end.long() == 0).long()
+
+    return build_mask
+
+
 def encode_with_t5(
     pipe: Any, prompts: Sequence[str], encoder_name: str, max_tokens: int, *, masks_padding: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -115,7 +169,11 @@ def encode_with_t5(
     encoder, tokenizer = getattr(pipe, encoder_name), getattr(pipe, encoder_name.replace("text_encoder", "tokenizer"))
     with ExitStack() as stack:
         stack.enter_context(suppress_truncation_warnings(pipe, tokenizer))
-        masks = stack.enter_context(mask_padding(encoder, tokenizer.pad_token_id)) if masks_padding else []
+        masks = (
+            stack.enter_context(mask_calls(encoder, find_padding_by_id(tokenizer.pad_token_id)))
+            if masks_padding
+            else []
+        )
         embeds: Tensor = pipe._get_t5_prompt_embeds(
             list(prompts), max_sequence_length=max_tokens, device=encoder.device, dtype=encoder.dtype
         )
@@ -143,10 +201,9 @@ def join_chunks(hidden_states: Tensor, num_chunks: int) -> Tensor:
 
 def encode_with_clip(pipe: Any, prompts: Sequence[str], model_config: ModelConfig) -> Tensor:
     """Encode prompts with the only text encoder; ``clip_skip`` counts as in sd-scripts: 1 is the last layer."""
-    rows = tokenize_in_chunks(pipe.tokenizer, prompts, model_config.max_token_length)
-    output = pipe.text_encoder(rows.to(pipe.text_encoder.device, non_blocking=True), output_hidden_states=True)
-    states = get_normed_hidden_states(pipe.text_encoder, output, model_config.clip_skip or 1)
-    return join_chunks(states, model_config.max_token_length // CHUNK_LENGTH)
+    tokens = tokenize_for_clip(pipe.tokenizer, prompts, model_config)
+    output = pipe.text_encoder(tokens.rows.to(pipe.text_encoder.device, non_blocking=True), output_hidden_states=True)
+    return tokens.join_states(get_normed_hidden_states(pipe.text_encoder, output, model_config.clip_skip or 1))
 
 
 def get_normed_hidden_states(encoder: Any, output: Any, layers_from_end: int) -> Tensor:

@@ -1,7 +1,8 @@
 """The components that a run trains, with which learning rates, and which text encoders stay as they are."""
 
 from ..config.network_args import get_network_args
-from ..config.schema import AdapterConfig, OptimConfig
+from ..config.schema import AdapterConfig
+from ..config.schema_optim import OptimConfig
 from ..config.unused_options import is_self_tuning_adafactor
 from .facts import FamilyFacts
 

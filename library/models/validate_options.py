@@ -253,7 +253,7 @@ def _find_other_defaults(loaded: ParsedConfig, detected: DetectedModel) -> Itera
                 texts.get(option.name) or option.default_text or format_default(option.default),
                 theirs[option.name],
             )
-            yield f"{option.name} {ours} (there {f'{value:g}' if isinstance(value, float) else value})"
+            yield f"{option.name} {ours} (there {format_default(value) or 'none'})"
 
 
 def _take_musubi_args(loaded: ParsedConfig, network: NetworkFacts) -> ParsedConfig:

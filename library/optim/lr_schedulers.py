@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..config.schema import OptimConfig
+from ..config.schema_optim import OptimConfig
 from ..config.types import split_keyword_args
 from ..errors import UserError
 from ..problems import Problem

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..config.schema import OptimConfig
+from ..config.schema_optim import OptimConfig
 from ..errors import UserError
 from ..name_suggestions import suggest_name
 from ..problems import Problem

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..config.schema import OptimConfig
+from ..config.schema_optim import OptimConfig
 from ..errors import UserError
 from ..problems import Problem
 from .lr_schedulers import build_lr_schedule

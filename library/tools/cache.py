@@ -4,8 +4,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from ..config.schema import AdapterConfig, ModelConfig, OptimConfig
+from ..config.schema import AdapterConfig, ModelConfig
 from ..config.schema_data import CacheConfig
+from ..config.schema_optim import OptimConfig
 from ..errors import ConfigError
 from ..models.detect import detect_model, get_family_facts
 from ..models.trained_components import caches_only_t5

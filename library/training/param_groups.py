@@ -12,7 +12,8 @@ from ..config.network_args import (
     get_network_args,
     get_unet_block_index,
 )
-from ..config.schema import AdapterConfig, OptimConfig
+from ..config.schema import AdapterConfig
+from ..config.schema_optim import OptimConfig
 from ..models.facts import FamilyFacts
 from ..models.trained_components import get_component_lr
 from ..optim.optimizers import ParamGroup

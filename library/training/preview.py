@@ -61,7 +61,7 @@ class Preview:
         self.generate_previews(run)
 
     def on_train_begin(self, run: TrainingRun) -> None:
-        if self.config.sample_at_first and not run.state.step:
+        if self.config.sample_at_first and not run.state.samples:
             self.generate_previews(run)
 
     @torch.no_grad()

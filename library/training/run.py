@@ -127,6 +127,7 @@ def _prepare_and_train(
     resume = Resume(config, strategy, detected=detected, prepared=prepared, plan=plan, started_at=started_at)
     if resume.is_complete(plan):
         return
+    _log_first_step(plan, resume)
 
     num_images = len(prepared.manifest.samples)
     prepared, latents = cache_latents(encoders, prepared)
@@ -153,6 +154,11 @@ def _log_model(config: RunConfig, detected: DetectedModel) -> None:
     facts = get_family_facts(detected.family)
     logger.info("model family %s: %s", detected.family_name, detected.reason)
     logger.info("%s", describe_trained_components(config.adapter, config.optim, facts))
+
+
+def _log_first_step(plan: RunPlan, resume: Resume) -> None:
+    if plan.first_step and resume.checkpoint is None:
+        logger.info("starting after step %d of %d, without the steps before", plan.first_step, plan.steps)
 
 
 def _warn_of_distilled_model(adapter: AdapterConfig, family: Family, pipe: Any) -> None:
@@ -277,7 +283,8 @@ def _train_and_save(
     comm.run_on_main(lambda: trackers.init_trackers(run.config.log, flatten_config(run.config)))
     first_step, is_main, metrics_path = run.state.step, comm.is_main, _get_metrics_path(run.config.save)
     with signals, ProgressBar(run.plan.steps, first_step, "training", enabled=is_main) as progress:
-        metrics_file = MetricsFile(metrics_path, first_step) if is_main else None
+        is_resumed = run.state.samples > 0  # another run's lines are not those of steps that are left out
+        metrics_file = MetricsFile(metrics_path, first_step if is_resumed else 0) if is_main else None
         metric_logger = TrainingLogger(progress, metrics_file, trackers, run.state.samples)
         run = replace(run, metric_logger=metric_logger, callbacks=callbacks.list_all())
         for callback in sorted(run.callbacks, key=lambda callback: callback.id != callbacks.save_report.id):

@@ -17,10 +17,11 @@ from ..atomic_files import find_write_error
 from ..cache.paths import resolve_cache_dirs
 from ..cache.readers import CacheReaders, build_step_loader
 from ..config import RunConfig
-from ..config.schema import OptimConfig, TrainConfig
+from ..config.schema import TrainConfig
 from ..config.schema_data import CacheConfig, DataConfig
 from ..config.schema_distributed import DistributedConfig
 from ..config.schema_objective import LossConfig, NoiseConfig
+from ..config.schema_optim import OptimConfig
 from ..config.validate_objective import find_active_options
 from ..dataloader.loader import StepLoader
 from ..dataloader.prepare import PreparedData, prepare_data
@@ -51,7 +52,7 @@ from .nan_and_oom_handling import BadSamples, NanGuard, OomRecovery
 from .network_weights import InitialWeights, keep_idle_layers, load_network_weights
 from .param_groups import build_param_groups
 from .preflight import check_objective
-from .state import NullMetricLogger, TrainingRun
+from .state import NullMetricLogger, TrainingRun, TrainState
 from .task import DiffusionTask
 from .trainable_modules import (
     TrainableModules,
@@ -118,11 +119,7 @@ def build_run(
     """Inject the adapters, build optimizer, task and loader, and wrap the model; without callbacks and logger yet."""
     objective = build_objective(config.noise, config.loss, family, pipe)
     set_attention_mode(getattr(pipe, family.facts.denoiser_name), config.distributed.attn_mode)
-    trained, adapter = build_trainable_modules(
-        config, family, pipe, initial_weights.rank_alphas, initial_weights.independent_modules
-    )
-    load_network_weights(trained, adapter, initial_weights)
-    adapter = keep_idle_layers(adapter, initial_weights, collect_component_keys(family, pipe))
+    trained, adapter = _inject_adapters(config, family, pipe, initial_weights)
     _prepare_trainable_parameters(trained, strategy, is_bf16=config.distributed.full_bf16)
     for line in format_trainable_summary(trained, adapter):
         logger.info("%s", line)
@@ -137,6 +134,7 @@ def build_run(
     task = _build_task(
         config, strategy, family, pipe, model, objective=objective, readers=cache_readers, dropout=dropout, plan=plan
     )
+    task = replace(task, resolution_sides=prepared.list_resolution_sides())
     loader = _build_loader(strategy, prepared, plan, cache_readers)
     if strategy.comm.is_main:
         _warn_truncated_captions(family, pipe, prepared.list_first_epoch_captions(plan.batch_plan, plan.steps))
@@ -161,10 +159,22 @@ def build_run(
         ema=None if ema_decay is None else AdapterEMA(trainable, ema_decay),
         max_norm_regularizer=None if max_norm is None else MaxNormRegularizer(trained, adapter, max_norm),
         compilation=compilation,
+        state=TrainState(step=plan.first_step),
     )
     if callable(getattr(optimizer, "train", None)):  # schedule-free optimizers hold two sets of weights
         optimizer.train()
     return run, adapter
+
+
+def _inject_adapters(
+    config: RunConfig, family: Family, pipe: Any, initial_weights: InitialWeights
+) -> tuple[TrainableModules, injection.Adapter]:
+    """Inject the adapters and give them their initial weights."""
+    trained, adapter = build_trainable_modules(
+        config, family, pipe, initial_weights.rank_alphas, initial_weights.independent_modules
+    )
+    load_network_weights(trained, adapter, initial_weights)
+    return trained, keep_idle_layers(adapter, initial_weights, collect_component_keys(family, pipe))
 
 
 def _prepare_trainable_parameters(trained: TrainableModules, strategy: Strategy, *, is_bf16: bool) -> None:

@@ -1,7 +1,8 @@
 """The training task: from a batch of images and captions to one loss per sample (encode, add noise, predict, loss)."""
 
+import random
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import lcm
 from typing import Any
@@ -21,7 +22,7 @@ from ..distributed.step_phases import record_phase
 from ..models.base import ControlTextFamily, Family, T5Family
 from ..models.text_encoding import encode_text_on_meta
 from ..parallel.async_copy import CopyStream
-from ..randomness import Purpose, derive_generator, derive_seed
+from ..randomness import Purpose, derive_generator, derive_rng, derive_seed
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class DiffusionTask:
     dropout: LoraDropout | None = None
     samples_per_step: int = 1
     """The most samples of an optimizer step over all ranks, by which ``num_timestep_buckets`` counts samples."""
+    resolution_sides: tuple[int, ...] = ()
+    """Sides in pixels of squares with the areas of the datasets' resolutions."""
     pads_texts: bool = False
     """Whether texts are padded, so that fewer batches differ in shape."""
     micro_batch_stats: list[MicroBatchStats] = field(default_factory=list)
@@ -66,6 +69,8 @@ class DiffusionTask:
         self.seed_dropout(pixel_batch, step)
         with record_phase("encode", pixel_batch):
             batch = self.encode(pixel_batch, step)
+        draws = partial(self._build_draws, step=step, global_positions=batch.global_positions)
+        batch = replace(batch, build_draws=draws)
         noised = self.objective.add_noise(
             batch.latents,
             partial(self.build_generators, step=step, global_positions=batch.global_positions),
@@ -160,6 +165,7 @@ class DiffusionTask:
             mask=mask,
             text_pad_multiple=self._text_pad_multiple,
             control_latents=self._encode_controls(pixel_batch),
+            resolution_sides=self.resolution_sides,
         )
 
     def _encode_controls(self, pixel_batch: PixelBatch) -> tuple[Tensor, ...]:
@@ -220,6 +226,10 @@ class DiffusionTask:
             encode = self.family.encode_prompts_with_controls
             return concatenate_cond([encode(self.pipe, captions[part], controls[part]) for part in parts])
         return concatenate_cond([self.family.encode_prompts(self.pipe, list(captions[part])) for part in parts])
+
+    def _build_draws(self, purpose: str, step: int, global_positions: tuple[int, ...]) -> list[random.Random]:
+        """Build one generator per sample for what families draw, seeded as those of noise are."""
+        return [derive_rng(self.seed, purpose, step, position) for position in global_positions]
 
     def build_generators(self, purpose: str, step: int, global_positions: tuple[int, ...]) -> list[torch.Generator]:
         """Build one generator per sample, seeded by (seed, purpose, step, position in the step).

@@ -22,8 +22,9 @@ from ..config.network_args import (
     get_lycoris_preset,
     get_network_args,
 )
-from ..config.schema import AdapterConfig, OptimConfig, RunConfig, TrainConfig
+from ..config.schema import AdapterConfig, RunConfig, TrainConfig
 from ..config.schema_distributed import DistributedConfig
+from ..config.schema_optim import OptimConfig
 from ..distributed.devices import MIXED_PRECISION_DTYPES
 from ..models.base import Family
 from ..models.half_precision_norms import write_norms_in_half_precision

@@ -7,8 +7,9 @@ from typing import Any
 from torch import nn
 
 from ..adapters import injection
-from ..config.schema import AdapterConfig, ModelConfig, OptimConfig, TrainConfig
+from ..config.schema import AdapterConfig, ModelConfig, TrainConfig
 from ..config.schema_distributed import ParallelConfig
+from ..config.schema_optim import OptimConfig
 from ..config.validate_adapter import validate_adapter_for_model
 from ..errors import ConfigError
 from ..models.base import Family

@@ -215,7 +215,7 @@ class Validation:
             return
         mean = MeanEstimate.from_values([_compute_mean(values) for values in self.base_losses.values()])
         logger.info("validation loss of the base model: %s (%d images)", mean, len(self.base_losses))
-        if not run.state.step:
+        if not run.state.samples:
             run.metric_logger.log_values(
                 run, {"validation/base": mean.value, **self._break_down_losses(self.base_losses, "validation/base")}
             )

@@ -11,7 +11,8 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from tiny_pipelines import TINY
 
 from library.adapters import injection
-from library.config.schema import AdapterConfig, ModelConfig, OptimConfig
+from library.config.schema import AdapterConfig, ModelConfig
+from library.config.schema_optim import OptimConfig
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.training.trainable_modules import select_target_components

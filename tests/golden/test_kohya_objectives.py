@@ -214,7 +214,8 @@ def list_defaults() -> list[str]:
         facts = FAMILY_FACTS[script.model]
         values = facts.options.kohya_objective.defaults
         words = [
-            f"`{name}` {value:g}" if isinstance(value, float) else f"`{name}` {value}" for name, value in values.items()
+            f"`{name}` {value:g}" if isinstance(value, float) else f"`{name}` {value or 'none'}"
+            for name, value in values.items()
         ]
         rows[facts.title] = f"| {facts.title} | {', '.join(words) or 'those of this program'} |"
     return list(rows.values())

@@ -10,7 +10,8 @@ from text_encoder_runs import build_trainable_case, compute_loss, parse_settings
 from training_runs import even_dataset, max_relative_difference  # noqa: F401
 
 from library.adapters import injection
-from library.config.schema import OptimConfig, RunConfig
+from library.config.schema import RunConfig
+from library.config.schema_optim import OptimConfig
 from library.config.validate_adapter import validate_adapter_for_model
 from library.models.families import FAMILIES
 from library.training.param_groups import build_param_groups

@@ -103,7 +103,11 @@ def choose_value(option: Option, *needs: Need) -> Any:
         return not option.default
     if option.value_type in (int, float):
         number = option.value_type(option.default[0] if option.is_list and option.default else option.default or 0)
-        number = number + 1 if option.maximum is None or number + 1 <= option.maximum else option.maximum / 2
+        number = (
+            number + 1
+            if option.maximum is None or number + 1 <= option.maximum
+            else option.value_type(option.maximum / 2)
+        )
         return [max(number, option.minimum or 0)] if option.is_list else max(number, option.minimum or 0)
     return VALUES_OF_TYPES.get(option.value_type, ["a=1"] if option.is_list else "./nothing")
 
@@ -163,7 +167,7 @@ def build_met(need: Need, option: Option) -> Case:
 
 def choose_model(option: Option, *, has_option: bool) -> str:
     """Choose a model whose family has an option, or has it not."""
-    models = ("sd1", "sdxl", "sd3", "flux", "z_image", "hunyuan_image")
+    models = ("sd1", "sdxl", "sd3", "flux", "z_image", "hunyuan_image", "lumina2", "anima")
     facts = {model: FAMILY_FACTS[{"sdxl": "sdxl"}.get(model, model)] for model in models}
     named = {model: option.name in (*each.options.extra, *each.options.components) for model, each in facts.items()}
     return next(f"random:{model}:tiny" for model, has in named.items() if has is has_option)

@@ -170,7 +170,13 @@ FACTS = FamilyFacts(
     ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=4.0),
     options=FamilyOptions(
-        components={"vae": "vae", "text_encoder": "text_encoder"},
+        components={
+            "vae": "vae",
+            "text_encoder": "text_encoder",
+            "llm_adapter_path": "text_conditioner",
+            "t5_tokenizer_path": "t5_tokenizer",
+        },
+        extra=("qwen3_max_token_length", "t5_max_token_length"),
         network=NetworkFacts(modules=("networks.lora_anima",)),
         kohya_objective=replace(
             KOHYA_FLOW_OBJECTIVE,
@@ -205,11 +211,12 @@ class Anima(Family):
 
         from .. import text_encoding
 
-        device, dtype, max_length = pipe.text_encoder.device, pipe.text_encoder.dtype, ANIMA_TEXT_TOKENS
+        device, dtype = pipe.text_encoder.device, pipe.text_encoder.dtype
+        qwen_length, t5_length = self.model_config.qwen3_max_token_length, self.model_config.t5_max_token_length
         encode, condition = encoders.AnimaTextEncoderStep, before_denoise.AnimaTextConditioningStep
         with text_encoding.suppress_truncation_warnings(pipe, pipe.tokenizer, pipe.t5_tokenizer):
-            states, mask = encode._get_qwen_prompt_embeds(pipe, list(prompts), max_length, device, dtype)
-            ids, ids_mask = encode._get_t5_prompt_ids(pipe, list(prompts), max_length, device)
+            states, mask = encode._get_qwen_prompt_embeds(pipe, list(prompts), qwen_length, device, dtype)
+            ids, ids_mask = encode._get_t5_prompt_ids(pipe, list(prompts), t5_length, device)
         dtype = pipe.text_conditioner.dtype
         embeds = condition._condition_prompt_embeds(
             pipe, states, mask, ids, ids_mask, device=device, conditioning_dtype=dtype, output_dtype=dtype
@@ -219,14 +226,16 @@ class Anima(Family):
     def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         from .. import text_encoding
 
-        width = pipe.transformer.config.text_embed_dim
-        return {"embeds": text_encoding.build_meta_text_embeds(pipe.t5_tokenizer, prompts, width, ANIMA_TEXT_TOKENS)}
+        width, max_tokens = pipe.transformer.config.text_embed_dim, self.model_config.t5_max_token_length
+        return {"embeds": text_encoding.build_meta_text_embeds(pipe.t5_tokenizer, prompts, width, max_tokens)}
 
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         from .. import text_encoding
 
-        found = text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, ANIMA_TEXT_TOKENS)
-        found += text_encoding.find_truncated_prompts(pipe.t5_tokenizer, prompts, ANIMA_TEXT_TOKENS - 1)  # and its end
+        options = self.model_config
+        found = text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, options.qwen3_max_token_length)
+        max_tokens = options.t5_max_token_length - 1  # minus the end token
+        found += text_encoding.find_truncated_prompts(pipe.t5_tokenizer, prompts, max_tokens)
         return [prompt for prompt in prompts if prompt in found]
 
     def encode_moments(self, pipe: Any, pixels: Tensor) -> Moments:

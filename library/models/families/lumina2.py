@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import KeyStyle, OriginalModule
 from ...config.network_args import NetworkFacts
+from ...config.schema import ModelConfig
+from ...problems import Problem
 from ..base import BaseModelInfo, Family
 from ..facts import (
     BlockFacts,
@@ -35,7 +37,16 @@ if TYPE_CHECKING:
     from ...diffusion.process import NoiseProcess
 
 LUMINA2_MAX_SEQUENCE_LENGTH = 256
-"""Maximum tokens of the prompt with the system prompt, as in diffusers' pipeline."""
+"""Maximum tokens of the prompt with the system prompt, as in diffusers' pipeline and sd-scripts."""
+
+
+def _validate_lumina2(read: ConfigReader, options: ModelConfig) -> Iterator[Problem]:
+    """Check that every token of a text, and the image after it, has a position in the denoiser."""
+    length = options.gemma2_max_token_length
+    most = read_required(read, "transformer/config.json").get("axes_lens", (300,))[0] - 1
+    if length is not None and length > most:
+        text = f"{length} is more than the {most} tokens that the transformer has positions for"
+        yield Problem("gemma2_max_token_length", text, f"use at most {most}")
 
 
 def _match_lumina2(read: ConfigReader) -> FamilyMatch:
@@ -147,9 +158,12 @@ FACTS = FamilyFacts(
     sampling=SamplingFacts(num_inference_steps=30, guidance_scale=4.0),
     options=FamilyOptions(
         components={"ae": "vae", "vae": "vae", "text_encoder": "text_encoder"},
+        extra=("system_prompt", "gemma2_max_token_length"),
+        validate=_validate_lumina2,
         network=NetworkFacts(modules=("networks.lora_lumina",)),
         kohya_objective=replace(
-            KOHYA_FLOW_OBJECTIVE, defaults={"timestep_sampling": "shift", "discrete_flow_shift": 6.0}
+            KOHYA_FLOW_OBJECTIVE,
+            defaults={"timestep_sampling": "shift", "discrete_flow_shift": 6.0, "system_prompt": ""},
         ),
     ),
 )
@@ -166,8 +180,17 @@ class Lumina2(Family):
 
         return replace(FlowMatchingProcess.from_scheduler(pipe.scheduler.config), velocity_sign=-1)
 
+    @property
+    def max_sequence_length(self) -> int:
+        return self.model_config.gemma2_max_token_length or LUMINA2_MAX_SEQUENCE_LENGTH
+
+    def _add_system_prompt(self, prompt: str) -> str:
+        """Put the system prompt before a caption, as the pipeline and sd-scripts do; an empty one adds nothing."""
+        system_prompt = self.model_config.system_prompt
+        return f"{system_prompt} <Prompt Start> {prompt}" if system_prompt else prompt
+
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
-        return self.encode_negative_prompts(pipe, [_add_system_prompt(pipe, prompt) for prompt in prompts])
+        return self.encode_negative_prompts(pipe, [self._add_system_prompt(prompt) for prompt in prompts])
 
     def encode_negative_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         """Encode texts without a system prompt before them, as the pipeline does."""
@@ -175,21 +198,21 @@ class Lumina2(Family):
 
         device = pipe.text_encoder.device
         with text_encoding.suppress_truncation_warnings(pipe, pipe.tokenizer):
-            embeds, mask = pipe._get_gemma_prompt_embeds(list(prompts), device, LUMINA2_MAX_SEQUENCE_LENGTH)
+            embeds, mask = pipe._get_gemma_prompt_embeds(list(prompts), device, self.max_sequence_length)
         return {"embeds": text_encoding.drop_padding(embeds, mask)}
 
     def encode_prompts_on_meta(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         from .. import text_encoding
 
-        texts = [_add_system_prompt(pipe, prompt) for prompt in prompts]
-        width, max_length = pipe.transformer.config.cap_feat_dim, LUMINA2_MAX_SEQUENCE_LENGTH
+        texts = [self._add_system_prompt(prompt) for prompt in prompts]
+        width, max_length = pipe.transformer.config.cap_feat_dim, self.max_sequence_length
         return {"embeds": text_encoding.build_meta_text_embeds(pipe.tokenizer, texts, width, max_length)}
 
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         from .. import text_encoding
 
-        texts = {_add_system_prompt(pipe, prompt): prompt for prompt in prompts}
-        found = text_encoding.find_truncated_prompts(pipe.tokenizer, list(texts), LUMINA2_MAX_SEQUENCE_LENGTH)
+        texts = {self._add_system_prompt(prompt): prompt for prompt in prompts}
+        found = text_encoding.find_truncated_prompts(pipe.tokenizer, list(texts), self.max_sequence_length)
         return [texts[text] for text in found]
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
@@ -211,7 +234,7 @@ class Lumina2(Family):
 
         # Of the pipeline's own length, which both texts need to have.
         texts = [*cond["embeds"], *negative_cond["embeds"]]
-        embeds, mask = pad_text_embeds(texts, LUMINA2_MAX_SEQUENCE_LENGTH)
+        embeds, mask = pad_text_embeds(texts, self.max_sequence_length)
         return dict(
             guidance_scale=self.facts.sampling.get_guidance_scale(prompt.cfg_scale),
             prompt_embeds=embeds[:1],
@@ -219,11 +242,6 @@ class Lumina2(Family):
             negative_prompt_embeds=embeds[1:],
             negative_prompt_attention_mask=mask[1:],
         )
-
-
-def _add_system_prompt(pipe: Any, prompt: str) -> str:
-    """Put the system prompt before a caption, as the pipeline does."""
-    return f"{pipe.system_prompt} <Prompt Start> {prompt}"
 
 
 @contextmanager

@@ -124,7 +124,7 @@ SD1_FACTS = FamilyFacts(
     sampling=SamplingFacts(num_inference_steps=30, guidance_scale=7.5, image_size=(512, 512)),
     options=FamilyOptions(
         components={"vae": "vae", "clip_l": "text_encoder"},
-        extra=("clip_skip", "max_token_length"),
+        extra=("clip_skip", "max_token_length", "weighted_captions"),
         validate=_validate_clip_skip,
         network=NetworkFacts(unet_blocks=(12, 1, 12)),
         kohya_objective=KOHYA_UNET_OBJECTIVE,
@@ -192,7 +192,7 @@ class StableDiffusion1(Family):
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         from .. import text_encoding
 
-        return text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, self.model_config.max_token_length)
+        return text_encoding.find_truncated_captions(pipe.tokenizer, prompts, self.model_config)
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         predicted: Tensor = denoiser(

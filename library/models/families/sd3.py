@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 from ...adapters.original_module_names import (
@@ -15,6 +16,7 @@ from ...adapters.original_module_names import (
 )
 from ...config.network_args import NetworkFacts
 from ...diffusion.timestep_shift import NO_SHIFT
+from ...randomness import Purpose
 from ..base import BaseModelInfo, T5Family
 from ..facts import (
     BlockFacts,
@@ -51,6 +53,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...dataloader.batch import Batch, Cond
+
+
+CLIP_TOKENS = 77
+"""The tokens of the two CLIP encoders, which come before those of T5."""
 
 
 def _match_sd3(read: ConfigReader) -> FamilyMatch:
@@ -156,7 +162,11 @@ FACTS = FamilyFacts(
     sampling=SamplingFacts(num_inference_steps=28, guidance_scale=7.0),
     options=FamilyOptions(
         components={"vae": "vae", "clip_l": "text_encoder", "clip_g": "text_encoder_2", "t5xxl": "text_encoder_3"},
-        extra=("t5xxl_max_token_length", "apply_t5_attn_mask"),
+        extra=(
+            *("t5xxl_max_token_length", "apply_t5_attn_mask", "apply_lg_attn_mask"),
+            *("clip_l_dropout_rate", "clip_g_dropout_rate", "t5_dropout_rate"),
+            *("pos_emb_random_crop_rate", "enable_scaled_pos_embed"),
+        ),
         network=NetworkFacts(
             modules=("networks.lora_sd3",),
             args=("train_t5xxl", "train_block_indices"),
@@ -195,7 +205,8 @@ class StableDiffusion3(T5Family):
 
     def get_base_model_info(self, pipe: Any) -> BaseModelInfo:
         variant = _get_sd3_variant(pipe.transformer.config)
-        metadata = {"ss_apply_lg_attn_mask": False, "ss_apply_t5_attn_mask": False}
+        names = ("apply_lg_attn_mask", "apply_t5_attn_mask")
+        metadata = {f"ss_{name}": getattr(self.model_config, name) for name in names}
         return BaseModelInfo(variant, f"stable-diffusion-3-{variant}", metadata)
 
     def encode_t5_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
@@ -212,7 +223,15 @@ class StableDiffusion3(T5Family):
 
         from .. import text_encoding
 
-        with text_encoding.suppress_truncation_warnings(pipe, pipe.tokenizer, pipe.tokenizer_2):
+        with ExitStack() as stack:
+            stack.enter_context(text_encoding.suppress_truncation_warnings(pipe, pipe.tokenizer, pipe.tokenizer_2))
+            if self.model_config.apply_lg_attn_mask:
+                for encoder, tokenizer in (
+                    (pipe.text_encoder, pipe.tokenizer),
+                    (pipe.text_encoder_2, pipe.tokenizer_2),
+                ):
+                    build_mask = text_encoding.find_padding_after_end(tokenizer.eos_token_id)
+                    stack.enter_context(text_encoding.mask_calls(encoder, build_mask))
             states, pooled = zip(
                 *(
                     pipe._get_clip_prompt_embeds(list(prompts), device=pipe.text_encoder.device, clip_model_index=index)
@@ -223,7 +242,11 @@ class StableDiffusion3(T5Family):
         t5_embeds = cast("Tensor", t5_cond["embeds"])
         clip_embeds = torch.cat(states, dim=-1)
         clip_embeds = pad(clip_embeds, (0, t5_embeds.shape[-1] - clip_embeds.shape[-1]))
-        return {"embeds": torch.cat([clip_embeds, t5_embeds], dim=-2), "pooled": torch.cat(pooled, dim=-1)}
+        cond: Cond = {"embeds": torch.cat([clip_embeds, t5_embeds], dim=-2), "pooled": torch.cat(pooled, dim=-1)}
+        if self.model_config.clip_l_dropout_rate or self.model_config.clip_g_dropout_rate:
+            # Text encoders are gone when training drops what one of the two returned; rows say where the other begins.
+            cond["clip_l_width"] = t5_embeds.new_full((len(prompts), 1), states[0].shape[-1], dtype=torch.float32)
+        return cond
 
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         from .. import text_encoding
@@ -236,14 +259,54 @@ class StableDiffusion3(T5Family):
         return self.model_config.t5xxl_max_token_length or 256
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
-        predicted: Tensor = denoiser(
-            hidden_states=noisy_latents,
-            timestep=timesteps,
-            encoder_hidden_states=batch.cond["embeds"],
-            pooled_projections=batch.cond["pooled"],
-            return_dict=False,
-        )[0]
+        embeds, pooled = self._drop_text(batch)
+        with self._choose_positions(pipe.transformer.pos_embed, noisy_latents, batch):
+            predicted: Tensor = denoiser(
+                hidden_states=noisy_latents,
+                timestep=timesteps,
+                encoder_hidden_states=embeds,
+                pooled_projections=pooled,
+                return_dict=False,
+            )[0]
         return predicted
+
+    def _drop_text(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Zero what single text encoders return for some samples, in training."""
+        import torch
+
+        from ...diffusion.noise import copy_async
+
+        embeds, pooled = cast("Tensor", batch.cond["embeds"]), cast("Tensor", batch.cond["pooled"])
+        options = self.model_config
+        rates = options.clip_l_dropout_rate, options.clip_g_dropout_rate, options.t5_dropout_rate
+        if batch.build_draws is None or not any(rates):
+            return embeds, pooled
+        draws = batch.build_draws(Purpose.TEXT_DROPOUT)
+        drawn = [[draw.random() >= rate for rate in rates] for draw in draws]
+        keeps_l, keeps_g, keeps_t5 = copy_async(torch.tensor(drawn), embeds).unbind(1)
+
+        def mask_clip(width: int) -> Tensor:
+            """Build the factors (B, width) of features, of which those of CLIP-L come first."""
+            if "clip_l_width" not in batch.cond:
+                return embeds.new_ones(len(embeds), width)
+            is_l = torch.arange(width, device=embeds.device) < cast("Tensor", batch.cond["clip_l_width"])
+            return torch.where(is_l, keeps_l.unsqueeze(1), keeps_g.unsqueeze(1))
+
+        clip, t5 = embeds[:, :CLIP_TOKENS], embeds[:, CLIP_TOKENS:]
+        kept = [clip * mask_clip(clip.shape[-1]).unsqueeze(1), t5 * keeps_t5[:, None, None]]
+        return torch.cat(kept, dim=1), pooled * mask_clip(pooled.shape[-1])
+
+    def _choose_positions(self, patch_embed: Any, latents: Tensor, batch: Batch) -> AbstractContextManager[None]:
+        from ..sd3_positions import PositionCrops, replace_positions
+
+        options = self.model_config
+        is_random = options.pos_emb_random_crop_rate and batch.build_draws is not None
+        sides = batch.resolution_sides if options.enable_scaled_pos_embed else ()
+        if not is_random and not sides:
+            return nullcontext()
+        draws = batch.build_draws(Purpose.POSITION_CROP) if is_random and batch.build_draws else None
+        crops = PositionCrops(options.pos_emb_random_crop_rate, draws, sides)
+        return replace_positions(patch_embed, crops.build_embeds(patch_embed, *latents.shape[-2:]))
 
 
 def _get_sd3_variant(config: Any) -> str:

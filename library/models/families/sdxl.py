@@ -116,7 +116,7 @@ FACTS = FamilyFacts(
     sampling=SamplingFacts(num_inference_steps=30, guidance_scale=7.5),
     options=FamilyOptions(
         components={"vae": "vae", "clip_l": "text_encoder", "clip_g": "text_encoder_2"},
-        extra=("max_token_length",),
+        extra=("max_token_length", "weighted_captions"),
         network=NetworkFacts(unet_blocks=(9, 3, 9), unet_outer_blocks=(1, 1)),
         kohya_objective=KOHYA_UNET_OBJECTIVE,
     ),
@@ -132,15 +132,16 @@ class StableDiffusionXL(Family):
     def encode_prompts(self, pipe: Any, prompts: Sequence[str]) -> Cond:
         import torch
 
-        from ..text_encoding import CHUNK_LENGTH, join_chunks, tokenize_in_chunks
+        from ..text_encoding import CHUNK_LENGTH, tokenize_for_clip
 
-        length = self.model_config.max_token_length
         states = []
         for tokenizer, encoder in ((pipe.tokenizer, pipe.text_encoder), (pipe.tokenizer_2, pipe.text_encoder_2)):
-            rows = tokenize_in_chunks(tokenizer, prompts, length)
-            output = encoder(rows.to(encoder.device, non_blocking=True), output_hidden_states=True)
-            states.append(join_chunks(output.hidden_states[-2], length // CHUNK_LENGTH))
-        pooled = output.text_embeds[:: length // CHUNK_LENGTH]  # of the first chunk of each prompt
+            tokens = tokenize_for_clip(tokenizer, prompts, self.model_config)
+            output = encoder(tokens.rows.to(encoder.device, non_blocking=True), output_hidden_states=True)
+            states.append(tokens.join_states(output.hidden_states[-2]))
+        pooled = output.text_embeds[
+            :: self.model_config.max_token_length // CHUNK_LENGTH
+        ]  # of the first chunk of each prompt
         return {"embeds": torch.cat(states, dim=-1), "pooled": pooled}
 
     def get_unused_text_layers(self, encoder: Any, component: str) -> tuple[str, ...]:
@@ -152,7 +153,7 @@ class StableDiffusionXL(Family):
     def find_truncated_prompts(self, pipe: Any, prompts: Sequence[str]) -> list[str]:
         from .. import text_encoding
 
-        return text_encoding.find_truncated_prompts(pipe.tokenizer, prompts, self.model_config.max_token_length)
+        return text_encoding.find_truncated_captions(pipe.tokenizer, prompts, self.model_config)
 
     def predict(self, pipe: Any, denoiser: nn.Module, noisy_latents: Tensor, timesteps: Tensor, batch: Batch) -> Tensor:
         # time_ids: original size, crop top-left, target size; height first; see dataloader/augment.py.

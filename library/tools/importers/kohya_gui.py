@@ -130,9 +130,6 @@ def _read_model_keys(reader: KeyReader) -> None:
     for option in {"flux": ("clip_l", "t5xxl"), "chroma": ("t5xxl",)}.get(family, ()):
         if option not in options:  # names of earlier versions of the GUI
             reader.take(option, f"flux1_{option}", convert=to_text)
-    if family == "lumina2":
-        reason = "the system prompt of the model's pipeline stands before every caption here"
-        reader.list_change("lumina_system_prompt", reason, reader.read("lumina_system_prompt", ""))
     if family == "sd3":
         options |= {"timestep_sampling": "sigma", "discrete_flow_shift": 1.0, "model_prediction_type": "x0"}
     for suffix in ("", "_to_disk"):

@@ -6,7 +6,13 @@ from text_encoder_runs import build_trainable_case, compute_loss
 from torch import nn
 
 from library.adapters import injection
-from library.adapters.dropout_and_max_norm import LoraDropout, MaxNormRegularizer, compute_lora_norm, hash_to_uniform
+from library.adapters.dropout_and_max_norm import (
+    LoraDropout,
+    MaxNormRegularizer,
+    compute_layer_update_norms,
+    compute_lora_norm,
+    hash_to_uniform,
+)
 from library.config.schema import AdapterConfig
 from library.errors import ConfigError
 from library.training.trainable_modules import build_lora_dropout
@@ -215,6 +221,36 @@ def test_max_norm_scales_large_updates_to_the_limit_and_leaves_small_ones():
     after = compute_norms()
     assert any(norm > 0.5 for norm in before.values()) and any(norm < 0.5 for norm in before.values())
     assert after == pytest.approx({name: min(norm, 0.5) for name, norm in before.items()}, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("networks.loha", ["conv_dim=2"]),
+        ("networks.lokr", ["factor=4"]),
+        ("lycoris.kohya", ["algo=loha", "conv_dim=2", "use_tucker=True"]),
+        ("lycoris.kohya", ["algo=lokr", "decompose_both=True"]),
+        ("lycoris.kohya", ["algo=lora", "dora_wd=True"]),
+    ],
+)
+def test_max_norm_scales_the_product_of_loha_lokr_and_dora_to_the_limit(module, arguments):
+    options = "--network_module", module, "--network_alpha", "3", "--network_args", *arguments
+    case = build_trainable_case("sd1", *SIZE, *options)
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for number, (_, weight) in enumerate(injection.iter_adapter_parameters(case.model)):
+            weight.copy_(torch.randn(weight.shape, generator=draw) * (1 if number % 3 else 0.05))
+
+    def compute_norms():
+        layers = {site.name: case.model.get_submodule(site.name) for site in case.adapter.target_layers}
+        return compute_layer_update_norms(layers)
+
+    before = compute_norms()
+    limit = sorted(before.values())[len(before) // 2]
+    MaxNormRegularizer(case.model, case.adapter, limit)()
+    after = compute_norms()
+    assert after == pytest.approx({name: min(norm, limit) for name, norm in before.items()}, rel=1e-4)
+    assert sum(before[name] > after[name] * 1.0001 for name in before) > len(before) // 3
 
 
 def test_the_update_norm_is_the_frobenius_norm_of_the_delta_weight():

@@ -327,6 +327,7 @@ def test_aliases_set_the_option_they_stand_for(tmp_path):
         "caption_extention": "caption_extension",
         "training_shift": "discrete_flow_shift",
         "qwen3": "text_encoder",
+        "gemma2": "text_encoder",
         "lr_restart_cycles": "lr_scheduler_num_cycles",
     }
 

@@ -22,7 +22,8 @@ from library.config.network_args import (
     get_unet_block_index,
     parse_network_args,
 )
-from library.config.schema import AdapterConfig, OptimConfig, RunConfig
+from library.config.schema import AdapterConfig, RunConfig
+from library.config.schema_optim import OptimConfig
 from library.errors import ConfigError
 from library.models.detect import DetectedModel
 from library.models.families import FAMILIES, FAMILY_FACTS

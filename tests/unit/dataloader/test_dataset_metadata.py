@@ -57,6 +57,8 @@ def test_images_tags_and_buckets_are_written_as_in_sd_scripts(tmp_path):
     assert shown == {bucket.resolution: round(sum(bucket.repeats)) for bucket in ready.buckets}
     assert buckets["mean_img_ar_error"] >= 0
     assert actual["ss_batch_size_per_device"] == "2" and actual["ss_total_batch_size"] == "6"
+    common = {key: actual[f"ss_{key}"] for key in ("color_aug", "flip_aug", "random_crop", "shuffle_caption")}
+    assert set(common.values()) == {"False"} and actual["ss_keep_tokens"] == "0"
     (dataset,) = json.loads(actual["ss_datasets"])
     assert dataset["num_train_images"] == 8 and dataset["resolution"] == [64, 64]
     assert [each["image_dir"] for each in dataset["subsets"]] == ["cats", "cats", "reg"]

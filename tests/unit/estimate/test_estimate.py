@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from library.config import parse_config
-from library.config.schema import OptimConfig
+from library.config.schema_optim import OptimConfig
 from library.estimate.layout_search import estimate_layouts, get_partition, suggest_savings
 from library.estimate.memory_estimate import count_in_flight, estimate_optimizer_state, split_model
 from library.estimate.memory_meter import AutocastEmulation, MemoryMeter, MeterReading, run_backward

@@ -11,7 +11,7 @@ from problem_lines import format_lines
 from training_runs import train, write_images
 from transformers.optimization import get_scheduler
 
-from library.config.schema import OptimConfig
+from library.config.schema_optim import OptimConfig
 from library.config.types import StepsOrRatio
 from library.errors import UserError
 from library.optim.ema import AdapterEMA

@@ -286,13 +286,14 @@ def test_chroma_and_lumina_of_kohya_ss():
     assert "img_mod_dim" in listed and not {"apply_t5_attn_mask", "guidance_scale"} & listed
 
     lumina = {"LoRA_type": "Lumina", "flux1_checkbox": False, "lumina_checkbox": True, "lumina_gemma2": "g.safetensors"}
+    lumina["lumina_system_prompt"] = "Draw."
     result = import_content(build_kohya(**lumina, text_encoder_lr=1e-4, lumina_timestep_sampling="nextdit_shift"))
     assert result.family == "lumina2" and result.options["text_encoder"] == "g.safetensors"
     assert result.options["network_module"] == "networks.lora_lumina"
     assert result.options["timestep_sampling"] == "nextdit_shift" and "discrete_flow_shift" not in result.options
     assert "network_train_unet_only" not in result.options
     listed = {item.key for item in result.untaken if item.changes_result}
-    assert {"text_encoder_lr", "lumina_system_prompt"} <= listed
+    assert "text_encoder_lr" in listed and result.options["system_prompt"] == "Draw."
 
 
 def test_anima_and_hunyuan_image_of_kohya_ss():

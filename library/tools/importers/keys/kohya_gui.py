@@ -85,6 +85,7 @@ DATASET_KEYS: Mapping[str, GuiKey] = {
 
 DIFFUSION_KEYS: Mapping[str, GuiKey] = {
     **_define_keys(to_switch, "debiased_estimation_loss scale_v_pred_loss_like_noise_pred v_parameterization", False),
+    **_define_keys(to_switch, "weighted_captions", False),
     **_define_keys(to_positive_number, "min_snr_gamma v_pred_like_loss"),
 }
 """Options of models that predict the noise or v."""
@@ -110,7 +111,7 @@ MODEL_KEYS: Mapping[str, Mapping[str, Any]] = {
         "sd3_text_encoder_batch_size": 1,
     },
     "lumina2": {
-        **dict.fromkeys(("lumina_ae", "lumina_gemma2"), ""),
+        **dict.fromkeys(("lumina_ae", "lumina_gemma2", "lumina_system_prompt"), ""),
         **{"lumina_timestep_sampling": "shift", "lumina_discrete_flow_shift": 6.0, "lumina_sigmoid_scale": 1.0},
         **{"lumina_model_prediction_type": "raw", "lumina_gemma2_max_token_length": 256, "blocks_to_swap": 0},
     },
@@ -138,7 +139,6 @@ COMPILE_KEYS: Mapping[str, Any] = {
 }
 """Keys of ``MODEL_KEYS`` that the GUI passes on with ``anima_compile`` only."""
 SCRIPT_NAMES: Mapping[str, str] = {
-    "gemma2": "text_encoder",
     "compile": "torch_compile",
     "compile_backend": "dynamo_backend",
     "compile_mode": "dynamo_mode",
@@ -194,13 +194,11 @@ KEY_RULES: Mapping[str, Rule] = {
     **define_unsupported(
         "fp16 gradients and Adam moments underflow; use full_bf16, or remove it for float32", "full_fp16"
     ),
-    **define_unsupported("(tag:1.3) is passed to the text encoder as text; remove weights", "weighted_captions"),
     **define_unsupported("states on the hub cannot be read; resume from a folder", "resume_from_huggingface", "False"),
     **define_unsupported(
         "training states of sd-scripts cannot be read; start from its LoRA file with network_weights", "resume"
     ),
     **define_unsupported("inpainting models cannot be trained here; train the plain model", "train_inpainting"),
-    **define_harmless("sd-scripts reads Gemma 2's captions to this length", "lumina_gemma2_max_token_length", 256, 0),
     **define_harmless("only speed; see attn_mode", "lumina_use_flash_attn lumina_use_sage_attn", False),
     **define_harmless("only speed; see attn_mode", "anima_attn_mode hunyuan_attn_mode", "torch", ""),
     **define_harmless("only speed; images are encoded once", "anima_qwen_image_vae_2d", False),
