@@ -370,7 +370,7 @@ def test_samplers_of_prompts_that_previews_do_not_use_are_named(tmp_path, monkey
         ("sd3", "--weighting_scheme uniform --training_shift 1", "seed learning_rate model_prediction_type"),
         ("sd3", "--weighting_scheme logit_normal", "seed learning_rate model_prediction_type"),
         ("sd3", "--training_shift 3", "seed learning_rate timestep_sampling model_prediction_type"),
-        ("lumina2", "", "seed learning_rate timestep_sampling"),
+        ("lumina2", "", "seed learning_rate system_prompt timestep_sampling"),
         ("hunyuan_image", "", "seed learning_rate"),
         ("hunyuan_image", "--timestep_sampling shift", "seed learning_rate"),
         ("flux", "", "seed learning_rate guidance_scale timestep_sampling discrete_flow_shift model_prediction_type"),
