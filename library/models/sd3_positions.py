@@ -100,7 +100,8 @@ def _compute_embeds(patch_embed: Any, table: ScaledTable, corner: tuple[int, int
     rows, columns = (table.compute_positions(start, count) for start, count in zip(corner, shape, strict=True))
     grid = torch.stack([columns.expand(shape), rows.unsqueeze(1).expand(shape)])  # columns first, as in the weights
     own: Tensor = patch_embed.pos_embed
-    embeds = get_2d_sincos_pos_embed_from_grid(own.shape[-1], grid, output_type="pt")
+    compute: Any = get_2d_sincos_pos_embed_from_grid
+    embeds: Tensor = compute(own.shape[-1], grid, output_type="pt")
     return copy_async(embeds.to(own.dtype).unsqueeze(0), own)
 
 

@@ -35,7 +35,7 @@ UNUSED = {
     "p_sdxl.toml": "epoch noise_offset_type lr_scheduler_num_cycles wandb_run_name clip_skip",
     "s_sd1.toml": "additional_parameters epoch noise_offset_type lr_scheduler_num_cycles wandb_run_name"
     " max_bucket_reso",
-    "t_flux.toml": "model_train_type sdpa lowram persistent_data_loader_workers text_encoder_lr discrete_flow_shift"
+    "t_flux.toml": "model_train_type model_type sdpa lowram persistent_data_loader_workers text_encoder_lr discrete_flow_shift"
     " clip_skip keep_tokens max_bucket_reso",
     "x_sdxl.toml": "dynamo_backend epoch no_half_vae noise_offset_type max_train_steps clip_skip max_bucket_reso",
     "y_sd1.toml": "lowram mem_eff_attn persistent_data_loader_workers sample_every_n_epochs sample_sampler dataset_repeats",
