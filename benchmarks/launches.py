@@ -83,7 +83,7 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
 
 def count_step(config: RunConfig, layers: str) -> StepCounts:
     """Count a step after one that wrote what later steps only read."""
-    from library.estimate.memory_meter import AutocastEmulation, MemoryMeter, run_backward
+    from library.estimate.meta_memory_meter import AutocastEmulation, MemoryMeter, run_backward
 
     task, batch, noised = build_step(config)
     trained: Any = task.denoiser
@@ -147,7 +147,8 @@ def build_step(config: RunConfig) -> tuple[Any, Any, Any]:
 
 
 def prepare_layers(trained: Any, config: RunConfig, layers: str) -> None:
-    from library.adapters.injection import find_linear_lora_layers, leave_input_casts_to_autocast
+    from library.adapters.injection import find_linear_lora_layers
+    from library.adapters.precision import leave_input_casts_to_autocast
     from library.training.trainable_modules import fuse_layers
 
     if layers == SD_SCRIPTS:

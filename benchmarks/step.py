@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from library.distributed.devices import get_peak_memory, synchronize
+from library.distributed.device_memory import get_peak_memory
+from library.distributed.devices import synchronize
 
 from .report import Measurement, add_count_option, compute_ratios
 from .synthetic_run import build_run, reset_peak_memory, write_dataset

@@ -145,7 +145,7 @@ def read_intervals(output: Path) -> list[tuple[int, float]]:
 
 def release_memory(device: torch.device) -> None:
     """Give back the memory of the run before, whose model is part of reference cycles."""
-    from library.distributed.devices import has_device_memory
+    from library.distributed.device_memory import has_device_memory
 
     gc.collect()
     if has_device_memory(device):

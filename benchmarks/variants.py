@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from library.distributed.devices import get_peak_memory, synchronize
+from library.distributed.device_memory import get_peak_memory
+from library.distributed.devices import synchronize
 from library.errors import ConfigError
 from library.problems import Problem
 

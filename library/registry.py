@@ -1,4 +1,7 @@
-"""Registries: tables of names whose objects are imported on first use; names under which classes are looked up."""
+"""Registries: tables of names whose objects are imported on first use; names under which classes are looked up.
+
+The table of model families is in ``models.families``, that of strategies in ``parallel.strategy_registry``.
+"""
 
 import importlib
 from collections.abc import Mapping

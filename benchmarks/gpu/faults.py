@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from library.distributed.devices import has_device_memory
+from library.distributed.device_memory import has_device_memory
 
 from ..processes import TRAIN, run_workers, start_python
 from ..report import Measurement

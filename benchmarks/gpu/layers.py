@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from library.distributed.devices import get_peak_memory, has_device_memory, synchronize
+from library.distributed.device_memory import get_peak_memory, has_device_memory
+from library.distributed.devices import synchronize
 from library.models.half_precision_norms import HalfPrecisionNorm
 from library.parallel.lora_linear import FusedLoraForward
 

@@ -7,7 +7,7 @@ from multiprocessing import get_context
 
 import torch
 
-from library.distributed.devices import has_device_memory
+from library.distributed.device_memory import has_device_memory
 
 from ..memory import SWITCHES, count_blocks
 from ..report import Measurement

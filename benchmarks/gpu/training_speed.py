@@ -13,7 +13,8 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.utils.flop_counter import FlopCounterMode
 
-from library.distributed.devices import get_peak_memory, synchronize
+from library.distributed.device_memory import get_peak_memory
+from library.distributed.devices import synchronize
 
 from .. import compile as compile_benchmark
 from .. import peers

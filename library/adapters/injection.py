@@ -14,9 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from peft.tuners.lora import Linear as LoraLinear
-from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, equal, nn
 
@@ -199,20 +197,6 @@ def load_adapter_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) 
     different = [name for name, tensor in own.items() if not equal(tensor, state_dict[name].to(tensor))]
     if different:
         raise ValueError(f"modules that share lora_A have different ones in the state dict, for example {different[0]}")
-
-
-def cast_trainable_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the trainable parameters; call it before the optimizer is built."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)
-
-
-def leave_input_casts_to_autocast(model: nn.Module) -> None:
-    """Keep peft from casting inputs of LoRA layers to float32, from which autocast would cast a copy for each layer."""
-    for module in model.modules():
-        if isinstance(module, LoraLayer) and not module.lora_variant:  # DoRA computes norms in the dtype of its input
-            module.cast_input_dtype_enabled = False
 
 
 def find_linear_lora_layers(model: nn.Module) -> Iterator[LoraLinear]:

@@ -1,4 +1,7 @@
-"""The adapter of one module (LoRA, DoRA, LoHa, LoKr, OFT ...): its update, its tensors and their keys in files."""
+"""The adapter of one module (LoRA, DoRA, LoHa, LoKr, OFT ...): its update, its tensors and their keys in files.
+
+The forward of a trained layer is peft's, or that of ``parallel.lora_linear`` in half precision.
+"""
 
 import math
 import re

@@ -1,4 +1,5 @@
-"""The frozen VAE and text encoders that fill the caches: loaded for it, and freed afterwards."""
+"""The frozen VAE and text encoders that fill the caches: loaded for it, and freed by ``latent_cache`` and
+``text_encoder_cache`` when these are full."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -17,7 +17,7 @@ from ..dataloader.batch import normalize_pixels
 from ..dataloader.images import BadSample, load_control_pixels, load_sample_pixels
 from ..dataloader.prepare import PreparedData
 from ..dataloader.worker_pool import prefetch_in_threads
-from ..dataset.image_inspection import Pixels
+from ..dataset.image_decoding import Pixels
 from ..dataset.masks import MaskPixels
 from ..diffusion.masked_loss import resize_mask_to_latents
 from ..errors import FileError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ..dataset.image_inspection import load_rgb_image, silence_pillow_warnings
+from ..dataset.image_decoding import load_rgb_image, silence_pillow_warnings
 from ..log import ProgressBar
 from ..problems import Problem, report_file
 from .caption_folder import CaptionedImage, write_caption

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ..dataset.image_inspection import load_rgb_image
+from ..dataset.image_decoding import load_rgb_image
 
 HASH_BITS = 64
 _SIDE = 32

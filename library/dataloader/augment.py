@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..dataset.image_inspection import Pixels
+from ..dataset.image_decoding import Pixels
 from ..dataset.schema import DatasetConfig, SubsetConfig
 from ..randomness import Purpose, derive_rng
 from .batch_plan import MicroBatch

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..atomic_files import open_atomic_path
-from ..dataset.image_inspection import Pixels
+from ..dataset.image_decoding import Pixels
 from ..dataset.masks import MaskPixels, load_image_and_mask
 from ..errors import UserError
 from ..problems import Problem, report_file

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ..dataset.image_inspection import Pixels, load_rgb_image
+from ..dataset.image_decoding import Pixels, load_rgb_image
 from ..dataset.masks import (
     Mask,
     MaskPixels,

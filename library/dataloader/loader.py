@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ..dataset.image_inspection import Pixels
+from ..dataset.image_decoding import Pixels
 from ..dataset.image_ref import prefetch_images
 from ..dataset.masks import MaskPixels
 from ..randomness import Purpose, derive_rng, derive_seed

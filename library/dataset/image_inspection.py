@@ -1,23 +1,17 @@
-"""Load images as RGB in their EXIF orientation, and inspect files: size, content hash, and why one cannot be used."""
+"""Inspect image files: size, content hash, and why one cannot be used.  ``image_decoding`` loads them."""
 
 import io
 import re
-import warnings
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from .image_decoding import ImageSource, InMemoryImage, has_transparency, load_rgb_image, silence_pillow_warnings
 from .scan import ImageDefect, Inspector, describe_read_error, hash_bytes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-Pixels = NDArray[np.uint8]
-"""The pixels of an RGB image: (height, width, 3)."""
 
 INSPECTION_VERSION = 2
 """The version of the inspection, incremented when it may give another result for the same bytes."""
@@ -42,7 +36,6 @@ TRAIT_DESCRIPTIONS = {
 
 EXIF_ORIENTATION_TAG = 0x0112
 CONVERT_HINT = "convert it to PNG or JPEG"
-_MAX_UINT16 = 65535
 _PIXEL_COUNT = re.compile(r"(\d+) pixels")
 _TEXT_PREFIX_BYTES = 512
 _HTML = re.compile(rb"\s*(?:<\?xml[^>]*>\s*)?(?:<!--.*?-->\s*)?<(?:!doctype\s+html|html|head|body)\b", re.I | re.S)
@@ -75,58 +68,6 @@ _NON_IMAGES: tuple[tuple[bytes, str], ...] = (
     (b"\x1f\x8b", "compressed with gzip; unpack it"),
     (b"\x1aE\xdf\xa3", "a video; extract frames as PNG"),
 )
-
-
-class ImageSource(Protocol):
-    """A ``Path`` or an ``ImageRef``."""
-
-    def read_bytes(self) -> bytes: ...
-
-
-@dataclass(frozen=True)
-class InMemoryImage:
-    """The encoded bytes of an image as an ``ImageSource``."""
-
-    data: bytes
-
-    def read_bytes(self) -> bytes:
-        return self.data
-
-
-def load_rgb_image(source: ImageSource) -> "Image":
-    """Load in EXIF orientation and RGB; transparent parts become white."""
-    from PIL import Image
-
-    image = load_oriented_image(source)
-    if has_transparency(image):
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(white, image)
-    return image.convert("RGB")
-
-
-def load_oriented_image(source: ImageSource) -> "Image":
-    """Load in EXIF orientation with 8 bits per channel, in the mode of the file."""
-    from PIL import Image, ImageOps
-
-    with Image.open(io.BytesIO(source.read_bytes())) as opened:
-        image = ImageOps.exif_transpose(opened)
-        image.load()
-    if image.mode.startswith("I"):  # 16-bit gray, which Pillow's own conversion would clip at 255
-        gray = np.asarray(image).astype(np.float64) * (255 / _MAX_UINT16)
-        image = Image.fromarray(np.clip(np.rint(gray), 0, 255).astype(np.uint8))
-    return image
-
-
-def has_transparency(image: "Image") -> bool:
-    """Whether the image has an alpha channel or a transparent color; it may still be opaque everywhere."""
-    return "A" in image.getbands() or "transparency" in image.info
-
-
-def split_alpha(image: "Image") -> "tuple[Image, Image]":
-    """Split into RGB, with the stored colors under transparent parts as in sd-scripts, and the alpha channel."""
-    rgba = image.convert("RGBA")
-    return rgba.convert("RGB"), rgba.getchannel("A")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +118,6 @@ def build_inspection_version() -> str:
     import PIL
 
     return f"{INSPECTION_VERSION} Pillow {PIL.__version__} {' '.join(_list_readable_formats())}"
-
-
-def silence_pillow_warnings() -> None:
-    """Ignore Pillow's warnings: what matters is reported here, and ``-W error`` would turn them into failures."""
-    warnings.filterwarnings("ignore", module=r"PIL\b")
 
 
 def _list_readable_formats() -> list[str]:

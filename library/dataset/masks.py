@@ -15,18 +15,15 @@ from numpy.typing import NDArray
 from ..problems import Problem, report_file
 from ..storage.filesystems import RemoteOutage
 from ..storage.remote_path import is_remote, resolve_links
-from .image_inspection import (
+from .image_decoding import (
     ImageSource,
     InMemoryImage,
-    InspectedImage,
-    build_inspection_version,
     has_transparency,
-    inspect_image,
-    is_large_image,
     load_oriented_image,
     load_rgb_image,
     split_alpha,
 )
+from .image_inspection import InspectedImage, build_inspection_version, inspect_image, is_large_image
 from .image_ref import ImageRef
 from .listing import ListedImage, format_count, format_first_names, is_image_file
 from .scan import ImageDefect, Inspector, hash_bytes, scan_images

@@ -4,7 +4,7 @@ Timesteps are a float tensor on diffusers' scale of 0..1000, one value per sampl
 of flow matching, and the lowest noise level of DDPM schedules.
 The letters follow Ho et al. 2020 (arXiv 2006.11239): ``x_t = sqrt(a) x_0 + sqrt(1 - a) e`` with ``a`` the
 cumulative product of ``1 - beta`` up to ``t``.
-``--zero_terminal_snr`` and ``--v_parameterization`` change the schedule in models/noise_schedulers.py.
+``--zero_terminal_snr`` and ``--v_parameterization`` change the schedule in models/scheduler_overrides.py.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The machine: accelerators, CPUs, NUMA nodes and memory, detected without initializing a device.
+"""The machine: accelerators, CPUs and NUMA nodes, detected without initializing a device.
 
 Backend flags of torch are set here as well, those of ``--deterministic`` and of attention; TF32 and
 ``cudnn.benchmark`` stay at torch's defaults.
@@ -7,7 +7,6 @@ Backend flags of torch are set here as well, those of ``--deterministic`` and of
 import importlib.util
 import os
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,37 +107,6 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="ascii").strip()
     except OSError:
         return ""
-
-
-def get_peak_memory(device: torch.device) -> int:
-    """Return this process's peak memory on ``device`` in bytes; for cpu, its peak resident set."""
-    module = getattr(torch, device.type, None)
-    if device.type != "cpu" and module is not None and hasattr(module, "max_memory_allocated"):
-        return int(module.max_memory_allocated(device))
-    info = psutil.Process().memory_info()
-    return int(getattr(info, "peak_wset", 0) or _get_peak_resident() or info.rss)
-
-
-def _get_peak_resident() -> int:
-    if sys.platform == "win32":  # its peak is in memory_info
-        return 0
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def get_free_memory(device: torch.device) -> int:
-    """Return the free bytes on ``device``."""
-    module = getattr(torch, device.type, None)
-    if device.type != "cpu" and module is not None and hasattr(module, "mem_get_info"):
-        return int(module.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
-
-
-def has_device_memory(device: torch.device) -> bool:
-    """Whether it has memory of its own, with asynchronous copies from pinned host memory and out-of-memory errors."""
-    return device.type in ("cuda", "xpu")
 
 
 def synchronize(device: torch.device) -> None:

@@ -1,4 +1,7 @@
-"""Watchdog: abort collectives that hang, and detect ranks that died; the error is reported once."""
+"""Watchdog: abort a connection that hangs, and detect ranks that died; the error is reported once.
+
+Collectives that hang in training end by ``--ddp_timeout``, which ``process_group`` sets.
+"""
 
 import logging
 import os

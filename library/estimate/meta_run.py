@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..adapters.injection import cast_trainable_parameters, leave_input_casts_to_autocast
+from ..adapters.precision import cast_trainable_parameters, leave_input_casts_to_autocast
 from ..config import RunConfig
 from ..dataloader.batch import Cond, Moments, PixelBatch
 from ..distributed.devices import MIXED_PRECISION_DTYPES
@@ -40,7 +40,7 @@ from ..training.setup import build_objective
 from ..training.task import DiffusionTask
 from ..training.trainable_modules import build_trainable_modules, fuse_layers, get_trainable_parameters
 from .base_storage import KERNELS_PER_UNPACKING, BlockWeights, StoredBase
-from .memory_meter import AutocastEmulation, MemoryMeter, MeterReading, run_backward
+from .meta_memory_meter import AutocastEmulation, MemoryMeter, MeterReading, run_backward
 
 META = torch.device("meta")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..distributed.devices import has_device_memory
+from ..distributed.device_memory import has_device_memory
 
 T = TypeVar("T")
 

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from ..config.types import DeviceMap
 from ..distributed.communicator import Communicator
-from ..distributed.devices import HOST, get_free_memory
+from ..distributed.device_memory import get_free_memory
+from ..distributed.devices import HOST
 from ..errors import ConfigError
 from ..problems import Problem
 from .ddp import DDPStrategy

@@ -16,7 +16,7 @@ from ..config.types import DeviceMap
 from ..dataloader.batch import PixelBatch
 from ..distributed.communicator import Communicator
 from ..distributed.deepspeed_settings import DeepSpeedSettings
-from ..distributed.devices import has_device_memory
+from ..distributed.device_memory import has_device_memory
 from ..distributed.fsdp_settings import FSDPSettings
 from ..distributed.step_phases import OutOfMemory
 from ..distributed.straggler import Straggler, StragglerMonitor, find_straggler

@@ -240,7 +240,8 @@ def check_memory(device: str) -> str:
     """Return name and free memory of every device of a type."""
     import torch
 
-    from ..distributed.devices import HOST, get_device_name, get_free_memory
+    from ..distributed.device_memory import get_free_memory
+    from ..distributed.devices import HOST, get_device_name
 
     count = 1 if torch.device(device) == HOST else torch.accelerator.device_count()
     found = [torch.device(device, index) for index in range(count)]

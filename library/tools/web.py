@@ -55,7 +55,7 @@ def _serve(options: WebOptions) -> Generator[str, None, int]:
         from ..web.app import build_app
         from ..web.folders import OpenedFolders
         from ..web.guard import HostNames, is_loopback
-        from ..web.sessions import Sessions
+        from ..web.login_sessions import Sessions
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn"):
             raise

@@ -18,7 +18,7 @@ from torch import nn
 
 from ..adapters.dropout_and_max_norm import compute_layer_update_norms, find_adapter_layers
 from ..atomic_files import write_atomic
-from ..distributed.devices import get_peak_memory
+from ..distributed.device_memory import get_peak_memory
 from ..log import ProgressBar
 from ..report.metric_series import read_metrics
 from ..trackers import Trackers

@@ -3,6 +3,8 @@
 Reading a loss waits for the device, so losses and gradient norms are read only every few steps and before anything is
 written.  If one is NaN or Inf, adapter, optimizer and EMA roll back to a snapshot in host memory, and the steps run
 again one by one to find the one to skip.
+
+The message of a run that ends out of memory is written by ``failure_handling``, with the advice of ``oom_advice``.
 """
 
 import json

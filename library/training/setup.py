@@ -12,7 +12,7 @@ from torch import nn
 
 from ..adapters import injection
 from ..adapters.dropout_and_max_norm import LoraDropout, MaxNormRegularizer
-from ..adapters.injection import cast_trainable_parameters, leave_input_casts_to_autocast
+from ..adapters.precision import cast_trainable_parameters, leave_input_casts_to_autocast
 from ..atomic_files import find_write_error
 from ..cache.paths import resolve_cache_dirs
 from ..cache.readers import CacheReaders, build_step_loader
@@ -38,7 +38,7 @@ from ..models.collect_component_keys import collect_component_keys
 from ..models.detect import DetectedModel, build_control_limits
 from ..models.kohya_objective import convert_values
 from ..models.model_configs import is_tokenizer
-from ..models.noise_schedulers import override_scheduler, use_original_snr
+from ..models.scheduler_overrides import override_scheduler, use_original_snr
 from ..models.trained_components import list_cached_text_components, select_trained_text_encoders
 from ..optim import lr_schedulers, optimizers
 from ..optim.ema import AdapterEMA

@@ -15,7 +15,7 @@ import torch
 
 from ..dataloader.batch import PixelBatch, TextLength
 from ..dataloader.batch_plan import MicroBatchSchedule, PlannedStage, get_planned_stages
-from ..distributed.devices import has_device_memory
+from ..distributed.device_memory import has_device_memory
 from ..distributed.step_phases import OutOfMemory, record_phase
 from ..errors import UserError
 from ..log import ProgressBar

@@ -26,7 +26,7 @@ from ..report.rendering import STATIC_DIR
 from . import lora_pages, new_run_pages, picture_pages, run_pages
 from .folders import OpenedFolders, OutsideFolders
 from .guard import Guard, HostNames
-from .sessions import WRONG_TOKEN_DELAY_SECONDS, Sessions
+from .login_sessions import WRONG_TOKEN_DELAY_SECONDS, Sessions
 from .workbench import JSONAnswer, Workbench, get_workbench, render_page
 
 WEB_STATIC_DIR = Path(__file__).parent / "static"

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .sessions import Sessions
+from .login_sessions import Sessions
 
 MAX_BODY_BYTES = 2**20
 """Nothing is uploaded: the largest body is an edit of many captions."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..atomic_files import open_atomic_path
-from ..dataset.image_inspection import load_rgb_image
+from ..dataset.image_decoding import load_rgb_image
 from ..dataset.scan_cache import CACHE_FOLDER
 from .folders import OpenedFolders
 from .pictures import Picture

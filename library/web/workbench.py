@@ -16,10 +16,10 @@ from .caption_edits import CaptionEditor
 from .commands import CommandRunner
 from .folders import OpenedFolders
 from .jobs import JobQueue
+from .login_sessions import Sessions
 from .pictures import PictureSet, PictureShelf
 from .run_form import FormChecker
 from .runs import RunReader
-from .sessions import Sessions
 from .undo_log import UndoLog
 
 SECTIONS = (("runs", "Runs"), ("pictures", "Pictures"), ("new", "New run"), ("lora", "LoRA files"))

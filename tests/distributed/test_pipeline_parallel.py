@@ -26,7 +26,7 @@ from library.parallel.gradient_accumulation import TrainingTask
 from library.parallel.parallel_plan import BlockSequence, ParallelPlan, UNetBlockSequence
 from library.parallel.pipeline import PipelineStep, PipelineStrategy
 from library.parallel.pipeline_stages import StageBoundary, StageRunner
-from library.training.failure_handling import suggest_oom_fixes
+from library.training.oom_advice import suggest_oom_fixes
 from library.training.profiler import DenoiserCalls, StepProfiler
 
 

@@ -11,7 +11,8 @@ from PIL import Image
 
 from library.dataloader.buckets import BucketAssignment
 from library.dataloader.images import resize_and_crop, resize_area, resize_image
-from library.dataset.image_inspection import inspect_image, load_rgb_image
+from library.dataset.image_decoding import load_rgb_image
+from library.dataset.image_inspection import inspect_image
 
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
 TRANSPOSED = {

@@ -15,7 +15,7 @@ from library.dataloader.batch import PixelBatch
 from library.dataloader.images import resize_and_crop
 from library.dataloader.loader import ImageLoader, MicroBatchDataset, StepBatches
 from library.dataloader.prepare import PreparedData, prepare_data
-from library.dataset.image_inspection import load_rgb_image
+from library.dataset.image_decoding import load_rgb_image
 
 pytestmark = pytest.mark.quick
 

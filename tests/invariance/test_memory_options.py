@@ -25,7 +25,7 @@ from benchmarks.synthetic_run import build_run, load_training_options, write_dat
 from library.config import parse_config
 from library.distributed.devices import HOST
 from library.errors import ConfigError
-from library.estimate.memory_meter import MemoryMeter
+from library.estimate.meta_memory_meter import MemoryMeter
 from library.parallel import activation_checkpointing, activation_offload, async_copy, base_weights
 from library.parallel.async_copy import CopyStream
 from library.parallel.base_weights import quantize_and_offload_base, select_spread_indices

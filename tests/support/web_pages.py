@@ -11,7 +11,7 @@ from library.report.page import RunSummary
 from library.web.app import build_app
 from library.web.folders import OpenedFolders
 from library.web.guard import HostNames
-from library.web.sessions import Sessions
+from library.web.login_sessions import Sessions
 
 ORIGIN = "http://127.0.0.1"
 

@@ -8,7 +8,7 @@ from small_unet import CONFIG, TARGETS, build_unet, randomize_lora_b, run_unet
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from library.adapters import injection
+from library.adapters import injection, precision
 from library.adapters.targets_rank_alpha import match_target_modules
 from library.config.schema import AdapterConfig
 from library.errors import UserError
@@ -168,7 +168,7 @@ def test_lora_inputs_are_cast_by_autocast_alone_with_equal_results(use_dora):
             if "lora_" in name:
                 parameter.data = torch.randn_like(parameter, dtype=torch.float32)
         if leaves_casts:
-            injection.leave_input_casts_to_autocast(model)
+            precision.leave_input_casts_to_autocast(model)
         inputs = torch.randn(5, 8).bfloat16().requires_grad_()
         with CastCounter() as counter, torch.autocast("cpu", torch.bfloat16):
             output = model(inputs)

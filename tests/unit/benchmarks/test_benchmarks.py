@@ -32,7 +32,7 @@ from library.cli import run_tool
 from library.dataloader.batch_plan import Bucket
 from library.dataloader.prepare import prepare_data
 from library.errors import ConfigError, UserError
-from library.estimate.memory_meter import MemoryMeter
+from library.estimate.meta_memory_meter import MemoryMeter
 from library.models.tokenizers import build_byte_tokenizer
 from library.problems import Problem
 

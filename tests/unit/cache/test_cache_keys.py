@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from library.cache.latent_cache import LatentEncoder
 from library.dataloader.images import resize_and_crop
-from library.dataset.image_inspection import load_rgb_image
+from library.dataset.image_decoding import load_rgb_image
 from library.models.detect import detect_model, get_config_reader
 from library.models.model_configs import read_encoded_sizes
 

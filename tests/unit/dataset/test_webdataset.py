@@ -24,7 +24,7 @@ from PIL import Image
 from problem_lines import format_lines
 
 from library.dataloader.prepare import prepare_data
-from library.dataset.image_inspection import load_rgb_image
+from library.dataset.image_decoding import load_rgb_image
 from library.dataset.image_ref import ByteRange
 from library.dataset.webdataset import read_tar_index
 from library.errors import ConfigError

@@ -28,7 +28,8 @@ from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.models.families.sd1_sd2 import StableDiffusion1
-from library.models.noise_schedulers import SAMPLERS, build_scheduler, override_scheduler
+from library.models.noise_schedulers import SAMPLERS, build_scheduler
+from library.models.scheduler_overrides import override_scheduler
 from library.randomness import derive_seed
 from library.training.setup import build_objective
 

@@ -8,7 +8,7 @@ from diffusers.models.normalization import RMSNorm
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from library.estimate.memory_meter import AutocastEmulation
+from library.estimate.meta_memory_meter import AutocastEmulation
 from library.models.half_precision_norms import HalfPrecisionNorm, write_norms_in_half_precision
 
 WIDTH = 32

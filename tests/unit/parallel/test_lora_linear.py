@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from library.adapters import injection
+from library.adapters import injection, precision
 from library.adapters.dropout_and_max_norm import LoraDropout
 from library.config.schema import AdapterConfig
 from library.parallel.block_swap import WeightOffloader
@@ -39,7 +39,7 @@ def build_layers(*, dtype=torch.bfloat16, rank=6, alpha=2.5, bias=True):
         for name, parameter in injection.iter_adapter_parameters(model):
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
-    injection.leave_input_casts_to_autocast(model)
+    precision.leave_input_casts_to_autocast(model)
     return model.train()
 
 
@@ -238,7 +238,7 @@ def test_dora_is_left_to_peft():
 def test_an_adapter_in_half_precision_gets_gradients_in_half_precision():
     plain, fused = build_layers(), build_layers()
     for model in (plain, fused):
-        injection.cast_trainable_parameters(model, torch.bfloat16)
+        precision.cast_trainable_parameters(model, torch.bfloat16)
     fuse_lora_layers(fused, torch.bfloat16)
     expected, actual = (compute(model, build_input()) for model in (plain, fused))
     assert {name: value.dtype for name, value in actual.items()} == {k: v.dtype for k, v in expected.items()}

@@ -18,7 +18,7 @@ from library.dataloader.contact_sheet import overlay_mask
 from library.dataloader.images import resize_and_crop
 from library.dataloader.prepare import prepare_data
 from library.dataloader.run_plan import RunPlan
-from library.dataset.image_inspection import load_rgb_image
+from library.dataset.image_decoding import load_rgb_image
 from library.models.detect import detect_model
 
 ROOT = Path(__file__).resolve().parents[3]

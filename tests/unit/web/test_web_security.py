@@ -12,7 +12,7 @@ from web_pages import ORIGIN, open_page
 from library.tools.web import bind_listener
 from library.web.folders import OpenedFolders, OutsideFolders
 from library.web.guard import MAX_BODY_BYTES, HostNames
-from library.web.sessions import COOKIE, Sessions
+from library.web.login_sessions import COOKIE, Sessions
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -1,0 +1,37 @@
+"""Measured memory of a device, or of this process on the CPU: the peak, and what is free."""
+
+import sys
+
+import psutil
+import torch
+
+
+def get_peak_memory(device: torch.device) -> int:
+    """Return this process's peak memory on ``device`` in bytes; for cpu, its peak resident set."""
+    module = getattr(torch, device.type, None)
+    if device.type != "cpu" and module is not None and hasattr(module, "max_memory_allocated"):
+        return int(module.max_memory_allocated(device))
+    info = psutil.Process().memory_info()
+    return int(getattr(info, "peak_wset", 0) or _get_peak_resident() or info.rss)
+
+
+def _get_peak_resident() -> int:
+    if sys.platform == "win32":  # its peak is in memory_info
+        return 0
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def get_free_memory(device: torch.device) -> int:
+    """Return the free bytes on ``device``."""
+    module = getattr(torch, device.type, None)
+    if device.type != "cpu" and module is not None and hasattr(module, "mem_get_info"):
+        return int(module.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+def has_device_memory(device: torch.device) -> bool:
+    """Whether it has memory of its own, with asynchronous copies from pinned host memory and out-of-memory errors."""
+    return device.type in ("cuda", "xpu")
