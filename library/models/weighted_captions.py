@@ -24,7 +24,7 @@ class _Segment:
 
 
 def parse_weights(caption: str) -> list[tuple[str, float]]:
-    """Split a caption into texts and their weights; neighbours of equal weight are one text.
+    """Split a caption into texts and their weights; neighbors of equal weight are one text.
 
     A backslash makes the bracket or backslash after it part of the text, and is dropped before anything else. Brackets
     that are not closed end with the caption.
