@@ -7,6 +7,7 @@ from pathlib import Path
 import original_checkpoints
 import pytest
 import torch
+from rank_processes import run_on_ranks
 from safetensors.torch import load_file, save_file
 from tiny_pipelines import TINY
 from training_runs import write_images
@@ -16,6 +17,13 @@ from library.training.run import run_training
 
 COMMON = "--mixed_precision bf16 --max_data_loader_n_workers 0 --network_dim 4 --max_train_steps 2 --seed 42 --quiet"
 KNOWN_TO_COMFYUI = json.loads((Path(__file__).resolve().parents[2] / "data" / "comfyui_keys.json").read_text())
+
+
+def train_settings(*flags: str) -> None:
+    """Train as the command line does, in a process whose only run this is."""
+    loaded = load_settings(flags)
+    assert find_settings_problems(loaded) == []
+    run_training(loaded.config)
 
 
 @pytest.mark.slow
@@ -35,9 +43,7 @@ def test_a_command_of_musubi_tuner_trains_what_our_own_options_train(tmp_path):
     runs = {"musubi": command, "own": f"{own} --discrete_flow_shift 1 --save_format kohya"}
     tensors = {}
     for name, flags in runs.items():
-        loaded = load_settings([*flags.split(), *shared, "--output_name", name])
-        assert find_settings_problems(loaded) == []
-        run_training(loaded.config)
+        run_on_ranks(1, train_settings, *flags.split(), *shared, "--output_name", name)
         tensors[name] = load_file(tmp_path / f"{name}.safetensors")
     assert tensors["musubi"].keys() == tensors["own"].keys()
     assert all(torch.equal(tensor, tensors["own"][key]) for key, tensor in tensors["musubi"].items())
