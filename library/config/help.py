@@ -65,6 +65,7 @@ def format_options_page() -> str:
         for option in options:
             cells = (_format_syntax(option), option.help, format_needs(option))
             syntax, text, needs = (cell.replace("|", r"\|") for cell in cells)
+            text = text.replace("<", "&lt;")  # or a page would hide what looks like a tag
             default, mark = format_default(option.default), "" if option.changes_result else " *"
             lines.append(
                 f"| `{option.name}`{mark} | {syntax} | {f'`{default}`' if default else ''} | {text} | {needs} |"

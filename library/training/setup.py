@@ -287,9 +287,9 @@ def build_objective(noise: NoiseConfig, loss: LossConfig, family: Family, pipe: 
     if noise.objective_defaults == "kohya":
         process = use_original_snr(process, pipe.scheduler)
     check_objective(noise, loss, family, process)
+    named_first = ("objective_defaults", "timestep_sampling")
     active = find_active_options(noise, loss)
-    active.pop("objective_defaults", None)  # named first
-    settings = "".join(f", {name} {value}" for name, value in active.items())
+    settings = "".join(f", {name} {value}" for name, value in active.items() if name not in named_first)
     if is_flow := isinstance(process, FlowMatchingProcess):
         default = family.facts.training_noise.timestep_sampling
         noise = replace(noise, timestep_sampling=noise.get_timestep_sampling(default))
