@@ -29,6 +29,7 @@ def compute_loss(case, texts=("a red circle", "two, blue squares")):
     cond = case.family.encode_prompts(case.pipe, list(texts))
     dtype = next(case.model.parameters()).dtype
     batch = SimpleNamespace(
+        build_draws=None,
         cond={name: value if isinstance(value, list) else value.to(dtype) for name, value in cond.items()},
         size_conditioning=batch.size_conditioning.to(dtype),
         control_latents=(),
