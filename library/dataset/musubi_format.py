@@ -1,4 +1,4 @@
-"""musubi-tuner's dataset format: how a file is recognised, its names of keys, and keys that do not belong in it."""
+"""musubi-tuner's dataset format: how a file is recognized, its names of keys, and keys that do not belong in it."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
