@@ -143,7 +143,7 @@ def _describe_conversion_loss(adapters: ModuleAdapters, components: Sequence[Com
         if "{}" not in group.original.name:  # outside of the blocks
             loss = "loads no outer layers of this layout"
         elif len({part.scale for part in parts}) > 1:
-            loss = "loads no fused layers with different alphas"  # fused_layers.py refuses to write them
+            loss = "loads no fused layers with different alphas"  # fused_qkv.py refuses to write them
     return loss
 
 

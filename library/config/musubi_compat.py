@@ -163,7 +163,7 @@ def resolve_noise_options(noise: NoiseConfig) -> tuple[dict[str, Any], dict[str,
     """Return the values that mean here what the options mean in musubi-tuner, and what there is to say of options.
 
     Its ``timestep_sampling`` sigma counts timesteps from noise to image, so a higher ``logit_mean`` means less noise,
-    and it has no shift.
+    ``min_timestep`` is the end of noise, and it has no shift.
     """
     values, notes = dict[str, Any](), dict[str, str]()
     if noise.timestep_sampling != "sigma":
@@ -172,9 +172,12 @@ def resolve_noise_options(noise: NoiseConfig) -> tuple[dict[str, Any], dict[str,
     if noise.weighting_scheme == "logit_normal" and noise.logit_mean:
         values["logit_mean"] = -noise.logit_mean
         notes["logit_mean"] = f"above 0 means less noise in musubi-tuner; {values['logit_mean']:g} is the same here"
-    bounds = {"min_timestep": (None, 0), "max_timestep": (None, 1000)}
-    for name in (name for name, ends in bounds.items() if getattr(noise, name) not in ends):
-        notes[name] = "0 is the image and 1000 noise; with timestep_sampling sigma, musubi-tuner has it the other way"
+    for name, other, default in (("min_timestep", "max_timestep", 0), ("max_timestep", "min_timestep", 1000)):
+        end = getattr(noise, name)
+        is_set = end not in (None, default)
+        values[other] = 1000 - end if is_set else None
+        if is_set:
+            notes[name] = f"counts from noise in musubi-tuner; {other} {values[other]} is the same here"
     return values, notes
 
 

@@ -207,7 +207,7 @@ def parse_config(argv: Sequence[str], config_class: type = RunConfig) -> ParsedC
         problems[:], settings, is_musubi_run = [missing_model], [], False
         invalid_options |= options.keys()
     reader = _SettingsReader(options, problems, invalid_options, program)
-    for setting in _sort_switch_aliases_first(settings):
+    for setting in _sort_switch_aliases_first(settings, reader.verdicts):
         reader.read(setting)
     taken = _take_musubi_defaults(reader, settings) if is_musubi_run else {}
     parsed = ParsedConfig(
@@ -331,7 +331,7 @@ class _SettingsReader:
             if self.options[name].changes_result:
                 text = first.describe_conflict(spelling)
                 self._report(name, Problem(name, text, "remove one of them", spelling.place), is_flag=is_flag)
-            elif spelling.value is False:  # sd-scripts has two switches, either of which turns it on
+            elif spelling.value is False and not is_flag:  # sd-scripts has two switches, either of which turns it on
                 return
             else:
                 self.unused.append((first.place, f"{name} is set"))
@@ -435,11 +435,13 @@ def _rename_deprecated(setting: RawSetting) -> tuple[RawSetting, str | None]:
     return setting, None
 
 
-def _sort_switch_aliases_first(settings: Sequence[RawSetting]) -> list[RawSetting]:
+def _sort_switch_aliases_first(
+    settings: Sequence[RawSetting], verdicts: Mapping[str, OptionVerdict]
+) -> list[RawSetting]:
     """A switch such as ``use_8bit_adam`` does not replace the option for which it stands, if that is set as well."""
 
     def is_switch_alias(setting: RawSetting) -> bool:
-        verdict = KOHYA_OPTIONS.get(setting.name)
+        verdict = verdicts.get(setting.name)
         return isinstance(verdict, OptionAlias) and verdict.value is not None
 
     return sorted(settings, key=lambda setting: (setting.is_flag, not is_switch_alias(setting)))
@@ -462,6 +464,8 @@ def _resolve_run_config(parsed: ParsedConfig) -> ParsedConfig:
 def _resolve_musubi_run(parsed: ParsedConfig) -> ParsedConfig:
     """Give options the meaning that they have in musubi-tuner, where that is another one."""
     noise = parsed.config.noise
+    if "timestep_sampling" in parsed.invalid_options:
+        return parsed
     parsed = parsed.without_unused(find_yielding_options(parsed.config.train, noise, parsed.explicit))
     values, notes = resolve_noise_options(noise)
     places = {name: parsed.locations[name] for name in notes if name in parsed.locations}

@@ -181,7 +181,7 @@ def scan_controls(
         if subset.control_key is not None:
             found = _match_subset(result, subset, (number, index), [item.image for item in members])
         if found or subset.control_from_image:
-            result.settings += find_settings_without_controls(dataset, subset)
+            result.settings += find_settings_that_controls_lack(dataset, subset)
         if found:
             _inspect_subset(result, dataset, subset_key=(number, index), found=found, inspected=inspected, roots=roots)
         if subset.control_from_image:
@@ -225,7 +225,7 @@ def _match_subset(
     return matches.controls
 
 
-def find_settings_without_controls(dataset: DatasetConfig, subset: SubsetConfig) -> Iterable[Problem]:
+def find_settings_that_controls_lack(dataset: DatasetConfig, subset: SubsetConfig) -> Iterable[Problem]:
     """Find settings of a subset that change its pictures and cannot change their control images alike."""
     for key, reason in _KEYS_THAT_CHANGE_THE_PICTURE.items():
         if getattr(subset, key):

@@ -22,6 +22,7 @@ from .caption_files import DEFAULT_EXTENSION
 from .kohya_folders import read_kohya_dataset
 from .musubi_format import (
     MUSUBI_BUCKET_STEP,
+    MUSUBI_KEYS,
     MUSUBI_RESOLUTION,
     MUSUBI_SUBSET_KEYS,
     ONE_FRAME_KEYS,
@@ -221,6 +222,7 @@ class _DatasetConfigParser:
         self.problems: list[Problem] = []
         self.notices: list[str] = []
         self.mixed_keys: Set[KeyPath] = frozenset()  # keys of another format than the file's
+        self.musubi_keys: Set[str] = frozenset()  # the keys that a file in musubi-tuner's format may have
 
     def parse(self, document: Mapping[str, Any]) -> ParsedDatasetConfig:
         datasets = tuple(self.parse_datasets(document))
@@ -236,7 +238,7 @@ class _DatasetConfigParser:
                     (name,), reason or "unknown table", "" if reason else "expected [general] or [[datasets]]"
                 )
         if (musubi_key := find_musubi_key(document)) is not None:
-            mixed = find_mixed_keys(document)
+            mixed, self.musubi_keys = find_mixed_keys(document), MUSUBI_KEYS
             self.problems += [explain_mixed_key(key_path, musubi_key, self.locate) for key_path in mixed]
             self.mixed_keys = frozenset(mixed)
         general = self.parse_table(("general",), document.get("general", {}), GENERAL_TABLE)
@@ -374,7 +376,8 @@ class _DatasetConfigParser:
             if value_path in self.mixed_keys:
                 continue
             if key is None or table_name not in key.tables:
-                reason = explain_misplaced_key(name, table_name) or explain_unknown_key(name, table_name)
+                reason = explain_misplaced_key(name, table_name)
+                reason = reason or explain_unknown_key(name, table_name, self.musubi_keys)
                 self.add_problem(value_path, reason)
                 continue
             location = self.locate(value_path)

@@ -39,6 +39,9 @@ _OWN_KEYS_BESIDE_MUSUBI = frozenset(
     "control_resolution no_resize_control control_directory cache_directory recursive include exclude image_column"
     " caption_column control_from_image weight resolution_schedule from_step to_step".split()
 )
+MUSUBI_KEYS = _SHARED_KEYS | _OWN_KEYS_BESIDE_MUSUBI | MUSUBI_SUBSET_KEYS.keys()
+"""The keys of files in musubi-tuner's format that are read here."""
+
 _BUCKET_KEYS = frozenset(
     "min_bucket_reso max_bucket_reso bucket_reso_steps bucket_mode bucket_max_crop bucket_min_images".split()
 )

@@ -3,7 +3,7 @@
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,12 +81,14 @@ def explain_misplaced_key(name: str, table_name: str) -> str | None:
     return f"belongs in {' or '.join(key.tables)}, not in {table_name}"
 
 
-def explain_unknown_key(name: str, table_name: str) -> str:
+def explain_unknown_key(name: str, table_name: str, allowed_in_musubi: Collection[str] = ()) -> str:
+    """Explain a key that does not exist; ``allowed_in_musubi`` are those of a file in musubi-tuner's format."""
     for key in DATASET_KEYS.values():
         if name == key.flag:
             return f"unknown key; in dataset files it is called {key.name}"
     allowed = [key.name for key in DATASET_KEYS.values() if table_name in key.tables]
     allowed += ["subsets"] if table_name == DATASET_TABLE else []
+    allowed = list(allowed_in_musubi) or allowed
     hint = suggest_name(name, allowed) or suggest_name(name, DATASET_KEYS)
     return f"unknown key{hint or '; allowed in ' + table_name + ': ' + ', '.join(sorted(allowed))}"
 

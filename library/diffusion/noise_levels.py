@@ -5,7 +5,7 @@ The shares are the cumulative distributions of the densities that timesteps.py s
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -109,6 +109,11 @@ class NoiseDistribution:
         below, above = (self.compute_whole_share_below(end, num_tokens) for end in (low, high))
         return (self.compute_whole_share_below(min(max(sigma, low), high), num_tokens) - below) / (above - below)
 
+    def compute_share_in_range(self, num_tokens: int) -> float:
+        """Compute the share of samples of the whole distribution that ``min_timestep`` and ``max_timestep`` leave."""
+        below, above = (self.compute_whole_share_below(end, num_tokens) for end in self.range)
+        return above - below
+
     def compute_whole_share_below(self, sigma: float, num_tokens: int) -> float:
         """Compute the share of samples below a noise level without ``min_timestep`` and ``max_timestep``."""
         if not 0 < sigma < 1:
@@ -124,16 +129,16 @@ class NoiseDistribution:
         share = num_below / NUM_LEVELS
         return share if density is None else density(share, self.noise_config)
 
-    def compute_mean_share_below(self, sigma: float, samples_by_tokens: Mapping[int, int]) -> float:
+    def compute_mean_share_below(self, sigma: float, samples_by_tokens: Mapping[int, float]) -> float:
         """Compute the share of samples below a noise level; the samples of each size are counted by its tokens."""
         counts = samples_by_tokens.items()
         below = math.fsum(count * self.compute_share_below(sigma, tokens) for tokens, count in counts)
         return below / sum(samples_by_tokens.values())
 
 
-def find_quantile(share: float, compute_share: Callable[[float], float], bounds: Sequence[float]) -> float:
-    """Find by bisection the value at which an increasing function of it reaches a share."""
-    low, high = min(bounds), max(bounds)
+def find_quantile(share: float, compute_share: Callable[[float], float]) -> float:
+    """Find by bisection the value between 0 and 1 at which an increasing function of it reaches a share."""
+    low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if compute_share(middle) < share else (low, middle)
@@ -148,7 +153,7 @@ def _compute_logit_normal_share(value: float, noise_config: NoiseConfig) -> floa
 
 def _compute_mode_share(value: float, noise_config: NoiseConfig) -> float:
     scale = noise_config.mode_scale
-    return find_quantile(value, lambda u: u + scale * (math.cos(math.pi / 2 * u) ** 2 - 1 + u), (0.0, 1.0))
+    return find_quantile(value, lambda u: u + scale * (math.cos(math.pi / 2 * u) ** 2 - 1 + u))
 
 
 WEIGHTING_SCHEME_SHARES: Mapping[str, Callable[[float, NoiseConfig], float]] = {

@@ -1,6 +1,6 @@
 """The noise levels of a planned run: the share of its samples below half and a quarter of the noise; no torch."""
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,12 +42,13 @@ def summarize_noise_levels(noise_config: NoiseConfig, detected: DetectedModel, p
         return None
     facts = get_family_facts(detected.family).training_noise
     distribution = facts.build_distribution(noise_config, get_config_reader(detected))
-    samples = Counter[int]()
+    samples = defaultdict[int, float](float)
     for stage in get_planned_stages(plan.batch_plan):
         steps = (plan.steps if stage.end_step is None else min(stage.end_step, plan.steps)) - stage.first_step
         for index, bucket in enumerate(stage.batch_plan.buckets):
             tokens = facts.count_tokens(*bucket.resolution, detected.size_multiple)
-            samples[tokens] += steps * stage.batch_plan.count_samples(index)
+            epochs = steps / stage.batch_plan.steps_per_epoch
+            samples[tokens] += epochs * stage.batch_plan.count_samples(index)
     shifts = [distribution.compute_factor(tokens) for tokens in samples]
     shares = tuple(distribution.compute_mean_share_below(level, samples) for level in LEVELS)
     return NoiseSummary(distribution.sampling, (min(shifts), max(shifts)), shares)

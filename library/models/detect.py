@@ -380,7 +380,8 @@ def validate_version(version: str, facts: FamilyFacts, read: ConfigReader) -> It
     config = read(f"{facts.denoiser_name}/config.json") or {}
     for key, expected in known[version].items():
         if bool(config.get(key)) != expected:
-            text = f"{version} has {key} {str(expected).lower()} in its config, and the model has not"
+            theirs, ours = (str(value).lower() for value in (expected, not expected))
+            text = f"{version} has {key} {theirs} in its config, and the model {ours}"
             yield Problem("model_version", text, "leave it out, and the model's files decide")
 
 

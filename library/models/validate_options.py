@@ -32,6 +32,11 @@ from .facts import TORCH_ATTENTION_MODES
 from .kohya_objective import resolve_objective_defaults, validate_objective_defaults
 from .trained_components import select_trained_text_encoders
 
+MIN_SHARE_IN_RANGE = 1e-6
+"""The least share of a distribution of timesteps that ``preserve_distribution_shape`` may cut out of it."""
+TYPICAL_SIDE = 1024
+"""The side of the image for which the distribution is checked, where it depends on the size."""
+
 
 def validate_model_options(config: RunConfig, locations: Mapping[str, Place]) -> Iterator[Problem]:
     """Check the model's files, the options for this model, and the prompts; ``locations`` is where options were set."""
@@ -55,6 +60,7 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, Place]) ->
                 text_encoders=tuple(facts.lora.text_encoders),
                 t5=facts.text.t5_encoder,
             ),
+            *_validate_noise_range(config.noise, detected),
             *_validate_text_mask(config.model, config.distributed.attn_mode, config.parallel.cp_size, detected),
             *validate_adapter.validate_text_caching(
                 config.adapter,
@@ -75,6 +81,19 @@ def validate_model_options(config: RunConfig, locations: Mapping[str, Place]) ->
         prompts = []
     if detected is not None:
         yield from validate_prompts(prompts, detected)
+
+
+def _validate_noise_range(noise: NoiseConfig, model: DetectedModel) -> Iterator[Problem]:
+    """Reject a range in which the distribution of timesteps has next to no samples, of which it would be cut."""
+    if model.prediction_type != "flow":
+        return
+    facts = get_family_facts(model.family).training_noise
+    distribution = facts.build_distribution(noise, get_config_reader(model))
+    tokens = facts.count_tokens(TYPICAL_SIDE, TYPICAL_SIDE, model.size_multiple)
+    if distribution.is_cut and distribution.compute_share_in_range(tokens) < MIN_SHARE_IN_RANGE:
+        option = "min_timestep" if noise.min_timestep else "max_timestep"
+        text = f"next to no sample of timestep_sampling {distribution.sampling} is in this range"
+        yield Problem(option, text, "widen it, or leave out preserve_distribution_shape")
 
 
 def _validate_text_mask(model: ModelConfig, attn_mode: str, cp_size: int, detected: DetectedModel) -> Iterator[Problem]:

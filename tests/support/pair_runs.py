@@ -29,7 +29,7 @@ from training_runs import max_relative_difference, write_images
 
 from library.atomic_files import write_atomic
 from library.config import options
-from library.dataset.controls import find_settings_without_controls
+from library.dataset.controls import find_settings_that_controls_lack
 from library.dataset.dataset_config import load_dataset_config
 from library.distributed.validate_launch import validate_distributed
 from library.distributed.world import World, build_parallel_dims
@@ -228,7 +228,7 @@ def find_problem(case: Case, workspace: Workspace) -> str:
             problems += [problem for check in list_run_checks() for problem in check(config, facts)]
             datasets = load_dataset_config(config.data).datasets
             pairs = [(dataset, subset) for dataset in datasets for subset in dataset.subsets if subset.control_key]
-            problems += [problem for pair in pairs for problem in find_settings_without_controls(*pair)]
+            problems += [problem for pair in pairs for problem in find_settings_that_controls_lack(*pair)]
     except ConfigError as error:
         problems = error.problems
     if problems:

@@ -311,8 +311,8 @@ def _read_objective(process: KeyReader) -> None:
         if train.table.get("linear_timesteps") or train.table.get("linear_timesteps2"):
             sampling = "uniform"
         result.options["timestep_sampling"] = sampling
-        if sampling == "sigma" and result.family in keys.SCHEDULER_SHIFTS:
-            result.options["discrete_flow_shift"] = keys.SCHEDULER_SHIFTS[result.family]
+        if sampling == "sigma":
+            result.options |= keys.SCHEDULER_SHIFTS.get(result.family, {})
         if difference:
             train.list_change("timestep_type", difference)
     elif "timestep_type" in train:

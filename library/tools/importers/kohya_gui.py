@@ -149,9 +149,10 @@ def _build_model_flags(reader: KeyReader) -> Iterator[ScriptFlag]:
         option = keys.SCRIPT_NAMES.get(option, option)
         if isinstance(KOHYA_OPTIONS.get(option), OtherScriptOption):
             continue  # its rule says what happens here
-        value = reader.read(key, default, _CONVERTERS[type(default)]) or default
+        unset = keys.SCRIPT_DEFAULTS.get(key, default) if key in reader else default
+        value = reader.read(key, default, _CONVERTERS[type(default)]) or unset
         if value:
-            yield build_flag(key, option, value, is_default=key not in reader)
+            yield build_flag(key, option, value, is_default=not reader.table.get(key))
 
 
 _CONVERTERS: Mapping[type, Any] = {str: to_text, bool: to_switch, int: to_integer, float: to_number}

@@ -64,14 +64,14 @@ def take_script_flags(result: ImportedConfig, flags: Sequence[ScriptFlag]) -> No
     known = set(parsed.problems) if is_complete else {MISSING_DATASET, *parse_config(before).problems}
     values, unused = flatten_config(parsed.config), {place.flag: reason for place, reason in parsed.unused}
     for flag in flags:
-        problems = [each for each in parsed.problems if each not in known and set(flag.options) & set(each.options)]
+        problems = [each for each in parsed.problems if each not in known and each.option in flag.options]
         option = flag.options[-1]
         if problems:
             reasons = (f"{each.text}; {each.fix}" if each.fix else each.text for each in problems)
             result.list_change(flag.key, flag.value, "; ".join(dict.fromkeys(reasons)), is_default=flag.is_default)
         elif f"--{flag.name}" in unused:
             if not flag.is_default:
-                result.list_harmless(flag.key, flag.value, unused[f"--{flag.name}"] or "no effect here")
+                result.list_harmless(flag.key, flag.value, unused[f"--{flag.name}"] or "no effect on the result")
         elif option in parsed.locations and option in values:
             value = values[option]
             plain = isinstance(value, (bool, int, float, str, tuple))

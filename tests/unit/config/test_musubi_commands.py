@@ -229,7 +229,8 @@ def test_a_higher_mean_of_sigma_sampling_is_less_noise_as_in_musubi_tuner():
     flags = ["--weighting_scheme", "logit_normal", "--logit_mean", "0.5", "--min_timestep", "200"]
     loaded = load(*QWEN, *flags)
     assert loaded.config.noise.logit_mean == -0.5 and len(loaded.notices) == 2
-    assert "-0.5 is the same here" in loaded.notices[0] and "0 is the image" in loaded.notices[1]
+    assert "-0.5 is the same here" in loaded.notices[0] and "max_timestep 800 is the same here" in loaded.notices[1]
+    assert (loaded.config.noise.min_timestep, loaded.config.noise.max_timestep) == (None, 800)
     own = load("--pretrained_model_name_or_path", "random:qwen_image:tiny", *flags, "--timestep_sampling", "sigma")
     assert own.config.noise.logit_mean == 0.5 and own.notices == []
     shift = load(*QWEN, *flags[4:], "--timestep_sampling", "shift")
@@ -290,7 +291,13 @@ def test_a_version_of_another_model_is_refused():
     plus = ["--dit", "random:qwen_image_edit_plus:tiny", "--model_version"]
     assert find_problems([*plus, "edit-2509"]) == []
     (problem,) = find_problems([*plus, "edit-2511"])
-    assert "edit-2511 has zero_cond_t true in its config" in problem
+    assert "edit-2511 has zero_cond_t true in its config, and the model false" in problem
+
+
+def test_a_switch_of_musubi_tuner_does_not_replace_the_option_for_which_it_stands():
+    loaded = load(*QWEN, "--attn_mode", "math", "--flash_attn")
+    assert loaded.config.distributed.attn_mode == "math" and "flash_attn" in list_unused(loaded)
+    assert not load(*QWEN, "--compile", "--no-torch_compile").config.distributed.torch_compile
 
 
 def test_options_of_our_own_runs_have_not_the_names_of_musubi_tuner():

@@ -94,6 +94,13 @@ def test_the_lines_of_mixed_keys_are_reported_beside_the_other_mistakes(tmp_path
     assert "a key of this program's buckets" in actual[1]
 
 
+def test_an_unknown_key_is_told_which_keys_the_format_has(tmp_path):
+    (problem,) = problems(tmp_path, HEAD + "foo = 1")
+    allowed = problem.partition("allowed in [[datasets]]: ")[2].split(", ")
+    assert {"image_directory", "num_repeats", "control_resolution"} <= {*allowed}
+    assert not {"flip_aug", "min_bucket_reso", "subsets"} & {*allowed}
+
+
 def test_a_dataset_without_settings_has_the_defaults_of_musubi_tuner(tmp_path):
     parsed = read(tmp_path, HEAD)
     (dataset,) = parsed.require_valid()

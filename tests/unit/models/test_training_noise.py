@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,15 +12,18 @@ from library.config.schema_objective import LossConfig, NoiseConfig
 from library.diffusion.process import FlowMatchingProcess
 from library.diffusion.timestep_shift import FixedShift
 from library.diffusion.timesteps import TIMESTEP_SAMPLINGS
+from library.estimate import noise_summary
 from library.estimate.noise_summary import NoiseSummary
 from library.models.detect import detect_model, get_config_reader
 from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.training_noise import PROGRAMS, NoiseLevels
+from library.training.preflight import find_settings_problems, load_settings
 from library.training.resume import describe_default_noise_levels, find_changes
 from library.training.setup import build_objective
 from scripts.noise_table import PAGE, insert_table, iter_rows
 
 ROOT = Path(__file__).resolve().parents[3]
+DEMO = ROOT / "dataset_configs" / "demo.toml"
 FLOW_FAMILIES = [name for name in FAMILY_FACTS if detect_model(f"random:{name}:tiny").prediction_type == "flow"]
 QUICK = ("flux2_klein", "hunyuan_image", "cogview4")
 
@@ -94,6 +98,35 @@ def test_a_shift_that_is_set_is_used_whatever_the_default_of_the_family():
     assert noise.get_timestep_sampling("flux2_shift") == noise.get_timestep_sampling("nextdit_shift") == "shift"
     assert noise.get_timestep_sampling("sigma") == "sigma", "which has a shift as well"
     assert NoiseConfig(timestep_sampling="uniform", discrete_flow_shift=4.0).get_timestep_sampling() == "uniform"
+
+
+def test_a_range_without_samples_is_refused_where_the_distribution_is_cut():
+    flags = f"--dataset_config {DEMO} --pretrained_model_name_or_path random:flux:tiny --timestep_sampling logsnr"
+    cut = f"{flags} --preserve_distribution_shape --min_timestep".split()
+    (problem,) = find_settings_problems(load_settings([*cut, "985"]))
+    assert problem.option == "min_timestep" and "next to no sample of timestep_sampling logsnr" in str(problem)
+    assert find_settings_problems(load_settings([*cut, "500"])) == []
+    assert find_settings_problems(load_settings([*flags.split(), "--min_timestep", "985"])) == []
+
+
+def test_stages_of_a_run_count_by_their_steps_and_not_by_their_images(monkeypatch):
+    """Two stages of 100 steps, of which the second has many more images."""
+
+    def build_stage(first_step, end_step, side, images):
+        plan = SimpleNamespace(
+            buckets=[SimpleNamespace(resolution=(side, side))], count_samples=lambda _: images, steps_per_epoch=images
+        )
+        return SimpleNamespace(first_step=first_step, end_step=end_step, batch_plan=plan)
+
+    stages = [build_stage(0, 100, 512, 10), build_stage(100, None, 1536, 1000)]
+    monkeypatch.setattr(noise_summary, "get_planned_stages", lambda _: stages)
+    detected, plan = detect_model("random:flux"), SimpleNamespace(batch_plan=None, steps=200)
+    summary = noise_summary.summarize_noise_levels(NoiseConfig(), detected, plan)
+    facts = FAMILY_FACTS["flux"].training_noise
+    distribution = facts.build_distribution(NoiseConfig(), get_config_reader(detected))
+    tokens = [facts.count_tokens(side, side, detected.size_multiple) for side in (512, 1536)]
+    expected = sum(distribution.compute_share_below(0.5, count) for count in tokens) / 2
+    assert summary.shares[0] == pytest.approx(expected)
 
 
 def test_shares_of_several_sizes_are_their_mean():

@@ -277,6 +277,35 @@ def test_simpletuner_trains_its_default_flavour_without_one(name):
     assert result.options["pretrained_model_name_or_path"] == names.simpletuner_flavours[names.simpletuner_default]
 
 
+def test_flags_of_kohya_ss_override_its_keys_and_only_what_is_wrong_is_listed():
+    scheduler = "torch.optim.lr_scheduler.LinearLR"
+    result = import_content(
+        build_kohya(lr_scheduler="cosine", additional_parameters=f"--lr_scheduler_type={scheduler}")
+    )
+    assert result.options["lr_scheduler_type"] == scheduler
+    result = import_content(
+        build_kohya(additional_parameters="--network_train_unet_only --network_train_text_encoder_only")
+    )
+    assert result.options["network_train_unet_only"] is True
+
+
+def test_values_that_a_file_of_kohya_ss_leaves_empty_are_those_of_the_script():
+    sd3 = {"LoRA_type": "Standard", "flux1_checkbox": False, "sd3_checkbox": True}
+    empty, unset = (import_content(build_kohya(**sd3, **keys)) for keys in ({"weighting_scheme": ""}, {}))
+    assert (empty.options["weighting_scheme"], unset.options["weighting_scheme"]) == ("uniform", "logit_normal")
+
+
+@pytest.mark.parametrize(
+    ("arch", "expected"),
+    [("anima", ("sigma", 3.0)), ("ernie_image", ("sigma", 3.0)), ("chroma", ("nextdit_shift", None))],
+)
+def test_shifts_of_the_scheduler_of_ai_toolkit_are_those_of_its_models(arch, expected):
+    content = build_ai_toolkit(arch)
+    content["config"]["process"][0]["train"]["timestep_type"] = "shift"
+    result = import_content(content)
+    assert (result.options["timestep_sampling"], result.options.get("discrete_flow_shift")) == expected
+
+
 def test_chroma_and_lumina_of_kohya_ss():
     result = import_content(build_kohya(model_type="chroma", t5xxl="t5.safetensors", img_attn_dim="8", img_mod_dim="4"))
     assert result.family == "chroma" and result.options["t5xxl"] == "t5.safetensors"

@@ -80,8 +80,11 @@ TIMESTEP_SAMPLINGS: Mapping[str, tuple[str, str]] = {
 }
 """The ``timestep_sampling`` for each ``timestep_type`` of ai-toolkit, and the difference between the two."""
 
-SCHEDULER_SHIFTS: Mapping[str, float] = {"sd3": 3.0, "z_image": 3.0}
-"""The shift of ai-toolkit's scheduler, of families that are trained with another one here."""
+SCHEDULER_SHIFTS: Mapping[str, Mapping[str, str | float]] = {
+    **{family: {"discrete_flow_shift": 3.0} for family in ("sd3", "z_image", "anima", "ernie_image")},
+    "chroma": {"timestep_sampling": "nextdit_shift"},
+}
+"""The shift of ai-toolkit's scheduler as our options, of families that are trained with another one here."""
 
 _CHANGES = "no equal here; remove it, or expect another result"
 _MEMORY = "only memory or speed; see docs/memory.md"

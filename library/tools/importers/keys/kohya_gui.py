@@ -132,7 +132,9 @@ MODEL_KEYS: Mapping[str, Mapping[str, Any]] = {
 }
 """The keys that the GUI passes on for one model, as the option of sd-scripts that follows the prefix of the model.
 
-The values are the GUI's defaults, which are those of sd-scripts' script for the model."""
+The values are the GUI's defaults, which are those of sd-scripts' script for the model but for ``SCRIPT_DEFAULTS``."""
+SCRIPT_DEFAULTS: Mapping[str, Any] = {"weighting_scheme": "uniform"}
+"""Defaults of the script for SD3 where the GUI has another, which hold for values that its files leave empty."""
 COMPILE_KEYS: Mapping[str, Any] = {
     **{"anima_compile_backend": "inductor", "anima_compile_mode": "default"},
     **{"anima_compile_dynamic": "auto", "anima_compile_fullgraph": False},
