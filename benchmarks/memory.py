@@ -65,7 +65,7 @@ def count_blocks(config: RunConfig) -> int:
     from library.models.detect import detect_model
     from library.models.families import FAMILIES
     from library.models.loading import load_components_on_meta
-    from library.parallel.base_weights import find_innermost_blocks
+    from library.parallel.frozen_base import find_innermost_blocks
 
     detected = detect_model(config.model)
     denoiser = FAMILIES.get(detected.family).facts.denoiser_name

@@ -1,4 +1,7 @@
-"""Cache latents (``--cache_latents``, ``--cache_latents_to_disk``): encode the images with the VAE before training."""
+"""Cache latents (``--cache_latents``, ``--cache_latents_to_disk``): encode the images with the VAE before training.
+
+When a cached file is out of date is decided by keys.py; the files are written by writer.py and read by store.py.
+"""
 
 import logging
 import os

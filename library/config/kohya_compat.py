@@ -1,7 +1,7 @@
 """Options under other names: options of sd-scripts that are not in ``schema*.py``, and options that were renamed.
 
 An option of sd-scripts is an alias of one of ours, as the field of that one says, changes nothing here, or is refused
-with a reason.
+with a reason.  The parser applies this table; dataset files are read by dataset/dataset_config.py.
 """
 
 import re

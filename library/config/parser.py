@@ -287,7 +287,7 @@ class _SettingsReader:
             name, value = (
                 (setting.name, _convert_value(setting, option))
                 if option is not None
-                else _translate_kohya_option(setting, self.options, self.verdicts)
+                else _translate_foreign_option(setting, self.options, self.verdicts)
             )
         except ValueError as error:
             target = verdict.option if isinstance(verdict, OptionAlias) else setting.name
@@ -488,7 +488,7 @@ def _convert_value(setting: RawSetting, option: Option) -> Any:
     return bool(setting.value[0]) if option.value_type is bool else option.parse_words(setting.value)
 
 
-def _translate_kohya_option(
+def _translate_foreign_option(
     setting: RawSetting, options: dict[str, Option], verdicts: Mapping[str, OptionVerdict]
 ) -> tuple[str | None, Any]:
     """Return the option and value that an sd-scripts option stands for; no name if it has no effect here.

@@ -2,7 +2,8 @@
 
 Each sampling is the quantile function of its density, applied to one uniform number ``u`` per sample (``u = 0.5`` gives
 the median).  So a sample's timestep does not depend on its batch, and validation can use fixed quantiles.
-The same densities as cumulative distributions, and the shifts, are in noise_levels.py.
+The same densities as cumulative distributions are in noise_levels.py, the formulas of the shifts in
+timestep_shift.py.
 """
 
 import math

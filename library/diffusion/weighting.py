@@ -1,5 +1,7 @@
 """Loss weightings over timesteps: min-SNR-gamma, debiased estimation, v-pred-like loss; sigma_sqrt and cosmap for flow.
 
+The losses that they weight are in losses.py.
+
 To add a weighting: write ``(snr, value, prediction_type) -> weight`` (or ``sigmas -> weight`` for flow matching), list
 it in ``SNR_WEIGHTINGS`` under the name of its option (or in ``FLOW_WEIGHTINGS`` under its ``weighting_scheme``), and
 add that option to ``LossConfig`` (or ``NoiseConfig``) in ``config/schema_objective.py``, the models that it is for in

@@ -16,6 +16,7 @@ from ..problems import Place, Problem
 from ..trackers import is_wandb_ready, resolve_tracker
 from .launch_command import ACCELERATE, format_multi_process_command
 from .launcher_settings import find_config_file_settings, find_flags
+from .parallel_dims import validate_parallel_dims
 from .validate_sharding import validate_deepspeed, validate_fsdp
 from .world import World
 
@@ -53,42 +54,6 @@ def validate_parallelism(config: RunConfig, world: World) -> Iterator[Problem]:
     yield from validate_device_map_launch(config.parallel.device_map, config.distributed, world)
     has_budget = bool(config.train.activation_memory_budget)
     yield from _validate_compiled_context_parallel(config.parallel.cp_size, has_budget, config.distributed, world)
-
-
-def validate_parallel_dims(config: RunConfig, world: World) -> Iterator[Problem]:
-    """Check --pp_size, --tp_size and --cp_size."""
-    parallel, size = config.parallel, config.parallel.model_parallel_size
-    if size == 1:
-        return
-    sizes = {name: size for name, size in parallel.model_parallel_sizes.items() if size > 1}
-    first, *others = sizes
-    flags, value = " ".join(f"--{name} {size}" for name, size in sizes.items()), str(sizes[first])
-    together = f"with {' and '.join(f'{name} {sizes[name]}' for name in others)}, " if others else ""
-    if world.world_size % size:
-        suggestion = -(-world.world_size // size) * size
-        yield Problem(
-            first,
-            f"{together}the world size {world.world_size} is not a multiple of {size}",
-            f"start {suggestion} processes, or use smaller sizes",
-            value=value,
-            others=tuple(others),
-        )
-    if config.train.on_oom != "fail":
-        yield Problem(
-            "on_oom",
-            f"with {flags} every forward is a collective, so no rank can retry a step alone",
-            "use --on_oom fail",
-            value=config.train.on_oom,
-            others=tuple(sizes),
-        )
-    if parallel.pp_size > 1 and (config.sharding.fsdp or "FSDP" in world.engines):
-        yield Problem(
-            "pp_size",
-            "a pipeline stage under FSDP gathers its blocks for each micro-batch, slower than either alone",
-            "turn FSDP off, or use it with --tp_size",
-            value=str(parallel.pp_size),
-            others=("fsdp",),
-        )
 
 
 def validate_device_map_launch(

@@ -1,4 +1,4 @@
-"""``World``: world size, ranks, device and launcher settings of this process; ``ParallelDims``: the parallel groups."""
+"""``World``: world size, ranks, device and launcher settings of this process."""
 
 import os
 import sys
@@ -8,7 +8,6 @@ from datetime import datetime
 
 import torch
 
-from ..config.schema_distributed import ParallelConfig
 from ..config.types import parse_env_bool
 from .devices import Machine, detect_machine
 from .launch_command import LaunchCommand, find_launch_command
@@ -141,49 +140,3 @@ def select_device_type(environment: Mapping[str, str], machine: Machine) -> str:
     if forced := environment.get("ACCELERATE_TORCH_DEVICE"):
         return torch.device(forced).type
     return "cpu" if parse_env_bool(environment.get("ACCELERATE_USE_CPU")) else machine.device_type
-
-
-@dataclass(frozen=True)
-class ParallelDims:
-    """The size of each dimension, as in torchtitan; ``dp`` counts groups of ranks that work on different images.
-
-    Tensor-parallel ranks communicate the most, so they are neighbors; data-parallel ranks are the farthest apart.
-    """
-
-    dp: int = 1
-    pp: int = 1
-    tp: int = 1
-    cp: int = 1
-
-    @property
-    def model_parallel_size(self) -> int:
-        """Number of ranks that work on the same images."""
-        return self.pp * self.cp * self.tp
-
-    def get_data_parallel_rank(self, rank: int) -> int:
-        return rank // self.model_parallel_size
-
-    def get_pipeline_stage(self, rank: int) -> int:
-        return rank % self.model_parallel_size // self._ranks_per_stage
-
-    def get_tensor_parallel_rank(self, rank: int) -> int:
-        return rank % self.tp
-
-    def get_pipeline_ranks(self, rank: int) -> list[int]:
-        """Return the ranks of this rank's pipeline, by stage."""
-        first = self.get_data_parallel_rank(rank) * self.model_parallel_size + rank % self._ranks_per_stage
-        return [first + stage * self._ranks_per_stage for stage in range(self.pp)]
-
-    def get_loss_ranks(self) -> list[int]:
-        """Return one rank of each data-parallel group that computes the loss: the first of the last stage."""
-        return [group * self.model_parallel_size + (self.pp - 1) * self._ranks_per_stage for group in range(self.dp)]
-
-    @property
-    def _ranks_per_stage(self) -> int:
-        return self.cp * self.tp
-
-
-def build_parallel_dims(parallel: ParallelConfig, world_size: int) -> ParallelDims:
-    """Distribute the ranks that model parallelism leaves over data parallelism."""
-    dp = max(1, world_size // parallel.model_parallel_size)
-    return ParallelDims(dp, parallel.pp_size, parallel.tp_size, parallel.cp_size)

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from ..parallel.base_weights import find_innermost_blocks, select_spread_indices
 from ..parallel.block_swap import MIN_WINDOW_BYTES, OffloadedBytes
+from ..parallel.frozen_base import find_innermost_blocks, select_spread_indices
 from ..parallel.quantize import QuantizedWeight, can_convert_frozen_layer
 
 UNPACKING_TRAFFIC: Mapping[str, int] = {"none": 0, "fp8": 24, "int8": 24, "nf4": 4}

@@ -14,7 +14,7 @@ from ..models.detect import DetectedModel
 from ..models.families import FAMILIES
 from ..models.loading import load_components_on_meta
 from ..models.trained_components import caches_only_t5, select_trained_text_encoders
-from ..parallel.base_weights import find_innermost_blocks
+from ..parallel.frozen_base import find_innermost_blocks
 from ..parallel.quantize import RELATIVE_ERRORS
 from ..problems import Place, Problem
 from .advice import MARGIN, Candidate, GridSearch, add_free_savings, select_candidates

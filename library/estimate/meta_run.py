@@ -28,8 +28,8 @@ from ..models.text_encoding import encode_text_on_meta
 from ..models.trained_components import list_cached_text_components, select_trained_text_encoders
 from ..optim.optimizers import ParamGroup
 from ..parallel.async_copy import CopyStream
-from ..parallel.base_weights import is_quantized_or_offloaded, quantize_and_offload_base
 from ..parallel.context_parallel import ContextParallel
+from ..parallel.frozen_base import is_quantized_or_offloaded, quantize_and_offload_base
 from ..parallel.parallel_plan import Activations, build_parallel_plan
 from ..parallel.pipeline_stages import StageRunner
 from ..parallel.quantize import FrozenConv2d, FrozenLinear

@@ -15,8 +15,9 @@ from ..config.validate import validate_config
 from ..distributed.deepspeed_settings import DeepSpeedSettings, resolve_deepspeed
 from ..distributed.devices import HOST
 from ..distributed.fsdp_settings import FSDPSettings, resolve_fsdp
+from ..distributed.parallel_dims import ParallelDims, build_parallel_dims
 from ..distributed.validate_launch import validate_parallelism
-from ..distributed.world import ParallelDims, World, build_parallel_dims
+from ..distributed.world import World
 from ..models.detect import DetectedModel
 from ..models.families import FAMILIES
 from ..optim.validate_optimizer import validate_elementwise_optimizer, validate_optimizer

@@ -1,4 +1,6 @@
-"""Block swap (``--blocks_to_swap``): CPU offload of frozen weights with prefetch on a copy stream; base quantization.
+"""Block swap (``--blocks_to_swap``): CPU offload of frozen weights with prefetch on a copy stream.
+
+Which blocks are swapped is decided in frozen_base.py.
 
 Offloaded weights are frozen, so they are only ever copied to the device and dropped after use.  The order of use is
 recorded in the first step; from then on the next weight is prefetched while the current one is used.

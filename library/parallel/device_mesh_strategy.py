@@ -1,7 +1,7 @@
 """Tensor and context parallelism, the base of pipeline parallelism and FSDP: ranks share the model or its tokens.
 
 LoRA adapters are replicated: after ``gradient_sync`` every rank makes the same step, so optimizers, checkpoints and
-LoRA files are those of a single process.
+LoRA files are those of a single process.  The sizes of the dimensions are checked in distributed/parallel_dims.py.
 """
 
 import logging

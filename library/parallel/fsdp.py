@@ -2,6 +2,7 @@
 
 The adapter is whole on every rank because it is small: optimizers that look at all weights (Prodigy), clipping, EMA,
 files and checkpoints then need to know nothing of sharding.
+There is no ``MixedPrecisionPolicy``: autocast, which every other strategy uses as well, sets the dtype of each kernel.
 """
 
 import logging

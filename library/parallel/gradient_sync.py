@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ..distributed.parallel_dims import ParallelDims
 from ..distributed.step_phases import record_phase
-from ..distributed.world import ParallelDims
 
 
 def scale_loss(

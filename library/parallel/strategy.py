@@ -18,9 +18,9 @@ from ..distributed.communicator import Communicator
 from ..distributed.deepspeed_settings import DeepSpeedSettings
 from ..distributed.device_memory import has_device_memory
 from ..distributed.fsdp_settings import FSDPSettings
+from ..distributed.parallel_dims import ParallelDims
 from ..distributed.step_phases import OutOfMemory
 from ..distributed.straggler import Straggler, StragglerMonitor, find_straggler
-from ..distributed.world import ParallelDims
 from .async_copy import AsyncScalarQueue
 from .gradient_accumulation import GradientAccumulation, TrainingTask
 from .gradient_clipping import clip_grad_norm

@@ -8,7 +8,8 @@ from ..distributed.accelerator import prepare_accelerator, set_deepspeed_device,
 from ..distributed.communicator import Communicator
 from ..distributed.deepspeed_settings import resolve_deepspeed
 from ..distributed.fsdp_settings import find_ignored_fsdp_settings, resolve_fsdp
-from ..distributed.world import World, build_parallel_dims
+from ..distributed.parallel_dims import build_parallel_dims
+from ..distributed.world import World
 from ..registry import Registry
 from .quantize import select_nf4_kernel
 from .strategy import Strategy, StrategySettings

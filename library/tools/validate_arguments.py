@@ -35,7 +35,7 @@ def check_plan_arguments(options: "PlanOptions", own: ParsedConfig, training: Pa
     if options.preview:
         problems += validate_preview_path(Path(options.preview).expanduser(), data)
     if not problems and "world_size" in own.locations and training.config.parallel.model_parallel_size > 1:
-        from ..distributed.validate_launch import validate_parallel_dims  # imports torch
+        from ..distributed.parallel_dims import validate_parallel_dims  # imports torch
         from ..distributed.world import World
 
         problems += validate_parallel_dims(training.config, World.build_fake(options.world_size))

@@ -45,7 +45,7 @@ from ..optim.ema import AdapterEMA
 from ..optim.validate_optimizer import find_learning_rate_warnings
 from ..parallel.activation_checkpointing import enable_activation_checkpointing
 from ..parallel.async_copy import CopyStream
-from ..parallel.base_weights import is_quantized_or_offloaded, quantize_and_offload_base
+from ..parallel.frozen_base import is_quantized_or_offloaded, quantize_and_offload_base
 from ..parallel.parallel_plan import build_parallel_plan
 from ..parallel.strategy import Strategy
 from .nan_and_oom_handling import BadSamples, NanGuard, OomRecovery

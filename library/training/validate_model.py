@@ -18,7 +18,7 @@ from ..models.loading import load_components_on_meta
 from ..models.trained_components import select_trained_text_encoders
 from ..models.validate_options import validate_attention_mode
 from ..optim.optimizers import resolve_optimizer
-from ..parallel.base_weights import find_innermost_blocks
+from ..parallel.frozen_base import find_innermost_blocks
 from ..parallel.parallel_plan import build_block_sequence, build_tensor_parallel_plan
 from ..parallel.validate_engines import validate_device_map
 from ..problems import Problem

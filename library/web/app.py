@@ -23,7 +23,7 @@ from starlette.staticfiles import StaticFiles
 from ..errors import UserError
 from ..problems import Problem, report_file
 from ..report.rendering import STATIC_DIR
-from . import lora_pages, new_run_pages, picture_pages, run_pages
+from . import job_pages, lora_pages, new_run_pages, picture_pages, run_pages
 from .folders import OpenedFolders, OutsideFolders
 from .guard import Guard, HostNames
 from .login_sessions import WRONG_TOKEN_DELAY_SECONDS, Sessions
@@ -66,6 +66,7 @@ def _list_routes() -> Sequence[Route | Mount]:
         *run_pages.ROUTES,
         *picture_pages.ROUTES,
         *new_run_pages.ROUTES,
+        *job_pages.ROUTES,
         *lora_pages.ROUTES,
         Mount("/static/report", StaticFiles(directory=STATIC_DIR)),
         Mount("/static/web", StaticFiles(directory=WEB_STATIC_DIR)),

@@ -1,4 +1,4 @@
-"""Pages of new runs: the form, its checks while one types, plan and memory estimate, and the queue."""
+"""Pages of new runs: the form, its checks while one types, plan and memory estimate."""
 
 import shlex
 import sys
@@ -14,7 +14,7 @@ from ..config.types import MemorySize
 from ..errors import UserError
 from ..problems import report_file
 from .commands import CommandRunner
-from .jobs import JobQueue, build_command
+from .jobs import build_command
 from .picture_pages import take_json
 from .presets import list_presets
 from .run_form import CheckedForm, export_values, list_field_groups, read_settings_file
@@ -51,7 +51,7 @@ def show_form(request: Request) -> Response:
 
 
 def check_form(request: Request, body: Mapping[str, Any]) -> Response:
-    form, processes = _check(request, body)
+    form, processes = read_form(request, body)
     settings_file = form.output_dir / f"{form.output_name}.toml"
     words = build_command(settings_file, processes, form.precision)
     return JSONAnswer(
@@ -66,7 +66,7 @@ def check_form(request: Request, body: Mapping[str, Any]) -> Response:
 
 def start_plan(request: Request, body: Mapping[str, Any]) -> Response:
     """Start ``plan`` on the form: steps and buckets, and with ``memory`` the estimate for a GPU of that size."""
-    form, processes = _check(request, body)
+    form, processes = read_form(request, body)
     if form.problems:
         raise UserError(*form.problems)
     words = [sys.executable, "-m", "library", "plan", "--world_size", str(processes)]
@@ -87,52 +87,8 @@ def stop_plan(request: Request, body: Mapping[str, Any]) -> Response:
     return JSONAnswer({})
 
 
-def add_job(request: Request, body: Mapping[str, Any]) -> Response:
-    """Queue a run, which starts at once if no other one is running."""
-    form, processes = _check(request, body)
-    if form.problems:
-        raise UserError(*form.problems)
-    job = _get_queue(request).add(form, processes)
-    key = get_workbench(request).folders.make_key(Path(job.folder) / job.name)
-    return JSONAnswer({"id": job.id, "run": key})
-
-
-def resume_run(request: Request, body: Mapping[str, Any]) -> Response:
-    """Queue a stopped run again, to go on from its checkpoint."""
-    workbench = get_workbench(request)
-    run = workbench.runs.get_run(str(body.get("run", "")))
-    summary = workbench.runs.read_summary(run)
-    if summary is None:
-        raise UserError(report_file(run.name, "its settings are unknown", "it was started by an older version"))
-    values = {**summary.all_settings, "output_dir": str(run.folder), "output_name": run.name}
-    form = workbench.forms.check(values, is_resumed=True)
-    if form.problems:
-        raise UserError(*form.problems)
-    return JSONAnswer({"id": _get_queue(request).add(form, summary.num_processes, is_resumed=True).id})
-
-
-def stop_job(request: Request, body: Mapping[str, Any]) -> Response:
-    return JSONAnswer({"status": _get_queue(request).stop(request.path_params["id"]).status})
-
-
-def remove_job(request: Request, body: Mapping[str, Any]) -> Response:
-    _get_queue(request).remove(request.path_params["id"])
-    return JSONAnswer({})
-
-
-def show_queue(request: Request) -> Response:
-    """The queue as part of the page of runs."""
-    return render_page(request, "queue.html", {"jobs": list_queue(request)})
-
-
-def list_queue(request: Request) -> list[dict[str, Any]]:
-    """List the queue with the address of each run."""
-    folders = get_workbench(request).folders
-    jobs = [job for job in _get_queue(request).list_jobs() if folders.contains(job.folder)]
-    return [{"job": job, "key": folders.make_key(Path(job.folder) / job.name)} for job in jobs]
-
-
-def _check(request: Request, body: Mapping[str, Any]) -> tuple[CheckedForm, int]:
+def read_form(request: Request, body: Mapping[str, Any]) -> tuple[CheckedForm, int]:
+    """Check the values of the form, and read the number of processes."""
     values = body.get("values")
     if not isinstance(values, dict):
         raise UserError("expected the values of the form")
@@ -167,10 +123,6 @@ def _format_setting_path(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _get_queue(request: Request) -> JobQueue:
-    return get_workbench(request).queue
-
-
 def _get_runner(request: Request) -> CommandRunner:
     return get_workbench(request).commands
 
@@ -181,9 +133,4 @@ ROUTES = (
     Route("/api/new/plan", take_json(start_plan), methods=["POST"]),
     Route("/api/commands/{id}", send_plan),
     Route("/api/commands/{id}/stop", take_json(stop_plan), methods=["POST"]),
-    Route("/api/queue", show_queue),
-    Route("/api/jobs", take_json(add_job), methods=["POST"]),
-    Route("/api/jobs/resume", take_json(resume_run), methods=["POST"]),
-    Route("/api/jobs/{id}/stop", take_json(stop_job), methods=["POST"]),
-    Route("/api/jobs/{id}/remove", take_json(remove_job), methods=["POST"]),
 )

@@ -20,7 +20,7 @@ from ..report.page import (
     format_report_page,
 )
 from ..report.preview_grid import format_column_label
-from .new_run_pages import list_queue
+from .job_pages import list_queue
 from .runs import Run, RunOverview, RunReader, compare_settings
 from .workbench import JSONAnswer, get_workbench, render_page
 

@@ -101,7 +101,7 @@ def measure_memory(parts: int, *flags: str) -> tuple[int, int, int]:
     from library.distributed.devices import HOST
     from library.distributed.fsdp_settings import FSDPSettings
     from library.models.families import FAMILIES
-    from library.parallel.base_weights import quantize_and_offload_base
+    from library.parallel.frozen_base import quantize_and_offload_base
     from library.parallel.fsdp import FSDPStrategy
     from library.parallel.strategy import StrategySettings
     from library.training.trainable_modules import build_trainable_modules

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from training_runs import max_relative_difference, train
 
 from library.config import parse_config
-from library.distributed.validate_launch import validate_parallel_dims
-from library.distributed.world import ParallelDims, World, build_parallel_dims
+from library.distributed.parallel_dims import ParallelDims, build_parallel_dims, validate_parallel_dims
+from library.distributed.world import World
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES

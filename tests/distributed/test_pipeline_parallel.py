@@ -19,8 +19,8 @@ from training_runs import max_relative_difference, train, write_images
 
 from library.config import parse_config
 from library.config.types import StepRange
+from library.distributed.parallel_dims import ParallelDims
 from library.distributed.step_phases import record_phase
-from library.distributed.world import ParallelDims
 from library.models.families import FAMILIES
 from library.parallel.gradient_accumulation import TrainingTask
 from library.parallel.parallel_plan import BlockSequence, ParallelPlan, UNetBlockSequence

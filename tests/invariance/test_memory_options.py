@@ -28,8 +28,8 @@ from library.errors import ConfigError
 from library.estimate.meta_memory_meter import MemoryMeter
 from library.parallel import activation_checkpointing, activation_offload, async_copy, base_weights
 from library.parallel.async_copy import CopyStream
-from library.parallel.base_weights import quantize_and_offload_base, select_spread_indices
 from library.parallel.block_swap import WeightOffloader
+from library.parallel.frozen_base import quantize_and_offload_base, select_spread_indices
 from library.parallel.quantize import (
     NF4_BLOCK_SIZE,
     NF4_LEVELS,

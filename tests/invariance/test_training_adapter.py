@@ -17,7 +17,7 @@ from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES
 from library.models.training_adapter import bypass_training_adapter
-from library.parallel.base_weights import quantize_and_offload_base
+from library.parallel.frozen_base import quantize_and_offload_base
 from library.training.network_weights import add_training_adapter, merge_base_weights, read_initial_weights
 
 NAME = "z_image"

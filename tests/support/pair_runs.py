@@ -31,8 +31,9 @@ from library.atomic_files import write_atomic
 from library.config import options
 from library.dataset.controls import find_settings_that_controls_lack
 from library.dataset.dataset_config import load_dataset_config
+from library.distributed.parallel_dims import build_parallel_dims
 from library.distributed.validate_launch import validate_distributed
-from library.distributed.world import World, build_parallel_dims
+from library.distributed.world import World
 from library.errors import ConfigError
 from library.models.detect import detect_model
 from library.models.families import FAMILIES

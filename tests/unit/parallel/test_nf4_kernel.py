@@ -14,7 +14,7 @@ from torch import nn
 from training_runs import write_images
 
 from library.config import parse_config
-from library.parallel.base_weights import quantize_and_offload_base
+from library.parallel.frozen_base import quantize_and_offload_base
 from library.parallel.quantize import (
     BUILT_IN_KERNEL,
     FrozenLayer,
