@@ -1,4 +1,7 @@
-"""Sample preview images: a diffusers pipeline around the modules in memory, with a scheduler of its own."""
+"""Sample preview images: a diffusers pipeline around the modules in memory, with a scheduler of its own.
+
+The denoising loop and its classifier-free guidance are those of the pipeline.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

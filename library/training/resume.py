@@ -4,7 +4,8 @@ Weights, optimizer, EMA and counters are put back by ``checkpoint.restore_state`
 and written by ``training.checkpoint_dir``.  A checkpoint does not depend on world size or strategy.
 
 No batches are skipped, and no states of random generators restored: the batches of a step come from the batch plan, and
-random draws from the seed and the step (``library.randomness``).
+random draws from the seed and the step (``library.randomness``).  The loop starts the data loader at the step of the
+restored state.
 """
 
 import logging

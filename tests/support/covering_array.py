@@ -2,11 +2,13 @@
 
 Rows are built one at a time and greedily; a row that is refused teaches which of its values cannot be combined.
 Everything is deterministic, so that the rows of a slice are the same in every process.
+
+Sets of settings are integers with one bit for each setting, since a greedy choice asks millions of times what they have
+in common.
 """
 
 import itertools
 import random
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -43,7 +45,14 @@ class CoveringArray:
             for second in range(self.sizes[other])
         }
         self.uncovered = set(self.pairs)
-        self._open_pairs = Counter(setting for pair in self.uncovered for setting in pair)
+        starts = itertools.accumulate(self.sizes, initial=0)
+        self._bits = [[1 << start + value for value in range(size)] for start, size in zip(starts, self.sizes)]
+        self._refused_bits: set[int] = set()
+        self._partners = [[0] * size for size in self.sizes]
+        """The settings with which each setting is in an uncovered pair."""
+        for one, other in self.uncovered:
+            self._partners[one[0]][one[1]] |= self._encode([other])
+            self._partners[other[0]][other[1]] |= self._encode([one])
 
     def iter_rows(self) -> Iterator[Row]:
         """Yield rows until every pair is covered, refused or unreached."""
@@ -60,6 +69,7 @@ class CoveringArray:
         for settings in [settings for settings in self.refused if len(settings) == 2]:
             if (row := self._find_other_context(settings)) is not None:
                 del self.refused[settings]
+                self._refused_bits.remove(self._encode(settings))
                 self.rows.append(row)
                 yield row
 
@@ -69,15 +79,22 @@ class CoveringArray:
         few = [settings for settings in self.refused if len(settings) <= 2]
         return {pair for pair in self.pairs if any(settings <= pair for settings in few)}
 
+    def _encode(self, settings: Iterable[Setting]) -> int:
+        return sum(self._bits[factor][value] for factor, value in settings)
+
+    def _count_open_pairs(self, setting: Setting) -> int:
+        return self._partners[setting[0]][setting[1]].bit_count()
+
     def _close(self, pairs: "Iterator[frozenset[Setting]]") -> None:
         for pair in pairs:
             if pair in self.uncovered:
                 self.uncovered.remove(pair)
-                self._open_pairs.subtract(pair)
+                for setting in pair:
+                    self._partners[setting[0]][setting[1]] &= ~self._encode(pair - {setting})
 
     def _build_row(self) -> Row | None:
         """Build the row that covers most, around one uncovered pair; ``None`` if that pair cannot be covered."""
-        seed = min(self.uncovered, key=lambda pair: (-sum(self._open_pairs[each] for each in pair), sorted(pair)))
+        seed = min(self.uncovered, key=lambda pair: (-sum(map(self._count_open_pairs, pair)), sorted(pair)))
         draw, candidates = random.Random(len(self.rows)), []
         for _ in range(ATTEMPTS):
             order = [factor for factor in range(len(self.sizes)) if factor not in dict(seed)]
@@ -102,24 +119,20 @@ class CoveringArray:
             ]
             if not values:
                 return None
-            gains = {
-                value: sum(frozenset(((factor, value), each)) in self.uncovered for each in chosen.items())
-                for value in values
-            }
-            chosen[factor] = max(values, key=lambda value: (gains[value], self._open_pairs[factor, value], -value))
+            before = self._encode(chosen.items())
+            gains = {value: (self._partners[factor][value] & before).bit_count() for value in values}
+            chosen[factor] = max(
+                values, key=lambda value: (gains[value], self._partners[factor][value].bit_count(), -value)
+            )
         row = tuple(chosen[factor] for factor in range(len(self.sizes)))
         # What nothing is gained by stays at its default, which costs least to run.
         return self._reset_idle_values(row)
 
     def _reset_idle_values(self, row: Row) -> Row:
-        for factor in range(len(row)):
-            idle = all(
-                frozenset(((factor, row[factor]), (other, row[other]))) not in self.uncovered
-                for other in range(len(row))
-                if other != factor
-            )
+        for factor, value in enumerate(row):
             plain = (*row[:factor], 0, *row[factor + 1 :])
-            if idle and row[factor] and self._is_allowed(enumerate(plain)):
+            is_idle = not self._partners[factor][value] & self._encode(enumerate(row))
+            if is_idle and value and self._is_allowed(enumerate(plain)):
                 row = plain
         return row
 
@@ -130,11 +143,13 @@ class CoveringArray:
         apart_from: frozenset[Setting] = frozenset(),
     ) -> bool:
         """Whether no known refusal is contained in these settings; ``new`` is the one that was added last."""
-        given = frozenset(settings)
-        return not any(each <= given for each in self.refused if (new is None or new in each) and each != apart_from)
+        given, last = self._encode(settings), self._encode([new] if new else [])
+        excepted = self._encode(apart_from)
+        return not any(each & given == each and last & each == last and each != excepted for each in self._refused_bits)
 
     def _count_new_pairs(self, row: Row) -> int:
-        return sum(frozenset(pair) in self.uncovered for pair in itertools.combinations(enumerate(row), 2))
+        given = self._encode(enumerate(row))
+        return sum((self._partners[factor][value] & given).bit_count() for factor, value in enumerate(row)) // 2
 
     def _learn_refusal(self, row: Row, problem: str) -> None:
         """Find the fewest settings of a refused row that are refused, and close the pairs that contain them."""
@@ -146,6 +161,7 @@ class CoveringArray:
         if len(settings) == 1:
             settings |= {(factor, 0) for factor in range(len(row)) if not row[factor] and self._is_needed(row, factor)}
         self.refused[frozenset(settings)] = problem
+        self._refused_bits.add(self._encode(settings))
         self._close(iter([pair for pair in self.uncovered if settings <= pair]))
         if len(settings) == 1:
             (setting,) = settings
