@@ -1,4 +1,7 @@
-"""Find files on disk: directory walks, include and exclude patterns, and the shards that a dataset file lists."""
+"""Find files on disk: directory walks, include and exclude patterns, and the shards that a dataset file lists.
+
+Which of the files of a folder are training images is decided in folder.py.
+"""
 
 import glob
 import json

@@ -45,8 +45,8 @@ class CoveringArray:
             for second in range(self.sizes[other])
         }
         self.uncovered = set(self.pairs)
-        starts = itertools.accumulate(self.sizes, initial=0)
-        self._bits = [[1 << start + value for value in range(size)] for start, size in zip(starts, self.sizes)]
+        starts = [sum(self.sizes[:factor]) for factor in factors]
+        self._bits = [[1 << starts[factor] + value for value in range(self.sizes[factor])] for factor in factors]
         self._refused_bits: set[int] = set()
         self._partners = [[0] * size for size in self.sizes]
         """The settings with which each setting is in an uncovered pair."""
