@@ -1,6 +1,7 @@
 """Options as dataclass fields: declaration, parsing of values, and building a configuration from values."""
 
 import dataclasses
+import functools
 import math
 import types
 from collections.abc import Iterator
@@ -193,18 +194,26 @@ def iter_options(config_class: type) -> Iterator[Option]:
 
 def iter_group_options(group_type: type, name: str = "") -> Iterator[Option]:
     """Iterate over the options of one group, which a configuration class calls ``name``."""
-    hints = get_type_hints(group_type)
+    yield from _list_group_options(group_type, name)
+
+
+@functools.cache
+def _list_group_options(group_type: type, name: str) -> tuple[Option, ...]:
+    hints, listed = get_type_hints(group_type), []
     for field in dataclasses.fields(group_type):
         value_type, is_list, is_optional = _resolve_type_hint(hints[field.name])
-        yield Option(
-            name=field.name,
-            group=name,
-            value_type=value_type,
-            is_list=is_list,
-            is_optional=is_optional,
-            default=field.default,
-            **vars(field.metadata["facts"]),
+        listed.append(
+            Option(
+                name=field.name,
+                group=name,
+                value_type=value_type,
+                is_list=is_list,
+                is_optional=is_optional,
+                default=field.default,
+                **vars(field.metadata["facts"]),
+            )
         )
+    return tuple(listed)
 
 
 def build_config(config_class: type, values: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
+from transformers.initialization import no_init_weights
 
 from ..randomness import Purpose, derive_generator, derive_seed
 
@@ -19,7 +20,7 @@ _NOISE_LENGTH = 4_194_301
 
 def build_empty_model(model_class: Any, config: Mapping[str, Any]) -> Any:
     """Build a diffusers or transformers model with parameters on the meta device and real buffers."""
-    with init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False), no_init_weights():  # initializing on meta takes most of the time
         if not model_class.__module__.startswith("transformers."):
             return model_class.from_config(dict(config)).eval()
         model = model_class(model_class.config_class(**config)).eval()
