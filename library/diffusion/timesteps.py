@@ -27,10 +27,10 @@ MIN_DEVIATION = 1e-12
 NUM_BISECTIONS = 60
 """Halvings of the interval that contains a quantile of a mixture; float64 has no more digits."""
 
-TABLE_END, TABLE_INTERVALS = 7.0, 2048
+TABLE_END, TABLE_INTERVALS = 7.0, 4096
 """The last quantile ``z`` in the table of a mixture, which goes from its negative, and the number of its intervals."""
 
-TABLE_ACCURACY = 1e-7
+TABLE_ACCURACY = 5e-7
 """The largest error of ``logit(sigma)`` halfway between two values of a table; elsewhere, quantiles are bisected."""
 
 
@@ -113,7 +113,7 @@ class MixtureTable:
     """Whether interpolation is accurate between each value and the next; it is not around a part without deviation."""
 
     def interpolate_logits(self, u: Tensor, z: Tensor) -> Tensor:
-        """Interpolate at quantiles ``u`` of the mixture, which are ``z`` of a normal density; bisect where it has to be."""
+        """Interpolate at quantiles ``u``, which are ``z`` of a normal density; bisect where it is not accurate."""
         position = (z / TABLE_END + 1) * (len(self.is_smooth) / 2)
         index = position.floor().clamp(0, len(self.is_smooth) - 1).long()
         logits = self.interpolate_cubic(index, position - index)
