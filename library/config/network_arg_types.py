@@ -5,6 +5,7 @@ And the modules, arguments and values of sd-scripts and LyCORIS that are not sup
 
 import ast
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -109,7 +110,9 @@ def parse_block_lr_weights(text: str) -> tuple[float, ...] | str:
 def parse_patterns(text: str) -> tuple[str, ...]:
     """Parse one regular expression, or a Python list of them."""
     try:
-        expressions = tuple(ast.literal_eval(text) if text.startswith(("[", "(")) else [text])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # backslashes of patterns such as '.*\.mlp' are no escapes of Python
+            expressions = tuple(ast.literal_eval(text) if text.startswith(("[", "(")) else [text])
         for expression in expressions:
             re.compile(expression)
     except (ValueError, SyntaxError, TypeError, re.error) as error:

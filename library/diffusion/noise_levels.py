@@ -6,8 +6,9 @@ The shares are the cumulative distributions of the densities that timesteps.py s
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
+from typing import Any
 
 from ..config.schema_objective import NoiseConfig
 from .timestep_shift import FLUX_DEV_SHIFT, KREA2_SHIFT, QWEN_SHIFT, DynamicShift, TimestepShift
@@ -63,6 +64,8 @@ class NoiseDistribution:
     noise_config: NoiseConfig
     default_shift: TimestepShift
     """The shift of ``shift`` and ``sigma`` without ``discrete_flow_shift``."""
+    mixture_tables: dict[tuple["LogitNormal", ...], Any] = field(default_factory=dict, compare=False, repr=False)
+    """The quantiles of the mixtures that were sampled from so far, which timesteps.py tabulates once for each size."""
 
     @property
     def range(self) -> tuple[float, float]:

@@ -8,7 +8,6 @@ The same densities as cumulative distributions, and the shifts, are in noise_lev
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from torch import Size, Tensor
@@ -84,7 +83,10 @@ def mixture_quantile(u: Tensor, distribution: NoiseDistribution, num_tokens: int
     mixture, z = distribution.build_mixture(num_tokens), torch.special.ndtri(u.double())
     if len(mixture) == 1:
         return torch.sigmoid(mixture[0].mean + mixture[0].deviation * z)
-    return torch.sigmoid(build_mixture_table(mixture).interpolate_logits(u, z))
+    if mixture not in distribution.mixture_tables:
+        distribution.mixture_tables[mixture] = build_mixture_table(mixture)
+    table: MixtureTable = distribution.mixture_tables[mixture]
+    return torch.sigmoid(table.interpolate_logits(u, z))
 
 
 def bisect_mixture_logits(u: Tensor, z: Tensor, mixture: Sequence[LogitNormal]) -> Tensor:
@@ -129,7 +131,6 @@ class MixtureTable:
         return ends + fraction * rest * (self.slopes[index] * rest - self.slopes[index + 1] * fraction)
 
 
-@lru_cache(maxsize=256)
 def build_mixture_table(mixture: tuple[LogitNormal, ...]) -> MixtureTable:
     """Bisect the values of the table, and those halfway between, which tell where interpolation is accurate."""
     z = torch.linspace(-TABLE_END, TABLE_END, 2 * TABLE_INTERVALS + 1, dtype=torch.float64)
@@ -156,13 +157,27 @@ TIMESTEP_SAMPLINGS: Mapping[str, Callable[[Tensor, NoiseDistribution, int], Tens
 """The quantile function of each ``timestep_sampling``: sigma from ``u``, the distribution and the tokens."""
 
 
-def compute_timesteps(u: Tensor, noise_config: NoiseConfig, process: NoiseProcess, latents_shape: Size) -> Tensor:
-    """Timesteps on 0..1000 for each ``u``, between ``min_timestep`` and ``max_timestep``."""
+def build_distribution(noise_config: NoiseConfig, process: FlowMatchingProcess) -> NoiseDistribution:
+    """Build the distribution of the noise levels of a flow-matching model."""
+    return NoiseDistribution(noise_config.get_timestep_sampling(), noise_config, process.shift)
+
+
+def compute_timesteps(
+    u: Tensor,
+    noise_config: NoiseConfig,
+    process: NoiseProcess,
+    latents_shape: Size,
+    distribution: NoiseDistribution | None = None,
+) -> Tensor:
+    """Compute the timesteps on 0..1000 for each ``u``, between ``min_timestep`` and ``max_timestep``.
+
+    A run passes its ``distribution`` each time, which keeps the tables of mixtures.
+    """
     low = noise_config.min_timestep or 0
     high = NUM_TRAIN_TIMESTEPS if noise_config.max_timestep is None else noise_config.max_timestep
     if not isinstance(process, FlowMatchingProcess):
         return (low + (high - low) * u).floor().float()
-    distribution = NoiseDistribution(noise_config.get_timestep_sampling(), noise_config, process.shift)
+    distribution = distribution or build_distribution(noise_config, process)
     num_tokens, sampling = process.count_tokens(latents_shape), TIMESTEP_SAMPLINGS[distribution.sampling]
     if distribution.is_cut:
         below, above = (distribution.compute_whole_share_below(end, num_tokens) for end in distribution.range)

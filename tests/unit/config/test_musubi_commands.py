@@ -84,6 +84,7 @@ output_name = "name-of-lora"
     theirs, ours = flatten_config(command.config), flatten_config(file.config)
     assert {name: (theirs[name], ours[name]) for name in ours if theirs[name] != ours[name]} == {
         "network_module": ("networks.lora_qwen_image", "networks.lora"),
+        "network_args": (("train_modulation=True",), ()),
         "network_train_unet_only": (True, False),  # the text encoder of Qwen-Image is never trained
     }
     assert list_unused(command) == {"sdpa": "", "persistent_data_loader_workers": ""}
@@ -96,7 +97,7 @@ def test_defaults_of_musubi_tuner_are_taken_and_named_with_those_that_differ():
     assert (config.optim.learning_rate, config.save.save_format) == (2e-6, "kohya")
     assert config.cache.cache_latents_to_disk and config.cache.cache_text_encoder_outputs_to_disk
     assert sorted(loaded.taken_defaults) == sorted(
-        "timestep_sampling discrete_flow_shift learning_rate save_format cache_latents_to_disk"
+        "timestep_sampling discrete_flow_shift learning_rate save_format cache_latents_to_disk network_args"
         " cache_text_encoder_outputs_to_disk".split()
     )
     assert loaded.kohya_defaults == ("seed 42 (there another one for each run)",)
@@ -109,7 +110,7 @@ def test_a_setting_replaces_the_default_of_musubi_tuner():
     loaded = load(*QWEN, *flags.split(), "--seed", "1")
     assert (loaded.config.optim.learning_rate, loaded.config.save.save_format) == (1e-3, "diffusers")
     assert not loaded.config.cache.caches_latents and loaded.kohya_defaults == ()
-    assert sorted(loaded.taken_defaults) == ["cache_text_encoder_outputs_to_disk"]
+    assert sorted(loaded.taken_defaults) == ["cache_text_encoder_outputs_to_disk", "network_args"]
 
 
 @pytest.mark.parametrize(
@@ -275,10 +276,15 @@ def test_the_modulation_of_kontext_is_trained_only_where_exclude_patterns_are_gi
     flags = ["--dit", "random:flux_kontext:tiny", "--network_module", "networks.lora_flux"]
     loaded = load(*flags)
     assert loaded.config.model.model_version == "kontext" and not loaded.config.adapter.trains_text_encoders
-    assert loaded.config.adapter.network_args == ("exclude_patterns=['.*_(img_mod|txt_mod|modulation)_lin']",)
+    assert loaded.config.adapter.network_args == ("exclude_patterns=['.*(img_mod|txt_mod|modulation).lin']",)
     assert load(*flags, "--network_args", "exclude_patterns=['.*x.*']").config.adapter.network_args == (
         "exclude_patterns=['.*x.*']",
+        "pattern_names=original",
     )
+    shared = [*flags[:3], "networks.lokr"]  # its default patterns are always added there
+    both = "exclude_patterns=['.*x.*', '.*(img_mod|txt_mod|modulation).lin']"
+    given = load(*shared, "--network_args", "exclude_patterns=['.*x.*']", "--family", "flux_kontext")
+    assert given.config.adapter.network_args == (both, "pattern_names=original")
     (problem,) = find_problems(["--dit", "random:flux:tiny", *flags[2:]])
     assert problem == "--network_module: kontext is a version of FLUX.1 Kontext, and the model is FLUX.1"
 

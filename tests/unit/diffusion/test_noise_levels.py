@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from library.config.schema_objective import NoiseConfig
+from library.config.schema_objective import LossConfig, NoiseConfig
 from library.diffusion import timesteps
 from library.diffusion.noise_levels import NoiseDistribution
+from library.diffusion.objective import Objective
 from library.diffusion.process import FlowMatchingProcess
 from library.diffusion.timestep_shift import FixedShift
 
@@ -127,7 +128,8 @@ def test_the_table_of_a_mixture_has_the_quantiles_that_bisection_finds(kind, set
 
 def test_quantiles_of_a_mixture_are_not_bisected_again_in_each_step(monkeypatch):
     u = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
-    first = sample_sigmas(u, timestep_sampling="qinglong_flux")
+    objective = Objective(MODEL, NoiseConfig(timestep_sampling="qinglong_flux"), LossConfig())
+    first = objective.compute_timesteps(u, LATENTS)
     calls = []
     monkeypatch.setattr(timesteps, "bisect_mixture_logits", lambda *call: calls.append(call) or call[1])
-    assert torch.equal(sample_sigmas(u, timestep_sampling="qinglong_flux"), first) and not calls
+    assert torch.equal(objective.compute_timesteps(u, LATENTS), first) and not calls
