@@ -33,7 +33,7 @@ class CheckpointTensors:
 
     def get_tensor(self, key: str) -> Tensor:
         """Read one tensor."""
-        tensor: Tensor = self.files[key].get_tensor(key)
+        tensor: Tensor = self.files[key].get_tensor(key)  # type: ignore[no-untyped-call]
         return tensor
 
 
@@ -43,5 +43,5 @@ def open_checkpoint(path: Path) -> Iterator[CheckpointTensors]:
     opened: dict[str, safe_open] = {}
     for shard in list_shard_paths(path):
         file = safe_open(str(shard), framework="pt")
-        opened.update(dict.fromkeys(file.keys(), file))
+        opened.update(dict.fromkeys(file.keys(), file))  # type: ignore[no-untyped-call]
     yield CheckpointTensors(opened)
