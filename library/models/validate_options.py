@@ -26,6 +26,7 @@ from ..config.unused_options import (
     ModelTraits,
     find_unusable_sampler,
     find_unused_options,
+    reset_options,
 )
 from ..dataloader.sample_prompts import Prompt, load_preview_prompts
 from ..dataset.controls import CONTROLS_FROM_IMAGE
@@ -218,6 +219,7 @@ def drop_unused_model_options(loaded: ParsedConfig) -> ParsedConfig:
     loaded = replace(loaded, notices=[*loaded.notices, *(f"{where}: {line}" for line in lengths)])
     without_effect = find_unused_options(loaded.config, frozenset(loaded.taken_defaults), model)
     taken = {name: value for name, value in loaded.taken_defaults.items() if name not in without_effect}
+    loaded = replace(loaded, config=reset_options(loaded.config, without_effect))
     return replace(loaded, kohya_defaults=tuple(_find_other_defaults(loaded, detected)), taken_defaults=taken)
 
 
