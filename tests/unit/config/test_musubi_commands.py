@@ -329,7 +329,7 @@ WRITTEN = {
     **{f"{each['script']} {number}": build_tiny_command(each) for number, each in enumerate(COMMANDS[:3])},
     "sigma": [*QWEN, *LOGIT_NORMAL],
     "patterns": [*QWEN, "--network_args", "exclude_patterns=['.*img_mod.*']", "loraplus_lr_ratio=4"],
-    "other names": [*QWEN, "--flash3", "--fp8_base", "--save_precision", "fp32", "--no-cache_latents_to_disk"],
+    "other names": [*QWEN, "--fp8_base", "--save_precision", "fp32", "--no-cache_latents_to_disk"],
     "kontext": ["--dit", "random:flux_kontext:tiny", "--network_module", "networks.lora_flux"],
     "lokr": ["--dit", "random:qwen_image:tiny", "--network_module", "networks.lokr", "--network_dim", "8"],
 }
