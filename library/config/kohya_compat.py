@@ -190,9 +190,6 @@ KOHYA_OPTIONS: dict[str, OptionVerdict] = {
     ),
     "dataset_class": UnsupportedOption(f"dataset classes of sd-scripts cannot run here; {_USE_DATASET_TOML}"),
     "debug_dataset": UnsupportedOption("use --dry_run, or python -m library plan --preview"),
-    "face_crop_aug_range": UnsupportedOption(
-        "not supported: faces, which file names give there (NAME_CX_CY_W_H.png), are not known here; crop beforehand"
-    ),
     # training
     "full_fp16": UnsupportedOption("not supported: fp16 gradients and Adam moments underflow; use full_bf16"),
     "offload_optimizer_nvme_path": UnsupportedOption(

@@ -358,7 +358,14 @@ def test_problems_are_reported_when_options_are_parsed(words, problem):
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("networks.dylora", "DyLoRA is not supported; use networks.lora"),
+        (
+            "networks.dylora",
+            "DyLoRA is not supported: each step trains another rank, which peft has not; use networks.lora",
+        ),
+        (
+            "networks.lora_fa",
+            "LoRA-FA is not supported: its down matrices are frozen, here they are trained; use networks.lora",
+        ),
         ("networks.lra", "unknown network module 'networks.lra'; did you mean networks.lora?"),
     ],
 )
