@@ -18,7 +18,7 @@ LAST_BLOCK = 10**6
 UNSUPPORTED_MODULES = {
     "networks.dylora": "DyLoRA is not supported: each step trains another rank, which peft has not; use networks.lora",
     "locon.locon_kohya": "LoCon is part of LyCORIS now; use lycoris.kohya, or networks.lora with conv_dim",
-    "networks.lora_fa": "LoRA-FA is not supported: its down matrices are frozen, here they are trained; use networks.lora",
+    "networks.lora_fa": "LoRA-FA is not supported: its down matrices are frozen, not so here; use networks.lora",
 }
 UNSUPPORTED_ARGS = {
     "split_qkv": "not supported: q, k and v share one down matrix (it crashes in sd-scripts)",
