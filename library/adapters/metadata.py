@@ -23,7 +23,7 @@ from ..config.options import flatten_config, iter_group_options, iter_options
 from ..config.schema import AdapterConfig, ModelConfig, RunConfig
 from ..config.schema_objective import NoiseConfig, TimestepSampling
 from ..config.schema_output import SaveConfig
-from ..config.types import split_keyword_args
+from ..config.types import FaceCropRange, split_keyword_args
 from ..config.validate import THUMBNAIL_TYPES
 from .module_adapter import ALPHA, ModuleAdapter, parse_tensor_key
 
@@ -81,7 +81,7 @@ def build_metadata(config: RunConfig, model: BaseModelMetadata, run: RunMetadata
             **run.dataset_metadata,
             **_build_run_metadata(run),
             **_build_option_metadata(config, is_flow=is_flow),
-            **_build_memory_metadata(config.model),
+            **_build_memory_metadata(config.model, config.data.face_crop_aug_range),
             "ss_sd_scripts_commit_hash": "",  # this is another program
             **_build_training_adapter_metadata(config.adapter),
             "ss_cache_latents": config.cache.caches_latents,
@@ -214,14 +214,14 @@ def _build_training_adapter_metadata(config: AdapterConfig) -> dict[str, Any]:
     return {"ss_training_adapter": Path(config.training_adapter).name} if config.training_adapter else {}
 
 
-def _build_memory_metadata(model: ModelConfig) -> dict[str, Any]:
-    """Build the keys of options of sd-scripts that save memory or crop at faces, which no option here does."""
+def _build_memory_metadata(model: ModelConfig, face_range: FaceCropRange | None) -> dict[str, Any]:
+    """Build the keys of options of sd-scripts that save memory, which no option here does, or crop around faces."""
     return {
         "ss_full_fp16": False,
         "ss_lowram": False,
         "ss_fp8_base": False,  # the denoiser only
         "ss_fp8_base_unet": model.quantize_base == "fp8",
-        "ss_face_crop_aug_range": None,
+        "ss_face_crop_aug_range": None if face_range is None else (face_range.low, face_range.high),
     }
 
 

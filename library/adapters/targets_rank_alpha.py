@@ -42,6 +42,8 @@ class TargetComponent:
     """The prefix of the component's keys in kohya files."""
     unused_layers: Sequence[str] = ()
     """Layers without gradient, which get no adapter."""
+    optional_targets: Sequence[str] = ()
+    """Target modules that get an adapter only where ``include_patterns`` or ``train_modulation`` says so."""
 
     @property
     def is_text_encoder(self) -> bool:
@@ -56,9 +58,13 @@ class TargetLayer:
     module: str
     kohya_name: str
     """Name in kohya files, which several fused layers may share."""
+    original_name: str
+    """Name in the original model, with dots, which several fused layers may share."""
     is_spatial_conv: bool
     """A convolution with a kernel larger than 1x1, for which ``conv_dim`` applies."""
     is_text_encoder: bool
+    is_optional: bool = False
+    """Whether it gets an adapter only where ``include_patterns`` or ``train_modulation`` says so."""
 
     @property
     def name(self) -> str:
@@ -69,20 +75,27 @@ class TargetLayer:
 def find_target_layers(component: TargetComponent) -> list[TargetLayer]:
     """All target layers of a component, in the model's order."""
     model, unused = component.model, set(component.unused_layers)
-    modules = [name for name in match_target_modules(model, component.target_modules) if name not in unused]
+    targets = (*component.target_modules, *component.optional_targets)
+    modules = [name for name in match_target_modules(model, targets) if name not in unused]
+    usual = {*match_target_modules(model, component.target_modules)}
     key_map = build_key_map((name for name, _ in model.named_modules()), component.key_style)
-    kohya_names = {
-        module: build_kohya_name(group.name, component.key_prefix)
-        for group in key_map.group_modules(modules)
-        for module in group.modules
-        if module is not None
+    originals = {
+        module: group.name for group in key_map.group_modules(modules) for module in group.modules if module is not None
     }
     layers = {name: model.get_submodule(name) for name in modules}
     spatial_convs = {
         name for name, layer in layers.items() if isinstance(layer, nn.Conv2d) and layer.kernel_size != (1, 1)
     }
     return [
-        TargetLayer(component.name, name, kohya_names[name], name in spatial_convs, component.is_text_encoder)
+        TargetLayer(
+            component=component.name,
+            module=name,
+            kohya_name=build_kohya_name(originals[name], component.key_prefix),
+            original_name=originals[name],
+            is_spatial_conv=name in spatial_convs,
+            is_text_encoder=component.is_text_encoder,
+            is_optional=name not in usual,
+        )
         for name in modules
     ]
 
@@ -140,11 +153,11 @@ def _resolve_rank_alpha(
     if config.network_module in OFT_MODULES and (network.is_unet or is_of_flux) and not network_args.enable_all_linear:
         rank = rank if is_attention and "_single_blocks_" not in layer.kohya_name else 0
     for pattern, value in network_args.network_reg_dims:
-        if matches_pattern(pattern, layer):
+        if matches_pattern(pattern, layer, network_args):
             rank = value
             break
-    if any(matches_full_name(pattern, layer) for pattern in network_args.exclude_patterns):
-        rank = rank if any(matches_full_name(pattern, layer) for pattern in network_args.include_patterns) else 0
+    if _is_excluded(layer, network_args):
+        rank = 0
     is_tucker = layer.is_spatial_conv and network_args.uses_tucker and get_adapter_type(config) in TUCKER_TYPES
     return RankAlpha(rank, float(alpha or rank), is_tucker)  # as in sd-scripts, alpha 0 means the rank
 
@@ -202,11 +215,26 @@ def _is_selected_block(layer: TargetLayer, network_args: NetworkArgs) -> bool:
     return True
 
 
-def matches_pattern(pattern: str, layer: TargetLayer) -> bool:
-    """Whether a pattern occurs in the layer's kohya name or its name in the model."""
-    return any(re.search(pattern, name) for name in (layer.kohya_name, layer.name))
+def _is_excluded(layer: TargetLayer, network_args: NetworkArgs) -> bool:
+    is_default = not layer.is_optional or network_args.train_modulation
+    excludes, includes = network_args.exclude_patterns, network_args.include_patterns
+    if is_default and not any(matches_full_name(pattern, layer, network_args) for pattern in excludes):
+        return False
+    return not any(matches_full_name(pattern, layer, network_args) for pattern in includes)
 
 
-def matches_full_name(pattern: str, layer: TargetLayer) -> bool:
+def matches_pattern(pattern: str, layer: TargetLayer, network_args: NetworkArgs) -> bool:
+    """Whether a pattern occurs in a name of the layer."""
+    return any(re.search(pattern, name) for name in list_pattern_names(layer, network_args))
+
+
+def matches_full_name(pattern: str, layer: TargetLayer, network_args: NetworkArgs) -> bool:
     """Whether a pattern matches one of the layer's names completely."""
-    return any(re.fullmatch(pattern, name) for name in (layer.kohya_name, layer.name, layer.module))
+    return any(re.fullmatch(pattern, name) for name in list_pattern_names(layer, network_args))
+
+
+def list_pattern_names(layer: TargetLayer, network_args: NetworkArgs) -> tuple[str, ...]:
+    """List the names that patterns match: all, or with ``pattern_names=original`` that in the original model."""
+    if network_args.pattern_names == "original":
+        return (layer.original_name,)
+    return layer.name, layer.kohya_name, layer.original_name, layer.module

@@ -10,7 +10,13 @@ from ..config.network_args import NetworkArgs, get_network_args
 from ..config.schema import AdapterConfig
 from ..problems import Problem
 from .peft_types import RankAlpha, count_input_features
-from .targets_rank_alpha import BLOCK_INDEX_ARGS, TargetLayer, matches_full_name, matches_pattern
+from .targets_rank_alpha import (
+    BLOCK_INDEX_ARGS,
+    TargetLayer,
+    list_pattern_names,
+    matches_full_name,
+    matches_pattern,
+)
 
 
 def validate_ranks(
@@ -51,14 +57,15 @@ def validate_boft_ranks(model: nn.Module, adapter_type: str, rank_alphas: Mappin
 
 
 def _find_unmatched_patterns(layers: Sequence[TargetLayer], network_args: NetworkArgs) -> Iterator[str]:
-    example = f"for example {layers[0].name} ({layers[0].kohya_name})"
+    first, *others = list_pattern_names(layers[0], network_args)
+    example = f"for example {first}{f' ({others[0]})' if others else ''}"
     for argument in ("network_reg_dims", "network_reg_lrs"):
         for pattern, _ in getattr(network_args, argument):
-            if not any(matches_pattern(pattern, layer) for layer in layers):
+            if not any(matches_pattern(pattern, layer, network_args) for layer in layers):
                 yield f"{argument}: {pattern!r} matches no module, {example}"
     for argument in ("exclude_patterns", "include_patterns"):
         for pattern in getattr(network_args, argument):
-            if not any(matches_full_name(pattern, layer) for layer in layers):
+            if not any(matches_full_name(pattern, layer, network_args) for layer in layers):
                 yield f"{argument}: {pattern!r} matches no full module name, {example}; .* matches anything"
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from ..atomic_files import compute_sha256, write_atomic
 from ..dataset.scan_cache import SETTLED_AFTER_NS
 from ..errors import FileError
 from ..models.base import Family
+from ..models.checkpoint_shards import list_shard_paths, open_checkpoint
 from ..models.detect import DetectedModel, get_config_reader
 from ..models.model_configs import is_tokenizer
 from ..models.single_file import select_component_keys
@@ -31,9 +31,11 @@ class FileHashCache:
         self._entries: dict[str, list[object]] = _load_entries(cache_file)
 
     def get_hash(self, file: Path, label: str = "", compute_hash: Callable[[Path], str] | None = None) -> str:
-        """Return the SHA-256 of a file, or the result of ``compute_hash``, which is cached under ``label``."""
-        status, key = file.stat(), f"{file.resolve()} {label}".rstrip()
-        stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+        """Return the SHA-256 of a file, or what ``compute_hash`` returns for its checkpoint, cached under ``label``."""
+        key, files = f"{file.resolve()} {label}".rstrip(), [file] if compute_hash is None else list_shard_paths(file)
+        stats = [each.stat() for each in files]
+        stamp = [sum(status.st_size for status in stats)]
+        stamp += [max(getattr(status, name) for status in stats) for name in ("st_mtime_ns", "st_ctime_ns")]
         cached = self._entries.get(key)
         if cached is not None and cached[:-1] == stamp:
             return str(cached[-1])
@@ -82,7 +84,9 @@ def compute_quick_model_fingerprint(model: DetectedModel) -> str:
     sources += [(source.source_type, source.path_or_id) for source in model.component_sources.values()]
     for source_type, path_or_id in sources:
         path = Path(path_or_id)
-        files = [path] if path.is_file() else sorted(path.rglob("*.safetensors")) if path.is_dir() else []
+        files = (
+            list_shard_paths(path) if path.is_file() else sorted(path.rglob("*.safetensors")) if path.is_dir() else []
+        )
         if source_type in ("random", "hub") or not files:
             digest.update(path_or_id.encode())
         _hash_file_ends(digest, files)
@@ -145,7 +149,7 @@ def _resolve_component_dir(path_or_id: str, subfolder: str, *, is_hub: bool) -> 
 def _hash_single_file_weights(path: Path, prefixes: Sequence[str]) -> str:
     """Hash one component of a single-file checkpoint, so that two files with the same VAE get the same hash."""
     digest = hashlib.sha256()
-    with safe_open(str(path), framework="pt") as file:
+    with open_checkpoint(path) as file:
         prefix, names = select_component_keys(file.keys(), prefixes)
         for name in sorted(names):
             digest.update(name.removeprefix(prefix).encode())

@@ -135,7 +135,7 @@ class CachedLatentLoader:
         flipped = [self.augmenter.is_flipped(view) for view in views]
         assignments = [self.augmenter.assignments[index] for index in shard.sample_indices]
         size_conditioning = [
-            self.augmenter.compute_size_conditioning(view.sample_index, assignment.crop_left_top, is_flipped=is_flipped)
+            self.augmenter.compute_size_conditioning(view.sample_index, assignment, is_flipped=is_flipped)
             for view, assignment, is_flipped in zip(views, assignments, flipped, strict=True)
         ]
         samples = [self.augmenter.manifest.samples[index] for index in shard.sample_indices]

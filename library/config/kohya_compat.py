@@ -115,9 +115,6 @@ def _define_planned(feature: str, *accepted_values: Any) -> NotYetSupported:
 
 
 _USE_DATASET_TOML = "use a dataset TOML (--dataset_config)"
-_HUB_STATE = _define_planned(
-    "training states on the hub; --save_state writes them to output_dir, and --resume reads them there"
-)
 _FULL_TRAINING = OtherScriptOption("for full fine-tuning or textual inversion; only LoRA adapters are trained here")
 _BROKEN_IN_KOHYA = NoEffectOption("no effect in sd-scripts either")
 
@@ -193,9 +190,6 @@ KOHYA_OPTIONS: dict[str, OptionVerdict] = {
     ),
     "dataset_class": UnsupportedOption(f"dataset classes of sd-scripts cannot run here; {_USE_DATASET_TOML}"),
     "debug_dataset": UnsupportedOption("use --dry_run, or python -m library plan --preview"),
-    "face_crop_aug_range": UnsupportedOption(
-        "not supported: faces, which file names give there (NAME_CX_CY_W_H.png), are not known here; crop beforehand"
-    ),
     # training
     "full_fp16": UnsupportedOption("not supported: fp16 gradients and Adam moments underflow; use full_bf16"),
     "offload_optimizer_nvme_path": UnsupportedOption(
@@ -210,8 +204,6 @@ KOHYA_OPTIONS: dict[str, OptionVerdict] = {
     "save_model_as": UnsupportedOption(
         "LoRA files are safetensors; ckpt and pt files can run code when they are opened", ("safetensors",)
     ),
-    "resume_from_huggingface": _HUB_STATE,
-    "save_state_to_huggingface": _HUB_STATE,
     # model families
     "controlnet_model_name_or_path": NoEffectOption("for ControlNets only; sd-scripts does not read it for a LoRA"),
     **dict.fromkeys(("save_clip", "save_t5xxl", "t5xxl_device", "t5xxl_dtype"), _BROKEN_IN_KOHYA),

@@ -104,7 +104,12 @@ MUSUBI_OPTIONS: Mapping[str, OptionVerdict] = {
 
 
 def is_from_musubi(settings: Collection[RawSetting]) -> bool:
-    """Whether the model is named by musubi-tuner's option, or the network module is one that it alone has."""
+    """Whether the model is named by musubi-tuner's option, or the network module is one that it alone has.
+
+    Files that this program writes have ``objective_defaults``, and their values mean what they mean here.
+    """
+    if any(each.name == "objective_defaults" for each in settings):
+        return False
     only_there = (*MUSUBI_MODULES, *(MISSING_MODELS.keys() - NETWORK_MODULES.keys()))
     return any(each.name == "dit" for each in settings) or _find_text(settings, "network_module") in only_there
 

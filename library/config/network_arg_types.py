@@ -5,6 +5,7 @@ And the modules, arguments and values of sd-scripts and LyCORIS that are not sup
 
 import ast
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,28 +16,28 @@ LAST_BLOCK = 10**6
 """A number that stands for the last block of a model, whatever its index."""
 
 UNSUPPORTED_MODULES = {
-    "networks.dylora": "DyLoRA is not supported; use networks.lora",
+    "networks.dylora": "DyLoRA is not supported: each step trains another rank, which peft has not; use networks.lora",
     "locon.locon_kohya": "LoCon is part of LyCORIS now; use lycoris.kohya, or networks.lora with conv_dim",
-    "networks.lora_fa": "LoRA-FA is not supported; use networks.lora",
+    "networks.lora_fa": "LoRA-FA is not supported: its down matrices are frozen, not so here; use networks.lora",
 }
 UNSUPPORTED_ARGS = {
     "split_qkv": "not supported: q, k and v share one down matrix (it crashes in sd-scripts)",
-    "ggpo_sigma": "not yet: weight perturbation (GGPO)",
-    "ggpo_beta": "not yet: weight perturbation (GGPO)",
+    "ggpo_sigma": "not supported: peft has no layer that perturbs its weights (GGPO); leave it out",
+    "ggpo_beta": "not supported: peft has no layer that perturbs its weights (GGPO); leave it out",
     "train_llm_adapter": "not supported: Anima's adapter is part of the encoding of captions",
     "enable_conv": "not supported: OFT is for linear layers",
     "disable_conv_cp": "LyCORIS reads it as use_tucker; write use_tucker instead",
 }
 """Arguments of network modules of sd-scripts or LyCORIS that are not accepted here, unless they are off."""
 UNSUPPORTED_VALUES = {("preset", "*.toml"): "preset: files are not supported; use include_patterns"} | {
-    ("algo", name): f"algo: {title} is not supported; the nearest is algo={nearest}"
-    for name, title, nearest in (
-        ("ia3", "(IA)^3", "lora with a small network_dim"),
-        ("full", "training of full matrices", "lokr with network_dim=100000"),
-        ("dylora", "DyLoRA", "lora"),
-        ("glora", "GLoRA", "lora"),
-        ("tlora", "T-LoRA", "lora"),
-        ("abba", "ABBA", "loha"),
+    ("algo", name): f"algo: {title} is not supported: {reason}; the nearest is algo={nearest}"
+    for name, title, reason, nearest in (
+        ("ia3", "(IA)^3", "few programs read its files", "lora with a small network_dim"),
+        ("full", "training of full matrices", "its state is that of the whole layers", "lokr with network_dim=100000"),
+        ("dylora", "DyLoRA", "each step trains another rank, which peft has not", "lora"),
+        ("glora", "GLoRA", "peft trains no such layers", "lora"),
+        ("tlora", "T-LoRA", "its rank depends on the timestep, which peft has not", "lora"),
+        ("abba", "ABBA", "peft trains no such layers", "loha"),
     )
 }
 """Presets and algorithms of LyCORIS that are not accepted here."""
@@ -109,7 +110,9 @@ def parse_block_lr_weights(text: str) -> tuple[float, ...] | str:
 def parse_patterns(text: str) -> tuple[str, ...]:
     """Parse one regular expression, or a Python list of them."""
     try:
-        expressions = tuple(ast.literal_eval(text) if text.startswith(("[", "(")) else [text])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # backslashes of patterns such as '.*\.mlp' are no escapes of Python
+            expressions = tuple(ast.literal_eval(text) if text.startswith(("[", "(")) else [text])
         for expression in expressions:
             re.compile(expression)
     except (ValueError, SyntaxError, TypeError, re.error) as error:

@@ -54,6 +54,12 @@ OFT_MODULES = ("networks.oft", "networks.oft_flux")
 MUSUBI_MODULES = ("networks.lora_flux_2", "networks.lora_krea2", "networks.lora_qwen_image", "networks.lora_zimage")
 """The network modules that musubi-tuner has and sd-scripts has not; networks.lora_flux is in both."""
 
+SHARED_TYPES = ("networks.loha", "networks.lokr")
+"""The modules that musubi-tuner and sd-scripts have for all their models."""
+
+PATTERN_ARGS = ("exclude_patterns", "include_patterns", "network_reg_dims", "network_reg_lrs")
+"""The arguments that choose layers by patterns of their names."""
+
 SPECIAL_MODULES = tuple(name for name in NETWORK_MODULES if "_" in name)
 """The network modules of few model families, which list them in their ``NetworkFacts``."""
 
@@ -196,6 +202,8 @@ class NetworkArgs:
     network_reg_lrs: tuple[tuple[str, float], ...] = _define_rate_arg(types.make_pattern_parser(types.parse_alpha), ())
     exclude_patterns: tuple[str, ...] = _define_arg(types.parse_patterns, ())
     include_patterns: tuple[str, ...] = _define_arg(types.parse_patterns, ())
+    pattern_names: str = _define_arg(types.make_choice_parser("any", "original"), "any")
+    train_modulation: bool = _define_special_arg(types.parse_bool, False)
     train_t5xxl: bool = _define_special_arg(types.parse_bool, False)
     train_blocks: str = _define_special_arg(types.make_choice_parser("all", "double", "single"), "all")
     train_double_block_indices: tuple[tuple[int, int], ...] | None = _define_special_arg(types.parse_block_indices)
@@ -276,6 +284,18 @@ def get_adapter_type(adapter: AdapterConfig) -> str:
     if adapter.network_module == "lycoris.kohya":
         adapter_type = LYCORIS_ALGORITHMS[arguments.algo]
     return "dora" if adapter_type == "lora" and (arguments.use_dora or arguments.dora_wd) else adapter_type
+
+
+def add_exclude_patterns(args: Sequence[str], implied: Sequence[str]) -> tuple[str, ...]:
+    """Add the patterns of an implied ``exclude_patterns`` to one that is given; others stay as they are."""
+    patterns = parse_network_args(implied)[0].exclude_patterns
+    found = parse_network_args(args)[0].exclude_patterns
+    if not patterns or "exclude_patterns" not in list_arg_names(args):
+        return tuple(args)
+    return (
+        *(arg for arg in args if list_arg_names([arg]) != ["exclude_patterns"]),
+        f"exclude_patterns={[*found, *patterns]!r}",
+    )
 
 
 def list_arg_names(args: Sequence[str]) -> list[str]:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from .option_needs import AnyOf, HasValue, IsSet, IsUnset, LacksValue
 from .options import ALWAYS, Alias, define_option
-from .types import MAX_SIDE, MemorySize, Resolution, ResolutionSchedule
+from .types import MAX_SIDE, FaceCropRange, MemorySize, Resolution, ResolutionSchedule
 
 _HAS_MASKS = LacksValue(
     "mask_source", (None,), "no subset has masks (conditioning_data_dir or alpha_mask)", "images with masks"
@@ -169,6 +169,14 @@ class DataConfig:
     )
     random_crop: bool = define_option(
         False, "crop at a random position instead of the center", needs=ALWAYS, varies="image", dataset_table="shared"
+    )
+    face_crop_aug_range: FaceCropRange | None = define_option(
+        None,
+        "crop around the face that a file name gives (NAME_CENTERX_CENTERY_WIDTH_HEIGHT.png), so that the shorter side "
+        "of the crop is MIN to MAX times the size of the face",
+        needs=(IsUnset("enable_bucket", "enable_bucket is set, whose crops sd-scripts takes instead"),),
+        varies="image",
+        dataset_table="shared",
     )
     color_aug: bool = define_option(
         False,

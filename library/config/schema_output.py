@@ -211,12 +211,28 @@ class StateConfig:
         is_unset_by_zero=True,
         changes_result=False,
     )
+    save_state_to_huggingface: bool = define_option(
+        False,
+        "upload each checkpoint to huggingface_repo_id, too",
+        needs=(
+            IsSet("huggingface_repo_id"),
+            AnyOf((IsSet("save_state"), IsSet("save_state_on_train_end")), "no checkpoint is saved"),
+        ),
+        changes_result=False,
+    )
     resume: str | None = define_option(
         None,
         "resume from this checkpoint, a folder OUTPUT_NAME-...-state, or from the latest one in output_dir: latest",
         needs=ALWAYS,
         changes_result=False,
         is_path=True,
+        is_in_form=False,
+    )
+    resume_from_huggingface: bool = define_option(
+        False,
+        "download the checkpoint that resume names: OWNER/NAME/FOLDER on the hub, or OWNER/NAME/FOLDER:REVISION:TYPE",
+        needs=(IsSet("resume"),),
+        changes_result=False,
         is_in_form=False,
     )
     auto_resume: bool = define_option(

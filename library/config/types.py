@@ -57,6 +57,32 @@ class Resolution:
 
 
 @dataclass(frozen=True)
+class FaceCropRange:
+    """The shorter side of a crop in sizes of the face: ``2.0,4.0``; in TOML also ``[2.0, 4.0]``."""
+
+    low: float
+    high: float
+
+    syntax: ClassVar[str] = "MIN,MAX"
+
+    @classmethod
+    def parse(cls, value: Any) -> "FaceCropRange":
+        if isinstance(value, str):
+            try:
+                value = [float(part) for part in value.split(",")]
+            except ValueError:
+                value = None
+        if not isinstance(value, list) or len(value) != 2 or any(type(item) not in (int, float) for item in value):
+            raise ValueError("expected two numbers, such as [2.0, 4.0]")
+        if not 0 < value[0] <= value[1]:
+            raise ValueError(f"expected two numbers above 0, the smaller one first, got {value[0]:g},{value[1]:g}")
+        return cls(float(value[0]), float(value[1]))
+
+    def __str__(self) -> str:
+        return f"{self.low},{self.high}"
+
+
+@dataclass(frozen=True)
 class ScheduledResolution:
     """One stage of a resolution schedule; ``None`` stands for native resolution, or for all remaining steps."""
 

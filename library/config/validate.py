@@ -40,6 +40,11 @@ MISSING_DATASET = Problem(
 )
 """The problem of a run without images, which is none for what needs no images."""
 
+HUB_CHECKPOINT_PATTERN = re.compile(
+    r"(?P<repo>[^/:]+/[^/:]+)/(?P<folder>[^:]+?)/?(:(?P<revision>[^:]+)(:(?P<type>model|dataset|space))?)?"
+)
+"""A checkpoint on the hub, as sd-scripts' ``--resume`` names it beside ``--resume_from_huggingface``."""
+
 _REPO_ID_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -154,7 +159,15 @@ def validate_preview_options(preview: PreviewConfig) -> Iterator[Problem]:
 def validate_resume_options(state: StateConfig) -> Iterator[Problem]:
     if state.resume is not None and state.auto_resume:
         yield Problem("resume", "cannot be combined with auto_resume", "remove one of them", others=("auto_resume",))
-    if state.resume not in (None, "latest") and not (state.resume and Path(state.resume).is_dir()):
+    if state.resume is not None and state.resume_from_huggingface:
+        if HUB_CHECKPOINT_PATTERN.fullmatch(state.resume) is None or ".." in state.resume.split("/"):
+            yield Problem(
+                "resume",
+                f"{state.resume!r} is no checkpoint on the hub",
+                "expected OWNER/NAME/FOLDER, with :REVISION or :REVISION:model, dataset or space after it",
+                others=("resume_from_huggingface",),
+            )
+    elif state.resume not in (None, "latest") and not (state.resume and Path(state.resume).is_dir()):
         yield Problem(
             "resume", f"no such folder: {state.resume!r}", "give a checkpoint, a folder that ends in -state, or latest"
         )

@@ -5,7 +5,7 @@ SDXL's size conditioning (``time_ids``) depends on crop and flip, so it is compu
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from ..randomness import Purpose, derive_rng
 from .batch_plan import MicroBatch
 from .buckets import BucketAssignment, assign_controls, list_control_facts
 from .captions import process_caption
+from .face_crop import crops_faces, draw_face_crop, parse_face
 from .manifest import Manifest
 
 COLOR_AUG_PROBABILITY = 0.33
@@ -221,12 +222,27 @@ class Augmenter:
             return ""
         return self.get_control_key(view.sample_index, is_flipped=self.is_flipped(view))
 
+    def draw_assignment(self, view: SampleView) -> BucketAssignment:
+        """Draw the size to which an image is resized, and the position of its crop."""
+        assignment, sample = self.assignments[view.sample_index], self.manifest.samples[view.sample_index]
+        subset, rng = self.get_subset(view.sample_index), self._derive_crop_rng(view)
+        face_range, face = subset.face_crop_aug_range, None
+        if face_range is not None and crops_faces(self.get_dataset(view.sample_index), sample):
+            face = parse_face(sample.image.name)
+        if face_range is None or face is None:
+            return replace(assignment, crop_left_top=self.draw_crop(view))
+        is_random = subset.random_crop
+        return draw_face_crop(face, sample.size, assignment, face_range, is_random=is_random, rng=rng)
+
+    def _derive_crop_rng(self, view: SampleView) -> random.Random:
+        return derive_rng(self.seed, Purpose.CROP, view.epoch, view.sample_index, view.repeat_index)
+
     def draw_crop(self, view: SampleView) -> tuple[int, int]:
-        """Draw (left, top) of the crop in the resized image."""
+        """Draw (left, top) of the crop in the resized image, where it is not around a face."""
         assignment = self.assignments[view.sample_index]
         if not self.get_subset(view.sample_index).random_crop:
             return assignment.crop_left_top
-        rng = derive_rng(self.seed, Purpose.CROP, view.epoch, view.sample_index, view.repeat_index)
+        rng = self._derive_crop_rng(view)
         margins = [assignment.resized_size[side] - assignment.bucket_resolution[side] for side in (0, 1)]
         return rng.randint(0, margins[0]), rng.randint(0, margins[1])
 
@@ -237,11 +253,16 @@ class Augmenter:
         return derive_rng(self.seed, Purpose.FLIP, view.epoch, view.sample_index, view.repeat_index).random() < 0.5
 
     def compute_size_conditioning(
-        self, sample_index: int, crop_left_top: tuple[int, int], *, is_flipped: bool
+        self, sample_index: int, assignment: BucketAssignment, *, is_flipped: bool
     ) -> tuple[int, ...]:
-        """Compute (original height, width, crop top, left, target height, width); ``left`` is that of the flip."""
-        size, assignment = self.manifest.samples[sample_index].size, self.assignments[sample_index]
-        width, height = assignment.bucket_resolution
+        """Compute (original height, width, crop top, left, target height, width); ``left`` is that of the flip.
+
+        An image that is cropped around its face counts as one of the size of the crop, as in sd-scripts.
+        """
+        sample, crop_left_top = self.manifest.samples[sample_index], assignment.crop_left_top
+        size, (width, height) = sample.size, assignment.bucket_resolution
+        if crops_faces(self.get_dataset(sample_index), sample) and parse_face(sample.image.name) is not None:
+            return height, width, 0, 0, height, width
         left = assignment.resized_size[0] - width - crop_left_top[0] if is_flipped else crop_left_top[0]
         return size[1], size[0], crop_left_top[1], left, height, width
 

@@ -255,11 +255,12 @@ class MicroBatchDataset(Dataset[PixelBatch | WorkerFailure]):
     def _load_view(self, view: SampleView) -> LoadedImage | BadSample:
         augmenter, index = self.augmenter, view.sample_index
         subset = augmenter.get_subset(index)
-        crop = CropParams(augmenter.draw_crop(view), augmenter.is_flipped(view), subset.resize_interpolation)
+        assignment = augmenter.draw_assignment(view)
+        crop = CropParams(assignment.crop_left_top, augmenter.is_flipped(view), subset.resize_interpolation)
         color_rng = None
         if subset.color_aug:
             color_rng = derive_rng(augmenter.seed, Purpose.COLOR, view.epoch, index, view.repeat_index)
-        sample, assignment = augmenter.manifest.samples[index], augmenter.assignments[index]
+        sample = augmenter.manifest.samples[index]
         loaded = load_sample_pixels(sample, assignment, crop, color_rng)
         if isinstance(loaded, BadSample):
             return loaded
@@ -267,16 +268,14 @@ class MicroBatchDataset(Dataset[PixelBatch | WorkerFailure]):
         controls = load_control_pixels(sample, assignment, augmenter.get_dataset(index), crop, control_rng)
         if isinstance(controls, BadSample):
             return controls
-        conditioning = augmenter.compute_size_conditioning(index, crop.left_top, is_flipped=crop.is_flipped)
+        conditioning = augmenter.compute_size_conditioning(index, assignment, is_flipped=crop.is_flipped)
         return LoadedImage(*loaded, conditioning, controls)
 
     def _replace_bad_with_black(self, item: LoadedImage | BadSample, sample_index: int) -> LoadedImage:
         if isinstance(item, LoadedImage):
             return item
         assignment = self.augmenter.assignments[sample_index]
-        conditioning = self.augmenter.compute_size_conditioning(
-            sample_index, assignment.crop_left_top, is_flipped=False
-        )
+        conditioning = self.augmenter.compute_size_conditioning(sample_index, assignment, is_flipped=False)
         sizes = [assignment, *self.augmenter.assign_controls(sample_index)]
         black, *controls = (np.zeros((*each.bucket_resolution[::-1], 3), np.uint8) for each in sizes)
         return LoadedImage(black, None, conditioning, tuple(controls))

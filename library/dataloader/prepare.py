@@ -23,6 +23,7 @@ from ..randomness import Purpose, derive_seed
 from .augment import Augmenter, SampleView
 from .batch_plan import AnyBatchPlan, BatchPlan, Bucket, StagedBatchPlan
 from .buckets import BucketAssignment, assign_controls, build_bucket_assigner
+from .face_crop import find_unreadable_faces
 from .manifest import Manifest
 from .manifest_builder import assign_buckets, build_manifest
 from .summary import JsonObject, export_datasets, format_data_summary, summarize_buckets
@@ -186,6 +187,8 @@ def prepare_data(
     parsed = replace(parsed, datasets=set_musubi_bucket_steps(parsed.datasets, size_multiple))
     with _pause_garbage_collection():
         prepared = _build_prepared_data(config, parsed, Path(cache_dir).expanduser() if cache_dir else None)
+    if problems := list(find_unreadable_faces(prepared.manifest.samples, prepared.manifest.datasets)):
+        raise FileError(problems)
     if control_limits is not None:
         _check_control_counts(prepared.merge_validation().manifest, control_limits)
     if max_side is not None:

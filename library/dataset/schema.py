@@ -9,7 +9,7 @@ from ..config.option_needs import IsSet
 from ..config.options import ALWAYS, Option, define_option, iter_options
 from ..config.schema import RunConfig
 from ..config.schema_data import DataConfig
-from ..config.types import Resolution, ResolutionSchedule
+from ..config.types import FaceCropRange, Resolution, ResolutionSchedule
 from ..problems import Place, Problem
 from ..storage.remote_path import build_remote_path, is_remote_url, strip_query
 from ..storage.remote_store import RemoteSettings, RemoteStore
@@ -75,7 +75,7 @@ class SubsetConfig(_LocatedKeys):
     color_aug: bool
     flip_aug: bool
     random_crop: bool
-    face_crop_aug_range: tuple[float, float] | None
+    face_crop_aug_range: FaceCropRange | None
     resize_interpolation: str | None
     custom_attributes: Mapping[str, Any] | None
     cache_info: bool
@@ -201,16 +201,6 @@ class DatasetKey:
         return self.option.name
 
 
-class _FloatRange:
-    syntax: ClassVar[str] = "[MIN, MAX]"
-
-    @classmethod
-    def parse(cls, value: Any) -> tuple[float, float]:
-        if not isinstance(value, list) or len(value) != 2 or any(type(item) not in (int, float) for item in value):
-            raise ValueError("expected two numbers, such as [2.0, 4.0]")
-        return float(value[0]), float(value[1])
-
-
 class _FreeTable:
     syntax: ClassVar[str] = "TABLE"
 
@@ -249,7 +239,6 @@ class _SharedKeys:
         "make the control image from the image itself: canny, inpainting, colorization or deblurring",
         needs=ALWAYS,
     )
-    face_crop_aug_range: _FloatRange | None = define_option(None, "crop around faces", needs=ALWAYS)  # noqa: RUF009
     custom_attributes: _FreeTable | None = define_option(None, "free table", needs=ALWAYS)  # noqa: RUF009
     cache_info: bool = define_option(False, "cache sizes and captions in a file", needs=ALWAYS)
     cache_directory: str | None = define_option(None, "folder for the caches of these images", needs=ALWAYS)

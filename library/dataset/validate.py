@@ -22,7 +22,7 @@ from .schema import DATASET_KEYS, DatasetConfig, SubsetConfig
 from .sources import find_missing_sources
 from .validate_keys import describe_too_small_area
 
-_RANDOM_AUGMENTATIONS = {"random_crop": "cropped", "color_aug": "recolored"}
+_RANDOM_AUGMENTATIONS = {"random_crop": "cropped", "face_crop_aug_range": "cropped", "color_aug": "recolored"}
 """Subset keys that change an image each time it is read; flip_aug is no problem, both versions are cached."""
 
 MAX_SAMPLES_PER_EPOCH = 100_000_000
@@ -113,9 +113,6 @@ def validate_supported_features(datasets: Sequence[DatasetConfig]) -> Iterator[P
         if dataset.network_multiplier != 1:
             yield dataset.report("network_multiplier", "not supported yet: values other than 1")
     for subset in _iter_subsets(datasets):
-        if subset.face_crop_aug_range:
-            text, fix = "not supported yet: cropping around faces", "crop the images beforehand"
-            yield subset.report("face_crop_aug_range", text, fix)
         for name, value in (subset.custom_attributes or {}).items():
             if name == _KNOWN_ATTRIBUTE and value:
                 text = f"{name}: not supported yet: the loss against the output of the base model"

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config.schema_objective import LossConfig
-from .process import NUM_TRAIN_TIMESTEPS, NoiseProcess
+from .noise_levels import NUM_TRAIN_TIMESTEPS
+from .process import NoiseProcess
 
 
 @dataclass(frozen=True)

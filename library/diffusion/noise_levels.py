@@ -6,14 +6,15 @@ The shares are the cumulative distributions of the densities that timesteps.py s
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
+from typing import Any
 
 from ..config.schema_objective import NoiseConfig
 from .timestep_shift import FLUX_DEV_SHIFT, KREA2_SHIFT, QWEN_SHIFT, DynamicShift, TimestepShift
 
-NUM_LEVELS = 1000
-"""Number of noise levels of ``sigma``."""
+NUM_TRAIN_TIMESTEPS = 1000
+"""Length of the noise schedule of every supported model, and the number of noise levels of ``sigma``."""
 
 SHIFTS_BY_SIZE: Mapping[str, DynamicShift] = {
     "flux_shift": FLUX_DEV_SHIFT,
@@ -63,12 +64,14 @@ class NoiseDistribution:
     noise_config: NoiseConfig
     default_shift: TimestepShift
     """The shift of ``shift`` and ``sigma`` without ``discrete_flow_shift``."""
+    mixture_tables: dict[tuple["LogitNormal", ...], Any] = field(default_factory=dict, compare=False, repr=False)
+    """The quantiles of the mixtures that were sampled from so far, which timesteps.py tabulates once for each size."""
 
     @property
     def range(self) -> tuple[float, float]:
         """The noise levels of ``min_timestep`` and ``max_timestep``."""
         low, high = self.noise_config.min_timestep, self.noise_config.max_timestep
-        return (low or 0) / NUM_LEVELS, (NUM_LEVELS if high is None else high) / NUM_LEVELS
+        return (low or 0) / NUM_TRAIN_TIMESTEPS, (NUM_TRAIN_TIMESTEPS if high is None else high) / NUM_TRAIN_TIMESTEPS
 
     @property
     def is_cut(self) -> bool:
@@ -124,9 +127,9 @@ class NoiseDistribution:
         unshifted = sigma / (factor - (factor - 1) * sigma)
         if self.sampling != "sigma":
             return unshifted
-        num_below = math.ceil(NUM_LEVELS * unshifted - 1e-9) - 1
+        num_below = math.ceil(NUM_TRAIN_TIMESTEPS * unshifted - 1e-9) - 1
         density = WEIGHTING_SCHEME_SHARES.get(self.noise_config.weighting_scheme or "none")
-        share = num_below / NUM_LEVELS
+        share = num_below / NUM_TRAIN_TIMESTEPS
         return share if density is None else density(share, self.noise_config)
 
     def compute_mean_share_below(self, sigma: float, samples_by_tokens: Mapping[int, float]) -> float:

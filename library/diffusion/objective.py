@@ -5,6 +5,7 @@ The weights of samples (regularization images, padding) are applied in training/
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Size, Tensor
@@ -14,8 +15,9 @@ from ..randomness import Purpose
 from .losses import LossContext, compute_elementwise_loss
 from .model_prediction import select_compared_tensors
 from .noise import GeneratorFactory, apply_input_perturbation, apply_noise_options, copy_async
+from .noise_levels import NoiseDistribution
 from .process import FlowMatchingProcess, NoiseProcess
-from .timesteps import compute_timesteps, sample_quantiles_and_noise
+from .timesteps import build_distribution, compute_timesteps, sample_quantiles_and_noise
 from .weighting import compute_loss_weights
 
 
@@ -61,7 +63,13 @@ class Objective:
 
     def compute_timesteps(self, u: Tensor, latents_shape: Size) -> Tensor:
         """The timesteps at the quantiles ``u`` (float64, between 0 and 1) for latents of this shape."""
-        return compute_timesteps(u, self.noise_config, self.process, latents_shape)
+        return compute_timesteps(u, self.noise_config, self.process, latents_shape, self.distribution)
+
+    @cached_property
+    def distribution(self) -> NoiseDistribution | None:
+        """The distribution of the noise levels of a flow-matching model, with its tables; None for other models."""
+        process = self.process
+        return build_distribution(self.noise_config, process) if isinstance(process, FlowMatchingProcess) else None
 
     def compute_elementwise_loss(self, prediction: Tensor, noisy_batch: NoisyBatch) -> Tensor:
         """The unreduced loss, before masks and weights."""

@@ -15,10 +15,8 @@ from typing import Any, Protocol
 from torch import Size, Tensor
 
 from ..errors import UserError
+from .noise_levels import NUM_TRAIN_TIMESTEPS
 from .timestep_shift import NO_SHIFT, TimestepShift, build_timestep_shift
-
-NUM_TRAIN_TIMESTEPS = 1000
-"""Length of the noise schedule of every supported model."""
 
 
 class NoiseProcess(Protocol):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from .checkpoint_shards import list_shard_paths
 from .facts import FamilyFacts
 from .model_configs import (
     BundledConfig,
@@ -164,6 +165,18 @@ def _find_shape(header: SafetensorsHeader, key: str, facts: FamilyFacts | None =
     return next((header.shapes[name] for name in names if name in header.shapes), None)
 
 
+def read_checkpoint_header(path: Path) -> SafetensorsHeader:
+    """Read the headers of all files of the checkpoint of which ``path`` is one, as one header."""
+    paths = list_shard_paths(path)
+    if missing := [shard.name for shard in paths if not shard.is_file()]:
+        names = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
+        text = f"{len(missing)} of the {len(paths)} files of the model are missing: {names}"
+        raise ModelError(f"{text}; put them into the same folder")
+    headers = [read_safetensors_header(shard) for shard in paths]
+    shapes = {name: shape for header in headers for name, shape in header.shapes.items()}
+    return SafetensorsHeader(shapes, {key: text for header in headers for key, text in header.metadata.items()})
+
+
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of safetensors itself."""
 
@@ -244,7 +257,7 @@ def resolve_component_source(path_or_id: str, component: str, read_model: Config
     index = read_model("model_index.json") or {}
     expected = _get_signature(read_model(f"{component}/config.json"), (index.get(component) or ["", ""])[1])
     if path.is_file():
-        header = read_safetensors_header(path)
+        header = read_checkpoint_header(path)
         reject_unsupported_file(header)
         _require_signature(find_component_signatures(header), expected, component)
         return ComponentSource("file", str(path))

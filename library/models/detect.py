@@ -24,7 +24,7 @@ from .checkpoint_inspection import (
     find_component_signatures,
     has_denoiser,
     match_bundled_configs,
-    read_safetensors_header,
+    read_checkpoint_header,
     reject_unsupported_file,
     reject_unsupported_model,
     resolve_component_source,
@@ -236,7 +236,7 @@ def _list_family_titles() -> str:
 def _detect_single_file(
     path: Path, family_option: str | None, variant: str | None, version: str | None
 ) -> DetectedModel:
-    header = read_safetensors_header(path)
+    header = read_checkpoint_header(path)
     reject_unsupported_file(header)
     reject_unsupported_model(header, FAMILY_FACTS.values())
     candidates = [

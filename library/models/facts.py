@@ -144,6 +144,8 @@ class FamilyLora:
     """Suffixes of the names of the denoiser's modules that get a LoRA, matched at dots."""
     targets_of: str = ""
     """The program that trains the same layers by default."""
+    optional_targets: tuple[str, ...] = ()
+    """Modules that get a LoRA only where ``include_patterns`` names them, or with ``train_modulation``."""
     conv_targets: tuple[str, ...] = ()
     """Modules that get a LoRA in addition to ``targets`` when convolutions are trained."""
     preset_targets: tuple[str, ...] = ()

@@ -1,16 +1,17 @@
-"""Load a component from a single .safetensors file with diffusers or original keys."""
+"""Load a component from a .safetensors checkpoint, in one file or several, with diffusers or original keys."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from ..adapters.original_module_names import OriginalModule, group_by_original_module
 from .checkpoint_inspection import DENOISER_PREFIX
+from .checkpoint_shards import open_checkpoint
 from .facts import FamilyFacts
 from .weights import build_empty_model, load_tensors
 
@@ -75,7 +76,7 @@ def _rename_start(name: str, renames: Mapping[str, str], prefix: str) -> str:
 
 
 def _read_tensors(path: str, prefixes: Sequence[str]) -> tuple[str, dict[str, Tensor]]:
-    with safe_open(path, framework="pt") as file:
+    with open_checkpoint(Path(path)) as file:
         prefix, names = select_component_keys(file.keys(), prefixes)
         return prefix, {name: file.get_tensor(name) for name in names}
 

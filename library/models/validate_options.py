@@ -7,7 +7,15 @@ from pathlib import Path
 
 from ..config import ParsedConfig, RunConfig, validate_adapter, validate_objective
 from ..config.help import format_default
-from ..config.network_args import NetworkFacts, find_block_lr_weight_lengths, list_arg_names, parse_network_args
+from ..config.network_args import (
+    PATTERN_ARGS,
+    SHARED_TYPES,
+    NetworkFacts,
+    add_exclude_patterns,
+    find_block_lr_weight_lengths,
+    list_arg_names,
+    parse_network_args,
+)
 from ..config.options import flatten_config, iter_options
 from ..config.schema import AdapterConfig, ModelConfig
 from ..config.schema_data import CacheConfig, DataConfig
@@ -18,6 +26,7 @@ from ..config.unused_options import (
     ModelTraits,
     find_unusable_sampler,
     find_unused_options,
+    reset_options,
 )
 from ..dataloader.sample_prompts import Prompt, load_preview_prompts
 from ..dataset.controls import CONTROLS_FROM_IMAGE
@@ -210,6 +219,7 @@ def drop_unused_model_options(loaded: ParsedConfig) -> ParsedConfig:
     loaded = replace(loaded, notices=[*loaded.notices, *(f"{where}: {line}" for line in lengths)])
     without_effect = find_unused_options(loaded.config, frozenset(loaded.taken_defaults), model)
     taken = {name: value for name, value in loaded.taken_defaults.items() if name not in without_effect}
+    loaded = replace(loaded, config=reset_options(loaded.config, without_effect))
     return replace(loaded, kohya_defaults=tuple(_find_other_defaults(loaded, detected)), taken_defaults=taken)
 
 
@@ -277,13 +287,18 @@ def _find_other_defaults(loaded: ParsedConfig, detected: DetectedModel) -> Itera
 
 def _take_musubi_args(loaded: ParsedConfig, network: NetworkFacts) -> ParsedConfig:
     """Take the ``network_args`` that musubi-tuner's module for this model implies, in its commands."""
+    if loaded.program != "musubi-tuner":
+        return loaded
     adapter = loaded.config.adapter
     given = list_arg_names(adapter.network_args)
+    if adapter.network_module in SHARED_TYPES:  # there its patterns stay beside those that are given
+        adapter = replace(adapter, network_args=add_exclude_patterns(adapter.network_args, network.musubi_args))
     implied = tuple(each for each in network.musubi_args if each.partition("=")[0] not in given)
-    if loaded.program != "musubi-tuner" or not implied or adapter.network_module not in network.modules:
-        return loaded
+    if {*PATTERN_ARGS} & {*given} and "pattern_names" not in given:
+        implied = (*implied, "pattern_names=original")
     config = replace(loaded.config, adapter=replace(adapter, network_args=(*adapter.network_args, *implied)))
-    return replace(loaded, config=config, taken_defaults={**loaded.taken_defaults, "network_args": " ".join(implied)})
+    taken = {**loaded.taken_defaults, "network_args": " ".join(implied)} if implied else loaded.taken_defaults
+    return replace(loaded, config=config, taken_defaults=taken)
 
 
 def _list_musubi_differences(loaded: ParsedConfig) -> Iterator[tuple[str, str]]:

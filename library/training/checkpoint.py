@@ -56,13 +56,14 @@ class SaveCheckpoint:
 
     def __call__(self, run: TrainingRun) -> None:
         pending = [name for name in run.pending_callbacks if name != self.id]
-        self.save(run, self.save_adapter.list_due_names(run)[-1], pending)
+        is_uploaded = self.config.save_state_to_huggingface
+        self.save(run, self.save_adapter.list_due_names(run)[-1], pending, is_uploaded)
 
-    def save(self, run: TrainingRun, name: str, pending: Sequence[str] = ()) -> None:
-        """Start writing a checkpoint on the main rank."""
+    def save(self, run: TrainingRun, name: str, pending: Sequence[str] = (), is_uploaded: bool = False) -> None:
+        """Start writing a checkpoint on the main rank, and uploading it where that is asked for."""
         tree = capture_state(run)  # collective with a sharded optimizer state
         if run.strategy.comm.is_main:
-            self._start_writing(run, tree, name, pending)
+            self._start_writing(run, tree, name, pending, is_uploaded)
 
     def save_on_this_rank(self, run: TrainingRun, name: str, pending: Sequence[str] = ()) -> Path:
         """Write a checkpoint on this rank and wait until it is on disk, without any collective."""
@@ -74,7 +75,9 @@ class SaveCheckpoint:
         self._finish_writing()
         return path
 
-    def _start_writing(self, run: TrainingRun, tree: dict[str, Any], name: str, pending: Sequence[str]) -> None:
+    def _start_writing(
+        self, run: TrainingRun, tree: dict[str, Any], name: str, pending: Sequence[str], is_uploaded: bool = False
+    ) -> None:
         self._join_writer()
         if self._error is not None:
             logger.warning("%s; training continues, and the next checkpoint is saved when it is due", self._error)
@@ -82,7 +85,9 @@ class SaveCheckpoint:
         metadata = {**self.metadata, **collect_state_metadata(run), "pending": list(pending), "saved_at": time.time()}
         metadata["files"] = self.save_adapter.retention.to_json()
         path = self.output_dir / f"{name}-state"
-        self._writer = threading.Thread(target=self._write_checkpoint, args=(path, metadata, run), daemon=False)
+        self._writer = threading.Thread(
+            target=self._write_checkpoint, args=(path, metadata, run, is_uploaded), daemon=False
+        )
         self._writer.start()
 
     def wait_until_written(self, run: TrainingRun) -> None:
@@ -99,12 +104,14 @@ class SaveCheckpoint:
             self._writer.join()
             self._writer = None
 
-    def _write_checkpoint(self, path: Path, metadata: dict[str, Any], run: TrainingRun) -> None:
+    def _write_checkpoint(self, path: Path, metadata: dict[str, Any], run: TrainingRun, is_uploaded: bool) -> None:
         try:
             tree, tensors = serialize_state(self._snapshot.wait())
             checkpoint_dir.write_checkpoint(path, {**metadata, "tree": tree}, tensors)
             self._error, self.latest_path = None, path
             logger.info("checkpoint saved: %s", path)
+            if is_uploaded and self.save_adapter.uploader is not None:
+                self.save_adapter.uploader.upload_checkpoint(path)
             step, name = metadata["step"], run.config.save.output_name
             done = run.plan.count_completed_epochs(step)
             delete_old_checkpoints(self.config, self.output_dir, name, step=step, num_epochs=done)

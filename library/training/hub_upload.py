@@ -1,10 +1,12 @@
-"""Upload LoRA files to the Hugging Face hub as they are saved; a failed upload is a warning."""
+"""Upload LoRA files and checkpoints to the Hugging Face hub as they are saved; a failed upload is a warning."""
 
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
+from typing import Any
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -30,6 +32,7 @@ class HubUploader:
         self.executor = ThreadPoolExecutor(1, "upload") if config.async_upload else None
         self.pending: list[Future[None]] = []
         self.is_repo_ready = False
+        self.lock = Lock()  # checkpoints are uploaded by the thread that writes them, and commits must not overlap
 
     def create_repo(self) -> None:
         """Create the repository if it does not exist; private unless ``huggingface_repo_visibility`` is public."""
@@ -46,9 +49,13 @@ class HubUploader:
         """Upload files, in the background with ``async_upload``."""
         for path in paths:
             if self.executor is None:
-                self._upload_file(path)
+                self._upload_path(path)
             else:
-                self.pending.append(self.executor.submit(self._upload_file, path))
+                self.pending.append(self.executor.submit(self._upload_path, path))
+
+    def upload_checkpoint(self, path: Path) -> None:
+        """Upload the folder of a checkpoint."""
+        self._upload_path(path)
 
     def wait(self) -> None:
         """Wait for uploads in progress."""
@@ -56,20 +63,20 @@ class HubUploader:
             future.result()
         self.pending.clear()
 
-    def _upload_file(self, path: Path) -> None:
-        if not self.is_repo_ready:
-            self.create_repo()
+    def _upload_path(self, path: Path) -> None:
+        """Upload a file or a folder."""
         name = "/".join([*(self.config.huggingface_path_in_repo or "").strip("/").split("/"), path.name]).lstrip("/")
-        done = self.is_repo_ready and self._try_or_warn(
-            f"cannot receive {path.name}",
-            lambda: self.api.upload_file(
-                path_or_fileobj=path,
-                path_in_repo=name,
-                repo_id=self.repo_id,
-                repo_type=self.config.huggingface_repo_type,
-                commit_message=f"Upload {path.name}",
-            ),
-        )
+        upload: Callable[..., object] = self.api.upload_folder if path.is_dir() else self.api.upload_file
+        source = "folder_path" if path.is_dir() else "path_or_fileobj"
+        options: dict[str, Any] = {source: path, "path_in_repo": name, "repo_id": self.repo_id}
+        options |= {"repo_type": self.config.huggingface_repo_type, "commit_message": f"Upload {path.name}"}
+        with self.lock:
+            if not self.is_repo_ready:
+                self.create_repo()
+            done = self.is_repo_ready and self._try_or_warn(
+                f"cannot receive {path.name}",
+                lambda: upload(**options),
+            )
         if done:
             logger.info("uploaded %s to %s", path.name, self.repo_id)
 

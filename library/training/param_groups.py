@@ -43,7 +43,7 @@ def _get_layer_lr(
     label = layer.component if layer.is_text_encoder else "unet"
     lr = get_component_lr(layer.component, config, facts)
     for number, (pattern, pattern_lr) in enumerate(network_args.network_reg_lrs):
-        if matches_pattern(pattern, layer):
+        if matches_pattern(pattern, layer, network_args):
             return f"{label}_reg{number}", pattern_lr
     if facts.options.network.is_unet and not layer.is_text_encoder:
         weights = compute_block_lr_weights(network_args, facts.options.network)

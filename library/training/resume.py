@@ -39,6 +39,7 @@ from . import checkpoint_dir
 from .checkpoint import SaveCheckpoint, restore_state
 from .checkpoint_dir import CheckpointInfo, find_checkpoints, read_checkpoint_info
 from .checkpoint_retention import AdapterRetention
+from .hub_download import download_checkpoint
 from .preflight import check_setting_changes
 from .state import TrainingRun
 
@@ -221,7 +222,7 @@ class Resume:
 def select_checkpoint(config: StateConfig, output_dir: Path, name: str) -> CheckpointInfo | None:
     """Select the checkpoint to resume from; None without ``--resume``, or if ``--auto_resume`` finds none."""
     if config.resume is not None and config.resume != LATEST:
-        path = Path(config.resume)
+        path = download_checkpoint(config.resume) if config.resume_from_huggingface else Path(config.resume)
         info = read_checkpoint_info(path)
         if isinstance(info, str):
             # The directory that holds the checkpoints may have been given in place of one of them.

@@ -73,9 +73,9 @@ class SaveAdapter:
         self.config, self.adapter, self.prepared, self.started_at = config, adapter, prepared, started_at
         self.retention = retention or AdapterRetention(config)
         self.saved_paths: list[Path] = []
-        self._uploader: HubUploader | None = None
+        self.uploader: HubUploader | None = None
         if config.huggingface_repo_id is not None:
-            self._uploader = HubUploader(config, config.huggingface_repo_id)
+            self.uploader = HubUploader(config, config.huggingface_repo_id)
         self._dataset_metadata: dict[str, str] = {}
         self._model_metadata: dict[str, str] = {}
 
@@ -124,11 +124,11 @@ class SaveAdapter:
 
     def _upload(self, paths: list[Path], is_last: bool) -> None:
         # Earlier uploads finish first, so that retention deletes no file that is still being uploaded.
-        if self._uploader is not None:
-            self._uploader.wait()
-            self._uploader.upload(paths)
+        if self.uploader is not None:
+            self.uploader.wait()
+            self.uploader.upload(paths)
             if is_last:
-                self._uploader.wait()
+                self.uploader.wait()
 
     def on_train_begin(self, run: TrainingRun) -> None:
         run.strategy.comm.run_on_main(lambda: self._prepare(run))
@@ -141,8 +141,8 @@ class SaveAdapter:
                 self.prepared.manifest, self.prepared.assignments, data_parallel_size
             )
             self._model_metadata = build_model_metadata(run.config.model)
-        if self._uploader is not None:
-            self._uploader.create_repo()
+        if self.uploader is not None:
+            self.uploader.create_repo()
         file = self._build_file(run, run.strategy.unwrap_model(run.model))
         logger.info("LoRA key names: %s", file.file_format)
         if file.client_losses:

@@ -83,6 +83,7 @@ def select_target_components(
                 name=denoiser_name,
                 model=denoiser,
                 target_modules=targets,
+                optional_targets=lora.optional_targets,
                 key_style=lora.key_style,
                 key_prefix=lora.prefix,
                 unused_layers=family.get_unused_layers(denoiser),

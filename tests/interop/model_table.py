@@ -47,7 +47,7 @@ TRAINER_RULES: Mapping[str, tuple[bool, str, str]] = {
     "lumina2": (True, r"^(layers|noise_refiner|context_refiner|final_layer)\.", ""),
     **dict.fromkeys(("flux2_dev", "flux2_klein"), (True, r"^(double|single)_blocks\.", r"modulation")),
     "z_image": (False, r"^layers\.", r"_modulation"),
-    "qwen_image": (False, r"^transformer_blocks\.", r"_mod\."),
+    "qwen_image": (False, r"^transformer_blocks\.", ""),
     "krea2": (True, "", ""),
     "ernie_image": (False, r"^layers\.", ""),
     "hunyuan_image": (True, r"^(double|single)_blocks\.", ""),

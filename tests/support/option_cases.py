@@ -7,7 +7,15 @@ from typing import Any
 from library.config.option_needs import AnyOf, Has, HasValue, IsSet, IsUnset, LacksValue, Need, OfModel, Trait
 from library.config.options import Option, iter_options
 from library.config.schema import RunConfig
-from library.config.types import DeviceMap, MemorySize, Resolution, ResolutionSchedule, StepRange, StepsOrRatio
+from library.config.types import (
+    DeviceMap,
+    FaceCropRange,
+    MemorySize,
+    Resolution,
+    ResolutionSchedule,
+    StepRange,
+    StepsOrRatio,
+)
 from library.models.families import FAMILY_FACTS
 
 OPTIONS = {option.name: option for option in iter_options(RunConfig)}
@@ -25,6 +33,7 @@ SUBSETS = {
 }
 """The subset of a dataset file that has or lacks a kind of images."""
 VALUES_OF_TYPES = {
+    FaceCropRange: "2,4",
     Resolution: "96,64",
     ResolutionSchedule: "64",
     StepsOrRatio: 3,
@@ -136,6 +145,8 @@ def build_unmet(need: Need, option: Option) -> Case:
         case.settings[need.name] = 0
     elif isinstance(need, IsUnset):
         case |= build_value(need.name, True)
+        if need.name == "enable_bucket":  # the resolution of the cases is below the default
+            case.settings["min_bucket_reso"] = 64
     elif isinstance(need, LacksValue) and need.name != option.name:
         case |= build_value(need.name, need.values[0])
     elif isinstance(need, HasValue) and need.name != option.name and OPTIONS[need.name].default in need.values:

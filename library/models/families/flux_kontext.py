@@ -43,7 +43,7 @@ FACTS = replace(
     options=replace(
         FLUX_FACTS.options,
         network=replace(
-            FLUX_FACTS.options.network, musubi_args=("exclude_patterns=['.*_(img_mod|txt_mod|modulation)_lin']",)
+            FLUX_FACTS.options.network, musubi_args=("exclude_patterns=['.*(img_mod|txt_mod|modulation).lin']",)
         ),
         musubi_versions={"kontext": {}},
         kohya_objective=None,

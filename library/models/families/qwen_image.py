@@ -84,6 +84,7 @@ FACTS = FamilyFacts(
             "txt_mlp.net.2",
         ),
         targets_of="musubi-tuner",
+        optional_targets=("img_mod.1", "txt_mod.1"),
         modelspec_architecture="qwen-image",
     ),
     blocks=BlockFacts(
@@ -111,7 +112,9 @@ FACTS = FamilyFacts(
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=4.0),
     options=FamilyOptions(
         components={"vae": "vae", "text_encoder": "text_encoder"},
-        network=NetworkFacts(modules=("networks.lora_qwen_image",)),
+        network=NetworkFacts(
+            modules=("networks.lora_qwen_image",), args=("train_modulation",), musubi_args=("train_modulation=True",)
+        ),
         musubi_versions={"original": {}},
     ),
 )

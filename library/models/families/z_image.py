@@ -115,6 +115,18 @@ FACTS = FamilyFacts(
             *(f"layers.*.feed_forward.{layer}" for layer in ("w1", "w2", "w3")),
         ),
         targets_of="musubi-tuner",
+        optional_targets=(
+            "layers.*.adaLN_modulation.0",
+            "noise_refiner.*.adaLN_modulation.0",
+            *(
+                f"{refiner}.*.{layer}"
+                for refiner in ("noise_refiner", "context_refiner")
+                for layer in (
+                    *(f"attention.{each}" for each in ("to_q", "to_k", "to_v", "to_out.0")),
+                    *(f"feed_forward.{each}" for each in ("w1", "w2", "w3")),
+                )
+            ),
+        ),
         key_style=Z_IMAGE_KEYS,
         other_key_styles=(ORIGINAL_KEYS,),
         format="diffusers",

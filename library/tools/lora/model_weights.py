@@ -24,6 +24,7 @@ from ...models.checkpoint_inspection import (
     reject_unsupported_file,
     reject_unsupported_model,
 )
+from ...models.checkpoint_shards import list_shard_paths
 from ...models.collect_component_keys import collect_component_keys, list_adaptable_components
 from ...models.detect import DetectedModel, detect_model, get_family_facts
 from ...models.families import FAMILIES, FAMILY_FACTS
@@ -132,6 +133,9 @@ class ModelFiles:
 def locate_model_weights(text: str) -> ModelFiles:
     """Find the weights of a model; raise with what cannot be read."""
     path = Path(text).expanduser()
+    if len(shards := list_shard_paths(path)) > 1:
+        fix = "give the model in one file, or as a diffusers folder"
+        raise UserError(report_file(path, f"is one of the {len(shards)} files of a model", fix))
     detected = _detect_model(path)
     family = FAMILIES.get(detected.family)
     names = list_adaptable_components(family)

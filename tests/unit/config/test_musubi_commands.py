@@ -9,6 +9,7 @@ from problem_lines import format_lines, format_unused
 
 from library.cli import main
 from library.config import parse_config
+from library.config.help import format_config_as_toml
 from library.config.options import flatten_config
 from library.training.preflight import find_settings_problems, load_settings
 
@@ -84,7 +85,7 @@ output_name = "name-of-lora"
     theirs, ours = flatten_config(command.config), flatten_config(file.config)
     assert {name: (theirs[name], ours[name]) for name in ours if theirs[name] != ours[name]} == {
         "network_module": ("networks.lora_qwen_image", "networks.lora"),
-        "network_train_unet_only": (True, False),  # the text encoder of Qwen-Image is never trained
+        "network_args": (("train_modulation=True",), ()),
     }
     assert list_unused(command) == {"sdpa": "", "persistent_data_loader_workers": ""}
 
@@ -96,7 +97,7 @@ def test_defaults_of_musubi_tuner_are_taken_and_named_with_those_that_differ():
     assert (config.optim.learning_rate, config.save.save_format) == (2e-6, "kohya")
     assert config.cache.cache_latents_to_disk and config.cache.cache_text_encoder_outputs_to_disk
     assert sorted(loaded.taken_defaults) == sorted(
-        "timestep_sampling discrete_flow_shift learning_rate save_format cache_latents_to_disk"
+        "timestep_sampling discrete_flow_shift learning_rate save_format cache_latents_to_disk network_args"
         " cache_text_encoder_outputs_to_disk".split()
     )
     assert loaded.kohya_defaults == ("seed 42 (there another one for each run)",)
@@ -109,7 +110,7 @@ def test_a_setting_replaces_the_default_of_musubi_tuner():
     loaded = load(*QWEN, *flags.split(), "--seed", "1")
     assert (loaded.config.optim.learning_rate, loaded.config.save.save_format) == (1e-3, "diffusers")
     assert not loaded.config.cache.caches_latents and loaded.kohya_defaults == ()
-    assert sorted(loaded.taken_defaults) == ["cache_text_encoder_outputs_to_disk"]
+    assert sorted(loaded.taken_defaults) == ["cache_text_encoder_outputs_to_disk", "network_args"]
 
 
 @pytest.mark.parametrize(
@@ -275,10 +276,15 @@ def test_the_modulation_of_kontext_is_trained_only_where_exclude_patterns_are_gi
     flags = ["--dit", "random:flux_kontext:tiny", "--network_module", "networks.lora_flux"]
     loaded = load(*flags)
     assert loaded.config.model.model_version == "kontext" and not loaded.config.adapter.trains_text_encoders
-    assert loaded.config.adapter.network_args == ("exclude_patterns=['.*_(img_mod|txt_mod|modulation)_lin']",)
+    assert loaded.config.adapter.network_args == ("exclude_patterns=['.*(img_mod|txt_mod|modulation).lin']",)
     assert load(*flags, "--network_args", "exclude_patterns=['.*x.*']").config.adapter.network_args == (
         "exclude_patterns=['.*x.*']",
+        "pattern_names=original",
     )
+    shared = [*flags[:3], "networks.lokr"]  # its default patterns are always added there
+    both = "exclude_patterns=['.*x.*', '.*(img_mod|txt_mod|modulation).lin']"
+    given = load(*shared, "--network_args", "exclude_patterns=['.*x.*']", "--family", "flux_kontext")
+    assert given.config.adapter.network_args == (both, "pattern_names=original")
     (problem,) = find_problems(["--dit", "random:flux:tiny", *flags[2:]])
     assert problem == "--network_module: kontext is a version of FLUX.1 Kontext, and the model is FLUX.1"
 
@@ -304,3 +310,43 @@ def test_options_of_our_own_runs_have_not_the_names_of_musubi_tuner():
     own = ["--pretrained_model_name_or_path", "random:qwen_image:tiny"]
     assert len(parse_config([*DATA, *own, "--flash_attn", "--vae_dtype", "x"]).problems) == 2
     assert load(*own).program == ""
+
+
+def build_tiny_command(command) -> list[str]:
+    """A documented command with a tiny model in place of its files."""
+    argv = list(command["argv"])
+    for option in ("--dataset_config", "--vae", "--text_encoder"):
+        if option in argv:
+            del argv[argv.index(option) : argv.index(option) + 2]
+    module = argv[argv.index("--network_module") + 1] if "--network_module" in argv else ""
+    model = MODELS.get(module, "qwen_image_edit_plus:2511")
+    argv[argv.index("--dit") + 1] = f"random:{model}:tiny"
+    return argv
+
+
+LOGIT_NORMAL = "--weighting_scheme logit_normal --logit_mean 0.5 --min_timestep 200 --max_timestep 900".split()
+WRITTEN = {
+    **{f"{each['script']} {number}": build_tiny_command(each) for number, each in enumerate(COMMANDS[:3])},
+    "sigma": [*QWEN, *LOGIT_NORMAL],
+    "patterns": [*QWEN, "--network_args", "exclude_patterns=['.*img_mod.*']", "loraplus_lr_ratio=4"],
+    "other names": [*QWEN, "--fp8_base", "--save_precision", "fp32", "--no-cache_latents_to_disk"],
+    "kontext": ["--dit", "random:flux_kontext:tiny", "--network_module", "networks.lora_flux"],
+    "lokr": ["--dit", "random:qwen_image:tiny", "--network_module", "networks.lokr", "--network_dim", "8"],
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_settings_that_are_written_read_back_as_the_configuration_that_ran(name, tmp_path):
+    ran = load(*WRITTEN[name])
+    path = tmp_path / "run.toml"
+    path.write_text(format_config_as_toml(ran.config), "utf-8")
+    read = load_settings(["--config_file", str(path)])
+    assert format_lines(read.problems) == [] and read.taken_defaults == {}
+    theirs, ours = flatten_config(read.config), flatten_config(ran.config)
+    assert {each: (theirs[each], ours[each]) for each in ours if theirs[each] != ours[each]} == {}
+    assert [line for line in format_lines(find_settings_problems(read)) if "pyproject.toml" not in line] == []
+
+
+def test_written_settings_of_a_command_of_wan_are_refused_as_the_command_is():
+    (problem,) = format_lines(load(*COMMANDS[3]["argv"]).problems)
+    assert "Wan, a video model" in problem

@@ -358,7 +358,14 @@ def test_problems_are_reported_when_options_are_parsed(words, problem):
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("networks.dylora", "DyLoRA is not supported; use networks.lora"),
+        (
+            "networks.dylora",
+            "DyLoRA is not supported: each step trains another rank, which peft has not; use networks.lora",
+        ),
+        (
+            "networks.lora_fa",
+            "LoRA-FA is not supported: its down matrices are frozen, not so here; use networks.lora",
+        ),
         ("networks.lra", "unknown network module 'networks.lra'; did you mean networks.lora?"),
     ],
 )
@@ -552,7 +559,10 @@ def test_arguments_may_be_repeated_as_guis_do_and_those_that_are_off_need_no_sup
 @pytest.mark.parametrize(
     ("argument", "problem"),
     [
-        ("algo=IA3", "algo: (IA)^3 is not supported; the nearest is algo=lora with a small network_dim"),
+        (
+            "algo=IA3",
+            "algo: (IA)^3 is not supported: few programs read its files; the nearest is algo=lora with a small network_dim",
+        ),
         ("preset=layers.toml", "preset: files are not supported; use include_patterns"),
         ("split_qkv=True", "split_qkv: not supported: q, k and v share one down matrix (it crashes in sd-scripts)"),
         (

@@ -381,7 +381,6 @@ def test_validation_reports_all_problems_without_importing_torch_or_pillow(tmp_p
     assert actual == [
         "set.toml:5: batch_size: expected an integer, got 'x'",
         "set.toml:10: image_dir: 'b' not found (also searched next to set.toml)",
-        "set.toml:8: face_crop_aug_range: not supported yet: cropping around faces",
     ]
     assert (
         format_lines(validate_dataset_config(DataConfig()))

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from library.config.schema_objective import NoiseConfig
+from library.config.schema_objective import LossConfig, NoiseConfig
 from library.diffusion import timesteps
 from library.diffusion.noise_levels import NoiseDistribution
+from library.diffusion.objective import Objective
 from library.diffusion.process import FlowMatchingProcess
 from library.diffusion.timestep_shift import FixedShift
 
@@ -108,3 +109,27 @@ def test_of_as_many_samples_in_a_row_as_there_are_timestep_buckets_one_is_in_eac
     assert len(set(map(tuple, rows))) > 1, "in another order each time"
     assert timesteps.draw_timestep_buckets(7, 5, [33, 4]) == [buckets[33], buckets[4]]
     assert timesteps.draw_timestep_buckets(8, 5, range(40)) != buckets
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"sigmoid_scale": 0.0}, {"logit_std": 0.0}, {"logit_std": 0.1, "logit_mean": 6}]
+)
+@pytest.mark.parametrize("kind", ["qinglong_flux", "qinglong_qwen"])
+def test_the_table_of_a_mixture_has_the_quantiles_that_bisection_finds(kind, settings):
+    distribution = NoiseDistribution(kind, NoiseConfig(timestep_sampling=kind, **settings), MODEL.shift)
+    ends = torch.tensor([2.0**-25 / 1000, 1 - 2.0**-25 / 1000], dtype=torch.float64)
+    u = torch.cat(
+        [ends[:1], torch.rand(20_000, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), ends[1:]]
+    )
+    logits = timesteps.bisect_mixture_logits(u, torch.special.ndtri(u), distribution.build_mixture(TOKENS))
+    actual = timesteps.mixture_quantile(u, distribution, TOKENS)
+    torch.testing.assert_close(actual, torch.sigmoid(logits), rtol=0, atol=1e-6)
+
+
+def test_quantiles_of_a_mixture_are_not_bisected_again_in_each_step(monkeypatch):
+    u = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    objective = Objective(MODEL, NoiseConfig(timestep_sampling="qinglong_flux"), LossConfig())
+    first = objective.compute_timesteps(u, LATENTS)
+    calls = []
+    monkeypatch.setattr(timesteps, "bisect_mixture_logits", lambda *call: calls.append(call) or call[1])
+    assert torch.equal(objective.compute_timesteps(u, LATENTS), first) and not calls

@@ -10,9 +10,14 @@ import torch
 from family_cases import get_modules
 from loaded_weights import assert_same_weights, list_loaded_components
 from problem_lines import format_lines
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_pipelines import TINY
 
+from library.cache.model_fingerprint import (
+    FileHashCache,
+    compute_component_fingerprints,
+    compute_quick_model_fingerprint,
+)
 from library.config.schema import ModelConfig
 from library.errors import ConfigError
 from library.models.detect import detect_model
@@ -282,3 +287,78 @@ def test_norms_of_flux_like_models_may_have_a_weight_and_diffusers_keys_are_know
     save_file(renamed, path)
     with pytest.raises(ConfigError, match=r"lacks 1 weights, for example txt_in\.bias"):
         family.load(detect_model(family.model_config), torch.float32, ("transformer",))
+
+
+def write_shards(tensors, folder, count=3):
+    """Write a checkpoint in several files, as diffusers and transformers do."""
+    paths = [folder / f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    names = list(tensors)
+    for number, path in enumerate(paths):
+        save_file({name: tensors[name].contiguous() for name in names[number::count]}, path)
+    return paths
+
+
+def test_a_checkpoint_in_several_files_is_loaded_whole_by_the_name_of_one(tokenizer_cache, tmp_path):
+    tiny = TINY["qwen_image"]()
+    paths = write_shards(original_checkpoints.build_checkpoint("qwen_image", tiny.pipe), tmp_path)
+    assert all(len(path.name) == len("model-00001-of-00003.safetensors") for path in paths)
+    for path in (paths[0], paths[2]):
+        options = ModelConfig(pretrained_model_name_or_path=str(path), tokenizer_cache_dir=str(tokenizer_cache))
+        family = FAMILIES.get("qwen_image")(options)
+        detected = detect_model(options)
+        assert detected.family == "qwen_image" and detected.source_type == "file"
+        assert_same_weights(family, family.load(detected, torch.float32), tiny.pipe)
+
+
+def test_a_text_encoder_in_several_files_is_one_component(tokenizer_cache, tmp_path):
+    tiny = TINY["qwen_image"]()
+    tensors = original_checkpoints.build_checkpoint("qwen_image", tiny.pipe)
+    transformer = {name: tensor for name, tensor in tensors.items() if not name.startswith(("text_encoders.", "vae."))}
+    encoder = dict(tiny.pipe.text_encoder.state_dict())
+    (tmp_path / "te").mkdir()
+    save_file(
+        transformer | {name: each for name, each in tensors.items() if name.startswith("vae.")},
+        tmp_path / "a.safetensors",
+    )
+    paths = write_shards(encoder, tmp_path / "te", 2)
+    options = ModelConfig(
+        str(tmp_path / "a.safetensors"), text_encoder=str(paths[0]), tokenizer_cache_dir=str(tokenizer_cache)
+    )
+    family = FAMILIES.get("qwen_image")(options)
+    pipe = family.load(detect_model(options), torch.float32)
+    assert_same_weights(family, pipe, tiny.pipe)
+
+
+def test_missing_files_of_a_checkpoint_are_one_problem(tmp_path):
+    tiny = TINY["qwen_image"]()
+    first, second, third = write_shards(original_checkpoints.build_checkpoint("qwen_image", tiny.pipe), tmp_path)
+    second.unlink()
+    third.unlink()
+    with pytest.raises(ConfigError) as caught:
+        detect_model(ModelConfig(str(first)))
+    (line,) = format_lines(caught.value.problems)
+    assert line.endswith(
+        "2 of the 3 files of the model are missing: model-00002-of-00003.safetensors, "
+        "model-00003-of-00003.safetensors; put them into the same folder"
+    )
+
+
+def test_the_fingerprint_of_a_checkpoint_in_several_files_covers_them_all(tmp_path):
+    tiny = TINY["qwen_image"]()
+    tensors = original_checkpoints.build_checkpoint("qwen_image", tiny.pipe)
+    paths = write_shards(tensors, tmp_path)
+    detected, family = detect_model(str(paths[0])), FAMILIES.get("qwen_image")(ModelConfig())
+    hashes = FileHashCache(tmp_path / "hashes.json")
+
+    def compute():
+        return (
+            compute_component_fingerprints(family, detected, ("transformer",), hashes),
+            compute_quick_model_fingerprint(detected),
+        )
+
+    whole = tmp_path / "whole.safetensors"
+    save_file(tensors, whole)
+    before = compute()
+    assert before[0] == compute_component_fingerprints(family, detect_model(str(whole)), ("transformer",), hashes)
+    save_file({name: tensor + 1 for name, tensor in load_file(paths[2]).items()}, paths[2])
+    assert all(old != new for old, new in zip(before, compute(), strict=True))

@@ -254,3 +254,12 @@ def test_a_merge_into_a_model_stops_before_writing_if_a_lora_does_not_fit(tmp_pa
         assert ("its metadata say that it is for sd2" in capsys.readouterr().out) == is_told
     assert run_tool(["lora", "extract", str(tmp_path / "base"), str(tmp_path / "flux.safetensors"), "--rank", "4"]) == 2
     assert "--output: missing" in capsys.readouterr().err
+
+
+def test_a_file_of_a_model_in_several_files_is_no_model_of_the_lora_tools(tmp_path, capsys):
+    pipe, path = TINY["sd1"]().pipe, tmp_path / "model-00001-of-00002.safetensors"
+    save_model("sd1", pipe, path)
+    save_lora(tmp_path / "lora.safetensors", "sd1", pipe)
+    words = [tmp_path / "lora.safetensors", "--model", path, "--output", tmp_path / "out.safetensors"]
+    assert run_tool(["lora", "merge", *map(str, words)]) == 2
+    assert "is one of the 2 files of a model; give the model in one file" in capsys.readouterr().err

@@ -1,0 +1,120 @@
+"""Files and commands that people published for other programs end a dry run without a problem of their own.
+
+Each is dry-run twice: as it is, where the only problems are models that are not here, and with a tiny model of its family
+in their place. The datasets are images of this repository, where the file names none. Of a package that is not installed,
+such as bitsandbytes, a dry run says in one line that it would end a run; beside problems it is listed as one of them.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from data_paths import ROOT
+
+from library import cli
+
+DATA = ROOT / "tests" / "data"
+FILES = DATA / "published_files"
+DATASETS = DATA / "musubi_datasets"
+COMMANDS = json.loads((DATA / "musubi_commands.json").read_text("utf-8"))
+DEMO = ["--dataset_config", str(ROOT / "dataset_configs" / "demo.toml")]
+MODELS_THAT_ARE_NOT_HERE = re.compile(
+    r"no such file or folder|no such folder, and the hub cannot be reached|Wan, a video model|not found on the hub"
+    r"|videos, which are for models that are not here"
+)
+MISSING_PACKAGE = re.compile(r"optimizer_type: \w+ needs the package bitsandbytes, which is not installed")
+COMPONENTS = ("vae", "text_encoder", "gemma2", "dit", "pretrained_model_name_or_path")
+IMPORTED = {
+    "kohya_gui/sdxl_loha.json": "sdxl",
+    "onetrainer/anima_LoRA.json": "anima",
+    "simpletuner/anima.peft-lora.json": "anima",
+}
+RUN_FILES = {"sdscripts/lumina_service.toml": "lumina2", "musubi/gui_krea2.toml": "krea2"}
+COMMAND_MODELS = ("flux2_dev", "qwen_image", "qwen_image_edit_plus:2511", None)
+DATASET_MODELS = {
+    "qinglong-qwen-image-datasets.toml": "qwen_image",
+    "qinglong-flux-kontext-datasets.toml": "flux_kontext",
+    "obs_dataset.toml": "qwen_image",
+    "qinglong-video-datasets.toml": "qwen_image",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A working directory with the image folders of the dataset files."""
+    for name in ("data/mus/big", "data/mus/ctl"):
+        shutil.copytree(
+            ROOT / "dataset_configs" / "demo", tmp_path / name, ignore=shutil.ignore_patterns("*.toml", ".*")
+        )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path
+
+
+def dry_run(words: list[str], capsys) -> tuple[int, list[str]]:
+    """Return the exit code of a dry run, and its problems."""
+    code = cli.main([*words, "--dry_run"])
+    lines = [line.strip() for line in capsys.readouterr().err.splitlines()]
+    stopped = next((number for number, line in enumerate(lines) if line.startswith("train_lora: stopped")), None)
+    return code, [] if stopped is None else [line for line in lines[stopped + 1 :] if line]
+
+
+def check_as_it_is(words: list[str], capsys) -> None:
+    code, problems = dry_run(words, capsys)
+    others = [line for line in problems if not MODELS_THAT_ARE_NOT_HERE.search(line)]
+    assert [line for line in others if not MISSING_PACKAGE.search(line)] == [] and code in (0, 2)
+    assert (code == 2) == (len(problems) > len(others))
+
+
+def replace_models(text: str, option: str, model: str) -> str:
+    """Replace the models of a run file by a tiny one with all components."""
+    kept = [line for line in text.splitlines() if line.split("=")[0].strip() not in COMPONENTS]
+    start = next((number for number, line in enumerate(kept) if line.strip() == "[model]"), -1)
+    kept.insert(start + 1, f'{option} = "random:{model}:tiny"')
+    return "\n".join(kept) + "\n"
+
+
+@pytest.mark.parametrize("name", IMPORTED)
+def test_a_file_of_another_program_is_imported_and_dry_run(name, folder, capsys):
+    assert cli.run_tool(["import", str(FILES / name), "--output_dir", "out"]) == 0
+    (path,) = (folder / "out").glob("*.toml")
+    check_as_it_is(["--config_file", str(path), *DEMO], capsys)
+    path.write_text(replace_models(path.read_text("utf-8"), "pretrained_model_name_or_path", IMPORTED[name]), "utf-8")
+    assert dry_run(["--config_file", str(path), *DEMO], capsys) == (0, [])
+
+
+@pytest.mark.parametrize("name", RUN_FILES)
+def test_a_run_file_is_dry_run(name, folder, capsys):
+    check_as_it_is(["--config_file", str(FILES / name), *DEMO], capsys)
+    option = "dit" if name.startswith("musubi") else "pretrained_model_name_or_path"
+    path = folder / "run.toml"
+    path.write_text(replace_models((FILES / name).read_text("utf-8"), option, RUN_FILES[name]), "utf-8")
+    assert dry_run(["--config_file", str(path), *DEMO], capsys) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("command", "model"), zip(COMMANDS, COMMAND_MODELS, strict=True), ids=[each["script"] for each in COMMANDS]
+)
+def test_a_command_of_musubi_tuners_documentation_is_dry_run(command, model, folder, capsys):
+    dataset = "qinglong-flux-kontext-datasets.toml" if "edit" in str(model) else "qinglong-qwen-image-datasets.toml"
+    argv = list(command["argv"])
+    argv[argv.index("--dataset_config") + 1] = str(DATASETS / dataset)
+    check_as_it_is(argv, capsys)
+    if model is None:
+        return
+    for option in ("--vae", "--text_encoder"):
+        del argv[argv.index(option) : argv.index(option) + 2]
+    argv[argv.index("--dit") + 1] = f"random:{model}:tiny"
+    assert dry_run(argv, capsys) == (0, [])
+
+
+@pytest.mark.parametrize("name", DATASET_MODELS)
+def test_a_dataset_file_of_musubi_tuner_is_dry_run(name, folder, capsys):
+    words = ["--dit", f"random:{DATASET_MODELS[name]}:tiny", "--dataset_config", str(DATASETS / name)]
+    if "video" in name or name.startswith("obs"):
+        code, problems = dry_run(words, capsys)
+        assert code == 2 and all("videos, which are for models that are not here" in line for line in problems)
+    else:
+        assert dry_run(words, capsys) == (0, [])
