@@ -1,12 +1,11 @@
 """Options as dataclass fields: declaration, parsing of values, and building a configuration from values."""
 
 import dataclasses
-import functools
 import math
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from .option_needs import Needs
 
@@ -187,39 +186,28 @@ class Option(OptionFacts):
 
 def iter_options(config_class: type) -> Iterator[Option]:
     """Iterate over the options of all groups of a configuration class, in order of declaration."""
-    hints = get_type_hints(config_class)
     for group in dataclasses.fields(config_class):
-        yield from iter_group_options(hints[group.name], group.name)
+        yield from iter_group_options(cast(type, group.type), group.name)
 
 
 def iter_group_options(group_type: type, name: str = "") -> Iterator[Option]:
     """Iterate over the options of one group, which a configuration class calls ``name``."""
-    yield from _list_group_options(group_type, name)
-
-
-@functools.cache
-def _list_group_options(group_type: type, name: str) -> tuple[Option, ...]:
-    hints, listed = get_type_hints(group_type), []
     for field in dataclasses.fields(group_type):
-        value_type, is_list, is_optional = _resolve_type_hint(hints[field.name])
-        listed.append(
-            Option(
-                name=field.name,
-                group=name,
-                value_type=value_type,
-                is_list=is_list,
-                is_optional=is_optional,
-                default=field.default,
-                **vars(field.metadata["facts"]),
-            )
+        value_type, is_list, is_optional = _resolve_type_hint(field.type)
+        yield Option(
+            name=field.name,
+            group=name,
+            value_type=value_type,
+            is_list=is_list,
+            is_optional=is_optional,
+            default=field.default,
+            **vars(field.metadata["facts"]),
         )
-    return tuple(listed)
 
 
 def build_config(config_class: type, values: dict[str, Any]) -> Any:
     """Build a configuration from parsed values by option name; the others keep their defaults."""
-    hints = get_type_hints(config_class)
-    groups = {group.name: hints[group.name] for group in dataclasses.fields(config_class)}
+    groups = {group.name: cast(type, group.type) for group in dataclasses.fields(config_class)}
     return config_class(
         **{
             name: group(**{each.name: values[each.name] for each in dataclasses.fields(group) if each.name in values})
