@@ -31,7 +31,7 @@ from ..models.gated_activations import recompute_gated_activations
 from ..models.half_precision_norms import write_norms_in_half_precision
 from ..models.trained_components import select_trained_text_encoders
 from ..parallel.activation_checkpointing import enable_activation_checkpointing
-from ..parallel.lora_linear import fuse_lora_layers
+from ..parallel.fuse_lora import fuse_lora_layers
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,10 @@ def fuse_layers(trained: TrainableModules, distributed: DistributedConfig, train
     norms = write_norms_in_half_precision(trained.denoiser, dtype)
     activations = recompute_gated_activations(trained.denoiser)
     layers = 0 if train.activation_memory_budget else sum(fuse_lora_layers(each, dtype) for each in trained.children())
-    logger.info("fused layers: %d LoRA layers in fewer kernels, %d norms that write %s", layers, norms, precision)
+    logger.info(
+        "fused layers: %d LoRA layers in fewer kernels, %d norms that write %s, %d gated activations recomputed",
+        *(layers, norms, precision, activations),
+    )
 
 
 def build_lora_dropout(
