@@ -1,4 +1,4 @@
-"""LoRA layers that read one input, such as q, k and v of an attention, as one autograd function.
+"""LoRA layers that read one input, such as q, k and v of an attention or a gate, as one autograd function.
 
 One matrix product computes the outputs of their ``lora_A``, and one the gradients of these weights; gradients of the
 input are added by the matrix products.  Whichever layer is called first computes the outputs of all, which the others
@@ -18,8 +18,15 @@ PROJECTIONS = (
     ("to_q", "to_k", "to_v"),
     ("add_q_proj", "add_k_proj", "add_v_proj"),
     ("q_proj", "k_proj", "v_proj"),
+    ("w1", "w3"),
+    ("gate", "up"),
+    ("gate_proj", "up_proj"),
+    ("gate_layer", "proj"),
 )
-"""Names in an attention of diffusers or transformers; q of a cross attention reads another input than k and v."""
+"""Names in an attention or a gated feed-forward, in the order in which ``gated_activations`` calls the latter.
+
+q of a cross attention reads another input than k and v.
+"""
 
 
 class PendingOutputs:

@@ -1,22 +1,22 @@
 """Gated activations that compute again in backward: equal to those of diffusers to the bit, with less memory."""
 
 import copy
+import importlib
 
 import pytest
 import torch
-from diffusers.models.activations import GEGLU, SwiGLU
-from diffusers.models.transformers.transformer_flux2 import Flux2SwiGLU
-from diffusers.models.transformers.transformer_z_image import FeedForward
+from diffusers.models.activations import GEGLU
 from torch import nn
 
-from library.models.gated_activations import recompute_gated_activations
+from library.models.gated_activations import FEED_FORWARDS, HALVES, recompute_gated_activations
 
-MODULES = {
-    "GEGLU": lambda: GEGLU(16, 24),
-    "SwiGLU": lambda: SwiGLU(16, 24, bias=False),
-    "Flux2SwiGLU": Flux2SwiGLU,
-    "Z-Image": lambda: FeedForward(16, 24),
-}
+
+def build_module(name, dtype):
+    file, _, kind = name.partition(".")
+    package = "diffusers.models" if file == "activations" else "diffusers.models.transformers"
+    module = getattr(importlib.import_module(f"{package}.{file}"), kind)
+    torch.manual_seed(0)
+    return (module() if kind in ("Flux2SwiGLU", "Flux3SwiGLU") else module(16, 24)).to(dtype)
 
 
 def compute(module, states, dtype):
@@ -34,11 +34,10 @@ def compute(module, states, dtype):
     return [output.detach(), states.grad, *(each.grad for each in module.parameters())], sum(saved.values())
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", [*HALVES, *FEED_FORWARDS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_outputs_and_gradients_are_equal_to_the_bit_and_less_is_saved(name, dtype):
-    torch.manual_seed(0)
-    plain = MODULES[name]().to(dtype)
+    plain = build_module(name, dtype)
     recomputed = nn.Sequential(copy.deepcopy(plain))
     assert recompute_gated_activations(recomputed) == 1
     states = torch.randn(3, 20, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
