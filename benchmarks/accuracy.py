@@ -1,4 +1,4 @@
-"""Measure the rounding errors of norms, LoRA layers and whole steps in bf16 against float64, under CUDA's autocast rules.
+"""Measure the rounding errors of norms, LoRA layers and steps in bf16 against float64, under CUDA's autocast rules.
 
 ``peft's layers`` are what ``--no-fused_layers`` computes.  There autocast writes norms in float32, and each reader of a
 norm casts its output.  ``shared casts`` keeps these norms and casts once for all readers; ``norms alone`` writes half
@@ -12,6 +12,7 @@ import weakref
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,13 @@ from .synthetic_run import build_run, write_dataset
 if TYPE_CHECKING:
     from library.training.state import TrainingRun
 
-PEFT, SHARED_CASTS, NORMS, LORA, FUSED = "peft's layers", "shared casts", "norms alone", "fused LoRA alone", "fused layers"
+PEFT, SHARED_CASTS, NORMS, LORA, FUSED = (
+    "peft's layers",
+    "shared casts",
+    "norms alone",
+    "fused LoRA alone",
+    "fused layers",
+)
 REPLACED: Mapping[str, tuple[type, ...]] = {
     PEFT: (),
     SHARED_CASTS: (),
@@ -87,13 +94,15 @@ class SharedCasts(AutocastEmulation):
         reference, version, cast = self._casts.get(id(item), (None, 0, item))
         if reference is None or reference() is not item or version != item._version:
             cast = item.to(self._dtype)
-            forget = weakref.ref(item, lambda _, key=id(item): self._casts.pop(key, None))
-            self._casts[id(item)] = forget, item._version, cast
+            self._casts[id(item)] = weakref.ref(item, partial(self._forget, id(item))), item._version, cast
         return cast
+
+    def _forget(self, key: int, _: Any) -> None:
+        self._casts.pop(key, None)
 
 
 class NormsOfCuda(AutocastEmulation):
-    """Norms in half precision as CUDA's kernels compute them: those of a CPU keep their statistics in half precision."""
+    """Norms in half precision as CUDA computes them: a CPU's keep their statistics in half precision."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function not in HALF_NORMS or args[0].dtype != self._dtype:
@@ -200,12 +209,13 @@ def compute(model: nn.Module, states: Tensor, name: str | None) -> dict[str, Ten
         output = model(states)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(99))
     output.backward(weights.to(output.dtype))
+    assert states.grad is not None
     results = {"output": output.detach(), "gradient of the input": states.grad}
     for half in ("lora_A", "lora_B"):
         grads = [each.grad.flatten() for key, each in model.named_parameters() if half in key and each.grad is not None]
         if grads:
             results[f"gradients of {half}"] = torch.cat(grads)
-    return results  # type: ignore[return-value]
+    return results
 
 
 def report_errors(title: str, errors: Mapping[str, Sequence[float]], most: float) -> Iterator[Measurement]:
@@ -277,7 +287,7 @@ def fill_lora_b(trained: Mapping[str, nn.Parameter], std: float = LORA_B_STD) ->
 
 
 def find_fused_forwards(denoiser: nn.Module) -> Forwards:
-    modules = ((module, vars(module).get("forward")) for module in denoiser.modules())
+    modules = [(module, vars(module).get("forward")) for module in denoiser.modules()]
     return [(module, each) for module, each in modules if isinstance(each, REPLACED[FUSED])]
 
 
@@ -285,7 +295,7 @@ def use_layers(name: str, forwards: Forwards) -> None:
     """Let the fused modules compute as ``name`` says, and the others as peft and diffusers do."""
     for module, forward in forwards:
         if isinstance(forward, REPLACED[name]):
-            module.forward = forward
+            module.forward = forward  # type: ignore[assignment]
         else:
             vars(module).pop("forward", None)
 

@@ -28,7 +28,7 @@ class SdScriptsForward(PeerForward):
 
 
 class AiToolkitForward(PeerForward):
-    """Do what ``ToolkitModuleMixin.forward`` of ai-toolkit does: the multiplier is a tensor with one number a sample."""
+    """Do what ``ToolkitModuleMixin.forward`` of ai-toolkit does: the multiplier is a tensor, one number a sample."""
 
     def __init__(self, layer: Any):
         super().__init__(layer)
@@ -67,4 +67,4 @@ PEERS: Mapping[str, type[PeerForward]] = {
 def use_peer_layers(model: nn.Module, peer: type[PeerForward]) -> None:
     """Let the LoRA layers of a model compute as another trainer does."""
     for layer in find_linear_lora_layers(model):
-        layer.forward = peer(layer)  # type: ignore[assignment, operator]
+        layer.forward = peer(layer)  # type: ignore[assignment]

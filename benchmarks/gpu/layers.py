@@ -71,6 +71,10 @@ def compare_layers(context: SectionContext) -> Iterator[Measurement]:
     yield Measurement("peak memory of the graph", [peak], "GB")
 
 
+def get_denoiser(run: "TrainingRun") -> Any:
+    return run.strategy.unwrap_model(run.model).denoiser
+
+
 class LayerSwitch:
     """Callback that changes the kind of layers after every ``steps`` steps, and measures all turns but the first."""
 
@@ -78,7 +82,11 @@ class LayerSwitch:
     is_deferrable = False
 
     def __init__(self, run: "TrainingRun", steps: int):
-        self.steps, self.device, self.forwards = steps, run.strategy.device, find_fused_forwards(run.strategy.unwrap_model(run.model).denoiser)
+        self.steps, self.device, self.forwards = (
+            steps,
+            run.strategy.device,
+            find_fused_forwards(get_denoiser(run)),
+        )
         self.seconds: dict[str, list[float]] = {PEFT: [], FUSED: []}
         self.peaks: dict[str, list[float]] = {PEFT: [], FUSED: []}
         self._start(PEFT)
@@ -103,7 +111,7 @@ class LayerSwitch:
 
 def compare_gradients(run: "TrainingRun", forwards: Forwards) -> Iterator[Measurement]:
     """Compare loss and gradients of one batch with those in float32."""
-    denoiser: Any = run.strategy.unwrap_model(run.model).denoiser
+    denoiser = get_denoiser(run)
     trained = {name: each for name, each in denoiser.named_parameters() if each.requires_grad}
     fill_lora_b(trained)
     loop = BareLoop(run)
@@ -138,7 +146,7 @@ def compute_in_float32(denoiser: nn.Module, loop: BareLoop) -> float:
 def measure_graph(run: "TrainingRun", repetitions: int = 15) -> tuple[float, float]:
     """Capture forward, backward, clipping and AdamW as one CUDA graph; return seconds of a replay and peak GB."""
     device = run.strategy.device
-    denoiser: Any = run.strategy.unwrap_model(run.model).denoiser
+    denoiser = get_denoiser(run)
     loop = BareLoop(run)
     arguments, options = record_arguments(denoiser, loop)
     parameters = replace_adapter_parameters(denoiser)

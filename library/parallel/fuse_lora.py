@@ -48,10 +48,8 @@ def _report_other_layers(model: nn.Module, fused: list[Any]) -> None:
     names, ids = Counter[str](), set(map(id, fused))
     for layer in find_adapter_layers(model):
         if id(layer) not in ids:
-            base = type(layer.get_base_layer()).__name__
-            variant = next(iter(getattr(layer, "lora_variant", None) or {}), None)
-            kind = type(layer).__name__ if variant is None else type(layer.lora_variant[variant]).__name__
-            names[f"{kind} on {base}"] += 1
+            variant = getattr(layer, "lora_variant", {}).get(ADAPTER_NAME, layer)  # such as DoRA
+            names[f"{type(variant).__name__} on {type(layer.get_base_layer()).__name__}"] += 1
     if names:
         kinds = ", ".join(f"{count} {name}" for name, count in sorted(names.items()))
         logger.info("fused layers: %s has layers that peft computes: %s", type(model).__name__, kinds)

@@ -75,7 +75,7 @@ class HalfPrecisionCopies:
         for parameters in self._stacks:
             rows, first = [len(parameter) for parameter in parameters], parameters[0]
             self._stacks[parameters] = matrix = first.new_empty(sum(rows), first.shape[1], dtype=self.dtype)
-            stacked.update(zip(parameters, matrix.split(rows), strict=True))
+            stacked.update(zip(parameters, torch.split(matrix, rows), strict=True))
         groups: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
         for parameter in self._copies:
             source = parameter.detach()

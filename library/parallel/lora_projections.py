@@ -89,9 +89,9 @@ class ProjectionGroup:
         self.pending.put(input, zip(self.layers, outputs, strict=True))
         return self.pending.pop(layer, input)
 
-    def split(self, hidden: Tensor) -> list[Tensor]:
+    def split_ranks(self, hidden: Tensor) -> list[Tensor]:
         """Return what belongs to the ``lora_A`` of each layer."""
-        columns = hidden.split(self.ranks, dim=1)
+        columns = torch.split(hidden, self.ranks, dim=1)
         return [columns[part] for part in self.parts]
 
 
@@ -104,7 +104,7 @@ class _LoraProjections(torch.autograd.Function):
         layers, states = group.layers, flatten(input.to(half_down.dtype))
         outputs = [layer.compute_base(states, has_backward=ctx.needs_input_grad[0]) for layer in layers]
         hidden = multiply(states, half_down.t(), layers[0].scaling)
-        for output, part, half_up in zip(outputs, group.split(hidden), half_ups, strict=True):
+        for output, part, half_up in zip(outputs, group.split_ranks(hidden), half_ups, strict=True):
             torch.addmm(output, part, half_up.t(), out=output)
         ctx.save_for_backward(states, hidden)
         ctx.set_materialize_grads(False)
@@ -129,14 +129,12 @@ class _LoraProjections(torch.autograd.Function):
             down_grads = [each if needs[4 + part] and part in used else None for part, each in enumerate(rows)]
         up_grads = [
             layer.compute_weight_grad(grad, part, dtype) if is_needed and grad is not None else None
-            for is_needed, grad, part in zip(needs[first_up:], grads, group.split(hidden), strict=True)
+            for is_needed, grad, part in zip(needs[first_up:], grads, group.split_ranks(hidden), strict=True)
         ]
         return input_grad, None, None, None, *down_grads, *up_grads
 
 
-def _differentiate_inputs(
-    ctx: Any, gradients: Sequence[Tensor | None], hidden: Tensor
-) -> tuple[Tensor, Tensor | None]:
+def _differentiate_inputs(ctx: Any, gradients: Sequence[Tensor | None], hidden: Tensor) -> tuple[Tensor, Tensor | None]:
     """Compute the gradients of the outputs of all ``lora_A``, and those of the inputs of the base, added."""
     group, input_grad = ctx.group, None
     hidden_grad = torch.zeros_like(hidden) if any(each is None for each in gradients) else torch.empty_like(hidden)
@@ -144,7 +142,7 @@ def _differentiate_inputs(
     for number, (layer, grad) in enumerate(zip(group.layers, gradients, strict=True)):
         if grad is None:
             continue
-        part, half_up = group.split(hidden_grad)[number], ctx.half_ups[number]
+        part, half_up = group.split_ranks(hidden_grad)[number], ctx.half_ups[number]
         if group.parts[number] in is_written:
             torch.addmm(part, grad, half_up, alpha=layer.scaling, out=part)
         else:
@@ -160,9 +158,9 @@ def find_projections(model: nn.Module) -> Iterator[list[FusedLoraForward]]:
     for module in model.modules():
         children = {name for name, child in module.named_children() if child is not None}
         for names in PROJECTIONS:
-            if getattr(module, "is_cross_attention", False):
-                names = names[1:]
-            forwards = [vars(module.get_submodule(name)).get("forward") for name in names if name in children]
+            is_cross = getattr(module, "is_cross_attention", False)
+            readers = [name for name in (names[1:] if is_cross else names) if name in children]
+            forwards = [vars(module.get_submodule(name)).get("forward") for name in readers]
             layers = [each for each in forwards if isinstance(each, FusedLoraForward)]
             if len(layers) > 1 and _have_one_input(layers):
                 yield layers
