@@ -152,8 +152,8 @@ def build_step(config: RunConfig) -> tuple[Any, Any, Any]:
 def prepare_layers(trained: Any, layers: str) -> None:
     """Replace what ``layers`` replaces of the model as peft and diffusers have built it."""
     from library.adapters.precision import leave_input_casts_to_autocast
-    from library.models.gated_activations import recompute_gated_activations
     from library.models.half_precision_norms import write_norms_in_half_precision
+    from library.models.recomputed_activations import recompute_activations
     from library.parallel.fuse_lora import fuse_lora_layers
 
     if layers in PEERS:
@@ -162,7 +162,7 @@ def prepare_layers(trained: Any, layers: str) -> None:
         leave_input_casts_to_autocast(trained)
     if layers in (NORMS, FUSED):
         write_norms_in_half_precision(trained.denoiser, torch.bfloat16)
-        recompute_gated_activations(trained.denoiser)
+        recompute_activations(trained.denoiser)
     if layers in (LORA, FUSED):
         fuse_lora_layers(trained.denoiser, torch.bfloat16)
 

@@ -10,7 +10,7 @@ to peft, to the bit, and so is each call that needs more than this function: DoR
 whose base or adapter has hooks or a ``forward`` of its own (ZeRO-3, tensor parallelism, a training adapter).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..adapters.injection import ADAPTER_NAME
+from ..models.recomputed_activations import Recomputation, get_recomputation
 from .quantize import FrozenLinear
 
 
@@ -120,17 +121,23 @@ class FusedLoraForward:
         elif self.down._forward_hooks:  # LoRA dropout
             apply_base, apply_up = _BaseAndDown.apply, _Up.apply
             down, up = self.down.weight, self.up.weight
-            output, hidden = apply_base(input, down, self.copies.get(down), self)  # type: ignore[no-untyped-call]
+            recomputation = self._get_recomputation(input)
+            half_down = self.copies.get(down)
+            output, hidden = apply_base(input, down, half_down, self, recomputation)  # type: ignore[no-untyped-call]
             for hook in self.down._forward_hooks.values():
                 hidden = hook(self.down, (input,), hidden)
             hidden = hidden.to(output.dtype)
             output = apply_up(output, hidden, up, self.copies.get(up), self)  # type: ignore[no-untyped-call]
         elif self.group is None or (grouped := self.group.compute(self, input)) is None:
             apply, get, down, up = _LoraLinear.apply, self.copies.get, self.down.weight, self.up.weight
-            output = apply(input, down, up, (get(down), get(up)), self)  # type: ignore[no-untyped-call]
+            halves, recomputation = (get(down), get(up)), self._get_recomputation(input)
+            output = apply(input, down, up, halves, self, recomputation)  # type: ignore[no-untyped-call]
         else:
             output = grouped
         return output
+
+    def _get_recomputation(self, input: Tensor) -> Recomputation | None:
+        return get_recomputation(input) if input.dtype == self.copies.dtype else None
 
     def can_share_input(self, input: Tensor, other: "FusedLoraForward") -> bool:
         """Whether one function may compute this layer together with another that reads the same input."""
@@ -200,34 +207,50 @@ def flatten(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
+def _save_states(ctx: Any, states: Tensor, recomputation: Recomputation | None, *others: Tensor) -> None:
+    """Save an input in half precision, or what it is computed from."""
+    if recomputation is None:
+        ctx.save_for_backward(*others, states)
+        ctx.compute_states = None
+    else:
+        ctx.save_for_backward(*others, *recomputation.inputs)
+        ctx.compute_states = recomputation.compute
+
+
+def _restore_states(ctx: Any, saved: Sequence[Tensor]) -> Tensor:
+    return saved[0] if ctx.compute_states is None else flatten(ctx.compute_states(*saved))
+
+
 class _LoraLinear(torch.autograd.Function):
     """Saves the input in half precision, and the output of lora_A; copies keep their values until the next step."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, down: Tensor, up: Tensor, *rest: Any) -> Tensor:
-        (half_down, half_up), layer = ctx.rest = rest
+        (half_down, half_up), layer, recomputation = rest
         states = flatten(input.to(half_up.dtype))
         output: Tensor = layer.compute_base(states, has_backward=ctx.needs_input_grad[0])
         hidden = multiply(states, half_down.t(), layer.scaling)
         torch.addmm(output, hidden, half_up.t(), out=output)
-        ctx.save_for_backward(states, hidden)
+        _save_states(ctx, states, recomputation, hidden)
+        ctx.half_down, ctx.half_up, ctx.layer = half_down, half_up, layer
         ctx.shape, ctx.dtype, ctx.weight_dtype = input.shape, input.dtype, down.dtype
         return output.view(*input.shape[:-1], output.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (states, hidden), ((half_down, half_up), layer) = ctx.saved_tensors, ctx.rest
+        (hidden, *saved), layer = ctx.saved_tensors, ctx.layer
         gradient = flatten(gradient)
-        hidden_grad = multiply(gradient, half_up, layer.scaling)
+        hidden_grad = multiply(gradient, ctx.half_up, layer.scaling)
         input_grad = down_grad = up_grad = None
         if ctx.needs_input_grad[0]:
-            input_grad = layer.compute_input_grad(gradient, hidden_grad, half_down).view(ctx.shape).to(ctx.dtype)
+            input_grad = layer.compute_input_grad(gradient, hidden_grad, ctx.half_down)
+            input_grad = input_grad.view(ctx.shape).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            down_grad = layer.compute_weight_grad(hidden_grad, states, ctx.weight_dtype)
+            down_grad = layer.compute_weight_grad(hidden_grad, _restore_states(ctx, saved), ctx.weight_dtype)
         if ctx.needs_input_grad[2]:
             up_grad = layer.compute_weight_grad(gradient, hidden, ctx.weight_dtype)
-        return input_grad, down_grad, up_grad, None, None
+        return input_grad, down_grad, up_grad, None, None, None
 
 
 class _BaseAndDown(torch.autograd.Function):
@@ -235,11 +258,12 @@ class _BaseAndDown(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, down: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        half_down, layer = ctx.rest = rest
+        half_down, layer, recomputation = rest
         states = flatten(input.to(half_down.dtype))
         output = layer.compute_base(states, has_backward=ctx.needs_input_grad[0])
         hidden = torch.mm(states, half_down.t())
-        ctx.save_for_backward(states)
+        _save_states(ctx, states, recomputation)
+        ctx.half_down, ctx.layer = half_down, layer
         ctx.shape, ctx.dtype, ctx.weight_dtype = input.shape, input.dtype, down.dtype
         outer = input.shape[:-1]
         return output.view(*outer, output.shape[-1]), hidden.view(*outer, hidden.shape[-1])
@@ -247,14 +271,14 @@ class _BaseAndDown(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, hidden_grad: Tensor) -> tuple[Tensor | None, ...]:
-        (states,), (half_down, layer) = ctx.saved_tensors, ctx.rest
+        saved, half_down, layer = ctx.saved_tensors, ctx.half_down, ctx.layer
         gradient, hidden_grad = flatten(gradient), flatten(hidden_grad)
         input_grad = down_grad = None
         if ctx.needs_input_grad[0]:
             input_grad = layer.compute_input_grad(gradient, hidden_grad, half_down).view(ctx.shape).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            down_grad = layer.compute_weight_grad(hidden_grad, states, ctx.weight_dtype)
-        return input_grad, down_grad, None, None
+            down_grad = layer.compute_weight_grad(hidden_grad, _restore_states(ctx, saved), ctx.weight_dtype)
+        return input_grad, down_grad, None, None, None
 
 
 class _Up(torch.autograd.Function):

@@ -23,7 +23,7 @@ PROJECTIONS = (
     ("gate_proj", "up_proj"),
     ("gate_layer", "proj"),
 )
-"""Names in an attention or a gated feed-forward, in the order in which ``gated_activations`` calls the latter.
+"""Names in an attention or a gated feed-forward, in the order in which ``recomputed_activations`` calls the latter.
 
 q of a cross attention reads another input than k and v.
 """

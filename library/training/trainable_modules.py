@@ -27,8 +27,8 @@ from ..config.schema_distributed import DistributedConfig
 from ..config.schema_optim import OptimConfig
 from ..distributed.devices import MIXED_PRECISION_DTYPES
 from ..models.base import Family
-from ..models.gated_activations import recompute_gated_activations
 from ..models.half_precision_norms import write_norms_in_half_precision
+from ..models.recomputed_activations import recompute_activations
 from ..models.trained_components import select_trained_text_encoders
 from ..parallel.activation_checkpointing import enable_activation_checkpointing
 from ..parallel.fuse_lora import fuse_lora_layers
@@ -143,10 +143,10 @@ def fuse_layers(trained: TrainableModules, distributed: DistributedConfig, train
         return
     dtype = MIXED_PRECISION_DTYPES[precision]
     norms = write_norms_in_half_precision(trained.denoiser, dtype)
-    activations = recompute_gated_activations(trained.denoiser)
+    activations = recompute_activations(trained.denoiser)
     layers = 0 if train.activation_memory_budget else sum(fuse_lora_layers(each, dtype) for each in trained.children())
     logger.info(
-        "fused layers: %d LoRA layers in fewer kernels, %d norms that write %s, %d gated activations recomputed",
+        "fused layers: %d LoRA layers in fewer kernels, %d norms that write %s, %d activations recomputed",
         *(layers, norms, precision, activations),
     )
 

@@ -8,7 +8,7 @@ import torch
 from diffusers.models.activations import GEGLU
 from torch import nn
 
-from library.models.gated_activations import FEED_FORWARDS, HALVES, recompute_gated_activations
+from library.models.recomputed_activations import FEED_FORWARDS, HALVES, recompute_activations
 
 
 def build_module(name, dtype):
@@ -39,7 +39,7 @@ def compute(module, states, dtype):
 def test_outputs_and_gradients_are_equal_to_the_bit_and_less_is_saved(name, dtype):
     plain = build_module(name, dtype)
     recomputed = nn.Sequential(copy.deepcopy(plain))
-    assert recompute_gated_activations(recomputed) == 1
+    assert recompute_activations(recomputed) == 1
     states = torch.randn(3, 20, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
     (expected, before), (actual, after) = (compute(module, states, dtype) for module in (plain, recomputed))
     assert all(torch.equal(*pair) for pair in zip(expected, actual, strict=True))
@@ -52,5 +52,5 @@ def test_other_activations_stay():
             return 2 * super().forward(states)
 
     model = nn.Sequential(Other(4, 4), nn.GELU())
-    assert recompute_gated_activations(model) == 0
+    assert recompute_activations(model) == 0
     assert "forward" not in vars(model[0])

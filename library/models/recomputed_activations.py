@@ -1,12 +1,14 @@
-"""Gated activations that keep their inputs for backward, and compute the activation of the gate again there.
+"""Activations of feed-forwards that are computed again in backward.
 
-``hidden * gelu(gate)`` keeps hidden, gate and the output of the activation.  The latter takes one kernel that is bound
-by memory, so it is not kept: an eighth of what training SDXL keeps.  Outputs and gradients are
-equal to those of diffusers to the bit, in every precision.
+``hidden * gelu(gate)`` keeps hidden, gate and the output of the activation, and a LoRA layer that reads the product
+keeps that, too.  The latter two take kernels that are bound by memory, so they are computed again: a fifth of what
+training SDXL keeps.  The layer that reads an output finds how to compute it again by ``get_recomputation``.  Outputs
+and gradients are equal to those of diffusers to the bit, in every precision.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +30,25 @@ GELU = Activation(F.gelu, aten.gelu_backward)
 SILU = Activation(F.silu, aten.silu_backward)
 
 
+@dataclass(frozen=True)
+class Recomputation:
+    """How to compute a tensor again from others that are kept for backward in any case."""
+
+    compute: Callable[..., Tensor]
+    inputs: tuple[Tensor, ...]
+
+
+def get_recomputation(tensor: Tensor) -> Recomputation | None:
+    """Return how to compute the output of an activation again; None for other tensors."""
+    return getattr(tensor, "recomputation", None)
+
+
+def _let_recompute(output: Any, compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    output.recomputation = Recomputation(compute, tuple(each.detach() for each in inputs))
+    result: Tensor = output
+    return result
+
+
 class _GatedHalves(torch.autograd.Function):
     """The product of one half of a tensor with the activation of the other half."""
 
@@ -35,8 +56,7 @@ class _GatedHalves(torch.autograd.Function):
     def forward(ctx: Any, states: Tensor, activation: Activation, gate_is_first: bool) -> Tensor:
         ctx.save_for_backward(states)
         ctx.activation, ctx.gate_is_first = activation, gate_is_first
-        gate, hidden = _split(states, gate_is_first)
-        return hidden * activation.compute(gate)
+        return _gate_halves(activation, gate_is_first, states)
 
     @staticmethod
     @once_differentiable
@@ -54,7 +74,7 @@ class _GatedProduct(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, hidden: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate, hidden)
         ctx.activation = activation
-        return activation.compute(gate) * hidden
+        return _gate(activation, gate, hidden)
 
     @staticmethod
     @once_differentiable
@@ -63,6 +83,14 @@ class _GatedProduct(torch.autograd.Function):
         gradients = torch.empty_like(gate), torch.empty_like(hidden)
         _compute_gradients(ctx.activation, gradient, (gate, hidden), gradients)
         return *gradients, None
+
+
+def _gate(activation: Activation, gate: Tensor, hidden: Tensor) -> Tensor:
+    return activation.compute(gate) * hidden
+
+
+def _gate_halves(activation: Activation, gate_is_first: bool, states: Tensor) -> Tensor:
+    return _gate(activation, *_split(states, gate_is_first))
 
 
 def _split(states: Tensor, gate_is_first: bool) -> tuple[Tensor, Tensor]:
@@ -88,8 +116,9 @@ class RecomputedHalves:
     def __call__(self, states: Tensor) -> Tensor:
         project = getattr(self.module, "proj", None)
         states = states if project is None else project(states)
-        output: Tensor = _GatedHalves.apply(states, self.activation, self.gate_is_first)  # type: ignore[no-untyped-call]
-        return output
+        kind = self.activation, self.gate_is_first
+        output = _GatedHalves.apply(states, *kind)  # type: ignore[no-untyped-call]
+        return _let_recompute(output, partial(_gate_halves, *kind), states)
 
 
 class RecomputedFeedForward:
@@ -102,8 +131,20 @@ class RecomputedFeedForward:
     def __call__(self, states: Tensor) -> Tensor:
         project_gate, project, project_out = (getattr(self.module, name) for name in self.names)
         gate, hidden = project_gate(states), project(states)
-        output: Tensor = project_out(_GatedProduct.apply(gate, hidden, self.activation))  # type: ignore[no-untyped-call]
+        product = _GatedProduct.apply(gate, hidden, self.activation)  # type: ignore[no-untyped-call]
+        output: Tensor = project_out(_let_recompute(product, partial(_gate, self.activation), gate, hidden))
         return output
+
+
+class RecomputedActivation:
+    """Replaces the ``forward`` of a module that projects its input and has an activation without a gate."""
+
+    def __init__(self, module: nn.Module, compute: Callable[[Tensor], Tensor]):
+        self.module, self.compute = module, compute
+
+    def __call__(self, states: Tensor) -> Tensor:
+        states = self.module.proj(states)  # type: ignore[operator]
+        return _let_recompute(self.compute(states), self.compute, states)
 
 
 HALVES = {
@@ -119,11 +160,12 @@ FEED_FORWARDS = {
     "transformer_ernie_image.ErnieImageFeedForward": (GELU, "gate_proj", "up_proj", "linear_fc2"),
     "auraflow_transformer_2d.AuraFlowFeedForward": (SILU, "linear_1", "linear_2", "out_projection"),
 }
-"""Classes of diffusers by their module, which is not imported for it."""
+UNGATED = {"activations.GELU": "gelu", "activations.LinearActivation": "activation"}
+"""Classes of diffusers by their module, which is not imported for it; of the last, the activation."""
 
 
-def recompute_gated_activations(model: nn.Module) -> int:
-    """Let the gated activations of a model compute again in backward what they need; return their number."""
+def recompute_activations(model: nn.Module) -> int:
+    """Let the activations of the feed-forwards of a model be computed again in backward; return their number."""
     count = 0
     for module in model.modules():
         package, _, file = type(module).__module__.rpartition(".")
@@ -135,6 +177,8 @@ def recompute_gated_activations(model: nn.Module) -> int:
             module.forward = RecomputedHalves(module, activation, gate_is_first=gate_is_first)
         elif name in FEED_FORWARDS:
             module.forward = RecomputedFeedForward(module, *FEED_FORWARDS[name])
+        elif name in UNGATED:
+            module.forward = RecomputedActivation(module, getattr(module, UNGATED[name]))
         else:
             continue
         count += 1
