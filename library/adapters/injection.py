@@ -199,11 +199,6 @@ def load_adapter_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) 
         raise ValueError(f"modules that share lora_A have different ones in the state dict, for example {different[0]}")
 
 
-def find_adapter_layers(model: nn.Module) -> Iterator[BaseTunerLayer]:
-    """Yield peft's layers of all adapter types."""
-    yield from (module for module in model.modules() if isinstance(module, BaseTunerLayer))
-
-
 def find_linear_lora_layers(model: nn.Module) -> Iterator[LoraLinear]:
     """Yield peft's layers that add a LoRA without variants (DoRA) or bias to a linear layer."""
     for module in model.modules():
@@ -225,7 +220,7 @@ def cast_lora_inputs(layer: Any) -> Iterator[None]:
 @contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Let the model compute without its adapters within the context."""
-    layers = list(find_adapter_layers(model))
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     requires_grad = {parameter: parameter.requires_grad for parameter in model.parameters()}
     for layer in layers:
         layer.enable_adapters(False)

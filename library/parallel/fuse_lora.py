@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..adapters.injection import ADAPTER_NAME, find_adapter_layers, find_linear_lora_layers
+from ..adapters.dropout_and_max_norm import find_adapter_layers
+from ..adapters.injection import ADAPTER_NAME, find_linear_lora_layers
 from .lora_linear import FusedLoraForward, HalfPrecisionCopies
 from .lora_projections import PendingOutputs, ProjectionGroup, find_projections
 from .quantize import FrozenLinear
@@ -46,7 +47,8 @@ def _can_fuse(layer: Any) -> bool:
 
 def _report_other_layers(model: nn.Module, fused: list[Any]) -> None:
     names, ids = Counter[str](), set(map(id, fused))
-    for layer in find_adapter_layers(model):
+    layers: Any = find_adapter_layers(model).values()
+    for layer in layers:
         if id(layer) not in ids:
             variant = getattr(layer, "lora_variant", {}).get(ADAPTER_NAME, layer)  # such as DoRA
             names[f"{type(variant).__name__} on {type(layer.get_base_layer()).__name__}"] += 1

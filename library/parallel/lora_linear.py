@@ -130,8 +130,8 @@ class FusedLoraForward:
             output = apply_up(output, hidden, up, self.copies.get(up), self)  # type: ignore[no-untyped-call]
         elif self.group is None or (grouped := self.group.compute(self, input)) is None:
             apply, get, down, up = _LoraLinear.apply, self.copies.get, self.down.weight, self.up.weight
-            halves, recomputation = (get(down), get(up)), self._get_recomputation(input)
-            output = apply(input, down, up, halves, self, recomputation)  # type: ignore[no-untyped-call]
+            details = (get(down), get(up)), self, self._get_recomputation(input)
+            output = apply(input, down, up, *details)  # type: ignore[no-untyped-call]
         else:
             output = grouped
         return output
