@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 
 from library.estimate.meta_memory_meter import HALF_OPS, RMS_NORM_OPERATOR, AutocastEmulation
 from library.models.half_precision_norms import HalfPrecisionNorm
+from library.models.recomputed_activations import RecomputedActivation, RecomputedFeedForward, RecomputedHalves
 from library.parallel.lora_linear import FusedLoraForward
 
 from .report import Measurement
@@ -38,12 +39,13 @@ PEFT, SHARED_CASTS, NORMS, LORA, FUSED = (
     "fused LoRA alone",
     "fused layers",
 )
+HALF_PRECISION = HalfPrecisionNorm, RecomputedActivation, RecomputedFeedForward, RecomputedHalves
 REPLACED: Mapping[str, tuple[type, ...]] = {
     PEFT: (),
     SHARED_CASTS: (),
-    NORMS: (HalfPrecisionNorm,),
+    NORMS: HALF_PRECISION,
     LORA: (FusedLoraForward,),
-    FUSED: (HalfPrecisionNorm, FusedLoraForward),
+    FUSED: (*HALF_PRECISION, FusedLoraForward),
 }
 """The ``forward`` of which modules is replaced."""
 FAMILIES = ("sd1", "sdxl", "sd3", "flux", "qwen_image", "z_image")
