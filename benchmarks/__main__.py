@@ -17,6 +17,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "startup": ("benchmarks.startup", "time from the command to the first step, compared to a bare script"),
     "memory": ("benchmarks.memory", "time and peak memory of a step with each memory-saving option"),
     "launches": ("benchmarks.launches", "kernel launches of a step and bytes saved for backward, by LoRA layers"),
+    "accuracy": ("benchmarks.accuracy", "rounding errors of norms, LoRA layers and steps in bf16 against float64"),
     "compile": ("benchmarks.compile", "torch.compile: graphs, compile time with a cold and a warm cache, step time"),
     "strategies": ("benchmarks.strategies", "throughput, bytes on the wire and memory of each parallel strategy"),
     "data": ("benchmarks.data", "scanning a dataset, planning batches, reading cached latents"),

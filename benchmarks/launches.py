@@ -20,16 +20,19 @@ from torch.utils._pytree import tree_leaves
 
 from library.config import RunConfig
 
+from .accuracy import FUSED, LORA, NORMS, REPLACED, SHARED_CASTS, SharedCasts
+from .peer_layers import PEERS, use_peer_layers
 from .report import Measurement
 from .synthetic_run import CAPTION, load_training_options
 
 META = torch.device("meta")
-MODELS = ("sdxl:4", "sdxl:1", "flux:1", "qwen_image:1", "sd1:8", "z_image:1")
+MODELS = ("sdxl:4", "sdxl:1", "flux:1", "qwen_image:1", "z_image:1", "sd1:1", "sd1:8")
 """Family and batch size."""
 MAX_LAUNCHES = {"sdxl:4": 8500, "flux:1": 9000, "qwen_image:1": 12000}
 MAX_SAVED_GB = {"sdxl:4": 27.5, "flux:1": 33.0, "qwen_image:1": 31.0}
-OURS, PEFT, DIFFUSERS, SD_SCRIPTS = "fused layers", "peft's layers", "as diffusers' scripts", "as sd-scripts"
-LAYERS = (PEFT, DIFFUSERS, SD_SCRIPTS, OURS)
+DIFFUSERS = "as diffusers' scripts"
+LAYERS = (*REPLACED, DIFFUSERS, *PEERS)
+"""What ``--no-fused_layers`` leaves, with shared casts, each half of ``--fused_layers``, both, and other trainers."""
 WITHOUT_KERNEL = {
     "empty",
     "empty_like",
@@ -73,7 +76,7 @@ def run(options: Namespace, training_options: Sequence[str], directory: Path) ->
         for layers in options.layers:
             counts = count_step(config, layers)
             before = before or counts
-            is_target = layers == OURS and not options.tiny
+            is_target = layers == FUSED and not options.tiny
             note = f"{counts.launches / before.launches:.2f} x {options.layers[0]}" if counts is not before else ""
             most, most_gb = (MAX_LAUNCHES.get(name), MAX_SAVED_GB.get(name)) if is_target else (None, None)
             yield Measurement(f"{title}, {layers}: launches", [counts.launches], at_most=most, note=note)
@@ -87,14 +90,14 @@ def count_step(config: RunConfig, layers: str) -> StepCounts:
 
     task, batch, noised = build_step(config)
     trained: Any = task.denoiser
-    prepare_layers(trained, config, layers)
+    prepare_layers(trained, layers)
     parameters = [parameter for parameter in trained.parameters() if parameter.requires_grad]
     optimizer = count_fused_launches([parameters] * 4)
     for _ in range(2):
         allocated = [*trained.parameters(), *trained.buffers(), *tree_leaves((vars(batch), vars(noised)))]
         tensors = [each for each in allocated if isinstance(each, Tensor)]
         with MemoryMeter(META, tensors) as meter, LaunchCounter() as counter:
-            with AutocastEmulation(torch.bfloat16):
+            with (SharedCasts if layers == SHARED_CASTS else AutocastEmulation)(torch.bfloat16):
                 predicted = task.family.predict(task.pipe, trained, noised.latents, noised.timesteps, batch)
                 loss = task.objective.compute_elementwise_loss(predicted, noised).mean()
                 saved = meter.live
@@ -146,30 +149,22 @@ def build_step(config: RunConfig) -> tuple[Any, Any, Any]:
     return task, batch, noised
 
 
-def prepare_layers(trained: Any, config: RunConfig, layers: str) -> None:
-    from library.adapters.injection import find_linear_lora_layers
+def prepare_layers(trained: Any, layers: str) -> None:
+    """Replace what ``layers`` replaces of the model as peft and diffusers have built it."""
     from library.adapters.precision import leave_input_casts_to_autocast
-    from library.training.trainable_modules import fuse_layers
+    from library.models.half_precision_norms import write_norms_in_half_precision
+    from library.models.recomputed_activations import recompute_activations
+    from library.parallel.fuse_lora import fuse_lora_layers
 
-    if layers == SD_SCRIPTS:
-        for layer in find_linear_lora_layers(trained):
-            layer.forward = SdScriptsForward(layer)  # type: ignore[assignment]
+    if layers in PEERS:
+        use_peer_layers(trained, PEERS[layers])
     elif layers != DIFFUSERS:
         leave_input_casts_to_autocast(trained)
-        if layers == OURS:
-            fuse_layers(trained, config.distributed, config.train, config.distributed.mixed_precision or "no")
-
-
-class SdScriptsForward:
-    """The operations of a LoRA module of sd-scripts without dropout."""
-
-    def __init__(self, layer: Any):
-        self.base, self.down, self.up = layer.base_layer, layer.lora_A["default"], layer.lora_B["default"]
-        self.multiplier, self.scale = 1.0, layer.scaling["default"]
-
-    def __call__(self, states: Tensor) -> Tensor:
-        result: Tensor = self.base(states) + self.up(self.down(states)) * self.multiplier * self.scale
-        return result
+    if layers in (NORMS, FUSED):
+        write_norms_in_half_precision(trained.denoiser, torch.bfloat16)
+        recompute_activations(trained.denoiser)
+    if layers in (LORA, FUSED):
+        fuse_lora_layers(trained.denoiser, torch.bfloat16)
 
 
 class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -1,19 +1,27 @@
 """Fused layers beside peft's in one process: step, memory, loss and gradients; and the whole step as a CUDA graph."""
 
-import dataclasses
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from library.distributed.device_memory import get_peak_memory, has_device_memory
 from library.distributed.devices import synchronize
-from library.models.half_precision_norms import HalfPrecisionNorm
-from library.parallel.lora_linear import FusedLoraForward
 
+from ..accuracy import (
+    FUSED,
+    PEFT,
+    Forwards,
+    compute_error,
+    fill_lora_b,
+    find_fused_forwards,
+    predict_in,
+    take_gradients,
+    use_layers,
+)
 from ..report import Measurement
 from ..step import BareLoop
 from ..synthetic_run import build_run, release_memory, reset_peak_memory, write_dataset
@@ -23,12 +31,8 @@ from .training_speed import CACHED
 if TYPE_CHECKING:
     from library.training.state import TrainingRun
 
-PEFT, FUSED = "peft's layers", "fused layers"
-Forwards = Sequence[tuple[nn.Module, Any]]
 MAX_FLOAT32_PARAMETERS = 4e9
 """Of a denoiser whose gradients are computed in float32 for comparison."""
-LORA_B_STD = 0.02
-"""lora_B is zero at first, which makes the gradient of lora_A zero."""
 
 
 def compare_layers(context: SectionContext) -> Iterator[Measurement]:
@@ -67,18 +71,8 @@ def compare_layers(context: SectionContext) -> Iterator[Measurement]:
     yield Measurement("peak memory of the graph", [peak], "GB")
 
 
-def find_fused_forwards(run: "TrainingRun") -> Forwards:
-    denoiser: Any = run.strategy.unwrap_model(run.model).denoiser
-    modules = ((module, vars(module).get("forward")) for module in denoiser.modules())
-    return [(module, each) for module, each in modules if isinstance(each, (FusedLoraForward, HalfPrecisionNorm))]
-
-
-def use_layers(name: str, forwards: Forwards) -> None:
-    for module, forward in forwards:
-        if name == FUSED:
-            module.forward = forward
-        else:
-            vars(module).pop("forward", None)
+def get_denoiser(run: "TrainingRun") -> Any:
+    return run.strategy.unwrap_model(run.model).denoiser
 
 
 class LayerSwitch:
@@ -88,7 +82,11 @@ class LayerSwitch:
     is_deferrable = False
 
     def __init__(self, run: "TrainingRun", steps: int):
-        self.steps, self.device, self.forwards = steps, run.strategy.device, find_fused_forwards(run)
+        self.steps, self.device, self.forwards = (
+            steps,
+            run.strategy.device,
+            find_fused_forwards(get_denoiser(run)),
+        )
         self.seconds: dict[str, list[float]] = {PEFT: [], FUSED: []}
         self.peaks: dict[str, list[float]] = {PEFT: [], FUSED: []}
         self._start(PEFT)
@@ -113,13 +111,9 @@ class LayerSwitch:
 
 def compare_gradients(run: "TrainingRun", forwards: Forwards) -> Iterator[Measurement]:
     """Compare loss and gradients of one batch with those in float32."""
-    denoiser: Any = run.strategy.unwrap_model(run.model).denoiser
+    denoiser = get_denoiser(run)
     trained = {name: each for name, each in denoiser.named_parameters() if each.requires_grad}
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in trained.items():
-            if "lora_B" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * LORA_B_STD)
+    fill_lora_b(trained)
     loop = BareLoop(run)
     results = {}
     for name in (PEFT, FUSED):
@@ -139,30 +133,12 @@ def compare_gradients(run: "TrainingRun", forwards: Forwards) -> Iterator[Measur
         )
 
 
-def take_gradients(trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    gradients = {name: each.grad for name, each in trained.items() if each.grad is not None}
-    for each in trained.values():
-        each.grad = None
-    return gradients
-
-
-def compute_error(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
-    squares = [(gradients[name].double() - value.double()).square().sum() for name, value in exact.items()]
-    return float((sum(squares) / sum(each.double().square().sum() for each in exact.values())) ** 0.5)
-
-
 def compute_in_float32(denoiser: nn.Module, loop: BareLoop) -> float:
     """Compute the gradients of a batch in float32; return the loss."""
-    from library.dataloader.batch import map_cond_tensors
-
     torch.backends.cudnn.allow_tf32 = False
     denoiser.float()
     predict, target = loop.batches[0]
-    step: Any = predict
-    *arguments, batch = step.args
-    cond = map_cond_tensors(batch.cond, lambda tensor: tensor.float() if tensor.is_floating_point() else tensor)
-    predicted = step.func(*arguments, dataclasses.replace(batch, cond=cond))
-    loss = nn.functional.mse_loss(predicted.float(), target)
+    loss = nn.functional.mse_loss(predict_in(torch.float32, predict).float(), target)
     loss.backward()  # type: ignore[no-untyped-call]
     return float(loss.detach())
 
@@ -170,7 +146,7 @@ def compute_in_float32(denoiser: nn.Module, loop: BareLoop) -> float:
 def measure_graph(run: "TrainingRun", repetitions: int = 15) -> tuple[float, float]:
     """Capture forward, backward, clipping and AdamW as one CUDA graph; return seconds of a replay and peak GB."""
     device = run.strategy.device
-    denoiser: Any = run.strategy.unwrap_model(run.model).denoiser
+    denoiser = get_denoiser(run)
     loop = BareLoop(run)
     arguments, options = record_arguments(denoiser, loop)
     parameters = replace_adapter_parameters(denoiser)

@@ -10,15 +10,16 @@ to peft, to the bit, and so is each call that needs more than this function: DoR
 whose base or adapter has hooks or a ``forward`` of its own (ZeRO-3, tensor parallelism, a training adapter).
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..adapters.injection import ADAPTER_NAME, find_linear_lora_layers
+from ..adapters.injection import ADAPTER_NAME
+from ..models.recomputed_activations import Recomputation, get_recomputation
 from .quantize import FrozenLinear
 
 
@@ -28,40 +29,90 @@ class HalfPrecisionCopies:
     def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype):
         self.dtype = dtype
         self._copies: dict[nn.Parameter, Tensor] = dict.fromkeys(parameters, torch.empty(0))
+        self._stacks: dict[tuple[nn.Parameter, ...], Tensor] = {}
         self._versions: dict[nn.Parameter, tuple[int, int]] = {}
+        self._pointers: list[int] | None = None
+        self._copied: list[tuple[list[Tensor], list[Tensor]]] = []
+        """Copies and parameters, as far as they differ, for each device."""
 
     def get(self, parameter: nn.Parameter) -> Tensor:
         """Return the copy of a parameter; copies are written first if it has changed, as far as autograd knows."""
-        if self._versions.get(parameter) != (parameter._version, parameter.data_ptr()):
+        if not self._is_current(parameter):
             self._copies.setdefault(parameter, torch.empty(0))
             self.refresh()
         return self._copies[parameter]
 
+    def stack(self, parameters: tuple[nn.Parameter, ...]) -> None:
+        """Let the copies of these parameters be the rows of one matrix."""
+        self._stacks[parameters], self._pointers = torch.empty(0), None
+        self._copies.update(dict.fromkeys(parameters, torch.empty(0)))
+
+    def get_stack(self, parameters: tuple[nn.Parameter, ...]) -> Tensor:
+        """Return the matrix of the copies of a stack."""
+        if parameters not in self._stacks:
+            self.stack(parameters)
+            self.refresh()
+        elif not all(map(self._is_current, parameters)):
+            self.refresh()
+        return self._stacks[parameters]
+
+    def _is_current(self, parameter: nn.Parameter) -> bool:
+        return self._versions.get(parameter) == (parameter._version, parameter.data_ptr())
+
     @torch.no_grad()
     def refresh(self, *_: Any) -> None:
         """Write all copies: some optimizers change the parameters without telling autograd."""
+        pointers = [parameter.data_ptr() for parameter in self._copies]
+        if pointers != self._pointers:
+            self._allocate()
+            self._pointers = pointers
+        versions = [parameter._version for parameter in self._copies]
+        self._versions = dict(zip(self._copies, zip(versions, pointers, strict=True), strict=True))
+        for copies, sources in self._copied:
+            torch._foreach_copy_(copies, sources)
+
+    def _allocate(self) -> None:
+        stacked = dict[nn.Parameter, Tensor]()
+        for parameters in self._stacks:
+            rows, first = [len(parameter) for parameter in parameters], parameters[0]
+            self._stacks[parameters] = matrix = first.new_empty(sum(rows), first.shape[1], dtype=self.dtype)
+            stacked.update(zip(parameters, torch.split(matrix, rows), strict=True))
         groups: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-        for parameter, copy in self._copies.items():
-            self._versions[parameter] = parameter._version, parameter.data_ptr()
-            if parameter.dtype == self.dtype:
-                self._copies[parameter] = parameter.detach()
+        for parameter in self._copies:
+            source = parameter.detach()
+            if parameter.dtype == self.dtype and parameter not in stacked:
+                self._copies[parameter] = source
                 continue
-            if copy.shape != parameter.shape or copy.device != parameter.device:
-                self._copies[parameter] = copy = torch.empty_like(parameter, dtype=self.dtype, requires_grad=False)
+            copy = stacked[parameter] if parameter in stacked else torch.empty_like(source, dtype=self.dtype)
+            self._copies[parameter] = copy
             copies, sources = groups.setdefault(parameter.device, ([], []))
             copies.append(copy)
-            sources.append(parameter.detach())
-        for copies, sources in groups.values():
-            torch._foreach_copy_(copies, sources)
+            sources.append(source)
+        self._copied = list(groups.values())
+
+
+class SharedInput(Protocol):
+    """Layers that read the same input."""
+
+    def compute(self, layer: "FusedLoraForward", input: Tensor) -> Tensor | None: ...
 
 
 class FusedLoraForward:
     """Replaces the ``forward`` of one of peft's LoRA layers."""
 
-    def __init__(self, layer: Any, copies: HalfPrecisionCopies, *, multiplies_to_float32: bool):
-        """``multiplies_to_float32``: whether the device multiplies half-precision matrices to a float32 matrix."""
+    def __init__(
+        self,
+        layer: Any,
+        copies: HalfPrecisionCopies,
+        *,
+        multiplies_to_float32: bool,
+        report_peft: Callable[[], None] | None = None,
+    ):
+        """Take whether the device multiplies half precision to float32, and what reports that peft computes a layer."""
         self.layer, self.copies, self.multiplies_to_float32 = layer, copies, multiplies_to_float32
+        self._report_peft = report_peft
         self.base, self.down, self.up = layer.base_layer, layer.lora_A[ADAPTER_NAME], layer.lora_B[ADAPTER_NAME]
+        self.group: SharedInput | None = None
         self._peft_forward = layer.forward
 
     def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -70,15 +121,27 @@ class FusedLoraForward:
         elif self.down._forward_hooks:  # LoRA dropout
             apply_base, apply_up = _BaseAndDown.apply, _Up.apply
             down, up = self.down.weight, self.up.weight
-            output, hidden = apply_base(input, down, self.copies.get(down), self)  # type: ignore[no-untyped-call]
+            recomputation = self._get_recomputation(input)
+            half_down = self.copies.get(down)
+            output, hidden = apply_base(input, down, half_down, self, recomputation)  # type: ignore[no-untyped-call]
             for hook in self.down._forward_hooks.values():
                 hidden = hook(self.down, (input,), hidden)
             hidden = hidden.to(output.dtype)
             output = apply_up(output, hidden, up, self.copies.get(up), self)  # type: ignore[no-untyped-call]
-        else:
+        elif self.group is None or (grouped := self.group.compute(self, input)) is None:
             apply, get, down, up = _LoraLinear.apply, self.copies.get, self.down.weight, self.up.weight
-            output = apply(input, down, up, (get(down), get(up)), self)  # type: ignore[no-untyped-call]
+            details = (get(down), get(up)), self, self._get_recomputation(input)
+            output = apply(input, down, up, *details)  # type: ignore[no-untyped-call]
+        else:
+            output = grouped
         return output
+
+    def _get_recomputation(self, input: Tensor) -> Recomputation | None:
+        return get_recomputation(input) if input.dtype == self.copies.dtype else None
+
+    def can_share_input(self, input: Tensor, other: "FusedLoraForward") -> bool:
+        """Whether one function may compute this layer together with another that reads the same input."""
+        return self._is_supported(input) and not self.down._forward_hooks and self.scaling == other.scaling
 
     def _is_supported(self, input: Tensor) -> bool:
         layer, device = self.layer, input.device.type
@@ -88,7 +151,11 @@ class FusedLoraForward:
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == self.copies.dtype
         ):
             return False
-        return not (_is_modified(self.base) or _is_modified(self.up) or "forward" in self.down.__dict__)
+        if _is_modified(self.base) or _is_modified(self.up) or "forward" in self.down.__dict__:
+            if self._report_peft is not None:
+                self._report_peft()
+            return False
+        return True
 
     @property
     def scaling(self) -> float:
@@ -102,8 +169,13 @@ class FusedLoraForward:
 
     def compute_input_grad(self, gradient: Tensor, hidden_grad: Tensor, half_down: Tensor) -> Tensor:
         """Compute the gradient of the input from those of the outputs of the base and of lora_A."""
-        grad = torch.mm(gradient, self._fetch_base_weight(gradient.dtype, in_backward=True))
+        grad = self.add_base_grad(gradient, None)
         return torch.addmm(grad, hidden_grad, half_down, out=grad)
+
+    def add_base_grad(self, gradient: Tensor, total: Tensor | None) -> Tensor:
+        """Compute the gradient of the input from that of the output of the base, and add it to a total."""
+        weight = self._fetch_base_weight(gradient.dtype, in_backward=True)
+        return torch.mm(gradient, weight) if total is None else torch.addmm(total, gradient, weight, out=total)
 
     def _fetch_base_weight(self, dtype: torch.dtype, **when: bool) -> Tensor:
         base = self.base
@@ -124,15 +196,29 @@ def _is_modified(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
-def _multiply(first: Tensor, second: Tensor, factor: float) -> Tensor:
+def multiply(first: Tensor, second: Tensor, factor: float, out: Tensor | None = None) -> Tensor:
     """Multiply two matrices and a factor, by one kernel."""
     if factor == 1:
-        return torch.mm(first, second)
-    return torch.addmm(first.new_empty(()), first, second, beta=0, alpha=factor)
+        return torch.mm(first, second, out=out)
+    return torch.addmm(first.new_empty(()), first, second, beta=0, alpha=factor, out=out)
 
 
-def _flatten(tensor: Tensor) -> Tensor:
+def flatten(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _save_states(ctx: Any, states: Tensor, recomputation: Recomputation | None, *others: Tensor) -> None:
+    """Save an input in half precision, or what it is computed from."""
+    if recomputation is None:
+        ctx.save_for_backward(*others, states)
+        ctx.compute_states = None
+    else:
+        ctx.save_for_backward(*others, *recomputation.inputs)
+        ctx.compute_states = recomputation.compute
+
+
+def _restore_states(ctx: Any, saved: Sequence[Tensor]) -> Tensor:
+    return saved[0] if ctx.compute_states is None else flatten(ctx.compute_states(*saved))
 
 
 class _LoraLinear(torch.autograd.Function):
@@ -140,29 +226,31 @@ class _LoraLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, down: Tensor, up: Tensor, *rest: Any) -> Tensor:
-        (half_down, half_up), layer = ctx.rest = rest
-        states = _flatten(input.to(half_up.dtype))
+        (half_down, half_up), layer, recomputation = rest
+        states = flatten(input.to(half_up.dtype))
         output: Tensor = layer.compute_base(states, has_backward=ctx.needs_input_grad[0])
-        hidden = _multiply(states, half_down.t(), layer.scaling)
+        hidden = multiply(states, half_down.t(), layer.scaling)
         torch.addmm(output, hidden, half_up.t(), out=output)
-        ctx.save_for_backward(states, hidden)
+        _save_states(ctx, states, recomputation, hidden)
+        ctx.half_down, ctx.half_up, ctx.layer = half_down, half_up, layer
         ctx.shape, ctx.dtype, ctx.weight_dtype = input.shape, input.dtype, down.dtype
         return output.view(*input.shape[:-1], output.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (states, hidden), ((half_down, half_up), layer) = ctx.saved_tensors, ctx.rest
-        gradient = _flatten(gradient)
-        hidden_grad = _multiply(gradient, half_up, layer.scaling)
+        (hidden, *saved), layer = ctx.saved_tensors, ctx.layer
+        gradient = flatten(gradient)
+        hidden_grad = multiply(gradient, ctx.half_up, layer.scaling)
         input_grad = down_grad = up_grad = None
         if ctx.needs_input_grad[0]:
-            input_grad = layer.compute_input_grad(gradient, hidden_grad, half_down).view(ctx.shape).to(ctx.dtype)
+            input_grad = layer.compute_input_grad(gradient, hidden_grad, ctx.half_down)
+            input_grad = input_grad.view(ctx.shape).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            down_grad = layer.compute_weight_grad(hidden_grad, states, ctx.weight_dtype)
+            down_grad = layer.compute_weight_grad(hidden_grad, _restore_states(ctx, saved), ctx.weight_dtype)
         if ctx.needs_input_grad[2]:
             up_grad = layer.compute_weight_grad(gradient, hidden, ctx.weight_dtype)
-        return input_grad, down_grad, up_grad, None, None
+        return input_grad, down_grad, up_grad, None, None, None
 
 
 class _BaseAndDown(torch.autograd.Function):
@@ -170,11 +258,12 @@ class _BaseAndDown(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, down: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        half_down, layer = ctx.rest = rest
-        states = _flatten(input.to(half_down.dtype))
+        half_down, layer, recomputation = rest
+        states = flatten(input.to(half_down.dtype))
         output = layer.compute_base(states, has_backward=ctx.needs_input_grad[0])
         hidden = torch.mm(states, half_down.t())
-        ctx.save_for_backward(states)
+        _save_states(ctx, states, recomputation)
+        ctx.half_down, ctx.layer = half_down, layer
         ctx.shape, ctx.dtype, ctx.weight_dtype = input.shape, input.dtype, down.dtype
         outer = input.shape[:-1]
         return output.view(*outer, output.shape[-1]), hidden.view(*outer, hidden.shape[-1])
@@ -182,14 +271,14 @@ class _BaseAndDown(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, hidden_grad: Tensor) -> tuple[Tensor | None, ...]:
-        (states,), (half_down, layer) = ctx.saved_tensors, ctx.rest
-        gradient, hidden_grad = _flatten(gradient), _flatten(hidden_grad)
+        saved, half_down, layer = ctx.saved_tensors, ctx.half_down, ctx.layer
+        gradient, hidden_grad = flatten(gradient), flatten(hidden_grad)
         input_grad = down_grad = None
         if ctx.needs_input_grad[0]:
             input_grad = layer.compute_input_grad(gradient, hidden_grad, half_down).view(ctx.shape).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            down_grad = layer.compute_weight_grad(hidden_grad, states, ctx.weight_dtype)
-        return input_grad, down_grad, None, None
+            down_grad = layer.compute_weight_grad(hidden_grad, _restore_states(ctx, saved), ctx.weight_dtype)
+        return input_grad, down_grad, None, None, None
 
 
 class _Up(torch.autograd.Function):
@@ -200,47 +289,16 @@ class _Up(torch.autograd.Function):
         half_up, layer = ctx.rest = rest
         ctx.save_for_backward(hidden)
         ctx.weight_dtype = up.dtype
-        total = torch.addmm(_flatten(output), _flatten(hidden), half_up.t(), alpha=layer.scaling)
+        total = torch.addmm(flatten(output), flatten(hidden), half_up.t(), alpha=layer.scaling)
         return total.view(output.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden,), (half_up, layer), flat = ctx.saved_tensors, ctx.rest, _flatten(gradient)
+        (hidden,), (half_up, layer), flat = ctx.saved_tensors, ctx.rest, flatten(gradient)
         hidden_grad = up_grad = None
         if ctx.needs_input_grad[1]:
-            hidden_grad = _multiply(flat, half_up, layer.scaling).view(hidden.shape)
+            hidden_grad = multiply(flat, half_up, layer.scaling).view(hidden.shape)
         if ctx.needs_input_grad[2]:
-            up_grad = layer.compute_weight_grad(flat, _flatten(hidden) * layer.scaling, ctx.weight_dtype)
+            up_grad = layer.compute_weight_grad(flat, flatten(hidden) * layer.scaling, ctx.weight_dtype)
         return gradient, hidden_grad, up_grad, None, None
-
-
-def fuse_lora_layers(model: nn.Module, dtype: torch.dtype) -> int:
-    """Fuse the LoRA layers of a model that is trained under autocast to ``dtype``; return their number.
-
-    Call it before the model is wrapped, after its base is quantized and its adapter is on the device.
-    """
-    layers: list[Any] = [layer for layer in find_linear_lora_layers(model) if _can_fuse(layer)]
-    parameters = [getattr(layer, half)[ADAPTER_NAME].weight for layer in layers for half in ("lora_A", "lora_B")]
-    copies = HalfPrecisionCopies(parameters, dtype)
-    devices = {parameter.device: _multiplies_to_float32(parameter.device, dtype) for parameter in parameters}
-    for layer in layers:
-        device = layer.lora_A[ADAPTER_NAME].weight.device
-        layer.forward = FusedLoraForward(layer, copies, multiplies_to_float32=devices[device])
-    if layers:
-        model.register_forward_pre_hook(copies.refresh)
-    return len(layers)
-
-
-def _can_fuse(layer: Any) -> bool:
-    return type(layer.base_layer) in (nn.Linear, FrozenLinear)
-
-
-def _multiplies_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the device multiplies matrices of this dtype to float32; its table of operations does not say."""
-    matrix = torch.ones(16, 16, device=device, dtype=dtype)
-    try:
-        torch.mm(matrix, matrix, out_dtype=torch.float32)
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True

@@ -28,9 +28,10 @@ from ..config.schema_optim import OptimConfig
 from ..distributed.devices import MIXED_PRECISION_DTYPES
 from ..models.base import Family
 from ..models.half_precision_norms import write_norms_in_half_precision
+from ..models.recomputed_activations import recompute_activations
 from ..models.trained_components import select_trained_text_encoders
 from ..parallel.activation_checkpointing import enable_activation_checkpointing
-from ..parallel.lora_linear import fuse_lora_layers
+from ..parallel.fuse_lora import fuse_lora_layers
 
 logger = logging.getLogger(__name__)
 
@@ -143,8 +144,12 @@ def fuse_layers(trained: TrainableModules, distributed: DistributedConfig, train
         return
     dtype = MIXED_PRECISION_DTYPES[precision]
     norms = write_norms_in_half_precision(trained.denoiser, dtype)
+    activations = recompute_activations(trained.denoiser)
     layers = 0 if train.activation_memory_budget else sum(fuse_lora_layers(each, dtype) for each in trained.children())
-    logger.info("fused layers: %d LoRA layers in fewer kernels, %d norms that write %s", layers, norms, precision)
+    logger.info(
+        "fused layers: %d LoRA layers in fewer kernels, %d norms that write %s, %d activations recomputed",
+        *(layers, norms, precision, activations),
+    )
 
 
 def build_lora_dropout(

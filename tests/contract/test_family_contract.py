@@ -30,8 +30,11 @@ from library.models.detect import detect_model
 from library.models.families import FAMILIES, FAMILY_FACTS
 from library.models.loading import load_pipeline_on_meta
 from library.models.model_configs import build_bundled_reader, is_tokenizer, load_bundled_config
+from library.models.recomputed_activations import recompute_activations
 from library.models.text_encoding import encode_text_on_meta
 from library.parallel.activation_checkpointing import BlockCheckpointing
+from library.parallel.fuse_lora import fuse_lora_layers
+from library.parallel.lora_linear import FusedLoraForward
 from library.training.trainable_modules import build_lora_dropout, build_trainable_modules
 
 __all__ = ["build_case", "case"]  # fixtures
@@ -456,6 +459,26 @@ def test_every_lora_weight_gets_a_gradient(case):
         if weight.grad is None or not weight.grad.any()
     ]
     assert without_gradient == []
+
+
+@torch.no_grad()
+def test_lora_layers_that_are_computed_together_read_one_input(case):
+    """Otherwise outputs are computed that no layer asks for."""
+    family, tiny = case
+    denoiser = getattr(tiny.pipe, family.facts.denoiser_name)
+    injection.inject_into_model(
+        denoiser, AdapterConfig(network_dim=3), family.facts.lora.targets, 0, family.facts.lora.key_style
+    )
+    assert fuse_lora_layers(denoiser, torch.bfloat16)
+    recompute_activations(denoiser)
+    forwards = [vars(module).get("forward") for module in denoiser.modules()]
+    groups = {each.group for each in forwards if isinstance(each, FusedLoraForward) and each.group is not None}
+    assert groups, "each attention has at least k and v"
+    with torch.autocast("cpu", torch.bfloat16):
+        family.predict(tiny.pipe, denoiser, tiny.batch.latents, torch.tensor([700.0, 250.0]), tiny.batch)
+    (pending,) = {group.pending for group in groups}
+    pending.clear()
+    assert pending.discarded == 0
 
 
 def test_gradient_checkpointing_changes_no_gradient(case):

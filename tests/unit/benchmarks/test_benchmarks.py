@@ -21,8 +21,8 @@ from rank_processes import run_on_ranks
 from tiny_pipelines import TINY
 from transformers import CLIPTokenizer
 
+from benchmarks import accuracy, data, launches, lora, memory, peers, pipeline, strategies, variants
 from benchmarks import compile as compile_benchmark
-from benchmarks import data, launches, lora, memory, peers, pipeline, strategies, variants
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.processes import ROOT, run_workers
 from benchmarks.report import Measurement, format_json, format_text, measure_interleaved
@@ -298,9 +298,43 @@ def test_fused_layers_launch_fewer_kernels_and_keep_less_than_those_of_peft_and_
             measured[f"flux, 64 x 64, batch size 1, {layers}: {what}"]["values"][0]
             for what in ("launches", "saved for backward")
         )
-    assert counts["fused layers"] < 0.7 * min(counts[layers] for layers in launches.LAYERS if layers != "fused layers")
+    others = [layers for layers in launches.LAYERS if layers not in launches.REPLACED or layers == "peft's layers"]
+    assert counts["fused layers"] < 0.6 * min(counts[layers] for layers in others)
+    assert counts["fused layers"] < counts["fused LoRA alone"] < counts["norms alone"] < counts["peft's layers"]
     assert saved["fused layers"] < 0.9 * saved["peft's layers"]
+    assert saved["fused layers"] <= saved["norms alone"] < saved["fused LoRA alone"]
     assert counts["peft's layers"] < counts["as diffusers' scripts"] < counts["as sd-scripts"]
+    assert counts["fused layers"] < counts["shared casts"] < counts["peft's layers"]
+    assert counts["as OneTrainer"] < counts["as sd-scripts"] < counts["as ai-toolkit"]
+
+
+# accuracy
+
+
+def assert_errors_are_those_of_half_precision(measured, count):
+    assert len(measured) == count
+    assert all(0.1 < each["median"] < 20 for each in measured.values()), "percent"
+    assert all(each["median"] <= each["at_most"] for each in measured.values() if each["at_most"] is not None)
+
+
+NORMS = (accuracy.PEFT, accuracy.SHARED_CASTS, accuracy.NORMS)
+
+
+def test_errors_of_norms_and_lora_layers_are_measured_against_float64():
+    measured = run_benchmark("accuracy", "--models")
+    assert_errors_are_those_of_half_precision(measured, 5 * 2 * 3 + 4 * 2)
+    output, gradient = (
+        [measured[f"LayerNorm and three readers: {part}, {kind}"]["median"] for kind in NORMS]
+        for part in ("output", "gradient of the input")
+    )
+    assert len(set(output)) == 1, "each reader gets the same values"
+    assert gradient[0] < gradient[1], "gradients of the readers are added in half precision"
+
+
+@pytest.mark.slow
+def test_errors_of_a_step_are_measured_against_float64():
+    measured = run_benchmark("accuracy", "--models", "sd1", "--repetitions", "1")
+    assert_errors_are_those_of_half_precision(measured, 5 * 2 * 3 + 4 * 2 + 3 * 5)
 
 
 # data

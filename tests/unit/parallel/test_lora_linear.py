@@ -11,7 +11,8 @@ from library.adapters import injection, precision
 from library.adapters.dropout_and_max_norm import LoraDropout
 from library.config.schema import AdapterConfig
 from library.parallel.block_swap import WeightOffloader
-from library.parallel.lora_linear import FusedLoraForward, fuse_lora_layers
+from library.parallel.fuse_lora import fuse_lora_layers
+from library.parallel.lora_linear import FusedLoraForward
 from library.parallel.quantize import QuantizedWeight, convert_frozen_layer
 
 INPUTS, OUTPUTS, TOKENS = 48, 40, 96
