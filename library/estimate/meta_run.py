@@ -27,6 +27,7 @@ from ..models.loading import load_pipeline_on_meta
 from ..models.text_encoding import encode_text_on_meta
 from ..models.trained_components import list_cached_text_components, select_trained_text_encoders
 from ..optim.optimizers import ParamGroup
+from ..parallel.activation_checkpointing import enable_activation_checkpointing
 from ..parallel.async_copy import CopyStream
 from ..parallel.base_weights import is_quantized_or_offloaded, quantize_and_offload_base
 from ..parallel.context_parallel import ContextParallel
@@ -41,6 +42,7 @@ from ..training.task import DiffusionTask
 from ..training.trainable_modules import build_trainable_modules, fuse_layers, get_trainable_parameters
 from .base_storage import KERNELS_PER_UNPACKING, BlockWeights, StoredBase
 from .meta_memory_meter import AutocastEmulation, MemoryMeter, MeterReading, run_backward
+from .repeated_blocks import RepeatedBlocks
 
 META = torch.device("meta")
 
@@ -291,11 +293,44 @@ class MetaRun:
         groups = FakeGroup(tp), FakeGroup(cp)
         self._partition(*groups, pipeline)
         self.frozen = [parameter for parameter in self.trained.parameters() if not parameter.requires_grad]
-        # Prefetching of swapped weights and a checkpointing budget begin with the second step.
-        count = 2 if config.train.blocks_to_swap or config.train.activation_memory_budget else 1
-        self.step = [self._run_step() for _ in range(count)][-1]
-        self.sent_bytes = sum(group.sent_bytes for group in groups) / count
+        self.step = self._run_steps()
+        self.sent_bytes = sum(group.sent_bytes for group in groups) / self._count_steps()
         """Bytes that a micro-batch sends to tensor- and context-parallel ranks."""
+
+    def run_again(self, config: RunConfig) -> "MetaRun":
+        """Run a step with other checkpointing, and with the base weights stored otherwise, on the same modules.
+
+        Building the model takes as long as a step.  Once the weights are converted, they stay so: this is the last run
+        on the modules then.  ``activation_memory_budget`` needs modules of its own, whose LoRA layers are not fused.
+        """
+        other = copy.copy(self)
+        other.config = config = _checkpoint_within_budget(config)
+        self._disable_checkpointing()
+        if config.train.gradient_checkpointing:
+            enable_activation_checkpointing(self.trained.children(), self.denoiser, config.train)
+        other._set_checkpoint_function()
+        if is_quantized_or_offloaded(config.model, config.train):
+            other.stored = other._store_base_weights(config)
+            other._store_denoiser(config)
+            other.frozen = [parameter for parameter in self.trained.parameters() if not parameter.requires_grad]
+        other._whole_bytes = None
+        other.step = other._run_steps()
+        return other
+
+    def _disable_checkpointing(self) -> None:
+        for model in self.trained.children():
+            disable: Any = getattr(model, "disable_gradient_checkpointing", None)
+            (disable or getattr(model, "gradient_checkpointing_disable", lambda: None))()
+
+    def _count_steps(self) -> int:
+        """Prefetching of swapped weights and a checkpointing budget begin with the second step."""
+        train = self.config.train
+        return 2 if train.blocks_to_swap or train.activation_memory_budget else 1
+
+    def _run_steps(self) -> MetaStep:
+        train = self.config.train
+        self._repeated.is_enabled = self._count_steps() == 1 and train.gradient_checkpointing_every == 1
+        return [self._run_step() for _ in range(self._count_steps())][-1]
 
     def replace_cache_settings(self, config: RunConfig) -> "MetaRun":
         """Return the same run with other outputs of frozen encoders cached, which do not change the step."""
@@ -366,15 +401,20 @@ class MetaRun:
             context.wrap_blocks(self.denoiser, plan)
             if not pipeline:
                 context.wrap_sequence_ends()
-        runner = StageRunner(self.chain)
-        if getattr(self.denoiser, "gradient_checkpointing", False):  # UNets checkpoint inside of their blocks
-            self.denoiser.gradient_checkpointing = False
-            runner.checkpoint_function = self.denoiser._gradient_checkpointing_func
+        self._repeated = RepeatedBlocks(self.chain)
+        self._runner = runner = StageRunner(self.chain)
+        self._set_checkpoint_function()
         runner.set_full_forward(range(len(self.chain.blocks)), self._leave_block)
         if context is not None and pipeline:
             context.wrap_sequence_ends()
         for index, block in enumerate(self.chain.blocks):
             self.chain.hooks.wrap(block, partial(self._enter_block, index, signature(block.forward)))
+
+    def _set_checkpoint_function(self) -> None:
+        self._runner.checkpoint_function = None
+        if getattr(self.denoiser, "gradient_checkpointing", False):  # UNets checkpoint inside of their blocks
+            self.denoiser.gradient_checkpointing = False
+            self._runner.checkpoint_function = self.denoiser._gradient_checkpointing_func
 
     def _enter_block(self, index: int, form: Signature, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if index == 0:
@@ -396,7 +436,8 @@ class MetaRun:
             loss = self.task(self.batch, 0).sum()
             self._recorder.end_forward()
             run_backward(loss)
-        return self._recorder.build_step()
+        step = self._recorder.build_step()
+        return replace(step, blocks=self._repeated.restore_skipped(step.blocks))
 
     @contextmanager
     def _measure(self, models: Iterable[nn.Module], dtype: torch.dtype | None) -> Iterator[MemoryMeter]:
@@ -439,13 +480,17 @@ class MetaRun:
 
     def _quantize_and_fuse(self, config: RunConfig, precision: str) -> None:
         if is_quantized_or_offloaded(config.model, config.train):
-            quantize_and_offload_base(self.denoiser, (META, META), config.model, config.train)
+            self._store_denoiser(config)
+        if not config.distributed.torch_compile:
+            fuse_layers(self.trained, config.distributed, config.train, precision)
+
+    def _store_denoiser(self, config: RunConfig) -> None:
+        """Quantize and offload the frozen weights of the denoiser's blocks."""
+        quantize_and_offload_base(self.denoiser, (META, META), config.model, config.train)
         for layer in self.denoiser.modules():
             if isinstance(layer, (FrozenLinear, FrozenConv2d)):
                 # These layers ask the device for its autocast dtype, and the meta device has none.
                 layer.autocast_dtype = self._dtype
-        if not config.distributed.torch_compile:
-            fuse_layers(self.trained, config.distributed, config.train, precision)
 
 
 @contextmanager
