@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from inspect import Signature, signature
 from typing import Any
 
@@ -45,6 +45,8 @@ from .meta_memory_meter import AutocastEmulation, MemoryMeter, MeterReading, run
 from .repeated_blocks import RepeatedBlocks
 
 META = torch.device("meta")
+COUNTS, FROZEN_COUNTS = ("trainable_bytes", "trainable_elements"), ("sharded_bytes", "num_frozen_matrices")
+"""Properties of ``MetaRun`` that are counted over thousands of tensors."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class LargestBatch:
     """Sum over all image sizes in units of the largest; a pipeline has buffers for each."""
     control_sizes: tuple[tuple[int, int], ...] = ()
     """Width and height of each control image."""
+    can_be_split: bool = False
+    """Whether ``train_batch_size`` sets it, and no dataset file."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,20 @@ class MetaStep:
             for block in self.blocks
         )
         return replace(self, blocks=blocks)
+
+    def split_batch(self, parts: int) -> "MetaStep":
+        """Divide the batch; as many kernels are launched for each part."""
+        head, *blocks, tail = (
+            replace(
+                part,
+                saved=part.saved // parts,
+                forward_peak=part.forward_peak // parts,
+                backward_peak=part.backward_peak // parts,
+                flops=part.flops // parts,
+            )
+            for part in (self.head, *self.blocks, self.tail)
+        )
+        return MetaStep(head, tuple(blocks), tail, tuple(size // parts for size in self.flows))
 
     def mix_blocks(self, other: "MetaStep", every: int) -> "MetaStep":
         """Take every n-th block, from the first one on, and what is around the blocks from ``other``."""
@@ -313,6 +331,8 @@ class MetaRun:
             other.stored = other._store_base_weights(config)
             other._store_denoiser(config)
             other.frozen = [parameter for parameter in self.trained.parameters() if not parameter.requires_grad]
+            for name in FROZEN_COUNTS:
+                other.__dict__.pop(name, None)
         other._whole_bytes = None
         other.step = other._run_steps()
         return other
@@ -328,8 +348,8 @@ class MetaRun:
         return 2 if train.blocks_to_swap or train.activation_memory_budget else 1
 
     def _run_steps(self) -> MetaStep:
-        train = self.config.train
-        self._repeated.is_enabled = self._count_steps() == 1 and train.gradient_checkpointing_every == 1
+        train = self.config.train  # only these two options treat equal blocks differently
+        self._repeated.is_enabled = not train.blocks_to_swap and train.gradient_checkpointing_every == 1
         return [self._run_step() for _ in range(self._count_steps())][-1]
 
     def replace_cache_settings(self, config: RunConfig) -> "MetaRun":
@@ -345,9 +365,14 @@ class MetaRun:
         """
         other, stored = self.replace_step(config, self.step), self._store_base_weights(config)
         other.stored, other._saved_bytes = stored, stored.saved_bytes
-        passes = 3 if config.train.gradient_checkpointing else 2
-        kernels = round(passes * KERNELS_PER_UNPACKING * stored.unpacked_weights / len(self.step.blocks))
+        kernels = round(other.num_unpacking_kernels / len(self.step.blocks))
         other.step = self.step.add_to_blocks(stored.largest_unpacked, kernels)
+        return other
+
+    def replace_swaps(self, config: RunConfig) -> "MetaRun":
+        """Return the same run of ``replace_storage`` with another number of swapped blocks, which change no step."""
+        other, stored = copy.copy(self), self._store_base_weights(config)
+        other.config, other.stored, other._saved_bytes = config, stored, stored.saved_bytes
         return other
 
     def _store_base_weights(self, config: RunConfig) -> StoredBase:
@@ -356,10 +381,51 @@ class MetaRun:
 
     def replace_step(self, config: RunConfig, step: MetaStep) -> "MetaRun":
         """Return the same run with another step."""
-        self._count_whole_bytes()  # once for all copies
+        self._count_all()  # once for all copies
         other = copy.copy(self)
         other.config, other.step = config, step
         return other
+
+    def _count_all(self) -> None:
+        self._count_whole_bytes()
+        for name in (*COUNTS, *FROZEN_COUNTS):
+            getattr(self, name)
+
+    @cached_property
+    def trainable_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.trainable)
+
+    @cached_property
+    def trainable_elements(self) -> int:
+        return sum(parameter.numel() for parameter in self.trainable)
+
+    @cached_property
+    def sharded_bytes(self) -> int:
+        """Bytes of the frozen weights that FSDP and ZeRO 3 shard."""
+        return sum(parameter.nbytes for parameter in self.frozen)
+
+    @cached_property
+    def num_frozen_matrices(self) -> int:
+        return sum(parameter.ndim > 1 for parameter in self.frozen)
+
+    @property
+    def has_fused_layers(self) -> bool:
+        """Whether LoRA layers compute in fewer kernels."""
+        distributed, train = self.config.distributed, self.config.train
+        is_half = distributed.mixed_precision in ("fp16", "bf16")
+        can_fuse = is_half and distributed.fused_layers and not distributed.torch_compile
+        return can_fuse and not train.activation_memory_budget
+
+    @property
+    def num_unpacking_kernels(self) -> int:
+        """Kernels among those of the step that unpack quantized weights."""
+        passes = 3 if self.config.train.gradient_checkpointing else 2
+        return round(passes * KERNELS_PER_UNPACKING * self.stored.unpacked_weights)
+
+    @property
+    def stored_share(self) -> float:
+        """Share of ``sharded_bytes`` that is stored, where ``replace_storage`` has changed the format."""
+        return 1 - self._saved_bytes / max(1, self.sharded_bytes)
 
     @property
     def frozen_bytes(self) -> int:
