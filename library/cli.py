@@ -1,11 +1,9 @@
 """Entry points of training and tools: the only module that prints to stdout and decides the exit code."""
 
-import gc
 import logging
 import os
 import sys
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from .distributed.slurm_and_mpi import export_rank_variables
@@ -93,6 +91,7 @@ def _run_training(argv: Sequence[str]) -> int:
     from .config.help import format_config_as_toml
     from .config.musubi_compat import explain_caching_command
     from .log import configure_logging
+    from .registry import pause_garbage_collection
     from .training.preflight import (
         check_output_files,
         find_installation_problems,
@@ -123,6 +122,12 @@ def _run_training(argv: Sequence[str]) -> int:
     for problem in missing:
         logging.getLogger(__name__).warning("a run would stop on this machine: %s", problem)
     try:
+        if config.train.gpu_memory is not None:
+            with pause_garbage_collection():
+                from .estimate.gpu_memory import choose_memory_options
+
+            loaded = choose_memory_options(loaded)
+            config = loaded.config
         if config.train.dry_run:
             from .estimate.dry_run import build_dry_run
 
@@ -131,7 +136,7 @@ def _run_training(argv: Sequence[str]) -> int:
             if rank == 0:
                 _print_text(text)
             return 0
-        with _pause_garbage_collection():
+        with pause_garbage_collection():
             from .training.run import run_training
 
         has_ema = config.optim.ema_decay is not None
@@ -144,18 +149,6 @@ def _run_training(argv: Sequence[str]) -> int:
         error.args = tuple(loaded.locate_problems(error.problems))
         raise
     return 0
-
-
-@contextmanager
-def _pause_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection while libraries are imported, which saves a fifth of the time, then freeze it."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.collect()
-        gc.freeze()
 
 
 def _write_config(path: Path | None, text: str, problems: Sequence[Problem]) -> int:

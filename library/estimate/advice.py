@@ -145,6 +145,8 @@ class GridSearch:
     @cached_property
     def candidates(self) -> list[Candidate]:
         """Every combination that training would accept; options that the user set stay as they are."""
+        if not self._layouts:
+            return []
         return [candidate for layout in self._layouts for candidate in self._estimate_layout(layout)]
 
     def _estimate_layout(self, layout: ParallelLayout) -> Iterator[Candidate]:
@@ -159,19 +161,25 @@ class GridSearch:
                     added = {**options, **({"blocks_to_swap": blocks_to_swap} if blocks_to_swap else {})}
                     swapped = _swap_blocks(changed, blocks_to_swap)
                     run = stored.replace_swaps(swapped.config)
-                    found = estimate_layout(swapped, run, self._runs, self._devices, added, mode.num_images)
-                    name = format_flags(mode.options)
-                    total, error = found.memory.total, RELATIVE_ERRORS[storage]
-                    yield Candidate(added, layout, total, found.images_per_second, error, name)
+                    found = self._estimate_derived(swapped, run, added, mode)
+                    name, error = format_flags(mode.options), RELATIVE_ERRORS[storage]
+                    yield Candidate(added, layout, found.memory.total, found.images_per_second, error, name)
+
+    def _estimate_derived(
+        self, layout: ParallelLayout, run: MetaRun, savings: Mapping[str, Any], mode: _Mode
+    ) -> LayoutEstimate:
+        """Estimate a step that was not run: while a layer computes, the swapped weights of the next ones arrive."""
+        found = estimate_layout(layout, run, self._runs, self._devices, savings, mode.num_images)
+        share = 1 if layout.config.train.activation_memory_budget else 2
+        arriving = run.stored.offloaded.largest_block // share
+        return replace(found, memory=replace(found.memory, gathered=found.memory.gathered + arriving))
 
     def estimate(self, candidate: Candidate, savings: Mapping[str, Any]) -> LayoutEstimate:
         """Return the estimates of a candidate as they were derived."""
         layout = change_layout(candidate.layout, candidate.options)
         mode = self._get_mode(candidate)
         run = mode.run.replace_storage(layout.config)
-        return estimate_layout(
-            layout, run, self._runs, self._devices, {**savings, **candidate.options}, mode.num_images
-        )
+        return self._estimate_derived(layout, run, {**savings, **candidate.options}, mode)
 
     def verify(self, candidate: Candidate, savings: Mapping[str, Any]) -> LayoutEstimate:
         """Estimate a candidate by a step of its own, unless its step was run before."""

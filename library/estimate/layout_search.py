@@ -1,7 +1,7 @@
 """Search the parallel layouts of a number of GPUs: estimated memory and speed of each, and options that save memory."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -133,14 +133,19 @@ def search_layouts(finder: LayoutFinder, batch: LargestBatch, devices: Devices) 
 
 
 def find_advice(
-    finder: LayoutFinder, runs: MetaRuns, devices: Devices, slowest: float = 0.0
+    finder: LayoutFinder,
+    runs: MetaRuns,
+    devices: Devices,
+    slowest: float = 0.0,
+    allows: Callable[[ParallelLayout], bool] = lambda _: True,
 ) -> tuple[list[LayoutEstimate], LayoutEstimate | None]:
     """Search layouts and options for the fastest that leave the margin free, faster than ``slowest``.
 
     Return the fastest, estimated by a step of its own, then more exact and slower ones; and what needs least memory.
     """
     finder, savings = add_free_savings(finder)
-    search = GridSearch(finder, finder.find_layouts()[0], runs, devices)
+    layouts = [layout for layout in finder.find_layouts()[0] if allows(layout)]
+    search = GridSearch(finder, layouts, runs, devices)
     if not search.candidates:
         return [], None
     faster = [each for each in search.candidates if each.images_per_second > slowest]

@@ -40,9 +40,7 @@ class RepeatedBlocks:
     def restore_skipped(self, readings: Sequence[Reading]) -> tuple[Reading, ...]:
         """Return what was read of each block in the last step, with that of its twin for each skipped one."""
         skipped, self._skipped = self._skipped, set()
-        return tuple(
-            readings[self._twins[index]] if index in skipped else each for index, each in enumerate(readings)
-        )
+        return tuple(readings[self._twins[index]] if index in skipped else each for index, each in enumerate(readings))
 
     def _call_block(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self.is_enabled:
@@ -75,9 +73,7 @@ class _Skipped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        found = (
-            None if each is None else torch.empty(each[0], dtype=each[1], device=each[2]) for each in ctx.inputs
-        )
+        found = (None if each is None else torch.empty(each[0], dtype=each[1], device=each[2]) for each in ctx.inputs)
         return None, None, *found
 
 
