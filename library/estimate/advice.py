@@ -82,10 +82,15 @@ class LayoutEstimate:
         return {**self.savings, **self.layout.options}
 
     @property
+    def error(self) -> float:
+        """Relative error of the base weights."""
+        return RELATIVE_ERRORS[self.layout.config.model.quantize_base]
+
+    @property
     def precision(self) -> str:
         """How exact the base weights are."""
         kind = self.layout.config.model.quantize_base
-        return "exact weights" if kind == "none" else f"{kind} weights, error {RELATIVE_ERRORS[kind]:.2%}"
+        return f"{kind} weights, error {self.error:.2%}" if self.error else "exact weights"
 
 
 def estimate_layout(
@@ -136,8 +141,17 @@ class _Mode:
 class GridSearch:
     """All combinations of options on the layouts that share the step of the whole model, with their estimates."""
 
-    def __init__(self, finder: LayoutFinder, layouts: Sequence[ParallelLayout], runs: MetaRuns, devices: Devices):
-        self._finder, self._runs, self._devices = finder, runs, devices
+    def __init__(
+        self,
+        finder: LayoutFinder,
+        runs: MetaRuns,
+        devices: Devices,
+        allows: Callable[[ParallelLayout], bool] = lambda _: True,
+    ):
+        """``allows`` restricts the layouts; what saves memory and costs nothing is added to the settings."""
+        self._finder, self._savings = add_free_savings(finder)
+        self._runs, self._devices = runs, devices
+        layouts = filter(allows, self._finder.find_layouts()[0])
         self._layouts = [each for each in layouts if get_partition(each, finder.model) == WHOLE_MODEL]
         self._allowed: dict[Any, bool] = {}
         self._are_modules_used = False
@@ -174,18 +188,42 @@ class GridSearch:
         arriving = run.stored.offloaded.largest_block // share
         return replace(found, memory=replace(found.memory, gathered=found.memory.gathered + arriving))
 
-    def estimate(self, candidate: Candidate, savings: Mapping[str, Any]) -> LayoutEstimate:
+    def estimate(self, candidate: Candidate) -> LayoutEstimate:
         """Return the estimates of a candidate as they were derived."""
         layout = change_layout(candidate.layout, candidate.options)
         mode = self._get_mode(candidate)
         run = mode.run.replace_storage(layout.config)
-        return self._estimate_derived(layout, run, {**savings, **candidate.options}, mode)
+        return self._estimate_derived(layout, run, {**self._savings, **candidate.options}, mode)
 
-    def verify(self, candidate: Candidate, savings: Mapping[str, Any]) -> LayoutEstimate:
+    def advise(self, limit: float, slowest: float = 0.0) -> list[LayoutEstimate]:
+        """Return the fastest that fits into ``limit`` and is faster than ``slowest``, then more exact and slower ones.
+
+        The first is estimated by a step of its own.  Where that needs more memory than was derived, so do all of its
+        mode and format.
+        """
+        candidates = [each for each in self.candidates if each.images_per_second > slowest]
+        for _ in range(MAX_ESTIMATES):
+            selected = select_candidates(candidates, limit)
+            if not selected:
+                break
+            first, verified = selected[0], self.verify(selected[0])
+            if verified.memory.total <= limit:
+                # Steps on the meta device unpack weights by other kernels than GPUs, so the speed stays.
+                verified = replace(verified, images_per_second=first.images_per_second)
+                return [verified, *map(self.estimate, selected[1:])]
+            candidates = add_to_similar(candidates, first, verified.memory.total - first.total)
+        return []
+
+    def find_smallest(self) -> LayoutEstimate | None:
+        """Return what needs least memory; None if no layout can be estimated."""
+        smallest = min(self.candidates, key=lambda each: (each.total, len(each.options)), default=None)
+        return None if smallest is None else self.estimate(smallest)
+
+    def verify(self, candidate: Candidate) -> LayoutEstimate:
         """Estimate a candidate by a step of its own, unless its step was run before."""
         mode, is_stored = self._get_mode(candidate), bool(candidate.options.keys() & {*STORAGE_OPTIONS})
         if mode.is_step and not is_stored and not self._has_stored_base:
-            return self.estimate(candidate, savings)
+            return self.estimate(candidate)
         layout = change_layout(candidate.layout, candidate.options)
         if mode.num_images != len(self._runs.batch.captions):
             captions = self._runs.batch.captions[: mode.num_images]
@@ -197,7 +235,7 @@ class GridSearch:
             self._are_modules_used = is_stored or self._has_stored_base
             with disable_logging():
                 run = self._plain_run.run_again(layout.config)
-        added = {**savings, **candidate.options}
+        added = {**self._savings, **candidate.options}
         return estimate_layout(layout, run, self._runs, self._devices, added, mode.num_images)
 
     def _get_mode(self, candidate: Candidate) -> _Mode:
@@ -323,25 +361,10 @@ def _select_as_fast(candidates: Sequence[Candidate], tolerance: float) -> list[C
     return [each for each in candidates if each.images_per_second >= (1 - tolerance) * fastest]
 
 
-def select_and_verify(
-    candidates: Sequence[Candidate], limit: float, verify: Callable[[Candidate], LayoutEstimate]
-) -> tuple[list[Candidate], LayoutEstimate | None]:
-    """Select candidates, the first of which fits by an estimate of its own; return that, too.
-
-    Where it does not, what its own estimate has more than the derived one is added to all that share its mode.
-    """
-    for _ in range(MAX_ESTIMATES):
-        selected = select_candidates(candidates, limit)
-        if not selected:
-            break
-        first, verified = selected[0], verify(selected[0])
-        if verified.memory.total <= limit:
-            return selected, verified
-        missing = verified.memory.total - first.total
-        candidates = [
-            replace(each, total=each.total + missing)
-            if (each.mode, each.error, each.layout) == (first.mode, first.error, first.layout)
-            else each
-            for each in candidates
-        ]
-    return [], None
+def add_to_similar(candidates: Iterable[Candidate], similar: Candidate, num_bytes: int) -> list[Candidate]:
+    """Add bytes to all candidates that differ from one in the number of swapped blocks only."""
+    kind = similar.mode, similar.error, similar.layout
+    return [
+        replace(each, total=each.total + num_bytes) if (each.mode, each.error, each.layout) == kind else each
+        for each in candidates
+    ]

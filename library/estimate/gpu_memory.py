@@ -5,6 +5,7 @@ trains the same; with another memory or number of GPUs, it keeps what changes th
 """
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,11 +27,12 @@ from .advice import (
     CHECKPOINTING_OPTIONS,
     MARGIN,
     STORAGE_OPTIONS,
+    GridSearch,
     LayoutEstimate,
     change_config,
 )
 from .dry_run import build_dry_run
-from .layout_search import find_advice, find_largest_batch
+from .layout_search import find_largest_batch
 from .meta_runs import MetaRuns
 from .parallel_layouts import LAYOUT_OPTIONS, LayoutFinder, ParallelLayout, format_flags
 from .step_time import Devices
@@ -115,9 +117,11 @@ def _search(loaded: ParsedConfig, memory: MemorySize, world: World) -> Choice:
     finder, runs = _build_finder(loaded, world)
     devices = Devices(world.world_size, memory.num_bytes)
     allows = _build_layout_filter(finder)
-    advice, smallest = find_advice(finder, runs, devices, allows=allows)
+    search = GridSearch(finder, runs, devices, allows)
+    advice = search.advise((1 - MARGIN) * devices.memory)
     if not advice:
-        raise ConfigError(loaded.locate_problems([_explain_failure(finder, runs, devices, allows, smallest)]))
+        problem = _explain_contradiction(finder, runs, devices, allows) or _explain_failure(search, memory)
+        raise ConfigError(loaded.locate_problems([problem]))
     current, before = flatten_config(loaded.config), flatten_config(finder.config)
     precision = {name: before[name] for name in ("mixed_precision",) if before[name] != current[name]}
     is_launched = precision and world.mixed_precision == before["mixed_precision"]
@@ -176,30 +180,30 @@ def _build_layout_filter(finder: LayoutFinder) -> Callable[[ParallelLayout], boo
     return is_wanted
 
 
-def _explain_failure(
-    finder: LayoutFinder,
-    runs: MetaRuns,
-    devices: Devices,
-    allows: Callable[[ParallelLayout], bool],
-    smallest: LayoutEstimate | None,
-) -> Problem:
-    """Explain that nothing fits: name the user's options that would have to change, or the memory that would do."""
-    memory, others = MemorySize(devices.memory), finder.explicit & {*CHOSEN_OPTIONS}
-    if others:
-        defaults = {name: value for name, value in flatten_config(RunConfig()).items() if name in others}
-        config = change_config(finder.config, defaults)
-        released = replace(finder, config=config, explicit=finder.explicit - others)
-        advice, smallest = find_advice(released, runs, devices, allows=allows)
-        if advice:
-            before, found = flatten_config(finder.config), flatten_config(change_config(config, advice[0].options))
-            changed = [name for name in CHOSEN_OPTIONS if name in others and found[name] != before[name]]
-            values = ", ".join(f"{name} {_format_value(found[name])}" for name in changed)
-            return Problem(
-                changed[0],
-                f"with this, the run does not fit into gpu_memory {memory}",
-                f"it fits with {values} ({_describe_estimate(advice[0], memory)}: {advice[0].flags})",
-                others=("gpu_memory", *changed[1:]),
-            )
+def _explain_contradiction(
+    finder: LayoutFinder, runs: MetaRuns, devices: Devices, allows: Callable[[ParallelLayout], bool]
+) -> Problem | None:
+    """Name the options of the user that would have to change; None if that is not enough."""
+    memory, names = MemorySize(devices.memory), finder.explicit & {*CHOSEN_OPTIONS}
+    defaults = {name: value for name, value in flatten_config(RunConfig()).items() if name in names}
+    released = replace(finder, config=change_config(finder.config, defaults), explicit=finder.explicit - names)
+    advice = GridSearch(released, runs, devices, allows).advise((1 - MARGIN) * devices.memory) if names else []
+    if not advice:
+        return None
+    before, found = flatten_config(finder.config), flatten_config(change_config(released.config, advice[0].options))
+    changed = [name for name in CHOSEN_OPTIONS if name in names and found[name] != before[name]]
+    values = ", ".join(f"{name} {_format_value(found[name])}" for name in changed)
+    return Problem(
+        changed[0],
+        f"with this, the run does not fit into gpu_memory {memory}",
+        f"it fits with {values} ({_describe_estimate(advice[0], memory)}: {advice[0].flags})",
+        others=("gpu_memory", *changed[1:]),
+    )
+
+
+def _explain_failure(search: GridSearch, memory: MemorySize) -> Problem:
+    """Say how much memory the smallest of all combinations needs."""
+    smallest = search.find_smallest()
     if smallest is None:
         return Problem("gpu_memory", "no layout of these settings can be estimated", "remove it", value=str(memory))
     needed, flags = format_size(smallest.memory.total / (1 - MARGIN)), smallest.flags or "its options"
@@ -217,4 +221,5 @@ def _format_value(value: Any) -> str:
 
 
 def format_size(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f} GB"
+    """Round up, so that a memory of this size is enough."""
+    return f"{math.ceil(100 * num_bytes / 2**30) / 100:.2f} GB"

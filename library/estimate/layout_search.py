@@ -1,7 +1,7 @@
 """Search the parallel layouts of a number of GPUs: estimated memory and speed of each, and options that save memory."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..models.loading import load_components_on_meta
 from ..models.trained_components import caches_only_t5, select_trained_text_encoders
 from ..parallel.base_weights import find_innermost_blocks
 from ..problems import Place, Problem
-from .advice import MARGIN, GridSearch, LayoutEstimate, add_free_savings, estimate_layout, select_and_verify
+from .advice import MARGIN, GridSearch, LayoutEstimate, estimate_layout
 from .meta_run import LargestBatch
 from .meta_runs import MetaRuns
 from .parallel_layouts import LAYOUT_OPTIONS, LayoutFinder, ParallelLayout, format_flags
@@ -122,38 +122,16 @@ def search_layouts(finder: LayoutFinder, batch: LargestBatch, devices: Devices) 
     if any(is_whole_model(each.layout) and each.memory.total <= limit for each in report.estimates):
         return report
     slowest = max((each.images_per_second for each in report.estimates if each.memory.total <= limit), default=0.0)
-    advice, smallest = find_advice(finder, runs, devices, slowest)
+    search = GridSearch(finder, runs, devices)
+    advice = search.advise(limit, slowest)
     if advice or any(map(report.fits, report.estimates)):
         return replace(report, advice=advice)
+    smallest = search.find_smallest()
     if smallest is None:
         smallest = suggest_savings(finder, batch, devices, report.estimates, runs)
     elif smallest.memory.reserved + smallest.memory.adapters > devices.memory:
         smallest = None
     return replace(report, suggestion=smallest)
-
-
-def find_advice(
-    finder: LayoutFinder,
-    runs: MetaRuns,
-    devices: Devices,
-    slowest: float = 0.0,
-    allows: Callable[[ParallelLayout], bool] = lambda _: True,
-) -> tuple[list[LayoutEstimate], LayoutEstimate | None]:
-    """Search layouts and options for the fastest that leave the margin free, faster than ``slowest``.
-
-    Return the fastest, estimated by a step of its own, then more exact and slower ones; and what needs least memory.
-    """
-    finder, savings = add_free_savings(finder)
-    layouts = [layout for layout in finder.find_layouts()[0] if allows(layout)]
-    search = GridSearch(finder, layouts, runs, devices)
-    if not search.candidates:
-        return [], None
-    faster = [each for each in search.candidates if each.images_per_second > slowest]
-    limit = (1 - MARGIN) * devices.memory
-    selected, first = select_and_verify(faster, limit, lambda each: search.verify(each, savings))
-    if first is not None:
-        return [first, *(search.estimate(each, savings) for each in selected[1:])], None
-    return [], search.estimate(min(search.candidates, key=lambda each: (each.total, len(each.options))), savings)
 
 
 def find_largest_batch(plan: AnyBatchPlan, captions: Iterable[str]) -> LargestBatch:

@@ -56,10 +56,9 @@ class RepeatedBlocks:
             return forward(*args, **kwargs)
         self._skipped.add(index)
         leaves, form = self._outputs[twin]
-        with torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad():
-            anchor = torch.empty(0, device=tensors[0].device, requires_grad=torch.is_grad_enabled())
-            apply: Any = _Skipped.apply
-            results = iter(apply([each for each in leaves if each is not None], anchor, *tensors))
+        anchor = torch.empty(0, device=tensors[0].device, requires_grad=torch.is_grad_enabled())
+        apply: Any = _Skipped.apply
+        results = iter(apply([each for each in leaves if each is not None], anchor, *tensors))
         return tree_unflatten([None if each is None else next(results) for each in leaves], form)
 
 
@@ -69,7 +68,11 @@ class _Skipped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, outputs: Any, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.inputs = [(each.shape, each.dtype, each.device) if each.requires_grad else None for each in inputs]
-        return tuple(anchor.new_empty(shape, dtype=dtype) for shape, dtype in outputs)
+        results = tuple(anchor.new_empty(shape, dtype=dtype) for shape, dtype, _ in outputs)
+        ctx.mark_non_differentiable(
+            *(each for each, (*_, has_grad) in zip(results, outputs, strict=True) if not has_grad)
+        )
+        return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -86,4 +89,5 @@ def _describe(block: nn.Module) -> Any:
 
 def _describe_output(output: Any) -> Any:
     leaves, form = tree_flatten(output)
-    return [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None for leaf in leaves], form
+    described = [(leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else None for leaf in leaves]
+    return described, form
