@@ -177,13 +177,15 @@ class GridSearch:
                     run = stored.replace_swaps(swapped.config)
                     found = self._estimate_derived(swapped, run, added, mode)
                     name, error = format_flags(mode.options), RELATIVE_ERRORS[storage]
-                    yield Candidate(added, layout, found.memory.total, found.images_per_second, error, name)
+                    yield Candidate(
+                        added, layout, found.memory.total, found.images_per_second, error=error, mode=name
+                    )
 
     def _estimate_derived(
         self, layout: ParallelLayout, run: MetaRun, savings: Mapping[str, Any], mode: _Mode
     ) -> LayoutEstimate:
         """Estimate a step that was not run: while a layer computes, the swapped weights of the next ones arrive."""
-        found = estimate_layout(layout, run, self._runs, self._devices, savings, mode.num_images)
+        found = estimate_layout(layout, run, self._runs, self._devices, savings=savings, num_images=mode.num_images)
         share = 1 if layout.config.train.activation_memory_budget else 2
         arriving = run.stored.offloaded.largest_block // share
         return replace(found, memory=replace(found.memory, gathered=found.memory.gathered + arriving))
@@ -236,7 +238,7 @@ class GridSearch:
             with disable_logging():
                 run = self._plain_run.run_again(layout.config)
         added = {**self._savings, **candidate.options}
-        return estimate_layout(layout, run, self._runs, self._devices, added, mode.num_images)
+        return estimate_layout(layout, run, self._runs, self._devices, savings=added, num_images=mode.num_images)
 
     def _get_mode(self, candidate: Candidate) -> _Mode:
         return next(mode for mode in self._modes if format_flags(mode.options) == candidate.mode)

@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..config import ParsedConfig, RunConfig
 from ..config.kohya_compat import upgrade_settings
 from ..config.options import flatten_config, iter_options
 from ..config.types import MemorySize
+from ..distributed.devices import supports_bf16
 from ..distributed.world import World
 from ..errors import ConfigError
 from ..problems import Place, Problem
@@ -65,7 +64,7 @@ def choose_memory_options(loaded: ParsedConfig, world: World | None = None) -> P
     if memory is None:
         return loaded
     world = World.from_environment() if world is None else world
-    choice = _reuse_choice(loaded, memory, world) or _search(_keep_result(loaded), memory, world)
+    choice = _reuse_choice(loaded, memory, world) or _search(loaded, memory, world)
     flags = format_flags(choice.options)
     logger.info("gpu_memory %s: %s (%s)", memory, f"chose {flags}" if flags else "needs no options", choice.text)
     place = Place(flag=f"--gpu_memory {memory}")
@@ -89,17 +88,18 @@ def _reuse_choice(loaded: ParsedConfig, memory: MemorySize, world: World) -> Cho
     return Choice(options, f"as in {checkpoint.path.name}")
 
 
-def _keep_result(loaded: ParsedConfig) -> ParsedConfig:
-    """Keep what changes the result, such as quantized weights, of the checkpoint that the run goes on from."""
+def _list_kept_options(loaded: ParsedConfig) -> dict[str, Any]:
+    """List what changes the result, such as quantized weights, of the checkpoint that the run goes on from."""
     checkpoint = _find_checkpoint(loaded.config)
     if checkpoint is None:
-        return loaded
+        return {}
     saved = upgrade_settings(checkpoint.metadata["settings"])
     changing = {option.name for option in iter_options(RunConfig) if option.changes_result}
-    names = [name for name in STORAGE_OPTIONS if name in changing and name in saved and name not in loaded.explicit]
-    options = {name: saved[name] for name in names}
-    locations = {**loaded.locations, **{name: Place(flag=checkpoint.path.name) for name in names}}
-    return replace(loaded, config=change_config(loaded.config, options), locations=locations)
+    return {
+        name: saved[name]
+        for name in STORAGE_OPTIONS
+        if name in changing and name in saved and name not in loaded.explicit
+    }
 
 
 def _find_checkpoint(config: RunConfig) -> CheckpointInfo | None:
@@ -114,6 +114,10 @@ def _find_checkpoint(config: RunConfig) -> CheckpointInfo | None:
 
 
 def _search(loaded: ParsedConfig, memory: MemorySize, world: World) -> Choice:
+    current, kept = flatten_config(loaded.config), _list_kept_options(loaded)
+    place = Place(flag="the checkpoint")
+    locations = {**loaded.locations, **dict.fromkeys(kept, place)}
+    loaded = replace(loaded, config=change_config(loaded.config, kept), locations=locations)
     finder, runs = _build_finder(loaded, world)
     devices = Devices(world.world_size, memory.num_bytes)
     allows = _build_layout_filter(finder)
@@ -122,16 +126,17 @@ def _search(loaded: ParsedConfig, memory: MemorySize, world: World) -> Choice:
     if not advice:
         problem = _explain_contradiction(finder, runs, devices, allows) or _explain_failure(search, memory)
         raise ConfigError(loaded.locate_problems([problem]))
-    current, before = flatten_config(loaded.config), flatten_config(finder.config)
-    precision = {name: before[name] for name in ("mixed_precision",) if before[name] != current[name]}
-    is_launched = precision and world.mixed_precision == before["mixed_precision"]
-    options = {**({} if is_launched else precision), **advice[0].options}
+    before = flatten_config(finder.config)
+    options = {name: value for name, value in kept.items() if value != current[name]}
+    if before["mixed_precision"] not in (current["mixed_precision"], world.mixed_precision):
+        options["mixed_precision"] = before["mixed_precision"]
+    options |= advice[0].options
     return Choice(options, _describe_estimate(advice[0], memory))
 
 
 def _describe_estimate(estimate: LayoutEstimate, memory: MemorySize) -> str:
     total = estimate.memory.total
-    return f"about {format_size(total)} of {memory} by an estimate, {estimate.precision}"
+    return f"about {format_gigabytes(total)} of {memory} by an estimate, {estimate.precision}"
 
 
 def _build_finder(loaded: ParsedConfig, world: World) -> tuple[LayoutFinder, MetaRuns]:
@@ -160,8 +165,7 @@ def _find_precision(world: World) -> str | None:
     """Return the launcher's precision; ``no`` is only what it asks for if nothing is said, and ``None`` leaves bf16."""
     if world.mixed_precision not in (None, "no"):
         return world.mixed_precision
-    has_bf16 = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
-    return None if has_bf16 else "fp16"
+    return None if supports_bf16() else "fp16"
 
 
 def _can_be_set(loaded: ParsedConfig, name: str) -> bool:
@@ -206,7 +210,7 @@ def _explain_failure(search: GridSearch, memory: MemorySize) -> Problem:
     smallest = search.find_smallest()
     if smallest is None:
         return Problem("gpu_memory", "no layout of these settings can be estimated", "remove it", value=str(memory))
-    needed, flags = format_size(smallest.memory.total / (1 - MARGIN)), smallest.flags or "its options"
+    needed, flags = format_gigabytes(smallest.memory.total / (1 - MARGIN)), smallest.flags or "its options"
     return Problem(
         "gpu_memory",
         f"{memory} is too little: the run needs {needed}, {MARGIN:.0%} of it free, with {flags}",
@@ -220,6 +224,6 @@ def _format_value(value: Any) -> str:
     return "unset" if value is None else str(value)
 
 
-def format_size(num_bytes: float) -> str:
+def format_gigabytes(num_bytes: float) -> str:
     """Round up, so that a memory of this size is enough."""
     return f"{math.ceil(100 * num_bytes / 2**30) / 100:.2f} GB"

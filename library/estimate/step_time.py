@@ -20,7 +20,7 @@ from .parallel_layouts import ParallelLayout
 SECONDS_PER_KERNEL = 28e-6
 """The time that Python, autograd and CUDA take to start one kernel."""
 SECONDS_PER_FUSED_KERNEL = 45e-6
-"""The same with fused LoRA layers, whose fewer kernels are started by more Python each."""
+"""The time for a kernel of a step with fused LoRA layers: there are fewer, each started by more Python."""
 UNFUSED_FACTOR = 1.17
 """How much longer the device takes for a step with peft's LoRA layers, whose activations it reads and writes again."""
 RECOMPUTATION_FACTOR = 1.34

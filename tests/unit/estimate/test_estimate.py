@@ -24,10 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from library.config import parse_config
 from library.config.schema_optim import OptimConfig
-from library.estimate.layout_search import estimate_layouts, get_partition, suggest_savings
+from library.estimate.layout_search import estimate_layouts, suggest_savings
 from library.estimate.memory_estimate import count_in_flight, estimate_optimizer_state, split_model
 from library.estimate.meta_memory_meter import AutocastEmulation, MemoryMeter, MeterReading, run_backward
 from library.estimate.meta_run import LargestBatch, MetaRun, StepMemory
+from library.estimate.meta_runs import get_partition
 from library.estimate.parallel_layouts import LayoutFinder
 from library.estimate.step_time import Devices
 from library.models.detect import detect_model
