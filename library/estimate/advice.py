@@ -28,8 +28,6 @@ SAME_SPEED = 0.1
 """Relative difference of speeds for which exact weights are preferred: the model of a step's time is no more exact."""
 FEWER_OPTIONS = 0.03
 """Relative difference of speeds for which fewer options are preferred, with equally exact weights."""
-MAX_ESTIMATES = 4
-"""How often candidates are chosen again because the one that was chosen needs more memory than was derived."""
 CHECKPOINTING_OPTIONS = (
     "gradient_checkpointing",
     "gradient_checkpointing_every",
@@ -59,6 +57,11 @@ class Candidate:
     """Relative error of the base weights."""
     mode: str = ""
     """The checkpointing and the batch; candidates that differ in the base weights only have the same."""
+
+    @property
+    def kind(self) -> Any:
+        """What candidates share that differ in the number of swapped blocks only."""
+        return self.mode, self.error, self.layout.name
 
 
 @dataclass(frozen=True)
@@ -177,17 +180,14 @@ class GridSearch:
                     run = stored.replace_swaps(swapped.config)
                     found = self._estimate_derived(swapped, run, added, mode)
                     name, error = format_flags(mode.options), RELATIVE_ERRORS[storage]
-                    yield Candidate(
-                        added, layout, found.memory.total, found.images_per_second, error=error, mode=name
-                    )
+                    yield Candidate(added, layout, found.memory.total, found.images_per_second, error=error, mode=name)
 
     def _estimate_derived(
         self, layout: ParallelLayout, run: MetaRun, savings: Mapping[str, Any], mode: _Mode
     ) -> LayoutEstimate:
         """Estimate a step that was not run: while a layer computes, the swapped weights of the next ones arrive."""
         found = estimate_layout(layout, run, self._runs, self._devices, savings=savings, num_images=mode.num_images)
-        share = 1 if layout.config.train.activation_memory_budget else 2
-        arriving = run.stored.offloaded.largest_block // share
+        arriving = run.stored.offloaded.largest_block
         return replace(found, memory=replace(found.memory, gathered=found.memory.gathered + arriving))
 
     def estimate(self, candidate: Candidate) -> LayoutEstimate:
@@ -204,16 +204,19 @@ class GridSearch:
         mode and format.
         """
         candidates = [each for each in self.candidates if each.images_per_second > slowest]
-        for _ in range(MAX_ESTIMATES):
-            selected = select_candidates(candidates, limit)
-            if not selected:
-                break
-            first, verified = selected[0], self.verify(selected[0])
+        missing = dict[Any, int]()
+        while selected := select_candidates(candidates, limit):
+            first = selected[0]
+            if (kind := first.kind) in missing:  # only the number of swapped blocks is another one
+                verified = add_bytes(self.estimate(first), missing[kind])
+            else:
+                verified = self.verify(first)
             if verified.memory.total <= limit:
                 # Steps on the meta device unpack weights by other kernels than GPUs, so the speed stays.
                 verified = replace(verified, images_per_second=first.images_per_second)
                 return [verified, *map(self.estimate, selected[1:])]
-            candidates = add_to_similar(candidates, first, verified.memory.total - first.total)
+            missing[kind] = verified.memory.total - first.total
+            candidates = add_to_similar(candidates, first, missing[kind])
         return []
 
     def find_smallest(self) -> LayoutEstimate | None:
@@ -365,8 +368,10 @@ def _select_as_fast(candidates: Sequence[Candidate], tolerance: float) -> list[C
 
 def add_to_similar(candidates: Iterable[Candidate], similar: Candidate, num_bytes: int) -> list[Candidate]:
     """Add bytes to all candidates that differ from one in the number of swapped blocks only."""
-    kind = similar.mode, similar.error, similar.layout
-    return [
-        replace(each, total=each.total + num_bytes) if (each.mode, each.error, each.layout) == kind else each
-        for each in candidates
-    ]
+    return [replace(each, total=each.total + num_bytes) if each.kind == similar.kind else each for each in candidates]
+
+
+def add_bytes(estimate: LayoutEstimate, num_bytes: int) -> LayoutEstimate:
+    """Add what a step of a similar candidate needed more than was derived."""
+    memory = estimate.memory
+    return replace(estimate, memory=replace(memory, activations=memory.activations + num_bytes))

@@ -320,6 +320,8 @@ class MetaRun:
 
         Building the model takes as long as a step.  Once the weights are converted, they stay so: this is the last run
         on the modules then.  ``activation_memory_budget`` needs modules of its own, whose LoRA layers are not fused.
+
+        With swapped blocks it is a first step, to which the prefetched weight is added that later ones have.
         """
         other = copy.copy(self)
         other.config = config = _checkpoint_within_budget(config)
@@ -334,7 +336,8 @@ class MetaRun:
             for name in FROZEN_COUNTS:
                 other.__dict__.pop(name, None)
         other._whole_bytes = None
-        other.step = other._run_steps()
+        self._repeated.is_enabled = self._is_same_for_all_blocks(config)
+        other.step = other._run_step().add_to_blocks(other.stored.largest_swapped, 0)
         return other
 
     def _disable_checkpointing(self) -> None:
@@ -347,9 +350,13 @@ class MetaRun:
         train = self.config.train
         return 2 if train.blocks_to_swap or train.activation_memory_budget else 1
 
+    @staticmethod
+    def _is_same_for_all_blocks(config: RunConfig) -> bool:
+        """Whether equal blocks are treated alike: swapped ones and every n-th checkpointed one are not."""
+        return not config.train.blocks_to_swap and config.train.gradient_checkpointing_every == 1
+
     def _run_steps(self) -> MetaStep:
-        train = self.config.train  # only these two options treat equal blocks differently
-        self._repeated.is_enabled = not train.blocks_to_swap and train.gradient_checkpointing_every == 1
+        self._repeated.is_enabled = self._is_same_for_all_blocks(self.config)
         return [self._run_step() for _ in range(self._count_steps())][-1]
 
     def replace_cache_settings(self, config: RunConfig) -> "MetaRun":

@@ -1,6 +1,7 @@
 """Options that are advised for a memory: derived estimates equal those of real steps, and nothing better is left."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -32,7 +33,7 @@ SDXL = ("--pretrained_model_name_or_path", "random:sdxl:tiny", *FLUX[2:])
 
 def build_candidate(kind: str, total: int, speed: float, number_of_options: int = 1, mode: str = "plain") -> Candidate:
     options = dict.fromkeys(map(str, range(number_of_options)))
-    return Candidate(options, "one device", total, speed, RELATIVE_ERRORS[kind], mode)
+    return Candidate(options, SimpleNamespace(name="one device"), total, speed, RELATIVE_ERRORS[kind], mode)
 
 
 candidates = st.builds(
@@ -121,7 +122,7 @@ def test_what_is_advised_first_is_what_a_step_of_its_own_needs(flags, num_device
     for limit in (totals[len(totals) // 4], totals[len(totals) // 2]):
         first = search.advise(limit)[0]
         (real,) = estimate_layouts([first.layout], finder.model, LARGE_BATCH, Devices(num_devices, 2**40))
-        assert first.memory.total == pytest.approx(real.memory.total, rel=1e-3), first.flags
+        assert real.memory.total <= first.memory.total <= 1.03 * real.memory.total, first.flags
 
 
 def test_a_batch_is_divided_and_its_parts_are_accumulated():
