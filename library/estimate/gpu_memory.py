@@ -31,7 +31,7 @@ from .advice import (
     change_config,
 )
 from .dry_run import build_dry_run
-from .layout_search import find_largest_batch
+from .layout_search import find_training_batch
 from .meta_runs import MetaRuns
 from .parallel_layouts import LAYOUT_OPTIONS, LayoutFinder, ParallelLayout, format_flags
 from .step_time import Devices
@@ -148,17 +148,11 @@ def _build_finder(loaded: ParsedConfig, world: World) -> tuple[LayoutFinder, Met
             config, explicit = change_config(config, {option: True}), explicit | {option}
     dp = 1 if config.parallel.device_map is not None else world.world_size // config.parallel.model_parallel_size
     dry_run = build_dry_run(config, max(1, dp))
-    plan = dry_run.plan.batch_plan
-    captions = dry_run.prepared.list_first_epoch_captions(plan, dry_run.plan.steps)
-    is_sized_in_file = any(dataset.is_set_in_file("batch_size") for dataset in dry_run.prepared.manifest.datasets)
-    batch = find_largest_batch(plan, captions)
-    can_be_split = not is_sized_in_file and len(batch.captions) == config.data.train_batch_size
-    batch = replace(batch, can_be_split=can_be_split)
     explicit |= {name for name in CACHE_OPTIONS if name not in explicit and not _can_be_set(loaded, name)}
     finder = LayoutFinder(config, frozenset(explicit), dry_run.detected, world.world_size)
     if problems := finder.find_rejections():
         raise ConfigError(loaded.locate_problems(problems))
-    return finder, MetaRuns(dry_run.detected, batch)
+    return finder, MetaRuns(dry_run.detected, find_training_batch(dry_run, config.data))
 
 
 def _find_precision(world: World) -> str | None:

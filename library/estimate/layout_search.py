@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ..config.schema_data import DataConfig
 from ..dataloader.batch_plan import AnyBatchPlan
 from ..errors import ConfigError
 from ..models.detect import DetectedModel
@@ -14,6 +15,7 @@ from ..models.trained_components import caches_only_t5, select_trained_text_enco
 from ..parallel.base_weights import find_innermost_blocks
 from ..problems import Place, Problem
 from .advice import MARGIN, GridSearch, LayoutEstimate, estimate_layout
+from .dry_run import DryRun
 from .meta_run import LargestBatch
 from .meta_runs import MetaRuns
 from .parallel_layouts import LAYOUT_OPTIONS, LayoutFinder, ParallelLayout, format_flags
@@ -132,6 +134,14 @@ def search_layouts(finder: LayoutFinder, batch: LargestBatch, devices: Devices) 
     elif smallest.memory.reserved + smallest.memory.adapters > devices.memory:
         smallest = None
     return replace(report, suggestion=smallest)
+
+
+def find_training_batch(dry_run: DryRun, data: DataConfig) -> LargestBatch:
+    """Find the largest batch of a run; parts of it can be accumulated where ``train_batch_size`` sets it."""
+    prepared, plan = dry_run.prepared, dry_run.plan.batch_plan
+    batch = find_largest_batch(plan, prepared.list_first_epoch_captions(plan, dry_run.plan.steps))
+    is_sized_in_file = any(dataset.is_set_in_file("batch_size") for dataset in prepared.manifest.datasets)
+    return replace(batch, can_be_split=not is_sized_in_file and len(batch.captions) == data.train_batch_size)
 
 
 def find_largest_batch(plan: AnyBatchPlan, captions: Iterable[str]) -> LargestBatch:

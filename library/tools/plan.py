@@ -109,16 +109,14 @@ def _search_layouts(options: PlanOptions, training: "ParsedConfig", dry_run: "Dr
     if options.gpu_memory is None:
         return None
     with pause_garbage_collection():
-        from ..estimate.layout_search import find_largest_batch, search_layouts
+        from ..estimate.layout_search import find_training_batch, search_layouts
         from ..estimate.parallel_layouts import LayoutFinder
         from ..estimate.step_time import Devices
 
     speeds = options.gpu_tflops * 1e12, options.link_speed * 1e9
     devices = Devices(options.world_size, options.gpu_memory.num_bytes, *speeds)
     finder = LayoutFinder(training.config, frozenset(training.locations), dry_run.detected, devices.count)
-    plan = dry_run.plan.batch_plan
-    captions = dry_run.prepared.list_first_epoch_captions(plan, dry_run.plan.steps)
-    return search_layouts(finder, find_largest_batch(plan, captions), devices)
+    return search_layouts(finder, find_training_batch(dry_run, training.config.data), devices)
 
 
 def _format_resolved_datasets(datasets: Sequence[DatasetConfig]) -> str:
