@@ -182,7 +182,7 @@ def _explain_contradiction(
     finder: LayoutFinder, runs: MetaRuns, devices: Devices, allows: Callable[[ParallelLayout], bool]
 ) -> Problem | None:
     """Name the options of the user that would have to change; None if that is not enough."""
-    memory, names = MemorySize(devices.memory), finder.explicit & {*CHOSEN_OPTIONS}
+    memory, names = MemorySize(devices.memory), finder.explicit & {*CHOSEN_OPTIONS} - {*BATCH_OPTIONS}
     defaults = {name: value for name, value in flatten_config(RunConfig()).items() if name in names}
     released = replace(finder, config=change_config(finder.config, defaults), explicit=finder.explicit - names)
     advice = GridSearch(released, runs, devices, allows).advise((1 - MARGIN) * devices.memory) if names else []
