@@ -17,7 +17,7 @@ from ..problems import Place, Problem
 from .advice import MARGIN, GridSearch, LayoutEstimate, estimate_layout
 from .dry_run import DryRun
 from .meta_run import LargestBatch
-from .meta_runs import MetaRuns
+from .meta_runs import MetaRuns, get_partition
 from .parallel_layouts import LAYOUT_OPTIONS, LayoutFinder, ParallelLayout, format_flags
 from .step_time import Devices
 
@@ -166,7 +166,12 @@ def estimate_layouts(
 ) -> list[LayoutEstimate]:
     """Estimate layouts, fastest first; those that partition the model in the same way share a step of ``runs``."""
     runs = MetaRuns(model, batch) if runs is None else runs
-    estimates = [estimate_layout(layout, runs.get(layout), runs, devices, savings or {}) for layout in layouts]
+    partitions = list(dict.fromkeys(get_partition(layout, model) for layout in layouts))
+    estimates = []
+    for layout in layouts:
+        number = partitions.index(get_partition(layout, model)) + 1
+        run = runs.get(layout, f"{layout.name}, {number} of {len(partitions)}")
+        estimates.append(estimate_layout(layout, run, runs, devices, savings or {}))
     return sorted(estimates, key=lambda estimate: (-estimate.images_per_second, estimate.memory.total))
 
 
