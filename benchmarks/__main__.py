@@ -16,6 +16,10 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "step": ("benchmarks.step", "time of a training step compared to a bare PyTorch loop, on any model"),
     "startup": ("benchmarks.startup", "time from the command to the first step, compared to a bare script"),
     "memory": ("benchmarks.memory", "time and peak memory of a step with each memory-saving option"),
+    "advice": (
+        "benchmarks.advice",
+        "what plan advises for each size of GPU, beside all combinations of options",
+    ),
     "launches": ("benchmarks.launches", "kernel launches of a step and bytes saved for backward, by LoRA layers"),
     "accuracy": ("benchmarks.accuracy", "rounding errors of norms, LoRA layers and steps in bf16 against float64"),
     "compile": ("benchmarks.compile", "torch.compile: graphs, compile time with a cold and a warm cache, step time"),

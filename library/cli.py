@@ -1,16 +1,18 @@
 """Entry points of training and tools: the only module that prints to stdout and decides the exit code."""
 
-import gc
 import logging
 import os
 import sys
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .distributed.slurm_and_mpi import export_rank_variables
 from .errors import ConfigError, CrashError, RunInterrupted, UserError, format_error, write_traceback
 from .problems import Problem
+
+if TYPE_CHECKING:
+    from .config import ParsedConfig
 
 EXIT_BUG = 1
 EXIT_USER_ERROR = 2
@@ -92,7 +94,7 @@ def run_tool(argv: Sequence[str]) -> int:
 def _run_training(argv: Sequence[str]) -> int:
     from .config.help import format_config_as_toml
     from .config.musubi_compat import explain_caching_command
-    from .log import configure_logging
+    from .registry import pause_garbage_collection
     from .training.preflight import (
         check_output_files,
         find_installation_problems,
@@ -111,18 +113,14 @@ def _run_training(argv: Sequence[str]) -> int:
     problems, missing = find_settings_problems(loaded), find_installation_problems(loaded)
     if problems or (missing and not config.train.dry_run):
         raise ConfigError(problems + missing)
-    log, rank = config.log, _get_rank("RANK")
-    configure_logging(
-        level=log.console_log_level,
-        file=log.console_log_file,
-        simple=log.console_log_simple,
-        quiet=log.quiet,
-        rank=rank,
-    )
-    loaded.log_notices()
+    rank = _get_rank("RANK")
+    _configure_logging(loaded, rank)
     for problem in missing:
         logging.getLogger(__name__).warning("a run would stop on this machine: %s", problem)
     try:
+        if config.train.gpu_memory is not None:
+            loaded = _choose_memory_options(loaded)
+            config = loaded.config
         if config.train.dry_run:
             from .estimate.dry_run import build_dry_run
 
@@ -131,7 +129,7 @@ def _run_training(argv: Sequence[str]) -> int:
             if rank == 0:
                 _print_text(text)
             return 0
-        with _pause_garbage_collection():
+        with pause_garbage_collection():
             from .training.run import run_training
 
         has_ema = config.optim.ema_decay is not None
@@ -146,16 +144,28 @@ def _run_training(argv: Sequence[str]) -> int:
     return 0
 
 
-@contextmanager
-def _pause_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection while libraries are imported, which saves a fifth of the time, then freeze it."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.collect()
-        gc.freeze()
+def _configure_logging(loaded: "ParsedConfig", rank: int) -> None:
+    """Configure logging as the run wants it, and log the notices of its settings."""
+    from .log import configure_logging
+
+    log = loaded.config.log
+    configure_logging(
+        level=log.console_log_level,
+        file=log.console_log_file,
+        simple=log.console_log_simple,
+        quiet=log.quiet,
+        rank=rank,
+    )
+    loaded.log_notices()
+
+
+def _choose_memory_options(loaded: "ParsedConfig") -> "ParsedConfig":
+    from .registry import pause_garbage_collection
+
+    with pause_garbage_collection():
+        from .estimate.gpu_memory import choose_memory_options
+
+    return choose_memory_options(loaded)
 
 
 def _write_config(path: Path | None, text: str, problems: Sequence[Problem]) -> int:

@@ -10,7 +10,7 @@ from .schema_distributed import DeepSpeedConfig, DistributedConfig, ParallelConf
 from .schema_objective import LossConfig, NoiseConfig
 from .schema_optim import OptimConfig
 from .schema_output import LogConfig, PreviewConfig, SaveConfig, StateConfig
-from .types import StepRange
+from .types import MemorySize, StepRange
 
 LUMINA2_SYSTEM_PROMPT = (
     "You are an assistant designed to generate superior images with the superior degree of image-text alignment based "
@@ -360,6 +360,14 @@ class TrainConfig:
         needs=ALWAYS,
         is_compared_by_content=True,
         metadata_key="ss_gradient_accumulation_steps",
+    )
+    gpu_memory: MemorySize | None = define_option(
+        None,
+        "choose options that fit on GPUs with this much memory, such as 12GB, fastest by an estimate: caches, bf16, "
+        "gradient_checkpointing, blocks_to_swap, quantize_base, FSDP; what is set stays as it is",
+        needs=ALWAYS,
+        changes_result=False,
+        is_basic=True,
     )
     gradient_checkpointing: bool = define_option(
         False,

@@ -245,7 +245,8 @@ class MemorySize:
         return cls(int(num_bytes))
 
     def __str__(self) -> str:
-        return f"{self.num_bytes / 2**30:g}GB"
+        size = self.num_bytes / 2**30
+        return f"{size:g}GB" if size >= 1 else f"{size * 2**10:g}MB"
 
 
 def parse_env_bool(text: str | None) -> bool | None:

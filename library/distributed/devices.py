@@ -115,6 +115,11 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def supports_bf16() -> bool:
+    """Whether this machine computes bf16 without emulation; a machine without a GPU does."""
+    return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def enable_deterministic_kernels() -> None:
     """Let torch use deterministic kernels only; operations that have none raise an error which names them."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS reads when a device is first used

@@ -31,6 +31,8 @@ class StoredBase:
     offloaded: OffloadedBytes = field(default_factory=OffloadedBytes)
     swapped_weights: int = 0
     """Weights in host memory."""
+    largest_swapped: int = 0
+    """Bytes of the largest weight in host memory."""
     unpacked_weights: int = 0
     unpacking_traffic: int = 0
     """Bytes of device memory that are read and written to unpack every weight once."""
@@ -61,6 +63,7 @@ class BlockWeights:
             saved_bytes=before - sum(map(sum, sizes)) + sum(offloaded),
             offloaded=OffloadedBytes(sum(offloaded), max(offloaded), window) if swapped else OffloadedBytes(),
             swapped_weights=sum(len(sizes[index]) for index in swapped),
+            largest_swapped=max((max(sizes[index], default=0) for index in swapped), default=0),
             unpacked_weights=len(unpacked),
             unpacking_traffic=UNPACKING_TRAFFIC[quantize_base] * sum(weight.numel() for weight in unpacked),
             largest_unpacked=max((weight.nbytes for weight in unpacked), default=0),

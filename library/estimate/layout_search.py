@@ -2,12 +2,10 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..config.schema import AdapterConfig
-from ..config.schema_data import CacheConfig
-from ..config.schema_distributed import DeepSpeedConfig, ParallelConfig, ShardingConfig
+from ..config.schema_data import DataConfig
 from ..dataloader.batch_plan import AnyBatchPlan
 from ..errors import ConfigError
 from ..models.detect import DetectedModel
@@ -15,46 +13,18 @@ from ..models.families import FAMILIES
 from ..models.loading import load_components_on_meta
 from ..models.trained_components import caches_only_t5, select_trained_text_encoders
 from ..parallel.frozen_base import find_innermost_blocks
-from ..parallel.quantize import RELATIVE_ERRORS
 from ..problems import Place, Problem
-from .advice import MARGIN, Candidate, GridSearch, add_free_savings, select_candidates
-from .memory_estimate import MemoryEstimate, estimate_memory, estimate_optimizer_state, split_model
-from .meta_run import LargestBatch, MetaRun, disable_logging
+from .advice import MARGIN, GridSearch, LayoutEstimate, estimate_layout
+from .dry_run import DryRun
+from .meta_run import LargestBatch
+from .meta_runs import MetaRuns, get_partition
 from .parallel_layouts import LAYOUT_OPTIONS, LayoutFinder, ParallelLayout, format_flags
-from .step_time import Devices, estimate_images_per_second
+from .step_time import Devices
 
 logger = logging.getLogger(__name__)
 GB = 2**30
-MAX_ESTIMATES = 4
-"""How often candidates are chosen again because one that was chosen does not fit after all."""
 MAX_BUFFERED_SHAPES = 64
 """Image sizes for which a pipeline keeps its buffers (``parallel/pipeline_schedule``)."""
-
-
-Partition = tuple[int, int, bool]
-MetaRuns = dict[tuple[str, Partition], MetaRun]
-"""Steps that were run on the meta device, by the settings that change a step, and the partition."""
-
-_NO_LAYOUT: Mapping[str, Any] = {
-    "parallel": ParallelConfig(),
-    "sharding": ShardingConfig(),
-    "deepspeed": DeepSpeedConfig(),
-}
-"""Settings of which a step depends only through the partition."""
-
-
-@dataclass(frozen=True)
-class LayoutEstimate:
-    layout: ParallelLayout
-    memory: MemoryEstimate
-    images_per_second: float
-    """A speed to compare layouts by; it does not predict how long a run takes."""
-    savings: Mapping[str, Any] = field(default_factory=dict)
-    """Options that were added to the user's."""
-
-    @property
-    def flags(self) -> str:
-        return format_flags({**self.savings, **self.layout.options})
 
 
 @dataclass(frozen=True)
@@ -99,14 +69,12 @@ class LayoutReport:
         first = self.advice[0]
         fitting = [each.images_per_second for each in self.estimates if self.fits(each)]
         yield (
-            f"{'faster' if fitting else 'fits'} on {first.layout.name}, {1 - MARGIN:.0%} of the memory at most"
+            f"{'faster' if fitting else 'fits'}, {1 - MARGIN:.0%} of the memory at most"
             f" (speed{' relative to the first layout' if fitting else ''} by a model of the step's time):"
         )
         for each in self.advice:
-            kind = each.layout.config.model.quantize_base
-            weights = "exact weights" if kind == "none" else f"{kind} weights, error {RELATIVE_ERRORS[kind]:.2%}"
             speed = each.images_per_second / (fitting or [first.images_per_second])[0]
-            yield f"  {speed:5.2f}  {each.memory.total / GB:6.2f} GB  {weights:<26} {each.flags}"
+            yield f"  {speed:5.2f}  {each.memory.total / GB:6.2f} GB  {each.precision:<26} {each.flags}"
 
     def _format_suggestion(self) -> Iterator[str]:
         if self.suggestion is None:
@@ -150,67 +118,30 @@ def search_layouts(finder: LayoutFinder, batch: LargestBatch, devices: Devices) 
         place = Place(flag=", ".join(f"--{option}" for option in options))
         unknown = Problem("", "no layout with these options can be estimated", place=place, others=tuple(options))
         raise ConfigError(reasons or [unknown])
-    runs: MetaRuns = {}
+    runs = MetaRuns(finder.model, batch)
     report = LayoutReport(devices, batch, estimate_layouts(layouts, finder.model, batch, devices, runs=runs))
     limit = (1 - MARGIN) * devices.memory
-    if any(is_plain(each.layout) and each.memory.total <= limit for each in report.estimates):
+    if any(is_whole_model(each.layout) and each.memory.total <= limit for each in report.estimates):
         return report
-    if advice := find_advice(finder, batch, devices, report.estimates):
+    slowest = max((each.images_per_second for each in report.estimates if each.memory.total <= limit), default=0.0)
+    search = GridSearch(finder, runs, devices)
+    advice = search.advise(limit, slowest)
+    if advice or any(map(report.fits, report.estimates)):
         return replace(report, advice=advice)
-    if any(map(report.fits, report.estimates)):
-        return report
-    return replace(report, suggestion=suggest_savings(finder, batch, devices, report.estimates, runs))
+    smallest = search.find_smallest()
+    if smallest is None:
+        smallest = suggest_savings(finder, batch, devices, report.estimates, runs)
+    elif smallest.memory.reserved + smallest.memory.adapters > devices.memory:
+        smallest = None
+    return replace(report, suggestion=smallest)
 
 
-def find_advice(
-    finder: LayoutFinder, batch: LargestBatch, devices: Devices, estimates: Sequence[LayoutEstimate]
-) -> list[LayoutEstimate]:
-    """Search options with which the whole model fits on each device, faster than by any layout that fits without them.
-
-    What the search estimates from few steps is estimated once more by a step of its own; what does not fit is dropped.
-    """
-    whole = next((each.layout.name for each in estimates if is_whole_model(each.layout)), None)
-    if whole is None:
-        return []
-    finder, savings = add_free_savings(finder)
-    layout = next((each for each in finder.find_layouts()[0] if each.name == whole), None)
-    candidates = [] if layout is None else [*GridSearch(finder, layout, batch, devices).estimate_candidates()]
-    limit = (1 - MARGIN) * devices.memory
-    slowest = max((each.images_per_second for each in estimates if each.memory.total <= limit), default=0.0)
-    candidates = [each for each in candidates if each.images_per_second > slowest]
-    runs: MetaRuns = {}
-    for _ in range(MAX_ESTIMATES):
-        advice, wrong = list[LayoutEstimate](), None
-        for candidate in select_candidates(candidates, limit):
-            if (
-                found := _estimate_again(finder, candidate, batch, devices=devices, savings=savings, runs=runs)
-            ) is None:
-                wrong = candidate
-                break
-            advice.append(found)
-        if wrong is None:
-            return advice
-        candidates = [each for each in candidates if each.total < wrong.total or each.error != wrong.error]
-    return []
-
-
-def _estimate_again(
-    finder: LayoutFinder,
-    candidate: Candidate,
-    batch: LargestBatch,
-    devices: Devices,
-    savings: Mapping[str, Any],
-    runs: MetaRuns,
-) -> LayoutEstimate | None:
-    """Estimate a candidate by a step of its own; None if training would refuse it, or if it does not fit."""
-    changed = finder.add_options(candidate.options) if candidate.options else finder
-    layouts = [] if changed is None else changed.find_layouts()[0]
-    same = [layout for layout in layouts if layout.name == candidate.layout.name]
-    added = {**savings, **candidate.options}
-    for estimate in estimate_layouts(same, finder.model, batch, devices=devices, savings=added, runs=runs):
-        if estimate.memory.total <= (1 - MARGIN) * devices.memory:
-            return replace(estimate, images_per_second=candidate.images_per_second)
-    return None
+def find_training_batch(dry_run: DryRun, data: DataConfig) -> LargestBatch:
+    """Find the largest batch of a run; parts of it can be accumulated where ``train_batch_size`` sets it."""
+    prepared, plan = dry_run.prepared, dry_run.plan.batch_plan
+    batch = find_largest_batch(plan, prepared.list_first_epoch_captions(plan, dry_run.plan.steps))
+    is_sized_in_file = any(dataset.is_set_in_file("batch_size") for dataset in prepared.manifest.datasets)
+    return replace(batch, can_be_split=not is_sized_in_file and len(batch.captions) == data.train_batch_size)
 
 
 def find_largest_batch(plan: AnyBatchPlan, captions: Iterable[str]) -> LargestBatch:
@@ -233,44 +164,15 @@ def estimate_layouts(
     savings: Mapping[str, Any] | None = None,
     runs: MetaRuns | None = None,
 ) -> list[LayoutEstimate]:
-    """Estimate layouts, fastest first; those that partition the model in the same way share a meta run of ``runs``."""
-    partitions = [get_partition(layout, model) for layout in layouts]
-    runs, estimates = {} if runs is None else runs, list[LayoutEstimate]()
-    optimizer_state, numbers = 0, dict[Partition, int]()
-    for layout, partition in zip(layouts, partitions, strict=True):
-        cache = _get_step_cache(layout.config.cache, layout.config.adapter)
-        step_config = replace(layout.config, cache=cache, **_NO_LAYOUT)
-        settings = repr((batch, step_config))
-        key = settings, partition
-        if key not in runs:
-            number, count = numbers.setdefault(partition, len(numbers) + 1), len(set(partitions))
-            logger.info("estimating memory: step %d of %d on the meta device (%s)", number, count, layout.name)
-        with disable_logging():
-            if key not in runs:
-                same_settings = next((run for (other, _), run in runs.items() if other == settings), None)
-                runs[key] = MetaRun(layout.config, model, batch, *partition, same_settings)
-            run = runs[key].replace_cache_settings(layout.config)
-            parts = split_model(run, layout, devices.count, devices.memory)
-        optimizer_state = optimizer_state or estimate_optimizer_state(layout.config.optim, run.build_param_groups())
-        memory = estimate_memory(layout, run, parts, optimizer_state, batch.buffered_shapes)
-        speed = estimate_images_per_second(layout, run, parts, len(batch.captions), devices)
-        estimates.append(LayoutEstimate(layout, memory, speed, savings or {}))
+    """Estimate layouts, fastest first; those that partition the model in the same way share a step of ``runs``."""
+    runs = MetaRuns(model, batch) if runs is None else runs
+    partitions = list(dict.fromkeys(get_partition(layout, model) for layout in layouts))
+    estimates = []
+    for layout in layouts:
+        number = partitions.index(get_partition(layout, model)) + 1
+        run = runs.get(layout, f"{layout.name}, {number} of {len(partitions)}")
+        estimates.append(estimate_layout(layout, run, runs, devices, savings or {}))
     return sorted(estimates, key=lambda estimate: (-estimate.images_per_second, estimate.memory.total))
-
-
-def _get_step_cache(cache: CacheConfig, adapter: AdapterConfig) -> CacheConfig:
-    """The cache settings that change a step: where CLIP is trained, the step runs T5 as well, unless it is cached."""
-    return CacheConfig(cache_text_encoder_outputs=cache.caches_text_outputs and adapter.trains_text_encoders)
-
-
-def get_partition(layout: ParallelLayout, model: DetectedModel) -> Partition:
-    """Return the partition arguments of ``MetaRun``: TP size, CP size, and whether a pipeline needs a run of its own.
-
-    The stages of a pipeline can be cut out of any run, unless it pads texts or splits tokens elsewhere.
-    """
-    dims = layout.dims
-    varies = dims.cp > 1 or FAMILIES.get(model.family).facts.text.has_variable_length
-    return dims.tp, dims.cp, dims.pp > 1 and varies
 
 
 def suggest_savings(
@@ -298,7 +200,7 @@ def suggest_savings(
         layouts = [layout for layout in changed.find_layouts()[0] if layout.name in names]
         largest = replace(batch, captions=batch.captions[: tried.get("train_batch_size")])
         changed_estimates = estimate_layouts(
-            layouts, finder.model, largest, devices=devices, savings=tried, runs=dict(runs or {})
+            layouts, finder.model, largest, devices=devices, savings=tried, runs=runs if largest == batch else None
         )
         if fitting := [estimate for estimate in changed_estimates if estimate.memory.total <= devices.memory]:
             return min(fitting, key=lambda estimate: (-estimate.images_per_second, len(estimate.layout.options)))

@@ -19,7 +19,7 @@ from ..parallel.device_map import build_device_map, iter_weight_devices
 from ..parallel.fsdp import find_fsdp_blocks
 from ..parallel.pipeline_stages import partition_blocks
 from ..problems import Problem
-from .meta_run import MetaRun, StepMemory, count_frozen_bytes
+from .meta_run import MetaRun, StepMemory, count_frozen_bytes, disable_logging
 from .parallel_layouts import ParallelLayout
 
 CONTEXT_BYTES = 768 * 2**20
@@ -95,7 +95,8 @@ def split_model(run: MetaRun, layout: ParallelLayout, devices: int, device_memor
         micro_batches = layout.config.train.gradient_accumulation_steps
         return _split_pipeline(run, layout.dims.pp, parallel.pp_schedule, micro_batches)
     if parallel.device_map is not None:
-        return _split_device_map(run, parallel.device_map, devices, device_memory)
+        with disable_logging():
+            return _split_device_map(run, parallel.device_map, devices, device_memory)
     return [DevicePart(run.frozen_bytes, (run.step.total,))]
 
 
@@ -131,7 +132,7 @@ def _split_device_map(run: MetaRun, device_map: DeviceMap, devices: int, device_
     device_of_module = build_device_map(run.denoiser, device_map, [limit] * devices)
     tensors = {tensor: device for _, tensor, device in iter_weight_devices(run.denoiser, device_of_module)}
     device_of_block = [tensors[next(block.parameters())] for block in run.chain.blocks]
-    total, parts = sum(parameter.nbytes for parameter in run.trainable), list[DevicePart]()
+    total, parts = run.trainable_bytes, list[DevicePart]()
     for device in reversed(range(devices)):
         own = [tensor for tensor, owner in tensors.items() if owner == device]
         frozen = sum(tensor.nbytes for tensor in own if not tensor.requires_grad)
@@ -169,8 +170,8 @@ def _estimate_part(
     layout: ParallelLayout, run: MetaRun, part: DevicePart, optimizer_state: int, buffered_shapes: float
 ) -> MemoryEstimate:
     train, ranks = layout.config.train, layout.world_size
-    adapters = round(part.trainable_share * sum(parameter.nbytes for parameter in run.trainable))
-    elements = round(part.trainable_share * sum(parameter.numel() for parameter in run.trainable))
+    adapters = round(part.trainable_share * run.trainable_bytes)
+    elements = round(part.trainable_share * run.trainable_elements)
     gradients, optimizer = adapters, round(part.trainable_share * optimizer_state)
     activations = part.count_activation_bytes(run.encoding_peak)
     weights, gathered = part.frozen_bytes, run.stored.offloaded.count_device_bytes(train.gradient_checkpointing)
@@ -219,8 +220,9 @@ def _shard_by_fsdp(run: MetaRun, frozen: int, sharding: FSDPSettings) -> tuple[i
             sizes.append(sum(each.nbytes for each in own))
         outside = sum(each.nbytes for each in part.parameters() if not each.requires_grad) - sum(sizes)
         gathered += outside + (2 * max(sizes, default=0) if sharding.reshard_after_forward else sum(sizes))
-    unsharded = frozen - sum(each.nbytes for each in run.frozen)
-    return unsharded + (0 if sharding.offload_params else shards), gathered
+    share = run.stored_share
+    unsharded = frozen - share * run.sharded_bytes
+    return round(unsharded + (0 if sharding.offload_params else share * shards)), round(share * gathered)
 
 
 def _shard_by_zero3(run: MetaRun, frozen: int, zero: DeepSpeedSettings, ranks: int) -> tuple[int, int]:

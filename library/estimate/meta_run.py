@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from inspect import Signature, signature
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..models.loading import load_pipeline_on_meta
 from ..models.text_encoding import encode_text_on_meta
 from ..models.trained_components import list_cached_text_components, select_trained_text_encoders
 from ..optim.optimizers import ParamGroup
+from ..parallel.activation_checkpointing import enable_activation_checkpointing
 from ..parallel.async_copy import CopyStream
 from ..parallel.context_parallel import ContextParallel
 from ..parallel.frozen_base import is_quantized_or_offloaded, quantize_and_offload_base
@@ -41,8 +42,11 @@ from ..training.task import DiffusionTask
 from ..training.trainable_modules import build_trainable_modules, fuse_layers, get_trainable_parameters
 from .base_storage import KERNELS_PER_UNPACKING, BlockWeights, StoredBase
 from .meta_memory_meter import AutocastEmulation, MemoryMeter, MeterReading, run_backward
+from .repeated_blocks import RepeatedBlocks
 
 META = torch.device("meta")
+COUNTS, FROZEN_COUNTS = ("trainable_bytes", "trainable_elements"), ("sharded_bytes", "num_frozen_matrices")
+"""Properties of ``MetaRun`` that are counted over thousands of tensors."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class LargestBatch:
     """Sum over all image sizes in units of the largest; a pipeline has buffers for each."""
     control_sizes: tuple[tuple[int, int], ...] = ()
     """Width and height of each control image."""
+    can_be_split: bool = False
+    """Whether ``train_batch_size`` sets it, and no dataset file."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,20 @@ class MetaStep:
             for block in self.blocks
         )
         return replace(self, blocks=blocks)
+
+    def split_batch(self, parts: int) -> "MetaStep":
+        """Divide the batch; as many kernels are launched for each part."""
+        head, *blocks, tail = (
+            replace(
+                part,
+                saved=part.saved // parts,
+                forward_peak=part.forward_peak // parts,
+                backward_peak=part.backward_peak // parts,
+                flops=part.flops // parts,
+            )
+            for part in (self.head, *self.blocks, self.tail)
+        )
+        return MetaStep(head, tuple(blocks), tail, tuple(size // parts for size in self.flows))
 
     def mix_blocks(self, other: "MetaStep", every: int) -> "MetaStep":
         """Take every n-th block, from the first one on, and what is around the blocks from ``other``."""
@@ -291,11 +311,53 @@ class MetaRun:
         groups = FakeGroup(tp), FakeGroup(cp)
         self._partition(*groups, pipeline)
         self.frozen = [parameter for parameter in self.trained.parameters() if not parameter.requires_grad]
-        # Prefetching of swapped weights and a checkpointing budget begin with the second step.
-        count = 2 if config.train.blocks_to_swap or config.train.activation_memory_budget else 1
-        self.step = [self._run_step() for _ in range(count)][-1]
-        self.sent_bytes = sum(group.sent_bytes for group in groups) / count
+        self.step = self._run_steps()
+        self.sent_bytes = sum(group.sent_bytes for group in groups) / self._count_steps()
         """Bytes that a micro-batch sends to tensor- and context-parallel ranks."""
+
+    def run_again(self, config: RunConfig) -> "MetaRun":
+        """Run a step with other checkpointing, and with the base weights stored otherwise, on the same modules.
+
+        Building the model takes as long as a step.  Once the weights are converted, they stay so: this is the last run
+        on the modules then.  ``activation_memory_budget`` needs modules of its own, whose LoRA layers are not fused.
+
+        With swapped blocks it is a first step, to which the prefetched weight is added that later ones have.
+        """
+        other = copy.copy(self)
+        other.config = config = _checkpoint_within_budget(config)
+        self._disable_checkpointing()
+        if config.train.gradient_checkpointing:
+            enable_activation_checkpointing(self.trained.children(), self.denoiser, config.train)
+        other._set_checkpoint_function()
+        if is_quantized_or_offloaded(config.model, config.train):
+            other.stored = other._store_base_weights(config)
+            other._store_denoiser(config)
+            other.frozen = [parameter for parameter in self.trained.parameters() if not parameter.requires_grad]
+            for name in FROZEN_COUNTS:
+                other.__dict__.pop(name, None)
+        other._whole_bytes = None
+        self._repeated.is_enabled = self._is_same_for_all_blocks(config)
+        other.step = other._run_step().add_to_blocks(other.stored.largest_swapped, 0)
+        return other
+
+    def _disable_checkpointing(self) -> None:
+        for model in self.trained.children():
+            disable: Any = getattr(model, "disable_gradient_checkpointing", None)
+            (disable or getattr(model, "gradient_checkpointing_disable", lambda: None))()
+
+    def _count_steps(self) -> int:
+        """Prefetching of swapped weights and a checkpointing budget begin with the second step."""
+        train = self.config.train
+        return 2 if train.blocks_to_swap or train.activation_memory_budget else 1
+
+    @staticmethod
+    def _is_same_for_all_blocks(config: RunConfig) -> bool:
+        """Whether equal blocks are treated alike: swapped ones and every n-th checkpointed one are not."""
+        return not config.train.blocks_to_swap and config.train.gradient_checkpointing_every == 1
+
+    def _run_steps(self) -> MetaStep:
+        self._repeated.is_enabled = self._is_same_for_all_blocks(self.config)
+        return [self._run_step() for _ in range(self._count_steps())][-1]
 
     def replace_cache_settings(self, config: RunConfig) -> "MetaRun":
         """Return the same run with other outputs of frozen encoders cached, which do not change the step."""
@@ -310,9 +372,14 @@ class MetaRun:
         """
         other, stored = self.replace_step(config, self.step), self._store_base_weights(config)
         other.stored, other._saved_bytes = stored, stored.saved_bytes
-        passes = 3 if config.train.gradient_checkpointing else 2
-        kernels = round(passes * KERNELS_PER_UNPACKING * stored.unpacked_weights / len(self.step.blocks))
+        kernels = round(other.num_unpacking_kernels / len(self.step.blocks))
         other.step = self.step.add_to_blocks(stored.largest_unpacked, kernels)
+        return other
+
+    def replace_swaps(self, config: RunConfig) -> "MetaRun":
+        """Return the same run of ``replace_storage`` with another number of swapped blocks, which change no step."""
+        other, stored = copy.copy(self), self._store_base_weights(config)
+        other.config, other.stored, other._saved_bytes = config, stored, stored.saved_bytes
         return other
 
     def _store_base_weights(self, config: RunConfig) -> StoredBase:
@@ -321,10 +388,51 @@ class MetaRun:
 
     def replace_step(self, config: RunConfig, step: MetaStep) -> "MetaRun":
         """Return the same run with another step."""
-        self._count_whole_bytes()  # once for all copies
+        self._count_all()  # once for all copies
         other = copy.copy(self)
         other.config, other.step = config, step
         return other
+
+    def _count_all(self) -> None:
+        self._count_whole_bytes()
+        for name in (*COUNTS, *FROZEN_COUNTS):
+            getattr(self, name)
+
+    @cached_property
+    def trainable_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.trainable)
+
+    @cached_property
+    def trainable_elements(self) -> int:
+        return sum(parameter.numel() for parameter in self.trainable)
+
+    @cached_property
+    def sharded_bytes(self) -> int:
+        """Bytes of the frozen weights that FSDP and ZeRO 3 shard."""
+        return sum(parameter.nbytes for parameter in self.frozen)
+
+    @cached_property
+    def num_frozen_matrices(self) -> int:
+        return sum(parameter.ndim > 1 for parameter in self.frozen)
+
+    @property
+    def has_fused_layers(self) -> bool:
+        """Whether LoRA layers compute in fewer kernels."""
+        distributed, train = self.config.distributed, self.config.train
+        is_half = distributed.mixed_precision in ("fp16", "bf16")
+        can_fuse = is_half and distributed.fused_layers and not distributed.torch_compile
+        return can_fuse and not train.activation_memory_budget
+
+    @property
+    def num_unpacking_kernels(self) -> int:
+        """Kernels among those of the step that unpack quantized weights."""
+        passes = 3 if self.config.train.gradient_checkpointing else 2
+        return round(passes * KERNELS_PER_UNPACKING * self.stored.unpacked_weights)
+
+    @property
+    def stored_share(self) -> float:
+        """Share of ``sharded_bytes`` that is stored, where ``replace_storage`` has changed the format."""
+        return 1 - self._saved_bytes / max(1, self.sharded_bytes)
 
     @property
     def frozen_bytes(self) -> int:
@@ -366,15 +474,20 @@ class MetaRun:
             context.wrap_blocks(self.denoiser, plan)
             if not pipeline:
                 context.wrap_sequence_ends()
-        runner = StageRunner(self.chain)
-        if getattr(self.denoiser, "gradient_checkpointing", False):  # UNets checkpoint inside of their blocks
-            self.denoiser.gradient_checkpointing = False
-            runner.checkpoint_function = self.denoiser._gradient_checkpointing_func
+        self._repeated = RepeatedBlocks(self.chain)
+        self._runner = runner = StageRunner(self.chain)
+        self._set_checkpoint_function()
         runner.set_full_forward(range(len(self.chain.blocks)), self._leave_block)
         if context is not None and pipeline:
             context.wrap_sequence_ends()
         for index, block in enumerate(self.chain.blocks):
             self.chain.hooks.wrap(block, partial(self._enter_block, index, signature(block.forward)))
+
+    def _set_checkpoint_function(self) -> None:
+        self._runner.checkpoint_function = None
+        if getattr(self.denoiser, "gradient_checkpointing", False):  # UNets checkpoint inside of their blocks
+            self.denoiser.gradient_checkpointing = False
+            self._runner.checkpoint_function = self.denoiser._gradient_checkpointing_func
 
     def _enter_block(self, index: int, form: Signature, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if index == 0:
@@ -396,7 +509,8 @@ class MetaRun:
             loss = self.task(self.batch, 0).sum()
             self._recorder.end_forward()
             run_backward(loss)
-        return self._recorder.build_step()
+        step = self._recorder.build_step()
+        return replace(step, blocks=self._repeated.restore_skipped(step.blocks))
 
     @contextmanager
     def _measure(self, models: Iterable[nn.Module], dtype: torch.dtype | None) -> Iterator[MemoryMeter]:
@@ -439,13 +553,17 @@ class MetaRun:
 
     def _quantize_and_fuse(self, config: RunConfig, precision: str) -> None:
         if is_quantized_or_offloaded(config.model, config.train):
-            quantize_and_offload_base(self.denoiser, (META, META), config.model, config.train)
+            self._store_denoiser(config)
+        if not config.distributed.torch_compile:
+            fuse_layers(self.trained, config.distributed, config.train, precision)
+
+    def _store_denoiser(self, config: RunConfig) -> None:
+        """Quantize and offload the frozen weights of the denoiser's blocks."""
+        quantize_and_offload_base(self.denoiser, (META, META), config.model, config.train)
         for layer in self.denoiser.modules():
             if isinstance(layer, (FrozenLinear, FrozenConv2d)):
                 # These layers ask the device for its autocast dtype, and the meta device has none.
                 layer.autocast_dtype = self._dtype
-        if not config.distributed.torch_compile:
-            fuse_layers(self.trained, config.distributed, config.train, precision)
 
 
 @contextmanager

@@ -92,6 +92,13 @@ class LayoutFinder:
             return layouts, [*reasons]
         return layouts, [replace(problem, scope=", ".join(names)) for problem, names in reasons.items()]
 
+    def allows(self, name: str) -> bool:
+        """Whether training would accept the layout of this name; the model is not looked at."""
+        options = next((options for each, options in self._enumerate_options() if each == name), None)
+        if options is None:
+            return False
+        return next(self._find_layout_rejections(self._build_layout(name, options)), None) is None
+
     def find_rejections(self) -> list[Problem]:
         """List the reasons why training would reject the user's own settings on so many devices."""
         launch = validate_parallelism(self.config, self._build_world(self.config.parallel))

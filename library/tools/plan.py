@@ -16,6 +16,7 @@ from ..config.types import MemorySize
 from ..dataset.dataset_config import collect_extra_keys, convert_to_sd_scripts, load_dataset_config
 from ..dataset.schema import DatasetConfig
 from ..log import configure_logging
+from ..registry import pause_garbage_collection
 from ..training.preflight import load_settings
 from .validate_arguments import check_plan_arguments
 
@@ -69,7 +70,12 @@ def run_plan(argv: Sequence[str]) -> tuple[str, int]:
     if set(argv) & {"--help", "-h"}:
         return _format_help(), 0
     tool_argv, training_argv = _split_arguments(argv)
-    own, training = parse_config(tool_argv, _Arguments), load_settings(training_argv)
+    training = load_settings(training_argv)
+    if (memory := training.config.train.gpu_memory) is not None and not any(
+        "--gpu_memory" in each for each in tool_argv
+    ):
+        tool_argv = [*tool_argv, "--gpu_memory", str(memory)]
+    own = parse_config(tool_argv, _Arguments)
     options: PlanOptions = cast(Any, own.config).plan
     check_plan_arguments(options, own, training)
     if options.resolve_only:
@@ -102,16 +108,15 @@ def _format_plan(options: PlanOptions, training: "ParsedConfig") -> str:
 def _search_layouts(options: PlanOptions, training: "ParsedConfig", dry_run: "DryRun") -> "LayoutReport | None":
     if options.gpu_memory is None:
         return None
-    from ..estimate.layout_search import find_largest_batch, search_layouts
-    from ..estimate.parallel_layouts import LayoutFinder
-    from ..estimate.step_time import Devices
+    with pause_garbage_collection():
+        from ..estimate.layout_search import find_training_batch, search_layouts
+        from ..estimate.parallel_layouts import LayoutFinder
+        from ..estimate.step_time import Devices
 
     speeds = options.gpu_tflops * 1e12, options.link_speed * 1e9
     devices = Devices(options.world_size, options.gpu_memory.num_bytes, *speeds)
     finder = LayoutFinder(training.config, frozenset(training.locations), dry_run.detected, devices.count)
-    plan = dry_run.plan.batch_plan
-    captions = dry_run.prepared.list_first_epoch_captions(plan, dry_run.plan.steps)
-    return search_layouts(finder, find_largest_batch(plan, captions), devices)
+    return search_layouts(finder, find_training_batch(dry_run, training.config.data), devices)
 
 
 def _format_resolved_datasets(datasets: Sequence[DatasetConfig]) -> str:

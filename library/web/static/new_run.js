@@ -140,7 +140,9 @@
     if (kind === "file") location.href = `/new?${new URLSearchParams({ file: rest.join(":") })}`;
     if (kind === "preset") {
       const own = ["dataset_config", "output_dir", "output_name"].map((name) => [name, controls.get(name).value]);
-      fill({ ...start.presets[+rest[0]].values, ...Object.fromEntries(own.filter(([, value]) => value)) });
+      const values = { ...start.presets[+rest[0]].values };
+      if (values.gpu_memory) values.gpu_memory = byId("memory").value || values.gpu_memory;
+      fill({ ...values, ...Object.fromEntries(own.filter(([, value]) => value)) });
     }
   });
   const opened = new Map();

@@ -24,10 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from library.config import parse_config
 from library.config.schema_optim import OptimConfig
-from library.estimate.layout_search import estimate_layouts, get_partition, suggest_savings
+from library.estimate.layout_search import estimate_layouts, suggest_savings
 from library.estimate.memory_estimate import count_in_flight, estimate_optimizer_state, split_model
 from library.estimate.meta_memory_meter import AutocastEmulation, MemoryMeter, MeterReading, run_backward
 from library.estimate.meta_run import LargestBatch, MetaRun, StepMemory
+from library.estimate.meta_runs import MetaRuns, get_partition
 from library.estimate.parallel_layouts import LayoutFinder
 from library.estimate.step_time import Devices
 from library.models.detect import detect_model
@@ -295,12 +296,12 @@ def test_equal_ops_on_the_meta_device_count_like_the_first_and_are_not_executed_
 @pytest.mark.slow
 def test_runs_with_other_cached_outputs_share_a_step():
     uncached, cached = ((*RUN, f"--{no}cache_latents", f"--{no}cache_text_encoder_outputs") for no in ("no-", ""))
-    runs, found = {}, []
+    runs, found = MetaRuns(load_config(*RUN)[2], SMALL), []
     for flags in (uncached, cached):
         config, explicit, model = load_config(*flags)
         layouts, _ = LayoutFinder(config, explicit, model, 1).find_layouts()
         found.append(estimate_layouts(layouts[:1], model, SMALL, Devices(1, 2**40), runs=runs)[0].memory)
-    assert len(runs) == 1 and found[1] == estimate(1, *cached, batch=SMALL)[0].memory
+    assert len(runs._runs) == 1 and found[1] == estimate(1, *cached, batch=SMALL)[0].memory
     assert found[0].weights > found[1].weights and found[0].activations > found[1].activations
 
 

@@ -338,7 +338,7 @@ def test_layouts_that_fit_are_listed_fastest_first_and_others_with_the_memory_th
     assert code == 0, messages
     plan_json = json.loads(answer)
     assert plan_json["gpu_memory"] == 24 * 2**30 and "suggestion" not in plan_json
-    assert "estimating memory: step 1 of 2 on the meta device" in messages
+    assert "estimating memory: a step on the meta device (DDP 2, 1 of 2)" in messages
     assert {layout["layout"]: layout["options"] for layout in plan_json["layouts"]}["FSDP 2"] == "--fsdp"
     speeds = [layout["relative_speed"] for layout in plan_json["layouts"]]
     assert speeds == sorted(speeds, reverse=True) and speeds[0] == 1

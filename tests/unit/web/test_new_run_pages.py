@@ -128,6 +128,9 @@ def test_every_preset_is_a_run_that_the_parser_accepts(root):
     for preset in list_presets():
         parsed = parse_config(["--dataset_config", "set.toml", *build_arguments(preset["values"])])
         assert format_lines(parsed.problems) == [], preset["name"]
+        is_for_gpu = preset["name"] != "Demo model (CPU)"
+        assert (parsed.config.train.gpu_memory is not None) == is_for_gpu, "which chooses all that saves memory"
+        assert not preset["values"].keys() & {"quantize_base", "gradient_checkpointing", "blocks_to_swap"}
 
 
 def write_job(queue: JobQueue, name: str, *words: str) -> Job:
