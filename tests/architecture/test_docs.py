@@ -8,7 +8,7 @@ from code_metrics import ROOT
 from library.models.families import FAMILIES
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-MAX_LINES = {"README.md": 150, "architecture.md": 200}
+MAX_LINES = {"README.md": 150, "architecture.md": 240}
 PACKAGES = "|".join(path.name for path in sorted((ROOT / "library").iterdir()) if path.is_dir() and path.name[0] != "_")
 
 
