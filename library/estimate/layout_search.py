@@ -216,13 +216,17 @@ def _estimate_again(
 def find_largest_batch(plan: AnyBatchPlan, captions: Iterable[str]) -> LargestBatch:
     """Combine the bucket with the most pixels per micro-batch and the longest captions."""
     buckets = [bucket for bucket in plan.buckets if len(bucket.sample_indices)]
-    shapes = {(bucket.batch_size, (bucket.resolution, *bucket.control_resolutions)) for bucket in buckets}
-    pixels_by_shape = {shape: shape[0] * sum(width * height for width, height in shape[1]) for shape in shapes}
+    shapes = {
+        (bucket.batch_size, (bucket.resolution, *bucket.control_resolutions), bucket.num_frames) for bucket in buckets
+    }
+    pixels_by_shape = {
+        shape: shape[0] * sum(width * height for width, height in shape[1]) * shape[2] for shape in shapes
+    }
     pixels = sorted(pixels_by_shape.values(), reverse=True)
-    count, (size, *control_sizes) = max(shapes, key=pixels_by_shape.__getitem__)
+    count, (size, *control_sizes), num_frames = max(shapes, key=pixels_by_shape.__getitem__)
     longest = sorted(set(captions), key=len, reverse=True)
     buffered_shapes = sum(pixels[:MAX_BUFFERED_SHAPES]) / pixels[0]
-    return LargestBatch(size, tuple((longest * count)[:count]), buffered_shapes, tuple(control_sizes))
+    return LargestBatch(size, tuple((longest * count)[:count]), buffered_shapes, tuple(control_sizes), num_frames)
 
 
 def estimate_layouts(
