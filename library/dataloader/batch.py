@@ -32,7 +32,7 @@ class Moments:
         return cls(torch.stack([mean, std], dim=1))
 
     def sample(self, generators: Sequence[torch.Generator]) -> Tensor:
-        """Draw latents like the mean; each sample has its own generator, so that it does not depend on its neighbors."""
+        """Draw latents like the mean; each sample has its own generator, and does not depend on its neighbors."""
         mean, std = self.mean_and_std.float().unbind(1)
         noise = [torch.randn(mean.shape[1:], generator=each, device=each.device) for each in generators]
         return mean + std * copy_async(torch.stack(noise), mean)

@@ -108,8 +108,8 @@ def _build_bucket_info(rows: SampleRows) -> dict[str, Any]:
     errors = []
     for sample, assignment in rows:
         width, height = assignment.bucket_resolution
-        frames = (sample.num_frames,) if sample.num_frames > 1 else ()
-        counts[width, height, *frames] += round(sample.repeats)
+        size = (width, height, sample.num_frames) if sample.num_frames > 1 else (width, height)
+        counts[size] += round(sample.repeats)
         errors.append(abs(width / height - sample.size[0] / sample.size[1]))
     buckets = {
         str(number): {"resolution": list(size), "count": count}

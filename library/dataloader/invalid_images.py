@@ -160,7 +160,7 @@ def _find_clips_without_windows(
 
 def _format_frames(clip: "ClipSummary") -> str:
     count = f"{clip.frames.num_frames} frame{'s' * (clip.frames.num_frames != 1)}"
-    if clip.num_frames < clip.frames.num_frames or clip.frames.is_timed:
+    if clip.num_frames != clip.frames.num_frames:
         return f"{count}, of which {clip.num_frames} at the model's rate"
     return count
 
@@ -176,7 +176,9 @@ def _find_slow_clips(clips: "Sequence[ClipSummary]") -> Iterator[DataNotice]:
             by_rate[target, frames.is_timed].append(f"{clip.image.key} ({rate:.4g})")
     for (target, is_timed), names in by_rate.items():
         effect = "frames are shown again" if is_timed else "all frames are used, so that motion is faster"
-        yield from _build_notice(names, f"{{}} with fewer frames per second than the model's {target:g}: {effect}", "clip")
+        yield from _build_notice(
+            names, f"{{}} with fewer frames per second than the model's {target:g}: {effect}", "clip"
+        )
 
 
 def _compute_mean_rate(clip: "ClipSummary") -> float:
@@ -218,7 +220,11 @@ def _find_duplicate_images(datasets: Sequence[DatasetConfig], samples: "Sequence
         for sample in samples:
             if sample.dataset_index == number:
                 by_content[sample.content_hash].append(sample)
-        twins = [f"{_format_name(sample)} = {_format_name(group[0])}" for group in by_content.values() for sample in group[1:]]
+        twins = [
+            f"{_format_name(sample)} = {_format_name(group[0])}"
+            for group in by_content.values()
+            for sample in group[1:]
+        ]
         yield from _build_notice(twins, f"dataset {number + 1}: {{}} identical to another image", "image")
 
 
@@ -246,7 +252,9 @@ def _find_upscaled_images(samples: "Sequence[Sample]", assignments: Sequence[Buc
         for sample, placement in zip(samples, assignments, strict=True)
     )
     small = sorted((item for item in factors if item[0] >= UPSCALE_WARNING_FACTOR), key=lambda item: -item[0])
-    names = [f"{_format_name(sample)} ({sample.size[0]}x{sample.size[1]}, {factor:.3g} times)" for factor, sample in small]
+    names = [
+        f"{_format_name(sample)} ({sample.size[0]}x{sample.size[1]}, {factor:.3g} times)" for factor, sample in small
+    ]
     yield from _build_notice(
         names, f"{{}} upscaled {UPSCALE_WARNING_FACTOR:g} times or more, and blurred by that", "small image"
     )

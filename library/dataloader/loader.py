@@ -104,8 +104,7 @@ def _build_micro_batch(
     manifest: Manifest, bucket_index: int, sample_indices: Sequence[int], first_index: int
 ) -> MicroBatch:
     positions = tuple(
-        derive_seed(0, f"{Purpose.VALIDATION_POSITION}/{manifest.samples[index].identity}")
-        for index in sample_indices
+        derive_seed(0, f"{Purpose.VALIDATION_POSITION}/{manifest.samples[index].identity}") for index in sample_indices
     )
     indices, count = tuple(first_index + index for index in sample_indices), len(sample_indices)
     return MicroBatch(
@@ -298,8 +297,7 @@ def _find_replacement(items: Sequence[LoadedImage | BadSample], index: int) -> i
 def _stack_controls(controls: Sequence[tuple[Pixels, ...]]) -> tuple[torch.Tensor, ...]:
     """Stack the first control images of all samples, the second ones, and so on; in a bucket they have one size."""
     return tuple(
-        torch.from_numpy(np.stack(list(map(move_channels_first, images))))
-        for images in zip(*controls, strict=True)
+        torch.from_numpy(np.stack(list(map(move_channels_first, images)))) for images in zip(*controls, strict=True)
     )
 
 

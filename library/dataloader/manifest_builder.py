@@ -1,7 +1,7 @@
 """Build the manifest: list and inspect all images, report those that cannot be used, assign the rest to buckets."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -53,9 +53,7 @@ def build_manifest(
     datasets = [expanded[-1] for expanded in stages]
     listings = list(list_all_images(datasets))
     listing_problems = [problem for listing in listings for problem in listing.problems]
-    if frame_rule is None:
-        has_clips = [listing.subset for listing in listings if listing.has_clips]
-        listing_problems += [report_clips(subset, "this model") for subset in has_clips]
+    listing_problems += [report_clips(each.subset) for each in listings if each.has_clips and frame_rule is None]
     notes += [note for listing in listings for note in listing.notes]
     found = [image for listing in listings for image in listing.images]
     bad = [DataProblem("missing", problem) for listing in listings for problem in listing.missing]
@@ -78,10 +76,8 @@ def build_manifest(
     if listing_problems or ((bad or unmatched) and on_invalid_images == "fail"):  # folders are not skipped
         bad_data = _collect_bad_data(bad, unmatched, num_unusable, total, scan.cache_folders)
         raise FileError([*listing_problems, *bad_data])
-    notices = [
-        *collect_notices(datasets, samples, assignments, scan.images),
-        *collect_clip_notices(datasets, built.clips),
-    ]
+    clip_notices = collect_clip_notices(datasets, built.clips)
+    notices = [*collect_notices(datasets, samples, assignments, scan.images), *clip_notices]
     notes = list(dict.fromkeys(notes))  # two datasets may use the same folder
     notes += dict.fromkeys([*scan.notes, *masks.notes, *controls.notes, *(notice.text for notice in notices)])
     if is_summary_truncated(bad, notices) and (location := write_full_report(bad, notices, scan.cache_folders)):
@@ -95,15 +91,9 @@ def build_manifest(
     for number in range(len(datasets)):
         samples, balance_notes = balance_regularization_images(samples, number)
         notes += balance_notes
-    used_masks = [sample.mask for sample in (*samples, *split.validation_samples)]
-    problems = list[Problem]()
-    if all(sample.is_reg for sample in samples):
-        reason = "validation_split takes all of them" if split.validation_samples else ""
-        problems.append(Problem("", "no images left to train on", reason))
-    elif subsets_without_masks := find_subsets_without_masks(datasets, used_masks):
-        problems += subsets_without_masks
-    if problems:
-        raise FileError([*summarize_bad_data(bad), *problems])
+    if problems := list(_find_missing_samples(datasets, samples, split.validation_samples)):
+        told = [Problem("", notice.text) for notice in clip_notices]  # such as which clips are too short
+        raise FileError([*summarize_bad_data(bad), *told, *problems])
     caption_counts = tuple(
         (listing.dataset, listing.index, listing.caption_source, listing.num_captions, len(listing.images))
         for listing in listings
@@ -116,6 +106,18 @@ def build_manifest(
         validation_samples=split.validation_samples,
         clips=tuple(built.clips),
     )
+
+
+def _find_missing_samples(
+    datasets: Sequence[DatasetConfig], samples: Sequence[Sample], validation_samples: Sequence[Sample]
+) -> Iterator[Problem]:
+    """Yield a problem if nothing is left to train on, or no image has the mask that it should have."""
+    if all(sample.is_reg for sample in samples):
+        reason = "validation_split takes all of them" if validation_samples else ""
+        yield Problem("", "no images left to train on", reason)
+    else:
+        masks = [sample.mask for sample in (*samples, *validation_samples)]
+        yield from find_subsets_without_masks(datasets, masks)
 
 
 def _scan_all(found: Sequence[ListedImage], roots: ScanRoots) -> ScanResult[InspectedImage]:

@@ -43,7 +43,9 @@ def split_validation_samples(samples: Sequence[Sample], datasets: Sequence[Datas
         return ValidationSplit(tuple(samples), ())
     contents = {sample.content_hash for sample in held.values()}
     training = tuple(sample for sample in samples if sample.content_hash not in contents)
-    ordered = sorted(held.values(), key=lambda sample: (sample.dataset_index, sample.content_hash, _get_window_key(sample)))
+    ordered = sorted(
+        held.values(), key=lambda sample: (sample.dataset_index, sample.content_hash, _get_window_key(sample))
+    )
     validation = tuple(_freeze_sample(sample, datasets) for sample in ordered)
     return ValidationSplit(training, validation, tuple(_format_notes(samples, held, datasets)))
 

@@ -14,15 +14,16 @@ from typing import Any
 
 from .clip_decoding import (
     ClipError,
-    Timeline,
     list_frame_files,
     open_video,
     read_clip_frames,
 )
 from .frame_windows import ClipFrames
-from .image_inspection import InspectedImage, build_inspection_version, inspect_image, silence_pillow_warnings
+from .image_decoding import silence_pillow_warnings
+from .image_inspection import InspectedImage, build_inspection_version, inspect_image
 from .image_ref import ImageRef
-from .scan import FileStamp, ImageDefect, InPlaceInspection, Inspector, describe_read_error, stat_file
+from .scan import ImageDefect, InPlaceInspection, Inspector, describe_read_error, stat_file
+from .scan_cache import FileStamp
 
 CLIP_INSPECTION_VERSION = 1
 """The version of the inspection, incremented when it may give another result for the same bytes."""
@@ -50,11 +51,14 @@ _HDR_TRANSFERS = (16, 18)
 _MIN_TIMESTAMPS_FOR_RATE = 2
 
 
+NO_FRAMES = ClipFrames(0, Fraction(0), None)
+
+
 @dataclass(frozen=True, slots=True)
 class InspectedClip(InspectedImage):
     """The result of inspecting one clip; its size is that of its upright first frame."""
 
-    frames: ClipFrames = ClipFrames(0, Fraction(0), None)
+    frames: ClipFrames = NO_FRAMES
 
 
 def build_clip_inspector() -> Inspector[InspectedClip]:
@@ -90,7 +94,15 @@ def _pack_clip(clip: InspectedClip) -> list[Any]:
     rate = None if frames.rate is None else [frames.rate.numerator, frames.rate.denominator]
     duration = [frames.duration.numerator, frames.duration.denominator]
     defect = [clip.defect.kind, clip.defect.text] if clip.defect else []
-    return [*clip.size, frames.num_frames, duration, rate, frames.first_pts, " ".join(_mark_spaces(clip.traits)), *defect]
+    return [
+        *clip.size,
+        frames.num_frames,
+        duration,
+        rate,
+        frames.first_pts,
+        " ".join(_mark_spaces(clip.traits)),
+        *defect,
+    ]
 
 
 def _mark_spaces(traits: Sequence[str]) -> Iterator[str]:
@@ -101,9 +113,7 @@ def _unpack_clip(facts: list[Any], content_hash: str) -> InspectedClip:
     width, height, num_frames, duration, rate, first_pts, traits, *defect = facts
     frames = ClipFrames(num_frames, Fraction(*duration), None if rate is None else Fraction(*rate), first_pts)
     names = tuple(trait.replace("_", " ") for trait in traits.split())
-    return InspectedClip(
-        (width, height), content_hash, ImageDefect(*defect) if defect else None, names, frames=frames
-    )
+    return InspectedClip((width, height), content_hash, ImageDefect(*defect) if defect else None, names, frames=frames)
 
 
 def stat_clip(path: str) -> FileStamp | ImageDefect:

@@ -289,7 +289,9 @@ def _inspect_subset(
         )
         controls, notes = scan.images, scan.notes
     else:
-        clips = scan_images(build_clip_inspector(), by_folder, lambda root: cache_directory or roots.get_cache_dir(root))
+        clips = scan_images(
+            build_clip_inspector(), by_folder, lambda root: cache_directory or roots.get_cache_dir(root)
+        )
         controls, notes = clips.images, clips.notes
     result.notes += notes
     noun, other_shape = ("image" if clip_rule is None else "clip"), []

@@ -1,4 +1,4 @@
-"""Images or clips in a folder, with caption files next to them or the metadata.jsonl, .csv or .parquet of HF's imagefolder."""
+"""Images or clips in a folder, with caption files or the metadata.jsonl, .csv or .parquet of HF's imagefolder."""
 
 import os
 import posixpath
@@ -101,7 +101,12 @@ def _select_images(folder: Path, tree: DirectoryTree, listing: SubsetListing) ->
         listing.mark_unused(key, f"{text!r} matches none of {all_images}", text)
     if subset.include or subset.exclude:
         listing.notes.append(f"{folder}: include and exclude select {len(selection.paths)} of {len(images)} {noun}s")
-    if not subset.recursive and images and not listing.has_clips and (below := _list_image_folders(folder, tree.folders)):
+    if (
+        not subset.recursive
+        and images
+        and not listing.has_clips
+        and (below := _list_image_folders(folder, tree.folders))
+    ):
         subfolders = format_first_names([f"{name}/" for name in below])
         hint = "set recursive = true to use them"
         listing.notes.append(f"{folder}: images in subfolders are not used; {hint}: {subfolders}")
@@ -208,7 +213,9 @@ def _read_folder_tables(
             listing.notes.append(f"{folder}: {', '.join(paths)} is not used: every image has a caption file")
         elif len(paths) > 1:
             hint = "keep one of them, or set metadata_file = 'FILE'"
-            listing.add_problem(listing.subset.source_key, f"several metadata tables in {folder}: {', '.join(paths)}; {hint}")
+            listing.add_problem(
+                listing.subset.source_key, f"several metadata tables in {folder}: {', '.join(paths)}; {hint}"
+            )
         else:
             try:
                 _read_folder_table(folder, path=paths[0], files=files, images=images, tables=tables, listing=listing)

@@ -152,8 +152,8 @@ def list_metadata_images(subset: SubsetConfig, path: Path, dataset: int, index: 
         prefetch_infos(path for entry in metadata.entries for path in _iter_candidates(entry.name, metadata, subset))
     for entry in metadata.entries:
         if metadata.has_clips and is_remote_url(entry.name):
-            problem = "clips cannot be read from URLs; download them"
-            listing.missing.append(Problem("", f"{entry.shown_name}: {problem}", place=entry.location))
+            text = f"{entry.shown_name}: clips cannot be read from URLs"
+            listing.missing.append(Problem("", text, "download them", place=entry.location))
             continue
         image = _find_file(_iter_candidates(entry.name, metadata, subset), metadata)
         if image is None:

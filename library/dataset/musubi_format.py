@@ -36,9 +36,7 @@ VIDEO_KEYS = ("target_frames", "frame_extraction", "frame_stride", "frame_sample
 ONE_FRAME_KEYS = ("fp_latent_window_size", "fp_1f_clean_indices", "fp_1f_target_index", "fp_1f_no_post")
 """Keys that only FramePack and Wan read; musubi-tuner ignores them for other models."""
 
-_KEYS_OF_MUSUBI_ALONE = frozenset(
-    (*SOURCE_KEYS, *ONE_FRAME_KEYS, "multiple_target")
-)
+_KEYS_OF_MUSUBI_ALONE = frozenset((*SOURCE_KEYS, *ONE_FRAME_KEYS, "multiple_target"))
 _SHARED_KEYS = frozenset("resolution batch_size num_repeats enable_bucket bucket_no_upscale caption_extension".split())
 _OWN_KEYS_BESIDE_MUSUBI = frozenset(
     "control_resolution no_resize_control control_directory cache_directory recursive include exclude image_column"

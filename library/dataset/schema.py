@@ -293,16 +293,14 @@ class _SharedKeys:
     target_frames: tuple[int, ...] = define_option(
         (), "lengths of the windows that are cut out of each clip", minimum=1, needs=_HAS_CLIPS
     )
-    frame_extraction: FrameExtraction = define_option(
+    frame_extraction: FrameExtraction = define_option(  # noqa: RUF009
         "head",
         "windows of a clip: its beginning, consecutive, overlapping or evenly spread ones, or the whole clip",
         needs=_HAS_CLIPS,
     )
     frame_stride: int = define_option(1, "slide: frames from one window to the next", minimum=1, needs=_HAS_CLIPS)
     frame_sample: int = define_option(1, "uniform: number of windows", minimum=1, needs=_HAS_CLIPS)
-    max_frames: int = define_option(
-        DEFAULT_MAX_FRAMES, "full: the most frames of a clip", minimum=1, needs=_HAS_CLIPS
-    )
+    max_frames: int = define_option(DEFAULT_MAX_FRAMES, "full: the most frames of a clip", minimum=1, needs=_HAS_CLIPS)
     source_fps: float | None = define_option(
         None,
         "frames per second of all clips, by which frames are counted and dropped as musubi-tuner does",

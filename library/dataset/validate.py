@@ -246,7 +246,7 @@ def find_clips_for_image_models(datasets: Sequence[DatasetConfig], title: str, v
     return [report_clips(subset, title, video_models) for subset in subsets]
 
 
-def report_clips(subset: SubsetConfig, title: str, video_models: str = "") -> Problem:
+def report_clips(subset: SubsetConfig, title: str = "this model", video_models: str = "") -> Problem:
     """Build the problem of clips for a model that makes images only."""
     models = f" ({video_models})" if video_models else ""
     fix = f"choose a model of videos{models}, or train single frames as images"

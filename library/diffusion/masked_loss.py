@@ -10,9 +10,9 @@ def resize_mask_to_latents(mask: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def reduce_loss_per_sample(loss: Tensor, mask: Tensor | None, *, normalize_by_area: bool = False) -> Tensor:
-    """Reduce an elementwise loss (B, C, H, W) to the mean per sample (B,); of clips (B, C, F, H, W), the mask is that of
-    all frames.
+    """Reduce an elementwise loss (B, C, H, W) to the mean per sample (B,).
 
+    The mask of a clip, whose loss is (B, C, F, H, W), is that of all frames.
     As in sd-scripts the mean is over all elements, so an image whose mask covers a quarter has a quarter of the loss.
     ``normalize_by_area`` divides by the mask's area instead, so every image counts the same; empty masks give 0.
     """

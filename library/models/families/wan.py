@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.original_module_names import KeyStyle
-from ...config.network_args import NetworkFacts
 from ...dataset.frame_windows import FrameRule
 from ...diffusion.timestep_shift import FixedShift
 from ..base import BaseModelInfo, Family
@@ -123,10 +122,7 @@ FACTS = FamilyFacts(
         other_trainers={"musubi-tuner": NoiseLevels("shift", 3.0, origin="its guide")},
     ),
     sampling=SamplingFacts(num_inference_steps=50, guidance_scale=5.0, image_size=(832, 480)),
-    options=FamilyOptions(
-        components={"vae": "vae", "text_encoder": "text_encoder"},
-        network=NetworkFacts(modules=("networks.lora_wan",)),
-    ),
+    options=FamilyOptions(components={"vae": "vae", "text_encoder": "text_encoder"}),
     notes="text to video; diffusers folders; previews are single frames",
 )
 
