@@ -176,11 +176,11 @@ def _inspect_video(image: ImageRef, content_hash: str) -> InspectedClip:
     with open_video(image) as (container, stream):
         packets = _read_packets(container, stream)
         frames = _measure_frames(packets, stream)
-        declared, length = stream.frames, Fraction(container.duration or 0, av.time_base)
+        declared, length = stream.frames, (container.duration or 0) / av.time_base
     if declared and declared > len(packets.timestamps) + packets.num_discarded:
         text = f"is truncated: it has {len(packets.timestamps)} of {declared} frames; copy it again"
         return InspectedClip((0, 0), content_hash, ImageDefect("truncated", text))
-    if packets.end + max(Fraction(1), length / 10) < length:
+    if packets.end + max(1, length / 10) < length:
         text = f"is truncated: it ends after {packets.end:.1f} of {length:.1f} seconds; copy it again"
         return InspectedClip((0, 0), content_hash, ImageDefect("truncated", text))
     first, traits = _decode_first(image)

@@ -9,12 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 MILLISECOND = Fraction(1, 1000)
+BITS_PER_SECOND = 4_000_000
+"""The rate of the codecs that know no ``crf``: enough to tell all frames apart."""
 
 
 def draw_frame(number: int, size: tuple[int, int], shade: int = 0) -> NDArray[np.uint8]:
-    """Draw a frame whose red is its number (times two), with a white square in the upper left corner."""
+    """Draw a frame whose red is its number (times five), with a white square in the upper left corner."""
     frame = np.full((size[1], size[0], 3), (0, shade, 128), np.uint8)
-    frame[..., 0] = 2 * number % 240
+    frame[..., 0] = 5 * number % 255
     frame[: size[1] // 6, : size[0] // 6] = 255
     return frame
 
@@ -37,7 +39,7 @@ def write_clip(
     exact = Fraction(rate).limit_denominator(1001)
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=exact, options={"crf": "10", "threads": "1"} | (options or {}))
-        stream.width, stream.height, stream.pix_fmt = *size, pixel_format
+        stream.width, stream.height, stream.pix_fmt, stream.bit_rate = *size, pixel_format, BITS_PER_SECOND
         if times is not None:
             stream.time_base = stream.codec_context.time_base = MILLISECOND
         if rotation:
@@ -67,4 +69,4 @@ def decode_clip(path: Path) -> list[NDArray[np.uint8]]:
 
 def read_numbers(frames: Iterable[NDArray[np.uint8]]) -> list[int]:
     """Read the number of each frame from its red."""
-    return [round(float(frame[-4:, -4:, 0].astype(float).mean()) / 2) for frame in frames]
+    return [round(float(frame[-4:, -4:, 0].astype(float).mean()) / 5) for frame in frames]
