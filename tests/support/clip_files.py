@@ -14,9 +14,9 @@ BITS_PER_SECOND = 4_000_000
 
 
 def draw_frame(number: int, size: tuple[int, int], shade: int = 0) -> NDArray[np.uint8]:
-    """Draw a frame whose red is its number (times five), with a white square in the upper left corner."""
-    frame = np.full((size[1], size[0], 3), (0, shade, 128), np.uint8)
-    frame[..., 0] = 5 * number % 255
+    """Draw a frame whose red and green are its number (times five), with a white square in the upper left corner."""
+    frame = np.full((size[1], size[0], 3), shade, np.uint8)
+    frame[..., :2] = 5 * number % 255
     frame[: size[1] // 6, : size[0] // 6] = 255
     return frame
 
@@ -38,7 +38,7 @@ def write_clip(
     path.parent.mkdir(parents=True, exist_ok=True)
     exact = Fraction(rate).limit_denominator(1001)
     with av.open(str(path), "w") as container:
-        stream = container.add_stream(codec, rate=exact, options={"crf": "10", "threads": "1"} | (options or {}))
+        stream = container.add_stream(codec, rate=exact, options={"crf": "1", "threads": "1"} | (options or {}))
         stream.width, stream.height, stream.pix_fmt, stream.bit_rate = *size, pixel_format, BITS_PER_SECOND
         if times is not None:
             stream.time_base = stream.codec_context.time_base = MILLISECOND
@@ -68,5 +68,5 @@ def decode_clip(path: Path) -> list[NDArray[np.uint8]]:
 
 
 def read_numbers(frames: Iterable[NDArray[np.uint8]]) -> list[int]:
-    """Read the number of each frame from its red."""
-    return [round(float(frame[-4:, -4:, 0].astype(float).mean()) / 5) for frame in frames]
+    """Read the number of each frame from its red and green."""
+    return [round(float(frame[-4:, -4:, :2].astype(float).mean()) / 5) for frame in frames]

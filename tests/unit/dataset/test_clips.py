@@ -90,7 +90,9 @@ def test_what_is_wrong_with_a_clip_is_said(tmp_path):
         frame.rate = 44100
         for packet in [*stream.encode(frame), *stream.encode(None)]:
             container.mux(packet)
-    problems = {name: inspect(tmp_path / name).problem or "" for name in ("cut.mkv", "text.mp4", "empty.mp4", "sound.mp4")}
+    problems = {
+        name: inspect(tmp_path / name).problem or "" for name in ("cut.mkv", "text.mp4", "empty.mp4", "sound.mp4")
+    }
     assert problems["cut.mkv"].startswith("is truncated: it ends after")
     assert problems["text.mp4"].startswith("cannot be opened as a video: Invalid data")
     assert problems["empty.mp4"].startswith("is empty") and problems["sound.mp4"].startswith("has no video")
@@ -113,7 +115,7 @@ def test_a_folder_of_images_is_a_clip(tmp_path):
     folder = tmp_path / "walk"
     folder.mkdir()
     for number in range(6):
-        Image.new("RGB", (40, 30), (5 * number, 0, 0)).save(folder / f"{number:03d}.png")
+        Image.new("RGB", (40, 30), (5 * number, 5 * number, 0)).save(folder / f"{number:03d}.png")
     clip = inspect(folder)
     assert (clip.size, clip.frames.num_frames, clip.frames.rate) == ((40, 30), 6, None)
     frames = read_clip_frames(refer(folder), clip.frames, 2, 3)
