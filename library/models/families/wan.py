@@ -19,6 +19,7 @@ from ..facts import (
     PipelineFacts,
     SamplingFacts,
     TextFacts,
+    TrainerNames,
 )
 from ..model_configs import ConfigReader, ModelError, read_required
 from ..shared_facts import match_flow_model
@@ -86,7 +87,9 @@ FACTS = FamilyFacts(
         hub_id="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
         frames=FrameRule(stride=4, fps=16.0),
     ),
-    detection=DetectionFacts(match_configs=_match_wan),
+    detection=DetectionFacts(
+        match_configs=_match_wan, trainer_names=TrainerNames(ai_toolkit=("wan21",), diffusion_pipe=("wan",))
+    ),
     lora=FamilyLora(
         # The linear layers of the blocks.
         targets=(
