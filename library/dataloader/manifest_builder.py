@@ -11,7 +11,7 @@ from ..dataset.controls import ControlScanResult, scan_controls
 from ..dataset.frame_windows import DEFAULT_FRAME_RULE, FrameRule, FrameWindow, list_frame_windows
 from ..dataset.image_inspection import InspectedImage, build_image_inspector
 from ..dataset.image_ref import ImageRef, describe_remote_images
-from ..dataset.listing import ListedImage
+from ..dataset.listing import ListedImage, SubsetListing
 from ..dataset.masks import MaskScanResult, find_subsets_without_masks, scan_masks
 from ..dataset.resolution_stages import build_stages, expand_resolution_schedule
 from ..dataset.scan import ImageDefect, ScanResult, scan_images
@@ -94,18 +94,18 @@ def build_manifest(
     if problems := list(_find_missing_samples(datasets, samples, split.validation_samples)):
         told = [Problem("", notice.text) for notice in clip_notices]  # such as which clips are too short
         raise FileError([*summarize_bad_data(bad), *told, *problems])
-    caption_counts = tuple(
-        (listing.dataset, listing.index, listing.caption_source, listing.num_captions, len(listing.images))
-        for listing in listings
-    )
     return Manifest(
         datasets=tuple(datasets),
         samples=tuple(samples),
         notes=tuple(notes),
-        caption_counts=caption_counts,
+        caption_counts=tuple(map(_count_captions, listings)),
         validation_samples=split.validation_samples,
         clips=tuple(built.clips),
     )
+
+
+def _count_captions(listing: SubsetListing) -> tuple[int, int, str, int, int]:
+    return listing.dataset, listing.index, listing.caption_source, listing.num_captions, len(listing.images)
 
 
 def _find_missing_samples(
