@@ -1,7 +1,7 @@
 """Build the manifest: list and inspect all images, report those that cannot be used, assign the rest to buckets."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -68,9 +68,7 @@ def build_manifest(
     listing_problems += dict.fromkeys(controls.settings)
     unmatched = [*masks.unmatched, *controls.unmatched]
     built = _SampleBuilder(stages, scan.images, masks, controls, frame_rule or DEFAULT_FRAME_RULE)
-    for item in found:
-        built.add(item)
-    samples, assignments = built.samples, built.assignments
+    samples, assignments = built.add_all(found)
     num_unusable, total = built.num_unusable + len(bad), len(found) + len(bad)
     bad += built.problems
     if listing_problems or ((bad or unmatched) and on_invalid_images == "fail"):  # folders are not skipped
@@ -89,8 +87,8 @@ def build_manifest(
     notes += [*map(str, unmatched), *split.notes]
     samples = list(split.train_samples)
     for number in range(len(datasets)):
-        samples, balance_notes = balance_regularization_images(samples, number)
-        notes += balance_notes
+        samples, added = balance_regularization_images(samples, number)
+        notes += added
     if problems := list(_find_missing_samples(datasets, samples, split.validation_samples)):
         told = [Problem("", notice.text) for notice in clip_notices]  # such as which clips are too short
         raise FileError([*summarize_bad_data(bad), *told, *problems])
@@ -152,6 +150,12 @@ class _SampleBuilder:
         self._assigners = [list(map(build_bucket_assigner, stages)) for stages in self.dataset_stages]
         self._names: Counter[str] = Counter()
         self._reported: set[tuple[ImageRef, str]] = set()
+
+    def add_all(self, found: Iterable[ListedImage]) -> tuple[list[Sample], list[BucketAssignment]]:
+        """Add all images and clips."""
+        for item in found:
+            self.add(item)
+        return self.samples, self.assignments
 
     def add(self, item: ListedImage) -> None:
         """Add the sample of an image, or those of all windows of a clip."""
