@@ -24,6 +24,7 @@ from ..problems import Problem, report_file
 from ..storage.filesystems import RemoteOutage
 from .buckets import BucketAssignment, build_bucket_assigner, merge_small_buckets
 from .invalid_images import (
+    DataNotice,
     DataProblem,
     collect_clip_notices,
     collect_notices,
@@ -78,11 +79,7 @@ def build_manifest(
     notices = [*collect_notices(datasets, samples, assignments, scan.images), *clip_notices]
     notes = list(dict.fromkeys(notes))  # two datasets may use the same folder
     notes += dict.fromkeys([*scan.notes, *masks.notes, *controls.notes, *(notice.text for notice in notices)])
-    if is_summary_truncated(bad, notices) and (location := write_full_report(bad, notices, scan.cache_folders)):
-        notes.append(f"not all names are listed above{location}")
-    if bad:
-        skipped = f"{_count_images(num_unusable)} skipped ({format_problem_counts(bad)}):"
-        notes.append("\n  ".join([skipped, *map(str, summarize_bad_data(bad))]))
+    notes += _describe_skipped(bad, num_unusable, notices, scan.cache_folders)
     split = split_validation_samples(samples, datasets)
     notes += [*map(str, unmatched), *split.notes]
     samples = list(split.train_samples)
@@ -100,6 +97,17 @@ def build_manifest(
         validation_samples=split.validation_samples,
         clips=tuple(built.clips),
     )
+
+
+def _describe_skipped(
+    bad: Sequence[DataProblem], num_unusable: int, notices: Sequence[DataNotice], directories: Sequence[Path]
+) -> Iterator[str]:
+    """Yield notes about what is not listed, and about the images that are skipped."""
+    if is_summary_truncated(bad, notices) and (location := write_full_report(bad, notices, directories)):
+        yield f"not all names are listed above{location}"
+    if bad:
+        skipped = f"{_count_images(num_unusable)} skipped ({format_problem_counts(bad)}):"
+        yield "\n  ".join([skipped, *map(str, summarize_bad_data(bad))])
 
 
 def _count_captions(listing: SubsetListing) -> tuple[int, int, str, int, int]:
