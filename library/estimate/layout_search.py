@@ -8,7 +8,7 @@ from typing import Any
 from ..config.schema import AdapterConfig
 from ..config.schema_data import CacheConfig
 from ..config.schema_distributed import DeepSpeedConfig, ParallelConfig, ShardingConfig
-from ..dataloader.batch_plan import AnyBatchPlan
+from ..dataloader.batch_plan import AnyBatchPlan, format_bucket_size
 from ..errors import ConfigError
 from ..models.detect import DetectedModel
 from ..models.families import FAMILIES
@@ -73,11 +73,11 @@ class LayoutReport:
 
     def format_text(self) -> str:
         """Format one page: layouts that fit, how much memory the others lack, and what would help if none fits."""
-        devices, (width, height), count = self.devices, self.batch.size, len(self.batch.captions)
+        devices, size, count = self.devices, self.batch.size, len(self.batch.captions)
         precision = self.estimates[0].layout.config.distributed.mixed_precision or "no"
         lines = [
             f"{devices.count} x {devices.memory / GB:.4g} GB, mixed_precision {precision},"
-            f" largest micro-batch {count} x {width}x{height}"
+            f" largest micro-batch {count} x {format_bucket_size(size, self.batch.num_frames)}"
         ]
         if fitting := [estimate for estimate in self.estimates if self.fits(estimate)]:
             lines += ["layouts that fit, fastest first (peak GB of the fullest GPU):", *_format_table(fitting)]
