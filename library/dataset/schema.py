@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from ..config.option_needs import IsSet
+from ..config.option_needs import HasValue, IsSet, LacksValue, Needs
 from ..config.options import ALWAYS, Option, define_option, iter_options
 from ..config.schema import RunConfig
 from ..config.schema_data import DataConfig
@@ -271,6 +271,11 @@ class _DatasetKeys:
 _HAS_CLIPS = (IsSet("has_clips", "no subset here has clips", "clips"),)
 
 
+def _of_extraction(name: FrameExtraction) -> Needs:
+    """Return the needs of a key that one way to cut clips reads."""
+    return (*_HAS_CLIPS, HasValue("frame_extraction", (name,)))
+
+
 @dataclass(frozen=True)
 class _SharedKeys:
     class_tokens: str | None = define_option(None, "caption of images without one", needs=ALWAYS)
@@ -291,16 +296,23 @@ class _SharedKeys:
     image_column: str | None = define_option(None, "column of images, or of their file names", needs=ALWAYS)
     caption_column: str | None = define_option(None, "column of captions", needs=ALWAYS)
     target_frames: tuple[int, ...] = define_option(
-        (), "lengths of the windows that are cut out of each clip", minimum=1, needs=_HAS_CLIPS
+        (),
+        "lengths of the windows that are cut out of each clip",
+        minimum=1,
+        needs=(*_HAS_CLIPS, LacksValue("frame_extraction", ("full",))),
     )
     frame_extraction: FrameExtraction = define_option(  # noqa: RUF009
         "head",
         "windows of a clip: its beginning, consecutive, overlapping or evenly spread ones, or the whole clip",
         needs=_HAS_CLIPS,
     )
-    frame_stride: int = define_option(1, "slide: frames from one window to the next", minimum=1, needs=_HAS_CLIPS)
-    frame_sample: int = define_option(1, "uniform: number of windows", minimum=1, needs=_HAS_CLIPS)
-    max_frames: int = define_option(DEFAULT_MAX_FRAMES, "full: the most frames of a clip", minimum=1, needs=_HAS_CLIPS)
+    frame_stride: int = define_option(
+        1, "slide: frames from one window to the next", minimum=1, needs=_of_extraction("slide")
+    )
+    frame_sample: int = define_option(1, "uniform: number of windows", minimum=1, needs=_of_extraction("uniform"))
+    max_frames: int = define_option(
+        DEFAULT_MAX_FRAMES, "full: the most frames of a clip", minimum=1, needs=_of_extraction("full")
+    )
     source_fps: float | None = define_option(
         None,
         "frames per second of all clips, by which frames are counted and dropped as musubi-tuner does",

@@ -236,3 +236,16 @@ def test_dummy_batches_have_the_frames_of_their_bucket(tmp_path):
     dummy = cached.build_dummy_batch((32, 16), 2, num_frames=13, frame_stride=4)
     assert cached.frame_shape == (3,) and dummy.moments.mean_and_std.shape == (2, 2, 4, 4, 2, 4)
     assert torch.equal(cached.crop_first_image(16).moments.mean_and_std, latents[..., :1, :2, :2])
+
+
+def test_keys_of_other_ways_to_cut_clips_are_named_as_unused(tmp_path):
+    save_clip(tmp_path, "a.mp4", 9)
+    keys = "target_frames = [5]\nframe_extraction = 'full'\nframe_stride = 3\nframe_sample = 2\n"
+    notes = prepare(tmp_path, f"{HEAD}{CLIPS}{keys}").manifest.notes
+    unused = [note.split(": ")[1] for note in notes if ": not used, because" in note]
+    assert unused == ["target_frames", "frame_stride", "frame_sample"]
+    images = "[[datasets.subsets]]\nimage_dir = 'images'\nclass_tokens = 'x'\nmax_frames = 5\n"
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (64, 48)).save(tmp_path / "images" / "a.png")
+    (note,) = [note for note in prepare(tmp_path, f"{HEAD}{images}").manifest.notes if "max_frames" in note]
+    assert note.endswith("max_frames: not used, because no subset here has clips")
