@@ -191,3 +191,17 @@ def test_frames_by_a_given_rate_are_counted_as_in_musubi_tuner():
 def test_past_the_end_of_a_control_clip_its_last_frame_is_repeated():
     assert build_frames(4, 16).list_source_frames(2, 4) == [2, 3, 3, 3]
     assert ClipFrames(4, Fraction(0), None).list_source_frames(2, 4) == [2, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "trait"), [("color_trc", 18, "HDR"), ("sample_aspect_ratio", 2, "anamorphic")]
+)
+def test_colors_and_pixels_that_are_not_as_usual_are_told(field, value, trait, tmp_path):
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        stream = container.add_stream("libx264", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        setattr(stream.codec_context, field, value)
+        frame = av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), format="rgb24")
+        for packet in [*stream.encode(frame), *stream.encode(None)]:
+            container.mux(packet)
+    assert trait in inspect(tmp_path / "a.mp4").traits
